@@ -1,0 +1,32 @@
+"""The few places where JAX versions differ; the only file that may look inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """Mesh axes of an enclosing ``shard_map`` over which `x` differs from device to device."""
+    aval: Any = jax.typeof(x)
+    aval = getattr(aval, "mat", aval)  # JAX 0.12 moved the attribute
+    axes = getattr(aval, "varying", None)
+    return frozenset(getattr(aval, "vma", frozenset()) if axes is None else axes)
+
+
+def same_varying_axes(tree: Any) -> Any:
+    """`tree` with every leaf made to vary over the union of all leaves' mesh axes.
+
+    ``shard_map`` wants the cotangents of a ``custom_vjp`` to vary like their primals. Casting the
+    primals before it makes JAX sum the cotangents of replicated ones over the mesh, as they should.
+    """
+    leaves = jax.tree.leaves(tree)
+    union: frozenset[Any] = frozenset().union(*(varying_axes(leaf) for leaf in leaves))
+
+    def widen(leaf: jax.Array) -> jax.Array:
+        missing = tuple(union - varying_axes(leaf))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(widen, tree)

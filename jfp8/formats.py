@@ -1,0 +1,358 @@
+"""Which numbers exist: a `Format` is data, and a cast rounds to it once.
+
+Every cast saturates: finite values beyond the range and infinities go to the largest finite value,
+NaN stays NaN. Hardware and compilers disagree on both (XLA's own convert turns 500 into NaN for
+e4m3fn and 61440 into Inf for e5m2), so nothing here relies on ``astype``: codes are made from the
+bits of the input, with one rounding, and are equal on every backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from jfp8.random_bits import random_bits
+
+Rounding = Literal["nearest_even", "toward_zero", "stochastic"]
+ROUNDINGS: tuple[str, ...] = ("nearest_even", "toward_zero", "stochastic")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point format as data.
+
+    ``value = (-1)^s * 2^(e - bias) * 1.m`` for ``e >= 1`` and ``(-1)^s * 2^(1 - bias) * 0.m`` for
+    ``e == 0``, with `exponent_bits` bits of ``e`` and `mantissa_bits` bits of ``m``.
+
+    Attributes:
+      name: how the literature calls it.
+      dtype: the numpy/ml_dtypes dtype that stores it.
+      exponent_bits: width of the exponent field.
+      mantissa_bits: width of the mantissa field, the hidden bit not counted.
+      bias: exponent bias.
+      max: largest finite value.
+      max_code: the bit pattern of `max`.
+      nan_code: the bit pattern that NaN becomes. E2M1 has no NaN; like ml_dtypes it gets -0.
+      has_nan: whether `nan_code` is a NaN.
+      signed: whether there is a sign bit, and with it a zero and subnormals.
+
+    References:
+      OCP 8-bit Floating Point Specification (OFP8), Table 1; OCP Microscaling Formats (MX) v1.0,
+      sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
+    """
+
+    name: str
+    dtype: np.dtype
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    max_code: int
+    nan_code: int
+    has_nan: bool = True
+    signed: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Width of one element in bits."""
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value."""
+        return (1 if self.signed else 0) - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value: floor(log2(max))."""
+        return int(np.frexp(self.max)[1]) - 1
+
+    @property
+    def smallest_normal(self) -> float:
+        """2^min_exponent."""
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value (E8M0 has no subnormals: its smallest normal)."""
+        return 2.0 ** (self.min_exponent - (self.mantissa_bits if self.signed else 0))
+
+    def __repr__(self) -> str:
+        return f"Format({self.name})"
+
+
+E4M3FN = Format("E4M3FN", np.dtype(ml_dtypes.float8_e4m3fn), 4, 3, 7, 448.0, 0x7E, 0x7F)
+E5M2 = Format("E5M2", np.dtype(ml_dtypes.float8_e5m2), 5, 2, 15, 57344.0, 0x7B, 0x7F)
+E2M1FN = Format(
+    "E2M1FN", np.dtype(ml_dtypes.float4_e2m1fn), 2, 1, 1, 6.0, 0x7, 0x8, has_nan=False
+)
+E8M0FNU = Format(
+    "E8M0FNU", np.dtype(ml_dtypes.float8_e8m0fnu), 8, 0, 127, 2.0**127, 254, 255, signed=False
+)
+FORMATS: tuple[Format, ...] = (E4M3FN, E5M2, E2M1FN, E8M0FNU)
+
+
+def format_of(dtype: np.dtype) -> Format:
+    """The `Format` stored by `dtype`; raises ``TypeError`` for any other dtype."""
+    for fmt in FORMATS:
+        if fmt.dtype == dtype:
+            return fmt
+    stored = ", ".join(f"{fmt.dtype} ({fmt.name})" for fmt in FORMATS)
+    raise TypeError(f"{np.dtype(dtype)} stores none of jfp8's formats. Formats: {stored}.")
+
+
+def as_float_array(x: jax.typing.ArrayLike, what: str) -> jax.Array:
+    """`x` as an array of a floating dtype of at most 32 bits, or a ``TypeError`` that says why."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{what} has dtype {x.dtype}, but only real floating dtypes can be rounded to FP8 "
+            f"(float32, bfloat16, float16). Convert it first, e.g. x.astype(jnp.float32)."
+        )
+    if x.dtype == jnp.float64:
+        raise TypeError(
+            f"{what} has dtype float64, which would be rounded twice on its way to FP8 (first to "
+            "float32). Convert it yourself where that is acceptable: x.astype(jnp.float32)."
+        )
+    return x
+
+
+def cast(
+    x: jax.typing.ArrayLike,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Round `x` to `fmt` once, saturating, and store it in ``fmt.dtype``.
+
+    ``y = clip(round(x), -max, max)``: +-Inf goes to +-max, NaN stays NaN, signed zeros are kept.
+    E8M0FNU has neither sign nor zero: values below 2^-127 (zero included) go to 2^-127, negative
+    ones to NaN, and ties go up, as in ml_dtypes.
+
+    The gradient is straight-through (that of the identity). JAX gives a cotangent the dtype of its
+    primal, so behind `cast` it is itself rounded to ``fmt.dtype``; use `round_to_format` where the
+    gradient has to stay exact.
+
+    Args:
+      x: ``f32 | bf16 | f16`` array of any shape (or an f8 array, whose values are exact).
+      fmt: target format.
+      rounding: ``"nearest_even"`` (ties to even), ``"toward_zero"``, or ``"stochastic"`` (rounds up
+        with the probability of the remainder: unbiased for every value inside the range).
+      key: JAX random key; needed by, and only used for, ``"stochastic"``.
+
+    Returns:
+      Array of ``fmt.dtype`` and the shape of `x`.
+
+    Raises:
+      TypeError: `x` is not of a real floating dtype of at most 32 bits, or `fmt` not a `Format`.
+      ValueError: unknown `rounding`, or ``"stochastic"`` without `key`.
+
+    References:
+      OCP OFP8 section 5.2.2 (saturating conversion).
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> jfp8.cast(jnp.array([0.3, 500.0, -jnp.inf, jnp.nan]), jfp8.E4M3FN).astype(jnp.float32)
+    Array([   0.3125,  448.    , -448.    ,       nan], dtype=float32)
+    """
+    x, bits = check_cast_arguments(x, fmt, rounding, key)
+    return _cast(x, bits, fmt, rounding)
+
+
+def round_to_format(
+    x: jax.typing.ArrayLike,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """The values of ``cast(x, fmt)``, kept in the dtype of `x` ("fake quantization").
+
+    The gradient is straight-through and exact. NaN stays NaN for every format.
+
+    Args:
+      x: ``f32 | bf16 | f16`` array of any shape.
+      fmt: target format.
+      rounding: as for `cast`.
+      key: as for `cast`.
+
+    Returns:
+      Array of the dtype and shape of `x` that holds only values of `fmt`.
+
+    Raises:
+      TypeError: as for `cast`; also E8M0FNU from float16, which cannot hold 2^-127 or 2^16.
+      ValueError: as for `cast`.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> jfp8.round_to_format(jnp.array([0.3, 500.0]), jfp8.E5M2)
+    Array([  0.3125, 512.    ], dtype=float32)
+    """
+    x, bits = check_cast_arguments(x, fmt, rounding, key)
+    if x.dtype == jnp.float16 and not fmt.signed:
+        raise TypeError(
+            f"{fmt.name} reaches from 2^-127 to 2^127, which float16 cannot hold. "
+            "Convert first: x.astype(jnp.float32)."
+        )
+    return _round_to_format(x, bits, fmt, rounding)
+
+
+def check_cast_arguments(
+    x: jax.typing.ArrayLike, fmt: Format, rounding: str, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Validated input and, for stochastic rounding, one random word per element."""
+    if not isinstance(fmt, Format):
+        names = ", ".join(f"jfp8.{f.name}" for f in FORMATS)
+        raise TypeError(f"fmt must be a jfp8.Format, one of {names}; got {fmt!r}.")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding={rounding!r} is unknown. Allowed: {', '.join(ROUNDINGS)}.")
+    x = as_float_array(x, "x")
+    if rounding != "stochastic":
+        return x, None
+    if key is None:
+        raise ValueError(
+            "rounding='stochastic' needs random bits, but key is None. "
+            "Pass key=jax.random.key(seed), a new one for every call."
+        )
+    return x, random_bits(key, x.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _cast(x: jax.Array, bits: jax.Array | None, fmt: Format, rounding: str) -> jax.Array:
+    codes = encode(lax.stop_gradient(x), fmt, rounding, bits)
+    return straight_through(x, codes_to_format(codes, fmt))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _round_to_format(x: jax.Array, bits: jax.Array | None, fmt: Format, rounding: str) -> jax.Array:
+    source = lax.stop_gradient(x)
+    if rounding == "nearest_even" and fmt.signed:
+        rounded = round_to_grid(source, fmt)
+    else:
+        codes = encode(source, fmt, rounding, bits)
+        # Through a format without NaN the NaN would be lost, so it is taken from the input.
+        rounded = jnp.where(jnp.isnan(source), source, decode(codes_to_format(codes, fmt)))
+    return straight_through(x, rounded.astype(x.dtype))
+
+
+@jax.custom_jvp
+def straight_through(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`y`, with the derivative of the identity in `x`."""
+    return y
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals, tangents):
+    _, y = primals
+    x_dot, _ = tangents
+    return y, x_dot.astype(y.dtype)
+
+
+# Bits. Everything below works on raw arrays and does not check its arguments.
+
+
+def encode(
+    x: jax.Array, fmt: Format, rounding: str = "nearest_even", bits: jax.Array | None = None
+) -> jax.Array:
+    """Codes (``uint8``) of `x` in `fmt`, saturating; `bits` are the words for stochastic rounding.
+
+    The magnitude of a normal value is its own bit pattern, rounded in integers where the format's
+    mantissa ends. A subnormal has a fixed grid instead, on which one float addition rounds.
+    """
+    if not fmt.signed:
+        return _encode_power_of_two(x, rounding, bits)
+    # bf16 is rounded in 16-bit lanes, twice as many per instruction; all else goes through f32.
+    if x.dtype != jnp.bfloat16 or rounding != "nearest_even":
+        x = x.astype(jnp.float32)
+    lane, width = (np.uint16, 7) if x.dtype == jnp.bfloat16 else (np.uint32, 23)
+    pattern = lax.bitcast_convert_type(x, lane)
+    magnitude = pattern & lane((1 << (width + 8)) - 1)
+    infinity = lane(0xFF << width)
+    first_normal = lane((fmt.min_exponent + 127) << width)
+    shift = width - fmt.mantissa_bits  # mantissa bits that are rounded away
+    rebias = (127 - fmt.bias) << fmt.mantissa_bits
+
+    if rounding == "nearest_even":
+        odd = (magnitude >> shift) & lane(1)
+        normal = (magnitude + odd + lane((1 << (shift - 1)) - 1)) >> shift
+        # Adding a power of two whose ulp is the subnormal step rounds to that step, ties to even;
+        # the low bits of the sum are the code.
+        magic = np.float32(2.0 ** (23 + fmt.min_exponent - fmt.mantissa_bits))
+        total = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)) + magic, jnp.uint32)
+        subnormal = (total - magic.view(np.uint32)).astype(lane)
+    else:
+        drawn = lane(0) if bits is None else bits & lane((1 << shift) - 1)
+        normal = (magnitude + drawn) >> shift
+        # `shift` more bits than the code has; min() keeps the conversion of normals in range.
+        step = np.float32(2.0 ** (fmt.mantissa_bits - fmt.min_exponent + shift))
+        fixed = jnp.minimum(jnp.abs(x) * step, np.float32(2.0**width))
+        subnormal = (fixed.astype(jnp.int32).astype(lane) + drawn) >> shift
+
+    code = jnp.where(magnitude >= first_normal, normal - lane(rebias), subnormal)
+    code = jnp.minimum(code, lane(fmt.max_code))
+    sign = (pattern >> (width + 8)) << (fmt.bits - 1)
+    signed = jnp.where(magnitude > infinity, lane(fmt.nan_code), code) ^ sign
+    return signed.astype(jnp.uint8)
+
+
+def _encode_power_of_two(x: jax.Array, rounding: str, bits: jax.Array | None) -> jax.Array:
+    """E8M0 codes: the f32 exponent field, rounded by the mantissa below it.
+
+    Code 0 (2^-127) is an f32 subnormal, whose leading one sits in the mantissa field: doubling the
+    pattern puts it where a hidden bit would be, so that both cases round by the same rule.
+    """
+    pattern = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    exponent = pattern >> 23
+    mantissa = pattern & np.uint32(0x7FFFFF)
+    # Subnormals from 2^-127 up: value = 2^-127 * (1 + fraction). Below it everything is 2^-127.
+    fraction = jnp.where(
+        exponent > 0,
+        mantissa,
+        (jnp.maximum(mantissa, np.uint32(0x400000)) - np.uint32(0x400000)) << 1,
+    )
+    if rounding == "nearest_even":
+        up = fraction >= np.uint32(0x400000)
+    elif rounding == "toward_zero":
+        up = jnp.zeros(x.shape, bool)
+    else:
+        assert bits is not None
+        up = fraction + (bits & np.uint32(0x7FFFFF)) >= np.uint32(1 << 23)
+    code = jnp.minimum(exponent + up, np.uint32(254))
+    invalid = (pattern > np.uint32(0x7F800000)) & (pattern != np.uint32(0x80000000))
+    return jnp.where(invalid, np.uint32(255), code).astype(jnp.uint8)
+
+
+def codes_to_format(codes: jax.Array, fmt: Format) -> jax.Array:
+    """Reinterpret ``uint8`` codes as ``fmt.dtype``."""
+    if fmt.bits < 8:
+        codes = codes.astype(jnp.uint4)
+    return lax.bitcast_convert_type(codes, fmt.dtype)
+
+
+def round_to_grid(x: jax.Array, fmt: Format) -> jax.Array:
+    """Values of `fmt` nearest to `x`, in f32, without leaving the float registers.
+
+    ``(a + g) - g`` rounds ``a`` to the ulp of ``g``, nearest even; ``g`` is the power of two whose
+    ulp is the step of `fmt` at ``a``. XLA does not reassociate it.
+    """
+    x = x.astype(jnp.float32)
+    pattern = lax.bitcast_convert_type(x, jnp.uint32)
+    a = jnp.minimum(jnp.abs(x), np.float32(fmt.max))  # before g is derived from it
+    binade = lax.bitcast_convert_type(a, jnp.uint32) & np.uint32(0x7F800000)
+    binade = jnp.maximum(binade, np.uint32((fmt.min_exponent + 127) << 23))
+    g = lax.bitcast_convert_type(
+        binade + np.uint32((23 - fmt.mantissa_bits) << 23), jnp.float32
+    )
+    rounded = lax.bitcast_convert_type((a + g) - g, jnp.uint32)
+    return lax.bitcast_convert_type(rounded | (pattern & np.uint32(0x80000000)), jnp.float32)
+
+
+def decode(data: jax.Array) -> jax.Array:
+    """Exact f32 values of an array stored in one of the formats."""
+    return data.astype(jnp.float32)

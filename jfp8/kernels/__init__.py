@@ -1,0 +1,1 @@
+"""Products of scaled arrays, one file per backend. Leaves: no policy, no dispatch."""

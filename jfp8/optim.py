@@ -1,0 +1,304 @@
+"""Dynamic loss scaling as optax transformations.
+
+The loss is multiplied by a power of two ``S`` so that small gradients survive narrow formats, and
+the gradients are divided by it again. ``S`` grows while gradients stay finite and falls when they
+do not. An overflowing step must leave no trace: how exactly depends on what wraps what.
+
+  ============================================  =====================================================
+  composition                                   a step with non-finite gradients
+  ============================================  =====================================================
+  ``chain(loss_scale(), adam(lr))``             ``S`` falls; updates that reach Adam are zero, but its
+                                                count advances, its moments decay by one step, and
+                                                momentum still moves the parameters: a chain's
+                                                elements cannot stop one another
+  ``loss_scale(adam(lr))``                      exact: ``S`` falls, nothing else changes
+  ``skip_on_overflow(chain(loss_scale(), ..))``  exact, with any elements in any order
+  `jfp8.TrainState` with any of these           exact, amax histories included
+  ============================================  =====================================================
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+class LossScaleState(NamedTuple):
+    """State of `loss_scale`; ``optax.tree.get(opt_state, "loss_scale")`` finds it in any chain.
+
+    Attributes:
+      loss_scale: f32[], what the loss is multiplied by; a power of two.
+      growth_tracker: i32[], finite steps since the scale last changed.
+      grads_finite: bool[], whether the last gradients were all finite.
+      overflow_count: i32[], number of steps that were not.
+      inner_state: state of the wrapped transformation, ``()`` without one.
+    """
+
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    grads_finite: jax.Array
+    overflow_count: jax.Array
+    inner_state: Any
+
+
+def loss_scale(
+    inner: optax.GradientTransformation | None = None,
+    *,
+    init_scale: float = 2.0**15,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**24,
+    on_overflow: Literal["zero", "pass"] = "zero",
+) -> optax.GradientTransformationExtraArgs:
+    """Divide gradients by a loss scale that adapts itself. ::
+
+        if all gradients are finite:   updates = grads / S;   tracker += 1
+            if tracker == growth_interval:   S = min(S * growth_factor, max_scale);   tracker = 0
+        else:   updates = 0;   S = max(S * backoff_factor, min_scale);   tracker = 0
+
+    Multiply the loss with `scale_loss` (`jfp8.value_and_grad` does it by itself). The division is
+    done in f32 and the updates are f32: f16 gradients times 2^-15 would underflow in f16, and Adam
+    would turn the zeros into NaN. For the same reason keep parameters that a bare chain's optimizer
+    is initialized with in f32; the wrapping form initializes `inner` in f32 by itself.
+
+    A literal ``optax.chain(jfp8.loss_scale(), optax.adam(1e-3))`` works, but an overflowing step is
+    not skipped exactly: Adam sees a zero gradient, so its count advances and its momentum decays and
+    still moves the parameters. For exact skips pass the optimizer as `inner`, wrap the chain in
+    `skip_on_overflow`, or use `jfp8.TrainState`. Put it before gradient clipping. With
+    ``optax.MultiSteps`` put it outside, in a form that lets MultiSteps drop the micro-step:
+    ``optax.chain(loss_scale(on_overflow="pass"), optax.MultiSteps(adam, k,
+    should_skip_update_fn=optax.skip_not_finite))``; inside, MultiSteps multiplies an infinite
+    accumulator by zero, which never becomes finite again.
+
+    Args:
+      inner: transformation that receives the unscaled gradients and is skipped exactly, state and
+        all, when they are not finite.
+      init_scale: first S.
+      growth_factor, backoff_factor: what S is multiplied by after `growth_interval` finite steps,
+        and after a step that was not finite.
+      growth_interval: finite steps in a row before S grows.
+      min_scale, max_scale: bounds of S.
+      on_overflow: without `inner`, ``"zero"`` replaces non-finite updates by zeros and ``"pass"``
+        passes them on, for a later element that deals with them (``optax.apply_if_finite``).
+
+    Returns:
+      ``optax.GradientTransformationExtraArgs`` with state `LossScaleState`.
+
+    Raises:
+      ValueError: scales or factors that are not powers of two (which would make unscaling inexact),
+        bounds that exclude `init_scale`, a growth factor below 1 or a backoff factor above it, an
+        interval below 1, unknown `on_overflow`, or ``on_overflow="pass"`` with `inner`.
+
+    References:
+      Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2;
+      ``torch.amp.GradScaler``.
+
+    >>> import jax.numpy as jnp, jfp8, optax
+    >>> tx = optax.chain(jfp8.loss_scale(), optax.adam(1e-3))
+    >>> state = tx.init({"w": jnp.zeros(3)})
+    >>> jfp8.scale_loss(2.0, state)
+    Array(65536., dtype=float32)
+    """
+    _check_power_of_two(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        min_scale=min_scale,
+        max_scale=max_scale,
+    )
+    _check_order("min_scale", min_scale, "init_scale", init_scale)
+    _check_order("init_scale", init_scale, "max_scale", max_scale)
+    _check_order("1", 1, "growth_factor", growth_factor)
+    _check_order("backoff_factor", backoff_factor, "1", 1)
+    _check_order("1", 1, "growth_interval", growth_interval)
+    if on_overflow not in ("zero", "pass"):
+        raise ValueError(f"on_overflow={on_overflow!r} is unknown. Allowed: 'zero', 'pass'.")
+    if inner is not None and on_overflow == "pass":
+        raise ValueError(
+            "on_overflow='pass' hands non-finite updates to the next element of a chain; with inner= "
+            "the step is skipped instead. Drop one of the two."
+        )
+    wrapped = None if inner is None else optax.with_extra_args_support(inner)
+
+    def init_fn(params: optax.Params) -> LossScaleState:
+        return LossScaleState(
+            loss_scale=jnp.asarray(init_scale, jnp.float32),
+            growth_tracker=jnp.zeros((), jnp.int32),
+            grads_finite=jnp.ones((), bool),
+            overflow_count=jnp.zeros((), jnp.int32),
+            inner_state=() if wrapped is None else wrapped.init(_widened(params)),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: LossScaleState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaleState]:
+        finite = all_finite(updates)
+        unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
+        inner_state: Any = ()
+        if wrapped is not None:
+            unscaled, inner_state = wrapped.update(
+                unscaled, state.inner_state, params, **extra_args
+            )
+            inner_state = _select(finite, inner_state, state.inner_state)
+        if on_overflow == "zero":
+            unscaled = _zero_unless(finite, unscaled)
+
+        tracker = jnp.where(finite, state.growth_tracker + 1, 0)
+        grow = tracker >= growth_interval
+        grown = jnp.where(
+            grow, jnp.minimum(state.loss_scale * growth_factor, max_scale), state.loss_scale
+        )
+        fallen = jnp.maximum(state.loss_scale * backoff_factor, min_scale)
+        return unscaled, LossScaleState(
+            loss_scale=jnp.where(finite, grown, fallen).astype(jnp.float32),
+            growth_tracker=jnp.where(grow, 0, tracker).astype(jnp.int32),
+            grads_finite=finite,
+            overflow_count=state.overflow_count + jnp.where(finite, 0, 1).astype(jnp.int32),
+            inner_state=inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Skip a step with non-finite gradients exactly: zero updates, and `tx` keeps its state.
+
+    Only a `LossScaleState` inside of it moves on, so that the scale falls. `tx` may be any
+    transformation, with or without `loss_scale` in it.
+
+    Args:
+      tx: for example ``optax.chain(jfp8.loss_scale(), optax.clip_by_global_norm(1.0),
+        optax.adamw(1e-3))``.
+
+    Returns:
+      ``optax.GradientTransformationExtraArgs`` with the state of `tx`.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        finite = all_finite(updates)
+        new_updates, new_state = inner.update(updates, state, params, **extra_args)
+        return _zero_unless(finite, new_updates), keep_unless(finite, new_state, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Array:
+    """``loss * S`` in f32, with the S of the `loss_scale` inside `opt_state`.
+
+    Args:
+      loss: scalar.
+      opt_state: state of a transformation that contains exactly one `loss_scale`.
+
+    Returns:
+      f32[]. (A product in f16 would overflow.)
+
+    Raises:
+      ValueError: there is no `loss_scale` in it, or more than one.
+    """
+    state = find_loss_scale(opt_state)
+    if state is None:
+        raise ValueError(
+            "opt_state holds no loss scale. Make the optimizer with one: "
+            "optax.chain(jfp8.loss_scale(), optax.adam(1e-3))."
+        )
+    return jnp.asarray(loss).astype(jnp.float32) * state.loss_scale
+
+
+def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
+    """The `LossScaleState` inside `opt_state`, None if there is none; ``ValueError`` if several."""
+    found = [leaf for leaf in _leaves_with_loss_scales(opt_state) if _is_loss_scale(leaf)]
+    if len(found) > 1:
+        raise ValueError(
+            f"opt_state holds {len(found)} loss scales; the loss can only be multiplied by one. "
+            "Put a single loss_scale() around or in front of all optimizers."
+        )
+    return found[0] if found else None
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """bool[]: whether no floating leaf of `tree` holds an Inf or NaN."""
+    finite = jnp.ones((), bool)
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            finite &= jnp.all(jnp.isfinite(leaf))
+    return finite
+
+
+def keep_unless(finite: jax.Array, new: Any, old: Any) -> Any:
+    """`new` if `finite`, else `old` but for the loss scale's own numbers, which must move on."""
+
+    def select(new_node: Any, old_node: Any) -> Any:
+        if not _is_loss_scale(new_node):
+            return jnp.where(finite, new_node, old_node)
+        inner_state = keep_unless(finite, new_node.inner_state, old_node.inner_state)
+        return new_node._replace(inner_state=inner_state)
+
+    return jax.tree.map(select, new, old, is_leaf=_is_loss_scale)
+
+
+def _is_loss_scale(node: Any) -> bool:
+    return isinstance(node, LossScaleState)
+
+
+def _leaves_with_loss_scales(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=_is_loss_scale)
+
+
+def _select(finite: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+
+def _zero_unless(finite: jax.Array, updates: Any) -> Any:
+    return jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
+
+
+def _widened(params: Any) -> Any:
+    """16-bit arrays as f32, so that moments start in f32. optax also passes placeholders: kept."""
+
+    def widen(leaf: Any) -> Any:
+        narrow = isinstance(leaf, jax.Array | np.ndarray) and leaf.dtype.itemsize < 4
+        return leaf.astype(jnp.float32) if narrow and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(widen, params)
+
+
+# optax.inject_hyperparams calls `loss_scale` with arrays, which may be traced: not checked.
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def _check_power_of_two(**values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, jax.Array):
+            continue
+        if not _is_number(value) or not 0 < value < math.inf or math.frexp(value)[0] != 0.5:
+            raise ValueError(
+                f"loss_scale({name}={value!r}): must be a power of two, so that scaling is exact; "
+                "for example 2.0**15."
+            )
+
+
+def _check_order(low_name: str, low: Any, high_name: str, high: Any) -> None:
+    if _is_number(low) and _is_number(high) and low > high:
+        raise ValueError(
+            f"loss_scale: {low_name} must not exceed {high_name}, but {low_name} = {low} and "
+            f"{high_name} = {high}."
+        )

@@ -1,0 +1,267 @@
+"""From data to scales: amax, the scale that follows from it, and the amax history.
+
+``scale = amax / fmt.max`` maps the largest element onto the largest value of the format. Everything
+here works on the bits of f32 where it can: XLA:CPU drops NaN from a float maximum and flushes
+subnormals, both silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.formats import E8M0FNU, Format, as_float_array, codes_to_format
+
+ScaleRounding = Literal[None, "power_of_two", "rceil", "floor", "ceil", "even"]
+SCALE_ROUNDINGS: tuple[str | None, ...] = (None, "power_of_two", "rceil", "floor", "ceil", "even")
+
+AmaxState: TypeAlias = dict[str, jax.Array]
+"""One operand's state: ``{"amax_history": f32[H], newest first, 0 = empty slot,
+"amax": f32[], running maximum of the optimizer step under way}``."""
+
+SMALLEST_SCALE = np.float32(2.0**-126)  # below it, 1 / scale overflows or scale is flushed to 0
+
+
+@dataclass(frozen=True)
+class PerTensor:
+    """One scale for the whole array (0-d)."""
+
+
+@dataclass(frozen=True)
+class PerAxis:
+    """One scale for each index along `axis`: shape ``n`` there and 1 everywhere else.
+
+    Attributes:
+      axis: one axis or several, negative ones counted from the end. ``PerAxis(0)`` of an array of
+        shape ``(8, 16)`` gives scales of shape ``(8, 1)``: one per row.
+    """
+
+    axis: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        if not all(isinstance(a, int) and not isinstance(a, bool) for a in axes):
+            raise TypeError(f"PerAxis takes an int or a tuple of ints, got {self.axis!r}.")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One scale per block of `shape`, which covers the trailing dimensions of the array.
+
+    Attributes:
+      shape: block sizes; ``Block((1, 128))`` of an array of shape ``(64, 256)`` gives ``(64, 2)``
+        scales. Dimensions to the left of it have blocks of 1.
+    """
+
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        if not isinstance(shape, tuple) or not all(isinstance(b, int) and b > 0 for b in shape):
+            raise TypeError(f"Block takes a tuple of positive ints, got {shape!r}.")
+
+
+Granularity: TypeAlias = PerTensor | PerAxis | Block
+
+
+def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the scales of an array of `shape`; ``()`` for `PerTensor`.
+
+    Raises:
+      ValueError: the axis does not exist, or a block does not divide its dimension.
+      TypeError: not a granularity.
+    """
+    ndim = len(shape)
+    if isinstance(granularity, PerTensor):
+        return ()
+    if isinstance(granularity, PerAxis):
+        axes = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
+        for axis in axes:
+            if not -ndim <= axis < ndim:
+                raise ValueError(
+                    f"{granularity} names an axis that an array of shape {tuple(shape)} does not "
+                    f"have; allowed are {-ndim} to {ndim - 1}."
+                )
+        kept = {axis % ndim for axis in axes}
+        return tuple(n if i in kept else 1 for i, n in enumerate(shape))
+    if isinstance(granularity, Block):
+        block = (1,) * (ndim - len(granularity.shape)) + granularity.shape
+        if len(block) != ndim or any(n % b for n, b in zip(shape, block, strict=True)):
+            raise ValueError(
+                f"{granularity} does not divide an array of shape {tuple(shape)} evenly. "
+                f"Pad the array with zeros to a multiple of {granularity.shape}."
+            )
+        return tuple(n // b for n, b in zip(shape, block, strict=True))
+    raise TypeError(
+        f"granularity must be PerTensor(), PerAxis(axis) or Block(shape); got {granularity!r}."
+    )
+
+
+def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax.Array:
+    """``max(|x|)`` as f32; NaN if any element is NaN, Inf if any is Inf, 0 of an empty array.
+
+    The maximum is taken over the integer bit patterns without the sign, which order as
+    ``finite < Inf < NaN``: one pass, exact, and blind to neither NaN nor subnormals (XLA:CPU's
+    float maximum loses NaN in arrays of 4096 elements and more).
+
+    Args:
+      x: real floating array of any shape.
+      granularity: what one maximum covers; default `PerTensor`.
+
+    Returns:
+      f32 array of the shape that ``scale_shape(granularity, x.shape)`` gives.
+
+    Raises:
+      TypeError: `x` is not of a real floating dtype of at most 32 bits.
+      ValueError: the granularity does not fit the shape of `x`.
+    """
+    x = as_float_array(x, "x")
+    granularity = PerTensor() if granularity is None else granularity
+    out_shape = scale_shape(granularity, x.shape)
+    if x.dtype.itemsize == 1:
+        x = x.astype(jnp.float32)
+    lane = {2: np.uint16, 4: np.uint32}[x.dtype.itemsize]
+    magnitude = lax.bitcast_convert_type(x, lane) & lane(np.iinfo(lane).max >> 1)
+    if isinstance(granularity, PerTensor):
+        largest = jnp.max(magnitude, initial=lane(0))
+    else:
+        blocked = [
+            part
+            for n, m in zip(x.shape, out_shape, strict=True)
+            for part in (m, n // m if m else 0)
+        ]
+        axes = tuple(range(1, 2 * x.ndim, 2))
+        largest = jnp.max(magnitude.reshape(blocked), axis=axes, initial=lane(0))
+    return lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
+
+
+def scale_from_amax(
+    amax: jax.Array,
+    fmt: Format,
+    *,
+    margin: int = 0,
+    scale_rounding: ScaleRounding = None,
+) -> jax.Array:
+    """The scale that maps `amax` onto ``fmt.max``: ``amax / fmt.max * 2**margin``.
+
+    The result is never 0, Inf or NaN and its reciprocal is normal, whatever `amax` is: an `amax` of
+    0, Inf or NaN gives 1, and a scale below 2^-126 becomes 2^-126. (A format without NaN has no
+    other place for one than its scale: there a non-finite `amax` gives NaN.)
+
+    Args:
+      amax: f32 array of any shape, not negative.
+      fmt: format of the data.
+      margin: powers of two of headroom.
+      scale_rounding: ``None`` keeps the f32 quotient. ``"power_of_two"`` rounds it up to a power of
+        two in f32, so nothing new saturates and multiplying by it is exact. The others give E8M0
+        scales, the modes of the MX literature: ``"rceil"`` the same rounding up, ``"floor"``
+        ``2^(floor(log2 amax) - emax)``, ``"ceil"`` ``2^(ceil(log2 amax) - emax)``, ``"even"`` that
+        of `amax` first rounded to the format's mantissa. Their `amax` of 0 gives code 0, Inf and
+        NaN give code 255 (NaN).
+
+    Returns:
+      Array of the shape of `amax`: f32, or e8m0 for the E8M0 modes.
+
+    Raises:
+      ValueError: unknown `scale_rounding`.
+
+    References:
+      OCP Microscaling Formats v1.0 section 6.3 (floor); arXiv 2506.08027 (round up).
+    """
+    if scale_rounding not in SCALE_ROUNDINGS:
+        allowed = ", ".join(repr(mode) for mode in SCALE_ROUNDINGS)
+        raise ValueError(f"scale_rounding={scale_rounding!r} is unknown. Allowed: {allowed}.")
+    if scale_rounding not in (None, "power_of_two"):
+        code = _e8m0_code(amax, fmt, scale_rounding)
+        code = jnp.where(code == 255, code, jnp.clip(code + margin, 0, 254))
+        return codes_to_format(code.astype(jnp.uint8), E8M0FNU)
+    if scale_rounding == "power_of_two":
+        # The exponent that "rceil" finds, kept where f32 and its reciprocal are normal.
+        exponent = jnp.clip(_e8m0_code(amax, fmt, "rceil") + margin, 1, 253)
+        scale = lax.bitcast_convert_type(exponent.astype(jnp.uint32) << 23, jnp.float32)
+    else:
+        # The barrier keeps the division: XLA would multiply by 1 / max, which is not exact.
+        scale = amax / lax.optimization_barrier(np.float32(fmt.max))
+        scale = jnp.maximum(scale * np.float32(2.0**margin), SMALLEST_SCALE)
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)
+    nonfinite = bits >= np.uint32(0x7F800000)
+    scale = jnp.where(nonfinite, np.float32(1.0 if fmt.has_nan else np.nan), scale)
+    return jnp.where(bits == 0, np.float32(1.0), scale)
+
+
+def _e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:
+    """Biased exponent (int32) of the power-of-two scale, 255 if `amax` is not finite.
+
+    With ``amax = 2^(e-127) * (1 + t / 2^23)`` and the format's ``max = 2^emax * (1 + T / 2^23)``,
+    the smallest power of two with ``amax / scale <= max`` is ``e - emax + (t > T)``: exact, and
+    without a division.
+    """
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)
+    if mode == "even":
+        rounded = bits + np.uint32(1 << (22 - fmt.mantissa_bits))
+    else:
+        rounded = bits
+    exponent = (rounded >> 23).astype(jnp.int32)
+    mantissa = bits & np.uint32(0x7FFFFF)
+    max_mantissa = int(np.float32(fmt.max).view(np.uint32)) & 0x7FFFFF
+    threshold = {"rceil": max_mantissa, "ceil": 0}.get(mode, 0x7FFFFF)
+    code = exponent - fmt.max_exponent + (mantissa > np.uint32(threshold))
+    overflow = (bits >= np.uint32(0x7F800000)) | (exponent >= 255)
+    return jnp.where(overflow, 255, jnp.clip(code, 0, 254))
+
+
+def reciprocal(scale: jax.Array) -> jax.Array:
+    """``1 / scale`` in f32, exact for powers of two; E8M0 scales by their bits, 255 giving NaN."""
+    if scale.dtype != E8M0FNU.dtype:
+        return lax.optimization_barrier(np.float32(1.0)) / scale.astype(jnp.float32)
+    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
+    exponent = jnp.maximum(np.uint32(254) - jnp.minimum(code, np.uint32(253)), np.uint32(1))
+    inverse = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return jnp.where(code == 255, jnp.nan, inverse)
+
+
+# Amax history. All functions take stacked states too (leading axes from nn.scan or vmap).
+
+
+def init_amax_state(history_len: int) -> AmaxState:
+    """An empty history: f32[history_len] zeros, and no amax seen in this step."""
+    return {
+        "amax_history": jnp.zeros((history_len,), jnp.float32),
+        "amax": jnp.zeros((), jnp.float32),
+    }
+
+
+def history_amax(history: jax.Array, algo: str) -> jax.Array:
+    """The amax that a history predicts, f32 of the history's leading shape; 0 if it is empty."""
+    return jnp.max(history, axis=-1) if algo == "max" else history[..., 0]
+
+
+def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
+    """`history` (newest first) with `amax` in front and the oldest entry dropped.
+
+    Zero and non-finite values do not enter: they predict nothing, and one Inf would freeze the
+    scale for as long as it stayed in the window.
+    """
+    amax = amax[..., None].astype(history.dtype)
+    pushed = jnp.concatenate([amax, history[..., :-1]], axis=-1)
+    return jnp.where((amax > 0) & jnp.isfinite(amax), pushed, history)
+
+
+def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
+    """`state` with `amax` folded into the maximum of the step under way (non-finite: ignored)."""
+    seen = jnp.where(jnp.isfinite(amax), amax, 0.0)
+    return {**state, "amax": jnp.maximum(state["amax"], seen)}
+
+
+def end_step(state: AmaxState) -> AmaxState:
+    """Close the step under way: its maximum becomes the newest entry of the history."""
+    return {
+        "amax_history": push_amax(state["amax_history"], state["amax"]),
+        "amax": jnp.zeros_like(state["amax"]),
+    }

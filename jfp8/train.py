@@ -1,0 +1,387 @@
+"""The step-level bookkeeping of state: one place for accumulation, overflow and histories. ::
+
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)
+
+    def loss_fn(variables, batch):
+        return cross_entropy(model.apply(variables, batch["x"]), batch["y"]), {}
+
+    @jax.jit
+    def train_step(state, batch):
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)
+        return state.apply_gradients(grads), loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.core
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jfp8.optim import all_finite, find_loss_scale, keep_unless
+from jfp8.scaling import end_step, observe
+from jfp8.sink import ROLES, WIDTH, decode_amax, max_of_sinks
+
+Collections = dict[str, Any]
+
+
+def advance(fp8: Collections, sink_cotangent: Collections) -> Collections:
+    """Close an optimizer step: fold in the amaxes that the step saw, and roll every history once.
+
+    For hand-written loops; `TrainState.apply_gradients` does it by itself. Differentiate the loss
+    by the ``fp8_sink`` collection, accumulate and average its cotangent with the other gradients if
+    you do that, and call this once per optimizer step. Skip the call when you skip the step.
+
+    Args:
+      fp8: the ``fp8`` collection: the one given to ``apply``, or the one it returned as mutated.
+      sink_cotangent: the gradient by the ``fp8_sink`` collection. A product that is missing from it
+        (a frozen layer) keeps what `fp8` itself recorded.
+
+    Returns:
+      The new ``fp8`` collection, of the same structure. Non-finite amaxes do not enter it, and a
+      tensor that was all zero or did not take part keeps its history.
+
+    Raises:
+      ValueError: `sink_cotangent` has a product that `fp8` lacks.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
+    >>> v = model.init(jax.random.key(0), x)
+    >>> loss = lambda params, sink: model.apply({**v, "params": params, "fp8_sink": sink}, x).sum()
+    >>> grads, cotangent = jax.grad(loss, argnums=(0, 1))(v["params"], v["fp8_sink"])
+    >>> fp8 = jfp8.advance(v["fp8"], cotangent)
+    >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:3]
+    Array([1., 0., 0.], dtype=float32)
+    """
+    fp8, sink_cotangent = flax.core.unfreeze(fp8), flax.core.unfreeze(sink_cotangent)
+    return _advance(fp8, sink_cotangent, ())
+
+
+def _advance(fp8: Any, cotangent: Any, path: tuple[str, ...]) -> Any:
+    if _is_product(fp8):
+        new = dict(fp8)
+        if "amax" in cotangent:
+            amax, _ = decode_amax(cotangent["amax"])
+            for row, role in enumerate(ROLES):
+                new[role] = observe(fp8[role], amax[..., row])
+        return {role: end_step(state) for role, state in new.items()}
+    unknown = sorted(set(cotangent) - set(fp8))
+    if unknown:
+        where = "/".join(path) or "the top"
+        raise ValueError(
+            f"sink_cotangent has {unknown} at {where}, which the fp8 collection lacks; it has "
+            f"{sorted(fp8)}. Pass the two collections of the same model."
+        )
+    return {k: _advance(node, cotangent.get(k, {}), (*path, k)) for k, node in fp8.items()}
+
+
+def _is_product(node: Any) -> bool:
+    """Whether `node` is the state of one product, rather than a module that holds some."""
+    return set(node) == set(ROLES) and all("amax_history" in node[role] for role in ROLES)
+
+
+def _map_products(function: Callable[[Any], Any], fp8: Any) -> Any:
+    if _is_product(fp8):
+        return function(fp8)
+    return {name: _map_products(function, node) for name, node in fp8.items()}
+
+
+def init_sinks(fp8: Collections) -> Collections:
+    """The ``fp8_sink`` collection that belongs to an ``fp8`` collection: zeros, same paths.
+
+    Leading axes of the histories (stacked layers) become leading axes of the sinks.
+    """
+
+    def zeros(product: Any) -> Any:
+        leading = product[ROLES[0]]["amax_history"].shape[:-1]
+        return {"amax": jnp.zeros((*leading, len(ROLES), WIDTH), jnp.float32)}
+
+    return _map_products(zeros, fp8)
+
+
+def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
+    """`fp8` with every gradient amax multiplied by `ratio` = new / old loss scale.
+
+    Gradients carry the loss scale, so their history must follow it, or every growth saturates.
+    """
+    largest = np.float32(np.finfo(np.float32).max)
+
+    def rescale(product: Any) -> Any:
+        grad = jax.tree.map(lambda a: jnp.minimum(a * ratio, largest), product["grad"])
+        return {**product, "grad": grad}
+
+    return _map_products(rescale, fp8)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "fp8_sink", "collections"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Gradients:
+    """What `value_and_grad` returns and `TrainState.apply_gradients` takes.
+
+    Averaging it over devices (``jax.lax.pmean``) keeps it right, the amaxes included.
+
+    Attributes:
+      params: gradient by the parameters, of the unscaled loss (f32 if there is a loss scale).
+      fp8_sink: gradient by the ``fp8_sink`` collection: amaxes, under the scaled loss.
+      collections: new values of the other collections, such as ``batch_stats``.
+    """
+
+    params: Any
+    fp8_sink: Collections
+    collections: Collections
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """Parameters, amax histories and optimizer state, advanced together or not at all.
+
+    Attributes:
+      step: i32[], number of calls of `apply_gradients`, skipped ones included.
+      params: the ``params`` collection.
+      fp8: the ``fp8`` collection; ``{}`` for recipes without state.
+      opt_state: state of `tx`.
+      collections: all other collections, such as ``batch_stats``.
+      apply_fn: ``model.apply``, kept for convenience.
+      tx: the optimizer.
+    """
+
+    step: jax.Array
+    params: Any
+    fp8: Collections
+    opt_state: optax.OptState
+    collections: Collections
+    apply_fn: Callable[..., Any] = flax.struct.field(pytree_node=False)
+    tx: optax.GradientTransformation = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        variables: Mapping[str, Any],
+        tx: optax.GradientTransformation,
+    ) -> TrainState:
+        """The state before the first step.
+
+        Args:
+          apply_fn: ``model.apply``.
+          variables: what ``model.init`` returned.
+          tx: optimizer; it sees nothing but ``params``.
+
+        Raises:
+          ValueError: `variables` has no ``params``, or its ``fp8_sink`` does not match its ``fp8``.
+        """
+        collections = dict(flax.core.unfreeze(variables))
+        if "params" not in collections:
+            raise ValueError(
+                f"variables has the collections {sorted(collections)}, but no 'params'. Pass all "
+                "that model.init(...) returned, not variables['params']."
+            )
+        params, fp8 = collections.pop("params"), collections.pop("fp8", {})
+        sinks = collections.pop("fp8_sink", None)
+        shapes = jax.tree.map(jnp.shape, jax.eval_shape(init_sinks, fp8))
+        if sinks is not None and jax.tree.map(jnp.shape, sinks) != shapes:
+            raise ValueError(
+                "The 'fp8_sink' collection does not belong to the 'fp8' collection. Lift both alike, "
+                "stacked along axis 0: nn.scan(..., variable_axes={'params': 0, 'fp8': 0, "
+                "'fp8_sink': 0})."
+            )
+        return cls(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            fp8=fp8,
+            opt_state=tx.init(params),
+            collections=collections,
+            apply_fn=apply_fn,
+            tx=tx,
+        )
+
+    @property
+    def variables(self) -> Collections:
+        """The collections for ``apply``: histories are read, nothing is recorded."""
+        fp8 = {"fp8": self.fp8} if self.fp8 else {}
+        return {"params": self.params, **fp8, **self.collections}
+
+    def apply_gradients(self, grads: Gradients) -> TrainState:
+        """The state after one optimizer step.
+
+        If a gradient, or any operand of an FP8 product, held an Inf or NaN, the step is skipped:
+        parameters, optimizer state, histories and other collections stay as they are, bit for bit;
+        only `step` counts on and the loss scale falls. When the loss scale changes, the histories of
+        gradients follow it.
+
+        Args:
+          grads: what `value_and_grad` returned, averaged over devices or not.
+
+        Raises:
+          TypeError: `grads` is not a `Gradients` although there are histories to keep up.
+        """
+        if not isinstance(grads, Gradients):
+            if self.fp8:
+                raise TypeError(
+                    "apply_gradients needs the amaxes that belong to the gradients, to keep the fp8 "
+                    f"histories up, but got {type(grads).__name__}. Compute the gradients with "
+                    "jfp8.value_and_grad(loss_fn)(state, batch)."
+                )
+            grads = Gradients(_scaled(grads, find_loss_scale(self.opt_state), -1), {}, {})
+        finite = all_finite(grads.params) & ~_overflowed(grads.fp8_sink)
+
+        before = find_loss_scale(self.opt_state)
+        # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow, also
+        # of one that only the sink saw.
+        scaled = _scaled(grads.params, before, +1)
+        scaled = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled)
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(scaled, self.opt_state, self.params)
+        opt_state = keep_unless(finite, opt_state, self.opt_state)
+        params = keep_unless(finite, optax.apply_updates(self.params, updates), self.params)
+
+        fp8 = keep_unless(finite, advance(self.fp8, grads.fp8_sink), self.fp8)
+        after = find_loss_scale(opt_state)
+        if before is not None and after is not None and fp8:
+            fp8 = rescale_grad_histories(fp8, after.loss_scale / before.loss_scale)
+
+        kept = {name: self.collections[name] for name in grads.collections}
+        collections = keep_unless(finite, grads.collections, kept)
+        return self.replace(
+            step=self.step + 1,
+            params=params,
+            fp8=fp8,
+            opt_state=opt_state,
+            collections={**self.collections, **collections},
+        )
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, micro_batches: int = 1
+) -> Callable[[TrainState, Any], tuple[Any, Gradients]]:
+    """Like ``jax.value_and_grad``, for a `TrainState` and one batch.
+
+    The loss is multiplied by the loss scale, if the optimizer has one, and the returned loss and
+    gradient are free of it. The amaxes of the backward pass travel along in the gradient.
+
+    Args:
+      loss_fn: ``(variables, batch) -> (loss, mutated)``, or ``(loss, mutated, aux)`` with `has_aux`.
+        ``variables`` are the collections for ``model.apply``; ``mutated`` are the collections that
+        it returned as mutated, ``{}`` if none. Of those, the ones that the state holds are carried
+        over; return others, such as ``intermediates``, as ``aux``.
+      has_aux: whether `loss_fn` returns a third value.
+      micro_batches: split the batch's leading axis into this many parts, one after the other, and
+        average losses and gradients: the same step in less memory. All parts see the same scales,
+        and the histories get one entry, the largest amax.
+
+    Returns:
+      ``(state, batch) -> (loss, grads)``, or ``((loss, aux), grads)`` with `has_aux`; with several
+      micro-batches ``aux`` has a leading axis of that size.
+
+    Raises:
+      ValueError: `micro_batches` below 1 or not dividing the batch; `loss_fn` returns something
+        else than described.
+    """
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches must be an int of at least 1, got {micro_batches!r}.")
+
+    def compute(state: TrainState, batch: Any) -> tuple[Any, Gradients]:
+        loss_scale = find_loss_scale(state.opt_state)
+        sinks = init_sinks(state.fp8)
+
+        def scaled_loss(params, sinks, collections, batch):
+            fp8 = {"fp8": state.fp8, "fp8_sink": sinks} if state.fp8 else {}
+            returned = loss_fn({"params": params, **fp8, **collections}, batch)
+            loss, mutated, aux = _unpacked(returned, has_aux)
+            new = {name: mutated.get(name, value) for name, value in collections.items()}
+            loss = jnp.asarray(loss)
+            scaled = loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale.loss_scale
+            return scaled, (loss, new, aux)
+
+        gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
+        if micro_batches == 1:
+            (grads, sink), (loss, collections, aux) = gradient(
+                state.params, sinks, state.collections, batch
+            )
+        else:
+
+            def accumulate(carry, micro_batch):
+                total, sink_so_far, collections = carry
+                (grads, sink), (loss, collections, aux) = gradient(
+                    state.params, sinks, collections, micro_batch
+                )
+                total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+                return (total, jax.tree.map(max_of_sinks, sink_so_far, sink), collections), (
+                    loss,
+                    aux,
+                )
+
+            zeros = jax.tree.map(
+                lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params
+            )
+            carry = (zeros, sinks, state.collections)
+            (grads, sink, collections), (losses, aux) = jax.lax.scan(
+                accumulate, carry, _split(batch, micro_batches)
+            )
+            grads = jax.tree.map(lambda g: g / micro_batches, grads)
+            loss = jnp.mean(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
+
+        result = Gradients(_scaled(grads, loss_scale, -1), sink, collections)
+        return ((loss, aux) if has_aux else loss), result
+
+    return compute
+
+
+def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any]:
+    """What `loss_fn` returned as (loss, mutated, aux), or an error that says what it should."""
+    wanted = "(loss, mutated, aux)" if has_aux else "(loss, mutated)"
+    if not isinstance(returned, tuple) or len(returned) != 2 + has_aux:
+        given = (
+            f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+        )
+        raise ValueError(
+            f"loss_fn must return {wanted} when has_aux={has_aux}, but returned {given}. mutated "
+            "are the collections that model.apply(..., mutable=[...]) returned, {} if none."
+        )
+    loss, mutated, aux = returned if has_aux else (*returned, None)
+    if not isinstance(mutated, Mapping):
+        raise ValueError(
+            f"loss_fn must return {wanted} with a dict of collections as mutated ({{}} if none), "
+            f"but that is {type(mutated).__name__}."
+        )
+    return loss, mutated, aux
+
+
+def _split(batch: Any, parts: int) -> Any:
+    def split(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        if leaf.ndim == 0 or leaf.shape[0] % parts:
+            raise ValueError(
+                f"micro_batches={parts} must divide the leading axis of every array of the batch, "
+                f"but one has shape {leaf.shape}."
+            )
+        return leaf.reshape(parts, leaf.shape[0] // parts, *leaf.shape[1:])
+
+    return jax.tree.map(split, batch)
+
+
+def _scaled(grads: Any, loss_scale: Any, power: int) -> Any:
+    """`grads` times (+1) or divided by (-1) the loss scale, in f32; exact, it is a power of two."""
+    if loss_scale is None:
+        return grads
+    factor = loss_scale.loss_scale if power > 0 else 1.0 / loss_scale.loss_scale
+    return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+
+
+def _overflowed(sinks: Collections) -> jax.Array:
+    """bool[]: whether an operand or gradient of any product had a non-finite amax."""
+    overflow = jnp.zeros((), bool)
+    for sink in jax.tree.leaves(sinks):
+        overflow |= jnp.any(decode_amax(sink)[1])
+    return overflow
