@@ -354,5 +354,20 @@ def round_to_grid(x: jax.Array, fmt: Format) -> jax.Array:
 
 
 def decode(data: jax.Array) -> jax.Array:
-    """Exact f32 values of an array stored in one of the formats."""
-    return data.astype(jnp.float32)
+    """Exact f32 values of an array stored in one of the formats.
+
+    An 8-bit code is a float16 pattern once its mantissa is shifted into place, subnormals included;
+    only the exponent's bias is off, by a power of two. Processors convert float16 natively, while
+    XLA:CPU takes three times as long for ``astype`` from an f8 type.
+    """
+    fmt = format_of(data.dtype)
+    if fmt.bits != 8 or not fmt.signed:
+        return data.astype(jnp.float32)
+    code = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.uint16)
+    magnitude = code & np.uint16(0x7F)
+    pattern = ((code & np.uint16(0x80)) << 8) | (magnitude << (10 - fmt.mantissa_bits))
+    values = lax.bitcast_convert_type(pattern, jnp.float16).astype(jnp.float32)
+    if fmt.bias == 15:  # float16's own, and with it its Inf and NaN
+        return values
+    values = values * np.float32(2.0 ** (15 - fmt.bias))
+    return jnp.where(magnitude > np.uint16(fmt.max_code), jnp.nan, values)

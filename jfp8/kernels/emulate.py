@@ -23,11 +23,20 @@ def dot_general(
     that; but XLA:CPU fails at run time on such products for some dimension numbers.)
     """
     del fast_accumulation  # a licence for hardware, which the reference does not take
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    # XLA:CPU multiplies fastest what is contracted along the last dimension of lhs, and would
+    # otherwise transpose values of four bytes; the barrier keeps it from folding this one back in.
+    free = [d for d in range(lhs.ndim) if d not in lhs_contract + lhs_batch]
+    order = [*lhs_batch, *free, *lhs_contract]
+    if order != sorted(order):
+        lhs = lax.optimization_barrier(lhs.transpose(order))
+        lhs_batch = tuple(range(len(lhs_batch)))
+        lhs_contract = tuple(range(lhs.ndim - len(lhs_contract), lhs.ndim))
     # HIGHEST: on accelerators the default would round the operands or the sums to fewer bits.
     return lax.dot_general(
         decode(lhs),
         decode(rhs),
-        dimension_numbers,
+        ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
