@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.formats import E8M0FNU, Format, decode, encode, codes_to_format, format_of
+from jfp8.formats import E8M0FNU, Format, codes_to_format, decode, encode, format_of
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=[])
@@ -134,8 +134,9 @@ def _split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def check_scale_shape(q: ScaledArray) -> None:
     """Raise unless the scale of `q` is 0-d or divides its data dimension by dimension."""
-    shape, scale_shape = jnp.shape(q.data), jnp.shape(
-        q.scale.data if isinstance(q.scale, ScaledArray) else q.scale
+    shape, scale_shape = (
+        jnp.shape(q.data),
+        jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale),
     )
     if not scale_shape:
         return

@@ -90,9 +90,7 @@ class Format:
 
 E4M3FN = Format("E4M3FN", np.dtype(ml_dtypes.float8_e4m3fn), 4, 3, 7, 448.0, 0x7E, 0x7F)
 E5M2 = Format("E5M2", np.dtype(ml_dtypes.float8_e5m2), 5, 2, 15, 57344.0, 0x7B, 0x7F)
-E2M1FN = Format(
-    "E2M1FN", np.dtype(ml_dtypes.float4_e2m1fn), 2, 1, 1, 6.0, 0x7, 0x8, has_nan=False
-)
+E2M1FN = Format("E2M1FN", np.dtype(ml_dtypes.float4_e2m1fn), 2, 1, 1, 6.0, 0x7, 0x8, has_nan=False)
 E8M0FNU = Format(
     "E8M0FNU", np.dtype(ml_dtypes.float8_e8m0fnu), 8, 0, 127, 2.0**127, 254, 255, signed=False
 )
@@ -159,8 +157,8 @@ def cast(
       OCP OFP8 section 5.2.2 (saturating conversion).
 
     >>> import jax.numpy as jnp, jfp8
-    >>> jfp8.cast(jnp.array([0.3, 500.0, -jnp.inf, jnp.nan]), jfp8.E4M3FN).astype(jnp.float32)
-    Array([   0.3125,  448.    , -448.    ,       nan], dtype=float32)
+    >>> jfp8.cast(jnp.array([0.3, 500.0, -jnp.inf, jnp.nan]), jfp8.E4M3FN).tolist()
+    [0.3125, 448.0, -448.0, nan]
     """
     x, bits = check_cast_arguments(x, fmt, rounding, key)
     return _cast(x, bits, fmt, rounding)
@@ -191,8 +189,8 @@ def round_to_format(
       ValueError: as for `cast`.
 
     >>> import jax.numpy as jnp, jfp8
-    >>> jfp8.round_to_format(jnp.array([0.3, 500.0]), jfp8.E5M2)
-    Array([  0.3125, 512.    ], dtype=float32)
+    >>> jfp8.round_to_format(jnp.array([0.3, 500.0]), jfp8.E5M2).tolist()
+    [0.3125, 512.0]
     """
     x, bits = check_cast_arguments(x, fmt, rounding, key)
     if x.dtype == jnp.float16 and not fmt.signed:
@@ -346,9 +344,7 @@ def round_to_grid(x: jax.Array, fmt: Format) -> jax.Array:
     a = jnp.minimum(jnp.abs(x), np.float32(fmt.max))  # before g is derived from it
     binade = lax.bitcast_convert_type(a, jnp.uint32) & np.uint32(0x7F800000)
     binade = jnp.maximum(binade, np.uint32((fmt.min_exponent + 127) << 23))
-    g = lax.bitcast_convert_type(
-        binade + np.uint32((23 - fmt.mantissa_bits) << 23), jnp.float32
-    )
+    g = lax.bitcast_convert_type(binade + np.uint32((23 - fmt.mantissa_bits) << 23), jnp.float32)
     rounded = lax.bitcast_convert_type((a + g) - g, jnp.uint32)
     return lax.bitcast_convert_type(rounded | (pattern & np.uint32(0x80000000)), jnp.float32)
 

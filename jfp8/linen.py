@@ -81,13 +81,12 @@ class DotGeneral(nn.Module):
 
 def _read_state(module: nn.Module, recipe: Recipe) -> dict[str, AmaxState] | None:
     """The histories, made if they are missing and may be; None without them."""
+    if module.has_variable("fp8", ROLES[0]):
+        return {role: module.get_variable("fp8", role) for role in ROLES}
     empty = recipe.init_state()
-    present = module.has_variable("fp8", ROLES[0])
-    if not present and (empty is None or not module.is_mutable_collection("fp8")):
+    if empty is None or not module.is_mutable_collection("fp8"):
         return None
-    return {
-        role: module.variable("fp8", role, lambda role=role: empty[role]).value for role in ROLES
-    }
+    return {role: module.variable("fp8", role, lambda s: s, s).value for role, s in empty.items()}
 
 
 def _read_sink(module: nn.Module, recipe: Recipe) -> jax.Array | None:
@@ -210,14 +209,14 @@ class Einsum(nn.Einsum):
         equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         terms = _parse_einsum(equation, inputs.ndim, len(self.shape))
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
-        bias = None
+        bias, sizes = None, dict(zip(terms.rhs, self.shape, strict=True))
         if self.use_bias:
-            sizes = dict(zip(terms.rhs, self.shape, strict=True))
             bias_shape = tuple(sizes[c] for c in terms.out if c in sizes)
             bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
-        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        lhs, rhs, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        assert lhs is not None and rhs is not None  # promotion keeps what is given
         dot_general = DotGeneral(recipe=self.recipe, implementation=self.implementation)
-        y = _einsum(terms, inputs, kernel, dot_general, self.preferred_element_type)
+        y = _einsum(terms, lhs, rhs, dot_general, self.preferred_element_type)
         if bias is not None:
             y += bias.reshape([sizes.get(c, 1) for c in terms.out])
         return y
@@ -225,7 +224,7 @@ class Einsum(nn.Einsum):
 
 @dataclass(frozen=True)
 class _Terms:
-    """An einsum equation of two operands with its ellipses spelled out: one letter per dimension."""
+    """An einsum equation of two operands, ellipses spelled out: one letter per dimension."""
 
     lhs: str
     rhs: str
@@ -241,7 +240,8 @@ def _parse_einsum(equation: str, lhs_ndim: int, rhs_ndim: int) -> _Terms:
     lhs, rhs = operands.split(",")
     unused = [c for c in string.ascii_letters if c not in equation]
     hidden = {
-        term: ndim - len(term.replace("...", "")) for term, ndim in ((lhs, lhs_ndim), (rhs, rhs_ndim))
+        term: ndim - len(term.replace("...", ""))
+        for term, ndim in ((lhs, lhs_ndim), (rhs, rhs_ndim))
     }
     for (term, n), ndim in zip(hidden.items(), (lhs_ndim, rhs_ndim), strict=False):
         if n < 0 or (n > 0 and "..." not in term):

@@ -8,7 +8,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jfp8.arrays import ScaledArray, dequantize, scale_as_f32_pair
@@ -55,7 +54,8 @@ def scaled_matmul(
       NotImplementedError: ``implementation="xla"`` with scales that vary along a contraction.
 
     >>> import jax.numpy as jnp, jfp8
-    >>> x, w = jfp8.quantize(jnp.ones((2, 3))), jfp8.quantize(jnp.full((3, 4), 2.0))
+    >>> x = jfp8.quantize(jnp.ones((2, 3)), scale_rounding="power_of_two")
+    >>> w = jfp8.quantize(jnp.full((3, 4), 2.0), scale_rounding="power_of_two")
     >>> jfp8.scaled_matmul(x, w, (((1,), (0,)), ((), ())))
     Array([[6., 6., 6., 6.],
            [6., 6., 6., 6.]], dtype=float32)

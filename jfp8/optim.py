@@ -4,23 +4,23 @@ The loss is multiplied by a power of two ``S`` so that small gradients survive n
 the gradients are divided by it again. ``S`` grows while gradients stay finite and falls when they
 do not. An overflowing step must leave no trace: how exactly depends on what wraps what.
 
-  ============================================  =====================================================
+  ============================================  ===================================================
   composition                                   a step with non-finite gradients
-  ============================================  =====================================================
-  ``chain(loss_scale(), adam(lr))``             ``S`` falls; updates that reach Adam are zero, but its
-                                                count advances, its moments decay by one step, and
-                                                momentum still moves the parameters: a chain's
-                                                elements cannot stop one another
+  ============================================  ===================================================
+  ``chain(loss_scale(), adam(lr))``             ``S`` falls; Adam sees a zero gradient: its count
+                                                advances, its moments decay by one step, and
+                                                momentum still moves the parameters. The elements
+                                                of a chain cannot stop one another.
   ``loss_scale(adam(lr))``                      exact: ``S`` falls, nothing else changes
-  ``skip_on_overflow(chain(loss_scale(), ..))``  exact, with any elements in any order
+  ``skip_on_overflow(chain(loss_scale(), ..))`` exact, with any elements in any order
   `jfp8.TrainState` with any of these           exact, amax histories included
-  ============================================  =====================================================
+  ============================================  ===================================================
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +69,8 @@ def loss_scale(
     is initialized with in f32; the wrapping form initializes `inner` in f32 by itself.
 
     A literal ``optax.chain(jfp8.loss_scale(), optax.adam(1e-3))`` works, but an overflowing step is
-    not skipped exactly: Adam sees a zero gradient, so its count advances and its momentum decays and
-    still moves the parameters. For exact skips pass the optimizer as `inner`, wrap the chain in
+    not skipped exactly: Adam sees a zero gradient, so its count advances, and its momentum decays
+    and still moves the parameters. For exact skips pass the optimizer as `inner`, wrap the chain in
     `skip_on_overflow`, or use `jfp8.TrainState`. Put it before gradient clipping. With
     ``optax.MultiSteps`` put it outside, in a form that lets MultiSteps drop the micro-step:
     ``optax.chain(loss_scale(on_overflow="pass"), optax.MultiSteps(adam, k,
@@ -122,8 +122,8 @@ def loss_scale(
         raise ValueError(f"on_overflow={on_overflow!r} is unknown. Allowed: 'zero', 'pass'.")
     if inner is not None and on_overflow == "pass":
         raise ValueError(
-            "on_overflow='pass' hands non-finite updates to the next element of a chain; with inner= "
-            "the step is skipped instead. Drop one of the two."
+            "on_overflow='pass' hands non-finite updates to the next element of a chain; with "
+            "inner= the step is skipped instead. Drop one of the two."
         )
     wrapped = None if inner is None else optax.with_extra_args_support(inner)
 
@@ -167,7 +167,7 @@ def loss_scale(
             inner_state=inner_state,
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
 
 
 def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -195,7 +195,7 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
         new_updates, new_state = inner.update(updates, state, params, **extra_args)
         return _zero_unless(finite, new_updates), keep_unless(finite, new_state, state)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    return optax.GradientTransformationExtraArgs(inner.init, cast(Any, update_fn))
 
 
 def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Array:
@@ -273,7 +273,11 @@ def _widened(params: Any) -> Any:
 
     def widen(leaf: Any) -> Any:
         narrow = isinstance(leaf, jax.Array | np.ndarray) and leaf.dtype.itemsize < 4
-        return leaf.astype(jnp.float32) if narrow and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        return (
+            leaf.astype(jnp.float32)
+            if narrow and jnp.issubdtype(leaf.dtype, jnp.floating)
+            else leaf
+        )
 
     return jax.tree.map(widen, params)
 

@@ -53,7 +53,8 @@ def quantize(
     Args:
       x: ``f32 | bf16 | f16`` array of any shape.
       fmt: format of the data.
-      granularity: which elements share a scale: ``PerTensor()``, ``PerAxis(axis)``, ``Block(shape)``.
+      granularity: which elements share a scale: ``PerTensor()``, ``PerAxis(axis)`` or
+        ``Block(shape)``.
       scale: use this scale instead (a "static" or "delayed" one): a positive number, or an f32 or
         e8m0 array that is 0-d or has ``x.ndim`` dimensions dividing those of `x`.
       scale_rounding: see `scaling.scale_from_amax`; ``"power_of_two"`` scales multiply exactly.

@@ -63,7 +63,7 @@ class Recipe:
 
     def to_json(self) -> str:
         """The recipe as a JSON object, ``{"recipe": class name, field: value, ...}``."""
-        return json.dumps({"recipe": type(self).__name__, **dataclasses.asdict(self)})
+        return json.dumps({"recipe": type(self).__name__, **vars(self)})
 
 
 @dataclass(frozen=True)

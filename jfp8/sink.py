@@ -1,17 +1,17 @@
 """The sink: how an amax leaves the backward pass, as the cotangent of a zero input.
 
 JAX gives the backward pass no outputs but cotangents, and it adds cotangents, averages and rescales
-them. An amax sent that way comes back as a sum or a mean. A histogram does not: the *support* of any
-positive combination of one-hot vectors is the union of their bins, so the highest bin in use still
-bounds the true maximum after sums over uses and devices, means over micro-batches and rescaling.
+them. An amax sent that way comes back as a sum or a mean. A histogram does not: the *support* of
+any positive combination of one-hot vectors is the union of their bins, so the highest bin in use
+still bounds the true maximum after sums over uses and devices, means over micro-batches, rescaling.
 
 A sink is ``f32[..., 3, 2050]``: a row each for lhs, rhs and grad. In a row,
   * ``[:2048]`` counts amaxes by the leading 12 bits of their f32 pattern without the sign: eight
     bins to a power of two, so that the upper edge of a bin is at most 9/8 of what is in it; the
     last eight bins hold Inf and NaN;
   * ``[2048:]`` sums ``r`` and ``r**2``, with ``r`` in [1, 2) the mantissa of the amax. If only one
-    bin is in use and ``r`` had no variance, there was a single amax (or equal ones), whatever it was
-    rescaled by: it is ``mean(r) * 2^e``, exactly.
+    bin is in use and ``r`` had no variance, there was a single amax (or equal ones), whatever it
+    was rescaled by: it is ``mean(r) * 2^e``, exactly.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BINS = 2048
 WIDTH = BINS + 2
 _SHIFT = 20  # bin = bits >> 20: the exponent and three bits of the mantissa
 _FIRST_NONFINITE = 0x7F800000 >> _SHIFT
-# Above the rounding of single uses (7e-7, for rescalings from 1e-7 to 1e3), and small enough that an
-# average it lets pass lies within 1.4e-3 * sqrt(n - 1) of the maximum, which FP8 cannot tell apart.
+# Above the rounding of single uses (7e-7, for rescalings from 1e-7 to 1e3), and small enough that
+# an average it lets pass lies within 1.4e-3 * sqrt(n - 1) of the maximum, which f8 cannot resolve.
 _VARIANCE_TOLERANCE = 2e-6
 
 
@@ -40,9 +40,7 @@ def encode_amax(amax: jax.Array) -> jax.Array:
     """One row for one amax: f32[] -> f32[2050]."""
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     one_hot = (jnp.arange(BINS, dtype=jnp.uint32) == bits >> _SHIFT).astype(jnp.float32)
-    r = lax.bitcast_convert_type(
-        (bits & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000), jnp.float32
-    )
+    r = lax.bitcast_convert_type((bits & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000), jnp.float32)
     return jnp.concatenate([one_hot, jnp.stack([r, r * r])])
 
 
@@ -58,7 +56,7 @@ def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     histogram, tail = row[..., :BINS], row[..., BINS:]
     used = histogram > 0
-    index = jnp.arange(BINS)
+    index = _along_last(jnp.arange(BINS), row.ndim)
     finite = used & (index < _FIRST_NONFINITE)
     top = jnp.max(jnp.where(finite, index, 0), axis=-1)
     overflow = jnp.any(used & (index >= _FIRST_NONFINITE), axis=-1)
@@ -88,5 +86,10 @@ def max_of_sinks(first: jax.Array, second: jax.Array) -> jax.Array:
     encoded = jnp.vectorize(encode_amax, signature="()->(w)")(larger)
     seen = jnp.any((first + second)[..., :BINS] > 0, axis=-1)
     encoded = jnp.where(seen[..., None], encoded, 0.0)
-    nan_bin = jnp.arange(WIDTH) == BINS - 1
+    nan_bin = _along_last(jnp.arange(WIDTH) == BINS - 1, first.ndim)
     return jnp.where(nan_bin & (a_overflow | b_overflow)[..., None], 1.0, encoded)
+
+
+def _along_last(vector: jax.Array, ndim: int) -> jax.Array:
+    """`vector` as an array of `ndim` dimensions: nothing here relies on rank promotion."""
+    return lax.expand_dims(vector, range(ndim - 1))

@@ -9,6 +9,8 @@
     def train_step(state, batch):
         loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)
         return state.apply_gradients(grads), loss
+
+Nothing here needs Flax's modules: it works on the collections.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import flax.core
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -60,8 +61,7 @@ def advance(fp8: Collections, sink_cotangent: Collections) -> Collections:
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:3]
     Array([1., 0., 0.], dtype=float32)
     """
-    fp8, sink_cotangent = flax.core.unfreeze(fp8), flax.core.unfreeze(sink_cotangent)
-    return _advance(fp8, sink_cotangent, ())
+    return _advance(_plain(fp8), _plain(sink_cotangent), ())
 
 
 def _advance(fp8: Any, cotangent: Any, path: tuple[str, ...]) -> Any:
@@ -80,6 +80,11 @@ def _advance(fp8: Any, cotangent: Any, path: tuple[str, ...]) -> Any:
             f"{sorted(fp8)}. Pass the two collections of the same model."
         )
     return {k: _advance(node, cotangent.get(k, {}), (*path, k)) for k, node in fp8.items()}
+
+
+def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts, whatever mappings (Flax's FrozenDict, say) `tree` is made of."""
+    return {k: _plain(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
 def _is_product(node: Any) -> bool:
@@ -181,7 +186,7 @@ class TrainState(flax.struct.PyTreeNode):
         Raises:
           ValueError: `variables` has no ``params``, or its ``fp8_sink`` does not match its ``fp8``.
         """
-        collections = dict(flax.core.unfreeze(variables))
+        collections = _plain(variables)
         if "params" not in collections:
             raise ValueError(
                 f"variables has the collections {sorted(collections)}, but no 'params'. Pass all "
@@ -192,8 +197,8 @@ class TrainState(flax.struct.PyTreeNode):
         shapes = jax.tree.map(jnp.shape, jax.eval_shape(init_sinks, fp8))
         if sinks is not None and jax.tree.map(jnp.shape, sinks) != shapes:
             raise ValueError(
-                "The 'fp8_sink' collection does not belong to the 'fp8' collection. Lift both alike, "
-                "stacked along axis 0: nn.scan(..., variable_axes={'params': 0, 'fp8': 0, "
+                "The 'fp8_sink' collection does not belong to the 'fp8' collection. Lift both "
+                "alike, stacked along axis 0: nn.scan(..., variable_axes={'params': 0, 'fp8': 0, "
                 "'fp8_sink': 0})."
             )
         return cls(
@@ -217,8 +222,8 @@ class TrainState(flax.struct.PyTreeNode):
 
         If a gradient, or any operand of an FP8 product, held an Inf or NaN, the step is skipped:
         parameters, optimizer state, histories and other collections stay as they are, bit for bit;
-        only `step` counts on and the loss scale falls. When the loss scale changes, the histories of
-        gradients follow it.
+        only `step` counts on and the loss scale falls. When the loss scale changes, the histories
+        of gradients follow it.
 
         Args:
           grads: what `value_and_grad` returned, averaged over devices or not.
@@ -229,16 +234,16 @@ class TrainState(flax.struct.PyTreeNode):
         if not isinstance(grads, Gradients):
             if self.fp8:
                 raise TypeError(
-                    "apply_gradients needs the amaxes that belong to the gradients, to keep the fp8 "
-                    f"histories up, but got {type(grads).__name__}. Compute the gradients with "
+                    "apply_gradients needs the amaxes that belong to the gradients, to keep the "
+                    f"fp8 histories up, but got {type(grads).__name__}. Compute the gradients with "
                     "jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
             grads = Gradients(_scaled(grads, find_loss_scale(self.opt_state), -1), {}, {})
         finite = all_finite(grads.params) & ~_overflowed(grads.fp8_sink)
 
         before = find_loss_scale(self.opt_state)
-        # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow, also
-        # of one that only the sink saw.
+        # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow,
+        # also of one that only the sink saw.
         scaled = _scaled(grads.params, before, +1)
         scaled = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled)
         tx = optax.with_extra_args_support(self.tx)
@@ -271,7 +276,7 @@ def value_and_grad(
     gradient are free of it. The amaxes of the backward pass travel along in the gradient.
 
     Args:
-      loss_fn: ``(variables, batch) -> (loss, mutated)``, or ``(loss, mutated, aux)`` with `has_aux`.
+      loss_fn: ``(variables, batch) -> (loss, mutated)``, with `has_aux` ``(loss, mutated, aux)``.
         ``variables`` are the collections for ``model.apply``; ``mutated`` are the collections that
         it returned as mutated, ``{}`` if none. Of those, the ones that the state holds are carried
         over; return others, such as ``intermediates``, as ``aux``.
@@ -301,7 +306,9 @@ def value_and_grad(
             loss, mutated, aux = _unpacked(returned, has_aux)
             new = {name: mutated.get(name, value) for name, value in collections.items()}
             loss = jnp.asarray(loss)
-            scaled = loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale.loss_scale
+            scaled = (
+                loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale.loss_scale
+            )
             return scaled, (loss, new, aux)
 
         gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
@@ -343,7 +350,9 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
     wanted = "(loss, mutated, aux)" if has_aux else "(loss, mutated)"
     if not isinstance(returned, tuple) or len(returned) != 2 + has_aux:
         given = (
-            f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+            f"a tuple of {len(returned)}"
+            if isinstance(returned, tuple)
+            else type(returned).__name__
         )
         raise ValueError(
             f"loss_fn must return {wanted} when has_aux={has_aux}, but returned {given}. mutated "

@@ -24,6 +24,7 @@ def dot_general(
     """
     del fast_accumulation  # a licence for hardware, which the reference does not take
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_contract, lhs_batch = tuple(lhs_contract), tuple(lhs_batch)
     # XLA:CPU multiplies fastest what is contracted along the last dimension of lhs, and would
     # otherwise transpose values of four bytes; the barrier keeps it from folding this one back in.
     free = [d for d in range(lhs.ndim) if d not in lhs_contract + lhs_batch]

@@ -1,0 +1,258 @@
+"""The shape of the package: who may import whom, what an import costs, what is documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jfp8
+
+ROOT = Path(jfp8.__file__).parent
+
+# The arrow diagram, in reading order: every file, and the files of jfp8 that it may import.
+# A file stands below all that it imports, so reading the table downwards is reading the library.
+ARROWS: dict[str, str] = {
+    "_version": "",
+    "compat": "",
+    "random_bits": "compat",
+    "formats": "compat random_bits",
+    "arrays": "compat random_bits formats",
+    "scaling": "compat random_bits formats arrays",
+    "quantizers": "compat random_bits formats arrays scaling",
+    "recipes": "compat random_bits formats arrays scaling quantizers",
+    "kernels/__init__": "",
+    "kernels/emulate": "compat formats arrays",
+    "kernels/xla": "compat formats arrays",
+    "matmul": "compat arrays kernels/__init__ kernels/emulate kernels/xla",
+    "sink": "compat formats scaling",
+    "dot_general": "compat formats arrays scaling quantizers recipes matmul sink",
+    "linen": "compat scaling recipes matmul sink dot_general",
+    "optim": "compat",
+    "train": "compat scaling sink optim",
+    "__init__": "*",
+}
+
+# The only file that may reach into the private parts of JAX and Flax.
+PRIVATE_ALLOWED = "compat"
+PRIVATE = ("jax._src", "jaxlib._", "flax.core.lift")
+
+
+def package_files(root: Path) -> list[str]:
+    return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.py"))
+
+
+def imported_names(source: str, file: str) -> Iterator[str]:
+    """Every dotted name that `source`, the text of jfp8/`file`.py, imports, wherever it does so."""
+    package = ["jfp8", *file.split("/")[:-1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = [*base, *(node.module or "").split(".")] if node.module else base
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def imported_files(source: str, file: str, files: list[str]) -> set[str]:
+    """The files of jfp8 that jfp8/`file`.py imports. A name that is no file is from a package."""
+    found = set()
+    for name in imported_names(source, file):
+        head, *parts = name.split(".")
+        if head != "jfp8":
+            continue
+        for length in range(len(parts), -1, -1):
+            stem = "/".join(parts[:length])
+            match = [f for f in (stem, f"{stem}/__init__".lstrip("/")) if f in files]
+            if match:
+                found.add(match[0])
+                break
+    return found - {file}
+
+
+def used_names(source: str, file: str) -> Iterator[str]:
+    """Imported names, and attribute chains such as `jax.numpy.sum`."""
+    yield from imported_names(source, file)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def private_names(source: str, file: str) -> set[str]:
+    return {name for name in used_names(source, file) if name.startswith(PRIVATE)}
+
+
+FILES = package_files(ROOT)
+
+
+def text(file: str) -> str:
+    return (ROOT / f"{file}.py").read_text(encoding="utf-8")
+
+
+def test_arrows_list_every_file():
+    assert sorted(ARROWS) == FILES
+
+
+def test_arrows_point_upwards():
+    seen: set[str] = set()
+    for file, allowed in ARROWS.items():
+        assert allowed == "*" or set(allowed.split()) <= seen, f"{file} is above what it imports"
+        seen.add(file)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_follow_the_arrows(file):
+    row = ARROWS.get(file, "")
+    allowed = set(ARROWS) if row == "*" else set(row.split())
+    forbidden = imported_files(text(file), file, FILES) - allowed
+    assert not forbidden, f"{file} may import {sorted(allowed)}, not {sorted(forbidden)}"
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "found"),
+    [
+        ("import jfp8.linen", "formats", {"linen"}),
+        ("import jfp8.linen as l", "formats", {"linen"}),
+        ("from jfp8 import linen, train", "formats", {"linen", "train"}),
+        ("from jfp8 import Dense", "formats", {"__init__"}),
+        ("from jfp8.linen import Dense", "formats", {"linen"}),
+        ("from . import linen", "formats", {"linen"}),
+        ("from .linen import Dense", "formats", {"linen"}),
+        ("from .. import linen", "kernels/xla", {"linen"}),
+        ("from ..linen import Dense", "kernels/xla", {"linen"}),
+        ("from . import emulate", "kernels/xla", {"kernels/emulate"}),
+        ("from jfp8.kernels import emulate", "matmul", {"kernels/emulate"}),
+        ("from jfp8.kernels import TABLE", "matmul", {"kernels/__init__"}),
+        ("def f():\n    from jfp8.linen import Dense", "formats", {"linen"}),
+        ("import jfp8\nimport jax.numpy as jnp", "formats", {"__init__"}),
+        ("import jax.numpy as jnp\nfrom math import inf", "formats", set()),
+    ],
+)
+def test_the_import_reader_reads(line, file, found):
+    assert imported_files(line, file, list(ARROWS)) == found
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != PRIVATE_ALLOWED])
+def test_only_compat_touches_private_jax(file):
+    assert not private_names(text(file), file)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"import {PRIVATE[0]}.core",
+        f"from {PRIVATE[0]} import core",
+        f"from jax import {PRIVATE[0].removeprefix('jax.')} as internals",
+        f"f({PRIVATE[0]}.core.Tracer)",
+        f"from {PRIVATE[1]}jax import x",
+        f"{PRIVATE[2]}.transform = None",
+        "from flax.core import lift",
+    ],
+)
+def test_the_private_reader_reads(line):
+    assert private_names(line, "formats")
+
+
+# Imports the third parties that jfp8 imports, then watches what jfp8 itself asks for.
+WATCHED_IMPORT = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        importlib.import_module(name.rpartition(".")[0])
+assert not [name for name in sys.modules if name.startswith("jfp8")]
+reads = []
+def watch(method):
+    def watched(self, *args):
+        reads.append((method.__name__, *args))
+        return method(self, *args)
+    return watched
+for name in ("__getitem__", "__iter__", "__len__"):
+    setattr(os._Environ, name, watch(getattr(os._Environ, name)))
+{import_jfp8}
+seen = list(reads)
+import jax
+# JAX refuses this once any device has been asked for.
+jax.config.update("jax_num_cpu_devices", 3)
+assert len(jax.devices("cpu")) == 3
+assert not seen, f"import jfp8 reads the environment: {{seen}}"
+"""
+
+
+def watched_import(import_jfp8: str) -> subprocess.CompletedProcess[str]:
+    names = {name for file in FILES for name in imported_names(text(file), file)}
+    third_parties = sorted(
+        name for name in names if name.split(".")[0] not in {"jfp8", *sys.stdlib_module_names}
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(ROOT.parent)
+    return subprocess.run(
+        [sys.executable, "-c", WATCHED_IMPORT.format(import_jfp8=import_jfp8), *third_parties],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_import_reads_no_environment_and_asks_for_no_device():
+    done = watched_import("import jfp8")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sin", "complaint"),
+    [
+        ("os.getenv('HOME')", "reads the environment"),
+        ("dict(os.environ)", "reads the environment"),
+        ("import jax.numpy; jax.numpy.zeros(3)", "before backends are initialized"),
+    ],
+)
+def test_the_watch_on_imports_sees(sin, complaint):
+    done = watched_import(f"import jfp8; {sin}")
+    assert done.returncode != 0
+    assert complaint in done.stderr
+
+
+def public_names() -> list[str]:
+    names = list(jfp8.__all__)
+    for module in (jfp8.recipes, jfp8.linen, jfp8.optim):
+        short = module.__name__.removeprefix("jfp8.")
+        listed = getattr(module, "__all__", None) or [
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        ]
+        names += [f"{short}.{name}" for name in listed]
+    return names
+
+
+def own_docstring(value: object) -> str:
+    """What was written for `value`: not its base's docstring, nor a dataclass's generated one."""
+    doc = value.__doc__ or ""
+    generated = inspect.isclass(value) and doc.startswith(f"{value.__name__}(")
+    return "" if generated else doc
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_public_names_are_documented(name):
+    value: object = jfp8
+    for part in name.split("."):
+        value = getattr(value, part)
+    assert own_docstring(value).strip(), f"jfp8.{name} has no docstring"
+
+
+def test_public_names_are_listed_once():
+    assert len(set(jfp8.__all__)) == len(jfp8.__all__)
+
+
+def test_type_hints_ship():
+    assert importlib.resources.files("jfp8").joinpath("py.typed").is_file()
