@@ -57,9 +57,7 @@ def measure(size: int, repeats: int, seed: int = 0) -> dict[str, object]:
         x = jax.random.normal(jax.random.key(seed), (size, size), dtype)
         layers = {
             "nn.Dense": nn.Dense(size, dtype=dtype),
-            "flax nn.Fp8DotGeneral": nn.Dense(
-                size, dtype=dtype, dot_general_cls=nn.Fp8DotGeneral
-            ),
+            "flax nn.Fp8DotGeneral": nn.Dense(size, dtype=dtype, dot_general_cls=nn.Fp8DotGeneral),
         }
         for recipe_name, recipe in recipes.items():
             layers[f"jfp8.Dense {recipe_name}"] = jfp8.Dense(size, dtype=dtype, recipe=recipe)

@@ -229,7 +229,7 @@ def _cast(x: jax.Array, bits: jax.Array | None, fmt: Format, rounding: str) -> j
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _round_to_format(x: jax.Array, bits: jax.Array | None, fmt: Format, rounding: str) -> jax.Array:
-    source = lax.stop_gradient(x)
+    source = lax.stop_gradient(x).astype(jnp.float32)
     if rounding == "nearest_even" and fmt.signed:
         rounded = round_to_grid(source, fmt)
     else:
@@ -321,7 +321,7 @@ def _encode_power_of_two(x: jax.Array, rounding: str, bits: jax.Array | None) ->
     else:
         assert bits is not None
         up = fraction + (bits & np.uint32(0x7FFFFF)) >= np.uint32(1 << 23)
-    code = jnp.minimum(exponent + up, np.uint32(254))
+    code = jnp.minimum(exponent + up.astype(jnp.uint32), np.uint32(254))
     invalid = (pattern > np.uint32(0x7F800000)) & (pattern != np.uint32(0x80000000))
     return jnp.where(invalid, np.uint32(255), code).astype(jnp.uint8)
 

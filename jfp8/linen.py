@@ -214,7 +214,8 @@ class Einsum(nn.Einsum):
             bias_shape = tuple(sizes[c] for c in terms.out if c in sizes)
             bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
         lhs, rhs, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        assert lhs is not None and rhs is not None  # promotion keeps what is given
+        assert lhs is not None  # promotion keeps what is given
+        assert rhs is not None
         dot_general = DotGeneral(recipe=self.recipe, implementation=self.implementation)
         y = _einsum(terms, lhs, rhs, dot_general, self.preferred_element_type)
         if bias is not None:

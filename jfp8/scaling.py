@@ -211,7 +211,8 @@ def _e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:
     mantissa = bits & np.uint32(0x7FFFFF)
     max_mantissa = int(np.float32(fmt.max).view(np.uint32)) & 0x7FFFFF
     threshold = {"rceil": max_mantissa, "ceil": 0}.get(mode, 0x7FFFFF)
-    code = exponent - fmt.max_exponent + (mantissa > np.uint32(threshold))
+    above = (mantissa > np.uint32(threshold)).astype(jnp.int32)
+    code = exponent - fmt.max_exponent + above
     overflow = (bits >= np.uint32(0x7F800000)) | (exponent >= 255)
     return jnp.where(overflow, 255, jnp.clip(code, 0, 254))
 
