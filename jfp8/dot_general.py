@@ -202,7 +202,7 @@ def _dot_bwd(product, residuals, cotangents):
     ).transpose(rhs_order)
     d_sink = None
     if seen is not None:
-        d_sink = jnp.stack([encode_amax(a) for a in (seen.lhs, seen.rhs, grad_amax)])
+        d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax]))
     return d_lhs, d_rhs, None, d_sink
 
 

@@ -37,11 +37,11 @@ def init_sink() -> jax.Array:
 
 
 def encode_amax(amax: jax.Array) -> jax.Array:
-    """One row for one amax: f32[] -> f32[2050]."""
-    bits = lax.bitcast_convert_type(amax, jnp.uint32)
-    one_hot = (jnp.arange(BINS, dtype=jnp.uint32) == bits >> _SHIFT).astype(jnp.float32)
+    """A row for each amax: f32[...] -> f32[..., 2050]."""
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)[..., None]
+    one_hot = _along_last(jnp.arange(BINS, dtype=jnp.uint32), bits.ndim) == bits >> _SHIFT
     r = lax.bitcast_convert_type((bits & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000), jnp.float32)
-    return jnp.concatenate([one_hot, jnp.stack([r, r * r])])
+    return jnp.concatenate([one_hot.astype(jnp.float32), r, r * r], axis=-1)
 
 
 def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -83,9 +83,8 @@ def max_of_sinks(first: jax.Array, second: jax.Array) -> jax.Array:
     """
     (a, a_overflow), (b, b_overflow) = decode_amax(first), decode_amax(second)
     larger = jnp.maximum(a, b)
-    encoded = jnp.vectorize(encode_amax, signature="()->(w)")(larger)
     seen = jnp.any((first + second)[..., :BINS] > 0, axis=-1)
-    encoded = jnp.where(seen[..., None], encoded, 0.0)
+    encoded = jnp.where(seen[..., None], encode_amax(larger), 0.0)
     nan_bin = _along_last(jnp.arange(WIDTH) == BINS - 1, first.ndim)
     return jnp.where(nan_bin & (a_overflow | b_overflow)[..., None], 1.0, encoded)
 

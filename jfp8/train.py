@@ -15,6 +15,7 @@ Nothing here needs Flax's modules: it works on the collections.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -61,25 +62,42 @@ def advance(fp8: Collections, sink_cotangent: Collections) -> Collections:
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:3]
     Array([1., 0., 0.], dtype=float32)
     """
-    return _advance(_plain(fp8), _plain(sink_cotangent), ())
+    amaxes, _ = _decode_all(_plain(sink_cotangent))
+    return _advance(_plain(fp8), amaxes, ())
 
 
-def _advance(fp8: Any, cotangent: Any, path: tuple[str, ...]) -> Any:
+def _decode_all(sinks: Collections) -> tuple[Collections, jax.Array]:
+    """Every sink f32[..., 3, 2050] decoded to amaxes f32[..., 3], and whether any overflowed.
+
+    All at once: hundreds of small programs of the same shape would take long to compile.
+    """
+    leaves, structure = jax.tree.flatten(sinks)
+    if not leaves:
+        return sinks, jnp.zeros((), bool)
+    leading = [leaf.shape[:-2] for leaf in leaves]
+    rows = jnp.concatenate([leaf.reshape(-1, len(ROLES), WIDTH) for leaf in leaves])
+    amax, overflow = decode_amax(rows)
+    ends = np.cumsum([math.prod(shape) for shape in leading]).tolist()
+    parts = jnp.split(amax, ends[:-1])
+    decoded = [part.reshape(*shape, len(ROLES)) for part, shape in zip(parts, leading, strict=True)]
+    return jax.tree.unflatten(structure, decoded), jnp.any(overflow)
+
+
+def _advance(fp8: Any, amaxes: Any, path: tuple[str, ...]) -> Any:
     if _is_product(fp8):
         new = dict(fp8)
-        if "amax" in cotangent:
-            amax, _ = decode_amax(cotangent["amax"])
+        if "amax" in amaxes:
             for row, role in enumerate(ROLES):
-                new[role] = observe(fp8[role], amax[..., row])
+                new[role] = observe(fp8[role], amaxes["amax"][..., row])
         return {role: end_step(state) for role, state in new.items()}
-    unknown = sorted(set(cotangent) - set(fp8))
+    unknown = sorted(set(amaxes) - set(fp8))
     if unknown:
         where = "/".join(path) or "the top"
         raise ValueError(
             f"sink_cotangent has {unknown} at {where}, which the fp8 collection lacks; it has "
             f"{sorted(fp8)}. Pass the two collections of the same model."
         )
-    return {k: _advance(node, cotangent.get(k, {}), (*path, k)) for k, node in fp8.items()}
+    return {k: _advance(node, amaxes.get(k, {}), (*path, k)) for k, node in fp8.items()}
 
 
 def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,7 +257,8 @@ class TrainState(flax.struct.PyTreeNode):
                     "jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
             grads = Gradients(_scaled(grads, find_loss_scale(self.opt_state), -1), {}, {})
-        finite = all_finite(grads.params) & ~_overflowed(grads.fp8_sink)
+        amaxes, overflow = _decode_all(_plain(grads.fp8_sink))
+        finite = all_finite(grads.params) & ~overflow
 
         before = find_loss_scale(self.opt_state)
         # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow,
@@ -251,7 +270,7 @@ class TrainState(flax.struct.PyTreeNode):
         opt_state = keep_unless(finite, opt_state, self.opt_state)
         params = keep_unless(finite, optax.apply_updates(self.params, updates), self.params)
 
-        fp8 = keep_unless(finite, advance(self.fp8, grads.fp8_sink), self.fp8)
+        fp8 = keep_unless(finite, _advance(self.fp8, amaxes, ()), self.fp8)
         after = find_loss_scale(opt_state)
         if before is not None and after is not None and fp8:
             fp8 = rescale_grad_histories(fp8, after.loss_scale / before.loss_scale)
@@ -386,11 +405,3 @@ def _scaled(grads: Any, loss_scale: Any, power: int) -> Any:
         return grads
     factor = loss_scale.loss_scale if power > 0 else 1.0 / loss_scale.loss_scale
     return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
-
-
-def _overflowed(sinks: Collections) -> jax.Array:
-    """bool[]: whether an operand or gradient of any product had a non-finite amax."""
-    overflow = jnp.zeros((), bool)
-    for sink in jax.tree.leaves(sinks):
-        overflow |= jnp.any(decode_amax(sink)[1])
-    return overflow
