@@ -118,9 +118,10 @@ def scale_as_f32_pair(q: ScaledArray) -> tuple[jax.Array, ...]:
     check_scale_shape(q)
     if isinstance(q.scale, ScaledArray):
         return (dequantize(q.scale),)
-    if q.scale.dtype == E8M0FNU.dtype:
-        return _split_e8m0(q.scale)
-    return (q.scale.astype(jnp.float32),)
+    scale = jnp.asarray(q.scale)
+    if scale.dtype == E8M0FNU.dtype:
+        return _split_e8m0(scale)
+    return (scale.astype(jnp.float32),)
 
 
 def _split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -323,6 +323,12 @@ def value_and_grad(
             fp8 = {"fp8": state.fp8, "fp8_sink": sinks} if state.fp8 else {}
             returned = loss_fn({"params": params, **fp8, **collections}, batch)
             loss, mutated, aux = _unpacked(returned, has_aux)
+            if "fp8_sink" in mutated:
+                raise ValueError(
+                    "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the "
+                    "gradient, and no history would be kept up. Name the collections that are "
+                    "updated, e.g. model.apply(..., mutable=['batch_stats']), not mutable=True."
+                )
             new = {name: mutated.get(name, value) for name, value in collections.items()}
             loss = jnp.asarray(loss)
             scaled = (

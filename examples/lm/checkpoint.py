@@ -1,0 +1,75 @@
+"""One file that holds everything a run needs to go on as though it had never stopped.
+
+It holds the step, the training state of every model (parameters, amax histories, optimizer state
+with its loss scale), the metrics so far, and the options that change numbers. Batches are a
+function of (seed, step), so nothing else has to be kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from flax import serialization
+
+
+def save(
+    path: str,
+    step: int,
+    states: dict[str, Any],
+    lines: list[dict[str, Any]],
+    config: dict[str, Any],
+) -> None:
+    """Writes beside `path`, then renames: a crash leaves the old file or the new, never half."""
+    tree = {
+        "config": json.dumps(config),
+        "step": step,
+        "lines": json.dumps(lines),
+        "states": {name: serialization.to_state_dict(state) for name, state in states.items()},
+    }
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.write_bytes(serialization.msgpack_serialize(tree))
+    os.replace(temporary, target)
+
+
+def read(path: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The saved tree, after checking that it comes from a run with the same `config`."""
+    if not Path(path).is_file():
+        raise ValueError(
+            f"--resume: there is no checkpoint at {path}. Check --checkpoint, or leave --resume "
+            "out to begin a new run that writes it"
+        )
+    try:
+        tree = serialization.msgpack_restore(Path(path).read_bytes())
+        saved = json.loads(tree["config"])
+    except Exception as error:  # msgpack has many ways to say "not mine"
+        raise ValueError(
+            f"--resume: {path} is not a checkpoint of train_lm.py. Leave --resume out to begin anew"
+        ) from error
+    differences = [
+        f"{name} was {saved.get(name)!r} and is {config[name]!r}"
+        for name in config
+        if saved.get(name) != config[name]
+    ]
+    if differences:
+        raise ValueError(
+            f"--resume: {path} belongs to a run with another configuration, so going on would give "
+            f"other numbers: {'; '.join(differences)}. Type the old values, or leave --resume out "
+            "to begin anew"
+        )
+    return tree
+
+
+def restore(
+    tree: dict[str, Any], states: dict[str, Any]
+) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """The step, states and metrics of the file; fresh `states` give only the structure."""
+    states = {
+        name: serialization.from_state_dict(state, tree["states"][name])
+        for name, state in states.items()
+    }
+    return tree["step"], states, json.loads(tree["lines"])

@@ -1,0 +1,117 @@
+"""The command line of `train_lm.py`, and the mistakes that can be told before any work is done."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+RECIPES = ("delayed", "current", "unscaled", "none")
+
+# A checkpoint goes on only under the same values of these: each of them changes the numbers.
+CHANGES_NUMBERS = (
+    "recipe", "compare", "fp8_head", "steps", "batch_size", "micro_batches", "seq_len", "width",
+    "layers", "heads", "lr", "seed", "loss_multiplier", "loss_scale",
+)  # fmt: skip
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train_lm.py",
+        description="Train a byte-level Transformer in FP8 on the source code of Python's standard "
+        "library. With --compare, train the same model in float32 beside it.",
+    )
+    # fmt: off
+    group = parser.add_argument_group("what to train")
+    group.add_argument("--recipe", choices=RECIPES, default="delayed",
+                       help="where FP8 scales come from; none is float32 (%(default)s)")
+    group.add_argument("--compare", action="store_true",
+                       help="train in float32 as well, from the same seed and on the same batches")
+    group.add_argument("--fp8-head", action="store_true", help="the logits head in FP8 as well")
+    group.add_argument("--data", metavar="PATH",
+                       help="a text file or a folder of text files (Python's standard library)")
+
+    group = parser.add_argument_group("size")
+    group.add_argument("--width", type=positive_int, default=128, help="features (%(default)s)")
+    group.add_argument("--layers", type=positive_int, default=4, help="(%(default)s)")
+    group.add_argument("--heads", type=positive_int, default=4, help="(%(default)s)")
+    group.add_argument("--seq-len", type=positive_int, default=128, help="in bytes (%(default)s)")
+
+    group = parser.add_argument_group("training")
+    group.add_argument("--steps", type=positive_int, default=450, help="(%(default)s)")
+    group.add_argument("--batch-size", type=positive_int, default=8, help="(%(default)s)")
+    group.add_argument("--micro-batches", type=positive_int, default=1,
+                       help="equal parts that a batch is computed in, one by one (%(default)s)")
+    group.add_argument("--lr", type=positive_float, default=3e-3, help="at its peak (%(default)s)")
+    group.add_argument("--seed", type=natural_int, default=0, help="(%(default)s)")
+    group.add_argument("--eval-batches", type=positive_int, default=64,
+                       help="held-out batches at the end (%(default)s)")
+    group.add_argument("--loss-scale", action="store_true", help="wrap AdamW with jfp8.loss_scale")
+    group.add_argument("--loss-multiplier", type=positive_float, default=1.0, metavar="M",
+                       help="differentiate M * loss: AdamW does not mind, unscaled FP8 does (1)")
+
+    group = parser.add_argument_group("files")
+    group.add_argument("--out", metavar="DIR", default="runs/train_lm",
+                       help="for metrics.jsonl, loss.png and result.json (%(default)s)")
+    group.add_argument("--checkpoint", metavar="PATH", help="save the state here at the end")
+    group.add_argument("--checkpoint-every", type=positive_int, metavar="N",
+                       help="and after every N steps")
+    group.add_argument("--stop-at", type=positive_int, metavar="STEP",
+                       help="save the state after this step, and leave")
+    group.add_argument("--resume", action="store_true",
+                       help="go on from --checkpoint, with the numbers of a run that never stopped")
+    # fmt: on
+    return parser
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Stops with a message that says what was given, what is allowed, and what to type instead."""
+    o = options
+    if o.width % o.heads:
+        allowed = ", ".join(str(h) for h in range(1, o.width + 1) if o.width % h == 0)
+        parser.error(
+            f"--width {o.width} does not divide into --heads {o.heads}: each head takes an equal "
+            f"share of the width. Type --heads with one of {allowed}"
+        )
+    if o.batch_size % o.micro_batches:
+        parser.error(
+            f"--batch-size {o.batch_size} does not divide into --micro-batches {o.micro_batches}: "
+            f"type --batch-size {math.ceil(o.batch_size / o.micro_batches) * o.micro_batches}"
+        )
+    if o.compare and o.recipe == "none":
+        parser.error(
+            "--compare with --recipe none would train float32 twice: leave --compare out, or name "
+            "an FP8 recipe, for example --recipe delayed"
+        )
+    if o.fp8_head and o.recipe == "none":
+        parser.error(
+            "--fp8-head with --recipe none has no FP8 to put in the head: leave --fp8-head out, or "
+            "name an FP8 recipe, for example --recipe delayed"
+        )
+    for name in ("resume", "checkpoint_every", "stop_at"):
+        if getattr(o, name) and not o.checkpoint:
+            flag = "--" + name.replace("_", "-")
+            parser.error(
+                f"{flag} needs a file for the state: add --checkpoint {o.out}/state.msgpack"
+            )
+
+
+def positive_int(text: str) -> int:
+    return _number(text, int, 1, "a whole number of 1 or more")
+
+
+def natural_int(text: str) -> int:
+    return _number(text, int, 0, "a whole number of 0 or more")
+
+
+def positive_float(text: str) -> float:
+    return _number(text, float, math.nextafter(0.0, 1.0), "a finite number above 0")
+
+
+def _number(text, kind, least, allowed):
+    try:
+        value = kind(text)
+    except ValueError:
+        value = -math.inf
+    if not least <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is given, but it must be {allowed}")
+    return value
