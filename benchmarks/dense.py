@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import platform
-import time
 import warnings
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import environment, interleaved_medians
 
 import jfp8
 
@@ -65,16 +63,7 @@ def measure(size: int, repeats: int, seed: int = 0) -> dict[str, object]:
             variables = layer.init(jax.random.key(1), x)
             runs[name, layer_name] = forward_backward(layer, x, variables)
 
-    for run in runs.values():
-        jax.block_until_ready(run())
-    times = {key: [] for key in runs}
-    for _ in range(repeats):
-        for key, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            times[key].append(time.perf_counter() - start)
-
-    median = {key: float(np.median(values)) * 1e3 for key, values in times.items()}
+    median = interleaved_medians(runs, repeats)
     return {
         f"{dtype} {name}": {
             "ms": round(ms, 3),
@@ -100,14 +89,7 @@ def main() -> None:
                 "benchmark": "dense forward + backward",
                 "size": arguments.size,
                 "repeats": arguments.repeats,
-                "device": jax.devices()[0].device_kind,
-                "processor": platform.processor() or platform.machine(),
-                "versions": {
-                    "python": platform.python_version(),
-                    "jax": jax.__version__,
-                    "flax": flax.__version__,
-                    "jfp8": jfp8.__version__,
-                },
+                **environment(),
                 "results": results,
             },
             indent=2,

@@ -142,7 +142,7 @@ def check_scale_shape(q: ScaledArray) -> None:
     if not scale_shape:
         return
     if len(scale_shape) != len(shape) or any(
-        (m == 0) != (n == 0) or (m and n % m) for m, n in zip(scale_shape, shape, strict=True)
+        n % m if m else n for m, n in zip(scale_shape, shape, strict=True)
     ):
         raise ValueError(
             f"A ScaledArray with data of shape {shape} cannot have a scale of shape {scale_shape}: "
@@ -157,6 +157,6 @@ def apply_scale(values: jax.Array, scale: jax.Array) -> jax.Array:
         return values * scale
     blocked, expanded = [], []
     for n, m in zip(values.shape, scale.shape, strict=True):
-        blocked += [m, n // m]
+        blocked += [m, n // max(m, 1)]
         expanded += [m, 1]
     return (values.reshape(blocked) * scale.reshape(expanded)).reshape(values.shape)

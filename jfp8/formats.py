@@ -306,7 +306,7 @@ def _encode_power_of_two(x: jax.Array, rounding: str, bits: jax.Array | None) ->
     pattern puts it where a hidden bit would be, so that both cases round by the same rule.
     """
     pattern = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    exponent = pattern >> 23
+    exponent = (pattern >> 23) & np.uint32(0xFF)  # -0 counts as zero, other negatives below
     mantissa = pattern & np.uint32(0x7FFFFF)
     # Subnormals from 2^-127 up: value = 2^-127 * (1 + fraction). Below it everything is 2^-127.
     fraction = jnp.where(

@@ -269,8 +269,12 @@ def _einsum(
     preferred_element_type: jax.typing.DTypeLike | None,
 ) -> jax.Array:
     """The einsum as one ``dot_general``, with sums before it and a transposition after it."""
-    lhs, lhs_term = _sum_lonely(lhs, terms.lhs, terms.rhs + terms.out)
-    rhs, rhs_term = _sum_lonely(rhs, terms.rhs, terms.lhs + terms.out)
+    lhs_sizes = dict(zip(terms.lhs, lhs.shape, strict=True))
+    rhs_sizes = dict(zip(terms.rhs, rhs.shape, strict=True))
+    lhs, lhs_term = _drop_stretched(lhs, terms.lhs, rhs_sizes)
+    rhs, rhs_term = _drop_stretched(rhs, terms.rhs, lhs_sizes)
+    lhs, lhs_term = _sum_lonely(lhs, lhs_term, rhs_term + terms.out)
+    rhs, rhs_term = _sum_lonely(rhs, rhs_term, lhs_term + terms.out)
     shared = [c for c in lhs_term if c in rhs_term]
     batch = [c for c in shared if c in terms.out]
     contract = [c for c in shared if c not in terms.out]
@@ -285,6 +289,13 @@ def _einsum(
     y = dot_general(lhs, rhs, numbers, preferred_element_type=preferred_element_type)
     produced = batch + [c for c in lhs_term + rhs_term if c not in shared]
     return y.transpose([produced.index(c) for c in terms.out])
+
+
+def _drop_stretched(x: jax.Array, term: str, other_sizes: dict[str, int]) -> tuple[jax.Array, str]:
+    """`x` without the dimensions of size 1 that the other operand stretches, and its term."""
+    dropped = [i for i, c in enumerate(term) if x.shape[i] == 1 and other_sizes.get(c, 1) != 1]
+    kept = "".join(c for i, c in enumerate(term) if i not in dropped)
+    return x.squeeze(dropped), kept
 
 
 def _sum_lonely(x: jax.Array, term: str, elsewhere: str) -> tuple[jax.Array, str]:

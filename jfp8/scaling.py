@@ -25,7 +25,8 @@ AmaxState: TypeAlias = dict[str, jax.Array]
 """One operand's state: ``{"amax_history": f32[H], newest first, 0 = empty slot,
 "amax": f32[], running maximum of the optimizer step under way}``."""
 
-SMALLEST_SCALE = np.float32(2.0**-126)  # below it, 1 / scale overflows or scale is flushed to 0
+# Beyond these, the scale or its reciprocal is an f32 subnormal, which XLA:CPU takes for zero.
+SMALLEST_SCALE, LARGEST_SCALE = np.float32(2.0**-126), np.float32(2.0**126)
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ def scale_from_amax(
     """The scale that maps `amax` onto ``fmt.max``: ``amax / fmt.max * 2**margin``.
 
     The result is never 0, Inf or NaN and its reciprocal is normal, whatever `amax` is: an `amax` of
-    0, Inf or NaN gives 1, and a scale below 2^-126 becomes 2^-126. (A format without NaN has no
-    other place for one than its scale: there a non-finite `amax` gives NaN.)
+    0, Inf or NaN gives 1, and scales are kept between 2^-126 and 2^126. (A format without NaN has
+    no other place for one than its scale: there a non-finite `amax` gives NaN.)
 
     Args:
       amax: f32 array of any shape, not negative.
@@ -186,9 +187,11 @@ def scale_from_amax(
         exponent = jnp.clip(_e8m0_code(amax, fmt, "rceil") + margin, 1, 253)
         scale = lax.bitcast_convert_type(exponent.astype(jnp.uint32) << 23, jnp.float32)
     else:
-        # The barrier keeps the division: XLA would multiply by 1 / max, which is not exact.
-        scale = amax / lax.optimization_barrier(np.float32(fmt.max))
-        scale = jnp.maximum(scale * np.float32(2.0**margin), SMALLEST_SCALE)
+        # XLA multiplies by the rounded reciprocal of a constant divisor. This one is not constant
+        # to it, though amax is never negative, and so the quotient is correctly rounded.
+        divisor = jnp.where(amax < 0, np.float32(1.0), np.float32(fmt.max))
+        scale = amax / divisor * np.float32(2.0**margin)
+        scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     nonfinite = bits >= np.uint32(0x7F800000)
     scale = jnp.where(nonfinite, np.float32(1.0 if fmt.has_nan else np.nan), scale)
@@ -220,7 +223,7 @@ def _e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:
 def reciprocal(scale: jax.Array) -> jax.Array:
     """``1 / scale`` in f32, exact for powers of two; E8M0 scales by their bits, 255 giving NaN."""
     if scale.dtype != E8M0FNU.dtype:
-        return lax.optimization_barrier(np.float32(1.0)) / scale.astype(jnp.float32)
+        return np.float32(1.0) / scale.astype(jnp.float32)
     code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
     exponent = jnp.maximum(np.uint32(254) - jnp.minimum(code, np.uint32(253)), np.uint32(1))
     inverse = lax.bitcast_convert_type(exponent << 23, jnp.float32)

@@ -1,0 +1,46 @@
+"""What the timed benchmarks share: interleaved medians, and where the figures come from."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+import flax
+import jax
+import numpy as np
+
+import jfp8
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def interleaved_medians(runs: Mapping[Key, Callable[[], Any]], repeats: int) -> dict[Key, float]:
+    """Median milliseconds of each run: all run once to compile, then in turn, `repeats` times.
+
+    In turn, so that a change of clock or load hits them alike.
+    """
+    for run in runs.values():
+        jax.block_until_ready(run())
+    times: dict[Key, list[float]] = {key: [] for key in runs}
+    for _ in range(repeats):
+        for key, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            times[key].append(time.perf_counter() - start)
+    return {key: float(np.median(values)) * 1e3 for key, values in times.items()}
+
+
+def environment() -> dict[str, object]:
+    """Device, processor and versions, to print with every result."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "processor": platform.processor() or platform.machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "flax": flax.__version__,
+            "jfp8": jfp8.__version__,
+        },
+    }
