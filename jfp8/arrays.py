@@ -120,11 +120,11 @@ def scale_as_f32_pair(q: ScaledArray) -> tuple[jax.Array, ...]:
         return (dequantize(q.scale),)
     scale = jnp.asarray(q.scale)
     if scale.dtype == E8M0FNU.dtype:
-        return _split_e8m0(scale)
+        return split_e8m0(scale)
     return (scale.astype(jnp.float32),)
 
 
-def _split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """2^(c-127) = 2^a * 2^b with both factors normal; code 255 gives NaN."""
     code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
     half = code >> 1  # c - 127 = (half - 63) + (code - half - 64)

@@ -29,7 +29,7 @@ from jfp8.scaling import (
     ScaleRounding,
     amax,
     history_amax,
-    reciprocal,
+    reciprocal_factors,
     scale_from_amax,
 )
 
@@ -116,7 +116,10 @@ def quantize_with_scale(
     """
     q = ScaledArray(x, scale)
     check_scale_shape(q)
-    codes = encode(apply_scale(x.astype(jnp.float32), reciprocal(scale)), fmt, rounding, bits)
+    values = x.astype(jnp.float32)
+    for factor in reciprocal_factors(scale):
+        values = apply_scale(values, factor)
+    codes = encode(values, fmt, rounding, bits)
     if fmt.has_nan:
         # The cast saturates Inf; asking x itself tells it from a finite value that overflows.
         codes = jnp.where(jnp.isfinite(x), codes, np.uint8(fmt.nan_code))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.arrays import split_e8m0
 from jfp8.formats import E8M0FNU, Format, as_float_array, codes_to_format
 
 ScaleRounding = Literal[None, "power_of_two", "rceil", "floor", "ceil", "even"]
@@ -221,13 +222,21 @@ def _e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:
 
 
 def reciprocal(scale: jax.Array) -> jax.Array:
-    """``1 / scale`` in f32, exact for powers of two; E8M0 scales by their bits, 255 giving NaN."""
+    """``1 / scale`` in f32, correctly rounded; `scale` is f32."""
+    return np.float32(1.0) / scale
+
+
+def reciprocal_factors(scale: jax.Array) -> tuple[jax.Array, ...]:
+    """f32 factors that divide by `scale` when multiplied by one after the other.
+
+    The reciprocal of an E8M0 code ``c`` is the code ``254 - c``, exactly; like every E8M0 scale it
+    takes two factors (see `arrays.split_e8m0`).
+    """
     if scale.dtype != E8M0FNU.dtype:
-        return np.float32(1.0) / scale.astype(jnp.float32)
-    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
-    exponent = jnp.maximum(np.uint32(254) - jnp.minimum(code, np.uint32(253)), np.uint32(1))
-    inverse = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    return jnp.where(code == 255, jnp.nan, inverse)
+        return (reciprocal(scale),)
+    code = lax.bitcast_convert_type(scale, jnp.uint8)
+    inverse = jnp.where(code == 255, code, np.uint8(254) - code)
+    return split_e8m0(codes_to_format(inverse, E8M0FNU))
 
 
 # Amax history. All functions take stacked states too (leading axes from nn.scan or vmap).
