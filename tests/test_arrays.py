@@ -1,0 +1,309 @@
+"""ScaledArray: a pytree that survives, and values that are ``data * scale`` to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jfp8 import E2M1FN, E4M3FN, E5M2, E8M0FNU, ScaledArray, dequantize
+
+DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
+SMALLEST_NORMAL, TWO_128 = 2.0**-126, 2.0**128
+
+data_formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=lambda f: f.name)
+jit_dequantize = jax.jit(dequantize, static_argnums=1)
+
+
+def every_code(fmt) -> np.ndarray:
+    return np.arange(2**fmt.bits, dtype=np.uint8).view(fmt.dtype)
+
+
+def e8m0(codes) -> jax.Array:
+    return jnp.asarray(np.asarray(codes, np.uint8).view(E8M0FNU.dtype))
+
+
+def sample_data(fmt, *shape) -> np.ndarray:
+    """Finite values of `fmt`, not all alike along any dimension."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    return x.astype(fmt.dtype)
+
+
+def sample_scale(*shape) -> np.ndarray:
+    return np.random.default_rng(1).uniform(0.1, 10, size=shape).astype(np.float32)
+
+
+def spread(scale, shape) -> np.ndarray:
+    """Each element of `scale` repeated over its block of an array of `shape`."""
+    scale = np.asarray(scale)
+    for axis, m in enumerate(scale.shape):
+        scale = np.repeat(scale, shape[axis] // m if m else 1, axis=axis)
+    return scale
+
+
+def assert_bitwise(actual, expected):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    lane = {2: np.uint16, 4: np.uint32}[actual.dtype.itemsize]
+    same = (actual.view(lane) == expected.view(lane)) | (np.isnan(actual) & np.isnan(expected))
+    assert np.all(same), (actual[~same][:5], expected[~same][:5])
+
+
+SAMPLES = {
+    "per tensor": ScaledArray(jnp.asarray(every_code(E4M3FN)), jnp.float32(0.3)),
+    "blocks": ScaledArray(jnp.asarray(sample_data(E5M2, 4, 6)), jnp.asarray(sample_scale(2, 3))),
+    "mx": ScaledArray(jnp.asarray(sample_data(E2M1FN, 64)), e8m0([0, 254])),
+    "two-level": ScaledArray(
+        jnp.asarray(sample_data(E2M1FN, 4, 32)),
+        ScaledArray(jnp.asarray(sample_data(E4M3FN, 4, 2)), jnp.float32(2.0**-9)),
+    ),
+}
+samples = pytest.mark.parametrize("q", SAMPLES.values(), ids=SAMPLES.keys())
+
+
+# The pytree.
+
+
+def assert_identical(a: ScaledArray, b: ScaledArray):
+    """Every field of every level, in type, dtype, shape, weak type and bits."""
+    assert type(a) is type(b) is ScaledArray
+    for field in dataclasses.fields(ScaledArray):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, ScaledArray):
+            assert_identical(x, y)
+            continue
+        assert (x.dtype, x.shape, x.weak_type) == (y.dtype, y.shape, y.weak_type)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@samples
+def test_a_round_trip_returns_every_field(q):
+    assert_identical(jax.jit(lambda q: q)(q), q)
+    leaves, structure = jax.tree.flatten(q)
+    assert len(leaves) == (3 if isinstance(q.scale, ScaledArray) else 2)
+    assert_identical(jax.tree.unflatten(structure, leaves), q)
+    assert_identical(jax.tree.map(lambda leaf: leaf, q), q)
+    assert_identical(jax.lax.cond(True, lambda q: q, lambda q: q, q), q)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
+    assert paths[0] == ".data"
+
+
+@samples
+def test_properties(q):
+    assert q.shape == q.data.shape
+    assert q.ndim == q.data.ndim
+    assert q.format.dtype == q.data.dtype
+    assert_bitwise(q.dequantize(), dequantize(q))
+    assert_bitwise(q.dequantize(jnp.bfloat16), dequantize(q, jnp.bfloat16))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        q.data = q.data
+
+
+def test_a_pytree_may_hold_anything():
+    """Transformations put sentinels and avals into it; only its use is checked."""
+    q = SAMPLES["blocks"]
+    assert jax.tree.map(lambda leaf: leaf.shape, q) == ScaledArray((4, 6), (2, 3))
+    abstract = jax.eval_shape(lambda: q)
+    assert abstract.data.shape == (4, 6)
+
+
+# Values.
+
+
+@data_formats
+@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-126, 1e30])
+def test_dequantize_multiplies_in_f32(fmt, scale):
+    """One rounding, of the exact product; results below 2^-126 may be flushed."""
+    data, scale = every_code(fmt), np.float32(scale)
+    for function in (dequantize, jit_dequantize):
+        values = np.asarray(function(ScaledArray(jnp.asarray(data), jnp.asarray(scale))))
+        with np.errstate(all="ignore"):
+            expected = data.astype(np.float32) * scale
+        tiny = np.abs(expected) < SMALLEST_NORMAL
+        assert_bitwise(values[~tiny], expected[~tiny])
+        assert np.all((values[tiny] == 0) | (values[tiny] == expected[tiny]))
+        assert np.all(np.signbit(values[tiny]) == np.signbit(expected[tiny]))
+
+
+@data_formats
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_dequantize_rounds_once_to_the_dtype(fmt, dtype):
+    """Scaling in the narrow dtype would round twice, and overflow float16."""
+    data = sample_data(fmt, 64, 32)
+    scale = sample_scale(64, 1)
+    values = dequantize(ScaledArray(jnp.asarray(data), jnp.asarray(scale)), dtype)
+    product = data.astype(np.float32) * scale
+    assert_bitwise(values, product.astype(dtype))
+    assert np.any(product.astype(dtype) != data.astype(dtype) * scale.astype(dtype))
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "constant scale", "constant data"])
+@data_formats
+def test_trap_extreme_e8m0_scales(fmt, how):
+    """Codes 0 and 254 with every element: exact, in two multiplications with powers of two.
+
+    2^-127 is an f32 subnormal, which XLA:CPU reads as zero; and one that knows both factors while
+    it compiles may multiply them first.
+    """
+    data, codes = every_code(fmt), np.arange(256)
+    q = ScaledArray(
+        jnp.asarray(np.tile(data, (256, 1))),
+        e8m0(codes)[:, None],
+    )
+    values = {
+        "eager": lambda: dequantize(q),
+        "jit": lambda: jit_dequantize(q),
+        "constant scale": lambda: jax.jit(lambda d: dequantize(ScaledArray(d, q.scale)))(q.data),
+        "constant data": lambda: jax.jit(lambda s: dequantize(ScaledArray(q.data, s)))(q.scale),
+    }[how]()
+    values = np.asarray(values, np.float64)
+    with np.errstate(all="ignore"):
+        exact = data.astype(np.float64) * np.ldexp(1.0, codes - 127)[:, None]
+    exact[255] = np.nan
+    size = np.abs(exact)
+    normal = ((size >= SMALLEST_NORMAL) & (size < TWO_128)) | (exact == 0) | ~np.isfinite(exact)
+    np.testing.assert_array_equal(values[normal], exact[normal])
+    overflow = np.isfinite(exact) & (size >= TWO_128)
+    np.testing.assert_array_equal(values[overflow], np.sign(exact[overflow]) * np.inf)
+    small = size < SMALLEST_NORMAL
+    assert np.all((values[small] == 0) | (values[small] == exact[small]))
+    finite = np.isfinite(data.astype(np.float32)) & (data.astype(np.float32) != 0)
+    assert np.any(values[0][finite] != 0)
+    assert np.any(np.isfinite(values[254][finite]))
+
+
+def test_e8m0_scale_nan_makes_its_block_nan():
+    data = jnp.ones((3, 4), E4M3FN.dtype)
+    values = dequantize(ScaledArray(data, e8m0([[127], [255], [128]])))
+    np.testing.assert_array_equal(values, np.float32([[1] * 4, [np.nan] * 4, [2] * 4]))
+    assert np.all(np.isnan(dequantize(ScaledArray(data, e8m0(255)))))
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale_shape"),
+    [
+        ((6,), ()),
+        ((6,), (1,)),
+        ((6,), (2,)),
+        ((6,), (6,)),
+        ((4, 6), (4, 1)),
+        ((4, 6), (1, 6)),
+        ((4, 6), (2, 3)),
+        ((4, 6), (1, 2)),
+        ((4, 6), (4, 6)),
+        ((2, 4, 6), (2, 2, 1)),
+        ((2, 4, 6), (1, 4, 3)),
+        ((0, 4), (0, 2)),
+        ((0, 4), (1, 4)),
+        ((0, 4), ()),
+        ((), ()),
+    ],
+    ids=str,
+)
+def test_each_scale_covers_its_block(shape, scale_shape):
+    """Element i of a dimension of size n belongs to scale ``i // (n / m)``."""
+    data, scale = sample_data(E4M3FN, *shape), sample_scale(*scale_shape)
+    q = ScaledArray(jnp.asarray(data), jnp.asarray(scale))
+    assert_bitwise(jit_dequantize(q), data.astype(np.float32) * spread(scale, shape))
+
+
+def test_e8m0_block_scales():
+    data, codes = sample_data(E2M1FN, 3, 64), np.array([[120, 130], [127, 0], [1, 100]])
+    values = dequantize(ScaledArray(jnp.asarray(data), e8m0(codes)))
+    exact = data.astype(np.float64) * spread(np.ldexp(1.0, codes - 127), (3, 64))
+    exact[np.abs(exact) < SMALLEST_NORMAL] = 0  # code 0 with elements below 2
+    np.testing.assert_array_equal(np.where(np.abs(values) < 2.0**-126, 0, values), exact)
+
+
+@pytest.mark.parametrize("inner", ["f32", "e8m0"])
+def test_two_level_scale(inner):
+    """``data * (scale.data * scale.scale)``: NVFP4's block scales in E4M3 under one in f32."""
+    data, block = sample_data(E2M1FN, 4, 32), sample_data(E4M3FN, 4, 2)
+    top = jnp.float32(0.37) if inner == "f32" else e8m0(120)
+    q = ScaledArray(jnp.asarray(data), ScaledArray(jnp.asarray(block), top))
+    scale = block.astype(np.float32) * np.asarray(top).astype(np.float32)
+    expected = data.astype(np.float32) * spread(scale, (4, 32))
+    for function in (dequantize, jit_dequantize):
+        assert_bitwise(function(q), expected)
+
+
+def test_vmap_of_dequantize():
+    data, scale = sample_data(E4M3FN, 3, 4, 6), sample_scale(3, 2, 3)
+    stacked = ScaledArray(jnp.asarray(data), jnp.asarray(scale))
+    alone = [dequantize(ScaledArray(d, s)) for d, s in zip(stacked.data, stacked.scale)]
+    assert_bitwise(jax.vmap(dequantize)(stacked), np.stack(alone))
+    shared = ScaledArray(stacked.data, stacked.scale[0])
+    mapped = jax.vmap(dequantize, in_axes=(ScaledArray(0, None),))(shared)
+    assert_bitwise(mapped[1], dequantize(ScaledArray(shared.data[1], shared.scale)))
+
+
+# Gradients.
+
+
+@data_formats
+def test_gradient_of_dequantize_is_straight_through(fmt):
+    """The cotangent of the values, saturated and rounded to the format; the scale gets none."""
+    data, scale = jnp.asarray(sample_data(fmt, 6)), jnp.asarray(sample_scale(2))
+    for dtype in (jnp.float32, jnp.bfloat16):
+
+        @jax.jit
+        def pull(q, ct, dtype=dtype):
+            return jax.vjp(lambda q: dequantize(q, dtype), q)[1](ct)[0]
+
+        ct = np.array([0.3, -1.7, 1e9, -np.inf, 0.0, 2.0]).astype(dtype)
+        expected = np.clip(ct.astype(np.float32), -fmt.max, fmt.max).astype(fmt.dtype)
+        assert expected[0] != ct[0]
+        d_q = pull(ScaledArray(data, scale), ct)
+        assert d_q.data.dtype == fmt.dtype
+        assert np.asarray(d_q.data).tobytes() == expected.tobytes()
+        assert_bitwise(d_q.scale, np.zeros(2, np.float32))
+
+
+def test_gradient_of_nan_stays_nan():
+    data = jnp.ones(2, E4M3FN.dtype)
+    _, pull = jax.vjp(lambda d: dequantize(ScaledArray(d, jnp.float32(2))), data)
+    d_data = np.asarray(pull(jnp.array([np.nan, 1.0]))[0]).astype(np.float32)
+    np.testing.assert_array_equal(d_data, [np.nan, 1])
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale_shape"),
+    [((4, 6), (4,)), ((4, 6), (6,)), ((4, 6), (4, 1, 1)), ((4, 6), (3, 1)), ((4, 6), (8, 6))]
+    + [((4, 6), (0, 1)), ((6,), (4,)), ((), (1,))],
+    ids=str,
+)
+def test_scales_that_do_not_divide_the_data(shape, scale_shape):
+    q = ScaledArray(jnp.ones(shape, E4M3FN.dtype), jnp.ones(scale_shape))
+    message = rf"shape {shape}.* scale of shape {scale_shape}.*0-d, or have as many dimensions"
+    message = message.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ValueError, match=message):
+        dequantize(q)
+    two_level = ScaledArray(q.data, ScaledArray(q.scale.astype(E4M3FN.dtype), jnp.float32(1)))
+    with pytest.raises(ValueError, match=message):
+        dequantize(two_level)
+
+
+def test_an_array_quantized_under_vmap_is_pointed_out():
+    q = jax.vmap(lambda d: ScaledArray(d, jnp.float32(2)))(jnp.ones((3, 4), E4M3FN.dtype))
+    with pytest.raises(ValueError, match=r"jax\.vmap has to be used under jax\.vmap"):
+        dequantize(q)
+    assert_bitwise(jax.vmap(dequantize)(q), np.full((3, 4), 2, np.float32))
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="takes a ScaledArray, got ArrayImpl"):
+        dequantize(jnp.ones(3))
+    q = ScaledArray(jnp.ones(3, E4M3FN.dtype), jnp.float32(1))
+    with pytest.raises(TypeError, match="floating dtype, got int32"):
+        dequantize(q, jnp.int32)
+    wrong = ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(1))
+    for use in (dequantize, lambda q: q.format):
+        with pytest.raises(TypeError, match=r"float16 stores none .*float8_e4m3fn \(E4M3FN\)"):
+            use(wrong)

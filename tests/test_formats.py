@@ -1,0 +1,642 @@
+"""Formats and casts, held to ml_dtypes and to tables of every value of each format.
+
+The oracles work on float64, which holds every f32 and every value of every format exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+from jfp8 import E2M1FN, E4M3FN, E5M2, E8M0FNU, cast, formats, round_to_format
+
+FORMATS = (E4M3FN, E5M2, E2M1FN, E8M0FNU)
+SIGNED = FORMATS[:3]
+ROUNDINGS = ("nearest_even", "toward_zero", "stochastic")
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+FLT_MAX = float(np.finfo(np.float32).max)
+KEY = jax.random.key(0)
+
+# Compiled as a whole: eagerly, every operation of a stochastic cast compiles for every new shape.
+jit_cast = jax.jit(cast, static_argnums=1, static_argnames="rounding")
+jit_round = jax.jit(round_to_format, static_argnums=1, static_argnames="rounding")
+
+
+def all_formats(function):
+    return pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)(function)
+
+
+def signed_formats(function):
+    return pytest.mark.parametrize("fmt", SIGNED, ids=lambda f: f.name)(function)
+
+
+def roundings(function):
+    return pytest.mark.parametrize("rounding", ROUNDINGS)(function)
+
+
+def dtypes(function):
+    return pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)(function)
+
+
+# Samples.
+
+
+def from_bits(bits, dtype=np.float32) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    return (
+        np.asarray(bits)
+        .astype({1: np.uint8, 2: np.uint16, 4: np.uint32}[dtype.itemsize])
+        .view(dtype)
+    )
+
+
+def every_code(fmt) -> np.ndarray:
+    return from_bits(np.arange(2**fmt.bits), fmt.dtype)
+
+
+@cache
+def magnitudes(fmt) -> np.ndarray:
+    """Every finite value with a clear sign bit, in the order of the codes (which is ascending)."""
+    values = every_code(fmt)[: fmt.max_code + 1].astype(np.float64)
+    assert np.all(np.diff(values) > 0)
+    return values
+
+
+SPECIAL_BITS = [
+    0x00000000,  # zero; the negative of each is in the sample too
+    0x00000001,  # subnormals: the smallest, around 2^-127, the largest
+    *(0x00200000, 0x003FFFFF, 0x00400000, 0x00400001, 0x005FFFFF, 0x00600000, 0x007FFFFF),
+    *(0x00800000, 0x00800001, 0x7F7FFFFF, 0x7F800000),  # smallest normals, FLT_MAX, Inf
+    *(0x7F800001, 0x7FA5A5A5, 0x7FC00000, 0x7FFFFFFF),  # NaNs, signalling and quiet
+]
+
+
+@cache
+def f32_sample(fmt) -> np.ndarray:
+    """All values of `fmt`, all midpoints, what lies next to either, specials, and random bits."""
+    values = magnitudes(fmt)
+    above = 2 * values[-1] - values[-2]  # where the next value would be, if there were one
+    midpoints = (values + np.append(values[1:], above)) / 2
+    edges = np.concatenate([values, midpoints[midpoints <= FLT_MAX]]).astype(np.float32)
+    near = (edges.view(np.uint32)[:, None] + np.array([-1, 0, 1])).ravel()
+    special = np.concatenate([near, SPECIAL_BITS]) & 0x7FFFFFFF
+    rng = np.random.default_rng(0)
+    low, high = (int(v) >> 23 for v in np.float32(values[[1, -1]]).view(np.uint32))
+    exponents = rng.integers(max(low - 2, 0), min(high + 2, 256), 2**17)
+    in_range = (exponents << 23) | rng.integers(0, 2**23, 2**17)
+    signs = rng.integers(0, 2, 2**17) << 31
+    anything = rng.integers(0, 2**32, 2**20)
+    return from_bits(np.concatenate([special, special | 0x80000000, in_range | signs, anything]))
+
+
+def sample(fmt, dtype) -> np.ndarray:
+    """`f32_sample`, or all 65536 patterns of a 16-bit dtype."""
+    if dtype == jnp.float32:
+        return f32_sample(fmt)
+    return from_bits(np.arange(2**16), dtype)
+
+
+def thinned(x, n) -> np.ndarray:
+    """About evenly spread, `n` elements of `x`."""
+    return x[:: len(x) // n][:n]
+
+
+# Oracles and comparisons. A code is compared as an integer, so the sign of a zero counts.
+
+
+def codes(array) -> np.ndarray:
+    return np.asarray(array).view(np.uint8)
+
+
+def as_type(x, dtype) -> np.ndarray:
+    """numpy's conversion, without its warnings about signalling NaNs and overflow."""
+    with np.errstate(all="ignore"):
+        return np.asarray(x).astype(dtype)
+
+
+def neighbours(x, fmt) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of the magnitudes next to |x|: the largest not above it, the smallest not below it."""
+    table, a = magnitudes(fmt), np.abs(as_type(x, np.float64))
+    below = np.searchsorted(table, a, side="right") - 1
+    above = np.searchsorted(table, a, side="left")
+    return np.clip(below, 0, fmt.max_code), np.clip(above, 0, fmt.max_code)
+
+
+def with_sign_and_nan(magnitude_codes, x, fmt) -> np.ndarray:
+    """The codes of `x`, given those of its magnitude."""
+    x = as_type(x, np.float32)
+    if not fmt.signed:
+        return np.where(np.isnan(x) | (x < 0), 255, magnitude_codes).astype(np.uint8)
+    signs = np.signbit(x).astype(np.uint8) << (fmt.bits - 1)
+    return (np.where(np.isnan(x), fmt.nan_code, magnitude_codes) ^ signs).astype(np.uint8)
+
+
+def nearest_codes(x, fmt) -> np.ndarray:
+    """ml_dtypes' conversion after a saturating clip; a table of powers of two for E8M0."""
+    if fmt.signed:
+        clipped = np.clip(as_type(x, np.float32), -fmt.max, fmt.max)
+        return codes(as_type(clipped, fmt.dtype))
+    below, above = neighbours(x, fmt)
+    table, wide = magnitudes(fmt), as_type(x, np.float64)
+    with np.errstate(invalid="ignore"):
+        up = wide - table[below] >= table[above] - wide  # ties up
+    return with_sign_and_nan(np.where(up, above, below), x, fmt)
+
+
+def toward_zero_codes(x, fmt) -> np.ndarray:
+    return with_sign_and_nan(neighbours(x, fmt)[0], x, fmt)
+
+
+def is_nan(array) -> np.ndarray:
+    return np.isnan(as_type(array, np.float32))
+
+
+def assert_same(actual, expected, x=None):
+    """Bitwise equality, but for the payloads of NaNs."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    lane = {1: np.uint8, 2: np.uint16, 4: np.uint32}[actual.dtype.itemsize]
+    same = (actual.view(lane) == expected.view(lane)) | (is_nan(actual) & is_nan(expected))
+    if not np.all(same):
+        at = tuple(np.argwhere(~same)[0])
+        source = "" if x is None else f" from {np.asarray(x)[at]!r}"
+        raise AssertionError(
+            f"{np.sum(~same)} of {same.size} differ, first {at}: "
+            f"{actual[at]!r} instead of {expected[at]!r}{source}"
+        )
+
+
+# Formats as data.
+
+
+@all_formats
+def test_format_data_is_that_of_ml_dtypes(fmt):
+    info = ml_dtypes.finfo(fmt.dtype)
+    assert fmt.bits == info.bits
+    assert fmt.max == float(info.max)
+    assert fmt.smallest_normal == float(info.smallest_normal)
+    assert fmt.smallest_subnormal == float(info.smallest_subnormal)
+    assert fmt.mantissa_bits == info.nmant
+    assert fmt.exponent_bits == info.nexp
+    assert fmt.min_exponent == info.minexp
+    assert fmt.max_exponent == info.maxexp - 1
+    assert fmt.signed == (info.min < 0)
+
+
+@all_formats
+def test_special_codes_are_what_they_are_called(fmt):
+    values = every_code(fmt).astype(np.float64)
+    assert values[fmt.max_code] == fmt.max == np.max(values[np.isfinite(values)])
+    assert np.isnan(values[fmt.nan_code]) == fmt.has_nan == np.isnan(values).any()
+    one = (fmt.bias << fmt.mantissa_bits) if fmt.signed else fmt.bias
+    assert values[one] == 1.0
+    assert np.min(values[values > 0]) == fmt.smallest_subnormal
+
+
+@all_formats
+def test_formats_are_values(fmt):
+    assert fmt == dataclasses.replace(fmt)
+    assert hash(fmt) == hash(dataclasses.replace(fmt))
+    assert repr(fmt) == f"Format({fmt.name})"
+    assert formats.format_of(fmt.dtype) is fmt
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        fmt.max = 1.0
+
+
+def test_format_of_lists_the_formats():
+    with pytest.raises(TypeError, match=r"float16 stores none .* float8_e4m3fn \(E4M3FN\), .*E5M2"):
+        formats.format_of(np.dtype(np.float16))
+
+
+@all_formats
+@pytest.mark.parametrize("jit", [False, True])
+def test_decode_gives_the_value_of_every_code(fmt, jit):
+    decode = jax.jit(formats.decode) if jit else formats.decode
+    decoded = decode(jnp.asarray(every_code(fmt)))
+    assert_same(decoded, every_code(fmt).astype(np.float32))
+
+
+@all_formats
+def test_codes_to_format_keeps_the_bits(fmt):
+    patterns = jnp.arange(2**fmt.bits, dtype=jnp.uint8)
+    array = formats.codes_to_format(patterns, fmt)
+    assert array.dtype == fmt.dtype
+    np.testing.assert_array_equal(codes(array), np.arange(2**fmt.bits))
+
+
+# Rounding, deterministic.
+
+
+@all_formats
+@dtypes
+def test_cast_rounds_to_nearest(fmt, dtype):
+    x = sample(fmt, dtype)
+    assert_same(cast(x, fmt), nearest_codes(x, fmt).view(fmt.dtype), x)
+
+
+@all_formats
+@dtypes
+def test_cast_rounds_toward_zero(fmt, dtype):
+    x = sample(fmt, dtype)
+    actual = cast(x, fmt, rounding="toward_zero")
+    assert_same(actual, toward_zero_codes(x, fmt).view(fmt.dtype), x)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [(f, d) for f in FORMATS for d in DTYPES if f.signed or d != jnp.float16],
+    ids=lambda v: v.name if v in FORMATS else np.dtype(v).name,
+)
+@pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero"])
+def test_round_to_format_gives_the_values_of_cast(fmt, dtype, rounding):
+    """NaN stays NaN, even for E2M1, and the values stay in the dtype of the input."""
+    x = sample(fmt, dtype)
+    oracle = nearest_codes if rounding == "nearest_even" else toward_zero_codes
+    expected = as_type(oracle(x, fmt).view(fmt.dtype), np.float32)
+    expected = as_type(np.where(is_nan(x), np.float32(np.nan), expected), dtype)
+    assert_same(round_to_format(x, fmt, rounding=rounding), expected, x)
+
+
+@all_formats
+@roundings
+def test_eager_jit_and_vmap_agree(fmt, rounding):
+    """Of a size that vectorized code treats as blocks and a rest."""
+    x = thinned(f32_sample(fmt), 2 * 1023).reshape(2, -1)
+    keys = jax.random.split(KEY, 2)
+
+    def both(x, key):
+        return [f(x, fmt, rounding=rounding, key=key) for f in (cast, round_to_format)]
+
+    alone = [np.stack(a) for a in zip(*map(both, x, keys))]
+    for jitted, expected in zip(jax.jit(jax.vmap(both))(x, keys), alone):
+        assert_same(jitted, expected, x)
+    for jitted, expected in zip(jax.jit(both)(x[1], keys[1]), alone):
+        assert_same(jitted, expected[1], x[1])
+
+
+def test_e8m0_codes_that_are_special():
+    """No sign, no zero, no Inf: see the docstring of `cast`."""
+    exact = {2.0**-127: 0, 2.0**-126: 1, 1.0: 127, 2.0**127: 254}
+    low = {0.0: 0, 1e-45: 0, 2.0**-128: 0, 2.0**-127 * (1 + 2**-20): 0}
+    high = {FLT_MAX: 254, np.inf: 254}
+    ties_go_up = {1.5: 128, 3.0: 129, 1.5 * 2.0**-127: 1, 1.5 * 2.0**-126: 2, 0.75: 127}
+    invalid = {-1.0: 255, -1e-45: 255, -np.inf: 255, -FLT_MAX: 255, np.nan: 255}
+    table = exact | low | high | ties_go_up | invalid
+    result = codes(cast(np.array(list(table), np.float32), E8M0FNU))
+    assert dict(zip(table, result.tolist(), strict=True)) == table
+
+
+@dtypes
+@roundings
+def test_e8m0_takes_negative_zero_for_zero(dtype, rounding):
+    """Values below 2^-127, zero included, go to 2^-127, negative ones to NaN; -0 is no such one."""
+    x = jnp.array([0.0, -0.0], dtype)
+    assert codes(cast(x, E8M0FNU, rounding=rounding, key=KEY)).tolist() == [0, 0]
+
+
+def test_e8m0_is_that_of_ml_dtypes_but_for_its_defect():
+    """ml_dtypes takes (2^-127, 1.5 * 2^-127) up to 2^-126, although 2^-127 is nearer."""
+    x = f32_sample(E8M0FNU)
+    x = np.unique(x[np.isfinite(x) & (x >= 2.0**-127) & (x <= 2.0**127)])
+    theirs = codes(as_type(x, E8M0FNU.dtype)).astype(int)
+    ours = codes(cast(x, E8M0FNU)).astype(int)
+    defect = (x > 2.0**-127) & (x < 1.5 * 2.0**-127)
+    assert defect.sum() > 10
+    np.testing.assert_array_equal(ours[~defect], theirs[~defect])
+    assert set(ours[defect]) == {0}
+
+
+@roundings
+def test_e2m1_has_no_code_for_nan(rounding):
+    """Like ml_dtypes, NaN becomes -0 and -NaN becomes +0; `round_to_format` keeps NaN."""
+    x = from_bits([0x7FC00000, 0xFFC00000, 0x7F800001])
+    theirs = codes(as_type(x, E2M1FN.dtype)).tolist()
+    assert theirs == [8, 0, 8]
+    assert codes(cast(x, E2M1FN, rounding=rounding, key=KEY)).tolist() == theirs
+    assert np.all(is_nan(round_to_format(x, E2M1FN, rounding=rounding, key=KEY)))
+
+
+# Traps of other casts.
+
+
+@signed_formats
+@roundings
+def test_trap_plain_casts_do_not_saturate(fmt, rounding):
+    """XLA's own convert gives NaN (E4M3) or Inf (E5M2) for these."""
+
+    @jax.jit
+    def both(x):
+        return [f(x, fmt, rounding=rounding, key=KEY) for f in (cast, round_to_format)]
+
+    x = fmt.max * np.array([1, 1.0001, 1.0625, 1.125, 2, 1e20, np.inf])
+    for y in both(np.concatenate([x, -x]).astype(np.float32)):
+        expected = fmt.max * np.repeat([1.0, -1.0], len(x))
+        np.testing.assert_array_equal(np.asarray(y).astype(np.float64), expected)
+
+
+@signed_formats
+@pytest.mark.parametrize("via", [jnp.bfloat16, jnp.float16])
+def test_trap_double_rounding(fmt, via):
+    """Beside a midpoint a 16-bit detour lands on the midpoint, whose tie may go the other way."""
+    step = 2.0**-fmt.mantissa_bits
+    up = np.float32(1 + step / 2 + 2.0**-20)  # to 1 + step; the tie goes to 1
+    down = np.float32(1 + 3 * step / 2 - 2.0**-20)  # to 1 + step; the tie goes to 1 + 2 step
+    x = np.array([up, down])
+    detour = x.astype(via).astype(np.float32)
+    assert np.all(nearest_codes(detour, fmt) != nearest_codes(x, fmt))
+    for rounded in (cast(x, fmt), round_to_format(x, fmt), jit_cast(x, fmt)):
+        assert as_type(rounded, np.float64).tolist() == [1 + step, 1 + step]
+
+
+def test_trap_reduce_precision_knows_neither_448_nor_subnormals():
+    x = jnp.array([300.0, 448.0, 2.0**-9, 5 * 2.0**-9])
+    expected = [288.0, 448.0, 2.0**-9, 5 * 2.0**-9]
+    assert lax.reduce_precision(x, 4, 3).tolist() != expected
+    assert round_to_format(x, E4M3FN).tolist() == expected
+    assert cast(x, E4M3FN).astype(jnp.float32).tolist() == expected
+    x = jnp.array([2.0**-16, 3 * 2.0**-16])
+    assert lax.reduce_precision(x, 5, 2).tolist() != x.tolist()
+    assert round_to_format(x, E5M2).tolist() == x.tolist()
+
+
+@signed_formats
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_trap_round_trips_are_not_elided(fmt, dtype):
+    """A compiler may drop a narrowing conversion and its inverse as excess precision."""
+    x = np.linspace(-3, 3, 1001).astype(dtype)
+    expected = nearest_codes(x, fmt).view(fmt.dtype).astype(dtype)
+    assert np.any(expected != x)
+    there_and_back = jax.jit(lambda x: (cast(x, fmt).astype(dtype), round_to_format(x, fmt)))
+    for result in there_and_back(x):
+        assert_same(result, expected, x)
+
+
+# Stochastic rounding.
+
+
+def stochastic_values(fmt) -> list[float]:
+    tiny, normal, top = fmt.smallest_subnormal, fmt.smallest_normal, fmt.max
+    if not fmt.signed:
+        return [1.5, 1.0 + 2.0**-23, 3.7, 1.25 * 2.0**-126, 1.75 * 2.0**-127, 2.0**-127, 1e-45]
+    return [
+        *(1.0, 1.0 + 2.0**-23, -1.7, np.pi, 2.0 - 2.0**-23),
+        *(normal, normal * (1 + 2.0**-23), 1.3 * normal, normal * (1 - 2.0**-24)),
+        *(tiny, 1.5 * tiny, -0.3 * tiny, 0.01 * tiny, tiny * (1 - 2.0**-24), -0.0),
+        *(0.99 * top, top * (1 - 2.0**-24)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [(f, jnp.float32) for f in FORMATS] + [(E4M3FN, d) for d in DTYPES[1:]],
+    ids=lambda v: v.name if v in FORMATS else np.dtype(v).name,
+)
+def test_stochastic_rounding_is_exact_over_all_draws(fmt, dtype):
+    """Every possible value of the random bits once: ``P(up) = floor(remainder * 2^n) / 2^n``.
+
+    So the mean is x itself for normal values, whose remainder has no more than n bits, and within
+    2^-n of a step for subnormal ones.
+    """
+    draws = 2 ** (23 - fmt.mantissa_bits)  # as many bits as f32 has more than the format
+    # Bits above those that are needed must not matter.
+    bits = np.arange(draws, dtype=np.uint32) | np.uint32(0xA5A5A5A5 & -draws & 0xFFFFFFFF)
+
+    @jax.jit
+    def draw_all(x, bits):
+        drawn = formats.encode(jnp.full(bits.shape, x), fmt, "stochastic", bits)
+        return drawn.min(), drawn.max(), jnp.sum(drawn == drawn.max())
+
+    table = magnitudes(fmt)
+    for value in stochastic_values(fmt):
+        x = np.asarray(value, dtype)
+        sign = 1 << (fmt.bits - 1) if np.signbit(x) else 0
+        below, above = (int(code) for code in neighbours(x, fmt))
+        smallest, largest, largest_count = (int(a) for a in draw_all(x, bits))
+        if below == above:
+            assert smallest == largest == below | sign
+            continue
+        lo, hi = Fraction(table[below]), Fraction(table[above])
+        remainder = (Fraction(abs(float(x))) - lo) / (hi - lo) * draws
+        if abs(float(x)) >= fmt.smallest_normal:
+            assert remainder.denominator == 1
+        ups = int(remainder)
+        assert smallest == below | sign, value
+        assert largest == (above if ups else below) | sign, value
+        assert largest_count == (ups or draws), value
+
+
+@all_formats
+@dtypes
+def test_stochastic_rounding_stays_between_the_neighbours(fmt, dtype):
+    x = thinned(sample(fmt, dtype), 2**16)
+    below, above = (with_sign_and_nan(c, x, fmt) for c in neighbours(x, fmt))
+    rounded = codes(jit_cast(x, fmt, rounding="stochastic", key=KEY))
+    nan = is_nan(x) | (as_type(x, np.float32) < 0 if not fmt.signed else False)
+    assert np.all((rounded == below) | (rounded == above) | nan)
+    assert_same(rounded[nan].view(fmt.dtype), below[nan].view(fmt.dtype))
+    between = ~nan & (below != above)
+    assert np.any(rounded[between] != below[between])
+    assert np.any(rounded[between] != above[between])
+    if dtype == jnp.float32:
+        expected = as_type(rounded.view(fmt.dtype), np.float32)
+        expected = np.where(is_nan(x), np.float32(np.nan), expected)
+        assert_same(jit_round(x, fmt, rounding="stochastic", key=KEY), expected, x)
+
+
+@all_formats
+def test_stochastic_rounding_follows_the_key(fmt):
+    x = np.linspace(1, 2, 2**16, dtype=np.float32)
+    keys = (KEY, jax.random.key(0), jax.random.PRNGKey(0), jax.random.key(1))
+    first, again, raw, other = (
+        codes(jit_cast(x, fmt, rounding="stochastic", key=key)) for key in keys
+    )
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first, raw)
+    # Over uniform remainders two independent draws differ with probability 1/3.
+    np.testing.assert_allclose(np.mean(first != other), 1 / 3, atol=5 * 0.48 / 2**8)
+
+
+@pytest.mark.parametrize("binade", ["normal", "subnormal"])
+@signed_formats
+def test_trap_stochastic_rounding_of_subnormals(fmt, binade):
+    """Unbiased below the smallest normal value too, where some libraries round to nearest."""
+    step = 2.0**-fmt.mantissa_bits if binade == "normal" else fmt.smallest_subnormal
+    low = 1.0 if binade == "normal" else 0.0
+    for fraction in (0.03, 0.25, 0.5, 0.97):
+        x = np.full(2**16, low + fraction * step, np.float32)
+        rounded = jit_round(x, fmt, rounding="stochastic", key=KEY)
+        ups = (np.asarray(rounded, np.float64) - low) / step
+        assert set(np.unique(ups)) == {0.0, 1.0}
+        sigma = np.sqrt(fraction * (1 - fraction) / x.size)
+        assert abs(np.mean(ups) - fraction) < 4 * sigma, fraction
+
+
+def test_stochastic_rounding_is_unbiased_over_a_tensor():
+    x = np.random.default_rng(1).normal(size=2**16).astype(np.float32) * np.float32(2.0**-6)
+    values = np.asarray(jit_round(x, E4M3FN, rounding="stochastic", key=KEY), np.float64)
+    table = magnitudes(E4M3FN)
+    below, above = neighbours(x, E4M3FN)
+    lo, hi, a = table[below], table[above], np.abs(x.astype(np.float64))
+    sigma = np.sqrt(np.sum((a - lo) * (hi - a)))  # p (1 - p) step^2, summed
+    assert sigma > 0
+    assert abs(np.sum(values - x)) < 4 * sigma
+
+
+# Gradients.
+
+
+@all_formats
+@roundings
+def test_gradient_of_round_to_format_is_the_identity(fmt, rounding):
+    """Exactly, and also where the value saturates or is not finite."""
+    x = np.array([0.3, -1e-9, 7.7, 1e9, -np.inf, np.nan, 0.0, 3e-5], np.float32)
+    w = np.array([0.1, np.pi, -1e-30, 1e30, 7.0, -0.0, 5.0, 1 / 3], np.float32)
+
+    def rounded(x):
+        return round_to_format(x, fmt, rounding=rounding, key=KEY)
+
+    @jax.jit
+    def gradients(x, w):
+        whole = jax.grad(lambda x: jnp.vdot(w, rounded(x)))(x)
+        one_by_one = jax.vmap(jax.grad(lambda x, w: w * rounded(x)))(x, w)
+        primal, tangent = jax.jvp(rounded, (x,), (w,))
+        return whole, one_by_one, tangent, primal, rounded(x)
+
+    *tangents, primal, expected = gradients(x, w)
+    for tangent in tangents:
+        assert_same(tangent, w)
+    assert_same(primal, expected)
+    assert np.any(np.asarray(expected) != x)
+
+
+@dtypes
+def test_gradients_outside_of_jit_and_in_the_dtype_of_the_input(dtype):
+    x = jnp.linspace(-5, 5, 8, dtype=dtype)
+    w = jnp.linspace(0.01, 3, 8, dtype=dtype)
+    y, pull = jax.vjp(lambda x: round_to_format(x, E5M2), x)
+    assert_same(y, round_to_format(x, E5M2))
+    assert_same(pull(w)[0], w)
+    y, tangent = jax.jvp(lambda x: round_to_format(x, E5M2), (x,), (w,))
+    assert_same(tangent, w)
+    _, pull = jax.vjp(lambda x: cast(x, E5M2), x)
+    assert_same(pull(w.astype(E5M2.dtype))[0], w.astype(E5M2.dtype).astype(dtype))
+
+
+@signed_formats
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_gradient_of_cast_is_straight_through(fmt, rounding):
+    """It passes through `fmt.dtype`, so only what that holds arrives exactly."""
+    x = np.array([0.3, 1e9, -1e-9, 2.5, np.nan], np.float32)
+    w = np.array([0.5, -1.5, 1.0, -6.0, 3.0], np.float32)
+
+    def narrow(x):
+        return cast(x, fmt, rounding=rounding, key=KEY)
+
+    @jax.jit
+    def gradients(x, w):
+        loss = lambda x, w: jnp.vdot(w, narrow(x).astype(jnp.float32))
+        one_by_one = jax.vmap(jax.grad(lambda x, w: w * narrow(x).astype(jnp.float32)))(x, w)
+        primal, tangent = jax.jvp(narrow, (x,), (w,))
+        return jax.grad(loss)(x, w), one_by_one, tangent, primal, narrow(x)
+
+    whole, one_by_one, tangent, primal, expected = gradients(x, w)
+    assert_same(whole, w)
+    assert_same(one_by_one, w)
+    assert_same(tangent, w.astype(fmt.dtype))
+    assert_same(primal, expected)
+    off_grid = np.full_like(w, 0.3)
+    assert_same(gradients(x, off_grid)[0], off_grid.astype(fmt.dtype).astype(np.float32))
+
+
+# Shapes and kinds of input.
+
+
+@pytest.mark.parametrize(
+    ("fmt", "rounding"),
+    [(E2M1FN, "nearest_even"), *((E4M3FN, rounding) for rounding in ROUNDINGS)],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3, 4)], ids=str)
+def test_shapes(fmt, rounding, shape):
+    @jax.jit
+    def both(x):
+        return [f(x, fmt, rounding=rounding, key=KEY) for f in (cast, round_to_format)]
+
+    x = np.linspace(0.3, 5, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    y, z = both(x)
+    assert y.dtype == fmt.dtype
+    assert y.shape == shape
+    assert_same(z, np.array(np.asarray(y).astype(np.float32)))
+    if rounding == "nearest_even":
+        assert_same(y, nearest_codes(x, fmt).view(fmt.dtype).reshape(shape))
+
+
+def test_numbers_and_numpy_arrays():
+    assert cast(0.3, E4M3FN).shape == ()
+    assert float(cast(0.3, E4M3FN)) == float(cast(np.float32(0.3), E4M3FN)) == 0.3125
+    assert float(round_to_format(0.3, E4M3FN)) == 0.3125
+    for dtype in DTYPES:
+        x = np.array([0.28, -7.3], dtype)
+        assert cast(x, E4M3FN).tolist() == [0.28125, -7.5]
+        assert round_to_format(x, E4M3FN).dtype == dtype
+
+
+@pytest.mark.parametrize("source", FORMATS, ids=lambda f: f.name)
+@all_formats
+def test_f8_inputs_are_exact(fmt, source):
+    """Their values are rounded like any others."""
+    x = every_code(source)
+    assert_same(cast(x, fmt), nearest_codes(x, fmt).view(fmt.dtype), x)
+    narrower = fmt.signed and source is E5M2
+    if narrower:  # every result is a value of E5M2 too, in which it stays
+        expected = as_type(nearest_codes(x, fmt).view(fmt.dtype), np.float32)
+        expected = np.where(is_nan(x), np.float32(np.nan), expected)
+        assert_same(round_to_format(x, fmt), as_type(expected, x.dtype), x)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("function", [cast, round_to_format])
+@pytest.mark.parametrize(
+    ("x", "dtype"),
+    [(1j, "complex64"), (3, "int32"), (True, "bool"), (np.arange(3, dtype=np.uint8), "uint8")],
+)
+def test_errors_name_the_dtype(function, x, dtype):
+    with pytest.raises(TypeError, match=rf"dtype {dtype}.* floating .*x\.astype\(jnp\.float32\)"):
+        function(x, E4M3FN)
+
+
+@pytest.mark.parametrize("function", [cast, round_to_format])
+def test_float64_is_refused(function):
+    with jax.enable_x64(True):
+        with pytest.raises(TypeError, match=r"float64.* rounded twice .*x\.astype\(jnp\.float32\)"):
+            function(jnp.ones(3, jnp.float64), E4M3FN)
+        assert function(jnp.ones(3, jnp.float32), E4M3FN).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("function", [cast, round_to_format])
+def test_errors_say_what_to_pass(function):
+    x = np.ones(3, np.float32)
+    with pytest.raises(ValueError, match=r"'nearest' is unknown.*nearest_even, toward_zero, stoch"):
+        function(x, E4M3FN, rounding="nearest")
+    with pytest.raises(ValueError, match=r"stochastic.*key is None.*key=jax\.random\.key"):
+        function(x, E4M3FN, rounding="stochastic")
+    for wrong in (jnp.float8_e4m3fn, "E4M3FN", None, np.dtype(ml_dtypes.float8_e5m2)):
+        with pytest.raises(TypeError, match=r"jfp8\.Format, one of jfp8\.E4M3FN, .*got"):
+            function(x, wrong)
+
+
+@roundings
+def test_round_to_e8m0_refuses_float16(rounding):
+    with pytest.raises(TypeError, match=r"E8M0FNU reaches from .* float16 cannot hold.*astype"):
+        round_to_format(np.ones(3, np.float16), E8M0FNU, rounding=rounding, key=KEY)

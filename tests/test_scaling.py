@@ -1,0 +1,500 @@
+"""amax, scales and histories, held to numpy, to Fractions and to the bits of f32."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jfp8 import E2M1FN, E4M3FN, E5M2, E8M0FNU, Block, PerAxis, PerTensor
+from jfp8.scaling import (
+    amax,
+    end_step,
+    history_amax,
+    init_amax_state,
+    observe,
+    push_amax,
+    reciprocal,
+    scale_from_amax,
+    scale_shape,
+)
+
+DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+E8M0_MODES = ("rceil", "floor", "ceil", "even")
+FLT_MAX = np.finfo(np.float32).max
+SMALLEST_NORMAL = np.float32(2.0**-126)
+
+data_formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=lambda f: f.name)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+jit_amax = jax.jit(amax, static_argnums=1)
+jit_scale = jax.jit(scale_from_amax, static_argnums=1, static_argnames=("margin", "scale_rounding"))
+
+
+def from_bits(bits) -> np.ndarray:
+    return np.asarray(bits).astype(np.uint32).view(np.float32)
+
+
+def normals(dtype, *shape) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(dtype)
+
+
+def assert_bitwise(actual, expected):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype == np.float32
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
+
+
+# amax.
+
+
+@pytest.mark.parametrize("size", [1, 7, 4095, 4096, 5000, 2**20])
+@dtypes
+def test_trap_maximum_drops_nan(size, dtype):
+    """XLA:CPU's float maximum of 4096 elements and more ignores NaN."""
+    clean = normals(dtype, size)
+    assert_bitwise(jit_amax(clean), np.max(np.abs(clean)).astype(np.float32))
+    for position in {0, size // 2, size - 1}:
+        for bad, expected in ((np.nan, np.nan), (-np.nan, np.nan), (-np.inf, np.inf)):
+            x = clean.copy()
+            x[position] = bad
+            np.testing.assert_equal(np.asarray(jit_amax(x)), np.float32(expected))
+    x[0], x[-1] = -np.inf, np.nan
+    assert np.isnan(jit_amax(x))
+
+
+def test_trap_maximum_drops_nan_along_an_axis():
+    x = normals(np.float32, 3, 8192)
+    x[1, 5000] = np.nan
+    expected = np.max(np.abs(x), axis=1, keepdims=True)
+    np.testing.assert_array_equal(amax(x, PerAxis(0)), expected)
+    assert np.isnan(expected).tolist() == [[False], [True], [False]]
+    blocks = np.asarray(amax(x, Block((1, 4096))))
+    assert np.isnan(blocks).tolist() == [[False, False], [False, True], [False, False]]
+
+
+@pytest.mark.parametrize("granularity", [None, PerAxis(0), PerAxis(1), Block((2, 64))], ids=str)
+def test_amax_of_a_sharded_array_is_global(granularity):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    assert mesh.size == 8
+    x = normals(np.float32, 16, 8192)
+    x[5, 100], x[3, 8000], x[15, 17] = 50.0, -np.inf, -77.0
+    for bad in (3.0, np.nan):
+        x[13, 7000] = bad  # lives on one of the devices only
+        expected = amax(x, granularity)
+        for spec in (P("x"), P(None, "x")):
+            sharded = jax.device_put(x, NamedSharding(mesh, spec))
+            np.testing.assert_array_equal(jit_amax(sharded, granularity), expected)
+        assert np.any(np.isnan(expected)) == np.isnan(bad)
+        assert not np.all(np.isfinite(expected))
+
+
+def test_trap_subnormals_are_not_flushed_by_amax():
+    """XLA:CPU reads f32 subnormals as zero in a float maximum."""
+    x = from_bits([0, 0x80000001, 7, 0x80000003])
+    assert_bitwise(amax(x), from_bits(7))
+    assert_bitwise(amax(x, PerAxis(0)), from_bits([0, 1, 7, 3]))
+    assert_bitwise(amax(np.array([-(2.0**-133), 0.0], jnp.bfloat16)), np.float32(2.0**-133))
+    assert_bitwise(amax(np.array([-(2.0**-24), 0.0], np.float16)), np.float32(2.0**-24))
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("granularity", "axes"),
+    [
+        (PerTensor(), (0, 1, 2)),
+        (PerAxis(0), (1, 2)),
+        (PerAxis(-1), (0, 1)),
+        (PerAxis((0, -2)), (2,)),
+        (PerAxis((0, 1, 2)), ()),
+        (PerAxis(()), (0, 1, 2)),
+    ],
+    ids=str,
+)
+def test_amax_per_axis(dtype, granularity, axes):
+    x = normals(dtype, 4, 6, 8)
+    expected = np.max(np.abs(x), axis=axes, keepdims=granularity != PerTensor())
+    assert scale_shape(granularity, x.shape) == expected.shape
+    assert_bitwise(jit_amax(x, granularity), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("block", "full"), [((8,), (1, 1, 8)), ((3, 4), (1, 3, 4)), ((4, 1, 2), (4, 1, 2))], ids=str
+)
+def test_amax_per_block(block, full):
+    """A block covers the trailing dimensions; its elements are contiguous along each."""
+    x = normals(np.float32, 4, 6, 8)
+    shape = tuple(n // b for n, b in zip(x.shape, full))
+    assert scale_shape(Block(block), x.shape) == shape
+    expected = np.zeros(shape, np.float32)
+    for i in np.ndindex(shape):
+        where = tuple(slice(k * b, (k + 1) * b) for k, b in zip(i, full))
+        expected[i] = np.max(np.abs(x[where]))
+    assert_bitwise(amax(x, Block(block)), expected)
+
+
+def test_amax_of_nothing_is_zero():
+    for dtype in DTYPES:
+        assert_bitwise(amax(np.zeros((0, 4), dtype)), np.float32(0))
+    assert_bitwise(amax(np.zeros((0, 4), np.float32), PerAxis(1)), np.zeros((1, 4), np.float32))
+    assert_bitwise(amax(np.zeros((0, 4), np.float32), PerAxis(0)), np.zeros((0, 1), np.float32))
+    assert amax(np.zeros((0, 4), np.float32), Block((1, 2))).shape == (0, 2)
+
+
+def test_amax_of_scalars_and_f8():
+    assert_bitwise(amax(-2.5), np.float32(2.5))
+    assert_bitwise(amax(np.array([1.0, -448.0], E4M3FN.dtype)), np.float32(448))
+    assert np.isnan(amax(np.array([1.0, np.nan], E5M2.dtype)))
+    assert_bitwise(amax(np.array([-6.0, 1.0], E2M1FN.dtype)), np.float32(6))
+
+
+def test_amax_errors():
+    for x, dtype in ((np.arange(3, dtype=np.int32), "int32"), (1j * np.ones(3), "complex64")):
+        with pytest.raises(TypeError, match=rf"dtype {dtype}.*floating"):
+            amax(x)
+    with jax.enable_x64(True), pytest.raises(TypeError, match="float64"):
+        amax(jnp.ones(3, jnp.float64))
+    x = np.ones((4, 6), np.float32)
+    with pytest.raises(ValueError, match=r"PerAxis\(axis=2\).*shape \(4, 6\).*-2 to 1"):
+        amax(x, PerAxis(2))
+    with pytest.raises(ValueError, match=r"Block\(shape=\(1, 4\)\).*\(4, 6\).*Pad .*multiple"):
+        amax(x, Block((1, 4)))
+    with pytest.raises(ValueError, match=r"Block\(shape=\(1, 1, 2\)\)"):
+        amax(x, Block((1, 1, 2)))
+    with pytest.raises(TypeError, match=r"PerTensor\(\), PerAxis\(axis\) or Block.*'per_tensor'"):
+        amax(x, "per_tensor")
+
+
+def test_granularities_check_themselves():
+    for wrong in ("0", 1.0, None, (0, "1"), True, [0]):
+        with pytest.raises(TypeError, match="PerAxis takes an int or a tuple of ints"):
+            PerAxis(wrong)
+    for wrong in (32, [1, 32], (0, 32), (-1,), (1, 2.0)):
+        with pytest.raises(TypeError, match="Block takes a tuple of positive ints"):
+            Block(wrong)
+    assert PerAxis(0) == PerAxis(0) != PerAxis(1)
+    assert len({Block((1, 2)), Block((1, 2)), PerTensor(), PerTensor()}) == 2
+
+
+# Scales in f32.
+
+
+def all_binades(*, mantissas=None) -> np.ndarray:
+    """Positive normal f32: every exponent with every mantissa where some rounding may change.
+
+    Those are the mantissas of the formats' maxima and powers of two, halves of a step below two
+    (mode "even"), and what lies next to them; and some at random.
+    """
+    if mantissas is None:
+        corners = [0, 0x200000, 0x400000, 0x500000, 0x600000, 0x700000, 0x780000, 0x7FFFFF]
+        near = {c + d for c in corners for d in (-1, 0, 1)}
+        mantissas = sorted(m for m in near if 0 <= m < 2**23)
+    exponents = np.arange(1, 255)
+    grid = (exponents[:, None] << 23) | np.array(mantissas)
+    anything = np.random.default_rng(0).integers(0x00800000, 0x7F800000, 2000)
+    return from_bits(np.concatenate([grid.ravel(), anything]))
+
+
+@data_formats
+@pytest.mark.parametrize("how", ["eager", "jit", "vmap", "one by one"])
+def test_trap_division_becomes_multiplication(fmt, how):
+    """XLA turns ``x / broadcast(max)`` into ``x * (1 / max)``, which is off by an ulp."""
+    a = all_binades()
+    expected = np.maximum(a / np.float32(fmt.max), SMALLEST_NORMAL)
+    assert np.sum(expected != a * (np.float32(1) / np.float32(fmt.max))) > len(a) / 20
+    if how == "one by one":
+        for x, y in zip(a[::500], expected[::500]):
+            assert_bitwise(jit_scale(x, fmt), y)
+        return
+    scale = {
+        "eager": lambda a: scale_from_amax(jnp.asarray(a), fmt),
+        "jit": lambda a: jit_scale(a, fmt),
+        "vmap": jax.vmap(lambda a: scale_from_amax(a, fmt)),
+    }[how]
+    assert_bitwise(scale(a), expected)
+    assert_bitwise(scale(a.reshape(-1, 2)), expected.reshape(-1, 2))
+
+
+@data_formats
+def test_scale_of_a_constant_amax_is_divided_too(fmt):
+    constant = np.float32(1.7)
+    scale = jax.jit(lambda: scale_from_amax(jnp.asarray(constant), fmt))()
+    assert_bitwise(scale, constant / np.float32(fmt.max))
+
+
+@data_formats
+@pytest.mark.parametrize("margin", [1, 3, -2])
+def test_margin_is_a_power_of_two(fmt, margin):
+    a = np.geomspace(1e-30, 1e30, 100).astype(np.float32)
+    expected = a / np.float32(fmt.max) * np.float32(2.0**margin)
+    assert_bitwise(scale_from_amax(a, fmt, margin=margin), expected)
+
+
+@pytest.mark.parametrize("scale_rounding", [None, "power_of_two"])
+@pytest.mark.parametrize("margin", [0, 8, 32])
+@data_formats
+def test_trap_scale_and_reciprocal_are_normal(fmt, margin, scale_rounding):
+    """``1 / s`` is flushed to 0 for ``s > 2^126``, and overflows for ``s < 2^-128``."""
+    a = np.concatenate([all_binades(), from_bits([0, 1, 0x7FFFFF, 0x7F7FFFFF])])
+    if fmt.has_nan:
+        a = np.append(a, np.array([np.inf, np.nan], np.float32))
+    scale = np.asarray(jit_scale(a, fmt, margin=margin, scale_rounding=scale_rounding))
+    for s in (scale, np.asarray(reciprocal(scale))):
+        assert np.min(s) >= 2.0**-126
+        assert np.max(s) <= 2.0**126
+
+
+@pytest.mark.parametrize("scale_rounding", [None, "power_of_two"])
+@pytest.mark.parametrize("margin", [0, 3])
+@data_formats
+def test_amax_without_information_gives_one(fmt, margin, scale_rounding):
+    """E2M1 has no NaN, so the scale has to say that there was one."""
+    a = from_bits([0, 0x7F800000, 0x7F800001, 0x7FC00000])
+    scale = scale_from_amax(a, fmt, margin=margin, scale_rounding=scale_rounding)
+    np.testing.assert_array_equal(scale, [1, 1, 1, 1] if fmt.has_nan else [1] + 3 * [np.nan])
+
+
+@data_formats
+def test_power_of_two_scales_round_up(fmt):
+    """The smallest power of two with ``amax <= scale * max``: nothing new saturates.
+
+    Every mantissa of one binade, and the corners of all others. Products of an f32 or less with a
+    power of two are exact in float64.
+    """
+    for a in (all_binades(), from_bits(np.arange(0x3F800000, 0x40000000, 3))):
+        scale = np.asarray(jit_scale(a, fmt, scale_rounding="power_of_two"))
+        assert scale.dtype == np.float32
+        assert np.all(scale.view(np.uint32) & 0x7FFFFF == 0)
+        wide = scale.astype(np.float64)
+        assert np.all(a <= wide * fmt.max)
+        assert np.all((a > wide / 2 * fmt.max) | (wide == 2.0**-126))
+
+
+@data_formats
+def test_power_of_two_scales_with_margin(fmt):
+    a = np.geomspace(1e-25, 1e25, 100).astype(np.float32)
+    plain, wider = (
+        scale_from_amax(a, fmt, margin=m, scale_rounding="power_of_two") for m in (0, 4)
+    )
+    assert_bitwise(wider, np.asarray(plain) * np.float32(16))
+
+
+# E8M0 scales.
+
+
+def log2_floor(x: Fraction) -> int:
+    e = x.numerator.bit_length() - x.denominator.bit_length()
+    return e if Fraction(2) ** e <= x else e - 1
+
+
+def log2_ceil(x: Fraction) -> int:
+    e = log2_floor(x)
+    return e if Fraction(2) ** e == x else e + 1
+
+
+def mx_code(a: float, fmt, mode: str) -> int:
+    """The biased exponent of an MX scale by the definitions of the modes, without a limit."""
+    x, emax = Fraction(a), math.frexp(fmt.max)[1] - 1
+    if mode == "rceil":  # the smallest power of two that is at least amax / max
+        return log2_ceil(x / Fraction(fmt.max)) + 127
+    if mode == "ceil":
+        return log2_ceil(x) - emax + 127
+    if mode == "even":  # amax rounded to the mantissa of the format first, ties to even
+        step = Fraction(2) ** (log2_floor(x) - fmt.mantissa_bits)
+        x = round(x / step) * step
+    if x >= Fraction(2) ** 128:
+        return 255
+    return max(log2_floor(x) - emax + 127, 0)
+
+
+@data_formats
+@pytest.mark.parametrize("mode", E8M0_MODES)
+def test_e8m0_scales(fmt, mode):
+    """All exponents with all mantissas where a mode may turn; subnormals, which give code 0."""
+    a = np.concatenate(
+        [all_binades()[::3], all_binades()[1::3], from_bits([1, 0x400000, 0x7FFFFF])]
+    )
+    scale = jit_scale(a, fmt, scale_rounding=mode)
+    assert scale.dtype == E8M0FNU.dtype
+    expected = [max(mx_code(float(x), fmt, mode), 0) for x in a]
+    np.testing.assert_array_equal(np.asarray(scale).view(np.uint8), expected)
+
+
+@data_formats
+def test_e8m0_round_up_is_the_power_of_two(fmt):
+    a = np.geomspace(1e-30, 1e30, 200).astype(np.float32)
+    e8m0 = scale_from_amax(a, fmt, scale_rounding="rceil")
+    f32 = scale_from_amax(a, fmt, scale_rounding="power_of_two")
+    assert_bitwise(np.asarray(e8m0).astype(np.float32), f32)
+
+
+@data_formats
+@pytest.mark.parametrize("mode", E8M0_MODES)
+@pytest.mark.parametrize("margin", [0, 5, -5])
+def test_trap_nan_wraps_to_code_zero(fmt, mode, margin):
+    """Computed in eight bits, the code of NaN is 255 + 1 = 0: a zero block out of a bad one."""
+    a = from_bits([0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF])
+    codes = np.asarray(scale_from_amax(a, fmt, margin=margin, scale_rounding=mode)).view(np.uint8)
+    assert codes.tolist() == 4 * [255]
+
+
+@data_formats
+@pytest.mark.parametrize("mode", E8M0_MODES)
+def test_e8m0_scale_of_zero_is_the_smallest(fmt, mode):
+    code = np.asarray(scale_from_amax(jnp.float32(0), fmt, scale_rounding=mode)).view(np.uint8)
+    assert code == 0
+
+
+@pytest.mark.parametrize("mode", E8M0_MODES)
+def test_e8m0_margin_is_added_to_the_code(mode):
+    a = all_binades(mantissas=[0, 0x123456])
+    plain, *moved = (
+        np.asarray(jit_scale(a, E4M3FN, margin=margin, scale_rounding=mode)).view(np.uint8)
+        for margin in (0, 1, 30, -30)
+    )
+    assert np.sum(plain != 255) > 500
+    for codes, margin in zip(moved, (1, 30, -30)):
+        clipped = np.clip(plain.astype(int) + margin, 0, 254)
+        np.testing.assert_array_equal(codes, np.where(plain == 255, 255, clipped))
+
+
+def test_trap_floor_of_log2_is_off_by_one():
+    """``floor(log2(x))`` in f32 is wrong at some powers of two and just below nearly all."""
+    exponents = np.arange(-118, 127)
+    powers = np.ldexp(np.float32(1), exponents).astype(np.float32)
+    for a, expected in ((powers, exponents), (np.nextafter(powers, np.float32(0)), exponents - 1)):
+        scale = scale_from_amax(a, E4M3FN, scale_rounding="floor")
+        codes = np.asarray(scale).view(np.uint8).astype(int)
+        np.testing.assert_array_equal(codes, np.maximum(expected - 8 + 127, 0))
+
+
+def test_trap_exp2_is_not_a_power_of_two():
+    """jnp.exp2 misses most powers of two; the scales are made from bits."""
+    exponents = np.arange(-117, 119)
+    a = (np.ldexp(1.0, exponents) * 448).astype(np.float32)
+    scale = scale_from_amax(a, E4M3FN, scale_rounding="power_of_two")
+    assert_bitwise(scale, np.ldexp(np.float32(1), exponents).astype(np.float32))
+
+
+def test_trap_conversion_to_e8m0_rounds_to_nearest():
+    """Neither up nor down: a ratio of 1.25 would become 1 by conversion, and the block saturate."""
+    ratios = np.array([1.0, 1.25, 1.5, 1.75], np.float32)
+    converted = ratios.astype(E8M0FNU.dtype).astype(np.float32)
+    assert converted.tolist() == [1, 1, 2, 2]
+    up = scale_from_amax(ratios * np.float32(448), E4M3FN, scale_rounding="rceil")
+    assert np.asarray(up).astype(np.float32).tolist() == [1, 2, 2, 2]
+    down = scale_from_amax(ratios * np.float32(256), E4M3FN, scale_rounding="floor")
+    assert np.asarray(down).astype(np.float32).tolist() == [1, 1, 1, 1]
+
+
+def test_unknown_scale_rounding_lists_the_known():
+    for wrong in ("nearest", "pow2", 1, ""):
+        with pytest.raises(ValueError, match=r"unknown.*None, 'power_of_two', 'rceil', 'floor'"):
+            scale_from_amax(jnp.float32(1), E4M3FN, scale_rounding=wrong)
+
+
+def test_reciprocal_is_divided():
+    s = all_binades()
+    s = s[(s >= 2.0**-126) & (s <= 2.0**126)]
+    for function in (reciprocal, jax.jit(reciprocal)):
+        assert_bitwise(function(s), np.float32(1) / s)
+
+
+# Histories.
+
+
+def values(state) -> tuple[list, list]:
+    return state["amax_history"].tolist(), state["amax"].tolist()
+
+
+def test_history_is_newest_first():
+    state = init_amax_state(3)
+    assert values(state) == ([0, 0, 0], 0)
+    for amaxes, history in (
+        ([1.0], [1, 0, 0]),
+        ([5.0, 2.0], [5, 1, 0]),
+        ([3.0, 4.0], [4, 5, 1]),
+        ([0.5], [0.5, 4, 5]),
+    ):
+        for a in amaxes:
+            state = observe(state, jnp.float32(a))
+        assert values(state)[1] == max(amaxes)
+        state = end_step(state)
+        assert values(state) == (history, 0)
+
+
+@pytest.mark.parametrize("bad", [0.0, np.inf, np.nan, -1.0])
+def test_trap_bad_amax_stays_out_of_the_history(bad):
+    """One Inf in the window would freeze the scale for its whole length; zero predicts nothing."""
+    history = jnp.array([3.0, 2.0, 1.0])
+    assert push_amax(history, jnp.float32(bad)).tolist() == [3, 2, 1]
+    assert push_amax(history, jnp.float32(7)).tolist() == [7, 3, 2]
+    state = {"amax_history": history, "amax": jnp.float32(0)}
+    seen = observe(state, jnp.float32(bad))
+    assert values(seen) == ([3, 2, 1], 0)
+    assert values(end_step(seen)) == ([3, 2, 1], 0)
+    seen = observe(observe(seen, jnp.float32(4)), jnp.float32(bad))
+    assert values(seen) == ([3, 2, 1], 4)
+    assert values(end_step(seen)) == ([4, 3, 2], 0)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_short_histories(length):
+    history = init_amax_state(length)["amax_history"]
+    for a in (3.0, np.nan, 2.0):
+        history = push_amax(history, jnp.float32(a))
+    assert history.tolist() == [2.0, 3.0][:length]
+
+
+def test_history_amax():
+    history = jnp.array([[1.0, 4.0, 2.0], [0.0, 0.0, 0.0]])
+    assert history_amax(history, "max").tolist() == [4, 0]
+    assert history_amax(history, "most_recent").tolist() == [1, 0]
+    assert float(history_amax(history[0], "max")) == 4
+    assert float(history_amax(history[0], "most_recent")) == 1
+
+
+def test_stacked_states_are_independent():
+    """Leading axes, as nn.scan and vmap make them; each member as if it were alone."""
+    history = jnp.arange(1.0, 25.0).reshape(2, 3, 4)
+    amaxes = jnp.array([[10.0, np.nan, 0.0], [np.inf, 20.0, 0.5]])
+    state = {"amax_history": history, "amax": jnp.full((2, 3), 1.5)}
+    pushed, seen = push_amax(history, amaxes), observe(state, amaxes)
+    ended = end_step(seen)
+    algos = {algo: history_amax(history, algo) for algo in ("max", "most_recent")}
+    for i in np.ndindex(2, 3):
+        alone = jax.tree.map(lambda leaf, i=i: leaf[i], state)
+        assert pushed[i].tolist() == push_amax(history[i], amaxes[i]).tolist()
+        assert values(jax.tree.map(lambda leaf, i=i: leaf[i], seen)) == values(
+            observe(alone, amaxes[i])
+        )
+        assert values(jax.tree.map(lambda leaf, i=i: leaf[i], ended)) == values(
+            end_step(observe(alone, amaxes[i]))
+        )
+        for algo, result in algos.items():
+            assert result[i] == history_amax(history[i], algo)
+    assert seen["amax"].tolist() == [[10, 1.5, 1.5], [1.5, 20, 1.5]]
+
+
+def test_states_can_be_carried_by_a_scan():
+    """Structure, dtypes and weak types stay; eager steps give the same."""
+    amaxes = jnp.array([2.0, np.nan, 5.0, 0.0, np.inf, 1.0])
+
+    def step(state, a):
+        state = end_step(observe(state, a))
+        return state, history_amax(state["amax_history"], "max")
+
+    carried, maxima = lax.scan(step, init_amax_state(2), amaxes)
+    assert values(carried) == ([1, 5], 0)
+    assert maxima.tolist() == [2, 2, 5, 5, 5, 5]
+    state = init_amax_state(2)
+    for a in amaxes:
+        state, _ = step(state, a)
+    assert values(state) == values(carried)
