@@ -1,0 +1,292 @@
+"""The sink: an amax survives whatever JAX does to a cotangent, exactly or as a close bound."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jfp8.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax, init_sink, max_of_sinks
+
+TINY = np.float32(2.0**-126)  # the smallest normal number
+LARGEST = np.finfo(np.float32).max
+ULP = 2.0**-23
+# A mean of n equal weights whose spread is below what the moments notice lies this close to the
+# largest: sqrt(2e-6 * (n - 1)), relative to the mantissa, which is at least 1.
+UNNOTICED = 1.4143e-3
+
+encode_all = jax.jit(jnp.vectorize(encode_amax, signature="()->(w)"))
+decode = jax.jit(decode_amax)
+larger_of = jax.jit(max_of_sinks)
+
+
+def encode(values):
+    """Rows of the sink as numpy, one for each of `values`, of which 16 are padded and compiled."""
+    values = np.asarray(values, np.float32)
+    if values.ndim == 1 and values.size < 16:
+        padded = np.zeros(16, np.float32)
+        padded[: values.size] = values
+        return np.asarray(encode_all(padded))[: values.size]
+    return np.asarray(encode_all(values))
+
+
+def read(row):
+    """amax and overflow of one row."""
+    amax, overflow = decode(row)
+    return float(amax), bool(overflow)
+
+
+normal_floats = st.floats(float(TINY), float(LARGEST), width=32, allow_subnormal=False)
+
+
+@st.composite
+def close_floats(draw, most):
+    """A few amaxes within some octaves of each other, now and then within a bin."""
+    center = draw(st.floats(1e-30, 1e30, width=32))
+    spread = draw(st.sampled_from([8.0, 2.0, 1.1, 1.01, 1.001]))
+    factors = draw(st.lists(st.floats(1 / spread, spread), min_size=2, max_size=most))
+    return [float(np.float32(center * f)) for f in factors]
+
+
+# One amax
+
+
+def test_layout():
+    assert ROLES == ("lhs", "rhs", "grad")
+    assert init_sink().shape == (3, WIDTH) == (3, BINS + 2)
+    assert init_sink().dtype == jnp.float32
+    assert not init_sink().any()
+    row = encode([5.0])[0]
+    assert np.flatnonzero(row).tolist() == [(127 + 2) * 8 + 2, BINS, BINS + 1]  # 5 = 2^2 * 1.25
+    assert row[BINS:].tolist() == [1.25, 1.25**2]
+
+
+def test_nothing_seen_is_zero():
+    assert read(init_sink()[0]) == (0.0, False)
+
+
+def test_single_use_is_exact_in_every_binade():
+    """Both ends of every bin, of every power of two from 2^-126 to the largest number."""
+    exponents = np.arange(1, 255, dtype=np.uint32)[:, None] << 23
+    eighth = 1 << 20
+    mantissas = np.array([0, 1, 12345, *(k * eighth - d for k in range(1, 9) for d in (1, 0))])
+    mantissas = np.append(mantissas[mantissas < 1 << 23], 0x5A5A5A).astype(np.uint32)
+    values = (exponents | mantissas).view(np.float32).ravel()
+    assert values.min() == TINY
+    assert values.max() == LARGEST
+    amax, overflow = decode(encode(values))
+    np.testing.assert_array_equal(amax, values)
+    assert not overflow.any()
+
+
+@given(normal_floats)
+def test_single_use_is_exact(value):
+    assert read(encode([value])[0]) == (value, False)
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**-149, 2.0**-127, np.nextafter(TINY, np.float32(0))])
+def test_zero_and_subnormal_are_zero(value):
+    """Arithmetic on XLA:CPU flushes subnormals, so as an amax they are none."""
+    assert read(encode([value])[0]) == (0.0, False)
+    assert read(encode([value, 3.0]).sum(0)) == (3.25, False)  # the upper edge of [3, 3.25)
+
+
+# Combinations: what sums over uses and devices, means and rescalings leave
+
+
+def assert_bounds(row, values):
+    """The exact maximum from below, up to the unnoticed spread; 9/8 of it from above."""
+    amax, overflow = read(row)
+    largest = max(values)
+    assert not overflow
+    slack = UNNOTICED * np.sqrt(len(values) - 1) + 4 * ULP
+    assert largest * (1 - slack) <= amax <= min(largest * 9 / 8, float(LARGEST))
+
+
+@given(close_floats(most=8), st.sampled_from(["sum", "mean", "pmean of psum"]))
+def test_combinations_bound_the_maximum(values, how):
+    rows = encode(values)
+    row = {"sum": rows.sum(0), "mean": rows.mean(0), "pmean of psum": rows.sum(0) / 3 / 65536}[how]
+    assert_bounds(row.astype(np.float32), values)
+
+
+@given(st.lists(normal_floats, min_size=2, max_size=4), st.floats(2.0**-20, 2.0**20))
+def test_combinations_over_the_whole_range(values, factor):
+    assert_bounds(encode(values).sum(0) * np.float32(factor), values)
+
+
+@given(close_floats(most=2), st.floats(0.125, 8.0, width=32), st.floats(0.125, 8.0, width=32))
+def test_unequal_weights_bound_the_maximum(values, first, second):
+    """With weights 1 to 64 a spread of 8 sqrt(2e-6) may pass unnoticed."""
+    one, other = encode(values)
+    amax, overflow = read(np.float32(first) * one + np.float32(second) * other)
+    assert not overflow
+    assert max(values) * (1 - 8 * UNNOTICED - 4 * ULP) <= amax <= max(values) * 9 / 8
+
+
+@pytest.mark.parametrize("values", [(4.1, 7.9), (4.05, 4.45), (7.9, 4.1, 4.1, 4.1), (1.0, 1.12)])
+@pytest.mark.parametrize("how", ["mean", "sum"])
+def test_trap_mean_of_one_binade(values, how):
+    """The mean of {4.1, 7.9} has the mass of one use in one binade, and read 6.0 without moments."""
+    rows = encode(values)
+    amax, _ = read(rows.mean(0) if how == "mean" else rows.sum(0))
+    assert max(values) <= amax <= max(values) * 9 / 8
+
+
+def test_trap_one_large_among_many():
+    """512 devices, one of them with the larger amax of the bin: harmless below 3.5 per cent."""
+    for largest in np.linspace(1.0, 1.1249, 60):
+        values = np.full(512, 1.0)
+        values[100] = largest
+        amax, _ = read(encode(values).mean(0, dtype=np.float32))
+        assert largest * (1 - 0.035) <= amax <= largest * 9 / 8
+
+
+@given(normal_floats, st.integers(2, 1000))
+def test_equal_amaxes_stay_exact(value, n):
+    """A weight that two products share has one amax; 1 ulp for the sums and the division."""
+    row = encode([value])[0]
+    amax, _ = read(row * np.float32(n))
+    assert abs(amax - value) <= ULP * value
+
+
+@pytest.mark.parametrize("divisor", [3, 7, 65536, 4e6, 1e-3])
+def test_rescaled_single_use_is_exact_to_an_ulp(divisor):
+    """Averages over micro-batches, tokens, a loss scale: in every binade."""
+    rng = np.random.default_rng(0)
+    exponents = np.arange(-126, 128)
+    values = (rng.uniform(1, 2, exponents.size) * 2.0**exponents).astype(np.float32)
+    amax, overflow = decode(encode(values) / np.float32(divisor))
+    assert (abs(np.asarray(amax, np.float64) - values) <= ULP * 2.0**exponents).all()
+    assert not overflow.any()
+
+
+def test_largest_number_is_bounded_by_itself():
+    """The upper edge of the last finite bin would be Inf."""
+    assert read(encode([LARGEST, 1.0]).sum(0)) == (float(LARGEST), False)
+    assert read(encode([LARGEST])[0]) == (float(LARGEST), False)
+
+
+@given(normal_floats)
+def test_trap_sink_cast_to_bf16(value):
+    """Rounded moments are noise: a bound is left, or the mantissa to the 8 bits that bf16 has."""
+    row = encode([value])[0].astype(ml_dtypes.bfloat16).astype(np.float32)
+    amax, overflow = read(row)
+    assert not overflow
+    assert value * (1 - 2.0**-8) <= amax <= value * 9 / 8
+
+
+# Overflow
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, -np.nan])
+def test_overflow_is_flagged(bad):
+    assert read(encode([bad])[0]) == (0.0, True)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@given(values=close_floats(most=6), position=st.integers(0, 5), n=st.sampled_from([1, 4, 65536]))
+def test_overflow_hides_no_finite_maximum(bad, values, position, n):
+    mixed = list(values)
+    mixed.insert(position, bad)
+    amax, overflow = read(encode(mixed).sum(0) / np.float32(n))
+    assert overflow
+    assert max(values) <= amax <= max(values) * 9 / 8
+
+
+def test_nan_bit_patterns_are_all_overflow():
+    patterns = np.array([0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x7FA12345], np.uint32)
+    amax, overflow = decode(encode(patterns.view(np.float32)))
+    assert overflow.all()
+    np.testing.assert_array_equal(amax, 0)
+
+
+# Maximum of two sinks
+
+
+def sink_of(lhs, rhs, grad):
+    return encode([lhs, rhs, grad])
+
+
+def test_max_of_sinks_is_exact():
+    first, second = sink_of(4.1, 1e-20, 3.0), sink_of(7.9, 1e-21, 3.0)
+    for row in (larger_of(first, second), larger_of(second, first)):
+        amax, overflow = decode(row)
+        np.testing.assert_array_equal(amax, np.float32([7.9, 1e-20, 3.0]))
+        assert not overflow.any()
+
+
+@given(st.lists(st.tuples(*[st.one_of(st.just(0.0), normal_floats)] * 3), min_size=1, max_size=5))
+def test_max_of_sinks_accumulates_exactly(steps):
+    """As the loop over micro-batches uses it: from zeros, one after the other."""
+    total = np.zeros((3, WIDTH), np.float32)
+    for amaxes in steps:
+        total = np.asarray(larger_of(total, sink_of(*amaxes)))
+    amax, overflow = decode(total)
+    np.testing.assert_array_equal(amax, np.max(np.float32(steps), axis=0))
+    assert not overflow.any()
+
+
+def test_max_of_sinks_of_nothing_is_nothing():
+    zeros = init_sink()
+    np.testing.assert_array_equal(larger_of(zeros, zeros), zeros)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_max_of_sinks_keeps_overflow(bad):
+    """And beside it the finite maximum, whichever of the two held it."""
+    for first, second in (((bad, 5.0, bad), (5.0, bad, 0.0)), ((5.0, bad, 0.0), (bad, 5.0, bad))):
+        combined = larger_of(sink_of(*first), sink_of(*second))
+        again = larger_of(combined, sink_of(1.0, 1.0, 1.0))
+        amax, overflow = (np.asarray(part) for part in decode(again))
+        assert overflow.all()
+        assert (amax[:2] >= 5.0).all()
+        assert (amax[:2] <= 5.0 * 81 / 64).all()  # a bound of a bound
+        assert 1.0 <= amax[2] <= 9 / 8
+
+
+def test_max_of_sinks_does_not_grow_with_repetition():
+    """A bound stays what it is: the accumulation over many micro-batches adds no headroom."""
+    row = sink_of(4.1, 4.1, 4.1) + sink_of(7.9, 7.9, 7.9)
+    bound = np.asarray(decode(row)[0])
+    total = row
+    for _ in range(10):
+        total = np.asarray(larger_of(total, row))
+    np.testing.assert_array_equal(decode(total)[0], bound)
+
+
+# Stacked sinks, sharded sinks
+
+
+def test_leading_axes():
+    """nn.scan and vmap stack sinks; each row is its own."""
+    values = np.float32([[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [0, np.inf, 12]]])
+    amax, overflow = decode(encode(values))
+    np.testing.assert_array_equal(amax, np.where(np.isfinite(values), values, 0))
+    np.testing.assert_array_equal(overflow, ~np.isfinite(values))
+    swapped = np.asarray(larger_of(encode(values), encode(values[::-1])))
+    assert swapped.shape == (2, 2, 3, WIDTH)
+    expected = np.float32([[7, 8, 9], [4, 0, 12]])
+    amax = np.asarray(decode(swapped)[0])
+    np.testing.assert_array_equal(amax[:, 0], [expected[0]] * 2)
+    np.testing.assert_array_equal(amax[:, 1, [0, 2]], [expected[1, [0, 2]]] * 2)
+    assert 5 <= amax[0, 1, 1] <= 5 * 9 / 8
+
+
+@pytest.mark.parametrize("collective", [jax.lax.psum, jax.lax.pmean])
+def test_trap_collectives_average_amaxes(collective):
+    """The mean of the amaxes 2 to 9 would be 5.5; their histogram still bounds 9."""
+    amaxes = jnp.arange(2.0, 10.0)
+    row = jax.jit(jax.vmap(lambda a: collective(encode_amax(a), "devices"), axis_name="devices"))
+    for reduced in np.asarray(row(amaxes)):
+        amax, overflow = read(reduced)
+        assert 9 <= amax <= 9 * 9 / 8
+        assert not overflow
+
+
+settings.register_profile("sink", deadline=None, max_examples=60, derandomize=True)
+settings.load_profile("sink")
