@@ -154,6 +154,7 @@ def _dot(product, lhs, rhs, state, sink):
 
 
 def _dot_fwd(product, lhs, rhs, state, sink):
+    lhs, rhs = _first_order_only(lhs), _first_order_only(rhs)
     operands = product.recipe.operands()
     observed = Observed(amax(lhs), amax(rhs))
     q_lhs = operands.lhs(lhs, observed.lhs, state and state["lhs"])
@@ -174,7 +175,7 @@ def _dot_fwd(product, lhs, rhs, state, sink):
 
 def _dot_bwd(product, residuals, cotangents):
     lhs_bytes, rhs_bytes, grad_state, seen = residuals
-    dy, _ = cotangents
+    dy = _first_order_only(cotangents[0])
     operands = product.recipe.operands()
     q_lhs = _from_bytes(lhs_bytes, operands.lhs.fmt.dtype)
     q_rhs = _from_bytes(rhs_bytes, operands.rhs.fmt.dtype)
@@ -207,6 +208,20 @@ def _dot_bwd(product, residuals, cotangents):
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
+
+
+@jax.custom_jvp
+def _first_order_only(x: jax.Array) -> jax.Array:
+    """`x`, where only a second derivative would differentiate it: that of f8 bytes is zero."""
+    return x
+
+
+@_first_order_only.defjvp
+def _refuse_second_order(primals, tangents):
+    raise TypeError(
+        "Second derivatives of FP8 products are not supported: the backward pass works on f8 "
+        "bytes, through which nothing can be differentiated. Use nn.Dense where you need them."
+    )
 
 
 def _transposed_products(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jfp8.arrays import ScaledArray, dequantize, scale_as_f32_pair
@@ -66,6 +68,11 @@ def scaled_matmul(
                 f"scaled_matmul: {name} must be a ScaledArray, got {type(operand).__name__}. "
                 "Quantize it first: jfp8.quantize(x); or use jfp8.scaled_dot_general."
             )
+        _ = operand.format  # refuses data of any other dtype
+    if not jnp.issubdtype(preferred_element_type, jnp.floating):
+        raise TypeError(
+            f"preferred_element_type must be a floating dtype, got {preferred_element_type}."
+        )
     check_implementation(implementation)
     if accumulation not in ACCUMULATIONS:
         allowed = ", ".join(map(repr, ACCUMULATIONS))
@@ -89,23 +96,34 @@ def scaled_matmul(
             preferred_element_type=jnp.float32,
         )
         return product.astype(preferred_element_type)
+    eight_bits = lhs.format.bits == rhs.format.bits == 8
+    if implementation == "xla" and not eight_bits:
+        raise NotImplementedError(
+            "implementation='xla' multiplies 8-bit formats, but the operands are "
+            f"{lhs.format.name} and {rhs.format.name}. Use implementation=None or 'emulate'."
+        )
 
     def product_of(backend):
         return lambda lhs_data, rhs_data: IMPLEMENTATIONS[backend](
             lhs_data, rhs_data, dimension_numbers, fast_accumulation=fast_accumulation
         )
 
-    if implementation is None:
+    if implementation is None and eight_bits:
         product = lax.platform_dependent(
             lhs.data, rhs.data, cuda=product_of("xla"), default=product_of("emulate")
         )
     else:
-        product = product_of(implementation)(lhs.data, rhs.data)
+        product = product_of(implementation or "emulate")(lhs.data, rhs.data)
     lhs_free = _free(lhs.ndim, lhs_contract, lhs_batch)
     rhs_free = _free(rhs.ndim, rhs_contract, rhs_batch)
-    lhs_factor = [_to_output(s, lhs_batch, lhs_free, 0, len(rhs_free)) for s in lhs_scales]
-    rhs_factor = [_to_output(s, rhs_batch, rhs_free, len(lhs_free), 0) for s in rhs_scales]
-    return (product * math.prod(lhs_factor + rhs_factor)).astype(preferred_element_type)
+    factors = itertools.zip_longest(
+        [_to_output(s, lhs.shape, lhs_batch, lhs_free, 0, len(rhs_free)) for s in lhs_scales],
+        [_to_output(s, rhs.shape, rhs_batch, rhs_free, len(lhs_free), 0) for s in rhs_scales],
+        fillvalue=np.float32(1.0),
+    )
+    for lhs_factor, rhs_factor in factors:
+        product = product * (lhs_factor * rhs_factor)
+    return product.astype(preferred_element_type)
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -131,7 +149,7 @@ def check_dimension_numbers(
     """
     try:
         (lc, rc), (lb, rb) = dimension_numbers
-        lc, rc, lb, rb = (tuple(int(d) for d in dims) for dims in (lc, rc, lb, rb))
+        lc, rc, lb, rb = (tuple(map(operator.index, dims)) for dims in (lc, rc, lb, rb))
     except (TypeError, ValueError):
         raise ValueError(
             "dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, "
@@ -160,7 +178,7 @@ def check_dimension_numbers(
 
 
 def _vary_along(scales: tuple[jax.Array, ...], dims: tuple[int, ...]) -> bool:
-    return any(s.ndim > 0 and any(s.shape[d] > 1 for d in dims) for s in scales)
+    return any(s.ndim > 0 and any(s.shape[d] != 1 for d in dims) for s in scales)
 
 
 def _free(ndim: int, contract: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -168,11 +186,19 @@ def _free(ndim: int, contract: tuple[int, ...], batch: tuple[int, ...]) -> tuple
 
 
 def _to_output(
-    scale: jax.Array, batch: tuple[int, ...], free: tuple[int, ...], before: int, after: int
+    scale: jax.Array,
+    data_shape: tuple[int, ...],
+    batch: tuple[int, ...],
+    free: tuple[int, ...],
+    before: int,
+    after: int,
 ) -> jax.Array:
     """A scale laid out like the product: batch, then `before` ones, free dims, `after` ones."""
     if scale.ndim == 0:
         return scale
+    for d, (n, m) in enumerate(zip(data_shape, scale.shape, strict=True)):
+        if m not in (1, n):  # a block of several elements
+            scale = jnp.repeat(scale, n // m, axis=d)
     scale = scale.transpose(*batch, *free, *(d for d in range(scale.ndim) if d not in batch + free))
     kept = scale.shape[: len(batch) + len(free)]
     shape = kept[: len(batch)] + (1,) * before + kept[len(batch) :] + (1,) * after

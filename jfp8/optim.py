@@ -113,11 +113,14 @@ def loss_scale(
         min_scale=min_scale,
         max_scale=max_scale,
     )
+    # Within these 1 / S is normal in f32; XLA may multiply by it, and flushes subnormals to zero.
+    _check_order("2**-126", 2.0**-126, "min_scale", min_scale)
+    _check_order("max_scale", max_scale, "2**126", 2.0**126)
     _check_order("min_scale", min_scale, "init_scale", init_scale)
     _check_order("init_scale", init_scale, "max_scale", max_scale)
     _check_order("1", 1, "growth_factor", growth_factor)
     _check_order("backoff_factor", backoff_factor, "1", 1)
-    _check_order("1", 1, "growth_interval", growth_interval)
+    _check_interval(growth_interval)
     if on_overflow not in ("zero", "pass"):
         raise ValueError(f"on_overflow={on_overflow!r} is unknown. Allowed: 'zero', 'pass'.")
     if inner is not None and on_overflow == "pass":
@@ -125,7 +128,7 @@ def loss_scale(
             "on_overflow='pass' hands non-finite updates to the next element of a chain; with "
             "inner= the step is skipped instead. Drop one of the two."
         )
-    wrapped = None if inner is None else optax.with_extra_args_support(inner)
+    wrapped = None if inner is None else _transformation("loss_scale", inner)
 
     def init_fn(params: optax.Params) -> LossScaleState:
         return LossScaleState(
@@ -183,7 +186,7 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
     Returns:
       ``optax.GradientTransformationExtraArgs`` with the state of `tx`.
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = _transformation("skip_on_overflow", tx)
 
     def update_fn(
         updates: optax.Updates,
@@ -306,3 +309,20 @@ def _check_order(low_name: str, low: Any, high_name: str, high: Any) -> None:
             f"loss_scale: {low_name} must not exceed {high_name}, but {low_name} = {low} and "
             f"{high_name} = {high}."
         )
+
+
+def _check_interval(value: Any) -> None:
+    if isinstance(value, jax.Array):
+        return
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"loss_scale(growth_interval={value!r}): must be an int of at least 1.")
+
+
+def _transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+    """`tx` with support for extra arguments; optax.MultiSteps is one by its methods alone."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"{function} wraps an optax transformation such as optax.adam(1e-3), got {tx!r}. "
+            "Settings are passed by name: loss_scale(init_scale=2.0**15)."
+        )
+    return optax.with_extra_args_support(tx)

@@ -38,7 +38,7 @@ def init_sink() -> jax.Array:
 
 def encode_amax(amax: jax.Array) -> jax.Array:
     """A row for each amax: f32[...] -> f32[..., 2050]."""
-    bits = lax.bitcast_convert_type(amax, jnp.uint32)[..., None]
+    bits = lax.bitcast_convert_type(jnp.abs(amax), jnp.uint32)[..., None]
     one_hot = _along_last(jnp.arange(BINS, dtype=jnp.uint32), bits.ndim) == bits >> _SHIFT
     r = lax.bitcast_convert_type((bits & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000), jnp.float32)
     return jnp.concatenate([one_hot.astype(jnp.float32), r, r * r], axis=-1)
@@ -71,7 +71,8 @@ def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
     single = jnp.sum(used, axis=-1) == 1
     single &= jnp.abs(r_squared - r * r) < _VARIANCE_TOLERANCE
     power = lax.bitcast_convert_type(((top >> 3) << 23).astype(jnp.uint32), jnp.float32)
-    amax = jnp.where(single, r * power, bound)
+    largest = np.float32(np.finfo(np.float32).max)
+    amax = jnp.where(single, jnp.minimum(r * power, largest), bound)
     # Bins 0 to 7 hold zero and subnormals, which arithmetic flushes to zero.
     return jnp.where(top < 8, 0.0, amax), overflow
 

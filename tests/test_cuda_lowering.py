@@ -1,107 +1,272 @@
-"""What CUDA is asked to do, read from the program lowered for it on a machine without a GPU."""
+"""What a CUDA compiler is given, read from StableHLO on a machine without a GPU."""
 
+from __future__ import annotations
+
+import functools
 import re
+from dataclasses import dataclass
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jfp8
+from jfp8 import recipes
+from jfp8.linen import DotGeneral
+from jfp8.sink import init_sink
 
-TENSOR = r"tensor<(?:\d+x)*(?P<{}>[a-z]\w*)>"
-DOT = re.compile(
-    r"stablehlo\.dot_general .*?(?:algorithm = <(?P<algorithm>[^>]*)>)?"
-    rf" : \({TENSOR.format('lhs')}, {TENSOR.format('rhs')}\) -> {TENSOR.format('out')}"
-)
 E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
+implementations = pytest.mark.parametrize("implementation", [None, "xla"])
 
 
-def products(function, *args, platform: str) -> list[re.Match]:
-    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,))
-    lines = [line for line in lowered.as_text().splitlines() if "stablehlo.dot_general" in line]
-    found = [DOT.search(line) for line in lines]
-    assert all(found), lines
+@dataclass(frozen=True)
+class Dot:
+    """One ``stablehlo.dot_general``."""
+
+    lhs: str
+    rhs: str
+    out: str
+    algorithm: str | None
+    precision: str | None
+
+    @property
+    def fast(self) -> bool:
+        found = re.search(r"allow_imprecise_accumulation = (true|false)", self.algorithm)
+        return found[1] == "true"
+
+
+def dots(text):
+    """Every product in the text."""
+    found = []
+    for line in text.splitlines():
+        if "stablehlo.dot" not in line:
+            continue
+        types = re.search(
+            r": \(tensor<(?:\d+x)*(\w+)>, tensor<(?:\d+x)*(\w+)>\) -> tensor<(?:\d+x)*(\w+)>", line
+        )
+        algorithm = re.search(r"algorithm = <([^>]*)>", line)
+        precision = re.search(r"precision = \[([^\]]*)\]", line)
+        found.append(Dot(*types.groups(), algorithm and algorithm[1], precision and precision[1]))
+    assert "convolution" not in text  # the other way to write a product
     return found
 
 
-def forward_and_backward(layer, dtype, lead):
-    x = jnp.ones((*lead, 64), dtype)
-    variables = layer.init(jax.random.key(0), x)
-
-    def loss(params, sink, x):
-        y = layer.apply({**variables, "params": params, "fp8_sink": sink}, x)
-        return (y.astype(jnp.float32) ** 2).sum()
-
-    step = jax.value_and_grad(loss, argnums=(0, 1, 2))
-    return step, (variables["params"], variables["fp8_sink"], x)
+def lowered(f, *args, platform="cuda"):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
+def product_and_gradients(dtype=jnp.float32, numbers=(((1,), (0,)), ((), ())), **options):
+    """A function of (x, w, sink) with its arguments: value, and gradients by all three."""
+    shapes = ((16, 32), (32, 64)) if numbers[1] == ((), ()) else ((4, 16, 32), (4, 32, 64))
+    state = options.get("recipe", recipes.DelayedScaling()).init_state()
+
+    def loss(x, w, sink):
+        y = jfp8.scaled_dot_general(x, w, numbers, state=state, sink=sink, **options)
+        return y.astype(jnp.float32).sum()
+
+    args = (jnp.ones(shapes[0], dtype), jnp.ones(shapes[1], dtype))
+    sink = None if state is None else init_sink()
+    return jax.value_and_grad(loss, argnums=(0, 1)), (*args, sink)
+
+
+def assert_three_f8_products(found, forward=E4M3, backward=E5M2):
+    """fprop may accumulate fast; dgrad and wgrad may not. All others accumulate in f32."""
+    assert len(found) == 3
+    fprop, dgrad, wgrad = found
+    assert (fprop.lhs, fprop.rhs, fprop.fast) == (forward, forward, True)
+    assert (dgrad.lhs, dgrad.rhs, dgrad.fast) == (backward, forward, False)
+    assert (wgrad.lhs, wgrad.rhs, wgrad.fast) == (forward, backward, False)
+    for dot in found:
+        assert dot.out == "f32"
+        assert f"lhs_precision_type = {dot.lhs}" in dot.algorithm
+        assert f"rhs_precision_type = {dot.rhs}" in dot.algorithm
+        assert "accumulation_type = f32" in dot.algorithm
+
+
+@implementations
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("lead", [(32,), (4, 8), (3, 5)], ids=str)
-def test_a_dense_layer_is_three_f8_products(implementation, dtype, lead):
-    """fprop may accumulate fast; dgrad and wgrad, whose errors add up, may not."""
-    layer = jfp8.Dense(48, dtype=dtype, implementation=implementation)
-    step, args = forward_and_backward(layer, dtype, lead)
-    found = products(step, *args, platform="cuda")
-    assert [(p["lhs"], p["rhs"], p["out"]) for p in found] == [
-        (E4M3, E4M3, "f32"),
-        (E5M2, E4M3, "f32"),
-        (E4M3, E5M2, "f32"),
-    ]
-    for p, imprecise in zip(found, ("true", "false", "false"), strict=True):
-        assert f"lhs_precision_type = {p['lhs']}" in p["algorithm"]
-        assert f"rhs_precision_type = {p['rhs']}" in p["algorithm"]
-        assert "accumulation_type = f32" in p["algorithm"]
-        assert f"allow_imprecise_accumulation = {imprecise}" in p["algorithm"]
+def test_three_f8_products(dtype, implementation):
+    """No f32 or bf16 product is left beside them, whatever the operands were."""
+    f, args = product_and_gradients(dtype, implementation=implementation)
+    assert_three_f8_products(dots(lowered(f, *args)))
 
 
-def test_e4m3_gradients_are_asked_for_as_such():
-    recipe = jfp8.recipes.Float8CurrentScaling(fp8_format="E4M3")
-
-    def loss(x, w):
-        return jfp8.scaled_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe).sum()
-
-    step, args = jax.grad(loss, argnums=(0, 1)), (jnp.ones((32, 64)), jnp.ones((64, 48)))
-    assert {(p["lhs"], p["rhs"]) for p in products(step, *args, platform="cuda")} == {(E4M3, E4M3)}
+@implementations
+def test_batched_products(implementation):
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    f, args = product_and_gradients(numbers=numbers, implementation=implementation)
+    assert_three_f8_products(dots(lowered(f, *args)))
 
 
 @pytest.mark.parametrize(
-    "dimension_numbers",
-    [(((2,), (1,)), ((0,), (0,))), (((1, 2), (2, 1)), ((), ())), (((), ()), ((0,), (0,)))],
+    ("recipe", "forward", "backward"),
+    [
+        (recipes.Float8CurrentScaling(), E4M3, E5M2),
+        (recipes.Float8CurrentScaling(fp8_format="E4M3"), E4M3, E4M3),
+        (recipes.DelayedScaling(fp8_format="E4M3", scale_rounding="power_of_two"), E4M3, E4M3),
+        (recipes.DelayedScaling(fp8_format="E5M2"), E5M2, E5M2),
+        (recipes.Unscaled(), E4M3, E5M2),
+    ],
     ids=str,
 )
-def test_any_dimension_numbers_stay_f8(dimension_numbers):
-    """Batched, with several contracting dimensions, and without any."""
+def test_recipes(recipe, forward, backward):
+    f, args = product_and_gradients(recipe=recipe)
+    assert_three_f8_products(dots(lowered(f, *args)), forward, backward)
 
-    def loss(x, w):
-        return jfp8.scaled_dot_general(x, w, dimension_numbers).sum()
 
-    args = jnp.ones((2, 4, 8)), jnp.ones((2, 8, 4))
-    found = products(jax.value_and_grad(loss, argnums=(0, 1)), *args, platform="cuda")
+@pytest.mark.parametrize("fast", [True, False])
+@implementations
+def test_scaled_matmul(implementation, fast):
+    """Also scales per row, which multiply the result, leave the operands in f8."""
+
+    def f(x, w):
+        q_x = jfp8.quantize(x, granularity=jfp8.PerAxis(0))
+        q_w = jfp8.quantize(w, jfp8.E5M2)
+        return jfp8.scaled_matmul(
+            q_x,
+            q_w,
+            (((1,), (0,)), ((), ())),
+            implementation=implementation,
+            fast_accumulation=fast,
+            preferred_element_type=jnp.bfloat16,
+        )
+
+    (dot,) = dots(lowered(f, jnp.ones((16, 32)), jnp.ones((32, 64))))
+    assert (dot.lhs, dot.rhs, dot.out, dot.fast) == (E4M3, E5M2, "f32", fast)
+
+
+# Layers
+
+
+def layer_and_gradients(layer, collections, dtype=jnp.float32):
+    """Like `product_and_gradients`; the arguments are shapes only."""
+    x = jax.ShapeDtypeStruct((16, 32), dtype)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    variables = {name: variables[name] for name in collections}
+
+    def loss(variables, x):
+        return layer.apply(variables, x).astype(jnp.float32).sum()
+
+    return jax.value_and_grad(loss, argnums=(0, 1)), (variables, x)
+
+
+COLLECTIONS = [("params",), ("params", "fp8"), ("params", "fp8", "fp8_sink")]
+
+
+@implementations
+@pytest.mark.parametrize("collections", COLLECTIONS, ids=len)
+def test_dense(collections, implementation):
+    layer = jfp8.Dense(8, implementation=implementation)
+    f, args = layer_and_gradients(layer, collections)
+    assert_three_f8_products(dots(lowered(f, *args)))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        jfp8.Dense(8, dtype=jnp.bfloat16),
+        jfp8.DenseGeneral((2, 4), dtype=jnp.bfloat16),
+        jfp8.Einsum((32, 8), "ab,bc->ac", dtype=jnp.bfloat16),
+        nn.Dense(8, dot_general_cls=DotGeneral, dtype=jnp.bfloat16),
+        nn.Dense(8, dot_general_cls=functools.partial(DotGeneral, implementation="xla")),
+    ],
+    ids=["Dense", "DenseGeneral", "Einsum", "nn.Dense", "nn.Dense with partial"],
+)
+def test_layers(layer):
+    f, args = layer_and_gradients(layer, COLLECTIONS[-1], jnp.bfloat16)
+    assert_three_f8_products(dots(lowered(f, *args)))
+
+
+@pytest.mark.parametrize("wrap", [lambda block: block, nn.remat], ids=["scan", "scan and remat"])
+def test_scanned_layers(wrap):
+    """The loops hold one layer's products. Remat quantizes again, but repeats no product."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return jfp8.Dense(32)(x), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = dict.fromkeys(COLLECTIONS[-1], 0)
+            layers = nn.scan(wrap(Block), axes, split_rngs={"params": True}, length=2)
+            return layers()(x, None)[0]
+
+    f, args = layer_and_gradients(Model(), COLLECTIONS[-1])
+    assert_three_f8_products(dots(lowered(f, *args)))
+
+
+# The other direction: where the presets may not or must not be
+
+
+def test_trap_presets_are_refused_on_cpu():
+    """``ANY_F8_ANY_F8_F32`` is an error at CPU lowering; so is what a library forgets to guard."""
+    x = jnp.ones((4, 4), jfp8.E4M3FN.dtype)
+
+    def f(x):
+        preset = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+        return jax.lax.dot_general(
+            x, x, (((1,), (0,)), ((), ())), precision=preset, preferred_element_type=jnp.float32
+        )
+
+    with pytest.raises(Exception, match="not supported"):
+        lowered(f, x, platform="cpu")
+    assert len(dots(lowered(f, x))) == 1  # and this is how CUDA sees it
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "emulate"])
+def test_cpu_lowering_names_no_algorithm_and_runs(implementation):
+    f, args = product_and_gradients(implementation=implementation)
+    found = dots(lowered(f, *args, platform="cpu"))
     assert len(found) == 3
-    assert all(p["lhs"].startswith("f8") and p["rhs"].startswith("f8") for p in found)
+    operand = "f8" if implementation == "xla" else "f32"
+    for dot in found:
+        assert dot.algorithm is None
+        assert dot.lhs.startswith(operand)
+        assert dot.rhs.startswith(operand)
+        assert dot.out == "f32"
+    value, (dx, dw) = jax.jit(f)(*args)
+    np.testing.assert_allclose(value, 16 * 32 * 64, rtol=1e-5)
+    np.testing.assert_allclose(dx, np.full((16, 32), 64), rtol=1e-5)
+    np.testing.assert_allclose(dw, np.full((32, 64), 16), rtol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", [None, "emulate"])
-def test_on_cpu_the_reference_multiplies_f32(implementation):
-    """CPU refuses named dot algorithms, so none may appear."""
-    layer = jfp8.Dense(48, implementation=implementation)
-    step, args = forward_and_backward(layer, jnp.float32, (32,))
-    found = products(step, *args, platform="cpu")
-    assert [(p["lhs"], p["rhs"], p["algorithm"]) for p in found] == [("f32", "f32", None)] * 3
+def test_trap_emulation_on_a_gpu_keeps_f32():
+    """The default precision would let a GPU round the operands to TF32, and sum in fewer bits."""
+    f, args = product_and_gradients(implementation="emulate")
+    found = dots(lowered(f, *args))
+    assert found == [Dot("f32", "f32", "f32", None, "HIGHEST, HIGHEST")] * 3
 
 
-def test_on_cpu_xla_multiplies_f8_without_naming_an_algorithm():
-    step, args = forward_and_backward(jfp8.Dense(48, implementation="xla"), jnp.float32, (32,))
-    found = products(step, *args, platform="cpu")
-    assert [p["algorithm"] for p in found] == [None] * 3
-    assert all(p["lhs"].startswith("f8") and p["rhs"].startswith("f8") for p in found)
-    value, _ = jax.jit(step)(*args)
-    assert value > 0
+def test_trap_scales_along_the_contraction_on_a_gpu():
+    """No f8 product can take them: dequantized values, multiplied in full f32."""
+
+    def f(x, w):
+        q_x = jfp8.quantize(x, granularity=jfp8.Block((1, 8)))
+        return jfp8.scaled_matmul(q_x, jfp8.quantize(w), (((1,), (0,)), ((), ())))
+
+    found = dots(lowered(f, jnp.ones((16, 32)), jnp.ones((32, 64))))
+    assert found == [Dot("f32", "f32", "f32", None, "HIGHEST, HIGHEST")]
 
 
-def test_the_reference_lowers_for_cuda_too():
-    step, args = forward_and_backward(jfp8.Dense(48, implementation="emulate"), jnp.float32, (32,))
-    found = products(step, *args, platform="cuda")
-    assert [(p["lhs"], p["rhs"]) for p in found] == [("f32", "f32")] * 3
+def test_trap_quantize_dequantize_is_not_what_the_compiler_sees():
+    """XLA:GPU compiles it to bf16 or TF32 products: the control for what this file looks for."""
+
+    def f(x, w):
+        return jfp8.quantize(x).dequantize() @ jfp8.quantize(w).dequantize()
+
+    (dot,) = dots(lowered(f, jnp.ones((16, 32)), jnp.ones((32, 64))))
+    assert (dot.lhs, dot.rhs, dot.algorithm) == ("f32", "f32", None)
+
+
+def test_one_trace_lowers_to_either_platform():
+    """The choice is made at lowering, not by whatever device traced the program."""
+    f, args = product_and_gradients()
+    traced = jax.jit(f).trace(*args)
+    cuda = traced.lower(lowering_platforms=("cuda",)).as_text()
+    cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert_three_f8_products(dots(cuda))
+    assert all(dot.algorithm is None for dot in dots(cpu))

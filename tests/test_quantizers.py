@@ -299,6 +299,16 @@ def test_trap_extreme_e8m0_scales_quantize_exactly(fmt):
     assert_bitwise(q.dequantize(), x)
 
 
+@pytest.mark.parametrize("code", [0, 253, 254])
+def test_trap_constant_factors_are_multiplied_first(code):
+    """XLA turns ``(x * 2^-63) * 2^-64`` into ``x * 2^-127``, and so into zero, if it knows both."""
+    scale = jnp.asarray(np.array(code, np.uint8).view(E8M0FNU.dtype))
+    x = np.ldexp([1.5, -1.75, 1.0 if code else 2.0], max(code, 1) - 127).astype(np.float32)
+    q = jax.jit(lambda x: quantize(x, scale=scale))(x)
+    exact = x.astype(np.float64) * 2.0 ** (127 - code)
+    np.testing.assert_array_equal(np.asarray(q.data).astype(np.float64), exact)
+
+
 @pytest.mark.parametrize("scale_rounding", [None, "power_of_two"])
 @data_formats
 def test_trap_extreme_magnitudes(fmt, scale_rounding):
@@ -516,10 +526,17 @@ def test_gradient_passes_where_the_value_does_not(scale):
         assert gradient(np.array([1.0, 2.0, bad, -2.0], np.float32)).tolist() == [1, 0, 1, 0]
 
 
-def test_given_scales_get_no_gradient():
-    x, scale = jnp.array([1.0, -2.0]), jnp.float32(0.5)
-    gradient = jax.jit(jax.grad(lambda s: dequantize(quantize(x, scale=s)).sum()))(scale)
-    assert float(gradient) == 0
+def test_scales_have_no_gradient():
+    """Neither a given one, through the values or by itself, nor the one that follows from x."""
+    x, scale = np.array([1.0, -2.0], np.float32), np.float32(0.5)
+
+    def both(x, scale):
+        q = quantize(x, scale=scale)
+        return dequantize(q).sum() + q.scale + quantize(x).scale
+
+    d_x, d_scale = jax.jit(jax.grad(both, argnums=(0, 1)))(x, scale)
+    assert d_x.tolist() == [1, 1]
+    assert float(d_scale) == 0
 
 
 def test_jvp_of_quantize_rounds_the_tangent():

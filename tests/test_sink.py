@@ -19,6 +19,8 @@ ULP = 2.0**-23
 # largest: sqrt(2e-6 * (n - 1)), relative to the mantissa, which is at least 1.
 UNNOTICED = 1.4143e-3
 
+drawn = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
 encode_all = jax.jit(jnp.vectorize(encode_amax, signature="()->(w)"))
 decode = jax.jit(decode_amax)
 larger_of = jax.jit(max_of_sinks)
@@ -46,7 +48,7 @@ normal_floats = st.floats(float(TINY), float(LARGEST), width=32, allow_subnormal
 @st.composite
 def close_floats(draw, most):
     """A few amaxes within some octaves of each other, now and then within a bin."""
-    center = draw(st.floats(1e-30, 1e30, width=32))
+    center = draw(st.floats(2.0**-100, 2.0**100, width=32))
     spread = draw(st.sampled_from([8.0, 2.0, 1.1, 1.01, 1.001]))
     factors = draw(st.lists(st.floats(1 / spread, spread), min_size=2, max_size=most))
     return [float(np.float32(center * f)) for f in factors]
@@ -83,6 +85,7 @@ def test_single_use_is_exact_in_every_binade():
     assert not overflow.any()
 
 
+@drawn
 @given(normal_floats)
 def test_single_use_is_exact(value):
     assert read(encode([value])[0]) == (value, False)
@@ -107,6 +110,7 @@ def assert_bounds(row, values):
     assert largest * (1 - slack) <= amax <= min(largest * 9 / 8, float(LARGEST))
 
 
+@drawn
 @given(close_floats(most=8), st.sampled_from(["sum", "mean", "pmean of psum"]))
 def test_combinations_bound_the_maximum(values, how):
     rows = encode(values)
@@ -114,11 +118,13 @@ def test_combinations_bound_the_maximum(values, how):
     assert_bounds(row.astype(np.float32), values)
 
 
+@drawn
 @given(st.lists(normal_floats, min_size=2, max_size=4), st.floats(2.0**-20, 2.0**20))
 def test_combinations_over_the_whole_range(values, factor):
     assert_bounds(encode(values).sum(0) * np.float32(factor), values)
 
 
+@drawn
 @given(close_floats(most=2), st.floats(0.125, 8.0, width=32), st.floats(0.125, 8.0, width=32))
 def test_unequal_weights_bound_the_maximum(values, first, second):
     """With weights 1 to 64 a spread of 8 sqrt(2e-6) may pass unnoticed."""
@@ -131,7 +137,7 @@ def test_unequal_weights_bound_the_maximum(values, first, second):
 @pytest.mark.parametrize("values", [(4.1, 7.9), (4.05, 4.45), (7.9, 4.1, 4.1, 4.1), (1.0, 1.12)])
 @pytest.mark.parametrize("how", ["mean", "sum"])
 def test_trap_mean_of_one_binade(values, how):
-    """The mean of {4.1, 7.9} has the mass of one use in one binade, and read 6.0 without moments."""
+    """The mean of {4.1, 7.9} has the mass of a single use, all in one binade, and once read 6.0."""
     rows = encode(values)
     amax, _ = read(rows.mean(0) if how == "mean" else rows.sum(0))
     assert max(values) <= amax <= max(values) * 9 / 8
@@ -146,6 +152,7 @@ def test_trap_one_large_among_many():
         assert largest * (1 - 0.035) <= amax <= largest * 9 / 8
 
 
+@drawn
 @given(normal_floats, st.integers(2, 1000))
 def test_equal_amaxes_stay_exact(value, n):
     """A weight that two products share has one amax; 1 ulp for the sums and the division."""
@@ -159,7 +166,8 @@ def test_rescaled_single_use_is_exact_to_an_ulp(divisor):
     """Averages over micro-batches, tokens, a loss scale: in every binade."""
     rng = np.random.default_rng(0)
     exponents = np.arange(-126, 128)
-    values = (rng.uniform(1, 2, exponents.size) * 2.0**exponents).astype(np.float32)
+    values = (rng.uniform(1, 1.99, exponents.size) * 2.0**exponents).astype(np.float32)
+    values[-1] = LARGEST
     amax, overflow = decode(encode(values) / np.float32(divisor))
     assert (abs(np.asarray(amax, np.float64) - values) <= ULP * 2.0**exponents).all()
     assert not overflow.any()
@@ -171,6 +179,7 @@ def test_largest_number_is_bounded_by_itself():
     assert read(encode([LARGEST])[0]) == (float(LARGEST), False)
 
 
+@drawn
 @given(normal_floats)
 def test_trap_sink_cast_to_bf16(value):
     """Rounded moments are noise: a bound is left, or the mantissa to the 8 bits that bf16 has."""
@@ -189,6 +198,7 @@ def test_overflow_is_flagged(bad):
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
+@drawn
 @given(values=close_floats(most=6), position=st.integers(0, 5), n=st.sampled_from([1, 4, 65536]))
 def test_overflow_hides_no_finite_maximum(bad, values, position, n):
     mixed = list(values)
@@ -220,6 +230,7 @@ def test_max_of_sinks_is_exact():
         assert not overflow.any()
 
 
+@drawn
 @given(st.lists(st.tuples(*[st.one_of(st.just(0.0), normal_floats)] * 3), min_size=1, max_size=5))
 def test_max_of_sinks_accumulates_exactly(steps):
     """As the loop over micro-batches uses it: from zeros, one after the other."""
@@ -286,7 +297,3 @@ def test_trap_collectives_average_amaxes(collective):
         amax, overflow = read(reduced)
         assert 9 <= amax <= 9 * 9 / 8
         assert not overflow
-
-
-settings.register_profile("sink", deadline=None, max_examples=60, derandomize=True)
-settings.load_profile("sink")

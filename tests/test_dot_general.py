@@ -1,0 +1,923 @@
+"""`scaled_dot_general` against fake quantization written here: numpy, ml_dtypes, float64 sums."""
+
+from __future__ import annotations
+
+import string
+from fractions import Fraction
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8 import recipes, scaled_dot_general
+from jfp8.sink import decode_amax, init_sink
+
+PLAIN = (((1,), (0,)), ((), ()))
+UNIT = 2.0**-24  # unit roundoff of f32
+MAX = {ml_dtypes.float8_e4m3fn: 448.0, ml_dtypes.float8_e5m2: 57344.0}
+E4M3, E5M2 = MAX
+FORMATS = {"HYBRID": (E4M3, E4M3, E5M2), "E4M3": (E4M3,) * 3, "E5M2": (E5M2,) * 3}  # lhs, rhs, grad
+ROLES = ("lhs", "rhs", "grad")
+
+
+# The oracle
+
+
+def scale_for(amax, fmt, margin=0, scale_rounding=None):
+    """``amax / max * 2^margin`` in f32; 1 where that says nothing; at least 2^-126."""
+    amax = np.float32(amax)
+    if amax == 0 or not np.isfinite(amax):
+        return np.float32(1)
+    if scale_rounding == "power_of_two":
+        ratio = Fraction(float(amax)) / Fraction(MAX[fmt])
+        exponent = -126 - margin
+        while Fraction(2) ** exponent < ratio:
+            exponent += 1
+        return np.float32(2.0 ** (exponent + margin))
+    return max(amax / np.float32(MAX[fmt]) * np.float32(2.0**margin), np.float32(2.0**-126))
+
+
+def amax_of(x):
+    return np.max(np.abs(np.asarray(x, np.float32)), initial=0)
+
+
+def fake_quantize(x, fmt, scale):
+    """``(data, scale)``: multiplied by 1/scale in f32, rounded once, saturated; Inf becomes NaN."""
+    x = np.asarray(x, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.clip(x * (np.float32(1) / scale), -MAX[fmt], MAX[fmt])
+    data = scaled.astype(fmt).astype(np.float64)
+    return np.where(np.isfinite(x), data, np.nan), scale
+
+
+def letters(lhs_ndim, rhs_ndim, numbers):
+    """Dimension numbers as einsum terms: lhs, rhs, result."""
+    (lc, rc), (lb, rb) = numbers
+    lhs = list(string.ascii_lowercase[:lhs_ndim])
+    rhs = list(string.ascii_uppercase[:rhs_ndim])
+    for a, b in zip(lc + lb, rc + rb, strict=True):
+        rhs[b] = lhs[a]
+    out = [lhs[a] for a in lb]
+    out += [c for i, c in enumerate(lhs) if i not in lc + lb]
+    out += [c for i, c in enumerate(rhs) if i not in rc + rb]
+    return "".join(lhs), "".join(rhs), "".join(out)
+
+
+def product(equation, a, b):
+    """Exact product of two quantized arrays, and how far f32 may be from it.
+
+    |error| <= (K + 2) u sum|a b|: K - 1 additions, the product of the scales, the multiplication by
+    it, and one for the terms of higher order. Below the normal numbers XLA:CPU flushes.
+    """
+    (x, x_scale), (y, y_scale) = a, b
+    scale = np.float64(x_scale) * np.float64(y_scale)
+    terms, out = equation.split("->")
+    sizes = dict(zip(terms.replace(",", ""), x.shape + y.shape, strict=True))
+    k = np.prod([n for c, n in sizes.items() if c not in out], initial=1)
+    exact = np.einsum(equation, x, y) * scale
+    magnitude = np.einsum(equation, abs(x), abs(y)) * scale
+    return exact, (k + 2) * UNIT * magnitude + np.finfo(np.float32).tiny
+
+
+def oracle(lhs, rhs, dy, numbers, formats, scales):
+    """y, d_lhs and d_rhs, each with its bound, from `scales` of lhs, rhs and dy."""
+    term_l, term_r, term_y = letters(np.ndim(lhs), np.ndim(rhs), numbers)
+    q_l, q_r, q_y = (
+        fake_quantize(x, fmt, s) for x, fmt, s in zip((lhs, rhs, dy), formats, scales, strict=True)
+    )
+    return (
+        product(f"{term_l},{term_r}->{term_y}", q_l, q_r),
+        product(f"{term_y},{term_r}->{term_l}", q_y, q_r),
+        product(f"{term_l},{term_y}->{term_r}", q_l, q_y),
+    )
+
+
+def current_scales(operands, formats, **options):
+    return [scale_for(amax_of(x), fmt, **options) for x, fmt in zip(operands, formats, strict=True)]
+
+
+def assert_matches(results, expected):
+    """Each result lies within its bound, plus half an ulp of its own dtype; NaN where it should."""
+    if not isinstance(results, dict):
+        names = ("y", "d_lhs", "d_rhs")
+        results = dict(zip(names, results, strict=True))
+        expected = dict(zip(names, expected, strict=True))
+    for name, result in results.items():
+        exact, bound = expected[name]
+        assert result.shape == exact.shape, name
+        value = np.asarray(result, np.float64)
+        if result.dtype != jnp.float32:
+            info = jnp.finfo(result.dtype)
+            half_ulp = float(info.eps) / 2 * (abs(exact) + bound)
+            bound = bound + half_ulp + float(info.smallest_subnormal)
+        np.testing.assert_array_equal(np.isnan(value), np.isnan(exact), err_msg=name)
+        wrong = abs(value - exact) > bound  # NaN compares as false
+        assert not wrong.any(), f"{name}: {np.argwhere(wrong)[:5]}, {value[wrong]}, {exact[wrong]}"
+
+
+# The code under test, and data for it
+
+
+STATIC = ("recipe", "implementation", "preferred_element_type")
+dot = jax.jit(scaled_dot_general, static_argnames=("dimension_numbers", *STATIC))
+
+
+@partial(jax.jit, static_argnames=("numbers", *STATIC))
+def value_and_grads(lhs, rhs, dy, numbers=PLAIN, *, sink=None, **options):
+    """y, d_lhs, d_rhs and, if there is a sink, its cotangent; compiled."""
+
+    def f(lhs, rhs, sink):
+        return scaled_dot_general(lhs, rhs, numbers, sink=sink, **options)
+
+    y, vjp = jax.vjp(f, lhs, rhs, sink)
+    d_lhs, d_rhs, d_sink = vjp(dy)
+    return (y, d_lhs, d_rhs) if sink is None else (y, d_lhs, d_rhs, d_sink)
+
+
+def random_case(seed):
+    """Shapes and dimension numbers: up to two batch, three contracting, two free dimensions."""
+    rng = np.random.default_rng(seed)
+    n_batch, n_contract = rng.integers(0, 3), rng.integers(0, 4)
+    shared = rng.choice([1, 2, 3, 5, 7], n_batch + n_contract).tolist()
+    sides = []
+    for _ in range(2):
+        sizes = shared + rng.choice([1, 2, 3, 5, 9], rng.integers(0, 3)).tolist()
+        place = rng.permutation(len(sizes)).tolist()  # dimension i of `sizes` stands at place[i]
+        shape = [0] * len(sizes)
+        for size, position in zip(sizes, place, strict=True):
+            shape[position] = size
+        sides.append((tuple(shape), tuple(place)))
+    (lhs, l_at), (rhs, r_at) = sides
+    end = n_batch + n_contract
+    return lhs, rhs, ((l_at[n_batch:end], r_at[n_batch:end]), (l_at[:n_batch], r_at[:n_batch]))
+
+
+CASES = {f"random{seed}": random_case(seed) for seed in range(8)} | {
+    "dense": ((2, 9, 33), (33, 17), (((2,), (0,)), ((), ()))),
+    "transposed": ((33, 9), (17, 33), (((0,), (1,)), ((), ()))),
+    "permuted contraction": ((3, 4, 5, 2), (5, 3, 4, 6), (((1, 2, 0), (2, 0, 1)), ((), ()))),
+    "attention": ((2, 7, 3, 5), (2, 6, 3, 5), (((3,), (3,)), ((0, 2), (0, 2)))),
+    "outer product": ((3, 2), (5,), (((), ()), ((), ()))),
+    "full contraction": ((3, 4, 5), (5, 3, 4), (((1, 2, 0), (2, 0, 1)), ((), ()))),
+    "scalars": ((), (), (((), ()), ((), ()))),
+    "no rows": ((0, 5), (5, 3), PLAIN),
+    "no columns": ((4, 5), (5, 0), PLAIN),
+    "empty contraction": ((4, 0), (0, 3), PLAIN),
+}
+# Every recipe and every format choice meets every kind of dimension numbers in turn.
+RECIPES = [
+    recipes.Float8CurrentScaling(),
+    recipes.DelayedScaling(amax_history_len=3),
+    recipes.Float8CurrentScaling(fp8_format="E4M3", scale_rounding="power_of_two"),
+    recipes.Unscaled(fp8_format="E5M2"),
+    recipes.DelayedScaling(
+        amax_history_len=2, amax_compute_algo="most_recent", margin=2, fp8_format="E4M3"
+    ),
+    recipes.Unscaled(),
+    recipes.DelayedScaling(amax_history_len=4, fp8_format="E5M2", scale_rounding="power_of_two"),
+]
+
+
+def random_operands(shapes_and_numbers, seed=0, dtypes=(jnp.float32,) * 3, sizes=(3.0, 0.02, 1e-6)):
+    """lhs, rhs and dy of normal numbers: activations, weights, small gradients."""
+    lhs_shape, rhs_shape, numbers = shapes_and_numbers
+    rng = np.random.default_rng(seed)
+    out = jax.eval_shape(
+        lambda l, r: jax.lax.dot_general(l, r, numbers), jnp.zeros(lhs_shape), jnp.zeros(rhs_shape)
+    )
+    return [
+        jnp.asarray(rng.normal(size=shape) * size, dtype)
+        for shape, size, dtype in zip((lhs_shape, rhs_shape, out.shape), sizes, dtypes, strict=True)
+    ]
+
+
+def random_state(recipe, operands, seed=0):
+    """Full histories that predict the operands' amaxes to a factor of about two."""
+    rng = np.random.default_rng(seed)
+    state = {}
+    for role, x in zip(ROLES, operands, strict=True):
+        history = max(amax_of(x), 1e-8) * rng.uniform(0.5, 2, recipe.amax_history_len)
+        state[role] = {"amax_history": jnp.float32(history), "amax": jnp.float32(0)}
+    return state
+
+
+def expected_scales(recipe, operands, state):
+    formats = FORMATS[recipe.fp8_format]
+    if isinstance(recipe, recipes.Unscaled):
+        return [np.float32(1)] * 3
+    if state is None:
+        return current_scales(operands, formats, scale_rounding=recipe.scale_rounding)
+    newest = recipe.amax_compute_algo == "most_recent"
+    amaxes = [np.asarray(state[role]["amax_history"]) for role in ROLES]
+    return [
+        scale_for(a[0] if newest else a.max(), fmt, recipe.margin, recipe.scale_rounding)
+        for a, fmt in zip(amaxes, formats, strict=True)
+    ]
+
+
+# Value and gradients
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fake_quantization_oracle(case):
+    """Value and both gradients, for any dimension numbers, with every recipe in turn."""
+    index = list(CASES).index(case)
+    recipe, numbers = RECIPES[index % len(RECIPES)], CASES[case][2]
+    small = isinstance(recipe, recipes.Unscaled)
+    operands = random_operands(CASES[case], seed=index, sizes=(3.0, 0.02, 1.0 if small else 1e-6))
+    delayed = isinstance(recipe, recipes.DelayedScaling)
+    state = random_state(recipe, operands) if delayed else None
+    sink = init_sink() if delayed else None
+    results = value_and_grads(*operands, numbers, recipe=recipe, state=state, sink=sink)
+    scales = expected_scales(recipe, operands, state)
+    expected = oracle(*operands, numbers, FORMATS[recipe.fp8_format], scales)
+    assert_matches(results[:3], expected)
+    if all(x.size for x in operands):
+        assert all(abs(result).max() > 0 for result in results[:3])
+
+
+@pytest.mark.parametrize("implementation", ["emulate", "xla"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_recipes_and_implementations(recipe, implementation):
+    """A recipe changes numbers, an implementation must not."""
+    operands = random_operands(CASES["dense"], seed=1, sizes=(3.0, 0.02, 1e-2))
+    numbers = CASES["dense"][2]
+    delayed = isinstance(recipe, recipes.DelayedScaling)
+    state = random_state(recipe, operands) if delayed else None
+    options = {"recipe": recipe, "implementation": implementation, "state": state}
+    results = value_and_grads(*operands, numbers, sink=init_sink() if delayed else None, **options)
+    scales = expected_scales(recipe, operands, state)
+    assert_matches(results[:3], oracle(*operands, numbers, FORMATS[recipe.fp8_format], scales))
+    for result in results[:3]:
+        assert abs(result).max() > 0
+
+
+def test_state_without_sink_uses_current_scaling_for_gradients():
+    """Nobody keeps the gradient's history up then; the state carries a poisonous one."""
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    operands = random_operands(CASES["dense"])
+    state = random_state(recipe, operands)
+    state["grad"]["amax_history"] = jnp.full((3,), 1e30)
+    results = value_and_grads(*operands, CASES["dense"][2], recipe=recipe, state=state)
+    delayed = expected_scales(recipe, operands, state)
+    scales = [*delayed[:2], scale_for(amax_of(operands[2]), E5M2)]
+    assert_matches(results, oracle(*operands, CASES["dense"][2], FORMATS["HYBRID"], scales))
+
+
+def test_no_state_is_current_scaling_whatever_the_sink():
+    operands = random_operands(CASES["dense"])
+    numbers = CASES["dense"][2]
+    recipe = recipes.DelayedScaling(margin=1)
+    scales = current_scales(operands, FORMATS["HYBRID"], margin=1)
+    expected = oracle(*operands, numbers, FORMATS["HYBRID"], scales)
+    assert_matches(value_and_grads(*operands, numbers, recipe=recipe), expected)
+    with_sink = value_and_grads(*operands, numbers, recipe=recipe, sink=init_sink())
+    assert_matches(with_sink[:3], expected)
+
+
+def test_close_to_the_f32_product():
+    """The oracle shares the rule with the code; the plain product shares nothing with it."""
+    operands = random_operands(((80, 70), (70, 64), PLAIN), seed=2)
+    lhs, rhs, dy = (np.asarray(x, np.float64) for x in operands)
+    for result, exact in zip(
+        value_and_grads(*operands, sink=init_sink()), (lhs @ rhs, dy @ rhs.T, lhs.T @ dy)
+    ):
+        # Rounding to 3 (2) mantissa bits is off by at most 2^-4 (2^-3), by about half as much on
+        # average over a binade and a third of that again as a root mean square of both operands.
+        error = np.linalg.norm(result - exact) / np.linalg.norm(exact)
+        assert 0.005 < error < 0.08
+
+
+def test_jit_equals_eager():
+    operands = random_operands(((9, 33), (33, 7), PLAIN), seed=3)
+    compiled = value_and_grads(*operands)
+    eager = value_and_grads.__wrapped__(*operands)
+    for one, other in zip(eager, compiled, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert abs(one).max() > 0
+    # A key is accepted for recipes that round stochastically, of which there is none yet.
+    keyed = scaled_dot_general(*operands[:2], PLAIN, key=jax.random.key(0))
+    np.testing.assert_array_equal(keyed, eager[0])
+
+
+def test_vmap_equals_loop():
+    """Under vmap every example has its own scales, of operands and of gradients."""
+    rng = np.random.default_rng(4)
+    sizes = jnp.float32([1.0, 1e-3, 1e3]).reshape(3, 1, 1)
+    lhs = jnp.asarray(rng.normal(size=(3, 4, 6)), jnp.float32) * sizes
+    dy = jnp.asarray(rng.normal(size=(3, 4, 5)), jnp.float32) / sizes
+    rhs = jnp.asarray(rng.normal(size=(6, 5)), jnp.float32)
+
+    def f(lhs, rhs, dy):
+        y, vjp = jax.vjp(lambda l, r: scaled_dot_general(l, r, PLAIN), lhs, rhs)
+        return (y, *vjp(dy))
+
+    batched = jax.jit(jax.vmap(f, in_axes=(0, None, 0)))(lhs, rhs, dy)
+    for i in range(3):
+        scales = current_scales((lhs[i], rhs, dy[i]), FORMATS["HYBRID"])
+        expected = oracle(lhs[i], rhs, dy[i], PLAIN, FORMATS["HYBRID"], scales)
+        assert_matches([b[i] for b in batched], expected)
+        assert all(abs(b[i]).max() > 0 for b in batched)
+
+
+def test_scan_and_remat_give_the_same_gradient():
+    x, w, dy = random_operands(((8, 8), (8, 8), PLAIN), seed=5, sizes=(1.0, 1.0, 1.0))
+
+    def layer(h, w):
+        return scaled_dot_general(h, w, PLAIN)
+
+    def scanned(layer):
+        return lambda w: jax.lax.scan(lambda h, _: (layer(h, w), None), x, None, length=3)[0]
+
+    def gradient(f):
+        return np.asarray(jax.jit(lambda w: jax.vjp(f, w)[1](dy)[0])(w))
+
+    unrolled = gradient(lambda w: layer(layer(layer(x, w), w), w))
+    assert abs(unrolled).max() > 0
+    for body in (layer, jax.checkpoint(layer)):
+        # The three contributions may be added in another order.
+        error = abs(gradient(scanned(body)) - unrolled)
+        assert error.max() <= 4 * UNIT * abs(unrolled).max()
+
+
+def test_same_weight_twice():
+    """The gradients of the two uses add, and each of them is the oracle's."""
+    x, w, dy = random_operands(((6, 6), (6, 6), PLAIN), seed=6, sizes=(1.0, 1.0, 1.0))
+
+    @jax.jit
+    def twice(w):
+        z, vjp = jax.vjp(lambda w: dot(dot(x, w, PLAIN), w, PLAIN), w)
+        return z, *vjp(dy)
+
+    z, dw = twice(w)
+    formats = FORMATS["HYBRID"]
+    y = value_and_grads(x, w, dy)[0]
+    d_y = value_and_grads(y, w, dy)[1]
+    second = oracle(y, w, dy, PLAIN, formats, current_scales((y, w, dy), formats))
+    first = oracle(x, w, d_y, PLAIN, formats, current_scales((x, w, d_y), formats))
+    total = first[2][0] + second[2][0]
+    bound = first[2][1] + second[2][1] + UNIT * abs(total)
+    assert_matches({"z": z, "dw": dw}, {"z": second[0], "dw": (total, bound)})
+    for part in (first, second):  # neither use alone would pass
+        assert abs(part[2][0]).max() > 1000 * bound.max()
+
+
+# Dtypes
+
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+@pytest.mark.parametrize(
+    ("lhs_dtype", "rhs_dtype", "preferred", "result"),
+    [
+        (F32, F32, None, F32),
+        (BF16, BF16, None, BF16),
+        (F16, F16, None, F16),
+        (BF16, F32, None, F32),
+        (F32, F16, None, F32),
+        (BF16, F16, None, F32),
+        (BF16, BF16, F32, F32),
+        (F32, F32, BF16, BF16),
+        (F32, BF16, F16, F16),
+    ],
+)
+def test_dtypes(lhs_dtype, rhs_dtype, preferred, result):
+    """Results have the promoted or the preferred dtype, gradients that of their operand."""
+    dtypes = (lhs_dtype, rhs_dtype, result)
+    operands = random_operands(((9, 33), (33, 7), PLAIN), seed=7, dtypes=dtypes, sizes=(3, 0.2, 1))
+    results = value_and_grads(*operands, preferred_element_type=preferred)
+    assert [r.dtype for r in results] == [result, lhs_dtype, rhs_dtype]
+    scales = current_scales(operands, FORMATS["HYBRID"])
+    assert_matches(results, oracle(*operands, PLAIN, FORMATS["HYBRID"], scales))
+    assert all(abs(r).max() > 0 for r in results)
+
+
+def test_trap_f16_overflows_before_the_scales():
+    """448 * 448 * 512 is Inf in float16 (Flax: Inf from K = 256 on); the product itself is 512."""
+    ones = jnp.ones((512, 512), F16)
+    y, dx, dw = value_and_grads(ones, ones, ones)
+    for result in (y, dx, dw):
+        assert result.dtype == F16
+        np.testing.assert_array_equal(result, 512)
+
+
+def test_trap_scales_stay_f32_with_bf16_operands():
+    """Scales rounded to bf16 would be off by up to 2^-9 each, on every element alike."""
+    value = 1.37
+    x = jnp.full((1, 64), value, BF16)
+    w = jnp.full((64, 1), 0.71, BF16)
+    y = dot(x, w, PLAIN, preferred_element_type=F32)
+    exact = 64 * float(x[0, 0]) * float(w[0, 0])
+    # One value per tensor sits on the largest code, whose only error is the scale's.
+    np.testing.assert_allclose(y.item(), exact, rtol=70 * UNIT)
+
+
+# Values at the ends of the range
+
+
+def test_trap_division_rewritten_to_multiplication():
+    """XLA may turn ``x / s`` into ``x * (1/s)``, one ulp off for half of the elements.
+
+    Quantization is that multiplication by definition. With one row of ones to multiply by, y shows
+    every code, and elements next to the midpoints of the format show the difference.
+    """
+    rng = np.random.default_rng(8)
+    scale = np.float32(3.7 / 448)
+    grid = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+    grid = np.sort(grid[np.isfinite(grid)])
+    middle = ((grid[1:] + grid[:-1]) / 2 * scale).astype(np.float32)
+    near = [np.nextafter(middle, side, dtype=np.float32) for side in (-np.inf, np.inf)]
+    x = np.concatenate([middle, *near, rng.normal(size=4096).astype(np.float32)])
+    x = np.clip(x, -3.7, 3.7)[:, None]
+    state = recipes.DelayedScaling(amax_history_len=1).init_state()
+    state["lhs"]["amax_history"] = jnp.float32([3.7])
+    state["rhs"]["amax_history"] = jnp.float32([448.0])
+    recipe = recipes.DelayedScaling(amax_history_len=1)
+    y = dot(x, jnp.ones((1, 1)), PLAIN, recipe=recipe, state=state)
+    data, scale = fake_quantize(x, E4M3, scale_for(np.float32(3.7), E4M3))
+    np.testing.assert_array_equal(y, (data * scale).astype(np.float32))
+
+
+@pytest.mark.parametrize("which", ROLES)
+def test_trap_zero_tensor_gives_zero(which):
+    """A zero amax would give a scale of 0 or a reciprocal of Inf, and then 0 * Inf = NaN."""
+    operands = random_operands(((80, 70), (70, 64), PLAIN), seed=9)
+    index = ROLES.index(which)
+    operands[index] = jnp.zeros_like(operands[index])
+    results = value_and_grads(*operands, sink=init_sink())
+    vanish = {"lhs": (0, 2), "rhs": (0, 1), "grad": (1, 2)}[which]
+    for i in range(3):
+        if i in vanish:
+            np.testing.assert_array_equal(results[i], np.zeros(results[i].shape))
+        else:
+            assert np.isfinite(results[i]).all()
+            assert abs(results[i]).max() > 0
+
+
+@pytest.mark.parametrize("size", [2.0**-126, 1e-37, 1e-30, 1e-20, 1e20, 1e30, 4e37])
+def test_trap_extreme_amax(size):
+    """MAX / amax overflows f32 below 1e-36, and 1 / scale is subnormal, hence 0, above 2^126.
+
+    The weights keep the product of the scales a normal number; no element of x is subnormal.
+    """
+    rng = np.random.default_rng(9)
+    x = jnp.asarray(rng.uniform(1, 8, (8, 16)) * rng.choice([-1, 1], (8, 16)) * size, jnp.float32)
+    weight = 2.0**16 if size < 1 else 2.0**-6
+    w = jnp.asarray(rng.uniform(-weight, weight, (16, 4)), jnp.float32)
+    operands = (x, w, jnp.full((8, 4), weight))
+    results = value_and_grads(*operands)
+    scales = current_scales(operands, FORMATS["HYBRID"])
+    assert_matches(results, oracle(*operands, PLAIN, FORMATS["HYBRID"], scales))
+    assert all(np.isfinite(r).all() for r in results)
+    assert all(abs(r).max() > 0 for r in results)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("which", ROLES)
+def test_trap_non_finite_elements_show_where_they_count(which, bad):
+    """From 4096 elements on a float maximum of XLA:CPU loses NaN, and every cast saturates Inf.
+
+    The rows and columns that the element takes part in are NaN, and all others as without it, but
+    for the scale, which is 1 then.
+    """
+    operands = random_operands(((80, 70), (70, 64), PLAIN), seed=10, sizes=(1.0, 1.0, 1.0))
+    index = ROLES.index(which)
+    row, column = 41, 27
+    operands[index] = operands[index].at[row, column].set(bad)
+    results = value_and_grads(*operands, sink=init_sink())
+    scales = current_scales(operands, FORMATS["HYBRID"])
+    assert scales[index] == 1
+    assert_matches(results[:3], oracle(*operands, PLAIN, FORMATS["HYBRID"], scales))
+    nan_rows = {
+        "lhs": [((80, 64), (row, slice(None))), None, ((70, 64), (column, slice(None)))],
+        "rhs": [((80, 64), (slice(None), column)), ((80, 70), (slice(None), row)), None],
+        "grad": [None, ((80, 70), (row, slice(None))), ((70, 64), (slice(None), column))],
+    }[which]
+    for result, where in zip(results, nan_rows, strict=False):
+        expected = np.zeros(result.shape, bool)
+        if where is not None:
+            expected[where[1]] = True
+        np.testing.assert_array_equal(np.isnan(result), expected)
+        assert np.isfinite(np.asarray(result)[~expected]).all()
+    overflow = decode_amax(results[3])[1]
+    assert overflow.tolist() == [role == which for role in ROLES]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_non_finite_elements_show_under_every_recipe(recipe):
+    """Also under a scale from the history, where a saturating cast would hide them."""
+    numbers = CASES["dense"][2]
+    clean = random_operands(CASES["dense"], seed=11, sizes=(1.0, 1.0, 1.0))
+    delayed = isinstance(recipe, recipes.DelayedScaling)
+    state = random_state(recipe, clean) if delayed else None
+    operands = [clean[0].at[1, 2, 3].set(jnp.inf), clean[1], clean[2].at[0, 4, 5].set(-jnp.inf)]
+    sink = init_sink() if delayed else None
+    options = {"recipe": recipe, "implementation": "emulate", "state": state}
+    results = value_and_grads(*operands, numbers, sink=sink, **options)
+    scales = expected_scales(recipe, operands, state)
+    assert_matches(results[:3], oracle(*operands, numbers, FORMATS[recipe.fp8_format], scales))
+    nan = [np.isnan(r) for r in results[:3]]
+    assert nan[0][1, 2].all()
+    assert nan[0].sum() == 17  # the row of y
+    assert nan[1][0, 4].all()
+    assert nan[1].sum() == 33  # the row of d_lhs
+    assert nan[2][3].all()
+    assert nan[2][:, 5].all()
+    assert nan[2].sum() == 17 + 33 - 1  # a row from lhs, a column from dy
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ((0, 5), (5, 3), PLAIN),
+        ((4, 0), (0, 3), PLAIN),
+        ((4, 5), (5, 0), PLAIN),
+        ((0, 4, 2), (2, 3, 0), (((2,), (0,)), ((0,), (2,)))),
+    ],
+)
+def test_empty_operands(case):
+    """Values and gradients are what an empty sum is: zero; the sink tells an amax of zero."""
+    operands = random_operands(case)
+    for implementation in ("emulate", "xla"):
+        results = value_and_grads(
+            *operands, case[2], sink=init_sink(), implementation=implementation
+        )
+        for result, shape in zip(results, (operands[2].shape, *case[:2]), strict=False):
+            np.testing.assert_array_equal(result, np.zeros(shape))
+        amaxes, overflow = decode_amax(results[3])
+        np.testing.assert_array_equal(amaxes, [amax_of(x) for x in operands])
+        assert not overflow.any()
+
+
+# Straight through
+
+
+def test_gradient_flows_through_saturated_elements():
+    """A history that knows only 1 saturates 10; the gradient is still that of the identity."""
+    recipe = recipes.DelayedScaling(amax_history_len=1)
+    state = recipe.init_state()
+    for role in ROLES:
+        state[role]["amax_history"] = jnp.ones((1,))
+    x, w, dy = jnp.float32([[10.0, 0.5]]), jnp.ones((2, 1)), jnp.ones((1, 1))
+    y, dx, dw = value_and_grads(x, w, dy, recipe=recipe, state=state)
+    np.testing.assert_allclose(y, [[1.5]], rtol=4 * UNIT)
+    np.testing.assert_allclose(dx, [[1.0, 1.0]], rtol=4 * UNIT)
+    np.testing.assert_allclose(dw, [[1.0], [0.5]], rtol=4 * UNIT)  # x as it was multiplied
+
+
+def test_no_forward_mode():
+    x = jnp.ones((2, 2))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jit(lambda x: jax.jvp(lambda x: dot(x, x, PLAIN), (x,), (x,)))(x)
+
+
+# Delayed scaling over steps
+
+
+class NumpyDelayed:
+    """The rule of delayed scaling: scale from the amaxes of the steps before this one."""
+
+    def __init__(self, length):
+        self.history = [np.float32(0)] * length  # newest first
+
+    def scale(self, x, fmt):
+        seen = max(self.history)
+        return scale_for(seen if seen > 0 else amax_of(x), fmt)
+
+    def step(self, x):
+        amax = amax_of(x)
+        if 0 < amax < np.inf:
+            self.history = [amax, *self.history[:-1]]
+
+
+def make_step(recipe):
+    """(lhs, rhs, dy, state) -> results and the next state; compiled once for all steps."""
+
+    @jax.jit
+    def step(lhs, rhs, dy, state):
+        def f(lhs, rhs, sink):
+            return scaled_dot_general(lhs, rhs, PLAIN, recipe=recipe, state=state, sink=sink)
+
+        y, vjp = jax.vjp(f, lhs, rhs, init_sink())
+        d_lhs, d_rhs, d_sink = vjp(dy)
+        new = jfp8.advance({"product": state}, {"product": {"amax": d_sink}})["product"]
+        return (y, d_lhs, d_rhs), new
+
+    return step
+
+
+def test_delayed_scaling_over_steps():
+    """Growing, shrinking, vanishing and overflowing tensors, against the rule in numpy."""
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    step, state = make_step(recipe), recipe.init_state()
+    model = {role: NumpyDelayed(3) for role in ROLES}
+    base = random_operands(((5, 7), (7, 4), PLAIN), seed=12, sizes=(1.0, 0.1, 1e-6))
+    factors = {
+        "lhs": [1, 30, 0.1, 0.1, 0.1, 0, np.inf, 5, 1],
+        "rhs": [1, 1, 1, 2, 2, 2, 2, 0.01, 0.01],
+        "grad": [1, 1e3, 1, np.nan, 1, 1, 0, 1e-3, 1],
+    }
+    saturated = 0
+    for i in range(len(factors["lhs"])):
+        operands = []
+        for role, x in zip(ROLES, base, strict=True):
+            factor = factors[role][i]
+            x = x * factor if np.isfinite(factor) else x.at[2, 1].set(factor)
+            operands.append(jnp.asarray(x, jnp.float32))
+        scales = [
+            model[role].scale(x, fmt)
+            for role, x, fmt in zip(ROLES, operands, FORMATS["HYBRID"], strict=True)
+        ]
+        results, state = step(*operands, state)
+        assert_matches(results, oracle(*operands, PLAIN, FORMATS["HYBRID"], scales))
+        saturated += amax_of(operands[0]) > 448 * scales[0]
+        for role, x in zip(ROLES, operands, strict=True):
+            model[role].step(x)
+            np.testing.assert_array_equal(state[role]["amax_history"], model[role].history)
+            assert state[role]["amax"] == 0
+    assert saturated == 3  # the scale is one step late: at 30, at Inf, and at 5 after 0.1
+
+
+def test_delayed_scaling_of_constant_data_is_current_scaling():
+    """The fixed point: when the history holds the amax, delayed and current are bitwise equal."""
+    operands = random_operands(((5, 7), (7, 4), PLAIN), seed=13)
+    current = value_and_grads(*operands, recipe=recipes.Float8CurrentScaling())
+    recipe = recipes.DelayedScaling(amax_history_len=4)
+    step, state = make_step(recipe), recipe.init_state()
+    for i in range(6):
+        results, state = step(*operands, state)
+        for delayed, expected in zip(results, current, strict=True):
+            np.testing.assert_array_equal(delayed, expected)
+        filled = min(i + 1, 4)
+        for role, x in zip(ROLES, operands, strict=True):
+            history = [amax_of(x)] * filled + [0] * (4 - filled)
+            np.testing.assert_array_equal(state[role]["amax_history"], history)
+
+
+def test_trap_cold_start():
+    """With a first scale of 1, gradients of 2e-6 vanish and 1000 saturates at 448."""
+    x, w, dy = jnp.full((4, 4), 1000.0), jnp.ones((4, 4)), jnp.full((4, 4), 2e-6)
+    recipe = recipes.DelayedScaling()
+    y, dx, dw = value_and_grads(
+        x, w, dy, recipe=recipe, state=recipe.init_state(), sink=init_sink()
+    )[:3]
+    np.testing.assert_allclose(y, 4000, rtol=8 * UNIT)
+    np.testing.assert_allclose(dx, 8e-6, rtol=8 * UNIT)
+    np.testing.assert_allclose(dw, 8e-3, rtol=8 * UNIT)
+    unscaled = value_and_grads(x, w, dy, recipe=recipes.Unscaled())
+    np.testing.assert_array_equal(unscaled[0], 4 * 448)
+    np.testing.assert_array_equal(unscaled[1], 0)
+
+
+def test_cold_start_knows_the_step_under_way():
+    """An empty history still has the running maximum, so a later micro-batch scales no finer."""
+    recipe = recipes.DelayedScaling()
+    state = recipe.init_state()
+    state["lhs"]["amax"] = jnp.float32(8.0)
+    x, w, dy = random_operands(((5, 7), (7, 4), PLAIN), seed=14, sizes=(0.1, 1.0, 1.0))
+    results = value_and_grads(x, w, dy, recipe=recipe, state=state)
+    scales = [scale_for(8.0, E4M3), *current_scales((w, dy), (E4M3, E5M2))]
+    assert_matches(results, oracle(x, w, dy, PLAIN, FORMATS["HYBRID"], scales))
+
+
+# The sink
+
+
+def test_sink_tells_the_three_amaxes_exactly():
+    operands = random_operands(CASES["attention"], seed=15)
+    results = value_and_grads(*operands, CASES["attention"][2], sink=init_sink())
+    amaxes, overflow = decode_amax(results[3])
+    np.testing.assert_array_equal(amaxes, [amax_of(x) for x in operands])
+    assert not overflow.any()
+
+
+def test_sink_of_two_uses_bounds_both():
+    """JAX adds the cotangents; what is read is between the larger amax and 9/8 of it."""
+    x, w, dy = random_operands(((6, 6), (6, 6), PLAIN), seed=16, sizes=(1.0, 1.0, 1.0))
+
+    @jax.jit
+    def d_sink(sink):
+        return jax.vjp(lambda s: dot(dot(x, w, PLAIN, sink=s), w, PLAIN, sink=s), sink)[1](dy)[0]
+
+    amaxes = np.asarray(decode_amax(d_sink(init_sink()))[0])
+    y = value_and_grads(x, w, dy)[0]
+    d_y = value_and_grads(y, w, dy)[1]
+    largest = [max(amax_of(a), amax_of(b)) for a, b in ((x, y), (w, w), (dy, d_y))]
+    assert (amaxes >= largest).all()
+    assert (amaxes <= np.multiply(largest, 9 / 8)).all()
+    assert amaxes[1] == amax_of(w)  # equal amaxes stay exact
+
+
+def test_sink_does_not_change_values():
+    operands = random_operands(CASES["dense"])
+    numbers = CASES["dense"][2]
+    without = value_and_grads(*operands, numbers)
+    for one, other in zip(value_and_grads(*operands, numbers, sink=init_sink()), without):
+        np.testing.assert_array_equal(one, other)
+
+
+# Sharding: the state gives every device the same scales, and the sink collects over all of them
+
+
+def test_shard_map_sums_gradients_and_sinks():
+    lhs, rhs, dy = random_operands(((16, 6), (6, 4), PLAIN), seed=17, sizes=(1.0, 1.0, 1.0))
+    recipe = recipes.DelayedScaling(amax_history_len=2)
+    state = random_state(recipe, (lhs, rhs, dy))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def loss(rhs, sink, lhs, dy):
+        y = scaled_dot_general(lhs, rhs, PLAIN, recipe=recipe, state=state, sink=sink)
+        return jax.lax.psum(jnp.vdot(y, dy), "data")
+
+    sharded = jax.shard_map(
+        jax.value_and_grad(loss, argnums=(0, 1)),
+        mesh=mesh,
+        in_specs=(spec(), spec(), spec("data"), spec("data")),
+        out_specs=spec(),
+    )
+    _, (d_rhs, d_sink) = jax.jit(sharded)(rhs, init_sink(), lhs, dy)
+    scales = expected_scales(recipe, (lhs, rhs, dy), state)
+    expected = oracle(lhs, rhs, dy, PLAIN, FORMATS["HYBRID"], scales)
+    assert_matches({"d_rhs": d_rhs}, {"d_rhs": expected[2]})
+    amaxes = np.asarray(decode_amax(d_sink)[0])
+    largest = np.array([amax_of(x) for x in (lhs, rhs, dy)])
+    assert (amaxes >= largest).all()
+    assert (amaxes <= np.multiply(largest, 9 / 8)).all()
+
+
+def test_sharded_jit_uses_the_amax_of_all_devices():
+    operands = random_operands(((16, 6), (6, 4), PLAIN), seed=18, sizes=(1.0, 1.0, 1.0))
+    operands[0] = operands[0].at[3].mul(100)  # device 1 sees what the others do not
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    placed = [jax.device_put(operands[0], rows), operands[1], jax.device_put(operands[2], rows)]
+    scales = current_scales(operands, FORMATS["HYBRID"])
+    results = value_and_grads(*placed)
+    assert_matches(results, oracle(*operands, PLAIN, FORMATS["HYBRID"], scales))
+
+
+# What the backward pass keeps
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_residuals_are_bytes(with_state):
+    """Four products of 256 x 256: at most 0.30 of what the same products keep in f32."""
+    n, depth = 256, 4
+    rng = np.random.default_rng(19)
+    x = jnp.asarray(rng.normal(size=(n, n)), jnp.float32)
+    weights = [jnp.asarray(rng.normal(size=(n, n)) / 16, jnp.float32) for _ in range(depth)]
+    recipe = recipes.DelayedScaling()
+    state = recipe.init_state() if with_state else None
+
+    def leaves(product):
+        def chain(x, weights, sinks):
+            for w, sink in zip(weights, sinks, strict=True):
+                x = product(x, w, sink)
+            return x
+
+        sinks = [init_sink() if with_state else None] * depth
+        return jax.tree.leaves(jax.jit(lambda *a: jax.vjp(chain, *a)[1])(x, weights, sinks))
+
+    f32 = leaves(lambda x, w, sink: jax.lax.dot_general(x, w, PLAIN))
+    f8 = leaves(
+        lambda x, w, sink: scaled_dot_general(x, w, PLAIN, recipe=recipe, state=state, sink=sink)
+    )
+    full_f32 = [leaf for leaf in f32 if leaf.size >= n * n]
+    full_f8 = [leaf for leaf in f8 if leaf.size >= n * n]
+    assert len(full_f32) == len(full_f8) == 2 * depth  # four inputs and four weights, each once
+    assert {leaf.dtype.itemsize for leaf in full_f8} == {1}
+    assert sum(leaf.nbytes for leaf in f8) <= 0.30 * sum(leaf.nbytes for leaf in f32)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_residuals_of_narrow_operands_are_bytes(dtype):
+    x = jnp.ones((32, 32), dtype)
+    f = lambda x, w: scaled_dot_general(x, w, PLAIN)
+    leaves = jax.tree.leaves(jax.jit(lambda x, w: jax.vjp(f, x, w)[1])(x, x))
+    assert [leaf.dtype.itemsize for leaf in leaves if leaf.size >= 32 * 32] == [1, 1]
+
+
+# Errors
+
+LHS, RHS = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
+
+
+@pytest.mark.parametrize("which", ["lhs", "rhs"])
+@pytest.mark.parametrize("dtype", [np.complex64, np.int32, np.int8, np.bool_])
+def test_error_operand_dtype(which, dtype):
+    operands = {"lhs": LHS, "rhs": RHS}
+    operands[which] = operands[which].astype(dtype)
+    words = rf"{which} has dtype {np.dtype(dtype).name}.*real floating.*astype\(jnp\.float32\)"
+    with pytest.raises(TypeError, match=words):
+        scaled_dot_general(**operands, dimension_numbers=PLAIN)
+
+
+@pytest.mark.parametrize("which", ["lhs", "rhs"])
+def test_error_float64(which):
+    """Only with x64 does JAX have float64 at all."""
+    operands = {"lhs": LHS, "rhs": RHS}
+    with jax.enable_x64(True):
+        operands[which] = jnp.asarray(operands[which], jnp.float64)
+        with pytest.raises(TypeError, match=rf"{which} has dtype float64.*rounded twice.*astype"):
+            scaled_dot_general(**operands, dimension_numbers=PLAIN)
+
+
+def test_x64_mode_changes_nothing_for_f32():
+    recipe = recipes.DelayedScaling(amax_history_len=2)
+    operands = random_operands(CASES["dense"])
+    numbers = CASES["dense"][2]
+    state = random_state(recipe, operands)
+    options = {"recipe": recipe, "state": state, "sink": init_sink()}
+    expected = value_and_grads(*operands, numbers, **options)
+    with jax.enable_x64(True):
+        results = value_and_grads(*operands, numbers, **options)
+    for one, other in zip(results, expected, strict=True):
+        assert one.dtype == jnp.float32
+        np.testing.assert_array_equal(one, other)
+
+
+def test_error_contracting_sizes_name_both():
+    words = r"contracting dimension 1 of lhs has size 3, but dimension 0 of rhs.*size 5.*\(5, 4\)"
+    with pytest.raises(ValueError, match=words):
+        scaled_dot_general(LHS, np.ones((5, 4), np.float32), PLAIN)
+
+
+def test_error_batch_sizes_name_both():
+    words = r"batch dimension 0 of lhs has size 2, but dimension 0 of rhs.*size 3"
+    with pytest.raises(ValueError, match=words):
+        scaled_dot_general(LHS, RHS, (((), ()), ((0,), (0,))))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (((1,), (0,)), "four sequences of ints"),
+        ((((1,), (2,)), ((), ())), r"rhs dimensions \(2,\).*from 0 to 1"),
+        ((((-1,), (0,)), ((), ())), r"lhs dimensions \(-1,\)"),
+        ((((1,), ()), ((), ())), r"1 contracting dimensions of lhs \(1,\) with 0 of rhs"),
+        ((((1,), (0,)), ((1,), (1,))), r"lhs dimensions \(1, 1\).*distinct"),
+    ],
+    ids=str,
+)
+def test_error_dimension_numbers(numbers, words):
+    with pytest.raises(ValueError, match=words):
+        scaled_dot_general(LHS, RHS, numbers)
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.Float8CurrentScaling(), recipes.Unscaled()], ids=lambda r: r.name
+)
+def test_error_state_for_a_recipe_without(recipe):
+    state = recipes.DelayedScaling().init_state()
+    with pytest.raises(ValueError, match=rf"{type(recipe).__name__}.*keeps no state.*state=None"):
+        scaled_dot_general(LHS, RHS, PLAIN, recipe=recipe, state=state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: {**s, "lhs": {**s["lhs"], "amax_history": jnp.zeros((4,))}},
+        lambda s: {k: v for k, v in s.items() if k != "grad"},
+        lambda s: {role: {"amax_history": v["amax_history"]} for role, v in s.items()},
+        lambda s: {**s, "more": s["lhs"]},
+        lambda s: jnp.zeros((16,)),
+    ],
+    ids=["other history length", "no grad", "no amax", "too much", "an array"],
+)
+def test_error_state_of_another_recipe(change):
+    state = change(recipes.DelayedScaling(amax_history_len=16).init_state())
+    with pytest.raises(ValueError, match=r"(?s)another recipe.*\(16,\).*recipe\.init_state\(\)"):
+        scaled_dot_general(LHS, RHS, PLAIN, recipe=recipes.DelayedScaling(), state=state)
+
+
+@pytest.mark.parametrize(
+    "sink",
+    [np.zeros((3, 256), np.float32), np.zeros((2050,), np.float32), jnp.zeros((3, 2050), BF16)],
+    ids=["width", "rank", "dtype"],
+)
+def test_error_sink(sink):
+    words = rf"sink must be float32.*\(3, 2050\).*got {sink.dtype}.*{sink.shape[0]}"
+    with pytest.raises(ValueError, match=words):
+        scaled_dot_general(LHS, RHS, PLAIN, sink=sink)
+
+
+def test_error_unknown_implementation():
+    with pytest.raises(ValueError, match=r"'mosaic' is unknown.*'emulate', 'xla'.*None"):
+        scaled_dot_general(LHS, RHS, PLAIN, implementation="mosaic")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", None, recipes.DelayedScaling], ids=str)
+def test_error_recipe_is_no_recipe(recipe):
+    words = r'must be a recipe object.*recipes\.get\("delayed"\).*"current"'
+    with pytest.raises(TypeError, match=words):
+        scaled_dot_general(LHS, RHS, PLAIN, recipe=recipe)
+
+
+def test_error_result_dtype():
+    with pytest.raises(TypeError, match="preferred_element_type must be a floating dtype.*int32"):
+        scaled_dot_general(LHS, RHS, PLAIN, preferred_element_type=jnp.int32)

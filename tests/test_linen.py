@@ -1,0 +1,892 @@
+"""Linen modules: drop-in for Flax's own, and the promises about the state they keep.
+
+The oracle is fake quantization in numpy: values rounded by ml_dtypes, multiplied in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import flax.core
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8.linen import DotGeneral
+from jfp8.recipes import DelayedScaling, Float8CurrentScaling, Unscaled
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+FORMAT_MAX = {E4M3: 448.0, E5M2: 57344.0}
+ROLES = ("lhs", "rhs", "grad")
+SINK_SHAPE = (3, 2050)
+KEY = jax.random.key(7)
+
+
+def f32(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float32)
+
+
+def amax(x) -> np.float32:
+    return np.max(np.abs(f32(x)), initial=np.float32(0))
+
+
+def fake_quantize(x, dtype, history_amax=None) -> np.ndarray:
+    """Values of `x` on the grid of `dtype` that an amax (default: its own) gives, in float64."""
+    largest = amax(x) if history_amax is None else np.float32(history_amax)
+    scale = largest / np.float32(FORMAT_MAX[dtype]) if largest else np.float32(1)
+    scaled = f32(x) * (np.float32(1) / scale)
+    codes = np.clip(scaled, -FORMAT_MAX[dtype], FORMAT_MAX[dtype]).astype(dtype)
+    return codes.astype(np.float64) * np.float64(scale)
+
+
+def assert_is_product(y, equation, a, b, plus=0.0):
+    """`y` is the einsum of `a` and `b` in f32, in whatever order it was summed.
+
+    A sum of n products in f32 is off by at most n * 2^-24 of the sum of magnitudes; the scales and
+    the output dtype add four roundings.
+    """
+    exact = np.einsum(equation, a, b)
+    terms = np.einsum(equation, np.ones_like(a), np.ones_like(b)).max(initial=0)
+    slack = (terms + 4) * 2.0**-24 * np.einsum(equation, np.abs(a), np.abs(b))
+    roundings = 4 * float(jnp.finfo(y.dtype).eps) * (np.abs(exact) + np.abs(plus))
+    assert y.shape == exact.shape
+    assert np.all(np.abs(np.asarray(y, np.float64) - exact - plus) <= slack + roundings)
+
+
+def relative_error(y, reference) -> float:
+    y, reference = np.asarray(y, np.float64), np.asarray(reference, np.float64)
+    return float(np.linalg.norm(y - reference) / np.linalg.norm(reference))
+
+
+def cosine(y, reference) -> float:
+    y, reference = np.asarray(y, np.float64).ravel(), np.asarray(reference, np.float64).ravel()
+    return float(y @ reference / (np.linalg.norm(y) * np.linalg.norm(reference)))
+
+
+def assert_trees_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(f32(x), f32(y))
+
+
+def only_product(tree):
+    """What the only product of a model holds in a collection, wherever it is."""
+    while not {"lhs", "amax"} & set(tree):
+        (tree,) = tree.values()
+    return tree
+
+
+def history(fp8, role) -> np.ndarray:
+    return np.asarray(only_product(fp8)[role]["amax_history"])
+
+
+def normal(shape, seed=0, scale=1.0) -> jax.Array:
+    """Normal numbers in sixteenths, so that sums over a few of them are exact."""
+    draw = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(np.round(draw * 16) / 16 * scale, jnp.float32)
+
+
+def peaking(shape, peak, seed=0) -> jax.Array:
+    """Numbers below 1 in size but for one that is `peak`."""
+    draw = np.random.default_rng(seed).uniform(-1, 1, size=shape).astype(np.float32)
+    draw.flat[seed % draw.size] = peak
+    return jnp.asarray(draw)
+
+
+X = normal((8, 16))
+DY = normal((8, 4), 1, 2.0**-10)
+MATRIX = "ai,ij->aj"
+
+
+def kernel_of(variables) -> jax.Array:
+    tree = variables["params"]
+    while "kernel" not in tree:
+        (tree,) = tree.values()
+    return tree["kernel"]
+
+
+# Drop-in.
+
+f16, bf16 = jnp.float16, jnp.bfloat16
+HALF_WEIGHTS = {"param_dtype": f16, "dtype": jnp.float32}
+OTHER_INITS = {"kernel_init": nn.initializers.normal(), "bias_init": nn.initializers.ones}
+
+# layer, arguments, keyword arguments, shape of the input, and the equation that the layer computes
+CASES = [
+    ("Dense", (8,), {}, (4, 16), MATRIX),
+    ("Dense", (8,), {"use_bias": False}, (4, 16), MATRIX),
+    ("Dense", (8,), {"dtype": bf16}, (4, 16), MATRIX),
+    ("Dense", (8,), {"dtype": f16}, (4, 16), MATRIX),
+    ("Dense", (8,), {"param_dtype": bf16}, (4, 16), MATRIX),
+    ("Dense", (8,), {"param_dtype": bf16, "dtype": bf16, "precision": "highest"}, (4, 16), MATRIX),
+    ("Dense", (8,), HALF_WEIGHTS, (4, 16), MATRIX),
+    ("Dense", (8,), OTHER_INITS, (4, 16), MATRIX),
+    ("Dense", (8,), {}, (16,), "i,ij->j"),
+    ("Dense", (8,), {}, (2, 3, 16), "abi,ij->abj"),
+    ("Dense", (1,), {}, (4, 1), MATRIX),
+    ("DenseGeneral", ((2, 4),), {}, (4, 16), "ai,ijk->ajk"),
+    ("DenseGeneral", (8,), {"axis": (-2, -1)}, (3, 4, 5), "aij,ijk->ak"),
+    ("DenseGeneral", (8,), {"axis": (1, 2)}, (2, 3, 4, 5), "aijc,ijk->ack"),
+    ("DenseGeneral", ((2, 3),), {"axis": (1, 3), "dtype": bf16}, (2, 3, 4, 5), "aicj,ijkl->ackl"),
+    ("DenseGeneral", (7,), {"batch_dims": (0,)}, (3, 4, 5), "gai,gij->gaj"),
+    ("DenseGeneral", (7,), {"batch_dims": (0,), "use_bias": False}, (3, 4, 5), "gai,gij->gaj"),
+    (
+        *("DenseGeneral", ((2, 7),), {"batch_dims": (0, 1), "axis": (-1, 2)}),
+        *((2, 3, 4, 5), "ghij,ghijkl->ghkl"),
+    ),
+    ("DenseGeneral", (8,), {"param_dtype": bf16, "dtype": f16}, (4, 16), MATRIX),
+    ("Einsum", ((5, 6, 7), "abc,cde->abde"), {}, (3, 4, 5), "abc,cde->abde"),
+    ("Einsum", ((5, 6), "...c,cd->...d"), {}, (2, 3, 5), "abc,cd->abd"),
+    ("Einsum", ((5, 6), "...c,cd->d..."), {}, (2, 3, 5), "abc,cd->dab"),
+    ("Einsum", ((5, 6), "...c,cd->...d"), {}, (5,), "c,cd->d"),
+    ("Einsum", ((3, 5, 6), "...ab,...bc->...ac"), {}, (2, 3, 4, 5), "xyab,ybc->xyac"),
+    ("Einsum", ((5, 2, 3), "ab,b...->a..."), {}, (4, 5), "ab,bxy->axy"),
+    ("Einsum", ((16, 2, 8), "bsd,dnh->bnsh"), {}, (2, 3, 16), "bsd,dnh->bnsh"),
+    ("Einsum", ((2, 8, 16), "bqnh,nhd->bqd"), {"dtype": bf16}, (2, 3, 2, 8), "bqnh,nhd->bqd"),
+    ("Einsum", ((3, 5, 6), "bgi,gij->jbg"), {}, (4, 3, 5), "bgi,gij->jbg"),
+    ("Einsum", ((3, 5, 6), " g b i , g i j -> g b j "), {}, (3, 4, 5), "gbi,gij->gbj"),
+    ("Einsum", ((6, 7), "ab,cd->abcd"), {"use_bias": False}, (4, 5), "ab,cd->abcd"),
+    ("Einsum", ((5, 6), "ab,bc->abc"), HALF_WEIGHTS, (4, 5), "ab,bc->abc"),
+    (
+        *("Einsum", ((5, 6), "ab,bc->ca"), {"preferred_element_type": jnp.float32, "dtype": bf16}),
+        *((4, 5), "ab,bc->ca"),
+    ),
+]
+
+
+def case_id(case) -> str:
+    name, args, kwargs, shape, _ = case
+    given = ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in kwargs.items())
+    return f"{name}{args} {given} of {shape}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_layer_is_flax_with_quantized_operands(case):
+    """Same parameters, stock checkpoints run, close to stock and equal to the oracle."""
+    name, args, kwargs, shape, equation = case
+    stock, ours = getattr(nn, name)(*args, **kwargs), getattr(jfp8, name)(*args, **kwargs)
+    x = normal(shape)
+
+    @jax.jit
+    def run(x):
+        initial = ours.init(KEY, x)["params"], stock.init(KEY, x)["params"]
+        params = dict(initial[1])
+        if "bias" in params:
+            params["bias"] = jax.random.normal(KEY, params["bias"].shape, params["bias"].dtype)
+        # Without it XLA would not round the weights on their way from init to apply.
+        params = jax.lax.optimization_barrier(params)
+        # What Flax adds to a product of zeros is its bias, broadcast as Flax does it.
+        no_kernel = {**params, "kernel": jnp.zeros_like(params["kernel"])}
+        y, expected = (m.apply({"params": params}, x) for m in (ours, stock))
+        return initial, params, y, expected, stock.apply({"params": no_kernel}, x)
+
+    initial, params, y, expected, bias = run(x)
+    assert_trees_equal(*initial)
+    assert y.dtype == expected.dtype
+    assert y.shape == expected.shape
+    assert relative_error(y, expected) < 0.06
+    assert y.size == 1 or cosine(y, expected) > 0.998
+    bias = np.asarray(bias, np.float64)
+    operands = x, params["kernel"], params.get("bias")
+    x, kernel, _ = nn.dtypes.promote_dtype(*operands, dtype=stock.dtype)
+    assert_is_product(y, equation, fake_quantize(x, E4M3), fake_quantize(kernel, E4M3), plus=bias)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] != "Einsum"][::5], ids=case_id)
+def test_dot_general_cls_is_the_same_layer(case):
+    name, args, kwargs, shape, _ = case
+    hooked = getattr(nn, name)(*args, **kwargs, dot_general_cls=DotGeneral)
+    ours = getattr(jfp8, name)(*args, **kwargs)
+
+    @jax.jit
+    def run(x):
+        return [(m.init(KEY, x), m.init_with_output(KEY, x)[0]) for m in (hooked, ours)]
+
+    (variables, y), (expected_variables, expected) = run(normal(shape))
+    assert_trees_equal(variables, expected_variables)
+    assert_trees_equal(y, expected)
+    assert amax(y) > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "equation", "x_shape", "sum_lhs", "sum_rhs", "rest"),
+    [
+        ((5, 6), "abc,cd->ad", (3, 4, 5), (1,), (), "ac,cd->ad"),
+        ((5, 6, 7), "ac,cde->ad", (3, 5), (), (2,), "ac,cd->ad"),
+        ((5, 6), "abc,cd->d", (3, 4, 5), (0, 1), (), "c,cd->d"),
+        ((5, 6), "ab,bc->b", (3, 5), (0,), (1,), "b,b->b"),
+        ((5, 6), "ab,cd->ad", (3, 4), (1,), (0,), "a,d->ad"),
+    ],
+)
+def test_einsum_sums_letters_of_one_operand_before_it_quantizes(
+    shape, equation, x_shape, sum_lhs, sum_rhs, rest
+):
+    stock, ours = nn.Einsum(shape, equation), jfp8.Einsum(shape, equation)
+    x = normal(x_shape)
+    initial = jax.eval_shape(stock.init, KEY, x)["params"]
+    assert jax.eval_shape(ours.init, KEY, x)["params"] == initial
+    params = {"kernel": normal(shape, 1), "bias": normal(initial["bias"].shape, 2)}
+    no_kernel = {**params, "kernel": jnp.zeros(shape)}
+    y, expected, bias = jax.jit(
+        lambda x: [
+            m.apply({"params": p}, x)
+            for m, p in ((ours, params), (stock, params), (stock, no_kernel))
+        ]
+    )(x)
+    a = fake_quantize(np.asarray(x).sum(sum_lhs), E4M3)
+    b = fake_quantize(np.asarray(params["kernel"]).sum(sum_rhs), E4M3)
+    assert relative_error(y, expected) < 0.06
+    assert_is_product(y, rest, a, b, plus=np.asarray(bias, np.float64))
+
+
+def test_einsum_equation_may_come_with_the_call():
+    equation = "ab,bc->ac"
+    late, early = jfp8.Einsum((16, 4)), jfp8.Einsum((16, 4), equation)
+    variables = late.init(KEY, X, equation)
+    assert_trees_equal(variables, early.init(KEY, X))
+    assert_trees_equal(late.apply(variables, X, equation), early.apply(variables, X))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "x_shape"),
+    [
+        ("...ab,...bc->...ac", (1, 5, 6), (3, 4, 5)),
+        ("gab,gbc->gac", (1, 5, 6), (3, 4, 5)),
+        ("gab,gbc->gac", (3, 5, 6), (1, 4, 5)),
+        ("ab,bc->ac", (1, 6), (4, 5)),
+    ],
+)
+def test_einsum_stretches_dimensions_of_one_like_flax(equation, shape, x_shape):
+    x = normal(x_shape)
+    params = nn.Einsum(shape, equation).init(KEY, x)["params"]
+    expected = nn.Einsum(shape, equation).apply({"params": params}, x)
+    y = jax.jit(jfp8.Einsum(shape, equation).apply)({"params": params}, x)
+    assert y.shape == expected.shape
+    assert relative_error(y, expected) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("equation", "words"),
+    [
+        ("ab,bc", "two operands and '->'.*got 'ab,bc'"),
+        ("ab->a", "two operands"),
+        ("ab,bc,cd->ad", "two operands"),
+        ("abc,cd->abd", "'abc' does not name 2 dimensions"),
+        ("a,ab->b", "'a' does not name 2 dimensions"),
+        ("ab,b->a", "'b' does not name 2 dimensions"),
+        ("aa,ab->b", "repeats a letter within a term"),
+        ("ab,bc->az", r"\['z'\] of the result are in no operand"),
+    ],
+)
+def test_einsum_refuses_what_is_no_product(equation, words):
+    with pytest.raises(ValueError, match=words):
+        jfp8.Einsum((5, 5), equation).init(KEY, jnp.ones((5, 5)))
+
+
+@pytest.mark.parametrize("layer", ["Dense", "DenseGeneral"])
+def test_empty_batch(layer):
+    model = getattr(jfp8, layer)(4)
+
+    @jax.jit
+    def run(x):
+        return model.apply(model.init(KEY, jnp.ones((2, 16))), x, mutable=["fp8", "fp8_sink"])
+
+    y, updated = run(jnp.ones((0, 16)))
+    assert y.shape == (0, 4)
+    assert not np.any(history(updated["fp8"], "lhs"))
+    assert history(updated["fp8"], "rhs")[0] > 0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_with_our_products_keeps_flax_parameters(masked):
+    products = functools.partial(DotGeneral, recipe=DelayedScaling(amax_history_len=4))
+    options = {"num_heads": 2, "qkv_features": 8, "out_features": 6}
+    stock = nn.MultiHeadDotProductAttention(**options)
+    ours = stock.clone(qkv_dot_general_cls=products, out_dot_general_cls=products)
+    x, kv = normal((2, 3, 16)), normal((2, 5, 16), 1)
+    mask = nn.make_attention_mask(jnp.ones((2, 3)), jnp.ones((2, 5)).at[1, 2:].set(0))
+    mask = mask if masked else None
+
+    @jax.jit
+    def run(x, kv):
+        variables, params = (m.init(KEY, x, kv, mask=mask) for m in (ours, stock))
+        expected, y = (m.apply(params, x, kv, mask=mask) for m in (stock, ours))
+        others = [name for name in variables if name != "params"]
+        _, updated = ours.apply(variables, x, kv, mask=mask, mutable=others)
+        return variables, params["params"], y, expected, updated["fp8"]
+
+    variables, params, y, expected, fp8 = run(x, kv)
+    assert_trees_equal(variables["params"], params)
+    assert set(variables["fp8"]) == set(variables["fp8_sink"]) == {"query", "key", "value", "out"}
+    # Two products in a row, so sqrt(2) times the error of one.
+    assert 1e-3 < relative_error(y, expected) < 0.06 * math.sqrt(2)
+    assert cosine(y, expected) > 0.996
+    np.testing.assert_array_equal(history(fp8["query"], "lhs"), [amax(x), 0, 0, 0])
+    np.testing.assert_array_equal(history(fp8["value"], "lhs"), [amax(kv), 0, 0, 0])
+    out_kernel = amax(params["out"]["kernel"])
+    np.testing.assert_array_equal(history(fp8["out"], "rhs"), [out_kernel, 0, 0, 0])
+
+
+def test_gradients_are_products_of_quantized_tensors():
+    """dgrad and wgrad of a layer with a batch dimension and a permuted result."""
+    layer = jfp8.Einsum((3, 5, 6), "bgi,gij->jbg")
+    x, dy = normal((4, 3, 5)), normal((6, 4, 3), 1, 2.0**-20)
+    params = layer.init(KEY, x)["params"]
+
+    def loss(params, x):
+        return jnp.sum(layer.apply({"params": params}, x) * dy)
+
+    d_params, dx = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+    q_x, q_w = fake_quantize(x, E4M3), fake_quantize(params["kernel"], E4M3)
+    q_dy = fake_quantize(dy, E5M2)
+    assert_is_product(dx, "jbg,gij->bgi", q_dy, q_w)
+    assert_is_product(d_params["kernel"], "bgi,jbg->gij", q_x, q_dy)
+    np.testing.assert_allclose(d_params["bias"], np.asarray(dy).sum(1), rtol=1e-6)
+
+
+# Recipes and arguments.
+
+
+LAYERS = {
+    "Dense": lambda **k: jfp8.Dense(4, **k),
+    "DenseGeneral": lambda **k: jfp8.DenseGeneral(4, **k),
+    "Einsum": lambda **k: jfp8.Einsum((16, 4), "ab,bc->ac", **k),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_clone_uses_the_new_recipe(layer):
+    x = normal((8, 16)) * 1000
+    original = layer(recipe=Unscaled())
+    clone = original.clone(recipe=DelayedScaling(amax_history_len=3, fp8_format="E5M2"))
+    assert sorted(original.init(KEY, x)) == ["params"]
+    variables = clone.init(KEY, x)
+    assert history(variables["fp8"], "grad").shape == (3,)
+    q_x, q_w = fake_quantize(x, E5M2), fake_quantize(variables["params"]["kernel"], E5M2)
+    assert_is_product(clone.apply(variables, x), "ab,bc->ac", q_x, q_w)
+    params = {"params": variables["params"]}
+    clipped = original.apply(params, x)
+    assert_trees_equal(clone.clone(recipe=Unscaled()).apply(params, x), clipped)
+    assert relative_error(clipped, x @ variables["params"]["kernel"]) > 0.2
+
+
+@pytest.mark.parametrize("layer", [jfp8.Dense, jfp8.DenseGeneral])
+@pytest.mark.parametrize("argument", ["dot_general", "dot_general_cls"])
+def test_a_product_of_the_users_own_is_refused(layer, argument):
+    words = rf"jfp8.{layer.__name__} computes its product itself.*use flax.linen.{layer.__name__}"
+    with pytest.raises(ValueError, match=words):
+        layer(4, **{argument: jax.lax.dot_general})
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_a_recipe_by_name_is_refused(layer):
+    with pytest.raises(TypeError, match=r'recipe must be a recipe object.*get\("delayed"\)'):
+        layer(recipe="delayed").init(KEY, X)
+
+
+def test_a_recipe_by_name_is_refused_by_dot_general_too():
+    product = functools.partial(DotGeneral, recipe="delayed")
+    with pytest.raises(TypeError, match=r'recipe must be a recipe object.*get\("delayed"\)'):
+        nn.Dense(4, dot_general_cls=product).init(KEY, X)
+
+
+def test_an_unknown_implementation_is_refused():
+    words = "implementation='cuda' is unknown. Allowed: 'emulate', 'xla'"
+    with pytest.raises(ValueError, match=words):
+        jfp8.Dense(4, implementation="cuda").init(KEY, normal((8, 16)))
+
+
+@pytest.mark.parametrize("implementation", ["emulate", "xla"])
+def test_an_implementation_does_not_change_numbers(implementation):
+    x = normal((8, 16))
+    params = jfp8.Dense(4).init(KEY, x)["params"]
+    y = jfp8.Dense(4, implementation=implementation).apply({"params": params}, x)
+    assert_is_product(y, "ab,bc->ac", fake_quantize(x, E4M3), fake_quantize(params["kernel"], E4M3))
+
+
+def test_state_of_another_recipe_is_refused():
+    x = normal((8, 16))
+    variables = jfp8.Dense(4).init(KEY, x)
+    with pytest.raises(ValueError, match=r"belongs to another recipe.*\(16,\).*\(4,\)"):
+        jfp8.Dense(4, recipe=DelayedScaling(amax_history_len=4)).apply(variables, x)
+    with pytest.raises(ValueError, match="keeps no state.*leave the 'fp8' collection out"):
+        jfp8.Dense(4, recipe=Float8CurrentScaling()).apply(variables, x)
+
+
+def test_a_sink_of_another_shape_is_refused():
+    x = normal((8, 16))
+    variables = jfp8.Dense(4).init(KEY, x)
+    sink = {"DotGeneral_0": {"amax": jnp.zeros((3, 256))}}
+    words = r"sink must be float32 zeros of shape \(3, 2050\).*\(3, 256\)"
+    with pytest.raises(ValueError, match=words):
+        jfp8.Dense(4).apply({**variables, "fp8_sink": sink}, x)
+
+
+class Mlp(nn.Module):
+    hidden: int = 8
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.gelu(jfp8.Dense(self.hidden)(x))
+        return jfp8.Dense(4)(x)
+
+
+def test_tabulate():
+    table = Mlp().tabulate(KEY, normal((8, 16)), console_kwargs={"width": 200})
+    assert "Dense_0" in table
+    assert "fp8_sink" in table
+    assert "amax_history" in table
+
+
+def test_modules_are_values():
+    """Equal modules compare and hash alike, which nn.jit's and jax.jit's caches need."""
+    for make in (lambda **k: jfp8.Dense(4, **k), lambda **k: jfp8.DenseGeneral((2, 4), **k)):
+        assert make() == make()
+        assert hash(make()) == hash(make())
+        assert make() != make(recipe=Float8CurrentScaling())
+        assert make() != make(implementation="emulate")
+
+
+TRACES = []
+
+
+class Traced(jfp8.Dense):
+    def __call__(self, x):
+        TRACES.append(self.recipe)
+        return super().__call__(x)
+
+
+class TracedModel(nn.Module):
+    recipe: jfp8.recipes.Recipe = DelayedScaling()
+
+    @nn.compact
+    def __call__(self, x):
+        return JittedTraced(4, recipe=self.recipe)(x)
+
+
+JittedTraced = nn.jit(Traced)
+
+
+def test_nn_jit_does_not_retrace():
+    variables = TracedModel().init(KEY, X)
+    y, _ = TracedModel().apply(variables, X, mutable=["fp8"])
+    TRACES.clear()
+    for _ in range(3):
+        again, _ = TracedModel().apply(variables, X, mutable=["fp8"])
+    assert not TRACES
+    assert_trees_equal(again, y)
+    assert_is_product(y, MATRIX, *(fake_quantize(t, E4M3) for t in (X, kernel_of(variables))))
+    TracedModel(recipe=Unscaled()).apply({"params": variables["params"]}, X)
+    assert [Unscaled()] == TRACES, "but another recipe is another program"
+
+
+# The promises of the design about state.
+
+DENSE = jfp8.Dense(4, recipe=DelayedScaling(amax_history_len=4))
+
+
+def dense_variables(model=DENSE):
+    return model.init(KEY, X)
+
+
+def with_history(variables, **amaxes):
+    """`variables` with these entries, newest first, in the histories of the only product."""
+    state = only_product(variables["fp8"])
+    new = jax.tree.map(np.array, state)
+    for role, entries in amaxes.items():
+        new[role]["amax_history"][: len(entries)] = entries
+    replace = lambda node: new if node is state else node
+    is_state = lambda node: node is state
+    return {**variables, "fp8": jax.tree.map(replace, variables["fp8"], is_leaf=is_state)}
+
+
+def weighted_sum(model, variables, x=X, dy=DY):
+    """A loss whose gradient by the output of the model is `dy`."""
+    return jnp.sum(model.apply(variables, x) * dy)
+
+
+class TestPromise1TwoCollections:
+    def test_init_makes_empty_histories_and_zero_sinks(self):
+        variables = dense_variables()
+        assert sorted(variables) == ["fp8", "fp8_sink", "params"]
+        product = only_product(variables["fp8"])
+        assert sorted(product) == ["grad", "lhs", "rhs"]
+        for state in product.values():
+            assert jax.tree.map(jnp.shape, state) == {"amax_history": (4,), "amax": ()}
+            assert not any(np.any(leaf) for leaf in jax.tree.leaves(state))
+        sink = only_product(variables["fp8_sink"])["amax"]
+        assert sink.shape == SINK_SHAPE
+        assert sink.dtype == jnp.float32
+        assert not np.any(sink)
+
+    def test_init_does_not_count_as_a_step(self):
+        variables = DENSE.init(KEY, X * 1e6)
+        assert not np.any(history(variables["fp8"], "lhs"))
+
+    def test_histories_have_no_gradient(self):
+        variables = with_history(dense_variables(), lhs=[9.0], rhs=[3.0], grad=[1.0])
+        loss = lambda fp8: weighted_sum(DENSE, {**variables, "fp8": fp8})
+        for leaf in jax.tree.leaves(jax.grad(loss)(variables["fp8"])):
+            assert not np.any(leaf)
+
+    def test_the_sink_changes_no_value(self):
+        variables = with_history(dense_variables(), lhs=[9.0], rhs=[3.0])
+        without = {k: v for k, v in variables.items() if k != "fp8_sink"}
+        assert_trees_equal(DENSE.apply(variables, X), DENSE.apply(without, X))
+
+    @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Unscaled()])
+    def test_recipes_without_state_make_no_collections(self, recipe):
+        assert sorted(jfp8.Dense(4, recipe=recipe).init(KEY, X)) == ["params"]
+
+
+class TestPromise2CollectionsDecideWhatIsDelayed:
+    """{params}: current; {params, fp8}: delayed x and w; and fp8_sink: delayed gradients too."""
+
+    AMAX = {"lhs": 2.0, "rhs": 0.25, "grad": 3 * 2.0**-10}  # far from the amaxes at hand
+
+    def check(self, collections, delayed, recipe=DENSE.recipe, fmts=(E4M3, E4M3, E5M2), factor=1.0):
+        model = jfp8.Dense(4, recipe=recipe)
+        full = with_history(dense_variables(model), **{r: [a / 8, a] for r, a in self.AMAX.items()})
+        variables = {name: full[name] for name in collections}
+
+        def loss(params, x):
+            return weighted_sum(model, {**variables, "params": params}, x)
+
+        y = model.apply(variables, X)
+        d_params, dx = jax.grad(loss, argnums=(0, 1))(variables["params"], X)
+        q_x, q_w, q_dy = (
+            fake_quantize(t, fmt, self.AMAX[role] * factor if role in delayed else None)
+            for t, fmt, role in zip((X, kernel_of(variables), DY), fmts, ROLES)
+        )
+        assert_is_product(y, MATRIX, q_x, q_w)
+        assert_is_product(dx, "aj,ij->ai", q_dy, q_w)
+        assert_is_product(d_params["kernel"], "ai,aj->ij", q_x, q_dy)
+
+    def test_the_oracle_tells_delayed_from_current(self):
+        tensors = X, kernel_of(dense_variables()), DY
+        for t, fmt, role in zip(tensors, (E4M3, E4M3, E5M2), ROLES):
+            current, delayed = fake_quantize(t, fmt), fake_quantize(t, fmt, self.AMAX[role])
+            assert relative_error(delayed, current) > 0.02
+
+    def test_params_alone_is_current_scaling(self):
+        self.check(["params"], delayed=())
+
+    def test_with_fp8_activations_and_weights_are_delayed(self):
+        self.check(["params", "fp8"], delayed=("lhs", "rhs"))
+
+    def test_with_the_sink_gradients_are_delayed_too(self):
+        self.check(["params", "fp8", "fp8_sink"], delayed=ROLES)
+
+    def test_a_sink_without_histories_is_current_scaling(self):
+        self.check(["params", "fp8_sink"], delayed=())
+
+    def test_recipe_fields_reach_the_layer(self):
+        recipe = DelayedScaling(margin=1, fp8_format="E5M2", amax_compute_algo="most_recent")
+        # "most_recent" sees an eighth of the maximum, the margin doubles it.
+        self.check(["params", "fp8", "fp8_sink"], ROLES, recipe, (E5M2,) * 3, factor=2 / 8)
+
+    def test_an_empty_history_means_current_scaling(self):
+        variables = dense_variables()
+        q_x, q_w = fake_quantize(X, E4M3), fake_quantize(kernel_of(variables), E4M3)
+        assert_is_product(DENSE.apply(variables, X), MATRIX, q_x, q_w)
+
+    def test_apply_without_mutable_writes_nothing(self):
+        variables = with_history(dense_variables(), lhs=[1.0])
+        before = jax.tree.map(np.array, variables)
+        DENSE.apply(variables, X)
+        assert_trees_equal(variables, before)
+
+
+def only_fp8(params, state, x):
+    y, updates = DENSE.apply({"params": params, "fp8": state["fp8"]}, x, mutable=["fp8"])
+    return y, {**state, **updates}
+
+
+def all_collections(params, state, x):
+    return DENSE.apply({"params": params, **state}, x, mutable=list(state.keys()))
+
+
+def everything_mutable(params, state, x):
+    y, variables = DENSE.apply({"params": params, **state}, x, mutable=True)
+    return y, {name: c for name, c in variables.items() if name != "params"}
+
+
+@jax.jit
+def jitted_with_gradient(params, state, x):
+    def loss(params):
+        y, updates = DENSE.apply({"params": params, **state}, x, mutable=list(state.keys()))
+        return jnp.sum(y * DY), (y, updates)
+
+    (_, aux), _ = jax.value_and_grad(loss, has_aux=True)(params)
+    return aux
+
+
+class TestPromise3LikeBatchStats:
+    PEAKS = (2.0, 3.0, 50.0, 4.0, 5.0, 1.5, 6.0, 2.5, 3.5)  # a spike; histories hold four entries
+
+    @pytest.mark.parametrize(
+        "loop", [only_fp8, all_collections, everything_mutable, jitted_with_gradient]
+    )
+    def test_histories_fill_one_entry_per_apply_and_are_used(self, loop):
+        state, params = flax.core.pop(dense_variables(), "params")
+        seen: tuple[list[float], list[float]] = ([], [])
+        for step, peak in enumerate(self.PEAKS):
+            x, kernel = peaking((8, 16), peak, step), params["kernel"] * (1 + step)
+            y, state = loop({**params, "kernel": kernel}, state, x)
+
+            # The scale comes from the steps before, at most four of them.
+            q = [fake_quantize(t, E4M3, max(s, default=None)) for t, s in zip((x, kernel), seen)]
+            assert_is_product(y, MATRIX, *q)
+            for role, t, entries in zip(ROLES, (x, kernel), seen):
+                entries[:] = [float(amax(t)), *entries][:4]
+                expected = np.float32(entries + [0.0] * (4 - len(entries)))
+                np.testing.assert_array_equal(history(state["fp8"], role), expected)
+            assert not np.any(history(state["fp8"], "grad"))
+        assert max(seen[0]) == 6.0, "the spike is forgotten"
+
+    def test_a_model_without_histories_starts_them(self):
+        params = dense_variables()["params"]
+        _, updates = DENSE.apply({"params": params}, X, mutable=["fp8"])
+        np.testing.assert_array_equal(history(updates["fp8"], "lhs"), [amax(X), 0, 0, 0])
+
+    def test_evaluation_uses_the_histories(self):
+        state, params = flax.core.pop(dense_variables(), "params")
+        _, state = all_collections(params, state, X)
+        y = DENSE.apply({"params": params, **state}, 8 * X)
+        q_x, q_w = fake_quantize(8 * X, E4M3, amax(X)), fake_quantize(params["kernel"], E4M3)
+        assert_is_product(y, MATRIX, q_x, q_w)  # saturated: evaluation does not look ahead
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_non_finite_amaxes_do_not_enter(self, bad):
+        state, params = flax.core.pop(dense_variables(), "params")
+        _, state = all_collections(params, state, X)
+        y, after = all_collections(params, state, X.at[3, 5].set(bad))
+        assert np.isnan(np.asarray(y[3])).all()
+        assert np.isfinite(np.asarray(y[:3])).all()
+        np.testing.assert_array_equal(history(after["fp8"], "lhs"), [amax(X), 0, 0, 0])
+        kernel = amax(params["kernel"])
+        np.testing.assert_array_equal(history(after["fp8"], "rhs"), [kernel, kernel, 0, 0])
+
+    def test_zeros_predict_nothing(self):
+        state, params = flax.core.pop(dense_variables(), "params")
+        _, state = all_collections(params, state, X)
+        y, after = all_collections(params, state, jnp.zeros_like(X))
+        assert not np.any(y)
+        np.testing.assert_array_equal(history(after["fp8"], "lhs"), [amax(X), 0, 0, 0])
+
+    def test_a_sink_that_nobody_differentiates_by_neither_saturates_nor_rolls(self):
+        """{params, fp8, fp8_sink} with mutable=["fp8"]: `advance` would close the step.
+
+        Without that call the running maximum stands in for the history: safe, but spikes stay.
+        """
+        variables, largest = dense_variables(), np.float32(0)
+        for step, peak in enumerate(self.PEAKS[:5]):
+            x = peaking((8, 16), peak, step)
+            y, updates = DENSE.apply(variables, x, mutable=["fp8"])
+            largest = max(largest, amax(x))
+            q_w = fake_quantize(kernel_of(variables), E4M3)
+            assert_is_product(y, MATRIX, fake_quantize(x, E4M3, largest), q_w)
+            variables = {**variables, **updates}
+            assert only_product(updates["fp8"])["lhs"]["amax"] == largest
+            assert not np.any(history(updates["fp8"], "lhs"))
+
+
+def step_of(loss, jit=True):
+    """The function from variables to the ``fp8`` collection after one hand-written step."""
+
+    def step(variables, *batch):
+        by_sink = lambda sink: loss({**variables, "fp8_sink": sink}, *batch)
+        return jfp8.advance(variables["fp8"], jax.grad(by_sink)(variables["fp8_sink"]))
+
+    return jax.jit(step) if jit else step
+
+
+def assert_newest(fp8, exact=True, **amaxes):
+    """The histories of the only product hold one entry: these amaxes, or at most 9/8 of them."""
+    for role, expected in amaxes.items():
+        entries, expected = history(fp8, role), np.asarray(expected, np.float32)
+        if exact:
+            np.testing.assert_array_equal(entries[..., 0], expected)
+        else:
+            assert np.all(expected <= entries[..., 0])
+            assert np.all(entries[..., 0] <= expected * np.float32(1.125))
+        assert not np.any(entries[..., 1:]), "one entry per step"
+
+
+SHARED = {"params": None, "fp8": None, "fp8_sink": None}
+STACKED = {"params": 0, "fp8": 0, "fp8_sink": 0}
+
+
+class Reused(nn.Module):
+    """One layer for all of the inputs, by any of the ways to reuse a layer."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, xs):
+        dense = jfp8.Dense(4)
+        call = lambda mdl, x: mdl(x)
+        match self.how:
+            case "calls":
+                return jnp.stack([dense(x) for x in xs])
+            case "nn.vmap":
+                split = {"params": False}
+                mapped = nn.vmap(call, variable_axes=SHARED, split_rngs=split)
+                return mapped(dense, xs)
+            case "scan" | "scan of remat":
+                once = nn.remat(call) if self.how == "scan of remat" else call
+                body = lambda mdl, carry, x: (carry, once(mdl, x))
+                scan = nn.scan(body, variable_broadcast=list(SHARED), split_rngs={"params": False})
+                return scan(dense, None, xs)[1]
+
+
+class Deep(nn.Module):
+    """Three layers, one after the other, and a fourth of another shape."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, x):
+        if self.how == "loop":
+            for i in range(3):
+                x = jnp.tanh(jfp8.Dense(16, name=f"layer{i}")(x))
+            return jfp8.Dense(4, name="head")(x)
+        layer = nn.remat(jfp8.Dense) if self.how == "scan of remat" else jfp8.Dense
+        body = lambda mdl, x: (jnp.tanh(mdl(x)), None)
+        scan = nn.scan(body, variable_axes=STACKED, split_rngs={"params": True}, length=3)
+        return jfp8.Dense(4, name="head")(scan(layer(16, name="layers"), x)[0])
+
+
+def unstacked(tree):
+    """The stacked variables of `Deep` as those of its loop."""
+    layers = {f"layer{i}": jax.tree.map(lambda a, i=i: a[i], tree["layers"]) for i in range(3)}
+    return {**layers, "head": tree["head"]}
+
+
+class TestPromise4RightUnderTransformations:
+    """A layer that is used once gets its exact amax; reuse costs at most a factor of 9/8."""
+
+    @pytest.mark.parametrize("jit", [False, True])
+    def test_single_use_is_exact(self, jit):
+        variables = dense_variables()
+        step = step_of(functools.partial(weighted_sum, DENSE), jit=jit)
+        kernel = amax(kernel_of(variables))
+        for peak in (5.3, 4.0, 1e-30, 3e30):
+            x, dy = peaking((8, 16), 7.7), peaking((8, 4), 1.0, 3) * np.float32(peak)
+            fp8 = step(variables, x, dy)
+            assert_newest(fp8, lhs=np.float32(7.7), rhs=kernel, grad=amax(dy))
+
+    def test_the_next_step_uses_it(self):
+        variables = dense_variables()
+        variables["fp8"] = step_of(lambda v: weighted_sum(DENSE, v))(variables)
+        x, dy = 8 * X, DY / 16
+        y, vjp = jax.vjp(lambda x: DENSE.apply(variables, x), x)
+        q_w, q_dy = fake_quantize(kernel_of(variables), E4M3), fake_quantize(dy, E5M2, amax(DY))
+        assert_is_product(y, MATRIX, fake_quantize(x, E4M3, amax(X)), q_w)
+        assert_is_product(vjp(dy)[0], "aj,ij->ai", q_dy, q_w)
+
+    def test_histories_roll_once_per_step(self):
+        variables, dy_amaxes = dense_variables(), []
+        step = step_of(functools.partial(weighted_sum, DENSE))
+        for i in range(6):
+            dy = DY * 2.0**i
+            variables["fp8"] = step(variables, X, dy)
+            dy_amaxes = [amax(dy), *dy_amaxes][:4]
+        np.testing.assert_array_equal(history(variables["fp8"], "grad"), dy_amaxes)
+        np.testing.assert_array_equal(history(variables["fp8"], "lhs"), [amax(X)] * 4)
+
+    def test_remat_is_exact_and_counts_once(self):
+        model = nn.remat(jfp8.Dense)(4)
+        variables = model.init(KEY, X)
+        kernel = amax(kernel_of(variables))
+        fp8 = step_of(lambda v: weighted_sum(model, v))(variables)
+        assert_newest(fp8, lhs=amax(X), rhs=kernel, grad=amax(DY))
+        state, params = flax.core.pop(variables, "params")
+
+        def loss(params):
+            variables = {"params": params, **state}
+            y, updates = model.apply(variables, X, mutable=["fp8", "fp8_sink"])
+            return jnp.sum(y * DY), updates
+
+        updates = jax.jit(jax.grad(loss, has_aux=True))(params)[1]
+        assert_newest(updates["fp8"], lhs=amax(X), rhs=kernel)
+
+    @pytest.mark.parametrize("how", ["scan", "scan of remat"])
+    def test_scan_over_stacked_layers_equals_the_loop(self, how):
+        loop, scan = Deep("loop"), Deep(how)
+        variables = jax.jit(scan.init)(KEY, X)
+        assert history(variables["fp8"]["layers"], "grad").shape == (3, 16)
+        assert only_product(variables["fp8_sink"]["layers"])["amax"].shape == (3, *SINK_SHAPE)
+
+        by_layer = {name: unstacked(tree) for name, tree in variables.items()}
+        stacked_step = step_of(lambda v: weighted_sum(scan, v))
+        looped_step = step_of(lambda v: weighted_sum(loop, v))
+        for _ in range(2):
+            variables["fp8"], by_layer["fp8"] = stacked_step(variables), looped_step(by_layer)
+            assert_trees_equal(unstacked(variables["fp8"]), by_layer["fp8"])
+        fp8 = variables["fp8"]["layers"]
+        newest = history(fp8, "grad")[:, :2]
+        assert len(np.unique(newest[:, 0])) == 3, "every layer has its own"
+        assert np.all(newest > 0)
+        assert not np.any(history(fp8, "grad")[:, 2:])
+        np.testing.assert_array_equal(history(fp8, "lhs")[0, :2], [amax(X)] * 2)
+
+    def test_scan_over_stacked_layers_like_batch_stats(self):
+        variables = jax.jit(Deep("scan").init)(KEY, X)
+        fp8 = Deep("scan").apply(variables, X, mutable=["fp8", "fp8_sink"])[1]["fp8"]["layers"]
+        assert_newest(fp8, rhs=[amax(k) for k in variables["params"]["layers"]["kernel"]])
+        lhs = history(fp8, "lhs")
+        assert lhs[0, 0] == amax(X)
+        assert len(np.unique(lhs[:, 0])) == 3
+
+    PEAKS = (2.0, 3.0, 4.1, 7.9)  # the last two share a power of two: their mean would be below 7.9
+    XS = jnp.stack([peaking((8, 16), p, i) for i, p in enumerate(PEAKS)])
+    DYS = jnp.stack([peaking((8, 4), p, i) for i, p in enumerate(PEAKS)]) * 2.0**-20
+
+    @pytest.mark.parametrize("how", ["calls", "scan", "scan of remat", "nn.vmap", "jax.vmap"])
+    def test_reuse_bounds_the_maximum(self, how):
+        if how == "jax.vmap":
+            variables = jfp8.Dense(4).init(KEY, X)
+            apply = lambda v, xs: jax.vmap(lambda x: jfp8.Dense(4).apply(v, x))(xs)
+        else:
+            variables, apply = jax.jit(Reused(how).init)(KEY, self.XS), Reused(how).apply
+        assert history(variables["fp8"], "grad").shape == (16,)
+        fp8 = step_of(lambda v: jnp.sum(apply(v, self.XS) * self.DYS))(variables)
+        assert_newest(fp8, exact=False, lhs=7.9, grad=7.9 * 2.0**-20)
+        kernel = kernel_of(variables)
+        assert_newest(fp8, exact=True, rhs=amax(kernel))  # equal amaxes are one amax
+
+        # In the next step all uses share the scale.
+        y = jax.jit(apply)({**variables, "fp8": fp8}, 4 * self.XS)
+        q_x = fake_quantize(4 * self.XS, E4M3, history(fp8, "lhs")[0])
+        assert_is_product(y, "uai,ij->uaj", q_x, fake_quantize(kernel, E4M3))
+
+    @pytest.mark.parametrize("mutable", [False, True])
+    def test_experts_have_histories_of_their_own(self, mutable):
+        model = nn.vmap(jfp8.Dense, variable_axes=STACKED, split_rngs={"params": True})(4)
+        variables = jax.jit(model.init)(KEY, self.XS)
+        kernels = kernel_of(variables)
+        expected = {"lhs": np.float32(self.PEAKS), "rhs": [amax(k) for k in kernels]}
+        if mutable:
+            apply = jax.jit(functools.partial(model.apply, mutable=list(SHARED)))
+            fp8 = apply(variables, self.XS)[1]["fp8"]
+            assert_newest(fp8, **expected)
+        else:
+            fp8 = step_of(lambda v: jnp.sum(model.apply(v, self.XS) * self.DYS))(variables)
+            assert_newest(fp8, **expected, grad=np.float32(self.PEAKS) * np.float32(2.0**-20))
+        y = jax.jit(model.apply)({**variables, "fp8": fp8}, 4 * self.XS)
+        q_x = [fake_quantize(4 * x, E4M3, peak) for x, peak in zip(self.XS, self.PEAKS)]
+        q_w = [fake_quantize(kernel, E4M3) for kernel in kernels]
+        assert_is_product(y, "eai,eij->eaj", np.stack(q_x), np.stack(q_w))
+
+    def test_a_layer_called_twice_like_batch_stats_remembers_both(self):
+        xs = jnp.stack([peaking((8, 16), 3.0), peaking((8, 16), 2.0)])
+        variables = Reused("calls").init(KEY, xs)
+        _, updates = Reused("calls").apply(variables, xs, mutable=["fp8", "fp8_sink"])
+        assert np.max(history(updates["fp8"], "lhs")) == 3.0

@@ -1,0 +1,514 @@
+"""`scaled_matmul` and its backends: one suite for all, held to products in float64 and int64."""
+
+from __future__ import annotations
+
+import string
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8 import ScaledArray, quantize, scaled_matmul
+from jfp8.formats import codes_to_format
+from jfp8.matmul import IMPLEMENTATIONS
+
+E4M3, E5M2 = jfp8.E4M3FN, jfp8.E5M2
+PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
+PLAIN = (((1,), (0,)), ((), ()))
+UNIT = 2.0**-24  # unit roundoff of f32
+
+implementations = pytest.mark.parametrize("implementation", ["emulate", "xla", None])
+pairs = pytest.mark.parametrize("formats", PAIRS, ids=lambda p: f"{p[0].name}x{p[1].name}")
+
+
+# Dimension numbers: drawn once from seeds, and the corners by name.
+
+
+def random_case(seed):
+    """Shapes and dimension numbers: up to two batch, three contracting, two free dimensions."""
+    rng = np.random.default_rng(seed)
+    n_batch, n_contract = rng.integers(0, 3), rng.integers(0, 4)
+    shared = rng.choice([1, 2, 3, 5, 7], n_batch + n_contract).tolist()
+    sides = []
+    for _ in range(2):
+        sizes = shared + rng.choice([1, 2, 3, 5, 9], rng.integers(0, 3)).tolist()
+        place = rng.permutation(len(sizes)).tolist()  # dimension i of `sizes` stands at place[i]
+        shape = [0] * len(sizes)
+        for size, position in zip(sizes, place, strict=True):
+            shape[position] = size
+        sides.append((tuple(shape), tuple(place)))
+    (lhs, lhs_at), (rhs, rhs_at) = sides
+    end = n_batch + n_contract
+    return (
+        lhs,
+        rhs,
+        ((lhs_at[n_batch:end], rhs_at[n_batch:end]), (lhs_at[:n_batch], rhs_at[:n_batch])),
+    )
+
+
+CASES = {f"random{seed}": random_case(seed) for seed in range(8)} | {
+    "outer product": ((3, 2), (5,), (((), ()), ((), ()))),
+    "full contraction": ((3, 4, 5), (5, 3, 4), (((1, 2, 0), (2, 0, 1)), ((), ()))),
+    "scalars": ((), (), (((), ()), ((), ()))),
+    "only batch": ((4, 3), (3, 4), (((), ()), ((0, 1), (1, 0)))),
+    "no rows": ((0, 5), (5, 3), PLAIN),
+    "no columns": ((4, 5), (5, 0), PLAIN),
+    "empty contraction": ((4, 0), (0, 3), PLAIN),
+    "empty batch": ((0, 4, 2), (2, 3, 0), (((2,), (0,)), ((0,), (2,)))),
+    "lists and numpy integers": ((4, 6), (6, 5), [[[np.int64(1)], np.array([0])], [[], []]]),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def equation(lhs_ndim, rhs_ndim, numbers):
+    """Dimension numbers as an einsum, which numpy computes in any dtype."""
+    (lc, rc), (lb, rb) = (tuple(tuple(int(d) for d in side) for side in pair) for pair in numbers)
+    lhs = list(string.ascii_lowercase[:lhs_ndim])
+    rhs = list(string.ascii_uppercase[:rhs_ndim])
+    for a, b in zip(lc + lb, rc + rb, strict=True):
+        rhs[b] = lhs[a]
+    out = [lhs[a] for a in lb]
+    out += [c for i, c in enumerate(lhs) if i not in lc + lb]
+    out += [c for i, c in enumerate(rhs) if i not in rc + rb]
+    return f"{''.join(lhs)},{''.join(rhs)}->{''.join(out)}"
+
+
+def oracle(lhs, rhs, numbers):
+    """float64 (or int64) product of two numpy arrays."""
+    return np.einsum(equation(lhs.ndim, rhs.ndim, numbers), lhs, rhs)
+
+
+def matmul(lhs, rhs, numbers=PLAIN, **options):
+    return jax.jit(lambda l, r: scaled_matmul(l, r, numbers, **options))(lhs, rhs)
+
+
+def random_codes(rng, shape, fmt):
+    """Data that may be any finite code of `fmt`."""
+    codes = rng.integers(0, fmt.max_code + 1, shape) | (rng.integers(0, 2, shape) << 7)
+    return codes_to_format(jnp.asarray(codes, jnp.uint8), fmt)
+
+
+def random_integers(rng, shape, fmt):
+    """Integers that both formats hold exactly: their products and sums are exact in f32."""
+    return jnp.asarray(rng.integers(-8, 9, shape), jnp.float32).astype(fmt.dtype)
+
+
+def e8m0(codes):
+    return codes_to_format(jnp.asarray(codes, jnp.uint8), jfp8.E8M0FNU)
+
+
+def values64(q):
+    """data * scale in float64, by numpy."""
+    data, scale = np.asarray(q.data).astype(np.float64), q.scale
+    scale = (
+        values64(scale) if isinstance(scale, ScaledArray) else np.asarray(scale).astype(np.float64)
+    )
+    for axis, n in enumerate(scale.shape):
+        if n > 1:
+            scale = scale.repeat(data.shape[axis] // n, axis)
+    return data * scale
+
+
+def assert_close_to_float64(y, lhs, rhs, numbers=PLAIN):
+    """|y - exact| <= (K + 4) u sum|a b|: K - 1 additions in f32 in any order, each within u of its
+    result, and a rounding each for two scales, for their product and for the multiplication by it;
+    the products of f8 values are exact. The order of magnitude one above covers the u**2 terms.
+    """
+    a, b = values64(lhs), values64(rhs)
+    exact, magnitude = oracle(a, b, numbers), oracle(abs(a), abs(b), numbers)
+    k = int(np.prod([a.shape[d] for d in numbers[0][0]]))
+    assert y.shape == exact.shape
+    error = abs(np.asarray(y, np.float64) - exact)
+    assert (error <= (k + 4) * UNIT * magnitude).all(), (error / magnitude).max() / UNIT
+    assert not exact.size or abs(exact).max() > 0  # a product of zeros would show nothing
+
+
+# Numbers
+
+
+@implementations
+@cases
+def test_any_dimension_numbers_exactly(case, implementation):
+    """On small integers every order of summation is exact, so bitwise equality is owed."""
+    lhs_shape, rhs_shape, numbers = CASES[case]
+    rng = np.random.default_rng(1)
+    fmt_lhs, fmt_rhs = PAIRS[len(case) % 3]
+    lhs = ScaledArray(random_integers(rng, lhs_shape, fmt_lhs), jnp.float32(2.0**-3))
+    rhs = ScaledArray(random_integers(rng, rhs_shape, fmt_rhs), jnp.float32(2.0**5))
+    y = matmul(lhs, rhs, numbers, implementation=implementation)
+    expected = oracle(*(np.asarray(q.data).astype(np.int64) for q in (lhs, rhs)), numbers) * 4
+    assert y.dtype == jnp.float32
+    assert y.shape == expected.shape
+    np.testing.assert_array_equal(y, expected)
+
+
+@implementations
+@pairs
+def test_every_product_of_two_codes(formats, implementation):
+    """256 x 256 codes, NaN and Inf among them: each product is exact in f32."""
+    codes = [codes_to_format(jnp.arange(256, dtype=jnp.uint8), fmt) for fmt in formats]
+    lhs, rhs = (ScaledArray(c, jnp.float32(1)) for c in codes)
+    y = np.asarray(matmul(lhs, rhs, (((), ()), ((), ())), implementation=implementation))
+    with np.errstate(invalid="ignore"):
+        expected = np.multiply.outer(*(np.asarray(c).astype(np.float64) for c in codes))
+    np.testing.assert_array_equal(y, expected)
+    assert np.isfinite(y).sum() >= (256 - 8) ** 2
+
+
+@implementations
+@pairs
+def test_float64_oracle(formats, implementation):
+    """All finite codes, f32 scales that round, an odd K."""
+    rng = np.random.default_rng(2)
+    lhs = ScaledArray(random_codes(rng, (17, 203), formats[0]), jnp.float32(0.0137))
+    rhs = ScaledArray(random_codes(rng, (203, 11), formats[1]), jnp.float32(31.7))
+    assert_close_to_float64(matmul(lhs, rhs, implementation=implementation), lhs, rhs)
+
+
+@pairs
+def test_implementations_agree(formats):
+    """Only the order of the additions may differ, and for None on a CPU not even that."""
+    rng = np.random.default_rng(3)
+    lhs = ScaledArray(random_codes(rng, (9, 64), formats[0]), jnp.float32(0.3))
+    rhs = ScaledArray(random_codes(rng, (64, 7), formats[1]), jnp.float32(0.7))
+    y = {i: np.asarray(matmul(lhs, rhs, implementation=i)) for i in ("emulate", "xla", None)}
+    assert abs(y["emulate"]).max() > 0
+    np.testing.assert_array_equal(y[None], y["emulate"])
+    bound = 2 * 64 * UNIT * oracle(abs(values64(lhs)), abs(values64(rhs)), PLAIN)
+    assert (abs(y["xla"] - y["emulate"]) <= bound).all()
+
+
+@implementations
+@pytest.mark.parametrize("fast", [True, False])
+def test_fast_accumulation_is_a_licence_for_hardware_only(implementation, fast):
+    """65536 + 4095 * 1: an accumulator of 14 bits would lose each of the ones."""
+    ones = jnp.full((1, 4096), 1, E4M3.dtype).at[0, 0].set(256)
+    lhs = ScaledArray(ones, jnp.float32(1))
+    rhs = ScaledArray(ones.T, jnp.float32(1))
+    y = matmul(lhs, rhs, implementation=implementation, fast_accumulation=fast)
+    assert y.item() == 256 * 256 + 4095
+
+
+@implementations
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_results_are_the_f32_result_rounded_once(dtype, implementation):
+    rng = np.random.default_rng(4)
+    lhs = ScaledArray(random_codes(rng, (16, 33), E4M3), jnp.float32(0.011))
+    rhs = ScaledArray(random_codes(rng, (33, 16), E4M3), jnp.float32(0.023))
+    exact = np.asarray(matmul(lhs, rhs, implementation=implementation))
+    y = matmul(lhs, rhs, implementation=implementation, preferred_element_type=dtype)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(y), exact.astype(dtype))
+    assert len(np.unique(y)) > 100
+
+
+@implementations
+def test_trap_bf16_rounds_after_the_scales(implementation):
+    """257 * 3: rounding the accumulator first would give 256 * 3 = 768; 771 rounds to 772."""
+    lhs = ScaledArray(jnp.array([[256.0, 1.0]]).astype(E4M3.dtype), jnp.float32(3))
+    rhs = ScaledArray(jnp.ones((2, 1), E4M3.dtype), jnp.float32(1))
+    y = matmul(lhs, rhs, implementation=implementation, preferred_element_type=jnp.bfloat16)
+    assert y.item() == 772
+
+
+@implementations
+def test_trap_f16_accumulator_overflow(implementation):
+    """448 * 448 * 256 is 784 times what f16 holds; with the scales it fits."""
+    lhs = ScaledArray(jnp.full((2, 256), 448, E4M3.dtype), jnp.float32(2.0**-8))
+    rhs = ScaledArray(jnp.full((256, 2), 448, E4M3.dtype), jnp.float32(2.0**-8))
+    y = matmul(lhs, rhs, implementation=implementation, preferred_element_type=jnp.float16)
+    np.testing.assert_array_equal(y, np.full((2, 2), 784, np.float16))
+
+
+@implementations
+@pairs
+def test_trap_product_of_f8_arrays_is_f32(formats, implementation):
+    """``f8 @ f8`` gives f8 in JAX, and mixed formats a TypePromotionError."""
+    lhs = ScaledArray(jnp.full((1, 100), 16, formats[0].dtype), jnp.float32(1))
+    rhs = ScaledArray(jnp.full((100, 1), 16, formats[1].dtype), jnp.float32(1))
+    y = scaled_matmul(lhs, rhs, PLAIN, implementation=implementation)
+    assert y.dtype == jnp.float32
+    assert y.item() == 25600  # neither saturated at 448 nor rounded to two bits
+
+
+# Scales
+
+
+def random_scales(rng, shape, kind):
+    if kind == "e8m0":
+        return e8m0(rng.integers(100, 150, shape))
+    return jnp.asarray(rng.uniform(0.5, 2, shape) * 10.0 ** rng.integers(-4, 5, shape), jnp.float32)
+
+
+@implementations
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 7])
+def test_scales_along_any_dimensions_that_stay(seed, implementation):
+    """Each batch and free dimension has a scale per index or not, as chance has it."""
+    rng = np.random.default_rng(seed)
+    kind = ("f32", "e8m0")[seed % 2]
+    lhs_shape, rhs_shape, numbers = CASES[f"random{seed}"]
+
+    def scaled(shape, contract, fmt):
+        varies = rng.random(len(shape)) < 0.7
+        sizes = [n if v and d not in contract else 1 for d, (n, v) in enumerate(zip(shape, varies))]
+        return ScaledArray(random_codes(rng, shape, fmt), random_scales(rng, sizes, kind))
+
+    lhs = scaled(lhs_shape, numbers[0][0], E4M3)
+    rhs = scaled(rhs_shape, numbers[0][1], E5M2)
+    y = matmul(lhs, rhs, numbers, implementation=implementation)
+    assert_close_to_float64(y, lhs, rhs, numbers)
+
+
+BATCHED = (((2,), (1,)), ((0,), (0,)))  # (4, 6, 10) . (4, 10, 8)
+LAYOUTS = {
+    "per tensor": ((), ()),
+    "rows and columns": ((1, 6, 1), (1, 1, 8)),
+    "batch": ((4, 1, 1), (4, 1, 1)),
+    "batch and free": ((4, 6, 1), (4, 1, 8)),
+    "one side only": ((4, 6, 1), ()),
+    "all ones": ((1, 1, 1), (1, 1, 1)),
+    "blocks of rows": ((1, 3, 1), (1, 1, 8)),
+    "blocks of columns": ((), (4, 1, 2)),
+    "blocks of the batch": ((2, 6, 1), (2, 1, 1)),
+}
+
+
+@implementations
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scale_layouts(layout, implementation):
+    rng = np.random.default_rng(6)
+    shapes = LAYOUTS[layout]
+    lhs = ScaledArray(random_codes(rng, (4, 6, 10), E4M3), random_scales(rng, shapes[0], "f32"))
+    rhs = ScaledArray(random_codes(rng, (4, 10, 8), E4M3), random_scales(rng, shapes[1], "f32"))
+    y = matmul(lhs, rhs, BATCHED, implementation=implementation)
+    assert_close_to_float64(y, lhs, rhs, BATCHED)
+
+
+@implementations
+def test_two_level_scales(implementation):
+    rng = np.random.default_rng(7)
+    inner = ScaledArray(random_codes(rng, (1, 6, 1), E4M3), jnp.float32(0.037))
+    lhs = ScaledArray(random_codes(rng, (4, 6, 10), E4M3), inner)
+    rhs = ScaledArray(random_codes(rng, (4, 10, 8), E5M2), jnp.float32(0.3))
+    y = matmul(lhs, rhs, BATCHED, implementation=implementation)
+    assert_close_to_float64(y, lhs, rhs, BATCHED)
+
+
+CONTRACTED = {
+    "lhs per index": ((1, 1, 10), ()),
+    "rhs per index": ((), (1, 10, 8)),
+    "blocks": ((4, 6, 2), (4, 5, 4)),
+    "blocks on one side": ((1, 6, 1), (2, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", ["f32", "e8m0"])
+@pytest.mark.parametrize("layout", CONTRACTED)
+def test_scales_along_the_contraction(layout, kind):
+    """They cannot leave the sum: dequantized where nobody asked for f8 operands, else refused."""
+    rng = np.random.default_rng(8)
+    shapes = CONTRACTED[layout]
+    lhs = ScaledArray(random_codes(rng, (4, 6, 10), E4M3), random_scales(rng, shapes[0], kind))
+    rhs = ScaledArray(random_codes(rng, (4, 10, 8), E4M3), random_scales(rng, shapes[1], kind))
+    for implementation in ("emulate", None):
+        y = matmul(lhs, rhs, BATCHED, implementation=implementation)
+        assert_close_to_float64(y, lhs, rhs, BATCHED)
+    with pytest.raises(NotImplementedError, match=r"varies along the contraction.*'emulate'"):
+        scaled_matmul(lhs, rhs, BATCHED, implementation="xla")
+
+
+@implementations
+@pytest.mark.parametrize(
+    ("lhs_code", "rhs_code"),
+    [(0, 254), (254, 0), (0, 127), (127, 0), (1, 1 + 127), (254, 127), (0, 200)],
+)
+def test_trap_e8m0_codes_at_the_ends_survive(lhs_code, rhs_code, implementation):
+    """Code 0 is 2^-127, an f32 subnormal: a multiplication that forms it gives zero."""
+    data = jnp.array([[448.0, 64.0, 2.0]]).astype(E4M3.dtype)
+    lhs = ScaledArray(data, e8m0(lhs_code))
+    rhs = ScaledArray(data.T.at[1:].set(0), e8m0(rhs_code))
+    y = matmul(lhs, rhs, implementation=implementation).item()
+    exact = 448 * 448 * 2.0 ** (lhs_code + rhs_code - 254)
+    assert y == (exact if exact < 2.0**128 else np.inf)
+
+
+@implementations
+def test_e8m0_nan_scale_is_nan_where_it_applies(implementation):
+    lhs = ScaledArray(jnp.ones((3, 4), E4M3.dtype), e8m0([[127], [255], [128]]))
+    rhs = ScaledArray(jnp.ones((4, 2), E4M3.dtype), e8m0(127))
+    y = matmul(lhs, rhs, implementation=implementation)
+    np.testing.assert_array_equal(y, [[4, 4], [np.nan, np.nan], [8, 8]])
+
+
+@implementations
+def test_nan_stays_in_its_row(implementation):
+    lhs = ScaledArray(jnp.ones((3, 70), E4M3.dtype).at[1, 50].set(jnp.nan), jnp.float32(1))
+    rhs = ScaledArray(jnp.ones((70, 2), E4M3.dtype), jnp.float32(1))
+    y = matmul(lhs, rhs, implementation=implementation)
+    np.testing.assert_array_equal(y, [[70, 70], [np.nan, np.nan], [70, 70]])
+
+
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0), (0, 0)])
+def test_empty_contraction_with_scales_per_axis(axes):
+    """A scale has size 1 along a dimension that it does not vary along, also if that is empty."""
+    lhs = quantize(jnp.ones((4, 0)), granularity=jfp8.PerAxis(axes[0]))
+    rhs = quantize(jnp.ones((0, 3)), granularity=jfp8.PerAxis(axes[1]))
+    # "xla" may refuse scales that go along the contraction, of which there are none here.
+    for implementation in ("emulate", "xla", None) if axes == (0, 1) else ("emulate", None):
+        y = matmul(lhs, rhs, implementation=implementation)
+        np.testing.assert_array_equal(y, np.zeros((4, 3)))
+
+
+def test_quantize_then_multiply():
+    """The way of the data from end to end, against numpy's product of what was quantized."""
+    rng = np.random.default_rng(9)
+    x, w = rng.normal(size=(33, 65)).astype(np.float32), rng.normal(size=(65, 9)).astype(np.float32)
+    lhs = quantize(x, granularity=jfp8.PerAxis(0))
+    rhs = quantize(w, granularity=jfp8.PerAxis(1))
+    y = matmul(lhs, rhs)
+    assert_close_to_float64(y, lhs, rhs)
+    cosine = (y * (x @ w)).sum() / np.linalg.norm(y) / np.linalg.norm(x @ w)
+    assert 0.999 < cosine < 1
+
+
+# Transformations
+
+
+@implementations
+def test_jit_equals_eager(implementation):
+    rng = np.random.default_rng(10)
+    lhs = ScaledArray(random_codes(rng, (5, 4, 6), E4M3), random_scales(rng, (5, 1, 1), "f32"))
+    rhs = ScaledArray(random_codes(rng, (6, 5, 3), E5M2), random_scales(rng, (1, 5, 3), "f32"))
+    numbers = (((2,), (0,)), ((0,), (1,)))
+    options = {"implementation": implementation, "preferred_element_type": jnp.bfloat16}
+    eager = scaled_matmul(lhs, rhs, numbers, **options)
+    np.testing.assert_array_equal(matmul(lhs, rhs, numbers, **options), eager)
+    assert np.isfinite(eager).all()
+    assert abs(eager).min() > 0
+
+
+@implementations
+@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
+def test_vmap_equals_loop(in_axes, implementation):
+    rng = np.random.default_rng(11)
+
+    def operand(axis, shape, scale_shape, fmt):
+        leading = () if axis is None else (3,)
+        scale = 2.0 ** rng.integers(-9, 9, leading + scale_shape)
+        return ScaledArray(
+            random_integers(rng, leading + shape, fmt), jnp.asarray(scale, jnp.float32)
+        )
+
+    lhs = operand(in_axes[0], (4, 6), (4, 1), E4M3)
+    rhs = operand(in_axes[1], (6, 5), (), E5M2)
+    f = partial(scaled_matmul, dimension_numbers=PLAIN, implementation=implementation)
+    y = jax.jit(jax.vmap(f, in_axes=in_axes))(lhs, rhs)
+
+    def at(q, axis, i):
+        return q if axis is None else jax.tree.map(lambda leaf: leaf[i], q)
+
+    loop = [f(at(lhs, in_axes[0], i), at(rhs, in_axes[1], i)) for i in range(3)]
+    np.testing.assert_array_equal(y, np.stack(loop))
+    assert abs(y).max() > 0
+
+
+# Errors
+
+
+def operands():
+    return quantize(jnp.ones((4, 6))), quantize(jnp.ones((6, 5)))
+
+
+@pytest.mark.parametrize("which", ["lhs", "rhs"])
+def test_error_not_scaled(which):
+    pair = dict(zip(("lhs", "rhs"), operands(), strict=True)) | {which: jnp.ones((6, 6))}
+    with pytest.raises(TypeError, match=rf"{which} must be a ScaledArray.*jfp8\.quantize"):
+        scaled_matmul(**pair, dimension_numbers=PLAIN)
+
+
+def test_error_unknown_implementation_lists_the_known_ones():
+    assert set(IMPLEMENTATIONS) == {"emulate", "xla"}
+    with pytest.raises(
+        ValueError, match=r"implementation='cuda' is unknown.*'emulate', 'xla'.*None"
+    ):
+        scaled_matmul(*operands(), PLAIN, implementation="cuda")
+
+
+def test_error_unknown_accumulation_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"accumulation='f16' is unknown.*'f32'"):
+        scaled_matmul(*operands(), PLAIN, accumulation="f16")
+
+
+@pytest.mark.parametrize("kind", ["contracting", "batch"])
+def test_error_sizes_name_both(kind):
+    lhs, rhs = quantize(jnp.ones((2, 7))), quantize(jnp.ones((5, 3)))
+    numbers = (((1,), (0,)), ((), ())) if kind == "contracting" else (((), ()), ((1,), (0,)))
+    words = (
+        rf"{kind} dimension 1 of lhs has size 7, but dimension 0 of rhs.*size 5.*\(2, 7\).*\(5, 3\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        scaled_matmul(lhs, rhs, numbers)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (None, "must be.*lhs_contracting.*got None"),
+        (((1,), (0,)), "must be.*four sequences of ints"),
+        ((((1.5,), (0,)), ((), ())), "must be.*four sequences of ints"),
+        (((("a",), (0,)), ((), ())), "must be.*four sequences of ints"),
+        ((((-1,), (0,)), ((), ())), r"lhs dimensions \(-1,\).*from 0 to 1"),
+        ((((1,), (2,)), ((), ())), r"rhs dimensions \(2,\).*from 0 to 1"),
+        ((((1, 1), (0, 1)), ((), ())), r"lhs dimensions \(1, 1\).*distinct"),
+        ((((1,), (0,)), ((0,), (0,))), r"rhs dimensions \(0, 0\).*distinct"),
+        (
+            (((0, 1), (0,)), ((), ())),
+            r"2 contracting dimensions of lhs \(0, 1\) with 1 of rhs \(0,\)",
+        ),
+        ((((1,), (0,)), ((), (1,))), r"0 batch dimensions of lhs \(\) with 1 of rhs \(1,\)"),
+    ],
+    ids=str,
+)
+def test_error_dimension_numbers(numbers, words):
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        scaled_matmul(*operands(), numbers)
+
+
+@implementations
+@pytest.mark.parametrize("scale_shape", [(3, 1), (4,), (1, 4), (4, 1, 1), (0, 1)])
+def test_error_scale_shape(scale_shape, implementation):
+    lhs = ScaledArray(jnp.ones((4, 6), E4M3.dtype), jnp.ones(scale_shape))
+    with pytest.raises(ValueError, match=r"data of shape \(4, 6\) cannot have a scale of shape"):
+        scaled_matmul(lhs, operands()[1], PLAIN, implementation=implementation)
+
+
+@implementations
+def test_error_data_of_no_format(implementation):
+    """Whoever takes it silently computes in f32 what the user believes to be FP8."""
+    lhs = ScaledArray(jnp.ones((4, 6), jnp.float32), jnp.float32(1))
+    with pytest.raises(TypeError, match=r"float32 stores none of jfp8's formats"):
+        scaled_matmul(lhs, operands()[1], PLAIN, implementation=implementation)
+
+
+@implementations
+def test_error_result_dtype(implementation):
+    with pytest.raises(TypeError, match="preferred_element_type.*floating.*int32"):
+        scaled_matmul(
+            *operands(), PLAIN, implementation=implementation, preferred_element_type=jnp.int32
+        )
+
+
+def test_four_bit_operands():
+    """No f8 product takes E2M1: the reference computes it, "xla" says that it does not."""
+    rng = np.random.default_rng(12)
+    x, w = rng.normal(size=(4, 7)).astype(np.float32), rng.normal(size=(7, 5)).astype(np.float32)
+    lhs, rhs = quantize(x, jfp8.E2M1FN), quantize(w, jfp8.E2M1FN)
+    assert lhs.data.dtype == ml_dtypes.float4_e2m1fn
+    for implementation in ("emulate", None):
+        assert_close_to_float64(matmul(lhs, rhs, implementation=implementation), lhs, rhs)
+    with pytest.raises(NotImplementedError, match="E2M1|float4_e2m1fn"):
+        scaled_matmul(lhs, rhs, PLAIN, implementation="xla")

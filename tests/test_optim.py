@@ -1,0 +1,974 @@
+"""Loss scaling: the state machine, exact unscaling, and what a skipped step leaves behind.
+
+Oracles: the update rules written in plain Python floats, plain optax transformations that never see
+a loss scale, and powers of two, which make every comparison below an equality of bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfp8
+from jfp8.optim import all_finite, find_loss_scale, keep_unless
+
+PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.float32([0.5, -2.0])}
+LEARNING_RATE = 0.1
+BAD_STEP = 5
+STEPS = 12
+
+
+def make_params(dtype=jnp.float32):
+    return jax.tree.map(lambda p: jnp.asarray(p, dtype), PARAMS)
+
+
+def make_gradients(count: int = STEPS, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Gradients of the unscaled loss."""
+    rng = np.random.default_rng(seed)
+    return [
+        {name: rng.normal(size=p.shape).astype(np.float32) for name, p in PARAMS.items()}
+        for _ in range(count)
+    ]
+
+
+def overflowing(gradient):
+    """The same gradient with one infinite and one NaN element."""
+    bad = {name: g.copy() for name, g in gradient.items()}
+    bad["w"][1, 2], bad["b"][0] = np.inf, np.nan
+    return bad
+
+
+def train(tx, gradients, *, bad_steps=(), jit=False):
+    """Params and state after steps with gradients of the loss times the scale that `tx` holds.
+
+    Eager, one primitive at a time, so that equal arithmetic gives equal bits. `jit` is for what
+    calls lax.cond, which would compile anew in every step.
+    """
+    params = make_params()
+    state = tx.init(params)
+    update = jax.jit(tx.update) if jit else tx.update
+    history = []
+    for step, gradient in enumerate(gradients):
+        scaler = find_loss_scale(state)
+        scale = np.float32(1) if scaler is None else np.asarray(scaler.loss_scale)
+        gradient = overflowing(gradient) if step in bad_steps else gradient
+        scaled = jax.tree.map(lambda g, s=scale: jnp.asarray(g * s), gradient)
+        updates, state = update(scaled, state, params)
+        params = optax.apply_updates(params, updates)
+        history.append((params, state))
+    return history
+
+
+def without(sequence, index):
+    return [item for i, item in enumerate(sequence) if i != index]
+
+
+def with_zero(gradients, index):
+    zero = jax.tree.map(np.zeros_like, gradients[index])
+    return [zero if i == index else g for i, g in enumerate(gradients)]
+
+
+def adam_state(opt_state) -> optax.ScaleByAdamState:
+    (found,) = (
+        node
+        for node in jax.tree.leaves(
+            opt_state, is_leaf=lambda n: isinstance(n, optax.ScaleByAdamState)
+        )
+        if isinstance(node, optax.ScaleByAdamState)
+    )
+    return found
+
+
+def assert_same(actual, expected):
+    """The same structure, dtypes and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_finite(tree):
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(tree))
+
+
+def moved(before, after) -> bool:
+    return all(
+        (np.asarray(a) != np.asarray(b)).any()
+        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    )
+
+
+# The state machine ---------------------------------------------------------------------------
+
+
+class Rule:
+    """The rule of the libraries that jfp8 agrees with, in Python floats.
+
+    torch.amp.GradScaler, Apex, TensorFlow's DynamicLossScale, Keras' LossScaleOptimizer and JMP
+    grow on the N-th finite step in a row. (flax.training.dynamic_scale grows on the N+1-th: it
+    compares its counter with growth_interval before counting the step at hand.)
+    """
+
+    def __init__(self, init, growth, backoff, interval, floor, ceiling):
+        self.scale, self.tracker, self.overflows = init, 0, 0
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.floor, self.ceiling = floor, ceiling
+
+    def step(self, finite):
+        if not finite:
+            self.overflows += 1
+            self.scale, self.tracker = max(self.scale * self.backoff, self.floor), 0
+        elif self.tracker + 1 == self.interval:
+            self.scale, self.tracker = min(self.scale * self.growth, self.ceiling), 0
+        else:
+            self.tracker += 1
+        return self.scale, self.tracker, self.overflows
+
+
+def run_machine(tx, finite_flags):
+    """States after each step of gradients that are finite or not, under jit and scan."""
+
+    def step(state, finite):
+        gradient = jnp.where(finite, state.loss_scale, jnp.inf)
+        updates, state = tx.update(gradient, state)
+        return state, (updates, state)
+
+    return jax.jit(lambda flags: jax.lax.scan(step, tx.init(jnp.zeros(())), flags)[1])(
+        jnp.asarray(finite_flags)
+    )
+
+
+MACHINES = {
+    # init, growth, backoff, interval, floor, ceiling
+    "defaults of jfp8, short interval": (2.0**15, 2.0, 0.5, 3, 1.0, 2.0**24),
+    "grows on every step": (8.0, 2.0, 0.5, 1, 0.25, 64.0),
+    "big factors overshoot both bounds": (2.0**4, 16.0, 0.125, 2, 2.0, 2.0**9),
+    "fixed above": (4.0, 1.0, 0.5, 2, 2.0**-3, 4.0),
+    "fixed below": (4.0, 2.0, 1.0, 4, 1.0, 2.0**6),
+    "constant": (2.0**7, 2.0, 0.5, 2, 2.0**7, 2.0**7),
+    "far from one": (2.0**-10, 4.0, 0.25, 5, 2.0**-20, 2.0**-2),
+}
+
+
+@pytest.mark.parametrize("share_finite", [0.5, 0.9])
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
+def test_state_machine(machine, share_finite):
+    init, growth, backoff, interval, floor, ceiling = machine
+    rng = np.random.default_rng(interval)
+    runs = [[True] * 40, [False] * 40, list(rng.random(200) < share_finite)]
+    flags = sum((runs[i] for i in (0, 2, 1, 2)), [])  # up to the ceiling and down to the floor
+    tx = jfp8.loss_scale(
+        init_scale=init,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=interval,
+        min_scale=floor,
+        max_scale=ceiling,
+    )
+    updates, states = run_machine(tx, flags)
+
+    rule = Rule(*machine)
+    expected = [rule.step(flag) for flag in flags]
+    scales, trackers, overflows = (np.array(column) for column in zip(*expected, strict=True))
+    np.testing.assert_array_equal(states.loss_scale, scales)
+    np.testing.assert_array_equal(states.growth_tracker, trackers)
+    np.testing.assert_array_equal(states.overflow_count, overflows)
+    np.testing.assert_array_equal(states.grads_finite, flags)
+    np.testing.assert_array_equal(updates, np.asarray(flags, np.float32))  # S / S, or zero
+    if growth > 1:
+        assert max(scales) == ceiling
+    if backoff < 1:
+        assert min(scales) == floor
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_grows_on_the_nth_finite_step_and_not_before(interval):
+    tx = jfp8.loss_scale(init_scale=4.0, growth_interval=interval)
+    _, states = run_machine(tx, [True] * (2 * interval))
+    scales = [4.0] * (interval - 1) + [8.0] * interval + [16.0]
+    assert states.loss_scale.tolist() == scales
+
+
+def test_an_overflow_restarts_the_count():
+    tx = jfp8.loss_scale(init_scale=4.0, growth_interval=3)
+    _, states = run_machine(tx, [True, True, False, True, True, True])
+    assert states.growth_tracker.tolist() == [1, 2, 0, 1, 2, 0]
+    assert states.loss_scale.tolist() == [4, 4, 2, 2, 2, 4]
+
+
+def test_the_count_restarts_at_the_ceiling_too():
+    tx = jfp8.loss_scale(init_scale=4.0, max_scale=4.0, growth_interval=2)
+    _, states = run_machine(tx, [True] * 4)
+    assert states.growth_tracker.tolist() == [1, 0, 1, 0]
+    assert states.loss_scale.tolist() == [4.0] * 4
+
+
+def test_agrees_with_gradscaler():
+    """torch's `_amp_update_scale_`: no floor, and a growth to infinity is not taken.
+
+    Written out from its documentation and kernel: tracker + 1 == growth_interval grows the scale
+    only if the result is finite, and resets the tracker in any case.
+    """
+
+    def amp_update_scale(scale, tracker, found_inf, growth=2.0, backoff=0.5, interval=3):
+        if found_inf:
+            return scale * backoff, 0
+        if tracker + 1 == interval:
+            grown = np.float32(scale) * np.float32(growth)
+            return (float(grown) if np.isfinite(grown) else scale), 0
+        return scale, tracker + 1
+
+    rng = np.random.default_rng(1)
+    flags = [*(rng.random(300) < 0.8), *[True] * 400, *[False] * 30, *(rng.random(100) < 0.5)]
+    tx = jfp8.loss_scale(
+        init_scale=2.0**16, growth_interval=3, min_scale=2.0**-126, max_scale=2.0**126
+    )
+    _, states = run_machine(tx, flags)
+    scale, tracker = 2.0**16, 0
+    with np.errstate(over="ignore"):
+        for i, flag in enumerate(flags):
+            scale, tracker = amp_update_scale(scale, tracker, not flag)
+            scale = min(scale, 2.0**126)  # one binade early, where 1 / S is still normal
+            assert (states.loss_scale[i], states.growth_tracker[i]) == (scale, tracker)
+
+
+def test_defaults():
+    state = jfp8.loss_scale().init(make_params())
+    assert (state.loss_scale, state.growth_tracker, state.overflow_count) == (2.0**15, 0, 0)
+    assert state.grads_finite
+    assert state.inner_state == ()
+    _, states = run_machine(jfp8.loss_scale(), [True] * (2000 * 10))
+    assert states.loss_scale[1998] == 2.0**15
+    assert states.loss_scale[1999] == 2.0**16
+    assert states.loss_scale[-1] == 2.0**24
+    _, states = run_machine(jfp8.loss_scale(), [False] * 16)
+    assert states.loss_scale.tolist() == [2.0 ** max(14 - i, 0) for i in range(16)]
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("leaf", "index"), [("w", (1, 2)), ("b", (0,))])
+def test_any_single_nonfinite_element_counts(leaf, index, dtype, bad):
+    tx = jfp8.loss_scale()
+    gradient = make_params(dtype)
+    gradient[leaf] = gradient[leaf].at[index].set(bad)
+    updates, state = tx.update(gradient, tx.init(make_params()))
+    assert not state.grads_finite
+    assert_same(updates, jax.tree.map(np.zeros_like, PARAMS))
+
+
+@pytest.mark.parametrize("size", [4095, 4096, 100_000])
+def test_trap_nan_in_a_large_array(size):
+    """XLA:CPU's float maximum loses NaN from 4096 elements on; the finite check must not use it."""
+    gradient = jnp.ones(size).at[size // 2].set(jnp.nan)
+    for check in (all_finite, jax.jit(all_finite)):
+        assert not check({"a": jnp.ones(3), "b": gradient})
+        assert check({"a": jnp.ones(3), "b": jnp.ones(size)})
+
+
+def test_all_finite_looks_past_integers_and_empty_trees():
+    assert all_finite({})
+    assert all_finite({"count": jnp.arange(3), "none": None, "flag": jnp.array(True)})
+    assert not all_finite({"count": jnp.arange(3), "x": jnp.float16(np.inf)})
+
+
+# Unscaling -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 15, 24, -20, 100])
+@pytest.mark.parametrize("jit", [False, True])
+def test_unscaling_is_exact(exponent, jit):
+    """Every mantissa bit of an f32 gradient survives, down to the smallest normal result."""
+    scale = 2.0**exponent
+    tx = jfp8.loss_scale(init_scale=scale, min_scale=min(scale, 1.0), max_scale=max(scale, 2.0**24))
+    rng = np.random.default_rng(0)
+    low, high = -126 + max(exponent, 0), 127 + min(exponent, 0)
+    mantissas = 1 + rng.integers(0, 2**23, 4000) * 2.0**-23
+    scaled = np.ldexp(mantissas * rng.choice([-1, 1], 4000), rng.integers(low, high, 4000))
+    update = jax.jit(tx.update) if jit else tx.update
+    updates, _ = update(jnp.asarray(scaled, jnp.float32), tx.init(jnp.zeros(())))
+    np.testing.assert_array_equal(updates, (scaled / scale).astype(np.float32))
+
+
+@pytest.mark.parametrize("limit", ["min_scale", "max_scale"])
+def test_unscaling_is_exact_at_both_limits_of_f32(limit):
+    """1 / S must be normal, since XLA may multiply by it and flushes subnormals to zero."""
+    exponent = {"min_scale": -126, "max_scale": 126}[limit]
+    tx = jfp8.loss_scale(init_scale=2.0**exponent, **{limit: 2.0**exponent})
+    gradient = jnp.ldexp(jnp.float32(1.5), exponent // 2)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, _ = update(gradient, tx.init(gradient))
+        assert updates == 1.5 * 2.0 ** (exponent // 2 - exponent)
+
+
+@pytest.mark.parametrize("on_overflow", ["zero", "pass"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_updates_are_f32(dtype, on_overflow):
+    """f16 gradients of a scaled loss hold values that f16 cannot hold after unscaling."""
+    tx = jfp8.loss_scale(on_overflow=on_overflow)
+    tiny = jnp.asarray([3 * 2.0**-12, -(2.0**-14), 0.0, 1.0], dtype)
+    updates, _ = tx.update({"w": tiny}, tx.init({"w": tiny}))
+    assert updates["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(updates["w"], [3 * 2.0**-27, -(2.0**-29), 0.0, 2.0**-15])
+    updates, _ = tx.update({"w": tiny * jnp.inf}, tx.init({"w": tiny}))
+    assert updates["w"].dtype == jnp.float32
+
+
+def test_pass_hands_nonfinite_updates_on():
+    tx = jfp8.loss_scale(init_scale=4.0, on_overflow="pass")
+    updates, state = tx.update(jnp.float32([8, np.inf, -np.inf, np.nan]), tx.init(jnp.zeros(4)))
+    np.testing.assert_array_equal(updates, [2, np.inf, -np.inf, np.nan])
+    assert (state.loss_scale, state.overflow_count) == (2.0, 1)
+
+
+ADAM_IN_F16 = {
+    "wrapper, f16 parameters": (jfp8.loss_scale(optax.adam(LEARNING_RATE)), jnp.float16),
+    "chain, f32 parameters": (
+        optax.chain(jfp8.loss_scale(), optax.adam(LEARNING_RATE)),
+        jnp.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize(("tx", "param_dtype"), ADAM_IN_F16.values(), ids=ADAM_IN_F16.keys())
+def test_trap_adam_makes_nan_of_f16_zeros(tx, param_dtype):
+    """eps = 1e-8 is 0 in f16, so that Adam in f16 computes 0 / 0 where a gradient is zero.
+
+    Here a third of the gradient is zero and a third would flush to zero in f16 when unscaled.
+    """
+    gradient = {"w": np.float16([[0, 2.0**-14, 0.5]] * 2), "b": np.float16([0, -(2.0**-14)])}
+
+    @jax.jit
+    def run(params):
+        def step(carry, _):
+            params, state = carry
+            updates, state = tx.update(jax.tree.map(jnp.asarray, gradient), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), None, length=20)[0]
+
+    params, state = run(make_params(param_dtype))
+    assert_finite((params, state))
+    adam = adam_state(state)
+    assert {leaf.dtype for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {np.dtype("float32")}
+    # A constant gradient moves Adam by the learning rate per step, however small it is, up to eps.
+    unscaled = np.array([0, 2.0**-29, 2.0**-16])
+    travelled = 20 * LEARNING_RATE * unscaled / (unscaled + 1e-8)
+    actual = np.asarray(make_params()["w"][0] - params["w"][0])
+    # f16 parameters are rounded to 2^-11 at most, 20 times.
+    np.testing.assert_allclose(actual, travelled, atol=0.01 if param_dtype == jnp.float16 else 2e-5)
+    assert params["w"].dtype == param_dtype
+
+
+def test_adam_alone_in_f16_shows_why():
+    """The same gradient without jfp8: if this starts to pass, the trap above has gone."""
+    tx = optax.adam(LEARNING_RATE)
+    params = {"w": jnp.ones(2, jnp.float16)}
+    updates, _ = tx.update({"w": jnp.float16([0, 0.5])}, tx.init(params), params)
+    assert np.isnan(updates["w"][0])
+
+
+# What a skipped step leaves behind -------------------------------------------------------------
+
+
+def adam():
+    return optax.adam(LEARNING_RATE)
+
+
+def clipped_adam(*before):
+    return optax.chain(*before, optax.clip_by_global_norm(1.0), adam())
+
+
+def adamw(*before):
+    return optax.chain(*before, optax.adamw(LEARNING_RATE, weight_decay=0.1))
+
+
+def noisy(*before):
+    """An element with a typed random key in its state."""
+    return optax.chain(*before, optax.add_noise(0.1, 0.5, jax.random.key(0)), adam())
+
+
+def passing(inner, max_errors=10_000):
+    return optax.chain(
+        jfp8.loss_scale(on_overflow="pass"), optax.apply_if_finite(inner, max_errors)
+    )
+
+
+# Compositions that skip exactly, each with the plain optimizer that it must agree with.
+EXACT = {
+    "loss_scale(adam)": (jfp8.loss_scale(adam()), adam()),
+    "loss_scale(clip, adam)": (jfp8.loss_scale(clipped_adam()), clipped_adam()),
+    "loss_scale(adamw)": (jfp8.loss_scale(adamw()), adamw()),
+    "skip(chain(scale, adam))": (
+        jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), adam())),
+        adam(),
+    ),
+    "skip(chain(scale, clip, adam))": (
+        jfp8.skip_on_overflow(clipped_adam(jfp8.loss_scale())),
+        clipped_adam(),
+    ),
+    "skip(chain(scale, adamw))": (jfp8.skip_on_overflow(adamw(jfp8.loss_scale())), adamw()),
+    "skip(chain(scale, noise, adam))": (jfp8.skip_on_overflow(noisy(jfp8.loss_scale())), noisy()),
+    "skip(chain(pass, adam))": (
+        jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(on_overflow="pass"), adam())),
+        adam(),
+    ),
+    "skip(chain(loss_scale(clip), adam))": (
+        jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(optax.clip_by_global_norm(1.0)), adam())),
+        clipped_adam(),
+    ),
+    "skip(adam), no loss scale": (jfp8.skip_on_overflow(adam()), adam()),
+}
+
+
+@pytest.mark.parametrize(("tx", "plain"), EXACT.values(), ids=EXACT.keys())
+def test_a_skipped_step_is_exact(tx, plain):
+    """Twelve steps with one overflow equal the eleven others of an optimizer that never saw it."""
+    gradients = make_gradients()
+    history = train(tx, gradients, bad_steps=[BAD_STEP])
+    expected = train(plain, without(gradients, BAD_STEP))
+
+    before, at, after = (history[BAD_STEP + i][0] for i in (-1, 0, 1))
+    assert_same(at, before)
+    assert moved(before, after)
+    for (params, _), (plain_params, _) in zip(without(history, BAD_STEP), expected, strict=True):
+        assert_same(params, plain_params)
+    final, plain_final = adam_state(history[-1][1]), adam_state(expected[-1][1])
+    assert_same(final, plain_final)
+    assert final.count == STEPS - 1
+
+    scaler = find_loss_scale(history[-1][1])
+    if scaler is not None:
+        assert (scaler.loss_scale, scaler.overflow_count) == (2.0**14, 1)
+        assert scaler.growth_tracker == STEPS - 1 - BAD_STEP
+
+
+@pytest.mark.parametrize("plain", [adam(), clipped_adam(), adamw()], ids=["adam", "clip", "adamw"])
+def test_pass_and_apply_if_finite_skip_exactly(plain):
+    """The same with optax alone, which compiles: equal bits of equal code, and close to `plain`."""
+    gradients, good = make_gradients(), without(make_gradients(), BAD_STEP)
+    history = train(passing(plain), gradients, bad_steps=[BAD_STEP], jit=True)
+    straight = train(passing(plain), good, jit=True)
+    expected = train(plain, good)[-1][0]
+
+    assert_same(history[BAD_STEP][0], history[BAD_STEP - 1][0])
+    for (params, _), (other, _) in zip(without(history, BAD_STEP), straight, strict=True):
+        assert_same(params, other)
+    assert_same(adam_state(history[-1][1]), adam_state(straight[-1][1]))
+    assert adam_state(history[-1][1]).count == STEPS - 1
+    for name in PARAMS:
+        np.testing.assert_allclose(history[-1][0][name], expected[name], rtol=1e-5)
+    assert find_loss_scale(history[-1][1]).loss_scale == 2.0**14
+
+
+def test_chain_is_not_exact():
+    """Documented: a chain's elements cannot stop one another, so Adam takes a step of zero."""
+    gradients = make_gradients()
+    tx = optax.chain(jfp8.loss_scale(), adam())
+    history = train(tx, gradients, bad_steps=[BAD_STEP])
+    expected = train(adam(), with_zero(gradients, BAD_STEP))
+
+    for (params, _), (plain_params, _) in zip(history, expected, strict=True):
+        assert_same(params, plain_params)
+    before, at = adam_state(history[BAD_STEP - 1][1]), adam_state(history[BAD_STEP][1])
+    assert at.count == before.count + 1
+    np.testing.assert_array_equal(at.mu["b"], np.float32(0.9) * before.mu["b"])
+    assert moved(history[BAD_STEP - 1][0], history[BAD_STEP][0])
+    assert find_loss_scale(history[-1][1]).loss_scale == 2.0**14
+    assert_finite(history[-1])
+
+
+def test_nonfinite_updates_destroy_a_chain_that_does_not_expect_them():
+    """Why `on_overflow="zero"` is the default."""
+    tx = optax.chain(jfp8.loss_scale(on_overflow="pass"), adam())
+    params, _ = train(tx, make_gradients(), bad_steps=[BAD_STEP])[-1]
+    assert np.isnan(params["w"][1, 2])
+    assert np.isnan(params["b"][0])
+
+
+@pytest.mark.parametrize("burst", [1, 4, 10])
+def test_burst_of_overflows_from_the_first_step(burst):
+    """A chain's first good step is too small: Adam corrects the bias of `burst` steps too many."""
+    (gradient,) = make_gradients(1)
+    start = make_params()
+
+    def step_size(tx):
+        history = train(tx, [gradient] * (burst + 1), bad_steps=range(burst))
+        assert_same(history[burst - 1][0], start)
+        return np.abs(np.asarray(history[-1][0]["w"] - start["w"]))
+
+    def chain_size(b1=0.9, b2=0.999):
+        mean = (1 - b1) / (1 - b1 ** (burst + 1))
+        square = (1 - b2) / (1 - b2 ** (burst + 1))
+        return LEARNING_RATE * mean / np.sqrt(square)
+
+    # Adam's first step is the learning rate, up to f32's 1 - 0.999, which is 1.3e-5 too small.
+    for exact in (EXACT["loss_scale(adam)"][0], EXACT["skip(chain(scale, adam))"][0]):
+        np.testing.assert_allclose(step_size(exact), LEARNING_RATE, rtol=1e-5)
+    chain = step_size(optax.chain(jfp8.loss_scale(), adam()))
+    np.testing.assert_allclose(chain, chain_size(), rtol=2e-5)
+    if burst == 4:
+        np.testing.assert_allclose(chain, LEARNING_RATE / 2, rtol=0.1)  # "about half"
+
+
+def test_trap_apply_if_finite_accepts_nan_after_a_burst():
+    """optax gives up skipping after `max_consecutive_errors`: with 'pass' it has to be huge."""
+    gradients = make_gradients()
+    patient, _ = train(passing(adam(), 10_000), gradients, bad_steps=range(3, 8), jit=True)[-1]
+    impatient, _ = train(passing(adam(), 3), gradients, bad_steps=range(3, 8), jit=True)[-1]
+    assert_finite(patient)
+    assert np.isnan(impatient["b"][0])
+
+
+def test_trap_apply_if_finite_outside_never_backs_off():
+    """It restores the loss scale with everything else. Use `skip_on_overflow` instead."""
+    gradients = make_gradients()
+    inside = optax.chain(jfp8.loss_scale(), adam())
+    outside = optax.apply_if_finite(inside, 10_000)
+    _, stuck = train(outside, gradients, bad_steps=range(2, 8), jit=True)[-1]
+    _, skipped = train(jfp8.skip_on_overflow(inside), gradients, bad_steps=range(2, 8))[-1]
+    assert find_loss_scale(stuck).loss_scale == 2.0**15
+    assert find_loss_scale(skipped).loss_scale == 2.0**9
+    assert adam_state(stuck).count == adam_state(skipped).count == STEPS - 6
+
+
+# MultiSteps: gradients 0 .. 11, two to an optimizer step, and gradient 5 overflows. It is dropped,
+# so the pairs are (0, 1), (2, 3), (4, 6), (7, 8), (9, 10), and 11 waits for the next.
+MULTI_STEPS = {
+    "chain(pass, MultiSteps(skip_not_finite))": optax.chain(
+        jfp8.loss_scale(on_overflow="pass"),
+        optax.MultiSteps(adam(), 2, should_skip_update_fn=optax.skip_not_finite),
+    ),
+    "loss_scale(MultiSteps)": jfp8.loss_scale(optax.MultiSteps(adam(), 2)),
+    "skip(chain(scale, MultiSteps))": jfp8.skip_on_overflow(
+        optax.chain(jfp8.loss_scale(), optax.MultiSteps(adam(), 2))
+    ),
+}
+
+
+@pytest.mark.parametrize("tx", MULTI_STEPS.values(), ids=MULTI_STEPS.keys())
+def test_multi_steps_drops_the_bad_micro_step(tx):
+    gradients = make_gradients()
+    history = train(tx, gradients, bad_steps=[BAD_STEP], jit=True)
+    good = without(gradients, BAD_STEP)
+    pairs = [
+        jax.tree.map(lambda a, b: (a + b) / 2, good[i], good[i + 1])
+        for i in range(0, len(good) - 1, 2)
+    ]
+    expected = train(adam(), pairs)
+    assert adam_state(history[-1][1]).count == len(pairs) == 5
+    # MultiSteps averages as a + (b - a) / 2, which rounds otherwise than (a + b) / 2.
+    for name in PARAMS:
+        np.testing.assert_allclose(history[-1][0][name], expected[-1][0][name], atol=2e-6)
+    scaler = find_loss_scale(history[-1][1])
+    assert (scaler.loss_scale, scaler.overflow_count) == (2.0**14, 1)
+
+
+def test_trap_loss_scale_inside_multi_steps():
+    """MultiSteps multiplies an infinite accumulator by zero: once NaN, always NaN."""
+    tx = optax.MultiSteps(optax.chain(jfp8.loss_scale(), adam()), 2).gradient_transformation()
+    history = train(tx, make_gradients(), bad_steps=[BAD_STEP], jit=True)
+    scales = [float(find_loss_scale(state).loss_scale) for _, state in history]
+    assert scales[BAD_STEP - 1] == 2.0**15
+    assert scales[-1] == 2.0**11  # four optimizer steps, all of them overflows
+
+
+def test_trap_skip_not_finite_around_loss_scale_never_backs_off():
+    tx = optax.MultiSteps(
+        optax.chain(jfp8.loss_scale(), adam()), 2, should_skip_update_fn=optax.skip_not_finite
+    ).gradient_transformation()
+    history = train(tx, make_gradients(), bad_steps=range(STEPS), jit=True)
+    assert find_loss_scale(history[-1][1]).loss_scale == 2.0**15
+
+
+STATEFUL = {
+    "chain": optax.chain(jfp8.loss_scale(), adam()),
+    "loss_scale(adam)": jfp8.loss_scale(adam()),
+    "skip(chain)": jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), adam())),
+    "chain(pass)": optax.chain(jfp8.loss_scale(on_overflow="pass"), adam()),
+}
+
+
+@pytest.mark.parametrize("tx", STATEFUL.values(), ids=STATEFUL.keys())
+def test_train_state_skips_exactly_with_any_of_them(tx):
+    """`apply_gradients` takes gradients of the unscaled loss, and rolls back what tx did not."""
+    gradients = make_gradients()
+
+    @jax.jit
+    def step(state, gradient):
+        return state.apply_gradients(jfp8.Gradients(gradient, {}, {}))
+
+    state = jfp8.TrainState.create(apply_fn=None, variables={"params": make_params()}, tx=tx)
+    states = []
+    for i, gradient in enumerate(gradients):
+        state = step(state, overflowing(gradient) if i == BAD_STEP else gradient)
+        states.append(state)
+    before, at = states[BAD_STEP - 1], states[BAD_STEP]
+    assert_same(at.params, before.params)
+    assert_same(adam_state(at.opt_state), adam_state(before.opt_state))
+    assert find_loss_scale(before.opt_state).loss_scale == 2.0**15
+    assert find_loss_scale(at.opt_state).loss_scale == 2.0**14
+    assert (at.step, state.step) == (BAD_STEP + 1, STEPS)
+    expected, _ = train(adam(), without(gradients, BAD_STEP))[-1]
+    for name in PARAMS:  # under jit: XLA contracts multiplications and additions
+        np.testing.assert_allclose(state.params[name], expected[name], rtol=1e-5)
+
+
+def test_keep_unless_moves_on_only_the_numbers_of_the_loss_scale():
+    def state(value):
+        scaler = jfp8.LossScaleState(
+            jnp.float32(value), jnp.int32(value), jnp.array(True), jnp.int32(value), (value,)
+        )
+        return {"count": jnp.int32(value), "scaler": scaler}
+
+    old, new = state(1), state(2)
+    kept = keep_unless(jnp.array(False), new, old)
+    assert kept["count"] == 1
+    assert kept["scaler"].inner_state == (1,)
+    assert [int(field) for field in kept["scaler"][:4]] == [2, 2, 1, 2]
+    assert_same(keep_unless(jnp.array(True), new, old), jax.tree.map(jnp.asarray, new))
+
+
+def test_extra_arguments_reach_the_wrapped_transformation():
+    def update(updates, state, params=None, *, value, **extra):
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    gradient, params = jnp.float32([2.0**15]), jnp.zeros(1)
+    for tx in (
+        jfp8.loss_scale(inner),
+        jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), inner)),
+        optax.chain(jfp8.loss_scale(), inner),
+    ):
+        updates, _ = tx.update(gradient, tx.init(params), params, value=3.0)
+        assert updates.tolist() == [3.0]
+
+
+def test_wrapped_transformation_sees_unscaled_gradients_and_parameters():
+    tx = jfp8.loss_scale(optax.chain(optax.clip(0.5), optax.add_decayed_weights(0.25)))
+    params = jnp.float32([4.0, 4.0])
+    updates, _ = tx.update(jnp.float32([2.0**13, 2.0**20]), tx.init(params), params)
+    assert updates.tolist() == [0.25 + 1.0, 0.5 + 1.0]
+
+
+# Inside other transformations ------------------------------------------------------------------
+
+
+def scaled_adam():
+    return optax.chain(jfp8.loss_scale(growth_interval=4), adam())
+
+
+LABELS = {"w": "train", "b": "freeze"}
+CONTAINERS = {
+    "alone": jfp8.loss_scale(growth_interval=4),
+    "chain": scaled_adam(),
+    "named_chain": optax.named_chain(
+        ("scaler", jfp8.loss_scale(growth_interval=4)), ("adam", adam())
+    ),
+    "nested chain": optax.chain(optax.chain(scaled_adam())),
+    "wrapper": jfp8.loss_scale(adam(), growth_interval=4),
+    "wrapper in chain": optax.chain(
+        jfp8.loss_scale(adam(), growth_interval=4), optax.add_decayed_weights(0.1)
+    ),
+    "skip_on_overflow": jfp8.skip_on_overflow(scaled_adam()),
+    "masked": optax.masked(scaled_adam(), {"w": True, "b": False}),
+    "partition": optax.partition(
+        {"train": scaled_adam(), "freeze": optax.set_to_zero()}, param_labels=LABELS
+    ),
+    "multi_transform": optax.multi_transform(
+        {"train": jfp8.loss_scale(adam(), growth_interval=4), "freeze": optax.set_to_zero()},
+        param_labels=LABELS,
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(
+        lambda learning_rate: optax.chain(
+            jfp8.loss_scale(growth_interval=4), optax.adam(learning_rate)
+        )
+    )(learning_rate=LEARNING_RATE),
+    "inject_hyperparams(loss_scale)": optax.inject_hyperparams(
+        jfp8.loss_scale, static_args=("growth_interval",)
+    )(growth_interval=4),
+    "MultiSteps": optax.chain(
+        jfp8.loss_scale(on_overflow="pass", growth_interval=4),
+        optax.MultiSteps(adam(), 2, should_skip_update_fn=optax.skip_not_finite),
+    ),
+    "apply_if_finite": optax.chain(
+        jfp8.loss_scale(on_overflow="pass", growth_interval=4),
+        optax.apply_if_finite(adam(), 10_000),
+    ),
+}
+in_containers = pytest.mark.parametrize("tx", CONTAINERS.values(), ids=CONTAINERS.keys())
+
+
+@in_containers
+def test_runs_under_jit_and_scan_with_stable_types(tx):
+    """Nine steps, the sixth an overflow: grown on the fourth, fallen on the sixth."""
+    gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *make_gradients(9))
+    bad = jnp.arange(9) == 5
+
+    def step(carry, inputs):
+        params, state = carry
+        gradient, bad = inputs
+        scale = find_loss_scale(state).loss_scale
+        gradient = jax.tree.map(lambda g: jnp.where(bad, jnp.inf, g * scale), gradient)
+        gradient["b"] = jnp.where(bad, 0, gradient["b"])  # masked containers do not look at it
+        updates, new_state = tx.update(gradient, state, params)
+        assert jax.tree.structure(new_state) == jax.tree.structure(state)
+        for new, old in zip(*map(jax.tree.leaves, (new_state, state)), strict=True):
+            assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, old.weak_type)
+        return (optax.apply_updates(params, updates), new_state), scale
+
+    @jax.jit
+    def run(params):
+        return jax.lax.scan(step, (params, tx.init(params)), (gradients, bad))
+
+    start = make_params()
+    (params, state), scales = run(start)
+    s = 2.0**15
+    assert scales.tolist() == [s, s, s, s, 2 * s, 2 * s, s, s, s]
+    scaler = find_loss_scale(state)
+    assert (scaler.loss_scale, scaler.growth_tracker, scaler.overflow_count) == (s, 3, 1)
+    assert_finite((params, state))
+    assert (np.asarray(params["w"]) != np.asarray(start["w"])).all()
+
+
+@in_containers
+def test_optax_tree_get_finds_the_state(tx):
+    state = tx.init(make_params())
+    assert optax.tree.get(state, "loss_scale") == 2.0**15
+    assert optax.tree.get(state, "overflow_count") == 0
+    assert jfp8.scale_loss(2.0, state) == 2.0**16
+    state = optax.tree.set(state, loss_scale=jnp.float32(8.0))
+    assert jfp8.scale_loss(2.0, state) == 16.0
+
+
+@in_containers
+def test_trap_jmp_forgets_fields_under_jit(tx):
+    """JMP's tree_flatten drops min_loss_scale, so that a floor of 4 is 1 after one jit."""
+    state = tx.init(make_params())
+    # Every leaf gets a value of its own, so that exchanged fields show as well.
+    leaves, structure = jax.tree.flatten(state)
+    marked = [
+        leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else (leaf + i).astype(leaf.dtype)
+        for i, leaf in enumerate(leaves, start=2)
+    ]
+    state = jax.tree.unflatten(structure, marked)
+    assert_same(jax.jit(lambda s: s)(state), state)
+    assert find_loss_scale(jax.jit(lambda s: s)(state)) is not None
+
+
+def test_trap_jmp_floor_holds_after_jit():
+    tx = jfp8.loss_scale(init_scale=16.0, min_scale=4.0)
+    update = jax.jit(tx.update)
+    state = jax.jit(lambda s: s)(tx.init(jnp.zeros(2)))
+    scales = []
+    for _ in range(4):
+        _, state = update(jnp.float32([np.inf, 1.0]), state)
+        scales.append(float(state.loss_scale))
+    assert scales == [8.0, 4.0, 4.0, 4.0]
+
+
+def test_a_name_in_a_chain_can_hide_the_field_from_optax_but_not_from_jfp8():
+    """`optax.tree.get` also matches the names of a named_chain; call the element otherwise."""
+    tx = optax.named_chain(("loss_scale", jfp8.loss_scale()), ("adam", adam()))
+    state = tx.init(make_params())
+    assert jfp8.scale_loss(1.0, state) == 2.0**15
+    with pytest.raises(KeyError, match="multiple values"):
+        optax.tree.get(state, "loss_scale")
+
+
+def test_a_frozen_part_is_not_checked():
+    """Inside `partition` the scale sees only the gradients with its label."""
+    tx = CONTAINERS["partition"]
+    gradient = make_params()
+    gradient["b"] = gradient["b"] * jnp.nan
+    _, state = tx.update(gradient, tx.init(make_params()), make_params())
+    assert find_loss_scale(state).grads_finite
+
+
+def test_two_loss_scales_are_refused():
+    for tx in (
+        optax.chain(jfp8.loss_scale(), jfp8.loss_scale(), adam()),
+        optax.partition({"train": scaled_adam(), "freeze": scaled_adam()}, param_labels=LABELS),
+    ):
+        state = tx.init(make_params())
+        with pytest.raises(ValueError, match=r"holds 2 loss scales.*Put a single loss_scale\(\)"):
+            jfp8.scale_loss(1.0, state)
+        with pytest.raises(KeyError, match="multiple values"):
+            optax.tree.get(state, "loss_scale")
+
+
+@in_containers
+def test_init_does_not_read_parameters(tx):
+    """`tree_map_params` and `eval_shape` call init with placeholders."""
+    state = tx.init(make_params())
+    doubled = optax.tree.map_params(tx, lambda leaf: leaf + 1, state)
+    assert find_loss_scale(doubled)[:4] == find_loss_scale(state)[:4]
+    changed = [
+        jax.tree_util.keystr(path)
+        for (path, new), old in zip(
+            jax.tree_util.tree_leaves_with_path(doubled), jax.tree.leaves(state), strict=True
+        )
+        if (np.asarray(new) != np.asarray(old)).any()
+    ]
+    has_moments = any(
+        isinstance(n, optax.ScaleByAdamState)
+        for n in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, optax.ScaleByAdamState))
+    )
+    assert bool(changed) == has_moments
+    assert all(".mu" in name or ".nu" in name or "acc_grads" in name for name in changed)
+
+    shapes = jax.eval_shape(tx.init, make_params())
+    assert jax.tree.map(lambda s: s.dtype, shapes) == jax.tree.map(lambda a: a.dtype, state)
+
+
+@in_containers
+def test_checkpoint_round_trip(tx):
+    if tx is CONTAINERS["named_chain"]:
+        pytest.skip("Flax does not serialize the OrderedDict that named_chain keeps its state in")
+    _, state = train(tx, make_gradients(3), bad_steps=[1], jit=True)[-1]
+    fresh = tx.init(make_params())
+    restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state))
+    assert_same(restored, state)
+    assert find_loss_scale(fresh).overflow_count == 0
+    assert find_loss_scale(restored).overflow_count == 1
+    assert isinstance(find_loss_scale(restored), jfp8.LossScaleState)
+
+
+def test_checkpoint_names_fields():
+    """The names in files are an interface: renaming one would break old checkpoints."""
+    state = jfp8.loss_scale().init(make_params())
+    assert list(flax.serialization.to_state_dict(state)) == [
+        "loss_scale",
+        "growth_tracker",
+        "grads_finite",
+        "overflow_count",
+        "inner_state",
+    ]
+
+
+# scale_loss and the gradients that come of it ----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_scaled_loss_is_f32(dtype):
+    """60 * 2^15 overflows f16."""
+    state = scaled_adam().init(make_params())
+    for scale in (jfp8.scale_loss, jax.jit(jfp8.scale_loss)):
+        scaled = scale(jnp.asarray(60.0, dtype), state)
+        assert (scaled.dtype, scaled.shape, scaled.weak_type) == (jnp.float32, (), False)
+        assert scaled == 60 * 2.0**15
+    assert jfp8.scale_loss(3, state).dtype == jnp.float32
+
+
+def test_scaled_loss_follows_the_state():
+    tx = scaled_adam()
+    state = train(tx, make_gradients(3), bad_steps=[0, 2])[-1][1]
+    assert jfp8.scale_loss(-1.5, state) == -1.5 * 2.0**13
+
+
+def test_hand_written_loop_has_the_gradients_of_the_unscaled_loss():
+    """Through `scale_loss` and back: what the README shows, against plain Adam."""
+    tx, plain = optax.chain(jfp8.loss_scale(), adam()), adam()
+    x = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
+
+    def loss_fn(params):
+        return jnp.mean((jnp.asarray(x) @ params["w"]) ** 2) + jnp.sum(params["b"] ** 2)
+
+    @functools.partial(jax.jit, static_argnums=(2, 3))
+    def step(params, state, tx, scaled):
+        def loss(params):
+            return jfp8.scale_loss(loss_fn(params), state) if scaled else loss_fn(params)
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, plain_params = make_params(), make_params()
+    state, plain_state = tx.init(params), plain.init(params)
+    for _ in range(10):
+        params, state = step(params, state, tx, True)
+        plain_params, plain_state = step(plain_params, plain_state, plain, False)
+    for name in PARAMS:
+        np.testing.assert_allclose(params[name], plain_params[name], rtol=1e-6)
+    assert moved(make_params(), params)
+    assert loss_fn(params) < loss_fn(make_params())
+
+
+def test_without_a_loss_scale_the_loss_cannot_be_scaled():
+    with pytest.raises(ValueError, match=r"no loss scale.*optax\.chain\(jfp8\.loss_scale\(\)"):
+        jfp8.scale_loss(1.0, adam().init(make_params()))
+    assert find_loss_scale(adam().init(make_params())) is None
+
+
+# Mistakes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"]
+)
+@pytest.mark.parametrize(
+    "value", [3.0, 1.5, 0.0, -2.0, math.inf, math.nan, "2", None, True, 1000], ids=repr
+)
+def test_scales_and_factors_are_powers_of_two(name, value):
+    message = rf"loss_scale\({name}=.*\): must be a power of two.*2\.0\*\*15"
+    with pytest.raises(ValueError, match=message):
+        jfp8.loss_scale(**{name: value})
+
+
+@pytest.mark.parametrize("value", [4, 4.0, np.float32(4), np.int64(4)], ids=repr)
+def test_any_kind_of_number_will_do(value):
+    tx = jfp8.loss_scale(init_scale=value, growth_factor=value, min_scale=value, max_scale=value)
+    state = tx.init(make_params())
+    assert (state.loss_scale, state.loss_scale.dtype) == (4.0, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"init_scale": 0.5}, "min_scale must not exceed init_scale.*min_scale = 1.0.* = 0.5"),
+        ({"min_scale": 2.0**16}, "min_scale must not exceed init_scale.*= 65536.*= 32768"),
+        ({"init_scale": 2.0**25}, "init_scale must not exceed max_scale"),
+        ({"max_scale": 4.0}, "init_scale must not exceed max_scale.*init_scale = 32768.*= 4.0"),
+        ({"growth_factor": 0.5}, "1 must not exceed growth_factor.*growth_factor = 0.5"),
+        ({"backoff_factor": 2.0}, "backoff_factor must not exceed 1.*backoff_factor = 2.0"),
+        ({"growth_interval": 0}, "growth_interval.*=.*0"),
+        ({"growth_interval": -5}, "growth_interval.*=.*-5"),
+        ({"on_overflow": "raise"}, "on_overflow='raise' is unknown. Allowed: 'zero', 'pass'"),
+        ({"on_overflow": "Zero"}, "on_overflow='Zero' is unknown. Allowed: 'zero', 'pass'"),
+        ({"inner": adam(), "on_overflow": "pass"}, "on_overflow='pass'.*inner=.*Drop one"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
+)
+def test_mistakes_are_told(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jfp8.loss_scale(**arguments)
+
+
+@pytest.mark.parametrize("value", [2.5, math.nan, "3", True, None], ids=repr)
+def test_growth_interval_is_a_whole_number(value):
+    with pytest.raises((TypeError, ValueError), match="growth_interval"):
+        jfp8.loss_scale(growth_interval=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "exponent"), [("max_scale", 127), ("max_scale", 200), ("min_scale", -150)]
+)
+def test_bounds_stay_where_f32_can_unscale(name, exponent):
+    """2^200 is Inf in f32, from which a scale never falls; 2^-150 is 0; 1 / 2^127 is subnormal."""
+    with pytest.raises(ValueError, match=name):
+        jfp8.loss_scale(**{name: 2.0**exponent})
+
+
+@pytest.mark.parametrize("inner", [optax.adam, 2.0**15], ids=["optax.adam", "a number"])
+@pytest.mark.parametrize("wrap", [jfp8.loss_scale, jfp8.skip_on_overflow])
+def test_only_transformations_can_be_wrapped(wrap, inner):
+    """`loss_scale(optax.adam)` for `loss_scale(optax.adam(1e-3))`, `loss_scale(2.0**15)`."""
+    with pytest.raises(TypeError, match=r"optax\.adam\(1e-3\)"):
+        wrap(inner)

@@ -1,0 +1,511 @@
+"""The ways in which FP8 state goes wrong when the cotangent of a history carries the new history.
+
+Rows a to m are measured failures of other libraries, and jfp8 has to be right in each situation.
+The loss is always ``sum(y * dy)``, whose gradient by the output is ``dy`` itself.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.core
+import flax.errors
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jfp8
+
+KEY = jax.random.key(1)
+DENSE = jfp8.Dense(4)
+COLLECTIONS = ("params", "fp8", "fp8_sink")
+
+
+def filled(peak, shape=(8, 16), seed=0) -> jax.Array:
+    """Numbers of which the largest is `peak`."""
+    draw = np.random.default_rng(seed).uniform(-1, 1, size=shape)
+    return jnp.asarray(draw / np.max(np.abs(draw)) * peak, jnp.float32)
+
+
+def amax(x) -> float:
+    return float(np.max(np.abs(np.asarray(x, np.float32))))
+
+
+def only_product(tree):
+    """What the only product of a model holds in a collection, wherever it is."""
+    while not {"lhs", "amax"} & set(tree):
+        (tree,) = tree.values()
+    return tree
+
+
+def history(fp8, role) -> np.ndarray:
+    return np.asarray(only_product(fp8)[role]["amax_history"])
+
+
+def assert_one_entry(fp8, role, expected, exact=False):
+    entries = history(fp8, role)
+    assert np.count_nonzero(entries) == 1
+    if exact:
+        np.testing.assert_allclose(entries[0], np.float32(expected), rtol=2.0**-22)
+    else:
+        assert np.float32(expected) <= entries[0] <= np.float32(expected) * np.float32(1.125)
+
+
+def sink_cotangent(loss, variables):
+    return jax.grad(lambda sink: loss({**variables, "fp8_sink": sink}))(variables["fp8_sink"])
+
+
+def step_of(loss, variables):
+    """The ``fp8`` collection after one hand-written step."""
+    return jfp8.advance(variables["fp8"], sink_cotangent(loss, variables))
+
+
+def assert_close_to_stock(y, expected):
+    """No saturated and no flushed operand: the error is that of two roundings to e4m3."""
+    y, expected = np.asarray(y, np.float64), np.asarray(expected, np.float64)
+    error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
+    assert 0 < error < 0.06
+
+
+def train_state(model=DENSE, tx=None, x=None):
+    variables = model.init(KEY, filled(1.0) if x is None else x)
+    tx = optax.sgd(0.0) if tx is None else tx
+    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+
+def linear_loss(variables, batch):
+    return jnp.sum(DENSE.apply(variables, batch["x"]) * batch["dy"]), {}
+
+
+def train_step(state, batch, loss_fn=linear_loss):
+    return state.apply_gradients(jfp8.value_and_grad(loss_fn)(state, batch)[1])
+
+
+class Twice(nn.Module):
+    @nn.compact
+    def __call__(self, first, second):
+        dense = jfp8.Dense(4)
+        return dense(first), dense(second)
+
+
+def test_trap_a_layer_called_twice():
+    """Inputs of 2 and 3: the amax is 3, not 5, and so is the scale's."""
+    xs = filled(2.0), filled(3.0, seed=1)
+    dys = filled(0.2, (8, 4)), filled(0.3, (8, 4), 1)
+    variables = Twice().init(KEY, *xs)
+
+    def loss(variables):
+        return sum(jnp.sum(y * dy) for y, dy in zip(Twice().apply(variables, *xs), dys))
+
+    variables["fp8"] = step_of(loss, variables)
+    assert_one_entry(variables["fp8"], "lhs", 3.0)
+    assert_one_entry(variables["fp8"], "grad", 0.3)
+    assert_one_entry(
+        variables["fp8"], "rhs", amax(variables["params"]["Dense_0"]["kernel"]), exact=True
+    )
+    for y, x in zip(Twice().apply(variables, *xs), xs):
+        assert_close_to_stock(y, x @ variables["params"]["Dense_0"]["kernel"])
+
+
+class Scanned(nn.Module):
+    """One layer for three inputs, one after the other."""
+
+    @nn.compact
+    def __call__(self, xs):
+        body = lambda mdl, carry, x: (carry, mdl(x))
+        split = {"params": False}
+        scan = nn.scan(body, variable_broadcast=list(COLLECTIONS), split_rngs=split)
+        return scan(jfp8.Dense(4), None, xs)[1]
+
+
+class Mapped(nn.Module):
+    """One layer for three inputs at once."""
+
+    @nn.compact
+    def __call__(self, xs):
+        axes, split = dict.fromkeys(COLLECTIONS), {"params": False}
+        return nn.vmap(jfp8.Dense, variable_axes=axes, split_rngs=split)(4)(xs)
+
+
+@pytest.mark.parametrize("how", ["jax.vmap", "nn.vmap", "nn.scan"])
+def test_trap_b_mapped_and_scanned_reuse_does_not_add_amaxes(how):
+    """Three times an amax of 3 is 3, not 6 or 9."""
+    xs = jnp.stack([filled(3.0, seed=i) for i in range(3)])
+    dys = jnp.stack([filled(0.5, (8, 4), i) for i in range(3)])
+    if how == "jax.vmap":
+        variables = DENSE.init(KEY, xs[0])
+        apply = lambda variables, xs: jax.vmap(lambda x: DENSE.apply(variables, x))(xs)
+    else:
+        model = Mapped() if how == "nn.vmap" else Scanned()
+        variables, apply = model.init(KEY, xs), model.apply
+    fp8 = jax.jit(functools.partial(step_of, lambda v: jnp.sum(apply(v, xs) * dys)))(variables)
+    assert_one_entry(fp8, "lhs", 3.0, exact=True)
+    assert_one_entry(fp8, "grad", 0.5, exact=True)
+
+
+DEVICE_PEAKS = (1.0, 2.0, 3.0, 9.0)  # their mean is 3.75, their sum 15
+
+
+@pytest.mark.parametrize("reduce", [lax.psum, lax.pmean])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_trap_c_devices(reduce, check_vma):
+    """shard_map with its default checks works, and sums and means over devices find the 9."""
+    variables = DENSE.init(KEY, filled(1.0))
+    xs = jnp.concatenate([filled(p, (2, 16), i) for i, p in enumerate(DEVICE_PEAKS)])
+    dys = jnp.concatenate([filled(p, (2, 4), i) for i, p in enumerate(DEVICE_PEAKS)])
+
+    def step(variables, x, dy):
+        if check_vma:  # differentiate by what varies, or JAX sums by itself
+            varying = lambda leaf: lax.pcast(leaf, "d", to="varying")
+            local = jax.tree.map(varying, variables)
+        else:
+            local = variables
+        cotangent = sink_cotangent(lambda v: jnp.sum(DENSE.apply(v, x) * dy), local)
+        return jfp8.advance(variables["fp8"], reduce(cotangent, "d"))
+
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (PartitionSpec(), *[PartitionSpec("d")] * 2), "out_specs": PartitionSpec()}
+    sharded = jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs)
+    fp8 = jax.jit(sharded)(variables, xs, dys)
+    assert_one_entry(fp8, "lhs", 9.0)
+    assert_one_entry(fp8, "grad", 9.0)
+    assert_one_entry(fp8, "rhs", amax(variables["params"]["kernel"]), exact=True)
+
+
+@pytest.mark.parametrize("divisor", [1, 4, 65536, 4e6])
+def test_trap_d_gradient_accumulation(divisor):
+    """The mean of {1, 2, 3, 8} is 3.5; a token count divides further. The amax stays 8."""
+    variables = DENSE.init(KEY, filled(1.0))
+    parts = [(filled(p, seed=i), filled(p, (8, 4), i)) for i, p in enumerate((1.0, 2.0, 3.0, 8.0))]
+
+    def cotangent(x, dy):
+        return sink_cotangent(lambda v: jnp.sum(DENSE.apply(v, x) * dy), variables)
+
+    total = jax.tree.map(lambda *parts: sum(parts) / divisor, *[cotangent(*p) for p in parts])
+    fp8 = jfp8.advance(variables["fp8"], total)
+    assert_one_entry(fp8, "lhs", 8.0)
+    assert_one_entry(fp8, "grad", 8.0)
+    single = jax.tree.map(lambda leaf: leaf / divisor, cotangent(*parts[0]))
+    assert_one_entry(jfp8.advance(variables["fp8"], single), "lhs", 1.0, exact=True)
+
+
+def test_trap_d_a_mean_within_one_power_of_two_is_not_below_the_maximum():
+    """A histogram with powers of two for bins and a mean of mantissas would read 6.0."""
+    variables = DENSE.init(KEY, filled(1.0))
+    for low, high in ((4.1, 7.9), (7.5, 7.9), (7.89, 7.9)):
+        losses = [
+            functools.partial(lambda x, v: jnp.sum(DENSE.apply(v, x)), filled(p))
+            for p in (low, high)
+        ]
+        first, second = (sink_cotangent(loss, variables) for loss in losses)
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
+        found = history(jfp8.advance(variables["fp8"], mean), "lhs")[0]
+        # Two amaxes so close that they pass for one are averaged, far below the step of e4m3.
+        assert np.float32(high) * (1 - 1.4e-3) <= found <= np.float32(high) * 1.125
+
+
+def test_trap_e_dynamic_scale_divides_the_cotangent():
+    """Flax's DynamicScale divides all gradients by 2^16: amaxes do not notice."""
+    variables, x, dy = DENSE.init(KEY, filled(1.0)), filled(5.3), filled(0.7, (8, 4))
+
+    def loss(params, sink):
+        return jnp.sum(DENSE.apply({**variables, "params": params, "fp8_sink": sink}, x) * dy)
+
+    gradient = DynamicScale(scale=jnp.float32(65536.0)).value_and_grad(loss, argnums=(0, 1))
+    _, finite, _, (grads, cotangent) = gradient(variables["params"], variables["fp8_sink"])
+    fp8 = jfp8.advance(variables["fp8"], cotangent)
+    assert finite
+    assert_one_entry(fp8, "lhs", 5.3, exact=True)
+    assert_one_entry(fp8, "grad", 0.7 * 65536, exact=True)  # what the products really saw
+    expected = jax.grad(loss)(variables["params"], variables["fp8_sink"])
+    np.testing.assert_array_equal(grads["kernel"], expected["kernel"])
+
+
+@pytest.mark.parametrize("growth_interval", [1, 2])
+def test_trap_f_a_doubled_loss_scale_does_not_saturate_gradients(growth_interval):
+    """With x the identity, dw is dy: an element of 1.0 must come back as 1.0, not 0.5."""
+    dy = jnp.exp2(-jnp.floor(filled(8.0, (8, 4)).clip(0))).at[3, 2].set(1.0)
+    batch = {"x": jnp.eye(8, 16), "dy": dy}
+    tx = optax.chain(jfp8.loss_scale(growth_interval=growth_interval), optax.sgd(0.0))
+    state = train_state(tx=tx)
+    for step in range(1, 5):
+        state = train_step(state, batch)
+        scale = optax.tree.get(state.opt_state, "loss_scale")
+        assert scale == 2.0 ** (15 + step // growth_interval)
+        dw = jfp8.value_and_grad(linear_loss)(state, batch)[1].params["kernel"]
+        np.testing.assert_allclose(dw[:8], dy, rtol=2.0**-22)
+    np.testing.assert_array_equal(history(state.fp8, "grad")[:5], [scale] * 4 + [0.0])
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("role", ["lhs", "grad"])
+def test_trap_g_one_non_finite_amax_does_not_freeze_the_scale(bad, role):
+    variables = DENSE.init(KEY, filled(1.0))
+    spoilt = {"lhs": filled(1.0).at[2, 3].set(bad), "grad": filled(1.0, (8, 4)).at[1, 1].set(bad)}
+    for peak in (2.0, None, 4.0):
+        x, dy = filled(peak or 1.0), filled(peak or 1.0, (8, 4))
+        if peak is None:
+            x, dy = (spoilt["lhs"], dy) if role == "lhs" else (x, spoilt["grad"])
+        loss = lambda v, x=x, dy=dy: jnp.sum(DENSE.apply(v, x) * dy)
+        variables["fp8"] = step_of(loss, variables)
+    np.testing.assert_array_equal(history(variables["fp8"], role)[:3], [4.0, 2.0, 0.0])
+    y = DENSE.apply(variables, filled(4.0))
+    assert_close_to_stock(y, filled(4.0) @ variables["params"]["kernel"])
+
+
+def test_trap_h_step_zero():
+    """Gradients of 2e-6 do not flush and activations of 1000 do not saturate."""
+    x, dy = filled(1000.0), jnp.full((8, 4), 2e-6)
+    state = train_state(x=x)
+    grads = jfp8.value_and_grad(linear_loss)(state, {"x": x, "dy": dy})[1]
+    expected = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
+    assert_close_to_stock(grads.params["kernel"], expected)
+    assert_close_to_stock(DENSE.apply(state.variables, x), x @ state.params["kernel"])
+
+
+def test_trap_i_float16_does_not_overflow_before_the_scales():
+    """256 products of 448 times 448 are 5e7, where float16 ends at 65504."""
+    model, x = jfp8.Dense(4, dtype=jnp.float16), jnp.ones((8, 256), jnp.float16)
+    dy = jnp.full((8, 4), 0.5, jnp.float16)
+
+    @jax.jit
+    def step(variables):
+        def loss(params, sink):
+            y = model.apply({**variables, "params": params, "fp8_sink": sink}, x)
+            return jnp.vdot(y, dy), y
+
+        gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
+        (grads, cotangent), y = gradient(variables["params"], variables["fp8_sink"])
+        return y, grads["kernel"], jfp8.advance(variables["fp8"], cotangent)
+
+    variables = jax.jit(model.init)(KEY, x)
+    variables["params"]["kernel"] = jnp.full((256, 4), 2.0**-4)
+    for _ in range(3):
+        y, dw, variables["fp8"] = step(variables)
+        assert y.dtype == jnp.float16
+        np.testing.assert_array_equal(y, np.full((8, 4), 16.0))
+        np.testing.assert_array_equal(dw, np.full((256, 4), 4.0))
+    np.testing.assert_array_equal(history(variables["fp8"], "grad")[:4], [0.5, 0.5, 0.5, 0.0])
+
+
+class TestTrapJ:
+    def test_trap_j_differentiating_only_params_still_updates_a_plain_loop(self):
+        state, params = flax.core.pop(DENSE.init(KEY, filled(1.0)), "params")
+
+        def loss(params, state, x):
+            y, updates = DENSE.apply({"params": params, **state}, x, mutable=list(state))
+            return jnp.sum(y), updates
+
+        for peak in (2.0, 3.0):
+            _, state = jax.grad(loss, has_aux=True)(params, state, filled(peak))
+        np.testing.assert_array_equal(history(state["fp8"], "lhs")[:3], [3.0, 2.0, 0.0])
+
+    def test_trap_j_a_train_state_does_not_silently_keep_old_histories(self):
+        state = train_state()
+        loss = lambda params: linear_loss(
+            {**state.variables, "params": params}, {"x": filled(1.0), "dy": filled(1.0, (8, 4))}
+        )[0]
+        with pytest.raises(TypeError, match="needs the amaxes that belong to the gradients"):
+            state.apply_gradients(jax.grad(loss)(state.params))
+
+    def test_trap_j_apply_works_without_the_collection(self):
+        params, x = DENSE.init(KEY, filled(1.0))["params"], filled(1000.0)
+        assert_close_to_stock(DENSE.apply({"params": params}, x), x @ params["kernel"])
+
+    def test_trap_j_a_checkpoint_of_the_stock_model_restores(self):
+        """From bf16 training without FP8, by bytes, into a TrainState and into variables."""
+        stock = nn.Dense(4, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+        model = jfp8.Dense(4, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+        saved = stock.init(jax.random.key(99), filled(1.0))["params"]
+        state = train_state(model)
+        params = flax.serialization.from_bytes(state.params, flax.serialization.to_bytes(saved))
+        state = state.replace(params=params)
+        x = filled(2.0)
+        assert_close_to_stock(
+            model.apply(state.variables, x).astype(np.float32),
+            stock.apply({"params": saved}, x).astype(np.float32),
+        )
+        loss_fn = lambda v, batch: (jnp.sum(model.apply(v, batch["x"]) * batch["dy"]), {})
+        dy = filled(0.5, (8, 4)).astype(jnp.bfloat16)
+        state = train_step(state, {"x": x, "dy": dy}, loss_fn)
+        assert_one_entry(state.fp8, "lhs", 2.0, exact=True)
+        # And back: the parameters of the FP8 model are those of the stock model.
+        flax.serialization.from_bytes(saved, flax.serialization.to_bytes(state.params))
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(x)
+        return jfp8.Dense(4)(x)
+
+
+def test_trap_k_decay_and_clip_do_not_touch_state():
+    """Over the full dict adamw would make a history of -0.1, and a clip would count it."""
+    batch = {"x": filled(1000.0), "dy": filled(0.5, (8, 4))}
+    decayed = train_state(tx=optax.adamw(0.1, weight_decay=1.0))
+    decayed = train_step(decayed, batch)
+    assert_one_entry(decayed.fp8, "lhs", 1000.0, exact=True)
+    assert_one_entry(decayed.fp8, "grad", 0.5, exact=True)
+
+    clipped, free = train_state(tx=optax.clip_by_global_norm(1e9)), train_state(tx=optax.sgd(-1.0))
+    grads = jfp8.value_and_grad(linear_loss)(free, batch)[1]
+    assert 1000 < amax(grads.params["kernel"]) < 1e5, "too small to be clipped"
+    after_clipped, after_free = train_step(clipped, batch), train_step(free, batch)
+    np.testing.assert_array_equal(after_clipped.params["kernel"], after_free.params["kernel"])
+
+
+def test_trap_k_other_collections_are_not_dropped():
+    def loss_fn(variables, batch):
+        y, mutated = Normed().apply(variables, batch["x"], mutable=["batch_stats"])
+        return jnp.sum(y * batch["dy"]), mutated
+
+    state = train_state(Normed())
+    after = train_step(state, {"x": filled(3.0) + 1, "dy": filled(0.5, (8, 4))}, loss_fn)
+    mean = after.variables["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(mean, 0.01 * np.mean(filled(3.0) + 1, axis=0), rtol=1e-5)
+
+
+class TestTrapL:
+    def test_trap_l_forward_mode_is_refused(self):
+        variables, x = DENSE.init(KEY, filled(1.0)), filled(1.0)
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(lambda x: DENSE.apply(variables, x), (x,), (x,))
+
+    @pytest.mark.parametrize("mode", ["reverse over reverse", "forward over reverse"])
+    def test_trap_l_second_derivatives_are_right_or_refused(self, mode):
+        """The backward pass works on f8 bytes, whose derivative must not silently be zero."""
+        params, x = DENSE.init(KEY, filled(1.0))["params"], filled(1.0)
+
+        def curvature(model):
+            gradient = jax.grad(lambda x: jnp.sum(model.apply({"params": params}, x) ** 2))
+            if mode == "forward over reverse":
+                return jax.jvp(gradient, (x,), (jnp.ones_like(x),))[1]
+            return jax.grad(lambda x: jnp.sum(gradient(x)))(x)
+
+        expected = np.asarray(curvature(nn.Dense(4)))
+        try:
+            ours = np.asarray(curvature(DENSE))
+        except TypeError:
+            return
+        assert np.linalg.norm(ours - expected) < 0.3 * np.linalg.norm(expected)
+
+
+class Backbone(nn.Module):
+    """A frozen layer and a head."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(jfp8.Dense(16, name="frozen", implementation="emulate")(x))
+        return jfp8.Dense(4, name="head", implementation="emulate")(x)
+
+
+def test_trap_m_frozen_layers_cost_no_backward_pass():
+    """A sink forces the backward pass through its layer; without it, there is none."""
+    variables, x = Backbone().init(KEY, filled(1.0)), filled(1.0)
+
+    def gradient(sinks):
+        def loss(head, sinks):
+            params = {"frozen": variables["params"]["frozen"], "head": head}
+            y = Backbone().apply({**variables, "params": params, "fp8_sink": sinks}, x)
+            return jnp.sum(y)
+
+        return lambda: jax.grad(loss, argnums=(0, 1))(variables["params"]["head"], sinks)
+
+    def products(f):
+        return str(jax.make_jaxpr(f)()).count("dot_general[")
+
+    sinks = variables["fp8_sink"]
+    with_all, with_head = gradient(sinks), gradient({"head": sinks["head"]})
+    assert products(with_all) == 2 * 3
+    assert products(with_head) == 1 + 3
+
+    grads, cotangent = with_head()
+    np.testing.assert_array_equal(grads["kernel"], with_all()[0]["kernel"])
+    fp8 = jfp8.advance(variables["fp8"], cotangent)
+    assert_one_entry(fp8["head"], "grad", 1.0, exact=True)
+    for leaf in jax.tree.leaves(fp8["frozen"]):
+        assert not np.any(leaf)
+
+
+# What Flax and JAX cannot do, and the way around it.
+
+
+def test_trap_constraint_1_shared_scan_records_through_the_sink():
+    """Flax cannot carry a mutable collection through a scan with shared weights, and says so."""
+    xs = jnp.stack([filled(p, seed=i) for i, p in enumerate((2.0, 3.0, 1.0))])
+    variables = Scanned().init(KEY, xs)
+    with pytest.raises(ValueError, match="data dependency"):
+        Scanned().apply(variables, xs, mutable=["fp8", "fp8_sink"])
+    fp8 = jax.jit(functools.partial(step_of, lambda v: jnp.sum(Scanned().apply(v, xs))))(variables)
+    assert_one_entry(fp8, "lhs", 3.0)
+    assert_one_entry(fp8, "grad", 1.0, exact=True)
+
+
+def test_trap_constraint_2_shared_vmap_records_through_the_sink():
+    """Nor can it put one history for a mapped axis back into the collection."""
+    xs = jnp.stack([filled(p, seed=i) for i, p in enumerate((2.0, 3.0, 1.0))])
+    variables = Mapped().init(KEY, xs)
+    with pytest.raises(ValueError, match="axis spec None but output was batched"):
+        Mapped().apply(variables, xs, mutable=["fp8", "fp8_sink"])
+    fp8 = jax.jit(functools.partial(step_of, lambda v: jnp.sum(Mapped().apply(v, xs))))(variables)
+    assert_one_entry(fp8, "lhs", 3.0)
+
+
+def test_trap_constraint_3_operands_that_vary_over_different_axes():
+    """Under shard_map x varies along one mesh axis, the weights along another."""
+    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    variables, x = DENSE.init(KEY, filled(1.0)), filled(3.0)
+    numbers = (((1,), (0,)), ((), ()))
+
+    def local(x, kernel, sink):
+        product = lambda x, kernel, sink: jnp.sum(
+            jfp8.scaled_dot_general(x, kernel, numbers, sink=sink)
+        )
+        return jax.grad(product, argnums=(0, 1, 2))(x, kernel, sink)
+
+    spec = PartitionSpec
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(spec("d"), spec(None, "m"), spec()),
+        out_specs=(spec("d"), spec(None, "m"), spec()),
+    )
+    kernel = variables["params"]["kernel"]
+    sink = only_product(variables["fp8_sink"])["amax"]
+    dx, dw, cotangent = jax.device_get(jax.jit(sharded)(x, kernel, sink))
+    ones = np.ones((8, 4))
+    assert_close_to_stock(dx, ones @ np.asarray(kernel, np.float64).T)
+    assert_close_to_stock(dw, np.asarray(x, np.float64).T @ ones)
+    fp8 = jfp8.advance(variables["fp8"], {"DotGeneral_0": {"amax": cotangent}})
+    assert_one_entry(fp8, "lhs", 3.0)
+    assert_one_entry(fp8, "rhs", amax(kernel))
+
+
+def test_trap_constraint_5_the_scale_of_every_product_changes_within_two_steps():
+    """Silent non-update is the commonest failure, so watch all the products of a model."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jfp8.Dense(4, name="head")(nn.relu(jfp8.DenseGeneral(16, name="body")(x)))
+
+    model = Model()
+    loss_fn = lambda v, batch: (jnp.sum(model.apply(v, batch["x"]) * batch["dy"]), {})
+    state, seen = train_state(model, optax.sgd(0.1)), []
+    for peak in (1.0, 2.0):
+        state = train_step(state, {"x": filled(peak), "dy": filled(peak, (8, 4))}, loss_fn)
+        seen.append(state.fp8)
+    for name in ("body", "head"):
+        for role in ("lhs", "rhs", "grad"):
+            first, second = (history(fp8[name], role) for fp8 in seen)
+            assert np.count_nonzero(first) == 1
+            assert np.count_nonzero(second) == 2
+            assert second[1] == first[0] != second[0]

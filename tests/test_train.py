@@ -1,0 +1,1085 @@
+"""TrainState, value_and_grad and advance, and the promises about a whole optimizer step.
+
+Most tests use a linear loss, ``sum(y * c)``: its gradient by the output is ``c``, times the loss
+scale, whatever the weights are. So every amax is known without asking the library.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.core
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jfp8
+from jfp8.recipes import DelayedScaling, Float8CurrentScaling, Recipe, Unscaled
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+FORMAT_MAX = {E4M3: 448.0, E5M2: 57344.0}
+ROLES = ("lhs", "rhs", "grad")
+KEY = jax.random.key(3)
+
+
+def amax(x) -> np.float32:
+    return np.max(np.abs(np.asarray(x, np.float32)), initial=np.float32(0))
+
+
+def fake_quantize(x, dtype, history_amax=None) -> np.ndarray:
+    """Values of `x` on the grid of `dtype` that an amax (default: its own) gives, in float64."""
+    largest = amax(x) if history_amax is None else np.float32(history_amax)
+    scale = largest / np.float32(FORMAT_MAX[dtype]) if largest else np.float32(1)
+    scaled = np.asarray(x, np.float32) * (np.float32(1) / scale)
+    codes = np.clip(scaled, -FORMAT_MAX[dtype], FORMAT_MAX[dtype]).astype(dtype)
+    return codes.astype(np.float64) * np.float64(scale)
+
+
+def assert_same(a, b):
+    """Trees of the same structure, equal bit by bit (a NaN equals itself)."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b)):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+def differ(a, b) -> bool:
+    return any(np.any(x != y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def products(fp8) -> list:
+    """The states of all products in a collection, wherever they are."""
+    if "lhs" in fp8:
+        return [fp8]
+    return [product for child in fp8.values() for product in products(child)]
+
+
+def history(fp8, role, product=0) -> np.ndarray:
+    return np.asarray(products(fp8)[product][role]["amax_history"])
+
+
+def assert_newest(fp8, role, expected, entries=1, exact=True):
+    """The last step left one entry: `expected`, or at most 9/8 of it."""
+    found = history(fp8, role)
+    assert np.count_nonzero(found) == entries
+    if exact:
+        assert found[0] == np.float32(expected)
+    else:
+        assert np.float32(expected) <= found[0] <= np.float32(expected) * np.float32(1.125)
+
+
+def normal(shape, seed=0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def peaking(shape, peak, seed=0) -> np.ndarray:
+    """Numbers below 1 in size but for one that is `peak`."""
+    draw = np.random.default_rng(seed).uniform(-1, 1, size=shape).astype(np.float32)
+    draw.flat[seed % draw.size] = peak
+    return draw
+
+
+# Models, losses and optimizers.
+
+DENSE = jfp8.Dense(4)
+
+
+class Mlp(nn.Module):
+    dense: type[nn.Module] = jfp8.Dense
+    normed: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.dense(16)(x)
+        if self.normed:
+            x = nn.BatchNorm(use_running_average=False)(x)
+        return self.dense(4)(nn.relu(x))
+
+
+class Stack(nn.Module):
+    """Three layers stacked by nn.scan, and a head."""
+
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0, "fp8": 0, "fp8_sink": 0}
+        body = lambda mdl, x: (jnp.tanh(mdl(x)), None)
+        scan = nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=3)
+        return jfp8.Dense(4, name="head")(scan(jfp8.Dense(16, name="layers"), x)[0])
+
+
+def linear_loss(variables, batch):
+    return jnp.sum(DENSE.apply(variables, batch["x"]) * batch["c"]), {}
+
+
+def squared_error(model):
+    def loss_fn(variables, batch):
+        mutable = ["batch_stats"] if "batch_stats" in variables else False
+        returned = model.apply(variables, batch["x"], mutable=mutable)
+        y, mutated = returned if mutable else (returned, {})
+        return jnp.mean((y - batch["y"]) ** 2), mutated
+
+    return loss_fn
+
+
+def batch_of(step=0):
+    return {"x": normal((8, 16), step), "y": normal((8, 4), step + 100)}
+
+
+def linear_batch(x_peaks=(3.0,), c_peaks=(0.5,), rows=8):
+    """`rows` rows for each peak; one element of x and c is the peak, the others are below 1."""
+    x = [peaking((rows, 16), p, i) for i, p in enumerate(x_peaks)]
+    c = [peaking((rows, 4), 1.0, i) * np.float32(p) for i, p in enumerate(c_peaks)]
+    return {"x": jnp.concatenate(x), "c": jnp.concatenate(c)}
+
+
+SGD = optax.sgd(2.0**-4)
+
+
+@functools.cache
+def initial(model):
+    return jax.jit(model.init)(KEY, normal((8, 16)))
+
+
+def create(model=DENSE, tx=SGD):
+    variables = jax.tree.map(jnp.copy, initial(model))
+    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+
+def step_with(loss_fn, jit=False, **options):
+    """One optimizer step: (state, batch) -> (state, loss)."""
+
+    def step(state, batch):
+        loss, grads = jfp8.value_and_grad(loss_fn, **options)(state, batch)
+        return state.apply_gradients(grads), loss
+
+    return jax.jit(step) if jit else step
+
+
+# Not jitted: small steps of equal shapes cost nothing that way, and compiling each a second.
+linear_step = step_with(linear_loss)
+
+
+def scale_of(state) -> float:
+    return float(optax.tree.get(state.opt_state, "loss_scale"))
+
+
+NORMED = Mlp(normed=True)
+NORMED_TX = jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), optax.adam(1e-2)))
+normed_step = step_with(squared_error(NORMED), jit=True)
+
+
+class TestCreate:
+    def test_fields(self):
+        model, tx = Mlp(normed=True), optax.adam(1e-3)
+        variables = dict(initial(model))
+        state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+        assert state.step.dtype == jnp.int32
+        assert state.step == 0
+        assert_same(state.params, variables["params"])
+        assert_same(state.fp8, variables["fp8"])
+        assert_same(state.opt_state, tx.init(variables["params"]))
+        assert_same(state.collections, {"batch_stats": variables["batch_stats"]})
+        assert state.apply_fn == model.apply
+        assert state.tx is tx
+
+    def test_variables_are_what_apply_takes(self):
+        state = create(Mlp(normed=True))
+        assert set(state.variables) == {"params", "fp8", "batch_stats"}
+        y, _ = state.apply_fn(state.variables, normal((8, 16)), mutable=["batch_stats"])
+        assert y.shape == (8, 4)
+        assert set(create(jfp8.Dense(4, recipe=Unscaled())).variables) == {"params"}
+        assert set(create(nn.Dense(4)).variables) == {"params"}
+
+    def test_frozen_dicts_and_a_missing_sink_are_fine(self):
+        variables = dict(initial(DENSE))
+        without = {name: c for name, c in variables.items() if name != "fp8_sink"}
+        for given in (flax.core.freeze(variables), without):
+            state = jfp8.TrainState.create(apply_fn=DENSE.apply, variables=given, tx=SGD)
+            assert_same(state, create())
+
+    def test_params_alone_are_refused(self):
+        params = initial(DENSE)["params"]
+        words = r"\['bias', 'kernel'\], but no 'params'. Pass all that model.init"
+        with pytest.raises(ValueError, match=words):
+            jfp8.TrainState.create(apply_fn=DENSE.apply, variables=params, tx=optax.sgd(1.0))
+
+    def test_a_sink_of_another_lift_is_refused(self):
+        class Scanned(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                axes = {"params": 0, "fp8": 0, "fp8_sink": 1}
+                body = lambda mdl, x: (mdl(x), None)
+                scan = nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=2)
+                return scan(jfp8.Dense(16), x)[0]
+
+        with pytest.raises(ValueError, match="does not belong to the 'fp8'.*Lift both alike"):
+            create(Scanned())
+
+    def test_a_sink_of_another_model_is_refused(self):
+        variables = dict(initial(DENSE))
+        variables["fp8_sink"] = initial(Mlp())["fp8_sink"]
+        with pytest.raises(ValueError, match="'fp8_sink' collection does not belong to the 'fp8'"):
+            jfp8.TrainState.create(apply_fn=DENSE.apply, variables=variables, tx=optax.sgd(1.0))
+
+
+def with_grad_histories_divided(fp8, divisor):
+    is_product = lambda node: "lhs" in node
+    divided = lambda p: {**p, "grad": jax.tree.map(lambda a: a / divisor, p["grad"])}
+    return jax.tree.map(divided, fp8, is_leaf=is_product)
+
+
+def sinks_for(fp8):
+    is_product = lambda node: "lhs" in node
+    return jax.tree.map(lambda _: {"amax": jnp.zeros((3, 2050))}, fp8, is_leaf=is_product)
+
+
+class TestValueAndGrad:
+    @pytest.mark.parametrize("dense", [nn.Dense, jfp8.Dense])
+    def test_equals_jax_value_and_grad_bit_for_bit(self, dense):
+        """A loss scale is a power of two: neither the loss nor the gradient shows it."""
+        loss_fn = squared_error(Mlp(dense))
+        tx = optax.chain(jfp8.loss_scale(), optax.adam(1e-3))
+        state, ours = create(Mlp(dense), tx), jax.jit(jfp8.value_and_grad(loss_fn))
+
+        @jax.jit
+        def expected(state, batch):
+            scale = optax.tree.get(state.opt_state, "loss_scale")
+            fp8 = with_grad_histories_divided(state.fp8, scale)
+            sinks = {"fp8_sink": sinks_for(state.fp8)}
+            collections = {"fp8": fp8, **sinks} if fp8 else {}
+            loss = lambda params: loss_fn({"params": params, **collections}, batch)[0]
+            return jax.value_and_grad(loss)(state.params)
+
+        for step in range(2):  # the second time with histories
+            loss, grads = ours(state, batch_of(step))
+            assert_same((loss, grads.params), expected(state, batch_of(step)))
+            assert amax(grads.params["Dense_0"]["kernel"]) > 0
+            state = state.apply_gradients(grads)
+
+    def test_aux_comes_back(self):
+        def loss_fn(variables, batch):
+            y = DENSE.apply(variables, batch["x"])
+            return jnp.sum(y * batch["c"]), {}, {"y": y, "n": 3}
+
+        state, batch = create(), linear_batch()
+        (loss, aux), grads = jfp8.value_and_grad(loss_fn, has_aux=True)(state, batch)
+        expected_loss, expected = jfp8.value_and_grad(linear_loss)(state, batch)
+        assert_same((loss, grads), (expected_loss, expected))
+        np.testing.assert_array_equal(aux["y"], DENSE.apply(state.variables, batch["x"]))
+        assert aux["n"] == 3
+
+    def test_aux_of_micro_batches_is_stacked(self):
+        def loss_fn(variables, batch):
+            return linear_loss(variables, batch)[0], {}, jnp.max(batch["x"])
+
+        batch = linear_batch((2.0, 3.0, 4.0, 5.0), (0.5,) * 4, rows=2)
+        options = {"has_aux": True, "micro_batches": 4}
+        (_, aux), _ = jax.jit(jfp8.value_and_grad(loss_fn, **options))(create(), batch)
+        np.testing.assert_array_equal(aux, np.max(np.reshape(batch["x"], (4, -1)), axis=1))
+
+    def test_micro_batches_see_their_part_of_every_array(self):
+        """Labels and random keys are split along with the rest."""
+
+        def loss_fn(variables, batch):
+            loss, mutated = linear_loss(variables, {"x": batch["x"], "c": batch["c"]})
+            return loss, mutated, (batch["label"], jax.random.uniform(batch["key"][0]))
+
+        keys = jax.random.split(KEY, 8)
+        batch = {**linear_batch(rows=8), "label": jnp.arange(8), "key": keys}
+        options = {"has_aux": True, "micro_batches": 4}
+        (_, (labels, draws)), _ = jfp8.value_and_grad(loss_fn, **options)(create(), batch)
+        np.testing.assert_array_equal(labels, np.arange(8).reshape(4, 2))
+        np.testing.assert_array_equal(draws, [jax.random.uniform(key) for key in keys[::2]])
+
+    @pytest.mark.parametrize(
+        ("returned", "has_aux", "words"),
+        [
+            (lambda loss: loss, False, r"must return \(loss, mutated\) when has_aux=False"),
+            (lambda loss: (loss, {}, 1), False, "but returned a tuple of 3"),
+            (lambda loss: (loss, {}), True, r"\(loss, mutated, aux\).*a tuple of 2"),
+            (lambda loss: [loss, {}], False, "but returned list"),
+            (lambda loss: (loss, None), False, "dict of collections.*but that is NoneType"),
+            (lambda loss: (loss, loss), False, "dict of collections as mutated"),
+        ],
+    )
+    def test_what_loss_fn_returns_is_checked(self, returned, has_aux, words):
+        loss_fn = lambda variables, batch: returned(linear_loss(variables, batch)[0])
+        with pytest.raises(ValueError, match=words):
+            jfp8.value_and_grad(loss_fn, has_aux=has_aux)(create(), linear_batch())
+
+    @pytest.mark.parametrize("mutable", [True, ["fp8", "fp8_sink"]])
+    def test_a_mutable_sink_is_refused(self, mutable):
+        """Nobody differentiates by what is mutable: no gradient amax would ever arrive."""
+
+        def loss_fn(variables, batch):
+            y, mutated = DENSE.apply(variables, batch["x"], mutable=mutable)
+            return jnp.sum(y), mutated
+
+        with pytest.raises(ValueError, match="'fp8_sink' collection mutable.*not mutable=True"):
+            jfp8.value_and_grad(loss_fn)(create(), linear_batch())
+
+    @pytest.mark.parametrize("micro_batches", [0, -1, True, 2.0, "4", None])
+    def test_micro_batches_is_checked(self, micro_batches):
+        with pytest.raises(ValueError, match="micro_batches must be an int of at least 1, got"):
+            jfp8.value_and_grad(linear_loss, micro_batches=micro_batches)
+
+    def test_micro_batches_must_divide_the_batch(self):
+        compute = jfp8.value_and_grad(linear_loss, micro_batches=3)
+        with pytest.raises(ValueError, match=r"micro_batches=3 must divide.*shape \(8, 16\)"):
+            compute(create(), {"x": normal((8, 16))})
+        with pytest.raises(ValueError, match=r"but one has shape \(\)"):
+            compute(create(), {"x": jnp.float32(1.0)})
+
+
+class TestApplyGradients:
+    @pytest.mark.parametrize("raw", [False, True])
+    def test_a_model_without_fp8_trains_as_with_plain_optax(self, raw):
+        model, tx = Mlp(nn.Dense), optax.adamw(1e-2)
+        state, loss_fn = create(model, tx), squared_error(model)
+        plain_loss = lambda params, batch: loss_fn({"params": params}, batch)[0]
+        gradient = jax.jit(jax.grad(plain_loss))
+        params, opt_state = state.params, state.opt_state
+        for step in range(3):
+            grads = gradient(params, batch_of(step))
+            # The optimizers run without jit, which would fuse, and so round, both differently.
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            ours = grads if raw else jfp8.value_and_grad(loss_fn)(state, batch_of(step))[1]
+            if not raw:
+                assert_same(ours.params, gradient(state.params, batch_of(step)))
+            state = state.apply_gradients(ours)
+            assert_same((state.params, state.opt_state), (params, opt_state))
+        assert state.step == 3
+
+    def test_raw_gradients_are_those_of_the_scaled_loss(self):
+        """By hand: ``scale_loss``, ``jax.grad``, and the loss scale in tx divides again."""
+        model, batch = Mlp(nn.Dense), batch_of()
+        loss_fn, state = squared_error(model), create(model, jfp8.loss_scale(optax.adam(1e-2)))
+        scaled = lambda p: jfp8.scale_loss(loss_fn({"params": p}, batch)[0], state.opt_state)
+        by_hand = state.apply_gradients(jax.grad(scaled)(state.params))
+        assert_same(by_hand, step_with(loss_fn)(state, batch)[0])
+        assert differ(by_hand.params, state.params)
+
+    def test_raw_gradients_are_refused_when_there_are_histories(self):
+        state = create()
+        words = "amaxes that belong to the gradients.*got dict.*jfp8.value_and_grad"
+        with pytest.raises(TypeError, match=words):
+            state.apply_gradients(jax.tree.map(jnp.zeros_like, state.params))
+
+    @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Unscaled()])
+    def test_recipes_without_state_train(self, recipe):
+        model = jfp8.Dense(4, recipe=recipe)
+        loss_fn, state = squared_error(model), create(model, optax.sgd(0.1))
+        step, losses = step_with(loss_fn), []
+        for _ in range(3):
+            state, loss = step(state, batch_of())
+            losses.append(float(loss))
+        assert state.fp8 == {}
+        assert losses == sorted(losses, reverse=True)
+        assert losses[2] < losses[0]
+
+    def test_the_update_is_that_of_the_optimizer(self):
+        """dw of a linear loss is q(x)^T q(dy), and sgd subtracts a sixteenth of it."""
+        state, batch = create(tx=optax.chain(jfp8.loss_scale(), optax.sgd(2.0**-4))), linear_batch()
+        after, loss = linear_step(state, batch)
+        dw = fake_quantize(batch["x"], E4M3).T @ fake_quantize(batch["c"], E5M2)
+        expected = np.asarray(state.params["kernel"], np.float64) - dw / 16
+        np.testing.assert_allclose(after.params["kernel"], expected, rtol=0, atol=2e-6)
+        y = fake_quantize(batch["x"], E4M3) @ fake_quantize(state.params["kernel"], E4M3)
+        np.testing.assert_allclose(loss, np.sum(y * np.asarray(batch["c"])), rtol=1e-5)
+        assert amax(dw) > 1
+
+    def test_batch_stats_move_and_micro_batches_move_them_in_turn(self):
+        loss_fn, state, batch = squared_error(NORMED), create(NORMED), batch_of()
+        apply = jax.jit(functools.partial(NORMED.apply, mutable=["batch_stats"]))
+        expected = state.variables
+        for part in (slice(0, 4), slice(4, 8)):
+            _, updates = apply(expected, batch["x"][part])
+            expected = {**expected, **updates}
+        after, _ = step_with(loss_fn, jit=True, micro_batches=2)(state, batch)
+        for a, b in zip(
+            jax.tree.leaves(after.collections["batch_stats"]),
+            jax.tree.leaves(expected["batch_stats"]),
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert differ(after.collections, state.collections)
+
+    def test_a_mutable_fp8_collection_in_loss_fn_counts_once(self):
+        def loss_fn(variables, batch):
+            y, mutated = DENSE.apply(variables, batch["x"], mutable=["fp8"])
+            return jnp.sum(y * batch["c"]), mutated
+
+        state, batch, step = create(), linear_batch(), step_with(loss_fn)
+        for _ in range(2):
+            expected, _ = linear_step(state, batch)
+            state, _ = step(state, batch)
+            assert_same(state, expected)
+
+    def test_bf16_parameters_stay_bf16(self):
+        model = jfp8.Dense(4, param_dtype=jnp.bfloat16)
+        state = create(model, optax.chain(jfp8.loss_scale(), optax.sgd(0.1)))
+        step = step_with(squared_error(model), jit=True, micro_batches=2)
+        after, _ = step(state, batch_of())
+        assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(after.params))
+        assert differ(after.params, state.params)
+
+
+# The promises of the design about a step.
+
+
+class TestPromise4OneEntryAndOneScalePerStep:
+    # The last two peaks share a power of two: a mean of them would be below 7.9.
+    PEAKS = (2.0, 3.0, 4.1, 7.9)
+    TX = optax.chain(jfp8.loss_scale(init_scale=2.0**10), optax.sgd(2.0**-8))
+
+    def test_micro_batches_share_one_entry_which_is_the_exact_maximum(self):
+        batch = linear_batch(self.PEAKS, self.PEAKS[::-1], rows=2)
+        state, step = create(tx=self.TX), step_with(linear_loss, jit=True, micro_batches=4)
+        for entries in (1, 2):
+            kernel = amax(state.params["kernel"])
+            state, _ = step(state, batch)
+            assert_newest(state.fp8, "lhs", 7.9, entries)
+            assert_newest(state.fp8, "rhs", kernel, entries)
+            assert_newest(state.fp8, "grad", np.float32(7.9) * 2**10, entries)
+
+    def test_micro_batches_are_the_same_step(self):
+        """With histories all parts share the scales of the step, so only roundings differ."""
+        batch = linear_batch(self.PEAKS, (0.5,) * 4, rows=2)
+        mean_loss = lambda variables, batch: (
+            linear_loss(variables, batch)[0] / len(batch["x"]),
+            {},
+        )
+        state, _ = step_with(mean_loss, jit=True, micro_batches=4)(create(tx=self.TX), batch)
+        loss, grads = jfp8.value_and_grad(mean_loss)(state, batch)
+        split = jax.jit(jfp8.value_and_grad(mean_loss, micro_batches=4))
+        split_loss, split_grads = split(state, batch)
+        np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(split_grads.params), jax.tree.leaves(grads.params)):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * amax(b))
+            assert amax(b) > 0.01
+
+    @pytest.mark.parametrize("divisor", [4, 1, 2.0**20])
+    def test_gradients_accumulated_by_hand(self, divisor):
+        """The sum or mean of whole `Gradients`, as any accumulation loop makes it."""
+        batches = [linear_batch([p], [q]) for p, q in zip(self.PEAKS, self.PEAKS[::-1])]
+        state = create(tx=optax.sgd(2.0**-8))
+
+        @jax.jit
+        def step(state, batches):
+            grads = [jfp8.value_and_grad(linear_loss)(state, batch)[1] for batch in batches]
+            return state.apply_gradients(jax.tree.map(lambda *g: sum(g) / divisor, *grads))
+
+        fp8 = step(state, batches).fp8
+        assert_newest(fp8, "lhs", 7.9, exact=False)
+        assert_newest(fp8, "grad", 7.9, exact=False)
+        kernel = amax(state.params["kernel"])
+        assert_newest(fp8, "rhs", kernel, exact=False)
+        assert history(fp8, "rhs")[0] <= kernel * np.float32(1 + 2.0**-22), "equal amaxes are one"
+
+    DEVICE_PEAKS = (1.5, 2.0, 3.0, 4.1, 7.9, 1.1, 6.0, 5.0)
+
+    def device_batch(self):
+        return linear_batch(self.DEVICE_PEAKS, self.DEVICE_PEAKS[::-1], rows=1)
+
+    @staticmethod
+    def loss_is_averaged(state, batch):
+        loss = lambda v, b: (lax.pmean(linear_loss(v, b)[0], "d"), {})
+        return state.apply_gradients(jfp8.value_and_grad(loss)(state, batch)[1])
+
+    @staticmethod
+    def jax_sums_gradients(state, batch):
+        """Gradients by replicated parameters come out of shard_map summed over the devices."""
+        grads = jfp8.value_and_grad(linear_loss)(state, batch)[1]
+        return state.apply_gradients(jax.tree.map(lambda g: g / 8, grads))
+
+    @staticmethod
+    def gradients_are_averaged(state, batch):
+        varying = jax.tree.map(lambda leaf: lax.pcast(leaf, "d", to="varying"), state)
+        grads = jfp8.value_and_grad(linear_loss)(varying, batch)[1]
+        return state.apply_gradients(lax.pmean(grads, "d"))
+
+    @staticmethod
+    def gradients_are_summed(state, batch):
+        varying = jax.tree.map(lambda leaf: lax.pcast(leaf, "d", to="varying"), state)
+        grads = jfp8.value_and_grad(linear_loss)(varying, batch)[1]
+        return state.apply_gradients(jax.tree.map(lambda g: g / 8, lax.psum(grads, "d")))
+
+    @staticmethod
+    def pmap_style(state, batch):
+        grads = jfp8.value_and_grad(linear_loss)(state, batch)[1]
+        return state.apply_gradients(lax.pmean(grads, "d"))
+
+    @pytest.mark.parametrize(
+        "how",
+        [
+            "loss_is_averaged",
+            "jax_sums_gradients",
+            "gradients_are_averaged",
+            "gradients_are_summed",
+            "shard_map without checks",
+            "pmap",
+            "vmap",
+        ],
+    )
+    def test_devices_share_one_entry_and_one_scale(self, how):
+        batch, by_device = self.device_batch(), self.device_batch()
+        if how in ("pmap", "vmap"):
+            by_device = jax.tree.map(lambda a: a.reshape(8, 1, -1), batch)
+            mapped = {"pmap": jax.pmap, "vmap": jax.vmap}[how]
+            step = mapped(self.pmap_style, axis_name="d", in_axes=(None, 0), out_axes=None)
+        else:
+            mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+            checked = how != "shard_map without checks"
+            spec = PartitionSpec
+            step = jax.shard_map(
+                getattr(self, how) if checked else self.pmap_style,
+                mesh=mesh,
+                in_specs=(spec(), spec("d")),
+                out_specs=spec(),
+                check_vma=checked,
+            )
+        step = step if how == "pmap" else jax.jit(step)
+        share = 1 / 8 if how == "loss_is_averaged" else 1.0
+        state = create(tx=self.TX)
+        for entries in (1, 2):
+            before, state = jax.device_get((state, step(state, by_device)))
+            assert_newest(state.fp8, "lhs", 7.9, entries, exact=False)
+            kernel = history(state.fp8, "rhs")[0]
+            np.testing.assert_allclose(kernel, amax(before.params["kernel"]), rtol=2.0**-22)
+            assert_newest(state.fp8, "grad", 7.9 * 2**10 * share, entries, exact=False)
+
+        # With histories there is one scale, so all devices together make the step of one.
+        mean_loss = lambda v, b: (linear_loss(v, b)[0] / 8, {})
+        whole = before
+        if share == 1.0:  # each device's dy is eight times that of the mean, and so is its history
+            whole = before.replace(fp8=with_grad_histories_divided(before.fp8, 8.0))
+        expected, _ = step_with(mean_loss)(whole, batch)
+        moved = amax(expected.params["kernel"] - before.params["kernel"])
+        assert moved > 0.01
+        for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params)):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * (1 + moved))
+
+    def test_stacked_layers_keep_their_own_histories(self):
+        model = Stack()
+        loss_fn, state = squared_error(model), create(model, self.TX)
+        step = step_with(loss_fn, jit=True)
+        for _ in range(2):
+            before, (state, _) = state, step(state, batch_of())
+        fp8 = {"head": state.fp8["head"], "layers": state.fp8["layers"]}
+        assert history(fp8["layers"], "grad").shape == (3, 16)
+        kernels = before.params["layers"]["kernel"]
+        newest = history(fp8["layers"], "rhs")[:, 0]
+        np.testing.assert_array_equal(newest, [amax(kernel) for kernel in kernels])
+        assert history(fp8["head"], "rhs")[0] == amax(before.params["head"]["kernel"])
+        for role in ROLES:
+            stacked = history(fp8["layers"], role)
+            assert len(np.unique(stacked[:, 0])) == 3
+            assert np.all(np.count_nonzero(stacked, axis=1) == 2)
+            assert np.count_nonzero(history(fp8["head"], role)) == 2
+
+    @pytest.mark.parametrize("model_parallel", [False, True])
+    def test_spmd_gives_the_state_of_one_device(self, model_parallel):
+        """Under jit the arrays are the logical ones, whatever device holds which part of them."""
+        mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        place = lambda tree, *spec: jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
+        batch = self.device_batch()
+        single, sharded = create(tx=self.TX), place(create(tx=self.TX))
+        if model_parallel:
+            kernel = place(sharded.params["kernel"], None, "m")
+            sharded = sharded.replace(params={**sharded.params, "kernel": kernel})
+        step = step_with(linear_loss, jit=True)
+        for _ in range(2):
+            single, _ = linear_step(single, batch)
+            sharded, _ = step(sharded, place(batch, "d"))
+        for role in ("lhs", "grad"):
+            np.testing.assert_array_equal(history(sharded.fp8, role), history(single.fp8, role))
+        assert history(sharded.fp8, "grad")[0] == np.float32(7.9 * 2**10)
+        for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(single)):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert len(sharded.params["kernel"].sharding.device_set) == 8
+
+
+BAD_STEPS = {
+    "Inf in x": lambda s, b: (s, {**b, "x": b["x"].at[1, 2].set(jnp.inf)}),
+    "NaN in x": lambda s, b: (s, {**b, "x": b["x"].at[1, 2].set(jnp.nan)}),
+    "NaN in a weight": lambda s, b: (
+        s.replace(params={**s.params, "kernel": s.params["kernel"].at[0, 0].set(jnp.nan)}),
+        b,
+    ),
+    "Inf in the gradient": lambda s, b: (s, {**b, "c": b["c"].at[1, 2].set(jnp.inf)}),
+    "NaN in the gradient": lambda s, b: (s, {**b, "c": b["c"].at[1, 2].set(jnp.nan)}),
+}
+
+adam = functools.partial(optax.adam, 2.0**-6)
+OPTIMIZERS = {
+    "adam": adam(),
+    "chain(loss_scale, adam)": optax.chain(jfp8.loss_scale(), adam()),
+    "loss_scale(adam)": jfp8.loss_scale(adam()),
+    "skip_on_overflow(chain(loss_scale, clip, adamw))": jfp8.skip_on_overflow(
+        optax.chain(
+            jfp8.loss_scale(), optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1)
+        )
+    ),
+    "chain(loss_scale, sgd with momentum, ema)": optax.chain(
+        jfp8.loss_scale(), optax.sgd(0.01, momentum=0.9), optax.ema(0.9)
+    ),
+    "chain(loss_scale('pass'), apply_if_finite(adam))": optax.chain(
+        jfp8.loss_scale(on_overflow="pass"), optax.apply_if_finite(adam(), 1000)
+    ),
+    "chain(loss_scale('pass'), MultiSteps)": optax.chain(
+        jfp8.loss_scale(on_overflow="pass"),
+        optax.MultiSteps(adam(), 2, should_skip_update_fn=optax.skip_not_finite),
+    ),
+    "chain(loss_scale, inject_hyperparams(adam))": optax.chain(
+        jfp8.loss_scale(), optax.inject_hyperparams(optax.adam)(learning_rate=0.01)
+    ),
+}
+
+
+def without_loss_scale(opt_state):
+    """An optimizer's state, the loss scale's own numbers replaced by zeros."""
+    is_scale = lambda node: isinstance(node, jfp8.LossScaleState)
+
+    def blank(node):
+        if not is_scale(node):
+            return node
+        zeros = [jnp.zeros_like(field) for field in node[:4]]
+        return jfp8.LossScaleState(*zeros, without_loss_scale(node.inner_state))
+
+    return jax.tree.map(blank, opt_state, is_leaf=is_scale)
+
+
+class TestPromise5NonFiniteNumbers:
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_a_bad_step_is_skipped_exactly(self, name):
+        state, scaled = create(tx=OPTIMIZERS[name]), "loss_scale" in name
+        # These two hold a lax.cond, which is compiled on every call outside of jit.
+        jit = "apply_if_finite" in name or "MultiSteps" in name
+        linear_step = step_with(linear_loss, jit=jit)
+        batch = linear_batch(c_peaks=(2.0**-8,))
+        for _ in range(3):
+            before, (state, _) = state, linear_step(state, batch)
+        assert differ(before.params, state.params) or "MultiSteps" in name
+        for what, spoil in BAD_STEPS.items():
+            given, bad_batch = spoil(state, batch)
+            after, _ = linear_step(given, bad_batch)
+            assert_same(after.params, given.params)
+            assert_same(without_loss_scale(after.opt_state), without_loss_scale(given.opt_state))
+            for role in ("lhs", "rhs"):
+                assert_same(products(after.fp8)[0][role], products(given.fp8)[0][role])
+            # The histories of gradients follow the loss scale and are otherwise the same.
+            followed = with_grad_histories_divided(given.fp8, 2.0 if scaled else 1.0)
+            assert_same(after.fp8, followed)
+            assert after.step == given.step + 1
+            if scaled:
+                assert scale_of(after) == scale_of(given) / 2, what
+                assert optax.tree.get(after.opt_state, "overflow_count") == 1
+                assert not optax.tree.get(after.opt_state, "grads_finite")
+
+        # As if nothing had happened: the scale is exact, and everything else was kept.
+        after, _ = linear_step(linear_step(state, bad_batch)[0], batch)
+        expected, _ = linear_step(state, batch)
+        assert_same(after.params, expected.params)
+        assert_same(without_loss_scale(after.opt_state), without_loss_scale(expected.opt_state))
+        for role in ROLES:
+            ratio = scale_of(expected) / scale_of(after) if scaled and role == "grad" else 1.0
+            ours, theirs = history(after.fp8, role), history(expected.fp8, role)
+            np.testing.assert_array_equal(ours * ratio, theirs)
+            assert np.all(np.isfinite(ours))
+
+    def test_batch_stats_are_not_updated_on_a_skipped_step(self):
+        state, _ = normed_step(create(NORMED, NORMED_TX), batch_of())
+        bad = batch_of(1)
+        bad["y"] = bad["y"].at[0, 0].set(jnp.inf)  # only the loss and the gradient see it
+        after, _ = normed_step(state, bad)
+        assert_same(after.collections, state.collections)
+        assert_same(after.params, state.params)
+        good, _ = normed_step(state, batch_of(1))
+        assert differ(good.collections, state.collections)
+
+    def test_a_gradient_that_overflows_only_when_scaled_is_an_overflow(self):
+        """1e35 times 2^15: the loss is finite, and so would be the gradient without loss scale."""
+        state, batch = create(tx=jfp8.loss_scale(adam())), linear_batch(c_peaks=(1e35,))
+        loss, grads = jfp8.value_and_grad(linear_loss)(state, batch)
+        assert np.isfinite(loss)
+        after = state.apply_gradients(grads)
+        assert_same((after.params, after.fp8), (state.params, state.fp8))
+        assert scale_of(after) == scale_of(state) / 2
+
+    @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+    def test_a_saturating_cast_does_not_hide_an_infinite_gradient(self, bad):
+        """Saturated, +-Inf would be the largest number of e5m2 and every gradient finite."""
+        c = linear_batch()["c"].at[3, 1].set(bad)
+        grads = jfp8.value_and_grad(linear_loss)(create(), {**linear_batch(), "c": c})[1]
+        assert np.isnan(np.asarray(grads.params["kernel"])[:, 1]).all()
+        assert np.isfinite(np.asarray(grads.params["kernel"])[:, 0]).all()
+
+    @pytest.mark.parametrize("micro_batches", [1, 2])
+    def test_an_overflow_that_only_the_sink_sees_is_one(self, micro_batches):
+        """The layer's weights are frozen and its input is data: every gradient is finite."""
+
+        class Frozen(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                y = nn.map_variables(jfp8.Dense, "params", lax.stop_gradient, init=True)(4)(x)
+                return y, self.param("bias", nn.initializers.zeros, (4,))
+
+        def loss_fn(variables, batch):
+            y, bias = Frozen().apply(variables, batch["x"])
+            return jnp.sum(y * batch["c"]) + jnp.sum(bias), {}
+
+        state = create(Frozen(), optax.chain(jfp8.loss_scale(), optax.sgd(1.0)))
+        batch, step = linear_batch(), step_with(loss_fn, jit=True, micro_batches=micro_batches)
+        good, _ = step(state, batch)
+        assert differ(good.params, state.params)
+        bad = {**batch, "c": batch["c"].at[3, 1].set(jnp.inf)}
+        _, grads = jfp8.value_and_grad(loss_fn, micro_batches=micro_batches)(state, bad)
+        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads.params))
+        after, _ = step(state, bad)
+        assert_same(after.params, state.params)
+        assert_same(after.fp8, state.fp8)
+        assert scale_of(after) == scale_of(state) / 2
+
+    def test_one_bad_micro_batch_skips_the_step(self):
+        state, step = (
+            create(tx=jfp8.loss_scale(adam())),
+            step_with(linear_loss, jit=True, micro_batches=4),
+        )
+        state, _ = step(state, linear_batch((2.0,) * 4, (0.5,) * 4, rows=2))
+        bad = linear_batch((2.0, 2.0, np.inf, 2.0), (0.5,) * 4, rows=2)
+        after, _ = step(state, bad)
+        assert_same(after.params, state.params)
+        assert_same(after.fp8, with_grad_histories_divided(state.fp8, 2.0))
+
+    @pytest.mark.parametrize("factor", [2.0, 0.5])
+    def test_gradient_histories_follow_the_loss_scale_exactly(self, factor):
+        """Growth after the third step, or a fall in it; in both the maximum stays representable."""
+        tx = optax.chain(jfp8.loss_scale(growth_interval=3), optax.sgd(0.0))
+        state, steady = create(tx=tx), create(tx=optax.sgd(0.0))
+        peaks = (0.75, 1.5, 0.5)
+        for i, peak in enumerate(peaks):
+            batch = linear_batch(c_peaks=(peak,))
+            assert scale_of(state) == 2.0**15
+            bad = factor < 1 and i == 2
+            poisoned = {**batch, "x": batch["x"] * jnp.nan} if bad else batch
+            state, _ = linear_step(state, poisoned)
+            if not bad:
+                steady, _ = linear_step(steady, batch)
+        assert scale_of(state) == 2.0**15 * factor
+        for role in ROLES:
+            ratio = 2.0**15 * factor if role == "grad" else 1.0
+            ours, unscaled = history(state.fp8, role), history(steady.fp8, role)
+            np.testing.assert_array_equal(ours, unscaled * np.float32(ratio))
+        assert np.count_nonzero(history(state.fp8, "grad")) == (3 if factor > 1 else 2)
+
+        # The largest gradient of the history still maps onto the largest number, as without it.
+        batch = linear_batch(c_peaks=(1.5,))
+        grads = jfp8.value_and_grad(linear_loss)(state, batch)[1]
+        expected = jfp8.value_and_grad(linear_loss)(steady, batch)[1]
+        assert_same(grads.params, expected.params)
+
+    def test_a_burst_of_overflows_is_survived(self):
+        """float16 gradients overflow at 65504; S starts 2^11 times too high."""
+        model = Mlp(functools.partial(jfp8.Dense, dtype=jnp.float16))
+        tx = optax.chain(jfp8.loss_scale(init_scale=2.0**24, growth_interval=50), optax.adam(0.01))
+        state, step = create(model, tx), step_with(squared_error(model), jit=True)
+        start, losses, scales = state, [], []
+        for _ in range(30):
+            state, loss = step(state, batch_of())
+            losses.append(float(loss))
+            scales.append(scale_of(state))
+            if scales[-1] == 2.0 ** (23 - len(scales) + 1):
+                assert_same(state.params, start.params)
+        overflows = int(optax.tree.get(state.opt_state, "overflow_count"))
+        assert 5 <= overflows <= 15
+        assert scales[overflows - 1] == 2.0 ** (24 - overflows)
+        assert scales[overflows:] == [scales[overflows - 1]] * (30 - overflows)
+        assert losses[-1] < 0.7 * losses[0]
+        assert optax.tree.get(state.opt_state, "count") == 30 - overflows
+
+    def test_the_scale_grows_and_stops_at_its_bound(self):
+        tx = optax.chain(jfp8.loss_scale(growth_interval=2, max_scale=2.0**17), adam())
+        state, plain = create(tx=tx), create(tx=adam())
+        scales = []
+        for i in range(7):
+            batch = linear_batch(c_peaks=(0.1 * (i + 1),))
+            state, _ = linear_step(state, batch)
+            plain, _ = linear_step(plain, batch)
+            scales.append(scale_of(state))
+        assert scales == [2.0**15, 2.0**16, 2.0**16, 2.0**17, 2.0**17, 2.0**17, 2.0**17]
+        assert_same(state.params, plain.params)  # the scale changes no number
+
+
+class TestPromise6StepZero:
+    @pytest.mark.parametrize("collections", [("params",), ("params", "fp8"), None])
+    def test_neither_flushes_gradients_nor_saturates_activations(self, collections):
+        """e5m2 without a scale loses everything below 2^-17 = 7.6e-6, e4m3 all above 448."""
+        c = jnp.asarray(np.geomspace(1e-7, 2e-6, 32).astype(np.float32).reshape(8, 4))
+        x = jnp.asarray(peaking((8, 16), 1000.0) * 1000.0).clip(-1000, 1000)
+        state, batch = create(), {"x": x, "c": c}
+        if collections is None:
+            grads = jfp8.value_and_grad(linear_loss)(state, batch)[1].params
+        else:
+            variables = {k: state.variables[k] for k in collections}
+            loss = lambda params: linear_loss({**variables, "params": params}, batch)[0]
+            grads = jax.grad(loss)(variables["params"])
+        q_x, q_c = fake_quantize(x, E4M3), fake_quantize(c, E5M2)
+        np.testing.assert_allclose(grads["kernel"], q_x.T @ q_c, rtol=1e-5, atol=1e-8)
+        # The oracle itself keeps every element within half a step of the format.
+        np.testing.assert_allclose(q_c, c, rtol=2.0**-3)
+        np.testing.assert_allclose(q_x[np.abs(x) > 100], x[np.abs(x) > 100], rtol=2.0**-4)
+        exact = np.asarray(x, np.float64).T @ np.asarray(c, np.float64)
+        assert np.linalg.norm(grads["kernel"] - exact) < 0.09 * np.linalg.norm(exact)
+        y = np.asarray(DENSE.apply(state.variables, x), np.float64)
+        stock = np.asarray(x @ state.params["kernel"], np.float64)
+        assert np.linalg.norm(y - stock) < 0.06 * np.linalg.norm(stock)
+
+    def test_the_control_without_scales_loses_both(self):
+        model = jfp8.Dense(4, recipe=Unscaled())
+        state, c = create(model), jnp.full((8, 4), 2e-6)
+        loss = lambda params: jnp.sum(model.apply({"params": params}, jnp.ones((8, 16))) * c)
+        assert not np.any(jax.grad(loss)(state.params)["kernel"])
+
+
+class TestPromise7OptimizersNeverSeeState:
+    @pytest.mark.parametrize(
+        "tx",
+        [
+            optax.chain(jfp8.loss_scale(), optax.clip_by_global_norm(1e-3), optax.sgd(1.0)),
+            optax.adamw(1e-3, weight_decay=0.5),
+            optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+            optax.lamb(1e-3),
+        ],
+        ids=["clip", "adamw", "ema", "lamb"],
+    )
+    def test_the_optimizer_state_is_that_of_the_parameters(self, tx):
+        seen = []
+
+        def spying_init(params):
+            seen.append(params)
+            return tx.init(params)
+
+        def spying_update(updates, state, params=None, **extra):
+            seen.extend([updates, params])
+            return tx.update(updates, state, params, **extra)
+
+        spy = optax.GradientTransformationExtraArgs(spying_init, spying_update)
+        state = create(Mlp(), spy)
+        after, _ = step_with(squared_error(Mlp()))(state, batch_of())
+        stock = initial(Mlp(nn.Dense))["params"]
+        assert len(seen) == 3
+        for tree in seen:
+            assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, stock)
+        expected = jax.tree.structure(tx.init(stock))
+        assert jax.tree.structure(after.opt_state) == expected
+
+    def test_clipping_counts_the_parameters_only(self):
+        batch = linear_batch((1000.0,), (1000.0,))  # huge amaxes beside the gradient
+        state = create(
+            tx=optax.chain(jfp8.loss_scale(), optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+        )
+        grads = jfp8.value_and_grad(linear_loss)(state, batch)[1].params
+        norm = np.sqrt(sum(np.sum(np.square(np.float64(g))) for g in grads.values()))
+        after, _ = linear_step(state, batch)
+        for name, g in grads.items():
+            moved = np.asarray(state.params[name], np.float64) - after.params[name]
+            np.testing.assert_allclose(moved, np.asarray(g, np.float64) / norm, atol=3e-7)
+
+    def test_weight_decay_leaves_histories_alone(self):
+        decayed = create(tx=optax.adamw(0.0, weight_decay=1e6))
+        state = create(tx=optax.sgd(0.0))
+        for _ in range(2):
+            decayed, _ = linear_step(decayed, linear_batch())
+            state, _ = linear_step(state, linear_batch())
+        assert_same(decayed.fp8, state.fp8)
+
+
+class TestMechanics:
+    TX = optax.chain(jfp8.loss_scale(), optax.adam(1e-2))
+
+    def test_one_trace_for_many_steps_and_donation(self):
+        traces, loss_fn = [], squared_error(Mlp())
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state, batch):
+            traces.append(1)
+            loss, grads = jfp8.value_and_grad(loss_fn, micro_batches=2)(state, batch)
+            return state.apply_gradients(grads), loss
+
+        state, given = create(Mlp(), self.TX), []
+        for i in range(4):
+            given.append(state)
+            state, _ = step(state, batch_of(i))
+        assert len(traces) == 1
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given[1].params))
+        assert state.step == 4
+        assert all(np.count_nonzero(history(state.fp8, r, i)) == 4 for r in ROLES for i in (0, 1))
+
+    def test_a_scan_over_steps_is_the_loop(self):
+        batches = [linear_batch(c_peaks=(p,)) for p in (0.1, 0.2, 0.3)]
+        state = looped = create(tx=self.TX)
+        for batch in batches:
+            looped, _ = linear_step(looped, batch)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+        scanned, losses = jax.jit(lambda s, b: lax.scan(linear_step, s, b))(state, stacked)
+        assert losses.shape == (3,)
+        assert_same(scanned.fp8, looped.fp8)
+        for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(looped)):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    def test_a_checkpoint_continues_bit_for_bit(self):
+        state = create(NORMED, NORMED_TX)
+        for i in range(2):
+            state, _ = normed_step(state, batch_of(i))
+        fresh = create(NORMED, NORMED_TX)
+        assert differ(fresh, state)
+        restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state))
+        assert_same(jax.tree.map(jnp.asarray, restored), state)
+        for i in range(2, 4):
+            state, _ = normed_step(state, batch_of(i))
+            restored, _ = normed_step(restored, batch_of(i))
+        assert_same(restored, state)
+
+    def test_gradients_survive_jit_unchanged(self):
+        grads = jfp8.value_and_grad(linear_loss)(create(), linear_batch())[1]
+        assert_same(jax.jit(lambda g: g)(grads), grads)
+        assert set(vars(grads)) == {"params", "fp8_sink", "collections"}
+
+
+class TestAdvance:
+    """The explicit form of the same step."""
+
+    @pytest.mark.parametrize("mutable", [False, True])
+    def test_a_hand_written_loop_is_the_train_state(self, mutable):
+        tx, model = optax.adam(1e-2), Mlp()
+        loss_fn = squared_error(model)
+        state, sinks = create(model, tx), initial(model)["fp8_sink"]
+        params, fp8, opt_state = state.params, state.fp8, state.opt_state
+
+        def loss(params, sinks, fp8, batch):
+            variables = {"params": params, "fp8": fp8, "fp8_sink": sinks}
+            if not mutable:
+                return loss_fn(variables, batch)[0], fp8
+            y, updates = model.apply(variables, batch["x"], mutable=["fp8"])
+            return jnp.mean((y - batch["y"]) ** 2), updates["fp8"]
+
+        for i in range(3):
+            gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
+            (grads, cotangent), fp8 = gradient(params, sinks, fp8, batch_of(i))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params, fp8 = optax.apply_updates(params, updates), jfp8.advance(fp8, cotangent)
+            state, _ = step_with(loss_fn)(state, batch_of(i))
+            assert_same((params, fp8, opt_state), (state.params, state.fp8, state.opt_state))
+        assert np.count_nonzero(history(fp8, "grad", 1)) == 3
+
+    def cotangent(self, model=DENSE):
+        variables = dict(initial(model))
+        loss = lambda sink: jnp.sum(model.apply({**variables, "fp8_sink": sink}, normal((8, 16))))
+        return variables, jax.grad(loss)(variables["fp8_sink"])
+
+    def test_it_changes_no_argument_and_takes_frozen_dicts(self):
+        variables, cotangent = self.cotangent()
+        before = jax.tree.map(np.array, variables["fp8"])
+        new = jfp8.advance(variables["fp8"], cotangent)
+        assert_same(variables["fp8"], before)
+        frozen = jfp8.advance(flax.core.freeze(variables["fp8"]), flax.core.freeze(cotangent))
+        assert_same(frozen, new)
+        assert jax.tree.structure(new) == jax.tree.structure(variables["fp8"])
+        assert history(new, "grad")[0] == 1.0
+
+    def test_products_without_a_cotangent_keep_what_was_recorded(self):
+        variables, cotangent = self.cotangent(Mlp())
+        del cotangent["Dense_0"]
+        fp8 = jfp8.advance(variables["fp8"], cotangent)
+        assert_same(fp8["Dense_0"], variables["fp8"]["Dense_0"])
+        assert history(fp8["Dense_1"], "grad")[0] == 1.0
+
+        # A layer without a sink records by itself when fp8 is mutable; advance keeps that.
+        partial = {**variables, "fp8_sink": {"Dense_1": variables["fp8_sink"]["Dense_1"]}}
+        _, updates = Mlp().apply(partial, normal((8, 16)), mutable=["fp8"])
+        fp8 = jfp8.advance(updates["fp8"], cotangent)
+        assert history(fp8["Dense_0"], "lhs")[0] == amax(normal((8, 16)))
+        assert np.count_nonzero(history(fp8["Dense_0"], "lhs")) == 1
+
+    def test_zero_and_non_finite_amaxes_leave_the_history(self):
+        variables, _ = self.cotangent()
+        x = normal((8, 16))
+
+        def step(fp8, dy):
+            loss = lambda s: jnp.vdot(DENSE.apply({**variables, "fp8": fp8, "fp8_sink": s}, x), dy)
+            return jfp8.advance(fp8, jax.grad(loss)(variables["fp8_sink"]))
+
+        fp8 = step(variables["fp8"], jnp.full((8, 4), 3.0))
+        for value in (0.0, np.inf, np.nan):
+            fp8 = step(fp8, jnp.full((8, 4), value))
+        np.testing.assert_array_equal(history(fp8, "grad")[:2], [3.0, 0.0])
+        np.testing.assert_array_equal(history(fp8, "lhs")[:5], [amax(x)] * 4 + [0.0])
+
+    def test_a_cotangent_of_another_model_is_refused(self):
+        variables, _ = self.cotangent(Mlp())
+        _, other = self.cotangent()
+        with pytest.raises(
+            ValueError, match=r"\['DotGeneral_0'\] at the top.*'Dense_0', 'Dense_1'"
+        ):
+            jfp8.advance(variables["fp8"], other)
+        with pytest.raises(ValueError, match=r"\['other'\] at Dense_0"):
+            jfp8.advance(variables["fp8"], {"Dense_0": {"other": {}}})
+
+
+class TestParity:
+    """60 full-batch steps on the labels of a random teacher, for eight seeds at once.
+
+    The loss is 2^-12 of what it was and the learning rate 2^12 times as large: the same training,
+    for every format with enough range.
+    """
+
+    STEPS, SEEDS, SHRINK = 60, 8, 2.0**-12
+
+    @staticmethod
+    @functools.cache
+    def final_losses(recipe: Recipe | None, loss_scaling: bool = False) -> np.ndarray:
+        x = normal((256, 16), 5)
+        labels = jnp.argmax(jnp.tanh(x @ normal((16, 8), 6)) @ normal((8, 4), 7), axis=-1)
+        dense = nn.Dense if recipe is None else functools.partial(jfp8.Dense, recipe=recipe)
+        model, shrink = Mlp(dense), TestParity.SHRINK
+        tx = optax.sgd(0.5 / shrink)
+        tx = optax.chain(jfp8.loss_scale(), tx) if loss_scaling else tx
+
+        def loss_fn(variables, batch):
+            logits = model.apply(variables, batch["x"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+            return jnp.mean(losses) * shrink, {}
+
+        def train(key):
+            variables = model.init(key, x)
+            state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+            step = lambda state, _: step_with(loss_fn)(state, {"x": x, "label": labels})
+            return lax.scan(step, state, length=TestParity.STEPS)[1] / shrink
+
+        losses = np.asarray(jax.jit(jax.vmap(train))(jax.random.split(KEY, TestParity.SEEDS)))
+        assert losses.shape == (TestParity.SEEDS, TestParity.STEPS)
+        assert np.all(losses[:, 0] > 1.0), "there is something to learn"
+        return losses[:, -1]
+
+    @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()])
+    def test_scaled_fp8_trains_like_f32(self, recipe):
+        """Another format matters less than another seed."""
+        reference, ours = self.final_losses(None), self.final_losses(recipe)
+        spread = np.std(reference, ddof=1)
+        assert np.mean(reference) < 0.7
+        assert np.mean(np.abs(ours - reference)) < spread / 2
+        assert abs(np.mean(ours - reference)) < spread / 4
+
+    def test_a_small_loss_is_lost_without_scales_and_loss_scale_repairs_it(self):
+        reference, broken = self.final_losses(None), self.final_losses(Unscaled())
+        repaired = self.final_losses(Unscaled(), loss_scaling=True)
+        spread = np.std(reference, ddof=1)
+        assert np.min(broken - reference) > 5 * spread
+        assert np.mean(np.abs(repaired - reference)) < spread / 2
