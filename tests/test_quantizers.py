@@ -364,6 +364,7 @@ def test_given_scales_are_kept_in_f32(scale):
     ("fmt", "dtype", "granularity"),
     [(E4M3FN, dtype, PerTensor()) for dtype in DTYPES]
     + [(E5M2, jnp.float32, g) for g in (PerTensor(), PerAxis(0), Block((1, 16)))],
+    ids=lambda v: getattr(v, "__name__", None) or str(v),
 )
 def test_trap_nan_and_inf_do_not_vanish(fmt, scale, dtype, granularity):
     """Casts in hardware saturate Inf, and some turn NaN into the largest value too."""
@@ -583,18 +584,17 @@ def test_current_uses_the_amax_at_hand(fmt):
 @pytest.mark.parametrize(
     ("options", "state", "amax"),
     [
-        ({}, None, AMAX),
-        ({}, state_of(0.0, 0.0), AMAX),
-        ({}, state_of(0.0, 0.0, running=2 * AMAX), 2 * AMAX),
-        ({}, state_of(0.0, 0.0, running=AMAX / 2), AMAX),
-        ({}, state_of(2.0, 5.0, 3.0), 5.0),
-        ({}, state_of(2.0, 5.0, 3.0, running=9.0), 5.0),
-        ({"algo": "most_recent"}, state_of(2.0, 5.0, 3.0), 2.0),
-        ({"algo": "most_recent"}, state_of(0.0, 0.0), AMAX),
-        ({"margin": 2}, state_of(2.0, 5.0, 3.0), 20.0),
-        ({"margin": 1}, None, 2 * AMAX),
+        pytest.param({}, None, AMAX, id="no state"),
+        pytest.param({}, state_of(0, 0), AMAX, id="empty"),
+        pytest.param({}, state_of(0, 0, running=2 * AMAX), 2 * AMAX, id="empty, larger before"),
+        pytest.param({}, state_of(0, 0, running=AMAX / 2), AMAX, id="empty, smaller before"),
+        pytest.param({}, state_of(2, 5, 3), 5, id="maximum"),
+        pytest.param({}, state_of(2, 5, 3, running=9), 5, id="not this step"),
+        pytest.param({"algo": "most_recent"}, state_of(2, 5, 3), 2, id="most recent"),
+        pytest.param({"algo": "most_recent"}, state_of(0, 0), AMAX, id="most recent, empty"),
+        pytest.param({"margin": 2}, state_of(2, 5, 3), 20, id="margin"),
+        pytest.param({"margin": 1}, None, 2 * AMAX, id="margin, no state"),
     ],
-    ids=str,
 )
 def test_delayed_uses_the_history(fmt, options, state, amax):
     """An empty one predicts nothing; then it is the current amax, so step 0 is not lost."""
