@@ -51,9 +51,11 @@ def scaled_matmul(
       Array with the shape that ``jax.lax.dot_general`` gives: batch, lhs free, rhs free dimensions.
 
     Raises:
-      TypeError: an operand is no `ScaledArray`.
+      TypeError: an operand is no `ScaledArray` of a known format, or the result's dtype is not
+        floating.
       ValueError: dimension numbers that do not fit; unknown `accumulation` or `implementation`.
-      NotImplementedError: ``implementation="xla"`` with scales that vary along a contraction.
+      NotImplementedError: ``implementation="xla"`` with scales that vary along a contraction, or
+        with 4-bit operands.
 
     >>> import jax.numpy as jnp, jfp8
     >>> x = jfp8.quantize(jnp.ones((2, 3)), scale_rounding="power_of_two")
