@@ -43,14 +43,16 @@ def forward_backward(layer: nn.Module, x: jax.Array, variables):
     return functools.partial(step, differentiated, constant, x, target)
 
 
+RECIPES = {
+    jnp.float32: {recipe.name: recipe() for recipe in jfp8.recipes.RECIPES},
+    jnp.bfloat16: {name: jfp8.recipes.get(name) for name in ("delayed", "current")},
+}
+
+
 def measure(size: int, repeats: int, seed: int = 0) -> dict[str, object]:
     """Median milliseconds and ratios of every variant at batch = in = out = `size`."""
-    recipes = {
-        "delayed": jfp8.recipes.DelayedScaling(),
-        "current": jfp8.recipes.Float8CurrentScaling(),
-    }
     runs = {}
-    for dtype in (jnp.float32, jnp.bfloat16):
+    for dtype, recipes in RECIPES.items():
         name = np.dtype(dtype).name
         x = jax.random.normal(jax.random.key(seed), (size, size), dtype)
         layers = {

@@ -3,11 +3,11 @@
 Import order is reading order: formats, arrays, scaling, quantizers, recipes, dot_general, linen.
 """
 
-from jfp8 import linen, optim, recipes
+from jfp8 import linen, optim, quantizers, recipes
 from jfp8._version import __version__
 from jfp8.arrays import ScaledArray, dequantize
 from jfp8.dot_general import scaled_dot_general
-from jfp8.formats import E2M1FN, E4M3FN, E5M2, E8M0FNU, Format, cast, round_to_format
+from jfp8.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format, cast, round_to_format
 from jfp8.linen import Dense, DenseGeneral, Einsum
 from jfp8.matmul import scaled_matmul
 from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
@@ -17,6 +17,7 @@ from jfp8.train import Gradients, TrainState, advance, value_and_grad
 
 __all__ = [
     "E2M1FN",
+    "E3M4",
     "E4M3FN",
     "E5M2",
     "E8M0FNU",
@@ -39,6 +40,7 @@ __all__ = [
     "loss_scale",
     "optim",
     "quantize",
+    "quantizers",
     "recipes",
     "round_to_format",
     "scale_loss",

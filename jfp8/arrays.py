@@ -13,7 +13,7 @@ from jax import lax
 from jfp8.formats import E8M0FNU, Format, codes_to_format, decode, encode, format_of
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=["block"])
 @dataclass(frozen=True)
 class ScaledArray:
     """An array in a narrow format together with its scale.
@@ -23,13 +23,16 @@ class ScaledArray:
 
     Invariants, checked where the array is used (a transformed pytree may hold anything):
       * ``data.dtype`` stores one of the formats of `jfp8.formats`;
-      * ``scale`` is 0-d, or has ``data.ndim`` dimensions of which each divides the same dimension
-        of ``data``; element ``i`` of a dimension of size ``n`` belongs to scale ``i // (n / m)``;
+      * ``scale`` is 0-d, or has ``data.ndim`` dimensions. Element ``i`` of a dimension belongs to
+        scale ``i // b``, where ``b`` is the entry of `block`, or ``n / m`` if `block` is None: the
+        ``m`` scales of a dimension of size ``n`` then have to divide it;
       * ``scale`` is float32, or E8M0FNU, or itself a `ScaledArray` (two-level scales).
 
     Attributes:
       data: f8 (or f4) array of any shape.
       scale: f32 or e8m0 array, or a `ScaledArray`.
+      block: elements that share a scale, for each dimension; only needed where the last block of a
+        dimension is shorter than the others, ``ceil(n / b) == m``.
 
     >>> import jax.numpy as jnp, jfp8
     >>> q = jfp8.quantize(jnp.array([1.0, 2.0, 3.5]))
@@ -39,6 +42,7 @@ class ScaledArray:
 
     data: jax.Array
     scale: jax.Array | ScaledArray
+    block: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,9 +67,10 @@ class ScaledArray:
 def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
     """The values ``data * scale``, multiplied in f32 and rounded once to `dtype`.
 
-    The gradient is straight-through: the cotangent of ``data`` is that of the values, saturated and
-    rounded to the stored format, because JAX gives a cotangent the dtype of its primal. The scale
-    gets none. Differentiate `round_to_format` or `scaled_dot_general` where that is too coarse.
+    Exact for E8M0 scales, f32 subnormals included. The gradient is straight-through: the cotangent
+    of ``data`` is that of the values, saturated and rounded to the stored format, because JAX gives
+    a cotangent the dtype of its primal. The scale gets none. Differentiate `round_to_format` or
+    `scaled_dot_general` where that is too coarse.
 
     Args:
       q: what `quantize` returned.
@@ -77,36 +82,74 @@ def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
     Raises:
       TypeError: `q` is no `ScaledArray`, its data is not of a known format, or `dtype` is not a
         floating dtype.
-      ValueError: the shape of the scale does not divide the shape of the data.
+      ValueError: the shape of the scale does not fit the shape of the data.
     """
     if not isinstance(q, ScaledArray):
         raise TypeError(f"dequantize takes a ScaledArray, got {type(q).__name__}.")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a floating dtype, got {np.dtype(dtype)}.")
-    return _dequantize(np.dtype(dtype), q.data, lax.stop_gradient(scale_as_f32_pair(q)))
+    check_scale_shape(q)
+    scale = q.scale
+    if isinstance(scale, ScaledArray):
+        scale = dequantize(scale)
+    return _dequantize(np.dtype(dtype), q.block, q.data, lax.stop_gradient(jnp.asarray(scale)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dequantize(dtype: np.dtype, data: jax.Array, scales: tuple[jax.Array, ...]) -> jax.Array:
-    values = decode(data)
-    for scale in scales:
-        values = apply_scale(values, scale)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _dequantize(
+    dtype: np.dtype, block: tuple[int, ...] | None, data: jax.Array, scale: jax.Array
+) -> jax.Array:
+    q = ScaledArray(data, scale, block)
+    values = scaled_values(q)
+    if scale.dtype == E8M0FNU.dtype:
+        values = _with_subnormals(values, data, scale, block)
     return values.astype(dtype)
 
 
-def _dequantize_fwd(dtype, data, scales):
+def _dequantize_fwd(dtype, block, data, scale):
     empty = jnp.zeros((0,), data.dtype)  # remembers the format
-    return _dequantize(dtype, data, scales), (empty, scales)
+    return _dequantize(dtype, block, data, scale), (empty, scale)
 
 
-def _dequantize_bwd(dtype, residuals, ct):
-    empty, scales = residuals
+def _dequantize_bwd(dtype, block, residuals, ct):
+    empty, scale = residuals
     fmt = format_of(empty.dtype)
     ct_data = codes_to_format(encode(ct, fmt), fmt)
-    return ct_data, jax.tree.map(jnp.zeros_like, scales)
+    if not jnp.issubdtype(ct_data.dtype, jnp.floating):  # E3M4's bytes have no gradient
+        ct_data = np.zeros(ct_data.shape, jax.dtypes.float0)
+    return ct_data, jnp.zeros_like(scale)
 
 
 _dequantize.defvjp(_dequantize_fwd, _dequantize_bwd)
+
+
+def scaled_values(q: ScaledArray) -> jax.Array:
+    """``data * scale`` in f32 arithmetic, which takes f32 subnormals for zero on some devices."""
+    values = decode(q.data)
+    for scale in scale_as_f32_pair(q):
+        values = apply_scale(values, scale, q.block)
+    return values
+
+
+def _with_subnormals(
+    values: jax.Array, data: jax.Array, scale: jax.Array, block: tuple[int, ...] | None
+) -> jax.Array:
+    """`values`, with those below 2^-126 put together from integers.
+
+    Such a value is ``|data| * 2^(c-127) = k * 2^-149``, where ``k = |data| * 2^(c+22)`` is an
+    integer below 2^23, and that integer is its f32 pattern. With codes of 32 and more nothing is
+    subnormal: the smallest value of any format, 2^-16, gives 2^-111.
+    """
+    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
+    small = jnp.minimum(code, np.uint32(31))
+    factor = lax.bitcast_convert_type((small + np.uint32(22 + 127)) << 23, jnp.float32)
+    factor = jnp.where(code == 255, jnp.nan, factor)
+    decoded = decode(data)
+    k = apply_scale(jnp.abs(decoded), factor, block)
+    subnormal = k < np.float32(2.0**23)
+    sign = lax.bitcast_convert_type(decoded, jnp.uint32) & np.uint32(0x80000000)
+    pattern = sign | jnp.where(subnormal, k, 0.0).astype(jnp.uint32)
+    return jnp.where(subnormal, lax.bitcast_convert_type(pattern, jnp.float32), values)
 
 
 def scale_as_f32_pair(q: ScaledArray) -> tuple[jax.Array, ...]:
@@ -135,12 +178,21 @@ def split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def check_scale_shape(q: ScaledArray) -> None:
-    """Raise unless the scale of `q` is 0-d or divides its data dimension by dimension."""
+    """Raise unless the scale of `q` is 0-d or fits its data dimension by dimension."""
     shape, scale_shape = (
         jnp.shape(q.data),
         jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale),
     )
     if not scale_shape:
+        return
+    if q.block is not None:
+        if len(q.block) != len(shape) or scale_shape != tuple(
+            -(-n // b) for n, b in zip(shape, q.block, strict=True)
+        ):
+            raise ValueError(
+                f"A ScaledArray with data of shape {shape} in blocks of {q.block} cannot have a "
+                f"scale of shape {scale_shape}: each dimension needs ceil(size / block) scales."
+            )
         return
     if len(scale_shape) != len(shape) or any(
         n % m if m else n for m, n in zip(scale_shape, shape, strict=True)
@@ -152,12 +204,31 @@ def check_scale_shape(q: ScaledArray) -> None:
         )
 
 
-def apply_scale(values: jax.Array, scale: jax.Array) -> jax.Array:
+def apply_scale(
+    values: jax.Array, scale: jax.Array, block: tuple[int, ...] | None = None
+) -> jax.Array:
     """``values * scale`` with each scale element covering its block of `values`."""
     if scale.ndim == 0 or all(m in (1, n) for m, n in zip(scale.shape, values.shape, strict=True)):
         return values * scale
+    if block is not None:
+        return values * expand_scale(scale, values.shape, block)
     blocked, expanded = [], []
     for n, m in zip(values.shape, scale.shape, strict=True):
         blocked += [m, n // max(m, 1)]
         expanded += [m, 1]
     return (values.reshape(blocked) * scale.reshape(expanded)).reshape(values.shape)
+
+
+def expand_scale(
+    scale: jax.Array, shape: tuple[int, ...], block: tuple[int, ...] | None
+) -> jax.Array:
+    """A scale of ``len(shape)`` dimensions, with blocks of several elements spelled out.
+
+    Dimensions over which it does not vary keep the size 1.
+    """
+    for axis, n in enumerate(shape):
+        m = scale.shape[axis]
+        if m not in (1, n):
+            b = n // m if block is None else block[axis]
+            scale = lax.slice_in_dim(jnp.repeat(scale, b, axis=axis), 0, n, axis=axis)
+    return scale

@@ -4,11 +4,15 @@
     dgrad  dx = q(dy)  . q(rhs)^T
     wgrad  dw = q(lhs)^T . q(dy)
 
-Every tensor is quantized once. What the backward pass keeps is the f8 bytes and their scales.
+A tensor is quantized once if both of its products can use the result, else once for each. What the
+backward pass keeps is the f8 bytes and their scales, not the operands.
 """
 
 from __future__ import annotations
 
+import math
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,16 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.arrays import ScaledArray
+from jfp8.accumulation import free_dims, multiply
+from jfp8.arrays import ScaledArray, scaled_values
 from jfp8.compat import same_varying_axes
-from jfp8.formats import as_float_array
+from jfp8.formats import as_float_array, codes_of, codes_to_format
 from jfp8.matmul import (
     Implementation,
     check_dimension_numbers,
     check_implementation,
     scaled_matmul,
 )
-from jfp8.recipes import DelayedScaling, Recipe, check_recipe
+from jfp8.quantizers import Context, Quantizer
+from jfp8.random_bits import fold_in, seed_of
+from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
 from jfp8.scaling import AmaxState, amax
 from jfp8.sink import ROLES, WIDTH, encode_amax
 
@@ -49,6 +56,107 @@ class _Product:
     out_dtype: np.dtype
     lhs_dtype: np.dtype
     rhs_dtype: np.dtype
+
+    @property
+    def products(self) -> tuple[Product, Product, Product]:
+        products = self.recipe.products()
+        return products.fprop, products.dgrad, products.wgrad
+
+    def multiply(
+        self,
+        how: Product,
+        lhs: ScaledArray | jax.Array,
+        rhs: ScaledArray | jax.Array,
+        dimension_numbers: lax.DotDimensionNumbers,
+        dtype: np.dtype,
+    ) -> jax.Array:
+        """One of the three products; operands that are plain arrays are in high precision."""
+        if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
+            accumulation = self.recipe.accumulation
+            if accumulation == "hopper" and not how.fast_accumulation:
+                accumulation = "hopper_every_128"
+            return scaled_matmul(
+                lhs,
+                rhs,
+                dimension_numbers,
+                preferred_element_type=dtype,
+                accumulation=accumulation,
+                fast_accumulation=how.fast_accumulation,
+                implementation=self.implementation,
+            )
+        precision = None
+        if isinstance(lhs, ScaledArray):
+            lhs, precision = scaled_values(lhs), lax.Precision.HIGHEST
+        if isinstance(rhs, ScaledArray):
+            rhs, precision = scaled_values(rhs), lax.Precision.HIGHEST
+        common = jnp.promote_types(lhs.dtype, rhs.dtype)
+        y = multiply(lhs.astype(common), rhs.astype(common), dimension_numbers, precision)
+        return y.astype(dtype)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """One tensor that takes part in two of the three products."""
+
+    role: str
+    x: jax.Array
+    amax: jax.Array
+    state: AmaxState | None
+    seed: jax.Array | None
+
+    def quantized(
+        self, quantizer: Quantizer | None, product: Product, contracting: tuple[int, ...]
+    ) -> ScaledArray | jax.Array:
+        """The tensor as `product` takes it; in high precision if `quantizer` is None."""
+        x, largest = self.x, self.amax
+        if product.rotation is not None:
+            (axis,) = contracting
+            x = product.rotation(x, axis)
+            largest = amax(x)
+        if quantizer is None:
+            return x
+        seed = None
+        if quantizer.stochastic:
+            seed = _seed_for(f"{self.role}{contracting}", self.amax, self.seed)
+        return quantizer(x, Context(contracting, largest, self.state, seed))
+
+    def quantized_again(
+        self,
+        quantizer: Quantizer | None,
+        product: Product,
+        contracting: tuple[int, ...],
+        first: ScaledArray | jax.Array,
+        first_quantizer: Quantizer | None,
+        first_product: Product,
+    ) -> ScaledArray | jax.Array:
+        """`quantized`, or `first`, what another product took, where that is the same."""
+        same = quantizer == first_quantizer and product.rotation == first_product.rotation
+        if same and (quantizer is None or quantizer.one_for_both) and product.rotation is None:
+            return first
+        return self.quantized(quantizer, product, contracting)
+
+
+def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
+    """A seed of its own for each `use` of each tensor, step, scan iteration, batch and device.
+
+    Nothing has to be threaded through transformations for that: the data differs wherever a seed
+    must, and its amax tells. The seed given by the user keeps equal data apart.
+    """
+    if seed is None:
+        seed = jnp.zeros((2,), jnp.uint32)
+    word = np.uint32(zlib.crc32(use.encode()))
+    return fold_in(seed, lax.bitcast_convert_type(amax, jnp.uint32) ^ word)
+
+
+def _quantized_output(
+    product: Product, role: str, y: jax.Array, seed: jax.Array | None
+) -> jax.Array:
+    """A result of a product, rounded to what its recipe stores results in."""
+    if product.output is None:
+        return y
+    q = _Operand(role, y, amax(y), None, seed).quantized(product.output, Product(None, None), ())
+    assert isinstance(q, ScaledArray)
+    return scaled_values(q).astype(y.dtype)
 
 
 def scaled_dot_general(
@@ -78,7 +186,10 @@ def scaled_dot_general(
       sink: ``f32[3, 2050]`` zeros (`jfp8.sink.init_sink`), whose cotangent carries the amaxes of
         lhs, rhs and grad out of the backward pass, for `advance`. With it (and `state`) gradients
         use their history; without it current scaling.
-      key: random key for recipes that round stochastically; none of the present ones does.
+      key: random key for recipes that round stochastically. The bits are made from it and from the
+        largest magnitude of the tensor that is rounded, so that one key serves all layers, steps,
+        scan iterations and devices. None: from the data alone, which is reproducible, but rounds
+        the same tensor in the same way every time.
       preferred_element_type: floating dtype of the result; default: that of the promoted operands.
       implementation: see `scaled_matmul`.
 
@@ -96,7 +207,6 @@ def scaled_dot_general(
     >>> jax.grad(loss)(w).shape
     (3, 4)
     """
-    del key
     y, _ = observed_dot_general(
         lhs,
         rhs,
@@ -104,6 +214,7 @@ def scaled_dot_general(
         recipe=recipe,
         state=state,
         sink=sink,
+        key=key,
         preferred_element_type=preferred_element_type,
         implementation=implementation,
     )
@@ -118,6 +229,7 @@ def observed_dot_general(
     recipe: Recipe,
     state: dict[str, AmaxState] | None = None,
     sink: jax.Array | None = None,
+    key: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, Observed]:
@@ -137,6 +249,10 @@ def observed_dot_general(
         raise TypeError(
             f"preferred_element_type must be a floating dtype, got {np.dtype(out_dtype)}."
         )
+    products = recipe.products()
+    out_shape = _out_shape(lhs.shape, rhs.shape, dimension_numbers)
+    if products.matrices:
+        lhs, rhs, dimension_numbers = _as_matrices(lhs, rhs, dimension_numbers)
     product = _Product(
         dimension_numbers,
         recipe,
@@ -145,66 +261,61 @@ def observed_dot_general(
         np.dtype(lhs.dtype),
         np.dtype(rhs.dtype),
     )
-    return _dot(product, *same_varying_axes((lhs, rhs, lax.stop_gradient(state), sink)))
+    seed = None if key is None or not products.stochastic else seed_of(key)
+    operands = (lhs, rhs, lax.stop_gradient(state), sink, seed)
+    y, observed = _dot(product, *same_varying_axes(operands))
+    return y.reshape(out_shape), observed
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product, lhs, rhs, state, sink):
-    return _dot_fwd(product, lhs, rhs, state, sink)[0]
+def _dot(product, lhs, rhs, state, sink, seed):
+    return _dot_fwd(product, lhs, rhs, state, sink, seed)[0]
 
 
-def _dot_fwd(product, lhs, rhs, state, sink):
+def _dot_fwd(product, lhs, rhs, state, sink, seed):
     lhs, rhs = _first_order_only(lhs), _first_order_only(rhs)
-    operands = product.recipe.operands()
+    fprop, dgrad, wgrad = product.products
     observed = Observed(amax(lhs), amax(rhs))
-    q_lhs = operands.lhs(lhs, observed.lhs, state and state["lhs"])
-    q_rhs = operands.rhs(rhs, observed.rhs, state and state["rhs"])
-    y = scaled_matmul(  # fprop
-        q_lhs,
-        q_rhs,
-        product.dimension_numbers,
-        preferred_element_type=product.out_dtype,
-        fast_accumulation=operands.fast_accumulation[0],
-        implementation=product.implementation,
-    )
+    x = _Operand("lhs", lhs, observed.lhs, state and state["lhs"], seed)
+    w = _Operand("rhs", rhs, observed.rhs, state and state["rhs"], seed)
+    (x_sum, w_sum), (x_batch, w_batch) = product.dimension_numbers
+    q_lhs, q_rhs = x.quantized(fprop.lhs, fprop, x_sum), w.quantized(fprop.rhs, fprop, w_sum)
+    y = product.multiply(fprop, q_lhs, q_rhs, product.dimension_numbers, product.out_dtype)
+    y = _quantized_output(fprop, "y", y, seed)
+
+    # For the backward pass: the same bytes, or those along the other direction.
+    x_free, w_free = free_dims(lhs.ndim, x_sum, x_batch), free_dims(rhs.ndim, w_sum, w_batch)
+    kept_lhs = x.quantized_again(wgrad.lhs, wgrad, x_free, q_lhs, fprop.lhs, fprop)
+    kept_rhs = w.quantized_again(dgrad.rhs, dgrad, w_free, q_rhs, fprop.rhs, fprop)
     # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else observed
-    return (y, observed), (_to_bytes(q_lhs), _to_bytes(q_rhs), grad_state, seen)
+    return (y, observed), (_to_bytes(kept_lhs), _to_bytes(kept_rhs), grad_state, seen, seed)
 
 
 def _dot_bwd(product, residuals, cotangents):
-    lhs_bytes, rhs_bytes, grad_state, seen = residuals
+    lhs_bytes, rhs_bytes, grad_state, seen, seed = residuals
     dy = _first_order_only(cotangents[0])
-    operands = product.recipe.operands()
-    q_lhs = _from_bytes(lhs_bytes, operands.lhs.fmt.dtype)
-    q_rhs = _from_bytes(rhs_bytes, operands.rhs.fmt.dtype)
+    _, dgrad, wgrad = product.products
+    q_lhs = _from_bytes(lhs_bytes, wgrad.lhs)
+    q_rhs = _from_bytes(rhs_bytes, dgrad.rhs)
     grad_amax = amax(dy)
-    q_dy = operands.grad(dy, grad_amax, grad_state)
+    g = _Operand("grad", dy, grad_amax, grad_state, seed)
 
     lhs_numbers, lhs_order, rhs_numbers, rhs_order = _transposed_products(
         q_lhs.ndim, q_rhs.ndim, product.dimension_numbers
     )
-    d_lhs = scaled_matmul(  # dgrad
-        q_dy,
-        q_rhs,
-        lhs_numbers,
-        preferred_element_type=product.lhs_dtype,
-        fast_accumulation=operands.fast_accumulation[1],
-        implementation=product.implementation,
-    ).transpose(lhs_order)
-    d_rhs = scaled_matmul(  # wgrad
-        q_lhs,
-        q_dy,
-        rhs_numbers,
-        preferred_element_type=product.rhs_dtype,
-        fast_accumulation=operands.fast_accumulation[2],
-        implementation=product.implementation,
-    ).transpose(rhs_order)
+    for_dgrad, for_wgrad = lhs_numbers[0][0], rhs_numbers[0][1]
+    q_dy = g.quantized(dgrad.lhs, dgrad, for_dgrad)
+    d_lhs = product.multiply(dgrad, q_dy, q_rhs, lhs_numbers, product.lhs_dtype)
+    q_dy = g.quantized_again(wgrad.rhs, wgrad, for_wgrad, q_dy, dgrad.lhs, dgrad)
+    d_rhs = product.multiply(wgrad, q_lhs, q_dy, rhs_numbers, product.rhs_dtype)
+    d_lhs = _quantized_output(dgrad, "d_lhs", d_lhs, seed)
+    d_rhs = _quantized_output(wgrad, "d_rhs", d_rhs, seed)
     d_sink = None
     if seen is not None:
         d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax]))
-    return d_lhs, d_rhs, None, d_sink
+    return d_lhs.transpose(lhs_order), d_rhs.transpose(rhs_order), None, d_sink, None
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
@@ -224,6 +335,53 @@ def _refuse_second_order(primals, tangents):
     )
 
 
+def _out_shape(
+    lhs_shape: tuple[int, ...],
+    rhs_shape: tuple[int, ...],
+    dimension_numbers: lax.DotDimensionNumbers,
+) -> tuple[int, ...]:
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = free_dims(len(lhs_shape), lhs_contract, lhs_batch)
+    rhs_free = free_dims(len(rhs_shape), rhs_contract, rhs_batch)
+    batch = tuple(lhs_shape[d] for d in lhs_batch)
+    return (*batch, *(lhs_shape[d] for d in lhs_free), *(rhs_shape[d] for d in rhs_free))
+
+
+def _as_matrices(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
+) -> tuple[jax.Array, jax.Array, lax.DotDimensionNumbers]:
+    """Operands with one batch dimension at most, one free and one contracting dimension.
+
+    Blocks of scales run over the rows and columns of the matrices that are multiplied, across the
+    borders of the dimensions that make them up.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = free_dims(lhs.ndim, lhs_contract, lhs_batch)
+    rhs_free = free_dims(rhs.ndim, rhs_contract, rhs_batch)
+    lhs, lhs_k = _grouped(lhs, lhs_batch, lhs_free, lhs_contract)
+    rhs, rhs_k = _grouped(rhs, rhs_batch, rhs_free, rhs_contract)
+    batch = ((0,), (0,)) if lhs_batch else ((), ())
+    return lhs, rhs, (((lhs_k,), (rhs_k,)), batch)
+
+
+def _grouped(
+    x: jax.Array, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
+) -> tuple[jax.Array, int]:
+    """`x` with each of three groups of dimensions merged into one, and where `contract` went.
+
+    The batch dimension comes first, or is missing if there is none; the other two are left in the
+    order that they have, and made if they are missing. Nothing is transposed unless a group is not
+    in order or not in one piece.
+    """
+    matrix = sorted((tuple(free), tuple(contract)))
+    groups = [tuple(batch), *matrix] if batch else matrix
+    order = [d for group in groups for d in group]
+    x = x if order == sorted(order) else x.transpose(order)
+    sizes = iter(x.shape)
+    x = x.reshape([math.prod(next(sizes) for _ in group) for group in groups])
+    return x, len(groups) - 1 if groups[-1] == tuple(contract) else len(groups) - 2
+
+
 def _transposed_products(
     lhs_ndim: int, rhs_ndim: int, dimension_numbers: lax.DotDimensionNumbers
 ) -> tuple[Any, tuple[int, ...], Any, tuple[int, ...]]:
@@ -234,8 +392,8 @@ def _transposed_products(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = (
         tuple(map(tuple, pair)) for pair in dimension_numbers
     )
-    lhs_free = tuple(d for d in range(lhs_ndim) if d not in lhs_contract + lhs_batch)
-    rhs_free = tuple(d for d in range(rhs_ndim) if d not in rhs_contract + rhs_batch)
+    lhs_free = free_dims(lhs_ndim, lhs_contract, lhs_batch)
+    rhs_free = free_dims(rhs_ndim, rhs_contract, rhs_batch)
     n_batch, n_lhs, n_rhs = len(lhs_batch), len(lhs_free), len(rhs_free)
     y_batch = tuple(range(n_batch))
     y_lhs = tuple(range(n_batch, n_batch + n_lhs))
@@ -258,12 +416,17 @@ def _transposed_products(
 # Residuals travel as uint8: where XLA:CPU stores f8 arrays across a loop it widens them to f16.
 
 
-def _to_bytes(q: ScaledArray) -> ScaledArray:
-    return ScaledArray(lax.bitcast_convert_type(q.data, jnp.uint8), q.scale)
+def _to_bytes(q: ScaledArray | jax.Array) -> ScaledArray | jax.Array:
+    if not isinstance(q, ScaledArray):
+        return q
+    return ScaledArray(codes_of(q.data), q.scale, q.block)
 
 
-def _from_bytes(q: ScaledArray, dtype: np.dtype) -> ScaledArray:
-    return ScaledArray(lax.bitcast_convert_type(q.data, dtype), q.scale)
+def _from_bytes(q: ScaledArray | jax.Array, quantizer: Quantizer | None) -> ScaledArray | jax.Array:
+    if not isinstance(q, ScaledArray):
+        return q
+    assert quantizer is not None
+    return ScaledArray(codes_to_format(q.data, quantizer.fmt), q.scale, q.block)
 
 
 def _check_state(recipe: Recipe, state: dict[str, AmaxState] | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class Format:
 
     Attributes:
       name: how the literature calls it.
-      dtype: the numpy/ml_dtypes dtype that stores it.
+      dtype: the numpy/ml_dtypes dtype that stores it; ``uint8`` for E3M4, which has none.
       exponent_bits: width of the exponent field.
       mantissa_bits: width of the mantissa field, the hidden bit not counted.
       bias: exponent bias.
@@ -45,7 +45,7 @@ class Format:
 
     References:
       OCP 8-bit Floating Point Specification (OFP8), Table 1; OCP Microscaling Formats (MX) v1.0,
-      sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
+      sections 5.3.3 (E2M1) and 5.4.1 (E8M0); Intel FP8 Emulation Toolkit, README (E3M4).
     """
 
     name: str
@@ -90,11 +90,13 @@ class Format:
 
 E4M3FN = Format("E4M3FN", np.dtype(ml_dtypes.float8_e4m3fn), 4, 3, 7, 448.0, 0x7E, 0x7F)
 E5M2 = Format("E5M2", np.dtype(ml_dtypes.float8_e5m2), 5, 2, 15, 57344.0, 0x7B, 0x7F)
+# Follows the conventions of E4M3FN. ml_dtypes' float8_e3m4 is another format (max 15.5, with Inf).
+E3M4 = Format("E3M4", np.dtype(np.uint8), 3, 4, 3, 30.0, 0x7E, 0x7F)
 E2M1FN = Format("E2M1FN", np.dtype(ml_dtypes.float4_e2m1fn), 2, 1, 1, 6.0, 0x7, 0x8, has_nan=False)
 E8M0FNU = Format(
     "E8M0FNU", np.dtype(ml_dtypes.float8_e8m0fnu), 8, 0, 127, 2.0**127, 254, 255, signed=False
 )
-FORMATS: tuple[Format, ...] = (E4M3FN, E5M2, E2M1FN, E8M0FNU)
+FORMATS: tuple[Format, ...] = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
 
 
 def format_of(dtype: np.dtype) -> Format:
@@ -147,7 +149,8 @@ def cast(
       key: JAX random key; needed by, and only used for, ``"stochastic"``.
 
     Returns:
-      Array of ``fmt.dtype`` and the shape of `x`.
+      Array of ``fmt.dtype`` and the shape of `x`. (E3M4 gives codes in uint8, which have no
+      gradient; ``ScaledArray(codes, 1.0).dequantize()`` turns them into values.)
 
     Raises:
       TypeError: `x` is not of a real floating dtype of at most 32 bits, or `fmt` not a `Format`.
@@ -246,9 +249,11 @@ def straight_through(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @straight_through.defjvp
-def _straight_through_jvp(primals, tangents):
+def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
     _, y = primals
     x_dot, _ = tangents
+    if not jnp.issubdtype(y.dtype, jnp.floating):  # E3M4's bytes
+        return y, np.zeros(y.shape, jax.dtypes.float0)
     return y, x_dot.astype(y.dtype)
 
 
@@ -333,6 +338,13 @@ def codes_to_format(codes: jax.Array, fmt: Format) -> jax.Array:
     return lax.bitcast_convert_type(codes, fmt.dtype)
 
 
+def codes_of(data: jax.Array) -> jax.Array:
+    """The ``uint8`` codes of an array stored in one of the formats."""
+    if format_of(data.dtype).bits < 8:
+        return lax.bitcast_convert_type(data, jnp.uint4).astype(jnp.uint8)
+    return lax.bitcast_convert_type(data, jnp.uint8)
+
+
 def round_to_grid(x: jax.Array, fmt: Format) -> jax.Array:
     """Values of `fmt` nearest to `x`, in f32, without leaving the float registers.
 
@@ -352,18 +364,23 @@ def round_to_grid(x: jax.Array, fmt: Format) -> jax.Array:
 def decode(data: jax.Array) -> jax.Array:
     """Exact f32 values of an array stored in one of the formats.
 
-    An 8-bit code is a float16 pattern once its mantissa is shifted into place, subnormals included;
+    A code is a float16 pattern once sign and mantissa are shifted into place, subnormals included;
     only the exponent's bias is off, by a power of two. Processors convert float16 natively, while
     XLA:CPU takes three times as long for ``astype`` from an f8 type.
     """
     fmt = format_of(data.dtype)
-    if fmt.bits != 8 or not fmt.signed:
+    if not fmt.signed:
         return data.astype(jnp.float32)
-    code = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.uint16)
-    magnitude = code & np.uint16(0x7F)
-    pattern = ((code & np.uint16(0x80)) << 8) | (magnitude << (10 - fmt.mantissa_bits))
+    code = codes_of(data).astype(jnp.uint16)
+    sign, magnitude = code >> (fmt.bits - 1), code & np.uint16((1 << (fmt.bits - 1)) - 1)
+    pattern = (sign << 15) | (magnitude << (10 - fmt.mantissa_bits))
     values = lax.bitcast_convert_type(pattern, jnp.float16).astype(jnp.float32)
     if fmt.bias == 15:  # float16's own, and with it its Inf and NaN
         return values
-    values = values * np.float32(2.0 ** (15 - fmt.bias))
+    # In integers: XLA would multiply a factor here with the scale that comes next, and overflow.
+    rebias = np.uint32((15 - fmt.bias) << 23)
+    rebiased = lax.bitcast_convert_type(values, jnp.uint32) + rebias
+    values = jnp.where(magnitude == 0, values, lax.bitcast_convert_type(rebiased, jnp.float32))
+    if not fmt.has_nan:
+        return values
     return jnp.where(magnitude > np.uint16(fmt.max_code), jnp.nan, values)

@@ -9,6 +9,9 @@ Which of them `apply` is given decides what is delayed: without ``fp8`` everythi
 scaling; with it, activations and weights use their histories; with ``fp8_sink`` too, gradients do.
 A mutable ``fp8`` without a sink is kept up by `apply` itself, like ``batch_stats``. With a sink,
 `jfp8.advance` keeps it up, once per optimizer step.
+
+Recipes that round stochastically draw from the random stream ``fp8``, if `apply` is given one
+(``rngs={"fp8": key}``), and otherwise from the data; see `jfp8.scaled_dot_general`.
 """
 
 from __future__ import annotations
@@ -62,7 +65,10 @@ class DotGeneral(nn.Module):
           preferred_element_type: dtype of the result.
         """
         del precision
-        recipe = check_recipe(self.recipe)
+        recipe = check_recipe(self.recipe).for_layer("/".join(self.path[:-1]))
+        key = None
+        if recipe.products().stochastic and self.has_rng("fp8"):
+            key = self.make_rng("fp8")
         state, sink = _read_state(self, recipe), _read_sink(self, recipe)
         y, observed = observed_dot_general(
             lhs,
@@ -71,6 +77,7 @@ class DotGeneral(nn.Module):
             recipe=recipe,
             state=state,
             sink=sink,
+            key=key,
             preferred_element_type=preferred_element_type,
             implementation=self.implementation,
         )

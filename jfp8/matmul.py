@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import Literal
@@ -12,12 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.arrays import ScaledArray, dequantize, scale_as_f32_pair
+from jfp8.accumulation import (
+    ACCUMULATIONS,
+    dot_in_chunks,
+    free_dims,
+    multiply,
+    scale_products,
+    scale_shape_of,
+)
+from jfp8.arrays import (
+    ScaledArray,
+    check_scale_shape,
+    expand_scale,
+    scale_as_f32_pair,
+    scaled_values,
+)
+from jfp8.formats import E4M3FN, E5M2
 from jfp8.kernels import emulate, xla
 
 Implementation = Literal[None, "emulate", "xla"]
 IMPLEMENTATIONS = {"emulate": emulate.dot_general, "xla": xla.dot_general}
-ACCUMULATIONS = ("f32",)
+_HARDWARE_FORMATS = {E4M3FN, E5M2}
 
 
 def scaled_matmul(
@@ -36,14 +50,19 @@ def scaled_matmul(
     dtype. Not differentiable: `scaled_dot_general` is.
 
     Args:
-      lhs, rhs: quantized operands, of any two f8 formats (e4m3 x e5m2 included). Scales that vary
-        along a contracted dimension cannot leave the sum; such operands are dequantized first.
+      lhs, rhs: quantized operands, of any two formats (e4m3 x e5m2 included), with any scales.
       dimension_numbers: as for ``jax.lax.dot_general``:
         ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
       preferred_element_type: floating dtype of the result.
-      accumulation: how the sum over the contraction is rounded. ``"f32"``: every addition in f32.
-      fast_accumulation: allow tensor cores to keep fewer bits of the running sum (about 14), which
-        is faster; it changes nothing where they are not used.
+      accumulation: how the sum over the contraction is rounded. ``"f32"``: every addition in f32,
+        in any order; scales that vary along the contraction are multiplied in first.
+        ``"f32_every_128"``: f32 sums of 128 products, scaled and added in f32. ``"hopper"``: the
+        tensor cores of Hopper with fast accumulation, which keep 14 bits of the running sum.
+        ``"hopper_every_128"``: the same, promoted to f32 every 128 products. The last three are
+        emulated on any device, the last two slowly. Hopper's sums are also promoted wherever a
+        scale changes.
+      fast_accumulation: allow real tensor cores to keep fewer bits of the running sum, which is
+        faster, if `accumulation` is ``"f32"``; it changes nothing where they are not used.
       implementation: ``"emulate"`` (f32 arithmetic on any device, the reference), ``"xla"`` (f8
         operands, FP8 tensor cores on CUDA), or None: xla on CUDA, emulate elsewhere.
 
@@ -53,9 +72,10 @@ def scaled_matmul(
     Raises:
       TypeError: an operand is no `ScaledArray` of a known format, or the result's dtype is not
         floating.
-      ValueError: dimension numbers that do not fit; unknown `accumulation` or `implementation`.
-      NotImplementedError: ``implementation="xla"`` with scales that vary along a contraction, or
-        with 4-bit operands.
+      ValueError: dimension numbers that do not fit; unknown `accumulation` or `implementation`;
+        ``accumulation="hopper"`` of formats that Hopper does not multiply.
+      NotImplementedError: ``implementation="xla"`` with scales that vary along a contraction, with
+        another `accumulation` than ``"f32"``, or with formats other than E4M3FN and E5M2.
 
     >>> import jax.numpy as jnp, jfp8
     >>> x = jfp8.quantize(jnp.ones((2, 3)), scale_rounding="power_of_two")
@@ -71,6 +91,7 @@ def scaled_matmul(
                 "Quantize it first: jfp8.quantize(x); or use jfp8.scaled_dot_general."
             )
         _ = operand.format  # refuses data of any other dtype
+        check_scale_shape(operand)
     if not jnp.issubdtype(preferred_element_type, jnp.floating):
         raise TypeError(
             f"preferred_element_type must be a floating dtype, got {preferred_element_type}."
@@ -79,53 +100,71 @@ def scaled_matmul(
     if accumulation not in ACCUMULATIONS:
         allowed = ", ".join(map(repr, ACCUMULATIONS))
         raise ValueError(f"accumulation={accumulation!r} is unknown. Allowed: {allowed}.")
+    if accumulation.startswith("hopper") and not {lhs.format, rhs.format} <= _HARDWARE_FORMATS:
+        raise ValueError(
+            f"accumulation={accumulation!r} is that of tensor cores which multiply E4M3FN and "
+            f"E5M2, but the operands are {lhs.format.name} and {rhs.format.name}. "
+            "Use accumulation='f32'."
+        )
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
 
-    lhs_scales, rhs_scales = scale_as_f32_pair(lhs), scale_as_f32_pair(rhs)
-    if _vary_along(lhs_scales, lhs_contract) or _vary_along(rhs_scales, rhs_contract):
-        if implementation == "xla":
-            raise NotImplementedError(
-                "implementation='xla' takes scales out of the sum, but a scale varies along the "
-                f"contraction (lhs scale {lhs_scales[0].shape}, rhs scale {rhs_scales[0].shape}, "
-                f"dimension_numbers {dimension_numbers}). Use implementation=None or 'emulate'."
+    if accumulation != "f32" or not {lhs.format, rhs.format} <= _HARDWARE_FORMATS:
+        reason = (
+            f"accumulation={accumulation!r}, which only the emulated product can round that way"
+            if accumulation != "f32"
+            else f"operands in {lhs.format.name} and {rhs.format.name}"
+        )
+        implementation = _emulate_only(implementation, reason)
+    dtype = np.dtype(preferred_element_type)
+    if _varies_along(lhs, lhs_contract) or _varies_along(rhs, rhs_contract):
+        _emulate_only(
+            implementation,
+            "scales that vary along the contraction and so cannot leave the sum "
+            f"(lhs scale {scale_shape_of(lhs)}, rhs scale {scale_shape_of(rhs)}, dimension_numbers "
+            f"{dimension_numbers})",
+        )
+        if accumulation == "f32":
+            product = multiply(
+                scaled_values(lhs), scaled_values(rhs), dimension_numbers, lax.Precision.HIGHEST
             )
-        product = lax.dot_general(
-            dequantize(lhs),
-            dequantize(rhs),
-            dimension_numbers,
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        return product.astype(preferred_element_type)
-    eight_bits = lhs.format.bits == rhs.format.bits == 8
-    if implementation == "xla" and not eight_bits:
-        raise NotImplementedError(
-            "implementation='xla' multiplies 8-bit formats, but the operands are "
-            f"{lhs.format.name} and {rhs.format.name}. Use implementation=None or 'emulate'."
-        )
+        else:
+            product = dot_in_chunks(lhs, rhs, dimension_numbers, accumulation)
+        return product.astype(dtype)
 
     def product_of(backend):
         return lambda lhs_data, rhs_data: IMPLEMENTATIONS[backend](
             lhs_data, rhs_data, dimension_numbers, fast_accumulation=fast_accumulation
         )
 
-    if implementation is None and eight_bits:
+    if accumulation != "f32":
+        lhs_data, rhs_data = (ScaledArray(q.data, jnp.ones((), jnp.float32)) for q in (lhs, rhs))
+        product = dot_in_chunks(lhs_data, rhs_data, dimension_numbers, accumulation)
+    elif implementation is None:
         product = lax.platform_dependent(
             lhs.data, rhs.data, cuda=product_of("xla"), default=product_of("emulate")
         )
     else:
-        product = product_of(implementation or "emulate")(lhs.data, rhs.data)
-    lhs_free = _free(lhs.ndim, lhs_contract, lhs_batch)
-    rhs_free = _free(rhs.ndim, rhs_contract, rhs_batch)
-    factors = itertools.zip_longest(
-        [_to_output(s, lhs.shape, lhs_batch, lhs_free, 0, len(rhs_free)) for s in lhs_scales],
-        [_to_output(s, rhs.shape, rhs_batch, rhs_free, len(lhs_free), 0) for s in rhs_scales],
-        fillvalue=np.float32(1.0),
-    )
-    for lhs_factor, rhs_factor in factors:
-        product = product * (lhs_factor * rhs_factor)
-    return product.astype(preferred_element_type)
+        product = product_of(implementation)(lhs.data, rhs.data)
+    lhs_free = free_dims(lhs.ndim, lhs_contract, lhs_batch)
+    rhs_free = free_dims(rhs.ndim, rhs_contract, rhs_batch)
+    lhs_scales, rhs_scales = scale_as_f32_pair(lhs), scale_as_f32_pair(rhs)
+    for factor in scale_products(
+        tuple(_to_output(s, lhs, lhs_batch, lhs_free, 0, len(rhs_free)) for s in lhs_scales),
+        tuple(_to_output(s, rhs, rhs_batch, rhs_free, len(lhs_free), 0) for s in rhs_scales),
+    ):
+        product = product * factor
+    return product.astype(dtype)
+
+
+def _emulate_only(implementation: Implementation, what: str) -> Implementation:
+    """The name ``"emulate"``, or an error if another one was asked for."""
+    if implementation not in (None, "emulate"):
+        raise NotImplementedError(
+            f"implementation={implementation!r} does not support {what}. "
+            "Use implementation=None or 'emulate'."
+        )
+    return "emulate"
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -179,28 +218,23 @@ def check_dimension_numbers(
     return (lc, rc), (lb, rb)
 
 
-def _vary_along(scales: tuple[jax.Array, ...], dims: tuple[int, ...]) -> bool:
-    return any(s.ndim > 0 and any(s.shape[d] != 1 for d in dims) for s in scales)
-
-
-def _free(ndim: int, contract: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(d for d in range(ndim) if d not in contract + batch)
+def _varies_along(q: ScaledArray, dims: tuple[int, ...]) -> bool:
+    shape = scale_shape_of(q)
+    return bool(shape) and any(shape[d] != 1 for d in dims)
 
 
 def _to_output(
     scale: jax.Array,
-    data_shape: tuple[int, ...],
+    q: ScaledArray,
     batch: tuple[int, ...],
     free: tuple[int, ...],
     before: int,
     after: int,
 ) -> jax.Array:
-    """A scale laid out like the product: batch, then `before` ones, free dims, `after` ones."""
+    """A scale of `q` laid out like the product: batch, `before` ones, free dims, `after` ones."""
     if scale.ndim == 0:
         return scale
-    for d, (n, m) in enumerate(zip(data_shape, scale.shape, strict=True)):
-        if m not in (1, n):  # a block of several elements
-            scale = jnp.repeat(scale, n // m, axis=d)
+    scale = expand_scale(scale, q.shape, q.block)
     scale = scale.transpose(*batch, *free, *(d for d in range(scale.ndim) if d not in batch + free))
     kept = scale.shape[: len(batch) + len(free)]
     shape = kept[: len(batch)] + (1,) * before + kept[len(batch) :] + (1,) * after

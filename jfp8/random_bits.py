@@ -31,7 +31,22 @@ def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     Returns:
       ``uint32`` array of `shape`.
     """
-    seed = jax.random.bits(key, (2,), jnp.uint32)
+    return hash_bits(seed_of(key), shape)
+
+
+def seed_of(key: jax.Array) -> jax.Array:
+    """The two words that `random_bits` draws from `key`: uint32[2]."""
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def fold_in(seed: jax.Array, word: jax.Array | np.uint32) -> jax.Array:
+    """Another seed, for the uint32 `word`; different words give different seeds."""
+    word = _murmur3_finalizer(jnp.asarray(word) ^ np.uint32(0x9E3779B9))
+    return jnp.stack([_murmur3_finalizer(seed[0] ^ word), seed[1] + word])
+
+
+def hash_bits(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`random_bits` from the two seed words themselves."""
     # The flat index is built from per-axis iotas: a reshape would make a sharded array gather.
     index = jnp.zeros(shape, jnp.uint32)
     stride = 1

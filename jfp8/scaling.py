@@ -58,7 +58,8 @@ class Block:
 
     Attributes:
       shape: block sizes; ``Block((1, 128))`` of an array of shape ``(64, 256)`` gives ``(64, 2)``
-        scales. Dimensions to the left of it have blocks of 1.
+        scales. Dimensions to the left of it have blocks of 1. The last block of a dimension may be
+        shorter than the others; it gets the scale that padding it with zeros would give.
     """
 
     shape: tuple[int, ...]
@@ -76,7 +77,7 @@ def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ..
     """Shape of the scales of an array of `shape`; ``()`` for `PerTensor`.
 
     Raises:
-      ValueError: the axis does not exist, or a block does not divide its dimension.
+      ValueError: the axis does not exist, or a block has more dimensions than the array.
       TypeError: not a granularity.
     """
     ndim = len(shape)
@@ -93,16 +94,27 @@ def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ..
         kept = {axis % ndim for axis in axes}
         return tuple(n if i in kept else 1 for i, n in enumerate(shape))
     if isinstance(granularity, Block):
-        block = (1,) * (ndim - len(granularity.shape)) + granularity.shape
-        if len(block) != ndim or any(n % b for n, b in zip(shape, block, strict=True)):
-            raise ValueError(
-                f"{granularity} does not divide an array of shape {tuple(shape)} evenly. "
-                f"Pad the array with zeros to a multiple of {granularity.shape}."
-            )
-        return tuple(n // b for n, b in zip(shape, block, strict=True))
+        return tuple(-(-n // b) for n, b in zip(shape, block_shape(granularity, ndim), strict=True))
     raise TypeError(
         f"granularity must be PerTensor(), PerAxis(axis) or Block(shape); got {granularity!r}."
     )
+
+
+def block_shape(granularity: Block, ndim: int) -> tuple[int, ...]:
+    """The size of a block along each of `ndim` dimensions."""
+    if len(granularity.shape) > ndim:
+        raise ValueError(
+            f"{granularity} has {len(granularity.shape)} dimensions, but the array only {ndim}."
+        )
+    return (1,) * (ndim - len(granularity.shape)) + granularity.shape
+
+
+def ragged_block(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """`ScaledArray.block` for an array of `shape`: None unless a block is cut short."""
+    if not isinstance(granularity, Block):
+        return None
+    block = block_shape(granularity, len(shape))
+    return block if any(n % b for n, b in zip(shape, block, strict=True)) else None
 
 
 def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax.Array:
@@ -133,9 +145,14 @@ def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax
     if isinstance(granularity, PerTensor):
         largest = jnp.max(magnitude, initial=lane(0))
     else:
+        block = ragged_block(granularity, x.shape)
+        if block is not None:
+            missing = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
+            magnitude = jnp.pad(magnitude, missing)
+        # A dimension of size 0 has no blocks, or (PerAxis of another dimension) an empty one.
         blocked = [
             part
-            for n, m in zip(x.shape, out_shape, strict=True)
+            for n, m in zip(magnitude.shape, out_shape, strict=True)
             for part in (m, n // m if m else 0)
         ]
         axes = tuple(range(1, 2 * x.ndim, 2))
@@ -149,12 +166,14 @@ def scale_from_amax(
     *,
     margin: int = 0,
     scale_rounding: ScaleRounding = None,
+    poison: bool = False,
 ) -> jax.Array:
     """The scale that maps `amax` onto ``fmt.max``: ``amax / fmt.max * 2**margin``.
 
     The result is never 0, Inf or NaN and its reciprocal is normal, whatever `amax` is: an `amax` of
-    0, Inf or NaN gives 1, and scales are kept between 2^-126 and 2^126. (A format without NaN has
-    no other place for one than its scale: there a non-finite `amax` gives NaN.)
+    0, Inf or NaN gives 1, and scales are kept between 2^-126 and 2^126. Only with `poison`, or for
+    a format without NaN, which has no other place for one than its scale, a non-finite `amax` gives
+    NaN.
 
     Args:
       amax: f32 array of any shape, not negative.
@@ -166,6 +185,8 @@ def scale_from_amax(
         ``2^(floor(log2 amax) - emax)``, ``"ceil"`` ``2^(ceil(log2 amax) - emax)``, ``"even"`` that
         of `amax` first rounded to the format's mantissa. Their `amax` of 0 gives code 0, Inf and
         NaN give code 255 (NaN).
+      poison: whether a non-finite `amax` makes the scale NaN: the elements beside it would
+        otherwise be cast with a scale that has nothing to do with them.
 
     Returns:
       Array of the shape of `amax`: f32, or e8m0 for the E8M0 modes.
@@ -195,7 +216,7 @@ def scale_from_amax(
         scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     nonfinite = bits >= np.uint32(0x7F800000)
-    scale = jnp.where(nonfinite, np.float32(1.0 if fmt.has_nan else np.nan), scale)
+    scale = jnp.where(nonfinite, np.float32(np.nan if poison or not fmt.has_nan else 1.0), scale)
     return jnp.where(bits == 0, np.float32(1.0), scale)
 
 

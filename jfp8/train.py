@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfp8.optim import all_finite, find_loss_scale, keep_unless
+from jfp8.optim.loss_scaling import all_finite, find_loss_scale, keep_unless
 from jfp8.scaling import end_step, observe
 from jfp8.sink import ROLES, WIDTH, decode_amax, max_of_sinks
 

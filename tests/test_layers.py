@@ -27,16 +27,23 @@ ARROWS: dict[str, str] = {
     "arrays": "compat random_bits formats",
     "scaling": "compat random_bits formats arrays",
     "quantizers": "compat random_bits formats arrays scaling",
-    "recipes": "compat random_bits formats arrays scaling quantizers",
+    "rotations": "",
+    "recipes": "compat random_bits formats arrays scaling quantizers rotations",
     "kernels/__init__": "",
     "kernels/emulate": "compat formats arrays",
+    "kernels/hopper": "compat formats arrays",
     "kernels/xla": "compat formats arrays",
-    "matmul": "compat arrays kernels/__init__ kernels/emulate kernels/xla",
+    "accumulation": "compat arrays kernels/__init__ kernels/emulate kernels/hopper",
+    "matmul": "compat formats arrays kernels/__init__ kernels/emulate kernels/xla accumulation",
     "sink": "compat formats scaling",
-    "dot_general": "compat formats arrays scaling quantizers recipes matmul sink",
+    "dot_general": (
+        "compat random_bits formats arrays scaling quantizers recipes accumulation matmul sink"
+    ),
     "linen": "compat scaling recipes matmul sink dot_general",
-    "optim": "compat",
-    "train": "compat scaling sink optim",
+    "optim/loss_scaling": "compat",
+    "optim/stochastic_rounding": "compat random_bits optim/loss_scaling",
+    "optim/__init__": "optim/loss_scaling optim/stochastic_rounding",
+    "train": "compat scaling sink optim/loss_scaling",
     "__init__": "*",
 }
 

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import jfp8
-from jfp8.optim import all_finite, find_loss_scale, keep_unless
+from jfp8.optim.loss_scaling import all_finite, find_loss_scale, keep_unless
 
 PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.float32([0.5, -2.0])}
 LEARNING_RATE = 0.1

@@ -128,7 +128,7 @@ def loss_scale(
             "on_overflow='pass' hands non-finite updates to the next element of a chain; with "
             "inner= the step is skipped instead. Drop one of the two."
         )
-    wrapped = None if inner is None else _transformation("loss_scale", inner)
+    wrapped = None if inner is None else transformation("loss_scale", inner)
 
     def init_fn(params: optax.Params) -> LossScaleState:
         return LossScaleState(
@@ -136,7 +136,7 @@ def loss_scale(
             growth_tracker=jnp.zeros((), jnp.int32),
             grads_finite=jnp.ones((), bool),
             overflow_count=jnp.zeros((), jnp.int32),
-            inner_state=() if wrapped is None else wrapped.init(_widened(params)),
+            inner_state=() if wrapped is None else wrapped.init(widened(params)),
         )
 
     def update_fn(
@@ -186,7 +186,7 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
     Returns:
       ``optax.GradientTransformationExtraArgs`` with the state of `tx`.
     """
-    inner = _transformation("skip_on_overflow", tx)
+    inner = transformation("skip_on_overflow", tx)
 
     def update_fn(
         updates: optax.Updates,
@@ -271,7 +271,7 @@ def _zero_unless(finite: jax.Array, updates: Any) -> Any:
     return jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
 
 
-def _widened(params: Any) -> Any:
+def widened(params: Any) -> Any:
     """16-bit arrays as f32, so that moments start in f32. optax also passes placeholders: kept."""
 
     def widen(leaf: Any) -> Any:
@@ -318,7 +318,7 @@ def _check_interval(value: Any) -> None:
         raise ValueError(f"loss_scale(growth_interval={value!r}): must be an int of at least 1.")
 
 
-def _transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+def transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
     """`tx` with support for extra arguments; optax.MultiSteps is one by its methods alone."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
