@@ -3,7 +3,7 @@
 Import order is reading order: formats, arrays, scaling, quantizers, recipes, dot_general, linen.
 """
 
-from jfp8 import linen, optim, quantizers, recipes
+from jfp8 import linen, optim, quantizers, recipes, scaling
 from jfp8._version import __version__
 from jfp8.arrays import ScaledArray, dequantize
 from jfp8.dot_general import scaled_dot_general
@@ -46,6 +46,7 @@ __all__ = [
     "scale_loss",
     "scaled_dot_general",
     "scaled_matmul",
+    "scaling",
     "skip_on_overflow",
     "value_and_grad",
 ]

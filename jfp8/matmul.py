@@ -109,21 +109,17 @@ def scaled_matmul(
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
 
-    if accumulation != "f32" or not {lhs.format, rhs.format} <= _HARDWARE_FORMATS:
-        reason = (
-            f"accumulation={accumulation!r}, which only the emulated product can round that way"
-            if accumulation != "f32"
-            else f"operands in {lhs.format.name} and {rhs.format.name}"
-        )
-        implementation = _emulate_only(implementation, reason)
     dtype = np.dtype(preferred_element_type)
+    reason = _why_emulated(lhs, rhs, dimension_numbers, accumulation)
+    if reason is not None:
+        if implementation not in (None, "emulate"):
+            raise NotImplementedError(
+                f"implementation={implementation!r} does not support {reason}. "
+                "Use implementation=None or 'emulate'."
+            )
+        implementation = "emulate"
+
     if _varies_along(lhs, lhs_contract) or _varies_along(rhs, rhs_contract):
-        _emulate_only(
-            implementation,
-            "scales that vary along the contraction and so cannot leave the sum "
-            f"(lhs scale {scale_shape_of(lhs)}, rhs scale {scale_shape_of(rhs)}, dimension_numbers "
-            f"{dimension_numbers})",
-        )
         if accumulation == "f32":
             product = multiply(
                 scaled_values(lhs), scaled_values(rhs), dimension_numbers, lax.Precision.HIGHEST
@@ -157,14 +153,25 @@ def scaled_matmul(
     return product.astype(dtype)
 
 
-def _emulate_only(implementation: Implementation, what: str) -> Implementation:
-    """The name ``"emulate"``, or an error if another one was asked for."""
-    if implementation not in (None, "emulate"):
-        raise NotImplementedError(
-            f"implementation={implementation!r} does not support {what}. "
-            "Use implementation=None or 'emulate'."
+def _why_emulated(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    dimension_numbers: lax.DotDimensionNumbers,
+    accumulation: str,
+) -> str | None:
+    """What only the emulated product can do, None if any implementation can."""
+    (lhs_contract, rhs_contract), _ = dimension_numbers
+    if accumulation != "f32":
+        return f"accumulation={accumulation!r}: it computes real products, not models of them"
+    if not {lhs.format, rhs.format} <= _HARDWARE_FORMATS:
+        return f"operands in {lhs.format.name} and {rhs.format.name}"
+    if _varies_along(lhs, lhs_contract) or _varies_along(rhs, rhs_contract):
+        return (
+            "scales that vary along the contraction and so cannot leave the sum (lhs scale "
+            f"{scale_shape_of(lhs)}, rhs scale {scale_shape_of(rhs)}, dimension_numbers "
+            f"{dimension_numbers})"
         )
-    return "emulate"
+    return None
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -218,7 +225,7 @@ def check_dimension_numbers(
     return (lc, rc), (lb, rb)
 
 
-def _varies_along(q: ScaledArray, dims: tuple[int, ...]) -> bool:
+def _varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
     shape = scale_shape_of(q)
     return bool(shape) and any(shape[d] != 1 for d in dims)
 

@@ -1,36 +1,65 @@
-"""What the README shows is what the repository holds."""
+"""What the README and the pages of docs show is what the repository holds."""
 
 import re
 from pathlib import Path
+
+import pytest
 
 import jfp8
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def test_first_model_is_the_quickstart():
     assert (ROOT / "examples/quickstart.py").read_text().strip() in README
 
 
-def test_links_lead_somewhere():
-    targets = re.findall(r"\]\(([^)#]+)\)", README)
+@pages
+def test_links_lead_somewhere(page):
+    targets = [t.partition("#")[0] for t in re.findall(r"\]\(([^)]+)\)", page.read_text())]
     assert targets
-    missing = [t for t in targets if not t.startswith("http") and not (ROOT / t).exists()]
+    missing = [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]
     assert not missing
 
 
-def test_names_exist():
+@pages
+def test_names_exist(page):
     """Every `jfp8.something` in the text is a public name."""
-    names = set(re.findall(r"\bjfp8\.([a-zA-Z_]+)(?:\.([a-zA-Z_]+))?", README)) - {("jfp8", "")}
-    assert len(names) >= 8
+    names = set(re.findall(r"\bjfp8\.(\w+)(?:\.(\w+))?", page.read_text()))
+    assert len(names) >= 4
     for first, second in names:
         value = getattr(jfp8, first)
         if second:
             assert hasattr(value, second), f"jfp8.{first}.{second}"
 
 
-def test_scripts_exist():
-    scripts = set(re.findall(r"(?:examples|benchmarks|notebooks)/\w+\.\w+", README))
-    assert "examples/train_lm.py" in scripts
+@pages
+def test_scripts_exist(page):
+    scripts = set(re.findall(r"(?:examples|benchmarks|notebooks)/\w+\.\w+", page.read_text()))
+    assert scripts
     assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_every_recipe_has_a_section():
+    text = (ROOT / "docs/recipes.md").read_text()
+    for recipe in jfp8.recipes.RECIPES:
+        assert f"## `{recipe.__name__}`" in text
+        section = text.partition(f"## `{recipe.__name__}`")[2].partition("\n## ")[0]
+        equations = re.findall(r"^    (?:y|dx|dw) +=", section, re.MULTILINE)
+        assert len(equations) == 3, recipe.__name__
+        if recipe is not jfp8.recipes.Unscaled:
+            for item in ("**Hardware**", "**State**", "**Cost**", "**When**"):
+                assert item in section, (recipe.__name__, item)
+
+
+def test_the_recipe_of_the_docs_works():
+    """The last block of code is a recipe of one's own."""
+    text = (ROOT / "docs/recipes.md").read_text()
+    code = [c for c in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "PerOperand" in c][0]
+    scope = {"jfp8": jfp8}
+    exec(code, scope)
+    assert jfp8.recipes.from_json(scope["recipe"].to_json()) == scope["recipe"]

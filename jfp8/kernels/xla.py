@@ -18,6 +18,8 @@ def dot_general(
 
     On CUDA the dot algorithm is named. Without one, XLA's GPU compiler is free to pick a kernel
     that always accumulates fast, and ignores ``precision``; other backends refuse the name.
+
+    No tensor core multiplies e5m2 by e5m2. There both become float16, which holds all their values.
     """
     preset = lax.DotAlgorithmPreset
     algorithm = (
@@ -29,9 +31,9 @@ def dot_general(
             lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=jnp.float32
         )
 
-    return lax.platform_dependent(
-        lhs,
-        rhs,
-        cuda=lambda lhs, rhs: dot(algorithm, lhs, rhs),
-        default=lambda lhs, rhs: dot(None, lhs, rhs),
-    )
+    def cuda(lhs, rhs):
+        if lhs.dtype == rhs.dtype == jnp.float8_e5m2:
+            return dot(None, lhs.astype(jnp.float16), rhs.astype(jnp.float16))
+        return dot(algorithm, lhs, rhs)
+
+    return lax.platform_dependent(lhs, rhs, cuda=cuda, default=lambda lhs, rhs: dot(None, lhs, rhs))
