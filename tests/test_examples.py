@@ -261,3 +261,13 @@ def test_a_folder_is_read_in_the_order_of_its_paths(train_lm, tmp_path):
         (tmp_path / name).write_bytes(letter * 81_920)
     periods = train_lm.corpus.load(str(tmp_path), seq_len=32).periods
     assert bytes(periods[:, 0]) == b"abc"
+
+
+def test_custom_quantizer():
+    """The quantizer of one's own beats the library's where it is meant to."""
+    path = EXAMPLES / "custom_quantizer.py"
+    errors = runpy.run_path(str(path))["main"]()
+    current, clipped = errors.values()
+    assert 0 < clipped < current / 2
+    body = path.read_text().partition("class Clipped")[2].partition("def main")[0]
+    assert len(body.splitlines()) <= 30

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 
-RECIPES = ("delayed", "current", "unscaled", "none")
+import jfp8
+
+RECIPES = (*(recipe.name for recipe in jfp8.recipes.RECIPES), "none")
 
 # A checkpoint goes on only under the same values of these: each of them changes the numbers.
 CHANGES_NUMBERS = (
