@@ -6,6 +6,7 @@ quantizer sees: an outlier is spread over the block that it is rotated with.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -19,7 +20,6 @@ class Hadamard:
     """``x -> x diag(s) H / sqrt(n)`` on stretches of ``n`` values, ``s`` a vector of signs.
 
     ``H`` is Sylvester's Hadamard matrix: ``H_1 = (1)``, ``H_2n = ((H_n, H_n), (H_n, -H_n))``.
-    Computed in f32 by ``log2(n)`` rounds of sums and differences, without a matrix product.
 
     Attributes:
       signs: the random signs, drawn once and for all; ``n = len(signs)`` is a power of two.
@@ -45,17 +45,16 @@ class Hadamard:
         n, size = len(self.signs), x.shape[axis]
         padding = [(0, -size % n if d == axis else 0) for d in range(x.ndim)]
         x = jnp.pad(x.astype(jnp.float32), padding)
-        shape = x.shape
-        before, after = shape[:axis], shape[axis + 1 :]
-        signs = np.asarray(self.signs, np.float32) / np.float32(np.sqrt(n))
-        x = x.reshape(*before, shape[axis] // n, n, *after)
-        x = x * signs.reshape([n if d == axis + 1 else 1 for d in range(x.ndim)])
-        stretches = x.shape
-        half = n // 2
-        while half:
-            # Index (..., a, 2, half, ...): the two parts of every sum and difference.
-            x = x.reshape(*stretches[: axis + 1], n // (2 * half), 2, half, *after)
-            first, second = (lax.index_in_dim(x, i, axis + 2, keepdims=False) for i in (0, 1))
-            x = jnp.stack([first + second, first - second], axis=axis + 2)
-            half //= 2
-        return x.reshape(shape)
+        before, after = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
+        stretches = x.reshape(before, x.shape[axis] // n, n, after)
+        rotated = jnp.einsum(
+            "bska,kr->bsra", stretches, self.matrix(), precision=lax.Precision.HIGHEST
+        )
+        return rotated.reshape(x.shape)
+
+    def matrix(self) -> np.ndarray:
+        """The matrix ``R = diag(s) H / sqrt(n)``: f32[n, n], orthogonal."""
+        h = np.ones((1, 1))
+        while len(h) < len(self.signs):
+            h = np.block([[h, h], [h, -h]])
+        return np.float32(np.diag(self.signs) @ h / np.sqrt(len(h)))
