@@ -47,8 +47,8 @@ class Observed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Product:
-    """What is static about one product."""
+class _Call:
+    """What is static about one call."""
 
     dimension_numbers: lax.DotDimensionNumbers
     recipe: Recipe
@@ -130,8 +130,9 @@ class _Operand:
         first_product: Product,
     ) -> ScaledArray | jax.Array:
         """`quantized`, or `first`, what another product took, where that is the same."""
-        same = quantizer == first_quantizer and product.rotation == first_product.rotation
-        if same and (quantizer is None or quantizer.one_for_both) and product.rotation is None:
+        rotated = product.rotation is not None or first_product.rotation is not None
+        any_direction = quantizer is None or quantizer.one_for_both
+        if quantizer == first_quantizer and any_direction and not rotated:
             return first
         return self.quantized(quantizer, product, contracting)
 
@@ -253,7 +254,7 @@ def observed_dot_general(
     out_shape = _out_shape(lhs.shape, rhs.shape, dimension_numbers)
     if products.matrices:
         lhs, rhs, dimension_numbers = _as_matrices(lhs, rhs, dimension_numbers)
-    product = _Product(
+    call = _Call(
         dimension_numbers,
         recipe,
         implementation,
@@ -263,24 +264,24 @@ def observed_dot_general(
     )
     seed = None if key is None or not products.stochastic else seed_of(key)
     operands = (lhs, rhs, lax.stop_gradient(state), sink, seed)
-    y, observed = _dot(product, *same_varying_axes(operands))
+    y, observed = _dot(call, *same_varying_axes(operands))
     return y.reshape(out_shape), observed
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product, lhs, rhs, state, sink, seed):
-    return _dot_fwd(product, lhs, rhs, state, sink, seed)[0]
+def _dot(call, lhs, rhs, state, sink, seed):
+    return _dot_fwd(call, lhs, rhs, state, sink, seed)[0]
 
 
-def _dot_fwd(product, lhs, rhs, state, sink, seed):
+def _dot_fwd(call, lhs, rhs, state, sink, seed):
     lhs, rhs = _first_order_only(lhs), _first_order_only(rhs)
-    fprop, dgrad, wgrad = product.products
+    fprop, dgrad, wgrad = call.products
     observed = Observed(amax(lhs), amax(rhs))
     x = _Operand("lhs", lhs, observed.lhs, state and state["lhs"], seed)
     w = _Operand("rhs", rhs, observed.rhs, state and state["rhs"], seed)
-    (x_sum, w_sum), (x_batch, w_batch) = product.dimension_numbers
+    (x_sum, w_sum), (x_batch, w_batch) = call.dimension_numbers
     q_lhs, q_rhs = x.quantized(fprop.lhs, fprop, x_sum), w.quantized(fprop.rhs, fprop, w_sum)
-    y = product.multiply(fprop, q_lhs, q_rhs, product.dimension_numbers, product.out_dtype)
+    y = call.multiply(fprop, q_lhs, q_rhs, call.dimension_numbers, call.out_dtype)
     y = _quantized_output(fprop, "y", y, seed)
 
     # For the backward pass: the same bytes, or those along the other direction.
@@ -293,23 +294,23 @@ def _dot_fwd(product, lhs, rhs, state, sink, seed):
     return (y, observed), (_to_bytes(kept_lhs), _to_bytes(kept_rhs), grad_state, seen, seed)
 
 
-def _dot_bwd(product, residuals, cotangents):
+def _dot_bwd(call, residuals, cotangents):
     lhs_bytes, rhs_bytes, grad_state, seen, seed = residuals
     dy = _first_order_only(cotangents[0])
-    _, dgrad, wgrad = product.products
+    _, dgrad, wgrad = call.products
     q_lhs = _from_bytes(lhs_bytes, wgrad.lhs)
     q_rhs = _from_bytes(rhs_bytes, dgrad.rhs)
     grad_amax = amax(dy)
     g = _Operand("grad", dy, grad_amax, grad_state, seed)
 
     lhs_numbers, lhs_order, rhs_numbers, rhs_order = _transposed_products(
-        q_lhs.ndim, q_rhs.ndim, product.dimension_numbers
+        q_lhs.ndim, q_rhs.ndim, call.dimension_numbers
     )
     for_dgrad, for_wgrad = lhs_numbers[0][0], rhs_numbers[0][1]
     q_dy = g.quantized(dgrad.lhs, dgrad, for_dgrad)
-    d_lhs = product.multiply(dgrad, q_dy, q_rhs, lhs_numbers, product.lhs_dtype)
+    d_lhs = call.multiply(dgrad, q_dy, q_rhs, lhs_numbers, call.lhs_dtype)
     q_dy = g.quantized_again(wgrad.rhs, wgrad, for_wgrad, q_dy, dgrad.lhs, dgrad)
-    d_rhs = product.multiply(wgrad, q_lhs, q_dy, rhs_numbers, product.rhs_dtype)
+    d_rhs = call.multiply(wgrad, q_lhs, q_dy, rhs_numbers, call.rhs_dtype)
     d_lhs = _quantized_output(dgrad, "d_lhs", d_lhs, seed)
     d_rhs = _quantized_output(wgrad, "d_rhs", d_rhs, seed)
     d_sink = None

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jfp8 import E2M1FN, E4M3FN, E5M2, E8M0FNU, ScaledArray, dequantize
+from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, ScaledArray, dequantize
 
 DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
-SMALLEST_NORMAL, TWO_128 = 2.0**-126, 2.0**128
+SMALLEST_NORMAL = 2.0**-126
 
 data_formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=lambda f: f.name)
 jit_dequantize = jax.jit(dequantize, static_argnums=1)
@@ -26,6 +26,14 @@ def e8m0(codes) -> jax.Array:
     return jnp.asarray(np.asarray(codes, np.uint8).view(E8M0FNU.dtype))
 
 
+def e3m4_values() -> np.ndarray:
+    """The value of each code of E3M4, f64: ``(-1)^s 2^(e-3) (1 + m/16)``; NaN is S.111.1111."""
+    code = np.arange(256)
+    e, m = (code >> 4) & 7, code & 15
+    magnitude = np.where(e > 0, (16 + m) * 2.0 ** (e - 7), m * 2.0**-6)
+    return np.where(code & 0x7F == 0x7F, np.nan, np.where(code > 127, -magnitude, magnitude))
+
+
 def sample_data(fmt, *shape) -> np.ndarray:
     """Finite values of `fmt`, not all alike along any dimension."""
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -36,11 +44,13 @@ def sample_scale(*shape) -> np.ndarray:
     return np.random.default_rng(1).uniform(0.1, 10, size=shape).astype(np.float32)
 
 
-def spread(scale, shape) -> np.ndarray:
+def spread(scale, shape, block=None) -> np.ndarray:
     """Each element of `scale` repeated over its block of an array of `shape`."""
     scale = np.asarray(scale)
     for axis, m in enumerate(scale.shape):
-        scale = np.repeat(scale, shape[axis] // m if m else 1, axis=axis)
+        n = shape[axis]
+        size = block[axis] if block else n // m if m else 1
+        scale = np.repeat(scale, size, axis=axis).take(np.arange(n), axis=axis)
     return scale
 
 
@@ -57,6 +67,8 @@ SAMPLES = {
     "per tensor": ScaledArray(jnp.asarray(every_code(E4M3FN)), jnp.float32(0.3)),
     "blocks": ScaledArray(jnp.asarray(sample_data(E5M2, 4, 6)), jnp.asarray(sample_scale(2, 3))),
     "mx": ScaledArray(jnp.asarray(sample_data(E2M1FN, 64)), e8m0([0, 254])),
+    "ragged": ScaledArray(jnp.asarray(sample_data(E4M3FN, 3, 40)), e8m0([[1, 2]] * 3), (1, 32)),
+    "bytes": ScaledArray(jnp.arange(256, dtype=jnp.uint8), jnp.float32(0.5)),
     "two-level": ScaledArray(
         jnp.asarray(sample_data(E2M1FN, 4, 32)),
         ScaledArray(jnp.asarray(sample_data(E4M3FN, 4, 2)), jnp.float32(2.0**-9)),
@@ -75,6 +87,9 @@ def assert_identical(a: ScaledArray, b: ScaledArray):
         x, y = getattr(a, field.name), getattr(b, field.name)
         if isinstance(x, ScaledArray):
             assert_identical(x, y)
+            continue
+        if field.name == "block":
+            assert x == y
             continue
         assert (x.dtype, x.shape, x.weak_type) == (y.dtype, y.shape, y.weak_type)
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
@@ -158,20 +173,43 @@ def test_trap_extreme_e8m0_scales(fmt, how):
         "jit": lambda: jit_dequantize(q),
         "constant scale": lambda: jax.jit(lambda d: dequantize(ScaledArray(d, q.scale)))(q.data),
     }[how]()
-    values = np.asarray(values, np.float64)
     with np.errstate(all="ignore"):
         exact = data.astype(np.float64) * np.ldexp(1.0, codes - 127)[:, None]
-    exact[255] = np.nan
-    size = np.abs(exact)
-    normal = ((size >= SMALLEST_NORMAL) & (size < TWO_128)) | (exact == 0) | ~np.isfinite(exact)
-    np.testing.assert_array_equal(values[normal], exact[normal])
-    overflow = np.isfinite(exact) & (size >= TWO_128)
-    np.testing.assert_array_equal(values[overflow], np.sign(exact[overflow]) * np.inf)
-    small = size < SMALLEST_NORMAL
-    assert np.all((values[small] == 0) | (values[small] == exact[small]))
-    finite = np.isfinite(data.astype(np.float32)) & (data.astype(np.float32) != 0)
-    assert np.any(values[0][finite] != 0)
-    assert np.any(np.isfinite(values[254][finite]))
+        exact[255] = np.nan
+        assert_bitwise(values, exact.astype(np.float32))  # the one rounding, if it is one
+    values = np.asarray(values, np.float64)
+    subnormal = (np.abs(exact) < SMALLEST_NORMAL) & (exact != 0)
+    assert subnormal.any()
+    np.testing.assert_array_equal(values[subnormal], exact[subnormal])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@data_formats
+def test_trap_subnormals_in_narrow_dtypes(fmt, dtype):
+    """Also those of bf16, which start at 2^-126 as well, and of f16, which start at 2^-14."""
+    data = every_code(fmt)
+    scales = np.array([0, 1, 7, 100, 111, 116])
+    values = jit_dequantize(
+        ScaledArray(jnp.asarray(np.tile(data, (6, 1))), e8m0(scales)[:, None]), dtype
+    )
+    with np.errstate(all="ignore"):
+        exact = data.astype(np.float64) * np.ldexp(1.0, scales - 127)[:, None]
+        expected = exact.astype(np.float32).astype(dtype)
+    assert_bitwise(values, expected)
+    tiny = np.abs(expected.astype(np.float64)) < np.float64(jnp.finfo(dtype).smallest_normal)
+    assert np.any(tiny & (expected != 0))
+
+
+@pytest.mark.parametrize("code", [0, 100, 254, 255])
+def test_e3m4_is_stored_in_bytes(code):
+    """The values of all codes, under an f32 and under an E8M0 scale."""
+    q = ScaledArray(jnp.arange(256, dtype=jnp.uint8), e8m0(code))
+    assert q.format is E3M4
+    factor = np.nan if code == 255 else 2.0 ** (code - 127)
+    with np.errstate(over="ignore"):
+        assert_bitwise(jit_dequantize(q), (e3m4_values() * factor).astype(np.float32))
+    plain = ScaledArray(q.data, jnp.float32(0.3))
+    assert_bitwise(jit_dequantize(plain), e3m4_values().astype(np.float32) * np.float32(0.3))
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
@@ -226,8 +264,82 @@ def test_e8m0_block_scales():
     data, codes = sample_data(E2M1FN, 3, 64), np.array([[120, 130], [127, 0], [1, 100]])
     values = dequantize(ScaledArray(jnp.asarray(data), e8m0(codes)))
     exact = data.astype(np.float64) * spread(np.ldexp(1.0, codes - 127), (3, 64))
-    exact[np.abs(exact) < SMALLEST_NORMAL] = 0  # code 0 with elements below 2
-    np.testing.assert_array_equal(np.where(np.abs(values) < 2.0**-126, 0, values), exact)
+    assert_bitwise(values, exact.astype(np.float32))
+
+
+RAGGED = [
+    # data, scale, block
+    ((40,), (2,), (32,)),
+    ((5,), (1,), (32,)),
+    ((3, 40), (3, 2), (1, 32)),
+    ((40, 3), (2, 3), (32, 1)),
+    ((17, 33), (2, 3), (16, 16)),
+    ((130, 129), (2, 2), (128, 128)),
+    ((2, 5, 7), (2, 3, 2), (1, 2, 4)),
+    ((2, 0, 7), (2, 0, 2), (1, 2, 4)),
+    ((4, 6), (2, 2), (2, 3)),  # whole blocks may be spelled out too
+]
+ragged = pytest.mark.parametrize(("shape", "scale_shape", "block"), RAGGED, ids=str)
+
+
+@ragged
+@pytest.mark.parametrize("kind", ["f32", "e8m0", "two-level"])
+def test_the_last_block_may_be_cut_short(shape, scale_shape, block, kind):
+    """Element i of a dimension belongs to scale ``i // b``."""
+    data = sample_data(E4M3FN, *shape)
+    scale = jnp.asarray(sample_scale(*scale_shape))
+    if kind == "e8m0":
+        scale = e8m0(np.random.default_rng(2).integers(0, 200, scale_shape))
+    elif kind == "two-level":
+        scale = ScaledArray(scale.astype(E4M3FN.dtype), jnp.float32(0.3))
+    plain = dequantize(scale) if kind == "two-level" else scale
+    q = ScaledArray(jnp.asarray(data), scale, block)
+    expected = data.astype(np.float64) * spread(np.asarray(plain).astype(np.float64), shape, block)
+    assert_bitwise(jit_dequantize(q), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize(("shape", "scale_shape", "block"), RAGGED[2:5:2], ids=str)
+def test_block_survives_transformations(shape, scale_shape, block):
+    """It is static: part of the tree's structure, and so of the key of `jit`'s cache."""
+    q = ScaledArray(
+        jnp.asarray(sample_data(E4M3FN, *shape)), jnp.asarray(sample_scale(*scale_shape)), block
+    )
+    assert jax.jit(lambda q: q)(q).block == block
+    assert jax.tree.map(lambda leaf: leaf, q).block == block
+    assert jax.eval_shape(lambda q: q, q).block == block
+    assert jax.tree.structure(q) != jax.tree.structure(ScaledArray(q.data, q.scale))
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, -leaf]), q)
+    assert stacked.block == block
+    mapped = jax.jit(jax.vmap(lambda q: (q, q.dequantize())))(stacked)
+    assert mapped[0].block == block
+    assert_bitwise(mapped[1][0], dequantize(q))
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale_shape", "block"),
+    [
+        ((40,), (1,), (32,)),
+        ((40,), (3,), (32,)),
+        ((40,), (2, 1), (32,)),
+        ((3, 40), (3, 2), (32,)),
+        ((3, 40), (2,), (1, 32)),
+        ((3, 40), (2, 3), (1, 32)),
+        ((3, 40), (3, 2), (1, 1, 32)),
+        ((0, 40), (1, 2), (1, 32)),
+    ],
+    ids=str,
+)
+def test_blocks_that_do_not_fit(shape, scale_shape, block):
+    q = ScaledArray(jnp.ones(shape, E4M3FN.dtype), jnp.ones(scale_shape), block)
+    message = rf"shape {shape} in blocks of {block} .*scale of shape {scale_shape}: .*ceil"
+    message = message.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ValueError, match=message):
+        dequantize(q)
+
+
+def test_a_scale_for_all_ignores_the_block():
+    q = ScaledArray(jnp.ones((3, 40), E4M3FN.dtype), jnp.float32(0.5), (1, 32))
+    assert_bitwise(dequantize(q), np.full((3, 40), 0.5, np.float32))
 
 
 @pytest.mark.parametrize("inner", ["f32", "e8m0"])

@@ -1,5 +1,7 @@
 """Formats and casts, held to ml_dtypes and to tables of every value of each format.
 
+E3M4, which ml_dtypes does not have, is held to its definition.
+
 The oracles work on float64, which holds every f32 and every value of every format exactly.
 """
 
@@ -16,10 +18,22 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jfp8 import E2M1FN, E4M3FN, E5M2, E8M0FNU, cast, formats, round_to_format
+from jfp8 import (
+    E2M1FN,
+    E3M4,
+    E4M3FN,
+    E5M2,
+    E8M0FNU,
+    ScaledArray,
+    cast,
+    formats,
+    quantize,
+    round_to_format,
+)
 
-FORMATS = (E4M3FN, E5M2, E2M1FN, E8M0FNU)
-SIGNED = FORMATS[:3]
+FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
+SIGNED = FORMATS[:4]
+OF_ML_DTYPES = (E4M3FN, E5M2, E2M1FN, E8M0FNU)
 ROUNDINGS = ("nearest_even", "toward_zero", "stochastic")
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 FLT_MAX = float(np.finfo(np.float32).max)
@@ -36,6 +50,11 @@ def all_formats(function):
 
 def signed_formats(function):
     return pytest.mark.parametrize("fmt", SIGNED, ids=lambda f: f.name)(function)
+
+
+def formats_of_ml_dtypes(*, signed=False):
+    chosen = [f for f in OF_ML_DTYPES if f.signed or not signed]
+    return pytest.mark.parametrize("fmt", chosen, ids=lambda f: f.name)
 
 
 def roundings(function):
@@ -62,10 +81,27 @@ def every_code(fmt) -> np.ndarray:
     return from_bits(np.arange(2**fmt.bits), fmt.dtype)
 
 
+def e3m4_value(code: int) -> float:
+    """``(-1)^s 2^(e-3) (1 + m/16)``, subnormals at e = 0, and NaN for S.111.1111: as in E4M3FN."""
+    sign, e, m = -1.0 if code >> 7 else 1.0, (code >> 4) & 7, code & 15
+    if (e, m) == (7, 15):
+        return float("nan")
+    return sign * ((16 + m) * 2.0 ** (e - 3 - 4) if e else m * 2.0 ** (1 - 3 - 4))
+
+
+def widened(array, fmt, dtype=np.float32) -> np.ndarray:
+    """The values of an array stored in `fmt`, by ml_dtypes or by definition."""
+    array = np.asarray(array)
+    assert array.dtype == fmt.dtype
+    if fmt is E3M4:
+        return np.array([e3m4_value(code) for code in range(256)], dtype)[array]
+    return as_type(array, dtype)
+
+
 @cache
 def magnitudes(fmt) -> np.ndarray:
     """Every finite value with a clear sign bit, in the order of the codes (which is ascending)."""
-    values = every_code(fmt)[: fmt.max_code + 1].astype(np.float64)
+    values = widened(every_code(fmt)[: fmt.max_code + 1], fmt, np.float64)
     assert np.all(np.diff(values) > 0)
     return values
 
@@ -140,14 +176,16 @@ def with_sign_and_nan(magnitude_codes, x, fmt) -> np.ndarray:
 
 
 def nearest_codes(x, fmt) -> np.ndarray:
-    """ml_dtypes' conversion after a saturating clip; a table of powers of two for E8M0."""
-    if fmt.signed:
+    """ml_dtypes' conversion after a saturating clip; a table of the values for E8M0 and E3M4."""
+    if fmt.signed and fmt in OF_ML_DTYPES:
         clipped = np.clip(as_type(x, np.float32), -fmt.max, fmt.max)
         return codes(as_type(clipped, fmt.dtype))
     below, above = neighbours(x, fmt)
-    table, wide = magnitudes(fmt), as_type(x, np.float64)
+    table, a = magnitudes(fmt), np.abs(as_type(x, np.float64))
     with np.errstate(invalid="ignore"):
-        up = wide - table[below] >= table[above] - wide  # ties up
+        to_below, to_above = a - table[below], table[above] - a
+        tie_goes_up = below % 2 == 1 if fmt.signed else True
+        up = (to_below > to_above) | ((to_below == to_above) & tie_goes_up)
     return with_sign_and_nan(np.where(up, above, below), x, fmt)
 
 
@@ -178,7 +216,7 @@ def assert_same(actual, expected, x=None):
 # Formats as data.
 
 
-@all_formats
+@formats_of_ml_dtypes()
 def test_format_data_is_that_of_ml_dtypes(fmt):
     info = ml_dtypes.finfo(fmt.dtype)
     assert fmt.bits == info.bits
@@ -192,9 +230,35 @@ def test_format_data_is_that_of_ml_dtypes(fmt):
     assert fmt.signed == (info.min < 0)
 
 
+def test_e3m4_follows_the_conventions_of_e4m3():
+    """Bias 3, maximum 30 = 0x7E, smallest normal 2^-2, subnormals in steps of 2^-6, no Inf."""
+    assert (E3M4.bits, E3M4.exponent_bits, E3M4.mantissa_bits, E3M4.bias) == (8, 3, 4, 3)
+    assert (E3M4.max, E3M4.max_code, E3M4.max_exponent) == (30.0, 0x7E, 4)
+    assert (E3M4.smallest_normal, E3M4.smallest_subnormal) == (2.0**-2, 2.0**-6)
+    assert (E3M4.min_exponent, E3M4.signed, E3M4.has_nan) == (-2, True, True)
+    values = np.array([e3m4_value(code) for code in range(256)])
+    assert np.isnan(values).nonzero()[0].tolist() == [0x7F, 0xFF]
+    assert not np.isinf(values).any()
+    assert [values[c] for c in (0x00, 0x01, 0x0F, 0x10, 0x30, 0x7E)] == [
+        *(0, 2.0**-6, 15 * 2.0**-6, 0.25, 1, 30)
+    ]
+
+
+def test_trap_e3m4_is_not_the_e3m4_of_ml_dtypes():
+    """IEEE's has a maximum of 15.5 and an Inf, and its name is the same."""
+    ieee = ml_dtypes.finfo(ml_dtypes.float8_e3m4)
+    assert float(ieee.max) == 15.5
+    codes_of_both = np.arange(0x70)
+    same = from_bits(codes_of_both, ml_dtypes.float8_e3m4).astype(np.float64)
+    np.testing.assert_array_equal([e3m4_value(code) for code in codes_of_both], same)
+    assert codes(cast(np.float32([15.5, 16, 30, 31]), E3M4)).tolist() == [0x6F, 0x70, 0x7E, 0x7E]
+    with pytest.raises(TypeError, match=r"float8_e3m4 stores none .*uint8 \(E3M4\)"):
+        formats.format_of(np.dtype(ml_dtypes.float8_e3m4))
+
+
 @all_formats
 def test_special_codes_are_what_they_are_called(fmt):
-    values = every_code(fmt).astype(np.float64)
+    values = widened(every_code(fmt), fmt, np.float64)
     assert values[fmt.max_code] == fmt.max == np.max(values[np.isfinite(values)])
     assert np.isnan(values[fmt.nan_code]) == fmt.has_nan == np.isnan(values).any()
     one = (fmt.bias << fmt.mantissa_bits) if fmt.signed else fmt.bias
@@ -222,7 +286,7 @@ def test_format_of_lists_the_formats():
 def test_decode_gives_the_value_of_every_code(fmt, jit):
     decode = jax.jit(formats.decode) if jit else formats.decode
     decoded = decode(jnp.asarray(every_code(fmt)))
-    assert_same(decoded, every_code(fmt).astype(np.float32))
+    assert_same(decoded, widened(every_code(fmt), fmt))
 
 
 @all_formats
@@ -231,6 +295,7 @@ def test_codes_to_format_keeps_the_bits(fmt):
     array = formats.codes_to_format(patterns, fmt)
     assert array.dtype == fmt.dtype
     np.testing.assert_array_equal(codes(array), np.arange(2**fmt.bits))
+    np.testing.assert_array_equal(formats.codes_of(array), patterns)
 
 
 # Rounding, deterministic.
@@ -261,7 +326,7 @@ def test_round_to_format_gives_the_values_of_cast(fmt, dtype, rounding):
     """NaN stays NaN, even for E2M1, and the values stay in the dtype of the input."""
     x = sample(fmt, dtype)
     oracle = nearest_codes if rounding == "nearest_even" else toward_zero_codes
-    expected = as_type(oracle(x, fmt).view(fmt.dtype), np.float32)
+    expected = widened(oracle(x, fmt).view(fmt.dtype), fmt)
     expected = as_type(np.where(is_nan(x), np.float32(np.nan), expected), dtype)
     assert_same(round_to_format(x, fmt, rounding=rounding), expected, x)
 
@@ -338,9 +403,10 @@ def test_trap_plain_casts_do_not_saturate(fmt, rounding):
         return [f(x, fmt, rounding=rounding, key=KEY) for f in (cast, round_to_format)]
 
     x = fmt.max * np.array([1, 1.0001, 1.0625, 1.125, 2, 1e20, np.inf])
-    for y in both(np.concatenate([x, -x]).astype(np.float32)):
-        expected = fmt.max * np.repeat([1.0, -1.0], len(x))
-        np.testing.assert_array_equal(np.asarray(y).astype(np.float64), expected)
+    narrow, wide = both(np.concatenate([x, -x]).astype(np.float32))
+    expected = fmt.max * np.repeat([1.0, -1.0], len(x))
+    np.testing.assert_array_equal(widened(narrow, fmt), expected)
+    np.testing.assert_array_equal(wide, expected)
 
 
 @signed_formats
@@ -353,8 +419,9 @@ def test_trap_double_rounding(fmt, via):
     x = np.array([up, down])
     detour = x.astype(via).astype(np.float32)
     assert np.all(nearest_codes(detour, fmt) != nearest_codes(x, fmt))
-    for rounded in (cast(x, fmt), round_to_format(x, fmt), jit_cast(x, fmt)):
-        assert as_type(rounded, np.float64).tolist() == [1 + step, 1 + step]
+    for rounded in (cast(x, fmt), jit_cast(x, fmt)):
+        assert widened(rounded, fmt).tolist() == [1 + step, 1 + step]
+    assert round_to_format(x, fmt).tolist() == [1 + step, 1 + step]
 
 
 def test_trap_reduce_precision_knows_neither_448_nor_subnormals():
@@ -368,7 +435,7 @@ def test_trap_reduce_precision_knows_neither_448_nor_subnormals():
     assert round_to_format(x, E5M2).tolist() == x.tolist()
 
 
-@signed_formats
+@formats_of_ml_dtypes(signed=True)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_trap_round_trips_are_not_elided(fmt, dtype):
     """A compiler may drop a narrowing conversion and its inverse as excess precision."""
@@ -447,7 +514,7 @@ def test_stochastic_rounding_stays_between_the_neighbours(fmt, dtype):
     assert np.any(rounded[between] != below[between])
     assert np.any(rounded[between] != above[between])
     if dtype == jnp.float32:
-        expected = as_type(rounded.view(fmt.dtype), np.float32)
+        expected = widened(rounded.view(fmt.dtype), fmt)
         expected = np.where(is_nan(x), np.float32(np.nan), expected)
         assert_same(jit_round(x, fmt, rounding="stochastic", key=KEY), expected, x)
 
@@ -531,7 +598,7 @@ def test_gradients_outside_of_jit_and_in_the_dtype_of_the_input(dtype):
     assert_same(pull(w.astype(E5M2.dtype))[0], w.astype(E5M2.dtype).astype(dtype))
 
 
-@signed_formats
+@formats_of_ml_dtypes(signed=True)
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test_gradient_of_cast_is_straight_through(fmt, rounding):
     """It passes through `fmt.dtype`, so only what that holds arrives exactly."""
@@ -555,6 +622,25 @@ def test_gradient_of_cast_is_straight_through(fmt, rounding):
     assert_same(primal, expected)
     off_grid = np.full_like(w, 0.3)
     assert_same(gradients(x, off_grid)[0], off_grid.astype(fmt.dtype).astype(np.float32))
+
+
+@roundings
+def test_codes_of_e3m4_have_no_gradient(rounding):
+    """They are integers to JAX: what depends on them is constant, and grad does not mind."""
+    x = jnp.array([0.3, 1e9, -2.5, np.nan])
+
+    def from_codes(x):
+        return ScaledArray(cast(x, E3M4, rounding=rounding, key=KEY), jnp.float32(2)).dequantize()
+
+    def loss(x, function):
+        return jnp.sum(x * 3) + jnp.sum(function(x))
+
+    for function in (from_codes, lambda x: quantize(x, E3M4).dequantize()):
+        for gradient in (jax.grad(loss), jax.jit(jax.grad(loss), static_argnums=1)):
+            np.testing.assert_array_equal(gradient(x, function), np.full(4, 3, np.float32))
+    codes_only, tangent = jax.jvp(lambda x: cast(x, E3M4), (x,), (x,))
+    assert tangent.dtype == jax.dtypes.float0
+    assert codes(codes_only).tolist() == nearest_codes(np.asarray(x), E3M4).tolist()
 
 
 # Shapes and kinds of input.
@@ -590,7 +676,7 @@ def test_numbers_and_numpy_arrays():
         assert round_to_format(x, E4M3FN).dtype == dtype
 
 
-@pytest.mark.parametrize("source", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("source", OF_ML_DTYPES, ids=lambda f: f.name)
 @all_formats
 def test_f8_inputs_are_exact(fmt, source):
     """Their values are rounded like any others."""
@@ -598,7 +684,7 @@ def test_f8_inputs_are_exact(fmt, source):
     assert_same(cast(x, fmt), nearest_codes(x, fmt).view(fmt.dtype), x)
     narrower = fmt.signed and source is E5M2
     if narrower:  # every result is a value of E5M2 too, in which it stays
-        expected = as_type(nearest_codes(x, fmt).view(fmt.dtype), np.float32)
+        expected = widened(nearest_codes(x, fmt).view(fmt.dtype), fmt)
         expected = np.where(is_nan(x), np.float32(np.nan), expected)
         assert_same(round_to_format(x, fmt), as_type(expected, x.dtype), x)
 

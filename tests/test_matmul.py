@@ -317,7 +317,7 @@ def test_scales_along_the_contraction(layout, kind):
     for implementation in ("emulate", None):
         y = matmul(lhs, rhs, BATCHED, implementation=implementation)
         assert_close_to_float64(y, lhs, rhs, BATCHED)
-    with pytest.raises(NotImplementedError, match=r"varies along the contraction.*'emulate'"):
+    with pytest.raises(NotImplementedError, match=r"vary along the contraction.*'emulate'"):
         scaled_matmul(lhs, rhs, BATCHED, implementation="xla")
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+from fractions import Fraction
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jfp8 import (
     E2M1FN,
+    E3M4,
     E4M3FN,
     E5M2,
     E8M0FNU,
@@ -22,12 +26,23 @@ from jfp8 import (
     PerAxis,
     PerTensor,
     ScaledArray,
+    cast,
     dequantize,
     quantize,
     round_to_format,
 )
-from jfp8.quantizers import Current, Delayed, Unit
-from jfp8.scaling import init_amax_state
+from jfp8.quantizers import (
+    Blockwise,
+    Context,
+    Current,
+    Delayed,
+    Quantizer,
+    Rowwise,
+    TwoLevel,
+    Unit,
+    quantize_with_scale,
+)
+from jfp8.scaling import amax, init_amax_state
 
 DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -77,36 +92,47 @@ def blocks_of(granularity, shape) -> tuple[int, ...]:
     return (1,) * (len(shape) - len(granularity.shape)) + granularity.shape
 
 
+def padded(x, blocks) -> np.ndarray:
+    """`x` with zeros behind it, up to whole blocks."""
+    return np.pad(x, [(0, -n % b if b else 0) for n, b in zip(x.shape, blocks)])
+
+
 def block_amax(x, granularity) -> np.ndarray:
     """One maximum per block; 0-d for PerTensor."""
     a = np.abs(x.astype(np.float32))
     if granularity == PerTensor():
         return np.max(a, initial=0)
+    blocks = blocks_of(granularity, a.shape)
+    a = padded(a, blocks)
     parts, axes = [], []
-    for n, b in zip(a.shape, blocks_of(granularity, a.shape)):
+    for n, b in zip(a.shape, blocks):
         axes.append(len(parts) + 1)
         parts += [n // b if b else 1, b]
     return np.max(a.reshape(parts), axis=tuple(axes), initial=0)
 
 
-def spread(scale, shape) -> np.ndarray:
+def spread(scale, shape, block=None) -> np.ndarray:
     """Each element of `scale` repeated over its block of an array of `shape`."""
     scale = np.asarray(scale)
     for axis, m in enumerate(scale.shape):
-        scale = np.repeat(scale, shape[axis] // m if m else 1, axis=axis)
+        n = shape[axis]
+        size = block[axis] if block else n // m if m else 1
+        scale = np.repeat(scale, size, axis=axis).take(np.arange(n), axis=axis)
     return scale
 
 
 def expected_scale(x, fmt, granularity) -> np.ndarray:
     a = block_amax(x, granularity)
     scale = np.maximum(a / np.float32(fmt.max), np.float32(2.0**-126))
-    return np.where((a > 0) & np.isfinite(a), scale, np.float32(1)).astype(np.float32)
+    bad = np.float32(np.nan if isinstance(granularity, Block) else 1)
+    scale = np.where(np.isfinite(a), np.where(a > 0, scale, np.float32(1)), bad)
+    return scale.astype(np.float32)
 
 
-def expected_data(x, fmt, scale) -> np.ndarray:
+def expected_data(x, fmt, scale, block=None) -> np.ndarray:
     """``cast(x * (1 / scale))`` by numpy and ml_dtypes; NaN where x is not finite."""
     with np.errstate(all="ignore"):
-        scaled = x.astype(np.float32) * (np.float32(1) / spread(scale, x.shape))
+        scaled = x.astype(np.float32) * (np.float32(1) / spread(scale, x.shape, block))
         scaled = np.where(np.isfinite(x.astype(np.float32)), scaled, np.float32(np.nan))
         return np.clip(scaled, -fmt.max, fmt.max).astype(fmt.dtype)
 
@@ -139,15 +165,18 @@ def assert_same_data(actual, expected):
 
 
 def assert_bitwise(actual, expected):
+    """Equal bits, but for the payload of NaN."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype == np.float32
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    actual, expected = (np.where(np.isnan(a), np.float32(0), a) for a in (actual, expected))
     np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
 
 
 def assert_quantized(q, x, fmt, granularity):
     scale = expected_scale(x, fmt, granularity)
     assert_bitwise(q.scale, scale)
-    assert_same_data(q.data, expected_data(x, fmt, scale))
+    assert_same_data(q.data, expected_data(x, fmt, scale, q.block))
 
 
 # Scales and data.
@@ -185,15 +214,16 @@ def test_the_largest_element_of_a_block_becomes_the_largest_value(granularity):
 
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @hypothesis.given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=3),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), max_size=3),
     st.sampled_from(DATA_FORMATS),
 )
 def test_quantize_any_shape(dimensions, fmt):
-    """Shapes with zeros among them, with a block for each dimension."""
-    shape, block = tuple(m * b for m, b in dimensions), tuple(b for _, b in dimensions)
+    """Sizes with zeros among them, with a block for each dimension, which may be cut short."""
+    shape, block = tuple(n for n, _ in dimensions), tuple(b for _, b in dimensions)
     x = sample(shape=shape)
     q, values = there_and_back(x, fmt, granularity=Block(block))
-    assert q.scale.shape == tuple(m for m, _ in dimensions)
+    assert q.scale.shape == tuple(math.ceil(n / b) for n, b in dimensions)
+    assert q.block == (block if any(n % b for n, b in dimensions) else None)
     assert_quantized(q, x, fmt, Block(block))
     assert values.shape == q.shape == shape
 
@@ -374,7 +404,31 @@ def test_trap_nan_and_inf_do_not_vanish(fmt, scale, dtype, granularity):
     used = expected_scale(x, fmt, granularity) if scale is None else scale
     assert_bitwise(q.scale, used)
     assert_same_data(q.data, expected_data(x, fmt, used))
-    np.testing.assert_array_equal(np.isnan(values), ~np.isfinite(x.astype(np.float32)))
+    lost = ~np.isfinite(x.astype(np.float32))
+    if isinstance(granularity, Block) and scale is None:  # with all that shares a scale with them
+        lost = spread(block_amax(lost, granularity) > 0, x.shape)
+    np.testing.assert_array_equal(np.isnan(values), lost)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("scale_rounding", [None, "power_of_two", "rceil"])
+@pytest.mark.parametrize("block", [(1, 32), (32, 1), (16, 16), (128, 128)], ids=str)
+def test_trap_nan_spoils_its_block_and_no_other(block, scale_rounding, bad):
+    """The rest of the array is as if it were not there, to the bit; the last block is short."""
+    x = sample(shape=(48, 80))
+    options = {"granularity": Block(block), "scale_rounding": scale_rounding}
+    clean, clean_values = there_and_back(x, E4M3FN, **options)
+    x[33, 65] = bad
+    q, values = there_and_back(x, E4M3FN, **options)
+    here = np.zeros(q.scale.shape, bool)
+    here[33 // block[0], 65 // block[1]] = True
+    np.testing.assert_array_equal(np.isnan(np.asarray(q.scale).astype(np.float32)), here)
+    lost = spread(here, x.shape, block)
+    assert lost.sum() <= math.prod(block)
+    np.testing.assert_array_equal(np.isnan(np.asarray(q.data).astype(np.float32)), lost)
+    np.testing.assert_array_equal(np.isnan(values), lost)
+    np.testing.assert_array_equal(codes(q.data)[~lost], codes(clean.data)[~lost])
+    assert_bitwise(np.asarray(values)[~lost], np.asarray(clean_values)[~lost])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -567,9 +621,10 @@ def assert_scaled_for(q, fmt, amax):
     assert_same_data(q.data, expected_data(X, fmt, scale))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def call(quantizer, x, observed, state=None):
-    return quantizer(x, jnp.asarray(observed), state)
+@functools.partial(jax.jit, static_argnames=("quantizer", "contracting"))
+def call(quantizer, x, observed=None, state=None, contracting=(1,), seed=None):
+    observed = amax(x) if observed is None else jnp.asarray(observed)
+    return quantizer(x, Context(contracting, observed, state, seed))
 
 
 @data_formats
@@ -660,7 +715,7 @@ def test_float64_is_refused():
         ({"scale": np.ones((4, 4), np.float32)}, ValueError, r"scale of shape \(4, 4\)"),
         ({"granularity": "row"}, TypeError, r"PerTensor\(\), PerAxis\(axis\) or Block.*'row'"),
         ({"granularity": PerAxis(2)}, ValueError, r"PerAxis\(axis=2\).*\(4, 6\).*-2 to 1"),
-        ({"granularity": Block((1, 4))}, ValueError, r"Block\(shape=\(1, 4\)\).*\(4, 6\).*Pad"),
+        ({"granularity": Block((1, 1, 4))}, ValueError, r"Block\(shape=\(1, 1, 4\)\).*only 2"),
     ],
     ids=lambda v: str(v) if isinstance(v, dict) else "",
 )

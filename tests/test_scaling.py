@@ -13,20 +13,24 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jfp8 import E2M1FN, E4M3FN, E5M2, E8M0FNU, Block, PerAxis, PerTensor
+from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Block, PerAxis, PerTensor
 from jfp8.scaling import (
+    SCALE_ROUNDINGS,
     amax,
+    block_shape,
     end_step,
     history_amax,
     init_amax_state,
     observe,
     push_amax,
+    ragged_block,
     reciprocal,
+    reciprocal_factors,
     scale_from_amax,
     scale_shape,
 )
 
-DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
+DATA_FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 E8M0_MODES = ("rceil", "floor", "ceil", "even")
 FLT_MAX = np.finfo(np.float32).max
@@ -35,7 +39,9 @@ SMALLEST_NORMAL = np.float32(2.0**-126)
 data_formats = pytest.mark.parametrize("fmt", DATA_FORMATS, ids=lambda f: f.name)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 jit_amax = jax.jit(amax, static_argnums=1)
-jit_scale = jax.jit(scale_from_amax, static_argnums=1, static_argnames=("margin", "scale_rounding"))
+jit_scale = jax.jit(
+    scale_from_amax, static_argnums=1, static_argnames=("margin", "scale_rounding", "poison")
+)
 
 
 def from_bits(bits) -> np.ndarray:
@@ -140,6 +146,35 @@ def test_amax_per_block(block, full):
     assert_bitwise(amax(x, Block(block)), expected)
 
 
+@dtypes
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((4, 6), (1, 4)),
+        ((5, 70), (32,)),
+        ((5, 70), (2, 32)),
+        ((3, 5), (128, 128)),
+        ((2, 7, 9), (1, 4, 4)),
+        ((1, 1), (2, 3)),
+        ((0, 33), (1, 32)),
+        ((33, 0), (32, 1)),
+    ],
+    ids=str,
+)
+def test_amax_of_a_block_that_is_cut_short(dtype, shape, block):
+    """The same as with zeros where elements are missing."""
+    x = normals(dtype, *shape)
+    full = (1,) * (len(shape) - len(block)) + block
+    padded = np.pad(x, [(0, -n % b) for n, b in zip(shape, full)])
+    expected = np.asarray(amax(padded, Block(block)))
+    assert scale_shape(Block(block), shape) == expected.shape
+    assert_bitwise(jit_amax(x, Block(block)), expected)
+    if x.size:
+        x.flat[-1] = np.nan
+        poisoned = np.asarray(jit_amax(x, Block(block)))
+        assert np.argwhere(np.isnan(poisoned)).tolist() == [[n - 1 for n in poisoned.shape]]
+
+
 def test_amax_of_nothing_is_zero():
     for dtype in DTYPES:
         assert_bitwise(amax(np.zeros((0, 4), dtype)), np.float32(0))
@@ -164,9 +199,7 @@ def test_amax_errors():
     x = np.ones((4, 6), np.float32)
     with pytest.raises(ValueError, match=r"PerAxis\(axis=2\).*shape \(4, 6\).*-2 to 1"):
         amax(x, PerAxis(2))
-    with pytest.raises(ValueError, match=r"Block\(shape=\(1, 4\)\).*\(4, 6\).*Pad .*multiple"):
-        amax(x, Block((1, 4)))
-    with pytest.raises(ValueError, match=r"Block\(shape=\(1, 1, 2\)\)"):
+    with pytest.raises(ValueError, match=r"Block\(shape=\(1, 1, 2\)\) has 3 .* only 2"):
         amax(x, Block((1, 1, 2)))
     with pytest.raises(TypeError, match=r"PerTensor\(\), PerAxis\(axis\) or Block.*'per_tensor'"):
         amax(x, "per_tensor")
@@ -261,6 +294,23 @@ def test_amax_without_information_gives_one(fmt, margin, scale_rounding):
     np.testing.assert_array_equal(scale, [1, 1, 1, 1] if fmt.has_nan else [1] + 3 * [np.nan])
 
 
+@pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+@pytest.mark.parametrize("margin", [0, 3])
+@data_formats
+def test_poison_makes_the_scale_of_a_bad_amax_nan(fmt, margin, scale_rounding):
+    """And of no other: E8M0 scales have always been like that, and those of E2M1."""
+    a = from_bits([0x7F800000, 0x7F800001, 0x7FC00000, 0, 1, 0x3F800000, 0x7F000000])
+    options = {"margin": margin, "scale_rounding": scale_rounding}
+    scale, plain = (
+        np.asarray(jit_scale(a, fmt, poison=poison, **options)).astype(np.float32)
+        for poison in (True, False)
+    )
+    assert np.isnan(scale).tolist() == [True] * 3 + [False] * 4
+    assert_bitwise(scale[3:], plain[3:])
+    known = not fmt.has_nan or scale_rounding in E8M0_MODES
+    np.testing.assert_array_equal(plain[:3], [np.nan if known else 1.0] * 3)
+
+
 @data_formats
 def test_power_of_two_scales_round_up(fmt):
     """The smallest power of two with ``amax <= scale * max``: nothing new saturates.
@@ -325,6 +375,48 @@ def test_e8m0_scales(fmt, mode):
     assert scale.dtype == E8M0FNU.dtype
     expected = [max(mx_code(float(x), fmt, mode), 0) for x in a]
     np.testing.assert_array_equal(np.asarray(scale).view(np.uint8), expected)
+
+
+def mx_code_by_bits(a, fmt, mode: str) -> np.ndarray:
+    """The code from the fields of amax in integers, as MX hardware has it."""
+    bits = a.view(np.uint32).astype(np.int64)
+    e, t, emax = bits >> 23, bits & 0x7FFFFF, math.frexp(fmt.max)[1] - 1
+    top = {E4M3FN: 0x600000, E5M2: 0x600000, E3M4: 0x700000, E2M1FN: 0x400000}[fmt]
+    field = (bits + (1 << (22 - fmt.mantissa_bits))) >> 23
+    code = {"floor": e, "ceil": e + (t > 0), "even": field, "rceil": e + (t > top)}[mode] - emax
+    invalid = (bits >= 0x7F800000) | ((mode == "even") & (field == 255))
+    return np.where(invalid, 255, np.maximum(code, 0))
+
+
+@data_formats
+@pytest.mark.parametrize("mode", E8M0_MODES)
+def test_e8m0_scales_of_every_mantissa(fmt, mode):
+    """Of one binade (every 31st but for E4M3FN), and the ends of the range."""
+    step = 1 if fmt is E4M3FN else 31
+    bits = [np.arange(0x41000000, 0x41800000, step), np.arange(0x7F700000, 0x7F800000, 0x1001)]
+    bits += [np.arange(0x7F7FFFF0, 0x7F800010), np.arange(0, 0x06000000, 0x40001)]
+    a = from_bits(np.concatenate(bits))
+    codes = np.asarray(jit_scale(a, fmt, scale_rounding=mode)).view(np.uint8)
+    np.testing.assert_array_equal(codes, mx_code_by_bits(a, fmt, mode))
+
+
+def test_rceil_is_the_rule_of_other_libraries():
+    """``ceil(log2(amax / 448))``, the smallest power of two that is at least the ratio.
+
+    torchao and Transformer Engine take it from the bits of the f32 ratio: its exponent, and one
+    more for any mantissa. Where the ratio is a subnormal f32, and so rounded once more, only the
+    exact one is the oracle.
+    """
+    a = all_binades()
+    codes = np.asarray(jit_scale(a, E4M3FN, scale_rounding="rceil")).view(np.uint8)
+    exact = np.ceil(np.log2(a.astype(np.float64) / 448)) + 127
+    np.testing.assert_array_equal(codes, np.maximum(exact, 0))
+    ratio = (a * np.float32(1 / 448)).view(np.uint32).astype(np.int64)
+    exponent, mantissa = ratio >> 23, ratio & 0x7FFFFF
+    theirs = exponent + (mantissa > 0)
+    normal = exponent > 0
+    assert normal.mean() > 0.9
+    np.testing.assert_array_equal(codes[normal], theirs[normal])
 
 
 @data_formats
@@ -405,6 +497,29 @@ def test_reciprocal_is_divided():
     s = s[(s >= 2.0**-126) & (s <= 2.0**126)]
     for function in (reciprocal, jax.jit(reciprocal)):
         assert_bitwise(function(s), np.float32(1) / s)
+
+
+def test_trap_e8m0_reciprocals():
+    """254 - c for every code; 1 / 2^127 is an f32 subnormal, so it comes as two factors."""
+    codes = np.arange(256, dtype=np.uint8)
+    for function in (reciprocal_factors, jax.jit(reciprocal_factors)):
+        factors = [np.asarray(f) for f in function(codes.view(E8M0FNU.dtype))]
+        sizes = np.abs(np.array([f[:255] for f in factors]))
+        assert np.all((sizes >= SMALLEST_NORMAL) & np.isfinite(sizes))
+        product = np.prod(np.array(factors, np.float64), axis=0)
+        np.testing.assert_array_equal(product[:255], np.ldexp(1.0, 127 - np.arange(255)))
+        assert np.isnan(product[255])
+
+
+def test_ragged_block():
+    """None unless a block is cut short, so that evenly divided arrays need not carry it."""
+    assert block_shape(Block((2, 32)), 3) == (1, 2, 32)
+    assert ragged_block(Block((2, 32)), (5, 4, 33)) == (1, 2, 32)
+    assert ragged_block(Block((2, 32)), (5, 3, 32)) == (1, 2, 32)
+    assert ragged_block(Block((2, 32)), (5, 4, 64)) is None
+    assert ragged_block(Block((2, 32)), (0, 0, 0)) is None
+    assert ragged_block(PerAxis(0), (5,)) is None
+    assert ragged_block(PerTensor(), (5,)) is None
 
 
 # Histories.
