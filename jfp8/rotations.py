@@ -57,4 +57,4 @@ class Hadamard:
         h = np.ones((1, 1))
         while len(h) < len(self.signs):
             h = np.block([[h, h], [h, -h]])
-        return np.float32(np.diag(self.signs) @ h / np.sqrt(len(h)))
+        return np.asarray(np.diag(self.signs) @ h / np.sqrt(len(h)), np.float32)
