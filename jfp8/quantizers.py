@@ -467,14 +467,17 @@ def two_level_scale(
     """
     finite = jnp.isfinite(block_amax)
     largest = jnp.max(jnp.where(finite, block_amax, 0.0), initial=0.0)
-    # The divisors are not constant to XLA, or it would multiply by their rounded reciprocals.
-    never = largest < 0
     numerator = np.float32(scale_fmt.max * fmt.max)
     encode_scale = jnp.where(largest > 0, numerator / jnp.where(largest > 0, largest, 1.0), 1.0)
     encode_scale = jnp.clip(encode_scale, SMALLEST_SCALE, LARGEST_SCALE)
-    s = block_amax / jnp.where(never, 1.0, np.float32(fmt.max)) * encode_scale
+    # XLA would multiply by the reciprocal of a divisor that is constant or the same for all blocks,
+    # and turn 1 / (s / S) into S / s: fewer roundings than the rule has, but not everywhere. What
+    # is never negative might be so for all that XLA knows, and then the divisor would be another.
+    s = block_amax / jnp.where(block_amax < 0, 1.0, np.float32(fmt.max)) * encode_scale
     narrow = codes_to_format(encode(jnp.where(finite, s, jnp.nan), scale_fmt), scale_fmt)
-    inverse = reciprocal(decode(narrow) / encode_scale)
+    s = decode(narrow)
+    quotient = s / jnp.where(s < 0, 1.0, encode_scale)
+    inverse = reciprocal(jnp.where(quotient < 0, 1.0, quotient))
     inverse = jnp.where(jnp.isinf(inverse), np.finfo(np.float32).max, inverse)
     return ScaledArray(narrow, reciprocal(encode_scale)), inverse
 
