@@ -185,13 +185,15 @@ def check_scale_shape(q: ScaledArray) -> None:
     )
     if not scale_shape:
         return
+    hint = "(An array that was quantized under jax.vmap has to be used under jax.vmap.)"
     if q.block is not None:
         if len(q.block) != len(shape) or scale_shape != tuple(
             -(-n // b) for n, b in zip(shape, q.block, strict=True)
         ):
             raise ValueError(
                 f"A ScaledArray with data of shape {shape} in blocks of {q.block} cannot have a "
-                f"scale of shape {scale_shape}: each dimension needs ceil(size / block) scales."
+                f"scale of shape {scale_shape}: each dimension needs ceil(size / block) scales. "
+                f"{hint}"
             )
         return
     if len(scale_shape) != len(shape) or any(
@@ -200,7 +202,7 @@ def check_scale_shape(q: ScaledArray) -> None:
         raise ValueError(
             f"A ScaledArray with data of shape {shape} cannot have a scale of shape {scale_shape}: "
             "the scale must be 0-d, or have as many dimensions as the data, each dividing the "
-            "data's. (An array that was quantized under jax.vmap has to be used under jax.vmap.)"
+            f"data's. {hint}"
         )
 
 
