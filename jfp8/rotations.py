@@ -42,6 +42,7 @@ class Hadamard:
 
         The padding stays, since rotated values stand in it: a product over `axis` needs them.
         """
+        axis %= x.ndim
         n, size = len(self.signs), x.shape[axis]
         padding = [(0, -size % n if d == axis else 0) for d in range(x.ndim)]
         x = jnp.pad(x.astype(jnp.float32), padding)

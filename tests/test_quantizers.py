@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -63,6 +64,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name
 granularities = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 STATIC = ("granularity", "scale_rounding", "rounding")
 jit_quantize = jax.jit(quantize, static_argnums=1, static_argnames=STATIC)
+jit_dequantize = jax.jit(dequantize)
 
 
 @functools.partial(jax.jit, static_argnums=1, static_argnames=STATIC)
@@ -94,7 +96,8 @@ def blocks_of(granularity, shape) -> tuple[int, ...]:
 
 def padded(x, blocks) -> np.ndarray:
     """`x` with zeros behind it, up to whole blocks."""
-    return np.pad(x, [(0, -n % b if b else 0) for n, b in zip(x.shape, blocks)])
+    missing = [(0, -n % b if b else 0) for n, b in zip(x.shape, blocks)]
+    return np.pad(x, missing) if missing else x
 
 
 def block_amax(x, granularity) -> np.ndarray:
@@ -671,7 +674,7 @@ def test_delayed_shows_what_is_not_finite(bad):
         assert np.argwhere(np.isnan(np.asarray(dequantize(q)))).tolist() == [[1, 2]]
 
 
-@data_formats
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda f: f.name)
 def test_unit_scales_by_one(fmt):
     q = call(Unit(fmt), X, AMAX, state_of(7.0))
     assert_bitwise(q.scale, np.float32(1))
@@ -683,6 +686,563 @@ def test_quantizers_are_values():
     assert Delayed(E4M3FN, margin=1) != Delayed(E4M3FN)
     assert len({Delayed(E4M3FN), Delayed(E4M3FN), Unit(E4M3FN), Current(E4M3FN)}) == 3
     assert {q.fmt for q in (Current(E5M2), Delayed(E5M2), Unit(E5M2))} == {E5M2}
+
+
+# The quantizers of recipes, in blocks.
+
+
+def test_rowwise_has_a_scale_for_whatever_is_not_summed_over():
+    x = sample(shape=(3, 8, 5, 16))
+    for contracting, kept in (((1,), (0, 2, 3)), ((1, 3), (0, 2)), ((0, 1, 2, 3), ())):
+        for scale_rounding in (None, "power_of_two"):
+            q = call(Rowwise(E4M3FN, scale_rounding), x, contracting=contracting)
+            expected = jit_quantize(
+                x, E4M3FN, granularity=PerAxis(kept), scale_rounding=scale_rounding
+            )
+            assert_bitwise(q.scale, expected.scale)
+            assert_same_data(q.data, expected.data)
+    assert_quantized(call(Rowwise(E4M3FN), x[0, 0]), x[0, 0], E4M3FN, PerAxis(0))
+
+
+def test_rowwise_keeps_an_outlier_in_its_row():
+    x = sample()
+    clean = call(Rowwise(E4M3FN), x)
+    x[3, 5] = 1e9
+    q = call(Rowwise(E4M3FN), x)
+    others = np.arange(8) != 3
+    assert_bitwise(np.asarray(q.scale)[others], np.asarray(clean.scale)[others])
+    assert_same_data(np.asarray(q.data)[others], np.asarray(clean.data)[others])
+
+
+@pytest.mark.parametrize("scale_rounding", [None, "power_of_two", "rceil"])
+@pytest.mark.parametrize("size", [(32, 1), (128, 1), (16, 16), (4, 2)], ids=str)
+def test_blockwise_turns_its_blocks_along_the_contraction(size, scale_rounding):
+    """``(along the contraction, along the other one)``, of the last two dimensions."""
+    along, free = size
+    for shape, contracting, block in (
+        ((40, 72), (1,), (free, along)),
+        ((40, 72), (0,), (along, free)),
+        ((2, 40, 72), (2,), (1, free, along)),
+        ((2, 40, 72), (1,), (1, along, free)),
+    ):
+        x = sample(shape=shape)
+        options = {"granularity": Block(block), "scale_rounding": scale_rounding}
+        q = call(Blockwise(E4M3FN, size, scale_rounding), x, contracting=contracting)
+        expected = jit_quantize(x, E4M3FN, **options)
+        assert q.block == expected.block
+        assert_bitwise(
+            *(np.asarray(scale).astype(np.float32) for scale in (q.scale, expected.scale))
+        )
+        assert_same_data(q.data, expected.data)
+
+
+ALL_QUANTIZERS = [
+    Current(E4M3FN),
+    Delayed(E5M2),
+    Unit(E4M3FN),
+    Rowwise(E4M3FN),
+    Blockwise(E4M3FN, (32, 1), "rceil"),
+    Blockwise(E4M3FN, (32, 32), "rceil"),
+    Blockwise(E4M3FN, (128, 128)),
+    TwoLevel(E2M1FN, (16, 1)),
+    TwoLevel(E2M1FN, (16, 16)),
+]
+all_quantizers = pytest.mark.parametrize("quantizer", ALL_QUANTIZERS, ids=str)
+
+
+@all_quantizers
+@pytest.mark.parametrize("shape", [(64, 64), (33, 70)], ids=str)
+def test_one_for_both_tells_the_truth(quantizer, shape):
+    """One quantization may serve both products if, and only if, the direction does not matter."""
+    x = sample(shape=shape)
+    one, other = (call(quantizer, x, contracting=(d,)) for d in (0, 1))
+    if not quantizer.one_for_both:
+        assert np.any(np.asarray(jit_dequantize(one)) != np.asarray(jit_dequantize(other)))
+        return
+    assert one.block == other.block
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    turned = call(quantizer, x.T, contracting=(1,))
+    assert_bitwise(np.asarray(jit_dequantize(turned)).T, jit_dequantize(one))
+
+
+@all_quantizers
+def test_properties_of_quantizers(quantizer):
+    assert quantizer.block == getattr(quantizer, "block_size", None)
+    assert quantizer.history_len == (16 if isinstance(quantizer, Delayed) else 0)
+    assert not quantizer.stochastic
+    assert type(quantizer)(quantizer.fmt, rounding="stochastic").stochastic
+    square = quantizer.block is not None and quantizer.block[0] == quantizer.block[1]
+    per_tensor = isinstance(quantizer, Current | Delayed | Unit)
+    assert quantizer.one_for_both == (square or per_tensor)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("quantizer", ALL_QUANTIZERS[3:8], ids=str)
+def test_quantizers_of_ragged_and_empty_arrays(quantizer, axis):
+    """The shape of the data is that of the array; zeros behind it would change nothing."""
+    for shape in ((5, 33), (0, 7)):
+        x = sample(shape=shape)
+        q = call(quantizer, x, contracting=(axis,))
+        assert q.shape == shape
+        whole = np.pad(x, [(0, -n % 256) for n in shape])
+        filled = call(quantizer, whole, contracting=(axis,))
+        np.testing.assert_array_equal(codes(q.data), codes(filled.data)[tuple(map(slice, shape))])
+        assert x.size == 0 or np.any(codes(q.data) & 0x7F)
+
+
+# MX blocks: one E8M0 scale for every 32 elements, held to its definition in integers.
+
+
+def mx_codes(block_amax, fmt, mode) -> np.ndarray:
+    """E8M0 codes from the exponent and mantissa fields of the largest magnitudes."""
+    bits = block_amax.astype(np.float32).view(np.uint32).astype(np.int64)
+    e, t, emax = bits >> 23, bits & 0x7FFFFF, math.frexp(fmt.max)[1] - 1
+    field = (bits + (1 << (22 - fmt.mantissa_bits))) >> 23
+    above = t > (0x400000 if fmt is E2M1FN else 0x600000)  # 1.5 and 1.75, the mantissas of max
+    code = {"floor": e, "ceil": e + (t > 0), "even": field, "rceil": e + above}[mode] - emax
+    invalid = (bits >= 0x7F800000) | ((mode == "even") & (field == 255))
+    return np.where(invalid, 255, np.maximum(code, 0))
+
+
+def exact_data(x, code, fmt) -> np.ndarray:
+    """``cast(x * 2^(127 - code))``; float64 holds the product of an f32 and a power of two."""
+    scaled = np.ldexp(x.astype(np.float64), 127 - code)
+    return np.clip(scaled, -fmt.max, fmt.max).astype(np.float32).astype(fmt.dtype)
+
+
+def exact_values(data, code) -> np.ndarray:
+    """``data * 2^(code - 127)``, rounded once to f32, subnormals included."""
+    with np.errstate(over="ignore"):
+        wide = np.ldexp(np.asarray(data).astype(np.float64), code - 127)
+        return np.where(code == 255, np.nan, wide).astype(np.float32)
+
+
+def mx_blocks(dtype) -> np.ndarray:
+    """One block of 32 in each row: ordinary, wide, tiny, huge, zero, and the borders of modes."""
+    rng = np.random.default_rng(5)
+
+    def powers(low, high, *shape):
+        return np.ldexp(rng.uniform(-2, 2, shape), rng.integers(low, high, shape))
+
+    lowest = {np.float32: -149, jnp.bfloat16: -133, np.float16: -24}[dtype]
+    borders = np.array([1, 1.5, 1.75, 1.875, 1.9375, np.nextafter(1.75, 2, dtype=np.float32)])
+    top = float(jnp.finfo(dtype).max)
+    rows = [
+        rng.normal(size=(20, 32)) * np.exp2(rng.integers(-8, 8, (20, 1))),
+        powers(-12, 12, 20, 32),
+        powers(lowest, 127 if lowest < -30 else 15, 20, 32),
+        powers(lowest, lowest + 8, 10, 32),  # all of them subnormal
+        powers(lowest, lowest + 30, 20, 32),  # some
+        rng.choice([top, -top, top / 3, 1.0, 0.0], (4, 32)),
+        np.outer(borders, np.ones(32)) * rng.choice([1, 0.3, -1, 2.0**-9, -0.0], (6, 32)),
+        np.zeros((1, 32)),
+        np.full((1, 32), -0.0),
+    ]
+    with np.errstate(over="ignore"):
+        x = np.concatenate(rows).astype(dtype)
+    x[np.isinf(x.astype(np.float32))] = top
+    return x
+
+
+@pytest.mark.parametrize("block", [(1, 32), (32, 1)], ids=str)
+@pytest.mark.parametrize("mode", E8M0_MODES)
+@data_formats
+def test_mx_blocks(fmt, mode, block):
+    """Scales, data and values to the bit, for f32, bf16 and f16."""
+    for dtype in (np.float32, jnp.bfloat16, np.float16) if block == (1, 32) else (np.float32,):
+        x = mx_blocks(dtype)
+        code = mx_codes(np.max(np.abs(x.astype(np.float32)), axis=1, keepdims=True), fmt, mode)
+        turn = (lambda a: a) if block == (1, 32) else np.transpose
+        q, values = there_and_back(turn(x), fmt, granularity=Block(block), scale_rounding=mode)
+        assert q.scale.dtype == E8M0FNU.dtype
+        np.testing.assert_array_equal(codes(q.scale), turn(code))
+        valid = code[:, 0] != 255
+        assert np.all(valid) or mode == "even"
+        expected = exact_data(x, np.minimum(code, 254), fmt)
+        np.testing.assert_array_equal(codes(turn(q.data))[valid], codes(expected)[valid])
+        assert_bitwise(turn(values), exact_values(expected, code))
+        assert len(np.unique(code)) > 15
+
+
+def test_trap_f32_subnormals_survive_mx_blocks():
+    """XLA:CPU takes them for zero in every float operation; code 0 is made for them."""
+    x = np.ldexp(np.arange(32.0), -149).astype(np.float32)
+    q, values = there_and_back(x, E4M3FN, granularity=Block((32,)), scale_rounding="rceil")
+    assert codes(q.scale).tolist() == [0]
+    # In units of 2^-9, the smallest of E4M3FN, x * 2^127 is x * 2^(149 - 13).
+    np.testing.assert_array_equal(np.asarray(q.data).astype(np.float64), np.zeros(32))
+    x = np.ldexp(np.arange(32.0), -140).astype(np.float32)
+    q, values = there_and_back(x, E4M3FN, granularity=Block((32,)), scale_rounding="rceil")
+    assert codes(q.scale).tolist() == [0]
+    exact = np.asarray(np.arange(32.0) * 2.0**-13, E4M3FN.dtype)
+    np.testing.assert_array_equal(codes(q.data), codes(exact))
+    assert_bitwise(values, np.ldexp(exact.astype(np.float64), -127).astype(np.float32))
+    assert np.count_nonzero(values) > 20
+
+
+@pytest.mark.parametrize("code", [0, 1, 127, 253, 254, 255])
+@data_formats
+def test_given_mx_scales(fmt, code):
+    """Of elements of every size, subnormal ones included; what is beyond saturates."""
+    x = mx_blocks(np.float32)
+    scale = jnp.asarray(np.full((len(x), 1), code, np.uint8).view(E8M0FNU.dtype))
+    q, values = there_and_back(x, fmt, scale=scale)
+    assert codes(q.scale).tolist() == [[code]] * len(x)
+    if code < 255:
+        assert_same_data(q.data, exact_data(x, code, fmt))
+    assert_bitwise(values, exact_values(np.asarray(q.data), np.full_like(x, code, int)))
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor"])
+def test_mx_of_a_block_is_a_sum_of_fractions(mode):
+    """Once more in rational numbers, without any float: scale, nearest even, saturation."""
+    x = np.random.default_rng(6).normal(size=32).astype(np.float32)
+    q = quantize(x, E4M3FN, granularity=Block((32,)), scale_rounding=mode)
+    largest = max(abs(Fraction(float(v))) for v in x)
+    exponent = next(  # of the largest power of two not above it
+        e for e in itertools.count(20, -1) if Fraction(2) ** e <= largest
+    )
+    exponent -= 8
+    if mode == "rceil" and largest > Fraction(2) ** exponent * 448:
+        exponent += 1
+    assert codes(q.scale).tolist() == [exponent + 127]
+    for value, data in zip(x.tolist(), np.asarray(q.data).astype(np.float64).tolist()):
+        scaled = Fraction(value) / Fraction(2) ** exponent
+        binade = max(math.frexp(float(scaled))[1] - 1, -6)
+        step = Fraction(2) ** (binade - 3)
+        nearest = round(scaled / step) * step  # Python rounds ties to even
+        assert Fraction(data) == max(min(nearest, 448), -448)
+
+
+# Blocks that are cut short.
+
+CUT = {
+    (1, 32): [(3, 40), (2, 5), (1, 1), (0, 33), (3, 0)],
+    (32, 1): [(40, 3), (5, 2), (1, 1), (33, 0)],
+    (128, 128): [(130, 129), (5, 300), (1, 1), (0, 5)],
+    (1, 128): [(3, 130), (2, 127), (0, 129)],
+    (16, 16): [(17, 33), (5, 16), (16, 1), (33, 0)],
+    (1, 16): [(3, 17), (2, 15), (4, 0)],
+}
+
+
+@pytest.mark.parametrize(
+    ("block", "shape"), [(block, shape) for block in CUT for shape in CUT[block]], ids=str
+)
+def test_a_block_cut_short_is_a_block_with_zeros(block, shape):
+    """Data, scales and values are those of the array with zeros up to whole blocks, cut off."""
+    x = sample(shape=shape)
+    scale_rounding = "rceil" if 32 in block else None
+    options = {"granularity": Block(block), "scale_rounding": scale_rounding}
+    (q, values), (whole, whole_values) = (
+        there_and_back(a, E4M3FN, **options) for a in (x, padded(x, block))
+    )
+    cut = tuple(map(slice, shape))
+    assert q.block == (block if any(n % b for n, b in zip(shape, block)) else None)
+    assert whole.block is None
+    assert q.scale.shape == tuple(math.ceil(n / b) for n, b in zip(shape, block))
+    scales = [np.asarray(a.scale).astype(np.float32) for a in (q, whole)]
+    assert_bitwise(*scales)
+    assert_same_data(q.data, whole.data[cut])
+    assert_bitwise(values, whole_values[cut])
+    assert np.all(np.asarray(values)[x != 0] != 0) or x.size > 10
+
+
+def test_ragged_blocks_under_vmap():
+    x = sample(shape=(3, 5, 40))
+    each = lambda x: quantize(x, granularity=Block((2, 32)), scale_rounding="rceil")
+    q = jax.jit(jax.vmap(each))(x)
+    assert q.block == (2, 32)
+    assert q.scale.shape == (3, 3, 2)
+    values = jax.jit(jax.vmap(dequantize))(q)
+    for i in range(3):
+        alone = jax.jit(each)(x[i])
+        assert_same_data(q.data[i], alone.data)
+        assert_bitwise(values[i], jit_dequantize(alone))
+    with pytest.raises(ValueError, match=r"blocks of \(2, 32\) cannot have a scale of shape"):
+        dequantize(q)
+
+
+# Tiles with scales in f32 (DeepSeek's layout).
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (128, 1)], ids=str)
+def test_tiles_by_the_rule_of_current_scaling(block):
+    """``amax / max`` of every tile, 1 of one without anything in it, 2^-126 at the least."""
+    x = sample(shape=(256, 300))
+    x[:128, 128:256] = 0
+    x[128:, :128] *= np.float32(2e-38) * (np.abs(x[128:, :128]) >= 1)  # all of them normal
+    q, values = there_and_back(x, E4M3FN, granularity=Block(block))
+    assert q.block == block
+    assert_quantized(q, x, E4M3FN, Block(block))
+    scale = spread(q.scale, x.shape, block)
+    assert np.all(scale[:128, 128:256] == 1)
+    assert np.all(scale[128:, :128] == np.float32(2.0**-126))
+    assert_within_half_a_step(x, values, E4M3FN, scale, slack=2.0**-126)
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda f: f.name)
+def test_tiles_with_scales_rounded_to_powers_of_two(fmt, block):
+    """``max / amax`` with its mantissa cut off, as Transformer Engine rounds, is the reciprocal."""
+    x = sample(shape=(256, 300))
+    x[:128, 128:256] = 0
+    q, values = there_and_back(x, fmt, granularity=Block(block), scale_rounding="power_of_two")
+    largest = block_amax(x, Block(block))
+    with np.errstate(divide="ignore"):
+        m = (np.float32(fmt.max) / largest).view(np.uint32) & np.uint32(0xFF800000)
+    m = np.where(largest > 0, m.view(np.float32), np.float32(1))
+    assert_bitwise(q.scale, np.float32(1) / m)
+    assert_same_data(q.data, expected_data(x, fmt, q.scale, q.block))
+    assert_bitwise(values, np.asarray(q.data).astype(np.float32) * spread(q.scale, x.shape, block))
+
+
+# Two-level scales (NVFP4).
+
+
+def nvfp4(x, block):
+    """Data, block scales, the tensor's scale, and values, in numpy's f32, operation by operation.
+
+    ``S = 448 * 6 / amax``, ``s = e4m3(amax_block / 6 * S)``, ``q = e2m1(x / (s / S))``.
+    """
+    f32 = np.float32
+    largest_of_blocks = block_amax(x, Block(block))
+    largest = np.max(largest_of_blocks, initial=0, where=np.isfinite(largest_of_blocks))
+    tensor = f32(448 * 6) / largest if largest > 0 else f32(1)
+    with np.errstate(all="ignore"):
+        narrow = np.minimum(largest_of_blocks / f32(6) * tensor, f32(448)).astype(E4M3FN.dtype)
+        narrow[~np.isfinite(largest_of_blocks)] = np.nan
+        wide = narrow.astype(f32)
+        m = np.minimum(f32(1) / (wide / tensor), np.finfo(f32).max)
+        scaled = x.astype(f32) * spread(m, x.shape, block)
+        data = np.clip(scaled, -6, 6).astype(E2M1FN.dtype)
+        scale = wide * (f32(1) / tensor)
+        return data, narrow, tensor, data.astype(f32) * spread(scale, x.shape, block)
+
+
+def nvfp4_case(case) -> np.ndarray:
+    x = sample(shape=(48, 80))
+    if case == "zero":
+        x = np.zeros_like(x)
+    elif case == "zero blocks":
+        x[:16], x[16:, 32:48] = 0, -0.0
+    elif case == "outlier":
+        x[20, 40] = 1e9
+    elif case == "nan":
+        x[20, 40] = np.nan
+    elif case == "inf":
+        x[20, 40] = -np.inf
+    elif case == "tiny":
+        x *= np.float32(1e-30)
+    elif case == "ragged":
+        x = sample(shape=(37, 75))
+    elif case == "one element":
+        x = np.float32([[-3.7]])
+    return x
+
+
+@pytest.mark.parametrize("contracting", [0, 1])
+@pytest.mark.parametrize("size", [(16, 1), (16, 16)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    ["normal", "zero", "zero blocks", "outlier", "nan", "inf", "tiny", "ragged", "one element"],
+)
+def test_two_level(case, size, contracting):
+    """Every scale and code is that of the definition."""
+    x = nvfp4_case(case)
+    block = size if contracting == 0 else size[::-1]
+    q = call(TwoLevel(E2M1FN, size), x, contracting=(contracting,))
+    data, narrow, tensor, values = nvfp4(x, block)
+    assert_bitwise(q.scale.scale, np.float32(1) / tensor)
+    assert_same_data(q.scale.data, narrow)
+    lost = np.isnan(spread(narrow.astype(np.float32), x.shape, block))
+    np.testing.assert_array_equal(codes(q.data)[~lost], codes(data)[~lost])
+    assert_bitwise(jit_dequantize(q), values)
+    assert lost.any() == (case in ("nan", "inf"))
+    assert lost.sum() in (0, math.prod(size))
+    if case == "normal":
+        assert np.linalg.norm(values - x) < 0.15 * np.linalg.norm(x)
+
+
+def test_trap_two_level_scales_that_underflow():
+    """Under an outlier other blocks' scales round to zero: 0 * Inf would make them NaN."""
+    x = sample(shape=(4, 64))
+    x[0, 0] = 1e9
+    q = call(TwoLevel(E2M1FN, (16, 1)), x)
+    narrow = np.asarray(q.scale.data).astype(np.float32)
+    assert narrow[0, 0] == 448
+    assert np.count_nonzero(narrow) == 1
+    values = np.asarray(jit_dequantize(q))
+    assert values[0, 0] == pytest.approx(1e9, rel=1e-6)
+    assert np.count_nonzero(values) == 1
+    assert np.all(np.isfinite(values))
+
+
+def test_trap_two_level_data_is_divided_by_the_rounded_scale():
+    """By the scale before its rounding the largest elements would leave the range of E2M1."""
+    x = sample(shape=(4, 1024))
+    data, narrow, tensor, _ = nvfp4(x, (1, 16))
+    largest = block_amax(x, Block((1, 16)))
+    unrounded = x * spread(np.float32(6) / largest, x.shape, (1, 16))
+    naive = np.clip(unrounded, -6, 6).astype(E2M1FN.dtype)
+    assert np.mean(codes(naive) != codes(data)) > 0.01
+    np.testing.assert_array_equal(codes(call(TwoLevel(E2M1FN, (16, 1)), x).data), codes(data))
+
+
+@pytest.mark.parametrize("top", [1e-45, 1e-38, 2e-38, 1e-36, 3e38], ids=str)
+def test_two_level_of_extreme_tensors(top):
+    """Finite whatever the magnitude, and accurate from 2^-115 on: S ends at 2^126."""
+    x = (np.linspace(-1, 1, 64, dtype=np.float64).reshape(2, 32) * top).astype(np.float32)
+    values = np.asarray(jit_dequantize(call(TwoLevel(E2M1FN, (16, 1)), x)), np.float64)
+    assert np.all(np.isfinite(values))
+    assert np.all(np.abs(values) <= 1.1 * top)
+    if top > 1e-34:
+        assert np.linalg.norm(values - x) < 0.15 * np.linalg.norm(x.astype(np.float64))
+
+
+@pytest.mark.parametrize("scale_fmt", [E5M2, E3M4], ids=lambda f: f.name)
+def test_two_level_with_other_scale_formats(scale_fmt):
+    x = sample(shape=(16, 64))
+    q = call(TwoLevel(E4M3FN, (16, 1), scale_fmt=scale_fmt), x)
+    assert q.scale.format is scale_fmt
+    assert np.linalg.norm(jit_dequantize(q) - x) < 0.05 * np.linalg.norm(x)
+    tensor = np.float32(scale_fmt.max * 448) / np.max(np.abs(x))
+    narrow = cast(block_amax(x, Block((1, 16))) / np.float32(448) * tensor, scale_fmt)
+    np.testing.assert_array_equal(codes(q.scale.data), codes(narrow))
+
+
+# E3M4, stored in bytes.
+
+
+@granularities
+@pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero", "stochastic"])
+def test_quantize_to_e3m4(granularity, rounding):
+    """The codes are those of `cast`, the values within a step of E3M4."""
+    x = sample()
+    q, values = there_and_back(x, E3M4, granularity=granularity, rounding=rounding, key=KEY)
+    assert q.format is E3M4
+    assert q.data.dtype == np.uint8
+    scale = expected_scale(x, E3M4, granularity)
+    assert_bitwise(q.scale, scale)
+    scaled = x * (np.float32(1) / spread(scale, x.shape))
+    np.testing.assert_array_equal(q.data, cast(scaled, E3M4, rounding=rounding, key=KEY))
+    rounded = np.asarray(round_to_format(scaled, E3M4, rounding=rounding, key=KEY))
+    assert_bitwise(values, rounded * spread(scale, x.shape))
+
+
+def test_e3m4_keeps_nan():
+    x = np.array([1.0, np.nan, -np.inf, -30.0], np.float32)
+    q = quantize(x, E3M4, scale=1.0)
+    assert np.asarray(q.data).tolist() == [0x30, 0x7F, 0x7F, 0xFE]
+    np.testing.assert_array_equal(q.dequantize(), np.float32([1, np.nan, np.nan, -30]))
+
+
+# Stochastic rounding.
+
+STOCHASTIC = [
+    Current(E5M2, rounding="stochastic"),
+    Unit(E5M2, rounding="stochastic"),
+    Rowwise(E4M3FN, "power_of_two", rounding="stochastic"),
+    Blockwise(E4M3FN, (32, 1), "rceil", rounding="stochastic"),
+    TwoLevel(E2M1FN, (16, 1), rounding="stochastic"),
+]
+stochastic = pytest.mark.parametrize("quantizer", STOCHASTIC, ids=str)
+
+
+def seeds(n) -> np.ndarray:
+    return np.random.default_rng(7).integers(0, 2**32, (n, 2)).astype(np.uint32)
+
+
+@stochastic
+def test_stochastic_quantizers_are_unbiased(quantizer):
+    """The mean over many seeds is x, element by element and over all of them, within 5 sigma."""
+    n, x = 1000, sample(shape=(4, 64)) / np.float32(8)
+    draw = jax.jit(jax.vmap(lambda seed: call(quantizer, x, seed=seed).dequantize()))
+    values = np.asarray(draw(seeds(n)), np.float64)
+    steps = np.max(values, axis=0) - np.min(values, axis=0)
+    # The largest of a block may saturate where its scale was rounded, which is no chance.
+    inside = np.abs(x) < 0.9 * spread(block_amax(x, Block((1, 16))), x.shape)
+    assert np.mean(inside) > 0.9
+    assert np.mean(steps > 0) > 0.7
+    error = np.mean(values, axis=0) - x
+    sigma = np.std(values, axis=0) / np.sqrt(n) + 2.0**-20 * np.abs(x)
+    unseen = steps == 0  # so close to a value that no seed went to the other one
+    assert np.all((np.abs(error) <= 5 * sigma) | unseen | ~inside)
+    assert abs(np.sum(error[inside])) < 5 * np.sqrt(np.sum(np.square(sigma[inside])))
+
+
+@stochastic
+def test_stochastic_quantizers_follow_their_seed(quantizer):
+    """Equal bytes from an equal seed, eagerly, compiled and mapped; others from another."""
+    x = sample()
+    a, b = seeds(2)
+    one, again, other = (codes(call(quantizer, x, seed=seed).data) for seed in (a, a, b))
+    np.testing.assert_array_equal(one, again)
+    assert 0.1 < np.mean(one != other) < 0.6
+    context = Context((1,), amax(x), None, jnp.asarray(a))
+    np.testing.assert_array_equal(codes(quantizer(jnp.asarray(x), context).data), one)
+    mapped = jax.vmap(lambda seed: call(quantizer, x, seed=seed))(jnp.stack([a, b]))
+    np.testing.assert_array_equal(codes(mapped.data), np.stack([one, other]))
+    nearest = call(dataclasses.replace(quantizer, rounding="nearest_even"), x)
+    assert 0.1 < np.mean(codes(nearest.data) != one) < 0.6
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2, E2M1FN], ids=lambda f: f.name)
+def test_stochastic_quantization_is_exact_over_all_draws(fmt):
+    """With every value of the random bits once, the mean of a normal value is x, exactly."""
+    n = 2 ** (23 - fmt.mantissa_bits)
+    bits = jnp.arange(n, dtype=jnp.uint32)
+
+    @jax.jit
+    def mean_of_all(x):
+        scale = jnp.full((1,), 2.0**-7)
+        q = quantize_with_scale(jnp.full((n,), x), scale, fmt, "stochastic", bits)
+        values = dequantize(q)
+        return values.min(), values.max(), jnp.sum(values == values.max())
+
+    for x in np.float32([1.2345e-2, 0.0239, 0.01, 0.031249998]):
+        low, high, ups = (Fraction(float(v)) for v in mean_of_all(x))
+        assert low < high
+        assert low + (high - low) * ups / n == Fraction(float(x))
+
+
+# Errors of quantizers.
+
+
+@pytest.mark.parametrize("cls", [Current, Delayed, Unit, Rowwise, Blockwise, TwoLevel])
+def test_quantizers_check_format_and_rounding(cls):
+    for wrong in ("E4M3FN", None, jnp.float8_e4m3fn):
+        with pytest.raises(TypeError, match=r"fmt must be a jfp8\.Format such as jfp8\.E4M3FN"):
+            cls(wrong)
+    with pytest.raises(ValueError, match="rounding='up' is unknown.*nearest_even, toward_zero"):
+        cls(E4M3FN, rounding="up")
+
+
+@pytest.mark.parametrize("cls", [Blockwise, TwoLevel])
+@pytest.mark.parametrize("size", [32, (32,), (32, 0), (32, 1, 1), [32, 1], (32, True), (32.0, 1)])
+def test_block_sizes_are_checked(cls, size):
+    with pytest.raises(ValueError, match=r"two positive ints.*like \(32, 1\) or \(128, 128\)"):
+        cls(E4M3FN, size)
+
+
+@pytest.mark.parametrize("wrong", [E8M0FNU, E2M1FN, "E4M3FN"], ids=str)
+def test_scale_formats_are_checked(wrong):
+    """E8M0FNU would overflow the tensor's scale; E2M1FN has no NaN for a block that holds one."""
+    with pytest.raises(ValueError, match=r"scale_fmt=.*a sign and a NaN.*E4M3FN"):
+        TwoLevel(E2M1FN, scale_fmt=wrong)
+
+
+@pytest.mark.parametrize("cls", [Unit, Delayed])
+def test_trap_formats_without_nan_need_a_scale_that_sees_it(cls):
+    with pytest.raises(ValueError, match=rf"{cls.__name__}\(E2M1FN\).*no NaN.*would vanish"):
+        cls(E2M1FN)
+
+
+def test_the_base_class_does_not_quantize():
+    with pytest.raises(NotImplementedError, match="Quantizer does not override __call__"):
+        call(Quantizer(E4M3FN), X)
 
 
 # Errors.
