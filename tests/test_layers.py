@@ -231,7 +231,7 @@ def test_the_watch_on_imports_sees(sin, complaint):
 
 def public_names() -> list[str]:
     names = list(jfp8.__all__)
-    for module in (jfp8.recipes, jfp8.linen, jfp8.optim):
+    for module in (jfp8.recipes, jfp8.quantizers, jfp8.scaling, jfp8.linen, jfp8.optim):
         short = module.__name__.removeprefix("jfp8.")
         listed = getattr(module, "__all__", None) or [
             name

@@ -502,6 +502,18 @@ def test_error_result_dtype(implementation):
         )
 
 
+def test_e3m4_operands():
+    """No f8 product takes their bytes: the reference computes it, "xla" says that it does not."""
+    codes = jnp.asarray([[0x30, 0x7E, 0x81], [0x10, 0xB0, 0x01]], jnp.uint8)
+    lhs, rhs = ScaledArray(codes, jnp.float32(2)), ScaledArray(codes, jnp.float32(0.5))
+    values = np.array([[1, 30, -(2.0**-6)], [0.25, -1, 2.0**-6]])
+    for implementation in ("emulate", None):
+        y = matmul(lhs, rhs, (((1,), (1,)), ((), ())), implementation=implementation)
+        np.testing.assert_array_equal(y, values @ values.T)
+    with pytest.raises(NotImplementedError, match="operands in E3M4 and E3M4"):
+        scaled_matmul(lhs, rhs, (((1,), (1,)), ((), ())), implementation="xla")
+
+
 def test_four_bit_operands():
     """No f8 product takes E2M1: the reference computes it, "xla" says that it does not."""
     rng = np.random.default_rng(12)

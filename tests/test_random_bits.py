@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jfp8.random_bits import _murmur3_finalizer, random_bits
+from jfp8.random_bits import _murmur3_finalizer, fold_in, hash_bits, random_bits, seed_of
 
 N = 2**18
 KEY = jax.random.key(0)
@@ -105,6 +105,41 @@ def test_keys_are_not_correlated(bits, other):
     assert_balanced(others)
     # Nor is one the other, moved: for a window of it no start in the other fits.
     assert np.mean(np.isin(bits, others)) < 10 * N / 2**32
+
+
+# Seeds: the two words of a key, and others made from them.
+
+
+def test_random_bits_are_those_of_the_seed(bits):
+    seed = seed_of(KEY)
+    assert (seed.dtype, seed.shape) == (jnp.uint32, (2,))
+    np.testing.assert_array_equal(jax.jit(hash_bits, static_argnums=1)(seed, (N,)), bits)
+
+
+@pytest.mark.parametrize("word", [0, 1, 0x3F800000, 0xFFFFFFFF])
+def test_a_folded_seed_is_not_correlated(bits, word):
+    """Neither with the seed it came from nor with that of the next word, even of a zero seed."""
+    folded = jax.jit(fold_in)
+    hashed = jax.jit(hash_bits, static_argnums=1)
+    for seed in (seed_of(KEY), jnp.zeros((2,), jnp.uint32)):
+        ours = np.asarray(hashed(folded(seed, np.uint32(word)), (N,)))
+        following = np.asarray(hashed(folded(seed, np.uint32((word + 1) % 2**32)), (N,)))
+        assert_balanced(ours)
+        for others in (bits, following, np.asarray(hashed(seed, (N,)))):
+            assert_balanced(ours ^ others)
+            assert np.mean(np.isin(ours, others)) < 10 * N / 2**32
+
+
+def test_different_words_give_different_seeds():
+    words = np.random.default_rng(0).integers(0, 2**32, 10_000).astype(np.uint32)
+    words = np.unique(np.append(words, np.arange(1000, dtype=np.uint32)))
+    for seed in (seed_of(KEY), jnp.zeros((2,), jnp.uint32)):
+        seeds = np.asarray(jax.jit(jax.vmap(fold_in, in_axes=(None, 0)))(seed, words))
+        assert seeds.shape == (len(words), 2)
+        assert len(np.unique(seeds, axis=0)) == len(words)
+        alone = fold_in(seed, jnp.asarray(words[7]))
+        np.testing.assert_array_equal(seeds[7], alone)
+        assert_balanced(seeds.ravel())
 
 
 def test_rows_and_columns_of_a_matrix_are_not_correlated():

@@ -1,0 +1,169 @@
+"""The rotation held to its matrix, built from Kronecker products in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jfp8 import E4M3FN, scaled_dot_general
+from jfp8.quantizers import Blockwise, Current
+from jfp8.recipes import PerOperand, Product
+from jfp8.rotations import Hadamard
+
+UNIT = 2.0**-24  # unit roundoff of f32
+DEFAULT = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+SIGNS = {1: (-1,), 2: (1, -1), 4: (1, 1, -1, 1), 16: DEFAULT, 32: DEFAULT + DEFAULT[::-1]}
+lengths = pytest.mark.parametrize("n", SIGNS)
+
+
+def matrix(signs) -> np.ndarray:
+    """``diag(s) H / sqrt(n)`` with ``H_2n = [[1, 1], [1, -1]] (x) H_n``, in float64."""
+    h = np.ones((1, 1))
+    while len(h) < len(signs):
+        h = np.kron([[1.0, 1.0], [1.0, -1.0]], h)
+    return np.diag(np.array(signs, np.float64)) @ h / np.sqrt(len(signs))
+
+
+def rotated(x, signs, axis) -> np.ndarray:
+    """Stretches of n along `axis`, zeros behind the last, times the matrix; in float64."""
+    n = len(signs)
+    x = np.moveaxis(np.asarray(x, np.float64), axis, -1)
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % n)])
+    parts = x.reshape(*x.shape[:-1], x.shape[-1] // n, n) @ matrix(signs)
+    return np.moveaxis(parts.reshape(x.shape), -1, axis)
+
+
+def sample(*shape) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def assert_close(actual, expected, x, n):
+    """An f32 sum of n products with rounded factors: within (n + 2) u of the sum of magnitudes,
+    which is at most sqrt(n) max|x|."""
+    assert actual.dtype == jnp.float32
+    assert actual.shape == expected.shape
+    bound = (n + 2) * UNIT * np.sqrt(n) * np.max(np.abs(np.asarray(x, np.float64)), initial=0)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=bound)
+
+
+def test_the_signs_are_those_of_transformer_engine():
+    assert Hadamard().signs == DEFAULT
+
+
+@lengths
+def test_the_matrix_is_orthogonal(n):
+    rotation = Hadamard(SIGNS[n])
+    np.testing.assert_array_equal(rotation.matrix(), matrix(SIGNS[n]).astype(np.float32))
+    for m in (matrix(SIGNS[n]), np.asarray(rotation(jnp.eye(n), 1), np.float64)):
+        np.testing.assert_allclose(m @ m.T, np.eye(n), rtol=0, atol=4 * n * UNIT)
+        np.testing.assert_allclose(np.abs(m), 1 / np.sqrt(n), rtol=2.0**-22)
+        np.testing.assert_array_equal(np.sign(m[:, 0]), SIGNS[n])  # the first column of H is ones
+
+
+@lengths
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2])
+def test_any_axis_of_any_size(n, axis):
+    """Also where the last stretch is cut short: the padding is rotated along, and stays."""
+    x = sample(3, 40, 33)
+    y = jax.jit(Hadamard(SIGNS[n]), static_argnums=1)(x, axis)
+    expected = rotated(x, SIGNS[n], axis)
+    assert expected.shape[axis] == -(-x.shape[axis] // n) * n
+    assert_close(y, expected, x, n)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: np.dtype(d).name)
+def test_narrow_arrays_are_rotated_in_f32(dtype):
+    x = sample(4, 48).astype(dtype)
+    assert_close(Hadamard()(x, 1), rotated(x, DEFAULT, 1), x, 16)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (4, 0), (1, 1), (5,)], ids=str)
+def test_small_arrays(shape):
+    x = sample(*shape)
+    axis = len(shape) - 1
+    y = Hadamard()(jnp.asarray(x), axis)
+    assert y.shape == (*shape[:-1], -(-shape[-1] // 16) * 16)
+    np.testing.assert_allclose(y, rotated(x, DEFAULT, axis), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [16, 64, 50, 7])
+def test_the_product_stays(k):
+    """``(a R) (b R)^T = a b^T``, for f32 to within its rounding."""
+    a, b = sample(5, k), sample(k, 3)
+    product = Hadamard()(a, 1) @ Hadamard()(b, 0)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    scale = np.linalg.norm(a) * np.linalg.norm(b)
+    np.testing.assert_allclose(product, exact, rtol=0, atol=64 * UNIT * scale)
+
+
+def test_an_outlier_is_spread_over_its_stretch():
+    x = np.zeros((1, 48), np.float32)
+    x[0, 20] = 8
+    y = np.asarray(Hadamard()(x, 1))
+    np.testing.assert_array_equal(np.abs(y[0, 16:32]), np.full(16, 2.0))
+    assert not y[0, :16].any()
+    assert not y[0, 32:].any()
+
+
+def test_transformations_agree():
+    x = sample(3, 4, 40)
+    rotate = lambda x: Hadamard()(x, 1)
+    eager = np.stack([rotate(each) for each in x])
+    np.testing.assert_allclose(jax.jit(jax.vmap(rotate))(x), eager, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(jax.vmap(rotate)(x), eager, rtol=0, atol=1e-6)
+
+
+# In a recipe.
+
+
+def rotating(quantizer, **options):
+    """A recipe that rotates fprop only, and its product of x and w."""
+    plain = Product(quantizer, quantizer)
+    recipe = PerOperand(
+        fprop=dataclasses.replace(plain, rotation=Hadamard()), dgrad=plain, wgrad=plain
+    )
+    return lambda x, w: scaled_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe, **options)
+
+
+@pytest.mark.parametrize("k", [64, 50])
+@pytest.mark.parametrize(
+    "quantizer", [Current(E4M3FN), Blockwise(E4M3FN, (32, 1), "rceil")], ids=["tensor", "blocks"]
+)
+def test_rotated_operands_are_quantized_and_multiplied(quantizer, k):
+    """As accurate as without, on data without outliers."""
+    x, w = sample(24, k), sample(k, 16)
+    y = jax.jit(rotating(quantizer))(x, w)
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    error = np.linalg.norm(y - exact) / np.linalg.norm(exact)
+    assert 0 < error < 0.05
+
+
+def test_trap_rotated_values_exceed_the_amax_of_the_tensor():
+    """Up to sqrt(16) times: along the signs everything adds up in one element of the stretch."""
+    x, w = np.tile(np.float32(DEFAULT), (4, 2)), sample(32, 5)
+    assert np.max(np.abs(Hadamard()(x, 1))) == 4
+    y = jax.jit(rotating(Current(E4M3FN)))(x, w)
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    assert np.linalg.norm(y - exact) < 0.05 * np.linalg.norm(exact)
+
+
+# Values and errors.
+
+
+def test_rotations_are_values():
+    assert Hadamard() == Hadamard(DEFAULT) != Hadamard(DEFAULT[::-1])
+    assert len({Hadamard(), Hadamard(DEFAULT), Hadamard((1, -1))}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Hadamard().signs = (1,)
+
+
+@pytest.mark.parametrize(
+    "signs", [(), (1, 1, 1), (1,) * 12, (1, 0), (1, 2), (1.5, 1), ("1", "1")], ids=str
+)
+def test_signs_are_checked(signs):
+    with pytest.raises(ValueError, match=r"1, 2, 4, 8, \.\.\. signs, each 1 or -1; got \("):
+        Hadamard(signs)
