@@ -146,7 +146,6 @@ def test_amax_per_block(block, full):
     assert_bitwise(amax(x, Block(block)), expected)
 
 
-@dtypes
 @pytest.mark.parametrize(
     ("shape", "block"),
     [
@@ -161,9 +160,9 @@ def test_amax_per_block(block, full):
     ],
     ids=str,
 )
-def test_amax_of_a_block_that_is_cut_short(dtype, shape, block):
+def test_amax_of_a_block_that_is_cut_short(shape, block):
     """The same as with zeros where elements are missing."""
-    x = normals(dtype, *shape)
+    x = normals(np.float32, *shape)
     full = (1,) * (len(shape) - len(block)) + block
     padded = np.pad(x, [(0, -n % b) for n, b in zip(shape, full)])
     expected = np.asarray(amax(padded, Block(block)))
@@ -391,8 +390,8 @@ def mx_code_by_bits(a, fmt, mode: str) -> np.ndarray:
 @data_formats
 @pytest.mark.parametrize("mode", E8M0_MODES)
 def test_e8m0_scales_of_every_mantissa(fmt, mode):
-    """Of one binade (every 31st but for E4M3FN), and the ends of the range."""
-    step = 1 if fmt is E4M3FN else 31
+    """Of one binade (every 31st but for the default), and the ends of the range."""
+    step = 1 if (fmt, mode) == (E4M3FN, "rceil") else 31
     bits = [np.arange(0x41000000, 0x41800000, step), np.arange(0x7F700000, 0x7F800000, 0x1001)]
     bits += [np.arange(0x7F7FFFF0, 0x7F800010), np.arange(0, 0x06000000, 0x40001)]
     a = from_bits(np.concatenate(bits))

@@ -1,0 +1,396 @@
+"""Stochastic rounding inside of products: reproducible, different wherever it has to be, unbiased.
+
+With an identity matrix as the other operand, a gradient shows the rounded gradient itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+from jfp8 import recipes, scaled_dot_general
+from jfp8.quantizers import Blockwise, Current, Rowwise, Unit
+from jfp8.recipes import PerOperand, Product
+
+PLAIN = (((1,), (0,)), ((), ()))
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+N = 48
+EYE = np.eye(N, dtype=np.float32)
+
+HYBRID = recipes.Hybrid(quantize_outputs=False)
+NVFP4 = recipes.NVFP4BlockScaling(random_hadamard=False)
+SOME = pytest.mark.parametrize("recipe", [HYBRID, NVFP4], ids=lambda r: r.name)
+
+
+def everything(quantizer):
+    """A recipe that rounds every operand of every product with `quantizer`."""
+    return PerOperand(*[Product(quantizer, quantizer)] * 3)
+
+
+def normal(seed=0, shape=(N, N)):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@partial(jax.jit, static_argnames=("recipe", "numbers"))
+def value_and_grads(lhs, rhs, dy, key=None, *, recipe, numbers=PLAIN):
+    f = lambda lhs, rhs: scaled_dot_general(lhs, rhs, numbers, recipe=recipe, key=key)
+    y, vjp = jax.vjp(f, lhs, rhs)
+    return y, *vjp(dy)
+
+
+def rounded_gradients(dy, key=None, recipe=HYBRID):
+    """The gradient as dgrad takes it and as wgrad does, up to the f32 arithmetic of scales."""
+    return value_and_grads(EYE, EYE, dy, key, recipe=recipe)[1:]
+
+
+def differ(a, b) -> bool:
+    """As independent roundings do: in many elements, and not in all."""
+    share = np.mean(np.asarray(a) != np.asarray(b))
+    return 0.1 < share < 0.9
+
+
+def same(a, b) -> bool:
+    return np.array_equal(a, b)
+
+
+# Each element becomes one of its two neighbours
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fmt"),
+    [(HYBRID, E5M2), (recipes.DirectE5M2(quantize_outputs=False), E5M2)],
+    ids=["hybrid", "direct_e5m2"],
+)
+def test_unscaled_gradients_become_one_of_their_neighbours(recipe, fmt):
+    """And both occur; subnormals too. One tensor of numbers serves both products."""
+    dy = normal() * 2.0 ** np.random.default_rng(1).integers(-17, 2, (N, N)).astype(np.float32)
+    grid = np.arange(256, dtype=np.uint8).view(fmt).astype(np.float64)
+    grid = np.sort(grid[np.isfinite(grid)])
+    above = grid[np.searchsorted(grid, dy)]
+    below = grid[np.searchsorted(grid, dy, side="right") - 1]
+    results = value_and_grads(7 * EYE, 7 * EYE, dy, jax.random.key(0), recipe=recipe)
+    d_lhs, d_rhs = (np.asarray(d) / np.float32(7) for d in results[1:])  # 7/448 = 2^-6: exact
+    assert same(d_lhs, d_rhs)
+    assert ((d_lhs == above) | (d_lhs == below)).all()
+    up = np.asarray(d_lhs == above)[above != below]
+    assert 0.4 < up.mean() < 0.6
+    subnormal = (abs(dy) < 2.0**-14)[above != below]
+    assert subnormal.sum() > 100
+    assert 0.3 < up[subnormal].mean() < 0.7
+
+
+def test_the_share_rounded_up_is_the_fraction():
+    """1 + f/4 between the neighbours 1 and 1.25 of e5m2, for a fraction f of each row."""
+    fractions = np.linspace(0, 1, N + 1)[:-1].astype(np.float32)
+    dy = np.broadcast_to(1 + fractions[:, None] / 4, (N, N))
+    keys = jax.random.split(jax.random.key(1), 32)
+    up = jax.vmap(lambda key: rounded_gradients(dy, key)[0] > 1.1)(keys)
+    share = np.asarray(up).mean(axis=(0, 2))
+    deviation = np.sqrt(fractions * (1 - fractions) / (32 * N))
+    assert (abs(share - fractions) <= 4.5 * deviation).all()
+    assert share[0] == 0  # what can be represented stays
+
+
+# The same where it should be, different where it must
+
+
+@SOME
+def test_reproducible_from_the_key(recipe):
+    dy, key = normal(), jax.random.key(3)
+    first = rounded_gradients(dy, key, recipe)
+    for one, other in zip(first, rounded_gradients(dy, key, recipe)):
+        assert same(one, other)
+    for one, other in zip(first, rounded_gradients(dy, jax.random.key(4), recipe)):
+        assert differ(one, other)
+    raw = jax.random.key_data(key)
+    for one, other in zip(first, rounded_gradients(dy, raw, recipe)):
+        assert same(one, other)  # a raw key is the same key
+
+
+@SOME
+def test_without_a_key_the_data_decides(recipe):
+    """Reproducible, the same tensor rounded the same way every time, and documented."""
+    dy = normal()
+    first = rounded_gradients(dy, recipe=recipe)
+    for one, other in zip(first, rounded_gradients(dy.copy(), recipe=recipe)):
+        assert same(one, other)
+    # Another amax, and nothing else, changes the bits.
+    largest = np.unravel_index(abs(dy).argmax(), dy.shape)
+    other = dy.copy()
+    other[largest] = np.nextafter(dy[largest], 0)
+    changed = rounded_gradients(other, recipe=recipe)
+    assert all(differ(a, b) for a, b in zip(first, changed))
+    assert "None: from the data alone" in scaled_dot_general.__doc__
+
+
+def test_other_recipes_do_not_care_about_the_key():
+    for recipe in (recipes.Float8CurrentScaling(), recipes.Hybrid(stochastic_gradients=False)):
+        args = (normal(0), normal(1), normal(2))
+        for one, other in zip(
+            value_and_grads(*args, recipe=recipe),
+            value_and_grads(*args, jax.random.key(0), recipe=recipe),
+        ):
+            assert same(one, other)
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])
+def test_operands_use_different_bits(key):
+    """One matrix as lhs, rhs and gradient, with equal amaxes, is rounded in three ways."""
+    x = normal()
+    recipe = everything(Unit(jfp8.E5M2, rounding="stochastic"))
+    as_lhs = value_and_grads(x, EYE, EYE, key, recipe=recipe)[0]
+    as_rhs = value_and_grads(EYE, x, EYE, key, recipe=recipe)[0]
+    as_grad = value_and_grads(EYE, EYE, x, key, recipe=recipe)[1]
+    for one, other in ((as_lhs, as_rhs), (as_lhs, as_grad), (as_rhs, as_grad)):
+        assert differ(one, other)
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])
+@pytest.mark.parametrize("tensor", ["lhs", "rhs", "grad"])
+def test_both_directions_use_different_bits(tensor, key):
+    """A magnitude for all, so that the scales of rows and of columns are equal."""
+    x = np.where(normal(1) > 0, np.float32(1.1), np.float32(-1.7))
+    x[:, 0], x[0] = 2.0, 2.0
+    recipe = everything(Rowwise(jfp8.E4M3FN, rounding="stochastic"))
+    operands = {"lhs": (x, EYE, EYE), "rhs": (EYE, x, EYE), "grad": (EYE, EYE, x)}[tensor]
+    y, d_lhs, d_rhs = value_and_grads(*operands, key, recipe=recipe)
+    pairs = {"lhs": (y, d_rhs.T), "rhs": (y, d_lhs.T), "grad": (d_lhs, d_rhs)}
+    one, other = pairs[tensor]
+    assert differ(one, other)
+
+
+def test_quantized_once_is_rounded_once():
+    """Per tensor, and in square blocks, both products take the same numbers."""
+    x = normal()
+    for quantizer in (Current, lambda fmt, **r: Blockwise(fmt, (16, 16), **r)):
+        recipe = PerOperand(
+            Product(None, quantizer(jfp8.E4M3FN, rounding="stochastic")),
+            Product(None, quantizer(jfp8.E4M3FN, rounding="stochastic")),
+            Product(None, Unit(jfp8.E5M2)),
+        )
+        y, d_lhs, _ = value_and_grads(EYE, x, EYE, recipe=recipe)
+        assert same(y, d_lhs.T)
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])
+def test_scan_iterations_and_examples_differ_if_their_data_do(key):
+    """One key for all of them: no key is threaded through scan, vmap or shard_map."""
+    x = normal()
+    # Elements of equal value under amaxes that differ by a hair.
+    stack = np.stack([x] * 8)
+    for i in range(8):
+        stack[i, 0, 0] = 8 + i / 1024
+    # Like activations, the left operand varies over devices.
+    rounded = lambda dy: value_and_grads(EYE + 0 * dy, EYE, dy, key, recipe=HYBRID)[1]
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    on_devices = jax.shard_map(
+        lambda dy: rounded(dy[0])[None], mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    loop = np.stack([rounded(dy) for dy in stack])
+    for name, results in {
+        "vmap": jax.jit(jax.vmap(rounded))(stack),
+        "scan": jax.jit(lambda xs: jax.lax.scan(lambda c, x: (c, rounded(x)), 0, xs)[1])(stack),
+        "shard_map": jax.jit(on_devices)(stack),
+    }.items():
+        assert same(results, loop), name
+    for i in range(8):
+        for j in range(i):
+            assert differ(loop[i], loop[j])
+    # Equal data are rounded alike, which is why a key is better where data repeat.
+    assert same(rounded(stack[0]), rounded(stack[0].copy()))
+
+
+# Unbiased
+
+KEYS = 256
+
+
+@partial(jax.jit, static_argnames="recipe")
+def gradients_of_many_keys(lhs, rhs, dy, *, recipe):
+    """d_lhs and d_rhs for each of `KEYS` keys."""
+    keys = jax.random.split(jax.random.key(6), KEYS)
+    one = lambda key: value_and_grads.__wrapped__(lhs, rhs, dy, key, recipe=recipe)[1:]
+    return jax.lax.map(one, keys, batch_size=32)
+
+
+UNBIASED = {
+    "hybrid": (recipes.Hybrid(), recipes.Hybrid(stochastic_gradients=False)),
+    "direct_e5m2": (recipes.DirectE5M2(), recipes.DirectE5M2(stochastic_gradients=False)),
+    "nvfp4": (NVFP4, recipes.NVFP4BlockScaling(random_hadamard=False, stochastic_rounding=False)),
+    "nvfp4, rotated": (
+        recipes.NVFP4BlockScaling(),
+        recipes.NVFP4BlockScaling(stochastic_rounding=False),
+    ),
+}
+
+
+def with_the_largest_in_each_block(x):
+    """No value above 3.5, but for a 4 in each 16 elements of each row and of each column.
+
+    A scale of NVFP4 that is rounded down would saturate the largest element of its block, which is
+    a bias that rounding cannot mend. These scales are all the largest, and exact.
+    """
+    x = np.clip(np.round(x * 64) / 64, -3.5, 3.5).astype(np.float32)
+    i, j = np.indices(x.shape)
+    return np.where((i - j) % 16 == 0, np.float32(4), x)
+
+
+def unrotated(z):
+    """Columns whose rotation by 16x16 Hadamard matrices is `z`; exact for multiples of 1/64."""
+    rotation = jfp8.rotations.Hadamard()
+    matrix = np.asarray(rotation(jnp.eye(16), 1), np.float64)  # rows x become x @ matrix
+    np.testing.assert_array_equal(matrix @ matrix.T, np.eye(16))
+    x = np.einsum("mk,skn->smn", matrix, z.reshape(-1, 16, z.shape[1]).astype(np.float64))
+    return x.reshape(z.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_the_mean_gradient_is_that_of_the_unrounded_one(name):
+    """Over keys: each element within 5 standard errors, and their mean square as it should be.
+
+    The other operand is exact in every format, so that only the gradient is rounded. Nearest even
+    fails by far, being wrong in the same way every time.
+    """
+    recipe, nearest = UNBIASED[name]
+    n = 32
+    lhs = rhs = np.where(normal(7, (n, n)) > 0, np.float32(7), np.float32(-7))
+    dy = with_the_largest_in_each_block(normal(8, (n, n)))
+    which = [0, 1]
+    if name == "nvfp4, rotated":  # then it is the rotated gradient whose blocks count, in wgrad
+        lhs, dy, which = 7 * np.eye(n, dtype=np.float32), unrotated(dy), [1]
+    samples = gradients_of_many_keys(lhs, rhs, dy, recipe=recipe)
+    fixed = value_and_grads(lhs, rhs, dy, recipe=nearest)[1:]
+    lhs, rhs, dy = (x.astype(np.float64) for x in (lhs, rhs, dy))
+    exact = (dy @ rhs.T, lhs.T @ dy)
+    for i in which:
+        drawn, wrong = (np.asarray(x[i], np.float64) for x in (samples, fixed))
+        floor = 1e-5 * abs(exact[i]).max()  # where nothing is rounded f32 sums show
+        error = np.maximum(drawn.std(axis=0, ddof=1) / np.sqrt(KEYS), floor)
+        score = (drawn.mean(axis=0) - exact[i]) / error
+        assert abs(score).max() < 5
+        assert 0.8 < np.sqrt(np.mean(score**2)) < 1.2
+        assert abs(np.mean(score)) < 5 / n
+        nearest_score = (wrong - exact[i]) / error
+        assert np.sqrt(np.mean(nearest_score**2)) > 3
+        assert abs(nearest_score).max() > 5
+
+
+# Linen
+
+
+class TwoLayers(nn.Module):
+    """Two layers with equal weights, each followed by nothing, whose gradients are equal."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = partial(
+            jfp8.Dense, N, use_bias=False, recipe=HYBRID, kernel_init=lambda *_: jnp.asarray(EYE)
+        )
+        return dense(name="first")(x), dense(name="second")(x)
+
+
+@partial(jax.jit, static_argnames="model")
+def weight_gradients(params, dy, rngs, *, model=None):
+    model = model or TwoLayers()
+    y, vjp = jax.vjp(lambda p: model.apply({"params": p}, EYE, rngs=rngs), params)
+    (grads,) = vjp(tuple(dy for _ in y))
+    return grads["first"]["kernel"], grads["second"]["kernel"]
+
+
+def test_layers_draw_from_the_stream_fp8():
+    """Two layers get different bits from it, the same key gives the same result."""
+    params = TwoLayers().init(jax.random.key(0), EYE)["params"]  # no stream is required
+    dy = normal()
+    first, second = weight_gradients(params, dy, {"fp8": jax.random.key(1)})
+    assert differ(first, second)
+    again = weight_gradients(params, dy, {"fp8": jax.random.key(1)})
+    assert same(first, again[0])
+    assert same(second, again[1])
+    for one, other in zip(
+        (first, second), weight_gradients(params, dy, {"fp8": jax.random.key(2)})
+    ):
+        assert differ(one, other)
+
+
+def test_layers_do_without_the_stream():
+    """Then the data decides, and equal gradients of two layers are rounded alike."""
+    params = TwoLayers().init(jax.random.key(0), EYE)["params"]
+    dy = normal()
+    first, second = weight_gradients(params, dy, {})
+    assert same(first, second)
+    assert same(first, value_and_grads(EYE, EYE, dy, recipe=HYBRID)[2])
+    others = {"dropout": jax.random.key(3), "params": jax.random.key(4)}
+    assert same(first, weight_gradients(params, dy, others)[0])
+
+
+def test_layers_that_do_not_round_stochastically_leave_the_stream_alone():
+    """Or adding such a layer would change the numbers of all others."""
+
+    class Model(nn.Module):
+        recipe: recipes.Recipe
+
+        @nn.compact
+        def __call__(self, x):
+            x = jfp8.Dense(4, recipe=self.recipe)(x)
+            return jax.random.key_data(self.make_rng("fp8"))
+
+    keys = {"params": jax.random.key(0), "fp8": jax.random.key(1)}
+    results = [
+        jax.jit(Model(recipe).init_with_output)(keys, EYE)[0]
+        for recipe in (recipes.Float8CurrentScaling(), recipes.RowwiseScaling())
+    ]
+    assert same(*results)
+
+
+# Cost
+
+
+def count(jaxpr, names) -> int:
+    """Equations of these primitives in a jaxpr and in all jaxprs inside of it."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        total += eqn.primitive.name in names
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    total += count(inner, names)
+    return total
+
+
+def random_sizes(jaxpr) -> list[int]:
+    """How many bits JAX's own generator is asked for, in each place."""
+    sizes = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("random_bits", "threefry2x32"):
+            sizes += [max(v.aval.size for v in eqn.outvars)]
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                sizes += random_sizes(inner)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.Hybrid(), recipes.DirectE5M2(), recipes.NVFP4BlockScaling()],
+    ids=lambda r: r.name,
+)
+def test_trap_no_threefry_per_element(recipe):
+    """JAX's generator makes the two words of a seed, once, whatever the size of the operands."""
+    seen = []
+    for n in (16, 256):
+        x = jnp.zeros((n, n))
+        f = partial(value_and_grads.__wrapped__, recipe=recipe)
+        jaxpr = jax.make_jaxpr(f)(x, x, x, jax.random.key(0)).jaxpr
+        seen.append(random_sizes(jaxpr))
+        assert not random_sizes(jax.make_jaxpr(f)(x, x, x).jaxpr)  # without a key not even that
+    assert seen == [[2], [2]]
