@@ -30,11 +30,23 @@ def dot_in_chunks(
     its sum otherwise. (Sums in f32 take them in instead.)
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    if len(lhs_contract) != 1:
+        lhs, rhs, dimension_numbers = _with_one_contraction(lhs, rhs, dimension_numbers)
+        return dot_in_chunks(lhs, rhs, dimension_numbers, accumulation)
+    (lhs_axis,), (rhs_axis,) = lhs_contract, rhs_contract
     lhs_free = free_dims(lhs.ndim, lhs_contract, lhs_batch)
     rhs_free = free_dims(rhs.ndim, rhs_contract, rhs_batch)
-    k = math.prod(lhs.shape[d] for d in lhs_contract)
-    runs = [r for r in (_run_length(lhs, lhs_contract), _run_length(rhs, rhs_contract)) if r]
-    length = 128 if accumulation.endswith("every_128") else max(k, 1)
+    shape = (
+        *(lhs.shape[d] for d in lhs_batch),
+        *(lhs.shape[d] for d in lhs_free),
+        *(rhs.shape[d] for d in rhs_free),
+    )
+    total = same_varying_axes((jnp.zeros(shape, jnp.float32), lhs.data, rhs.data))[0]
+    k = lhs.shape[lhs_axis]
+    if k == 0:
+        return total
+    runs = [r for r in (_run_length(lhs, lhs_axis), _run_length(rhs, rhs_axis)) if r]
+    length = 128 if accumulation.endswith("every_128") else k
     scales_inside = False
     if accumulation.startswith("hopper"):
         chain = hopper.dot_general
@@ -44,68 +56,114 @@ def dot_in_chunks(
         chain = emulate.dot_general
         scales_inside = any(run % length for run in runs)
 
-    def laid_out(x: jax.Array, order: tuple[int, ...], sizes: tuple[int, int, int]) -> jax.Array:
-        return x.transpose(order).reshape(sizes)
+    lhs_data, rhs_data = (
+        _padded(scaled_values(q) if scales_inside else q.data, axis, length)
+        for q, axis in ((lhs, lhs_axis), (rhs, rhs_axis))
+    )
 
-    def chunked(q: ScaledArray, order: tuple[int, ...], sizes: tuple[int, int, int], axis: int):
-        """Data and scale as (chunks, batch, ...); the scale has size 1 along the contraction."""
-        data = scaled_values(q) if scales_inside else q.data
-        data = _split_axis(laid_out(data, order, sizes), axis, length)
+    def add(chunk, total):
+        start = chunk * length
+        lhs_part = lax.dynamic_slice_in_dim(lhs_data, start, length, lhs_axis)
+        rhs_part = lax.dynamic_slice_in_dim(rhs_data, start, length, rhs_axis)
         if scales_inside:
-            return data, ()
-        scales = []
-        for scale in scale_as_f32_pair(q):
-            if scale.ndim:
-                scale = jnp.broadcast_to(expand_scale(scale, q.shape, q.block), q.shape)
-                scale = laid_out(scale, order, sizes)
-                scale = jnp.moveaxis(lax.slice_in_dim(scale, 0, None, length, axis), axis, 0)
-                scale = jnp.expand_dims(scale, axis + 1)
-            else:
-                scale = jnp.broadcast_to(scale, (data.shape[0], 1, 1, 1))
-            scales.append(scale)
-        return data, tuple(scales)
+            y = multiply(lhs_part, rhs_part, dimension_numbers, lax.Precision.HIGHEST)
+            return total + y
+        y = chain(lhs_part, rhs_part, dimension_numbers, fast_accumulation=True)
+        for scale in scale_products(
+            _scales_at(lhs, lhs_axis, start, lhs_batch, lhs_free, 0, len(rhs_free)),
+            _scales_at(rhs, rhs_axis, start, rhs_batch, rhs_free, len(lhs_free), 0),
+        ):
+            y = y * scale
+        return total + y
 
-    batch = tuple(lhs.shape[d] for d in lhs_batch)
-    b, m = math.prod(batch), math.prod(lhs.shape[d] for d in lhs_free)
-    n = math.prod(rhs.shape[d] for d in rhs_free)
-    lhs_chunks = chunked(lhs, (*lhs_batch, *lhs_free, *lhs_contract), (b, m, k), 2)
-    rhs_chunks = chunked(rhs, (*rhs_batch, *rhs_contract, *rhs_free), (b, k, n), 1)
-
-    def add(total, chunk):
-        (lhs_data, lhs_scales), (rhs_data, rhs_scales) = chunk
-        numbers = (((2,), (1,)), ((0,), (0,)))
-        if scales_inside:
-            partial_sum = multiply(lhs_data, rhs_data, numbers, lax.Precision.HIGHEST)
-        else:
-            partial_sum = chain(lhs_data, rhs_data, numbers, fast_accumulation=True)
-        for scale in scale_products(lhs_scales, rhs_scales):
-            partial_sum = partial_sum * scale
-        return total + partial_sum, None
-
-    total = same_varying_axes((jnp.zeros((b, m, n), jnp.float32), lhs.data, rhs.data))[0]
-    total, _ = lax.scan(add, total, (lhs_chunks, rhs_chunks))
-    shape = (*batch, *(lhs.shape[d] for d in lhs_free), *(rhs.shape[d] for d in rhs_free))
-    return total.reshape(shape)
+    return lax.fori_loop(0, -(-k // length), add, total)
 
 
-def _split_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """`axis` cut into chunks of `length`, zeros behind it, their number as a new first axis."""
-    padding = [(0, -n % length if d == axis else 0) for d, n in enumerate(x.shape)]
-    if any(after for _, after in padding):
-        x = jnp.pad(x, padding)
-    chunks = x.shape[axis] // length
-    x = x.reshape(*x.shape[:axis], chunks, length, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
+def _with_one_contraction(
+    lhs: ScaledArray, rhs: ScaledArray, dimension_numbers: lax.DotDimensionNumbers
+) -> tuple[ScaledArray, ScaledArray, lax.DotDimensionNumbers]:
+    """The same product with all contracted dimensions merged into one, the last."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs = _merged_last(lhs, lhs_batch, lhs_contract)
+    rhs = _merged_last(rhs, rhs_batch, rhs_contract)
+    batch = tuple(range(len(lhs_batch)))
+    return lhs, rhs, (((lhs.ndim - 1,), (rhs.ndim - 1,)), (batch, batch))
 
 
-def _run_length(q: ScaledArray, contract: Sequence[int]) -> int | None:
-    """Over how many consecutive elements of the contraction the scale is constant; None: all."""
+def _merged_last(q: ScaledArray, batch: Sequence[int], contract: Sequence[int]) -> ScaledArray:
+    """`q` as (batch, free, all contracted dimensions in one), a scale for each element of these."""
+    order = (*batch, *free_dims(q.ndim, contract, batch), *contract)
+    kept = q.ndim - len(contract)
+
+    def merged(x: jax.Array) -> jax.Array:
+        x = x.transpose(order)
+        return x.reshape(*x.shape[:kept], math.prod(x.shape[kept:]))
+
     shape = scale_shape_of(q)
-    if not shape or all(shape[d] == 1 for d in contract):
-        return None
-    last = contract[-1]
-    block = q.block[last] if q.block is not None else q.shape[last] // max(shape[last], 1)
-    return block if len(contract) == 1 else math.gcd(block, q.shape[last])
+    if not shape:
+        return ScaledArray(merged(q.data), q.scale)
+    scale = q.scale.data if isinstance(q.scale, ScaledArray) else jnp.asarray(q.scale)
+    scale = expand_scale(scale, q.shape, q.block)
+    full = [n if d in contract else scale.shape[d] for d, n in enumerate(q.shape)]
+    scale = merged(jnp.broadcast_to(scale, full))
+    run = math.prod(q.shape[d] for d in contract)
+    if any(shape[d] != 1 for d in contract):
+        # As long as a block along the last dimension, and a divisor of it: runs never cross rows.
+        run = math.gcd(q.block_sizes()[contract[-1]], q.shape[contract[-1]])
+    scale = lax.slice_in_dim(scale, 0, None, max(run, 1), axis=-1)
+    if isinstance(q.scale, ScaledArray):
+        return ScaledArray(merged(q.data), ScaledArray(scale, q.scale.scale))
+    return ScaledArray(merged(q.data), scale)
+
+
+def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """`x` with zeros behind it along `axis`, to a multiple of `length`."""
+    missing = -x.shape[axis] % length
+    if not missing:
+        return x
+    return jnp.pad(x, [(0, missing if d == axis else 0) for d in range(x.ndim)])
+
+
+def _run_length(q: ScaledArray, axis: int) -> int | None:
+    """Over how many consecutive elements along `axis` the scale is constant; None: over all."""
+    shape = scale_shape_of(q)
+    return None if not shape or shape[axis] == 1 else q.block_sizes()[axis]
+
+
+def _scales_at(
+    q: ScaledArray,
+    axis: int,
+    start: jax.Array,
+    batch: Sequence[int],
+    free: Sequence[int],
+    before: int,
+    after: int,
+) -> tuple[jax.Array, ...]:
+    """The scales of the elements from `start` along the contracted `axis`; see `to_output`."""
+    scales = []
+    for scale in scale_as_f32_pair(q):
+        if scale.ndim and scale.shape[axis] != 1:
+            scale = lax.dynamic_slice_in_dim(scale, start // q.block_sizes()[axis], 1, axis)
+        scales.append(to_output(scale, q, batch, free, before, after))
+    return tuple(scales)
+
+
+def to_output(
+    scale: jax.Array,
+    q: ScaledArray,
+    batch: Sequence[int],
+    free: Sequence[int],
+    before: int,
+    after: int,
+) -> jax.Array:
+    """A scale of `q` laid out like the product: batch, `before` ones, free dims, `after` ones."""
+    if scale.ndim == 0:
+        return scale
+    scale = expand_scale(scale, q.shape, q.block)
+    kept = (*batch, *free)
+    scale = scale.transpose(*kept, *(d for d in range(scale.ndim) if d not in kept))
+    sizes = scale.shape[: len(kept)]
+    return scale.reshape(*sizes[: len(batch)], *(1,) * before, *sizes[len(batch) :], *(1,) * after)
 
 
 def scale_products(

@@ -59,6 +59,13 @@ class ScaledArray:
         """Format of the stored data."""
         return format_of(self.data.dtype)
 
+    def block_sizes(self) -> tuple[int, ...]:
+        """Elements that share a scale, for each dimension; the scale must not be 0-d."""
+        if self.block is not None:
+            return self.block
+        shape = jnp.shape(self.scale.data if isinstance(self.scale, ScaledArray) else self.scale)
+        return tuple(n // max(m, 1) for n, m in zip(self.shape, shape, strict=True))
+
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         """``data * scale`` in `dtype`; see `jfp8.dequantize`."""
         return dequantize(self, dtype)

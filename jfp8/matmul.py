@@ -18,14 +18,9 @@ from jfp8.accumulation import (
     multiply,
     scale_products,
     scale_shape_of,
+    to_output,
 )
-from jfp8.arrays import (
-    ScaledArray,
-    check_scale_shape,
-    expand_scale,
-    scale_as_f32_pair,
-    scaled_values,
-)
+from jfp8.arrays import ScaledArray, check_scale_shape, scale_as_f32_pair, scaled_values
 from jfp8.formats import E4M3FN, E5M2
 from jfp8.kernels import emulate, xla
 
@@ -146,8 +141,8 @@ def scaled_matmul(
     rhs_free = free_dims(rhs.ndim, rhs_contract, rhs_batch)
     lhs_scales, rhs_scales = scale_as_f32_pair(lhs), scale_as_f32_pair(rhs)
     for factor in scale_products(
-        tuple(_to_output(s, lhs, lhs_batch, lhs_free, 0, len(rhs_free)) for s in lhs_scales),
-        tuple(_to_output(s, rhs, rhs_batch, rhs_free, len(lhs_free), 0) for s in rhs_scales),
+        tuple(to_output(s, lhs, lhs_batch, lhs_free, 0, len(rhs_free)) for s in lhs_scales),
+        tuple(to_output(s, rhs, rhs_batch, rhs_free, len(lhs_free), 0) for s in rhs_scales),
     ):
         product = product * factor
     return product.astype(dtype)
@@ -228,21 +223,3 @@ def check_dimension_numbers(
 def _varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
     shape = scale_shape_of(q)
     return bool(shape) and any(shape[d] != 1 for d in dims)
-
-
-def _to_output(
-    scale: jax.Array,
-    q: ScaledArray,
-    batch: tuple[int, ...],
-    free: tuple[int, ...],
-    before: int,
-    after: int,
-) -> jax.Array:
-    """A scale of `q` laid out like the product: batch, `before` ones, free dims, `after` ones."""
-    if scale.ndim == 0:
-        return scale
-    scale = expand_scale(scale, q.shape, q.block)
-    scale = scale.transpose(*batch, *free, *(d for d in range(scale.ndim) if d not in batch + free))
-    kept = scale.shape[: len(batch) + len(free)]
-    shape = kept[: len(batch)] + (1,) * before + kept[len(batch) :] + (1,) * after
-    return scale.reshape(shape)
