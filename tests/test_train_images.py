@@ -138,19 +138,20 @@ def test_a_folder_without_the_files(data, tmp_path):
         data.load(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\0\0",
-        b"hello world, hello world",
-        b"\0\0\x08\x03\0\0\0\x01",  # shorter than its own header
-        idx(np.zeros((2, 3, 4), np.uint8))[:-1],
-        idx(np.zeros((2, 3, 4), np.uint8)) + b"\0",
-        idx(np.zeros((2, 3, 4), np.uint8)).replace(b"\x08", b"\x0d"),  # float32
-        gzip.compress(idx(np.zeros((2, 3, 4), np.uint8)))[:-9],
-    ],
-)
+WHOLE = idx(np.zeros((2, 3, 4), np.uint8))
+NOT_IDX = {
+    "empty": b"",
+    "two bytes": b"\0\0",
+    "text": b"hello world, hello world",
+    "shorter than its own header": b"\0\0\x08\x03\0\0\0\x01",
+    "a byte missing": WHOLE[:-1],
+    "a byte too many": WHOLE + b"\0",
+    "float32": WHOLE.replace(b"\x08", b"\x0d"),
+    "cut gzip": gzip.compress(WHOLE)[:-9],
+}
+
+
+@pytest.mark.parametrize("content", NOT_IDX.values(), ids=NOT_IDX)
 def test_a_file_that_is_not_idx(data, tmp_path, content):
     path = tmp_path / "images"
     path.write_bytes(content)
