@@ -106,7 +106,8 @@ def test_batched_products(implementation):
         (recipes.Float8CurrentScaling(), E4M3, E5M2),
         (recipes.Float8CurrentScaling(fp8_format="E4M3"), E4M3, E4M3),
         (recipes.DelayedScaling(fp8_format="E4M3", scale_rounding="power_of_two"), E4M3, E4M3),
-        (recipes.DelayedScaling(fp8_format="E5M2"), E5M2, E5M2),
+        (recipes.RowwiseScaling(), E4M3, E4M3),
+        (recipes.Hybrid(), E4M3, E5M2),
         (recipes.Unscaled(), E4M3, E5M2),
     ],
     ids=str,
@@ -114,6 +115,30 @@ def test_batched_products(implementation):
 def test_recipes(recipe, forward, backward):
     f, args = product_and_gradients(recipe=recipe)
     assert_three_f8_products(dots(lowered(f, *args)), forward, backward)
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.DirectE5M2(), recipes.DelayedScaling(fp8_format="E5M2")], ids=str
+)
+def test_e5m2_by_e5m2_runs_in_f16(recipe):
+    """No tensor core multiplies the two, and XLA refuses the algorithm; f16 holds their values."""
+    f, args = product_and_gradients(recipe=recipe)
+    products = dots(lowered(f, *args))
+    assert len(products) == 3
+    assert {(d.lhs, d.rhs, d.out, d.algorithm) for d in products} == {("f16", "f16", "f32", None)}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()],
+    ids=lambda recipe: recipe.name,
+)
+def test_block_recipes_lower_too(recipe):
+    """There is no kernel for them yet: where scales vary along the sum, values are multiplied."""
+    f, args = product_and_gradients(recipe=recipe)
+    products = dots(lowered(f, *args))
+    assert ("f32", "f32", "f32") in {(d.lhs, d.rhs, d.out) for d in products}
+    assert {d.out for d in products} == {"f32"}
 
 
 @pytest.mark.parametrize("fast", [True, False])
