@@ -156,7 +156,13 @@ def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax
             for part in (m, n // m if m else 0)
         ]
         axes = tuple(range(1, 2 * x.ndim, 2))
-        largest = jnp.max(magnitude.reshape(blocked), axis=axes, initial=lane(0))
+        if blocked and blocked[-1] % 8 == 0:
+            # Along the fastest dimension in two steps, the first of which XLA:CPU does in vectors.
+            blocked[-1:] = [blocked[-1] // 8, 8]
+            magnitude = jnp.max(magnitude.reshape(blocked), axis=axes, initial=lane(0))
+            largest = jnp.max(magnitude, axis=-1, initial=lane(0))
+        else:
+            largest = jnp.max(magnitude.reshape(blocked), axis=axes, initial=lane(0))
     return lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
 
 
