@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from jfp8.arrays import ScaledArray, expand_scale, scale_as_f32_pair, scaled_val
 from jfp8.compat import same_varying_axes
 from jfp8.kernels import emulate, hopper
 
-ACCUMULATIONS = ("f32", "f32_every_128", "hopper", "hopper_every_128")
+Accumulation = Literal["f32", "f32_every_128", "hopper", "hopper_every_128"]
+ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)
 
 
 def dot_in_chunks(

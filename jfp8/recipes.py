@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jfp8 import formats, quantizers
+from jfp8.accumulation import ACCUMULATIONS, Accumulation
 from jfp8.formats import E2M1FN, E4M3FN, E5M2, Format
 from jfp8.quantizers import Blockwise, Current, Delayed, Quantizer, Rowwise, TwoLevel, Unit
 from jfp8.rotations import Hadamard
 from jfp8.scaling import AmaxState, ScaleRounding, init_amax_state
 
 Fp8Format = Literal["HYBRID", "E4M3", "E5M2"]
-Accumulation = Literal["f32", "f32_every_128", "hopper", "hopper_every_128"]
-ACCUMULATIONS: tuple[str, ...] = ("f32", "f32_every_128", "hopper", "hopper_every_128")
 
 # (forward, gradient); HYBRID gives gradients the range they need and the rest the precision.
 _FP8_FORMATS: dict[str, tuple[Format, Format]] = {

@@ -28,12 +28,12 @@ ARROWS: dict[str, str] = {
     "scaling": "compat random_bits formats arrays",
     "quantizers": "compat random_bits formats arrays scaling",
     "rotations": "",
-    "recipes": "compat random_bits formats arrays scaling quantizers rotations",
     "kernels/__init__": "",
     "kernels/emulate": "compat formats arrays",
     "kernels/hopper": "compat formats arrays",
     "kernels/xla": "compat formats arrays",
     "accumulation": "compat arrays kernels/__init__ kernels/emulate kernels/hopper",
+    "recipes": "compat random_bits formats arrays scaling quantizers rotations accumulation",
     "matmul": "compat formats arrays kernels/__init__ kernels/emulate kernels/xla accumulation",
     "sink": "compat formats scaling",
     "dot_general": (
