@@ -1,21 +1,11 @@
-"""`scaled_dot_general`: three FP8 products and their VJP.
-
-    fprop  y  = q(lhs) . q(rhs)
-    dgrad  dx = q(dy)  . q(rhs)^T
-    wgrad  dw = q(lhs)^T . q(dy)
-
-A tensor is quantized once if both of its products can use the result, else once for each. What the
-backward pass keeps is the f8 bytes and their scales, not the operands.
-"""
+"""`scaled_dot_general`: ``jax.lax.dot_general`` with quantized operands, forward and backward."""
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,140 +14,16 @@ from jax import lax
 
 from jfp8.accumulation import free_dims, multiply
 from jfp8.arrays import ScaledArray, scaled_values
-from jfp8.compat import same_varying_axes
-from jfp8.formats import as_float_array, codes_of, codes_to_format
+from jfp8.bilinear import Kind, Observed, Operand, Operation, multiply_quantized
+from jfp8.formats import as_float_array
 from jfp8.matmul import (
     Implementation,
     check_dimension_numbers,
     check_implementation,
     scaled_matmul,
 )
-from jfp8.quantizers import Context, Quantizer
-from jfp8.random_bits import fold_in, seed_of
 from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
-from jfp8.scaling import AmaxState, amax
-from jfp8.sink import ROLES, WIDTH, encode_amax
-
-
-class Observed(NamedTuple):
-    """amax of the two operands of a product, f32[] each; NaN or Inf where the operand has one."""
-
-    lhs: jax.Array
-    rhs: jax.Array
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What is static about one call."""
-
-    dimension_numbers: lax.DotDimensionNumbers
-    recipe: Recipe
-    implementation: Implementation
-    out_dtype: np.dtype
-    lhs_dtype: np.dtype
-    rhs_dtype: np.dtype
-
-    @property
-    def products(self) -> tuple[Product, Product, Product]:
-        products = self.recipe.products()
-        return products.fprop, products.dgrad, products.wgrad
-
-    def multiply(
-        self,
-        how: Product,
-        lhs: ScaledArray | jax.Array,
-        rhs: ScaledArray | jax.Array,
-        dimension_numbers: lax.DotDimensionNumbers,
-        dtype: np.dtype,
-    ) -> jax.Array:
-        """One of the three products; operands that are plain arrays are in high precision."""
-        if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
-            accumulation = self.recipe.accumulation
-            if accumulation == "hopper" and not how.fast_accumulation:
-                accumulation = "hopper_every_128"
-            return scaled_matmul(
-                lhs,
-                rhs,
-                dimension_numbers,
-                preferred_element_type=dtype,
-                accumulation=accumulation,
-                fast_accumulation=how.fast_accumulation,
-                implementation=self.implementation,
-            )
-        precision = None
-        if isinstance(lhs, ScaledArray):
-            lhs, precision = scaled_values(lhs), lax.Precision.HIGHEST
-        if isinstance(rhs, ScaledArray):
-            rhs, precision = scaled_values(rhs), lax.Precision.HIGHEST
-        common = jnp.promote_types(lhs.dtype, rhs.dtype)
-        y = multiply(lhs.astype(common), rhs.astype(common), dimension_numbers, precision)
-        return y.astype(dtype)
-
-
-@dataclass(frozen=True)
-class _Operand:
-    """One tensor that takes part in two of the three products."""
-
-    role: str
-    x: jax.Array
-    amax: jax.Array
-    state: AmaxState | None
-    seed: jax.Array | None
-
-    def quantized(
-        self, quantizer: Quantizer | None, product: Product, contracting: tuple[int, ...]
-    ) -> ScaledArray | jax.Array:
-        """The tensor as `product` takes it; in high precision if `quantizer` is None."""
-        x, largest = self.x, self.amax
-        if product.rotation is not None:
-            (axis,) = contracting
-            x = product.rotation(x, axis)
-            largest = amax(x)
-        if quantizer is None:
-            return x
-        seed = None
-        if quantizer.stochastic:
-            seed = _seed_for(f"{self.role}{contracting}", self.amax, self.seed)
-        return quantizer(x, Context(contracting, largest, self.state, seed))
-
-    def quantized_again(
-        self,
-        quantizer: Quantizer | None,
-        product: Product,
-        contracting: tuple[int, ...],
-        first: ScaledArray | jax.Array,
-        first_quantizer: Quantizer | None,
-        first_product: Product,
-    ) -> ScaledArray | jax.Array:
-        """`quantized`, or `first`, what another product took, where that is the same."""
-        rotated = product.rotation is not None or first_product.rotation is not None
-        any_direction = quantizer is None or quantizer.one_for_both
-        if quantizer == first_quantizer and any_direction and not rotated:
-            return first
-        return self.quantized(quantizer, product, contracting)
-
-
-def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
-    """A seed of its own for each `use` of each tensor, step, scan iteration, batch and device.
-
-    Nothing has to be threaded through transformations for that: the data differs wherever a seed
-    must, and its amax tells. The seed given by the user keeps equal data apart.
-    """
-    if seed is None:
-        seed = jnp.zeros((2,), jnp.uint32)
-    word = np.uint32(zlib.crc32(use.encode()))
-    return fold_in(seed, lax.bitcast_convert_type(amax, jnp.uint32) ^ word)
-
-
-def _quantized_output(
-    product: Product, role: str, y: jax.Array, seed: jax.Array | None
-) -> jax.Array:
-    """A result of a product, rounded to what its recipe stores results in."""
-    if product.output is None:
-        return y
-    q = _Operand(role, y, amax(y), None, seed).quantized(product.output, Product(None, None), ())
-    assert isinstance(q, ScaledArray)
-    return scaled_values(q).astype(y.dtype)
+from jfp8.scaling import AmaxState
 
 
 def scaled_dot_general(
@@ -239,101 +105,97 @@ def observed_dot_general(
     check_implementation(implementation)
     lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    _check_state(recipe, state)
-    if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
-        raise ValueError(
-            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)} (jfp8.sink.init_sink()), "
-            f"got {sink.dtype} of shape {sink.shape}."
-        )
-    out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
+    out_shape = _out_shape(lhs.shape, rhs.shape, dimension_numbers)
+    if recipe.products().matrices:
+        lhs, rhs, dimension_numbers = _as_matrices(lhs, rhs, dimension_numbers)
+    dot = DotGeneral(
+        dimension_numbers,
+        (lhs.ndim, rhs.ndim),
+        (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype),
+        implementation,
+    )
+    y, observed = multiply_quantized(dot, lhs, rhs, recipe=recipe, state=state, sink=sink, key=key)
+    return y.reshape(out_shape), observed
+
+
+def check_out_dtype(
+    preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: jax.Array
+) -> np.dtype:
+    """The dtype of a product: `preferred`, which must be floating, or that of the operands."""
+    out_dtype = preferred or jnp.result_type(lhs, rhs)
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise TypeError(
             f"preferred_element_type must be a floating dtype, got {np.dtype(out_dtype)}."
         )
-    products = recipe.products()
-    out_shape = _out_shape(lhs.shape, rhs.shape, dimension_numbers)
-    if products.matrices:
-        lhs, rhs, dimension_numbers = _as_matrices(lhs, rhs, dimension_numbers)
-    call = _Call(
-        dimension_numbers,
-        recipe,
-        implementation,
-        np.dtype(out_dtype),
-        np.dtype(lhs.dtype),
-        np.dtype(rhs.dtype),
-    )
-    seed = None if key is None or not products.stochastic else seed_of(key)
-    operands = (lhs, rhs, lax.stop_gradient(state), sink, seed)
-    y, observed = _dot(call, *same_varying_axes(operands))
-    return y.reshape(out_shape), observed
+    return np.dtype(out_dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(call, lhs, rhs, state, sink, seed):
-    return _dot_fwd(call, lhs, rhs, state, sink, seed)[0]
+@dataclass(frozen=True)
+class DotGeneral(Operation):
+    """``dot_general`` of operands with these numbers of dimensions.
 
+    Attributes:
+      dimension_numbers: checked.
+      ndims: of lhs and rhs.
+      dtypes: of lhs, rhs and y.
+      implementation: see `scaled_matmul`.
+    """
 
-def _dot_fwd(call, lhs, rhs, state, sink, seed):
-    lhs, rhs = _first_order_only(lhs), _first_order_only(rhs)
-    fprop, dgrad, wgrad = call.products
-    observed = Observed(amax(lhs), amax(rhs))
-    x = _Operand("lhs", lhs, observed.lhs, state and state["lhs"], seed)
-    w = _Operand("rhs", rhs, observed.rhs, state and state["rhs"], seed)
-    (x_sum, w_sum), (x_batch, w_batch) = call.dimension_numbers
-    q_lhs, q_rhs = x.quantized(fprop.lhs, fprop, x_sum), w.quantized(fprop.rhs, fprop, w_sum)
-    y = call.multiply(fprop, q_lhs, q_rhs, call.dimension_numbers, call.out_dtype)
-    y = _quantized_output(fprop, "y", y, seed)
+    dimension_numbers: lax.DotDimensionNumbers
+    ndims: tuple[int, int]
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]
+    implementation: Implementation
 
-    # For the backward pass: the same bytes, or those along the other direction.
-    x_free, w_free = free_dims(lhs.ndim, x_sum, x_batch), free_dims(rhs.ndim, w_sum, w_batch)
-    kept_lhs = x.quantized_again(wgrad.lhs, wgrad, x_free, q_lhs, fprop.lhs, fprop)
-    kept_rhs = w.quantized_again(dgrad.rhs, dgrad, w_free, q_rhs, fprop.rhs, fprop)
-    # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
-    grad_state = None if state is None or sink is None else state["grad"]
-    seen = None if sink is None else observed
-    return (y, observed), (_to_bytes(kept_lhs), _to_bytes(kept_rhs), grad_state, seen, seed)
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        numbers, _, _ = self._numbers(kind)
+        first, second = numbers[0]
+        return tuple(first), tuple(second)
 
+    def multiply(
+        self, kind: Kind, first: Operand, second: Operand, how: Product, accumulation: str
+    ) -> jax.Array:
+        numbers, order, dtype = self._numbers(kind)
+        y = self._product(first, second, numbers, dtype, how, accumulation)
+        return y if order is None else y.transpose(order)
 
-def _dot_bwd(call, residuals, cotangents):
-    lhs_bytes, rhs_bytes, grad_state, seen, seed = residuals
-    dy = _first_order_only(cotangents[0])
-    _, dgrad, wgrad = call.products
-    q_lhs = _from_bytes(lhs_bytes, wgrad.lhs)
-    q_rhs = _from_bytes(rhs_bytes, dgrad.rhs)
-    grad_amax = amax(dy)
-    g = _Operand("grad", dy, grad_amax, grad_state, seed)
+    def _numbers(
+        self, kind: Kind
+    ) -> tuple[lax.DotDimensionNumbers, tuple[int, ...] | None, np.dtype]:
+        """Dimension numbers, the transposition that follows, and the dtype of one product."""
+        lhs_dtype, rhs_dtype, y_dtype = self.dtypes
+        if kind == "fprop":
+            return self.dimension_numbers, None, y_dtype
+        dgrad, d_lhs, wgrad, d_rhs = _transposed_products(*self.ndims, self.dimension_numbers)
+        return (dgrad, d_lhs, lhs_dtype) if kind == "dgrad" else (wgrad, d_rhs, rhs_dtype)
 
-    lhs_numbers, lhs_order, rhs_numbers, rhs_order = _transposed_products(
-        q_lhs.ndim, q_rhs.ndim, call.dimension_numbers
-    )
-    for_dgrad, for_wgrad = lhs_numbers[0][0], rhs_numbers[0][1]
-    q_dy = g.quantized(dgrad.lhs, dgrad, for_dgrad)
-    d_lhs = call.multiply(dgrad, q_dy, q_rhs, lhs_numbers, call.lhs_dtype)
-    q_dy = g.quantized_again(wgrad.rhs, wgrad, for_wgrad, q_dy, dgrad.lhs, dgrad)
-    d_rhs = call.multiply(wgrad, q_lhs, q_dy, rhs_numbers, call.rhs_dtype)
-    d_lhs = _quantized_output(dgrad, "d_lhs", d_lhs, seed)
-    d_rhs = _quantized_output(wgrad, "d_rhs", d_rhs, seed)
-    d_sink = None
-    if seen is not None:
-        d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax]))
-    return d_lhs.transpose(lhs_order), d_rhs.transpose(rhs_order), None, d_sink, None
-
-
-_dot.defvjp(_dot_fwd, _dot_bwd)
-
-
-@jax.custom_jvp
-def _first_order_only(x: jax.Array) -> jax.Array:
-    """`x`, where only a second derivative would differentiate it: that of f8 bytes is zero."""
-    return x
-
-
-@_first_order_only.defjvp
-def _refuse_second_order(primals, tangents):
-    raise TypeError(
-        "Second derivatives of FP8 products are not supported: the backward pass works on f8 "
-        "bytes, through which nothing can be differentiated. Use nn.Dense where you need them."
-    )
+    def _product(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        dimension_numbers: lax.DotDimensionNumbers,
+        dtype: np.dtype,
+        how: Product,
+        accumulation: str,
+    ) -> jax.Array:
+        if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
+            return scaled_matmul(
+                lhs,
+                rhs,
+                dimension_numbers,
+                preferred_element_type=dtype,
+                accumulation=accumulation,
+                fast_accumulation=how.fast_accumulation,
+                implementation=self.implementation,
+            )
+        precision = None
+        if isinstance(lhs, ScaledArray):
+            lhs, precision = scaled_values(lhs), lax.Precision.HIGHEST
+        if isinstance(rhs, ScaledArray):
+            rhs, precision = scaled_values(rhs), lax.Precision.HIGHEST
+        common = jnp.promote_types(lhs.dtype, rhs.dtype)
+        y = multiply(lhs.astype(common), rhs.astype(common), dimension_numbers, precision)
+        return y.astype(dtype)
 
 
 def _out_shape(
@@ -412,41 +274,3 @@ def _transposed_products(
         ((lhs_free, y_lhs), (lhs_batch, y_batch)),
         tuple(np.argsort(d_rhs_dims).tolist()),
     )
-
-
-# Residuals travel as uint8: where XLA:CPU stores f8 arrays across a loop it widens them to f16.
-
-
-def _to_bytes(q: ScaledArray | jax.Array) -> ScaledArray | jax.Array:
-    if not isinstance(q, ScaledArray):
-        return q
-    return ScaledArray(codes_of(q.data), q.scale, q.block)
-
-
-def _from_bytes(q: ScaledArray | jax.Array, quantizer: Quantizer | None) -> ScaledArray | jax.Array:
-    if not isinstance(q, ScaledArray):
-        return q
-    assert quantizer is not None
-    return ScaledArray(codes_to_format(q.data, quantizer.fmt), q.scale, q.block)
-
-
-def _check_state(recipe: Recipe, state: dict[str, AmaxState] | None) -> None:
-    """Raise ``ValueError`` if `state` is not what ``recipe.init_state()`` would give."""
-    if state is None:
-        return
-    expected = jax.eval_shape(recipe.init_state)
-    if expected is None:
-        raise ValueError(
-            f"{recipe} keeps no state, but a state was given: it belongs to another recipe. "
-            "Pass state=None (in a model: leave the 'fp8' collection out)."
-        )
-    if jax.tree.structure(state) != jax.tree.structure(expected) or any(
-        jnp.shape(a) != b.shape
-        for a, b in zip(*map(jax.tree.leaves, (state, expected)), strict=True)
-    ):
-        given = jax.tree.map(jnp.shape, state)
-        raise ValueError(
-            f"The state belongs to another recipe than {recipe}: it has shapes {given}, but "
-            f"{jax.tree.map(lambda leaf: leaf.shape, expected)} are needed. "
-            "Make a new one with recipe.init_state()."
-        )

@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.dot_general import Observed, observed_dot_general
+from jfp8.bilinear import Observed
+from jfp8.dot_general import observed_dot_general
 from jfp8.matmul import Implementation
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
 from jfp8.scaling import AmaxState, observe, push_amax

@@ -36,10 +36,9 @@ ARROWS: dict[str, str] = {
     "recipes": "compat random_bits formats arrays scaling quantizers rotations accumulation",
     "matmul": "compat formats arrays kernels/__init__ kernels/emulate kernels/xla accumulation",
     "sink": "compat formats scaling",
-    "dot_general": (
-        "compat random_bits formats arrays scaling quantizers recipes accumulation matmul sink"
-    ),
-    "linen": "compat scaling recipes matmul sink dot_general",
+    "bilinear": "compat random_bits formats arrays scaling quantizers recipes sink",
+    "dot_general": "formats arrays scaling recipes accumulation matmul bilinear",
+    "linen": "compat scaling recipes matmul sink bilinear dot_general",
     "optim/loss_scaling": "compat",
     "optim/stochastic_rounding": "compat random_bits optim/loss_scaling",
     "optim/__init__": "optim/loss_scaling optim/stochastic_rounding",

@@ -1,0 +1,265 @@
+"""A product of two quantized operands and its VJP, whatever kind of product it is.
+
+    fprop  y  = q(lhs) . q(rhs)
+    dgrad  dx = q(dy)  . q(rhs)^T
+    wgrad  dw = q(lhs)^T . q(dy)
+
+A tensor is quantized once if both of its products can use the result, else once for each. What the
+backward pass keeps is the f8 bytes and their scales, not the operands.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.arrays import ScaledArray, scaled_values
+from jfp8.compat import same_varying_axes
+from jfp8.formats import codes_of, codes_to_format
+from jfp8.quantizers import Context, Quantizer
+from jfp8.random_bits import fold_in, seed_of
+from jfp8.recipes import Product, Recipe
+from jfp8.scaling import AmaxState, amax
+from jfp8.sink import ROLES, WIDTH, encode_amax
+
+Kind = Literal["fprop", "dgrad", "wgrad"]
+Operand = ScaledArray | jax.Array
+
+
+class Observed(NamedTuple):
+    """amax of the two operands of a product, f32[] each; NaN or Inf where the operand has one."""
+
+    lhs: jax.Array
+    rhs: jax.Array
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A bilinear operation ``y = lhs . rhs`` on arrays of certain shapes: static and hashable.
+
+    Its operands are `ScaledArray`s, or plain arrays where a recipe leaves them in high precision:
+    ``(lhs, rhs)`` for fprop, ``(grad, rhs)`` for dgrad, ``(lhs, grad)`` for wgrad.
+    """
+
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The dimensions of both operands that the product sums over."""
+        raise NotImplementedError
+
+    def multiply(
+        self, kind: Kind, first: Operand, second: Operand, how: Product, accumulation: str
+    ) -> jax.Array:
+        """One of the three, in the dtype and layout of `y`, or of what it is the gradient by."""
+        raise NotImplementedError
+
+
+def multiply_quantized(
+    operation: Operation,
+    lhs: jax.typing.ArrayLike,
+    rhs: jax.typing.ArrayLike,
+    *,
+    recipe: Recipe,
+    state: dict[str, AmaxState] | None = None,
+    sink: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, Observed]:
+    """`operation` of `lhs` and `rhs` as `recipe` says, and the amaxes that it saw on the way.
+
+    The amaxes have no gradient. For the arguments see `scaled_dot_general`.
+    """
+    _check_state(recipe, state)
+    if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
+        raise ValueError(
+            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)} (jfp8.sink.init_sink()), "
+            f"got {sink.dtype} of shape {sink.shape}."
+        )
+    seed = seed_of(key) if key is not None and recipe.products().stochastic else None
+    operands = (lhs, rhs, lax.stop_gradient(state), sink, seed)
+    return _multiply((operation, recipe), *same_varying_axes(operands))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(static, lhs, rhs, state, sink, seed):
+    return _forward(static, lhs, rhs, state, sink, seed)[0]
+
+
+def _forward(static, lhs, rhs, state, sink, seed):
+    operation, recipe = static
+    products = recipe.products()
+    fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
+    lhs, rhs = _first_order_only(lhs), _first_order_only(rhs)
+    observed = Observed(amax(lhs), amax(rhs))
+    x = _Operand("lhs", lhs, observed.lhs, state and state["lhs"], seed)
+    w = _Operand("rhs", rhs, observed.rhs, state and state["rhs"], seed)
+    x_sum, w_sum = operation.contracting("fprop")
+    q_lhs, q_rhs = x.quantized(fprop.lhs, fprop, x_sum), w.quantized(fprop.rhs, fprop, w_sum)
+    y = operation.multiply("fprop", q_lhs, q_rhs, fprop, _accumulation(recipe, fprop))
+    y = _quantized_output(fprop, "y", y, seed)
+
+    # For the backward pass: the same bytes, or those along the other direction.
+    x_free, _ = operation.contracting("wgrad")
+    _, w_free = operation.contracting("dgrad")
+    kept_lhs = x.quantized_again(wgrad.lhs, wgrad, x_free, q_lhs, fprop.lhs, fprop)
+    kept_rhs = w.quantized_again(dgrad.rhs, dgrad, w_free, q_rhs, fprop.rhs, fprop)
+    # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
+    grad_state = None if state is None or sink is None else state["grad"]
+    seen = None if sink is None else observed
+    return (y, observed), (_to_bytes(kept_lhs), _to_bytes(kept_rhs), grad_state, seen, seed)
+
+
+def _backward(static, residuals, cotangents):
+    operation, recipe = static
+    products = recipe.products()
+    dgrad, wgrad = products.dgrad, products.wgrad
+    lhs_bytes, rhs_bytes, grad_state, seen, seed = residuals
+    dy = _first_order_only(cotangents[0])
+    q_lhs = _from_bytes(lhs_bytes, wgrad.lhs)
+    q_rhs = _from_bytes(rhs_bytes, dgrad.rhs)
+    grad_amax = amax(dy)
+    g = _Operand("grad", dy, grad_amax, grad_state, seed)
+    for_dgrad, _ = operation.contracting("dgrad")
+    _, for_wgrad = operation.contracting("wgrad")
+    q_dy = g.quantized(dgrad.lhs, dgrad, for_dgrad)
+    d_lhs = operation.multiply("dgrad", q_dy, q_rhs, dgrad, _accumulation(recipe, dgrad))
+    q_dy = g.quantized_again(wgrad.rhs, wgrad, for_wgrad, q_dy, dgrad.lhs, dgrad)
+    d_rhs = operation.multiply("wgrad", q_lhs, q_dy, wgrad, _accumulation(recipe, wgrad))
+    d_lhs = _quantized_output(dgrad, "d_lhs", d_lhs, seed)
+    d_rhs = _quantized_output(wgrad, "d_rhs", d_rhs, seed)
+    d_sink = None
+    if seen is not None:
+        d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax]))
+    return d_lhs, d_rhs, None, d_sink, None
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _accumulation(recipe: Recipe, product: Product) -> str:
+    """What the hardware does under ``"hopper"``: promote where fast sums are not allowed."""
+    if recipe.accumulation == "hopper" and not product.fast_accumulation:
+        return "hopper_every_128"
+    return recipe.accumulation
+
+
+@jax.custom_jvp
+def _first_order_only(x: jax.Array) -> jax.Array:
+    """`x`, where only a second derivative would differentiate it: that of f8 bytes is zero."""
+    return x
+
+
+@_first_order_only.defjvp
+def _refuse_second_order(primals, tangents):
+    raise TypeError(
+        "Second derivatives of FP8 products are not supported: the backward pass works on f8 "
+        "bytes, through which nothing can be differentiated. Use nn.Dense where you need them."
+    )
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """One tensor that takes part in two of the three products."""
+
+    role: str
+    x: jax.Array
+    amax: jax.Array
+    state: AmaxState | None
+    seed: jax.Array | None
+
+    def quantized(
+        self, quantizer: Quantizer | None, product: Product, contracting: tuple[int, ...]
+    ) -> ScaledArray | jax.Array:
+        """The tensor as `product` takes it; in high precision if `quantizer` is None."""
+        x, largest = self.x, self.amax
+        if product.rotation is not None:
+            (axis,) = contracting
+            x = product.rotation(x, axis)
+            largest = amax(x)
+        if quantizer is None:
+            return x
+        seed = None
+        if quantizer.stochastic:
+            seed = _seed_for(f"{self.role}{contracting}", self.amax, self.seed)
+        return quantizer(x, Context(contracting, largest, self.state, seed))
+
+    def quantized_again(
+        self,
+        quantizer: Quantizer | None,
+        product: Product,
+        contracting: tuple[int, ...],
+        first: ScaledArray | jax.Array,
+        first_quantizer: Quantizer | None,
+        first_product: Product,
+    ) -> ScaledArray | jax.Array:
+        """`quantized`, or `first`, what another product took, where that is the same."""
+        rotated = product.rotation is not None or first_product.rotation is not None
+        any_direction = quantizer is None or quantizer.one_for_both
+        if quantizer == first_quantizer and any_direction and not rotated:
+            return first
+        return self.quantized(quantizer, product, contracting)
+
+
+def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
+    """A seed of its own for each `use` of each tensor, step, scan iteration, batch and device.
+
+    Nothing has to be threaded through transformations for that: the data differs wherever a seed
+    must, and its amax tells. The seed given by the user keeps equal data apart.
+    """
+    if seed is None:
+        seed = jnp.zeros((2,), jnp.uint32)
+    word = np.uint32(zlib.crc32(use.encode()))
+    return fold_in(seed, lax.bitcast_convert_type(amax, jnp.uint32) ^ word)
+
+
+def _quantized_output(
+    product: Product, role: str, y: jax.Array, seed: jax.Array | None
+) -> jax.Array:
+    """A result of a product, rounded to what its recipe stores results in."""
+    if product.output is None:
+        return y
+    q = _Operand(role, y, amax(y), None, seed).quantized(product.output, Product(None, None), ())
+    assert isinstance(q, ScaledArray)
+    return scaled_values(q).astype(y.dtype)
+
+
+# Residuals travel as uint8: where XLA:CPU stores f8 arrays across a loop it widens them to f16.
+
+
+def _to_bytes(q: ScaledArray | jax.Array) -> ScaledArray | jax.Array:
+    if not isinstance(q, ScaledArray):
+        return q
+    return ScaledArray(codes_of(q.data), q.scale, q.block)
+
+
+def _from_bytes(q: ScaledArray | jax.Array, quantizer: Quantizer | None) -> ScaledArray | jax.Array:
+    if not isinstance(q, ScaledArray):
+        return q
+    assert quantizer is not None
+    return ScaledArray(codes_to_format(q.data, quantizer.fmt), q.scale, q.block)
+
+
+def _check_state(recipe: Recipe, state: dict[str, AmaxState] | None) -> None:
+    """Raise ``ValueError`` if `state` is not what ``recipe.init_state()`` would give."""
+    if state is None:
+        return
+    expected = jax.eval_shape(recipe.init_state)
+    if expected is None:
+        raise ValueError(
+            f"{recipe} keeps no state, but a state was given: it belongs to another recipe. "
+            "Pass state=None (in a model: leave the 'fp8' collection out)."
+        )
+    if jax.tree.structure(state) != jax.tree.structure(expected) or any(
+        jnp.shape(a) != b.shape
+        for a, b in zip(*map(jax.tree.leaves, (state, expected)), strict=True)
+    ):
+        given = jax.tree.map(jnp.shape, state)
+        raise ValueError(
+            f"The state belongs to another recipe than {recipe}: it has shapes {given}, but "
+            f"{jax.tree.map(lambda leaf: leaf.shape, expected)} are needed. "
+            "Make a new one with recipe.init_state()."
+        )
