@@ -1,0 +1,319 @@
+"""`scaled_conv_general_dilated`: convolutions with quantized operands, forward and backward.
+
+A convolution is linear in either operand, so fprop, dgrad and wgrad are convolutions of quantized
+arrays, too. With one scale per tensor they are computed as such. Finer scales vary along the sum,
+whose terms a convolution does not lay out side by side; there it is a matrix product over patches,
+and the scales run over rows and columns of these matrices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.accumulation import scale_products
+from jfp8.arrays import ScaledArray, scale_as_f32_pair
+from jfp8.bilinear import Kind, Observed, Operand, Operation, multiply_quantized
+from jfp8.dot_general import check_out_dtype, observed_dot_general
+from jfp8.formats import as_float_array, decode
+from jfp8.matmul import Implementation, check_implementation
+from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
+from jfp8.scaling import AmaxState
+
+
+def scaled_conv_general_dilated(
+    lhs: jax.typing.ArrayLike,
+    rhs: jax.typing.ArrayLike,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    *,
+    recipe: Recipe = DelayedScaling(),
+    state: dict[str, AmaxState] | None = None,
+    sink: jax.Array | None = None,
+    key: jax.Array | None = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """``jax.lax.conv_general_dilated`` with FP8 operands, forward and backward.
+
+    High precision in and out, as with `scaled_dot_general`.
+
+    Args:
+      lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels.
+      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count:
+        as for ``jax.lax.conv_general_dilated``.
+      recipe, state, sink, key, preferred_element_type: see `scaled_dot_general`. Recipes with more
+        than one scale for a tensor, and those with another ``accumulation`` than ``"f32"``, are
+        computed as a matrix product over patches.
+      implementation: see `scaled_matmul`.
+
+    Returns:
+      Array with the shape that ``jax.lax.conv_general_dilated`` gives.
+
+    Raises:
+      TypeError, ValueError: as for `scaled_dot_general`; shapes that do not make a convolution
+        raise what ``jax.lax.conv_general_dilated`` does.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> images, kernel = jnp.ones((1, 8, 8, 3)), jnp.ones((3, 3, 3, 4))
+    >>> numbers = ("NHWC", "HWIO", "NHWC")
+    >>> jfp8.scaled_conv_general_dilated(
+    ...     images, kernel, (2, 2), "SAME", dimension_numbers=numbers
+    ... ).shape
+    (1, 4, 4, 4)
+    """
+    y, _ = observed_conv_general_dilated(
+        lhs,
+        rhs,
+        window_strides,
+        padding,
+        lhs_dilation,
+        rhs_dilation,
+        dimension_numbers,
+        feature_group_count,
+        recipe=recipe,
+        state=state,
+        sink=sink,
+        key=key,
+        preferred_element_type=preferred_element_type,
+        implementation=implementation,
+    )
+    return y
+
+
+def observed_conv_general_dilated(
+    lhs: jax.typing.ArrayLike,
+    rhs: jax.typing.ArrayLike,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    *,
+    recipe: Recipe,
+    state: dict[str, AmaxState] | None = None,
+    sink: jax.Array | None = None,
+    key: jax.Array | None = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, Observed]:
+    """`scaled_conv_general_dilated`, and the amaxes it saw on the way; they have no gradient."""
+    check_recipe(recipe)
+    check_implementation(implementation)
+    lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
+    window = _window(
+        lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers
+    )
+    window.check(lhs, rhs, feature_group_count)
+    options: dict[str, Any] = {"recipe": recipe, "state": state, "sink": sink, "key": key}
+    quantizers = recipe.products().quantizers()
+    one_scale = all(q.block is None and q.one_for_both for q in quantizers)
+    if not one_scale or recipe.products().matrices or recipe.accumulation != "f32":
+        as_dot = lambda patches, kernel, numbers: observed_dot_general(
+            patches,
+            kernel,
+            numbers,
+            preferred_element_type=out_dtype,
+            implementation=implementation,
+            **options,
+        )
+        return _over_patches(lhs, rhs, window, feature_group_count, as_dot)
+    dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype)
+    operation = Convolution(window, feature_group_count, (lhs.shape, rhs.shape), dtypes)
+    return multiply_quantized(operation, lhs, rhs, **options)
+
+
+@dataclass(frozen=True)
+class Window:
+    """How the kernel moves over the image.
+
+    Attributes:
+      strides, padding, lhs_dilation, rhs_dilation: one entry for each spatial dimension.
+      dimension_numbers: where each operand has its batch, feature and spatial dimensions.
+    """
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    dimension_numbers: lax.ConvDimensionNumbers
+
+    def convolve(self, lhs: jax.Array, rhs: jax.Array, groups: int) -> jax.Array:
+        """The convolution of plain arrays, with f32 sums."""
+        return lax.conv_general_dilated(
+            lhs,
+            rhs,
+            self.strides,
+            self.padding,
+            self.lhs_dilation,
+            self.rhs_dilation,
+            self.dimension_numbers,
+            groups,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+
+    def check(self, lhs: jax.Array, rhs: jax.Array, groups: int) -> None:
+        """Raise what JAX does about shapes that do not fit."""
+        shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
+        jax.eval_shape(lambda a, b: self.convolve(a, b, groups), *shapes)
+
+
+def _window(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    dimension_numbers: Any,
+) -> Window:
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    ones = (1,) * (lhs.ndim - 2)
+    lhs_dilation, rhs_dilation = tuple(lhs_dilation or ones), tuple(rhs_dilation or ones)
+    if isinstance(padding, str):
+        if lhs_dilation != ones:
+            raise ValueError(
+                f"padding={padding!r} with lhs_dilation={lhs_dilation}: a transposed convolution "
+                "needs the padding spelled out, a pair of ints for each spatial dimension; or use "
+                "jax.lax.conv_transpose's rule."
+            )
+        dilated = lambda n, d: 0 if n == 0 else 1 + (n - 1) * d
+        image = [dilated(lhs.shape[i], d) for i, d in zip(numbers.lhs_spec[2:], lhs_dilation)]
+        kernel = [dilated(rhs.shape[i], d) for i, d in zip(numbers.rhs_spec[2:], rhs_dilation)]
+        padding = lax.padtype_to_pads(image, kernel, strides, padding)
+    pads = tuple((int(low), int(high)) for low, high in padding)
+    return Window(tuple(strides), pads, lhs_dilation, rhs_dilation, numbers)
+
+
+@dataclass(frozen=True)
+class Convolution(Operation):
+    """A convolution of operands with these shapes, each with a single scale.
+
+    Attributes:
+      window: how the kernel moves.
+      groups: number of feature groups.
+      shapes: of lhs and rhs.
+      dtypes: of lhs, rhs and y.
+    """
+
+    window: Window
+    groups: int
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]
+
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        numbers = self.window.dimension_numbers
+        (n, c, *space), (o, i, *window), (_, f, *_) = numbers
+        return {
+            "fprop": ((c,), (i, *window)),
+            "dgrad": ((f,), (o, *window)),
+            "wgrad": ((n, *space), (numbers.out_spec[0], *numbers.out_spec[2:])),
+        }[kind]
+
+    def multiply(
+        self, kind: Kind, first: Operand, second: Operand, how: Product, accumulation: str
+    ) -> jax.Array:
+        del how, accumulation
+        scales = scale_products(*(_scales(operand) for operand in (first, second)))
+        # XLA has no FP8 convolution. Every f8 value is a bf16 value, so on GPUs the tensor cores of
+        # bf16 give exact products; on CPUs f32 is faster.
+        y = lax.platform_dependent(
+            *(x.data if isinstance(x, ScaledArray) else x for x in (first, second)),
+            cuda=lambda a, b: self._of_values(kind, *_values(a, b, jnp.bfloat16)),
+            default=lambda a, b: self._of_values(kind, *_values(a, b, jnp.float32)),
+        )
+        for scale in scales:
+            y = y * scale
+        return y.astype(self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]])
+
+    def _of_values(self, kind: Kind, first: jax.Array, second: jax.Array) -> jax.Array:
+        if kind == "fprop":
+            return self.window.convolve(first, second, self.groups)
+        convolve: Callable[[jax.Array], jax.Array]
+        if kind == "dgrad":
+            convolve = lambda lhs: self.window.convolve(lhs, second, self.groups)
+            shape, cotangent = self.shapes[0], first
+        else:
+            convolve = lambda rhs: self.window.convolve(first, rhs, self.groups)
+            shape, cotangent = self.shapes[1], second
+        of = jax.ShapeDtypeStruct(shape, first.dtype)
+        (gradient,) = jax.linear_transpose(convolve, of)(cotangent.astype(jnp.float32))
+        return gradient.astype(jnp.float32)
+
+
+def _scales(operand: Operand) -> tuple[jax.Array, ...]:
+    return scale_as_f32_pair(operand) if isinstance(operand, ScaledArray) else ()
+
+
+def _values(
+    first: jax.Array, second: jax.Array, narrow: jax.typing.DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Both operands in `narrow` if both are f8 bytes, else in f32."""
+    if first.dtype.itemsize == second.dtype.itemsize == 1:
+        return decode(first).astype(narrow), decode(second).astype(narrow)
+    wide = lambda x: decode(x) if x.dtype.itemsize == 1 else x.astype(jnp.float32)
+    return wide(first), wide(second)
+
+
+def _over_patches(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window: Window,
+    groups: int,
+    dot: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Observed]],
+) -> tuple[jax.Array, Observed]:
+    """The convolution as one product: patches [n, space, groups, k * c] x [groups, k * c, o]."""
+    numbers = window.dimension_numbers
+    channels_last = lambda spec: (spec[0], *spec[2:], spec[1])
+    image = lhs.transpose(channels_last(numbers.lhs_spec))
+    kernel = rhs.transpose(*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
+    patches = _patches(image, kernel.shape[:-2], window)
+    n_and_space = patches.shape[:-2]
+    taps, c, features = math.prod(kernel.shape[:-2]), kernel.shape[-2], kernel.shape[-1]
+    if groups == 1:
+        patches = patches.reshape(*n_and_space, taps * c)
+        last = patches.ndim - 1
+        y, observed = dot(patches, kernel.reshape(taps * c, features), (((last,), (0,)), ((), ())))
+    else:
+        patches = patches.reshape(*n_and_space, taps, groups, c)
+        kernel = kernel.reshape(taps, c, groups, features // groups)
+        g = patches.ndim - 2
+        y, observed = dot(patches, kernel, (((g - 1, g + 1), (0, 1)), ((g,), (2,))))
+        y = jnp.moveaxis(y, 0, -2).reshape(*n_and_space, features)
+    return y.transpose(np.argsort(channels_last(numbers.out_spec))), observed
+
+
+def _patches(image: jax.Array, kernel: Sequence[int], window: Window) -> jax.Array:
+    """What each output pixel sees: [n, *space, c] -> [n, *out space, taps, c]."""
+    inner = [(low, high, d - 1) for (low, high), d in zip(window.padding, window.lhs_dilation)]
+    image = lax.pad(image, jnp.zeros((), image.dtype), [(0, 0, 0), *inner, (0, 0, 0)])
+    extents = [(k - 1) * d + 1 for k, d in zip(kernel, window.rhs_dilation)]
+    outs = [max(0, (n - e) // s + 1) for n, e, s in zip(image.shape[1:-1], extents, window.strides)]
+    taps = []
+    for tap in itertools.product(*(range(k) for k in kernel)):
+        start = [t * d for t, d in zip(tap, window.rhs_dilation)]
+        stop = [b + (o - 1) * s + 1 for b, o, s in zip(start, outs, window.strides)]
+        taps.append(
+            lax.slice(
+                image,
+                (0, *start, 0),
+                (image.shape[0], *stop, image.shape[-1]),
+                (1, *window.strides, 1),
+            )
+        )
+    return jnp.stack(taps, axis=-2)
