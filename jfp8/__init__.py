@@ -6,9 +6,10 @@ Import order is reading order: formats, arrays, scaling, quantizers, recipes, do
 from jfp8 import linen, optim, quantizers, recipes, scaling
 from jfp8._version import __version__
 from jfp8.arrays import ScaledArray, dequantize
+from jfp8.conv import scaled_conv_general_dilated
 from jfp8.dot_general import scaled_dot_general
 from jfp8.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format, cast, round_to_format
-from jfp8.linen import Dense, DenseGeneral, Einsum
+from jfp8.linen import Conv, Dense, DenseGeneral, Einsum
 from jfp8.matmul import scaled_matmul
 from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
 from jfp8.quantizers import quantize
@@ -22,6 +23,7 @@ __all__ = [
     "E5M2",
     "E8M0FNU",
     "Block",
+    "Conv",
     "Dense",
     "DenseGeneral",
     "Einsum",
@@ -44,6 +46,7 @@ __all__ = [
     "recipes",
     "round_to_format",
     "scale_loss",
+    "scaled_conv_general_dilated",
     "scaled_dot_general",
     "scaled_matmul",
     "scaling",

@@ -17,8 +17,9 @@ Recipes that round stochastically draw from the random stream ``fp8``, if `apply
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.bilinear import Observed
+from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
 from jfp8.matmul import Implementation
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
@@ -66,25 +68,87 @@ class DotGeneral(nn.Module):
           preferred_element_type: dtype of the result.
         """
         del precision
-        recipe = check_recipe(self.recipe).for_layer("/".join(self.path[:-1]))
-        key = None
-        if recipe.products().stochastic and self.has_rng("fp8"):
-            key = self.make_rng("fp8")
-        state, sink = _read_state(self, recipe), _read_sink(self, recipe)
-        y, observed = observed_dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            recipe=recipe,
-            state=state,
-            sink=sink,
-            key=key,
-            preferred_element_type=preferred_element_type,
-            implementation=self.implementation,
+        return _with_state(
+            self,
+            partial(
+                observed_dot_general,
+                lhs,
+                rhs,
+                dimension_numbers,
+                preferred_element_type=preferred_element_type,
+                implementation=self.implementation,
+            ),
         )
-        if state is not None and self.is_mutable_collection("fp8") and not self.is_initializing():
-            _record(self, state, observed, pushing=sink is None)
-        return y
+
+
+class ConvGeneralDilated(nn.Module):
+    """An FP8 ``conv_general_dilated`` with its state, for ``nn.Conv(conv_general_dilated_cls=...)``.
+
+    Use ``functools.partial(ConvGeneralDilated, recipe=...)`` for another recipe than the default.
+
+    Attributes:
+      recipe: which quantizer each operand gets.
+      implementation: see `jfp8.scaled_matmul`.
+    """
+
+    recipe: Recipe = DelayedScaling()
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        window_strides: Sequence[int],
+        padding: str | Sequence[tuple[int, int]],
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``jax.lax.conv_general_dilated`` in FP8; see `jfp8.scaled_conv_general_dilated`.
+
+        Args:
+          lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels.
+          window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
+            feature_group_count: as for ``jax.lax.conv_general_dilated``.
+          precision: accepted because Flax passes it; see `DotGeneral`.
+          preferred_element_type: dtype of the result.
+        """
+        del precision
+        return _with_state(
+            self,
+            partial(
+                observed_conv_general_dilated,
+                lhs,
+                rhs,
+                window_strides,
+                padding,
+                lhs_dilation,
+                rhs_dilation,
+                dimension_numbers,
+                feature_group_count,
+                preferred_element_type=preferred_element_type,
+                implementation=self.implementation,
+            ),
+        )
+
+
+def _with_state(
+    module: DotGeneral | ConvGeneralDilated, product: Callable[..., tuple[jax.Array, Observed]]
+) -> jax.Array:
+    """`product` under the recipe, the state, the sink and the random key of `module`."""
+    recipe = check_recipe(module.recipe).for_layer("/".join(module.path[:-1]))
+    key = None
+    if recipe.products().stochastic and module.has_rng("fp8"):
+        key = module.make_rng("fp8")
+    state, sink = _read_state(module, recipe), _read_sink(module, recipe)
+    y, observed = product(recipe=recipe, state=state, sink=sink, key=key)
+    if state is not None and module.is_mutable_collection("fp8") and not module.is_initializing():
+        _record(module, state, observed, pushing=sink is None)
+    return y
 
 
 def _read_state(module: nn.Module, recipe: Recipe) -> dict[str, AmaxState] | None:
@@ -134,6 +198,17 @@ class _DotGeneralOf:
 
     def __call__(self) -> DotGeneral:
         return DotGeneral(recipe=self.recipe, implementation=self.implementation)
+
+
+@dataclass(frozen=True)
+class _ConvGeneralDilatedOf:
+    """Makes the `ConvGeneralDilated` of a layer; see `_DotGeneralOf`."""
+
+    recipe: Recipe
+    implementation: Implementation
+
+    def __call__(self) -> ConvGeneralDilated:
+        return ConvGeneralDilated(recipe=self.recipe, implementation=self.implementation)
 
 
 def _own_dot_general(layer: Dense | DenseGeneral) -> _DotGeneralOf:
@@ -189,6 +264,36 @@ class DenseGeneral(nn.DenseGeneral):
 
     def __post_init__(self) -> None:
         self.dot_general_cls = _own_dot_general(self)
+        super().__post_init__()
+
+
+class Conv(nn.Conv):
+    """``flax.linen.Conv`` with its convolution, forward and backward, in FP8.
+
+    Takes every argument of ``nn.Conv`` but ``conv_general_dilated`` and
+    ``conv_general_dilated_cls``; the ``params`` are those of ``nn.Conv``, with the same initial
+    values for the same key.
+
+    Attributes:
+      recipe: which quantizer each operand gets.
+      implementation: see `jfp8.scaled_matmul`.
+    """
+
+    recipe: Recipe = DelayedScaling()
+    implementation: Implementation = None
+
+    def __post_init__(self) -> None:
+        given = self.conv_general_dilated_cls
+        # A clone arrives with the one of its original, which may have had another recipe.
+        own = given is None or isinstance(given, _ConvGeneralDilatedOf)
+        if self.conv_general_dilated is not None or not own:
+            raise ValueError(
+                "jfp8.Conv computes its convolution itself, so it takes neither "
+                "conv_general_dilated nor conv_general_dilated_cls. Pass recipe=..., or use "
+                "flax.linen.Conv with conv_general_dilated_cls."
+            )
+        recipe = check_recipe(self.recipe)
+        self.conv_general_dilated_cls = _ConvGeneralDilatedOf(recipe, self.implementation)
         super().__post_init__()
 
 
