@@ -109,7 +109,7 @@ def observed_dot_general(
     out_shape = _out_shape(lhs.shape, rhs.shape, dimension_numbers)
     if recipe.products().matrices:
         lhs, rhs, dimension_numbers = _as_matrices(lhs, rhs, dimension_numbers)
-    dot = DotGeneral(
+    dot = Dot(
         dimension_numbers,
         (lhs.ndim, rhs.ndim),
         (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype),
@@ -132,7 +132,7 @@ def check_out_dtype(
 
 
 @dataclass(frozen=True)
-class DotGeneral(Operation):
+class Dot(Operation):
     """``dot_general`` of operands with these numbers of dimensions.
 
     Attributes:

@@ -82,7 +82,7 @@ class DotGeneral(nn.Module):
 
 
 class ConvGeneralDilated(nn.Module):
-    """An FP8 ``conv_general_dilated`` with its state, for ``nn.Conv(conv_general_dilated_cls=...)``.
+    """FP8 ``conv_general_dilated`` with its state, for ``nn.Conv(conv_general_dilated_cls=...)``.
 
     Use ``functools.partial(ConvGeneralDilated, recipe=...)`` for another recipe than the default.
 
