@@ -1,0 +1,190 @@
+"""Convolutions in FP8 against convolutions of values that FP8 can hold."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jfp8
+from jfp8 import recipes, scaled_conv_general_dilated
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+MAX = {E4M3: 448.0, E5M2: 57344.0}
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+# lhs shape, rhs shape, strides, padding, further arguments of lax.conv_general_dilated.
+CASES = {
+    "3x3": ((2, 7, 6, 5), (3, 3, 5, 4), (1, 1), "SAME", {}),
+    "1x1 with strides": ((2, 7, 6, 5), (1, 1, 5, 4), (2, 3), "VALID", {}),
+    "groups": ((2, 7, 6, 6), (3, 2, 3, 8), (2, 1), "SAME", {"feature_group_count": 2}),
+    "depthwise": ((2, 7, 6, 6), (3, 3, 1, 12), (1, 1), "SAME", {"feature_group_count": 6}),
+    "dilated": ((2, 9, 8, 3), (3, 2, 3, 4), (1, 2), [(2, 1), (-1, 2)], {"rhs_dilation": (2, 3)}),
+    "transposed": ((2, 5, 4, 3), (3, 3, 3, 4), (1, 1), [(1, 1), (2, 0)], {"lhs_dilation": (2, 3)}),
+    "channels first": (
+        (2, 5, 7, 6),
+        (4, 5, 3, 3),
+        (1, 1),
+        "SAME",
+        {"dimension_numbers": ("NCHW", "OIHW", "NCHW")},
+    ),
+    "1-d": ((2, 9, 3), (4, 3, 5), (2,), "SAME", {"dimension_numbers": ("NWC", "WIO", "NWC")}),
+    "3-d": (
+        (1, 4, 5, 3, 2),
+        (2, 3, 1, 2, 3),
+        (1, 1, 1),
+        "SAME",
+        {"dimension_numbers": ("NDHWC", "DHWIO", "NDHWC")},
+    ),
+}
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def operands(case, seed=0):
+    """f32 images, kernel and gradient, and the convolution in f32 with its arguments bound."""
+    lhs_shape, rhs_shape, strides, padding, more = case
+    more = {"dimension_numbers": NHWC, **more}
+    rng = np.random.default_rng(seed)
+    lhs, rhs = (rng.standard_normal(s).astype(np.float32) for s in (lhs_shape, rhs_shape))
+
+    def plain(lhs, rhs):
+        return lax.conv_general_dilated(lhs, rhs, strides, padding, precision="highest", **more)
+
+    def fp8(lhs, rhs, **options):
+        return scaled_conv_general_dilated(lhs, rhs, strides, padding, **more, **options)
+
+    dy = rng.standard_normal(jax.eval_shape(plain, lhs, rhs).shape).astype(np.float32)
+    return lhs, rhs, dy, plain, fp8
+
+
+def fake_quantized(x, fmt):
+    """What one scale for the whole of `x` leaves of it, in numpy."""
+    scale = np.float32(np.max(np.abs(x)) / np.float32(MAX[fmt]))
+    q = np.clip(x * (np.float32(1) / scale), -MAX[fmt], MAX[fmt]).astype(fmt)
+    return q.astype(np.float32) * scale
+
+
+def value_and_gradients(function, lhs, rhs, dy):
+    """``(y, d_lhs, d_rhs)``, compiled in one piece: one by one the operations take far longer."""
+
+    @jax.jit
+    def run(lhs, rhs, dy):
+        y, vjp = jax.vjp(function, lhs, rhs)
+        return (y, *vjp(dy))
+
+    return run(lhs, rhs, dy)
+
+
+def error(actual, expected):
+    """Relative Frobenius error."""
+    expected = np.asarray(expected, np.float64)
+    return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
+
+
+@cases
+def test_all_three_convolutions_are_those_of_fake_quantized_operands(case):
+    lhs, rhs, dy, plain, fp8 = operands(case)
+    recipe = recipes.Float8CurrentScaling()
+    actual = value_and_gradients(lambda a, b: fp8(a, b, recipe=recipe), lhs, rhs, dy)
+    quantized = [fake_quantized(*a) for a in ((lhs, E4M3), (rhs, E4M3), (dy, E5M2))]
+    for a, e in zip(actual, value_and_gradients(plain, *quantized), strict=True):
+        assert a.shape == e.shape
+        assert error(a, e) < 2e-6  # sums in f32 of at most 200 terms
+    assert error(actual[0], plain(lhs, rhs)) > 1e-3  # it was quantized
+
+
+@cases
+@pytest.mark.parametrize("name", ["rowwise", "block", "mxfp8"])
+def test_finer_scales_run_over_the_matrices_of_patches(case, name):
+    """Near the exact result; patches laid out wrongly would be as far as unrelated numbers are."""
+    lhs, rhs, dy, plain, fp8 = operands(case)
+    quantized = lambda a, b: fp8(a, b, recipe=recipes.get(name))
+    actual = value_and_gradients(quantized, lhs, rhs, dy)
+    for a, e in zip(actual, value_and_gradients(plain, lhs, rhs, dy), strict=True):
+        assert a.shape == e.shape
+        assert 1e-3 < error(a, e) < 0.08
+
+
+@cases
+def test_over_patches_exact_values_give_the_exact_convolution(case):
+    """Small integers are e4m3 values, and powers of two are their scales: nothing is rounded."""
+    lhs, rhs, dy, plain, fp8 = operands(case)
+    lhs, rhs, dy = (np.clip(np.round(2 * x), -8, 8) for x in (lhs, rhs, dy))
+    quantized = lambda a, b: fp8(a, b, recipe=recipes.RowwiseScaling())
+    actual = value_and_gradients(quantized, lhs, rhs, dy)
+    for a, e in zip(actual, value_and_gradients(plain, lhs, rhs, dy), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+def test_bf16_in_and_out():
+    lhs, rhs, _, plain, fp8 = operands(CASES["3x3"])
+    lhs, rhs = (jnp.asarray(x, jnp.bfloat16) for x in (lhs, rhs))
+    y = fp8(lhs, rhs, recipe=recipes.Float8CurrentScaling())
+    assert y.dtype == jnp.bfloat16
+    values = [fake_quantized(np.asarray(x, np.float32), E4M3) for x in (lhs, rhs)]
+    np.testing.assert_allclose(np.asarray(y, np.float32), plain(*values), rtol=2.0**-8, atol=1e-5)
+
+
+def test_nan_and_inf_show():
+    lhs, rhs, _, _, fp8 = operands(CASES["3x3"])
+    for bad in (np.nan, np.inf):
+        spoiled = lhs.copy()
+        spoiled[0, 3, 3, 0] = bad
+        y = np.asarray(fp8(spoiled, rhs))
+        assert np.isnan(y[0, 2:5, 2:5]).all()
+        assert np.isfinite(y[1]).all()
+
+
+def test_errors():
+    lhs, rhs, *_ = operands(CASES["3x3"])
+    with pytest.raises(ValueError, match=r"padding='SAME' with lhs_dilation=\(2, 1\)"):
+        scaled_conv_general_dilated(lhs, rhs, (1, 1), "SAME", (2, 1), dimension_numbers=NHWC)
+    with pytest.raises(TypeError, match="recipe must be a recipe object"):
+        scaled_conv_general_dilated(
+            lhs, rhs, (1, 1), "SAME", dimension_numbers=NHWC, recipe="delayed"
+        )
+    with pytest.raises(TypeError, match="feature"):
+        scaled_conv_general_dilated(lhs[..., 1:], rhs, (1, 1), "SAME", dimension_numbers=NHWC)
+    with pytest.raises(ValueError, match="takes neither conv_general_dilated"):
+        jfp8.Conv(4, (3, 3), conv_general_dilated=lax.conv_general_dilated)
+
+
+LAYERS = {
+    "plain": {"features": 4, "kernel_size": (3, 3)},
+    "strided": {"features": 4, "kernel_size": (3, 2), "strides": 2, "padding": "VALID"},
+    "grouped": {"features": 6, "kernel_size": (3, 3), "feature_group_count": 3},
+    "circular": {"features": 4, "kernel_size": (3, 3), "padding": "CIRCULAR", "use_bias": False},
+    "dilated": {"features": 4, "kernel_size": (3, 3), "kernel_dilation": 2, "padding": 1},
+}
+
+
+@pytest.mark.parametrize("arguments", LAYERS.values(), ids=LAYERS)
+def test_conv_is_a_drop_in_for_flax(arguments):
+    x = jax.random.normal(jax.random.key(0), (2, 8, 9, 6))
+    ours, flax = jfp8.Conv(**arguments), nn.Conv(**arguments)
+    variables, expected = ours.init(jax.random.key(1), x), flax.init(jax.random.key(1), x)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], expected["params"])
+    assert set(variables) == {"params", "fp8", "fp8_sink"}
+    y, exact = ours.apply(variables, x), flax.apply(expected, x)
+    assert 1e-3 < error(y, exact) < 0.06
+
+
+def test_conv_keeps_its_histories():
+    x = 3 * jax.random.normal(jax.random.key(0), (2, 8, 8, 2))
+    model = jfp8.Conv(4, (3, 3))
+    variables = model.init(jax.random.key(1), x)
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(1e-2))
+    loss_fn = lambda variables, x: (jnp.sum(model.apply(variables, x) ** 2), {})
+    _, grads = jfp8.value_and_grad(loss_fn)(state, x)
+    new = state.apply_gradients(grads)
+    (histories,) = new.fp8.values()
+    newest = {role: float(histories[role]["amax_history"][0]) for role in histories}
+    assert newest["lhs"] == float(jnp.max(jnp.abs(x)))
+    assert newest["rhs"] == float(jnp.max(jnp.abs(variables["params"]["kernel"])))
+    dy = 2 * model.apply(state.variables, x)
+    assert newest["grad"] == pytest.approx(float(jnp.max(jnp.abs(dy))), rel=1e-6)
