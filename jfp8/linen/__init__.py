@@ -1,0 +1,20 @@
+"""Flax Linen modules: Flax's own layers with an FP8 product inside.
+
+State lives in two collections beside ``params``, both made by ``model.init``:
+
+  * ``fp8/<path>/{lhs,rhs,grad}``: amax histories (see `jfp8.scaling.AmaxState`);
+  * ``fp8_sink/<path>/amax``: zeros to differentiate by, whose cotangent tells the amaxes.
+
+Which of them `apply` is given decides what is delayed: without ``fp8`` everything uses current
+scaling; with it, activations and weights use their histories; with ``fp8_sink`` too, gradients do.
+A mutable ``fp8`` without a sink is kept up by `apply` itself, like ``batch_stats``. With a sink,
+`jfp8.advance` keeps it up, once per optimizer step.
+
+Recipes that round stochastically draw from the random stream ``fp8``, if `apply` is given one
+(``rngs={"fp8": key}``), and otherwise from the data; see `jfp8.scaled_dot_general`.
+"""
+
+from jfp8.linen.layers import Conv, Dense, DenseGeneral, Einsum
+from jfp8.linen.products import ConvGeneralDilated, DotGeneral
+
+__all__ = ["Conv", "ConvGeneralDilated", "Dense", "DenseGeneral", "DotGeneral", "Einsum"]

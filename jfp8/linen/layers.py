@@ -1,0 +1,159 @@
+"""Flax's own layers with an FP8 product inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from jfp8 import einsum
+from jfp8.linen.products import (
+    ConvGeneralDilated,
+    DotGeneral,
+    Product,
+    ProductOf,
+    promote_dtype,
+)
+from jfp8.matmul import Implementation
+from jfp8.recipes import Recipe, check_recipe
+
+
+def _own_product(layer: Any, product: type[Product], hook: str) -> ProductOf:
+    """What `layer` computes its product with, or an error if it was told to use something else.
+
+    `hook` is Flax's name for a function; ``{hook}_cls`` for what makes one.
+    """
+    given = getattr(layer, f"{hook}_cls")
+    # A clone arrives with the one of its original, which may have had another recipe.
+    if getattr(layer, hook) is not None or not (given is None or isinstance(given, ProductOf)):
+        name = type(layer).__name__
+        raise ValueError(
+            f"jfp8.{name} computes its product itself, so it takes neither {hook} nor "
+            f"{hook}_cls. Pass recipe=..., or use flax.linen.{name} with {hook}_cls."
+        )
+    recipe = None if layer.recipe is None else check_recipe(layer.recipe)
+    return ProductOf(product, recipe, layer.implementation)
+
+
+class Dense(nn.Dense):
+    """``flax.linen.Dense`` with its product, forward and backward, in FP8.
+
+    Takes every argument of ``nn.Dense`` but ``dot_general`` and ``dot_general_cls``; the ``params``
+    are those of ``nn.Dense``, with the same initial values for the same key. The kernel may be a
+    `ScaledArray`, see `jfp8.quantize_params`.
+
+    Attributes:
+      recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
+        ``DelayedScaling()``.
+      implementation: see `jfp8.scaled_matmul`.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> variables = jfp8.Dense(4).init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> sorted(variables)
+    ['fp8', 'fp8_sink', 'params']
+    """
+
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+    promote_dtype: Callable[..., Any] = promote_dtype
+
+    def __post_init__(self) -> None:
+        self.dot_general_cls = _own_product(self, DotGeneral, "dot_general")
+        super().__post_init__()
+
+
+class DenseGeneral(nn.DenseGeneral):
+    """``flax.linen.DenseGeneral`` with its product, forward and backward, in FP8.
+
+    Takes every argument of ``nn.DenseGeneral`` but ``dot_general`` and ``dot_general_cls``; the
+    ``params`` are those of ``nn.DenseGeneral``, with the same initial values for the same key.
+
+    Attributes:
+      recipe, implementation: see `Dense`.
+    """
+
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+    promote_dtype: Callable[..., Any] = promote_dtype
+
+    def __post_init__(self) -> None:
+        self.dot_general_cls = _own_product(self, DotGeneral, "dot_general")
+        super().__post_init__()
+
+
+class Conv(nn.Conv):
+    """``flax.linen.Conv`` with its convolution, forward and backward, in FP8.
+
+    Takes every argument of ``nn.Conv`` but ``conv_general_dilated`` and
+    ``conv_general_dilated_cls``; the ``params`` are those of ``nn.Conv``, with the same initial
+    values for the same key.
+
+    Attributes:
+      recipe, implementation: see `Dense`.
+    """
+
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+    promote_dtype: Callable[..., Any] = promote_dtype
+
+    def __post_init__(self) -> None:
+        self.conv_general_dilated_cls = _own_product(
+            self, ConvGeneralDilated, "conv_general_dilated"
+        )
+        super().__post_init__()
+
+
+class Einsum(nn.Einsum):
+    """``flax.linen.Einsum`` with its product, forward and backward, in FP8.
+
+    Takes every argument of ``nn.Einsum``; the ``params`` are those of ``nn.Einsum``, with the same
+    initial values for the same key.
+
+    Attributes:
+      recipe, implementation: see `Dense`.
+    """
+
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+    promote_dtype: Callable[..., Any] = promote_dtype
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        """Apply the layer.
+
+        Args:
+          inputs: the left operand.
+          einsum_str: the equation, if the constructor was given none: two operands and "->".
+        """
+        product = ProductOf(DotGeneral, self.recipe, self.implementation)
+        return apply_einsum(self, product, inputs, einsum_str)
+
+
+def apply_einsum(
+    layer: nn.Einsum, product: ProductOf, inputs: jax.Array, einsum_str: str | None = None
+) -> jax.Array:
+    """What ``nn.Einsum.__call__`` does, with its product made by `product`: Flax has no hook."""
+    equation = nn.merge_param("einsum_str", layer.einsum_str, einsum_str)
+    terms = einsum.parse(equation, inputs.ndim, len(layer.shape))
+    kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
+    bias, sizes = None, dict(zip(terms.rhs, layer.shape, strict=True))
+    if layer.use_bias:
+        bias_shape = tuple(sizes[c] for c in terms.out if c in sizes)
+        bias = layer.param("bias", layer.bias_init, bias_shape, layer.param_dtype)
+    lhs, rhs, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    assert lhs is not None  # promotion keeps what is given
+    assert rhs is not None
+    dot_general = product()
+    y = einsum.as_dot_general(
+        terms,
+        lhs,
+        rhs,
+        lambda lhs, rhs, numbers: dot_general(
+            lhs, rhs, numbers, layer.precision, layer.preferred_element_type
+        ),
+    )
+    if bias is not None:
+        y += bias.reshape([sizes.get(c, 1) for c in terms.out])
+    return y

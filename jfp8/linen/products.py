@@ -1,0 +1,223 @@
+"""The products that Linen layers are made of, with the state that they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.linen import dtypes
+from jax import lax
+
+from jfp8.arrays import ScaledArray
+from jfp8.bilinear import Observed
+from jfp8.conv import observed_conv_general_dilated
+from jfp8.dot_general import observed_dot_general
+from jfp8.matmul import Implementation
+from jfp8.recipes import Recipe, check_recipe
+from jfp8.region import recipe_in_effect
+from jfp8.scaling import AmaxState, observe, push_amax
+from jfp8.sink import ROLES, init_sink
+
+
+class Product(nn.Module):
+    """What the modules of this file share: the recipe, and where the state is.
+
+    Attributes:
+      recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
+        ``DelayedScaling()``.
+      implementation: see `jfp8.scaled_matmul`.
+      state_in_params: keep the state in the ``params`` collection, so that it goes wherever they
+        are lifted to; `jfp8.convert` moves it there and back.
+    """
+
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+    state_in_params: bool = False
+
+    def _place(self, collection: str, name: str) -> tuple[str, str]:
+        """The collection and the name of a variable of `collection`."""
+        return place_in_params(collection, name) if self.state_in_params else (collection, name)
+
+    def _multiply(
+        self,
+        quantized: Callable[..., tuple[jax.Array, Observed]],
+        plain: Callable[..., jax.Array],
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+    ) -> jax.Array:
+        """`quantized` of the operands under the recipe in effect, or `plain` if there is none."""
+        own = None if self.recipe is None else check_recipe(self.recipe)
+        recipe = recipe_in_effect(own)
+        if recipe is None:
+            return plain(lhs, rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs)
+        recipe = recipe.for_layer("/".join(self.path[:-1]))
+        key = None
+        if recipe.products().stochastic and self.has_rng("fp8"):
+            key = self.make_rng("fp8")
+        state, sink = self._read_state(recipe), self._read_sink(recipe)
+        y, observed = quantized(lhs, rhs, recipe=recipe, state=state, sink=sink, key=key)
+        if state is not None and self._is_mutable("fp8") and not self.is_initializing():
+            self._record(state, observed, pushing=sink is None)
+        return y
+
+    def _is_mutable(self, collection: str) -> bool:
+        return self.is_mutable_collection(self._place(collection, "")[0])
+
+    def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
+        """The histories, made if they are missing and may be; None without them."""
+        empty = recipe.init_state()
+        # State of a layer whose recipe keeps none is a mistake, unless it is only there for now.
+        if empty is None and self.recipe is None:
+            return None
+        if self.has_variable(*self._place("fp8", ROLES[0])):
+            return {role: self.get_variable(*self._place("fp8", role)) for role in ROLES}
+        if empty is None:
+            return None
+        # Parameters that are mutable for other reasons are no invitation.
+        if not self._is_mutable("fp8") or (self.state_in_params and not self.is_initializing()):
+            return None
+        make = lambda role: self.variable(*self._place("fp8", role), lambda: empty[role])
+        return {role: make(role).value for role in ROLES}
+
+    def _read_sink(self, recipe: Recipe) -> jax.Array | None:
+        """The sink, if somebody may differentiate by it: nobody does by a mutable collection."""
+        place = self._place("fp8_sink", "amax")
+        if self.is_initializing():
+            if self._is_mutable("fp8_sink") and recipe.init_state() is not None:
+                self.variable(*place, init_sink)
+            return None
+        if self.is_mutable_collection("fp8_sink") or not self.has_variable(*place):
+            return None
+        return self.get_variable(*place)
+
+    def _record(self, state: dict[str, AmaxState], observed: Observed, *, pushing: bool) -> None:
+        """Write the amaxes of lhs and rhs into the mutable ``fp8`` collection.
+
+        Without a sink this call is the step (`pushing`); with one, `advance` will close the step,
+        and reads the running maximum.
+        """
+        for role, amax in zip(Observed._fields, observed, strict=True):
+            if pushing:
+                history = push_amax(state[role]["amax_history"], amax)
+                updated = {**state[role], "amax_history": history}
+            else:
+                updated = observe(state[role], amax)
+            self.put_variable(*self._place("fp8", role), updated)
+
+
+def place_in_params(collection: str, name: str) -> tuple[str, str]:
+    """Where a variable of a product is while its state is in the ``params`` collection."""
+    return "params", f"@{collection}.{name}"
+
+
+class DotGeneral(Product):
+    """An FP8 ``dot_general`` with its state, for ``nn.Dense(dot_general_cls=DotGeneral)``.
+
+    Use ``functools.partial(DotGeneral, recipe=...)`` for another recipe than the default. For the
+    attributes see `Product`.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
+
+        Args:
+          lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
+          dimension_numbers: as for ``jax.lax.dot_general``.
+          precision: of the product where FP8 is disabled (see `jfp8.autocast`).
+          preferred_element_type: dtype of the result.
+        """
+        quantized = partial(
+            observed_dot_general,
+            dimension_numbers=dimension_numbers,
+            preferred_element_type=preferred_element_type,
+            implementation=self.implementation,
+        )
+        plain = partial(
+            lax.dot_general,
+            dimension_numbers=dimension_numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+        )
+        return self._multiply(quantized, plain, lhs, rhs)
+
+
+class ConvGeneralDilated(Product):
+    """FP8 ``conv_general_dilated`` with its state, for ``nn.Conv(conv_general_dilated_cls=...)``.
+
+    Use ``functools.partial(ConvGeneralDilated, recipe=...)`` for another recipe than the default.
+    For the attributes see `Product`.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        window_strides: Sequence[int],
+        padding: str | Sequence[tuple[int, int]],
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``jax.lax.conv_general_dilated`` in FP8; see `jfp8.scaled_conv_general_dilated`.
+
+        Args:
+          lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.
+          window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
+            feature_group_count: as for ``jax.lax.conv_general_dilated``.
+          precision: of the convolution where FP8 is disabled (see `jfp8.autocast`).
+          preferred_element_type: dtype of the result.
+        """
+        how = {
+            "window_strides": window_strides,
+            "padding": padding,
+            "lhs_dilation": lhs_dilation,
+            "rhs_dilation": rhs_dilation,
+            "dimension_numbers": dimension_numbers,
+            "feature_group_count": feature_group_count,
+            "preferred_element_type": preferred_element_type,
+        }
+        quantized = partial(
+            observed_conv_general_dilated, **how, implementation=self.implementation
+        )
+        plain = partial(lax.conv_general_dilated, **how, precision=precision)
+        return self._multiply(quantized, plain, lhs, rhs)
+
+
+@dataclass(frozen=True)
+class ProductOf:
+    """Makes the product of a layer. Unlike a partial it compares by value, for ``nn.jit``."""
+
+    module: type[Product]
+    recipe: Recipe | None
+    implementation: Implementation
+    state_in_params: bool = False
+
+    def __call__(self) -> Product:
+        return self.module(
+            recipe=self.recipe,
+            implementation=self.implementation,
+            state_in_params=self.state_in_params,
+        )
+
+
+def promote_dtype(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+    """Flax's ``promote_dtype``, which leaves `ScaledArray`s as they are."""
+    plain = [None if isinstance(x, ScaledArray) else x for x in arrays]
+    promoted = dtypes.promote_dtype(*plain, dtype=dtype, inexact=inexact)
+    return [x if isinstance(x, ScaledArray) else p for x, p in zip(arrays, promoted, strict=True)]

@@ -1,0 +1,48 @@
+"""Regions of a program with a precision of their own: what `jfp8.autocast` sets and layers ask.
+
+The region is part of the key of JAX's caches: a function that was traced outside of a region is
+traced again inside. Each thread has its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from jfp8.recipes import DelayedScaling, Recipe
+
+_context = jax.make_user_context(None)
+
+
+@dataclass(frozen=True)
+class Region:
+    """What holds inside of a region.
+
+    Attributes:
+      recipe: for layers that were given none of their own.
+      enabled: False computes everything in high precision, also layers with a recipe.
+    """
+
+    recipe: Recipe
+    enabled: bool
+
+
+def entered(region: Region):
+    """A context manager inside of which `region` holds."""
+    return _context(region)
+
+
+def current() -> Region | None:
+    """The innermost region, if any."""
+    return _context.value
+
+
+def recipe_in_effect(own: Recipe | None) -> Recipe | None:
+    """The recipe of a layer whose own recipe is `own`, or None: high precision."""
+    region = current()
+    if region is not None and not region.enabled:
+        return None
+    if own is not None:
+        return own
+    return DelayedScaling() if region is None else region.recipe
