@@ -7,13 +7,15 @@ from jfp8 import linen, optim, quantizers, recipes, scaling
 from jfp8._version import __version__
 from jfp8.arrays import ScaledArray, dequantize
 from jfp8.conv import scaled_conv_general_dilated
+from jfp8.convert import autocast, convert
 from jfp8.dot_general import scaled_dot_general
 from jfp8.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format, cast, round_to_format
-from jfp8.linen import Conv, Dense, DenseGeneral, Einsum
+from jfp8.linen import Conv, ConvTranspose, Dense, DenseGeneral, Einsum
 from jfp8.matmul import scaled_matmul
 from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
 from jfp8.quantizers import quantize
 from jfp8.scaling import Block, PerAxis, PerTensor
+from jfp8.selection import EDGES, Edge
 from jfp8.train import Gradients, TrainState, advance, value_and_grad
 
 __all__ = [
@@ -24,8 +26,11 @@ __all__ = [
     "E8M0FNU",
     "Block",
     "Conv",
+    "ConvTranspose",
     "Dense",
     "DenseGeneral",
+    "EDGES",
+    "Edge",
     "Einsum",
     "Format",
     "Gradients",
@@ -36,6 +41,8 @@ __all__ = [
     "TrainState",
     "__version__",
     "advance",
+    "autocast",
+    "convert",
     "cast",
     "dequantize",
     "linen",

@@ -10,7 +10,9 @@ backward pass keeps is the f8 bytes and their scales, not the operands.
 
 from __future__ import annotations
 
+import functools
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -32,6 +34,9 @@ from jfp8.sink import ROLES, WIDTH, encode_amax
 Kind = Literal["fprop", "dgrad", "wgrad"]
 Operand = ScaledArray | jax.Array
 
+# What the names of the products begin with, in jaxprs, compiled programs and profiles.
+PRODUCT_NAME = "jfp8_"
+
 
 class Observed(NamedTuple):
     """amax of the two operands of a product, f32[] each; NaN or Inf where the operand has one."""
@@ -52,8 +57,27 @@ class Operation:
         """The dimensions of both operands that the product sums over."""
         raise NotImplementedError
 
+    def terms(self, kind: Kind) -> int | None:
+        """How many products each element of a result sums, for `jfp8.report`.
+
+        None: what is computed says it, by its ``dot_general`` or ``conv_general_dilated``.
+        """
+        del kind
+        return None
+
+    def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
+        """One operand, ``lhs``, ``rhs`` or ``grad``, as its quantizer says."""
+        del role
+        return quantizer(x, at)
+
     def multiply(
-        self, kind: Kind, first: Operand, second: Operand, how: Product, accumulation: str
+        self,
+        kind: Kind,
+        first: Operand,
+        second: Operand,
+        how: Product,
+        accumulation: str,
+        extra: tuple[jax.Array, ...],
     ) -> jax.Array:
         """One of the three, in the dtype and layout of `y`, or of what it is the gradient by."""
         raise NotImplementedError
@@ -61,9 +85,9 @@ class Operation:
 
 def multiply_quantized(
     operation: Operation,
-    lhs: jax.typing.ArrayLike,
-    rhs: jax.typing.ArrayLike,
-    *,
+    lhs: jax.Array,
+    rhs: Operand,
+    *extra: jax.Array,
     recipe: Recipe,
     state: dict[str, AmaxState] | None = None,
     sink: jax.Array | None = None,
@@ -71,7 +95,8 @@ def multiply_quantized(
 ) -> tuple[jax.Array, Observed]:
     """`operation` of `lhs` and `rhs` as `recipe` says, and the amaxes that it saw on the way.
 
-    The amaxes have no gradient. For the arguments see `scaled_dot_general`.
+    The amaxes have no gradient, nor has an `rhs` that is a `ScaledArray`. `extra` are operands that
+    are neither quantized nor differentiated. For the other arguments see `scaled_dot_general`.
     """
     _check_state(recipe, state)
     if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
@@ -80,64 +105,98 @@ def multiply_quantized(
             f"got {sink.dtype} of shape {sink.shape}."
         )
     seed = seed_of(key) if key is not None and recipe.products().stochastic else None
-    operands = (lhs, rhs, lax.stop_gradient(state), sink, seed)
+    if isinstance(rhs, ScaledArray):
+        rhs = lax.stop_gradient(rhs)
+    operands = (lhs, rhs, lax.stop_gradient(state), sink, seed, extra)
     return _multiply((operation, recipe), *same_varying_axes(operands))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(static, lhs, rhs, state, sink, seed):
-    return _forward(static, lhs, rhs, state, sink, seed)[0]
+def _multiply(static, lhs, rhs, state, sink, seed, extra):
+    return _forward(static, lhs, rhs, state, sink, seed, extra)[0]
 
 
-def _forward(static, lhs, rhs, state, sink, seed):
+def _forward(static, lhs, rhs, state, sink, seed, extra):
     operation, recipe = static
     products = recipe.products()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
-    lhs, rhs = _first_order_only(lhs), _first_order_only(rhs)
-    observed = Observed(amax(lhs), amax(rhs))
-    x = _Operand("lhs", lhs, observed.lhs, state and state["lhs"], seed)
-    w = _Operand("rhs", rhs, observed.rhs, state and state["rhs"], seed)
+    frozen = isinstance(rhs, ScaledArray)
+    lhs = _first_order_only(lhs)
+    rhs = rhs if frozen else _first_order_only(rhs)
+    observed = Observed(amax(lhs), amax(scaled_values(rhs) if frozen else rhs))
+    x = _Operand("lhs", lhs, observed.lhs, state and state["lhs"], seed, operation)
+    w = _Operand("rhs", rhs, observed.rhs, state and state["rhs"], seed, operation)
     x_sum, w_sum = operation.contracting("fprop")
     q_lhs, q_rhs = x.quantized(fprop.lhs, fprop, x_sum), w.quantized(fprop.rhs, fprop, w_sum)
-    y = operation.multiply("fprop", q_lhs, q_rhs, fprop, _accumulation(recipe, fprop))
+    y = _product(operation, recipe, "fprop", fprop, q_lhs, q_rhs, extra)
     y = _quantized_output(fprop, "y", y, seed)
 
     # For the backward pass: the same bytes, or those along the other direction.
     x_free, _ = operation.contracting("wgrad")
     _, w_free = operation.contracting("dgrad")
-    kept_lhs = x.quantized_again(wgrad.lhs, wgrad, x_free, q_lhs, fprop.lhs, fprop)
+    kept_lhs = None
+    if not frozen:
+        kept_lhs = x.quantized_again(wgrad.lhs, wgrad, x_free, q_lhs, fprop.lhs, fprop)
     kept_rhs = w.quantized_again(dgrad.rhs, dgrad, w_free, q_rhs, fprop.rhs, fprop)
     # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else observed
-    return (y, observed), (_to_bytes(kept_lhs), _to_bytes(kept_rhs), grad_state, seen, seed)
+    residuals = (_to_bytes(kept_lhs), _to_bytes(kept_rhs), grad_state, seen, seed, extra)
+    return (y, observed), residuals
 
 
 def _backward(static, residuals, cotangents):
     operation, recipe = static
     products = recipe.products()
     dgrad, wgrad = products.dgrad, products.wgrad
-    lhs_bytes, rhs_bytes, grad_state, seen, seed = residuals
+    lhs_bytes, rhs_bytes, grad_state, seen, seed, extra = residuals
     dy = _first_order_only(cotangents[0])
     q_lhs = _from_bytes(lhs_bytes, wgrad.lhs)
     q_rhs = _from_bytes(rhs_bytes, dgrad.rhs)
     grad_amax = amax(dy)
-    g = _Operand("grad", dy, grad_amax, grad_state, seed)
+    g = _Operand("grad", dy, grad_amax, grad_state, seed, operation)
     for_dgrad, _ = operation.contracting("dgrad")
     _, for_wgrad = operation.contracting("wgrad")
     q_dy = g.quantized(dgrad.lhs, dgrad, for_dgrad)
-    d_lhs = operation.multiply("dgrad", q_dy, q_rhs, dgrad, _accumulation(recipe, dgrad))
-    q_dy = g.quantized_again(wgrad.rhs, wgrad, for_wgrad, q_dy, dgrad.lhs, dgrad)
-    d_rhs = operation.multiply("wgrad", q_lhs, q_dy, wgrad, _accumulation(recipe, wgrad))
+    d_lhs = _product(operation, recipe, "dgrad", dgrad, q_dy, q_rhs, extra)
     d_lhs = _quantized_output(dgrad, "d_lhs", d_lhs, seed)
-    d_rhs = _quantized_output(wgrad, "d_rhs", d_rhs, seed)
+    d_rhs = None
+    if q_lhs is not None:
+        q_dy = g.quantized_again(wgrad.rhs, wgrad, for_wgrad, q_dy, dgrad.lhs, dgrad)
+        d_rhs = _product(operation, recipe, "wgrad", wgrad, q_lhs, q_dy, extra)
+        d_rhs = _quantized_output(wgrad, "d_rhs", d_rhs, seed)
     d_sink = None
     if seen is not None:
         d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax]))
-    return d_lhs, d_rhs, None, d_sink, None
+    return d_lhs, d_rhs, None, d_sink, None, None
 
 
 _multiply.defvjp(_forward, _backward)
+
+
+def _product(
+    operation: Operation,
+    recipe: Recipe,
+    kind: Kind,
+    how: Product,
+    first: Operand,
+    second: Operand,
+    extra: tuple[jax.Array, ...],
+) -> jax.Array:
+    """One of the three products, under a name by which it is found in jaxprs and profiles."""
+    call = _named(kind, operation.terms(kind))
+    return call(operation, how, _accumulation(recipe, how), first, second, extra)
+
+
+@functools.cache
+def _named(kind: Kind, terms: int | None) -> Callable[..., jax.Array]:
+    """``operation.multiply`` as a function of JAX's called ``jfp8_<kind>_<terms>``."""
+
+    def multiply(operation, how, accumulation, first, second, extra):
+        return operation.multiply(kind, first, second, how, accumulation, extra)
+
+    multiply.__name__ = f"{PRODUCT_NAME}{kind}" + ("" if terms is None else f"_{terms}")
+    return jax.jit(multiply, static_argnums=(0, 1, 2))
 
 
 def _accumulation(recipe: Recipe, product: Product) -> str:
@@ -166,16 +225,27 @@ class _Operand:
     """One tensor that takes part in two of the three products."""
 
     role: str
-    x: jax.Array
+    x: Operand
     amax: jax.Array
     state: AmaxState | None
     seed: jax.Array | None
+    operation: Operation
 
     def quantized(
         self, quantizer: Quantizer | None, product: Product, contracting: tuple[int, ...]
-    ) -> ScaledArray | jax.Array:
-        """The tensor as `product` takes it; in high precision if `quantizer` is None."""
+    ) -> Operand:
+        """The tensor as `product` takes it; in high precision if `quantizer` is None.
+
+        One that comes quantized stays so where the format is the same and there is one scale, which
+        serves any direction. Otherwise its values are quantized like any others.
+        """
         x, largest = self.x, self.amax
+        if isinstance(x, ScaledArray):
+            as_it_is = _with_one_scale(x)
+            if as_it_is is not None and quantizer is not None and product.rotation is None:
+                if quantizer.fmt == x.format:
+                    return as_it_is
+            x = scaled_values(x)
         if product.rotation is not None:
             (axis,) = contracting
             x = product.rotation(x, axis)
@@ -185,17 +255,18 @@ class _Operand:
         seed = None
         if quantizer.stochastic:
             seed = _seed_for(f"{self.role}{contracting}", self.amax, self.seed)
-        return quantizer(x, Context(contracting, largest, self.state, seed))
+        at = Context(contracting, largest, self.state, seed)
+        return self.operation.quantize(self.role, x, quantizer, at)
 
     def quantized_again(
         self,
         quantizer: Quantizer | None,
         product: Product,
         contracting: tuple[int, ...],
-        first: ScaledArray | jax.Array,
+        first: Operand,
         first_quantizer: Quantizer | None,
         first_product: Product,
-    ) -> ScaledArray | jax.Array:
+    ) -> Operand:
         """`quantized`, or `first`, what another product took, where that is the same."""
         rotated = product.rotation is not None or first_product.rotation is not None
         any_direction = quantizer is None or quantizer.one_for_both
@@ -222,21 +293,28 @@ def _quantized_output(
     """A result of a product, rounded to what its recipe stores results in."""
     if product.output is None:
         return y
-    q = _Operand(role, y, amax(y), None, seed).quantized(product.output, Product(None, None), ())
-    assert isinstance(q, ScaledArray)
-    return scaled_values(q).astype(y.dtype)
+    largest = amax(y)
+    bits = _seed_for(f"{role}()", largest, seed) if product.output.stochastic else None
+    return scaled_values(product.output(y, Context((), largest, None, bits))).astype(y.dtype)
+
+
+def _with_one_scale(q: ScaledArray) -> ScaledArray | None:
+    """`q` with a 0-d scale, if it has no more than one scale."""
+    if isinstance(q.scale, ScaledArray) or jnp.size(q.scale) != 1:
+        return None
+    return ScaledArray(q.data, q.scale.reshape(()))
 
 
 # Residuals travel as uint8: where XLA:CPU stores f8 arrays across a loop it widens them to f16.
 
 
-def _to_bytes(q: ScaledArray | jax.Array) -> ScaledArray | jax.Array:
+def _to_bytes(q: Operand | None) -> Operand | None:
     if not isinstance(q, ScaledArray):
         return q
     return ScaledArray(codes_of(q.data), q.scale, q.block)
 
 
-def _from_bytes(q: ScaledArray | jax.Array, quantizer: Quantizer | None) -> ScaledArray | jax.Array:
+def _from_bytes(q: Operand | None, quantizer: Quantizer | None) -> Operand | None:
     if not isinstance(q, ScaledArray):
         return q
     assert quantizer is not None

@@ -22,7 +22,13 @@ from jax import lax
 from jfp8.accumulation import scale_products
 from jfp8.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.bilinear import Kind, Observed, Operand, Operation, multiply_quantized
-from jfp8.dot_general import check_out_dtype, observed_dot_general
+from jfp8.dot_general import (
+    as_operand,
+    check_out_dtype,
+    frozen_values,
+    observed_dot_general,
+    value_dtype,
+)
 from jfp8.formats import as_float_array, decode
 from jfp8.matmul import Implementation, check_implementation
 from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
@@ -31,7 +37,7 @@ from jfp8.scaling import AmaxState
 
 def scaled_conv_general_dilated(
     lhs: jax.typing.ArrayLike,
-    rhs: jax.typing.ArrayLike,
+    rhs: jax.typing.ArrayLike | ScaledArray,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -51,7 +57,8 @@ def scaled_conv_general_dilated(
     High precision in and out, as with `scaled_dot_general`.
 
     Args:
-      lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels.
+      lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; see `scaled_dot_general` about an
+        `rhs` that is a `ScaledArray`.
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count:
         as for ``jax.lax.conv_general_dilated``.
       recipe, state, sink, key, preferred_element_type: see `scaled_dot_general`. Recipes with more
@@ -95,7 +102,7 @@ def scaled_conv_general_dilated(
 
 def observed_conv_general_dilated(
     lhs: jax.typing.ArrayLike,
-    rhs: jax.typing.ArrayLike,
+    rhs: jax.typing.ArrayLike | ScaledArray,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -113,7 +120,7 @@ def observed_conv_general_dilated(
     """`scaled_conv_general_dilated`, and the amaxes it saw on the way; they have no gradient."""
     check_recipe(recipe)
     check_implementation(implementation)
-    lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
+    lhs, rhs = as_float_array(lhs, "lhs"), as_operand(rhs, "rhs")
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     window = _window(
         lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers
@@ -131,8 +138,8 @@ def observed_conv_general_dilated(
             implementation=implementation,
             **options,
         )
-        return _over_patches(lhs, rhs, window, feature_group_count, as_dot)
-    dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype)
+        return _over_patches(lhs, frozen_values(rhs), window, feature_group_count, as_dot)
+    dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     operation = Convolution(window, feature_group_count, (lhs.shape, rhs.shape), dtypes)
     return multiply_quantized(operation, lhs, rhs, **options)
 
@@ -167,7 +174,7 @@ class Window:
             preferred_element_type=jnp.float32,
         )
 
-    def check(self, lhs: jax.Array, rhs: jax.Array, groups: int) -> None:
+    def check(self, lhs: jax.Array, rhs: Operand, groups: int) -> None:
         """Raise what JAX does about shapes that do not fit."""
         shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
         jax.eval_shape(lambda a, b: self.convolve(a, b, groups), *shapes)
@@ -175,7 +182,7 @@ class Window:
 
 def _window(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Operand,
     strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None,
@@ -226,9 +233,15 @@ class Convolution(Operation):
         }[kind]
 
     def multiply(
-        self, kind: Kind, first: Operand, second: Operand, how: Product, accumulation: str
+        self,
+        kind: Kind,
+        first: Operand,
+        second: Operand,
+        how: Product,
+        accumulation: str,
+        extra: tuple[jax.Array, ...],
     ) -> jax.Array:
-        del how, accumulation
+        del how, accumulation, extra
         scales = scale_products(*(_scales(operand) for operand in (first, second)))
         # XLA has no FP8 convolution. Every f8 value is a bf16 value, so on GPUs the tensor cores of
         # bf16 give exact products; on CPUs f32 is faster.

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.accumulation import free_dims, multiply
-from jfp8.arrays import ScaledArray, scaled_values
+from jfp8.arrays import ScaledArray, check_scale_shape, dequantize, scaled_values
 from jfp8.bilinear import Kind, Observed, Operand, Operation, multiply_quantized
 from jfp8.formats import as_float_array
 from jfp8.matmul import (
@@ -28,7 +28,7 @@ from jfp8.scaling import AmaxState
 
 def scaled_dot_general(
     lhs: jax.typing.ArrayLike,
-    rhs: jax.typing.ArrayLike,
+    rhs: jax.typing.ArrayLike | ScaledArray,
     dimension_numbers: lax.DotDimensionNumbers,
     *,
     recipe: Recipe = DelayedScaling(),
@@ -45,7 +45,9 @@ def scaled_dot_general(
     straight-through. NaN and Inf in an operand or gradient come out as NaN.
 
     Args:
-      lhs, rhs: ``f32 | bf16 | f16`` arrays.
+      lhs, rhs: ``f32 | bf16 | f16`` arrays. `rhs` may be a `ScaledArray` instead: a weight that is
+        only kept in FP8. It gets no gradient, and is used as it is where it has one scale and the
+        format that `recipe` asks for; otherwise its values are quantized.
       dimension_numbers: as for ``jax.lax.dot_general``.
       recipe: which quantizer each operand gets.
       state: amax histories of this product, ``{"lhs", "rhs", "grad"}`` as `Recipe.init_state` makes
@@ -90,7 +92,7 @@ def scaled_dot_general(
 
 def observed_dot_general(
     lhs: jax.typing.ArrayLike,
-    rhs: jax.typing.ArrayLike,
+    rhs: jax.typing.ArrayLike | ScaledArray,
     dimension_numbers: lax.DotDimensionNumbers,
     *,
     recipe: Recipe,
@@ -103,27 +105,47 @@ def observed_dot_general(
     """`scaled_dot_general`, and the amaxes it saw on the way; they have no gradient."""
     check_recipe(recipe)
     check_implementation(implementation)
-    lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
+    lhs, rhs = as_float_array(lhs, "lhs"), as_operand(rhs, "rhs")
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     out_shape = _out_shape(lhs.shape, rhs.shape, dimension_numbers)
     if recipe.products().matrices:
+        rhs = frozen_values(rhs)
         lhs, rhs, dimension_numbers = _as_matrices(lhs, rhs, dimension_numbers)
     dot = Dot(
         dimension_numbers,
-        (lhs.ndim, rhs.ndim),
-        (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype),
+        (lhs.shape, rhs.shape),
+        (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype),
         implementation,
     )
     y, observed = multiply_quantized(dot, lhs, rhs, recipe=recipe, state=state, sink=sink, key=key)
     return y.reshape(out_shape), observed
 
 
+def as_operand(x: jax.typing.ArrayLike | ScaledArray, what: str) -> Operand:
+    """`x`, if it is a `ScaledArray` whose scale fits; else as a floating array, or an error."""
+    if not isinstance(x, ScaledArray):
+        return as_float_array(x, what)
+    check_scale_shape(x)
+    return x
+
+
+def frozen_values(x: Operand) -> jax.Array:
+    """`x` as an array: the values of a `ScaledArray`, which get no gradient."""
+    return lax.stop_gradient(dequantize(x)) if isinstance(x, ScaledArray) else x
+
+
+def value_dtype(x: Operand) -> np.dtype:
+    """The dtype of the values of `x`."""
+    return np.dtype(np.float32) if isinstance(x, ScaledArray) else np.dtype(x.dtype)
+
+
 def check_out_dtype(
-    preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: jax.Array
+    preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: Operand
 ) -> np.dtype:
     """The dtype of a product: `preferred`, which must be floating, or that of the operands."""
-    out_dtype = preferred or jnp.result_type(lhs, rhs)
+    arrays = [x for x in (lhs, rhs) if not isinstance(x, ScaledArray)]
+    out_dtype = preferred or jnp.result_type(*arrays)
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise TypeError(
             f"preferred_element_type must be a floating dtype, got {np.dtype(out_dtype)}."
@@ -133,17 +155,17 @@ def check_out_dtype(
 
 @dataclass(frozen=True)
 class Dot(Operation):
-    """``dot_general`` of operands with these numbers of dimensions.
+    """``dot_general`` of operands with these shapes.
 
     Attributes:
       dimension_numbers: checked.
-      ndims: of lhs and rhs.
+      shapes: of lhs and rhs.
       dtypes: of lhs, rhs and y.
       implementation: see `scaled_matmul`.
     """
 
     dimension_numbers: lax.DotDimensionNumbers
-    ndims: tuple[int, int]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[np.dtype, np.dtype, np.dtype]
     implementation: Implementation
 
@@ -152,9 +174,25 @@ class Dot(Operation):
         first, second = numbers[0]
         return tuple(first), tuple(second)
 
+    def terms(self, kind: Kind) -> int:
+        lhs, rhs = self.shapes
+        summed = {
+            "fprop": [lhs[d] for d in self.contracting("fprop")[0]],
+            "dgrad": [rhs[d] for d in self.contracting("dgrad")[1]],
+            "wgrad": [lhs[d] for d in self.contracting("wgrad")[0]],
+        }
+        return math.prod(summed[kind])
+
     def multiply(
-        self, kind: Kind, first: Operand, second: Operand, how: Product, accumulation: str
+        self,
+        kind: Kind,
+        first: Operand,
+        second: Operand,
+        how: Product,
+        accumulation: str,
+        extra: tuple[jax.Array, ...],
     ) -> jax.Array:
+        del extra
         numbers, order, dtype = self._numbers(kind)
         y = self._product(first, second, numbers, dtype, how, accumulation)
         return y if order is None else y.transpose(order)
@@ -166,7 +204,9 @@ class Dot(Operation):
         lhs_dtype, rhs_dtype, y_dtype = self.dtypes
         if kind == "fprop":
             return self.dimension_numbers, None, y_dtype
-        dgrad, d_lhs, wgrad, d_rhs = _transposed_products(*self.ndims, self.dimension_numbers)
+        dgrad, d_lhs, wgrad, d_rhs = _transposed_products(
+            *map(len, self.shapes), self.dimension_numbers
+        )
         return (dgrad, d_lhs, lhs_dtype) if kind == "dgrad" else (wgrad, d_rhs, rhs_dtype)
 
     def _product(

@@ -6,6 +6,8 @@ traced again inside. Each thread has its own.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import jax
@@ -22,13 +24,15 @@ class Region:
     Attributes:
       recipe: for layers that were given none of their own.
       enabled: False computes everything in high precision, also layers with a recipe.
+      selection: which layers of a model are converted in it; None in a region of `jfp8.autocast`.
     """
 
     recipe: Recipe
     enabled: bool
+    selection: Hashable = None
 
 
-def entered(region: Region):
+def entered(region: Region) -> AbstractContextManager[object]:
     """A context manager inside of which `region` holds."""
     return _context(region)
 

@@ -14,7 +14,15 @@ Recipes that round stochastically draw from the random stream ``fp8``, if `apply
 (``rngs={"fp8": key}``), and otherwise from the data; see `jfp8.scaled_dot_general`.
 """
 
-from jfp8.linen.layers import Conv, Dense, DenseGeneral, Einsum
+from jfp8.linen.layers import Conv, ConvTranspose, Dense, DenseGeneral, Einsum
 from jfp8.linen.products import ConvGeneralDilated, DotGeneral
 
-__all__ = ["Conv", "ConvGeneralDilated", "Dense", "DenseGeneral", "DotGeneral", "Einsum"]
+__all__ = [
+    "Conv",
+    "ConvGeneralDilated",
+    "ConvTranspose",
+    "Dense",
+    "DenseGeneral",
+    "DotGeneral",
+    "Einsum",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import flax.linen as nn
 import jax
 
 from jfp8 import einsum
+from jfp8.arrays import ScaledArray
+from jfp8.conv_transpose import conv_transpose
 from jfp8.linen.products import (
     ConvGeneralDilated,
     DotGeneral,
@@ -105,6 +108,31 @@ class Conv(nn.Conv):
         super().__post_init__()
 
 
+class ConvTranspose(nn.ConvTranspose):
+    """``flax.linen.ConvTranspose`` with its convolution, forward and backward, in FP8.
+
+    Takes every argument of ``nn.ConvTranspose``; the ``params`` are those of ``nn.ConvTranspose``,
+    with the same initial values for the same key.
+
+    Attributes:
+      recipe, implementation: see `Dense`.
+    """
+
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+    promote_dtype: Callable[..., Any] = promote_dtype
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Apply the layer.
+
+        Args:
+          inputs: ``[*batch, *space, features]``.
+        """
+        product = ProductOf(ConvGeneralDilated, self.recipe, self.implementation)
+        return apply_conv_transpose(self, product, inputs)
+
+
 class Einsum(nn.Einsum):
     """``flax.linen.Einsum`` with its product, forward and backward, in FP8.
 
@@ -157,3 +185,47 @@ def apply_einsum(
     if bias is not None:
         y += bias.reshape([sizes.get(c, 1) for c in terms.out])
     return y
+
+
+def apply_conv_transpose(
+    layer: nn.ConvTranspose, product: ProductOf, inputs: jax.Array
+) -> jax.Array:
+    """What ``nn.ConvTranspose.__call__`` does, with its product made by `product`."""
+    size = layer.kernel_size
+    window = (size,) if isinstance(size, int) else tuple(size)
+    spread = lambda x: (x or 1,) * len(window) if x is None or isinstance(x, int) else tuple(x)
+    strides, dilation = spread(layer.strides), spread(layer.kernel_dilation)
+    padding = nn.linear.canonicalize_padding(layer.padding, len(window))
+    batch, image = inputs.shape[: -len(window) - 1], inputs.shape[-len(window) - 1 :]
+    inputs = inputs.reshape(-1, *image)
+
+    channels = (image[-1], layer.features)
+    shape = (*window, *(reversed(channels) if layer.transpose_kernel else channels))
+    if layer.mask is not None and layer.mask.shape != shape:
+        raise ValueError(
+            f"mask must have the shape of the kernel, {shape}, not {layer.mask.shape}."
+        )
+    kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
+    if layer.mask is not None:
+        kernel = (kernel.dequantize() if isinstance(kernel, ScaledArray) else kernel) * layer.mask
+    bias = None
+    if layer.use_bias:
+        bias = layer.param("bias", layer.bias_init, (layer.features,), layer.param_dtype)
+    inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+
+    y = conv_transpose(
+        inputs,
+        kernel,
+        strides,
+        padding,
+        dilation,
+        layer.transpose_kernel,
+        functools.partial(
+            product(),
+            precision=layer.precision,
+            preferred_element_type=layer.preferred_element_type,
+        ),
+    )
+    if bias is not None:
+        y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
+    return y.reshape(*batch, *y.shape[1:])

@@ -1,0 +1,111 @@
+"""FP8 for models that nobody edits: `convert` for a model, `autocast` for a region of a program."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import flax.linen as nn
+from flax import nnx
+
+from jfp8.linen.convert import convert_module, in_region
+from jfp8.recipes import DelayedScaling, Recipe, check_recipe
+from jfp8.selection import Choice, select
+
+Model = TypeVar("Model", nn.Module, nnx.Module)
+
+
+def convert(
+    model: Model,
+    recipe: Recipe = DelayedScaling(),
+    *,
+    exempt: Choice | Sequence[Choice] | None = None,
+    only: Choice | Sequence[Choice] | None = None,
+    attention_products: bool = False,
+) -> Model:
+    """The same model with FP8 products in its layers, forward and backward.
+
+    `model` stays as it is. The parameters of what is returned are those of `model`, in names,
+    shapes and initial values, so that checkpoints fit both. Of Flax's layers, these are converted:
+    ``Dense`` (NNX: ``Linear``), ``DenseGeneral``, ``Conv``, ``ConvTranspose``, ``Einsum``, and the
+    projections of attention, wherever they are: under ``setup`` or ``compact``, inside of
+    ``nn.scan``, ``nn.vmap``, ``nn.remat`` and ``nn.jit``. A layer that was given its own product
+    (``dot_general=``) keeps it. Products that no layer computes (``x @ w``, ``jnp.einsum``) stay in
+    high precision: `jfp8.report` lists them.
+
+    State is as for `jfp8.Dense`: ``init`` gives ``fp8`` and ``fp8_sink`` besides ``params``.
+
+    Args:
+      model: a Linen or NNX module.
+      recipe: which quantizer each operand gets.
+      exempt: layers that stay in high precision: patterns of paths (``"decoder/*"``), types
+        (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
+        Default: `jfp8.EDGES`, the first convolution of an image model and the final logits, which
+        the literature keeps in high precision. ``()`` exempts none; ``(*jfp8.EDGES, "decoder/*")``
+        adds to the default.
+      only: convert these layers and no others, given like `exempt`, of which nothing is then the
+        default.
+      attention_products: convert the products of queries with keys and of weights with values, too.
+
+    Returns:
+      A Linen module, an instance of a subclass of ``type(model)``; or an NNX module of the same
+      type that shares the arrays of `model`.
+
+    Raises:
+      TypeError: no model, no recipe, or an `exempt` or `only` that is none of the above.
+      ValueError: a pattern or a type that matches no layer. For Linen models it is raised by
+        ``init`` and ``apply``, which is when their layers exist.
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
+    >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+    >>> fp8_model = jfp8.convert(model, jfp8.recipes.Float8CurrentScaling())
+    >>> fp8_model.init(jax.random.key(0), jnp.ones((1, 32))).keys()
+    dict_keys(['params'])
+    """
+    selection = select(recipe, exempt, only, attention_products)
+    if isinstance(model, nn.Module):
+        if model.scope is not None:
+            raise TypeError(
+                "convert takes a model that is not bound to variables: convert the model first, "
+                "then call .bind or .apply."
+            )
+        return convert_module(model, selection)
+    raise TypeError(
+        f"model must be an instance of a Flax Linen or NNX module, got {model!r}. Convert the "
+        "model, not its class or its parameters: jfp8.convert(MyModel(...), recipe)."
+    )
+
+
+@contextlib.contextmanager
+def autocast(recipe: Recipe = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
+    """A region in which the Linen layers that are called compute FP8 products.
+
+    In it, Flax's own layers (see `convert`) and layers of jfp8 without a recipe use `recipe`. A
+    layer or a converted model with its own recipe keeps that. The innermost region holds; with
+    ``enabled=False`` everything in it is in high precision.
+
+    The region is part of what JAX compares when it looks for a compiled function, so a function
+    that was jitted and called outside is traced again inside. Each thread has its own regions.
+
+    Without an ``fp8`` collection in its variables a model uses current scaling; ``model.init``
+    inside of the region makes one. NNX layers that are not of jfp8 are left alone: use `convert`.
+
+    Args:
+      recipe: which quantizer each operand gets.
+      enabled: False for a region of high precision.
+
+    Raises:
+      TypeError: no recipe.
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
+    >>> model, x = nn.Dense(4), jnp.linspace(0, 1, 6).reshape(2, 3)
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> apply = jax.jit(model.apply)
+    >>> y = apply(variables, x)
+    >>> with jfp8.autocast(jfp8.recipes.Float8CurrentScaling()):
+    ...     bool((apply(variables, x) == y).all())
+    False
+    """
+    with in_region(check_recipe(recipe), bool(enabled)):
+        yield

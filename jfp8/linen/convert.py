@@ -1,0 +1,455 @@
+"""FP8 in Linen models that nobody edits: their layers' products are replaced as they are called.
+
+Flax lets one intercept the calls of methods. Where a layer of Flax is about to run, its hook for a
+product is set; the layer, and with it its parameters, stays what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.core
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
+from flax.linen.dtypes import promote_dtype as flax_promote_dtype
+
+from jfp8 import edges, region
+from jfp8.linen.attention import EinsumProduct
+from jfp8.linen.layers import apply_conv_transpose, apply_einsum
+from jfp8.linen.products import (
+    ConvGeneralDilated,
+    DotGeneral,
+    Product,
+    ProductOf,
+    place_in_params,
+    promote_dtype,
+)
+from jfp8.recipes import DelayedScaling, Recipe
+from jfp8.region import Region
+from jfp8.selection import Edge, Selection
+from jfp8.sink import ROLES
+
+MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
+
+_ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes
+
+# The region while a model is looked at: no cached trace of another is mistaken for this one.
+_LOOKING = Region(DelayedScaling(), enabled=False, selection="looking for the layers at the edges")
+
+
+def _own_call(layer: type[nn.Module]) -> Callable[..., Any]:
+    """The function that Flax runs for ``layer.__call__``, without what Flax wraps it in."""
+    return inspect.unwrap(layer.__call__)
+
+
+# How Flax runs each layer, and the hook that makes its product; None where there is no hook.
+HOOKS: dict[Callable[..., Any], tuple[type[Product], str | None]] = {
+    _own_call(nn.Dense): (DotGeneral, "dot_general"),
+    _own_call(nn.DenseGeneral): (DotGeneral, "dot_general"),
+    _own_call(nn.Conv): (ConvGeneralDilated, "conv_general_dilated"),
+    _own_call(nn.Einsum): (DotGeneral, None),
+    _own_call(nn.ConvTranspose): (ConvGeneralDilated, None),
+}
+_WITHOUT_HOOK = {
+    _own_call(nn.Einsum): apply_einsum,
+    _own_call(nn.ConvTranspose): apply_conv_transpose,
+}
+_ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
+_ATTENTION_HOOKS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+
+
+def is_layer(context: nn.module.InterceptorContext) -> bool:
+    """Whether this is the call of a layer with a product that could be FP8."""
+    # Of a lifted layer (nn.vmap, nn.remat) this is the call inside of the transformation.
+    function = context.orig_method.func
+    return function in HOOKS and not isinstance(context.module, nn.ConvLocal)
+
+
+def has_own_product(layer: nn.Module, hook: str | None) -> bool:
+    """Whether the layer was told what to compute its product with."""
+    if hook is None:
+        return False
+    given = getattr(layer, f"{hook}_cls")
+    ours = isinstance(given, ProductOf) and given.recipe is None
+    return getattr(layer, hook) is not None or not (given is None or ours)
+
+
+def path_of(module: nn.Module) -> str:
+    """``"Block_0/Dense_1"``."""
+    return "/".join(module.path)
+
+
+@contextlib.contextmanager
+def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in attributes}
+    for name, value in attributes.items():
+        object.__setattr__(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(module, name, value)
+
+
+def replace_products(
+    choose: Callable[[str, nn.Module, tuple[Any, ...]], ProductOf | None],
+    attention: Callable[[], ProductOf | None],
+) -> Callable[..., Any]:
+    """An interceptor under which layers compute their products with what `choose` gives.
+
+    Args:
+      choose: ``(path, layer, arguments) -> `` what makes the product, or None: Flax's.
+      attention: what makes the two products of attention.
+    """
+
+    def intercept(next_fun, args, kwargs, context):
+        layer, function = context.module, context.orig_method.func
+        if function is _ATTENTION and (made := attention()) is not None:
+            free = [hook for hook in _ATTENTION_HOOKS if getattr(layer, hook) is None]
+            made = dataclasses.replace(made, module=EinsumProduct)
+            with _set(layer, **dict.fromkeys(free, made)):
+                return next_fun(*args, **kwargs)
+        if not is_layer(context):
+            return next_fun(*args, **kwargs)
+        product, hook = HOOKS[function]
+        if has_own_product(layer, hook):
+            return next_fun(*args, **kwargs)
+        made = choose(path_of(layer), layer, args)
+        if made is None:
+            return next_fun(*args, **kwargs)
+        made = dataclasses.replace(made, module=product)
+        attributes = {} if hook is None else {f"{hook}_cls": made}
+        if layer.promote_dtype is flax_promote_dtype:
+            attributes["promote_dtype"] = promote_dtype
+        with _set(layer, **attributes):
+            if hook is None:
+                return _WITHOUT_HOOK[function](layer, made, *args, **kwargs)
+            return next_fun(*args, **kwargs)
+
+    return intercept
+
+
+@contextlib.contextmanager
+def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
+    """A region in which Flax's layers use `recipe`; see `jfp8.autocast`."""
+    here = Region(recipe, enabled)
+
+    def choose(path: str, layer: nn.Module, args: tuple[Any, ...]) -> ProductOf | None:
+        del path, layer, args
+        return ProductOf(DotGeneral, None, None) if region.current() == here else None
+
+    with region.entered(here), nn.intercept_methods(replace_products(choose, lambda: None)):
+        yield
+
+
+def convert_module(
+    model: nn.Module, selection: Selection, on_init: Callable[..., None] | None = None
+) -> nn.Module:
+    """`model`, as an instance of a subclass of its class, whose calls are intercepted.
+
+    ``on_init(model, variables, *args, **kwargs)`` is called at the end of ``model.init``.
+    """
+    fields = [f for f in dataclasses.fields(model) if f.init and f.name not in ("parent", "name")]
+    arguments = {f.name: getattr(model, f.name) for f in fields}
+    cls = converted_class(original_class(type(model)), selection, on_init)
+    return cls(**arguments, parent=None, name=model.name)
+
+
+def original_class(cls: type) -> type:
+    """The class that was converted, or `cls` itself."""
+    return getattr(cls, "jfp8_original", cls)
+
+
+@functools.cache
+def converted_class(
+    cls: type[nn.Module], selection: Selection, on_init: Callable[..., None] | None = None
+) -> type[nn.Module]:
+    """The subclass of `cls` that `convert_module` makes instances of."""
+    namespace: dict[str, Any] = {
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__annotations__": {},
+        "jfp8_selection": selection,
+        "jfp8_original": cls,
+        "jfp8_on_init": staticmethod(on_init or (lambda *args, **kwargs: None)),
+    }
+    for name in _methods(cls):
+        namespace[name] = _entering(cls, name)
+    return type(cls)(cls.__name__, (_Converted, cls), namespace)
+
+
+class _Converted:
+    """What `converted_class` adds to a class: the ways into a model from outside."""
+
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        *args: Any,
+        rngs: Any = None,
+        method: Any = None,
+        mutable: CollectionFilter = False,
+        capture_intermediates: Any = False,
+        **kwargs: Any,
+    ) -> Any:
+        """``nn.Module.apply`` with FP8 products."""
+        selection = type(self).jfp8_selection
+        selection.check_patterns(_paths(variables.get("params", {})))
+
+        def run(variables, rngs, args, kwargs, mutable=mutable):
+            return super(_Converted, self).apply(
+                variables,
+                *args,
+                rngs=rngs,
+                method=method,
+                mutable=mutable,
+                capture_intermediates=capture_intermediates,
+                **kwargs,
+            )
+
+        if _inside(self):
+            return run(variables, rngs, args, kwargs)
+        returned = _returned_layers(selection, run, variables, rngs, args, kwargs)
+        records = "fp8" in variables and in_filter(mutable, "fp8")
+        inner = union_filters(mutable, ["params"]) if records else mutable
+        with _intercepted(self, returned, state_in_params=True):
+            out = run(_into_params(variables, mutable), rngs, args, kwargs, inner)
+        if mutable is False:
+            return out
+        y, mutated = out
+        return y, _out_of_params(mutated, mutable)
+
+    def init_with_output(
+        self,
+        rngs: Any,
+        *args: Any,
+        method: Any = None,
+        mutable: CollectionFilter = _ALL_BUT_INTERMEDIATES,
+        capture_intermediates: Any = False,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """``nn.Module.init_with_output`` with FP8 products and their state."""
+        cls = type(self)
+
+        def run(variables, rngs, args, kwargs):
+            del variables
+            return super(_Converted, self).init_with_output(
+                rngs,
+                *args,
+                method=method,
+                mutable=mutable,
+                capture_intermediates=capture_intermediates,
+                **kwargs,
+            )
+
+        if _inside(self):
+            return run({}, rngs, args, kwargs)
+        returned = _returned_layers(cls.jfp8_selection, run, {}, rngs, args, kwargs)
+        with _intercepted(self, returned, state_in_params=True) as layers:
+            y, variables = run({}, rngs, args, kwargs)
+        variables = _out_of_params(variables, mutable)
+        cls.jfp8_selection.check_patterns(_paths(variables.get("params", {})))
+        cls.jfp8_selection.check_types(layers)
+        cls.jfp8_on_init(self, variables, *args, **kwargs)
+        return y, variables
+
+
+def _methods(cls: type[nn.Module]) -> list[str]:
+    """The methods by which a model may be called from outside."""
+    names = []
+    for name, value in inspect.getmembers(cls, inspect.isfunction):
+        owned = getattr(nn.Module, name, None) is not value
+        public = name == "__call__" or not name.startswith("_")
+        if owned and public and name != "setup" and not getattr(value, "nowrap", False):
+            names.append(name)
+    return names
+
+
+def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+    """The method `name` of `cls`, which enters the conversion if it has not been entered."""
+    original = getattr(cls, name)
+
+    @nn.nowrap
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        run = functools.partial(original, self, *args, **kwargs)
+        if self.scope is None or _inside(self):
+            return run()
+        returned: frozenset[str] = frozenset()
+        if not self.scope.path:  # bound by `bind`; a part of another model has no edges
+            unbound, variables = self.unbind()
+            plain = super(_Converted, unbound).apply
+            returned = _returned_layers(
+                type(self).jfp8_selection,
+                lambda variables, rngs, args, kwargs: plain(
+                    variables, *args, rngs=rngs, method=name, mutable=True, **kwargs
+                ),
+                variables,
+                {stream: rng.rng for stream, rng in self.scope.rngs.items()},
+                args,
+                kwargs,
+            )
+        with _intercepted(self, returned, state_in_params=False):
+            return run()
+
+    del method.__wrapped__  # Flax and inspect would look through it
+    return method
+
+
+def _inside(model: nn.Module) -> bool:
+    here = region.current()
+    return here is not None and here.selection in (type(model).jfp8_selection, _LOOKING.selection)
+
+
+@contextlib.contextmanager
+def _intercepted(
+    model: nn.Module, returned: frozenset[str], *, state_in_params: bool
+) -> Iterator[list[nn.Module]]:
+    """Inside, the layers of `model` compute FP8 products. Gives a list that they are added to."""
+    selection: Selection = type(model).jfp8_selection
+    outer = region.current()
+    here = Region(selection.recipe, outer is None or outer.enabled, selection)
+    depth = () if model.scope is None else model.scope.path
+    layers: list[nn.Module] = []
+
+    def choose(path: str, layer: nn.Module, args: tuple[Any, ...]) -> ProductOf | None:
+        if region.current() != here:
+            return None
+        layers.append(layer)
+        inner = "/".join(layer.path[len(depth) :])
+        decision = selection.decide(inner, layer, edge_of(layer, args, inner in returned))
+        if decision.recipe is None:
+            return None
+        return ProductOf(DotGeneral, decision.recipe, None, state_in_params)
+
+    def attention() -> ProductOf | None:
+        if region.current() != here or not selection.attention_products:
+            return None
+        return ProductOf(DotGeneral, selection.recipe, None, state_in_params)
+
+    with region.entered(here), nn.intercept_methods(replace_products(choose, attention)):
+        yield layers
+
+
+def edge_of(layer: nn.Module, args: tuple[Any, ...], returned: bool) -> Edge | None:
+    """At which edge of a model a layer is that is called with `args`."""
+    if returned:
+        return Edge.LOGITS
+    if isinstance(layer, nn.Conv) and args and jnp.shape(args[0])[-1] <= MAX_IMAGE_CHANNELS:
+        return Edge.IMAGE_INPUT
+    return None
+
+
+def _returned_layers(
+    selection: Selection,
+    run: Callable[..., Any],
+    variables: Any,
+    rngs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> frozenset[str]:
+    """The layers whose result the model returns, found by tracing it as it is once more."""
+    if Edge.LOGITS not in selection.exempt:
+        return frozenset()
+
+    def mark(next_fun, args, kwargs, context):
+        if not is_layer(context):
+            return next_fun(*args, **kwargs)
+        path = path_of(context.module)
+        args, kwargs = edges.mark_input((args, kwargs), path)
+        return edges.mark_output(next_fun(*args, **kwargs), path)
+
+    leaves, structure = jax.tree.flatten((variables, rngs, args, kwargs))
+    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+
+    def flat(arrays):
+        given = list(leaves)
+        for i, array in zip(traced, arrays, strict=True):
+            given[i] = array
+        return run(*jax.tree.unflatten(structure, given))
+
+    with region.entered(_LOOKING), nn.intercept_methods(mark):
+        closed = jax.make_jaxpr(flat)([leaves[i] for i in traced])
+    return frozenset(edges.returned_layers(closed))
+
+
+# The state of products in the ``params`` collection: to where their modules will look for it, back.
+
+
+def _into_params(variables: Mapping[str, Any], mutable: CollectionFilter) -> dict[str, Any]:
+    """`variables` with ``fp8`` and, unless it is mutable, ``fp8_sink`` also among ``params``.
+
+    They stay where they are as well, for layers of jfp8 that look there.
+    """
+    params = variables.get("params", {})
+    for collection in ("fp8", "fp8_sink"):
+        if collection == "fp8_sink" and in_filter(mutable, collection):
+            continue
+        params = _with_state(params, flax.core.unfreeze(variables.get(collection, {})), collection)
+    return {**variables, "params": params}
+
+
+def _with_state(params: Mapping[str, Any], state: Any, collection: str) -> dict[str, Any]:
+    merged = dict(params)
+    for name, node in state.items():
+        if name in ROLES or not isinstance(node, Mapping):
+            merged[place_in_params(collection, name)[1]] = node
+        else:
+            merged[name] = _with_state(params.get(name, {}), node, collection)
+    return merged
+
+
+def _out_of_params(variables: Mapping[str, Any], mutable: CollectionFilter) -> dict[str, Any]:
+    """`variables` with the state back in its collections; of these, those that are `mutable`."""
+    params = flax.core.unfreeze(variables.get("params", {}))
+    params, state = _without_state(params)
+    found = {**variables, "params": params}
+    for collection, tree in state.items():
+        if tree:
+            found[collection] = _deep_update(found.get(collection, {}), tree)
+    return {name: tree for name, tree in found.items() if tree and in_filter(mutable, name)}
+
+
+def _without_state(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    kept: dict[str, Any] = {}
+    state: dict[str, Any] = {"fp8": {}, "fp8_sink": {}}
+    for name, node in params.items():
+        collection, _, variable = name.removeprefix("@").partition(".")
+        if name.startswith("@") and collection in state:
+            state[collection][variable] = node
+        elif isinstance(node, dict):
+            inner, found = _without_state(node)
+            for collection, tree in found.items():
+                if tree:
+                    state[collection][name] = tree
+            if inner or not node:
+                kept[name] = inner
+        else:
+            kept[name] = node
+    return kept, state
+
+
+def _deep_update(tree: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(tree)
+    for name, node in new.items():
+        both = isinstance(node, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _deep_update(merged[name], node) if both else node
+    return merged
+
+
+def _paths(params: Any, path: str = "") -> list[str]:
+    """The paths of all modules that have parameters."""
+    paths = []
+    for name, node in params.items():
+        if isinstance(node, Mapping):
+            inner = f"{path}/{name}".lstrip("/")
+            paths += [inner, *_paths(node, inner)]
+    return paths

@@ -1,0 +1,141 @@
+"""Which layers of a model nobody edited become FP8, and why the others do not."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jfp8.recipes import Recipe, check_recipe
+
+
+class Edge(enum.Enum):
+    """Layers at the edges of a model, which the literature keeps in high precision.
+
+    References:
+      arXiv 2209.05433 section 4, arXiv 1905.12334 section 3.
+    """
+
+    IMAGE_INPUT = "the first convolution of an image model (at most 4 input channels)"
+    LOGITS = "a layer whose result the model returns: the final logits"
+
+
+Choice = str | type | Edge | Callable[[str, Any], bool]
+"""A pattern of paths (``"Encoder_0/*"``), a type, an `Edge`, or ``(path, layer) -> bool``."""
+
+EDGES: tuple[Choice, ...] = (Edge.IMAGE_INPUT, Edge.LOGITS)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of a layer: its recipe, or None and the reason."""
+
+    recipe: Recipe | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What `jfp8.convert` was told.
+
+    Attributes:
+      recipe: for all layers that are converted.
+      exempt: layers that stay in high precision.
+      only: layers to convert; None: all that are not exempt.
+      attention_products: convert the two products inside of attention, too.
+    """
+
+    recipe: Recipe
+    exempt: tuple[Choice, ...] = EDGES
+    only: tuple[Choice, ...] | None = None
+    attention_products: bool = False
+
+    def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
+        """Whether the layer at `path` is converted. `edge` says at which edge it is, if at any."""
+        for choice in self.exempt:
+            if _matches(choice, path, layer, edge):
+                return Decision(None, f"exempt: {_spelled(choice)}")
+        if self.only is not None and not any(_matches(c, path, layer, edge) for c in self.only):
+            return Decision(None, f"not among only={', '.join(map(_spelled, self.only))}")
+        return Decision(self.recipe)
+
+    def patterns(self) -> list[str]:
+        """The patterns of paths in it."""
+        return [c for c in (*self.exempt, *(self.only or ())) if isinstance(c, str)]
+
+    def check_patterns(self, paths: Iterable[str]) -> None:
+        """Raise ``ValueError`` if a pattern matches none of `paths`, nor what is inside of one."""
+        listed = sorted(set(paths))
+        for pattern in self.patterns():
+            if not any(_path_matches(pattern, path) for path in listed):
+                raise ValueError(
+                    f"The pattern {pattern!r} matches no layer of the model. Layers: "
+                    f"{', '.join(listed) or 'none'}. Patterns are those of paths, with * for "
+                    'anything, such as "decoder/*" or "*/logits".'
+                )
+
+    def check_types(self, layers: Iterable[Any]) -> None:
+        """Raise ``ValueError`` if a type is that of none of `layers`."""
+        found = list(layers)
+        for choice in (*self.exempt, *(self.only or ())):
+            if isinstance(choice, type) and not any(isinstance(x, choice) for x in found):
+                names = ", ".join(sorted({type(x).__name__ for x in found}))
+                raise ValueError(
+                    f"The model has no layer of type {choice.__name__} that could be converted. "
+                    f"It has: {names or 'none'}."
+                )
+
+
+def select(
+    recipe: Recipe,
+    exempt: Choice | Sequence[Choice] | None,
+    only: Choice | Sequence[Choice] | None,
+    attention_products: bool = False,
+) -> Selection:
+    """A `Selection` from what a user gave, or an error that says what to give."""
+    chosen = None if only is None else _choices("only", only)
+    if exempt is None:
+        # Who names layers to convert means these, wherever they are.
+        exempt = EDGES if chosen is None else ()
+    return Selection(
+        check_recipe(recipe), _choices("exempt", exempt), chosen, bool(attention_products)
+    )
+
+
+def _choices(name: str, given: Choice | Sequence[Choice]) -> tuple[Choice, ...]:
+    choices = given if isinstance(given, (list, tuple, set, frozenset)) else (given,)
+    for choice in choices:
+        if not (isinstance(choice, (str, type, Edge)) or callable(choice)):
+            raise TypeError(
+                f"{name}={given!r}: must be patterns of paths such as 'decoder/*', types such as "
+                "nn.Conv, members of jfp8.Edge, or functions (path, layer) -> bool; or several of "
+                "these."
+            )
+    return tuple(choices)
+
+
+def _matches(choice: Choice, path: str, layer: Any, edge: Edge | None) -> bool:
+    if isinstance(choice, str):
+        return _path_matches(choice, path)
+    if isinstance(choice, type):
+        return isinstance(layer, choice)
+    if isinstance(choice, Edge):
+        return choice is edge
+    return bool(choice(path, layer))
+
+
+def _path_matches(pattern: str, path: str) -> bool:
+    """Whether `pattern` matches `path` or a module that it is inside of."""
+    parts = path.split("/")
+    wholes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return any(fnmatch.fnmatchcase(whole, pattern) for whole in wholes)
+
+
+def _spelled(choice: Choice) -> str:
+    if isinstance(choice, Edge):
+        return choice.value
+    if isinstance(choice, str):
+        return repr(choice)
+    return getattr(choice, "__name__", repr(choice))
