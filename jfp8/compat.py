@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,3 +31,11 @@ def same_varying_axes(tree: Any) -> Any:
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(widen, tree)
+
+
+def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr, with its context: where it was written, and how."""
+    eager = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack) or "hoisted"):
+        results = eqn.primitive.bind(*values, **eager)
+    return list(results) if eqn.primitive.multiple_results else [results]

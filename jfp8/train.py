@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfp8.hoist import split
 from jfp8.optim.loss_scaling import all_finite, find_loss_scale, keep_unless
 from jfp8.scaling import end_step, observe
 from jfp8.sink import ROLES, WIDTH, decode_amax, max_of_sinks
@@ -302,7 +303,8 @@ def value_and_grad(
       has_aux: whether `loss_fn` returns a third value.
       micro_batches: split the batch's leading axis into this many parts, one after the other, and
         average losses and gradients: the same step in less memory. All parts see the same scales,
-        and the histories get one entry, the largest amax.
+        and the histories get one entry, the largest amax. Weights are quantized once for all parts,
+        and gradients are summed in f32, in place.
 
     Returns:
       ``(state, batch) -> (loss, grads)``, or ``((loss, aux), grads)`` with `has_aux`; with several
@@ -319,8 +321,8 @@ def value_and_grad(
         loss_scale = find_loss_scale(state.opt_state)
         sinks = init_sinks(state.fp8)
 
-        def scaled_loss(params, sinks, collections, batch):
-            fp8 = {"fp8": state.fp8, "fp8_sink": sinks} if state.fp8 else {}
+        def scaled_loss(params, sinks, fp8, collections, batch):
+            fp8 = {"fp8": fp8, "fp8_sink": sinks} if fp8 else {}
             returned = loss_fn({"params": params, **fp8, **collections}, batch)
             loss, mutated, aux = _unpacked(returned, has_aux)
             if "fp8_sink" in mutated:
@@ -339,14 +341,22 @@ def value_and_grad(
         gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
         if micro_batches == 1:
             (grads, sink), (loss, collections, aux) = gradient(
-                state.params, sinks, state.collections, batch
+                state.params, sinks, state.fp8, state.collections, batch
             )
         else:
+            micro_batches_of = _split(batch, micro_batches)
+            first = jax.tree.map(lambda x: x[0], micro_batches_of)
+            # Weights are quantized here, once; the loop uses what is kept.
+            kept, compute_rest = split(
+                lambda known, varying: gradient(*known, *varying),
+                (state.params, sinks, state.fp8),
+                (state.collections, first),
+            )
 
             def accumulate(carry, micro_batch):
                 total, sink_so_far, collections = carry
-                (grads, sink), (loss, collections, aux) = gradient(
-                    state.params, sinks, collections, micro_batch
+                (grads, sink), (loss, collections, aux) = compute_rest(
+                    kept, (collections, micro_batch)
                 )
                 total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
                 return (total, jax.tree.map(max_of_sinks, sink_so_far, sink), collections), (
@@ -359,7 +369,7 @@ def value_and_grad(
             )
             carry = (zeros, sinks, state.collections)
             (grads, sink, collections), (losses, aux) = jax.lax.scan(
-                accumulate, carry, _split(batch, micro_batches)
+                accumulate, carry, micro_batches_of
             )
             grads = jax.tree.map(lambda g: g / micro_batches, grads)
             loss = jnp.mean(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))

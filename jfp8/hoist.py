@@ -1,0 +1,246 @@
+"""Quantizes weights once, before a loop over micro-batches, instead of in each turn of it.
+
+What a turn computes from the parameters alone is the same in every turn. Of all that, arrays much
+smaller than the parameters they are made of (f8 bytes, scales) are computed before the loop and
+kept. What is made of those stays inside: kept, it would take more memory than the parameters do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from jfp8.compat import evaluate
+from jfp8.formats import FORMATS, codes_of, codes_to_format, format_of
+
+_NARROW = {np.dtype(fmt.dtype) for fmt in FORMATS}
+
+# For each variable: None if it varies, else the bytes of the largest known input that it is made
+# of, 0 for constants.
+Root = int | None
+
+
+def split(
+    function: Callable[[Any, Any], Any], known: Any, varying: Any
+) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """``function(known, varying)`` in two: what `known` alone determines, and the rest.
+
+    Args:
+      function: of two pytrees of arrays, giving one.
+      known: what is the same in every turn of a loop.
+      varying: what is not; only its shapes matter.
+
+    Returns:
+      ``(kept, rest)`` with ``rest(kept, varying) == function(known, varying)``.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(known, varying)
+    structure = jax.tree.structure(shapes)
+    leaves = jax.tree.leaves(known)
+    roots = [*map(_bytes, closed.jaxpr.invars[: len(leaves)])]
+    roots += [None] * (len(closed.jaxpr.invars) - len(leaves))
+    plan = _plan(closed.jaxpr, roots)
+    unknown = [None] * (len(roots) - len(leaves))
+    kept = _early(plan, closed.consts, [*leaves, *unknown])
+
+    def rest(kept: Any, varying: Any) -> Any:
+        arguments = [*leaves, *jax.tree.leaves(varying)]
+        return jax.tree.unflatten(structure, _late(plan, closed.consts, arguments, kept))
+
+    return kept, rest
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What of a jaxpr is computed early.
+
+    Attributes:
+      jaxpr: the program.
+      kept: variables computed early and kept.
+      early: indices of the equations that these need.
+      inner: plans of the bodies of equations (by index) inside of which something is kept.
+    """
+
+    jaxpr: Jaxpr
+    kept: tuple[Var, ...]
+    early: frozenset[int]
+    inner: dict[int, _Plan]
+
+    @property
+    def keeps_any(self) -> bool:
+        return bool(self.kept or self.inner)
+
+
+def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
+    root: dict[Var, Root] = dict.fromkeys(jaxpr.constvars, 0)
+    root.update(zip(jaxpr.invars, roots, strict=True))
+    made_by: dict[Var, int] = {}
+    inner: dict[int, _Plan] = {}
+    needed: list[Any] = list(jaxpr.outvars)
+    for i, eqn in enumerate(jaxpr.eqns):
+        ins = [0 if isinstance(v, Literal) else root[v] for v in eqn.invars]
+        made_by.update(dict.fromkeys(eqn.outvars, i))
+        known = [n for n in ins if n is not None]
+        if len(known) == len(ins) and not eqn.effects:
+            root.update(dict.fromkeys(eqn.outvars, max(known, default=0)))
+            continue
+        root.update(dict.fromkeys(eqn.outvars, None))
+        needed += eqn.invars
+        body = _body_roots(eqn, ins)
+        if body is not None and any(body[1]):
+            plan = _plan(*body)
+            if plan.keeps_any:
+                inner[i] = plan
+
+    def is_small(v: Var) -> bool:
+        largest = root[v] or 0
+        small = v.aval.dtype in _NARROW or 2 * _bytes(v) < largest
+        return v in made_by and largest > 0 and small and v.aval.dtype != bool
+
+    # From what the rest needs back to what is small enough to keep, and from there to its origins.
+    kept = _reached(jaxpr, needed, made_by, root, until=is_small)
+    for_bodies = [v for i in inner for v in jaxpr.eqns[i].invars]
+    early = _reached(jaxpr, [*kept, *for_bodies], made_by, root, until=lambda v: False)
+    keep = tuple(v for v in kept if is_small(v))
+    return _Plan(jaxpr, keep, frozenset(made_by[v] for v in early if v in made_by), inner)
+
+
+def _reached(
+    jaxpr: Jaxpr,
+    start: Sequence[Any],
+    made_by: dict[Var, int],
+    root: dict[Var, Root],
+    until: Callable[[Var], bool],
+) -> list[Var]:
+    """The known variables that `start` is made of, not going past those that are `until`."""
+    found: dict[Var, None] = {}
+    todo = [v for v in start if not isinstance(v, Literal)]
+    while todo:
+        v = todo.pop()
+        if v in found or root.get(v) is None:
+            continue
+        found[v] = None
+        if v in made_by and not until(v):
+            todo += [w for w in jaxpr.eqns[made_by[v]].invars if not isinstance(w, Literal)]
+    return list(found)
+
+
+def _body_roots(eqn: JaxprEqn, ins: Sequence[Root]) -> tuple[Jaxpr, list[Root]] | None:
+    """The body of an equation that calls one, and the roots of its inputs."""
+    jaxpr = eqn.params.get("jaxpr")
+    if eqn.primitive.name == "scan":
+        n_consts, n_carry, length = (eqn.params[k] for k in ("num_consts", "num_carry", "length"))
+        xs = [None if n is None else n // max(length, 1) for n in ins[n_consts + n_carry :]]
+        return jaxpr.jaxpr, [*ins[:n_consts], *[None] * n_carry, *xs]
+    if eqn.primitive.name in ("jit", "pjit") and isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.jaxpr, list(ins)
+    if eqn.primitive.name in ("checkpoint", "remat2") and isinstance(jaxpr, Jaxpr):
+        return jaxpr, list(ins)
+    return None
+
+
+def _consts(eqn: JaxprEqn) -> Sequence[Any]:
+    jaxpr = eqn.params["jaxpr"]
+    return jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
+
+
+# What is kept of a program: (values of plan.kept, {index: what is kept of that equation's body}).
+
+
+def _early(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    """What is kept. Arguments that vary are None."""
+    values = _values(plan, consts, arguments)
+    read = lambda v: v.val if isinstance(v, Literal) else values.get(v)
+    bodies = {}
+    for i, eqn in enumerate(plan.jaxpr.eqns):
+        if i in plan.early:
+            values.update(zip(eqn.outvars, evaluate(eqn, list(map(read, eqn.invars))), strict=True))
+        elif i in plan.inner:
+            bodies[i] = _early_body(plan.inner[i], eqn, list(map(read, eqn.invars)))
+    return [_to_bytes(values[v]) for v in plan.kept], bodies
+
+
+def _early_body(plan: _Plan, eqn: JaxprEqn, arguments: list[Any]) -> Any:
+    if eqn.primitive.name != "scan":
+        return _early(plan, _consts(eqn), arguments)
+    consts, carry, xs = _scan_arguments(eqn, arguments)
+    turn = lambda _, xs: (None, _early(plan, _consts(eqn), [*consts, *[None] * len(carry), *xs]))
+    return lax.scan(turn, None, xs, length=eqn.params["length"])[1]
+
+
+def _late(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any], kept: Any) -> list[Any]:
+    """The results, from all arguments and what `_early` kept."""
+    values = _values(plan, consts, arguments)
+    given, bodies = kept
+    values.update((v, _from_bytes(x, v)) for v, x in zip(plan.kept, given, strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else values[v]
+    for i, eqn in enumerate(plan.jaxpr.eqns):
+        if all(v in values for v in eqn.outvars):
+            continue
+        ins = list(map(read, eqn.invars))
+        if i in plan.inner:
+            outs = _late_body(plan.inner[i], eqn, ins, bodies[i])
+        else:
+            outs = evaluate(eqn, ins)
+        values.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if v not in values)
+    return list(map(read, plan.jaxpr.outvars))
+
+
+def _late_body(plan: _Plan, eqn: JaxprEqn, arguments: list[Any], kept: Any) -> Sequence[Any]:
+    run = lambda arguments, kept: _late(plan, _consts(eqn), arguments, kept)
+    if eqn.primitive.name == "scan":
+        consts, carry, xs = _scan_arguments(eqn, arguments)
+
+        def turn(carry, xs_and_kept):
+            xs, kept = xs_and_kept
+            outs = run([*consts, *carry, *xs], kept)
+            return outs[: len(carry)], outs[len(carry) :]
+
+        options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(turn, carry, (xs, kept), **options)
+        return [*carry, *ys]
+    if eqn.primitive.name in ("jit", "pjit"):
+        return run(arguments, kept)
+    leaves, structure = jax.tree.flatten((arguments, kept))
+    body = jax.make_jaxpr(lambda *leaves: run(*jax.tree.unflatten(structure, leaves)))(*leaves)
+    assert not body.consts, "what the body needs comes in as an argument"
+    return evaluate(eqn.replace(params={**eqn.params, "jaxpr": body.jaxpr}), leaves)
+
+
+def _values(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any]) -> dict[Var, Any]:
+    values = dict(zip(plan.jaxpr.constvars, consts, strict=True))
+    values.update(zip(plan.jaxpr.invars, arguments, strict=True))
+    return values
+
+
+def _scan_arguments(eqn: JaxprEqn, arguments: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    return (
+        arguments[:n_consts],
+        arguments[n_consts : n_consts + n_carry],
+        arguments[n_consts + n_carry :],
+    )
+
+
+# Narrow arrays are kept as uint8: where XLA:CPU stores f8 across a loop it widens it to f16.
+
+
+def _to_bytes(x: jax.Array) -> jax.Array:
+    return codes_of(x) if x.dtype in _NARROW else x
+
+
+def _from_bytes(x: jax.Array, v: Var) -> jax.Array:
+    return codes_to_format(x, format_of(v.aval.dtype)) if v.aval.dtype in _NARROW else x
+
+
+def _itemsize(v: Var) -> int:
+    return getattr(v.aval.dtype, "itemsize", 4)  # a random key has none
+
+
+def _bytes(v: Var) -> int:
+    return v.aval.size * _itemsize(v)
