@@ -14,6 +14,7 @@ from jfp8.linen import Conv, ConvTranspose, Dense, DenseGeneral, Einsum
 from jfp8.matmul import scaled_matmul
 from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
 from jfp8.quantizers import quantize
+from jfp8.report import Report, report
 from jfp8.scaling import Block, PerAxis, PerTensor
 from jfp8.selection import EDGES, Edge
 from jfp8.train import Gradients, TrainState, advance, value_and_grad
@@ -37,6 +38,7 @@ __all__ = [
     "LossScaleState",
     "PerAxis",
     "PerTensor",
+    "Report",
     "ScaledArray",
     "TrainState",
     "__version__",
@@ -51,6 +53,7 @@ __all__ = [
     "quantize",
     "quantizers",
     "recipes",
+    "report",
     "round_to_format",
     "scale_loss",
     "scaled_conv_general_dilated",

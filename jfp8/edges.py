@@ -1,7 +1,7 @@
-"""Finds the layers whose result a model returns, in a jaxpr where layers are marked by name.
+"""Finds the layers at the edges of a model, in a jaxpr where layers are marked by name.
 
 Where a function calls a layer it passes what goes in and comes out through `mark_input` and
-`mark_output`; `returned_layers` then follows the results of its jaxpr backwards.
+`mark_output`; `first_layers` and `returned_layers` then read its jaxpr.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 _INPUT, _OUTPUT = "jfp8 input of ", "jfp8 output of "
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
-_UNKNOWN = ""  # stands for whatever else a value may depend on
+# What a value may be made of besides results of layers, which are strings.
+_PARAMETER, _OTHER = 0, 1
 
 
 def mark_input(x: Any, path: str) -> Any:
@@ -28,32 +30,49 @@ def mark_output(y: Any, path: str) -> Any:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, _OUTPUT + path), y)
 
 
-def returned_layers(closed: ClosedJaxpr) -> set[str]:
-    """The paths of layers with which a result of the function ends.
+def arrays_in(result: Any) -> list[Any]:
+    """The arrays that a model returned, also those in objects that are no pytrees."""
+    found = []
+    for leaf in jax.tree.leaves(result):
+        if isinstance(leaf, (jax.Array, np.ndarray)):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__"):
+            found += [x for x in jax.tree.leaves(vars(leaf)) if isinstance(x, jax.Array)]
+    return found
 
-    Such a layer alone determines the result: no residual, learned scale or other product comes
-    after it, and what it gives goes into no other layer.
+
+def edge_layers(closed: ClosedJaxpr, n_parameters: int) -> tuple[frozenset[str], frozenset[str]]:
+    """The paths of layers into which only inputs go, and of those with which a result ends.
+
+    With such a layer the result ends: no residual or other product comes after it, and what it
+    gives goes into no other layer. Parameters that scale or shift it make no difference.
+
+    Args:
+      closed: the model's jaxpr.
+      n_parameters: how many of its inputs, the first ones, are parameters.
     """
     jaxpr = closed.jaxpr
-    unknown = {_UNKNOWN}
     sources = _Sources()
-    outs = sources.of_jaxpr(jaxpr, [unknown for _ in jaxpr.invars])
-    ends = {next(iter(found)) for found in outs if len(found) == 1}
-    return ends - sources.used - {_UNKNOWN}
+    n = len(jaxpr.invars) - n_parameters
+    outs = sources.of_jaxpr(jaxpr, [{_PARAMETER}] * n_parameters + [{_OTHER}] * n)
+    ends = {next(iter(found)) for s in outs if len(found := s - {_PARAMETER}) == 1}
+    paths = ends - sources.used - {_OTHER}
+    return frozenset(sources.first), frozenset(str(path) for path in paths)
 
 
 class _Sources:
-    """For each value, the layers that it comes from since the last product.
+    """For each value, what it is made of: results of layers, parameters, or anything else.
 
-    ``{path}`` for this layer alone; with ``_UNKNOWN`` in it also from inputs or parameters; empty
-    for constants.
+    A layer's result counts as just that, a product's outside of layers as anything else; constants
+    are made of nothing.
     """
 
     def __init__(self) -> None:
-        self.used: set[str] = set()  # layers whose results go into other layers or products
+        self.used: set[Any] = set()  # layers whose results go into other layers or products
+        self.first: set[str] = set()  # layers into which no other layer's result goes
 
-    def of_jaxpr(self, jaxpr: Jaxpr, ins: list[set[str]]) -> list[set[str]]:
-        known: dict[Any, set[str]] = dict(zip(jaxpr.invars, ins, strict=True))
+    def of_jaxpr(self, jaxpr: Jaxpr, ins: list[set[Any]]) -> list[set[Any]]:
+        known: dict[Any, set[Any]] = dict(zip(jaxpr.invars, ins, strict=True))
         known.update((v, set()) for v in jaxpr.constvars)
         read = lambda v: set() if isinstance(v, Literal) else known[v]
         for eqn in jaxpr.eqns:
@@ -61,23 +80,28 @@ class _Sources:
             known.update(zip(eqn.outvars, found, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def of_equation(self, eqn: Any, ins: list[set[str]]) -> list[set[str]]:
+    def of_equation(self, eqn: Any, ins: list[set[Any]]) -> list[set[Any]]:
         name, mark = eqn.primitive.name, str(eqn.params.get("name", ""))
         outs = len(eqn.outvars)
         together = set().union(*ins)
         if name == "name" and mark.startswith(_OUTPUT):
             return [{mark.removeprefix(_OUTPUT)}]
-        if name in _PRODUCTS or (name == "name" and mark.startswith(_INPUT)):
+        if name == "name" and mark.startswith(_INPUT):
             self.used |= together
-            return [{_UNKNOWN}] * outs
+            if not together - {_PARAMETER, _OTHER}:
+                self.first.add(mark.removeprefix(_INPUT))
+            return [{_OTHER}] * outs
+        if name in _PRODUCTS:
+            self.used |= together
+            return [{_OTHER}] * outs
         inner = _called(eqn)
         if inner is not None and len(inner.invars) == len(ins):
             return self.of_jaxpr(inner, ins)
         if any(_jaxprs_of(eqn)):  # loops and branches: what is inside is not looked at one by one
             self.used |= together
             for jaxpr in _jaxprs_of(eqn):
-                self.of_jaxpr(jaxpr, [together | {_UNKNOWN} for _ in jaxpr.invars])
-            return [together | {_UNKNOWN}] * outs
+                self.of_jaxpr(jaxpr, [together | {_OTHER} for _ in jaxpr.invars])
+            return [together | {_OTHER}] * outs
         return [together] * outs
 
 

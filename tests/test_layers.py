@@ -40,22 +40,25 @@ ARROWS: dict[str, str] = {
     "dot_general": "formats arrays scaling recipes accumulation matmul bilinear",
     "conv": "formats arrays scaling recipes accumulation matmul bilinear dot_general",
     "region": "recipes",
+    "explain": "",
     "einsum": "arrays",
     "conv_transpose": "arrays",
-    "linen/products": "arrays scaling recipes matmul sink bilinear dot_general conv region",
+    "linen/products": "arrays scaling recipes matmul sink bilinear dot_general conv region explain",
     "linen/layers": "arrays recipes matmul region einsum conv_transpose linen/products",
     "linen/attention": "arrays recipes matmul einsum linen/products linen/layers",
     "linen/__init__": "linen/products linen/layers linen/attention",
     "selection": "recipes",
     "edges": "",
     "linen/convert": (
-        "recipes sink region selection edges linen/products linen/layers linen/attention"
+        "recipes sink region explain selection edges linen/products linen/layers linen/attention"
     ),
     "convert": "recipes selection linen/convert",
+    "report": "formats bilinear explain edges linen/products",
     "optim/loss_scaling": "compat",
     "optim/stochastic_rounding": "compat random_bits optim/loss_scaling",
     "optim/__init__": "optim/loss_scaling optim/stochastic_rounding",
-    "train": "compat scaling sink optim/loss_scaling",
+    "hoist": "compat formats",
+    "train": "compat scaling sink optim/loss_scaling hoist",
     "__init__": "*",
 }
 

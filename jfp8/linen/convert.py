@@ -16,12 +16,12 @@ from typing import Any
 import flax.core
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
 from jfp8 import edges, region
+from jfp8.explain import note
 from jfp8.linen.attention import EinsumProduct
 from jfp8.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.linen.products import (
@@ -100,13 +100,13 @@ def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
 
 
 def replace_products(
-    choose: Callable[[str, nn.Module, tuple[Any, ...]], ProductOf | None],
+    choose: Callable[[str, nn.Module, tuple[Any, ...]], ProductOf | str],
     attention: Callable[[], ProductOf | None],
 ) -> Callable[..., Any]:
     """An interceptor under which layers compute their products with what `choose` gives.
 
     Args:
-      choose: ``(path, layer, arguments) -> `` what makes the product, or None: Flax's.
+      choose: ``(path, layer, arguments) -> `` what makes the product, or why it stays Flax's.
       attention: what makes the two products of attention.
     """
 
@@ -121,10 +121,12 @@ def replace_products(
             return next_fun(*args, **kwargs)
         product, hook = HOOKS[function]
         if has_own_product(layer, hook):
-            return next_fun(*args, **kwargs)
-        made = choose(path_of(layer), layer, args)
-        if made is None:
-            return next_fun(*args, **kwargs)
+            made = f"the layer was given its own {hook}"
+        else:
+            made = choose(path_of(layer), layer, args)
+        if isinstance(made, str):
+            with note("reason", made):
+                return next_fun(*args, **kwargs)
         made = dataclasses.replace(made, module=product)
         attributes = {} if hook is None else {f"{hook}_cls": made}
         if layer.promote_dtype is flax_promote_dtype:
@@ -142,9 +144,9 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
     """A region in which Flax's layers use `recipe`; see `jfp8.autocast`."""
     here = Region(recipe, enabled)
 
-    def choose(path: str, layer: nn.Module, args: tuple[Any, ...]) -> ProductOf | None:
+    def choose(path: str, layer: nn.Module, args: tuple[Any, ...]) -> ProductOf | str:
         del path, layer, args
-        return ProductOf(DotGeneral, None, None) if region.current() == here else None
+        return ProductOf(DotGeneral, None, None) if region.current() == here else ""
 
     with region.entered(here), nn.intercept_methods(replace_products(choose, lambda: None)):
         yield
@@ -178,6 +180,7 @@ def converted_class(
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__annotations__": {},
+        "__init__": cls.__init__,  # Flax would write a new one, without what decorators added
         "jfp8_selection": selection,
         "jfp8_original": cls,
         "jfp8_on_init": staticmethod(on_init or (lambda *args, **kwargs: None)),
@@ -217,10 +220,10 @@ class _Converted:
 
         if _inside(self):
             return run(variables, rngs, args, kwargs)
-        returned = _returned_layers(selection, run, variables, rngs, args, kwargs)
+        found = _edges_of(selection, run, variables, rngs, args, kwargs)
         records = "fp8" in variables and in_filter(mutable, "fp8")
         inner = union_filters(mutable, ["params"]) if records else mutable
-        with _intercepted(self, returned, state_in_params=True):
+        with _intercepted(self, found, state_in_params=True):
             out = run(_into_params(variables, mutable), rngs, args, kwargs, inner)
         if mutable is False:
             return out
@@ -252,8 +255,8 @@ class _Converted:
 
         if _inside(self):
             return run({}, rngs, args, kwargs)
-        returned = _returned_layers(cls.jfp8_selection, run, {}, rngs, args, kwargs)
-        with _intercepted(self, returned, state_in_params=True) as layers:
+        found = _edges_of(cls.jfp8_selection, run, {}, rngs, args, kwargs)
+        with _intercepted(self, found, state_in_params=True) as layers:
             y, variables = run({}, rngs, args, kwargs)
         variables = _out_of_params(variables, mutable)
         cls.jfp8_selection.check_patterns(_paths(variables.get("params", {})))
@@ -283,11 +286,11 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         run = functools.partial(original, self, *args, **kwargs)
         if self.scope is None or _inside(self):
             return run()
-        returned: frozenset[str] = frozenset()
+        found = _Edges()
         if not self.scope.path:  # bound by `bind`; a part of another model has no edges
             unbound, variables = self.unbind()
             plain = super(_Converted, unbound).apply
-            returned = _returned_layers(
+            found = _edges_of(
                 type(self).jfp8_selection,
                 lambda variables, rngs, args, kwargs: plain(
                     variables, *args, rngs=rngs, method=name, mutable=True, **kwargs
@@ -297,7 +300,7 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
                 args,
                 kwargs,
             )
-        with _intercepted(self, returned, state_in_params=False):
+        with _intercepted(self, found, state_in_params=False):
             return run()
 
     del method.__wrapped__  # Flax and inspect would look through it
@@ -311,7 +314,7 @@ def _inside(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _intercepted(
-    model: nn.Module, returned: frozenset[str], *, state_in_params: bool
+    model: nn.Module, found: _Edges, *, state_in_params: bool
 ) -> Iterator[list[nn.Module]]:
     """Inside, the layers of `model` compute FP8 products. Gives a list that they are added to."""
     selection: Selection = type(model).jfp8_selection
@@ -320,14 +323,14 @@ def _intercepted(
     depth = () if model.scope is None else model.scope.path
     layers: list[nn.Module] = []
 
-    def choose(path: str, layer: nn.Module, args: tuple[Any, ...]) -> ProductOf | None:
+    def choose(path: str, layer: nn.Module, args: tuple[Any, ...]) -> ProductOf | str:
         if region.current() != here:
-            return None
+            return ""
         layers.append(layer)
         inner = "/".join(layer.path[len(depth) :])
-        decision = selection.decide(inner, layer, edge_of(layer, args, inner in returned))
+        decision = selection.decide(inner, layer, found.edge_of(inner, layer, args))
         if decision.recipe is None:
-            return None
+            return decision.reason
         return ProductOf(DotGeneral, decision.recipe, None, state_in_params)
 
     def attention() -> ProductOf | None:
@@ -339,26 +342,32 @@ def _intercepted(
         yield layers
 
 
-def edge_of(layer: nn.Module, args: tuple[Any, ...], returned: bool) -> Edge | None:
-    """At which edge of a model a layer is that is called with `args`."""
-    if returned:
-        return Edge.LOGITS
-    if isinstance(layer, nn.Conv) and args and jnp.shape(args[0])[-1] <= MAX_IMAGE_CHANNELS:
-        return Edge.IMAGE_INPUT
-    return None
+@dataclasses.dataclass(frozen=True)
+class _Edges:
+    """The paths of layers at the edges of a model."""
+
+    first: frozenset[str] = frozenset()
+    returned: frozenset[str] = frozenset()
+
+    def edge_of(self, path: str, layer: nn.Module, args: tuple[Any, ...]) -> Edge | None:
+        """At which edge the layer at `path` is, that is called with `args`."""
+        if path in self.returned:
+            return Edge.LOGITS
+        image = isinstance(layer, nn.Conv) and args and np.shape(args[0])[-1] <= MAX_IMAGE_CHANNELS
+        return Edge.IMAGE_INPUT if image and path in self.first else None
 
 
-def _returned_layers(
+def _edges_of(
     selection: Selection,
     run: Callable[..., Any],
     variables: Any,
     rngs: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> frozenset[str]:
-    """The layers whose result the model returns, found by tracing it as it is once more."""
-    if Edge.LOGITS not in selection.exempt:
-        return frozenset()
+) -> _Edges:
+    """Found by tracing the model as it is once more, if the selection asks for edges."""
+    if not any(isinstance(choice, Edge) for choice in selection.exempt + (selection.only or ())):
+        return _Edges()
 
     def mark(next_fun, args, kwargs, context):
         if not is_layer(context):
@@ -374,11 +383,12 @@ def _returned_layers(
         given = list(leaves)
         for i, array in zip(traced, arrays, strict=True):
             given[i] = array
-        return run(*jax.tree.unflatten(structure, given))
+        return edges.arrays_in(run(*jax.tree.unflatten(structure, given)))
 
     with region.entered(_LOOKING), nn.intercept_methods(mark):
         closed = jax.make_jaxpr(flat)([leaves[i] for i in traced])
-    return frozenset(edges.returned_layers(closed))
+    n = len(jax.tree.leaves((variables, rngs)))  # `init` makes the parameters from the latter
+    return _Edges(*edges.edge_layers(closed, sum(i < n for i in traced)))
 
 
 # The state of products in the ``params`` collection: to where their modules will look for it, back.

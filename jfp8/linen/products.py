@@ -16,6 +16,7 @@ from jfp8.arrays import ScaledArray
 from jfp8.bilinear import Observed
 from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
+from jfp8.explain import note
 from jfp8.matmul import Implementation
 from jfp8.recipes import Recipe, check_recipe
 from jfp8.region import recipe_in_effect
@@ -38,10 +39,12 @@ class Product(nn.Module):
     implementation: Implementation = None
     state_in_params: bool = False
 
+    @nn.nowrap
     def _place(self, collection: str, name: str) -> tuple[str, str]:
         """The collection and the name of a variable of `collection`."""
         return place_in_params(collection, name) if self.state_in_params else (collection, name)
 
+    @nn.nowrap
     def _multiply(
         self,
         quantized: Callable[..., tuple[jax.Array, Observed]],
@@ -53,20 +56,25 @@ class Product(nn.Module):
         own = None if self.recipe is None else check_recipe(self.recipe)
         recipe = recipe_in_effect(own)
         if recipe is None:
-            return plain(lhs, rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs)
+            with note("reason", "FP8 is disabled in this region"):
+                values = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
+                return plain(lhs, values)
         recipe = recipe.for_layer("/".join(self.path[:-1]))
         key = None
         if recipe.products().stochastic and self.has_rng("fp8"):
             key = self.make_rng("fp8")
         state, sink = self._read_state(recipe), self._read_sink(recipe)
-        y, observed = quantized(lhs, rhs, recipe=recipe, state=state, sink=sink, key=key)
+        with note("recipe", recipe.name):
+            y, observed = quantized(lhs, rhs, recipe=recipe, state=state, sink=sink, key=key)
         if state is not None and self._is_mutable("fp8") and not self.is_initializing():
             self._record(state, observed, pushing=sink is None)
         return y
 
+    @nn.nowrap
     def _is_mutable(self, collection: str) -> bool:
         return self.is_mutable_collection(self._place(collection, "")[0])
 
+    @nn.nowrap
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
         """The histories, made if they are missing and may be; None without them."""
         empty = recipe.init_state()
@@ -83,6 +91,7 @@ class Product(nn.Module):
         make = lambda role: self.variable(*self._place("fp8", role), lambda: empty[role])
         return {role: make(role).value for role in ROLES}
 
+    @nn.nowrap
     def _read_sink(self, recipe: Recipe) -> jax.Array | None:
         """The sink, if somebody may differentiate by it: nobody does by a mutable collection."""
         place = self._place("fp8_sink", "amax")
@@ -94,6 +103,7 @@ class Product(nn.Module):
             return None
         return self.get_variable(*place)
 
+    @nn.nowrap
     def _record(self, state: dict[str, AmaxState], observed: Observed, *, pushing: bool) -> None:
         """Write the amaxes of lhs and rhs into the mutable ``fp8`` collection.
 

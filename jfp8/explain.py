@@ -1,0 +1,39 @@
+"""Notes in a jaxpr for `jfp8.report`: which layer computes an equation, and by which recipe.
+
+They are names of scopes, and are only written while a report is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import jax
+
+Kind = Literal["path", "layer", "recipe", "reason"]
+
+_context = jax.make_user_context(None)
+
+
+def explaining() -> AbstractContextManager[object]:
+    """A context in which notes are written. Nothing that was traced before is reused in it."""
+    return _context(object())
+
+
+def note(kind: Kind, text: str) -> AbstractContextManager[object]:
+    """A context whose equations carry a note."""
+    if _context.value is None or not text:
+        return contextlib.nullcontext()
+    return jax.named_scope(f"{kind}={text.replace(';', ',')};")
+
+
+def notes_of(name_stack: str) -> dict[str, str]:
+    """The innermost note of each kind."""
+    found: dict[str, str] = {}
+    for kind, text in re.findall(r"\b(path|layer|recipe|reason)=(.*?);", name_stack):
+        found[kind] = text
+        if kind == "path":  # what follows is about this layer
+            found = {"path": text}
+    return found

@@ -1,0 +1,390 @@
+"""`report`: every product of a model, forward and backward, and which of them are FP8."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jfp8 import formats
+from jfp8.bilinear import PRODUCT_NAME
+from jfp8.edges import arrays_in
+from jfp8.explain import explaining, note, notes_of
+from jfp8.linen.products import Product
+
+_PLAIN = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+_F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
+
+
+@dataclass(frozen=True)
+class ProductRow:
+    """One product of the program.
+
+    Attributes:
+      path: of the layer that computes it; empty if none does.
+      layer: its type.
+      kind: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; of products in high precision ``"forward"`` or
+        ``"backward"``.
+      lhs, rhs, out: what is multiplied and what it gives, such as ``"e4m3fn[8,64]"``.
+      fp8: whether both operands are in a narrow format.
+      recipe: its name, if it has one.
+      implementation: ``"emulate"`` or ``"xla"``, as the default device would run it, or ``"jax"``.
+      reason: why it is not FP8.
+      times: how often it is computed: iterations of loops.
+      flops: multiplications and additions, of all times together.
+    """
+
+    path: str
+    layer: str
+    kind: str
+    lhs: str
+    rhs: str
+    out: str
+    fp8: bool
+    recipe: str
+    implementation: str
+    reason: str
+    times: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `report` found; prints as a table, and shows as one in Jupyter.
+
+    Attributes:
+      rows: every product, in the order of the program.
+    """
+
+    rows: tuple[ProductRow, ...]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all products."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def fp8_fraction(self) -> float:
+        """The fraction of the FLOPs of all products that is FP8: 0 to 1."""
+        return sum(row.flops for row in self.rows if row.fp8) / max(self.flops, 1)
+
+    @property
+    def unconverted(self) -> tuple[ProductRow, ...]:
+        """The products in high precision."""
+        return tuple(row for row in self.rows if not row.fp8)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "fp8_fraction": self.fp8_fraction,
+            "flops": self.flops,
+            "products": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def summary(self) -> str:
+        """The report in one line."""
+        n = sum(row.times for row in self.rows)
+        fp8 = sum(row.times for row in self.rows if row.fp8)
+        return (
+            f"{100 * self.fp8_fraction:.1f} % of {_si(self.flops)}FLOPs are FP8: "
+            f"{fp8} of {n} products."
+        )
+
+    def __str__(self) -> str:
+        table = [_HEAD, *(_cells(row) for row in self.rows)]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(_HEAD))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip() for cells in table]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], self.summary()])
+
+    def _repr_html_(self) -> str:
+        cell = lambda tag, text: f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>"
+        body = [
+            f"<tr style='opacity:{1 if row.fp8 else 0.6}'>"
+            + "".join(cell("td", text) for text in _cells(row))
+            + "</tr>"
+            for row in self.rows
+        ]
+        head = "<tr>" + "".join(cell("th", text) for text in _HEAD) + "</tr>"
+        return f"<p><b>{self.summary()}</b></p><table>{head}{''.join(body)}</table>"
+
+
+_HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "share", "how")
+
+
+def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
+    """Every product in the forward and the backward pass of `model`.
+
+    Nothing is computed: the model is traced, and its gradient by the parameters with it. A product
+    counts as FP8 if both of its operands are in a narrow format when they are multiplied.
+
+    Args:
+      model: a Linen module, converted, with layers of jfp8, or neither; or an NNX module.
+      *inputs: for Linen ``variables, *inputs``: all that ``model.init`` returned (or shapes, as
+        ``jax.eval_shape`` gives them), and the arguments of ``model.apply``. For NNX the arguments
+        of the model.
+      **kwargs: further arguments of the model, such as ``train=True``; and for Linen ``rngs=`` and
+        ``method=`` of ``model.apply``. Unless given, every stream of random numbers has a key.
+
+    Returns:
+      A `Report`: ``print`` it, or read ``.rows``, ``.fp8_fraction``, ``.to_dict()``.
+
+    Raises:
+      TypeError: no model; a Linen model without variables.
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
+    >>> model = jfp8.convert(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)]))
+    >>> x = jnp.ones((8, 32))
+    >>> r = jfp8.report(model, model.init(jax.random.key(0), x), x)
+    >>> round(r.fp8_fraction, 3)
+    0.615
+    >>> [(row.path, row.kind) for row in r.rows if row.fp8]
+    [('layers_0', 'fprop'), ('layers_0', 'wgrad')]
+    """
+    if isinstance(model, nn.Module):
+        if not inputs or not isinstance(inputs[0], Mapping) or "params" not in inputs[0]:
+            raise TypeError(
+                "report(model, variables, *inputs): variables must be what model.init returned, "
+                f"with 'params' in it; got {type(inputs[0]).__name__ if inputs else 'nothing'}."
+            )
+        closed = _linen_jaxpr(model, inputs[0], inputs[1:], kwargs)
+    elif isinstance(model, nnx.Module):
+        closed = _nnx_jaxpr(model, inputs, kwargs)
+    else:
+        raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
+    return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))))
+
+
+class _AnyStream(dict):
+    """Keys for whatever stream of random numbers a model asks for."""
+
+
+def _linen_jaxpr(
+    model: nn.Module, variables: Mapping[str, Any], inputs: Any, kwargs: dict[str, Any]
+) -> ClosedJaxpr:
+    def locate(next_fun, args, kwargs, context):
+        module = context.module
+        if isinstance(module, Product):
+            return next_fun(*args, **kwargs)
+        with note("path", "/".join(module.path)), note("layer", type(module).__name__):
+            return next_fun(*args, **kwargs)
+
+    streams = {"params", "dropout", "fp8", *kwargs.pop("rngs", {})}
+    others = {k: v for k, v in variables.items() if k != "params"}
+    mutable = [k for k in others if k not in ("fp8", "fp8_sink")]
+
+    def forward(params, others, inputs, kwargs, key):
+        rngs = {name: jax.random.fold_in(key, i) for i, name in enumerate(sorted(streams))}
+        with nn.intercept_methods(locate):
+            y, _ = model.apply(
+                {"params": params, **others}, *inputs, rngs=rngs, mutable=mutable, **kwargs
+            )
+        return _total(y)
+
+    arguments = (variables["params"], others, inputs, kwargs, jax.random.key(0))
+    return _traced(forward, arguments)
+
+
+def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> ClosedJaxpr:
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def forward(params, rest, inputs, kwargs):
+        return _total(nnx.merge(graph, params, rest, copy=True)(*inputs, **kwargs))
+
+    return _traced(forward, (params, rest, inputs, kwargs))
+
+
+def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:
+    """The jaxpr of the gradient by the first argument, or of `forward` if it has none."""
+    leaves, structure = jax.tree.flatten(arguments)
+    is_array = [isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) for x in leaves]
+    n_params = len(jax.tree.leaves(arguments[0]))
+
+    def flat(params, others):
+        given, rest = iter(params), iter(others)
+        filled = [
+            next(given) if i < n_params else next(rest) if array else leaf
+            for i, (leaf, array) in enumerate(zip(leaves, is_array, strict=True))
+        ]
+        return forward(*jax.tree.unflatten(structure, filled))
+
+    params = leaves[:n_params]
+    others = [x for x, array in zip(leaves[n_params:], is_array[n_params:]) if array]
+    narrow = any(np.dtype(x.dtype).itemsize == 1 for x in params)  # weights kept in FP8
+    function = flat if narrow or not params else jax.grad(flat)
+    with explaining():
+        return jax.make_jaxpr(function)(params, others)
+
+
+def _total(y: Any) -> jax.Array:
+    floats = [x for x in arrays_in(y) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
+
+
+def _rows(jaxpr: Jaxpr, stack: str, times: int) -> Iterator[ProductRow]:
+    for eqn in jaxpr.eqns:
+        here = f"{stack}/{eqn.source_info.name_stack}"
+        name = str(eqn.params.get("name", ""))
+        if name.startswith(PRODUCT_NAME):
+            if not _is_whole(eqn):
+                continue
+            yield _fp8_row(eqn, name.removeprefix(PRODUCT_NAME), here, times)
+        elif eqn.primitive.name in _PLAIN:
+            yield _plain_row(eqn, here, times)
+        else:
+            inner = times * int(eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1)
+            for sub in _jaxprs_of(eqn):
+                yield from _rows(sub, here, inner)
+
+
+def _is_whole(eqn: Any) -> bool:
+    """False for what JAX leaves of a product where it need not repeat all of it (remat, loops)."""
+    if any(inner.primitive.name in _PLAIN for inner in _equations(eqn)):
+        return True
+    data = [v for v in eqn.invars if v.aval.dtype in _F8 and v.aval.ndim]
+    return len(data) >= 2  # sums that are emulated bit by bit are no products of JAX
+
+
+def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
+    kind, _, terms = name.partition("_")
+    notes = notes_of(stack)
+    # The operands come flattened: data, its scales, data, its scales. No scale is as large as data.
+    first, *rest = (v.aval for v in eqn.invars)
+    second = max(rest, key=lambda a: (a.dtype in _F8, a.size))
+    out = next(v.aval for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
+    narrow = all(x.dtype in _F8 for x in (first, second))
+    inside = list(_equations(eqn))
+    flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
+    on_tensor_cores = any(e.invars[0].aval.dtype in _F8 for e in inside if _is_dot(e))
+    gpu = jax.default_backend() == "gpu"
+    return ProductRow(
+        path=notes.get("path", ""),
+        layer=notes.get("layer", ""),
+        kind=kind,
+        lhs=_spelled(first),
+        rhs=_spelled(second),
+        out=_spelled(out),
+        fp8=narrow,
+        recipe=notes.get("recipe", ""),
+        implementation="xla" if gpu and on_tensor_cores else "emulate",
+        reason="" if narrow else "the recipe keeps an operand in high precision",
+        times=times,
+        flops=times * flops,
+    )
+
+
+def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
+    notes = notes_of(stack)
+    lhs, rhs = (v.aval for v in eqn.invars[:2])
+    return ProductRow(
+        path=notes.get("path", ""),
+        layer=notes.get("layer", ""),
+        kind="backward" if "transpose(" in stack else "forward",
+        lhs=_spelled(lhs),
+        rhs=_spelled(rhs),
+        out=_spelled(eqn.outvars[0].aval),
+        fp8=False,
+        recipe="",
+        implementation="jax",
+        reason=notes.get("reason") or _why_not(notes.get("layer", ""), eqn),
+        times=times,
+        flops=times * _flops(eqn),
+    )
+
+
+def _why_not(layer: str, eqn: Any) -> str:
+    if "Attention" in layer:
+        return "inside of attention (convert with attention_products=True)"
+    where = _source(eqn)
+    return f"computed by no layer that can be converted{f': {where}' if where else ''}"
+
+
+def _source(eqn: Any) -> str:
+    """``file:line`` of the innermost call outside of JAX, Flax and this library."""
+    trace = getattr(eqn.source_info, "traceback", None)
+    own = str(Path(__file__).parent)
+    for frame in getattr(trace, "frames", ()):
+        inside = any(f"/{name}/" in frame.file_name for name in ("jax", "flax", "jaxlib"))
+        if not inside and not frame.file_name.startswith((own, "<")):
+            return f"{Path(frame.file_name).name}:{frame.line_num}"
+    return ""
+
+
+def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
+    """`rows`, equal ones of one layer as one."""
+    found: dict[ProductRow, int] = {}
+    for row in rows:
+        once = dataclasses.replace(row, times=0, flops=row.flops // row.times)
+        found[once] = found.get(once, 0) + row.times
+    for once, times in found.items():
+        yield dataclasses.replace(once, times=times, flops=once.flops * times)
+
+
+def _is_dot(eqn: Any) -> bool:
+    return eqn.primitive.name == "dot_general"
+
+
+def _flops(eqn: Any) -> int:
+    """Multiplications and additions of one plain product; 0 of anything else."""
+    if eqn.primitive.name not in _PLAIN:
+        return 0
+    lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if eqn.primitive.name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        return 2 * out.size * math.prod(lhs.shape[d] for d in contract)
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        return 2 * out.size * (rhs.size // max(rhs.shape[numbers.rhs_spec[0]], 1))
+    return 2 * lhs.shape[0] * rhs.size // max(rhs.shape[0], 1)  # a row meets one group
+
+
+def _equations(eqn: Any) -> Iterator[Any]:
+    """All equations inside of `eqn`; of branches for several platforms the first one's."""
+    subs = list(_jaxprs_of(eqn))
+    for sub in subs[:1] if eqn.primitive.name == "cond" else subs:
+        for inner in sub.eqns:
+            yield inner
+            yield from _equations(inner)
+
+
+def _jaxprs_of(eqn: Any) -> Iterator[Jaxpr]:
+    for value in eqn.params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, ClosedJaxpr):
+                yield x.jaxpr
+            elif isinstance(x, Jaxpr):
+                yield x
+
+
+def _spelled(aval: Any) -> str:
+    dtype = np.dtype(aval.dtype)
+    name = _F8.get(dtype, "").lower() or dtype.name.replace("float", "f").replace("bf", "bf")
+    return f"{name}[{','.join(map(str, aval.shape))}]"
+
+
+def _cells(row: ProductRow) -> tuple[str, ...]:
+    layer = row.path or "(no layer)"
+    how = f"{row.recipe}, {row.implementation}" if row.fp8 else f"high precision: {row.reason}"
+    return (layer, row.kind, row.lhs, row.rhs, row.out, str(row.times), _si(row.flops), how)
+
+
+def _si(n: int) -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {prefix}"
+    return f"{n} "
