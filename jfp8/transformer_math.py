@@ -173,7 +173,7 @@ def grouped_query_attention(
     Args:
       query: ``[..., q, H, depth]``.
       key, value: ``[..., k, G, depth]``, where ``G`` divides ``H``.
-      mask: bool, broadcast to ``[..., H, q, k]``: True where a query may attend to a key.
+      mask: broadcast to ``[..., H, q, k]``: True or 1 where a query may attend to a key.
       bias: broadcast to ``[..., H, q, k]``.
       dropout: of the weights, ``[..., H, q, k]`` in float32.
       scores_einsum, context_einsum: compute the two products, like ``jnp.einsum``.
@@ -248,8 +248,9 @@ def rotary_embedding(
     wavelengths = shortest * (longest / shortest) ** (np.arange(0, depth, 2) / depth)
     if positions is None:
         positions = jnp.arange(length)
-    angles = positions[..., None, None] / wavelengths.astype(np.float32)
-    angles = angles.reshape((1,) * (x.ndim - angles.ndim) + angles.shape)
+    leading = (1,) * (x.ndim - 2 - positions.ndim)
+    positions = positions.reshape(*leading, *positions.shape, 1, 1)
+    angles = positions / wavelengths.astype(np.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     sin, cos = jnp.sin(angles), jnp.cos(angles)
 
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

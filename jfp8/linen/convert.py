@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import flax.core
@@ -21,6 +22,7 @@ from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
 from jfp8 import edges, region
+from jfp8.arrays import ScaledArray
 from jfp8.explain import note
 from jfp8.linen.attention import EinsumProduct
 from jfp8.linen.layers import apply_conv_transpose, apply_einsum
@@ -29,15 +31,15 @@ from jfp8.linen.products import (
     DotGeneral,
     Product,
     ProductOf,
+    from_params,
+    into_params,
     place_in_params,
     promote_dtype,
+    promote_values,
 )
 from jfp8.recipes import DelayedScaling, Recipe
 from jfp8.region import Region
-from jfp8.selection import Edge, Selection
-from jfp8.sink import ROLES
-
-MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
+from jfp8.selection import MAX_IMAGE_CHANNELS, Edge, Selection
 
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes
 
@@ -99,15 +101,22 @@ def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
             object.__setattr__(module, name, value)
 
 
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a layer is called with, by position or by name."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
 def replace_products(
-    choose: Callable[[str, nn.Module, tuple[Any, ...]], ProductOf | str],
+    choose: Callable[[str, nn.Module, Any], ProductOf | str],
     attention: Callable[[], ProductOf | None],
+    inside: Callable[[nn.Module], AbstractContextManager[object]],
 ) -> Callable[..., Any]:
     """An interceptor under which layers compute their products with what `choose` gives.
 
     Args:
-      choose: ``(path, layer, arguments) -> `` what makes the product, or why it stays Flax's.
+      choose: ``(path, layer, input) -> `` what makes the product, or why it stays Flax's.
       attention: what makes the two products of attention.
+      inside: a context for what a module that is no layer calls.
     """
 
     def intercept(next_fun, args, kwargs, context):
@@ -118,18 +127,24 @@ def replace_products(
             with _set(layer, **dict.fromkeys(free, made)):
                 return next_fun(*args, **kwargs)
         if not is_layer(context):
-            return next_fun(*args, **kwargs)
+            with inside(layer):
+                return next_fun(*args, **kwargs)
         product, hook = HOOKS[function]
         if has_own_product(layer, hook):
             made = f"the layer was given its own {hook}"
         else:
-            made = choose(path_of(layer), layer, args)
+            made = choose(path_of(layer), layer, _first(args, kwargs))
+        stock = layer.promote_dtype is flax_promote_dtype
         if isinstance(made, str):
-            with note("reason", made):
+            promote = {"promote_dtype": promote_values} if stock else {}
+            with note("reason", made), _set(layer, **promote):
                 return next_fun(*args, **kwargs)
+        given = None if hook is None else getattr(layer, f"{hook}_cls")
+        if isinstance(given, ProductOf):  # a layer of jfp8
+            made = dataclasses.replace(made, implementation=given.implementation)
         made = dataclasses.replace(made, module=product)
         attributes = {} if hook is None else {f"{hook}_cls": made}
-        if layer.promote_dtype is flax_promote_dtype:
+        if stock:
             attributes["promote_dtype"] = promote_dtype
         with _set(layer, **attributes):
             if hook is None:
@@ -144,11 +159,12 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
     """A region in which Flax's layers use `recipe`; see `jfp8.autocast`."""
     here = Region(recipe, enabled)
 
-    def choose(path: str, layer: nn.Module, args: tuple[Any, ...]) -> ProductOf | str:
-        del path, layer, args
+    def choose(path: str, layer: nn.Module, x: Any) -> ProductOf | str:
+        del path, layer, x
         return ProductOf(DotGeneral, None, None) if region.current() == here else ""
 
-    with region.entered(here), nn.intercept_methods(replace_products(choose, lambda: None)):
+    interceptor = replace_products(choose, lambda: None, lambda module: nullcontext())
+    with region.entered(here), nn.intercept_methods(interceptor):
         yield
 
 
@@ -286,21 +302,11 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         run = functools.partial(original, self, *args, **kwargs)
         if self.scope is None or _inside(self):
             return run()
-        found = _Edges()
-        if not self.scope.path:  # bound by `bind`; a part of another model has no edges
+        if not self.scope.path and not self.scope.mutable:  # what `bind` gives
             unbound, variables = self.unbind()
-            plain = super(_Converted, unbound).apply
-            found = _edges_of(
-                type(self).jfp8_selection,
-                lambda variables, rngs, args, kwargs: plain(
-                    variables, *args, rngs=rngs, method=name, mutable=True, **kwargs
-                ),
-                variables,
-                {stream: rng.rng for stream, rng in self.scope.rngs.items()},
-                args,
-                kwargs,
-            )
-        with _intercepted(self, found, state_in_params=False):
+            rngs = {stream: rng.rng for stream, rng in self.scope.rngs.items()}
+            return unbound.apply(variables, *args, rngs=rngs, method=name, **kwargs)
+        with _intercepted(self, _Edges(), state_in_params=False):  # a part of another model
             return run()
 
     del method.__wrapped__  # Flax and inspect would look through it
@@ -323,22 +329,35 @@ def _intercepted(
     depth = () if model.scope is None else model.scope.path
     layers: list[nn.Module] = []
 
-    def choose(path: str, layer: nn.Module, args: tuple[Any, ...]) -> ProductOf | str:
-        if region.current() != here:
+    def is_here() -> bool:
+        now = region.current()
+        return now is not None and dataclasses.replace(now, place=None) == here
+
+    def choose(path: str, layer: nn.Module, x: Any) -> ProductOf | str:
+        if not is_here():
             return ""
         layers.append(layer)
         inner = "/".join(layer.path[len(depth) :])
-        decision = selection.decide(inner, layer, found.edge_of(inner, layer, args))
+        decision = selection.decide(inner, layer, found.edge_of(inner, layer, x))
         if decision.recipe is None:
             return decision.reason
         return ProductOf(DotGeneral, decision.recipe, None, state_in_params)
 
     def attention() -> ProductOf | None:
-        if region.current() != here or not selection.attention_products:
+        if not is_here() or not selection.attention_products:
             return None
         return ProductOf(DotGeneral, selection.recipe, None, state_in_params)
 
-    with region.entered(here), nn.intercept_methods(replace_products(choose, attention)):
+    def inside(module: nn.Module) -> AbstractContextManager[object]:
+        # nn.jit uses a trace again for another module of the same class: not if it decides
+        # otherwise about the layers inside.
+        path = "/".join(module.path[len(depth) :])
+        if not is_here() or not path:
+            return nullcontext()
+        place = path if selection.depends_on_paths else found.inside_of(path)
+        return region.entered(dataclasses.replace(here, place=place or None))
+
+    with region.entered(here), nn.intercept_methods(replace_products(choose, attention, inside)):
         yield layers
 
 
@@ -349,12 +368,18 @@ class _Edges:
     first: frozenset[str] = frozenset()
     returned: frozenset[str] = frozenset()
 
-    def edge_of(self, path: str, layer: nn.Module, args: tuple[Any, ...]) -> Edge | None:
-        """At which edge the layer at `path` is, that is called with `args`."""
+    def edge_of(self, path: str, layer: nn.Module, x: Any) -> Edge | None:
+        """At which edge the layer at `path` is, that is called with `x`."""
         if path in self.returned:
             return Edge.LOGITS
-        image = isinstance(layer, nn.Conv) and args and np.shape(args[0])[-1] <= MAX_IMAGE_CHANNELS
+        image = isinstance(layer, nn.Conv) and np.shape(x)[-1] <= MAX_IMAGE_CHANNELS
         return Edge.IMAGE_INPUT if image and path in self.first else None
+
+    def inside_of(self, path: str) -> frozenset[str]:
+        """The layers at edges inside of the module at `path`, relative to it."""
+        prefix = f"{path}/"
+        edges = self.first | self.returned
+        return frozenset(e.removeprefix(prefix) for e in edges if e.startswith(prefix))
 
 
 def _edges_of(
@@ -376,6 +401,9 @@ def _edges_of(
         args, kwargs = edges.mark_input((args, kwargs), path)
         return edges.mark_output(next_fun(*args, **kwargs), path)
 
+    is_scaled = lambda x: isinstance(x, ScaledArray)
+    values = lambda x: x.dequantize() if is_scaled(x) else x
+    variables = jax.tree.map(values, variables, is_leaf=is_scaled)
     leaves, structure = jax.tree.flatten((variables, rngs, args, kwargs))
     traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
 
@@ -410,11 +438,20 @@ def _into_params(variables: Mapping[str, Any], mutable: CollectionFilter) -> dic
 def _with_state(params: Mapping[str, Any], state: Any, collection: str) -> dict[str, Any]:
     merged = dict(params)
     for name, node in state.items():
-        if name in ROLES or not isinstance(node, Mapping):
-            merged[place_in_params(collection, name)[1]] = node
+        if collection == "fp8" and _is_state(node):
+            leading = node["amax"].ndim
+        elif collection == "fp8_sink" and not isinstance(node, Mapping):
+            leading = node.ndim - 2
         else:
             merged[name] = _with_state(params.get(name, {}), node, collection)
+            continue
+        merged[place_in_params(collection, name)[1]] = into_params(node, leading)
     return merged
+
+
+def _is_state(node: Any) -> bool:
+    """Whether `node` is the state of one tensor, rather than a module that is called like one."""
+    return set(node) == {"amax_history", "amax"} and not isinstance(node["amax"], Mapping)
 
 
 def _out_of_params(variables: Mapping[str, Any], mutable: CollectionFilter) -> dict[str, Any]:
@@ -434,7 +471,8 @@ def _without_state(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, node in params.items():
         collection, _, variable = name.removeprefix("@").partition(".")
         if name.startswith("@") and collection in state:
-            state[collection][variable] = node
+            array = node["amax"] if collection == "fp8" else node
+            state[collection][variable] = from_params(node, collection, array.ndim - 1)
         elif isinstance(node, dict):
             inner, found = _without_state(node)
             for collection, tree in found.items():

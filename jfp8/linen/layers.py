@@ -23,7 +23,7 @@ from jfp8.matmul import Implementation
 from jfp8.recipes import Recipe, check_recipe
 
 
-def _own_product(layer: Any, product: type[Product], hook: str) -> ProductOf:
+def own_product(layer: Any, product: type[Product], hook: str) -> ProductOf:
     """What `layer` computes its product with, or an error if it was told to use something else.
 
     `hook` is Flax's name for a function; ``{hook}_cls`` for what makes one.
@@ -34,7 +34,7 @@ def _own_product(layer: Any, product: type[Product], hook: str) -> ProductOf:
         name = type(layer).__name__
         raise ValueError(
             f"jfp8.{name} computes its product itself, so it takes neither {hook} nor "
-            f"{hook}_cls. Pass recipe=..., or use flax.linen.{name} with {hook}_cls."
+            f"{hook}_cls. Pass recipe=..., or use Flax's layer with {hook}_cls."
         )
     recipe = None if layer.recipe is None else check_recipe(layer.recipe)
     return ProductOf(product, recipe, layer.implementation)
@@ -63,7 +63,7 @@ class Dense(nn.Dense):
     promote_dtype: Callable[..., Any] = promote_dtype
 
     def __post_init__(self) -> None:
-        self.dot_general_cls = _own_product(self, DotGeneral, "dot_general")
+        self.dot_general_cls = own_product(self, DotGeneral, "dot_general")
         super().__post_init__()
 
 
@@ -82,7 +82,7 @@ class DenseGeneral(nn.DenseGeneral):
     promote_dtype: Callable[..., Any] = promote_dtype
 
     def __post_init__(self) -> None:
-        self.dot_general_cls = _own_product(self, DotGeneral, "dot_general")
+        self.dot_general_cls = own_product(self, DotGeneral, "dot_general")
         super().__post_init__()
 
 
@@ -102,7 +102,7 @@ class Conv(nn.Conv):
     promote_dtype: Callable[..., Any] = promote_dtype
 
     def __post_init__(self) -> None:
-        self.conv_general_dilated_cls = _own_product(
+        self.conv_general_dilated_cls = own_product(
             self, ConvGeneralDilated, "conv_general_dilated"
         )
         super().__post_init__()

@@ -21,7 +21,7 @@ from jfp8.matmul import Implementation
 from jfp8.recipes import Recipe, check_recipe
 from jfp8.region import recipe_in_effect
 from jfp8.scaling import AmaxState, observe, push_amax
-from jfp8.sink import ROLES, init_sink
+from jfp8.sink import ROLES, WIDTH, init_sink
 
 
 class Product(nn.Module):
@@ -82,14 +82,15 @@ class Product(nn.Module):
         if empty is None and self.recipe is None:
             return None
         if self.has_variable(*self._place("fp8", ROLES[0])):
-            return {role: self.get_variable(*self._place("fp8", role)) for role in ROLES}
+            return {role: self._get("fp8", role) for role in ROLES}
         if empty is None:
             return None
         # Parameters that are mutable for other reasons are no invitation.
         if not self._is_mutable("fp8") or (self.state_in_params and not self.is_initializing()):
             return None
-        make = lambda role: self.variable(*self._place("fp8", role), lambda: empty[role])
-        return {role: make(role).value for role in ROLES}
+        for role in ROLES:
+            self._make("fp8", role, empty[role])
+        return empty
 
     @nn.nowrap
     def _read_sink(self, recipe: Recipe) -> jax.Array | None:
@@ -97,11 +98,21 @@ class Product(nn.Module):
         place = self._place("fp8_sink", "amax")
         if self.is_initializing():
             if self._is_mutable("fp8_sink") and recipe.init_state() is not None:
-                self.variable(*place, init_sink)
+                self._make("fp8_sink", "amax", init_sink())
             return None
         if self.is_mutable_collection("fp8_sink") or not self.has_variable(*place):
             return None
-        return self.get_variable(*place)
+        return self._get("fp8_sink", "amax")
+
+    @nn.nowrap
+    def _get(self, collection: str, name: str) -> Any:
+        value = self.get_variable(*self._place(collection, name))
+        return from_params(value, collection) if self.state_in_params else value
+
+    @nn.nowrap
+    def _make(self, collection: str, name: str, value: Any) -> None:
+        stored = into_params(value) if self.state_in_params else value
+        self.variable(*self._place(collection, name), lambda: stored)
 
     @nn.nowrap
     def _record(self, state: dict[str, AmaxState], observed: Observed, *, pushing: bool) -> None:
@@ -116,12 +127,40 @@ class Product(nn.Module):
                 updated = {**state[role], "amax_history": history}
             else:
                 updated = observe(state[role], amax)
-            self.put_variable(*self._place("fp8", role), updated)
+            stored = into_params(updated) if self.state_in_params else updated
+            self.put_variable(*self._place("fp8", role), stored)
+
+
+# State in the ``params`` collection has names of its own, and one dimension: a function that is
+# mapped over parameters (nn.SpectralNorm) takes it for a bias, and leaves it alone.
 
 
 def place_in_params(collection: str, name: str) -> tuple[str, str]:
     """Where a variable of a product is while its state is in the ``params`` collection."""
     return "params", f"@{collection}.{name}"
+
+
+def into_params(state: Any, leading: int = 0) -> Any:
+    """The value of such a variable, each array with one dimension after the `leading` ones."""
+    return jax.tree.map(lambda x: x.reshape(*x.shape[:leading], -1), state)
+
+
+def from_params(state: Any, collection: str, leading: int = 0) -> Any:
+    """The opposite of `into_params`.
+
+    Raises:
+      ValueError: the arrays are stacked, but not along their leading dimensions.
+    """
+    if collection == "fp8_sink":
+        return state.reshape(*state.shape[:leading], len(ROLES), WIDTH)
+    if state["amax"].shape[-1] != 1:
+        raise ValueError(
+            "A converted model stacks its layers along another axis than the first one, by "
+            "nn.scan or nn.vmap with variable_axes={'params': 1}, say. Amax histories can only be "
+            "stacked along axis 0: change that axis, or convert with a recipe that keeps no state, "
+            "such as jfp8.recipes.Float8CurrentScaling()."
+        )
+    return {**state, "amax": state["amax"].reshape(state["amax"].shape[:-1])}
 
 
 class DotGeneral(Product):
@@ -231,3 +270,9 @@ def promote_dtype(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list
     plain = [None if isinstance(x, ScaledArray) else x for x in arrays]
     promoted = dtypes.promote_dtype(*plain, dtype=dtype, inexact=inexact)
     return [x if isinstance(x, ScaledArray) else p for x, p in zip(arrays, promoted, strict=True)]
+
+
+def promote_values(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+    """Flax's ``promote_dtype`` of arrays and of the values of `ScaledArray`s."""
+    values = [x.dequantize() if isinstance(x, ScaledArray) else x for x in arrays]
+    return dtypes.promote_dtype(*values, dtype=dtype, inexact=inexact)

@@ -1,0 +1,158 @@
+"""Flax's attention layer with FP8 products inside."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.typing import PRNGKey
+
+from jfp8 import einsum
+from jfp8.arrays import ScaledArray
+from jfp8.linen.layers import own_product
+from jfp8.linen.products import DotGeneral, Product, ProductOf, promote_dtype
+from jfp8.matmul import Implementation
+from jfp8.recipes import Recipe, check_recipe
+
+EINSUM_HOOKS = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
+
+
+class EinsumProduct(Product):
+    """An FP8 einsum of two operands with its state, for the products inside of attention.
+
+    ``nn.MultiHeadDotProductAttention(qk_attn_weights_einsum_cls=EinsumProduct,
+    attn_weights_value_einsum_cls=EinsumProduct)`` computes both with it. For the attributes see
+    `Product`.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        equation: str,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        *,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``jnp.einsum(equation, lhs, rhs)`` in FP8; see `jfp8.scaled_dot_general`.
+
+        Args:
+          equation: of two operands, with a result: ``"...qhd,...khd->...hqk"``.
+          lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
+          precision: of the product where FP8 is disabled (see `jfp8.autocast`).
+          preferred_element_type: dtype of the result.
+
+        Raises:
+          ValueError: not two operands and a result.
+        """
+        dot_general = ProductOf(
+            DotGeneral, self.recipe, self.implementation, self.state_in_params
+        )()
+        return einsum.as_dot_general(
+            einsum.parse(equation, lhs.ndim, rhs.ndim),
+            lhs,
+            rhs,
+            lambda lhs, rhs, numbers: dot_general(
+                lhs, rhs, numbers, precision, preferred_element_type
+            ),
+        )
+
+
+class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
+    """``flax.linen.MultiHeadDotProductAttention`` with its projections in FP8.
+
+    Takes every argument of Flax's layer but its hooks for products; the ``params`` are those of
+    Flax's, with the same initial values for the same key. Kernels may be `ScaledArray`s.
+
+    Attributes:
+      recipe, implementation: see `Dense`.
+      attention_products: compute the two products of attention itself in FP8 too: of queries and
+        keys, and of the weights and values. Their operands are no weights, and errors in the first
+        go through the softmax: try it, and compare.
+
+    Raises:
+      ValueError: a hook for products; or `attention_products` with `precision`, or with an
+        `attention_fn` that does not let its products be replaced.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> layer = jfp8.linen.MultiHeadDotProductAttention(num_heads=2)
+    >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 3, 8)))
+    >>> sorted(variables["params"]) == sorted(variables["fp8"]) == ["key", "out", "query", "value"]
+    True
+    """
+
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+    attention_products: bool = False
+
+    def __post_init__(self) -> None:
+        self.qkv_dot_general_cls = own_product(self, DotGeneral, "qkv_dot_general")
+        self.out_dot_general_cls = own_product(self, DotGeneral, "out_dot_general")
+        for hook in EINSUM_HOOKS:
+            setattr(self, f"{hook}_cls", self._einsum_of(hook))
+        super().__post_init__()
+
+    def _einsum_of(self, hook: str) -> Callable[..., Any] | None:
+        """What makes one of the products of attention; None: ``jnp.einsum``."""
+        given = getattr(self, f"{hook}_cls")
+        # A clone arrives with the one of its original.
+        inherited = isinstance(given, ProductOf) and given.module is EinsumProduct
+        if not self.attention_products:
+            return None if inherited else given
+        if given is not None and not inherited:
+            raise ValueError(
+                f"attention_products=True computes the products of attention in FP8, so {hook}_cls "
+                "would have no effect. Leave out one of the two."
+            )
+        if self.precision is not None:
+            raise ValueError(
+                f"attention_products=True with precision={self.precision!r}: the FP8 products have "
+                "no precision to choose. Leave out one of the two."
+            )
+        if hook not in inspect.signature(self.attention_fn).parameters:
+            raise ValueError(
+                f"attention_products=True needs an attention_fn whose products can be replaced, as "
+                f"in nn.dot_product_attention; {self.attention_fn} takes no {hook}."
+            )
+        recipe = None if self.recipe is None else check_recipe(self.recipe)
+        return ProductOf(EinsumProduct, recipe, self.implementation)
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        inputs_kv: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: PRNGKey | None = None,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """See ``flax.linen.MultiHeadDotProductAttention.__call__``."""
+        # Any: its overloads know no call with all of its arguments.
+        attend: Any = super().__call__
+        with nn.intercept_methods(_let_scaled_arrays_pass):
+            return attend(
+                inputs_q,
+                inputs_k,
+                inputs_v,
+                inputs_kv=inputs_kv,
+                mask=mask,
+                deterministic=deterministic,
+                dropout_rng=dropout_rng,
+                sow_weights=sow_weights,
+            )
+
+
+def _let_scaled_arrays_pass(next_fun, args, kwargs, context):
+    """An interceptor: Flax makes the projections itself, with its own promotion of dtypes."""
+    if isinstance(context.module, nn.DenseGeneral):
+        # Flax has just made it for this one call, so nobody else sees the change.
+        object.__setattr__(context.module, "promote_dtype", promote_dtype)
+    return next_fun(*args, **kwargs)

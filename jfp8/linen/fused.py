@@ -1,0 +1,175 @@
+"""Normalisation, product and what follows as one layer, as Transformer Engine has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
+
+from jfp8 import transformer_math
+from jfp8.linen.layers import DenseGeneral
+from jfp8.matmul import Implementation
+from jfp8.recipes import Recipe
+from jfp8.transformer_math import LayerNormType
+
+
+class LayerNormDense(DenseGeneral):
+    """`DenseGeneral` of a normalised input: ``y = normalize(x) . kernel + bias``.
+
+    The normalised input is quantized once, for fprop and for wgrad. Several projections of one
+    activation are one product with one kernel, ``features=(3, 64)``, and share that too.
+
+    The ``params`` are ``scale`` and ``ln_bias`` of the shape of the axes, ``kernel`` and ``bias``:
+    named, and for ``axis=-1`` shaped, as Transformer Engine's ``LayerNormDenseGeneral`` has them.
+
+    Attributes:
+      features, axis, batch_dims, use_bias, dtype, param_dtype, kernel_init, bias_init, precision:
+        see ``flax.linen.DenseGeneral``. The input is normalised over `axis`, what the product sums
+        over.
+      layernorm_type: ``"layernorm"`` or ``"rmsnorm"``; the latter has no ``ln_bias``.
+      epsilon: added to the variance, or to the mean square.
+      zero_centered_gamma: multiply by ``1 + scale``, which weight decay draws to 1.
+      scale_init: of ``scale``; None: such that the factor starts as 1.
+      ln_bias_init: of ``ln_bias``.
+      return_layernorm_output: return ``(y, normalized)``, the second in high precision.
+      recipe, implementation: see `Dense`.
+
+    Raises:
+      ValueError: unknown `layernorm_type`; a hook for the product.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> layer = jfp8.linen.LayerNormDense((3, 4))
+    >>> params = layer.init(jax.random.key(0), jnp.ones((2, 8)))["params"]
+    >>> {name: p.shape for name, p in sorted(params.items())}
+    {'bias': (3, 4), 'kernel': (8, 3, 4), 'ln_bias': (8,), 'scale': (8,)}
+    """
+
+    layernorm_type: LayerNormType = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    ln_bias_init: Initializer = nn.initializers.zeros
+    return_layernorm_output: bool = False
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> Any:
+        """Apply the layer.
+
+        Args:
+          inputs: as for ``flax.linen.DenseGeneral``.
+
+        Returns:
+          What it returns; or a pair of arrays, see `return_layernorm_output`.
+        """
+        normalized = self._normalize(inputs)
+        y = super().__call__(normalized)
+        return (y, normalized) if self.return_layernorm_output else y
+
+    def _normalize(self, x: jax.Array) -> jax.Array:
+        axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
+        shape = tuple(x.shape[axis] for axis in axes)
+        neutral = nn.initializers.zeros if self.zero_centered_gamma else nn.initializers.ones
+        scale = self.param("scale", self.scale_init or neutral, shape, self.param_dtype)
+        bias = None
+        if self.layernorm_type == "layernorm":
+            bias = self.param("ln_bias", self.ln_bias_init, shape, self.param_dtype)
+        y = transformer_math.normalize(
+            x,
+            scale,
+            bias,
+            axes=axes,
+            epsilon=self.epsilon,
+            layernorm_type=self.layernorm_type,
+            zero_centered_gamma=self.zero_centered_gamma,
+        )
+        return y.astype(nn.dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype))
+
+
+class LayerNormMLP(nn.Module):
+    """Normalisation and the two products of a feed-forward block. ::
+
+        y = dropout(activation(normalize(x) . wi)) . wo
+
+    The projections that a gated activation multiplies are one product, with a kernel
+    ``[in, 2, intermediate_dim]``; it is ``[in, 1, intermediate_dim]`` otherwise. The ``params`` are
+    ``wi/{scale, ln_bias, kernel, bias}`` and ``wo/{kernel, bias}``: what Transformer Engine calls
+    ``scale, ln_bias, wi_kernel, wi_bias, wo_kernel, wo_bias``.
+
+    Attributes:
+      intermediate_dim: features between the products.
+      activation: ``"gelu"``, ``"silu"``, ``"relu"``, ``"squared_relu"``, or gated, ``"geglu"``,
+        ``"swiglu"``, ``"reglu"``; see `jfp8.transformer_math.activate`.
+      intermediate_dropout_rate: of dropout after the activation, with the random stream
+        ``dropout``.
+      deterministic: no dropout; may be given to the call instead.
+      layernorm_type, epsilon, zero_centered_gamma: see `LayerNormDense`.
+      use_bias, dtype, param_dtype, kernel_init, bias_init: of both products; see
+        ``flax.linen.Dense``.
+      return_layernorm_output: return ``(y, normalized)``, the second in high precision.
+      recipe, implementation: see `Dense`.
+
+    Raises:
+      ValueError: unknown `activation` or `layernorm_type`; the message lists the known ones.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> mlp = jfp8.linen.LayerNormMLP(32, activation="swiglu")
+    >>> y, variables = mlp.init_with_output(jax.random.key(0), jnp.ones((2, 8)))
+    >>> y.shape, variables["params"]["wi"]["kernel"].shape
+    ((2, 8), (8, 2, 32))
+    """
+
+    intermediate_dim: int
+    activation: str = "gelu"
+    intermediate_dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    layernorm_type: LayerNormType = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    use_bias: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = nn.linear.default_kernel_init
+    bias_init: Initializer = nn.initializers.zeros
+    return_layernorm_output: bool = False
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> Any:
+        """Apply the block.
+
+        Args:
+          inputs: ``[..., features]``.
+          deterministic: no dropout; needed if there is any and the constructor was not told.
+
+        Returns:
+          ``[..., features]``; or a pair of arrays, see `return_layernorm_output`.
+        """
+        common = {
+            "use_bias": self.use_bias,
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "kernel_init": self.kernel_init,
+            "bias_init": self.bias_init,
+            "recipe": self.recipe,
+            "implementation": self.implementation,
+        }
+        projections = transformer_math.projections_of(self.activation)
+        hidden, normalized = LayerNormDense(
+            (projections, self.intermediate_dim),
+            layernorm_type=self.layernorm_type,
+            epsilon=self.epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+            return_layernorm_output=True,
+            **common,
+            name="wi",
+        )(inputs)
+        hidden = transformer_math.activate(hidden, self.activation)
+        if self.intermediate_dropout_rate:
+            fixed = nn.merge_param("deterministic", self.deterministic, deterministic)
+            hidden = nn.Dropout(self.intermediate_dropout_rate, deterministic=fixed)(hidden)
+        y = DenseGeneral(inputs.shape[-1], **common, name="wo")(hidden)
+        return (y, normalized) if self.return_layernorm_output else y

@@ -1,0 +1,222 @@
+"""Mixture of experts: grouped products with their state, and the block made of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
+from jax import lax
+
+from jfp8 import routing, transformer_math
+from jfp8.arrays import ScaledArray
+from jfp8.linen.products import Product, promote_dtype
+from jfp8.matmul import Implementation
+from jfp8.ragged_dot import observed_ragged_dot
+from jfp8.recipes import Recipe
+
+
+class RaggedDot(Product):
+    """An FP8 ``ragged_dot`` with its state.
+
+    The state is that of every product. Its history for "rhs" records the largest amax of all
+    groups, and is not read: each group's matrix is scaled by its own amax. For the attributes see
+    `Product`.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        group_sizes: jax.Array,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``jax.lax.ragged_dot`` in FP8; see `jfp8.ragged_dot.scaled_ragged_dot`.
+
+        Args:
+          lhs: ``f32 | bf16 | f16`` of shape ``[m, k]``.
+          rhs: the same of shape ``[g, k, n]``, or a `ScaledArray`.
+          group_sizes: integers of shape ``[g]``.
+          precision: of the product where FP8 is disabled (see `jfp8.autocast`).
+          preferred_element_type: dtype of the result.
+        """
+        how = {"group_sizes": group_sizes, "preferred_element_type": preferred_element_type}
+        quantized = partial(observed_ragged_dot, **how, implementation=self.implementation)
+        plain = partial(lax.ragged_dot, **how, precision=precision)
+        return self._multiply(quantized, plain, lhs, rhs)
+
+
+class ExpertDense(nn.Module):
+    """A dense layer for each expert: ``y_i = x_i . kernel_e`` for each token i of expert e.
+
+    The ``params`` are ``kernel``, ``[num_experts, in, features]``, which may be a `ScaledArray`.
+
+    Attributes:
+      num_experts, features: what the kernel is made for.
+      dtype, param_dtype, precision: see ``flax.linen.Dense``.
+      kernel_init: makes the kernel of one expert, ``[in, features]``.
+      recipe, implementation: see `jfp8.Dense`.
+    """
+
+    num_experts: int
+    features: int
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: Any = None
+    kernel_init: Initializer = nn.linear.default_kernel_init
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Apply the layer.
+
+        Args:
+          inputs: ``[tokens, in]``, sorted by expert.
+          group_sizes: i32[num_experts], the tokens of each expert.
+        """
+
+        def init(key: jax.Array) -> jax.Array:
+            shape = (inputs.shape[-1], self.features)
+            make = lambda key: self.kernel_init(key, shape, self.param_dtype)
+            kernels = jax.vmap(make)(jax.random.split(key, self.num_experts))
+            # Where the initializer says how kernels are partitioned, over experts they are not.
+            return nn.meta.add_axis(kernels, 0, {nn.meta.PARTITION_NAME: None})
+
+        kernel = self.param("kernel", init)
+        x, kernel = promote_dtype(inputs, kernel, dtype=self.dtype)
+        product = RaggedDot(self.recipe, self.implementation)
+        return product(x, kernel, group_sizes, self.precision)
+
+
+class Router(nn.Module):
+    """What experts each token goes to, by a product in high precision; see `jfp8.routing.route`.
+
+    Its weights are few, and a wrong expert costs more than a rounded product. The ``params`` are
+    ``kernel``, ``[in, num_experts]``.
+
+    Attributes:
+      num_experts, num_experts_per_token, renormalize, kernel_init, param_dtype: see `MoE`.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    renormalize: bool
+    kernel_init: Initializer
+    param_dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> routing.Routing:
+        """Route `tokens`, ``[tokens, in]``."""
+        shape = (tokens.shape[-1], self.num_experts)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        x, kernel = (a.astype(jnp.float32) for a in (tokens, kernel))
+        logits = jnp.dot(x, kernel, precision=lax.Precision.HIGHEST)
+        return routing.route(logits, self.num_experts_per_token, renormalize=self.renormalize)
+
+
+class MoE(nn.Module):
+    """A feed-forward block of which each token uses a few experts out of many. ::
+
+        p = softmax(x . router)              y = sum over the chosen e of  p_e * mlp_e(x)
+        mlp_e(x) = activation(x . wi_e) . wo_e
+
+    No token is dropped, however many choose the same expert. The router computes in float32, the
+    experts in FP8, each with scales of its own. The ``params`` are ``router/kernel``
+    ``[in, num_experts]``, ``wi/kernel`` ``[num_experts, in, projections * intermediate_dim]`` (two
+    projections side by side for gated activations) and ``wo/kernel``
+    ``[num_experts, intermediate_dim, in]``.
+
+    The load-balancing loss (see `jfp8.routing.load_balancing_loss`) is returned if you ask for it,
+    and sown as ``load_balancing_loss`` into the collection ``intermediates`` in any case.
+
+    Attributes:
+      num_experts: the experts there are.
+      intermediate_dim: features between the two products of an expert.
+      num_experts_per_token: the experts each token uses.
+      activation: as for `LayerNormMLP`.
+      renormalize: make the weights of a token's experts sum to 1; None: if it uses more than one.
+      return_load_balancing_loss: return ``(y, loss)``.
+      dtype, param_dtype: see ``flax.linen.Dense``.
+      kernel_init: of the kernels of each expert.
+      router_init: of the router's kernel.
+      recipe, implementation: see `jfp8.Dense`.
+
+    Raises:
+      ValueError: unknown `activation`; more experts per token than there are.
+
+    References:
+      arXiv 2101.03961 (Switch Transformers), 2401.04088 (Mixtral), 2211.15841 (without dropping).
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> from jfp8.linen.moe import MoE
+    >>> moe = MoE(num_experts=4, intermediate_dim=16)
+    >>> variables = jax.eval_shape(moe.init, jax.random.key(0), jnp.ones((2, 3, 8)))
+    >>> {name: layer["kernel"].shape for name, layer in variables["params"].items()}
+    {'router': (8, 4), 'wi': (4, 8, 32), 'wo': (4, 16, 8)}
+    """
+
+    num_experts: int
+    intermediate_dim: int
+    num_experts_per_token: int = 2
+    activation: str = "swiglu"
+    renormalize: bool | None = None
+    return_load_balancing_loss: bool = False
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = nn.linear.default_kernel_init
+    router_init: Initializer = nn.linear.default_kernel_init
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Apply the block.
+
+        Args:
+          inputs: ``[..., features]``; every leading dimension counts tokens.
+
+        Returns:
+          ``[..., features]``; or a pair, see `return_load_balancing_loss`.
+        """
+        projections = transformer_math.projections_of(self.activation)
+        features = inputs.shape[-1]
+        tokens = inputs.reshape(-1, features)
+        renormalize = self.renormalize
+        if renormalize is None:
+            renormalize = self.num_experts_per_token > 1
+        routed = Router(
+            self.num_experts,
+            self.num_experts_per_token,
+            renormalize,
+            self.router_init,
+            self.param_dtype,
+            name="router",
+        )(tokens)
+        loss = routing.load_balancing_loss(routed)
+        self.sow("intermediates", "load_balancing_loss", loss)
+
+        def dense(features: int, name: str) -> ExpertDense:
+            return ExpertDense(
+                self.num_experts,
+                features,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                kernel_init=self.kernel_init,
+                recipe=self.recipe,
+                implementation=self.implementation,
+                name=name,
+            )
+
+        x = routing.to_experts(tokens, routed)
+        hidden = dense(projections * self.intermediate_dim, "wi")(x, routed.group_sizes)
+        hidden = hidden.reshape(-1, projections, self.intermediate_dim)
+        hidden = transformer_math.activate(hidden, self.activation)
+        y = dense(features, "wo")(hidden, routed.group_sizes)
+        y = routing.from_experts(y, routed).astype(y.dtype).reshape(inputs.shape)
+        return (y, loss) if self.return_load_balancing_loss else y

@@ -1,0 +1,357 @@
+"""A whole Transformer layer, encoder or decoder, with all its projections in FP8."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
+
+from jfp8 import transformer_math
+from jfp8.linen.attention import EinsumProduct
+from jfp8.linen.fused import LayerNormDense, LayerNormMLP
+from jfp8.linen.layers import DenseGeneral
+from jfp8.matmul import Implementation
+from jfp8.recipes import Recipe
+from jfp8.transformer_math import GroupMethod, LayerNormType, check_choice
+
+
+class RelativePositionBiases(nn.Module):
+    """A learned bias of attention scores for each head and distance, as in T5.
+
+    The ``params`` are ``rel_embedding``, ``[num_attention_heads, num_buckets]``. T5 shares one
+    among all layers: give its result to each as ``attention_bias``.
+
+    Attributes:
+      num_attention_heads: heads of the query.
+      num_buckets, max_distance: see `jfp8.transformer_math.relative_position_buckets`.
+      embedding_init: of the table.
+      dtype: of the result; None: `param_dtype`.
+      param_dtype: of the table.
+    """
+
+    num_attention_heads: int
+    num_buckets: int = 32
+    max_distance: int = 128
+    embedding_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, query_length: int, key_length: int, bidirectional: bool = True) -> jax.Array:
+        """The biases, ``[1, heads, query_length, key_length]``.
+
+        Args:
+          bidirectional: whether keys after a query have distances of their own.
+        """
+        shape = (self.num_attention_heads, self.num_buckets)
+        table = self.param("rel_embedding", self.embedding_init, shape, self.param_dtype)
+        return transformer_math.relative_position_bias(
+            table.astype(self.dtype or self.param_dtype),
+            query_length,
+            key_length,
+            bidirectional=bidirectional,
+            max_distance=self.max_distance,
+        )[None]
+
+
+class LayerNormAttention(nn.Module):
+    """Normalisation, attention of grouped queries and its projections: a part of a layer.
+
+    Queries, keys and values of one input are one product, ``qkv``, with a kernel
+    ``[hidden_size, G, H / G + 2, depth]``: for each of ``G`` groups the queries that share a key
+    and a value, then these two. So the dimension of the groups can be sharded over devices. Of two
+    inputs there are two products, ``query`` and ``kv``, and only the queries' input is normalised.
+
+    Attributes:
+      num_attention_heads, num_gqa_groups, attention_dropout, attention_products, rotary: see
+        `TransformerLayer`; the last is that of `rotary_embedding`, or None for no embedding.
+      norm: the arguments of `LayerNormDense` for the normalisation.
+      dense: the arguments of `DenseGeneral` for all products.
+    """
+
+    num_attention_heads: int
+    num_gqa_groups: int
+    norm: dict[str, Any]
+    dense: dict[str, Any]
+    attention_dropout: float = 0.0
+    attention_products: bool = False
+    rotary: dict[str, Any] | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: jax.Array,
+        encoded: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """``[..., q, hidden_size]``, from `inputs` of that shape and, if given, `encoded`."""
+        *batch, length, hidden_size = inputs.shape
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        depth, shared_by = hidden_size // heads, heads // groups
+        projected = partial(LayerNormDense, **self.norm, **self.dense)
+        if encoded is None:
+            features = (groups, shared_by + 2, depth)
+            qkv = projected(features, name="qkv")(inputs)
+            query, keys_values = jnp.split(qkv, [shared_by], axis=-2)
+        else:
+            query = projected((groups, shared_by, depth), name="query")(inputs)
+            keys_values = DenseGeneral((groups, 2, depth), **self.dense, name="kv")(encoded)
+        query = query.reshape(*batch, length, heads, depth)
+        key, value = keys_values[..., 0, :], keys_values[..., 1, :]
+        if self.rotary is not None:
+            rotated = partial(transformer_math.rotary_embedding, **self.rotary)
+            query, key = rotated(query), rotated(key)
+
+        einsum = lambda name: jnp.einsum
+        if self.attention_products:
+            how = {name: self.dense[name] for name in ("recipe", "implementation")}
+            einsum = lambda name: EinsumProduct(**how, name=name)
+        context = transformer_math.grouped_query_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            dropout=nn.Dropout(self.attention_dropout, deterministic=deterministic),
+            scores_einsum=einsum("scores"),
+            context_einsum=einsum("context"),
+        )
+        return DenseGeneral(hidden_size, axis=(-2, -1), **self.dense, name="out")(context)
+
+
+class TransformerLayer(nn.Module):
+    """A layer of a Transformer: attention, attention to an encoder's output, and an MLP. ::
+
+        x = x + dropout(attention(normalize(x)))
+        x = x + dropout(attention(normalize(x), encoded))      in a decoder
+        x = x + dropout(mlp(normalize(x)))
+
+    All products with weights are in FP8: ``qkv`` and ``out`` of the attentions (``query``, ``kv``
+    and ``out`` of the second), ``wi`` and ``wo`` of the MLP. A normalised input is quantized once
+    for all that read it. The two products of attention itself stay in high precision, unless
+    `attention_products` is set.
+
+    The names are those of Transformer Engine's layer where Flax has none. There is no cache for
+    decoding step by step. Lift it over a stack with ``nn.scan`` and ``nn.remat`` like any layer;
+    give `deterministic` to the constructor then.
+
+    Attributes:
+      hidden_size: features of the input and the result.
+      mlp_hidden_size: features within the MLP.
+      num_attention_heads: heads, a divisor of `hidden_size`.
+      num_gqa_groups: heads of keys and values, each shared by a group of queries' heads; None: as
+        many as `num_attention_heads`; 1: multi-query attention.
+      layer_type: ``"encoder"``, or ``"decoder"`` with attention to an encoder's output. A layer of
+        a decoder-only model is an ``"encoder"`` with ``self_attn_mask_type="causal"``.
+      self_attn_mask_type: ``"causal"`` or ``"no_mask"``; None: causal in a decoder. A mask given to
+        the call holds besides.
+      layernorm_type, layernorm_epsilon, zero_centered_gamma: see `LayerNormDense`.
+      mlp_activation: see `LayerNormMLP`.
+      hidden_dropout, attention_dropout, intermediate_dropout: rates of dropout of what is added to
+        the residual, of attention's weights, and within the MLP; random stream ``dropout``.
+      enable_rotary_pos_emb: turn queries and keys of the self attention by their positions.
+      rotary_pos_emb_windows, rotary_pos_emb_group_method: see
+        `jfp8.transformer_math.rotary_embedding`.
+      enable_relative_embedding: add `RelativePositionBiases` to the scores of the self attention.
+      use_bias, dtype, param_dtype, kernel_init, bias_init: of all products; see
+        ``flax.linen.Dense``.
+      deterministic: no dropout; may be given to the call instead.
+      attention_products: also compute the two products of attention itself in FP8.
+      recipe, implementation: see `Dense`.
+
+    Raises:
+      ValueError: a name that is unknown, or sizes that do not fit.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> layer = jfp8.linen.TransformerLayer(8, 32, num_attention_heads=2)
+    >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 5, 8)))
+    >>> sorted(variables["params"]), sorted(variables["params"]["self_attention"])
+    (['mlp', 'self_attention'], ['out', 'qkv'])
+    """
+
+    hidden_size: int = 512
+    mlp_hidden_size: int = 2048
+    num_attention_heads: int = 8
+    num_gqa_groups: int | None = None
+    layer_type: Literal["encoder", "decoder"] = "encoder"
+    self_attn_mask_type: Literal["causal", "no_mask"] | None = None
+    layernorm_type: LayerNormType = "layernorm"
+    layernorm_epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    mlp_activation: str = "gelu"
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    intermediate_dropout: float = 0.0
+    enable_rotary_pos_emb: bool = False
+    rotary_pos_emb_windows: tuple[float, float] = (1, 10_000)
+    rotary_pos_emb_group_method: GroupMethod = "consecutive"
+    enable_relative_embedding: bool = False
+    use_bias: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = nn.linear.default_kernel_init
+    bias_init: Initializer = nn.initializers.zeros
+    deterministic: bool | None = None
+    attention_products: bool = False
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: jax.Array,
+        encoded: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        encoder_decoder_mask: jax.Array | None = None,
+        *,
+        attention_bias: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
+        """Apply the layer.
+
+        Args:
+          inputs: ``[..., length, hidden_size]``.
+          encoded: the encoder's output, ``[..., encoded_length, any]``; for a decoder only.
+          attention_mask: broadcast to ``[..., heads, length, length]``: True or 1 where a query may
+            attend to a key, as Flax's masks (Transformer Engine's say the opposite).
+          encoder_decoder_mask: likewise, ``[..., heads, length, encoded_length]``.
+          attention_bias: added to the scores of the self attention; broadcast likewise.
+          deterministic: no dropout; needed if there is any and the constructor was not told.
+
+        Returns:
+          Array of the shape and dtype of `inputs`.
+        """
+        self._check(inputs, encoded, encoder_decoder_mask)
+        rates = (self.hidden_dropout, self.attention_dropout, self.intermediate_dropout)
+        # Only asked for if there is any dropout.
+        fixed = not any(rates) or nn.merge_param("deterministic", self.deterministic, deterministic)
+        norm, dense, rotary = self._norm(), self._dense(), self._rotary()
+        attention = partial(
+            LayerNormAttention,
+            self.num_attention_heads,
+            self.num_gqa_groups or self.num_attention_heads,
+            norm=norm,
+            dense=dense,
+            attention_dropout=self.attention_dropout,
+            attention_products=self.attention_products,
+        )
+        length = inputs.shape[-2]
+        mask, bias = self._mask(attention_mask, length), self._bias(attention_bias, length)
+
+        def plus(x: jax.Array, y: jax.Array) -> jax.Array:
+            y = nn.Dropout(self.hidden_dropout, deterministic=fixed)(y)
+            return x + y.astype(x.dtype)
+
+        x = inputs
+        y = attention(rotary=rotary, name="self_attention")(
+            x, mask=mask, bias=bias, deterministic=fixed
+        )
+        x = plus(x, y)
+        if self.layer_type == "decoder":
+            y = attention(name="encoder_decoder_attention")(
+                x, encoded, mask=encoder_decoder_mask, deterministic=fixed
+            )
+            x = plus(x, y)
+        y = LayerNormMLP(
+            self.mlp_hidden_size,
+            activation=self.mlp_activation,
+            intermediate_dropout_rate=self.intermediate_dropout,
+            deterministic=fixed,
+            **norm,
+            **dense,
+            name="mlp",
+        )(x)
+        return plus(x, y)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query of the self attention may attend to a key after it."""
+        if self.self_attn_mask_type is None:
+            return self.layer_type == "decoder"
+        return self.self_attn_mask_type == "causal"
+
+    def _mask(self, given: jax.Array | None, length: int) -> jax.Array | None:
+        """The mask of the self attention."""
+        if not self.is_causal:
+            return given
+        causal = transformer_math.causal_mask(length, length)
+        if given is None:
+            return causal
+        # Flax makes masks of floats, too.
+        causal, given = jnp.broadcast_arrays(causal, jnp.asarray(given, bool))
+        return causal & given
+
+    def _bias(self, given: jax.Array | None, length: int) -> jax.Array | None:
+        """The bias of the self attention's scores."""
+        if not self.enable_relative_embedding:
+            return given
+        relative = RelativePositionBiases(
+            self.num_attention_heads,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            name="relpos_bias",
+        )(length, length, bidirectional=not self.is_causal)
+        if given is None:
+            return relative
+        relative, given = jnp.broadcast_arrays(relative, given)
+        return relative + given
+
+    def _rotary(self) -> dict[str, Any] | None:
+        """The arguments of `rotary_embedding`."""
+        if not self.enable_rotary_pos_emb:
+            return None
+        return {
+            "windows": self.rotary_pos_emb_windows,
+            "group_method": self.rotary_pos_emb_group_method,
+        }
+
+    def _norm(self) -> dict[str, Any]:
+        return {
+            "layernorm_type": self.layernorm_type,
+            "epsilon": self.layernorm_epsilon,
+            "zero_centered_gamma": self.zero_centered_gamma,
+        }
+
+    def _dense(self) -> dict[str, Any]:
+        names = ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init")
+        return {name: getattr(self, name) for name in (*names, "recipe", "implementation")}
+
+    def _check(
+        self, inputs: jax.Array, encoded: jax.Array | None, encoder_decoder_mask: jax.Array | None
+    ) -> None:
+        check_choice("layer_type", self.layer_type, ("encoder", "decoder"))
+        mask_types = ("causal", "no_mask", None)
+        check_choice("self_attn_mask_type", self.self_attn_mask_type, mask_types)
+        if inputs.ndim < 2 or inputs.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"inputs must be [..., length, hidden_size={self.hidden_size}]; got {inputs.shape}."
+            )
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        if self.hidden_size % heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of "
+                f"num_attention_heads={heads}, which share it."
+            )
+        if groups is not None and (groups < 1 or heads % groups):
+            raise ValueError(
+                f"num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}: each "
+                "group of queries shares one head of keys and values."
+            )
+        if self.layer_type == "decoder" and encoded is None:
+            raise ValueError(
+                'layer_type="decoder" attends to an encoder\'s output: give `encoded` to the call. '
+                'For a decoder-only model use layer_type="encoder" with '
+                'self_attn_mask_type="causal".'
+            )
+        if self.layer_type == "encoder" and not (encoded is None and encoder_decoder_mask is None):
+            raise ValueError(
+                '`encoded` and `encoder_decoder_mask` are for layer_type="decoder"; this layer is '
+                'an "encoder" and would ignore them.'
+            )

@@ -1,0 +1,420 @@
+"""Attention: Flax's layer with FP8 projections and, if wanted, FP8 products of attention.
+
+The oracle is fake quantization: the layer written out, in float32, with products whose operands
+were rounded by ml_dtypes, and whose gradient is straight-through.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8 import region
+from jfp8.linen.attention import EinsumProduct, MultiHeadDotProductAttention
+from jfp8.recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+
+KEY = jax.random.key(7)
+PROJECTIONS = ["key", "out", "query", "value"]
+
+
+def normal(shape, seed=0, scale=1.0) -> jax.Array:
+    draw = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(draw * scale, jnp.float32)
+
+
+def relative_error(y, reference) -> float:
+    y, reference = np.asarray(y, np.float64), np.asarray(reference, np.float64)
+    return float(np.linalg.norm(y - reference) / np.linalg.norm(reference))
+
+
+def cosine(y, reference) -> float:
+    y, reference = np.asarray(y, np.float64).ravel(), np.asarray(reference, np.float64).ravel()
+    return float(y @ reference / (np.linalg.norm(y) * np.linalg.norm(reference)))
+
+
+def assert_trees_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def on_grid(x, dtype) -> jax.Array:
+    """Values of `x` on the grid of `dtype` that its own amax gives."""
+    largest = float(jnp.finfo(dtype).max)
+    scale = jnp.max(jnp.abs(x)) / largest
+    scale = jnp.where(scale == 0, 1, scale)
+    return jnp.clip(x / scale, -largest, largest).astype(dtype).astype(jnp.float32) * scale
+
+
+def exact_product(equation, a, b):
+    return jnp.einsum(equation, a, b, precision="highest")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fake_product(equation, a, b):
+    """An einsum of e4m3 operands, whose gradients are those of its products with e5m2 ones."""
+    return _forward(equation, a, b)[0]
+
+
+def _forward(equation, a, b):
+    q_a, q_b = (on_grid(x, jnp.float8_e4m3fn) for x in (a, b))
+    return exact_product(equation, q_a, q_b), (q_a, q_b)
+
+
+def _backward(equation, operands, dy):
+    _, vjp = jax.vjp(functools.partial(exact_product, equation), *operands)
+    return vjp(on_grid(dy, jnp.float8_e5m2))
+
+
+fake_product.defvjp(_forward, _backward)
+
+
+def attention(params, query, keys, values, mask, product, inner_product):
+    """Multi-head attention, written out: products with weights, and those between."""
+
+    def project(name, x):
+        y = product("abi,ihd->abhd", x, params[name]["kernel"])
+        return y + params[name]["bias"][None, None] if "bias" in params[name] else y
+
+    q, k, v = project("query", query), project("key", keys), project("value", values)
+    scores = inner_product("aqhd,akhd->ahqk", q / math.sqrt(q.shape[-1]), k)
+    scores = scores if mask is None else jnp.where(mask, scores, -1e30)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    context = inner_product("ahqk,akhd->aqhd", weights, v)
+    y = product("abhd,hdo->abo", context, params["out"]["kernel"])
+    return y + params["out"]["bias"][None, None] if "bias" in params["out"] else y
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init(layer, *inputs):
+    return layer.init(KEY, *inputs)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("deterministic", "mutable", "sow_weights", "capture_intermediates"),
+)
+def apply(layer, variables, *inputs, **how):
+    """Compiled, once for equal layers: much faster than one operation at a time."""
+    return layer.apply(variables, *inputs, **how)
+
+
+OTHER_INITS = {
+    "param_dtype": jnp.bfloat16,
+    "precision": "highest",
+    "kernel_init": nn.initializers.normal(0.3),
+    "out_kernel_init": nn.initializers.uniform(),
+    "bias_init": nn.initializers.ones,
+    "out_bias_init": nn.initializers.normal(),
+}
+X = normal((2, 6, 16))
+KEYS, VALUES = normal((2, 5, 12), 1), normal((2, 5, 10), 2)
+
+
+# Drop-in.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_bias": False, "qkv_features": 8, "out_features": 6, "normalize_qk": True},
+        {"dtype": jnp.bfloat16, "force_fp32_for_softmax": True, **OTHER_INITS},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_parameters_are_those_of_flax(options):
+    stock = nn.MultiHeadDotProductAttention(num_heads=2, **options)
+    ours = MultiHeadDotProductAttention(num_heads=2, **options)
+
+    @jax.jit
+    def run(x, keys):
+        variables, params = ours.init(KEY, x, keys), stock.init(KEY, x, keys)
+        y, expected = ours.apply(params, x, keys), stock.apply(params, x, keys)
+        return variables, params["params"], y, expected
+
+    variables, params, y, expected = run(X, KEYS)
+    assert_trees_equal(variables["params"], params)
+    assert sorted(variables["fp8"]) == sorted(variables["fp8_sink"]) == PROJECTIONS
+    assert y.dtype == expected.dtype
+    # Two products in a row, sqrt(2) times the error of one; large scores add to it.
+    bound = 0.12 if "normalize_qk" in options else 0.06 * math.sqrt(2)
+    assert 1e-3 < relative_error(y, expected) < bound
+    assert cosine(y, expected) > 1 - bound**2 / 2
+
+
+def test_decoding_step_by_step_is_that_of_flax():
+    options = {"num_heads": 2, "decode": True}
+    layers = MultiHeadDotProductAttention(**options), nn.MultiHeadDotProductAttention(**options)
+    variables = [init(layer, X) for layer in layers]
+    assert_trees_equal(variables[0]["cache"], variables[1]["cache"])
+    params = {"params": variables[0]["params"]}
+    caches = [{"cache": v["cache"]} for v in variables]
+    steps = [jax.jit(functools.partial(layer.apply, mutable=["cache"])) for layer in layers]
+    for i in range(3):
+        results = [f({**params, **c}, X[:, i : i + 1]) for f, c in zip(steps, caches)]
+        (y, expected), caches = zip(*results)
+        assert 1e-3 < relative_error(y, expected) < 0.15
+    ours, theirs = (c["cache"] for c in caches)
+    assert ours["cache_index"] == 3
+    assert relative_error(ours["cached_key"], theirs["cached_key"]) < 0.06
+
+
+def test_dropout_draws_as_in_flax():
+    options = {"num_heads": 2, "dropout_rate": 0.5, "use_bias": False}
+    stock = nn.MultiHeadDotProductAttention(**options)
+    ours = MultiHeadDotProductAttention(**options)
+    params = init(stock.clone(deterministic=True), X)
+    rngs = {"dropout": KEY}
+    y, expected = (
+        apply(layer, params, X, rngs=rngs, deterministic=False) for layer in (ours, stock)
+    )
+    assert relative_error(y, expected) < 0.1
+    assert relative_error(y, apply(ours, params, X, deterministic=True)) > 0.3
+
+
+def test_captured_intermediates_are_those_of_flax():
+    """Each projection ran once."""
+    params = init(nn.MultiHeadDotProductAttention(2), X)
+    captured = [
+        apply(layer, params, X, capture_intermediates=True)[1]["intermediates"]
+        for layer in (nn.MultiHeadDotProductAttention(2), MultiHeadDotProductAttention(2))
+    ]
+    stock, ours = ({name: len(c[name]["__call__"]) for name in PROJECTIONS} for c in captured)
+    assert stock == ours == dict.fromkeys(PROJECTIONS, 1)
+
+
+def test_attention_weights_are_sown():
+    layer = MultiHeadDotProductAttention(2)
+    params = init(nn.MultiHeadDotProductAttention(2), X)
+    _, sown = apply(layer, params, X, sow_weights=True, mutable="intermediates")
+    (weights,) = sown["intermediates"]["attention_weights"]
+    np.testing.assert_allclose(np.sum(weights, -1), 1, rtol=1e-5)
+
+
+# Against the oracle.
+
+
+@pytest.mark.parametrize(
+    ("masked", "attention_products"),
+    [(False, False), (True, True)],
+    ids=["to itself", "to others, masked, all products"],
+)
+def test_forward_and_gradients_are_those_of_rounded_operands(masked, attention_products):
+    layer = MultiHeadDotProductAttention(
+        num_heads=2,
+        qkv_features=24,
+        out_features=10,
+        attention_products=attention_products,
+        kernel_init=nn.initializers.normal(0.5),
+        bias_init=nn.initializers.normal(0.5),
+    )
+    inputs = (X, KEYS, VALUES) if masked else (X, X, X)
+    mask = None
+    if masked:
+        mask = jnp.asarray(np.random.default_rng(3).random((2, 1, 6, 5)) > 0.3).at[..., 0].set(True)
+    params = init(layer, *inputs)["params"]
+    dy = normal((2, 6, 10), 5, 2.0**-10)
+    inner = fake_product if attention_products else exact_product
+
+    def ours(params, *inputs):
+        return layer.apply({"params": params}, *inputs, mask=mask)
+
+    def oracle(params, *inputs, product=fake_product, inner_product=inner):
+        return attention(params, *inputs, mask, product, inner_product)
+
+    unrounded = functools.partial(oracle, product=exact_product, inner_product=exact_product)
+
+    @jax.jit
+    def run(params, inputs):
+        results = [jax.vjp(f, params, *inputs) for f in (ours, oracle, unrounded)]
+        return [jax.tree.leaves((y, vjp(dy))) for y, vjp in results]
+
+    values = run(params, inputs)
+    assert len(values[0]) == 1 + 3 + 8
+    largest = max(float(np.abs(v).max()) for v in values[2][1:])
+    for y, expected, plain in zip(*values):
+        if float(np.abs(plain).max()) < 1e-5 * largest:
+            continue  # the bias of the keys moves no weight: its gradient is rounding errors
+        # Some values lie so close to the middle of two f8 numbers that f32 errors decide.
+        assert relative_error(y, expected) < 5e-3
+        assert cosine(y, expected) > 1 - 1e-5
+        assert relative_error(plain, expected) > 1e-2 or y.ndim < 3, "the oracle tells"
+
+
+def test_state_is_of_each_product():
+    recipe = DelayedScaling(amax_history_len=4)
+    layer = MultiHeadDotProductAttention(2, recipe=recipe, attention_products=True)
+    variables = init(layer, X)
+    products = ["EinsumProduct_0", "EinsumProduct_1", *PROJECTIONS]
+    assert sorted(variables["fp8"]) == sorted(variables["fp8_sink"]) == products
+
+    @jax.jit
+    def step(variables, x):
+        def loss(sink):
+            return jnp.sum(layer.apply({**variables, "fp8_sink": sink}, x))
+
+        return jfp8.advance(variables["fp8"], jax.grad(loss)(variables["fp8_sink"]))
+
+    fp8 = step(variables, X)
+    newest = lambda name, role: float(fp8[name]["DotGeneral_0"][role]["amax_history"][0])
+    params = variables["params"]
+    amax = lambda x: float(jnp.max(jnp.abs(x)))
+    assert newest("query", "lhs") == newest("key", "lhs") == newest("value", "lhs") == amax(X)
+    for name in PROJECTIONS:
+        assert newest(name, "rhs") == amax(params[name]["kernel"])
+        assert newest(name, "grad") > 0
+    assert newest("out", "grad") == 1
+    # The keys are the right operand of the first product; the weights the left of the second.
+    keys = fake_product("abi,ihd->abhd", X, params["key"]["kernel"])
+    assert newest("EinsumProduct_0", "rhs") == pytest.approx(amax(keys), rel=1e-5)
+    assert newest("EinsumProduct_0", "grad") > 0
+    assert 1 / X.shape[1] <= newest("EinsumProduct_1", "lhs") <= 1
+
+
+def test_kernels_may_be_scaled_arrays():
+    """Bytes that were rounded before give what the layer's own rounding gives."""
+    layer = MultiHeadDotProductAttention(2)
+    params = init(layer, X)["params"]
+    quantize = jax.jit(jfp8.quantize)
+    narrow = {name: {**p, "kernel": quantize(p["kernel"])} for name, p in params.items()}
+    y, expected = (apply(layer, {"params": p}, X) for p in (narrow, params))
+    np.testing.assert_array_equal(y, expected)
+    assert np.any(y)
+
+
+def test_disabled_it_is_the_layer_of_flax():
+    layer = MultiHeadDotProductAttention(2, attention_products=True)
+    params = init(nn.MultiHeadDotProductAttention(2), X)
+    expected = apply(nn.MultiHeadDotProductAttention(2), params, X)
+    assert relative_error(apply(layer, params, X), expected) > 1e-3
+    with region.entered(region.Region(DelayedScaling(), enabled=False)):
+        y = apply(layer, params, X)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+# Arguments.
+
+
+def test_clone_uses_the_new_fields():
+    original = MultiHeadDotProductAttention(2, attention_products=True)
+    plain = original.clone(attention_products=False)
+    assert plain.qk_attn_weights_einsum_cls is None
+    assert plain.attn_weights_value_einsum_cls is None
+    assert plain == MultiHeadDotProductAttention(2)
+    assert plain.clone(attention_products=True) == original
+    recipe = Float8CurrentScaling()
+    other = original.clone(recipe=recipe)
+    assert other == MultiHeadDotProductAttention(2, attention_products=True, recipe=recipe)
+    assert other != original
+    assert sorted(jax.eval_shape(other.init, KEY, X)) == ["params"]
+    assert {hook.recipe for hook in vars(other).values() if hasattr(hook, "module")} == {recipe}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"attention_products": True}, {"implementation": "emulate"}], ids=str
+)
+def test_modules_are_values(options):
+    make = lambda **more: MultiHeadDotProductAttention(2, **options, **more)
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert make() != make(recipe=Float8CurrentScaling())
+
+
+@pytest.mark.parametrize("hook", ["qkv_dot_general", "out_dot_general"])
+@pytest.mark.parametrize("suffix", ["", "_cls"])
+def test_a_product_of_the_users_own_is_refused(hook, suffix):
+    words = rf"computes its product itself, so it takes neither {hook} nor {hook}_cls"
+    with pytest.raises(ValueError, match=words):
+        MultiHeadDotProductAttention(2, **{hook + suffix: jax.lax.dot_general})
+
+
+def test_an_einsum_of_the_users_own_is_kept_or_refused():
+    hooks = {
+        "qk_attn_weights_einsum_cls": lambda: jnp.einsum,
+        "attn_weights_value_einsum_cls": lambda: jnp.einsum,
+    }
+    layer = MultiHeadDotProductAttention(2, **hooks)
+    params = init(nn.MultiHeadDotProductAttention(2), X)
+    expected = apply(MultiHeadDotProductAttention(2), params, X)
+    np.testing.assert_allclose(apply(layer, params, X), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="qk_attn_weights_einsum_cls would have no effect"):
+        MultiHeadDotProductAttention(2, **hooks, attention_products=True)
+
+
+def test_what_would_silently_stay_in_high_precision_is_refused():
+    with pytest.raises(ValueError, match="precision='highest'.*no precision to choose"):
+        MultiHeadDotProductAttention(2, precision="highest", attention_products=True)
+    attention_fn = lambda query, key, value: value
+    with pytest.raises(ValueError, match="takes no qk_attn_weights_einsum"):
+        MultiHeadDotProductAttention(2, attention_fn=attention_fn, attention_products=True)
+
+
+def test_a_recipe_by_name_is_refused():
+    with pytest.raises(TypeError, match="recipe must be a recipe object"):
+        MultiHeadDotProductAttention(2, recipe="delayed")
+
+
+# The product alone.
+
+
+EQUATIONS = [
+    ("...qhd,...khd->...hqk", (2, 5, 3, 4), (2, 6, 3, 4)),
+    ("...hqk,...khd->...qhd", (2, 3, 5, 6), (2, 6, 3, 4)),
+    ("...qgrd,...kgd->...grqk", (5, 3, 2, 4), (6, 3, 4)),
+    ("ab,bc->ca", (3, 4), (4, 5)),
+]
+
+
+@pytest.mark.parametrize(("equation", "a_shape", "b_shape"), EQUATIONS)
+def test_einsum_product(equation, a_shape, b_shape):
+    a, b = normal(a_shape), normal(b_shape, 1)
+    einsum = EinsumProduct()
+
+    @jax.jit
+    def run(a, b):
+        ours = lambda a, b: einsum.apply({}, equation, a, b)
+        y, vjp = jax.vjp(ours, a, b)
+        expected, expected_vjp = jax.vjp(functools.partial(fake_product, equation), a, b)
+        return (y, *vjp(y)), (expected, *expected_vjp(y))
+
+    for value, expected in zip(*run(a, b)):
+        assert relative_error(value, expected) < 1e-6
+        assert value.shape == expected.shape
+
+
+def test_einsum_product_in_a_given_dtype():
+    a, b = normal((3, 4)).astype(jnp.bfloat16), normal((4, 5), 1).astype(jnp.bfloat16)
+    einsum = lambda a, b, **how: EinsumProduct().apply({}, "ab,bc->ac", a, b, **how)
+    call = lambda **how: jax.jit(functools.partial(einsum, **how))(a, b)
+    y = call(preferred_element_type=jnp.float32)
+    assert (y.dtype, call().dtype) == (jnp.float32, jnp.bfloat16)
+    expected = fake_product("ab,bc->ac", a.astype(jnp.float32), b.astype(jnp.float32))
+    assert relative_error(y, expected) < 1e-6
+    np.testing.assert_array_equal(y.astype(jnp.bfloat16), call())
+
+
+def test_einsum_product_for_the_hooks_of_flax():
+    """By hand, in a layer of Flax. The recipe keeps no state."""
+    make = functools.partial(EinsumProduct, recipe=MXFP8BlockScaling())
+    hooks = dict.fromkeys(["qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"], make)
+    layer, stock = (nn.MultiHeadDotProductAttention(2, **how) for how in (hooks, {}))
+    variables = init(layer, X)
+    assert_trees_equal(variables, init(stock, X))
+    y, expected = (apply(m, variables, X) for m in (layer, stock))
+    assert 1e-3 < relative_error(y, expected) < 0.1
+
+
+def test_einsum_product_refuses_what_is_no_product():
+    with pytest.raises(ValueError, match="two operands and '->'"):
+        EinsumProduct().init(KEY, "ab->ba", normal((2, 3)), normal((3, 4)))

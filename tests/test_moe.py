@@ -1,0 +1,497 @@
+"""The mixture of experts against one that computes every expert for every token, and its parts."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfp8
+from jfp8 import ScaledArray, recipes, routing
+from jfp8.linen.moe import ExpertDense, MoE, RaggedDot, Router
+from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+
+KEY = jax.random.key(5)
+TOKENS, FEATURES, HIDDEN, EXPERTS = 36, 16, 24, 5
+E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # mantissa bits, smallest exponent, largest value
+
+
+def tokens(shape=(TOKENS, FEATURES), seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def error(actual, expected):
+    """Relative Frobenius error."""
+    expected = np.asarray(expected, np.float64)
+    return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
+
+
+# The oracle: every expert computes every token, and a mask picks what counts. Its products are of
+# values rounded with frexp; the gradient of a product is given by the same rounding of dy.
+
+
+def fake_quantized(x, fmt, axes=None):
+    bits, smallest, largest = fmt
+    amax = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    scale = jnp.where(amax > 0, amax / largest, 1.0)
+    scaled = x * (1.0 / scale)
+    _, exponent = jnp.frexp(scaled)
+    step = jnp.exp2(jnp.maximum(exponent - 1, smallest) - bits)
+    return jnp.clip(jnp.round(scaled / step) * step, -largest, largest) * scale
+
+
+@jax.custom_vjp
+def expert_products(x, w, mask):
+    """``y_t = sum_e mask_te q(x_t) . q(w_e)``: [t, k], [g, k, n], [t, g] -> [t, n]."""
+    return expert_products_fwd(x, w, mask)[0]
+
+
+def expert_products_fwd(x, w, mask):
+    q_x, q_w = fake_quantized(x, E4M3), fake_quantized(w, E4M3, (1, 2))
+    y = jnp.einsum("tk,gkn,tg->tn", q_x, q_w, mask, precision="highest")
+    return y, (q_x, q_w, mask)
+
+
+def expert_products_bwd(residuals, dy):
+    q_x, q_w, mask = residuals
+    q_dy = fake_quantized(dy, E5M2)
+    d_x = jnp.einsum("tn,gkn,tg->tk", q_dy, q_w, mask, precision="highest")
+    d_w = jnp.einsum("tk,tn,tg->gkn", q_x, q_dy, mask, precision="highest")
+    return d_x, d_w, None
+
+
+expert_products.defvjp(expert_products_fwd, expert_products_bwd)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "activation", "renormalize", "product"))
+def oracle(params, x, k, activation, *, renormalize, product=expert_products):
+    """``(y, load-balancing loss)``; a copy of a token for each of its choices."""
+    p = jax.nn.softmax(jnp.dot(x, params["router"]["kernel"], precision="highest"))
+    wi, wo = params["wi"]["kernel"], params["wo"]["kernel"]
+    groups = wi.shape[0]
+    best = jnp.argsort(-p, axis=-1)[:, :k]
+    chosen = jax.nn.one_hot(best, groups)
+    weights = jnp.sum(chosen * p[:, None, :], axis=-1)
+    if renormalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    mask = chosen.reshape(-1, groups)
+    copies = jnp.repeat(x, k, axis=0)
+    hidden = product(copies, wi, mask)
+    if activation == "swiglu":
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        hidden = jax.nn.silu(gate) * up
+    else:
+        hidden = {"relu": jax.nn.relu, "gelu": jax.nn.gelu}[activation](hidden)
+    y = product(hidden, wo, mask).reshape(x.shape[0], k, -1)
+    fractions = jnp.mean(mask, axis=0)
+    loss = groups * jnp.sum(jax.lax.stop_gradient(fractions) * jnp.mean(p, axis=0))
+    return jnp.sum(y * weights[..., None], axis=1), loss
+
+
+def in_f32(x, w, mask):
+    return jnp.einsum("tk,gkn,tg->tn", x, w, mask, precision="highest")
+
+
+@functools.cache
+def made(**fields):
+    model = MoE(EXPERTS, HIDDEN, **{"recipe": Float8CurrentScaling(), **fields})
+    return model, jax.jit(model.init)(KEY, jnp.ones((2, FEATURES)))["params"]
+
+
+@functools.cache
+def applied(model):
+    """``(params, x) -> y``, compiled once for each shape."""
+    return jax.jit(lambda params, x: model.apply({"params": params}, x))
+
+
+@pytest.mark.parametrize(
+    ("k", "activation", "renormalize"), [(2, "swiglu", None), (1, "relu", None)]
+)
+def test_block_is_that_of_every_expert_for_every_token(k, activation, renormalize):
+    """y, the loss, and the gradients of both by all parameters and the tokens."""
+    model, params = made(
+        num_experts_per_token=k,
+        activation=activation,
+        renormalize=renormalize,
+        return_load_balancing_loss=True,
+    )
+    x, dy = tokens(), tokens(seed=1)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(f, params, x):
+        (y, loss), vjp = jax.vjp(f, params, x)
+        return y, loss, vjp((dy, jnp.float32(3.0)))
+
+    y, loss, gradients = run(lambda p, x: model.apply({"params": p}, x), params, x)
+    weights = k > 1 if renormalize is None else renormalize
+    y_expected, loss_expected, expected = run(
+        lambda p, x: oracle(p, x, k, activation, renormalize=weights), params, x
+    )
+    # A hidden value at a tie of the rounding may go the other way, by a step of 2^-4 at most.
+    assert error(y, y_expected) < 2e-3
+    assert float(loss) == pytest.approx(float(loss_expected), rel=1e-6)
+    for a, b in zip(*map(jax.tree.leaves, (gradients, expected)), strict=True):
+        assert a.shape == b.shape
+        assert error(a, b) < 4e-3
+    exact, _ = oracle(params, x, k, activation, renormalize=weights, product=in_f32)
+    assert 0.01 < error(y, exact) < 0.1
+
+
+def test_a_disabled_region_computes_in_high_precision():
+    model, params = made()
+    x = tokens()
+    with jfp8.autocast(enabled=False):
+        y = applied(model)(params, x)
+    exact, _ = oracle(params, x, 2, "swiglu", renormalize=True, product=in_f32)
+    assert error(y, exact) < 1e-5
+
+
+@pytest.mark.parametrize("expert", [0, EXPERTS - 1])
+def test_no_token_is_dropped_when_all_choose_the_same_expert(expert):
+    model, params = made(num_experts_per_token=1)
+    router = np.zeros((FEATURES, EXPERTS), np.float32)
+    router[0, expert] = 50.0
+    params = {**params, "router": {"kernel": jnp.asarray(router)}}
+    x = tokens()
+    x[:, 0] = 1.0
+    y = applied(model)(params, x)
+    expected, loss = oracle(params, x, 1, "swiglu", renormalize=False)
+    assert float(loss) == EXPERTS
+    assert np.all(np.any(np.asarray(y), axis=1))
+    assert error(y, expected) < 2e-3
+
+
+def test_order_of_tokens_makes_no_difference():
+    model, params = made()
+    x = tokens()
+    order = np.random.default_rng(3).permutation(TOKENS)
+    y, reordered = applied(model)(params, x), applied(model)(params, x[order])
+    np.testing.assert_allclose(reordered, y[order], rtol=1e-5, atol=1e-6)
+
+
+def test_leading_dimensions_count_tokens():
+    model, params = made()
+    x = tokens((2, 3, TOKENS // 6, FEATURES))
+    y, flat = applied(model)(params, x), applied(model)(params, x.reshape(TOKENS, FEATURES))
+    np.testing.assert_array_equal(y, flat.reshape(x.shape))
+
+
+# Routing.
+
+
+def test_routing():
+    logits = np.log(np.float32([[0.1, 0.6, 0.3], [0.7, 0.2, 0.1], [0.2, 0.3, 0.5]]))
+    routed = routing.route(jnp.asarray(logits), 2, renormalize=False)
+    assert routed.experts.tolist() == [[1, 2], [0, 1], [2, 1]]
+    assert routed.group_sizes.tolist() == [1, 3, 2]
+    np.testing.assert_allclose(routed.weights, [[0.6, 0.3], [0.7, 0.2], [0.5, 0.3]], rtol=1e-6)
+    # Copies 0 to 5 are of tokens 0, 0, 1, 1, 2, 2; within an expert they keep their order.
+    assert routed.order.tolist() == [2, 0, 3, 5, 1, 4]
+    assert routed.places.tolist() == [1, 4, 0, 2, 5, 3]
+    x = jnp.arange(3.0)[:, None] + jnp.array([[10.0, 20.0]])
+    copies = routing.to_experts(x, routed)
+    assert copies[:, 0].tolist() == [11, 10, 11, 12, 10, 12]
+    np.testing.assert_allclose(
+        routing.from_experts(copies, routed)[:, 0], [10 * 0.9, 11 * 0.9, 12 * 0.8], rtol=1e-6
+    )
+    renormalized = routing.route(jnp.asarray(logits), 2, renormalize=True)
+    np.testing.assert_allclose(renormalized.weights[0], [2 / 3, 1 / 3], rtol=1e-6)
+    with pytest.raises(ValueError, match="experts_per_token=4 must be from 1 to .* experts, 3"):
+        routing.route(jnp.asarray(logits), 4, renormalize=True)
+
+
+def test_gradients_of_the_way_there_and_back_are_exact():
+    """Against JAX's own gradient of indexing."""
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((11, 4)).astype(np.float32)
+    x, ct = tokens((11, 3)), tokens((11, 3), seed=2)
+    routed = routing.route(jnp.asarray(logits), 2, renormalize=True)
+    double = jnp.asarray(rng.standard_normal((22, 3)).astype(np.float32))
+
+    def there_and_back(x, weights):
+        r = routed._replace(weights=weights)
+        return routing.from_experts(routing.to_experts(x, r) * double, r)
+
+    def indexed(x, weights):
+        back = ((x[routed.order // 2]) * double)[routed.places].reshape(11, 2, 3)
+        return jnp.sum(back * weights[..., None], axis=1)
+
+    for a, b in zip(
+        jax.vjp(there_and_back, x, routed.weights)[1](ct),
+        jax.vjp(indexed, x, routed.weights)[1](ct),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_load_balancing_loss():
+    """The formula of the Switch Transformer, in numpy; 1 where all is even."""
+    logits = tokens((40, EXPERTS))
+    for k in (1, 2):
+        routed = routing.route(jnp.asarray(logits), k, renormalize=False)
+        p = np.exp(logits) / np.sum(np.exp(logits), axis=1, keepdims=True)
+        chosen = np.argsort(-p, axis=1)[:, :k]
+        f = np.bincount(chosen.ravel(), minlength=EXPERTS) / (40 * k)
+        expected = EXPERTS * np.sum(f * np.mean(p, axis=0))
+        assert float(routing.load_balancing_loss(routed)) == pytest.approx(expected, rel=1e-5)
+    loss = lambda logits: routing.load_balancing_loss(routing.route(logits, 2, renormalize=False))
+    even = jnp.asarray(np.tile(np.eye(EXPERTS) * 1e-3, (8, 1)), jnp.float32)
+    assert float(loss(even)) == pytest.approx(1.0, abs=1e-3)
+    gradient = np.asarray(jax.grad(loss)(jnp.asarray(logits)))
+    by_hand = EXPERTS / 40 * p * (f - np.sum(p * f, axis=1, keepdims=True))
+    np.testing.assert_allclose(gradient, by_hand, rtol=1e-4, atol=1e-7)
+    # A step against the gradient evens out.
+    assert float(loss(logits - 100 * gradient)) < float(loss(jnp.asarray(logits)))
+
+
+def test_loss_is_sown():
+    model, params = made()
+    x = tokens()
+    apply = jax.jit(lambda x: model.apply({"params": params}, x, mutable=["intermediates"]))
+    _, mutated = apply(x)
+    (loss,) = mutated["intermediates"]["load_balancing_loss"]
+    _, expected = oracle(params, x, 2, "swiglu", renormalize=True)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_router_computes_in_high_precision(dtype):
+    """Logits that differ by 2^-11 of their size are told apart, beside a token of outliers."""
+    kernel = np.zeros((FEATURES, EXPERTS), np.float32)
+    kernel[0, :2] = 1.0, 1.0 + 2.0**-11
+    x = np.full((4, FEATURES), 8.0, dtype)
+    x[0, 1:] = 1e6
+    router = Router(EXPERTS, 1, False, nn.initializers.zeros)
+    routed = jax.jit(router.apply)({"params": {"kernel": kernel}}, x)
+    assert routed.experts.tolist() == [[1]] * 4
+    logits = np.float64([8.0, 8 * (1 + 2.0**-11), 0, 0, 0])
+    expected = np.exp(logits) / np.sum(np.exp(logits))
+    np.testing.assert_allclose(routed.probabilities, np.tile(expected, (4, 1)), rtol=2e-6)
+
+
+# State.
+
+
+def leaves_called(tree, name):
+    return {
+        "/".join(str(getattr(k, "key", k)) for k in path[:-1]): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if getattr(path[-1], "key", None) == name
+    }
+
+
+def test_variables():
+    variables = jax.eval_shape(MoE(EXPERTS, HIDDEN).init, KEY, jnp.ones((2, FEATURES)))
+    shapes = jax.tree.map(lambda leaf: leaf.shape, variables["params"])
+    assert shapes == {
+        "router": {"kernel": (FEATURES, EXPERTS)},
+        "wi": {"kernel": (EXPERTS, FEATURES, 2 * HIDDEN)},
+        "wo": {"kernel": (EXPERTS, HIDDEN, FEATURES)},
+    }
+    assert sorted(variables) == ["fp8", "fp8_sink", "params"]
+    paths = [f"{layer}/RaggedDot_0" for layer in ("wi", "wo")]
+    assert sorted(leaves_called(variables["fp8_sink"], "amax")) == paths
+    expected = sorted(f"{path}/{role}" for path in paths for role in ("grad", "lhs", "rhs"))
+    assert sorted(leaves_called(variables["fp8"], "amax_history")) == expected
+
+
+def test_each_expert_starts_like_a_dense_layer_of_its_own():
+    layer = ExpertDense(64, 32)
+    init = jax.jit(layer.init)
+    kernel = init(KEY, jnp.ones((64, 50)), jnp.ones((64,), jnp.int32))["params"]["kernel"]
+    deviations = np.std(np.asarray(kernel), axis=(1, 2)) * np.sqrt(50)
+    np.testing.assert_allclose(deviations, 1.0, atol=0.1)
+    flat = np.asarray(kernel).reshape(64, -1)
+    assert np.max(np.abs(np.corrcoef(flat) - np.eye(64))) < 0.15
+
+
+def test_partitioned_kernels():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), ("model", None))
+    model = MoE(EXPERTS, HIDDEN, kernel_init=init)
+    shapes = jax.eval_shape(model.init, KEY, jnp.ones((2, FEATURES)))
+    specs = nn.get_partition_spec(shapes)["params"]
+    assert tuple(specs["wi"]["kernel"]) == (None, "model", None)
+    assert shapes["params"]["wi"]["kernel"].value.shape == (EXPERTS, FEATURES, 2 * HIDDEN)
+
+
+def ragged_case():
+    rng = np.random.default_rng(2)
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((20, 6), (3, 6, 4)))
+    w *= np.float32([1, 10, 3])[:, None, None]
+    return x, w, jnp.array([7, 0, 11])
+
+
+def test_mutable_histories_are_kept_up_by_apply():
+    x, w, sizes = ragged_case()
+    model = RaggedDot(DelayedScaling(amax_history_len=3))
+    fp8 = jax.jit(model.init)(KEY, x, w, sizes)["fp8"]
+    apply = jax.jit(lambda fp8, x: model.apply({"fp8": fp8}, x, w, sizes, mutable=["fp8"]))
+    for factor in (1, 2):
+        y, mutated = apply(fp8, factor * x)
+        fp8 = mutated["fp8"]
+    seen = np.max(np.abs(x[:18]))
+    np.testing.assert_allclose(fp8["lhs"]["amax_history"], [2 * seen, seen, 0], rtol=1e-6)
+    np.testing.assert_allclose(fp8["rhs"]["amax_history"], [np.max(np.abs(w))] * 2 + [0], rtol=1e-6)
+    assert not np.any(fp8["grad"]["amax_history"])
+    # The second call saw the history of the first: what is beyond it saturates.
+    top = np.clip(2 * x[:18], -seen, seen)
+    exact = np.concatenate([top[:7] @ w[0], top[7:] @ w[2]])
+    assert error(y[:18], exact) < 0.06
+    assert not np.any(y[18:])
+
+
+class Net(nn.Module):
+    """Layers of experts, called one after the other: each with its own weights, or stacked."""
+
+    lift: str = ""
+    recipe: recipes.Recipe = DelayedScaling(amax_history_len=4)
+
+    @nn.compact
+    def __call__(self, x):
+        fields = {
+            "num_experts": EXPERTS,
+            "intermediate_dim": HIDDEN,
+            "recipe": self.recipe,
+            "return_load_balancing_loss": True,
+        }
+
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                y, loss = MoE(**fields, name="moe")(x)
+                return x + y, loss
+
+        block = nn.remat(Block, prevent_cse=False) if self.lift else Block
+        if self.lift == "scan":
+            axes = dict.fromkeys(("params", "fp8", "fp8_sink"), 0)
+            block = nn.scan(
+                block, variable_axes=axes, split_rngs={"params": True, "fp8": True}, length=2
+            )
+            x, losses = block(name="block")(x, None)
+            return x, jnp.mean(losses)
+        losses = []
+        for i in range(2):
+            x, loss = block(name=f"block_{i}")(x, None)
+            losses.append(loss)
+        return x, jnp.mean(jnp.stack(losses))
+
+
+def train(model, variables, steps, x, target):
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.adam(3e-3))
+
+    def loss_fn(variables, batch):
+        y, balance = model.apply(variables, batch)
+        return jnp.mean((y - target) ** 2) + 0.01 * balance, {}
+
+    @jax.jit
+    def step(state):
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
+        return state.apply_gradients(grads), loss
+
+    losses = []
+    for _ in range(steps):
+        state, loss = step(state)
+        losses.append(float(loss))
+    return state, losses
+
+
+X, TARGET = tokens(), np.tanh(tokens()[:, ::-1])
+
+
+@functools.cache
+def trained():
+    """The variables at first, the state after 30 steps, and the losses."""
+    model = Net()
+    variables = jax.jit(model.init)(KEY, X)
+    return variables, *train(model, variables, 30, X, TARGET)
+
+
+def test_histories_hold_what_training_saw():
+    _, state, _ = trained()
+    histories = leaves_called(state.fp8, "amax_history")
+    assert len(histories) == 2 * 2 * 3
+    for path, history in histories.items():
+        assert np.all(np.asarray(history) > 0), path
+    for i, layer in ((0, "wi"), (1, "wo")):
+        kernel = state.params[f"block_{i}"]["moe"][layer]["kernel"]
+        newest = histories[f"block_{i}/moe/{layer}/RaggedDot_0/rhs"][0]
+        assert float(newest) == pytest.approx(float(jnp.max(jnp.abs(kernel))), rel=0.02)
+
+
+def test_training_follows_the_high_precision_one():
+    variables, _, losses = trained()
+    with jfp8.autocast(enabled=False):
+        _, exact = train(Net(), variables, 30, X, TARGET)
+    assert exact[-1] < 0.6 * exact[0]
+    assert losses[-1] == pytest.approx(exact[-1], rel=0.05)
+
+
+def test_scan_and_remat_train_as_unrolled_layers_do():
+    variables, _, losses = trained()
+    stacked = {}
+    for name, tree in variables.items():
+        layers = tree["block_0"], tree["block_1"]
+        stacked[name] = {"block": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
+    _, scanned = train(Net(lift="scan"), stacked, 5, X, TARGET)
+    np.testing.assert_allclose(losses[:5], scanned, rtol=1e-3)
+
+
+def test_vmap_over_blocks():
+    """An ensemble: parameters and tokens of each."""
+    model, params = made()
+    x = tokens((2, TOKENS, FEATURES))
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[..., ::-1]]), params)
+    together = jax.jit(jax.vmap(applied(model)))(both, x)
+    for i in range(2):
+        alone = applied(model)(jax.tree.map(lambda leaf, i=i: leaf[i], both), x[i])
+        np.testing.assert_allclose(together[i], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_stored_kernels():
+    """Kernels of bytes, one scale for each expert, give what their values give."""
+    model, params = made()
+    x = tokens()
+    stored = {
+        name: {"kernel": jfp8.quantize(params[name]["kernel"], granularity=jfp8.PerAxis(0))}
+        for name in ("wi", "wo")
+    }
+    assert all(isinstance(layer["kernel"], ScaledArray) for layer in stored.values())
+    y = applied(model)({**params, **stored}, x)
+    np.testing.assert_allclose(y, applied(model)(params, x), rtol=1e-5, atol=1e-6)
+
+
+def test_dtypes():
+    model, params = made(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    x = tokens()
+    y = applied(model)(params, x)
+    assert y.dtype == jnp.bfloat16
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    expected, _ = oracle(wide, x, 2, "swiglu", renormalize=True)
+    assert error(y, expected) < 0.06
+
+
+@pytest.mark.parametrize("name", ["block", "nvfp4"])
+def test_other_recipes(name):
+    model, params = made(recipe=recipes.get(name))
+    x = tokens()
+    y = applied(model)(params, x)
+    exact, _ = oracle(params, x, 2, "swiglu", renormalize=True, product=in_f32)
+    assert 0.01 < error(y, exact) < (0.35 if name == "nvfp4" else 0.2)
+
+
+def test_errors():
+    x = jnp.ones((2, FEATURES))
+    with pytest.raises(ValueError, match="activation must be one of 'gelu', .*; got 'tanh'"):
+        MoE(EXPERTS, HIDDEN, activation="tanh").init(KEY, x)
+    with pytest.raises(ValueError, match="experts_per_token=6 must be from 1 to"):
+        MoE(EXPERTS, HIDDEN, num_experts_per_token=6).init(KEY, x)
+    with pytest.raises(TypeError, match="recipe must be a recipe object"):
+        MoE(EXPERTS, HIDDEN, recipe="delayed").init(KEY, x)
+    with pytest.raises(ValueError, match="implementation='triton' is unknown"):
+        MoE(EXPERTS, HIDDEN, implementation="triton").init(KEY, x)

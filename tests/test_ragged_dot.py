@@ -1,0 +1,672 @@
+"""Grouped products in FP8 against a loop over groups of fake-quantized matrices, in numpy."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+from jfp8 import ScaledArray, quantizers, recipes
+from jfp8.ragged_dot import lay_out, observed_ragged_dot, scaled_ragged_dot
+from jfp8.recipes import Float8CurrentScaling, PerOperand, Product
+from jfp8.rotations import Hadamard
+from jfp8.sink import decode_amax, init_sink
+
+E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn
+MAX = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
+KEY = jax.random.key(3)
+
+# A group longer than any block of scales, an empty one, one with a single row; 25 rows of none.
+SIZES = (131, 0, 1, 70, 33)
+M, K, N = 260, 40, 24
+
+
+def operands(m=M, k=K, n=N, groups=5, seed=0):
+    """f32 lhs, rhs and gradient. The groups' matrices differ in magnitude."""
+    rng = np.random.default_rng(seed)
+    lhs, rhs, dy = (rng.standard_normal(s) for s in ((m, k), (groups, k, n), (m, n)))
+    rhs *= 2.0 ** np.arange(groups)[:, None, None]
+    return tuple(x.astype(np.float32) for x in (lhs, rhs, dy))
+
+
+STATIC = ("recipe", "implementation", "preferred_element_type")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def value_and_gradients(lhs, rhs, sizes, dy, **options):
+    """``(y, d_lhs, d_rhs)``, compiled in one piece."""
+    product = lambda lhs, rhs: scaled_ragged_dot(lhs, rhs, jnp.asarray(sizes), **options)
+    y, vjp = jax.vjp(product, lhs, rhs)
+    return (y, *vjp(dy))
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def value_and_gradient_by_lhs(lhs, rhs, sizes, dy, **options):
+    """``(y, d_lhs)``, for an rhs that may be a `ScaledArray`."""
+    product = lambda lhs: scaled_ragged_dot(lhs, rhs, jnp.asarray(sizes), **options)
+    y, vjp = jax.vjp(product, lhs)
+    return (y, *vjp(dy))
+
+
+def groups_of(x, sizes):
+    """The rows of each group."""
+    ends = np.cumsum(sizes)
+    return [x[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def error(actual, expected):
+    """Relative Frobenius error."""
+    expected = np.asarray(expected, np.float64)
+    return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
+
+
+def cosine(actual, expected):
+    a, b = (np.asarray(x, np.float64).ravel() for x in (actual, expected))
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+# The oracle: fake quantization of matrices [rows, columns] in float32, values in float64. Each
+# takes a matrix, the axis of the contraction and the amax of the whole tensor.
+
+
+def on_grid(x, scale, fmt):
+    values = np.clip(x * (np.float32(1) / scale), -MAX[fmt], MAX[fmt])
+    return values.astype(fmt).astype(np.float64) * scale.astype(np.float64)
+
+
+def scale_of(amax, fmt, power_of_two=False):
+    scale = amax.astype(np.float32) / np.float32(MAX[fmt])
+    if power_of_two:
+        scale = 2.0 ** np.ceil(np.log2(np.where(amax > 0, scale, 1.0).astype(np.float64)))
+    return np.where(amax > 0, scale, 1.0).astype(np.float32)
+
+
+def per_tensor(fmt):
+    return lambda x, axis, whole: on_grid(x, scale_of(np.float32(whole), fmt), fmt)
+
+
+def unscaled(fmt):
+    return lambda x, axis, whole: on_grid(x, np.float32(1), fmt)
+
+
+def blocks_of(x, axis, size, free):
+    """Slices of `x`, of `size` along `axis` and `free` along the other."""
+    steps = (size, free) if axis == 0 else (free, size)
+    for i in range(0, x.shape[0], steps[0]):
+        for j in range(0, x.shape[1], steps[1]):
+            yield np.s_[i : i + steps[0], j : j + steps[1]]
+
+
+def blockwise(fmt, size, free=1):
+    def quantize(x, axis, whole):
+        out = np.zeros(x.shape)
+        for block in blocks_of(x, axis, size, free):
+            amax = np.max(np.abs(x[block]))
+            out[block] = on_grid(x[block], scale_of(amax, fmt, power_of_two=True), fmt)
+        return out
+
+    return quantize
+
+
+def two_level(size, free=1):
+    def quantize(x, axis, whole):
+        out = np.zeros(x.shape)
+        top = np.float32(448 * 6) / np.float32(whole)
+        for block in blocks_of(x, axis, size, free):
+            amax = np.max(np.abs(x[block]))
+            s = (amax / np.float32(6) * top).astype(E4M3).astype(np.float32)
+            if s:
+                inverse = np.float32(1) / (s / top)
+                values = np.clip(x[block] * inverse, -6, 6).astype(E2M1).astype(np.float64)
+                out[block] = values * s * np.float64(np.float32(1) / top)
+        return out
+
+    return quantize
+
+
+def rotated(x):
+    """Stretches of 16 rows, the last filled up with zeros, turned by the recipe's matrix."""
+    x = np.pad(x, ((0, -len(x) % 16), (0, 0)))
+    stretches = x.reshape(-1, 16, x.shape[1]).astype(np.float64)
+    return np.einsum("ska,kr->sra", stretches, Hadamard().matrix()).reshape(x.shape)
+
+
+# (lhs, rhs, grad) quantizers, the same in all products; then what is done to results.
+rows = functools.partial(blockwise, size=128)  # one for all of up to 128 elements
+ORACLES = {
+    "delayed": (per_tensor(E4M3), per_tensor(E4M3), per_tensor(E5M2)),
+    "current": (per_tensor(E4M3), per_tensor(E4M3), per_tensor(E5M2)),
+    "rowwise": (rows(E4M3), rows(E4M3), rows(E4M3)),
+    "block": (blockwise(E4M3, 128), blockwise(E4M3, 128, 128), blockwise(E4M3, 128)),
+    "mxfp8": (blockwise(E4M3, 32), blockwise(E4M3, 32), blockwise(E4M3, 32)),
+    "nvfp4": (two_level(16), two_level(16, 16), two_level(16)),
+    "direct_e5m2": (unscaled(E5M2), unscaled(E5M2), unscaled(E5M2)),
+    "hybrid": (per_tensor(E4M3), per_tensor(E4M3), unscaled(E5M2)),
+    "unscaled": (unscaled(E4M3), unscaled(E4M3), unscaled(E5M2)),
+}
+RESULTS = {
+    "direct_e5m2": (unscaled(E5M2), unscaled(E5M2)),
+    "hybrid": (per_tensor(E4M3), unscaled(E5M2)),
+}
+OPTIONS = {
+    "nvfp4": {"stochastic_rounding": False},
+    "direct_e5m2": {"stochastic_gradients": False},
+    "hybrid": {"stochastic_gradients": False},
+}
+
+
+def largest(arrays):
+    return max((np.max(np.abs(x)) for x in arrays if x.size), default=0.0)
+
+
+def oracle(name, lhs, rhs, sizes, dy):
+    """All three products, group by group; float64."""
+    q_lhs, q_rhs, q_grad = ORACLES[name]
+    xs, dys = groups_of(lhs, sizes), groups_of(dy, sizes)
+
+    def quantized(quantize, matrices, axis):
+        whole = largest(matrices)
+        return [quantize(x, axis, whole) for x in matrices]
+
+    ws = [q_rhs(w, 0, largest([w])) for w in rhs]
+    y, d_lhs = np.zeros((len(lhs), rhs.shape[2])), np.zeros(lhs.shape)
+    end = 0
+    for x, w in zip(quantized(q_lhs, xs, 1), ws, strict=True):
+        y[end : end + len(x)] = x @ w
+        end += len(x)
+    ws = [q_rhs(w, 1, largest([w])) for w in rhs]
+    end = 0
+    for g, w in zip(quantized(q_grad, dys, 1), ws, strict=True):
+        d_lhs[end : end + len(g)] = g @ w.T
+        end += len(g)
+    if name == "nvfp4":
+        xs, dys = ([rotated(x).astype(np.float32) for x in matrices] for matrices in (xs, dys))
+    pairs = zip(quantized(q_lhs, xs, 0), quantized(q_grad, dys, 0), strict=True)
+    d_rhs = np.stack([x.T @ g for x, g in pairs])
+    if name in RESULTS:
+        of_y, of_gradients = RESULTS[name]
+        y = of_y(y.astype(np.float32), 1, largest([y]))
+        d_lhs, d_rhs = (of_gradients(d.astype(np.float32), 0, 0) for d in (d_lhs, d_rhs))
+    return y, d_lhs, d_rhs
+
+
+# Results in high precision differ by the order of f32 sums; those in f8 where these round apart.
+TOLERANCE = {"direct_e5m2": 3e-3, "hybrid": 3e-3}
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        *((name, None) for name in ORACLES),
+        *((name, "xla") for name in ("current", "rowwise", "mxfp8")),
+    ],
+)
+def test_products_are_those_of_fake_quantized_groups(name, implementation):
+    lhs, rhs, dy = operands()
+    recipe = recipes.get(name, **OPTIONS.get(name, {}))
+    actual = value_and_gradients(lhs, rhs, SIZES, dy, recipe=recipe, implementation=implementation)
+    expected = oracle(name, lhs, rhs, SIZES, dy)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.shape == b.shape
+        assert error(a, b) < TOLERANCE.get(name, 2e-6)
+        assert cosine(a, b) > 1 - 1e-5
+
+
+def test_all_recipes_have_an_oracle():
+    assert set(ORACLES) == {recipe.name for recipe in recipes.RECIPES}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 0, 64, 0), (64, 0, 0, 0), (0, 0, 0, 63), (1, 1, 1, 1), (0, 0, 0, 0), (17, 15, 16, 16)],
+)
+@pytest.mark.parametrize("name", ["current", "mxfp8"])
+def test_any_sizes(name, sizes):
+    lhs, rhs, dy = operands(m=64, groups=4)
+    actual = value_and_gradients(lhs, rhs, sizes, dy, recipe=recipes.get(name))
+    expected = oracle(name, lhs, rhs, sizes, dy)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * max(np.linalg.norm(b), 1e-9))
+    used = np.asarray(sizes) > 0
+    assert np.all(np.any(np.asarray(actual[2]), axis=(1, 2)) == used)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(0, 3, 2), (3, 0, 2), (3, 2, 0)])
+def test_empty_operands(m, k, n):
+    lhs, rhs, dy = operands(m, k, n, groups=2)
+    y, d_lhs, d_rhs = value_and_gradients(lhs, rhs, (min(m, 2), 0), dy)
+    assert (y.shape, d_lhs.shape, d_rhs.shape) == ((m, n), lhs.shape, rhs.shape)
+    assert not any(np.any(x) for x in (y, d_lhs, d_rhs))
+
+
+@pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
+def test_one_group_is_an_ordinary_product(name):
+    lhs, rhs, dy = operands(m=100, groups=1)
+    recipe = recipes.get(name)
+    actual = value_and_gradients(lhs, rhs, (100,), dy, recipe=recipe)
+    dot = lambda a, b: jfp8.scaled_dot_general(a, b, (((1,), (0,)), ((), ())), recipe=recipe)
+    y, vjp = jax.vjp(jax.jit(dot), lhs, rhs[0])
+    for a, b in zip(actual, (y, *vjp(dy)), strict=True):
+        assert error(np.reshape(a, b.shape), b) < 1e-6
+
+
+# Rows and tiles.
+
+
+@pytest.mark.parametrize("height", [1, 16, 128])
+def test_every_row_of_a_group_has_one_place_in_a_tile_of_the_group(height):
+    rng = np.random.default_rng(height)
+    m, groups = 150, 6
+    run = jax.jit(lambda sizes: lay_out(sizes, m, height))
+    cases = [np.zeros(groups, int), np.eye(groups, dtype=int)[2] * m, np.full(groups, m // groups)]
+    # The most tiles that can be needed: all groups but one have a single row.
+    cases.append(np.array([m - groups + 1, *np.ones(groups - 1, int)]))
+    cases += [np.diff(np.sort([0, *rng.integers(0, m + 1, groups)])) for _ in range(20)]
+    for sizes in cases:
+        tiles = jax.tree.map(np.asarray, run(jnp.asarray(sizes, jnp.int32)))
+        owner = np.repeat(np.arange(groups), sizes)
+        assert tiles.rows.size <= m + groups * height
+        places = [np.flatnonzero(tiles.rows.ravel() == row) for row in range(m)]
+        for row, place in enumerate(places):
+            if row >= len(owner):
+                assert place.size == 0
+                assert tiles.slots[row] == tiles.rows.size
+            else:
+                assert place.tolist() == [tiles.slots[row]]
+                assert tiles.group[place[0] // height] == owner[row]
+        assert tiles.padded_sizes.tolist() == [-(-size // height) * height for size in sizes]
+
+
+def test_rows_of_no_group_influence_nothing():
+    """Whatever is in them: their results and gradients are zero, and no amax sees them."""
+    lhs, rhs, dy = operands(m=64, groups=3)
+    sizes, used = jnp.array([20, 0, 21]), 41
+    recipe, sink = recipes.DelayedScaling(), init_sink()
+    state = recipe.init_state()
+
+    @jax.jit
+    def run(lhs, dy):
+        def product(lhs, rhs, sink):
+            return observed_ragged_dot(lhs, rhs, sizes, recipe=recipe, state=state, sink=sink)
+
+        y, vjp, observed = jax.vjp(product, lhs, rhs, sink, has_aux=True)
+        return y, observed, vjp(dy)
+
+    clean = run(np.where(np.arange(64)[:, None] < used, lhs, 0), dy)
+    for value in (np.nan, np.inf, 1e30):
+        dirty_lhs, dirty_dy = lhs.copy(), dy.copy()
+        dirty_lhs[used:], dirty_dy[used:] = value, value
+        dirty = run(dirty_lhs, dirty_dy)
+        for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+            np.testing.assert_array_equal(a, b)
+    y, observed, (d_lhs, d_rhs, d_sink) = clean
+    assert not np.any(y[used:])
+    assert not np.any(d_lhs[used:])
+    assert np.all(np.any(np.asarray(y[:used]), axis=1))
+    expected = [np.max(np.abs(x)) for x in (lhs[:used], rhs, dy[:used])]
+    assert [float(a) for a in observed] == expected[:2]
+    assert [float(decode_amax(row)[0]) for row in d_sink] == pytest.approx(expected, rel=1e-6)
+
+
+def test_nan_stays_in_its_row_and_in_its_group():
+    lhs, rhs, dy = operands(m=48, groups=3)
+    lhs[5, 3], rhs[2, 1, 1] = np.nan, np.inf
+    y, d_lhs, d_rhs = value_and_gradients(lhs, rhs, (16, 16, 16), dy)
+    assert np.all(np.isnan(y[5]))
+    assert np.all(np.isnan(y[32:, 1]))
+    y = np.asarray(y).copy()
+    y[5], y[32:, 1] = 0, 0
+    assert np.all(np.isfinite(y))
+    assert np.all(np.isfinite(d_lhs[:32]))
+    assert np.all(np.isnan(d_lhs[32:, 1]))
+    assert np.all(np.isnan(d_rhs[0, 3]))
+    assert np.all(np.isfinite(d_rhs[1:]))
+
+
+def test_group_sizes_beyond_the_rows_do_not_crash():
+    lhs, rhs, dy = operands(m=48, groups=3)
+    y, *_ = value_and_gradients(lhs, rhs, (20, 40, 9), dy)
+    expected, *_ = value_and_gradients(lhs, rhs, (20, 28, 0), dy)
+    assert np.all(np.asarray(y) == np.asarray(expected))
+
+
+# Scales.
+
+
+def test_an_outlier_in_one_group_does_not_cost_the_others_precision():
+    """With one scale for all groups, everything but the outlier's group is flushed to zero."""
+    lhs, rhs, dy = operands(m=64, groups=4)
+    rhs /= 2.0 ** np.arange(4)[:, None, None]
+    rhs[1, 0, 0] = 1e7
+    sizes = (16, 16, 16, 16)
+    others = np.array([0, 2, 3])
+    exact = np.stack([x @ w for x, w in zip(groups_of(lhs, sizes), rhs, strict=True)])
+
+    def error_of_others(rhs):
+        y, _ = value_and_gradient_by_lhs(lhs, rhs, sizes, dy)
+        return error(np.reshape(y, exact.shape)[others], exact[others])
+
+    assert error_of_others(rhs) < 0.05
+    assert error_of_others(jfp8.quantize(rhs)) == 1.0
+
+
+def test_histories_are_those_of_lhs_and_grad():
+    """Twice the amax in a history doubles the scale, of lhs and grad; that of rhs is not read."""
+    lhs, rhs, dy = operands(m=64, groups=2)
+    sizes, recipe = (30, 34), recipes.DelayedScaling(amax_history_len=4)
+    amaxes = {"lhs": np.max(np.abs(lhs)), "rhs": 100 * np.max(rhs), "grad": np.max(np.abs(dy))}
+    state = {
+        role: {"amax_history": jnp.array([0, 0.5, 3, 1]) * amax, "amax": jnp.zeros(())}
+        for role, amax in amaxes.items()
+    }
+    q_lhs, q_grad = (
+        lambda x, fmt=fmt: on_grid(x, scale_of(3 * np.max(np.abs(x)), fmt), fmt)
+        for fmt in (E4M3, E5M2)
+    )
+    xs, dys = groups_of(q_lhs(lhs), sizes), groups_of(q_grad(dy), sizes)
+    ws = [per_tensor(E4M3)(w, 0, largest([w])) for w in rhs]
+    expected = (
+        np.concatenate([x @ w for x, w in zip(xs, ws, strict=True)]),
+        np.concatenate([g @ w.T for g, w in zip(dys, ws, strict=True)]),
+        np.stack([x.T @ g for x, g in zip(xs, dys, strict=True)]),
+    )
+    actual = value_and_gradients(lhs, rhs, sizes, dy, recipe=recipe, state=state, sink=init_sink())
+    for a, b in zip(actual, expected, strict=True):
+        assert error(a, b) < 1e-6
+    # Without a sink the gradient's history is not kept up, so it is not read either.
+    _, d_lhs, _ = value_and_gradients(lhs, rhs, sizes, dy, recipe=recipe, state=state)
+    unread = np.concatenate(
+        [
+            per_tensor(E5M2)(g, 1, largest([dy])) @ w.T
+            for g, w in zip(groups_of(dy, sizes), ws, strict=True)
+        ]
+    )
+    assert error(d_lhs, unread) < 1e-6
+
+
+def test_equal_groups_round_apart_stochastically():
+    q = quantizers.Current(jfp8.E4M3FN, rounding="stochastic")
+    plain = quantizers.Current(jfp8.E4M3FN)
+    recipe = PerOperand(Product(plain, q), Product(plain, plain), Product(plain, plain))
+    w = np.broadcast_to(operands(groups=1)[1], (2, K, N))
+    run = jax.jit(
+        lambda key: scaled_ragged_dot(
+            jnp.tile(jnp.eye(K), (2, 1)), w, jnp.array([K, K]), recipe=recipe, key=key
+        )
+    )
+    first, second = np.split(np.asarray(run(KEY)), 2)
+    assert 0.3 < np.mean(first != second) < 0.7  # each lies on one of two neighbours
+    assert error(first, w[0]) < 0.06
+    assert np.all(np.asarray(run(KEY)) == np.concatenate([first, second]))
+
+
+@pytest.mark.parametrize("scales", ["per group", "one in three dimensions", "e8m0"])
+def test_rhs_of_stored_bytes_is_used_as_it_is(scales):
+    """Their scales are none that quantizing the values again would find."""
+    lhs, rhs, dy = operands(m=64, groups=3)
+    sizes = (10, 31, 20)
+    scale = {
+        "per group": np.float32([0.011, 0.2, 3.0]).reshape(3, 1, 1),
+        "one in three dimensions": np.full((1, 1, 1), 0.3, np.float32),
+        "e8m0": np.array([0.125, 0.5, 4.0], ml_dtypes.float8_e8m0fnu).reshape(3, 1, 1),
+    }[scales]
+    data = np.clip(rhs * 50, -448, 448).astype(E4M3)
+    values = data.astype(np.float64) * np.asarray(scale, np.float64)
+    q = ScaledArray(jnp.asarray(data), jnp.asarray(scale))
+
+    @jax.jit
+    def run(lhs, q):
+        product = lambda lhs, q, sink: observed_ragged_dot(
+            lhs, q, jnp.array(sizes), recipe=Float8CurrentScaling(), sink=sink
+        )
+        y, vjp, observed = jax.vjp(product, lhs, q, init_sink(), has_aux=True)
+        return y, vjp(dy), observed
+
+    y, (d_lhs, d_q, d_sink), observed = run(lhs, q)
+    xs = groups_of(per_tensor(E4M3)(lhs, 1, largest([lhs[: sum(sizes)]])), sizes)
+    dys = groups_of(per_tensor(E5M2)(dy, 1, largest([dy[: sum(sizes)]])), sizes)
+    expected = np.concatenate([x @ w for x, w in zip(xs, values, strict=True)])
+    d_expected = np.concatenate([g @ w.T for g, w in zip(dys, values, strict=True)])
+    assert error(y[: sum(sizes)], expected) < 1e-6
+    assert error(d_lhs[: sum(sizes)], d_expected) < 1e-6
+    assert not np.any(np.asarray(d_q.data, np.float32))
+    assert scales == "e8m0" or not np.any(d_q.scale)  # a format without zero
+    largest_value = np.max(np.abs(values))
+    assert float(observed.rhs) == pytest.approx(largest_value, rel=1e-6)
+    assert float(decode_amax(d_sink[1])[0]) == pytest.approx(largest_value, rel=1e-6)
+
+
+def test_stored_bytes_that_do_not_fit_the_recipe_are_quantized_like_any_values():
+    lhs, rhs, dy = operands(m=48, groups=3)
+    sizes = (16, 16, 16)
+    for q in (
+        jfp8.quantize(rhs, jfp8.E5M2, scale=np.full((3, 1, 1), 0.01, np.float32)),
+        jfp8.quantize(rhs, granularity=jfp8.PerAxis((0, 2))),
+    ):
+        values = np.asarray(q.dequantize())
+        expected = value_and_gradients(lhs, values, sizes, dy)[:2]
+        y, d_lhs = value_and_gradient_by_lhs(lhs, q, sizes, dy)
+        np.testing.assert_array_equal(y, expected[0])
+        np.testing.assert_array_equal(d_lhs, expected[1])
+
+
+# What a recipe may ask for.
+
+
+def test_high_precision_operands():
+    """Products with one operand or none quantized."""
+    lhs, rhs, dy = operands(m=64, groups=3)
+    sizes = (10, 31, 20)
+    q = quantizers.Current(jfp8.E4M3FN)
+    recipe = PerOperand(Product(q, None), Product(None, q), Product(None, None))
+    xs, dys = groups_of(lhs, sizes), groups_of(dy, sizes)
+    q_x = groups_of(per_tensor(E4M3)(lhs, 1, largest(xs)), sizes)
+    q_w = [per_tensor(E4M3)(w, 1, largest([w])) for w in rhs]
+    expected = (
+        np.concatenate([x @ w for x, w in zip(q_x, rhs, strict=True)]),
+        np.concatenate([g @ w.T for g, w in zip(dys, q_w, strict=True)]),
+        np.stack([x.T @ g for x, g in zip(xs, dys, strict=True)]),
+    )
+    for implementation in ("emulate", "xla"):
+        y, d_lhs, d_rhs = value_and_gradients(
+            lhs, rhs, sizes, dy, recipe=recipe, implementation=implementation
+        )
+        assert error(y[:61], expected[0]) < 1e-6
+        assert error(d_lhs[:61], expected[1]) < 1e-6
+        assert error(d_rhs, expected[2]) < 1e-6
+
+
+@pytest.mark.parametrize("accumulation", ["f32_every_128", "hopper"])
+def test_sums_are_rounded_as_in_an_ordinary_product(accumulation):
+    """150 rows, so that sums over rows are promoted once in between."""
+    lhs, rhs, dy = operands(m=160, k=140, n=8, groups=1)
+    recipe = Float8CurrentScaling(accumulation=accumulation)
+    actual = value_and_gradients(lhs, rhs, (150,), dy, recipe=recipe)
+
+    @jax.jit
+    def ordinary(lhs, rhs, dy):
+        dot = lambda a, b: jfp8.scaled_dot_general(a, b, (((1,), (0,)), ((), ())), recipe=recipe)
+        y, vjp = jax.vjp(dot, lhs, rhs)
+        return (y, *vjp(dy))
+
+    y, d_lhs, d_rhs = ordinary(lhs[:150], rhs[0], dy[:150])
+    for a, b in zip(actual, (y, d_lhs, d_rhs[None]), strict=True):
+        assert error(a[:150], b) < 2e-7
+    if accumulation == "hopper":
+        exact, *_ = oracle("current", lhs, rhs, (150,), dy)
+        assert error(y, exact[:150]) > 1e-5
+
+
+def test_rotation_along_rows_stays_within_a_group():
+    """NVFP4's rotation mixes 16 rows, but not those of two groups."""
+    lhs, rhs, dy = operands(m=48, groups=3)
+    recipe = recipes.NVFP4BlockScaling(stochastic_rounding=False)
+    sizes = (9, 30, 9)
+    _, _, d_rhs = value_and_gradients(lhs, rhs, sizes, dy, recipe=recipe)
+    changed = np.where(np.arange(48)[:, None] == 4, -lhs, lhs)
+    _, _, again = value_and_gradients(changed, rhs, sizes, dy, recipe=recipe)
+    np.testing.assert_array_equal(d_rhs[1:], again[1:])
+    assert np.any(d_rhs[0] != again[0])
+
+
+# Dtypes, transformations, devices.
+
+
+def test_dtypes():
+    lhs, rhs, dy = operands(m=48, groups=3)
+    sizes = (10, 20, 9)
+    lhs16, rhs16 = lhs.astype(jnp.bfloat16), rhs.astype(np.float16)
+    y, d_lhs, d_rhs = value_and_gradients(lhs16, rhs16, np.uint8(sizes), dy)
+    assert (y.dtype, d_lhs.dtype, d_rhs.dtype) == (jnp.float32, jnp.bfloat16, jnp.float16)
+    wide = value_and_gradients(lhs16.astype(np.float32), rhs16.astype(np.float32), sizes, dy)
+    for a, b in zip((y, d_lhs, d_rhs), wide, strict=True):  # one rounding, of the same f32 sums
+        np.testing.assert_array_equal(a, b.astype(a.dtype))
+    y16, *_ = value_and_gradients(
+        lhs16, rhs16, sizes, dy.astype(np.float16), preferred_element_type=jnp.float16
+    )
+    np.testing.assert_array_equal(y16, y.astype(jnp.float16))
+
+
+def test_vmap_equals_loop():
+    batches = [operands(m=40, groups=3, seed=seed) for seed in range(2)]
+    sizes = np.array([[10, 0, 25], [3, 37, 0]])
+    run = functools.partial(value_and_gradients, recipe=recipes.MXFP8BlockScaling())
+    lhs, rhs, dy = (np.stack(x) for x in zip(*batches, strict=True))
+    together = jax.jit(jax.vmap(run))(lhs, rhs, sizes, dy)
+    for i in range(2):
+        alone = run(lhs[i], rhs[i], sizes[i], dy[i])
+        for a, b in zip(together, alone, strict=True):
+            assert error(a[i], b) < 1e-6
+
+
+def test_shard_map_over_tokens():
+    """Each device has its own tokens; the gradient of the replicated matrices is their sum."""
+    lhs, rhs, dy = operands(m=64, groups=2)
+    sizes = np.array([[5, 25], [32, 0]])
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(lhs, rhs, sizes):
+        return scaled_ragged_dot(lhs, rhs, sizes[0], recipe=Float8CurrentScaling())
+
+    @jax.jit
+    def sharded(lhs, rhs, sizes, dy):
+        specs = P("data"), P(), P("data")
+        f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"))
+        y, vjp = jax.vjp(lambda lhs, rhs: f(lhs, rhs, sizes), lhs, rhs)
+        return (y, *vjp(dy))
+
+    y, d_lhs, d_rhs = sharded(lhs, rhs, sizes, dy)
+    parts = [
+        value_and_gradients(
+            lhs[i : i + 32], rhs, sizes[i // 32], dy[i : i + 32], recipe=Float8CurrentScaling()
+        )
+        for i in (0, 32)
+    ]
+    assert error(y, np.concatenate([p[0] for p in parts])) < 1e-6
+    assert error(d_lhs, np.concatenate([p[1] for p in parts])) < 1e-6
+    assert error(d_rhs, parts[0][2] + parts[1][2]) < 1e-6
+
+
+def test_products_are_found_by_their_names():
+    lhs, rhs, dy = operands(m=256, groups=2)
+
+    def run(lhs, rhs):
+        y, vjp = jax.vjp(lambda lhs, rhs: scaled_ragged_dot(lhs, rhs, jnp.array([9, 9])), lhs, rhs)
+        return vjp(y)
+
+    names = set(re.findall(r"name=(jfp8_\w+)", str(jax.make_jaxpr(run)(lhs, rhs))))
+    height = 32  # a quarter of 128 rows
+    tiles = (256 - 2) // height + 2
+    assert names == {f"jfp8_fprop_{K}", f"jfp8_dgrad_{N}", f"jfp8_wgrad_{tiles * height // 2}"}
+
+
+def test_what_is_kept_for_the_backward_pass_is_bytes():
+    lhs, rhs, _ = operands(m=4096, groups=2)
+    product = lambda lhs, rhs: scaled_ragged_dot(lhs, rhs, jnp.array([2048, 2048]))
+    _, vjp = jax.eval_shape(lambda a, b: jax.vjp(product, a, b), lhs, rhs)
+    large = [x for x in jax.tree.leaves(vjp) if math.prod(x.shape) >= rhs.size]
+    assert sorted(x.shape[-1] for x in large if x.dtype == jnp.uint8) == [N, K]
+    assert all(x.dtype in (jnp.uint8, jnp.int32) for x in large)
+
+
+def test_cuda_gets_ragged_products_of_bf16():
+    lhs, rhs, dy = operands(m=64, groups=2)
+
+    def run(lhs, rhs, sizes, dy):
+        y, vjp = jax.vjp(lambda lhs, rhs: scaled_ragged_dot(lhs, rhs, sizes), lhs, rhs)
+        return (y, *vjp(dy))
+
+    traced = jax.jit(run).trace(lhs, rhs, jnp.array([9, 9]), dy)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if '"chlo.ragged_dot"' in line]
+    assert len(calls) == 3
+    for line in calls:
+        types = re.search(r": \(tensor<[\dx]*x(\w+)>, tensor<[\dx]*x(\w+)>.*-> .*x(\w+)>", line)
+        assert types.groups() == ("bf16", "bf16", "f32")
+    assert "ragged_dot" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_second_derivatives_are_refused():
+    lhs, rhs, _ = operands(m=8, groups=2)
+    loss = lambda lhs: jnp.sum(scaled_ragged_dot(lhs, rhs, jnp.array([3, 5])) ** 2)
+    with pytest.raises(TypeError, match="Second derivatives"):
+        jax.hessian(loss)(jnp.asarray(lhs))
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "sizes", "words"),
+    [
+        ((4, 2, 3), (2, 3, 5), (2,), r"\[m, k\] and rhs of shape \[g, k, n\].*reshape"),
+        ((4, 3), (3, 5), (2,), r"rhs of shape \[g, k, n\]"),
+        (
+            (4, 3),
+            (2, 4, 5),
+            (2,),
+            "of size 3, and rhs along its dimension 1, of size 4",
+        ),
+        ((4, 3), (2, 3, 5), (3,), r"must have shape \(2,\).*got \(3,\)"),
+        ((4, 3), (2, 3, 5), (1, 2), r"must have shape \(2,\).*got \(1, 2\)"),
+        ((4, 3), (0, 3, 5), (0,), "at least one"),
+    ],
+)
+def test_shapes_that_do_not_fit(lhs, rhs, sizes, words):
+    with pytest.raises(ValueError, match=words):
+        scaled_ragged_dot(jnp.ones(lhs), jnp.ones(rhs), jnp.ones(sizes, jnp.int32))
+
+
+def test_arguments_of_the_wrong_kind():
+    x, w, sizes = jnp.ones((4, 3)), jnp.ones((2, 3, 5)), jnp.array([2, 2])
+    for wrong in (jnp.array([2.0, 2.0]), jnp.array([True, False])):
+        with pytest.raises(TypeError, match="group_sizes must be integers.*got (float32|bool)"):
+            scaled_ragged_dot(x, w, wrong)
+    with pytest.raises(TypeError, match="lhs"):
+        scaled_ragged_dot(jnp.ones((4, 3), jnp.int32), w, sizes)
+    with pytest.raises(TypeError, match="recipe must be a recipe object"):
+        scaled_ragged_dot(x, w, sizes, recipe="delayed")
+    with pytest.raises(ValueError, match="implementation='triton' is unknown"):
+        scaled_ragged_dot(x, w, sizes, implementation="triton")
+    with pytest.raises(TypeError, match="preferred_element_type must be a floating"):
+        scaled_ragged_dot(x, w, sizes, preferred_element_type=jnp.int32)
+    with pytest.raises(ValueError, match="belongs to another recipe"):
+        scaled_ragged_dot(
+            x, w, sizes, recipe=Float8CurrentScaling(), state=recipes.DelayedScaling().init_state()
+        )
+    with pytest.raises(ValueError, match="sink must be float32 zeros"):
+        scaled_ragged_dot(x, w, sizes, sink=jnp.zeros((3, 2)))
+    recipe = Float8CurrentScaling(accumulation="hopper")
+    with pytest.raises(NotImplementedError, match="'xla' does not support accumulation='hopper'"):
+        scaled_ragged_dot(x, w, sizes, recipe=recipe, implementation="xla")
+    q = ScaledArray(jfp8.quantize(w).data, jnp.ones((2,)))
+    with pytest.raises(ValueError, match="cannot have a scale of shape"):
+        scaled_ragged_dot(x, q, sizes)

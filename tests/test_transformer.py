@@ -1,0 +1,665 @@
+"""`TransformerLayer`, against the same layer written out with fake-quantized products.
+
+The oracle's operands were rounded by ml_dtypes; between the products it is plain float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfp8
+from jfp8.linen.transformer import RelativePositionBiases, TransformerLayer
+from jfp8.recipes import DelayedScaling, Float8CurrentScaling, Unscaled
+
+KEY = jax.random.key(7)
+SIZES = {"hidden_size": 16, "mlp_hidden_size": 24, "num_attention_heads": 4}
+
+
+def normal(shape, seed=0, scale=1.0) -> jax.Array:
+    draw = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(draw * scale, jnp.float32)
+
+
+def relative_error(y, reference) -> float:
+    y, reference = np.asarray(y, np.float64), np.asarray(reference, np.float64)
+    return float(np.linalg.norm(y - reference) / np.linalg.norm(reference))
+
+
+def cosine(y, reference) -> float:
+    y, reference = np.asarray(y, np.float64).ravel(), np.asarray(reference, np.float64).ravel()
+    return float(y @ reference / (np.linalg.norm(y) * np.linalg.norm(reference)))
+
+
+def assert_trees_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        np.testing.assert_array_equal(x, y)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init(layer, *inputs):
+    return layer.init(KEY, *inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("deterministic",))
+def apply(layer, variables, *inputs, **how):
+    """Compiled, once for equal layers: much faster than one operation at a time."""
+    return layer.apply(variables, *inputs, **how)
+
+
+def random_params(layer, *inputs):
+    """Parameters of which none is zero or one."""
+    layer = layer.clone(deterministic=True)
+    shapes = jax.eval_shape(layer.init, KEY, *inputs)["params"]
+    leaves, structure = jax.tree.flatten(shapes)
+    drawn = [normal(a.shape, i, 0.3) + 0.05 for i, a in enumerate(leaves)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def shapes_of(tree):
+    return jax.tree.map(jnp.shape, tree)
+
+
+# The oracle.
+
+
+def on_grid(x, dtype) -> jax.Array:
+    """Values of `x` on the grid of `dtype` that its own amax gives."""
+    largest = float(jnp.finfo(dtype).max)
+    scale = jnp.max(jnp.abs(x)) / largest
+    return jnp.clip(x / scale, -largest, largest).astype(dtype).astype(jnp.float32) * scale
+
+
+def exact_product(equation, a, b):
+    return jnp.einsum(equation, a, b, precision="highest")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fake_product(equation, a, b):
+    """An einsum of e4m3 operands, whose gradients are those of its products with e5m2 ones."""
+    return _forward(equation, a, b)[0]
+
+
+def _forward(equation, a, b):
+    q_a, q_b = (on_grid(x, jnp.float8_e4m3fn) for x in (a, b))
+    return exact_product(equation, q_a, q_b), (q_a, q_b)
+
+
+def _backward(equation, operands, dy):
+    _, vjp = jax.vjp(functools.partial(exact_product, equation), *operands)
+    return vjp(on_grid(dy, jnp.float8_e5m2))
+
+
+fake_product.defvjp(_forward, _backward)
+
+
+def rotated(x, windows, consecutive):
+    """Pairs of features as complex numbers, ``[batch, length, heads, depth]``."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2) if consecutive else jnp.stack(jnp.split(x, 2, -1), -1)
+    lo, hi = windows
+    n = pairs.shape[-2]
+    wavelengths = lo * (hi / lo) ** (np.arange(n) / n)
+    turn = np.exp(1j * np.arange(x.shape[1])[:, None] / wavelengths)[None, :, None]
+    z = (pairs[..., 0] + 1j * pairs[..., 1]) * jnp.asarray(turn, jnp.complex64)
+    if consecutive:
+        return jnp.stack([z.real, z.imag], -1).reshape(x.shape)
+    return jnp.concatenate([z.real, z.imag], -1)
+
+
+def relative_biases(table, length):
+    """Of a causal layer: distances below 16 have a bucket each, and these tests have no others."""
+    assert length <= 16
+    distance = np.maximum(np.arange(length)[:, None] - np.arange(length), 0)
+    return table[:, distance][None]
+
+
+class Oracle:
+    """The layer written out. `product` computes those with weights, `inner` those between."""
+
+    def __init__(self, layer, product, inner):
+        self.layer, self.product, self.inner = layer, product, inner
+
+    def normalized(self, x, p):
+        rms = self.layer.layernorm_type == "rmsnorm"
+        x = x if rms else x - jnp.mean(x, -1, keepdims=True)
+        y = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + self.layer.layernorm_epsilon)
+        y = y * (p["scale"] + self.layer.zero_centered_gamma)[None, None]
+        return y if rms else y + p["ln_bias"][None, None]
+
+    def project(self, equation, x, p):
+        y = self.product(equation, x, p["kernel"])
+        if "bias" not in p:
+            return y
+        return y + p["bias"].reshape((1,) * (y.ndim - p["bias"].ndim) + p["bias"].shape)
+
+    def attention(self, x, encoded, p, mask, table):
+        layer, heads, groups = self.layer, 4, self.layer.num_gqa_groups or 4
+        if encoded is None:
+            qkv = self.project("abi,igsd->abgsd", self.normalized(x, p["qkv"]), p["qkv"])
+            query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        else:
+            query = self.project("abi,igsd->abgsd", self.normalized(x, p["query"]), p["query"])
+            kv = self.project("abi,igsd->abgsd", encoded, p["kv"])
+            key, value = kv[..., 0, :], kv[..., 1, :]
+        query = query.reshape(*x.shape[:2], heads, -1)
+        if layer.enable_rotary_pos_emb and encoded is None:
+            consecutive = layer.rotary_pos_emb_group_method == "consecutive"
+            turn = functools.partial(
+                rotated, windows=layer.rotary_pos_emb_windows, consecutive=consecutive
+            )
+            query, key = turn(query), turn(key)
+        # Every head gets its own copy of the keys and values of its group.
+        key, value = (jnp.repeat(a, heads // groups, axis=2) for a in (key, value))
+        scores = self.inner("aqhd,akhd->ahqk", query, key) / math.sqrt(query.shape[-1])
+        if table is not None:
+            scores = scores + relative_biases(table, x.shape[1])
+        scores = jnp.where(mask, scores, -1e30)
+        weights = jax.nn.softmax(scores)
+        context = self.inner("ahqk,akhd->aqhd", weights, value)
+        return self.project("abhd,hdo->abo", context, p["out"])
+
+    def mlp(self, x, p):
+        hidden = self.project("abi,inj->abnj", self.normalized(x, p["wi"]), p["wi"])
+        if self.layer.mlp_activation == "swiglu":
+            first = hidden[..., 0, :]
+            hidden = first / (1 + jnp.exp(-first)) * hidden[..., 1, :]
+        else:
+            assert self.layer.mlp_activation == "relu"
+            hidden = jnp.maximum(hidden[..., 0, :], 0)
+        return self.project("abj,jo->abo", hidden, p["wo"])
+
+    def __call__(self, params, x, encoded=None, mask=True, encoder_mask=True):
+        length = x.shape[1]
+        causal = np.tril(np.ones((length, length), bool))[None, None]
+        table = params["relpos_bias"]["rel_embedding"] if "relpos_bias" in params else None
+        self_mask = mask if self.layer.self_attn_mask_type == "no_mask" else causal & mask
+        x = x + self.attention(x, None, params["self_attention"], self_mask, table)
+        if encoded is not None:
+            p = params["encoder_decoder_attention"]
+            x = x + self.attention(x, encoded, p, encoder_mask, None)
+        return x + self.mlp(x, params["mlp"])
+
+
+X, ENCODED = normal((2, 6, 16)), normal((2, 5, 12), 1)
+MASK = np.random.default_rng(3).random((2, 1, 6, 6)) > 0.3
+MASK[..., 0] = True
+ENCODER_MASK = np.random.default_rng(4).random((2, 4, 6, 5)) > 0.3
+ENCODER_MASK[..., 2] = True
+
+CASES = {
+    "encoder": {
+        "self_attn_mask_type": "no_mask",
+        "mlp_activation": "relu",
+        "enable_rotary_pos_emb": True,
+        "rotary_pos_emb_windows": (2, 50.0),
+        "rotary_pos_emb_group_method": "alternate",
+    },
+    "decoder-only": {
+        "self_attn_mask_type": "causal",
+        "num_gqa_groups": 2,
+        "layernorm_type": "rmsnorm",
+        "layernorm_epsilon": 0.01,
+        "zero_centered_gamma": True,
+        "mlp_activation": "swiglu",
+        "enable_rotary_pos_emb": True,
+        "use_bias": False,
+    },
+    "decoder, all products": {
+        "layer_type": "decoder",
+        "num_gqa_groups": 2,
+        "mlp_activation": "relu",
+        "enable_relative_embedding": True,
+        "enable_rotary_pos_emb": True,  # of the self attention only
+        "attention_products": True,
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_gradients_are_those_of_rounded_operands(case):
+    layer = TransformerLayer(**SIZES, **CASES[case])
+    inputs = (X, ENCODED) if layer.layer_type == "decoder" else (X,)
+    masks = {"attention_mask": MASK}
+    if layer.layer_type == "decoder":
+        masks = {"encoder_decoder_mask": ENCODER_MASK}
+    params = random_params(layer, *inputs)
+    dy = normal(X.shape, 9, 2.0**-10)
+
+    def ours(params, *inputs):
+        return layer.apply({"params": params}, *inputs, **masks)
+
+    def oracle(product, inner):
+        written_out = Oracle(layer, product, inner)
+        renamed = {
+            "mask": masks.get("attention_mask", True),
+            "encoder_mask": masks.get("encoder_decoder_mask", True),
+        }
+        return functools.partial(written_out, **renamed)
+
+    inner = fake_product if layer.attention_products else exact_product
+    functions = ours, oracle(fake_product, inner), oracle(exact_product, exact_product)
+
+    @jax.jit
+    def run(params, inputs):
+        results = [jax.vjp(f, params, *inputs) for f in functions]
+        return [(y, vjp(dy)) for y, vjp in results]
+
+    trees = run(params, inputs)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(trees[0])]
+    values = [jax.tree.leaves(tree) for tree in trees]
+    worst = 0.0
+    for name, y, expected, plain in zip(names, *values, strict=True):
+        assert y.shape == expected.shape, name
+        # Some values lie so close to the middle of two f8 numbers that f32 errors decide.
+        assert relative_error(y, expected) < 1e-2, name
+        assert cosine(y, expected) > 1 - 5e-5, name
+        worst = max(worst, relative_error(plain, expected))
+    assert worst > 5e-2, "the oracle tells"
+    assert relative_error(values[2][0], values[1][0]) > 5e-3
+
+
+# Structure.
+
+
+def test_parameters_of_an_encoder():
+    layer = TransformerLayer(**SIZES, num_gqa_groups=2, enable_relative_embedding=True)
+    variables = init(layer, X)
+    norm = {"scale": (16,), "ln_bias": (16,)}
+    assert shapes_of(variables["params"]) == {
+        "relpos_bias": {"rel_embedding": (4, 32)},
+        "self_attention": {
+            "qkv": {**norm, "kernel": (16, 2, 4, 4), "bias": (2, 4, 4)},
+            "out": {"kernel": (4, 4, 16), "bias": (16,)},
+        },
+        "mlp": {
+            "wi": {**norm, "kernel": (16, 1, 24), "bias": (1, 24)},
+            "wo": {"kernel": (24, 16), "bias": (16,)},
+        },
+    }
+    # Fans count all of the input's features and all of the kernel's outputs: LeCun's rule.
+    kernel = variables["params"]["self_attention"]["qkv"]["kernel"]
+    assert np.std(kernel) == pytest.approx(1 / 4, rel=0.15)
+
+
+DECODER_PRODUCTS = {
+    "self_attention": ["out", "qkv"],
+    "encoder_decoder_attention": ["kv", "out", "query"],
+    "mlp": ["wi", "wo"],
+}
+
+
+@pytest.mark.parametrize("attention_products", [False, True])
+def test_state_is_of_each_product(attention_products):
+    recipe = DelayedScaling(amax_history_len=2)
+    layer = TransformerLayer(
+        **SIZES, layer_type="decoder", attention_products=attention_products, recipe=recipe
+    )
+    variables = jax.eval_shape(layer.init, KEY, X, ENCODED)
+    inner = ["context", "scores"] if attention_products else []
+    for collection in ("fp8", "fp8_sink"):
+        names = {name: sorted(tree) for name, tree in variables[collection].items()}
+        expected = {
+            name: sorted(products + (inner if "attention" in name else []))
+            for name, products in DECODER_PRODUCTS.items()
+        }
+        assert names == expected
+    history = variables["fp8"]["mlp"]["wi"]["DotGeneral_0"]["lhs"]["amax_history"]
+    assert history.shape == (2,)
+
+
+def test_fields_reach_every_product():
+    layer = TransformerLayer(
+        **SIZES,
+        layer_type="decoder",
+        recipe=Float8CurrentScaling(),
+        param_dtype=jnp.bfloat16,
+        use_bias=False,
+        enable_relative_embedding=True,
+    )
+    variables = jax.eval_shape(layer.init, KEY, X, ENCODED)
+    assert sorted(variables) == ["params"], "no state: the recipe keeps none"
+    leaves = jax.tree_util.tree_leaves_with_path(variables["params"])
+    assert {leaf.dtype.name for _, leaf in leaves} == {"bfloat16"}
+    assert {path[-1].key for path, _ in leaves} == {"kernel", "scale", "ln_bias", "rel_embedding"}
+    unknown = layer.clone(implementation="unknown")
+    with pytest.raises(ValueError, match="implementation='unknown'"):
+        jax.eval_shape(unknown.init, KEY, X, ENCODED)
+
+
+def quantizations(function, *args) -> list[tuple[int, ...]]:
+    """The shapes of all arrays that `function` rounds to 8 bits, in order."""
+    shapes = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "convert_element_type":
+                if equation.params["new_dtype"] == jnp.uint8:
+                    shapes.append(equation.outvars[0].aval.shape)
+            for inner in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "jaxpr")):
+                if hasattr(inner, "jaxpr"):
+                    visit(inner.jaxpr)
+                elif hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(jax.make_jaxpr(function)(*args).jaxpr)
+    return shapes
+
+
+def test_every_activation_is_quantized_once():
+    layer = TransformerLayer(**SIZES, layer_type="decoder", mlp_activation="swiglu")
+    params = random_params(layer, X, ENCODED)
+    loss = lambda params, x, encoded: jnp.sum(layer.apply({"params": params}, x, encoded) ** 2)
+    seen = quantizations(jax.grad(loss, argnums=(0, 1, 2)), params, X, ENCODED)
+    operands = [
+        *[(2, 6, 16), (16, 4, 3, 4), (2, 6, 4, 3, 4)],  # qkv: lhs, rhs, grad
+        *[(2, 6, 16), (16, 4, 1, 4), (2, 6, 4, 1, 4)],  # query
+        *[(2, 5, 12), (12, 4, 2, 4), (2, 5, 4, 2, 4)],  # kv
+        *[(2, 6, 4, 4), (4, 4, 16), (2, 6, 16)] * 2,  # out
+        *[(2, 6, 16), (16, 2, 24), (2, 6, 2, 24)],  # wi
+        *[(2, 6, 24), (24, 16), (2, 6, 16)],  # wo
+    ]
+    assert sorted(seen) == sorted(operands)
+
+
+# Attention.
+
+
+def changed_at(x, *place):
+    """`x` with other numbers there: adding a constant would be undone by the normalisation."""
+    return x.at[place].add(normal(x[place].shape, 8))
+
+
+def test_groups_of_queries_are_copies_of_keys_and_values():
+    grouped = TransformerLayer(**SIZES, num_gqa_groups=2, self_attn_mask_type="causal")
+    params = random_params(grouped, X)
+    qkv = params["self_attention"]["qkv"]
+    # [.., 2, q q k v, depth] -> [.., 4, q k v, depth]
+    copied = lambda p: jnp.stack(
+        [p[..., g, (i, 2, 3), :] for g in range(2) for i in range(2)], axis=-3
+    )
+    apart = {**qkv, "kernel": copied(qkv["kernel"]), "bias": copied(qkv["bias"])}
+    attention = {**params["self_attention"], "qkv": apart}
+    y = apply(grouped, {"params": params}, X)
+    expected = apply(
+        grouped.clone(num_gqa_groups=None), {"params": {**params, "self_attention": attention}}, X
+    )
+    assert relative_error(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_the_future_has_no_influence(cross):
+    """Scales of their own couple all tokens of a tensor; without them the past is bit-identical."""
+    layer = TransformerLayer(
+        **SIZES,
+        layer_type="decoder" if cross else "encoder",
+        self_attn_mask_type=None if cross else "causal",
+        enable_rotary_pos_emb=True,
+        recipe=Unscaled(),
+    )
+    encoded = (ENCODED,) if cross else ()
+    params = {"params": random_params(layer, X, *encoded)}
+    y = apply(layer, params, X, *encoded)
+    changed = apply(layer, params, changed_at(X, slice(None), slice(4, None)), *encoded)
+    np.testing.assert_array_equal(changed[:, :4], y[:, :4])
+    assert np.all(np.any(changed[:, 4:] != y[:, 4:], axis=-1))
+    past = apply(layer, params, changed_at(X, slice(None), 0), *encoded)
+    assert np.all(np.any(past != y, axis=-1)), "but the past has"
+
+
+def test_the_future_gets_no_gradient():
+    """Current scales do couple the tokens, but nothing flows through a scale."""
+    layer = TransformerLayer(**SIZES, self_attn_mask_type="causal")
+    params = {"params": random_params(layer, X)}
+    dx = jax.jit(jax.grad(lambda x: jnp.sum(layer.apply(params, x)[:, 2])))(X)
+    assert not np.any(dx[:, 3:])
+    assert np.all(np.any(dx[:, :3] != 0, axis=-1))
+
+
+def test_an_encoder_sees_everything_unless_it_is_told_otherwise():
+    layer = TransformerLayer(**SIZES, recipe=Unscaled())
+    params = {"params": random_params(layer, X)}
+    y = apply(layer, params, X)
+    assert np.all(np.any(apply(layer, params, changed_at(X, slice(None), 5)) != y, axis=-1))
+    causal = np.tril(np.ones((6, 6), bool))
+    masked = apply(layer, params, X, attention_mask=causal)
+    expected = apply(layer.clone(self_attn_mask_type="causal"), params, X)
+    np.testing.assert_array_equal(masked, expected)
+
+
+def test_masks_are_true_where_attention_may_go():
+    """As in Flax, and the opposite of Transformer Engine's."""
+    layer = TransformerLayer(**SIZES, recipe=Unscaled())
+    params = {"params": random_params(layer, X)}
+    run = lambda x, mask: apply(layer, params, x, attention_mask=nn.make_attention_mask(*mask))
+    padding = jnp.ones((2, 6)).at[0, 4:].set(0)
+    mask = jnp.ones((2, 6)) > 0, padding > 0
+    y, changed = run(X, mask), run(changed_at(X, 0, 5), mask)
+    np.testing.assert_array_equal(changed[0, :5], y[0, :5])
+    assert np.any(run(changed_at(X, 1, 5), mask)[1, :5] != y[1, :5])
+
+
+def test_a_relative_embedding_can_be_shared():
+    """What T5 does: one table for all layers."""
+    own = TransformerLayer(**SIZES, enable_relative_embedding=True)
+    params = random_params(own, X)
+    biases = RelativePositionBiases(4).apply({"params": params.pop("relpos_bias")}, 6, 6)
+    assert biases.shape == (1, 4, 6, 6)
+    shared = TransformerLayer(**SIZES)
+    y = apply(shared, {"params": params}, X, attention_bias=biases)
+    table = {"relpos_bias": random_params(own, X)["relpos_bias"]}
+    np.testing.assert_array_equal(y, apply(own, {"params": {**params, **table}}, X))
+    assert relative_error(y, apply(shared, {"params": params}, X)) > 1e-3
+
+
+@pytest.mark.parametrize(("mask_type", "used"), [("causal", 6), ("no_mask", 11)])
+def test_a_causal_layer_spends_no_buckets_on_the_future(mask_type, used):
+    layer = TransformerLayer(
+        **SIZES, enable_relative_embedding=True, self_attn_mask_type=mask_type, recipe=Unscaled()
+    )
+    params = random_params(layer, X)
+    loss = lambda params: jnp.sum(layer.apply({"params": params}, X) ** 2)
+    d_table = jax.jit(jax.grad(loss))(params)["relpos_bias"]["rel_embedding"]
+    assert np.sum(np.any(np.asarray(d_table) != 0, axis=0)) == used
+
+
+# Dropout.
+
+
+@pytest.mark.parametrize("rate", ["hidden_dropout", "attention_dropout", "intermediate_dropout"])
+def test_each_dropout_drops(rate):
+    layer = TransformerLayer(**SIZES, **{rate: 0.5})
+    params = {"params": random_params(layer, X)}
+
+    @jax.jit
+    def run(key):
+        rngs = {"dropout": key}
+        dropped = layer.apply(params, X, deterministic=False, rngs=rngs)
+        kept = layer.apply(params, X, deterministic=True)
+        return dropped, kept, TransformerLayer(**SIZES).apply(params, X)
+
+    (first, kept, expected), (second, *_), (again, *_) = (run(jax.random.key(i)) for i in (0, 1, 0))
+    np.testing.assert_array_equal(kept, expected)
+    np.testing.assert_array_equal(first, again)
+    assert relative_error(first, expected) > 0.02
+    assert relative_error(first, second) > 0.02
+
+
+def test_hidden_dropout_is_of_what_is_added():
+    """All of it dropped, the input is left."""
+    layer = TransformerLayer(**SIZES, hidden_dropout=1.0, layer_type="decoder")
+    params = {"params": random_params(layer, X, ENCODED)}
+    y = apply(layer, params, X, ENCODED, deterministic=False, rngs={"dropout": KEY})
+    np.testing.assert_array_equal(y, X)
+
+
+def test_with_dropout_the_layer_wants_to_be_told():
+    with pytest.raises(ValueError, match="deterministic"):
+        jax.eval_shape(TransformerLayer(**SIZES, attention_dropout=0.1).init, KEY, X)
+
+
+# Under transformations.
+
+
+class Stack(nn.Module):
+    """Two layers, by a loop or by ``nn.scan``, each rematerialised if wanted."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(TransformerLayer) if "remat" in self.how else TransformerLayer
+        make = functools.partial(
+            layer,
+            **SIZES,
+            self_attn_mask_type="causal",
+            num_gqa_groups=2,
+        )
+        if "scan" not in self.how:
+            for i in range(2):
+                x = make(name=f"layer{i}")(x)
+            return x
+        scan = nn.scan(
+            lambda layer, x: (layer(x), None),
+            variable_axes={"params": 0, "fp8": 0, "fp8_sink": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=2,
+        )
+        return scan(make(name="layers"), x)[0]
+
+
+def step_of(model):
+    """A training step by hand: gradients, and the histories after it."""
+
+    @jax.jit
+    def step(variables, x):
+        def loss(params, sink):
+            y = model.apply({**variables, "params": params, "fp8_sink": sink}, x)
+            return jnp.sum(y**2)
+
+        by_both = jax.grad(loss, argnums=(0, 1))
+        grads, sink = by_both(variables["params"], variables["fp8_sink"])
+        return grads, jfp8.advance(variables["fp8"], sink)
+
+    return step
+
+
+def test_scan_of_remat_over_layers_equals_the_loop():
+    loop, scan = Stack("loop"), Stack("scan of remat")
+    stacked = init(scan, X)
+    shapes = shapes_of(stacked["params"]["layers"]["self_attention"]["qkv"])
+    assert shapes == {
+        "scale": (2, 16),
+        "ln_bias": (2, 16),
+        "kernel": (2, 16, 2, 4, 4),
+        "bias": (2, 2, 4, 4),
+    }
+    unstack = lambda tree: {
+        f"layer{i}": jax.tree.map(lambda a, i=i: a[i], tree["layers"]) for i in range(2)
+    }
+    by_layer = {name: unstack(tree) for name, tree in stacked.items()}
+    stacked_step, looped_step = step_of(scan), step_of(loop)
+    for _ in range(2):  # the second step uses the histories of the first
+        grads, stacked["fp8"] = stacked_step(stacked, X)
+        expected, by_layer["fp8"] = looped_step(by_layer, X)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-5),
+            (unstack(grads), unstack(stacked["fp8"])),
+            (expected, by_layer["fp8"]),
+        )
+    history = stacked["fp8"]["layers"]["mlp"]["wo"]["DotGeneral_0"]["grad"]["amax_history"]
+    assert history.shape == (2, 16)
+    assert np.all(history[:, :2] > 0)
+    assert not np.any(history[:, 2:]), "one entry per step"
+
+
+def test_bf16():
+    layer = TransformerLayer(**SIZES, mlp_activation="swiglu", layernorm_type="rmsnorm")
+    params = {"params": init(layer, X)["params"]}
+    expected = apply(layer, params, X)
+    narrow = layer.clone(dtype=jnp.bfloat16)
+    y, wide = (apply(narrow, params, x) for x in (X.astype(jnp.bfloat16), X))
+    # The dtype of the residual is the input's, whatever the products compute in.
+    assert (y.dtype, wide.dtype, expected.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
+    assert apply(layer, params, X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    # bf16 moves one in about 32 values to the next e4m3 number.
+    assert 1e-4 < relative_error(y, expected) < 0.05
+    assert 1e-4 < relative_error(wide, expected) < 0.05
+
+
+def test_it_learns_with_train_state():
+    """To copy the token before: what attention is for, and an MLP cannot do."""
+    layer = TransformerLayer(
+        **{**SIZES, "num_attention_heads": 1},
+        self_attn_mask_type="causal",
+        enable_relative_embedding=True,
+    )
+    x = jax.random.normal(KEY, (8, 6, 16))
+    tx = optax.adam(1e-2)
+    state = jfp8.TrainState.create(apply_fn=layer.apply, variables=init(layer, x), tx=tx)
+
+    def loss_fn(variables, x):
+        y = layer.apply(variables, x)
+        return jnp.mean((y[:, 1:] - x[:, :-1]) ** 2), {}
+
+    @jax.jit
+    def step(state, key):
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, jax.random.normal(key, x.shape))
+        return state.apply_gradients(grads), loss
+
+    losses = []
+    for i in range(60):
+        state, loss = step(state, jax.random.key(i))
+        losses.append(float(loss))
+    assert losses[0] > 1.5, "the variance of the difference of two tokens is 2"
+    assert np.mean(losses[-5:]) < 0.5 * losses[0]
+    history = state.fp8["self_attention"]["qkv"]["DotGeneral_0"]["grad"]["amax_history"]
+    assert np.all(history > 0)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("fields", "inputs", "words"),
+    [
+        (
+            {"layer_type": "both"},
+            (X,),
+            "layer_type must be one of 'encoder', 'decoder'; got 'both'",
+        ),
+        ({"self_attn_mask_type": "padding"}, (X,), "one of 'causal', 'no_mask', None"),
+        ({"layernorm_type": "batchnorm"}, (X,), "one of 'layernorm', 'rmsnorm'"),
+        ({"mlp_activation": "tanh"}, (X,), "one of 'gelu'.*got 'tanh'"),
+        (
+            {"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "half"},
+            (X,),
+            "group_method must be one of 'consecutive', 'alternate'",
+        ),
+        ({"num_attention_heads": 3}, (X,), "hidden_size=16 must be a multiple of.*heads=3"),
+        ({"num_gqa_groups": 3}, (X,), "heads=4 must be a multiple of num_gqa_groups=3"),
+        ({"num_gqa_groups": 0}, (X,), "must be a multiple of num_gqa_groups=0"),
+        ({"hidden_size": 32}, (X,), r"hidden_size=32\]; got \(2, 6, 16\)"),
+        ({}, (X[0, 0],), r"hidden_size=16\]; got \(16,\)"),
+        ({"layer_type": "decoder"}, (X,), "give `encoded` to the call.*decoder-only"),
+        ({}, (X, ENCODED), '"encoder" and would ignore them'),
+        ({}, (X, None, None, ENCODER_MASK), '"encoder" and would ignore them'),
+    ],
+)
+def test_mistakes_are_explained(fields, inputs, words):
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(TransformerLayer(**{**SIZES, **fields}).init, KEY, *inputs)
+
+
+def test_modules_are_values():
+    make = lambda **fields: TransformerLayer(**SIZES, **fields)
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert make() != make(recipe=Float8CurrentScaling())

@@ -1,0 +1,454 @@
+"""The formulas between the products of a Transformer layer, against numpy in float64."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jfp8 import transformer_math
+
+F32_EPS = 2.0**-23
+
+
+def normal(shape, seed=0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def assert_close(y, expected, ulps=8.0, dtype=jnp.float32):
+    """Within some roundings of the largest value: sums may cancel, their terms do not."""
+    y, expected = np.asarray(y, np.float64), np.asarray(expected, np.float64)
+    assert y.shape == expected.shape
+    slack = ulps * float(jnp.finfo(dtype).eps) * np.abs(expected).max()
+    assert slack > 0, "nothing to compare with"
+    np.testing.assert_allclose(y, expected, rtol=0, atol=slack)
+
+
+# Normalisation.
+
+
+def normalized(x, scale, bias, axes, epsilon, kind, zero_centered) -> np.ndarray:
+    """As published, over `axes`, in float64; `scale` and `bias` ready to broadcast."""
+    x = np.asarray(x, np.float64)
+    center = x.mean(axes, keepdims=True) if kind == "layernorm" else 0.0
+    spread = np.sqrt(((x - center) ** 2).mean(axes, keepdims=True) + epsilon)
+    return (x - center) / spread * (scale + 1.0 * zero_centered) + bias
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("epsilon", [1e-6, 0.3])
+def test_normalize(kind, zero_centered, epsilon):
+    x, scale, bias = normal((3, 5, 16)) + 2, normal(16, 1), normal(16, 2)
+    y = transformer_math.normalize(
+        x,
+        jnp.asarray(scale),
+        jnp.asarray(bias),
+        epsilon=epsilon,
+        layernorm_type=kind,
+        zero_centered_gamma=zero_centered,
+    )
+    assert_close(y, normalized(x, scale, bias, (-1,), epsilon, kind, zero_centered))
+
+
+@pytest.mark.parametrize("axes", [(-1,), (1,), (-2, -1), (-1, -2), (0, 2), (2, 0)])
+def test_normalize_over_other_axes(axes):
+    """The parameters have the axes' sizes in the axes' order."""
+    x = normal((3, 5, 7))
+    shape = tuple(x.shape[a] for a in axes)
+    scale, bias = normal(shape, 1), normal(shape, 2)
+
+    def laid_out(p):
+        order = np.argsort([a % 3 for a in axes])
+        full = [n if d in [a % 3 for a in axes] else 1 for d, n in enumerate(x.shape)]
+        return p.transpose(order).reshape(full)
+
+    y = transformer_math.normalize(x, jnp.asarray(scale), jnp.asarray(bias), axes=axes)
+    expected = normalized(x, laid_out(scale), laid_out(bias), axes, 1e-6, "layernorm", False)
+    assert_close(y, expected)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_normalize_is_flax(kind):
+    x = normal((4, 16))
+    layer = nn.LayerNorm() if kind == "layernorm" else nn.RMSNorm()
+    params = layer.init(jax.random.key(0), x)["params"]
+    params = jax.tree.map(lambda p: p + normal(p.shape, 1), params)
+    y = transformer_math.normalize(x, params["scale"], params.get("bias"), layernorm_type=kind)
+    assert_close(y, layer.apply({"params": params}, x))
+
+
+def test_normalize_computes_bf16_in_f32():
+    x = jnp.asarray(normal((4, 64)) + 30, jnp.bfloat16)
+    scale, bias = jnp.ones(64, jnp.bfloat16), jnp.zeros(64, jnp.bfloat16)
+    y = transformer_math.normalize(x, scale, bias)
+    assert y.dtype == jnp.float32
+    assert_close(y, normalized(x, 1.0, 0.0, (-1,), 1e-6, "layernorm", False))
+
+
+def test_trap_the_variance_does_not_cancel():
+    """E[x^2] - E[x]^2 would lose it all: the mean is 10000 standard deviations."""
+    x = normal((2, 256)) + np.float32(1e4)
+    y = transformer_math.normalize(x, jnp.ones(256), jnp.zeros(256))
+    expected = normalized(x, 1.0, 0.0, (-1,), 1e-6, "layernorm", False)
+    # The mean is rounded to 2^-11, half an ulp of 1e4.
+    np.testing.assert_allclose(y, expected, rtol=0, atol=2.0**-10)
+
+
+def test_normalize_has_the_gradient_of_the_formula():
+    x, scale, bias, dy = normal((3, 8)), normal(8, 1), normal(8, 2), normal((3, 8), 3)
+
+    def plain(x, scale, bias):
+        centered = x - x.mean(-1, keepdims=True)
+        spread = jnp.sqrt((centered**2).mean(-1, keepdims=True) + 1e-6)
+        return jnp.sum((centered / spread * scale[None] + bias[None]) * dy)
+
+    ours = lambda *args: jnp.sum(transformer_math.normalize(*args) * dy)
+    args = tuple(map(jnp.asarray, (x, scale, bias)))
+    for d, expected in zip(*(jax.grad(f, argnums=(0, 1, 2))(*args) for f in (ours, plain))):
+        assert_close(d, expected, ulps=16)
+
+
+def test_an_unknown_normalisation_lists_the_known_ones():
+    words = "layernorm_type must be one of 'layernorm', 'rmsnorm'; got 'batchnorm'"
+    with pytest.raises(ValueError, match=words):
+        transformer_math.normalize(jnp.ones((2, 4)), jnp.ones(4), layernorm_type="batchnorm")
+
+
+# Activations.
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+FORMULAS = {
+    "gelu": (1, lambda x: gelu(x[:, 0])),
+    "silu": (1, lambda x: silu(x[:, 0])),
+    "relu": (1, lambda x: relu(x[:, 0])),
+    "squared_relu": (1, lambda x: relu(x[:, 0]) ** 2),
+    "geglu": (2, lambda x: gelu(x[:, 0]) * x[:, 1]),
+    "swiglu": (2, lambda x: silu(x[:, 0]) * x[:, 1]),
+    "reglu": (2, lambda x: relu(x[:, 0]) * x[:, 1]),
+}
+
+
+def test_every_activation_has_a_formula_here():
+    assert set(transformer_math.ACTIVATIONS) == set(FORMULAS)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_activations(name, dtype):
+    n, formula = FORMULAS[name]
+    assert transformer_math.projections_of(name) == n
+    x = jnp.asarray(3 * normal((64, n, 16)), dtype)
+    y = transformer_math.activate(x, name)
+    assert y.dtype == dtype
+    expected = formula(np.asarray(x, np.float64))
+    # bf16 is rounded once, at the end: half an ulp of each value.
+    rtol = 2.0**-8 * (1 + 1e-4) if dtype == jnp.bfloat16 else 4e-6
+    # 1 + tanh cancels where it is small: an ulp of 1 times |x| / 2 times the gate, at most 50.
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=rtol, atol=50 * F32_EPS)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_activations_have_the_slope_of_their_formulas(name):
+    n, formula = FORMULAS[name]
+    x = 2 * normal((8, n, 4)).astype(np.float64)
+    x += 0.01 * np.sign(x)  # away from the corner of relu
+    h = 1e-5
+    direction = normal(x.shape, 1)
+    expected = (formula(x + h * direction) - formula(x - h * direction)) / (2 * h)
+    as_f32 = (jnp.asarray(x, jnp.float32),), (jnp.asarray(direction, jnp.float32),)
+    _, slope = jax.jvp(lambda x: transformer_math.activate(x, name), *as_f32)
+    np.testing.assert_allclose(slope, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_unknown_activation_lists_the_known_ones():
+    with pytest.raises(ValueError, match="activation must be one of 'gelu'.*'reglu'; got 'elu'"):
+        transformer_math.projections_of("elu")
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (8,)])
+def test_a_wrong_number_of_projections_is_refused(shape):
+    with pytest.raises(ValueError, match=r"'swiglu' takes 2 projections.*\[..., 2, features\]"):
+        transformer_math.activate(jnp.ones(shape), "swiglu")
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: transformer_math.normalize(x, jnp.ones(64)), jnp.ones((32, 64), jnp.bfloat16)),
+        (lambda x: transformer_math.activate(x, "swiglu"), jnp.ones((32, 2, 64), jnp.bfloat16)),
+    ],
+    ids=["normalize", "activate"],
+)
+def test_the_backward_pass_keeps_the_input_only(function, x):
+    """Not the float32 values in between, of which there are several."""
+    kept = jax.tree.leaves(jax.jit(lambda x: jax.vjp(function, x)[1])(x))
+    assert [(a.shape, a.dtype) for a in kept if a.size > 64] == [(x.shape, x.dtype)]
+
+
+# Attention.
+
+
+def attention_of_heads(query, key, value, mask=None, bias=None) -> np.ndarray:
+    """Head by head and query by query, in float64. ``[batch, length, heads, depth]``."""
+    query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
+    y = np.zeros(query.shape)
+    shared_by = query.shape[2] // key.shape[2]
+    for b, q, h in np.ndindex(query.shape[:3]):
+        scores = key[b, :, h // shared_by] @ query[b, q, h] / math.sqrt(query.shape[3])
+        if bias is not None:
+            scores = scores + bias[b, h, q]
+        weights = np.exp(scores - scores.max())
+        if mask is not None:
+            weights = weights * mask[b, h, q]
+        y[b, q, h] = weights / weights.sum() @ value[b, :, h // shared_by]
+    return y
+
+
+def heads_of(groups, heads=4, depth=6, q=3, k=5):
+    draw = lambda length, n, seed: normal((2, length, n, depth), seed)
+    return draw(q, heads, 0), draw(k, groups, 1), draw(k, groups, 2)
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention(groups, biased, masked):
+    heads = heads_of(groups)
+    bias = normal((2, 4, 3, 5), 3) if biased else None
+    mask = np.random.default_rng(4).random((2, 4, 3, 5)) > 0.4 if masked else None
+    if mask is not None:
+        mask[..., 0] = True
+    y = transformer_math.grouped_query_attention(*map(jnp.asarray, heads), mask=mask, bias=bias)
+    assert_close(y, attention_of_heads(*heads, mask, bias), ulps=16)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_grouped_queries_are_repeated_keys_and_values(groups):
+    query, key, value = map(jnp.asarray, heads_of(groups))
+    repeated = (jnp.repeat(a, 4 // groups, axis=2) for a in (key, value))
+    y = transformer_math.grouped_query_attention(query, key, value)
+    assert_close(y, transformer_math.grouped_query_attention(query, *repeated))
+
+
+def test_masks_and_biases_broadcast():
+    query, key, value = heads_of(4)
+    mask, bias = np.arange(5) < 4, normal((1, 4, 1, 1), 3)
+    y = transformer_math.grouped_query_attention(
+        *map(jnp.asarray, (query, key, value)), mask=jnp.asarray(mask), bias=jnp.asarray(bias)
+    )
+    full = np.broadcast_to(mask, (2, 4, 3, 5)), np.broadcast_to(bias, (2, 4, 3, 5))
+    assert_close(y, attention_of_heads(query, key, value, *full), ulps=16)
+
+
+def test_attention_has_any_number_of_batch_dimensions():
+    query, key, value = map(jnp.asarray, heads_of(2))
+    y = transformer_math.grouped_query_attention(query, key, value)
+    one = transformer_math.grouped_query_attention(query[1], key[1], value[1])
+    assert_close(one, y[1])
+    more = (a[None, :, None] for a in (query, key, value))
+    assert_close(transformer_math.grouped_query_attention(*more)[0, :, 0], y)
+
+
+def test_nothing_to_attend_to_is_the_mean():
+    query, key, value = heads_of(4)
+    mask = np.ones((2, 4, 3, 5), bool)
+    mask[0, :, 1] = False
+    y = transformer_math.grouped_query_attention(*map(jnp.asarray, (query, key, value)), mask=mask)
+    assert_close(y[0, 1], value[0].astype(np.float64).mean(0))
+
+
+def test_attention_is_flax():
+    query, key, value = map(jnp.asarray, heads_of(4))
+    mask = nn.make_attention_mask(jnp.ones((2, 3)), jnp.ones((2, 5)).at[:, 3:].set(0))
+    y = transformer_math.grouped_query_attention(query, key, value, mask=mask > 0)
+    assert_close(y, nn.dot_product_attention(query, key, value, mask=mask), ulps=16)
+
+
+def test_the_softmax_of_bf16_is_in_f32():
+    heads = [jnp.asarray(4 * a, jnp.bfloat16) for a in heads_of(2, depth=64)]
+    seen = []
+    y = transformer_math.grouped_query_attention(*heads, dropout=lambda w: seen.append(w) or w)
+    assert y.dtype == jnp.bfloat16
+    (weights,) = seen
+    assert weights.dtype == jnp.float32
+    assert weights.shape == (2, 4, 3, 5)
+    np.testing.assert_allclose(np.asarray(weights).sum(-1), 1.0, rtol=4 * F32_EPS)
+    # Both products have exact operands but for the weights, which are rounded to bf16.
+    expected = attention_of_heads(*heads)
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=0, atol=2.0**-7 * 12)
+
+
+def test_dropout_is_of_the_weights():
+    query, key, value = map(jnp.asarray, heads_of(2))
+    only = lambda w: w * jnp.zeros(5).at[3].set(1.0).reshape(1, 1, 1, 5)
+    y = transformer_math.grouped_query_attention(query, key, value, dropout=only)
+    weights = []
+    transformer_math.grouped_query_attention(
+        query, key, value, dropout=lambda w: weights.append(w) or w
+    )
+    share = jnp.moveaxis(weights[0][..., 3], 1, 2)[..., None]  # [batch, q, heads, 1]
+    assert_close(y, share * jnp.repeat(value[:, 3], 2, axis=1)[:, None])
+
+
+def test_heads_that_cannot_be_shared_are_refused():
+    query, key, value = heads_of(3)
+    with pytest.raises(ValueError, match="4 heads of the query cannot share 3 heads"):
+        transformer_math.grouped_query_attention(*map(jnp.asarray, (query, key, value)))
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (3, 5), (5, 3)])
+def test_causal_mask(lengths):
+    expected = np.tril(np.ones(lengths, bool))
+    np.testing.assert_array_equal(transformer_math.causal_mask(*lengths), expected)
+
+
+# Positions.
+
+
+def turned(x, positions, windows, pairs_of) -> np.ndarray:
+    """Pairs as complex numbers, times ``exp(i angle)``, in float64; one pair after the other."""
+    depth = x.shape[-1]
+    y = np.zeros(x.shape)
+    lo, hi = windows
+    for i in range(depth // 2):
+        first, second = pairs_of(i, depth)
+        angle = np.asarray(positions, np.float64) / (lo * (hi / lo) ** (2 * i / depth))
+        pair = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angle)[..., None]
+        y[..., first], y[..., second] = pair.real, pair.imag
+    return y
+
+
+PAIRS = {
+    "consecutive": lambda i, depth: (2 * i, 2 * i + 1),
+    "alternate": lambda i, depth: (i, i + depth // 2),
+}
+
+
+@pytest.mark.parametrize("method", PAIRS)
+@pytest.mark.parametrize("windows", [(1, 10_000), (2, 500.0)])
+def test_rotary_embedding(method, windows):
+    x = normal((2, 30, 3, 8))
+    y = transformer_math.rotary_embedding(jnp.asarray(x), windows=windows, group_method=method)
+    expected = turned(x.astype(np.float64), np.arange(30), windows, PAIRS[method])
+    # Angles up to 30 are rounded to 2^-20, and turn by that.
+    assert_close(y, expected, ulps=32)
+    np.testing.assert_array_equal(y[:, 0], x[:, 0])
+
+
+@pytest.mark.parametrize("method", PAIRS)
+def test_rotary_embedding_of_given_positions(method):
+    """Of two packed sequences, positions start anew; they may differ along the batch."""
+    x = normal((2, 6, 3, 8))
+    positions = np.array([[0, 1, 2, 0, 1, 2], [3, 1, 4, 1, 5, 9]])
+    turn = lambda x, p: transformer_math.rotary_embedding(
+        jnp.asarray(x), jnp.asarray(p), group_method=method
+    )
+    expected = turned(x.astype(np.float64), positions, (1, 10_000), PAIRS[method])
+    assert_close(turn(x, positions), expected, ulps=16)
+    assert_close(turn(x, positions[1])[1], expected[1], ulps=16)
+    assert_close(turn(x[1], positions[1]), expected[1], ulps=16)
+
+
+@pytest.mark.parametrize("method", PAIRS)
+def test_rotated_products_depend_on_the_distance_only(method):
+    query, key = (jnp.asarray(np.tile(normal((1, 1, 16), s), (12, 1, 1))) for s in (0, 1))
+    query, key = (transformer_math.rotary_embedding(a, group_method=method) for a in (query, key))
+    products = np.asarray(query[:, 0] @ key[:, 0].T, np.float64)
+    for distance in (-3, 0, 2):
+        along = np.diagonal(products, distance)
+        np.testing.assert_allclose(along, along[0], rtol=0, atol=1e-4)
+    assert np.ptp(products) > 1, "but they do depend on it"
+
+
+def test_rotary_embedding_computes_bf16_in_f32():
+    x = jnp.asarray(normal((1, 200, 2, 8)), jnp.bfloat16)
+    y = transformer_math.rotary_embedding(x)
+    assert y.dtype == jnp.bfloat16
+    expected = turned(np.asarray(x, np.float64), np.arange(200), (1, 10_000), PAIRS["consecutive"])
+    assert_close(y, expected, ulps=0.6, dtype=jnp.bfloat16)
+
+
+def test_rotary_embedding_refuses_what_it_cannot_turn():
+    with pytest.raises(ValueError, match="turns pairs of features, but there are 7"):
+        transformer_math.rotary_embedding(jnp.ones((3, 2, 7)))
+    words = "group_method must be one of 'consecutive', 'alternate'; got 'half'"
+    with pytest.raises(ValueError, match=words):
+        transformer_math.rotary_embedding(jnp.ones((3, 2, 8)), group_method="half")
+
+
+def bucket(distance, bidirectional, num_buckets, max_distance) -> int:
+    """The rule of T5 in exact arithmetic: integer powers in place of logarithms."""
+    first, back = 0, -distance
+    if bidirectional:
+        num_buckets //= 2
+        first, back = (num_buckets if back < 0 else 0), abs(back)
+    back, exact = max(back, 0), num_buckets // 2
+    if back < exact:
+        return first + back
+    ranges = num_buckets - exact
+    # exact + floor(ranges * log(back / exact) / log(max_distance / exact))
+    step = 0
+    while step < ranges - 1 and (
+        Fraction(back, exact) ** ranges >= Fraction(max_distance, exact) ** (step + 1)
+    ):
+        step += 1
+    return first + exact + step
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (20, 160), (8, 100)])
+def test_relative_position_buckets(bidirectional, num_buckets, max_distance):
+    distances = np.arange(-300, 301)
+    buckets = transformer_math.relative_position_buckets(
+        distances,
+        bidirectional=bidirectional,
+        num_buckets=num_buckets,
+        max_distance=max_distance,
+    )
+    expected = [bucket(int(d), bidirectional, num_buckets, max_distance) for d in distances]
+    np.testing.assert_array_equal(buckets, expected)
+    used = set(range(num_buckets))
+    # Nothing comes after the query at distance 0: with two directions that bucket stays empty.
+    assert set(expected) == (used - {num_buckets // 2} if bidirectional else used)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("lengths", [(4, 4), (3, 7), (7, 3), (1, 5)])
+def test_relative_position_bias(bidirectional, lengths):
+    table = normal((2, 8))
+    bias = transformer_math.relative_position_bias(
+        jnp.asarray(table), *lengths, bidirectional=bidirectional, max_distance=5
+    )
+    assert bias.shape == (2, *lengths)
+    for q, k in np.ndindex(lengths):
+        expected = table[:, bucket(k - q, bidirectional, 8, 5)]
+        np.testing.assert_array_equal(bias[:, q, k], expected)
+
+
+def test_the_gradient_of_a_relative_position_bias_counts_its_pairs():
+    sum_of = lambda table: transformer_math.relative_position_bias(
+        table, 4, 4, bidirectional=True, max_distance=8
+    ).sum()
+    counts = jax.grad(sum_of)(jnp.zeros((1, 8)))
+    expected = np.zeros((1, 8))
+    for q, k in np.ndindex((4, 4)):
+        expected[0, bucket(k - q, True, 8, 8)] += 1
+    np.testing.assert_array_equal(counts, expected)
