@@ -1,0 +1,44 @@
+"""Flax NNX modules: Flax's own layers with an FP8 product inside.
+
+Each product holds its amax histories in a Variable of its own type, `Fp8State`; the ``nnx.Param``
+state of a model is that of the model without FP8. There are two ways to train:
+
+  * any loop, with ``nnx.grad`` or ``nnx.value_and_grad``: histories of activations and weights are
+    kept up by the calls, as ``BatchNorm`` does with its statistics, until ``model.eval()``.
+    Gradients, whose amaxes nobody learns, use current scaling;
+  * `jfp8.nnx.value_and_grad` in its place: gradients use their histories too, and every history
+    gets one entry per step.
+
+Recipes that round stochastically draw from the data; see `jfp8.scaled_dot_general`.
+"""
+
+from jfp8.nnx.attention import DotProductAttention, MultiHeadAttention
+from jfp8.nnx.convert import convert_module, layers_of
+from jfp8.nnx.fused import LayerNormLinear, LayerNormMLP
+from jfp8.nnx.layers import Conv, ConvTranspose, Einsum, Linear, LinearGeneral
+from jfp8.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Fp8Sink, Fp8State, Product
+from jfp8.nnx.train import value_and_grad
+from jfp8.nnx.transformer import RelativePositionBiases, TransformerLayer
+
+__all__ = [
+    "Conv",
+    "ConvGeneralDilated",
+    "ConvTranspose",
+    "DotGeneral",
+    "DotProductAttention",
+    "Einsum",
+    "EinsumOp",
+    "Fp8Sink",
+    "Fp8State",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "LinearGeneral",
+    "MultiHeadAttention",
+    "Product",
+    "RelativePositionBiases",
+    "TransformerLayer",
+    "convert_module",
+    "layers_of",
+    "value_and_grad",
+]

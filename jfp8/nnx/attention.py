@@ -1,0 +1,189 @@
+"""Flax's attention with its projections in FP8, and, if asked for, its products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from jfp8 import transformer_math
+from jfp8.matmul import Implementation
+from jfp8.nnx.hooks import hook_of, install
+from jfp8.nnx.products import EinsumOp
+from jfp8.recipes import Recipe
+from jfp8.region import recipe_in_effect
+
+PROJECTIONS = ("query", "key", "value", "out")
+
+
+class DotProductAttention(nnx.Module):
+    """``flax.nnx.dot_product_attention`` with its two products in FP8.
+
+    For ``nnx.MultiHeadAttention(..., attention_fn=DotProductAttention())``; each layer needs its
+    own. Softmax and mask are computed in float32 at least.
+
+    Args:
+      recipe, implementation, path: see `jfp8.nnx.DotGeneral`.
+    """
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe | None = None,
+        implementation: Implementation = None,
+        path: str = "",
+        leading: tuple[int, ...] = (),
+    ) -> None:
+        inside = lambda name: EinsumOp(
+            recipe=recipe,
+            implementation=implementation,
+            path=f"{path}/{name}" if path else "",
+            leading=leading,
+        )
+        self.recipe = recipe
+        self.scores = inside("scores")
+        self.context = inside("context")
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: jax.typing.DTypeLike | None = None,
+        precision: Any = None,
+        module: nnx.Module | None = None,
+        promote_dtype: Any = dtypes.promote_dtype,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        """See ``flax.nnx.dot_product_attention`` for the arguments."""
+        if recipe_in_effect(self.recipe) is None:
+            return nnx.dot_product_attention(
+                query,
+                key,
+                value,
+                bias,
+                mask,
+                broadcast_dropout,
+                dropout_rng,
+                dropout_rate,
+                deterministic,
+                dtype,
+                precision,
+                module,
+                promote_dtype,
+                is_causal,
+            )
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        if is_causal:
+            earlier = transformer_math.causal_mask(query.shape[-3], key.shape[-3])
+            earlier = earlier.reshape((1,) * (query.ndim - 2) + earlier.shape)
+            mask = earlier if mask is None else jnp.logical_and(earlier, mask)
+
+        def dropout(weights: jax.Array) -> jax.Array:
+            if module is not None:
+                module.sow(nnx.Intermediate, "attention_weights", weights.astype(query.dtype))
+            if deterministic or dropout_rate == 0.0:
+                return weights
+            if dropout_rng is None:
+                raise ValueError("dropout_rate needs a dropout_rng, or deterministic=True.")
+            shape = list(weights.shape)
+            if broadcast_dropout:
+                shape[:-2] = [1] * (weights.ndim - 2)
+            keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
+            return weights * (keep.astype(weights.dtype) / (1.0 - dropout_rate))
+
+        return transformer_math.grouped_query_attention(
+            query,
+            key,
+            value,
+            mask=None if mask is None else mask.astype(bool),
+            bias=bias,
+            dropout=dropout,
+            scores_einsum=self.scores,
+            context_einsum=self.context,
+        )
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """``flax.nnx.MultiHeadAttention`` with its projections, forward and backward, in FP8.
+
+    Takes every argument of ``nnx.MultiHeadAttention`` but those for its products; the ``nnx.Param``
+    state is the same, with the same initial values for the same `rngs`.
+
+    Args:
+      *args, **kwargs: as for ``nnx.MultiHeadAttention``.
+      recipe, implementation: see `Linear`.
+      attention_products: compute the two products of attention itself in FP8 too: of queries and
+        keys, and of the weights and values. Their operands are no weights, and errors in the first
+        go through the softmax: try it, and compare.
+
+    Raises:
+      ValueError: an argument for a product, or `attention_products` with an ``attention_fn``.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> from flax import nnx
+    >>> layer = jfp8.nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 3, 8))).shape
+    (1, 3, 8)
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        recipe: Recipe | None = None,
+        implementation: Implementation = None,
+        attention_products: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        hooks = [f"{which}_dot_general{cls}" for which in ("qkv", "out") for cls in ("", "_cls")]
+        given = [name for name in hooks if kwargs.get(name) is not None]
+        if given:
+            raise ValueError(
+                f"jfp8.nnx.MultiHeadAttention computes its projections itself, so it does not take "
+                f"{', '.join(given)}. Pass recipe=..., or use flax.nnx.MultiHeadAttention."
+            )
+        super().__init__(*args, **kwargs)
+        for name in PROJECTIONS:
+            projection = getattr(self, name)
+            hook = hook_of(projection)
+            assert hook is not None
+            install(projection, hook, recipe=recipe, implementation=implementation)
+        if attention_products:
+            if not has_stock_attention(self):
+                raise ValueError(
+                    "attention_products=True computes the products of attention in FP8, so "
+                    "attention_fn would have no effect. Leave out one of the two."
+                )
+            install_attention(self, recipe=recipe, implementation=implementation)
+
+
+def has_stock_attention(layer: nnx.MultiHeadAttention) -> bool:
+    """Whether the products of attention are still those of Flax."""
+    return layer.attention_fn is nnx.dot_product_attention
+
+
+def install_attention(
+    layer: nnx.MultiHeadAttention,
+    *,
+    recipe: Recipe | None,
+    implementation: Implementation = None,
+    path: str = "",
+) -> None:
+    """Make `layer` compute the two products of attention in FP8 from now on."""
+    kernel = layer.query.kernel.get_value()
+    attention = DotProductAttention(
+        recipe=recipe,
+        implementation=implementation,
+        path=path,
+        leading=kernel.shape[: kernel.ndim - 3],
+    )
+    layer.attention_fn = nnx.data(attention)

@@ -1,0 +1,121 @@
+"""FP8 for NNX models that nobody edits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from jfp8.matmul import Implementation
+from jfp8.nnx.attention import has_stock_attention, install_attention
+from jfp8.nnx.hooks import hook_of, install, is_stock
+from jfp8.recipes import Recipe
+
+Path = tuple[Any, ...]
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
+    """The layers of `module` that `convert_module` can convert: paths and layers.
+
+    In the order in which attributes were set, which ``nnx.merge`` and transformed constructors make
+    alphabetical. A layer that is shared appears once. Layers with a product of their own, one of
+    jfp8 or of somebody else, are none of them.
+    """
+    return [
+        ("/".join(map(str, path)), node)
+        for path, node in _nodes(module)
+        if (hook := hook_of(node)) is not None and is_stock(node, hook)
+    ]
+
+
+def convert_module(
+    module: Module,
+    decide: Callable[[str, nnx.Module], Recipe | None],
+    *,
+    implementation: Implementation = None,
+    attention_products: bool = False,
+) -> Module:
+    """A copy of `module` that computes in FP8 what `decide` says.
+
+    The copy has Variables of its own, which hold the same arrays; `module` is not touched. The
+    ``nnx.Param`` state is the same, so checkpoints interchange. Stacked layers, made with
+    ``nnx.vmap``, get stacked amax histories.
+
+    Args:
+      module: any NNX model.
+      decide: called with the path (``"layers/0/linear1"``) and the layer for each of `layers_of`,
+        returns its recipe, or None to leave it alone.
+      implementation: see `jfp8.scaled_matmul`.
+      attention_products: ask `decide` for each ``nnx.MultiHeadAttention`` too, whether the products
+        of queries with keys and of weights with values become FP8.
+
+    Raises:
+      ValueError: layers that are stacked along another axis than the leading ones.
+
+    >>> import jfp8
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> fp8 = jfp8.nnx.convert_module(model, lambda path, layer: jfp8.recipes.DelayedScaling())
+    >>> type(fp8.layers[0].dot_general).__name__, type(model.layers[0].dot_general).__name__
+    ('DotGeneral', 'function')
+    """
+    converted = nnx.clone(module, graph=True)
+    how: dict[str, Any] = {"implementation": implementation}
+    for path, node in _nodes(module):
+        name = "/".join(map(str, path))
+        hook = hook_of(node)
+        if hook is not None and is_stock(node, hook):
+            recipe = decide(name, node)
+            if recipe is not None:
+                install(_at(converted, path), hook, recipe=recipe, path=name, **how)
+        elif attention_products and isinstance(node, nnx.MultiHeadAttention):
+            recipe = decide(name, node) if has_stock_attention(node) else None
+            if recipe is not None:
+                install_attention(_at(converted, path), recipe=recipe, path=name, **how)
+    return converted
+
+
+def _nodes(module: nnx.Module) -> Iterator[tuple[Path, Any]]:
+    """The modules in `module`, and their paths, in the order of definition."""
+    # What only a static attribute holds is no part of the graph: a copy would share it.
+    in_graph = {id(node) for _, node in nnx.iter_modules(module, graph=True)}
+    for path, node in _walk(module, (), set()):
+        if id(node) in in_graph:
+            yield path, node
+
+
+def _walk(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+    """All objects of NNX in `node` with their paths, parents first, in the order of definition."""
+    if isinstance(node, nnx.Pytree):
+        if id(node) in seen:
+            return
+        seen.add(id(node))
+        yield path, node
+    for name, child in _children(node).items():
+        yield from _walk(child, (*path, name), seen)
+
+
+def _children(node: Any) -> dict[Any, Any]:
+    """What `node` holds, by name."""
+    if isinstance(node, nnx.Pytree):
+        return {k: v for k, v in vars(node).items() if not k.startswith("_pytree__")}
+    if isinstance(node, nnx.Variable):
+        return {}
+    if isinstance(node, Mapping):
+        return dict(node)
+    # One level of any other container: lists, tuples, dataclasses.
+    flat, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return {_name(keys[0]): child for keys, child in flat if keys}
+
+
+def _at(node: Any, path: Path) -> Any:
+    for name in path:
+        node = _children(node)[name]
+    return node
+
+
+def _name(key: Any) -> Any:
+    return next(getattr(key, a) for a in ("idx", "key", "name") if hasattr(key, a))

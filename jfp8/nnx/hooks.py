@@ -1,0 +1,146 @@
+"""Where Flax's own layers take a product from, and how they get an FP8 one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jfp8.arrays import ScaledArray
+from jfp8.explain import note
+from jfp8.matmul import Implementation
+from jfp8.nnx.conv_transpose import HookedConvTranspose
+from jfp8.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
+from jfp8.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Hook:
+    """How one kind of layer takes its product.
+
+    Attributes:
+      name: of the layer's attribute.
+      product: what goes there.
+      stock: what Flax itself puts there.
+      kernel_shape: what the shape of the kernel is, unless layers are stacked.
+      hooked: the class of layer that has the hook, if it is not this kind itself.
+    """
+
+    name: str
+    product: type[Product]
+    stock: tuple[Any, ...]
+    kernel_shape: Callable[[Any], tuple[int, ...]]
+    hooked: type[nnx.Module] | None = None
+
+
+HOOKS: dict[type[nnx.Module], Hook] = {
+    nnx.Linear: Hook(
+        "dot_general",
+        DotGeneral,
+        (lax.dot_general,),
+        lambda layer: (layer.in_features, layer.out_features),
+    ),
+    nnx.LinearGeneral: Hook(
+        "dot_general",
+        DotGeneral,
+        (None, lax.dot_general),
+        lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
+    ),
+    nnx.Conv: Hook(
+        "conv_general_dilated",
+        ConvGeneralDilated,
+        (lax.conv_general_dilated,),
+        lambda layer: tuple(layer.kernel_shape),
+    ),
+    nnx.ConvTranspose: Hook(
+        "conv_general_dilated",
+        ConvGeneralDilated,
+        (lax.conv_general_dilated,),
+        lambda layer: tuple(layer.kernel_shape),
+        hooked=HookedConvTranspose,
+    ),
+    nnx.Einsum: Hook(
+        "einsum_op",
+        EinsumOp,
+        (jnp.einsum,),
+        lambda layer: tuple(layer.kernel_shape),
+    ),
+}
+
+
+def hook_of(layer: Any) -> Hook | None:
+    """The hook of `layer`, if it is of a kind that has one."""
+    return next((hook for kind, hook in HOOKS.items() if isinstance(layer, kind)), None)
+
+
+def is_stock(layer: Any, hook: Hook) -> bool:
+    """Whether `layer` still computes its product as Flax does."""
+    if hook.hooked is not None and not isinstance(layer, hook.hooked):
+        return type(layer) in HOOKS
+    given = getattr(layer, hook.name)
+    as_flax = any(given is stock for stock in hook.stock)
+    return as_flax and getattr(layer, f"{hook.name}_cls", None) is None
+
+
+def install(
+    layer: Any,
+    hook: Hook,
+    *,
+    recipe: Recipe | None,
+    implementation: Implementation = None,
+    path: str = "",
+) -> None:
+    """Make `layer` compute its product in FP8 from now on.
+
+    Raises:
+      ValueError: the layer is stacked along another axis than the leading ones.
+    """
+    shape, single = tuple(layer.kernel.get_value().shape), hook.kernel_shape(layer)
+    leading = shape[: len(shape) - len(single)]
+    if shape != (*leading, *single):
+        raise ValueError(
+            f"The kernel of {type(layer).__name__} at {path!r} has shape {shape}, but a single "
+            f"layer's is {single}. Layers must be stacked along leading axes, as "
+            "nnx.vmap(make, out_axes=0) does, for their amax histories to be stacked like them."
+        )
+    if hook.hooked is not None and not isinstance(layer, hook.hooked):
+        object.__setattr__(layer, "__class__", hook.hooked)
+    product = hook.product(recipe=recipe, implementation=implementation, path=path, leading=leading)
+    # The attribute held a function, and was static.
+    setattr(layer, hook.name, nnx.data(product))
+    layer.promote_dtype = SparingScaledArrays(layer.promote_dtype)
+
+
+def annotate(layer: Any, path: str) -> None:
+    """Make the product of a stock `layer` say, while `jfp8.report` looks, where it is."""
+    hook = hook_of(layer)
+    if hook is None or hook.hooked is not None:
+        return
+    stock = next(function for function in hook.stock if function is not None)
+
+    def annotated(*args: Any, **kwargs: Any) -> Any:
+        name = type(layer).__name__
+        with note("path", path), note("layer", name), note("reason", "not converted"):
+            return stock(*args, **kwargs)
+
+    setattr(layer, hook.name, annotated)
+
+
+@dataclass(frozen=True)
+class SparingScaledArrays:
+    """A layer's ``promote_dtype`` that leaves `ScaledArray`s as they are.
+
+    Unlike a closure it compares by value, for JAX's caches.
+    """
+
+    promote_dtype: Callable[..., Any]
+
+    def __call__(self, args: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
+        """Promote all but the `ScaledArray`s among `args`."""
+        plain = tuple(None if isinstance(x, ScaledArray) else x for x in args)
+        promoted = self.promote_dtype(plain, **options)
+        return tuple(x if isinstance(x, ScaledArray) else p for x, p in zip(args, promoted))

@@ -1,0 +1,327 @@
+"""The products that NNX layers are made of, with the state that they keep."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import errors, nnx
+from jax import lax
+
+from jfp8 import einsum
+from jfp8.arrays import ScaledArray
+from jfp8.bilinear import Observed
+from jfp8.conv import observed_conv_general_dilated
+from jfp8.dot_general import observed_dot_general
+from jfp8.explain import note
+from jfp8.matmul import Implementation
+from jfp8.recipes import DelayedScaling, Recipe, check_recipe
+from jfp8.region import recipe_in_effect
+from jfp8.scaling import AmaxState, push_amax
+from jfp8.sink import ROLES
+
+
+class Fp8State(nnx.Variable):
+    """The amax history of one tensor of a product: ``f32[..., H]``, newest first, 0 = empty slot.
+
+    Stacked layers have their leading axes in front.
+    """
+
+
+class Fp8Sink(nnx.Variable):
+    """Zeros ``f32[..., 3, 2050]``, whose gradient carries the amaxes of one product.
+
+    `jfp8.nnx.value_and_grad` attaches them for as long as it differentiates.
+    """
+
+
+class Product(nnx.Module):
+    """What the modules of this file share: the recipe and the state.
+
+    In training, each call pushes the amaxes of lhs and rhs into their histories, as ``BatchNorm``
+    updates its statistics, and gradients use current scaling: nobody would learn their amax. With
+    a sink (see `jfp8.nnx.value_and_grad`) a call records nothing, all three amaxes leave as the
+    gradient of the sink, and gradients use their history.
+
+    Attributes:
+      recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
+        ``DelayedScaling()``.
+      implementation: see `jfp8.scaled_matmul`.
+      path: where the product is in its model, ``"layers/0/linear1"``; "" if nobody said.
+      use_running_average: whether to read the histories without updating them: what
+        ``model.eval()`` sets, and ``model.train()`` unsets.
+      fp8: ``{"lhs", "rhs", "grad"}``, an `Fp8State` each; None for recipes without state.
+      fp8_sink: `Fp8Sink`, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe | None = None,
+        implementation: Implementation = None,
+        path: str = "",
+        leading: Sequence[int] = (),
+        use_running_average: bool = False,
+    ) -> None:
+        """Make the product and its state.
+
+        Args:
+          leading: shape of the axes along which layers are stacked, in front of every history.
+        """
+        self.recipe = None if recipe is None else check_recipe(recipe)
+        self.implementation = implementation
+        self.path = path
+        self.use_running_average = use_running_average
+        # The products of a region that disables FP8 may be called outside of it.
+        state = (recipe_in_effect(self.recipe) or self.recipe or DelayedScaling()).init_state()
+        self.fp8: Any = nnx.data(None)
+        if state is not None:
+            # An array in each Variable, not a dict in one: nnx.replace_by_pure_dict needs that.
+            empty = lambda role: jnp.zeros((*leading, *state[role]["amax_history"].shape))
+            self.fp8 = nnx.Dict({role: Fp8State(empty(role)) for role in ROLES})
+        self.fp8_sink: Fp8Sink | None = nnx.data(None)
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """What ``nnx.view`` calls.
+
+        Args:
+          use_running_average: see `Product`.
+        """
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+    def histories(self) -> dict[str, jax.Array]:
+        """The three amax histories; only of a product that has some."""
+        return {role: self.fp8[role].get_value() for role in ROLES}
+
+    def set_histories(self, histories: dict[str, jax.Array]) -> None:
+        """Replace the amax histories of the tensors that `histories` names."""
+        for role, history in histories.items():
+            self.fp8[role].set_value(history)
+
+    def _multiply(
+        self,
+        quantized: Callable[..., tuple[jax.Array, Observed]],
+        plain: Callable[..., jax.Array],
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        out_sharding: Any,
+    ) -> jax.Array:
+        """`quantized` of the operands under the recipe in effect, or `plain` if there is none."""
+        recipe = recipe_in_effect(self.recipe)
+        scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
+        with scope, note("path", self.path):
+            if recipe is None:
+                rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
+                with note("reason", "FP8 is disabled in this region"):
+                    return plain(lhs, rhs, out_sharding=out_sharding)
+            recipe = recipe.for_layer(self.path)
+            state = self._read_state(recipe)
+            sink = None
+            if state is not None and self.fp8_sink is not None:
+                sink = self.fp8_sink.get_value()
+            with note("recipe", recipe.name):
+                y, observed = quantized(lhs, rhs, recipe=recipe, state=state, sink=sink)
+            if state is not None and sink is None and not self.use_running_average:
+                self._record(state, observed)
+            return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+    def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
+        if self.fp8 is None:
+            return None
+        # A region may bring a recipe that keeps no state, for as long as it lasts.
+        if self.recipe is None and recipe.init_state() is None:
+            return None
+        histories = self.histories()
+        leading = histories[ROLES[0]].shape[:-1]
+        if leading:
+            raise ValueError(
+                f"The amax histories of {self._name()} are stacked along {leading}, but the layer "
+                "was called as a single one. Lift its state as you lift its parameters: "
+                "nnx.scan(..., in_axes=(nnx.Carry, 0)), or name it, nnx.StateAxes({(nnx.Param, "
+                "jfp8.nnx.Fp8State, jfp8.nnx.Fp8Sink): 0, ...: None})."
+            )
+        # A call of `value_and_grad` is a whole step, so there is none under way.
+        return {
+            role: {"amax_history": history, "amax": jnp.zeros(())}
+            for role, history in histories.items()
+        }
+
+    def _record(self, state: dict[str, AmaxState], observed: Observed) -> None:
+        """Push the amaxes of lhs and rhs into their histories."""
+        seen = zip(Observed._fields, observed, strict=True)
+        # A filter by path may differentiate by histories, too.
+        new = {
+            role: _push(*lax.stop_gradient((state[role]["amax_history"], amax)))
+            for role, amax in seen
+        }
+        try:
+            self.set_histories(new)
+        except errors.TraceContextError as error:
+            raise ValueError(
+                f"{self._name()} records amaxes when it is called in training, but here it is "
+                "inside of a JAX transformation that it was made outside of, and they could not "
+                "leave. Pass the model as an argument to nnx.jit, nnx.grad, nnx.scan, nnx.vmap or "
+                "nnx.remat instead of jax's, or make it inside: nnx.merge(graphdef, state, "
+                "copy=True). Or record nothing: model.eval(), or nnx.view(model, "
+                "use_running_average=True)."
+            ) from error
+
+    def _name(self) -> str:
+        return f"{type(self).__name__} at {self.path!r}" if self.path else type(self).__name__
+
+
+@jax.custom_batching.custom_vmap
+def _push(history: jax.Array, amax: jax.Array) -> jax.Array:
+    """`push_amax`, where one history gets the largest of many amaxes under ``vmap``."""
+    return push_amax(history, amax)
+
+
+@_push.def_vmap
+def _push_many(
+    axis_size: int, in_batched: Sequence[bool], history: jax.Array, amax: jax.Array
+) -> tuple[jax.Array, bool]:
+    history_batched, amax_batched = in_batched
+    if not history_batched:
+        amax = jnp.max(jnp.where(jnp.isfinite(amax), amax, 0.0), axis=0)
+    elif not amax_batched:
+        amax = jnp.broadcast_to(amax, (axis_size, *amax.shape))
+    return _push(history, amax), history_batched
+
+
+class DotGeneral(Product):
+    """An FP8 ``dot_general`` with its state, for ``nnx.Linear(..., dot_general=DotGeneral())``.
+
+    Each layer needs its own. For the arguments and attributes see `Product`.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> from flax import nnx
+    >>> layer = nnx.Linear(3, 4, dot_general=jfp8.nnx.DotGeneral(), rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
+
+        Args:
+          lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
+          dimension_numbers: as for ``jax.lax.dot_general``.
+          precision: of the product where FP8 is disabled (see `jfp8.autocast`).
+          preferred_element_type: dtype of the result.
+          out_sharding: of the result, for meshes with explicit axes.
+        """
+        how: dict[str, Any] = {
+            "dimension_numbers": dimension_numbers,
+            "preferred_element_type": preferred_element_type,
+        }
+        quantized = partial(observed_dot_general, **how, implementation=self.implementation)
+        plain = partial(lax.dot_general, **how, precision=precision)
+        return self._multiply(quantized, plain, lhs, rhs, out_sharding)
+
+
+class ConvGeneralDilated(Product):
+    """An FP8 ``conv_general_dilated`` with its state, for ``nnx.Conv(conv_general_dilated=...)``.
+
+    Each layer needs its own. For the arguments and attributes see `Product`.
+    """
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        window_strides: Sequence[int],
+        padding: str | Sequence[tuple[int, int]],
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """``jax.lax.conv_general_dilated`` in FP8; see `jfp8.scaled_conv_general_dilated`.
+
+        Args:
+          lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
+          window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
+            feature_group_count: as for ``jax.lax.conv_general_dilated``.
+          precision: of the convolution where FP8 is disabled (see `jfp8.autocast`).
+          preferred_element_type: dtype of the result.
+          out_sharding: of the result, for meshes with explicit axes.
+        """
+        how: dict[str, Any] = {
+            "window_strides": window_strides,
+            "padding": padding,
+            "lhs_dilation": lhs_dilation,
+            "rhs_dilation": rhs_dilation,
+            "dimension_numbers": dimension_numbers,
+            "feature_group_count": feature_group_count,
+            "preferred_element_type": preferred_element_type,
+        }
+        quantized = partial(
+            observed_conv_general_dilated, **how, implementation=self.implementation
+        )
+        plain = partial(lax.conv_general_dilated, **how, precision=precision)
+        return self._multiply(quantized, plain, lhs, rhs, out_sharding)
+
+
+class EinsumOp(Product):
+    """An FP8 ``einsum`` of two operands with its state, for ``nnx.Einsum(..., einsum_op=...)``.
+
+    Each layer needs its own. For the arguments and attributes see `Product`.
+    """
+
+    def __call__(
+        self,
+        equation: str,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray,
+        *,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """``jax.numpy.einsum(equation, lhs, rhs)`` in FP8; see `jfp8.scaled_dot_general`.
+
+        Args:
+          equation: two operands and "->", such as "abc,cd->abd".
+          lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
+          precision: of the product where FP8 is disabled (see `jfp8.autocast`).
+          preferred_element_type: dtype of the result.
+          out_sharding: of the result, for meshes with explicit axes.
+
+        Raises:
+          ValueError: `equation` is not a product of two operands.
+        """
+        preferred = {"preferred_element_type": preferred_element_type}
+
+        def quantized(lhs: Any, rhs: Any, **options: Any) -> tuple[jax.Array, Observed]:
+            seen = []
+
+            def dot_general(lhs: Any, rhs: Any, numbers: Any) -> jax.Array:
+                y, observed = observed_dot_general(
+                    lhs, rhs, numbers, **preferred, implementation=self.implementation, **options
+                )
+                seen.append(observed)
+                return y
+
+            terms = einsum.parse(equation, lhs.ndim, rhs.ndim)
+            return einsum.as_dot_general(terms, lhs, rhs, dot_general), seen[0]
+
+        plain = partial(jnp.einsum, equation, **preferred, precision=precision)
+        return self._multiply(quantized, plain, lhs, rhs, out_sharding)

@@ -1,0 +1,165 @@
+"""`value_and_grad`: one step of an NNX model, histories of gradients included."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx import filterlib
+
+from jfp8.nnx.products import Fp8Sink, Fp8State, Product
+from jfp8.optim.loss_scaling import all_finite, keep_unless
+from jfp8.scaling import push_amax
+from jfp8.sink import ROLES, WIDTH
+from jfp8.train import decode_all
+
+Path = tuple[Any, ...]
+
+
+def value_and_grad(
+    f: Callable[..., Any] | None = None,
+    *,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    loss_scale: jax.typing.ArrayLike | None = None,
+) -> Callable[..., Any]:
+    """``flax.nnx.value_and_grad`` that also learns the amaxes of gradients.
+
+    A call is one step of every FP8 product among the differentiated arguments: it reads all three
+    histories, gradients included, and each gets one entry, the largest amax of all its uses. If the
+    loss or a gradient is not finite, or an operand of a product was not, the histories stay as
+    they were.
+
+    Products in evaluation mode (``model.eval()``) record nothing. Those of frozen layers, none of
+    whose parameters is differentiated by, record lhs and rhs as any call does, and nothing is
+    differentiated for their sake.
+
+    Args:
+      f: as for ``nnx.value_and_grad``; left out, a decorator is returned.
+      argnums: as for ``nnx.value_and_grad``: which arguments to differentiate by. Of models among
+        them, the ``nnx.Param`` or what ``nnx.DiffState`` says.
+      has_aux: whether `f` returns ``(loss, aux)``.
+      loss_scale: a factor for the loss, a scalar that may change from step to step: the returned
+        gradients are those of the scaled loss, which is what an optimizer with `jfp8.loss_scale`
+        takes, and the returned loss is not scaled. Histories of gradients do not depend on it.
+        Scaling the loss in `f` instead would leave them behind whenever the scale changes.
+
+    Returns:
+      A function with the arguments of `f` that returns ``(loss, grads)`` or ``((loss, aux),
+      grads)``, just as ``nnx.value_and_grad`` does: nothing of FP8 is in them.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> from flax import nnx
+    >>> model = jfp8.nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    >>> loss, grads = jfp8.nnx.value_and_grad(lambda m, x: m(x).sum())(model, jnp.ones((2, 3)))
+    >>> sorted(grads)
+    ['bias', 'kernel']
+    """
+    if f is None:
+        return functools.partial(
+            value_and_grad, argnums=argnums, has_aux=has_aux, loss_scale=loss_scale
+        )
+    single = isinstance(argnums, int | nnx.DiffState)
+    wanted = tuple(
+        entry if isinstance(entry, nnx.DiffState) else nnx.DiffState(entry, nnx.Param)
+        for entry in ((argnums,) if single else argnums)
+    )
+    # The sinks come first. Filters by path would take histories for parameters.
+    shifted = tuple(
+        nnx.DiffState(w.argnum + 1, nnx.All(w.filter, nnx.Not((Fp8State, Fp8Sink)))) for w in wanted
+    )
+
+    @functools.wraps(f)
+    def compute(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        args = _positional(f, args, kwargs)
+        products = _training_products(args)
+        before = {path: product.histories() for path, product in products.items()}
+        trained = _trained_modules(args, wanted)
+        with_sink = [path for path in products if path[:-1] in trained]
+
+        def f_with_sinks(sinks: list[jax.Array], *args: Any) -> Any:
+            here = _training_products(args)
+            for path, sink in zip(with_sink, sinks, strict=True):
+                here[path].fp8_sink = Fp8Sink(sink)
+                here[path].set_histories({"grad": _scaled(before[path]["grad"], loss_scale)})
+            try:
+                returned = f(*args)
+            finally:
+                for path in with_sink:
+                    here[path].fp8_sink = None
+            loss, aux = returned if has_aux else (returned, None)
+            scaled = loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale
+            return scaled, (loss, aux)
+
+        sinks = [_zeros(products[path]) for path in with_sink]
+        (_, (loss, aux)), (cotangents, *grads) = nnx.value_and_grad(
+            f_with_sinks, argnums=(0, *shifted), has_aux=True, graph=True, graph_updates=True
+        )(sinks, *args)
+
+        decoded, overflow = decode_all({"amaxes": cotangents})
+        finite = all_finite((loss, grads)) & ~overflow
+        after = {path: product.histories() for path, product in products.items()}
+        for path, amaxes in zip(with_sink, decoded["amaxes"], strict=True):
+            for row, role in enumerate(ROLES):
+                amax = amaxes[..., row]
+                if role == "grad" and loss_scale is not None:
+                    amax = amax / loss_scale
+                after[path][role] = push_amax(before[path][role], amax)
+        for path, product in products.items():
+            product.set_histories(keep_unless(finite, after[path], before[path]))
+        return (loss, aux) if has_aux else loss, grads[0] if single else tuple(grads)
+
+    return compute
+
+
+def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of `f` in order, also those that were given by name."""
+    if not kwargs:
+        return tuple(args)
+    bound = inspect.signature(f).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(
+            f"jfp8.nnx.value_and_grad, like that of Flax, needs to pass {sorted(bound.kwargs)} by "
+            "position, which the function does not allow. Leave out the * in its signature."
+        )
+    return bound.args
+
+
+def _training_products(args: tuple[Any, ...]) -> dict[Path, Product]:
+    """The products with state that are in training, by their paths in `args`."""
+    return {
+        path: node
+        for path, node in nnx.iter_graph(args, graph=True)
+        if isinstance(node, Product) and node.fp8 is not None and not node.use_running_average
+    }
+
+
+def _trained_modules(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> set[Path]:
+    """Where in `args` something is differentiated by: paths of Variables, cut off anywhere."""
+    found = set()
+    for entry in wanted:
+        predicate = filterlib.to_predicate(entry.filter)
+        for path, node in nnx.iter_graph(args[entry.argnum], graph=True):
+            if isinstance(node, nnx.Variable) and predicate(path, node):
+                found.update((entry.argnum, *path[:end]) for end in range(len(path)))
+    return found
+
+
+def _zeros(product: Product) -> jax.Array:
+    leading = product.histories()[ROLES[0]].shape[:-1]
+    return jnp.zeros((*leading, len(ROLES), WIDTH), jnp.float32)
+
+
+def _scaled(history: jax.Array, loss_scale: jax.typing.ArrayLike | None) -> jax.Array:
+    """A history of gradients of the loss as that of gradients of the scaled loss."""
+    if loss_scale is None:
+        return history
+    largest = np.float32(np.finfo(np.float32).max)
+    return jnp.minimum(history * loss_scale, largest).astype(history.dtype)
