@@ -1,23 +1,38 @@
 """FP8 training for JAX and Flax.
 
-Import order is reading order: formats, arrays, scaling, quantizers, recipes, dot_general, linen.
+Import order is reading order: formats, arrays, scaling, quantizers, recipes, dot_general, linen,
+nnx, convert.
 """
 
-from jfp8 import linen, optim, quantizers, recipes, scaling
+from jfp8 import linen, nnx, optim, quantizers, recipes, scaling
 from jfp8._version import __version__
 from jfp8.arrays import ScaledArray, dequantize
 from jfp8.conv import scaled_conv_general_dilated
 from jfp8.convert import autocast, convert
 from jfp8.dot_general import scaled_dot_general
 from jfp8.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format, cast, round_to_format
-from jfp8.linen import Conv, ConvTranspose, Dense, DenseGeneral, Einsum
+from jfp8.initialize import initialize
+from jfp8.linen import (
+    Conv,
+    ConvTranspose,
+    Dense,
+    DenseGeneral,
+    Einsum,
+    LayerNormDense,
+    LayerNormMLP,
+    MoE,
+    MultiHeadDotProductAttention,
+    TransformerLayer,
+)
 from jfp8.matmul import scaled_matmul
 from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
 from jfp8.quantizers import quantize
+from jfp8.ragged_dot import scaled_ragged_dot
 from jfp8.report import Report, report
 from jfp8.scaling import Block, PerAxis, PerTensor
 from jfp8.selection import EDGES, Edge
 from jfp8.train import Gradients, TrainState, advance, value_and_grad
+from jfp8.weights import quantize_params
 
 __all__ = [
     "E2M1FN",
@@ -35,22 +50,30 @@ __all__ = [
     "Einsum",
     "Format",
     "Gradients",
+    "LayerNormDense",
+    "LayerNormMLP",
     "LossScaleState",
+    "MoE",
+    "MultiHeadDotProductAttention",
     "PerAxis",
     "PerTensor",
     "Report",
     "ScaledArray",
     "TrainState",
+    "TransformerLayer",
     "__version__",
     "advance",
     "autocast",
     "convert",
     "cast",
     "dequantize",
+    "initialize",
     "linen",
     "loss_scale",
+    "nnx",
     "optim",
     "quantize",
+    "quantize_params",
     "quantizers",
     "recipes",
     "report",
@@ -59,6 +82,7 @@ __all__ = [
     "scaled_conv_general_dilated",
     "scaled_dot_general",
     "scaled_matmul",
+    "scaled_ragged_dot",
     "scaling",
     "skip_on_overflow",
     "value_and_grad",

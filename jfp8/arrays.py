@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,15 @@ class ScaledArray:
     def format(self) -> Format:
         """Format of the stored data."""
         return format_of(self.data.dtype)
+
+    def __getitem__(self, index: Any) -> ScaledArray:
+        """``q[...]`` is `q`, which NNX asks of parameters. Parts may cut blocks: there are none."""
+        if index is not Ellipsis:
+            raise TypeError(
+                "A ScaledArray has no parts, since blocks of elements share a scale: take those of "
+                "its values, q.dequantize()[...]."
+            )
+        return self
 
     def block_sizes(self) -> tuple[int, ...]:
         """Elements that share a scale, for each dimension; the scale must not be 0-d."""

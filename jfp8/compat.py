@@ -7,6 +7,16 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters import partial_eval
+
+
+def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """`closed` without the equations that none of its results needs."""
+    jaxpr, _ = partial_eval.dce_jaxpr(
+        closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
+    )
+    return ClosedJaxpr(jaxpr, closed.consts)
 
 
 def varying_axes(x: jax.Array) -> frozenset[Any]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import flax.linen as nn
 from flax import nnx
 
-from jfp8.linen.convert import convert_module, in_region
+from jfp8.linen import convert as linen_convert
+from jfp8.nnx import convert as nnx_convert
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
-from jfp8.selection import Choice, select
+from jfp8.selection import MAX_IMAGE_CHANNELS, Choice, Edge, Selection, select
 
 Model = TypeVar("Model", nn.Module, nnx.Module)
 
@@ -34,7 +35,10 @@ def convert(
     (``dot_general=``) keeps it. Products that no layer computes (``x @ w``, ``jnp.einsum``) stay in
     high precision: `jfp8.report` lists them.
 
-    State is as for `jfp8.Dense`: ``init`` gives ``fp8`` and ``fp8_sink`` besides ``params``.
+    State is as for `jfp8.Dense`: ``init`` gives ``fp8`` and ``fp8_sink`` besides ``params``. Where
+    ``nn.scan`` or ``nn.vmap`` share weights, ``apply(..., mutable=["fp8"])`` is refused by Flax:
+    train with `jfp8.TrainState`, which does not need it. A converted model inside of an unconverted
+    one uses current scaling where it lifts ``params`` alone.
 
     Args:
       model: a Linen or NNX module.
@@ -42,8 +46,9 @@ def convert(
       exempt: layers that stay in high precision: patterns of paths (``"decoder/*"``), types
         (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
         Default: `jfp8.EDGES`, the first convolution of an image model and the final logits, which
-        the literature keeps in high precision. ``()`` exempts none; ``(*jfp8.EDGES, "decoder/*")``
-        adds to the default.
+        the literature keeps in high precision; in an NNX model they are the first convolution and
+        the last linear layer that the model itself holds. ``()`` exempts none;
+        ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
       only: convert these layers and no others, given like `exempt`, of which nothing is then the
         default.
       attention_products: convert the products of queries with keys and of weights with values, too.
@@ -63,18 +68,67 @@ def convert(
     >>> fp8_model.init(jax.random.key(0), jnp.ones((1, 32))).keys()
     dict_keys(['params'])
     """
-    selection = select(recipe, exempt, only, attention_products)
+    return convert_selected(model, select(recipe, exempt, only, attention_products))
+
+
+def convert_selected(
+    model: Model, selection: Selection, on_init: Callable[..., None] | None = None
+) -> Model:
+    """`convert`, of a `Selection`; Linen models call ``on_init`` at the end of ``init``."""
     if isinstance(model, nn.Module):
         if model.scope is not None:
             raise TypeError(
                 "convert takes a model that is not bound to variables: convert the model first, "
                 "then call .bind or .apply."
             )
-        return convert_module(model, selection)
+        return linen_convert.convert_module(model, selection, on_init)
+    if isinstance(model, nnx.Module):
+        return _convert_nnx(model, selection)
     raise TypeError(
         f"model must be an instance of a Flax Linen or NNX module, got {model!r}. Convert the "
         "model, not its class or its parameters: jfp8.convert(MyModel(...), recipe)."
     )
+
+
+def _convert_nnx(model: nnx.Module, selection: Selection) -> nnx.Module:
+    layers = nnx_convert.layers_of(model)
+    paths = [path for path, _ in layers]
+    selection.check_patterns(paths)
+    selection.check_types([layer for _, layer in layers])
+    edges = _nnx_edges(model, layers)
+    return nnx_convert.convert_module(
+        model,
+        lambda path, layer: selection.decide(path, layer, edges.get(path)).recipe,
+        attention_products=selection.attention_products,
+    )
+
+
+def nnx_decisions(model: nnx.Module, selection: Selection) -> list[tuple[str, str]]:
+    """The layers of an NNX model, and what becomes of each: its recipe, or why it has none."""
+    layers = nnx_convert.layers_of(model)
+    edges = _nnx_edges(model, layers)
+    decided = [(path, selection.decide(path, layer, edges.get(path))) for path, layer in layers]
+    return [(path, repr(d.recipe) if d.recipe else d.reason) for path, d in decided]
+
+
+def _nnx_edges(model: nnx.Module, layers: list[tuple[str, nnx.Module]]) -> dict[str, Edge]:
+    """The layers at the edges of a model, by where they are in it: nothing is traced.
+
+    The image enters by the first convolution, if it has at most 4 input channels. Logits leave by
+    the last linear layer that the model itself holds, or else by the last of all that is no part of
+    a stack of layers.
+    """
+    edges: dict[str, Edge] = {}
+    convolutions = [(path, layer) for path, layer in layers if isinstance(layer, nnx.Conv)]
+    if convolutions and convolutions[0][1].in_features <= MAX_IMAGE_CHANNELS:
+        edges[convolutions[0][0]] = Edge.IMAGE_INPUT
+    linear = [path for path, layer in layers if isinstance(layer, (nnx.Linear, nnx.LinearGeneral))]
+    depth = 2 if isinstance(model, nnx.Sequential) else 1
+    own = [path for path in linear if path.count("/") < depth]
+    single = [path for path in linear if not any(part.isdigit() for part in path.split("/"))]
+    if own or single:
+        edges[(own or single)[-1]] = Edge.LOGITS
+    return edges
 
 
 @contextlib.contextmanager
@@ -107,5 +161,5 @@ def autocast(recipe: Recipe = DelayedScaling(), *, enabled: bool = True) -> Iter
     ...     bool((apply(variables, x) == y).all())
     False
     """
-    with in_region(check_recipe(recipe), bool(enabled)):
+    with linen_convert.in_region(check_recipe(recipe), bool(enabled)):
         yield

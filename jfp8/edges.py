@@ -22,12 +22,16 @@ _PARAMETER, _OTHER = 0, 1
 
 def mark_input(x: Any, path: str) -> Any:
     """`x`, as what goes into the layer at `path`."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _INPUT + path), x)
+    return jax.tree.map(lambda leaf: _marked(leaf, _INPUT + path), x)
 
 
 def mark_output(y: Any, path: str) -> Any:
     """`y`, as what comes out of the layer at `path`."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _OUTPUT + path), y)
+    return jax.tree.map(lambda leaf: _marked(leaf, _OUTPUT + path), y)
+
+
+def _marked(leaf: Any, name: str) -> Any:
+    return checkpoint_name(leaf, name) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
 
 
 def arrays_in(result: Any) -> list[Any]:

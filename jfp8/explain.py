@@ -24,9 +24,14 @@ def explaining() -> AbstractContextManager[object]:
 
 def note(kind: Kind, text: str) -> AbstractContextManager[object]:
     """A context whose equations carry a note."""
-    if _context.value is None or not text:
+    report = _context.value
+    if report is None or not text:
         return contextlib.nullcontext()
-    return jax.named_scope(f"{kind}={text.replace(';', ',')};")
+    both = contextlib.ExitStack()
+    both.enter_context(jax.named_scope(f"{kind}={text.replace(';', ',')};"))
+    if kind == "path":  # what was traced for one layer is not another's, as nn.jit would have it
+        both.enter_context(_context((report, text)))
+    return both
 
 
 def notes_of(name_stack: str) -> dict[str, str]:

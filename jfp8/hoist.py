@@ -180,7 +180,7 @@ def _late(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any], kept: An
     values.update((v, _from_bytes(x, v)) for v, x in zip(plan.kept, given, strict=True))
     read = lambda v: v.val if isinstance(v, Literal) else values[v]
     for i, eqn in enumerate(plan.jaxpr.eqns):
-        if all(v in values for v in eqn.outvars):
+        if eqn.outvars and all(v in values for v in eqn.outvars):
             continue
         ins = list(map(read, eqn.invars))
         if i in plan.inner:

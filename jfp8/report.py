@@ -20,9 +20,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8 import formats
 from jfp8.bilinear import PRODUCT_NAME
+from jfp8.compat import without_dead_code
 from jfp8.edges import arrays_in
 from jfp8.explain import explaining, note, notes_of
 from jfp8.linen.products import Product
+from jfp8.nnx.convert import layers_of
+from jfp8.nnx.hooks import annotate
 
 _PLAIN = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 _F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
@@ -170,10 +173,6 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))))
 
 
-class _AnyStream(dict):
-    """Keys for whatever stream of random numbers a model asks for."""
-
-
 def _linen_jaxpr(
     model: nn.Module, variables: Mapping[str, Any], inputs: Any, kwargs: dict[str, Any]
 ) -> ClosedJaxpr:
@@ -204,7 +203,10 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def forward(params, rest, inputs, kwargs):
-        return _total(nnx.merge(graph, params, rest, copy=True)(*inputs, **kwargs))
+        copy = nnx.merge(graph, params, rest, copy=True)
+        for path, layer in layers_of(copy):
+            annotate(layer, path)
+        return _total(copy(*inputs, **kwargs))
 
     return _traced(forward, (params, rest, inputs, kwargs))
 
@@ -226,9 +228,10 @@ def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:
     params = leaves[:n_params]
     others = [x for x, array in zip(leaves[n_params:], is_array[n_params:]) if array]
     narrow = any(np.dtype(x.dtype).itemsize == 1 for x in params)  # weights kept in FP8
-    function = flat if narrow or not params else jax.grad(flat)
+    function = flat if narrow or not params else jax.value_and_grad(flat)
     with explaining():
-        return jax.make_jaxpr(function)(params, others)
+        # The gradient by the model's input, say, is traced with the rest, and never computed.
+        return without_dead_code(jax.make_jaxpr(function)(params, others))
 
 
 def _total(y: Any) -> jax.Array:

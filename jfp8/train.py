@@ -63,11 +63,11 @@ def advance(fp8: Collections, sink_cotangent: Collections) -> Collections:
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:3]
     Array([1., 0., 0.], dtype=float32)
     """
-    amaxes, _ = _decode_all(_plain(sink_cotangent))
+    amaxes, _ = decode_all(_plain(sink_cotangent))
     return _advance(_plain(fp8), amaxes, ())
 
 
-def _decode_all(sinks: Collections) -> tuple[Collections, jax.Array]:
+def decode_all(sinks: Collections) -> tuple[Collections, jax.Array]:
     """Every sink f32[..., 3, 2050] decoded to amaxes f32[..., 3], and whether any overflowed.
 
     All at once: hundreds of small programs of the same shape would take long to compile.
@@ -258,7 +258,7 @@ class TrainState(flax.struct.PyTreeNode):
                     "jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
             grads = Gradients(_scaled(grads, find_loss_scale(self.opt_state), -1), {}, {})
-        amaxes, overflow = _decode_all(_plain(grads.fp8_sink))
+        amaxes, overflow = decode_all(_plain(grads.fp8_sink))
         finite = all_finite(grads.params) & ~overflow
 
         before = find_loss_scale(self.opt_state)

@@ -45,20 +45,50 @@ ARROWS: dict[str, str] = {
     "conv_transpose": "arrays",
     "linen/products": "arrays scaling recipes matmul sink bilinear dot_general conv region explain",
     "linen/layers": "arrays recipes matmul region einsum conv_transpose linen/products",
+    "transformer_math": "",
+    "ragged_dot": (
+        "compat random_bits formats arrays scaling quantizers recipes accumulation matmul bilinear "
+        "dot_general"
+    ),
+    "routing": "ragged_dot",
     "linen/attention": "arrays recipes matmul einsum linen/products linen/layers",
-    "linen/__init__": "linen/products linen/layers linen/attention",
+    "linen/fused": "recipes matmul transformer_math linen/layers",
+    "linen/transformer": (
+        "recipes matmul transformer_math linen/layers linen/attention linen/fused"
+    ),
+    "linen/moe": "arrays recipes matmul transformer_math ragged_dot routing linen/products",
+    "linen/__init__": (
+        "linen/products linen/layers linen/attention linen/fused linen/transformer linen/moe"
+    ),
+    "nnx/products": (
+        "arrays scaling recipes matmul sink bilinear dot_general conv region explain einsum"
+    ),
+    "nnx/conv_transpose": "arrays conv_transpose",
+    "nnx/hooks": "arrays recipes matmul explain nnx/products nnx/conv_transpose",
+    "nnx/layers": "recipes matmul nnx/conv_transpose nnx/hooks",
+    "nnx/attention": "recipes matmul region transformer_math nnx/products nnx/hooks",
+    "nnx/fused": "recipes matmul transformer_math nnx/layers",
+    "nnx/transformer": "recipes matmul transformer_math nnx/products nnx/layers nnx/fused",
+    "nnx/convert": "recipes matmul nnx/hooks nnx/attention",
     "selection": "recipes",
     "edges": "",
     "linen/convert": (
-        "recipes sink region explain selection edges linen/products linen/layers linen/attention"
+        "arrays recipes sink region explain selection edges "
+        "linen/products linen/layers linen/attention"
     ),
-    "convert": "recipes selection linen/convert",
-    "report": "formats bilinear explain edges linen/products",
+    "convert": "recipes selection linen/convert nnx/convert",
+    "report": "compat formats bilinear explain edges linen/products nnx/hooks nnx/convert",
+    "weights": "arrays scaling quantizers recipes selection",
     "optim/loss_scaling": "compat",
     "optim/stochastic_rounding": "compat random_bits optim/loss_scaling",
     "optim/__init__": "optim/loss_scaling optim/stochastic_rounding",
     "hoist": "compat formats",
     "train": "compat scaling sink optim/loss_scaling hoist",
+    "nnx/train": "scaling sink optim/loss_scaling train nnx/products",
+    "nnx/__init__": (
+        "nnx/products nnx/layers nnx/attention nnx/fused nnx/transformer nnx/convert nnx/train"
+    ),
+    "initialize": "recipes selection optim/loss_scaling convert report",
     "__init__": "*",
 }
 

@@ -1,0 +1,124 @@
+"""`quantize_params`: weights that are kept in FP8 only, for inference and fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jfp8.arrays import ScaledArray
+from jfp8.quantizers import Context, Current, Quantizer
+from jfp8.recipes import DelayedScaling, Recipe, check_recipe
+from jfp8.scaling import amax
+from jfp8.selection import Choice, Selection, select
+
+
+def quantize_params(
+    params: Any,
+    recipe: Recipe = DelayedScaling(),
+    *,
+    exempt: Choice | Sequence[Choice] = (),
+    only: Choice | Sequence[Choice] | None = None,
+    stacked: str | Sequence[str] = (),
+) -> Any:
+    """`params` with the kernels of layers in FP8: one byte for each weight, and scales. ::
+
+        kernel ~= data * scale
+
+    An f32 or bf16 checkpoint in, an FP8 one out. Layers of jfp8 and converted models take it in the
+    place of the original, without any other state. The kernels get no gradient; what else is in
+    `params` does, so that adapters and norms can be trained. Layers that a conversion exempts (the
+    logits) multiply the values of their FP8 kernels in high precision: exempt them here, too, to
+    keep their kernels.
+
+    Args:
+      params: the ``params`` of a Linen model, nested dicts; or ``nnx.state(model, nnx.Param)``.
+      recipe: that of the model. Matrices are quantized as it quantizes the weight of its forward
+        product; other kernels with its format and one scale, from which recipes with finer scales
+        quantize again.
+      exempt, only: layers whose kernels stay, or are the only ones quantized: patterns of paths
+        (``"decoder/*"``) or functions ``(path, kernel) -> bool``, as for `jfp8.convert`.
+      stacked: patterns of layers whose kernels have a leading axis of layers (``nn.scan``, NNX
+        models made under ``nnx.vmap``): scales for each layer.
+
+    Returns:
+      The same tree with a `ScaledArray` for every ``kernel`` of at least two dimensions.
+
+    Raises:
+      TypeError: `params` are no nested dicts; no recipe.
+      ValueError: a pattern that matches no layer with a kernel; a kernel in FP8 already.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> model, x = jfp8.Dense(4), jnp.ones((1, 3))
+    >>> params = jfp8.quantize_params(model.init(jax.random.key(0), x)["params"])
+    >>> params["kernel"].data.dtype, model.apply({"params": params}, x).shape
+    (dtype(float8_e4m3fn), (1, 4))
+    """
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"params must be nested dicts, variables['params'], got {type(params).__name__}."
+        )
+    check_recipe(recipe)
+    selection = select(recipe, exempt, only)
+    stacks = Selection(recipe, (stacked,) if isinstance(stacked, str) else tuple(stacked))
+    paths = [path for path, _ in _kernels(params, ())]
+    selection.check_patterns(paths)
+    stacks.check_patterns(paths)
+    quantizer = recipe.products().fprop.rhs or Current(DelayedScaling().products().fprop.rhs.fmt)
+
+    def quantized(path: str, kernel: Any) -> Any:
+        if selection.decide(path, kernel, None).recipe is None:
+            return kernel
+        value = kernel.get_value() if isinstance(kernel, nnx.Variable) else kernel
+        is_stacked = stacks.decide(path, kernel, None).recipe is None
+        q = _stacked(value, quantizer) if is_stacked else _single(value, quantizer)
+        return kernel.replace(q) if isinstance(kernel, nnx.Variable) else q
+
+    return _mapped(params, (), quantized)
+
+
+def _single(kernel: jax.Array, quantizer: Quantizer) -> ScaledArray:
+    if isinstance(kernel, ScaledArray):
+        raise ValueError("params has kernels in FP8 already; quantize_params takes the originals.")
+    if kernel.ndim != 2:
+        quantizer = Current(quantizer.fmt)
+    return quantizer(kernel, Context((0,), amax(kernel), None, None))
+
+
+def _stacked(kernels: jax.Array, quantizer: Quantizer) -> ScaledArray:
+    q = jax.vmap(lambda kernel: _single(kernel, quantizer))(kernels)
+    if q.block is not None:  # blocks cut short, of whose size a slice of the stack knows nothing
+        q = jax.vmap(lambda kernel: _single(kernel, Current(quantizer.fmt)))(kernels)
+    return replace(q, scale=_with_dims(q.scale, kernels.ndim))
+
+
+def _with_dims(scale: Any, ndim: int) -> Any:
+    """Scales of a stack, with a dimension for each dimension of the data."""
+    if isinstance(scale, ScaledArray):
+        return replace(scale, scale=_with_dims(scale.scale, ndim))
+    return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim))
+
+
+def _kernels(tree: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
+    found = []
+    for name, node in tree.items():
+        if isinstance(node, Mapping):
+            found += _kernels(node, (*path, str(name)))
+        elif name == "kernel" and jnp.ndim(getattr(node, "data", node)) >= 2:
+            found.append(("/".join(path), node))
+    return found
+
+
+def _mapped(tree: Any, path: tuple[str, ...], function: Any) -> Any:
+    new = {}
+    for name, node in tree.items():
+        if isinstance(node, Mapping):
+            new[name] = _mapped(node, (*path, str(name)), function)
+        else:
+            is_kernel = name == "kernel" and jnp.ndim(getattr(node, "data", node)) >= 2
+            new[name] = function("/".join(path), node) if is_kernel else node
+    return nnx.State(new) if isinstance(tree, nnx.State) else new
