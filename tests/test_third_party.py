@@ -1,0 +1,602 @@
+"""Models that nobody edited, from other people's packages: one line converts them.
+
+The packages are in the extra ``models``; without it these tests are skipped. Each model is small
+here, but its code is what was released: `test_the_code_is_as_released` compares its hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib.metadata
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+import jfp8
+from jfp8 import recipes
+
+WORDS, LENGTH, BATCH, IMAGE, CLASSES = 16, 16, 32, 32, 4
+STRAY = 1 / 4  # so that no model can learn its data by heart
+TAIL = 10  # steps over which the loss at an end of a run is averaged
+
+
+@pytest.fixture(autouse=True)
+def as_their_authors_run_it():
+    """These models promote ranks, which is not for us to judge."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# ---- data: nothing but seeds, and with something to learn
+
+
+def chains(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Words i32[*shape] of which each is followed by one that belongs to it, but 1 in 4 by any."""
+    follower = np.random.default_rng(0).permutation(WORDS)
+    words = rng.integers(WORDS, size=shape)
+    stray = rng.random(shape) < STRAY
+    for t in range(1, shape[-1]):
+        words[..., t] = np.where(stray[..., t], words[..., t], follower[words[..., t - 1]])
+    return words.astype(np.int32)
+
+
+def text(steps: int) -> dict[str, np.ndarray]:
+    words = chains(np.random.default_rng(1), steps, BATCH, LENGTH + 1)
+    return {"x": words[..., :-1], "y": words[..., 1:]}
+
+
+def translations(steps: int) -> dict[str, np.ndarray]:
+    """Sentences, and the same ones in another language, word by word."""
+    source = chains(np.random.default_rng(2), steps, BATCH, LENGTH)
+    target = np.random.default_rng(3).permutation(WORDS)[source].astype(np.int32)
+    return {"source": source, "x": np.roll(target, 1, axis=-1), "y": target}
+
+
+def gaps(steps: int) -> dict[str, np.ndarray]:
+    """Sentences in which every fourth word is hidden."""
+    words = chains(np.random.default_rng(6), steps, BATCH, LENGTH)
+    return {"x": np.where(np.arange(LENGTH) % 4 == 2, 0, words).astype(np.int32), "y": words}
+
+
+def images(
+    steps: int, *, batch: int = BATCH, side: int = IMAGE, noise: float = 0.5
+) -> dict[str, np.ndarray]:
+    """Noisy views of one picture per class; 1 label in 4 is any."""
+    coarse = np.random.default_rng(4).normal(size=(CLASSES, 4, 4, 3))
+    pictures = coarse.repeat(side // 4, axis=1).repeat(side // 4, axis=2)
+    rng = np.random.default_rng(5)
+    labels = rng.integers(CLASSES, size=(steps, batch))
+    x = pictures[labels] + noise * rng.normal(size=(steps, batch, side, side, 3))
+    labels = np.where(
+        rng.random(labels.shape) < STRAY, rng.integers(CLASSES, size=labels.shape), labels
+    )
+    return {"x": x.astype(np.float32), "y": labels.astype(np.int32)}
+
+
+# ---- models
+
+
+def third_party(module: str) -> Any:
+    return pytest.importorskip(module, reason="pip install 'jfp8[models]'")
+
+
+def masks(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of sentences without padding: ones, and positions."""
+    return jnp.ones_like(words), jnp.broadcast_to(jnp.arange(words.shape[-1]), words.shape)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def resnet() -> nn.Module:
+    """Bottlenecks in two stages, batch norm; ``setup``."""
+    resnet = third_party("transformers.models.resnet.modeling_flax_resnet")
+    config = resnet.ResNetConfig(
+        embedding_size=16,
+        hidden_sizes=[32, 64],
+        depths=[2, 2],
+        layer_type="bottleneck",
+        num_labels=CLASSES,
+    )
+    return resnet.FlaxResNetForImageClassificationModule(config)
+
+
+def resnet_loss(model, variables, batch):
+    out, mutated = model.apply(variables, batch["x"], deterministic=False, mutable=["batch_stats"])
+    return cross_entropy(out.logits, batch["y"]), mutated
+
+
+def vit() -> nn.Module:
+    vit = third_party("transformers.models.vit.modeling_flax_vit")
+    config = vit.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=IMAGE,
+        patch_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=1.0,
+        num_labels=CLASSES,
+    )
+    return vit.FlaxViTForImageClassificationModule(config)
+
+
+def vit_loss(model, variables, batch):
+    return cross_entropy(model.apply(variables, batch["x"]).logits, batch["y"]), {}
+
+
+def llama() -> nn.Module:
+    """Decoder only: grouped queries, rotary positions, RMS norm, gated feed-forward layers."""
+    llama = third_party("transformers.models.llama.modeling_flax_llama")
+    config = llama.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        initializer_range=0.1,
+    )
+    return llama.FlaxLlamaForCausalLMModule(config)
+
+
+def llama_inputs(batch):
+    return batch["x"], *masks(batch["x"])
+
+
+def llama_loss(model, variables, batch):
+    logits = model.apply(variables, *llama_inputs(batch)).logits
+    return cross_entropy(logits, batch["y"]), {}
+
+
+def bart() -> nn.Module:
+    """Encoder and decoder; the logits are a product by the embedding, with a bias after it."""
+    bart = third_party("transformers.models.bart.modeling_flax_bart")
+    config = bart.BartConfig(
+        vocab_size=WORDS,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=LENGTH,
+        dropout=0.0,
+        init_std=0.1,
+        pad_token_id=0,
+    )
+    return bart.FlaxBartForConditionalGenerationModule(config)
+
+
+def bart_inputs(batch):
+    ones, positions = masks(batch["x"])
+    return batch["source"], ones, batch["x"], ones, positions, positions
+
+
+def bart_loss(model, variables, batch):
+    return cross_entropy(model.apply(variables, *bart_inputs(batch)).logits, batch["y"]), {}
+
+
+def bert(*, remat: bool) -> nn.Module:
+    """Encoder only, tied as BART is; with `remat` every layer is under it."""
+    bert = third_party("transformers.models.bert.modeling_flax_bert")
+    config = bert.BertConfig(
+        vocab_size=WORDS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.2,
+    )
+    return bert.FlaxBertForMaskedLMModule(config, gradient_checkpointing=remat)
+
+
+def bert_inputs(batch):
+    ones, positions = masks(batch["x"])
+    return batch["x"], ones, 0 * ones, positions, None
+
+
+def bert_loss(model, variables, batch):
+    return cross_entropy(model.apply(variables, *bert_inputs(batch)).logits, batch["y"]), {}
+
+
+def vae() -> nn.Module:
+    """The autoencoder of latent diffusion: residual blocks and attention over pixels."""
+    vae = third_party("diffusers.models.vae_flax")
+    return vae.FlaxAutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(16, 32),
+        latent_channels=8,
+        norm_num_groups=4,
+    )
+
+
+def vae_inputs(batch):
+    return (np.moveaxis(batch["x"], -1, 1),)
+
+
+def vae_loss(model, variables, batch):
+    """The negative evidence lower bound, by the model's methods as its users call them."""
+    x = jnp.moveaxis(batch["x"], -1, 1)
+    posterior = model.apply(variables, x, method=model.encode).latent_dist
+    latents = posterior.sample(jax.random.key(0))
+    decoded = model.apply(variables, latents, method=model.decode).sample
+    return jnp.mean((decoded - x) ** 2) + 1e-4 * jnp.mean(posterior.kl()), {}
+
+
+# ---- what is expected of each
+
+
+@dataclass(frozen=True)
+class Products:
+    """How many products one ``value_and_grad`` computes: in FP8, by kind, and not."""
+
+    fprop: int
+    dgrad: int
+    wgrad: int
+    plain: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what it learns, and the products that are counted in it.
+
+    `products` is counted by reading the model: a layer has one of each kind, and three plain ones
+    if it is exempt (two if nothing before it has parameters).
+    """
+
+    model: Callable[[], nn.Module]
+    data: Callable[[int], dict[str, np.ndarray]]
+    inputs: Callable[[dict[str, np.ndarray]], tuple[Any, ...]]
+    loss: Callable[..., tuple[jax.Array, dict[str, Any]]]
+    products: Products
+    learning_rate: float | optax.Schedule
+    steps: int = 40
+
+    def batches(self) -> Iterator[dict[str, np.ndarray]]:
+        data = self.data(self.steps)
+        return ({name: array[t] for name, array in data.items()} for t in range(self.steps))
+
+    def example(self) -> dict[str, np.ndarray]:
+        return {name: array[0] for name, array in self.data(1).items()}
+
+
+def pixels(batch):
+    return (batch["x"],)
+
+
+LOGITS, FIRST_CONVOLUTION = 3, 2
+ATTENTION = 2 * 3  # queries by keys and weights by values; neither is asked for in FP8
+
+CASES = {
+    # 2 stages of 2 bottlenecks of 3 convolutions, the first of each stage with a shortcut
+    "resnet": Case(
+        resnet,
+        functools.partial(images, batch=64, noise=0.25),
+        pixels,
+        resnet_loss,
+        Products(14, 14, 14, plain=FIRST_CONVOLUTION + LOGITS),
+        learning_rate=optax.cosine_decay_schedule(3e-3, 40),  # batch statistics are noise enough
+    ),
+    # per layer query, key, value, output and two of the feed-forward part
+    "vit": Case(
+        vit,
+        images,
+        pixels,
+        vit_loss,
+        Products(12, 12, 12, plain=FIRST_CONVOLUTION + 2 * ATTENTION + LOGITS),
+        learning_rate=3e-3,
+    ),
+    # per layer query, key, value, output and three of the feed-forward part
+    "llama": Case(
+        llama,
+        text,
+        llama_inputs,
+        llama_loss,
+        Products(14, 14, 14, plain=2 * ATTENTION + LOGITS),
+        learning_rate=3e-3,
+    ),
+    # 2 * 6 in the encoder; 2 * 10 in the decoder, which attends twice
+    "bart": Case(
+        bart,
+        translations,
+        bart_inputs,
+        bart_loss,
+        Products(32, 32, 32, plain=6 * ATTENTION + LOGITS),
+        learning_rate=3e-3,
+    ),
+    # per layer as in "vit", and one before the logits
+    "bert": Case(
+        functools.partial(bert, remat=False),
+        gaps,
+        bert_inputs,
+        bert_loss,
+        Products(13, 13, 13, plain=2 * ATTENTION + LOGITS),
+        learning_rate=3e-3,
+    ),
+    # computed again in the backward pass: all that is in the two layers
+    "bert-remat": Case(
+        functools.partial(bert, remat=True),
+        gaps,
+        bert_inputs,
+        bert_loss,
+        Products(13 + 12, 13, 13, plain=2 * (ATTENTION + 2) + LOGITS),
+        learning_rate=3e-3,
+    ),
+    # encoder 3 + 3 + (4 + 4) + 1, decoder 2 + (4 + 4) + 5 + 5. What `encode` and `decode` return
+    # stays as it is, a convolution each, and so does the first.
+    "vae": Case(
+        vae,
+        functools.partial(images, batch=16, side=16, noise=1.0),
+        vae_inputs,
+        vae_loss,
+        Products(35, 35, 35, plain=FIRST_CONVOLUTION + 2 * ATTENTION + 2 * LOGITS),
+        learning_rate=3e-3,
+    ),
+}
+
+
+# ---- counting
+
+
+PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+
+
+def jaxprs_in(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, Jaxpr):
+                yield item
+
+
+def products_in(jaxpr: Jaxpr) -> Counter[str]:
+    """The products that `jaxpr` computes, by kind: in FP8 as the name of their ``jit`` says."""
+    found: Counter[str] = Counter()
+    for eqn in jaxpr.eqns:
+        name = str(eqn.params.get("name", "")) if "jit" in eqn.primitive.name else ""
+        kind = name.removeprefix("jfp8_").split("_")[0]
+        if name.startswith("jfp8_") and kind in ("fprop", "dgrad", "wgrad"):
+            inside = sum((products_in(j) for j in jaxprs_in(eqn.params)), Counter())
+            assert inside["plain"], f"{name} has no product inside"
+            found[kind] += 1
+        elif eqn.primitive.name in PRODUCTS:
+            found["plain"] += 1
+        else:
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for inner in jaxprs_in(eqn.params):
+                found.update({k: times * n for k, n in products_in(inner).items()})
+    return found
+
+
+def test_products_are_counted_wherever_they_are():
+    """The counter itself, on products whose number is plain to see."""
+
+    @jax.jit
+    def jfp8_fprop_ab(a, b):
+        return a @ b
+
+    def function(a):
+        twice, _ = jax.lax.scan(
+            lambda c, _: (jax.checkpoint(jfp8_fprop_ab)(c, a), None), a, None, 5
+        )
+        b = jax.lax.cond(True, lambda: a @ a, lambda: a)
+        return jax.jit(jnp.dot)(twice, b)
+
+    found = products_in(jax.make_jaxpr(function)(jnp.ones((2, 2))).jaxpr)
+    assert found == {"fprop": 5, "plain": 2}
+
+
+# ---- training
+
+
+def initial(case: Case, model: nn.Module) -> dict[str, Any]:
+    key = jax.random.key(0, impl="rbg")  # for one that compiles fast
+    return jax.jit(model.init)(key, *case.inputs(case.example()))
+
+
+def state_of(case: Case, model: nn.Module) -> jfp8.TrainState:
+    tx = optax.adam(case.learning_rate)
+    return jfp8.TrainState.create(apply_fn=model.apply, variables=initial(case, model), tx=tx)
+
+
+def train(case: Case, model: nn.Module) -> tuple[jfp8.TrainState, np.ndarray]:
+    @jax.jit
+    def train_step(state, batch):
+        loss, grads = jfp8.value_and_grad(functools.partial(case.loss, model))(state, batch)
+        return state.apply_gradients(grads), loss
+
+    state, losses = state_of(case, model), []
+    for batch in case.batches():
+        state, loss = train_step(state, batch)
+        losses.append(loss)
+    return state, np.asarray(losses)
+
+
+def without_fp8(state: jfp8.TrainState) -> dict[str, Any]:
+    return {"params": state.params, **state.collections}
+
+
+def assert_same_tree(ours: Any, theirs: Any) -> None:
+    """The same keys, and bit for bit the same arrays."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.fixture(params=CASES)
+def case(request) -> Case:
+    return CASES[request.param]
+
+
+def convert(model: Any) -> Any:
+    return jfp8.convert(model, recipes.DelayedScaling())
+
+
+def test_every_product_that_should_be_is_in_fp8(case):
+    model = case.model()
+    expected, counts = case.products, {}
+    for kind, m in (("plain", model), ("converted", convert(model))):
+        gradient = jfp8.value_and_grad(functools.partial(case.loss, m))
+        state = jax.eval_shape(functools.partial(state_of, case, m))
+        counts[kind] = products_in(jax.make_jaxpr(gradient)(state, case.example()).jaxpr)
+    assert counts["converted"] == vars(expected)
+    assert counts["plain"] == {"plain": sum(vars(expected).values())}
+
+
+def test_parameters_are_those_of_the_model(case):
+    model = case.model()
+    theirs, ours = initial(case, model), initial(case, convert(model))
+    assert set(ours) - set(theirs) == {"fp8", "fp8_sink"}
+    assert_same_tree({name: ours[name] for name in theirs}, theirs)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "bert"])  # but "bert-remat"
+def test_it_trains_as_it_did(name):
+    case = CASES[name]
+    model = case.model()
+    converted = convert(model)
+    theirs, their_losses = train(case, model)
+    ours, our_losses = train(case, converted)
+
+    start, end = their_losses[0], their_losses[-TAIL:].mean()
+    assert end < 0.7 * start
+    assert our_losses[-TAIL:].mean() == pytest.approx(end, rel=0.01)
+    assert (our_losses != their_losses).any()  # FP8 is somewhere in it
+
+    # Each reads the checkpoint of the other, and computes with it what the other does.
+    last = list(case.batches())[-1]
+    evaluate = [jax.jit(functools.partial(case.loss, m)) for m in (model, converted)]
+    for writer, reader in ((theirs, ours), (ours, theirs)):
+        checkpoint = flax.serialization.to_bytes(without_fp8(writer))
+        read = flax.serialization.from_bytes(without_fp8(reader), checkpoint)
+        assert_same_tree(read, without_fp8(writer))
+        plain, fp8 = (float(loss(read, last)[0]) for loss in evaluate)
+        assert fp8 == pytest.approx(plain, rel=0.05)
+
+
+# ---- NNX
+
+
+def gqa() -> nnx.Module:
+    """Decoder only, in NNX: grouped queries, rotary positions, gated feed-forward layers."""
+    config = third_party("dantinox.core.config").ModelConfig(
+        dim=32,
+        n_heads=4,
+        kv_heads=2,
+        num_blocks=2,
+        attention="gqa",
+        vocab_size=WORDS,
+        max_context=LENGTH,
+        weight_tying=False,
+    )
+    return third_party("dantinox.core.model").Transformer(config, rngs=nnx.Rngs(0))
+
+
+def nnx_loss(model: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array:
+    return cross_entropy(model(batch["x"], deterministic=True).logits, batch["y"])
+
+
+def train_nnx(model: nnx.Module, steps: int = 40) -> np.ndarray:
+    """A loop as the users of NNX write it."""
+    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(nnx_loss)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    data = text(steps)
+    return np.asarray(
+        [train_step(model, optimizer, {k: v[t] for k, v in data.items()}) for t in range(steps)]
+    )
+
+
+def parameters(model: nnx.Module) -> dict[Any, np.ndarray]:
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def test_nnx_every_product_that_should_be_is_in_fp8():
+    """Per block one for query, key and value, one for what they give, two in the MLP."""
+    counts, batch = {}, {name: array[0] for name, array in text(1).items()}
+    for kind, model in (("plain", gqa()), ("converted", convert(gqa()))):
+        graph, state = nnx.split(model)
+
+        def gradient(state, graph=graph):
+            return nnx.value_and_grad(nnx_loss)(nnx.merge(graph, state, copy=True), batch)
+
+        counts[kind] = products_in(jax.make_jaxpr(gradient)(state).jaxpr)
+    expected = Products(8, 8, 8, plain=2 * ATTENTION + LOGITS)
+    assert counts["converted"] == vars(expected)
+    assert counts["plain"] == {"plain": sum(vars(expected).values())}
+
+
+def test_nnx_trains_as_it_did():
+    theirs, ours = gqa(), convert(gqa())
+    assert_same_tree(parameters(ours), parameters(theirs))
+    their_losses, our_losses = train_nnx(theirs), train_nnx(ours)
+
+    start, end = their_losses[0], their_losses[-TAIL:].mean()
+    assert end < 0.7 * start
+    assert our_losses[-TAIL:].mean() == pytest.approx(end, rel=0.01)
+    assert (our_losses != their_losses).any()
+
+    # What the converted model learned is a checkpoint of the other.
+    nnx.update(theirs, nnx.state(ours, nnx.Param))
+    batch = {name: array[-1] for name, array in text(40).items()}
+    assert float(nnx_loss(theirs, batch)) == pytest.approx(float(nnx_loss(ours, batch)), rel=0.05)
+
+
+# ---- that they are what was released
+
+RELEASED = {
+    "transformers": [
+        "transformers/models/resnet/modeling_flax_resnet.py",
+        "transformers/models/vit/modeling_flax_vit.py",
+        "transformers/models/llama/modeling_flax_llama.py",
+        "transformers/models/bart/modeling_flax_bart.py",
+        "transformers/models/bert/modeling_flax_bert.py",
+    ],
+    "diffusers": ["diffusers/models/vae_flax.py"],
+    "dantinox": ["dantinox/core/model.py", "dantinox/core/attention.py", "dantinox/core/mlp.py"],
+}
+
+
+@pytest.mark.parametrize("package", RELEASED)
+def test_the_code_is_as_released(package):
+    """Each file has the hash that its package was published with."""
+    try:
+        files = {str(file): file for file in importlib.metadata.files(package) or ()}
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("pip install 'jfp8[models]'")
+    for name in RELEASED[package]:
+        file = files[name]
+        assert file.hash is not None
+        digest = hashlib.new(file.hash.mode, Path(file.locate()).read_bytes()).digest()
+        assert base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == file.hash.value
+        module = third_party(name.removesuffix(".py").replace("/", "."))
+        assert Path(module.__file__).samefile(file.locate())
