@@ -34,8 +34,9 @@ from jfp8.sink import ROLES, WIDTH, encode_amax
 Kind = Literal["fprop", "dgrad", "wgrad"]
 Operand = ScaledArray | jax.Array
 
-# What the names of the products begin with, in jaxprs, compiled programs and profiles.
+# How products and rotations are called in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
+ROTATION_NAME = "jfp8_rotation"
 
 
 class Observed(NamedTuple):
@@ -121,9 +122,10 @@ def _forward(static, lhs, rhs, state, sink, seed, extra):
     products = recipe.products()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     frozen = isinstance(rhs, ScaledArray)
+    values = scaled_values(rhs) if isinstance(rhs, ScaledArray) else rhs
     lhs = _first_order_only(lhs)
     rhs = rhs if frozen else _first_order_only(rhs)
-    observed = Observed(amax(lhs), amax(scaled_values(rhs) if frozen else rhs))
+    observed = Observed(amax(lhs), amax(values))
     x = _Operand("lhs", lhs, observed.lhs, state and state["lhs"], seed, operation)
     w = _Operand("rhs", rhs, observed.rhs, state and state["rhs"], seed, operation)
     x_sum, w_sum = operation.contracting("fprop")
@@ -158,6 +160,7 @@ def _backward(static, residuals, cotangents):
     for_dgrad, _ = operation.contracting("dgrad")
     _, for_wgrad = operation.contracting("wgrad")
     q_dy = g.quantized(dgrad.lhs, dgrad, for_dgrad)
+    assert q_rhs is not None
     d_lhs = _product(operation, recipe, "dgrad", dgrad, q_dy, q_rhs, extra)
     d_lhs = _quantized_output(dgrad, "d_lhs", d_lhs, seed)
     d_rhs = None
@@ -248,7 +251,8 @@ class _Operand:
             x = scaled_values(x)
         if product.rotation is not None:
             (axis,) = contracting
-            x = product.rotation(x, axis)
+            with jax.named_scope(ROTATION_NAME):
+                x = product.rotation(x, axis)
             largest = amax(x)
         if quantizer is None:
             return x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import flax.linen as nn
 from flax import nnx
@@ -81,9 +81,9 @@ def convert_selected(
                 "convert takes a model that is not bound to variables: convert the model first, "
                 "then call .bind or .apply."
             )
-        return linen_convert.convert_module(model, selection, on_init)
+        return cast(Model, linen_convert.convert_module(model, selection, on_init))
     if isinstance(model, nnx.Module):
-        return _convert_nnx(model, selection)
+        return cast(Model, _convert_nnx(model, selection))
     raise TypeError(
         f"model must be an instance of a Flax Linen or NNX module, got {model!r}. Convert the "
         "model, not its class or its parameters: jfp8.convert(MyModel(...), recipe)."

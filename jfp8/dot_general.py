@@ -205,7 +205,7 @@ class Dot(Operation):
         if kind == "fprop":
             return self.dimension_numbers, None, y_dtype
         dgrad, d_lhs, wgrad, d_rhs = _transposed_products(
-            *map(len, self.shapes), self.dimension_numbers
+            len(self.shapes[0]), len(self.shapes[1]), self.dimension_numbers
         )
         return (dgrad, d_lhs, lhs_dtype) if kind == "dgrad" else (wgrad, d_rhs, rhs_dtype)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ def as_dot_general(
     return y.transpose([produced.index(c) for c in terms.out])
 
 
-def _drop_stretched(x: jax.Array, term: str, other_sizes: dict[str, int]) -> tuple[jax.Array, str]:
+def _drop_stretched(x: Any, term: str, other_sizes: dict[str, int]) -> tuple[Any, str]:
     """`x` without the dimensions of size 1 that the other operand stretches, and its term."""
     dropped = [i for i, c in enumerate(term) if x.shape[i] == 1 and other_sizes.get(c, 1) != 1]
     kept = "".join(c for i, c in enumerate(term) if i not in dropped)

@@ -99,8 +99,8 @@ def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
 
     def is_small(v: Var) -> bool:
         largest = root[v] or 0
-        small = v.aval.dtype in _NARROW or 2 * _bytes(v) < largest
-        return v in made_by and largest > 0 and small and v.aval.dtype != bool
+        small = _dtype(v) in _NARROW or 2 * _bytes(v) < largest
+        return v in made_by and largest > 0 and small and not _is_mask(v)
 
     # From what the rest needs back to what is small enough to keep, and from there to its origins.
     kept = _reached(jaxpr, needed, made_by, root, until=is_small)
@@ -132,7 +132,7 @@ def _reached(
 
 def _body_roots(eqn: JaxprEqn, ins: Sequence[Root]) -> tuple[Jaxpr, list[Root]] | None:
     """The body of an equation that calls one, and the roots of its inputs."""
-    jaxpr = eqn.params.get("jaxpr")
+    jaxpr: Any = eqn.params.get("jaxpr")
     if eqn.primitive.name == "scan":
         n_consts, n_carry, length = (eqn.params[k] for k in ("num_consts", "num_carry", "length"))
         xs = [None if n is None else n // max(length, 1) for n in ins[n_consts + n_carry :]]
@@ -235,12 +235,16 @@ def _to_bytes(x: jax.Array) -> jax.Array:
 
 
 def _from_bytes(x: jax.Array, v: Var) -> jax.Array:
-    return codes_to_format(x, format_of(v.aval.dtype)) if v.aval.dtype in _NARROW else x
+    return codes_to_format(x, format_of(_dtype(v))) if _dtype(v) in _NARROW else x
 
 
-def _itemsize(v: Var) -> int:
-    return getattr(v.aval.dtype, "itemsize", 4)  # a random key has none
+def _dtype(v: Var) -> Any:
+    return getattr(v.aval, "dtype", None)
+
+
+def _is_mask(v: Var) -> bool:
+    return str(_dtype(v)) == "bool"
 
 
 def _bytes(v: Var) -> int:
-    return v.aval.size * _itemsize(v)
+    return getattr(v.aval, "size", 0) * getattr(_dtype(v), "itemsize", 4)  # a key has none

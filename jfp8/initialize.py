@@ -172,7 +172,8 @@ def _with_fused(recipe: Recipe, fused: str | Sequence[str]) -> Recipe:
             f"output_fused={fused!r}: {type(recipe).__name__} does not quantize results, so there "
             'are none to keep in high precision. Recipes that do: "direct_e5m2", "hybrid".'
         )
-    return dataclasses.replace(recipe, fused=patterns)
+    fields: dict[str, Any] = {**vars(recipe), "fused": patterns}
+    return type(recipe)(**fields)
 
 
 def _print_report(model: Any, variables: Any, *inputs: Any, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8 import formats
-from jfp8.bilinear import PRODUCT_NAME
+from jfp8.bilinear import PRODUCT_NAME, ROTATION_NAME
 from jfp8.compat import without_dead_code
 from jfp8.edges import arrays_in
 from jfp8.explain import explaining, note, notes_of
@@ -247,6 +247,8 @@ def _rows(jaxpr: Jaxpr, stack: str, times: int) -> Iterator[ProductRow]:
             if not _is_whole(eqn):
                 continue
             yield _fp8_row(eqn, name.removeprefix(PRODUCT_NAME), here, times)
+        elif ROTATION_NAME in here:
+            continue  # a part of quantizing
         elif eqn.primitive.name in _PLAIN:
             yield _plain_row(eqn, here, times)
         else:
@@ -268,7 +270,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     notes = notes_of(stack)
     # The operands come flattened: data, its scales, data, its scales. No scale is as large as data.
     first, *rest = (v.aval for v in eqn.invars)
-    second = max(rest, key=lambda a: (a.dtype in _F8, a.size))
+    second = max(rest, key=lambda a: (a.size, a.dtype in _F8))
     out = next(v.aval for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
     narrow = all(x.dtype in _F8 for x in (first, second))
     inside = list(_equations(eqn))

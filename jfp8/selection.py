@@ -114,7 +114,8 @@ def select(
 
 
 def _choices(name: str, given: Choice | Sequence[Choice]) -> tuple[Choice, ...]:
-    choices = given if isinstance(given, (list, tuple, set, frozenset)) else (given,)
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    choices: tuple[Any, ...] = tuple(given) if several else (given,)
     for choice in choices:
         if not (isinstance(choice, (str, type, Edge)) or callable(choice)):
             raise TypeError(
@@ -122,7 +123,7 @@ def _choices(name: str, given: Choice | Sequence[Choice]) -> tuple[Choice, ...]:
                 "nn.Conv, members of jfp8.Edge, or functions (path, layer) -> bool; or several of "
                 "these."
             )
-    return tuple(choices)
+    return choices
 
 
 def _matches(choice: Choice, path: str, layer: Any, edge: Edge | None) -> bool:

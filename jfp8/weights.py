@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jfp8.arrays import ScaledArray
+from jfp8.formats import E4M3FN
 from jfp8.quantizers import Context, Current, Quantizer
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
 from jfp8.scaling import amax
@@ -68,7 +69,7 @@ def quantize_params(
     paths = [path for path, _ in _kernels(params, ())]
     selection.check_patterns(paths)
     stacks.check_patterns(paths)
-    quantizer = recipe.products().fprop.rhs or Current(DelayedScaling().products().fprop.rhs.fmt)
+    quantizer = recipe.products().fprop.rhs or Current(E4M3FN)
 
     def quantized(path: str, kernel: Any) -> Any:
         if selection.decide(path, kernel, None).recipe is None:

@@ -78,7 +78,7 @@ ARROWS: dict[str, str] = {
     ),
     "convert": "recipes selection linen/convert nnx/convert",
     "report": "compat formats bilinear explain edges linen/products nnx/hooks nnx/convert",
-    "weights": "arrays scaling quantizers recipes selection",
+    "weights": "formats arrays scaling quantizers recipes selection",
     "optim/loss_scaling": "compat",
     "optim/stochastic_rounding": "compat random_bits optim/loss_scaling",
     "optim/__init__": "optim/loss_scaling optim/stochastic_rounding",

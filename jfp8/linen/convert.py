@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import flax.core
 import flax.linen as nn
@@ -68,10 +68,16 @@ _ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
 _ATTENTION_HOOKS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
 
 
+def _function_of(context: nn.module.InterceptorContext) -> Any:
+    """The function that Flax is about to run."""
+    bound: Any = context.orig_method
+    return bound.func
+
+
 def is_layer(context: nn.module.InterceptorContext) -> bool:
     """Whether this is the call of a layer with a product that could be FP8."""
     # Of a lifted layer (nn.vmap, nn.remat) this is the call inside of the transformation.
-    function = context.orig_method.func
+    function: Any = _function_of(context)
     return function in HOOKS and not isinstance(context.module, nn.ConvLocal)
 
 
@@ -120,7 +126,7 @@ def replace_products(
     """
 
     def intercept(next_fun, args, kwargs, context):
-        layer, function = context.module, context.orig_method.func
+        layer, function = context.module, _function_of(context)
         if function is _ATTENTION and (made := attention()) is not None:
             free = [hook for hook in _ATTENTION_HOOKS if getattr(layer, hook) is None]
             made = dataclasses.replace(made, module=EinsumProduct)
@@ -130,6 +136,7 @@ def replace_products(
             with inside(layer):
                 return next_fun(*args, **kwargs)
         product, hook = HOOKS[function]
+        made: Any
         if has_own_product(layer, hook):
             made = f"the layer was given its own {hook}"
         else:
@@ -142,8 +149,8 @@ def replace_products(
         given = None if hook is None else getattr(layer, f"{hook}_cls")
         if isinstance(given, ProductOf):  # a layer of jfp8
             made = dataclasses.replace(made, implementation=given.implementation)
-        made = dataclasses.replace(made, module=product)
-        attributes = {} if hook is None else {f"{hook}_cls": made}
+        made = dataclasses.replace(cast(ProductOf, made), module=product)
+        attributes: dict[str, Any] = {} if hook is None else {f"{hook}_cls": made}
         if stock:
             attributes["promote_dtype"] = promote_dtype
         with _set(layer, **attributes):
@@ -209,6 +216,14 @@ def converted_class(
 class _Converted:
     """What `converted_class` adds to a class: the ways into a model from outside."""
 
+    jfp8_selection: ClassVar[Selection]
+    jfp8_original: ClassVar[type[nn.Module]]
+    jfp8_on_init: ClassVar[Callable[..., None]]
+
+    def _original(self, name: str) -> Callable[..., Any]:
+        """A method of ``nn.Module``, or what the converted class made of it."""
+        return getattr(super(), name)
+
     def apply(
         self,
         variables: Mapping[str, Any],
@@ -224,7 +239,7 @@ class _Converted:
         selection.check_patterns(_paths(variables.get("params", {})))
 
         def run(variables, rngs, args, kwargs, mutable=mutable):
-            return super(_Converted, self).apply(
+            return self._original("apply")(
                 variables,
                 *args,
                 rngs=rngs,
@@ -260,7 +275,7 @@ class _Converted:
 
         def run(variables, rngs, args, kwargs):
             del variables
-            return super(_Converted, self).init_with_output(
+            return self._original("init_with_output")(
                 rngs,
                 *args,
                 method=method,
@@ -298,7 +313,7 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
 
     @nn.nowrap
     @functools.wraps(original)
-    def method(self, *args, **kwargs):
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(original, self, *args, **kwargs)
         if self.scope is None or _inside(self):
             return run()
@@ -309,19 +324,17 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         with _intercepted(self, _Edges(), state_in_params=False):  # a part of another model
             return run()
 
-    del method.__wrapped__  # Flax and inspect would look through it
+    vars(method).pop("__wrapped__")  # Flax and inspect would look through it
     return method
 
 
-def _inside(model: nn.Module) -> bool:
+def _inside(model: Any) -> bool:
     here = region.current()
     return here is not None and here.selection in (type(model).jfp8_selection, _LOOKING.selection)
 
 
 @contextlib.contextmanager
-def _intercepted(
-    model: nn.Module, found: _Edges, *, state_in_params: bool
-) -> Iterator[list[nn.Module]]:
+def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterator[list[nn.Module]]:
     """Inside, the layers of `model` compute FP8 products. Gives a list that they are added to."""
     selection: Selection = type(model).jfp8_selection
     outer = region.current()

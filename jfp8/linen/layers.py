@@ -211,11 +211,12 @@ def apply_conv_transpose(
     bias = None
     if layer.use_bias:
         bias = layer.param("bias", layer.bias_init, (layer.features,), layer.param_dtype)
-    inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-
+    lhs, rhs, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    assert lhs is not None  # promotion keeps what is given
+    assert rhs is not None
     y = conv_transpose(
-        inputs,
-        kernel,
+        lhs,
+        rhs,
         strides,
         padding,
         dilation,

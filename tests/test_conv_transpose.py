@@ -1,0 +1,177 @@
+"""Transposed convolutions: the rules of ``jax.lax.conv_transpose`` and of Flax, in FP8."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jfp8
+from jfp8.conv_transpose import conv_transpose
+from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+
+KEY = jax.random.key(0)
+CURRENT = Float8CurrentScaling()
+
+# lhs shape, window, strides, padding, dilation
+CASES = {
+    "same": ((2, 5, 4, 3), (3, 2), (2, 1), "SAME", (1, 1)),
+    "valid": ((2, 5, 4, 3), (3, 2), (2, 3), "VALID", (1, 1)),
+    "stride beyond window": ((2, 5, 4, 3), (2, 2), (3, 4), "SAME", (1, 1)),
+    "dilated": ((2, 5, 4, 3), (3, 2), (2, 1), "SAME", (2, 3)),
+    "pairs": ((2, 5, 4, 3), (3, 3), (2, 2), ((1, 2), (0, 1)), (1, 1)),
+    "1-d": ((2, 6, 3), (4,), (2,), "SAME", (1,)),
+    "3-d": ((1, 3, 2, 2, 3), (2, 1, 2), (2, 1, 1), "VALID", (1, 1, 1)),
+}
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+kernels = pytest.mark.parametrize("transpose_kernel", [False, True], ids=["", "transpose_kernel"])
+
+
+def integers(shape, seed=0) -> jax.Array:
+    """Sums of products of small integers are exact in any order, and FP8 holds them."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-4, 5, shape), jnp.float32)
+
+
+@kernels
+@cases
+def test_it_is_jax_conv_transpose(case, transpose_kernel):
+    lhs_shape, window, strides, padding, dilation = case
+    channels = (4, 3) if transpose_kernel else (3, 4)
+    lhs, rhs = integers(lhs_shape), integers((*window, *channels), 1)
+    rank = len(window)
+    numbers = (f"N{'DHW'[-rank:]}C", f"{'DHW'[-rank:]}IO", f"N{'DHW'[-rank:]}C")
+    more = (strides, padding, dilation)
+    ours = conv_transpose(lhs, rhs, *more, transpose_kernel, lax.conv_general_dilated)
+    theirs = lax.conv_transpose(
+        lhs, rhs, *more, dimension_numbers=numbers, transpose_kernel=transpose_kernel
+    )
+    np.testing.assert_array_equal(ours, theirs)
+    assert np.any(ours)
+
+
+def test_an_unknown_padding():
+    with pytest.raises(ValueError, match="padding='SOME': a transposed convolution takes 'SAME'"):
+        conv_transpose(
+            *(integers((1, 4, 2)), integers((2, 2, 2)), (1,), "SOME", (1,), False),
+            lax.conv_general_dilated,
+        )
+
+
+LAYERS = {
+    "same": {"kernel_size": (3, 3), "strides": (2, 2)},
+    "valid, no bias": {"kernel_size": (3, 2), "strides": 2, "padding": "VALID", "use_bias": False},
+    "circular": {"kernel_size": (3, 3), "strides": (2, 2), "padding": "CIRCULAR"},
+    "circular, transposed": {
+        "kernel_size": (4, 3),
+        "strides": (2, 1),
+        "padding": "CIRCULAR",
+        "transpose_kernel": True,
+    },
+    "dilated": {"kernel_size": (2, 2), "kernel_dilation": (2, 1), "padding": 1},
+    "transposed": {"kernel_size": (3, 3), "transpose_kernel": True},
+    "bf16": {"kernel_size": (3, 3), "dtype": jnp.bfloat16},
+    "masked": {"kernel_size": (3, 3), "mask": np.tri(3)[:, :, None, None] * np.ones((1, 1, 3, 4))},
+}
+layers = pytest.mark.parametrize("arguments", LAYERS.values(), ids=LAYERS)
+
+
+def both(arguments, recipe=CURRENT):
+    return (
+        nn.ConvTranspose(4, **arguments),
+        jfp8.ConvTranspose(4, **arguments, recipe=recipe),
+    )
+
+
+@layers
+@pytest.mark.parametrize("shape", [(2, 5, 4, 3), (5, 4, 3), (2, 2, 5, 4, 3)], ids=str)
+def test_layer_is_flax_where_fp8_holds_the_values(arguments, shape):
+    """Same parameters; with integer operands and power-of-two amaxes, the same results."""
+    stock, ours = both(arguments)
+    x = integers(shape).at[..., 0].set(4.0)
+    params = jax.jit(stock.init)(KEY, x)
+    assert jax.tree.structure(jax.jit(ours.init)(KEY, x)) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(ours.init)(KEY, x), params)
+    exact = lambda p, seed: integers(p.shape, seed).at[0].set(4.0)
+    params = {"params": {k: exact(p, i) for i, (k, p) in enumerate(params["params"].items())}}
+    power = DelayedScaling(scale_rounding="power_of_two")
+    ours = ours.clone(recipe=power)
+    y = jax.jit(ours.apply)(params, x)
+    expected = jax.jit(stock.apply)(params, x)
+    assert y.dtype == expected.dtype
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(expected, np.float32))
+    assert np.any(y)
+
+
+def fake_quantize(x, dtype):
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    scale = np.abs(x).max() / largest
+    return (np.asarray(x) * (np.float32(1) / scale)).astype(dtype).astype(np.float32) * scale
+
+
+@pytest.mark.parametrize("name", ["same", "circular", "transposed", "valid, no bias"])
+def test_values_and_gradients_are_those_of_fake_quantization(name):
+    """The layer is linear in each operand, so its gradients are those of quantized operands.
+
+    ``"CIRCULAR"`` adds what it wraps after the convolution, so its gradient is quantized before.
+    """
+    stock, ours = both(LAYERS[name])
+    x = jax.random.normal(KEY, (2, 5, 4, 3))
+    params = jax.jit(stock.init)(jax.random.key(1), x)["params"]
+    run = lambda m: lambda kernel, x: m.apply({"params": {**params, "kernel": kernel}}, x)
+    y, vjp = jax.vjp(jax.jit(run(ours)), params["kernel"], x)
+    dy = np.random.default_rng(5).standard_normal(y.shape).astype(np.float32)
+    q_kernel = fake_quantize(params["kernel"], ml_dtypes.float8_e4m3fn)
+    q_x = fake_quantize(x, ml_dtypes.float8_e4m3fn)
+    y_oracle, vjp_oracle = jax.vjp(jax.jit(run(stock)), jnp.asarray(q_kernel), jnp.asarray(q_x))
+    q_dy = jnp.asarray(fake_quantize(dy, ml_dtypes.float8_e5m2))
+    error = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b)
+    assert error(y, y_oracle) < 1e-5
+    for grad, oracle in zip(vjp(jnp.asarray(dy)), vjp_oracle(q_dy), strict=True):
+        assert grad.shape == oracle.shape
+        assert error(grad, oracle) < 1e-5
+        assert (
+            error(
+                grad,
+                vjp_oracle(jnp.asarray(dy))[
+                    0 if grad.ndim and grad.shape == (params["kernel"].shape) else 1
+                ],
+            )
+            > 1e-2
+        )  # e5m2 has 2 bits
+
+
+def test_it_keeps_its_histories():
+    model = jfp8.ConvTranspose(4, (3, 3), strides=(2, 2))
+    x = jax.random.normal(KEY, (2, 4, 4, 3))
+    state = jfp8.TrainState.create(
+        apply_fn=model.apply, variables=jax.jit(model.init)(KEY, x), tx=optax.sgd(0.1)
+    )
+    loss_fn = lambda v, x: (jnp.sin(model.apply(v, x)).sum(), {})
+    step = jax.jit(lambda s, x: s.apply_gradients(jfp8.value_and_grad(loss_fn)(s, x)[1]))
+    product = step(state, x).fp8["ConvGeneralDilated_0"]
+    newest = {role: float(product[role]["amax_history"][0]) for role in ("lhs", "rhs", "grad")}
+    assert newest["lhs"] == np.abs(x).max()
+    assert newest["rhs"] == np.abs(state.params["kernel"]).max()
+    assert 0 < newest["grad"] <= 1
+
+
+def test_converted_models_too():
+    stock = nn.ConvTranspose(4, (3, 3))
+    x = jax.random.normal(KEY, (2, 4, 4, 3))
+    params = jax.jit(stock.init)(KEY, x)
+    converted = jfp8.convert(stock, CURRENT, exempt=())
+    ours = jfp8.ConvTranspose(4, (3, 3), recipe=CURRENT)
+    np.testing.assert_array_equal(
+        jax.jit(converted.apply)(params, x), jax.jit(ours.apply)(params, x)
+    )
+
+
+def test_a_mask_of_another_shape():
+    layer = jfp8.ConvTranspose(4, (3, 3), mask=np.ones((3, 3, 4, 3)))
+    with pytest.raises(ValueError, match=r"mask must have the shape of the kernel, \(3, 3, 3, 4\)"):
+        layer.init(KEY, jnp.ones((1, 4, 4, 3)))

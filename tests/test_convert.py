@@ -1,0 +1,915 @@
+"""`convert` of Linen models: nothing but the products changes, and all of those do.
+
+The oracle is fake quantization in plain JAX: values rounded with ml_dtypes' casts, multiplied in
+f32, with the gradient that FP8 training defines (the same of the gradient, straight through).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.interpreters import partial_eval
+
+import jfp8
+from jfp8.recipes import DelayedScaling, Float8CurrentScaling, RowwiseScaling
+
+KEY = jax.random.key(0)
+DELAYED, CURRENT = DelayedScaling(), Float8CurrentScaling()
+X = jax.random.normal(jax.random.key(1), (4, 8))
+IMAGES = jax.random.normal(jax.random.key(2), (2, 6, 6, 3))
+SEQUENCES = jax.random.normal(jax.random.key(3), (2, 5, 8))
+
+
+def jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
+    for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns")):
+        leaf = getattr(leaf, "jaxpr", leaf)
+        if hasattr(leaf, "eqns"):
+            yield leaf
+
+
+def products_in(jaxpr) -> Counter:
+    """How many products there are: ``fprop``, ``dgrad`` and ``wgrad`` of FP8, and ``plain``."""
+    found = Counter()
+    for eqn in jaxpr.eqns:
+        name = str(eqn.params.get("name", ""))
+        if name.startswith("jfp8_"):
+            # Of a product that need not be repeated, remat and loops leave an empty call.
+            inside = sum((products_in(inner) for inner in jaxprs_in(eqn.params)), Counter())
+            found[name.split("_")[1]] += bool(inside)
+        elif eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            found["plain"] += 1
+        else:
+            for inner in jaxprs_in(eqn.params):
+                found.update(products_in(inner))
+    return found
+
+
+def live(closed):
+    """The jaxpr without what no result needs."""
+    return partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
+
+
+def total(y) -> jax.Array:
+    return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(y))
+
+
+def products(model, *inputs, variables=None, **kwargs) -> Counter:
+    """Those of ``model`` and its gradient by the parameters."""
+    if variables is None:
+        variables = jax.eval_shape(model.init, KEY, *inputs)
+    mutable = [k for k in variables if k not in ("params", "fp8", "fp8_sink")]
+
+    def loss(params, others):
+        return total(model.apply({"params": params, **others}, *inputs, mutable=mutable, **kwargs))
+
+    others = {k: v for k, v in variables.items() if k != "params"}
+    return products_in(live(jax.make_jaxpr(jax.grad(loss))(variables["params"], others)))
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def relative_error(a, b) -> float:
+    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def cosine(a, b) -> float:
+    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
+def loss_of(model, **kwargs):
+    def loss(variables, batch):
+        mutable = [k for k in variables if k not in ("params", "fp8", "fp8_sink")]
+        y, mutated = model.apply(variables, batch, mutable=mutable, **kwargs)
+        return total(y), mutated
+
+    return loss
+
+
+def trained(model, variables, batch, steps=1):
+    """The `TrainState` after some steps."""
+    state = jfp8.TrainState.create(
+        apply_fn=model.apply, variables=variables, tx=optax.sgd(0.05, momentum=0.9)
+    )
+
+    @jax.jit
+    def step(state, batch):
+        loss, grads = jfp8.value_and_grad(loss_of(model))(state, batch)
+        return state.apply_gradients(grads), loss
+
+    for _ in range(steps):
+        state, _ = step(state, batch)
+    return state
+
+
+def assert_histories_moved(fp8, products, steps=1):
+    """All histories have one positive entry per step."""
+    roles = [node for node in jax.tree.leaves(fp8, is_leaf=lambda x: "amax_history" in x) if node]
+    assert len(roles) == 3 * products
+    for role in roles:
+        history = np.asarray(role["amax_history"])
+        assert np.all(history[..., :steps] > 0)
+        assert np.all(history[..., steps:] == 0)
+        assert np.all(np.asarray(role["amax"]) == 0)
+
+
+class Compact(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(16)(x))
+        x = nn.relu(nn.Dense(8)(x))
+        return nn.Dense(3)(x)
+
+
+class Setup(nn.Module):
+    def setup(self):
+        self.layers = [nn.Dense(16), nn.Dense(8)]
+        self.head = nn.Dense(3)
+
+    def __call__(self, x):
+        return self.head(self.encode(x))
+
+    def encode(self, x):
+        for layer in self.layers:
+            x = nn.relu(layer(x))
+        return x
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(x))), None
+
+
+class Lifted(nn.Module):
+    """Blocks under a transformation of Flax's, and a head."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, x):
+        if "stacked" in self.how:
+            block = nn.remat(Block) if "remat" in self.how else Block
+            scan = nn.scan(
+                block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+            )
+            x, _ = scan(name="blocks")(x, None)
+        elif self.how == "shared":
+            scan = nn.scan(
+                Block, variable_broadcast="params", split_rngs={"params": False}, length=3
+            )
+            x, _ = scan(name="blocks")(x, None)
+        elif "vmap" in self.how:
+            shared = "shared" in self.how
+            vmap = nn.vmap(
+                Block,
+                variable_axes={"params": None if shared else 0},
+                split_rngs={"params": not shared},
+                in_axes=(0, None),
+            )
+            x, _ = vmap(name="blocks")(x, None)
+        else:
+            lift = {"remat": nn.remat, "jit": nn.jit, "nested": lambda b: nn.jit(nn.remat(b))}
+            for i in range(2):
+                x, _ = lift[self.how](Block)(name=f"block_{i}")(x)
+        return nn.Dense(3, name="head")(x)
+
+
+class Norms(nn.Module):
+    """A residual network with BatchNorm."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        norm = partial(nn.BatchNorm, use_running_average=not train)
+        x = nn.relu(norm()(nn.Conv(8, (3, 3), use_bias=False)(x)))
+        h = nn.relu(norm()(nn.Conv(8, (3, 3), strides=2, use_bias=False)(x)))
+        h = norm()(nn.Conv(8, (1, 1), use_bias=False)(h)) + nn.avg_pool(x, (2, 2), (2, 2))
+        return nn.Dense(3)(h.mean((1, 2)))
+
+
+class Kinds(nn.Module):
+    """One of each layer of Flax's that has a product."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((2, 4))(x)
+        x = nn.DenseGeneral(8, axis=(-2, -1))(x)
+        x = nn.Einsum((8, 8), "bsf,fg->bsg")(x)
+        x = nn.Conv(8, (3,))(x)
+        x = nn.ConvTranspose(8, (3,))(x)
+        x = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=8)(x)
+        x = nn.RNN(nn.SimpleCell(8))(x)
+        return nn.Dense(3)(x)
+
+
+FORWARD_OF_HEAD = 3  # fprop, dgrad and wgrad of the head in high precision
+MODELS = {
+    # model, input, (FP8 layers), expected counts of products
+    "compact": (Compact(), X, 2, {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3}),
+    "setup": (Setup(), X, 2, {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3}),
+    "stacked": (Lifted("stacked"), X, 2, {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 3}),
+    "stacked remat": (
+        *(Lifted("stacked remat"), X, 2),
+        {"fprop": 3, "dgrad": 2, "wgrad": 2, "plain": 3},  # `up` again; `down` is not needed
+    ),
+    "shared": (Lifted("shared"), X, 2, {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 3}),
+    "vmap": (Lifted("vmap"), SEQUENCES, 2, {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3}),
+    "vmap shared": (
+        *(Lifted("vmap shared"), SEQUENCES, 2),
+        {"fprop": 2, "dgrad": 1, "wgrad": 2, "plain": 3},
+    ),
+    "remat": (Lifted("remat"), X, 4, {"fprop": 6, "dgrad": 3, "wgrad": 4, "plain": 3}),
+    "jit": (Lifted("jit"), X, 4, {"fprop": 4, "dgrad": 3, "wgrad": 4, "plain": 3}),
+    "nested": (Lifted("nested"), X, 4, {"fprop": 6, "dgrad": 3, "wgrad": 4, "plain": 3}),
+    "norms": (Norms(), IMAGES, 2, {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 2 + 3}),
+    "kinds": (Kinds(), SEQUENCES, 11, {"fprop": 11, "dgrad": 10, "wgrad": 11, "plain": 2 * 3 + 3}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request):
+    return MODELS[request.param]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_product_is_fp8_forward_and_backward(name):
+    model, x, _, expected = MODELS[name]
+    assert products(jfp8.convert(model, CURRENT), x) == expected
+    n = sum(expected.values())
+    stock = products(model, x)
+    assert set(stock) == {"plain"}
+    if "remat" not in name and name != "nested":  # JAX repeats what it wants
+        assert stock["plain"] == n
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_model_and_histories_move(name):
+    model, x, layers, _ = MODELS[name]
+    converted = jfp8.convert(model, DELAYED)
+    stock = jax.jit(model.init)(KEY, x)
+    variables = jax.jit(converted.init)(KEY, x)
+    assert set(variables) == {*stock, "fp8", "fp8_sink"}
+    assert_same({k: variables[k] for k in stock}, stock)
+
+    # Either checkpoint fits either model: as it is, the error is that of FP8.
+    y, ours = (jax.jit(m.apply)(stock, x) for m in (model, converted))
+    assert 1e-4 < relative_error(ours, y) < 0.2
+    np.testing.assert_array_equal(jax.jit(converted.apply)(variables, x), ours)  # empty histories
+
+    state = trained(converted, variables, x)
+    assert_histories_moved(state.fp8, layers)
+    assert jax.tree.structure(state.params) == jax.tree.structure(stock["params"])
+    assert np.isfinite(jax.jit(model.apply)({**state.collections, "params": state.params}, x)).all()
+
+
+@pytest.mark.parametrize("name", ["compact", "stacked", "vmap", "jit", "norms"])
+def test_plain_loop_with_mutable_histories(name):
+    """The same as `TrainState` sees, for lhs and rhs; ``fp8`` is treated like ``batch_stats``."""
+    model, x, _, _ = MODELS[name]
+    converted = jfp8.convert(model, DELAYED)
+    variables = jax.jit(converted.init)(KEY, x)
+    expected = trained(converted, variables, x).fp8
+    sink = variables.pop("fp8_sink")
+    mutable = [k for k in variables if k != "params"]
+    apply = jax.jit(lambda v: converted.apply(v, x, mutable=mutable)[1])
+    mutated = apply(variables)
+    assert set(mutated) == set(mutable)
+    assert jax.tree.structure(mutated) == jax.tree.structure({k: variables[k] for k in mutable})
+    role = lambda fp8, r: [
+        leaf for path, leaf in jax.tree.leaves_with_path(fp8) if r in str(path) and leaf.ndim
+    ]
+    for r in ("lhs", "rhs"):
+        assert_same(role(mutated["fp8"], r), role(expected, r))
+    assert all(np.all(leaf == 0) for leaf in role(mutated["fp8"], "'grad'"))
+    assert sink  # it was there
+
+
+# The oracle.
+
+
+def fake_quantize(x, dtype):
+    """`x` on the grid of `dtype` that its amax gives: ml_dtypes rounds, JAX only calls it."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+
+    def round_on_host(x):
+        scale = np.maximum(np.abs(x).max(), np.float32(1e-30)) / np.float32(largest)
+        return (x * (np.float32(1) / scale)).astype(dtype).astype(np.float32) * scale
+
+    return jax.pure_callback(round_on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def fake_fp8(product):
+    """A bilinear `product` of fake-quantized operands, whose gradient is of quantized ones too."""
+
+    @jax.custom_vjp
+    def quantized(lhs, rhs):
+        return forward(lhs, rhs)[0]
+
+    def forward(lhs, rhs):
+        operands = [fake_quantize(x, ml_dtypes.float8_e4m3fn) for x in (lhs, rhs)]
+        return jax.vjp(product, *operands)
+
+    quantized.defvjp(forward, lambda vjp, dy: vjp(fake_quantize(dy, ml_dtypes.float8_e5m2)))
+    return quantized
+
+
+dot = fake_fp8(partial(jnp.matmul, precision="highest"))
+
+
+def conv(strides=1):
+    return fake_fp8(
+        partial(
+            jax.lax.conv_general_dilated,
+            window_strides=(strides, strides),
+            padding="SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            precision="highest",
+        )
+    )
+
+
+def oracle_mlp(p, x):
+    x = jax.nn.relu(dot(x, p["Dense_0"]["kernel"]) + p["Dense_0"]["bias"][None])
+    x = jax.nn.relu(dot(x, p["Dense_1"]["kernel"]) + p["Dense_1"]["bias"][None])
+    return x @ p["Dense_2"]["kernel"] + p["Dense_2"]["bias"][None]
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(8, (3, 3))(x))
+        x = nn.relu(nn.Conv(8, (3, 3), strides=2)(x))
+        x = nn.relu(nn.Conv(8, (3, 3))(x))
+        return nn.Dense(3)(x.mean((1, 2)))
+
+
+def oracle_conv_net(p, x):
+    stem = jax.lax.conv_general_dilated(
+        x, p["Conv_0"]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    bias = lambda name: p[name]["bias"][None, None, None]
+    x = jax.nn.relu(stem + bias("Conv_0"))
+    x = jax.nn.relu(conv(2)(x, p["Conv_1"]["kernel"]) + bias("Conv_1"))
+    x = jax.nn.relu(conv()(x, p["Conv_2"]["kernel"]) + bias("Conv_2"))
+    return x.mean((1, 2)) @ p["Dense_0"]["kernel"] + p["Dense_0"]["bias"][None]
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    ("model", "oracle", "x"),
+    [(Compact(), oracle_mlp, X), (ConvNet(), oracle_conv_net, IMAGES)],
+    ids=["mlp", "conv net"],
+)
+def test_values_and_gradients_are_those_of_fake_quantization(model, oracle, x, recipe):
+    """Rounding in f32 of another order may move an operand to the next FP8 value now and then."""
+    params = jax.jit(model.init)(KEY, x)["params"]
+    converted = jfp8.convert(model, recipe)
+    dy = jax.random.normal(jax.random.key(9), (x.shape[0], 3))
+    run = lambda apply: jax.jit(
+        lambda params: (lambda y, vjp: (y, vjp(dy)[0]))(*jax.vjp(apply, params))
+    )(params)
+    y, grads = run(lambda params: converted.apply({"params": params}, x))
+    y_oracle, grads_oracle = run(lambda params: oracle(params, x))
+    y_stock, grads_stock = run(lambda params: model.apply({"params": params}, x))
+    assert relative_error(y, y_oracle) < 2e-3
+    for name, grad in grads.items():
+        assert relative_error(grad, grads_oracle[name]) < 1e-2
+        assert cosine(grad, grads_oracle[name]) > 0.9999
+    # FP8 is ten times further from f32 than from the oracle, or this would prove nothing.
+    assert relative_error(y, y_stock) > 5 * relative_error(y, y_oracle)
+    assert relative_error(grads, grads_stock) > 5 * relative_error(grads, grads_oracle)
+    assert cosine(grads, grads_stock) > 0.98
+
+
+# Ways into a model.
+
+
+def filled(variables, amax=20.0):
+    """With histories that matter: scales that differ from current ones."""
+    fp8 = jax.tree.map(lambda a: jnp.full_like(a, amax) if a.ndim else a, variables["fp8"])
+    return {**variables, "fp8": fp8}
+
+
+@pytest.fixture(scope="module")
+def setup_model():
+    model = jfp8.convert(Setup(), DELAYED)
+    return model, filled(jax.jit(model.init)(KEY, X))
+
+
+def test_filled_histories_make_a_difference(setup_model):
+    model, variables = setup_model
+    y = model.apply(variables, X)
+    assert relative_error(model.apply({"params": variables["params"]}, X), y) > 1e-4
+
+
+def test_methods(setup_model):
+    """By name, by function, and of the original class; what a method returns is at the edge."""
+    model, variables = setup_model
+    h = model.apply(variables, X, method="encode")
+    np.testing.assert_array_equal(model.apply(variables, X, method=Setup.encode), h)
+    np.testing.assert_array_equal(model.apply(variables, X, method=type(model).encode), h)
+    np.testing.assert_array_equal(model.apply(variables, X, method=lambda m, x: m.encode(x)), h)
+    np.testing.assert_array_equal(nn.apply(lambda m, x: m.encode(x), model)(variables, X), h)
+    assert 1e-4 < relative_error(h, Setup().apply(variables, X, method="encode")) < 0.2
+    with jfp8.autocast(enabled=False):
+        np.testing.assert_array_equal(
+            model.apply(variables, X, method="encode"),
+            Setup().apply(variables, X, method="encode"),
+        )
+
+
+def test_bind_and_unbind(setup_model):
+    model, variables = setup_model
+    bound = model.bind(variables)
+    np.testing.assert_array_equal(bound(X), model.apply(variables, X))
+    np.testing.assert_array_equal(bound.encode(X), model.apply(variables, X, method="encode"))
+    unbound, again = bound.unbind()
+    assert unbound == model
+    np.testing.assert_array_equal(unbound.apply(again, X), bound(X))
+
+
+def test_bind_with_mutable_histories(setup_model):
+    model, variables = setup_model
+    variables = {k: variables[k] for k in ("params", "fp8")}
+    bound = model.bind(variables, mutable=["fp8"])
+    y, mutated = model.apply(variables, X, mutable=["fp8"])
+    np.testing.assert_array_equal(bound(X), y)
+    assert_same(bound.variables["fp8"], mutated["fp8"])
+
+
+@pytest.mark.parametrize("name", ["stacked", "vmap", "remat"])
+def test_bind_uses_histories_of_lifted_layers(name):
+    model, x, _, _ = MODELS[name]
+    converted = jfp8.convert(model, DELAYED)
+    variables = filled(jax.jit(converted.init)(KEY, x))
+    np.testing.assert_array_equal(
+        jax.jit(lambda v: converted.bind(v)(x))(variables), jax.jit(converted.apply)(variables, x)
+    )
+
+
+def test_init_with_output(setup_model):
+    model, _ = setup_model
+    y, variables = model.init_with_output(KEY, X)
+    assert_same(variables, model.init(KEY, X))
+    np.testing.assert_array_equal(y, model.apply(variables, X))
+    only_params = model.init(KEY, X, mutable=["params"])
+    assert_same(only_params, Setup().init(KEY, X))
+    h, variables = model.init_with_output(KEY, X, method="encode")
+    assert set(variables["params"]) == {"layers_0", "layers_1"}
+    assert h.shape == (4, 8)
+    assert_same(variables["params"], Setup().init(KEY, X, method="encode")["params"])
+
+
+def test_shapes_without_arrays(setup_model):
+    model, variables = setup_model
+    shapes = jax.eval_shape(model.init, KEY, X)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, variables)
+    assert jax.eval_shape(model.apply, shapes, X).shape == (4, 3)
+    assert "layers_0" in model.tabulate(KEY, X)
+
+
+@pytest.mark.parametrize("mutable", [True, ["params"], "fp8", nn.DenyList("fp8"), ["losses"], []])
+def test_mutable_is_obeyed(setup_model, mutable):
+    model, variables = setup_model
+    variables = {k: variables[k] for k in ("params", "fp8")}
+    y, mutated = model.apply(variables, X, mutable=mutable)
+    np.testing.assert_array_equal(y, model.apply(variables, X))
+    assert set(mutated) == {c for c in ("params", "fp8") if nn.module.in_filter(mutable, c)}
+    if "params" in mutated:
+        assert_same(mutated["params"], variables["params"])
+    if "fp8" in mutated:
+        first = np.asarray(mutated["fp8"]["layers_0"]["DotGeneral_0"]["lhs"]["amax_history"])
+        assert first[0] == np.abs(X).max()
+
+
+def test_frozen_dicts_and_intermediates(setup_model):
+    import flax.core
+
+    model, variables = setup_model
+    y, mutated = model.apply(
+        flax.core.freeze(variables), X, capture_intermediates=True, mutable=["intermediates"]
+    )
+    np.testing.assert_array_equal(y, model.apply(variables, X))
+    assert list(mutated) == ["intermediates"]
+    np.testing.assert_array_equal(mutated["intermediates"]["__call__"][0], y)
+    assert "__call__" in mutated["intermediates"]["layers_0"]
+
+
+class Outer(nn.Module):
+    """A model of one's own with a converted part."""
+
+    inner: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(self.inner(x))
+
+
+def test_part_of_a_model_that_is_not_converted():
+    stock, model = Outer(Compact()), Outer(jfp8.convert(Compact(), DELAYED))
+    variables = jax.jit(model.init)(KEY, X)
+    assert_same(variables["params"], stock.init(KEY, X)["params"])
+    assert set(variables["fp8"]) == {"inner"}
+    assert set(variables["fp8"]["inner"]) == {"Dense_0", "Dense_1", "Dense_2"}  # no logits here
+    assert products(model, X) == {"fprop": 3, "dgrad": 2, "wgrad": 3, "plain": 3}
+    assert_histories_moved(trained(model, variables, X).fp8, 3)
+
+
+def test_patterns_begin_at_the_converted_part():
+    model = Outer(jfp8.convert(Compact(), DELAYED, exempt="Dense_1"))
+    assert set(model.init(KEY, X)["fp8"]["inner"]) == {"Dense_0", "Dense_2"}
+
+
+def test_converted_parts_with_recipes_of_their_own():
+    class Two(nn.Module):
+        a: nn.Module
+        b: nn.Module
+
+        def __call__(self, x):
+            return self.b(self.a(x))
+
+    model = Two(jfp8.convert(nn.Dense(8), DELAYED, exempt=()), nn.Dense(8))
+    converted = jfp8.convert(model, RowwiseScaling(), exempt=())
+    variables = converted.init(KEY, X)
+    assert set(variables["fp8"]) == {"a"}
+    recipes = {row.path: row.recipe for row in jfp8.report(converted, variables, X).rows}
+    assert recipes == {"a": "delayed", "b": "rowwise"}
+    assert_histories_moved(trained(converted, variables, X).fp8, 1)
+
+
+# What is converted.
+
+
+def converted_layers(model, *inputs, **kwargs) -> set[str]:
+    """The paths of layers with histories."""
+    shapes = jax.eval_shape(jfp8.convert(model, DELAYED, **kwargs).init, KEY, *inputs)
+    paths = jax.tree.leaves_with_path(shapes.get("fp8", {}))
+    keys = ["/".join(k.key for k in path) for path, _ in paths]
+    return {key.split("/DotGeneral")[0].split("/ConvGeneral")[0] for key in keys}
+
+
+EVERYTHING = {"Conv_0", "Conv_1", "Conv_2", "Dense_0"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, {"Conv_1", "Conv_2"}),
+        ({"exempt": ()}, EVERYTHING),
+        ({"exempt": jfp8.Edge.LOGITS}, {"Conv_0", "Conv_1", "Conv_2"}),
+        ({"exempt": jfp8.Edge.IMAGE_INPUT}, {"Conv_1", "Conv_2", "Dense_0"}),
+        ({"exempt": "Conv_1"}, {"Conv_0", "Conv_2", "Dense_0"}),
+        ({"exempt": [*jfp8.EDGES, "Conv_1"]}, {"Conv_2"}),
+        ({"exempt": nn.Conv}, {"Dense_0"}),
+        ({"exempt": lambda path, layer: layer.strides == 2, "only": nn.Conv}, {"Conv_0", "Conv_2"}),
+        ({"only": nn.Conv}, {"Conv_0", "Conv_1", "Conv_2"}),
+        ({"only": "*_0"}, {"Conv_0", "Dense_0"}),
+        ({"only": jfp8.Edge.LOGITS}, {"Dense_0"}),
+        ({"only": [nn.Dense, "Conv_2"]}, {"Conv_2", "Dense_0"}),
+        ({"only": lambda path, layer: path == "Conv_1"}, {"Conv_1"}),
+        ({"only": lambda path, layer: False}, set()),
+    ],
+)
+def test_exempt_and_only(arguments, expected):
+    assert converted_layers(ConvNet(), IMAGES, **arguments) == expected
+
+
+@pytest.mark.parametrize("name", ["exempt", "only"])
+def test_a_pattern_that_matches_nothing(name):
+    model = jfp8.convert(Compact(), DELAYED, **{name: "encoder/*"})
+    words = r"'encoder/\*' matches no layer of the model. Layers: Dense_0, Dense_1, Dense_2"
+    with pytest.raises(ValueError, match=words):
+        model.init(KEY, X)
+    with pytest.raises(ValueError, match=words):
+        model.apply(Compact().init(KEY, X), X)
+
+
+@pytest.mark.parametrize("name", ["exempt", "only"])
+def test_a_type_that_matches_nothing(name):
+    model = jfp8.convert(Compact(), DELAYED, **{name: [nn.Conv, "Dense_0"]})
+    with pytest.raises(ValueError, match="no layer of type Conv.*It has: Dense"):
+        model.init(KEY, X)
+
+
+@pytest.mark.parametrize(
+    ("channels", "expected"), [(1, {"Conv_1"}), (4, {"Conv_1"}), (5, {"Conv_0", "Conv_1"})]
+)
+def test_images_have_at_most_four_channels(channels, expected):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Conv(4, (3, 3))(x))
+            return nn.Dense(3)(nn.Conv(4, (3, 3))(x).mean((1, 2)))  # four, but not the first
+
+    assert converted_layers(Net(), jnp.ones((2, 4, 4, channels))) == expected
+
+
+def test_first_convolution_called_by_keyword():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Conv(4, (3, 3))(inputs=x))
+            x = nn.relu(nn.Conv(4, (3, 3))(inputs=x))
+            return nn.Dense(3)(inputs=x.mean((1, 2)))
+
+    assert converted_layers(Net(), IMAGES) == {"Conv_1"}
+
+
+def test_an_einsum_that_gets_its_equation_with_the_call():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Einsum((8, 8), use_bias=False)(x, "ab,bc->ac")
+            return nn.Dense(3)(x)
+
+    assert converted_layers(Model(), X) == {"Einsum_0"}
+
+
+def test_tied_logits_and_logits_with_a_bias_of_their_own():
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            embed = nn.Embed(11, 8)
+            h = nn.Dense(8)(embed(tokens))
+            head = nn.Dense(11, use_bias=False)
+            logits = head.apply({"params": {"kernel": embed.embedding.T}}, h)
+            return logits + self.param("bias", nn.initializers.zeros, (1, 1, 11))
+
+    model, tokens = jfp8.convert(Tied(), DELAYED), jnp.ones((2, 3), jnp.int32)
+    assert products(model, tokens) == {"fprop": 1, "dgrad": 1, "wgrad": 1, "plain": 3}
+    assert converted_layers(Tied(), tokens) == {"Dense_0"}
+
+
+def own_dot_general(*args, **kwargs):
+    return 2 * jax.lax.dot_general(*args, **kwargs)
+
+
+class OwnProduct(nn.Module):
+    def __call__(self, *args, **kwargs):
+        return own_dot_general(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "given", [{"dot_general": own_dot_general}, {"dot_general_cls": OwnProduct}]
+)
+def test_a_layer_with_a_product_of_its_own_keeps_it(given):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8, **given)(x)
+            return nn.Dense(3)(nn.Dense(8)(x))
+
+    model = jfp8.convert(Model(), CURRENT, exempt=())
+    assert products(model, X) == {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 2}
+    alone = jfp8.convert(nn.Dense(8, **given), CURRENT, exempt=())
+    variables = alone.init(KEY, X)
+    np.testing.assert_array_equal(alone.apply(variables, X), 2 * nn.Dense(8).apply(variables, X))
+
+
+def test_layers_of_jfp8_keep_recipe_and_implementation():
+    model = nn.Sequential(
+        [
+            jfp8.Dense(8, recipe=RowwiseScaling()),
+            jfp8.Dense(8, implementation="xla"),
+            jfp8.Einsum((8, 8), "ab,bc->ac"),
+            nn.Dense(3),
+        ]
+    )
+    converted = jfp8.convert(model, CURRENT)
+    shapes = jax.eval_shape(converted.init, KEY, X)
+    rows = jfp8.report(converted, shapes, X).rows
+    assert {row.path: row.recipe for row in rows} == {
+        "layers_0": "rowwise",
+        "layers_1": "current",
+        "layers_2": "current",
+        "layers_3": "",
+    }
+    assert has_f8_dot(converted, shapes)
+
+
+def has_f8_dot(model, variables) -> bool:
+    """Whether XLA multiplies f8 x f8 on this device: ``implementation="xla"`` on a CPU."""
+    text = jax.jit(model.apply).lower(variables, X).as_text()
+    return any("dot_general" in t and "f8E4M3FN>" in t.split("->")[0] for t in text.splitlines())
+
+
+@pytest.mark.parametrize("attention_products", [False, True])
+def test_attention_products(attention_products):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(nn.MultiHeadDotProductAttention(num_heads=2)(x))
+
+    converted = jfp8.convert(Model(), DELAYED, attention_products=attention_products)
+    variables = jax.jit(converted.init)(KEY, SEQUENCES)
+    assert_same(variables["params"], jax.jit(Model().init)(KEY, SEQUENCES)["params"])
+    n = 2 * attention_products
+    assert products(converted, SEQUENCES) == {
+        "fprop": 4 + n,
+        "dgrad": 1 + n,
+        "wgrad": 4 + n,
+        "plain": 3 + 3 * (2 - n),
+    }
+    assert_histories_moved(trained(converted, variables, SEQUENCES).fp8, 4 + n)
+
+
+def test_modules_named_like_operands():
+    class Gated(nn.Module):
+        def setup(self):
+            self.lhs, self.rhs, self.grad, self.amax = (nn.Dense(8) for _ in range(4))
+
+        def __call__(self, x):
+            return self.amax(self.lhs(x) * nn.sigmoid(self.rhs(x)) + self.grad(x))
+
+    model = jfp8.convert(Gated(), DELAYED, exempt=())
+    variables = jax.jit(model.init)(KEY, X)
+    assert set(variables["fp8"]) == {"lhs", "rhs", "grad", "amax"}
+    assert_histories_moved(trained(model, variables, X).fp8, 4)
+
+
+def test_subclasses_of_layers():
+    class Scaled(nn.Dense):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = Scaled(8)(x)
+            return nn.Dense(3)(x)
+
+    assert converted_layers(Model(), X) == {"Scaled_0"}
+    assert converted_layers(Model(), X, exempt=Scaled) == {"Dense_0"}
+    assert converted_layers(Model(), X, only=nn.Dense) == {"Dense_0", "Scaled_0"}
+
+
+def test_boxed_parameters():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+            x = nn.Dense(8, kernel_init=init)(x)
+            return nn.Dense(3)(x)
+
+    converted = jfp8.convert(Model(), DELAYED)
+    variables = converted.init(KEY, X)
+    assert_same(variables["params"], Model().init(KEY, X)["params"])
+    assert nn.get_partition_spec(variables)["params"]["Dense_0"]["kernel"] == (None, "model")
+    assert_histories_moved(trained(converted, nn.unbox(variables), X).fp8, 1)
+
+
+def test_layers_stacked_along_another_axis():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(
+                Block, variable_axes={"params": 1}, split_rngs={"params": True}, length=3
+            )
+            x, _ = scan(name="blocks")(x, None)
+            return nn.Dense(3)(x)
+
+    converted = jfp8.convert(Model(), DELAYED)
+    variables = jax.jit(converted.init)(KEY, X)
+    assert_same(variables["params"], jax.jit(Model().init)(KEY, X)["params"])
+    assert jax.jit(converted.apply)(variables, X).shape == (4, 3)
+
+
+@pytest.mark.parametrize("norm", [nn.SpectralNorm, nn.WeightNorm])
+def test_functions_of_parameters_do_not_see_the_state(norm):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            more = {"update_stats": True} if norm is nn.SpectralNorm else {}
+            x = norm(nn.Dense(8))(x, **more)
+            return nn.Dense(3)(x)
+
+    converted = jfp8.convert(Model(), DELAYED)
+    stock, variables = Model().init(KEY, X), converted.init(KEY, X)
+    assert_same({k: variables[k] for k in stock}, stock)
+    assert_histories_moved(trained(converted, variables, X).fp8, 1)
+
+
+# Values, caches and errors.
+
+
+def test_the_original_is_untouched():
+    model = Compact()
+    before = products(model, X)
+    converted = jfp8.convert(model, CURRENT)
+    assert products(converted, X)["fprop"] == 2
+    assert products(model, X) == before == {"plain": 8}
+    assert type(model) is Compact
+    assert isinstance(converted, Compact)
+    assert type(converted).__name__ == "Compact"
+
+
+def test_models_are_values():
+    class Wide(nn.Module):
+        features: int = 8
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(self.features)(x)
+
+    make = lambda n, **kwargs: jfp8.convert(Wide(n), CURRENT, **kwargs)
+    assert make(8) == make(8)
+    assert hash(make(8)) == hash(make(8))
+    others = [make(9), make(8, exempt="Dense_0"), jfp8.convert(Wide(8), DELAYED), Wide(8)]
+    assert all(make(8) != other for other in others)
+    assert make(8).clone(features=9) == make(9)
+    assert make(8).features == 8
+    assert make(8).copy() == make(8)
+
+
+def test_converting_again_replaces_the_recipe():
+    once = jfp8.convert(Compact(), DELAYED)
+    assert jfp8.convert(once, CURRENT) == jfp8.convert(Compact(), CURRENT)
+    assert jfp8.convert(once, DELAYED) == once
+    again = jfp8.convert(once, CURRENT, exempt="Dense_0")
+    assert "fp8" not in again.init(KEY, X)
+    assert products(again, X) == {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 2}
+
+
+class Jitted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x, _ = nn.jit(Block)(name="one")(x)
+        x, _ = nn.jit(Block)(name="two")(x)
+        return nn.Dense(3)(x)
+
+
+@pytest.mark.parametrize("model", [Compact(), Jitted()], ids=["compact", "nn.jit"])
+def test_no_trace_of_another_recipe_is_used(model):
+    """Conversions of one model in one process, in any order, and the model itself."""
+    variables = jax.jit(model.init)(KEY, X)
+    recipes = [CURRENT, RowwiseScaling(), Float8CurrentScaling(fp8_format="E5M2")]
+    models = [model, *(jfp8.convert(model, recipe, exempt=()) for recipe in recipes)]
+    first = [np.asarray(jax.jit(m.apply)(variables, X)) for m in models]
+    again = [np.asarray(jax.jit(m.apply)(variables, X)) for m in reversed(models)][::-1]
+    eager = [np.asarray(m.apply(variables, X)) for m in models]
+    for i, y in enumerate(first):
+        np.testing.assert_array_equal(again[i], y)
+        np.testing.assert_allclose(eager[i], y, rtol=1e-5, atol=1e-5)
+        for other in first[:i]:
+            assert relative_error(y, other) > 1e-3
+
+
+def test_a_pattern_tells_jitted_blocks_apart():
+    assert converted_layers(Jitted(), X, exempt="one/*") == {"two/down", "two/up", "Dense_0"}
+    assert converted_layers(Jitted(), X, only="two/up") == {"two/up"}
+
+
+def test_types_are_found_in_jitted_blocks_each_time():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.jit(Block)(name="one")(x)[0]
+
+    model = jfp8.convert(Model(), DELAYED, only=nn.Dense)
+    assert_same(model.init(KEY, X), model.init(KEY, X))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: jfp8.convert(Compact), "instance of a Flax Linen or NNX module, got <class"),
+        (lambda: jfp8.convert({"params": {}}), "not its class or its parameters"),
+        (lambda: jfp8.convert(Compact(), "delayed"), "recipe"),
+        (lambda: jfp8.convert(Compact(), DelayedScaling), "recipe"),
+        (lambda: jfp8.convert(Compact(), exempt=3), "exempt=3: must be patterns of paths"),
+        (lambda: jfp8.convert(Compact(), only=[3]), r"only=\[3\]: must be patterns of paths"),
+        (
+            lambda: jfp8.convert(Compact().bind(Compact().init(KEY, X))),
+            "not bound to variables: convert the model first, then call .bind or .apply",
+        ),
+    ],
+)
+def test_errors(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_a_histories_of_another_model_are_refused():
+    """Those of a recipe with another length."""
+    variables = jfp8.convert(Compact(), DELAYED).init(KEY, X)
+    other = jfp8.convert(Compact(), DelayedScaling(amax_history_len=4))
+    with pytest.raises(ValueError, match="state belongs to another recipe"):
+        other.apply(variables, X)
+    with pytest.raises(ValueError, match="keeps no state, but a state was given"):
+        jfp8.convert(Compact(), CURRENT).apply(variables, X)

@@ -1,0 +1,152 @@
+"""Layers at the edges of a model, found in jaxprs of functions whose layers are marked."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jfp8.edges import arrays_in, edge_layers, mark_input, mark_output
+
+X = jnp.ones((2, 3))
+W = {"w": jnp.ones((3, 3)), "g": jnp.ones((1, 3))}
+
+
+def layer(path, x, w):
+    """A marked matrix product."""
+    return mark_output(mark_input(x, path) @ w, path)
+
+
+def found(function, *inputs, parameters=W):
+    """``(first, returned)`` of ``function(parameters, *inputs)``."""
+    closed = jax.make_jaxpr(function)(parameters, *inputs)
+    return edge_layers(closed, len(jax.tree.leaves(parameters)))
+
+
+def returned_by(end):
+    """The returned layers of: layer a, relu, layer b, then ``end(p, x, a, b)``."""
+
+    def model(p, x):
+        a = layer("a", x, p["w"])
+        b = layer("b", jax.nn.relu(a), p["w"])
+        return end(p, x, a, b)
+
+    return found(model, X)[1]
+
+
+def test_marks_change_nothing():
+    def model(p, x):
+        return layer("b", layer("a", x, p["w"]), p["w"])
+
+    np.testing.assert_array_equal(model(W, X), X @ W["w"] @ W["w"])
+    np.testing.assert_array_equal(jax.grad(lambda x: model(W, x).sum())(X), np.full((2, 3), 9.0))
+
+
+def test_marks_take_trees_and_leave_what_is_no_array():
+    x, text, none = mark_input((X, "ab,bc->ac", None), "a")
+    assert x.shape == X.shape
+    assert (text, none) == ("ab,bc->ac", None)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (lambda p, x, a, b: b, {"b"}),
+        (lambda p, x, a, b: (b, {"h": x}), {"b"}),
+        (lambda p, x, a, b: jax.nn.softmax(b), {"b"}),
+        (lambda p, x, a, b: jnp.argmax(b, -1), {"b"}),
+        (lambda p, x, a, b: b.reshape(3, 2)[::-1].astype(jnp.bfloat16), {"b"}),
+        (lambda p, x, a, b: b / 2 + 1, {"b"}),
+        (lambda p, x, a, b: b * p["g"] + p["g"], {"b"}),  # a learned scale and bias
+        (lambda p, x, a, b: jax.jit(jnp.tanh)(b), {"b"}),
+        (lambda p, x, a, b: jax.checkpoint(jnp.tanh)(b), {"b"}),
+        (lambda p, x, a, b: jax.nn.gelu(b), {"b"}),
+        (lambda p, x, a, b: (b[:, :1], b[:, 1:]), {"b"}),  # mean and variance
+        (lambda p, x, a, b: b + x, set()),  # a residual
+        (lambda p, x, a, b: b + a, set()),
+        (lambda p, x, a, b: jnp.sin(a), set()),  # a goes into b
+        (lambda p, x, a, b: (a, b), {"b"}),  # features beside the logits
+        (lambda p, x, a, b: b @ p["w"], set()),
+        (lambda p, x, a, b: jnp.concatenate([a, b]), set()),
+        (lambda p, x, a, b: lax.cond(b.sum() > 0, jnp.sin, jnp.cos, b), set()),
+        (lambda p, x, a, b: None, set()),
+        (lambda p, x, a, b: p["g"], set()),
+        (lambda p, x, a, b: x, set()),
+        (lambda p, x, a, b: 3.0, set()),
+    ],
+)
+def test_returned_layers(end, expected):
+    assert returned_by(end) == expected
+
+
+def test_two_heads_are_two_ends():
+    def model(p, x):
+        h = layer("trunk", x, p["w"])
+        return layer("policy", h, p["w"]), layer("value", h, p["w"]).mean(-1)
+
+    first, returned = found(model, X)
+    assert returned == {"policy", "value"}
+    assert first == {"trunk"}
+
+
+def test_the_only_layer_is_at_both_edges():
+    assert found(lambda p, x: layer("a", x, p["w"]), X) == ({"a"}, {"a"})
+
+
+def test_first_layers():
+    def model(p, x, y):
+        stem = layer("stem", (x - x.mean()) / p["g"], p["w"])
+        other = layer("other", y, p["w"])
+        return layer("late", y + stem, p["w"]) + layer("last", other, p["w"])
+
+    assert found(model, X, X)[0] == {"stem", "other"}
+
+
+def test_layers_in_calls_and_loops():
+    block = jax.jit(lambda x, w: layer("jitted", x, w))
+    remat = jax.checkpoint(lambda x, w: layer("remat", x, w))
+
+    def model(p, x):
+        body = lambda h, _: (layer("looped", h, p["w"]), None)
+        h = remat(block(x, p["w"]), p["w"])
+        h, _ = lax.scan(body, h, None, length=2)
+        return layer("head", h, p["w"])
+
+    first, returned = found(model, X)
+    assert first == {"jitted"}
+    assert returned == {"head"}
+
+
+def test_what_a_loop_ends_with_is_no_logits():
+    """In a loop the result of one turn goes into the next."""
+
+    def model(p, x):
+        return lax.scan(lambda h, _: (layer("looped", h, p["w"]), None), x, None, length=2)[0]
+
+    assert found(model, X)[1] == set()
+
+
+def test_a_layer_used_twice_is_not_the_end():
+    def model(p, x):
+        return layer("tied", layer("tied", x, p["w"]), p["w"])
+
+    assert found(model, X)[1] == set()
+
+
+def test_constants_are_made_of_nothing():
+    mask = jnp.tri(3)
+    model = lambda p, x: jnp.where(mask[:2] > 0, layer("a", x * mask[:2], p["w"]), -1e9)
+    assert found(model, X) == ({"a"}, {"a"})
+
+
+def test_arrays_in_what_a_model_returns():
+    @dataclasses.dataclass
+    class Output:
+        mean: jax.Array
+        name: str = "normal"
+
+    a, b, c = jnp.ones(1), np.ones(2), jnp.ones(3)
+    arrays = arrays_in({"out": [a, "text", None, 3.0], "dist": Output(c), "np": b})
+    assert sorted(x.size for x in arrays) == [1, 2, 3]

@@ -1,0 +1,316 @@
+"""Weights that are only kept in FP8: a `ScaledArray` where a kernel was, in products and layers."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jfp8
+from jfp8 import ScaledArray, recipes
+from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+
+KEY = jax.random.key(0)
+CURRENT, DELAYED = Float8CurrentScaling(), DelayedScaling()
+MATRIX = (((1,), (0,)), ((), ()))
+NHWC = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+X = jax.random.normal(jax.random.key(1), (6, 32))
+W = jax.random.normal(jax.random.key(2), (32, 16))
+IMAGES = jax.random.normal(jax.random.key(3), (2, 5, 5, 4))
+KERNEL = jax.random.normal(jax.random.key(4), (3, 3, 4, 8))
+
+
+def dot(x, w, recipe=CURRENT, **options):
+    return jfp8.scaled_dot_general(x, w, MATRIX, recipe=recipe, **options)
+
+
+def conv(x, w, recipe=CURRENT, **options):
+    return jfp8.scaled_conv_general_dilated(x, w, (1, 1), "SAME", recipe=recipe, **NHWC, **options)
+
+
+OPERANDS = {"dot": (dot, X, W), "conv": (conv, IMAGES, KERNEL)}
+
+
+@pytest.fixture(params=OPERANDS)
+def product(request):
+    return OPERANDS[request.param]
+
+
+def values(q) -> np.ndarray:
+    """What a per-tensor `ScaledArray` stands for, in numpy."""
+    return np.asarray(q.data).astype(np.float32) * np.asarray(q.scale, np.float32)
+
+
+def on_grid(w, dtype=ml_dtypes.float8_e4m3fn):
+    """`w` rounded to `dtype` with a scale that is a power of two and reaches the format's maximum:
+    current scaling of these values gives just this scale and these bytes again."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    scale = np.float32(2.0**-7)
+    data = np.asarray(w / np.abs(w).max() * largest).astype(dtype)
+    assert np.abs(data.astype(np.float32)).max() == largest
+    return ScaledArray(jnp.asarray(data), jnp.float32(scale))
+
+
+def value_and_gradient(function, x, *args):
+    """``y`` and the gradient by `x` for a gradient of `y` with all magnitudes."""
+    y, vjp = jax.vjp(lambda x: function(x, *args), x)
+    dy = jax.random.normal(jax.random.key(9), y.shape)
+    return y, vjp(dy)[0]
+
+
+def relative_error(a, b) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def test_same_numbers_as_its_values_where_format_and_scale_agree(product):
+    function, x, w = product
+    q = on_grid(w)
+    run = jax.jit(lambda w: value_and_gradient(function, x, w))
+    for ours, theirs in zip(run(q), run(jnp.asarray(values(q))), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert np.any(ours)
+
+
+def test_gradient_by_the_input_is_that_of_quantized_operands(product):
+    """Against plain products of what ml_dtypes rounds."""
+    function, x, w = product
+    q = jfp8.quantize(w)
+    y, grad = jax.jit(lambda x: value_and_gradient(function, x, q))(x)
+
+    def fake(x, dtype):
+        scale = np.abs(x).max() / np.float32(ml_dtypes.finfo(dtype).max)
+        return (np.asarray(x) * (np.float32(1) / scale)).astype(dtype).astype(np.float32) * scale
+
+    if function is dot:
+        plain = lambda x: x @ values(q)
+    else:
+        plain = lambda x: jax.lax.conv_general_dilated(x, values(q), (1, 1), "SAME", **NHWC)
+    y_oracle, vjp = jax.vjp(plain, jnp.asarray(fake(x, ml_dtypes.float8_e4m3fn)))
+    dy = jax.random.normal(jax.random.key(9), y.shape)
+    assert relative_error(y, y_oracle) < 1e-6
+    assert relative_error(grad, vjp(jnp.asarray(fake(dy, ml_dtypes.float8_e5m2)))[0]) < 1e-6
+    assert relative_error(grad, vjp(dy)[0]) > 1e-2
+
+
+def test_no_gradient_by_the_weight_and_no_product_for_one(product):
+    function, x, w = product
+    q = jfp8.quantize(w)
+
+    def loss(x, scale):
+        return jnp.sin(function(x, ScaledArray(q.data, scale))).sum()
+
+    d_x, d_scale = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, q.scale)
+    assert np.any(d_x)
+    assert not np.any(d_scale)
+    text = str(jax.make_jaxpr(jax.grad(loss))(x, q.scale))
+    assert "jfp8_dgrad" in text
+    assert "jfp8_wgrad" not in text
+    assert "jfp8_wgrad" in str(jax.make_jaxpr(jax.grad(lambda w: function(x, w).sum()))(w))
+
+
+def test_bytes_are_used_as_they_are(product):
+    """Nothing rounds the weight again: its bytes go into both products."""
+    function, x, w = product
+    q = jfp8.quantize(w)
+    grad = jax.make_jaxpr(lambda x, q: jax.grad(lambda x: function(x, q).sum())(x))(x, q)
+    shape = ",".join(map(str, w.shape))
+    text = str(grad)
+    assert f"f8_e4m3fn[{shape}]" in text
+    again = str(
+        jax.make_jaxpr(lambda x, w: jax.grad(lambda x: function(x, w).sum())(x))(x, jnp.asarray(w))
+    )
+    shifts = lambda text: len(
+        [t for t in text.splitlines() if f"u32[{shape}]" in t and "shift_right" in t]
+    )
+    assert shifts(text) < shifts(again)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Float8CurrentScaling(fp8_format="E5M2"),  # another format
+        recipes.RowwiseScaling(),
+        recipes.MXFP8BlockScaling(),
+        recipes.get("nvfp4"),
+        recipes.Float8BlockScaling(),
+    ],
+    ids=lambda r: r.name + getattr(r, "fp8_format", ""),
+)
+def test_other_recipes_quantize_its_values(product, recipe):
+    function, x, w = product
+    q = jfp8.quantize(w)
+    run = jax.jit(lambda w: value_and_gradient(lambda x, w: function(x, w, recipe), x, w))
+    for ours, theirs in zip(run(q), run(jnp.asarray(values(q))), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    y, _ = jax.jit(lambda: value_and_gradient(function, x, jnp.asarray(values(q))))()
+    assert relative_error(ours, theirs) == 0 != relative_error(run(q)[0], y)
+
+
+@pytest.mark.parametrize("granularity", [jfp8.PerAxis(0), jfp8.PerAxis(1), jfp8.Block((8, 16))])
+def test_weights_with_several_scales(granularity):
+    """One scale is not enough for them: their values are quantized as the recipe says."""
+    q = jfp8.quantize(W * jnp.linspace(0.1, 4, 16)[None], granularity=granularity)
+    w = jfp8.dequantize(q)
+    run = jax.jit(lambda w: value_and_gradient(dot, X, w))
+    for ours, theirs in zip(run(q), run(w), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_scale_with_one_entry_is_one_scale():
+    q = jfp8.quantize(W)
+    flat = ScaledArray(q.data, q.scale.reshape(1, 1))
+    np.testing.assert_array_equal(jax.jit(dot)(X, flat), jax.jit(dot)(X, q))
+
+
+def test_delayed_scaling_leaves_its_bytes_alone():
+    """The history would give another scale; the bytes have theirs."""
+    q = jfp8.quantize(W)
+    history = lambda amax: {"amax_history": jnp.full((16,), amax), "amax": jnp.zeros(())}
+    state = {"lhs": history(5.0), "rhs": history(100.0), "grad": history(1.0)}
+    far = {**state, "rhs": history(0.01)}
+    run = lambda state: np.asarray(jax.jit(lambda: dot(X, q, DELAYED, state=state))())
+    np.testing.assert_array_equal(run(state), run(far))
+    assert np.any(run(state) != run({**state, "lhs": history(50.0)}))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_result_has_the_dtype_of_the_input(dtype):
+    y, grad = jax.jit(lambda: value_and_gradient(dot, X.astype(dtype), jfp8.quantize(W)))()
+    assert (y.dtype, grad.dtype) == (dtype, dtype)
+    assert dot(X, jfp8.quantize(W), preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_scales_that_do_not_fit():
+    q = jfp8.quantize(W)
+    with pytest.raises(ValueError, match="scale"):
+        dot(X, ScaledArray(q.data, jnp.ones((5, 1))))
+    with pytest.raises((TypeError, ValueError), match="lhs"):
+        jfp8.scaled_dot_general(jfp8.quantize(X), W, MATRIX, recipe=CURRENT)
+
+
+# Layers.
+
+LAYERS = {
+    "Dense": ((16,), {}, X),
+    "Dense, no bias": ((16,), {"use_bias": False}, X),
+    "Dense, bf16": ((16,), {"dtype": jnp.bfloat16}, X),
+    "DenseGeneral": (((2, 4),), {"axis": (-2, -1)}, X.reshape(6, 4, 8)),
+    "Conv": ((8, (3, 3)), {"strides": 2}, IMAGES),
+    "Conv, groups": ((8, (3, 3)), {"feature_group_count": 2}, IMAGES),
+    "ConvTranspose": ((8, (3, 3)), {"strides": (2, 2)}, IMAGES),
+    "ConvTranspose, transposed": ((8, (3, 3)), {"transpose_kernel": True}, IMAGES),
+    "Einsum": (((32, 2, 8), "ab,bcd->acd"), {}, X),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    """``(jfp8's, Flax's, input, params with a kernel that FP8 holds, as arrays)``."""
+    arguments, options, x = LAYERS[request.param]
+    name = request.param.partition(",")[0]
+    stock = getattr(nn, name)(*arguments, **options)
+    ours = getattr(jfp8, name)(*arguments, **options, recipe=CURRENT)
+    params = jax.jit(stock.init)(KEY, x)["params"]
+    return ours, stock, x, params
+
+
+def run(model, params, x):
+    apply = lambda params, x: value_and_gradient(lambda x: model.apply({"params": params}, x), x)
+    return jax.jit(apply)(params, x)
+
+
+def test_layers_take_kernels_that_are_scaled_arrays(layer):
+    ours, stock, x, params = layer
+    q = on_grid(params["kernel"])
+    frozen, plain = {**params, "kernel": q}, {**params, "kernel": jnp.asarray(values(q))}
+    reference = run(ours, plain, x)
+    models = [ours, jfp8.convert(stock, CURRENT, exempt=())]
+    for model in models:
+        for a, b in zip(run(model, frozen, x), reference, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+            assert np.any(a)
+
+
+def test_layers_without_fp8_multiply_its_values():
+    params = {"kernel": jfp8.quantize(W), "bias": jnp.zeros(16)}
+    plain = {**params, "kernel": jnp.asarray(values(params["kernel"]))}
+    with jfp8.autocast(enabled=False):
+        y = jax.jit(jfp8.Dense(16).apply)({"params": params}, X)
+    np.testing.assert_array_equal(y, jax.jit(nn.Dense(16).apply)({"params": plain}, X))
+
+
+class Model(nn.Module):
+    stacked: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        def block(layer, h, _):
+            return nn.tanh(layer(h)), None
+
+        if self.stacked:
+            scan = nn.scan(
+                block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )
+            x, _ = scan(nn.Dense(32, name="deep"), x, None)
+        else:
+            x, _ = nn.remat(block)(nn.Dense(32, name="deep"), x, None)
+        return nn.Dense(4, name="head")(x)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("mutable", [False, ["fp8"]])
+def test_whole_models_forward_and_with_histories(stacked, mutable):
+    model = jfp8.convert(Model(stacked), DELAYED)
+    variables = jax.jit(model.init)(KEY, X)
+    del variables["fp8_sink"]
+    kernel = variables["params"]["deep"]["kernel"]
+    quantize = jax.vmap(on_grid_in_jax) if stacked else on_grid_in_jax
+    q = quantize(kernel)
+    plain = q.data.astype(jnp.float32) * q.scale.reshape((-1, 1, 1) if stacked else ())
+
+    def apply(kernel):
+        params = {**variables["params"], "deep": {**variables["params"]["deep"], "kernel": kernel}}
+        return model.apply({**variables, "params": params}, X, mutable=mutable)
+
+    ours, theirs = jax.jit(apply)(q), jax.jit(apply)(plain)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def on_grid_in_jax(w):
+    data = jfp8.cast(w / jnp.abs(w).max() * 448, jfp8.E4M3FN)
+    return ScaledArray(data, jnp.float32(2.0**-7))
+
+
+def test_fine_tuning_what_is_not_frozen():
+    """The gradient by biases and norms, past frozen kernels: a plain optax loop."""
+    model = jfp8.convert(Model(), CURRENT)
+    params = jax.jit(model.init)(KEY, X)["params"]
+    frozen = {"deep": jfp8.quantize(params["deep"]["kernel"])}
+    trainable = {"deep": {"bias": params["deep"]["bias"]}, "head": params["head"]}
+
+    def loss(trainable):
+        deep = {**trainable["deep"], "kernel": frozen["deep"]}
+        return jnp.mean(model.apply({"params": {**trainable, "deep": deep}}, X) ** 2)
+
+    tx = optax.sgd(0.1)
+
+    @jax.jit
+    def step(trainable, state):
+        value, grads = jax.value_and_grad(loss)(trainable)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(trainable, updates), state, value
+
+    state = tx.init(trainable)
+    losses = []
+    for _ in range(10):
+        trainable, state, value = step(trainable, state)
+        losses.append(float(value))
+    assert losses[-1] < 0.5 * losses[0]
+    assert np.any(trainable["deep"]["bias"])

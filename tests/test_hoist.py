@@ -1,0 +1,371 @@
+"""Weights are quantized once for all micro-batches: same bits, and less in the loop.
+
+The reference is the same step without the split: the whole gradient in each turn of the loop.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from math import prod
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jfp8
+from jfp8 import recipes
+from jfp8.hoist import split
+from jfp8.quantizers import Current
+
+KEY = jax.random.key(0)
+IN, WIDTH = 24, 40  # no other array has as many elements as a weight
+X = jax.random.normal(jax.random.key(1), (16, IN))
+
+
+def without_split(function, known, varying):
+    del varying
+    return (), lambda kept, varying: function(known, varying)
+
+
+@pytest.fixture
+def never_split(monkeypatch):
+    """What makes `value_and_grad` quantize weights in each turn."""
+    return lambda: monkeypatch.setattr(sys.modules["jfp8.train"], "split", without_split)
+
+
+class Block(nn.Module):
+    recipe: recipes.Recipe
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        dense = lambda n: jfp8.Dense(
+            n, recipe=self.recipe, dtype=self.dtype, param_dtype=self.dtype, use_bias=False
+        )
+        return nn.tanh(dense(IN)(dense(WIDTH)(x))), None
+
+
+class Model(nn.Module):
+    recipe: recipes.Recipe
+    lift: str = "plain"
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block) if "remat" in self.lift else Block
+        if "scan" in self.lift:
+            axes = {"params": 0, "fp8": 0, "fp8_sink": 0}
+            block = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=3)
+        return block(self.recipe, self.dtype)(x, None)[0]
+
+
+def state_of(model) -> jfp8.TrainState:
+    variables = jax.jit(model.init)(KEY, X)
+    return jfp8.TrainState.create(
+        apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1, momentum=0.9)
+    )
+
+
+def step_of(model, micro_batches=4):
+    def loss_fn(variables, x):
+        return jnp.mean(model.apply(variables, x).astype(jnp.float32) ** 2), {}
+
+    def step(state, x):
+        loss, grads = jfp8.value_and_grad(loss_fn, micro_batches=micro_batches)(state, x)
+        return state.apply_gradients(grads), loss, grads.params
+
+    return jax.jit(step)
+
+
+def assert_bitwise(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+CASES = [
+    ("delayed", "plain"),
+    ("delayed", "scan"),
+    ("delayed", "remat"),
+    ("delayed", "scan remat"),
+    ("current", "scan"),
+    ("rowwise", "plain"),
+    ("mxfp8", "scan"),
+    ("nvfp4", "plain"),
+]
+
+
+@pytest.mark.parametrize(("name", "lift"), CASES)
+def test_the_step_is_the_same_bit_for_bit(name, lift, never_split):
+    model = Model(recipes.get(name), lift)
+    state = state_of(model)
+    ours = step_of(model)(state, X)
+    never_split()
+    reference = step_of(model)(state, X)
+    assert_bitwise(ours[1:], reference[1:])
+    assert_bitwise(jax.tree.leaves(ours[0]), jax.tree.leaves(reference[0]))
+    assert float(ours[1]) > 0
+    assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(ours[2]))
+    for history in jax.tree.leaves_with_path(ours[0].fp8):
+        if "amax_history" in str(history[0]):
+            assert np.all(np.asarray(history[1])[..., 0] > 0)
+
+
+# What is left in the loop, read in the compiled program.
+
+
+def computations(text: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.split("\n"):
+        head = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
+        if head and not line.startswith(" "):
+            lines = found.setdefault(head[1], [])
+        else:
+            lines.append(line)
+    return found
+
+
+def operations(text: str, elements: int, depth: int) -> Counter:
+    """What is done, in loops at least this deep, to arrays of so many elements: (dtype, what)."""
+    comps = computations(text)
+    level = {}
+
+    def visit(name, n):
+        if level.get(name, -1) >= n:
+            return
+        level[name] = n
+        for line in comps[name]:
+            bodies = set(re.findall(r"body=%([\w.\-]+)", line))
+            for callee in set(re.findall(r"%([\w.\-]+)", line)) & set(comps):
+                visit(callee, n + (callee in bodies))
+
+    called = {c for ls in comps.values() for ln in ls for c in re.findall(r"%([\w.\-]+)", ln)}
+    for name in set(comps) - called:
+        visit(name, 0)
+    found = Counter()
+    for name, n in level.items():
+        for line in comps[name] if n >= depth else ():
+            made = re.search(r"= (\w+)\[([\d,]*)\]\S* ([\w\-]+)\(", line)
+            if made and prod(int(d) for d in made[2].split(",") if d) == elements:
+                found[made[1], made[3]] += 1
+    return found
+
+
+def quantizing(found: Counter) -> int:
+    """Operations on bits of f32 and on magnitudes: rounding to FP8, and amaxes."""
+    bits = ("xor", "shift-right-logical", "shift-right-arithmetic", "and", "round-nearest-even")
+    return sum(
+        n
+        for (dtype, what), n in found.items()
+        if (dtype in ("u32", "s32") and what in bits) or (dtype == "f32" and what == "abs")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "lift"), [("delayed", "plain"), ("current", "scan"), ("delayed", "scan remat")]
+)
+def test_no_weight_is_quantized_inside_of_the_loop(name, lift, never_split):
+    model = Model(recipes.get(name), lift)
+    state = jax.eval_shape(lambda: state_of(model))
+    depth = 2 if "scan" in lift else 1  # layers inside of micro-batches
+    compiled = lambda: step_of(model).lower(state, X).compile().as_text()
+    ours = compiled()
+    never_split()
+    reference = compiled()
+    assert quantizing(operations(reference, IN * WIDTH, depth)) > 0
+    assert quantizing(operations(ours, IN * WIDTH, depth)) == 0
+    # Once is enough, and outside.
+    assert quantizing(operations(ours, IN * WIDTH, depth - 1)) > 0
+
+
+@pytest.mark.parametrize("lift", ["plain", "scan"])
+def test_one_byte_is_kept_for_each_element_of_a_weight(lift):
+    """Besides its scale."""
+    model = Model(recipes.get("delayed"), lift)
+    state = state_of(model)
+
+    def gradient(params, x):
+        loss = lambda p: jnp.sum(model.apply({"params": p, "fp8": state.fp8}, x) ** 2)
+        return jax.grad(loss)(params)
+
+    kept = jax.eval_shape(lambda p, x: split(gradient, p, x)[0], state.params, X[:4])
+    leaves = jax.tree.leaves(kept)
+    weights = sum(w.size for w in jax.tree.leaves(state.params))
+    assert sum(leaf.size for leaf in leaves if leaf.dtype == jnp.uint8) == weights
+    others = [leaf for leaf in leaves if leaf.dtype != jnp.uint8]
+    assert sum(leaf.size for leaf in others) <= 16 * len(jax.tree.leaves(state.params)) * 3
+
+
+def test_gradients_of_bf16_parameters_are_summed_in_f32(never_split):
+    """256 micro-batches whose gradients are 1 but for the first's 256: bf16 would stop there."""
+    n = 64
+
+    class Line(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.ones, (1,), jnp.bfloat16)
+            return x * w
+
+    model = Line()
+    variables = model.init(KEY, jnp.ones((1, 1), jnp.bfloat16))
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
+    x = jnp.ones((n, 1), jnp.bfloat16).at[0].set(256.0)
+    loss_fn = lambda v, x: (model.apply(v, x).sum(), {})
+    grads = jax.jit(lambda s, x: jfp8.value_and_grad(loss_fn, micro_batches=n)(s, x)[1])(state, x)
+    (grad,) = jax.tree.leaves(grads.params)
+    assert grad.dtype == jnp.float32
+    assert grad[0] == (256 + (n - 1)) / n
+
+
+def test_callbacks_in_the_loss_run_in_each_turn():
+    seen = []
+
+    class Line(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2)(x)
+
+    model = Line()
+    state = state_of(model)
+
+    def loss_fn(variables, x):
+        jax.debug.callback(lambda v: seen.append(float(v)), x.sum())
+        return jnp.mean(model.apply(variables, x) ** 2), {}
+
+    step = jax.jit(lambda s, x: jfp8.value_and_grad(loss_fn, micro_batches=4)(s, x)[0])
+    jax.block_until_ready(step(state, X))
+    jax.effects_barrier()
+    np.testing.assert_allclose(sorted(seen), sorted(X.reshape(4, -1).sum(1)), rtol=1e-5, atol=1e-4)
+
+
+# The split itself.
+
+
+def quantized(w):
+    q = jfp8.quantize(w)
+    return q.data, q.scale
+
+
+def rest_and_kept(function, known, varying):
+    kept, rest = split(function, known, varying)
+    result = rest(kept, varying)
+    assert_bitwise(result, function(known, varying))
+    return result, kept
+
+
+def test_what_is_kept_is_smaller_than_what_it_is_made_of():
+    w, x = jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.ones((4, 8))
+
+    def function(w, x):
+        data, scale = quantized(w)
+        wide = jnp.sin(w)  # as large as w itself: not worth keeping
+        return x @ (data.astype(jnp.float32) * scale) + (x @ wide)
+
+    _, kept = rest_and_kept(function, w, x)
+    assert sorted((leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(kept)) == [
+        ("float32", 1),
+        ("uint8", 64),
+    ]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_loops_over_stacked_weights(reverse):
+    w = jax.random.normal(KEY, (3, 8, 8))
+
+    def function(w, x):
+        def turn(h, w):
+            data, scale = quantized(w)
+            return h @ data.astype(jnp.float32) * scale, h.sum()
+
+        return lax.scan(turn, x, w, reverse=reverse)
+
+    _, kept = rest_and_kept(function, w, jnp.ones((4, 8)))
+    assert sorted((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(kept)) == [
+        ("float32", (3,)),
+        ("uint8", (3, 8, 8)),
+    ]
+
+
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
+def test_calls(call):
+    @call
+    def layer(w, x):
+        data, scale = quantized(w)
+        return jnp.tanh(x @ data.astype(jnp.float32) * scale)
+
+    _, kept = rest_and_kept(
+        lambda w, x: layer(w, layer(w, x)), jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.ones((4, 8))
+    )
+    assert {leaf.size for leaf in jax.tree.leaves(kept)} == {1, 64}
+    assert all(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(kept) if leaf.size == 64)
+
+
+def test_what_varies_is_not_kept():
+    function = lambda w, x: quantized(w * x.sum())[0].astype(jnp.float32)
+    _, kept = rest_and_kept(function, jnp.ones((8, 8)), jnp.ones(8))
+    assert jax.tree.leaves(kept) == []
+
+
+@pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2, jfp8.E2M1FN], ids=lambda f: f.name)
+def test_formats_survive(fmt):
+    def function(w, x):
+        q = Current(fmt)
+        data = jfp8.quantize(w, q.fmt).data
+        return data, x
+
+    rest_and_kept(function, jnp.linspace(-3, 3, 64).reshape(8, 8), jnp.ones(3))
+
+
+def test_random_keys_integers_and_results_that_are_known():
+    def function(known, x):
+        noise = jax.random.normal(known["key"], x.shape)
+        return {"y": x * known["w"].sum() + noise, "same": known["n"] + 1, "w": known["w"]}
+
+    known = {"key": jax.random.key(3), "w": jnp.ones(8), "n": jnp.int32(4)}
+    result, _ = rest_and_kept(function, known, jnp.ones(3))
+    assert result["same"] == 5
+
+
+def test_constants_closed_over():
+    table = jax.random.normal(KEY, (8, 8))
+    function = lambda w, x: x @ (quantized(w)[0].astype(jnp.float32) + table)
+    rest_and_kept(function, jnp.ones((8, 8)), jnp.ones((2, 8)))
+
+
+def test_branches_and_while_loops():
+    def function(w, x):
+        data, scale = quantized(w)
+        q = data.astype(jnp.float32) * scale
+        y = lax.cond(x.sum() > 0, lambda: x @ q, lambda: x - q[0][None])
+        return lax.fori_loop(0, 3, lambda i, y: y @ q, y), lax.cond(
+            w.sum() > 0, lambda: 1.0, lambda: 2.0
+        )
+
+    rest_and_kept(function, jax.random.normal(KEY, (8, 8)), jnp.ones((2, 8)))
+
+
+def test_under_vmap_and_shard_map():
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    def whole(w, x):
+        function = lambda w, x: x @ quantized(w)[0].astype(jnp.float32)
+        kept, rest = split(function, w, x)
+        return rest(kept, x)
+
+    w, x = jax.random.normal(KEY, (2, 8, 8)), jnp.ones((2, 4, 8))
+    expected = jnp.stack([whole(w[i], x[i]) for i in range(2)])
+    np.testing.assert_array_equal(jax.vmap(whole)(w, x), expected)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    sharded = jax.shard_map(
+        lambda w, x: whole(w[0], x[0])[None], mesh=mesh, in_specs=P("d"), out_specs=P("d")
+    )
+    np.testing.assert_array_equal(jax.jit(sharded)(w, x), expected)

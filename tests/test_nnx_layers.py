@@ -1,0 +1,441 @@
+"""NNX layers: drop-in for Flax's, and their numbers against fake quantization."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+import jfp8.nnx
+from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+# name: (arguments, keyword arguments, shape of the input)
+LAYERS = {
+    "Linear": ((4, 5), {}, (3, 4)),
+    "LinearGeneral": (((6, 4), (3, 2)), {"axis": (-2, -1)}, (3, 6, 4)),
+    "LinearGeneral, batched": ((4, 5), {"batch_axis": {0: 3}, "use_bias": False}, (3, 6, 4)),
+    "Conv": ((4, 6, (3, 3)), {"strides": 2, "kernel_dilation": 2, "padding": 2}, (2, 7, 7, 4)),
+    "Conv, grouped": ((4, 6, 3), {"feature_group_count": 2, "padding": "CIRCULAR"}, (2, 7, 4)),
+    "ConvTranspose": ((4, 5, (3, 3)), {"strides": 2}, (2, 3, 3, 4)),
+    "ConvTranspose, circular": (
+        (4, 5, (4, 3)),
+        {"strides": (2, 3), "padding": "CIRCULAR", "transpose_kernel": True},
+        (2, 3, 3, 4),
+    ),
+    "Einsum": (("nta,hab->nthb", (3, 4, 5), (3, 5)), {}, (2, 6, 4)),
+    "Einsum, ellipsis": (("...a,ab->...b", (4, 5)), {}, (2, 3, 4)),
+}
+
+
+def made(package, name, **options):
+    args, kwargs, _ = LAYERS[name]
+    return getattr(package, name.split(",")[0])(*args, **kwargs, **options, rngs=nnx.Rngs(7))
+
+
+def normal(seed, shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def input_of(name, seed=1):
+    return normal(seed, LAYERS[name][2])
+
+
+def distance(a, b):
+    """Relative Frobenius distance."""
+    a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def cosine(a, b):
+    a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))
+    return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
+
+
+def fake(x, fmt, amax=None):
+    """`x` rounded to the grid of `fmt`, whose largest value stands for `amax`."""
+    x = np.asarray(x, np.float32)
+    largest = np.float32(ml_dtypes.finfo(fmt).max)
+    scale = np.float32(np.abs(x).max() if amax is None else amax) / largest
+    data = np.clip(x * (np.float32(1) / scale), -largest, largest).astype(fmt)
+    return jnp.asarray(data.astype(np.float32) * scale)
+
+
+@nnx.jit
+def call(layer, *args):
+    return layer(*args)
+
+
+@nnx.jit
+def call_causal(layer, *args, **kwargs):
+    return layer(*args, **kwargs, is_causal=True)
+
+
+def params(layer):
+    return nnx.to_flat_state(nnx.state(layer, nnx.Param))
+
+
+def assert_same_params(a, b):
+    (paths, a), (expected, b) = (zip(*params(layer), strict=True) for layer in (a, b))
+    assert paths == expected
+    for x, y in zip(a, b, strict=True):
+        assert type(x) is type(y) is nnx.Param
+        assert x.get_value().dtype == y.get_value().dtype
+        np.testing.assert_array_equal(x.get_value(), y.get_value())
+
+
+@partial(jax.jit, static_argnums=0)
+def vjp_of(graphdef, param, rest, x, dy):
+    apply = lambda param, x: nnx.merge(graphdef, param, rest, copy=True)(x)
+    y, vjp = jax.vjp(apply, param, x)
+    return y, *vjp(dy)
+
+
+def run(layer, x, dy):
+    """The output of `layer` and its gradients by input, kernel and bias."""
+    y, d_param, dx = vjp_of(*nnx.split(layer, nnx.Param, ...), x, dy)
+    return {"y": y, "x": dx, **{path[-1]: g.get_value() for path, g in params_of(d_param)}}
+
+
+def params_of(state):
+    return nnx.to_flat_state(state)
+
+
+def expected(stock, x, dy, x_amax=None, w_amax=None, dy_amax=None):
+    """The same of Flax's layer, all operands of products faked, in high precision otherwise."""
+    faked = nnx.clone(stock)
+    faked.kernel.set_value(fake(stock.kernel.get_value(), E4M3, w_amax))
+    found = run(faked, fake(x, E4M3, x_amax), fake(dy, E5M2, dy_amax))
+    if "bias" in found:  # no operand of a product; its dimensions are the last ones
+        shape = stock.bias.get_value().shape
+        found["bias"] = np.asarray(dy, np.float64).reshape(-1, *shape).sum(0)
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_drop_in(name):
+    """Same parameters, bit for bit, about the same output; and in a region without FP8 the same."""
+    ours, stock, x = made(jfp8.nnx, name), made(nnx, name), input_of(name)
+    assert_same_params(ours, stock)
+    y, reference = call(ours, x), call(stock, x)
+    assert y.shape == reference.shape
+    assert y.dtype == reference.dtype
+    assert 1e-3 < distance(y, reference) < 0.06
+    assert cosine(y, reference) > 0.998
+    with jfp8.autocast(enabled=False):
+        y = call(ours, x)
+    # A transposed convolution is spelled as a convolution: the same sums in another order.
+    tolerance = 1e-6 if name.startswith("ConvTranspose") else 0
+    np.testing.assert_allclose(y, reference, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_forward_and_gradients_are_those_of_fake_quantization(name):
+    ours, stock, x = made(jfp8.nnx, name), made(nnx, name), input_of(name)
+    ours.eval()
+    dy = normal(2, jax.eval_shape(stock, x).shape)
+    found, wanted = run(ours, x, dy), expected(stock, x, dy)
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert distance(found[key], value) < 2e-6, key
+
+
+@pytest.mark.parametrize("name", ["Linear", "Conv", "Einsum"])
+def test_histories_set_the_scales(name):
+    """Those of lhs and rhs with any differentiation; that of gradients only with a sink."""
+    ours, stock, x = made(jfp8.nnx, name), made(nnx, name), input_of(name)
+    dy = normal(2, jax.eval_shape(stock, x).shape)
+    product = next(m for _, m in nnx.iter_modules(ours) if hasattr(m, "histories"))
+    amaxes = {"lhs": 6.0, "rhs": 1.5, "grad": 300.0}
+    product.set_histories(
+        {role: history.at[2].set(amaxes[role]) for role, history in product.histories().items()}
+    )
+
+    without_sink = expected(stock, x, dy, 6.0, 1.5, None)["kernel"]
+    found = run(nnx.view(ours, use_running_average=True), x, dy)["kernel"]
+    assert distance(found, without_sink) < 2e-6
+
+    with_sink = expected(stock, x, dy, 6.0, 1.5, 300.0)["kernel"]
+    step = nnx.jit(jfp8.nnx.value_and_grad(lambda layer, x: (layer(x) * dy).sum()))
+    _, grads = step(ours, x)
+    assert distance(grads["kernel"].get_value(), with_sink) < 2e-6
+    assert distance(without_sink, with_sink) > 1e-3
+
+
+def test_products_as_hooks_of_flax_layers():
+    x = input_of("Linear")
+    layer = nnx.Linear(4, 5, dot_general=jfp8.nnx.DotGeneral(), rngs=nnx.Rngs(7))
+    np.testing.assert_array_equal(call(layer, x), call(made(jfp8.nnx, "Linear"), x))
+    image = input_of("Conv")
+    args, kwargs, _ = LAYERS["Conv"]
+    hook = jfp8.nnx.ConvGeneralDilated()
+    layer = nnx.Conv(*args, **kwargs, conv_general_dilated=hook, rngs=nnx.Rngs(7))
+    np.testing.assert_array_equal(call(layer, image), call(made(jfp8.nnx, "Conv"), image))
+    args, kwargs, _ = LAYERS["Einsum"]
+    layer = nnx.Einsum(*args, **kwargs, einsum_op=jfp8.nnx.EinsumOp(), rngs=nnx.Rngs(7))
+    x = input_of("Einsum")
+    np.testing.assert_array_equal(call(layer, x), call(made(jfp8.nnx, "Einsum"), x))
+
+
+def test_regions_and_recipes():
+    x, e5m2 = input_of("Linear"), DelayedScaling(fp8_format="E5M2")
+    default, own = made(jfp8.nnx, "Linear"), made(jfp8.nnx, "Linear", recipe=e5m2)
+    default.eval()
+    own.eval()
+    y = {"default": call(default, x), "own": call(own, x)}
+    assert distance(y["own"], y["default"]) > 1e-3
+    with jfp8.autocast(e5m2):
+        np.testing.assert_array_equal(call(default, x), y["own"])
+    with jfp8.autocast(DelayedScaling()):
+        np.testing.assert_array_equal(call(own, x), y["own"])
+    # A recipe without state leaves the histories alone, for as long as the region lasts.
+    default.train()
+    call(default, x)
+    before = default.dot_general.histories()
+    with jfp8.autocast(Float8CurrentScaling()):
+        call(default, 10 * x)
+    jax.tree.map(np.testing.assert_array_equal, default.dot_general.histories(), before)
+
+
+def test_a_region_reaches_a_jitted_call():
+    layer, x = made(jfp8.nnx, "Linear"), input_of("Linear")
+    apply = nnx.jit(lambda layer, x: layer(x))
+    fp8 = apply(layer, x)
+    with jfp8.autocast(enabled=False):
+        plain = apply(layer, x)
+    assert distance(fp8, plain) > 1e-3
+    assert distance(plain, call(made(nnx, "Linear"), x)) < 1e-6
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), jfp8.recipes.get("mxfp8")])
+def test_recipes_without_state(recipe):
+    layer = jfp8.nnx.Linear(32, 32, recipe=recipe, rngs=nnx.Rngs(0))
+    x = normal(0, (32, 32))
+    kinds = {type(v) for _, v in nnx.to_flat_state(nnx.state(layer))}
+    assert kinds == {nnx.Param}
+    kernel = layer.kernel.get_value()
+    numbers = (((1,), (0,)), ((), ()))
+    wanted = jax.jit(lambda x, w: jfp8.scaled_dot_general(x, w, numbers, recipe=recipe))(x, kernel)
+    np.testing.assert_array_equal(call(layer, x), wanted)
+    step = nnx.jit(jfp8.nnx.value_and_grad(lambda layer, x: layer(x).sum()))
+    loss, grads = step(layer, x)
+    assert abs(loss - wanted.sum()) < 1e-4 * jnp.abs(wanted).sum()
+    _, expected_grads = nnx.jit(nnx.value_and_grad(lambda layer, x: layer(x).sum()))(layer, x)
+    jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
+
+
+@pytest.mark.parametrize("name", ["Linear", "Conv", "ConvTranspose", "Einsum"])
+def test_dtypes(name):
+    x = input_of(name)
+    layer = made(jfp8.nnx, name, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    assert layer.kernel.get_value().dtype == jnp.float32
+    y, reference = call(layer, x), call(made(nnx, name, dtype=jnp.bfloat16), x)
+    assert y.dtype == jnp.bfloat16
+    assert distance(y, reference) < 0.06
+    options = {"dtype": jnp.bfloat16, "preferred_element_type": jnp.float32}
+    ours, stock = (
+        jax.eval_shape(call, made(package, name, **options), x) for package in (jfp8.nnx, nnx)
+    )
+    assert ours.dtype == stock.dtype
+    low = made(jfp8.nnx, name, param_dtype=jnp.bfloat16)
+    assert low.kernel.get_value().dtype == jnp.bfloat16
+
+
+def test_trap_float16_sums_do_not_overflow():
+    """Sums of scaled operands reach 448^2 a term: they must not be taken in f16."""
+    layer = jfp8.nnx.Linear(64, 64, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    x = normal(0, (8, 64))
+    _, grads = nnx.jit(nnx.value_and_grad(lambda layer, x: layer(x).sum()))(layer, x)
+    stock = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    assert distance(call(layer, x), call(stock, x)) < 0.05
+    assert np.isfinite(grads["kernel"].get_value()).all()
+
+
+def test_a_mask_of_a_convolution_is_kept():
+    mask = jnp.tril(jnp.ones((3, 4, 6)))
+    for name in ("Conv", "ConvTranspose"):
+        ours, stock = (
+            getattr(package, name)(4, 6, 3, mask=mask, rngs=nnx.Rngs(0))
+            for package in (jfp8.nnx, nnx)
+        )
+        x = normal(0, (2, 5, 4))
+        assert distance(call(ours, x), call(stock, x)) < 0.06
+        ours.mask = jnp.ones((1, 4, 6))
+        with pytest.raises(ValueError, match="(?i)mask .*shape"):
+            ours(x)
+
+
+@pytest.mark.parametrize("name", ["Linear", "Conv", "ConvTranspose", "Einsum"])
+def test_a_kernel_may_be_a_scaled_array(name):
+    """One byte for each weight, and what its own quantization would have given."""
+    layer, x = made(jfp8.nnx, name, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16), input_of(name)
+    layer.eval()
+    wanted = call(layer, x)
+    q = jfp8.quantize(layer.kernel.get_value())
+    layer.kernel.set_value(q)
+    inputs, kernel, _ = layer.promote_dtype((x, q, None), dtype=jnp.bfloat16)
+    assert kernel is q
+    assert inputs.dtype == jnp.bfloat16
+    assert wanted.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (call(layer, x), wanted)))
+
+    stock = made(nnx, name)
+    stock.kernel.set_value(q.dequantize())
+    with jfp8.autocast(enabled=False):
+        assert distance(call(layer, x), call(stock, x)) < 1e-2  # bf16
+
+
+@pytest.mark.parametrize("spec", [P("d", None), P(None, "d")])
+def test_out_sharding(spec):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        layer = jfp8.nnx.Linear(4, 16, rngs=nnx.Rngs(0))
+        x = jax.device_put(normal(0, (8, 4)), NamedSharding(mesh, P("d", None)))
+        y = nnx.jit(lambda layer, x: layer(x, out_sharding=spec))(layer, x)
+        assert y.sharding.spec == spec
+
+
+# Attention.
+
+ATTENTION = {"decode": False, "qkv_features": 16, "num_heads": 4, "in_features": 8}
+
+
+def attention(package, **options):
+    return package.MultiHeadAttention(**ATTENTION, **options, rngs=nnx.Rngs(5))
+
+
+def test_attention_is_drop_in():
+    options = {"num_kv_heads": 2, "normalize_qk": True}
+    ours, stock = attention(jfp8.nnx, **options), attention(nnx, **options)
+    assert_same_params(ours, stock)
+    q, kv = normal(0, (2, 5, 8)), normal(1, (2, 6, 8))
+    for args in ((q, kv), (q,)):
+        recorded = nnx.clone(ours)
+        assert 1e-3 < distance(call(recorded, *args), call(stock, *args)) < 0.12
+    products = [m for _, m in nnx.iter_modules(recorded) if isinstance(m, jfp8.nnx.DotGeneral)]
+    assert len(products) == 4  # one for each projection, not one shared by three
+    amaxes = [float(p.histories()["rhs"][0]) for p in products]
+    assert len(set(amaxes)) == 4
+
+
+def test_attention_gradients():
+    ours, stock, x = attention(jfp8.nnx), attention(nnx), normal(0, (2, 5, 8))
+    loss = lambda layer, x: (layer(x, is_causal=True) * normal(3, (2, 5, 8))).sum()
+    _, found = nnx.jit(jfp8.nnx.value_and_grad(loss))(ours, x)
+    _, wanted = nnx.jit(nnx.value_and_grad(loss))(stock, x)
+    for (path, a), (_, b) in zip(params_of(found), params_of(wanted), strict=True):
+        if path != ("key", "bias"):  # which the softmax does not depend on
+            assert cosine(a.get_value(), b.get_value()) > 0.98, path
+
+
+def faked_attention(q, k, v, mask=None):
+    """Attention in float64 with all operands of products faked; the groups' heads repeated."""
+    repeats = q.shape[-2] // k.shape[-2]
+    wide = lambda x: np.asarray(fake(x, E4M3), np.float64)
+    k, v = np.repeat(wide(k), repeats, axis=-2), np.repeat(wide(v), repeats, axis=-2)
+    scores = np.einsum("...qhd,...khd->...hqk", wide(q), k) / np.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("...hqk,...khd->...qhd", wide(weights), v)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_attention_products_are_those_of_fake_quantization(groups):
+    q, k, v = (normal(i, (2, 5, n, 8)) for i, n in enumerate((4, groups, groups)))
+    product = jfp8.nnx.DotProductAttention()
+    product.eval()
+    causal = np.tril(np.ones((5, 5), bool))
+    mask = np.logical_or(normal(9, (2, 1, 5, 5)) > -0.5, np.eye(5, dtype=bool))
+    # Weights on the border between two f8 values may round to either.
+    assert distance(call(product, q, k, v), faked_attention(q, k, v)) < 5e-3
+    assert distance(call_causal(product, q, k, v), faked_attention(q, k, v, causal)) < 5e-3
+    y = call_causal(product, q, k, v, mask=jnp.asarray(mask))
+    assert distance(y, faked_attention(q, k, v, np.logical_and(mask, causal))) < 5e-3
+
+
+def test_attention_products_are_opt_in():
+    x = normal(0, (2, 5, 8))
+    without, with_products = attention(jfp8.nnx), attention(jfp8.nnx, attention_products=True)
+    assert_same_params(with_products, attention(nnx))
+    assert 1e-4 < distance(call(with_products, x), call(without, x)) < 0.1
+    scores = with_products.attention_fn.scores.histories()
+    np.testing.assert_allclose(scores["lhs"][0], jnp.abs(without.query(x)).max(), rtol=1e-6)
+    with jfp8.autocast(enabled=False):
+        assert distance(call(with_products, x), call(attention(nnx), x)) < 1e-6
+
+
+def test_dropout_of_attention_is_that_of_flax():
+    q, k, v = (normal(i, (2, 5, 4, 8)) for i in range(3))
+    options = {"dropout_rng": jax.random.key(1), "dropout_rate": 0.4}
+    ours, stock = jfp8.nnx.DotProductAttention(), nnx.dot_product_attention
+    ours.eval()
+    for more in ({}, {"broadcast_dropout": False}, {"deterministic": True}):
+        how = partial(ours, **options, **more), partial(stock, **options, **more)
+        y, reference = (jax.jit(attend)(q, k, v) for attend in how)
+        assert distance(y, reference) < 0.08
+    with pytest.raises(ValueError, match="dropout_rng"):
+        ours(q, k, v, dropout_rate=0.4)
+
+
+def test_decoding_step_by_step():
+    x = normal(0, (2, 4, 8))
+    ours = attention(jfp8.nnx)
+    ours.eval()
+    whole = call_causal(ours, x)
+    ours.init_cache((2, 4, 8))
+    step = nnx.jit(lambda layer, x: layer(x, decode=True))
+    steps = [step(ours, x[:, i : i + 1]) for i in range(4)]
+    # Each step has scales of its own.
+    assert distance(jnp.concatenate(steps, axis=1), whole) < 0.1
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "value"),
+    [
+        ("Linear", "dot_general", jnp.dot),
+        ("LinearGeneral", "dot_general_cls", jfp8.nnx.DotGeneral),
+        ("Conv", "conv_general_dilated", partial(jax.lax.conv_general_dilated)),
+        ("Einsum", "einsum_op", partial(jnp.einsum)),
+    ],
+)
+def test_trap_two_products_for_one_layer(name, hook, value):
+    with pytest.raises(ValueError, match=rf"does not take {hook.removesuffix('_cls')}"):
+        made(jfp8.nnx, name, **{hook: value})
+
+
+def test_mistakes_of_attention():
+    with pytest.raises(ValueError, match="does not take qkv_dot_general"):
+        attention(jfp8.nnx, qkv_dot_general=jnp.dot)
+    with pytest.raises(ValueError, match="attention_fn would have no effect"):
+        attention(jfp8.nnx, attention_products=True, attention_fn=lambda q, k, v, **_: v)
+
+
+def test_mistakes_in_spelling():
+    with pytest.raises(TypeError, match=r"recipe must be a recipe object.*jfp8.recipes.get"):
+        jfp8.nnx.Linear(2, 3, recipe="delayed", rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="recepie"):
+        jfp8.nnx.Linear(2, 3, recepie=DelayedScaling(), rngs=nnx.Rngs(0))
+    layer = jfp8.nnx.Linear(2, 3, implementation="cuda", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="implementation"):
+        layer(jnp.ones((1, 2)))
+    with pytest.raises(TypeError, match="(?i)float"):
+        jfp8.nnx.DotGeneral()(
+            jnp.ones((1, 2), int), jnp.ones((2, 2), int), (((1,), (0,)), ((), ()))
+        )
+    op = jfp8.nnx.EinsumOp()
+    with pytest.raises(ValueError, match="two operands"):
+        op("ab,bc", jnp.ones((2, 2)), jnp.ones((2, 2)))

@@ -1,0 +1,701 @@
+"""NNX state: what calls and steps record, under every transformation; and the traps of it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfp8
+import jfp8.nnx
+from jfp8.nnx import Fp8Sink, Fp8State
+
+D = 8
+ROLES = ("lhs", "rhs", "grad")
+
+
+def normal(seed, shape, scale=1.0):
+    return scale * jax.random.normal(jax.random.key(seed), shape)
+
+
+def amax(x):
+    return float(np.abs(np.asarray(x, np.float32)).max())
+
+
+def linear(**options):
+    return jfp8.nnx.Linear(D, D, use_bias=False, **options, rngs=nnx.Rngs(0))
+
+
+class MLP(nnx.Module):
+    """With a stock layer in it, dropout and batch statistics."""
+
+    def __init__(self, rngs, package=jfp8.nnx):
+        self.up = package.Linear(D, 2 * D, rngs=rngs)
+        self.norm = nnx.BatchNorm(2 * D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.down = package.Linear(2 * D, D, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(nnx.relu(self.norm(self.up(x)))))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs, package=jfp8.nnx):
+        self.up = package.Linear(D, 2 * D, rngs=rngs)
+        self.down = package.Linear(2 * D, D, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+def stacked(n=3, package=jfp8.nnx):
+    @nnx.split_rngs(splits=n)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return Block(rngs, package)
+
+    return make(nnx.Rngs(0))
+
+
+def loss_of(model, x):
+    return (model(x) ** 2).mean()
+
+
+step = nnx.jit(jfp8.nnx.value_and_grad(loss_of))
+flax_step = nnx.jit(nnx.value_and_grad(loss_of))
+call = nnx.jit(lambda model, x: model(x))
+
+
+def histories(model):
+    """Every history of `model`, by the path of its product and its role."""
+    flat = nnx.to_flat_state(nnx.state(model, Fp8State))
+    return {(*path[:-2], path[-1]): np.asarray(v.get_value()) for path, v in flat}
+
+
+def newest(product, n=3):
+    return {role: [float(a) for a in h[:n]] for role, h in product.histories().items()}
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# Calls.
+
+
+def test_a_call_in_training_records_lhs_and_rhs():
+    layer, x = linear(), normal(1, (4, D))
+    wanted = {"lhs": [0.0] * 3, "rhs": [0.0] * 3, "grad": [0.0] * 3}
+    assert newest(layer.dot_general) == wanted
+    call(layer, x)
+    call(layer, 2 * x)
+    w = amax(layer.kernel.get_value())
+    wanted = {"lhs": [2 * amax(x), amax(x), 0.0], "rhs": [w, w, 0.0], "grad": [0.0] * 3}
+    assert newest(layer.dot_general) == wanted
+
+
+def test_evaluation_records_nothing_and_reads_the_histories():
+    layer, x = linear(), normal(1, (4, D))
+    call(layer, 5 * x)
+    model = nnx.Sequential(layer)
+    model.eval()
+    before = histories(model)
+    y = call(model, x)
+    assert_same(histories(model), before)
+    # Scales of the history, five times as large as those of x itself.
+    fresh = linear()
+    fresh.eval()
+    assert np.linalg.norm(y - call(fresh, x)) > 1e-3
+    model.train()
+    call(model, x)
+    assert newest(layer.dot_general)["lhs"][:2] == pytest.approx([amax(x), 5 * amax(x)])
+
+
+def test_views_evaluate():
+    layer, x = linear(), normal(1, (4, D))
+    view = nnx.view(layer, use_running_average=True)
+    call(view, x)
+    assert newest(view.dot_general)["lhs"][0] == 0.0
+    assert not layer.dot_general.use_running_average
+
+
+def test_params_are_those_of_flax_and_the_rest_has_its_own_types():
+    ours, stock = MLP(nnx.Rngs(0)), MLP(nnx.Rngs(0), nnx)
+    assert_same(nnx.state(ours, nnx.Param), nnx.state(stock, nnx.Param))
+    without = nnx.state(ours, nnx.Not(Fp8State))
+    assert jax.tree.structure(without) == jax.tree.structure(nnx.state(stock))
+    assert not jax.tree.leaves(nnx.state(ours, Fp8Sink))
+    shapes = {h.shape for h in histories(ours).values()}
+    assert shapes == {(16,)}
+    assert len(histories(ours)) == 6
+
+
+# Steps.
+
+
+def test_a_step_computes_what_flax_does():
+    """The first: without histories, gradients use current scaling either way."""
+    x = normal(1, (4, D))
+    loss, grads = step(MLP(nnx.Rngs(0)), x)
+    wanted_loss, wanted = flax_step(MLP(nnx.Rngs(0)), x)
+    np.testing.assert_array_equal(loss, wanted_loss)
+    assert_same(grads, wanted)
+
+
+def test_a_step_records_all_three():
+    layer, x, dy = linear(), normal(1, (4, D)), normal(2, (4, D), 1e-3)
+    f = nnx.jit(jfp8.nnx.value_and_grad(lambda layer, x, dy: (layer(x) * dy).sum()))
+    f(layer, x, dy)
+    f(layer, 2 * x, 3 * dy)
+    w = amax(layer.kernel.get_value())
+    found = newest(layer.dot_general)
+    assert found["lhs"] == pytest.approx([2 * amax(x), amax(x), 0], rel=1e-6)
+    assert found["rhs"] == pytest.approx([w, w, 0], rel=1e-6)
+    assert found["grad"] == pytest.approx([3 * amax(dy), amax(dy), 0], rel=1e-6)
+
+
+def test_a_step_leaves_batch_statistics_dropout_and_structure_right():
+    model, x = MLP(nnx.Rngs(0)), normal(1, (4, D))
+    graphdef = nnx.graphdef(model)
+    stats = nnx.state(model, nnx.BatchStat)
+    step(model, x)
+    assert nnx.graphdef(model) == graphdef
+    assert not jax.tree.leaves(nnx.state(model, Fp8Sink))
+    reference = MLP(nnx.Rngs(0))
+    flax_step(reference, x)
+    assert_same(nnx.state(model, nnx.BatchStat), nnx.state(reference, nnx.BatchStat))
+    assert amax(nnx.to_flat_state(nnx.state(model, nnx.BatchStat))[0][1].get_value()) > 0
+    assert jax.tree.structure(stats) == jax.tree.structure(nnx.state(model, nnx.BatchStat))
+    counts = [nnx.to_flat_state(nnx.state(m, nnx.RngCount)) for m in (model, reference)]
+    assert [int(v.get_value()) for _, v in counts[0]] == [int(v.get_value()) for _, v in counts[1]]
+    assert int(counts[0][0][1].get_value()) > 0
+
+
+def test_signature_of_value_and_grad():
+    model, x = Block(nnx.Rngs(0)), normal(1, (4, D))
+    fresh = lambda: nnx.clone(model)
+    loss, grads = step(fresh(), x)
+
+    with_aux = lambda model, x: (loss_of(model, x), {"y": model(x)})
+    (found, aux), found_grads = nnx.jit(jfp8.nnx.value_and_grad(with_aux, has_aux=True))(
+        fresh(), x=x
+    )
+    assert aux["y"].shape == (4, D)
+    np.testing.assert_allclose(found, loss, rtol=1e-6)
+    assert jax.tree.structure(found_grads) == jax.tree.structure(grads)
+
+    @jfp8.nnx.value_and_grad(argnums=(1, nnx.DiffState(0, nnx.PathContains("up"))))
+    def both(model, x):
+        """Documented."""
+        return loss_of(model, x)
+
+    assert both.__doc__ == "Documented."
+    _, (dx, up) = nnx.jit(both)(fresh(), x)
+    wanted_dx, wanted_up = nnx.jit(
+        nnx.grad(loss_of, argnums=(1, nnx.DiffState(0, nnx.PathContains("up"))))
+    )(fresh(), x)
+    np.testing.assert_allclose(dx, wanted_dx, rtol=1e-5, atol=1e-7)
+    # A filter by path takes in the histories; here they do not count as parameters.
+    assert jax.tree.structure(up) == jax.tree.structure(nnx.filter_state(wanted_up, nnx.Param))
+    assert jax.tree.structure(up) != jax.tree.structure(wanted_up)
+
+    by_name = jfp8.nnx.value_and_grad(lambda model, *, x: loss_of(model, x))
+    with pytest.raises(TypeError, match=r"\['x'\] by position"):
+        by_name(model, x=x)
+
+
+def test_two_models_in_one_step():
+    """Both are differentiated by; a third, in evaluation, records nothing."""
+    a, b, teacher, x = linear(), linear(), linear(), normal(1, (4, D))
+    teacher.eval()
+
+    @nnx.jit
+    @jfp8.nnx.value_and_grad(argnums=(0, 1))
+    def f(a, b, teacher, x):
+        return ((b(a(x)) - teacher(x)) ** 2).mean()
+
+    _, grads = f(a, b, teacher, x)
+    assert len(grads) == 2
+    assert newest(a.dot_general)["grad"][0] > 0
+    assert newest(b.dot_general)["lhs"][0] > 0
+    assert not np.any(histories(teacher)[("dot_general", "lhs")])
+
+
+def test_models_inside_of_containers():
+    models, x = {"a": linear(), "b": [linear()]}, normal(1, (4, D))
+    f = lambda models, x: (models["b"][0](models["a"](x)) ** 2).mean()
+    _, grads = nnx.jit(jfp8.nnx.value_and_grad(f))(models, x)
+    _, wanted = nnx.jit(nnx.value_and_grad(f))({"a": linear(), "b": [linear()]}, x)
+    assert_same(grads, wanted)
+    for layer in (models["a"], models["b"][0]):
+        assert newest(layer.dot_general)["grad"][0] > 0
+
+
+def test_training_on_par_with_flax():
+    """A loop with nothing but `value_and_grad` changed; and the guard that scales do move."""
+    x, y = normal(1, (32, D)), normal(2, (32, D))
+    losses = {}
+    for name, package, differentiate in (
+        ("flax", nnx, nnx.value_and_grad),
+        ("default loop", jfp8.nnx, nnx.value_and_grad),
+        ("jfp8", jfp8.nnx, jfp8.nnx.value_and_grad),
+    ):
+        model = Block(nnx.Rngs(0), package)
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def train_step(model, optimizer, x, y, differentiate=differentiate):
+            loss, grads = differentiate(lambda m, x, y: ((m(x) - y) ** 2).mean())(model, x, y)
+            optimizer.update(model, grads)
+            return loss
+
+        trace = [float(train_step(model, optimizer, x, y)) for _ in range(40)]
+        losses[name] = trace[-1]
+        assert trace[-1] < 0.5 * trace[0]
+        if package is jfp8.nnx:
+            found = histories(model)
+            assert len(set(found["up", "dot_general", "rhs"].tolist())) > 10
+            moved = len(set(found["up", "dot_general", "grad"].tolist())) > 10
+            assert moved == (name == "jfp8")
+    for name in ("default loop", "jfp8"):
+        assert losses[name] == pytest.approx(losses["flax"], rel=0.05)
+
+
+def test_one_trace_for_all_steps():
+    traces = []
+
+    @nnx.jit
+    def train_step(model, x):
+        traces.append(None)
+        return jfp8.nnx.value_and_grad(loss_of)(model, x)
+
+    model, x = Block(nnx.Rngs(0)), normal(1, (4, D))
+    for _ in range(3):
+        train_step(model, x)
+    assert len(traces) == 1
+    model.eval()
+    train_step(model, x)
+    assert len(traces) == 2
+
+
+# Transformations. Each product sees x with an amax that is known.
+
+
+def scanned(blocks, x, remat=False):
+    body = lambda x, block: block(x)
+    body = nnx.remat(body) if remat else body
+    return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, blocks)
+
+
+def unstacked(blocks, n=3):
+    graphdef, state = nnx.split(blocks)
+    return [nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], state)) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("differentiate", "remat"),
+    [(nnx.value_and_grad, False), (jfp8.nnx.value_and_grad, True)],
+)
+def test_scan_over_stacked_layers(differentiate, remat):
+    """As if the layers were apart: losses, gradients, and a history for each."""
+    x = normal(1, (4, D))
+    blocks = stacked()
+    assert blocks.up.dot_general.histories()["lhs"].shape == (3, 16)
+    f = lambda blocks, x: (scanned(blocks, x, remat) ** 2).mean()
+    loss, grads = nnx.jit(differentiate(f))(blocks, x)
+
+    apart = unstacked(stacked())
+    f = lambda blocks, x: (blocks[2](blocks[1](blocks[0](x))) ** 2).mean()
+    wanted_loss, wanted = nnx.jit(differentiate(f))(apart, x)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
+    wanted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        nnx.to_pure_dict(grads),
+        nnx.to_pure_dict(wanted),
+    )
+    found = histories(blocks)
+    for key, history in found.items():
+        each = np.stack([histories(block)[key] for block in apart])
+        np.testing.assert_allclose(history, each, rtol=1e-5)
+        assert np.all(history[:, 0] > 0) == (
+            key[-1] != "grad" or differentiate is not nnx.value_and_grad
+        )
+        assert not history[:, 1:].any()
+
+
+def test_ensembles_and_batches_under_vmap():
+    x = normal(1, (5, D))
+    ensemble = stacked()
+    f = nnx.vmap(lambda block, x: block(x), in_axes=(0, None))
+    assert nnx.jit(f)(ensemble, x).shape == (3, 5, D)
+    found = histories(ensemble)["up", "dot_general", "lhs"]
+    np.testing.assert_array_equal(found[:, :2], [[amax(x), 0]] * 3)
+
+    # Members in one, a batch in the other direction.
+    g = nnx.vmap(lambda block, x: f(block, x), in_axes=(None, 0))
+    nnx.jit(g)(ensemble, 2 * jnp.stack([x, x]))
+    found = histories(ensemble)["up", "dot_general", "lhs"]
+    np.testing.assert_array_equal(found[:, :3], [[2 * amax(x), amax(x), 0]] * 3)
+
+
+def test_trap_vmap_over_a_batch_takes_the_maximum():
+    """Not the sum of amaxes, and no complaint that the state became batched."""
+    layer, x = linear(), jnp.stack([normal(1, (4, D)), normal(2, (4, D), 3.0)])
+    x = x.at[0, 0, 0].set(jnp.inf)  # one member overflows: the others still count
+    batched = lambda layer, x: nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0))(layer, x)
+    nnx.jit(batched)(layer, x)
+    assert newest(layer.dot_general)["lhs"][:2] == [amax(x[1]), 0]
+
+    x = x.at[0, 0, 0].set(0.0)
+    layer = linear()
+    nnx.jit(jfp8.nnx.value_and_grad(lambda layer, x: (batched(layer, x) ** 2).mean()))(layer, x)
+    assert amax(x) <= newest(layer.dot_general)["lhs"][0] <= 9 / 8 * amax(x)
+
+
+def test_per_example_gradients():
+    layer, x = linear(), normal(1, (4, D))
+    per_example = nnx.vmap(nnx.grad(lambda layer, x: layer(x).sum()), in_axes=(None, 0))
+    grads = nnx.jit(per_example)(layer, x)
+    wanted = np.repeat(np.asarray(x)[:, :, None], D, axis=2)
+    error = np.linalg.norm(grads["kernel"].get_value() - wanted) / np.linalg.norm(wanted)
+    assert 1e-3 < error < 0.05
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_trap_a_shared_layer_is_a_maximum_not_a_sum(remat):
+    """Called twice, with inputs 2 and 3: a step has one entry of 3, not of 5."""
+    layer = linear()
+    x = jnp.ones((4, D))
+
+    def f(layer, x):
+        body = lambda layer, x: layer(x)
+        body = nnx.remat(body) if remat else body
+        return body(layer, 2 * x).sum() + 7 * body(layer, 3 * x).sum()
+
+    nnx.jit(jfp8.nnx.value_and_grad(f))(layer, x)
+    found = newest(layer.dot_general)
+    assert 3 <= found["lhs"][0] <= 3 * 9 / 8
+    assert 7 <= found["grad"][0] <= 7 * 9 / 8
+    assert found["lhs"][1] == found["grad"][1] == 0
+    # In a loop of one's own each call is an entry, as with batch statistics.
+    layer = linear()
+    nnx.jit(nnx.grad(f))(layer, x)
+    assert newest(layer.dot_general)["lhs"] == [3, 2, 0]
+
+
+def test_a_layer_at_two_places_of_a_model():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.first = linear()
+            self.second = self.first
+
+        def __call__(self, x):
+            return self.second(self.first(x))
+
+    model, x = Tied(), normal(1, (4, D))
+    assert len(histories(model)) == 3
+    _, grads = step(model, x)
+    assert list(grads) == ["first"]
+    assert newest(model.second.dot_general)["lhs"][0] >= amax(x)
+    assert newest(model.second.dot_general)["lhs"][1] == 0
+    copy = nnx.clone(model)
+    assert copy.first is copy.second
+
+
+def test_scan_with_shared_weights():
+    """`value_and_grad` sees all iterations."""
+    layer, x = linear(), normal(1, (4, D))
+    layer.kernel.set_value(1.5 * jnp.eye(D))
+
+    def f(layer, x):
+        body = lambda layer, x: layer(x)
+        y = nnx.scan(body, in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=3)(layer, x)
+        return y.sum()
+
+    nnx.jit(jfp8.nnx.value_and_grad(f))(layer, x)
+    found = newest(layer.dot_general)
+    largest = amax(x) * 1.5**2
+    assert 0.9 * largest <= found["lhs"][0] <= 1.2 * largest
+    assert 1.5**2 <= found["grad"][0] <= 1.2 * 1.5**2
+
+
+def test_functional_training_with_split_and_merge():
+    x = normal(1, (4, D))
+    graphdef, param, rest = nnx.split(Block(nnx.Rngs(0)), nnx.Param, ...)
+
+    @jax.jit
+    def train_step(param, rest, x):
+        def f(param):
+            model = nnx.merge(graphdef, param, rest, copy=True)
+            return loss_of(model, x), nnx.state(model, nnx.Not(nnx.Param))
+
+        (loss, rest), grads = jax.value_and_grad(f, has_aux=True)(param)
+        return loss, grads, rest
+
+    reference = Block(nnx.Rngs(0))
+    for _ in range(2):
+        loss, grads, rest = train_step(param, rest, x)
+        wanted_loss, wanted = flax_step(reference, x)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
+    assert jax.tree.structure(grads) == jax.tree.structure(wanted)
+    model = nnx.merge(graphdef, param, rest)
+    assert_same(histories(model), histories(reference))
+
+    @jax.jit
+    def whole_step(param, rest, x):
+        model = nnx.merge(graphdef, param, rest)
+        loss, grads = jfp8.nnx.value_and_grad(loss_of)(model, x)
+        _, param, rest = nnx.split(model, nnx.Param, ...)
+        return loss, grads, rest
+
+    _, _, rest = whole_step(param, rest, x)
+    step(reference, x)
+    assert_same(histories(nnx.merge(graphdef, param, rest)), histories(reference))
+
+
+def test_copies_have_histories_of_their_own():
+    layer, x = linear(), normal(1, (4, D))
+    call(layer, x)
+    copy = nnx.clone(layer)
+    call(copy, 2 * x)
+    assert newest(layer.dot_general)["lhs"][:2] == [amax(x), 0]
+    assert newest(copy.dot_general)["lhs"][:2] == [2 * amax(x), amax(x)]
+
+
+def test_checkpoints():
+    """As NNX's guide has them: a pure dict of arrays, and back."""
+    model, x = Block(nnx.Rngs(0)), normal(1, (4, D))
+    step(model, x)
+    saved = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    assert set(saved["up"]["dot_general"]["fp8"]) == set(ROLES)
+
+    other = Block(nnx.Rngs(1))
+    state = nnx.state(other)
+    nnx.replace_by_pure_dict(state, saved)
+    nnx.update(other, state)
+    assert_same(histories(other), histories(model))
+    np.testing.assert_array_equal(call(other, x), call(model, x))
+
+    # A checkpoint of the model without FP8 fits, and the other way round.
+    stock = Block(nnx.Rngs(2), nnx)
+    nnx.update(other, nnx.state(stock, nnx.Param))
+    nnx.update(stock, nnx.state(model, nnx.Param))
+    np.testing.assert_array_equal(stock.up.kernel.get_value(), model.up.kernel.get_value())
+    np.testing.assert_array_equal(histories(other)["up", "dot_general", "lhs"][0], amax(x))
+
+
+# Traps.
+
+
+def gradient_of_kernel(x, dy, grad_amax):
+    """By fake quantization, with a scale of the gradient for `grad_amax`."""
+
+    def fake(a, fmt, largest):
+        top = np.float32(ml_dtypes.finfo(fmt).max)
+        scale = np.float32(largest) / top
+        data = np.clip(np.asarray(a) * (np.float32(1) / scale), -top, top).astype(fmt)
+        return data.astype(np.float64) * scale
+
+    e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+    return fake(x, e4m3, amax(x)).T @ fake(dy, e5m2, grad_amax)
+
+
+def test_trap_stale_scales_in_a_default_loop():
+    """``nnx.grad`` knows no sinks, so a history of gradients must not count there: it is stale."""
+    layer, x, dy = linear(), normal(1, (16, D)), normal(2, (16, D))
+    f = lambda layer, x, dy: (layer(x) * dy).sum()
+    nnx.jit(jfp8.nnx.value_and_grad(f))(layer, x, dy)
+    assert newest(layer.dot_general)["grad"][0] == pytest.approx(amax(dy), rel=1e-6)
+
+    default = nnx.jit(nnx.grad(f))
+    for i in range(20):
+        shrinking = dy * 10.0**-i
+        grads = default(layer, x, shrinking)
+        wanted = gradient_of_kernel(x, shrinking, amax(shrinking))
+        error = np.linalg.norm(grads["kernel"].get_value() - wanted) / np.linalg.norm(wanted)
+        assert error < 1e-5, i
+    # Of lhs and rhs, every call is recorded.
+    assert newest(layer.dot_general)["lhs"] == [amax(x)] * 3
+    assert np.all(layer.dot_general.histories()["lhs"] > 0)
+
+
+def test_trap_silent_non_update():
+    """Scales change after two steps in either kind of loop."""
+    for differentiate in (nnx.value_and_grad, jfp8.nnx.value_and_grad):
+        layer, x = linear(), normal(1, (4, D))
+        f = nnx.jit(differentiate(loss_of))
+        seen = []
+        for i in range(3):
+            f(layer, (i + 1) * x)
+            seen.append(newest(layer.dot_general)["lhs"][0])
+        assert seen == pytest.approx([amax(x), 2 * amax(x), 3 * amax(x)], rel=1e-6)
+
+
+@pytest.mark.parametrize("where", ["input", "gradient", "loss"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_trap_nonfinite_amax_never_enters(where, bad):
+    layer, x, dy = linear(), normal(1, (4, D)), jnp.ones((4, D))
+
+    @nnx.jit
+    @jfp8.nnx.value_and_grad
+    def f(layer, x, dy, offset):
+        return (layer(x) * dy).sum() + offset
+
+    f(layer, x, dy, 0.0)
+    before = histories(layer)
+    assert all(h[0] > 0 for h in before.values())
+    args = {
+        "input": (x.at[1, 2].set(bad), dy, 0.0),
+        "gradient": (x, dy.at[1, 2].set(bad), 0.0),
+        "loss": (x, dy, bad),
+    }[where]
+    f(layer, *args)
+    assert_same(histories(layer), before)
+    f(layer, 2 * x, dy, 0.0)
+    assert newest(layer.dot_general)["lhs"][:2] == pytest.approx([2 * amax(x), amax(x)])
+
+    # In a call without a sink the finite operand counts.
+    layer = linear()
+    call(layer, x.at[1, 2].set(bad))
+    found = newest(layer.dot_general)
+    assert found["lhs"] == [0, 0, 0]
+    assert found["rhs"][0] == amax(layer.kernel.get_value())
+
+
+def test_trap_step_zero_neither_flushes_nor_saturates():
+    layer, x, dy = linear(), normal(1, (16, D), 1e4), normal(2, (16, D), 2e-7)
+    f = lambda layer, x, dy: (layer(x) * dy).sum()
+    for differentiate in (nnx.grad, lambda f: lambda *a: jfp8.nnx.value_and_grad(f)(*a)[1]):
+        grads = nnx.jit(differentiate(f))(layer, x, dy)
+        wanted = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
+        error = np.linalg.norm(grads["kernel"].get_value() - wanted) / np.linalg.norm(wanted)
+        assert error < 0.1
+        layer = linear()
+
+
+@pytest.mark.parametrize("ratio", [2.0, 0.5, 2.0**-10])
+def test_trap_a_changed_loss_scale_does_not_saturate(ratio):
+    """Histories of gradients do not depend on the loss scale, so the next step fits at once."""
+    layer, x, dy = linear(), normal(1, (16, D)), normal(2, (16, D))
+    f = lambda layer, x, dy: (layer(x) * dy).sum()
+
+    @nnx.jit
+    def scaled_step(layer, scale):
+        return jfp8.nnx.value_and_grad(f, loss_scale=scale)(layer, x, dy)
+
+    loss, grads = scaled_step(layer, 2.0**12)
+    assert newest(layer.dot_general)["grad"][0] == pytest.approx(amax(dy), rel=1e-6)
+    new_loss, new_grads = scaled_step(layer, ratio * 2.0**12)
+    np.testing.assert_array_equal(loss, new_loss)
+    old, new = (g["kernel"].get_value() for g in (grads, new_grads))
+    np.testing.assert_allclose(new, ratio * old, rtol=1e-5, atol=1e-4 * ratio * amax(old))
+    wanted = 2.0**12 * gradient_of_kernel(x, dy, amax(dy))
+    assert np.linalg.norm(old - wanted) / np.linalg.norm(wanted) < 1e-5
+
+
+def test_trap_the_optimizer_sees_no_state():
+    """Weight decay, clipping and moments are those of the model without FP8."""
+    ours, stock = Block(nnx.Rngs(0)), Block(nnx.Rngs(0), nnx)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.5))
+    optimizers = [nnx.Optimizer(m, tx, wrt=nnx.Param) for m in (ours, stock)]
+    a, b = (jax.tree.map(jnp.shape, nnx.state(o)) for o in optimizers)
+    assert a == b
+    x = normal(1, (4, D))
+    _, grads = step(ours, x)
+    before = histories(ours)
+    optimizers[0].update(ours, grads)
+    assert_same(histories(ours), before)
+
+
+def test_trap_frozen_layers_cost_no_backward_pass():
+    """A sink would force one: only what is trained gets any."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.frozen, self.head = linear(), linear()
+
+        def __call__(self, x):
+            return self.head(self.frozen(x))
+
+    model, x = Model(), normal(1, (4, D))
+    wrt = nnx.DiffState(0, nnx.PathContains("head"))
+
+    def products(differentiate):
+        graphdef, state = nnx.split(model)
+        run = lambda state, x: differentiate(loss_of, argnums=wrt)(nnx.merge(graphdef, state), x)
+        lowered = jax.jit(run).lower(state, x)
+        return lowered.compile().as_text().count(" dot(")
+
+    assert products(jfp8.nnx.value_and_grad) == products(nnx.value_and_grad) == 3
+    nnx.jit(jfp8.nnx.value_and_grad(loss_of, argnums=wrt))(model, x)
+    assert newest(model.head.dot_general)["grad"][0] > 0
+    assert newest(model.frozen.dot_general) == {
+        "lhs": [amax(x), 0, 0],
+        "rhs": [amax(model.frozen.kernel.get_value()), 0, 0],
+        "grad": [0, 0, 0],
+    }
+
+
+def test_trap_merge_needs_a_copy_inside_of_grad():
+    graphdef, param, rest = nnx.split(linear(), nnx.Param, ...)
+    x = normal(1, (4, D))
+    f = lambda param, copy: loss_of(nnx.merge(graphdef, param, rest, copy=copy), x)
+    assert jax.grad(f)(param, True)
+    with pytest.raises(ValueError, match=r"copy=True.*model.eval\(\)"):
+        jax.grad(f)(param, False)
+
+
+def test_trap_jax_transformations_of_a_model_from_outside():
+    layer, x = linear(), normal(1, (4, D))
+    for transformed in (jax.vmap(layer), jax.jit(layer)):
+        with pytest.raises(ValueError, match="inside of a JAX transformation"):
+            transformed(x)
+    layer.eval()
+    assert jax.vmap(layer)(x).shape == (4, D)
+
+
+def test_trap_stacked_state_that_is_not_lifted():
+    x, axes = normal(1, (4, D)), nnx.StateAxes({nnx.Param: 0, ...: None})
+    f = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
+    with pytest.raises(ValueError, match=r"stacked along \(3,\).*nnx.StateAxes"):
+        f(x, stacked())
+    both = nnx.StateAxes({(nnx.Param, Fp8State, Fp8Sink): 0, ...: None})
+    f = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, both), out_axes=nnx.Carry)
+    blocks = stacked()
+    nnx.jit(jfp8.nnx.value_and_grad(lambda blocks, x: f(x, blocks).sum()))(blocks, x)
+    assert np.all(histories(blocks)["up", "dot_general", "grad"][:, 0] > 0)
+
+
+def test_trap_forward_differentiation_says_no():
+    layer, x = linear(), normal(1, (4, D))
+    layer.eval()
+    with pytest.raises(TypeError, match="(?i)forward-mode|jvp"):
+        jax.jvp(layer, (x,), (x,))
+
+
+def test_trap_a_history_of_another_length():
+    layer = linear()
+    with jfp8.autocast(jfp8.recipes.DelayedScaling(amax_history_len=4)):
+        with pytest.raises(ValueError, match="another recipe"):
+            layer(jnp.ones((1, D)))
+        short = linear()
+    assert short.dot_general.histories()["lhs"].shape == (4,)
+
+
+def test_averages_over_devices_keep_the_maximum():
+    """SPMD: a sharded batch gives the histories of the whole one."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = normal(1, (16, D))
+    sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.sharding.PartitionSpec("d")))
+    one, many = Block(nnx.Rngs(0)), Block(nnx.Rngs(0))
+    step(one, x)
+    step(many, sharded)
+    a, b = histories(one), histories(many)
+    for key in a:
+        np.testing.assert_allclose(a[key], b[key], rtol=1e-5)

@@ -1,0 +1,152 @@
+"""The fused NNX layers: those of Linen, whose formulas `test_fused` and its like check."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jfp8
+import jfp8.nnx
+from jfp8.linen.fused import LayerNormDense, LayerNormMLP
+from jfp8.linen.transformer import TransformerLayer
+
+D = 8
+
+
+def normal(seed, shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def randomized(layer):
+    """Every parameter away from zeros and ones, which would hide a mistake."""
+    state = nnx.state(layer, nnx.Param)
+    leaves, structure = jax.tree.flatten(state)
+    leaves = [leaf + 0.2 * normal(i, leaf.shape) for i, leaf in enumerate(leaves)]
+    nnx.update(layer, jax.tree.unflatten(structure, leaves))
+    return layer
+
+
+def assert_like_linen(ours, linen, *args, **kwargs):
+    """The same parameters, outputs and gradients."""
+    params = nnx.to_pure_dict(nnx.state(randomized(ours), nnx.Param))
+    shapes = jax.eval_shape(linen.init, jax.random.key(0), *args, **kwargs)["params"]
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
+
+    def with_loss(y):
+        first = jax.tree.leaves(y)[0]
+        return (first * normal(9, first.shape)).sum(), y
+
+    @jax.jit
+    def reference(params):
+        f = lambda params: with_loss(linen.apply({"params": params}, *args, **kwargs))
+        return jax.grad(f, has_aux=True)(params)
+
+    @nnx.jit
+    def found(layer):
+        return nnx.grad(lambda layer: with_loss(layer(*args, **kwargs)), has_aux=True)(layer)
+
+    evaluated = nnx.view(ours, use_running_average=True)
+    (grads, y), (wanted_grads, wanted) = found(evaluated), reference(params)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, y, wanted)
+    jax.tree.map(close, nnx.to_pure_dict(nnx.filter_state(grads, nnx.Param)), wanted_grads)
+    return y
+
+
+def test_layer_norm_linear():
+    x = normal(0, (3, 5, D)) * 3 + 1
+    options = {"layernorm_type": "rmsnorm", "zero_centered_gamma": True, "dtype": jnp.bfloat16}
+    ours = jfp8.nnx.LayerNormLinear(D, (3, 4), **options, rngs=nnx.Rngs(0))
+    y = assert_like_linen(ours, LayerNormDense((3, 4), **options), x)
+    assert y.dtype == jnp.bfloat16
+    ours = jfp8.nnx.LayerNormLinear(
+        (5, D), 4, axis=(1, -1), return_layernorm_output=True, rngs=nnx.Rngs(0)
+    )
+    linen = LayerNormDense(4, axis=(1, -1), return_layernorm_output=True)
+    assert_like_linen(ours, linen, x)
+
+
+def test_layer_norm_mlp():
+    options = {"activation": "geglu", "return_layernorm_output": True}
+    ours = jfp8.nnx.LayerNormMLP(D, 16, **options, rngs=nnx.Rngs(0))
+    assert_like_linen(ours, LayerNormMLP(16, **options), normal(0, (3, D)))
+    assert ours.dropout is None
+
+
+LAYERS = {
+    "decoder-only": {
+        "num_gqa_groups": 2,
+        "self_attn_mask_type": "causal",
+        "enable_rotary_pos_emb": True,
+        "layernorm_type": "rmsnorm",
+        "mlp_activation": "swiglu",
+        "use_bias": False,
+        "attention_products": True,
+    },
+    "decoder": {"layer_type": "decoder", "enable_relative_embedding": True},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_transformer_layer(name):
+    options = LAYERS[name]
+    x = normal(0, (2, 5, D))
+    args, kwargs = [x], {"attention_mask": normal(1, (2, 1, 5, 5)) > -1}
+    if name == "decoder":
+        args.append(normal(2, (2, 7, D)))
+        kwargs["encoder_decoder_mask"] = normal(3, (2, 1, 5, 7)) > -1
+    ours = jfp8.nnx.TransformerLayer(D, 16, 4, **options, rngs=nnx.Rngs(0))
+    assert_like_linen(ours, TransformerLayer(D, 16, 4, **options), *args, **kwargs)
+
+
+def test_a_step_records_all_products():
+    layer = jfp8.nnx.TransformerLayer(D, 16, 2, attention_products=True, rngs=nnx.Rngs(0))
+    step = nnx.jit(jfp8.nnx.value_and_grad(lambda layer, x: (layer(x) ** 2).mean()))
+    step(layer, normal(0, (2, 5, D)))
+    flat = nnx.to_flat_state(nnx.state(layer, jfp8.nnx.Fp8State))
+    assert len(flat) == 3 * 6
+    for path, history in flat:
+        assert history.get_value()[0] > 0, path
+        assert not history.get_value()[1:].any()
+
+
+def test_dropout_follows_train_and_eval():
+    rates = dict.fromkeys(("hidden_dropout", "attention_dropout", "intermediate_dropout"), 0.5)
+    layer = jfp8.nnx.TransformerLayer(D, 16, 2, **rates, rngs=nnx.Rngs(0))
+    without = jfp8.nnx.TransformerLayer(D, 16, 2, rngs=nnx.Rngs(0))
+    nnx.update(without, nnx.state(layer, nnx.Param))
+    without.eval()
+    x = normal(0, (2, 5, D))
+    call = nnx.jit(lambda layer, x: layer(x))
+    assert np.abs(call(layer, x) - call(layer, x)).max() > 0.1
+    layer = nnx.clone(layer)
+    layer.eval()
+    # The histories of the calls before count; start from none.
+    nnx.update(layer, nnx.state(without, jfp8.nnx.Fp8State))
+    np.testing.assert_allclose(call(layer, x), call(without, x), rtol=1e-6)
+
+
+def test_mistakes():
+    make = lambda **options: jfp8.nnx.TransformerLayer(D, 16, 2, **options, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="layer_type must be one of 'encoder', 'decoder'"):
+        make(layer_type="both")
+    with pytest.raises(ValueError, match="num_gqa_groups=3"):
+        make(num_gqa_groups=3)
+    with pytest.raises(ValueError, match="hidden_size=9 must be a multiple"):
+        jfp8.nnx.TransformerLayer(9, 16, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="activation must be one of 'gelu'"):
+        make(mlp_activation="glu")
+    with pytest.raises(ValueError, match="layernorm_type must be one of"):
+        jfp8.nnx.LayerNormLinear(D, 4, layernorm_type="batch", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="encoded_features is for"):
+        make(encoded_features=4)
+    x = jnp.ones((1, 5, D))
+    with pytest.raises(ValueError, match="give `encoded` to the call"):
+        make(layer_type="decoder")(x)
+    with pytest.raises(ValueError, match="would ignore them"):
+        make()(x, x)
+    with pytest.raises(ValueError, match=r"\[..., length, hidden_size=8\]"):
+        make()(jnp.ones((1, 5, 4)))

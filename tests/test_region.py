@@ -1,0 +1,372 @@
+"""`jfp8.autocast`: regions of a program in which Linen layers compute FP8 products."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfp8
+from jfp8 import region
+from jfp8.recipes import DelayedScaling, Float8CurrentScaling, RowwiseScaling
+
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (4, 8))
+DELAYED, CURRENT, ROWWISE = DelayedScaling(), Float8CurrentScaling(), RowwiseScaling()
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(16)(x))
+        return nn.Dense(8)(x)
+
+
+MLP = Mlp()
+VARIABLES = jax.jit(MLP.init)(KEY, X)
+
+
+def recipes_of(model=MLP, variables=VARIABLES, x=X) -> dict[str, str]:
+    """Which recipe the layers of the model use here; "" for none."""
+    return {row.path: row.recipe for row in jfp8.report(model, variables, x).rows}
+
+
+def both(recipe: str) -> dict[str, str]:
+    return {"Dense_0": recipe, "Dense_1": recipe}
+
+
+def differ(a, b) -> bool:
+    """By as much as FP8 makes a difference."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b)) > 1e-3
+
+
+def test_layers_compute_fp8_inside_and_not_outside():
+    assert recipes_of() == both("")
+    with jfp8.autocast(CURRENT):
+        assert recipes_of() == both("current")
+        assert jfp8.report(MLP, VARIABLES, X).fp8_fraction == 1  # the logits as well: no edges
+    assert recipes_of() == both("")
+
+
+def test_values_are_those_of_a_converted_model():
+    converted = jfp8.convert(MLP, CURRENT, exempt=())
+    run = lambda model: jax.jit(jax.grad(lambda v: jnp.sin(model.apply(v, X)).sum()))(VARIABLES)
+    with jfp8.autocast(CURRENT):
+        inside = run(MLP)
+    jax.tree.map(np.testing.assert_array_equal, inside, run(converted))
+    assert differ(inside["params"]["Dense_1"]["kernel"], run(MLP)["params"]["Dense_1"]["kernel"])
+
+
+def test_default_recipe_is_delayed_scaling():
+    with jfp8.autocast():
+        assert recipes_of() == both("delayed")
+
+
+def test_trap_an_already_jitted_function_is_traced_again():
+    """Elsewhere a context manager does nothing to an `apply` that was already jitted."""
+    traces = []
+
+    @jax.jit
+    def apply(variables, x):
+        traces.append(None)
+        return MLP.apply(variables, x)
+
+    outside = apply(VARIABLES, X)
+    with jfp8.autocast(CURRENT):
+        inside = apply(VARIABLES, X)
+        assert len(traces) == 2
+        apply(VARIABLES, X)
+        assert len(traces) == 2  # and not each time
+    assert differ(inside, outside)
+    np.testing.assert_array_equal(apply(VARIABLES, X), outside)
+    assert len(traces) == 2
+    with jfp8.autocast(ROWWISE):
+        other = apply(VARIABLES, X)
+    assert len(traces) == 3
+    assert differ(other, outside)
+    assert np.any(other != inside)
+    with jfp8.autocast(Float8CurrentScaling()):  # an equal recipe is the same region
+        np.testing.assert_array_equal(apply(VARIABLES, X), inside)
+    assert len(traces) == 3
+
+
+@pytest.mark.parametrize("lift", ["remat", "jit", "scan", "vmap", "attention"])
+def test_trap_layers_inside_of_transformations_are_not_missed(lift):
+    """Elsewhere, swapping ``lax.dot_general`` misses these."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _=None):
+            if lift == "attention":
+                return nn.MultiHeadDotProductAttention(num_heads=2, name="layer")(x), None
+            return nn.relu(nn.Dense(8, name="layer")(x)), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if lift in ("remat", "jit"):
+                return getattr(nn, lift)(Block)(name="block")(x)[0]
+            lifted = {
+                "scan": lambda: nn.scan(
+                    Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+                ),
+                "vmap": lambda: nn.vmap(
+                    Block,
+                    in_axes=(0, None),
+                    variable_axes={"params": 0},
+                    split_rngs={"params": True},
+                ),
+                "attention": lambda: Block,
+            }[lift]()
+            return lifted(name="block")(x, None)[0]
+
+    x = jnp.ones((2, 4, 8))
+    variables = jax.eval_shape(Model().init, KEY, x)
+    assert set(recipes_of(Model(), variables, x).values()) == {""}
+    with jfp8.autocast(CURRENT):
+        recipes = recipes_of(Model(), variables, x)
+    if lift == "attention":
+        assert recipes.pop("block/layer") == ""  # its two products of activations
+        assert len(recipes) == 4
+    assert set(recipes.values()) == {"current"}
+
+
+def test_trap_functions_of_jax_are_not_patched():
+    """A region changes what layers call, not JAX: products of one's own stay what they are."""
+    before = jax.lax.dot_general, jnp.dot, jax.numpy.einsum, nn.Dense.__call__, nn.scan
+    with jfp8.autocast(CURRENT):
+        assert (jax.lax.dot_general, jnp.dot, jax.numpy.einsum, nn.Dense.__call__, nn.scan) == (
+            before
+        )
+        w = VARIABLES["params"]["Dense_0"]["kernel"]
+        np.testing.assert_array_equal(jax.jit(jnp.dot)(X, w), X @ w)
+        assert "f8" not in str(jax.make_jaxpr(jnp.dot)(X, w))
+
+
+def test_trap_names_and_parameters_are_kept():
+    with jfp8.autocast(DELAYED):
+        variables = jax.jit(MLP.init)(KEY, X)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], VARIABLES["params"])
+    assert jax.tree.structure(variables["params"]) == jax.tree.structure(VARIABLES["params"])
+    assert list(VARIABLES) == ["params"]
+
+
+def test_trap_unknown_recipes_are_refused():
+    for bad in ("delayed", None, DelayedScaling):
+        with pytest.raises(TypeError, match="recipe"), jfp8.autocast(bad):
+            pass
+    assert region.current() is None
+
+
+def test_nested_regions():
+    with jfp8.autocast(CURRENT):
+        assert recipes_of() == both("current")
+        with jfp8.autocast(ROWWISE):
+            assert recipes_of() == both("rowwise")
+            with jfp8.autocast(CURRENT):
+                assert recipes_of() == both("current")
+            assert recipes_of() == both("rowwise")
+        with jfp8.autocast(CURRENT):
+            assert recipes_of() == both("current")
+        assert recipes_of() == both("current")
+    assert recipes_of() == both("")
+
+
+def test_disabled_regions():
+    apply = jax.jit(MLP.apply)
+    outside = apply(VARIABLES, X)
+    with jfp8.autocast(CURRENT):
+        inside = apply(VARIABLES, X)
+        with jfp8.autocast(CURRENT, enabled=False):
+            np.testing.assert_array_equal(apply(VARIABLES, X), outside)
+            assert recipes_of() == both("")
+            with jfp8.autocast(CURRENT):
+                np.testing.assert_array_equal(apply(VARIABLES, X), inside)
+        np.testing.assert_array_equal(apply(VARIABLES, X), inside)
+
+
+def test_an_exception_ends_a_region():
+    with contextlib.suppress(ZeroDivisionError), jfp8.autocast(CURRENT):
+        1 / 0  # noqa: B018
+    assert region.current() is None
+    assert recipes_of() == both("")
+
+
+def test_each_thread_has_its_own_regions():
+    found = {}
+    entered, asked = threading.Event(), threading.Event()
+
+    def work():
+        found["before"] = recipes_of()
+        with jfp8.autocast(ROWWISE):
+            entered.set()
+            assert asked.wait(60)
+            found["inside"] = recipes_of()
+        found["after"] = recipes_of()
+
+    thread = threading.Thread(target=work)
+    with jfp8.autocast(CURRENT):
+        thread.start()
+        assert entered.wait(60)
+        found["here"] = recipes_of()
+        asked.set()
+        thread.join(120)
+    assert found == {
+        "before": both(""),
+        "inside": both("rowwise"),
+        "after": both(""),
+        "here": both("current"),
+    }
+
+
+def test_as_a_decorator():
+    @jfp8.autocast(CURRENT)
+    def here():
+        return recipes_of()
+
+    assert here() == here() == both("current")
+    assert recipes_of() == both("")
+
+
+def test_around_a_part_of_a_jitted_function():
+    class Two(nn.Module):
+        def setup(self):
+            self.a, self.b = nn.Dense(8), nn.Dense(8)
+
+        def __call__(self, x):
+            with jfp8.autocast(CURRENT):
+                x = self.a(x)
+            return self.b(x)
+
+    shapes = jax.eval_shape(Two().init, KEY, X)
+    assert recipes_of(Two(), shapes) == {"a": "current", "b": ""}
+
+
+def test_layers_of_jfp8():
+    """Without a recipe they use the region's, with one they keep it."""
+    model = nn.Sequential(
+        [
+            jfp8.Dense(8),
+            jfp8.Dense(8, recipe=CURRENT),
+            jfp8.DenseGeneral(8),
+            jfp8.Einsum((8, 8), "ab,bc->ac"),
+            jfp8.Conv(8, (2,)),
+            jfp8.ConvTranspose(8, (2,)),
+        ]
+    )
+    shapes = jax.eval_shape(model.init, KEY, X)
+    names = [f"layers_{i}" for i in range(6)]
+    outside = dict.fromkeys(names, "delayed") | {"layers_1": "current"}
+    assert recipes_of(model, shapes) == outside
+    with jfp8.autocast(ROWWISE):
+        inside = dict.fromkeys(names, "rowwise") | {"layers_1": "current"}
+        assert recipes_of(model, shapes) == inside
+        with jfp8.autocast(enabled=False):
+            assert recipes_of(model, shapes) == dict.fromkeys(names, "")
+    assert recipes_of(model, shapes) == outside
+
+
+def test_layers_of_jfp8_keep_their_implementation():
+    model = jfp8.Dense(8, implementation="xla")
+    params = jax.eval_shape(nn.Dense(8).init, KEY, X)
+
+    def operands(model):
+        text = jax.jit(model.apply).lower(params, X).as_text()
+        return {"f8E4M3FN" in t.split("->")[0] for t in text.splitlines() if "dot_general" in t}
+
+    assert True in operands(model)
+    with jfp8.autocast(CURRENT):
+        assert True in operands(model)
+        assert True not in operands(jfp8.Dense(8))
+
+
+def test_disabled_layers_of_jfp8_are_flax_layers():
+    model, stock = jfp8.Dense(8), nn.Dense(8)
+    variables = model.init(KEY, X)
+    run = lambda m: jax.grad(lambda v, x: jnp.sin(m.apply(v, x)).sum(), argnums=(0, 1))
+    with jfp8.autocast(enabled=False):
+        ours = jax.jit(run(model))({"params": variables["params"]}, X)
+    theirs = jax.jit(run(stock))({"params": variables["params"]}, X)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_converted_models_keep_their_recipe():
+    model = jfp8.convert(MLP, CURRENT, exempt="Dense_1")
+    with jfp8.autocast(ROWWISE):
+        assert recipes_of(model) == {"Dense_0": "current", "Dense_1": ""}
+        with jfp8.autocast(ROWWISE, enabled=False):
+            assert recipes_of(model) == both("")
+    assert recipes_of(model) == {"Dense_0": "current", "Dense_1": ""}
+
+
+def test_a_region_inside_of_a_converted_model():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            with jfp8.autocast(ROWWISE):
+                x = nn.Dense(8)(x)
+            with jfp8.autocast(enabled=False):
+                x = nn.Dense(8)(x)
+            return nn.Dense(8)(x)
+
+    model = jfp8.convert(Model(), CURRENT, exempt=())
+    shapes = jax.eval_shape(model.init, KEY, X)
+    assert recipes_of(model, shapes) == {
+        "Dense_0": "current",
+        "Dense_1": "rowwise",
+        "Dense_2": "",
+        "Dense_3": "current",
+    }
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_model_initialized_inside_trains_with_delayed_scaling(stacked):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if stacked:  # Flax lifts what it was told, and that is not the histories
+                scan = nn.scan(
+                    lambda layer, h, _: (nn.relu(layer(h)), None),
+                    variable_axes={"params": 0},
+                    split_rngs={"params": True},
+                    length=2,
+                )
+                x, _ = scan(nn.Dense(8, name="deep"), x, None)
+            return nn.Dense(8, name="head")(x)
+
+    model = Model()
+
+    @jax.jit
+    def step(state, x):
+        def loss(variables, x):
+            return jnp.sin(model.apply(variables, x)).sum(), {}
+
+        _, grads = jfp8.value_and_grad(loss)(state, x)
+        return state.apply_gradients(grads)
+
+    with jfp8.autocast(DELAYED):
+        variables = jax.jit(model.init)(KEY, X)
+        assert set(variables["fp8"]) == {"head"}
+        state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
+        state = step(state, X)
+    for role in ("lhs", "rhs", "grad"):
+        assert state.fp8["head"]["DotGeneral_0"][role]["amax_history"][0] > 0
+
+
+def test_the_function_that_layers_ask():
+    assert region.current() is None
+    assert region.recipe_in_effect(None) == DELAYED
+    assert region.recipe_in_effect(CURRENT) is CURRENT
+    with region.entered(region.Region(ROWWISE, enabled=True)):
+        assert region.recipe_in_effect(None) is ROWWISE
+        assert region.recipe_in_effect(CURRENT) is CURRENT
+    with region.entered(region.Region(ROWWISE, enabled=False)):
+        assert region.recipe_in_effect(None) is None
+        assert region.recipe_in_effect(CURRENT) is None

@@ -1,0 +1,510 @@
+"""`jfp8.report`: every product of a model, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8 import explain
+from jfp8.recipes import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    RowwiseScaling,
+)
+from jfp8.report import ProductRow
+
+KEY = jax.random.key(0)
+CURRENT = Float8CurrentScaling()
+LOGITS = "exempt: a layer whose result the model returns: the final logits"
+NO_LAYER = "computed by no layer that can be converted"
+X = jnp.ones((4, 8))
+
+
+def report(model, *inputs, **kwargs):
+    return jfp8.report(model, jax.eval_shape(model.init, KEY, *inputs), *inputs, **kwargs)
+
+
+def counted(r, *fields) -> Counter:
+    """How often there is a product with these fields."""
+    found = Counter()
+    for row in r.rows:
+        found[tuple(getattr(row, f) for f in fields)] += row.times
+    return found
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(16)(x))
+        return nn.Dense(3)(x)
+
+
+def test_rows_of_an_mlp():
+    """x f32[4, 8] -> 16 -> 3: 1024 FLOPs for each product of the first layer, 384 of the second."""
+
+    def fp8(kind, lhs, rhs, out):
+        return ProductRow(
+            *("Dense_0", "Dense", kind, lhs, rhs, out),
+            fp8=True,
+            recipe="current",
+            implementation="emulate",
+            reason="",
+            times=1,
+            flops=2 * 4 * 8 * 16,
+        )
+
+    def plain(kind, lhs, rhs, out):
+        return ProductRow(
+            *("Dense_1", "Dense", kind, lhs, rhs, out),
+            fp8=False,
+            recipe="",
+            implementation="jax",
+            reason=LOGITS,
+            times=1,
+            flops=2 * 4 * 16 * 3,
+        )
+
+    r = report(jfp8.convert(Mlp(), CURRENT), X)
+    assert r.rows[0] == fp8("fprop", "e4m3fn[4,8]", "e4m3fn[8,16]", "f32[4,16]")
+    assert r.rows[1] == plain("forward", "f32[4,16]", "f32[16,3]", "f32[4,3]")
+    assert r.rows[-1] == fp8("wgrad", "e4m3fn[4,8]", "e5m2[4,16]", "f32[8,16]")
+    assert len(r.rows) == 5
+    for row in r.rows[2:4]:  # by the weight and by the input; which way round is JAX's choice
+        assert row == plain("backward", row.lhs, row.rhs, row.out)
+    assert {row.out for row in r.rows[2:4]} <= {"f32[4,16]", "f32[16,3]", "f32[3,16]"}
+    assert r.flops == 2 * 1024 + 3 * 384
+    assert r.fp8_fraction == 2048 / 3200
+    assert r.unconverted == r.rows[1:4]
+    assert r.summary() == "64.0 % of 3.2 kFLOPs are FP8: 2 of 5 products."
+
+
+def test_an_unconverted_model_has_no_fp8():
+    r = report(Mlp(), X)
+    assert r.fp8_fraction == 0
+    assert len(r.unconverted) == 5
+    assert all(row.reason.startswith(NO_LAYER) for row in r.rows)
+    assert counted(r, "path", "kind") == {
+        ("Dense_0", "forward"): 1,
+        ("Dense_0", "backward"): 1,  # the input needs no gradient
+        ("Dense_1", "forward"): 1,
+        ("Dense_1", "backward"): 2,
+    }
+
+
+def test_gradients_are_counted_where_the_input_has_parameters_before_it():
+    r = report(jfp8.convert(Mlp(), DelayedScaling(), exempt=()), X)
+    assert counted(r, "path", "kind", "recipe") == {
+        ("Dense_0", "fprop", "delayed"): 1,
+        ("Dense_0", "wgrad", "delayed"): 1,
+        ("Dense_1", "fprop", "delayed"): 1,
+        ("Dense_1", "dgrad", "delayed"): 1,
+        ("Dense_1", "wgrad", "delayed"): 1,
+    }
+    assert r.fp8_fraction == 1
+    assert r.unconverted == ()
+
+
+class Deep(nn.Module):
+    lift: str = "scan"
+
+    @nn.compact
+    def __call__(self, x):
+        def block(layer, h, _):
+            return nn.relu(layer(h)), None
+
+        shared = self.lift == "shared"
+        scan = nn.scan(
+            block,
+            variable_axes={} if shared else {"params": 0},
+            variable_broadcast="params" if shared else False,
+            split_rngs={"params": not shared},
+            length=5,
+        )
+        x, _ = scan(nn.Dense(8, name="deep"), x, None)
+        return nn.Dense(3, name="head")(x)
+
+
+@pytest.mark.parametrize("lift", ["scan", "shared"])
+def test_products_in_loops_count_as_often_as_they_run(lift):
+    r = report(jfp8.convert(Deep(lift), CURRENT), X)
+    rows = {row.kind: row for row in r.rows if row.path == "deep"}
+    assert set(rows) == {"fprop", "dgrad", "wgrad"}
+    for row in rows.values():
+        assert (row.times, row.flops, row.fp8) == (5, 5 * 2 * 4 * 8 * 8, True)
+    assert r.fp8_fraction == 15 * 512 / (15 * 512 + 3 * 2 * 4 * 8 * 3)
+    assert "15 of 18 products" in r.summary()
+
+
+def test_rematerialised_products_run_again():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(nn.remat(Mlp)()(x))
+
+    r = report(jfp8.convert(Model(), CURRENT), X)
+    found = counted(r, "path", "kind")
+    assert found["CheckpointMlp_0/Dense_0", "fprop"] == 2
+    assert found["CheckpointMlp_0/Dense_1", "wgrad"] == 1
+    assert found["Dense_0", "forward"] == 1
+
+
+def test_vmap_multiplies_flops():
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.vmap(
+                nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, axis_size=6
+            )
+            return nn.relu(dense(16, name="experts")(x)).sum()
+
+    x = jnp.ones((6, 4, 8))
+    r = report(jfp8.convert(Experts(), CURRENT, exempt=()), x)
+    assert {row.kind: (row.times, row.flops) for row in r.rows} == {
+        "fprop": (1, 6 * 2 * 4 * 8 * 16),
+        "wgrad": (1, 6 * 2 * 4 * 8 * 16),
+    }
+    assert r.fp8_fraction == 1
+
+    rows = jfp8.report(Experts(), jax.eval_shape(Experts().init, KEY, x), x).rows
+    assert [row.flops for row in rows] == [6 * 2 * 4 * 8 * 16] * 2
+
+
+def test_convolutions():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Conv(8, (3, 3))(x))
+            x = nn.relu(nn.Conv(8, (3, 3), feature_group_count=4)(x))
+            return nn.Dense(5)(x.mean((1, 2)))
+
+    r = report(jfp8.convert(Net(), CURRENT), jnp.ones((2, 6, 6, 3)))
+    image = "exempt: the first convolution of an image model (at most 4 input channels)"
+    assert counted(r, "path", "kind", "reason") == {
+        ("Conv_0", "forward", image): 1,
+        ("Conv_0", "backward", image): 1,
+        ("Conv_1", "fprop", ""): 1,
+        ("Conv_1", "dgrad", ""): 1,
+        ("Conv_1", "wgrad", ""): 1,
+        ("Dense_0", "forward", LOGITS): 1,
+        ("Dense_0", "backward", LOGITS): 2,
+    }
+    flops = {(row.path, row.kind): row.flops for row in r.rows}
+    assert flops["Conv_0", "forward"] == 2 * 2 * 36 * 8 * 27
+    assert flops["Conv_1", "fprop"] == 2 * 2 * 36 * 8 * 18  # 2 channels of 8 for each result
+    assert flops["Conv_1", "wgrad"] == flops["Conv_1", "fprop"]
+
+
+class Raw(nn.Module):
+    """Products that no layer computes, on weights of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        w = self.param("w", nn.initializers.ones, (8, 8))
+        x = x @ w  # RAW 1
+        x = jnp.einsum("ab,bc->ac", x, w)  # RAW 2
+        return jnp.dot(x, w)  # RAW 3
+
+
+def test_raw_products_are_listed_with_their_place_and_never_as_fp8():
+    r = report(jfp8.convert(Raw(), DelayedScaling()), X)
+    assert {row.path for row in r.rows if row.fp8} == {"Dense_0"}
+    lines, first = inspect.getsourcelines(Raw)
+    places = [first + i for i, line in enumerate(lines) if "# RAW" in line]
+    raw = [row for row in r.rows if not row.fp8]
+    forward = [row.reason for row in raw if row.kind == "forward"]
+    assert forward == [f"{NO_LAYER}: test_report.py:{n}" for n in places]
+    assert {row.reason for row in raw if row.kind == "backward"} == set(forward)
+    assert len(raw) == 9
+    assert r.fp8_fraction == 2 / 11
+    assert all((row.recipe, row.implementation) == ("", "jax") for row in raw)
+
+
+def test_products_of_quantized_values_in_the_users_own_code_are_not_fp8():
+    class Fake(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.ones, (8, 8))
+            return jfp8.round_to_format(x, jfp8.E4M3FN) @ w
+
+    assert report(Fake(), X).fp8_fraction == 0
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(nn.MultiHeadDotProductAttention(num_heads=2)(x))
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_attention(products):
+    x = jnp.ones((2, 5, 8))
+    r = report(jfp8.convert(Attention(), CURRENT, attention_products=products), x)
+    inside = [row for row in r.rows if row.path == "MultiHeadDotProductAttention_0"]
+    assert sum(row.times for row in inside) == 6
+    for row in inside:
+        assert row.fp8 == products
+        assert ("attention_products=True" in row.reason) == (not products)
+        assert row.flops // row.times == 2 * (2 * 2 * 5 * 5) * 4
+    projections = counted(r, "path", "fp8", "kind")
+    for name in ("query", "key", "value", "out"):
+        assert projections[f"MultiHeadDotProductAttention_0/{name}", True, "fprop"] == 1
+        assert projections[f"MultiHeadDotProductAttention_0/{name}", True, "wgrad"] == 1
+
+
+def test_why_layers_are_not_converted():
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8, dot_general=jax.lax.dot_general)(x)
+            x = nn.Dense(8)(x)
+            return nn.Dense(8)(x)
+
+    r = report(jfp8.convert(Own(), CURRENT, exempt="Dense_1"), X)
+    reasons = {row.path: row.reason for row in r.rows}
+    assert reasons == {
+        "Dense_0": "the layer was given its own dot_general",
+        "Dense_1": "exempt: 'Dense_1'",
+        "Dense_2": "",
+    }
+    r = report(jfp8.convert(Own(), CURRENT, only="Dense_1"), X)
+    assert {row.path: row.reason for row in r.rows}["Dense_2"] == "not among only='Dense_1'"
+
+
+def test_disabled_region():
+    model = jfp8.convert(nn.Sequential([nn.Dense(8), jfp8.Dense(8), nn.Dense(4)]), CURRENT)
+    assert report(model, X).fp8_fraction > 0.5
+    variables = jax.eval_shape(model.init, KEY, X)
+    with jfp8.autocast(enabled=False):
+        r = jfp8.report(model, variables, X)
+    assert r.fp8_fraction == 0
+    reasons = {row.path: row.reason for row in r.rows}
+    assert reasons["layers_0"] == reasons["layers_1"] == "FP8 is disabled in this region"
+
+
+def test_region():
+    model = nn.Sequential([nn.Dense(8), jfp8.Dense(8), jfp8.Dense(8, recipe=RowwiseScaling())])
+    variables = jax.eval_shape(model.init, KEY, X)
+    assert {row.path for row in jfp8.report(model, variables, X).rows if row.fp8} == {
+        "layers_1",
+        "layers_2",
+    }
+    with jfp8.autocast(CURRENT):
+        r = jfp8.report(model, variables, X)
+    assert r.fp8_fraction == 1
+    recipes = {row.path: row.recipe for row in r.rows}
+    assert recipes == {"layers_0": "current", "layers_1": "current", "layers_2": "rowwise"}
+
+
+def test_a_product_counts_as_fp8_only_if_both_operands_are_narrow():
+    recipe = RowwiseScaling(high_precision_wgrad=True)
+    r = report(jfp8.convert(Mlp(), recipe, exempt=()), X)
+    assert {(row.kind, row.fp8) for row in r.rows} == {
+        ("fprop", True),
+        ("dgrad", True),
+        ("wgrad", False),
+    }
+    wgrad = [row for row in r.rows if row.kind == "wgrad"]
+    assert {row.reason for row in wgrad} == {"the recipe keeps an operand in high precision"}
+    assert (wgrad[-1].lhs, wgrad[-1].rhs) == ("f32[4,8]", "f32[4,16]")
+
+
+@pytest.mark.parametrize("half", ["lhs", "rhs"])
+def test_one_operand_in_high_precision_beside_scales_that_are_narrow(half):
+    """The E8M0 scales of the other operand are no operand."""
+    from jfp8.recipes import PerOperand, Product
+
+    mx = MXFP8BlockScaling().products()
+    operands = {"lhs": mx.fprop.lhs, "rhs": mx.fprop.rhs, half: None}
+    recipe = PerOperand(fprop=Product(**operands), dgrad=mx.dgrad, wgrad=mx.wgrad)
+    row = report(jfp8.convert(Mlp(), recipe, exempt=()), jnp.ones((32, 32))).rows[0]
+    assert (row.kind, row.fp8) == ("fprop", False)
+    shapes = {"lhs": "e4m3fn[32,32]", "rhs": "e4m3fn[32,16]"}
+    wide = {"lhs": "f32[32,32]", "rhs": "f32[32,16]"}
+    assert {"lhs": row.lhs, "rhs": row.rhs} == {**shapes, half: wide[half]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "operands"),
+    [
+        (MXFP8BlockScaling(), ("e4m3fn[32,32]", "e4m3fn[32,16]")),
+        (NVFP4BlockScaling(), ("e2m1fn[32,32]", "e2m1fn[32,16]")),
+        (DelayedScaling(accumulation="hopper"), ("e4m3fn[32,32]", "e4m3fn[32,16]")),
+        (CURRENT, ("e4m3fn[32,32]", "e4m3fn[32,16]")),
+    ],
+    ids=["mxfp8", "nvfp4", "hopper", "current"],
+)
+def test_flops_are_those_of_the_product_whatever_computes_it(recipe, operands):
+    r = report(jfp8.convert(Mlp(), recipe, exempt=()), jnp.ones((32, 32)))
+    assert (r.rows[0].lhs, r.rows[0].rhs) == operands
+    first, second = 2 * 32 * 32 * 16, 2 * 32 * 16 * 3
+    assert {(row.path, row.kind): row.flops for row in r.rows} == {
+        ("Dense_0", "fprop"): first,
+        ("Dense_0", "wgrad"): first,
+        ("Dense_1", "fprop"): second,
+        ("Dense_1", "dgrad"): second,
+        ("Dense_1", "wgrad"): second,
+    }
+    assert r.fp8_fraction == 1
+
+
+def test_arrays_and_shapes_give_the_same_report():
+    model = jfp8.convert(Mlp(), DelayedScaling())
+    variables = jax.jit(model.init)(KEY, X)
+    shapes = jax.eval_shape(model.init, KEY, X)
+    expected = jfp8.report(model, variables, X)
+    assert jfp8.report(model, shapes, X) == expected
+    assert jfp8.report(model, shapes, jax.ShapeDtypeStruct(X.shape, X.dtype)) == expected
+    assert jfp8.report(model, variables, np.asarray(X)) == expected
+    assert expected.fp8_fraction > 0.5
+
+
+def test_nothing_is_left_behind():
+    """The notes of a report are not in what is traced after it, nor reused from before it."""
+    model = jfp8.convert(Mlp(), CURRENT)
+    variables = jax.jit(model.init)(KEY, X)
+    text = lambda: jax.jit(model.apply).lower(variables, X).as_text(debug_info=True)
+    before = text()
+    assert jfp8.report(model, variables, X).rows[0].path == "Dense_0"
+    assert "path=" not in text() + before
+    assert jfp8.report(model, variables, X).rows[0].recipe == "current"
+
+
+def test_static_arguments_rngs_methods_and_other_collections():
+    class Model(nn.Module):
+        def setup(self):
+            self.dense, self.norm, self.head = nn.Dense(8), nn.BatchNorm(), nn.Dense(2)
+            self.drop = nn.Dropout(0.5)
+
+        def __call__(self, x, train: bool):
+            return self.head(self.encode(x, train=train))
+
+        def encode(self, x, train):
+            x = self.norm(self.dense(x), use_running_average=not train)
+            noise = jax.random.normal(self.make_rng("noise"), x.shape) if train else 0.0
+            return self.drop(nn.relu(x) + noise, deterministic=not train)
+
+    model = jfp8.convert(Model(), DelayedScaling())
+    variables = model.init(KEY, X, False)
+    assert report_of(model, variables, X, train=True, rngs={"noise": KEY}) == ["dense", "head"]
+    assert report_of(model, variables, X, False) == ["dense", "head"]
+    assert report_of(model, variables, X, False, method="encode") == ["dense"]
+    assert report_of(model, variables, X, False, method=Model.encode) == ["dense"]
+
+
+def report_of(model, variables, *args, **kwargs):
+    rows = jfp8.report(model, variables, *args, **kwargs).rows
+    return sorted({row.path for row in rows})
+
+
+def test_a_jitted_block_used_twice_keeps_its_paths():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            block = nn.jit(nn.Dense)
+            return nn.Dense(2, name="head")(block(8, name="two")(block(8, name="one")(x)))
+
+    found = counted(report(jfp8.convert(Model(), CURRENT), X), "path", "kind")
+    assert found["one", "fprop"] == found["two", "fprop"] == 1
+
+
+def test_to_json():
+    r = report(jfp8.convert(Mlp(), CURRENT), X)
+    data = json.loads(r.to_json())
+    assert data == json.loads(json.dumps(r.to_dict()))
+    assert data["fp8_fraction"] == r.fp8_fraction
+    assert data["flops"] == 3200
+    assert tuple(ProductRow(**row) for row in data["products"]) == r.rows
+
+
+def test_text():
+    lines = str(report(jfp8.convert(Mlp(), CURRENT), X)).splitlines()
+    assert lines[0].split() == ["layer", "product", "lhs", "rhs", "result", "times", "share", "how"]
+    assert lines[2].split() == [
+        *("Dense_0", "fprop", "e4m3fn[4,8]", "e4m3fn[8,16]", "f32[4,16]", "1", "1.02", "k"),
+        *("current,", "emulate"),
+    ]
+    assert lines[3].endswith(f"high precision: {LOGITS}")
+    assert lines[-1] == "64.0 % of 3.2 kFLOPs are FP8: 2 of 5 products."
+    assert len(lines) == 2 + 5 + 1
+
+
+def test_html_is_escaped():
+    row = ProductRow(
+        *("<b>layer</b>", "Dense", "forward", "f32[2]", "f32[2]", "f32[]"),
+        fp8=False,
+        recipe="",
+        implementation="jax",
+        reason="a & b <script>",
+        times=1,
+        flops=4,
+    )
+    text = jfp8.Report((row,))._repr_html_()
+    assert "&lt;b&gt;layer&lt;/b&gt;" in text
+    assert "a &amp; b &lt;script&gt;" in text
+    assert "<b>layer" not in text
+    assert "<script>" not in text
+    assert text.count("<tr") == text.count("</tr>") == 2
+    assert text.count("<td") == text.count("<th") - text.count("<thead") == 8
+
+
+def test_a_model_without_products():
+    class Scale(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("s", nn.initializers.ones, ())
+
+    r = report(Scale(), X)
+    assert r.rows == ()
+    assert (r.flops, r.fp8_fraction) == (0, 0)
+    assert "0 of 0 products" in str(r)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((nn.Dense(2),), "variables must be what model.init returned.*got nothing"),
+        ((nn.Dense(2), X), "variables must be what model.init returned.*got Array"),
+        ((nn.Dense(2), {"kernel": X}, X), "with 'params' in it; got dict"),
+        ((nn.Dense, {}, X), "model must be a Flax Linen or NNX module, got <class"),
+        ((3,), "model must be a Flax Linen or NNX module, got 3"),
+    ],
+)
+def test_errors(arguments, words):
+    with pytest.raises(TypeError, match=words):
+        jfp8.report(*arguments)
+
+
+def test_notes_of_a_name_stack():
+    """The innermost note of each kind; a new path forgets what was noted about another layer."""
+    stack = "jit(f)/path=A;/layer=Dense;/recipe=current;/dot/path=A/b;/layer=Conv;/reason=no, it;/x"
+    assert explain.notes_of(stack) == {"path": "A/b", "layer": "Conv", "reason": "no, it"}
+    assert explain.notes_of("jit(f)/transpose(jvp(path=A;))/recipe=delayed;") == {
+        "path": "A",
+        "recipe": "delayed",
+    }
+    assert explain.notes_of("jit(f)/xpath=A;/dot") == {}
+
+
+def test_notes_are_only_written_while_explaining():
+    def stack():
+        def f(x):
+            with explain.note("path", "A;B"), explain.note("reason", ""):
+                return jnp.sin(x)
+
+        return str(jax.make_jaxpr(f)(1.0).eqns[0].source_info.name_stack)
+
+    assert stack() == ""
+    with explain.explaining():
+        assert explain.notes_of(stack()) == {"path": "A,B"}
+    assert stack() == ""
