@@ -127,10 +127,10 @@ def replace_products(
 
     def intercept(next_fun, args, kwargs, context):
         layer, function = context.module, _function_of(context)
-        if function is _ATTENTION and (made := attention()) is not None:
+        if function is _ATTENTION and (einsum := attention()) is not None:
             free = [hook for hook in _ATTENTION_HOOKS if getattr(layer, hook) is None]
-            made = dataclasses.replace(made, module=EinsumProduct)
-            with _set(layer, **dict.fromkeys(free, made)):
+            einsum = dataclasses.replace(einsum, module=EinsumProduct)
+            with _set(layer, **dict.fromkeys(free, einsum)):
                 return next_fun(*args, **kwargs)
         if not is_layer(context):
             with inside(layer):
