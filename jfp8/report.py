@@ -127,7 +127,7 @@ class Report:
         return f"<p><b>{self.summary()}</b></p><table>{head}{''.join(body)}</table>"
 
 
-_HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "share", "how")
+_HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
 
 
 def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
