@@ -22,7 +22,7 @@ from common import environment, interleaved_medians
 import jfp8
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from lm.model import VOCABULARY, Transformer  # noqa: E402
+from lm.model import VOCABULARY, Transformer
 
 RECIPES = ("delayed", "current")
 

@@ -91,9 +91,8 @@ def assert_bitwise(a, b):
 
 
 CASES = [
-    ("delayed", "plain"),
-    ("delayed", "scan"),
     ("delayed", "remat"),
+    ("delayed", "scan"),
     ("delayed", "scan remat"),
     ("current", "scan"),
     ("rowwise", "plain"),
@@ -178,12 +177,11 @@ def test_no_weight_is_quantized_inside_of_the_loop(name, lift, never_split):
     depth = 2 if "scan" in lift else 1  # layers inside of micro-batches
     compiled = lambda: step_of(model).lower(state, X).compile().as_text()
     ours = compiled()
-    never_split()
-    reference = compiled()
-    assert quantizing(operations(reference, IN * WIDTH, depth)) > 0
     assert quantizing(operations(ours, IN * WIDTH, depth)) == 0
-    # Once is enough, and outside.
-    assert quantizing(operations(ours, IN * WIDTH, depth - 1)) > 0
+    assert quantizing(operations(ours, IN * WIDTH, depth - 1)) > 0  # once, and outside
+    never_split()
+    if depth == 2:  # XLA finds by itself what does not vary in a loop, but not past an inner one
+        assert quantizing(operations(compiled(), IN * WIDTH, depth)) > 0
 
 
 @pytest.mark.parametrize("lift", ["plain", "scan"])
@@ -204,14 +202,14 @@ def test_one_byte_is_kept_for_each_element_of_a_weight(lift):
     assert sum(leaf.size for leaf in others) <= 16 * len(jax.tree.leaves(state.params)) * 3
 
 
-def test_gradients_of_bf16_parameters_are_summed_in_f32(never_split):
-    """256 micro-batches whose gradients are 1 but for the first's 256: bf16 would stop there."""
+def test_gradients_of_bf16_parameters_are_summed_in_f32():
+    """Gradients of 256, 1, 1, ...: a sum in bf16 would stay at 256."""
     n = 64
 
     class Line(nn.Module):
         @nn.compact
         def __call__(self, x):
-            w = self.param("w", nn.initializers.ones, (1,), jnp.bfloat16)
+            w = self.param("w", nn.initializers.ones, (1, 1), jnp.bfloat16)
             return x * w
 
     model = Line()
@@ -222,7 +220,7 @@ def test_gradients_of_bf16_parameters_are_summed_in_f32(never_split):
     grads = jax.jit(lambda s, x: jfp8.value_and_grad(loss_fn, micro_batches=n)(s, x)[1])(state, x)
     (grad,) = jax.tree.leaves(grads.params)
     assert grad.dtype == jnp.float32
-    assert grad[0] == (256 + (n - 1)) / n
+    assert grad[0, 0] == (256 + (n - 1)) / n
 
 
 def test_callbacks_in_the_loss_run_in_each_turn():

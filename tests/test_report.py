@@ -429,7 +429,7 @@ def test_to_json():
 
 def test_text():
     lines = str(report(jfp8.convert(Mlp(), CURRENT), X)).splitlines()
-    assert lines[0].split() == ["layer", "product", "lhs", "rhs", "result", "times", "share", "how"]
+    assert lines[0].split() == ["layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how"]
     assert lines[2].split() == [
         *("Dense_0", "fprop", "e4m3fn[4,8]", "e4m3fn[8,16]", "f32[4,16]", "1", "1.02", "k"),
         *("current,", "emulate"),
