@@ -68,7 +68,7 @@ LAYERS = {
     "circular": {"kernel_size": (3, 3), "strides": (2, 2), "padding": "CIRCULAR"},
     "circular, transposed": {
         "kernel_size": (4, 3),
-        "strides": (2, 1),
+        "strides": (1, 2),
         "padding": "CIRCULAR",
         "transpose_kernel": True,
     },

@@ -145,6 +145,36 @@ def test_products_in_loops_count_as_often_as_they_run(lift):
     assert "15 of 18 products" in r.summary()
 
 
+def test_loops_in_loops_multiply():
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            dense = nn.jit(nn.Dense)(8, name="dense")
+            return nn.relu(dense(x)), None
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return scanned(Inner, 2)(name="inner")(x, None)[0], None
+
+    def scanned(block, length):
+        stacked = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(block, length=length, **stacked)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return scanned(Outer, 3)(name="outer")(x, None)[0]
+
+    r = report(jfp8.convert(Model(), CURRENT, exempt=()), X)
+    assert {row.kind: (row.times, row.flops) for row in r.rows} == {
+        "fprop": (6, 6 * 512),
+        "dgrad": (6, 6 * 512),
+        "wgrad": (6, 6 * 512),
+    }
+    assert {row.path for row in r.rows} == {"outer/inner/dense"}
+
+
 def test_rematerialised_products_run_again():
     class Model(nn.Module):
         @nn.compact
