@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
 
@@ -49,3 +49,17 @@ def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack) or "hoisted"):
         results = eqn.primitive.bind(*values, **eager)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def body_of(eqn: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """The jaxpr that an equation (``scan``, ``jit``, ``checkpoint``) calls, and its constants."""
+    jaxpr = eqn.params["jaxpr"]
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """How many of the operands of a ``scan`` are constants, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.12
+    return len(consts), len(carry)

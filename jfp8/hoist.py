@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jfp8.compat import evaluate
+from jfp8.compat import body_of, evaluate, scan_sizes
 from jfp8.formats import FORMATS, codes_of, codes_to_format, format_of
 
 _NARROW = {np.dtype(fmt.dtype) for fmt in FORMATS}
+
+_VIEWS = {"bitcast_convert_type", "convert_element_type", "reshape", "squeeze"}
 
 # For each variable: None if it varies, else the bytes of the largest known input that it is made
 # of, 0 for constants.
@@ -102,11 +104,21 @@ def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
         small = _dtype(v) in _NARROW or 2 * _bytes(v) < largest
         return v in made_by and largest > 0 and small and not _is_mask(v)
 
+    def is_kept(v: Var) -> bool:
+        source: Any = v
+        while source in made_by and jaxpr.eqns[made_by[source]].primitive.name in _VIEWS:
+            source = jaxpr.eqns[made_by[source]].invars[0]
+            if isinstance(source, Literal) or root[source] is None:
+                break
+            if is_small(source):  # other views of bytes that are kept cost nothing to make
+                return False
+        return is_small(v)
+
     # From what the rest needs back to what is small enough to keep, and from there to its origins.
-    kept = _reached(jaxpr, needed, made_by, root, until=is_small)
+    kept = _reached(jaxpr, needed, made_by, root, until=is_kept)
     for_bodies = [v for i in inner for v in jaxpr.eqns[i].invars]
     early = _reached(jaxpr, [*kept, *for_bodies], made_by, root, until=lambda v: False)
-    keep = tuple(v for v in kept if is_small(v))
+    keep = tuple(v for v in kept if is_kept(v))
     return _Plan(jaxpr, keep, frozenset(made_by[v] for v in early if v in made_by), inner)
 
 
@@ -132,21 +144,14 @@ def _reached(
 
 def _body_roots(eqn: JaxprEqn, ins: Sequence[Root]) -> tuple[Jaxpr, list[Root]] | None:
     """The body of an equation that calls one, and the roots of its inputs."""
-    jaxpr: Any = eqn.params.get("jaxpr")
     if eqn.primitive.name == "scan":
-        n_consts, n_carry, length = (eqn.params[k] for k in ("num_consts", "num_carry", "length"))
-        xs = [None if n is None else n // max(length, 1) for n in ins[n_consts + n_carry :]]
-        return jaxpr.jaxpr, [*ins[:n_consts], *[None] * n_carry, *xs]
-    if eqn.primitive.name in ("jit", "pjit") and isinstance(jaxpr, ClosedJaxpr):
-        return jaxpr.jaxpr, list(ins)
-    if eqn.primitive.name in ("checkpoint", "remat2") and isinstance(jaxpr, Jaxpr):
-        return jaxpr, list(ins)
+        n_consts, n_carry = scan_sizes(eqn)
+        length = max(eqn.params["length"], 1)
+        xs = [None if n is None else n // length for n in ins[n_consts + n_carry :]]
+        return body_of(eqn)[0], [*ins[:n_consts], *[None] * n_carry, *xs]
+    if eqn.primitive.name in ("jit", "pjit", "checkpoint", "remat2"):
+        return body_of(eqn)[0], list(ins)
     return None
-
-
-def _consts(eqn: JaxprEqn) -> Sequence[Any]:
-    jaxpr = eqn.params["jaxpr"]
-    return jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
 
 
 # What is kept of a program: (values of plan.kept, {index: what is kept of that equation's body}).
@@ -167,9 +172,9 @@ def _early(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any]) -> Any:
 
 def _early_body(plan: _Plan, eqn: JaxprEqn, arguments: list[Any]) -> Any:
     if eqn.primitive.name != "scan":
-        return _early(plan, _consts(eqn), arguments)
+        return _early(plan, body_of(eqn)[1], arguments)
     consts, carry, xs = _scan_arguments(eqn, arguments)
-    turn = lambda _, xs: (None, _early(plan, _consts(eqn), [*consts, *[None] * len(carry), *xs]))
+    turn = lambda _, xs: (None, _early(plan, body_of(eqn)[1], [*consts, *[None] * len(carry), *xs]))
     return lax.scan(turn, None, xs, length=eqn.params["length"])[1]
 
 
@@ -192,7 +197,7 @@ def _late(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any], kept: An
 
 
 def _late_body(plan: _Plan, eqn: JaxprEqn, arguments: list[Any], kept: Any) -> Sequence[Any]:
-    run = lambda arguments, kept: _late(plan, _consts(eqn), arguments, kept)
+    run = lambda arguments, kept: _late(plan, body_of(eqn)[1], arguments, kept)
     if eqn.primitive.name == "scan":
         consts, carry, xs = _scan_arguments(eqn, arguments)
 
@@ -219,7 +224,7 @@ def _values(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any]) -> dic
 
 
 def _scan_arguments(eqn: JaxprEqn, arguments: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    n_consts, n_carry = scan_sizes(eqn)
     return (
         arguments[:n_consts],
         arguments[n_consts : n_consts + n_carry],

@@ -95,6 +95,12 @@ def path_of(module: nn.Module) -> str:
     return "/".join(module.path)
 
 
+def place_of(module: nn.Module) -> tuple[str, ...]:
+    """The path of a module, also of one that is about to be lifted and still in its parent's."""
+    path, name = tuple(module.path), module.name
+    return path if name is None or path[-1:] == (name,) else (*path, name)
+
+
 @contextlib.contextmanager
 def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
     before = {name: getattr(module, name) for name in attributes}
@@ -321,7 +327,21 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
             unbound, variables = self.unbind()
             rngs = {stream: rng.rng for stream, rng in self.scope.rngs.items()}
             return unbound.apply(variables, *args, rngs=rngs, method=name, **kwargs)
-        with _intercepted(self, _Edges(), state_in_params=False):  # a part of another model
+        found = _Edges()
+        if not self.scope.path:  # what `bind` gives with something mutable: it runs in place
+            unbound, variables = self.unbind()
+            plain = unbound._original("apply")
+            found = _edges_of(
+                type(self).jfp8_selection,
+                lambda variables, rngs, args, kwargs: plain(
+                    variables, *args, rngs=rngs, method=name, mutable=True, **kwargs
+                ),
+                variables,
+                {stream: rng.rng for stream, rng in self.scope.rngs.items()},
+                args,
+                kwargs,
+            )
+        with _intercepted(self, found, state_in_params=False):  # also a part of another model
             return run()
 
     vars(method).pop("__wrapped__")  # Flax and inspect would look through it
@@ -364,7 +384,7 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     def inside(module: nn.Module) -> AbstractContextManager[object]:
         # nn.jit uses a trace again for another module of the same class: not if it decides
         # otherwise about the layers inside.
-        path = "/".join(module.path[len(depth) :])
+        path = "/".join(place_of(module)[len(depth) :])
         if not is_here() or not path:
             return nullcontext()
         place = path if selection.depends_on_paths else found.inside_of(path)
