@@ -23,13 +23,14 @@ from jfp8.accumulation import scale_products
 from jfp8.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.bilinear import Kind, Observed, Operand, Operation, multiply_quantized
 from jfp8.dot_general import (
+    as_lhs,
     as_operand,
     check_out_dtype,
     frozen_values,
     observed_dot_general,
     value_dtype,
 )
-from jfp8.formats import as_float_array, decode
+from jfp8.formats import decode
 from jfp8.matmul import Implementation, check_implementation
 from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
 from jfp8.scaling import AmaxState
@@ -120,7 +121,7 @@ def observed_conv_general_dilated(
     """`scaled_conv_general_dilated`, and the amaxes it saw on the way; they have no gradient."""
     check_recipe(recipe)
     check_implementation(implementation)
-    lhs, rhs = as_float_array(lhs, "lhs"), as_operand(rhs, "rhs")
+    lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     window = _window(
         lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers

@@ -105,7 +105,7 @@ def observed_dot_general(
     """`scaled_dot_general`, and the amaxes it saw on the way; they have no gradient."""
     check_recipe(recipe)
     check_implementation(implementation)
-    lhs, rhs = as_float_array(lhs, "lhs"), as_operand(rhs, "rhs")
+    lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     out_shape = _out_shape(lhs.shape, rhs.shape, dimension_numbers)
@@ -120,6 +120,16 @@ def observed_dot_general(
     )
     y, observed = multiply_quantized(dot, lhs, rhs, recipe=recipe, state=state, sink=sink, key=key)
     return y.reshape(out_shape), observed
+
+
+def as_lhs(x: jax.typing.ArrayLike) -> jax.Array:
+    """`x` as a floating array, or an error."""
+    if isinstance(x, ScaledArray):
+        raise TypeError(
+            "lhs is a ScaledArray, but only rhs may be one: a weight that is kept in FP8. Pass "
+            "lhs.dequantize(), or multiply two ScaledArrays with jfp8.scaled_matmul."
+        )
+    return as_float_array(x, "lhs")
 
 
 def as_operand(x: jax.typing.ArrayLike | ScaledArray, what: str) -> Operand:

@@ -23,8 +23,8 @@ from jfp8.accumulation import scale_products, scale_shape_of, to_output
 from jfp8.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.bilinear import Kind, Observed, Operand, Operation, multiply_quantized
 from jfp8.compat import same_varying_axes
-from jfp8.dot_general import Dot, as_operand, check_out_dtype, frozen_values, value_dtype
-from jfp8.formats import Format, as_float_array, codes_of, codes_to_format, decode, format_of
+from jfp8.dot_general import Dot, as_lhs, as_operand, check_out_dtype, frozen_values, value_dtype
+from jfp8.formats import Format, codes_of, codes_to_format, decode, format_of
 from jfp8.matmul import Implementation, check_implementation
 from jfp8.quantizers import Context, Quantizer
 from jfp8.random_bits import fold_in
@@ -122,7 +122,7 @@ def observed_ragged_dot(
     """`scaled_ragged_dot`, and the amaxes it saw on the way; they have no gradient."""
     check_recipe(recipe)
     check_implementation(implementation)
-    lhs, rhs = as_float_array(lhs, "lhs"), as_operand(rhs, "rhs")
+    lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     sizes = _check_group_sizes(lhs, rhs, group_sizes)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     return _observed(recipe, implementation, out_dtype, lhs, rhs, sizes, state, sink, key)

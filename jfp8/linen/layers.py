@@ -32,9 +32,10 @@ def own_product(layer: Any, product: type[Product], hook: str) -> ProductOf:
     # A clone arrives with the one of its original, which may have had another recipe.
     if getattr(layer, hook) is not None or not (given is None or isinstance(given, ProductOf)):
         name = type(layer).__name__
+        flax = next(c for c in type(layer).__mro__ if c.__module__.startswith("flax."))
         raise ValueError(
             f"jfp8.{name} computes its product itself, so it takes neither {hook} nor "
-            f"{hook}_cls. Pass recipe=..., or use Flax's layer with {hook}_cls."
+            f"{hook}_cls. Pass recipe=..., or use flax.linen.{flax.__name__} with {hook}_cls."
         )
     recipe = None if layer.recipe is None else check_recipe(layer.recipe)
     return ProductOf(product, recipe, layer.implementation)
