@@ -24,14 +24,9 @@ def explaining() -> AbstractContextManager[object]:
 
 def note(kind: Kind, text: str) -> AbstractContextManager[object]:
     """A context whose equations carry a note."""
-    report = _context.value
-    if report is None or not text:
+    if _context.value is None or not text:
         return contextlib.nullcontext()
-    both = contextlib.ExitStack()
-    both.enter_context(jax.named_scope(f"{kind}={text.replace(';', ',')};"))
-    if kind == "path":  # what was traced for one layer is not another's, as nn.jit would have it
-        both.enter_context(_context((report, text)))
-    return both
+    return jax.named_scope(f"{kind}={text.replace(';', ',')};")
 
 
 def notes_of(name_stack: str) -> dict[str, str]:

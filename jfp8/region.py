@@ -25,13 +25,11 @@ class Region:
       recipe: for layers that were given none of their own.
       enabled: False computes everything in high precision, also layers with a recipe.
       selection: which layers of a model are converted in it; None in a region of `jfp8.autocast`.
-      place: what distinguishes a part of that model from others of the same class.
     """
 
     recipe: Recipe
     enabled: bool
     selection: Hashable = None
-    place: Hashable = None
 
 
 def entered(region: Region) -> AbstractContextManager[object]:

@@ -23,7 +23,6 @@ from jfp8.bilinear import PRODUCT_NAME, ROTATION_NAME
 from jfp8.compat import without_dead_code
 from jfp8.edges import arrays_in
 from jfp8.explain import explaining, note, notes_of
-from jfp8.linen.convert import place_of
 from jfp8.linen.products import Product
 from jfp8.nnx.convert import layers_of
 from jfp8.nnx.hooks import annotate
@@ -181,7 +180,7 @@ def _linen_jaxpr(
         module = context.module
         if isinstance(module, Product):
             return next_fun(*args, **kwargs)
-        with note("path", "/".join(place_of(module))), note("layer", type(module).__name__):
+        with note("path", "/".join(module.path)), note("layer", type(module).__name__):
             return next_fun(*args, **kwargs)
 
     streams = {"params", "dropout", "fp8", *kwargs.pop("rngs", {})}

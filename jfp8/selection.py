@@ -67,13 +67,6 @@ class Selection:
         """The patterns of paths in it."""
         return [c for c in (*self.exempt, *(self.only or ())) if isinstance(c, str)]
 
-    @property
-    def depends_on_paths(self) -> bool:
-        """Whether layers of the same type may be decided differently, edges apart."""
-        choices = (*self.exempt, *(self.only or ()))
-        by_path = any(not isinstance(c, (type, Edge)) for c in choices)
-        return by_path or bool(getattr(self.recipe, "fused", ()))
-
     def check_patterns(self, paths: Iterable[str]) -> None:
         """Raise ``ValueError`` if a pattern matches none of `paths`, nor what is inside of one."""
         listed = sorted(set(paths))

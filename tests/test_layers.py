@@ -77,9 +77,7 @@ ARROWS: dict[str, str] = {
         "linen/products linen/layers linen/attention"
     ),
     "convert": "recipes selection linen/convert nnx/convert",
-    "report": (
-        "compat formats bilinear explain edges linen/products linen/convert nnx/hooks nnx/convert"
-    ),
+    "report": "compat formats bilinear explain edges linen/products nnx/hooks nnx/convert",
     "weights": "formats arrays scaling quantizers recipes selection",
     "optim/loss_scaling": "compat",
     "optim/stochastic_rounding": "compat random_bits optim/loss_scaling",

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, cast
 
 import flax.core
@@ -95,12 +94,6 @@ def path_of(module: nn.Module) -> str:
     return "/".join(module.path)
 
 
-def place_of(module: nn.Module) -> tuple[str, ...]:
-    """The path of a module, also of one that is about to be lifted and still in its parent's."""
-    path, name = tuple(module.path), module.name
-    return path if name is None or path[-1:] == (name,) else (*path, name)
-
-
 @contextlib.contextmanager
 def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
     before = {name: getattr(module, name) for name in attributes}
@@ -121,14 +114,12 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def replace_products(
     choose: Callable[[str, nn.Module, Any], ProductOf | str],
     attention: Callable[[], ProductOf | None],
-    inside: Callable[[nn.Module], AbstractContextManager[object]],
 ) -> Callable[..., Any]:
     """An interceptor under which layers compute their products with what `choose` gives.
 
     Args:
       choose: ``(path, layer, input) -> `` what makes the product, or why it stays Flax's.
       attention: what makes the two products of attention.
-      inside: a context for what a module that is no layer calls.
     """
 
     def intercept(next_fun, args, kwargs, context):
@@ -139,8 +130,7 @@ def replace_products(
             with _set(layer, **dict.fromkeys(free, einsum)):
                 return next_fun(*args, **kwargs)
         if not is_layer(context):
-            with inside(layer):
-                return next_fun(*args, **kwargs)
+            return next_fun(*args, **kwargs)
         product, hook = HOOKS[function]
         made: Any
         if has_own_product(layer, hook):
@@ -176,8 +166,7 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
         del path, layer, x
         return ProductOf(DotGeneral, None, None) if region.current() == here else ""
 
-    interceptor = replace_products(choose, lambda: None, lambda module: nullcontext())
-    with region.entered(here), nn.intercept_methods(interceptor):
+    with region.entered(here), nn.intercept_methods(replace_products(choose, lambda: None)):
         yield
 
 
@@ -362,12 +351,8 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     depth = () if model.scope is None else model.scope.path
     layers: list[nn.Module] = []
 
-    def is_here() -> bool:
-        now = region.current()
-        return now is not None and dataclasses.replace(now, place=None) == here
-
     def choose(path: str, layer: nn.Module, x: Any) -> ProductOf | str:
-        if not is_here():
+        if region.current() != here:
             return ""
         layers.append(layer)
         inner = "/".join(layer.path[len(depth) :])
@@ -377,20 +362,11 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         return ProductOf(DotGeneral, decision.recipe, None, state_in_params)
 
     def attention() -> ProductOf | None:
-        if not is_here() or not selection.attention_products:
+        if region.current() != here or not selection.attention_products:
             return None
         return ProductOf(DotGeneral, selection.recipe, None, state_in_params)
 
-    def inside(module: nn.Module) -> AbstractContextManager[object]:
-        # nn.jit uses a trace again for another module of the same class: not if it decides
-        # otherwise about the layers inside.
-        path = "/".join(place_of(module)[len(depth) :])
-        if not is_here() or not path:
-            return nullcontext()
-        place = path if selection.depends_on_paths else found.inside_of(path)
-        return region.entered(dataclasses.replace(here, place=place or None))
-
-    with region.entered(here), nn.intercept_methods(replace_products(choose, attention, inside)):
+    with region.entered(here), nn.intercept_methods(replace_products(choose, attention)):
         yield layers
 
 
@@ -407,12 +383,6 @@ class _Edges:
             return Edge.LOGITS
         image = isinstance(layer, nn.Conv) and np.shape(x)[-1] <= MAX_IMAGE_CHANNELS
         return Edge.IMAGE_INPUT if image and path in self.first else None
-
-    def inside_of(self, path: str) -> frozenset[str]:
-        """The layers at edges inside of the module at `path`, relative to it."""
-        prefix = f"{path}/"
-        edges = self.first | self.returned
-        return frozenset(e.removeprefix(prefix) for e in edges if e.startswith(prefix))
 
 
 def _edges_of(
