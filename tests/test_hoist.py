@@ -249,8 +249,14 @@ def quantized(w):
 
 def rest_and_kept(function, known, varying):
     kept, rest = split(function, known, varying)
-    result = rest(kept, varying)
-    assert_bitwise(result, function(known, varying))
+    result, expected = rest(kept, varying), function(known, varying)
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        # Compiled apart from the rest, a sine may be off by an ulp.
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2.0**-22
+        )
     return result, kept
 
 
