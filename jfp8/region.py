@@ -25,11 +25,13 @@ class Region:
       recipe: for layers that were given none of their own.
       enabled: False computes everything in high precision, also layers with a recipe.
       selection: which layers of a model are converted in it; None in a region of `jfp8.autocast`.
+      edges: what that depends on besides: which layers are at the edges of the model.
     """
 
     recipe: Recipe
     enabled: bool
     selection: Hashable = None
+    edges: Hashable = None
 
 
 def entered(region: Region) -> AbstractContextManager[object]:

@@ -347,7 +347,7 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     """Inside, the layers of `model` compute FP8 products. Gives a list that they are added to."""
     selection: Selection = type(model).jfp8_selection
     outer = region.current()
-    here = Region(selection.recipe, outer is None or outer.enabled, selection)
+    here = Region(selection.recipe, outer is None or outer.enabled, selection, found)
     depth = () if model.scope is None else model.scope.path
     layers: list[nn.Module] = []
 
