@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,8 @@ def same_varying_axes(tree: Any) -> Any:
 def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The results of one equation of a jaxpr, with its context: where it was written, and how."""
     eager = eqn.primitive.get_bind_params(eqn.params)
-    with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack) or "hoisted"):
+    name = str(eqn.source_info.name_stack)
+    with eqn.ctx.manager, jax.named_scope(name) if name else contextlib.nullcontext():
         results = eqn.primitive.bind(*values, **eager)
     return list(results) if eqn.primitive.multiple_results else [results]
 

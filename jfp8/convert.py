@@ -38,7 +38,8 @@ def convert(
     State is as for `jfp8.Dense`: ``init`` gives ``fp8`` and ``fp8_sink`` besides ``params``. Where
     ``nn.scan`` or ``nn.vmap`` share weights, ``apply(..., mutable=["fp8"])`` is refused by Flax:
     train with `jfp8.TrainState`, which does not need it. A converted model inside of an unconverted
-    one uses current scaling where it lifts ``params`` alone.
+    one uses current scaling where it lifts ``params`` alone. A class made by ``nn.jit`` is traced
+    once for all its instances: what is decided by path about the first one holds for all.
 
     Args:
       model: a Linen or NNX module.

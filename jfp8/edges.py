@@ -1,7 +1,7 @@
 """Finds the layers at the edges of a model, in a jaxpr where layers are marked by name.
 
 Where a function calls a layer it passes what goes in and comes out through `mark_input` and
-`mark_output`; `first_layers` and `returned_layers` then read its jaxpr.
+`mark_output`; `edge_layers` then reads its jaxpr.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 _INPUT, _OUTPUT = "jfp8 input of ", "jfp8 output of "
-_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 # What a value may be made of besides results of layers, which are strings.
 _PARAMETER, _OTHER = 0, 1
 
@@ -95,15 +95,15 @@ class _Sources:
             if not together - {_PARAMETER, _OTHER}:
                 self.first.add(mark.removeprefix(_INPUT))
             return [{_OTHER}] * outs
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             self.used |= together
             return [{_OTHER}] * outs
         inner = _called(eqn)
         if inner is not None and len(inner.invars) == len(ins):
             return self.of_jaxpr(inner, ins)
-        if any(_jaxprs_of(eqn)):  # loops and branches: what is inside is not looked at one by one
+        if any(jaxprs_of(eqn)):  # loops and branches: what is inside is not looked at one by one
             self.used |= together
-            for jaxpr in _jaxprs_of(eqn):
+            for jaxpr in jaxprs_of(eqn):
                 self.of_jaxpr(jaxpr, [together | {_OTHER} for _ in jaxpr.invars])
             return [together | {_OTHER}] * outs
         return [together] * outs
@@ -113,11 +113,12 @@ def _called(eqn: Any) -> Jaxpr | None:
     """The jaxpr that the equation calls, once, with its own operands."""
     if eqn.primitive.name in ("scan", "while", "cond"):
         return None
-    found = list(_jaxprs_of(eqn))
+    found = list(jaxprs_of(eqn))
     return found[0] if len(found) == 1 else None
 
 
-def _jaxprs_of(eqn: Any) -> Iterable[Jaxpr]:
+def jaxprs_of(eqn: Any) -> Iterable[Jaxpr]:
+    """All jaxprs among the parameters of an equation: bodies, branches."""
     for value in eqn.params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(x, ClosedJaxpr):

@@ -21,13 +21,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jfp8 import formats
 from jfp8.bilinear import PRODUCT_NAME, ROTATION_NAME
 from jfp8.compat import without_dead_code
-from jfp8.edges import arrays_in
+from jfp8.edges import PRODUCTS, arrays_in, jaxprs_of
 from jfp8.explain import explaining, note, notes_of
 from jfp8.linen.products import Product
 from jfp8.nnx.convert import layers_of
 from jfp8.nnx.hooks import annotate
 
-_PLAIN = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 _F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
 
 
@@ -249,17 +248,17 @@ def _rows(jaxpr: Jaxpr, stack: str, times: int) -> Iterator[ProductRow]:
             yield _fp8_row(eqn, name.removeprefix(PRODUCT_NAME), here, times)
         elif ROTATION_NAME in here:
             continue  # a part of quantizing
-        elif eqn.primitive.name in _PLAIN:
+        elif eqn.primitive.name in PRODUCTS:
             yield _plain_row(eqn, here, times)
         else:
             inner = times * int(eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1)
-            for sub in _jaxprs_of(eqn):
+            for sub in jaxprs_of(eqn):
                 yield from _rows(sub, here, inner)
 
 
 def _is_whole(eqn: Any) -> bool:
     """False for what JAX leaves of a product where it need not repeat all of it (remat, loops)."""
-    if any(inner.primitive.name in _PLAIN for inner in _equations(eqn)):
+    if any(inner.primitive.name in PRODUCTS for inner in _equations(eqn)):
         return True
     data = [v for v in eqn.invars if v.aval.dtype in _F8 and v.aval.ndim]
     return len(data) >= 2  # sums that are emulated bit by bit are no products of JAX
@@ -346,7 +345,7 @@ def _is_dot(eqn: Any) -> bool:
 
 def _flops(eqn: Any) -> int:
     """Multiplications and additions of one plain product; 0 of anything else."""
-    if eqn.primitive.name not in _PLAIN:
+    if eqn.primitive.name not in PRODUCTS:
         return 0
     lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     if eqn.primitive.name == "dot_general":
@@ -360,25 +359,16 @@ def _flops(eqn: Any) -> int:
 
 def _equations(eqn: Any) -> Iterator[Any]:
     """All equations inside of `eqn`; of branches for several platforms the first one's."""
-    subs = list(_jaxprs_of(eqn))
+    subs = list(jaxprs_of(eqn))
     for sub in subs[:1] if eqn.primitive.name == "cond" else subs:
         for inner in sub.eqns:
             yield inner
             yield from _equations(inner)
 
 
-def _jaxprs_of(eqn: Any) -> Iterator[Jaxpr]:
-    for value in eqn.params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(x, ClosedJaxpr):
-                yield x.jaxpr
-            elif isinstance(x, Jaxpr):
-                yield x
-
-
 def _spelled(aval: Any) -> str:
     dtype = np.dtype(aval.dtype)
-    name = _F8.get(dtype, "").lower() or dtype.name.replace("float", "f").replace("bf", "bf")
+    name = _F8.get(dtype, "").lower() or dtype.name.replace("float", "f")
     return f"{name}[{','.join(map(str, aval.shape))}]"
 
 

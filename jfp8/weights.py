@@ -109,9 +109,13 @@ def _kernels(tree: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
     for name, node in tree.items():
         if isinstance(node, Mapping):
             found += _kernels(node, (*path, str(name)))
-        elif name == "kernel" and jnp.ndim(getattr(node, "data", node)) >= 2:
+        elif _is_kernel(name, node):
             found.append(("/".join(path), node))
     return found
+
+
+def _is_kernel(name: Any, node: Any) -> bool:
+    return name == "kernel" and jnp.ndim(getattr(node, "data", node)) >= 2
 
 
 def _mapped(tree: Any, path: tuple[str, ...], function: Any) -> Any:
@@ -120,6 +124,5 @@ def _mapped(tree: Any, path: tuple[str, ...], function: Any) -> Any:
         if isinstance(node, Mapping):
             new[name] = _mapped(node, (*path, str(name)), function)
         else:
-            is_kernel = name == "kernel" and jnp.ndim(getattr(node, "data", node)) >= 2
-            new[name] = function("/".join(path), node) if is_kernel else node
+            new[name] = function("/".join(path), node) if _is_kernel(name, node) else node
     return nnx.State(new) if isinstance(tree, nnx.State) else new
