@@ -43,7 +43,11 @@ ARROWS: dict[str, str] = {
     "explain": "",
     "einsum": "arrays",
     "conv_transpose": "arrays",
-    "linen/products": "arrays scaling recipes matmul sink bilinear dot_general conv region explain",
+    "linen/state_in_params": "sink",
+    "linen/products": (
+        "arrays scaling recipes matmul sink bilinear dot_general conv region explain "
+        "linen/state_in_params"
+    ),
     "linen/layers": "arrays recipes matmul region einsum conv_transpose linen/products",
     "transformer_math": "",
     "ragged_dot": (
@@ -74,7 +78,7 @@ ARROWS: dict[str, str] = {
     "edges": "",
     "linen/convert": (
         "arrays recipes sink region explain selection edges "
-        "linen/products linen/layers linen/attention"
+        "linen/state_in_params linen/products linen/layers linen/attention"
     ),
     "convert": "recipes selection linen/convert nnx/convert",
     "report": "compat formats bilinear explain edges linen/products nnx/hooks nnx/convert",

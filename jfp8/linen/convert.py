@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, cast
 
-import flax.core
 import flax.linen as nn
 import jax
 import numpy as np
@@ -30,12 +29,10 @@ from jfp8.linen.products import (
     DotGeneral,
     Product,
     ProductOf,
-    from_params,
-    into_params,
-    place_in_params,
     promote_dtype,
     promote_values,
 )
+from jfp8.linen.state_in_params import collections_into_params, collections_out_of_params
 from jfp8.recipes import DelayedScaling, Recipe
 from jfp8.region import Region
 from jfp8.selection import MAX_IMAGE_CHANNELS, Edge, Selection
@@ -250,11 +247,11 @@ class _Converted:
         records = "fp8" in variables and in_filter(mutable, "fp8")
         inner = union_filters(mutable, ["params"]) if records else mutable
         with _intercepted(self, found, state_in_params=True):
-            out = run(_into_params(variables, mutable), rngs, args, kwargs, inner)
+            out = run(collections_into_params(variables, mutable), rngs, args, kwargs, inner)
         if mutable is False:
             return out
         y, mutated = out
-        return y, _out_of_params(mutated, mutable)
+        return y, collections_out_of_params(mutated, mutable)
 
     def init_with_output(
         self,
@@ -284,7 +281,7 @@ class _Converted:
         found = _edges_of(cls.jfp8_selection, run, {}, rngs, args, kwargs)
         with _intercepted(self, found, state_in_params=True) as layers:
             y, variables = run({}, rngs, args, kwargs)
-        variables = _out_of_params(variables, mutable)
+        variables = collections_out_of_params(variables, mutable)
         cls.jfp8_selection.check_patterns(_paths(variables.get("params", {})))
         cls.jfp8_selection.check_types(layers)
         cls.jfp8_on_init(self, variables, *args, **kwargs)
@@ -420,80 +417,6 @@ def _edges_of(
         closed = jax.make_jaxpr(flat)([leaves[i] for i in traced])
     n = len(jax.tree.leaves((variables, rngs)))  # `init` makes the parameters from the latter
     return _Edges(*edges.edge_layers(closed, sum(i < n for i in traced)))
-
-
-# The state of products in the ``params`` collection: to where their modules will look for it, back.
-
-
-def _into_params(variables: Mapping[str, Any], mutable: CollectionFilter) -> dict[str, Any]:
-    """`variables` with ``fp8`` and, unless it is mutable, ``fp8_sink`` also among ``params``.
-
-    They stay where they are as well, for layers of jfp8 that look there.
-    """
-    params = variables.get("params", {})
-    for collection in ("fp8", "fp8_sink"):
-        if collection == "fp8_sink" and in_filter(mutable, collection):
-            continue
-        params = _with_state(params, flax.core.unfreeze(variables.get(collection, {})), collection)
-    return {**variables, "params": params}
-
-
-def _with_state(params: Mapping[str, Any], state: Any, collection: str) -> dict[str, Any]:
-    merged = dict(params)
-    for name, node in state.items():
-        if collection == "fp8" and _is_state(node):
-            leading = node["amax"].ndim
-        elif collection == "fp8_sink" and not isinstance(node, Mapping):
-            leading = node.ndim - 2
-        else:
-            merged[name] = _with_state(params.get(name, {}), node, collection)
-            continue
-        merged[place_in_params(collection, name)[1]] = into_params(node, leading)
-    return merged
-
-
-def _is_state(node: Any) -> bool:
-    """Whether `node` is the state of one tensor, rather than a module that is called like one."""
-    return set(node) == {"amax_history", "amax"} and not isinstance(node["amax"], Mapping)
-
-
-def _out_of_params(variables: Mapping[str, Any], mutable: CollectionFilter) -> dict[str, Any]:
-    """`variables` with the state back in its collections; of these, those that are `mutable`."""
-    params = flax.core.unfreeze(variables.get("params", {}))
-    params, state = _without_state(params)
-    found = {**variables, "params": params}
-    for collection, tree in state.items():
-        if tree:
-            found[collection] = _deep_update(found.get(collection, {}), tree)
-    return {name: tree for name, tree in found.items() if tree and in_filter(mutable, name)}
-
-
-def _without_state(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    kept: dict[str, Any] = {}
-    state: dict[str, Any] = {"fp8": {}, "fp8_sink": {}}
-    for name, node in params.items():
-        collection, _, variable = name.removeprefix("@").partition(".")
-        if name.startswith("@") and collection in state:
-            array = node["amax"] if collection == "fp8" else node
-            state[collection][variable] = from_params(node, collection, array.ndim - 1)
-        elif isinstance(node, dict):
-            inner, found = _without_state(node)
-            for collection, tree in found.items():
-                if tree:
-                    state[collection][name] = tree
-            if inner or not node:
-                kept[name] = inner
-        else:
-            kept[name] = node
-    return kept, state
-
-
-def _deep_update(tree: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(tree)
-    for name, node in new.items():
-        both = isinstance(node, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _deep_update(merged[name], node) if both else node
-    return merged
 
 
 def _paths(params: Any, path: str = "") -> list[str]:

@@ -17,11 +17,12 @@ from jfp8.bilinear import Observed
 from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
 from jfp8.explain import note
+from jfp8.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.matmul import Implementation
 from jfp8.recipes import Recipe, check_recipe
 from jfp8.region import recipe_in_effect
 from jfp8.scaling import AmaxState, observe, push_amax
-from jfp8.sink import ROLES, WIDTH, init_sink
+from jfp8.sink import ROLES, init_sink
 
 
 class Product(nn.Module):
@@ -129,38 +130,6 @@ class Product(nn.Module):
                 updated = observe(state[role], amax)
             stored = into_params(updated) if self.state_in_params else updated
             self.put_variable(*self._place("fp8", role), stored)
-
-
-# State in the ``params`` collection has names of its own, and one dimension: a function that is
-# mapped over parameters (nn.SpectralNorm) takes it for a bias, and leaves it alone.
-
-
-def place_in_params(collection: str, name: str) -> tuple[str, str]:
-    """Where a variable of a product is while its state is in the ``params`` collection."""
-    return "params", f"@{collection}.{name}"
-
-
-def into_params(state: Any, leading: int = 0) -> Any:
-    """The value of such a variable, each array with one dimension after the `leading` ones."""
-    return jax.tree.map(lambda x: x.reshape(*x.shape[:leading], -1), state)
-
-
-def from_params(state: Any, collection: str, leading: int = 0) -> Any:
-    """The opposite of `into_params`.
-
-    Raises:
-      ValueError: the arrays are stacked, but not along their leading dimensions.
-    """
-    if collection == "fp8_sink":
-        return state.reshape(*state.shape[:leading], len(ROLES), WIDTH)
-    if state["amax"].shape[-1] != 1:
-        raise ValueError(
-            "A converted model stacks its layers along another axis than the first one, by "
-            "nn.scan or nn.vmap with variable_axes={'params': 1}, say. Amax histories can only be "
-            "stacked along axis 0: change that axis, or convert with a recipe that keeps no state, "
-            "such as jfp8.recipes.Float8CurrentScaling()."
-        )
-    return {**state, "amax": state["amax"].reshape(state["amax"].shape[:-1])}
 
 
 class DotGeneral(Product):
