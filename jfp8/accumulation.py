@@ -14,6 +14,7 @@ from jax import lax
 from jfp8.arrays import ScaledArray, expand_scale, scale_as_f32_pair, scaled_values
 from jfp8.compat import same_varying_axes
 from jfp8.kernels import emulate, hopper
+from jfp8.matrices import free_dims
 
 Accumulation = Literal["f32", "f32_every_128", "hopper", "hopper_every_128"]
 ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)
@@ -186,11 +187,6 @@ def multiply(
     return lax.dot_general(
         lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=jnp.float32
     )
-
-
-def free_dims(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions that are neither contracted nor batch dimensions."""
-    return tuple(d for d in range(ndim) if d not in contract and d not in batch)
 
 
 def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:

@@ -46,6 +46,20 @@ class Observed(NamedTuple):
     rhs: jax.Array
 
 
+class Use(NamedTuple):
+    """One of the two products that a tensor takes part in.
+
+    Attributes:
+      product: what the recipe says about it.
+      quantizer: what it says about this operand; None leaves it in high precision.
+      contracting: the dimensions of the tensor that the product sums over.
+    """
+
+    product: Product
+    quantizer: Quantizer | None
+    contracting: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Operation:
     """A bilinear operation ``y = lhs . rhs`` on arrays of certain shapes: static and hashable.
@@ -70,6 +84,22 @@ class Operation:
         """One operand, ``lhs``, ``rhs`` or ``grad``, as its quantizer says."""
         del role
         return quantizer(x, at)
+
+    def quantize_for_both(
+        self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
+    ) -> tuple[Operand, Operand | None, jax.Array] | None:
+        """One operand as both of its products take it, and its amax, if that can be done at once.
+
+        None if it cannot: then it is quantized for one product after the other. Without a backward
+        pass there is no second product.
+        """
+        del role, x, first, second, state
+        return None
+
+    def laid_out(self, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+        """A quantized operand as `multiply` takes it, for a sum over `contracting`."""
+        del contracting
+        return operand
 
     def multiply(
         self,
@@ -114,32 +144,30 @@ def multiply_quantized(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(static, lhs, rhs, state, sink, seed, extra):
-    return _forward(static, lhs, rhs, state, sink, seed, extra)[0]
+    return _forward(static, lhs, rhs, state, sink, seed, extra, and_backward=False)[0]
 
 
-def _forward(static, lhs, rhs, state, sink, seed, extra):
+def _forward(static, lhs, rhs, state, sink, seed, extra, and_backward=True):
     operation, recipe = static
     products = recipe.products()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     frozen = isinstance(rhs, ScaledArray)
-    values = scaled_values(rhs) if isinstance(rhs, ScaledArray) else rhs
     lhs = _first_order_only(lhs)
     rhs = rhs if frozen else _first_order_only(rhs)
-    observed = Observed(amax(lhs), amax(values))
-    x = _Operand("lhs", lhs, observed.lhs, state and state["lhs"], seed, operation)
-    w = _Operand("rhs", rhs, observed.rhs, state and state["rhs"], seed, operation)
+    x = _Operand("lhs", lhs, state and state["lhs"], seed, operation)
+    w = _Operand("rhs", rhs, state and state["rhs"], seed, operation)
     x_sum, w_sum = operation.contracting("fprop")
-    q_lhs, q_rhs = x.quantized(fprop.lhs, fprop, x_sum), w.quantized(fprop.rhs, fprop, w_sum)
+    x_free, _ = operation.contracting("wgrad")
+    _, w_free = operation.contracting("dgrad")
+    # For the backward pass: the same bytes, or those along the other direction.
+    x_again = Use(wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
+    w_again = Use(dgrad, dgrad.rhs, w_free) if and_backward else None
+    q_lhs, kept_lhs, lhs_amax = x.quantized(Use(fprop, fprop.lhs, x_sum), x_again)
+    q_rhs, kept_rhs, rhs_amax = w.quantized(Use(fprop, fprop.rhs, w_sum), w_again)
     y = _product(operation, recipe, "fprop", fprop, q_lhs, q_rhs, extra)
     y = _quantized_output(fprop, "y", y, seed)
 
-    # For the backward pass: the same bytes, or those along the other direction.
-    x_free, _ = operation.contracting("wgrad")
-    _, w_free = operation.contracting("dgrad")
-    kept_lhs = None
-    if not frozen:
-        kept_lhs = x.quantized_again(wgrad.lhs, wgrad, x_free, q_lhs, fprop.lhs, fprop)
-    kept_rhs = w.quantized_again(dgrad.rhs, dgrad, w_free, q_rhs, fprop.rhs, fprop)
+    observed = Observed(lhs_amax, rhs_amax)
     # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else observed
@@ -152,21 +180,21 @@ def _backward(static, residuals, cotangents):
     products = recipe.products()
     dgrad, wgrad = products.dgrad, products.wgrad
     lhs_bytes, rhs_bytes, grad_state, seen, seed, extra = residuals
-    dy = _first_order_only(cotangents[0])
     q_lhs = _from_bytes(lhs_bytes, wgrad.lhs)
     q_rhs = _from_bytes(rhs_bytes, dgrad.rhs)
-    grad_amax = amax(dy)
-    g = _Operand("grad", dy, grad_amax, grad_state, seed, operation)
-    for_dgrad, _ = operation.contracting("dgrad")
-    _, for_wgrad = operation.contracting("wgrad")
-    q_dy = g.quantized(dgrad.lhs, dgrad, for_dgrad)
+    dy = _first_order_only(cotangents[0])
+    g = _Operand("grad", dy, grad_state, seed, operation)
+    g_sum, _ = operation.contracting("dgrad")
+    _, g_sum_again = operation.contracting("wgrad")
+    again = Use(wgrad, wgrad.rhs, g_sum_again) if q_lhs is not None else None
+    q_dy, q_dy_again, grad_amax = g.quantized(Use(dgrad, dgrad.lhs, g_sum), again)
     assert q_rhs is not None
     d_lhs = _product(operation, recipe, "dgrad", dgrad, q_dy, q_rhs, extra)
     d_lhs = _quantized_output(dgrad, "d_lhs", d_lhs, seed)
     d_rhs = None
     if q_lhs is not None:
-        q_dy = g.quantized_again(wgrad.rhs, wgrad, for_wgrad, q_dy, dgrad.lhs, dgrad)
-        d_rhs = _product(operation, recipe, "wgrad", wgrad, q_lhs, q_dy, extra)
+        assert q_dy_again is not None
+        d_rhs = _product(operation, recipe, "wgrad", wgrad, q_lhs, q_dy_again, extra)
         d_rhs = _quantized_output(wgrad, "d_rhs", d_rhs, seed)
     d_sink = None
     if seen is not None:
@@ -229,20 +257,34 @@ class _Operand:
 
     role: str
     x: Operand
-    amax: jax.Array
     state: AmaxState | None
     seed: jax.Array | None
     operation: Operation
 
     def quantized(
-        self, quantizer: Quantizer | None, product: Product, contracting: tuple[int, ...]
-    ) -> Operand:
-        """The tensor as `product` takes it; in high precision if `quantizer` is None.
+        self, first: Use, second: Use | None
+    ) -> tuple[Operand, Operand | None, jax.Array]:
+        """The tensor as its first product takes it, as its second one does, and its amax."""
+        if not isinstance(self.x, ScaledArray):
+            at_once = self.operation.quantize_for_both(self.role, self.x, first, second, self.state)
+            if at_once is not None:
+                return at_once
+        largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
+        q = self._quantized(first, largest)
+        again = None
+        if second is not None:
+            again = q if _same(first, second) else self._quantized(second, largest)
+            again = self.operation.laid_out(again, second.contracting)
+        return self.operation.laid_out(q, first.contracting), again, largest
+
+    def _quantized(self, use: Use, largest: jax.Array) -> Operand:
+        """The tensor as one product takes it; in high precision if `use.quantizer` is None.
 
         One that comes quantized stays so where the format is the same and there is one scale, which
         serves any direction. Otherwise its values are quantized like any others.
         """
-        x, largest = self.x, self.amax
+        product, quantizer, contracting = use
+        x, of_tensor = self.x, largest
         if isinstance(x, ScaledArray):
             as_it_is = _with_one_scale(x)
             if as_it_is is not None and quantizer is not None and product.rotation is None:
@@ -258,25 +300,16 @@ class _Operand:
             return x
         seed = None
         if quantizer.stochastic:
-            seed = _seed_for(f"{self.role}{contracting}", self.amax, self.seed)
+            seed = _seed_for(f"{self.role}{contracting}", of_tensor, self.seed)
         at = Context(contracting, largest, self.state, seed)
         return self.operation.quantize(self.role, x, quantizer, at)
 
-    def quantized_again(
-        self,
-        quantizer: Quantizer | None,
-        product: Product,
-        contracting: tuple[int, ...],
-        first: Operand,
-        first_quantizer: Quantizer | None,
-        first_product: Product,
-    ) -> Operand:
-        """`quantized`, or `first`, what another product took, where that is the same."""
-        rotated = product.rotation is not None or first_product.rotation is not None
-        any_direction = quantizer is None or quantizer.one_for_both
-        if quantizer == first_quantizer and any_direction and not rotated:
-            return first
-        return self.quantized(quantizer, product, contracting)
+
+def _same(first: Use, second: Use) -> bool:
+    """Whether both products take the same bytes."""
+    rotated = first.product.rotation is not None or second.product.rotation is not None
+    any_direction = first.quantizer is None or first.quantizer.one_for_both
+    return first.quantizer == second.quantizer and any_direction and not rotated
 
 
 def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:

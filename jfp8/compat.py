@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax._src import config
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
@@ -65,3 +66,9 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.12
     return len(consts), len(carry)
+
+
+def kernels_are_interpreted() -> bool:
+    """Whether Pallas kernels are interpreted, as `plgpu.force_gpu_interpret_mode` makes them."""
+    context = getattr(config, "pallas_tpu_interpret_mode_context_manager", None)
+    return context is not None and context.value is not None

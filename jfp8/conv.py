@@ -1,7 +1,8 @@
 """`scaled_conv_general_dilated`: convolutions with quantized operands, forward and backward.
 
 A convolution is linear in either operand, so fprop, dgrad and wgrad are convolutions of quantized
-arrays, too. With one scale per tensor they are computed as such. Finer scales vary along the sum,
+arrays, too. With one scale per tensor they are computed as such, unless the kernel covers a single
+pixel: then they are matrix products. Finer scales vary along the sum,
 whose terms a convolution does not lay out side by side; there it is a matrix product over patches,
 and the scales run over rows and columns of these matrices.
 """
@@ -30,6 +31,7 @@ from jfp8.dot_general import (
     observed_dot_general,
     value_dtype,
 )
+from jfp8.explain import note
 from jfp8.formats import decode
 from jfp8.matmul import Implementation, check_implementation
 from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
@@ -130,7 +132,14 @@ def observed_conv_general_dilated(
     options: dict[str, Any] = {"recipe": recipe, "state": state, "sink": sink, "key": key}
     quantizers = recipe.products().quantizers()
     one_scale = all(q.block is None and q.one_for_both for q in quantizers)
-    if not one_scale or recipe.products().matrices or recipe.accumulation != "f32":
+    pointwise = feature_group_count == 1 and window.is_pointwise(rhs.shape)
+    in_high_precision = not isinstance(rhs, ScaledArray)
+    if (
+        not one_scale
+        or recipe.products().matrices
+        or recipe.accumulation != "f32"
+        or (pointwise and in_high_precision)
+    ):
         as_dot = lambda patches, kernel, numbers: observed_dot_general(
             patches,
             kernel,
@@ -140,6 +149,11 @@ def observed_conv_general_dilated(
             **options,
         )
         return _over_patches(lhs, frozen_values(rhs), window, feature_group_count, as_dot)
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(
+            "implementation='mosaic_gpu' does not support convolutions with one scale per tensor, "
+            "other than those with 1x1 kernels. Use implementation=None."
+        )
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     operation = Convolution(window, feature_group_count, (lhs.shape, rhs.shape), dtypes)
     return multiply_quantized(operation, lhs, rhs, **options)
@@ -174,6 +188,12 @@ class Window:
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
+
+    def is_pointwise(self, kernel: Sequence[int]) -> bool:
+        """Whether it is a matrix product: the kernel covers one pixel, and no pixel is made up."""
+        taps = (kernel[d] for d in self.dimension_numbers.rhs_spec[2:])
+        made_up = any(low > 0 or high > 0 for low, high in self.padding)
+        return all(n == 1 for n in taps) and not made_up and set(self.lhs_dilation) <= {1}
 
     def check(self, lhs: jax.Array, rhs: Operand, groups: int) -> None:
         """Raise what JAX does about shapes that do not fit."""
@@ -244,11 +264,16 @@ class Convolution(Operation):
     ) -> jax.Array:
         del how, accumulation, extra
         scales = scale_products(*(_scales(operand) for operand in (first, second)))
+
         # XLA has no FP8 convolution. Every f8 value is a bf16 value, so on GPUs the tensor cores of
         # bf16 give exact products; on CPUs f32 is faster.
+        def cuda(a, b):
+            with note("cuda", "bf16: there is no FP8 convolution"):
+                return self._of_values(kind, *_values(a, b, jnp.bfloat16))
+
         y = lax.platform_dependent(
             *(x.data if isinstance(x, ScaledArray) else x for x in (first, second)),
-            cuda=lambda a, b: self._of_values(kind, *_values(a, b, jnp.bfloat16)),
+            cuda=cuda,
             default=lambda a, b: self._of_values(kind, *_values(a, b, jnp.float32)),
         )
         for scale in scales:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import jax
 
-Kind = Literal["path", "layer", "recipe", "reason"]
+Kind = Literal["path", "layer", "recipe", "reason", "cuda"]
 
 _context = jax.make_user_context(None)
 
@@ -32,7 +32,7 @@ def note(kind: Kind, text: str) -> AbstractContextManager[object]:
 def notes_of(name_stack: str) -> dict[str, str]:
     """The innermost note of each kind."""
     found: dict[str, str] = {}
-    for kind, text in re.findall(r"\b(path|layer|recipe|reason)=(.*?);", name_stack):
+    for kind, text in re.findall(r"\b(path|layer|recipe|reason|cuda)=(.*?);", name_stack):
         found[kind] = text
         if kind == "path":  # what follows is about this layer
             found = {"path": text}

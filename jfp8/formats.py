@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
+from jfp8.kernels.gpu import current_gpu
 from jfp8.random_bits import random_bits
 
 Rounding = Literal["nearest_even", "toward_zero", "stochastic"]
@@ -270,6 +271,8 @@ def encode(
     """
     if not fmt.signed:
         return _encode_power_of_two(x, rounding, bits)
+    if rounding == "nearest_even" and fmt in (E4M3FN, E5M2) and _hardware_converts():
+        return convert(x, fmt)
     # bf16 is rounded in 16-bit lanes, twice as many per instruction; all else goes through f32.
     if x.dtype != jnp.bfloat16 or rounding != "nearest_even":
         x = x.astype(jnp.float32)
@@ -302,6 +305,23 @@ def encode(
     sign = (pattern >> (width + 8)) << (fmt.bits - 1)
     signed = jnp.where(magnitude > infinity, lane(fmt.nan_code), code) ^ sign
     return signed.astype(jnp.uint8)
+
+
+def _hardware_converts() -> bool:
+    gpu = current_gpu()
+    return gpu is not None and gpu.multiplies_f8
+
+
+def convert(x: jax.Array, fmt: Format) -> jax.Array:
+    """`encode` to nearest even by the instructions of a processor that has them for `fmt`.
+
+    XLA's own conversion does not saturate e4m3fn, and says nothing about the sign of a NaN.
+    """
+    x = x.astype(jnp.float32)
+    sign = lax.bitcast_convert_type(x, jnp.uint32) >> 31 << (fmt.bits - 1)
+    limited = jnp.clip(x, -np.float32(fmt.max), np.float32(fmt.max)).astype(fmt.dtype)
+    code = lax.bitcast_convert_type(limited, jnp.uint8)
+    return jnp.where(jnp.isnan(x), np.uint8(fmt.nan_code) ^ sign.astype(jnp.uint8), code)
 
 
 def _encode_power_of_two(x: jax.Array, rounding: str, bits: jax.Array | None) -> jax.Array:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import jax
@@ -11,22 +12,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.accumulation import (
-    ACCUMULATIONS,
-    dot_in_chunks,
-    free_dims,
-    multiply,
-    scale_products,
-    scale_shape_of,
-    to_output,
+from jfp8.accumulation import ACCUMULATIONS
+from jfp8.arrays import ScaledArray, check_scale_shape
+from jfp8.backends import (
+    HARDWARE_FORMATS,
+    Job,
+    emulated,
+    f8_by_xla,
+    in_bf16,
+    varies_along_sum,
+    why_not_f8_by_xla,
 )
-from jfp8.arrays import ScaledArray, check_scale_shape, scale_as_f32_pair, scaled_values
-from jfp8.formats import E4M3FN, E5M2
-from jfp8.kernels import emulate, xla
+from jfp8.blackwell import by_blackwell, why_not_blackwell
+from jfp8.explain import note
+from jfp8.kernels.gpu import Gpu, current_gpu
+from jfp8.matrices import matrix_sizes
+from jfp8.mosaic import by_mosaic, why_not_mosaic
 
-Implementation = Literal[None, "emulate", "xla"]
-IMPLEMENTATIONS = {"emulate": emulate.dot_general, "xla": xla.dot_general}
-_HARDWARE_FORMATS = {E4M3FN, E5M2}
+Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
+Backend = Callable[[ScaledArray, ScaledArray, Job], jax.Array]
+IMPLEMENTATIONS: dict[str, Backend] = {
+    "emulate": emulated,
+    "xla": f8_by_xla,
+    "mosaic_gpu": by_mosaic,
+}
+_WHY_NOT: dict[str, Callable[[ScaledArray, ScaledArray, Job], str | None]] = {
+    "emulate": lambda lhs, rhs, job: None,
+    "xla": why_not_f8_by_xla,
+    "mosaic_gpu": why_not_mosaic,
+}
+
+# Multiplications below which a matrix product is faster in bf16 than in FP8 with all that comes
+# with it, by a model of time and not yet measured: break-even is between 750^3 and 1300^3 at the
+# rates of an H200, depending on how many bytes quantizing moves.
+SMALL_PRODUCT = 512**3
 
 
 def scaled_matmul(
@@ -37,6 +56,7 @@ def scaled_matmul(
     preferred_element_type: jax.typing.DTypeLike = jnp.float32,
     accumulation: str = "f32",
     fast_accumulation: bool = False,
+    powers_of_two: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array:
     """``y = dot_general(lhs.data, rhs.data) * (lhs.scale * rhs.scale)``.
@@ -58,8 +78,12 @@ def scaled_matmul(
         scale changes.
       fast_accumulation: allow real tensor cores to keep fewer bits of the running sum, which is
         faster, if `accumulation` is ``"f32"``; it changes nothing where they are not used.
-      implementation: ``"emulate"`` (f32 arithmetic on any device, the reference), ``"xla"`` (f8
-        operands, FP8 tensor cores on CUDA), or None: xla on CUDA, emulate elsewhere.
+      powers_of_two: a promise that all scales in blocks are powers of two, so that the values of
+        the operands are exact in bf16. Scales in E8M0 are so without it.
+      implementation: ``"emulate"``: f32 arithmetic on any device, the reference. ``"xla"``: f8
+        operands for XLA, FP8 tensor cores on CUDA. ``"mosaic_gpu"``: Pallas kernels for Hopper.
+        None: the best for the platform that the program is compiled for (see `on_cuda`), emulate
+        on CPUs. Which one that is, `jfp8.report` shows.
 
     Returns:
       Array with the shape that ``jax.lax.dot_general`` gives: batch, lhs free, rhs free dimensions.
@@ -70,7 +94,9 @@ def scaled_matmul(
       ValueError: dimension numbers that do not fit; unknown `accumulation` or `implementation`;
         ``accumulation="hopper"`` of formats that Hopper does not multiply.
       NotImplementedError: ``implementation="xla"`` with scales that vary along a contraction, with
-        another `accumulation` than ``"f32"``, or with formats other than E4M3FN and E5M2.
+        another `accumulation` than ``"f32"``, or with formats other than E4M3FN and E5M2;
+        ``"mosaic_gpu"`` on anything but a Hopper GPU with JAX 0.11.2 or later, with scales in other
+        blocks than 1x128 and 128x128, or on an array that the compiler divides among devices.
 
     >>> import jax.numpy as jnp, jfp8
     >>> x = jfp8.quantize(jnp.ones((2, 3)), scale_rounding="power_of_two")
@@ -95,78 +121,72 @@ def scaled_matmul(
     if accumulation not in ACCUMULATIONS:
         allowed = ", ".join(map(repr, ACCUMULATIONS))
         raise ValueError(f"accumulation={accumulation!r} is unknown. Allowed: {allowed}.")
-    if accumulation.startswith("hopper") and not {lhs.format, rhs.format} <= _HARDWARE_FORMATS:
+    if accumulation.startswith("hopper") and not {lhs.format, rhs.format} <= HARDWARE_FORMATS:
         raise ValueError(
             f"accumulation={accumulation!r} is that of tensor cores which multiply E4M3FN and "
             f"E5M2, but the operands are {lhs.format.name} and {rhs.format.name}. "
             "Use accumulation='f32'."
         )
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-
     dtype = np.dtype(preferred_element_type)
-    reason = _why_emulated(lhs, rhs, dimension_numbers, accumulation)
+    job = Job(dimension_numbers, dtype, accumulation, fast_accumulation, powers_of_two)
+    if implementation is None:
+        return _by_platform(lhs, rhs, job)
+    reason = _WHY_NOT[implementation](lhs, rhs, job)
     if reason is not None:
-        if implementation not in (None, "emulate"):
-            raise NotImplementedError(
-                f"implementation={implementation!r} does not support {reason}. "
-                "Use implementation=None or 'emulate'."
-            )
-        implementation = "emulate"
-
-    if _varies_along(lhs, lhs_contract) or _varies_along(rhs, rhs_contract):
-        if accumulation == "f32":
-            product = multiply(
-                scaled_values(lhs), scaled_values(rhs), dimension_numbers, lax.Precision.HIGHEST
-            )
-        else:
-            product = dot_in_chunks(lhs, rhs, dimension_numbers, accumulation)
-        return product.astype(dtype)
-
-    def product_of(backend):
-        return lambda lhs_data, rhs_data: IMPLEMENTATIONS[backend](
-            lhs_data, rhs_data, dimension_numbers, fast_accumulation=fast_accumulation
+        raise NotImplementedError(
+            f"implementation={implementation!r} does not support {reason}. "
+            "Use implementation=None or 'emulate'."
         )
-
-    if accumulation != "f32":
-        lhs_data, rhs_data = (ScaledArray(q.data, jnp.ones((), jnp.float32)) for q in (lhs, rhs))
-        product = dot_in_chunks(lhs_data, rhs_data, dimension_numbers, accumulation)
-    elif implementation is None:
-        product = lax.platform_dependent(
-            lhs.data, rhs.data, cuda=product_of("xla"), default=product_of("emulate")
-        )
-    else:
-        product = product_of(implementation)(lhs.data, rhs.data)
-    lhs_free = free_dims(lhs.ndim, lhs_contract, lhs_batch)
-    rhs_free = free_dims(rhs.ndim, rhs_contract, rhs_batch)
-    lhs_scales, rhs_scales = scale_as_f32_pair(lhs), scale_as_f32_pair(rhs)
-    for factor in scale_products(
-        tuple(to_output(s, lhs, lhs_batch, lhs_free, 0, len(rhs_free)) for s in lhs_scales),
-        tuple(to_output(s, rhs, rhs_batch, rhs_free, len(lhs_free), 0) for s in rhs_scales),
-    ):
-        product = product * factor
-    return product.astype(dtype)
+    return IMPLEMENTATIONS[implementation](lhs, rhs, job)
 
 
-def _why_emulated(
-    lhs: ScaledArray,
-    rhs: ScaledArray,
-    dimension_numbers: lax.DotDimensionNumbers,
-    accumulation: str,
-) -> str | None:
-    """What only the emulated product can do, None if any implementation can."""
-    (lhs_contract, rhs_contract), _ = dimension_numbers
-    if accumulation != "f32":
-        return f"accumulation={accumulation!r}: it computes real products, not models of them"
-    if not {lhs.format, rhs.format} <= _HARDWARE_FORMATS:
-        return f"operands in {lhs.format.name} and {rhs.format.name}"
-    if _varies_along(lhs, lhs_contract) or _varies_along(rhs, rhs_contract):
-        return (
-            "scales that vary along the contraction and so cannot leave the sum (lhs scale "
-            f"{scale_shape_of(lhs)}, rhs scale {scale_shape_of(rhs)}, dimension_numbers "
-            f"{dimension_numbers})"
-        )
-    return None
+def _by_platform(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """The product by the best backend of the platform that the program is compiled for."""
+    if job.accumulation.startswith("hopper"):
+        return emulated(lhs, rhs, job)  # a model of hardware, not hardware
+    backend, why = on_cuda(lhs, rhs, job, current_gpu())
+
+    def cuda(lhs, rhs):
+        with note("cuda", why):
+            return backend(lhs, rhs, job)
+
+    reference = lambda lhs, rhs: emulated(lhs, rhs, job)
+    # AMD's and Google's compilers take f8 arrays, and multiply them as well as the chip can.
+    reason = why_not_f8_by_xla(lhs, rhs, job)
+    other = reference if reason else lambda lhs, rhs: f8_by_xla(lhs, rhs, job)
+    return lax.platform_dependent(lhs, rhs, cuda=cuda, rocm=other, tpu=other, default=reference)
+
+
+def on_cuda(lhs: ScaledArray, rhs: ScaledArray, job: Job, gpu: Gpu | None) -> tuple[Backend, str]:
+    """The backend for an NVIDIA GPU, and its name or the reason why it is not FP8.
+
+    1. Formats that tensor cores do not take: bf16, in which all stored values are exact.
+    2. If the GPU is known: bf16 also for products of fewer than `SMALL_PRODUCT` multiplications,
+       and for GPUs without FP8.
+    3. One scale per operand: cuBLASLt, by XLA. Scales by row, and in blocks of 128: Pallas kernels
+       on Hopper. In blocks of 32: cuDNN on Blackwell.
+    4. Otherwise scales by row after cuBLASLt's product, and blocks in bf16.
+    """
+    job = replace(job, accumulation="f32")  # of sums in hardware, which are promoted on the way
+    if not {lhs.format, rhs.format} <= HARDWARE_FORMATS:
+        return in_bf16, f"bf16: no tensor cores for {lhs.format.name} x {rhs.format.name}"
+    if gpu is not None and not gpu.multiplies_f8:
+        return in_bf16, f"bf16: {gpu.kind} has no FP8 tensor cores"
+    m, n, k = matrix_sizes(lhs.shape, rhs.shape, job.dimension_numbers)
+    if gpu is not None and m * n * k < SMALL_PRODUCT:
+        return in_bf16, "bf16: FP8 does not pay for a product this small"
+    in_blocks = varies_along_sum(lhs, rhs, job)
+    by_row = any(
+        jnp.ndim(q.scale) if not isinstance(q.scale, ScaledArray) else 1 for q in (lhs, rhs)
+    )
+    if gpu is not None and (in_blocks or by_row) and why_not_mosaic(lhs, rhs, job, gpu) is None:
+        return by_mosaic, "mosaic_gpu"
+    if gpu is not None and in_blocks and why_not_blackwell(lhs, rhs, job, gpu) is None:
+        return by_blackwell, "cudnn"
+    if in_blocks:
+        return in_bf16, "bf16: no kernel for these blocks of scales on this GPU"
+    return f8_by_xla, "xla"
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -218,8 +238,3 @@ def check_dimension_numbers(
                     f"rhs, with which it is paired, has size {rhs_shape[b]}; {shapes}."
                 )
     return (lc, rc), (lb, rb)
-
-
-def _varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
-    shape = scale_shape_of(q)
-    return bool(shape) and any(shape[d] != 1 for d in dims)

@@ -184,6 +184,7 @@ def _with_subnormals(
     factor = lax.bitcast_convert_type(
         (np.uint32(127 - 22) - jnp.minimum(code, np.uint32(40))) << 23, jnp.float32
     )
+    factor = jnp.where(code == 255, jnp.nan, factor)
     k = jnp.minimum(magnitude, np.uint32(1 << 23)).astype(jnp.int32).astype(jnp.float32)
     from_integer = apply_scale(jnp.where(pattern == magnitude, k, -k), factor, block)
     return jnp.where(magnitude < np.uint32(1 << 23), from_integer, values)
@@ -247,6 +248,11 @@ class Quantizer:
 
         One quantization then serves both products that a tensor takes part in.
         """
+        return False
+
+    @property
+    def powers_of_two(self) -> bool:
+        """All of its scales are powers of two."""
         return False
 
     @property
@@ -321,15 +327,21 @@ class Delayed(Quantizer):
     def history_len(self) -> int:
         return self.length
 
-    def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
-        observed, state = context.amax, context.state
+    def expected(self, state: AmaxState) -> jax.Array:
+        """The amax that the history predicts, f32[]; 0 if it is empty."""
+        return history_amax(state["amax_history"], self.algo)
+
+    def scale(self, observed: jax.Array, state: AmaxState | None) -> jax.Array:
+        """The scale; `observed`, the amax of the data at hand, counts where nothing is expected."""
         if state is not None:
-            expected = history_amax(state["amax_history"], self.algo)
+            expected = self.expected(state)
             observed = jnp.where(expected > 0, expected, jnp.maximum(observed, state["amax"]))
-        scale = scale_from_amax(
+        return scale_from_amax(
             observed, self.fmt, margin=self.margin, scale_rounding=self.scale_rounding
         )
-        return self.data_for(x, scale, context)
+
+    def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
+        return self.data_for(x, self.scale(context.amax, context.state), context)
 
 
 @dataclass(frozen=True)
@@ -415,6 +427,10 @@ class Blockwise(_InBlocks):
     """
 
     scale_rounding: ScaleRounding = None
+
+    @property
+    def powers_of_two(self) -> bool:
+        return self.scale_rounding is not None
 
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         granularity = self.granularity(x.ndim, context)

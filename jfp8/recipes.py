@@ -91,6 +91,11 @@ class Product:
                 "quantizers.Current(fmt)."
             )
 
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether all scales that vary along the contraction are powers of two."""
+        return all(q.powers_of_two for q in (self.lhs, self.rhs) if q is not None and q.block)
+
 
 @dataclass(frozen=True)
 class Products:

@@ -42,7 +42,11 @@ class ProductRow:
       lhs, rhs, out: what is multiplied and what it gives, such as ``"e4m3fn[8,64]"``.
       fp8: whether both operands are in a narrow format.
       recipe: its name, if it has one.
-      implementation: ``"emulate"`` or ``"xla"``, as the default device would run it, or ``"jax"``.
+      implementation: what the default device computes it with: ``"emulate"``, or what `cuda` says
+        where that is an NVIDIA GPU; ``"jax"`` for products in high precision.
+      cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
+        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"``, or ``"bf16: "`` and the reason
+        why FP8 does not pay or is not to be had (see `matmul.on_cuda`).
       reason: why it is not FP8.
       times: how often it is computed: iterations of loops.
       flops: multiplications and additions, of all times together.
@@ -57,6 +61,7 @@ class ProductRow:
     fp8: bool
     recipe: str
     implementation: str
+    cuda: str
     reason: str
     times: int
     flops: int
@@ -274,7 +279,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     narrow = all(x.dtype in _F8 for x in (first, second))
     inside = list(_equations(eqn))
     flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
-    on_tensor_cores = any(e.invars[0].aval.dtype in _F8 for e in inside if _is_dot(e))
+    cuda = next((n["cuda"] for n in map(_notes, _all_equations(eqn)) if "cuda" in n), "emulate")
     gpu = jax.default_backend() == "gpu"
     return ProductRow(
         path=notes.get("path", ""),
@@ -285,7 +290,8 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         out=_spelled(out),
         fp8=narrow,
         recipe=notes.get("recipe", ""),
-        implementation="xla" if gpu and on_tensor_cores else "emulate",
+        implementation=cuda if gpu else "emulate",
+        cuda=cuda,
         reason="" if narrow else "the recipe keeps an operand in high precision",
         times=times,
         flops=times * flops,
@@ -305,6 +311,7 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
         fp8=False,
         recipe="",
         implementation="jax",
+        cuda="",
         reason=notes.get("reason") or _why_not(notes.get("layer", ""), eqn),
         times=times,
         flops=times * _flops(eqn),
@@ -339,10 +346,6 @@ def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
         yield dataclasses.replace(once, times=times, flops=once.flops * times)
 
 
-def _is_dot(eqn: Any) -> bool:
-    return eqn.primitive.name == "dot_general"
-
-
 def _flops(eqn: Any) -> int:
     """Multiplications and additions of one plain product; 0 of anything else."""
     if eqn.primitive.name not in PRODUCTS:
@@ -366,6 +369,18 @@ def _equations(eqn: Any) -> Iterator[Any]:
             yield from _equations(inner)
 
 
+def _all_equations(eqn: Any) -> Iterator[Any]:
+    """All equations inside of `eqn`, those of branches for other platforms too."""
+    for sub in jaxprs_of(eqn):
+        for inner in sub.eqns:
+            yield inner
+            yield from _all_equations(inner)
+
+
+def _notes(eqn: Any) -> dict[str, str]:
+    return notes_of(str(eqn.source_info.name_stack))
+
+
 def _spelled(aval: Any) -> str:
     dtype = np.dtype(aval.dtype)
     name = _F8.get(dtype, "").lower() or dtype.name.replace("float", "f")
@@ -375,6 +390,8 @@ def _spelled(aval: Any) -> str:
 def _cells(row: ProductRow) -> tuple[str, ...]:
     layer = row.path or "(no layer)"
     how = f"{row.recipe}, {row.implementation}" if row.fp8 else f"high precision: {row.reason}"
+    if row.cuda not in ("", row.implementation):
+        how += f"; on CUDA {row.cuda}"
     return (layer, row.kind, row.lhs, row.rhs, row.out, str(row.times), _si(row.flops), how)
 
 

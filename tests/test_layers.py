@@ -22,25 +22,54 @@ ROOT = Path(jfp8.__file__).parent
 ARROWS: dict[str, str] = {
     "_version": "",
     "compat": "",
+    "explain": "",
     "random_bits": "compat",
-    "formats": "compat random_bits",
+    "kernels/__init__": "",
+    "kernels/gpu": "",
+    "kernels/refusal": "compat",
+    "formats": "compat random_bits kernels/gpu",
     "arrays": "compat random_bits formats",
     "scaling": "compat random_bits formats arrays",
     "quantizers": "compat random_bits formats arrays scaling",
     "rotations": "",
-    "kernels/__init__": "",
-    "kernels/emulate": "compat formats arrays",
-    "kernels/hopper": "compat formats arrays",
-    "kernels/xla": "compat formats arrays",
-    "accumulation": "compat arrays kernels/__init__ kernels/emulate kernels/hopper",
+    "matrices": "",
+    "kernels/emulate": "formats",
+    "kernels/hopper": "formats",
+    "kernels/xla": "formats matrices",
+    "kernels/blackwell": "",
+    "kernels/mosaic_gpu/__init__": "",
+    "kernels/mosaic_gpu/tiles": "",
+    "kernels/mosaic_gpu/quantize": "formats kernels/mosaic_gpu/tiles",
+    "kernels/mosaic_gpu/quantize_blocks": (
+        "formats scaling kernels/mosaic_gpu/tiles kernels/mosaic_gpu/quantize"
+    ),
+    "kernels/mosaic_gpu/matmul": "kernels/mosaic_gpu/tiles",
+    "kernels/mosaic_gpu/grouped": "kernels/mosaic_gpu/tiles",
+    "accumulation": "compat arrays matrices kernels/__init__ kernels/emulate kernels/hopper",
+    "backends": "formats arrays matrices kernels/__init__ kernels/emulate kernels/xla accumulation",
+    "mosaic": (
+        "compat arrays matrices kernels/gpu kernels/refusal kernels/mosaic_gpu/__init__ "
+        "kernels/mosaic_gpu/matmul accumulation backends"
+    ),
+    "blackwell": (
+        "formats arrays matrices kernels/__init__ kernels/gpu kernels/blackwell accumulation "
+        "backends"
+    ),
     "recipes": "compat random_bits formats arrays scaling quantizers rotations accumulation",
-    "matmul": "compat formats arrays kernels/__init__ kernels/emulate kernels/xla accumulation",
+    "matmul": "arrays matrices kernels/gpu accumulation backends mosaic blackwell explain",
     "sink": "compat formats scaling",
     "bilinear": "compat random_bits formats arrays scaling quantizers recipes sink",
-    "dot_general": "formats arrays scaling recipes accumulation matmul bilinear",
-    "conv": "formats arrays scaling recipes accumulation matmul bilinear dot_general",
+    "dot": "arrays matrices recipes accumulation matmul bilinear",
+    "one_read": (
+        "compat formats arrays scaling quantizers backends kernels/mosaic_gpu/__init__ "
+        "kernels/mosaic_gpu/quantize kernels/mosaic_gpu/quantize_blocks"
+    ),
+    "contraction_last": (
+        "arrays scaling recipes backends mosaic matmul kernels/gpu bilinear dot one_read"
+    ),
+    "dot_general": ("formats arrays matrices scaling recipes matmul bilinear dot contraction_last"),
+    "conv": "explain formats arrays scaling recipes accumulation matmul bilinear dot_general",
     "region": "recipes",
-    "explain": "",
     "einsum": "arrays",
     "conv_transpose": "arrays",
     "linen/state_in_params": "sink",
@@ -50,11 +79,21 @@ ARROWS: dict[str, str] = {
     ),
     "linen/layers": "arrays recipes matmul region einsum conv_transpose linen/products",
     "transformer_math": "",
-    "ragged_dot": (
-        "compat random_bits formats arrays scaling quantizers recipes accumulation matmul bilinear "
-        "dot_general"
+    "ragged_tiles": "",
+    "grouped_dot": (
+        "compat explain random_bits formats arrays scaling quantizers recipes accumulation matmul "
+        "bilinear dot"
     ),
-    "routing": "ragged_dot",
+    "grouped_kernels": (
+        "compat explain arrays scaling recipes backends mosaic matmul bilinear one_read "
+        "kernels/gpu kernels/refusal kernels/mosaic_gpu/__init__ kernels/mosaic_gpu/grouped "
+        "grouped_dot"
+    ),
+    "ragged_dot": (
+        "compat formats arrays scaling recipes accumulation matmul bilinear dot_general "
+        "kernels/gpu ragged_tiles grouped_dot grouped_kernels"
+    ),
+    "routing": "ragged_tiles",
     "linen/attention": "arrays recipes matmul einsum linen/products linen/layers",
     "linen/fused": "recipes matmul transformer_math linen/layers",
     "linen/transformer": (

@@ -431,7 +431,7 @@ def test_error_not_scaled(which):
 
 
 def test_error_unknown_implementation_lists_the_known_ones():
-    assert set(IMPLEMENTATIONS) == {"emulate", "xla"}
+    assert set(IMPLEMENTATIONS) == {"emulate", "xla", "mosaic_gpu"}
     with pytest.raises(
         ValueError, match=r"implementation='cuda' is unknown.*'emulate', 'xla'.*None"
     ):

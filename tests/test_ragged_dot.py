@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import ScaledArray, quantizers, recipes
-from jfp8.ragged_dot import lay_out, observed_ragged_dot, scaled_ragged_dot
+from jfp8.ragged_dot import observed_ragged_dot, scaled_ragged_dot
+from jfp8.ragged_tiles import lay_out
 from jfp8.recipes import Float8CurrentScaling, PerOperand, Product
 from jfp8.rotations import Hadamard
 from jfp8.sink import decode_amax, init_sink

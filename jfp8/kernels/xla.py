@@ -2,38 +2,123 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jfp8.formats import decode
+from jfp8.matrices import as_matrices, matrix_sizes, out_shape
 
-def dot_general(
+# What cuBLASLt wants all sizes of an FP8 product to be multiples of.
+ALIGNMENT = 16
+
+
+def scaled_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: lax.DotDimensionNumbers,
+    factors: Sequence[jax.Array],
+    dtype: np.dtype,
     *,
     fast_accumulation: bool,
 ) -> jax.Array:
-    """f32 product of two f8 arrays, not yet scaled.
+    """``dot_general(lhs, rhs) * factors`` of two f8 arrays, in `dtype`.
 
     On CUDA the dot algorithm is named. Without one, XLA's GPU compiler is free to pick a kernel
     that always accumulates fast, and ignores ``precision``; other backends refuse the name.
-
-    No tensor core multiplies e5m2 by e5m2. There both become float16, which holds all their values.
     """
+
+    def on_cuda(lhs, rhs, *factors):
+        return cuda(
+            lhs, rhs, dimension_numbers, factors, dtype, fast_accumulation=fast_accumulation
+        )
+
+    def elsewhere(lhs, rhs, *factors):
+        return plain(lhs, rhs, dimension_numbers, factors, dtype)
+
+    return lax.platform_dependent(lhs, rhs, *factors, cuda=on_cuda, default=elsewhere)
+
+
+def plain(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    factors: Sequence[jax.Array],
+    dtype: np.dtype,
+) -> jax.Array:
+    """The same with whatever way XLA has of multiplying f8 arrays on a device."""
+    y = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+    return times(y, factors).astype(dtype)
+
+
+def cuda(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    factors: Sequence[jax.Array],
+    dtype: np.dtype,
+    *,
+    fast_accumulation: bool,
+) -> jax.Array:
+    """The same on CUDA: one call of cuBLASLt, which also scales by what is 0-d, and adds a bias.
+
+    For that the product has to be asked for in the dtype of the result, its sizes have to be
+    multiples of 16, and the scale has to be a single multiplication in that dtype. XLA takes the
+    scale itself in f32: it removes roundings that are undone at once. A result in f16 could
+    overflow before it is scaled, and is made in f32.
+
+    No tensor core multiplies e5m2 by e5m2: these are multiplied in bf16, which is exact.
+    """
+    if lhs.dtype == rhs.dtype == jnp.float8_e5m2:
+        return in_bf16(lhs, rhs, dimension_numbers, factors, dtype)
     preset = lax.DotAlgorithmPreset
     algorithm = (
         preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast_accumulation else preset.ANY_F8_ANY_F8_F32
     )
+    shape = out_shape(lhs.shape, rhs.shape, dimension_numbers)
+    m, n, _ = sizes = matrix_sizes(lhs.shape, rhs.shape, dimension_numbers)
+    aligned = not any(size % ALIGNMENT for size in sizes)
+    if not aligned:
+        # XLA would pad as well, but then neither scale nor bias would be part of the product.
+        lhs, rhs, dimension_numbers = as_matrices(lhs, rhs, dimension_numbers)
+        lhs, rhs = _padded(lhs, dimension_numbers[1][0]), _padded(rhs, dimension_numbers[1][1])
+    first = np.dtype(dtype if dtype == jnp.bfloat16 else np.float32)
+    y = lax.dot_general(
+        lhs, rhs, dimension_numbers, precision=algorithm, preferred_element_type=first
+    )
+    for factor in factors:
+        if not factor.ndim:
+            y = y * factor.astype(first)
+    if not aligned:
+        y = lax.slice(y, [0] * y.ndim, [*y.shape[:-2], m, n]).reshape(shape)
+    return times(y, [f for f in factors if f.ndim]).astype(dtype)
 
-    def dot(precision, lhs, rhs):
-        return lax.dot_general(
-            lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=jnp.float32
-        )
 
-    def cuda(lhs, rhs):
-        if lhs.dtype == rhs.dtype == jnp.float8_e5m2:
-            return dot(None, lhs.astype(jnp.float16), rhs.astype(jnp.float16))
-        return dot(algorithm, lhs, rhs)
+def in_bf16(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    factors: Sequence[jax.Array],
+    dtype: np.dtype,
+) -> jax.Array:
+    """The same by the tensor cores of bf16. Every stored value is a bf16 value: this is exact."""
+    lhs, rhs = (decode(x).astype(jnp.bfloat16) for x in (lhs, rhs))
+    y = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+    return times(y, factors).astype(dtype)
 
-    return lax.platform_dependent(lhs, rhs, cuda=cuda, default=lambda lhs, rhs: dot(None, lhs, rhs))
+
+def times(y: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
+    """`y` times all factors, in f32 if there are any."""
+    for factor in factors:
+        y = y.astype(jnp.float32) * factor
+    return y
+
+
+def _padded(x: jax.Array, batch: Sequence[int]) -> jax.Array:
+    """`x` with zeros behind each dimension that is no batch dimension, to a multiple of 16."""
+    return jnp.pad(
+        x, [(0, 0 if d in batch else -n % ALIGNMENT) for d, n in enumerate(x.shape)]
+    )

@@ -1,0 +1,125 @@
+"""Products of matrices that are quantized, stored and multiplied with the contraction last.
+
+    fprop  y [m, n] = q(lhs)  [m, k] . q(rhs)^T [n, k]
+    dgrad  dx[m, k] = q(dy)   [m, n] . q(rhs)   [k, n]
+    wgrad  dw[k, n] = q(lhs)^T[k, m] . q(dy)^T  [n, m]
+
+So NVIDIA's tensor cores take operands of 8 bits. Each tensor is needed both straight and
+transposed, and the transposed bytes are made where the tensor is read to be quantized: later they
+would have to be read and written once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jfp8.arrays import ScaledArray
+from jfp8.backends import HARDWARE_FORMATS
+from jfp8.bilinear import Kind, Operand, Operation, Use
+from jfp8.dot import Dot
+from jfp8.kernels.gpu import Gpu, current_gpu
+from jfp8.matmul import SMALL_PRODUCT, Implementation
+from jfp8.mosaic import why_no_kernels
+from jfp8.one_read import has_kernel, quantize_both_ways, transposed
+from jfp8.recipes import Product, Recipe
+from jfp8.scaling import AmaxState
+
+_PLAIN = (((1,), (0,)), ((), ()))
+_BOTH_LAST = (((1,), (1,)), ((), ()))
+
+
+@dataclass(frozen=True)
+class ContractionLast(Operation):
+    """``lhs[m, k] . rhs[k, n]`` and its gradients, of plain matrices.
+
+    Attributes:
+      dot: the same products of operands as they come.
+      kernels: whether Pallas kernels may quantize.
+    """
+
+    dot: Dot
+    kernels: bool
+
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.dot.contracting(kind)
+
+    def terms(self, kind: Kind) -> int:
+        return self.dot.terms(kind)
+
+    def quantize_for_both(
+        self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
+    ) -> tuple[Operand, Operand | None, jax.Array] | None:
+        del role
+        if not self.kernels or second is None or first.quantizer != second.quantizer:
+            return None
+        if first.quantizer is None or not has_kernel(first.quantizer):
+            return None
+        both = quantize_both_ways(first.quantizer, x, state)
+        along_rows = first.contracting == (1,)
+        straight, other = both.straight, both.transposed
+        return (straight, other, both.amax) if along_rows else (other, straight, both.amax)
+
+    def laid_out(self, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+        if contracting == (1,):
+            return operand
+        return transposed(operand) if isinstance(operand, ScaledArray) else operand.T
+
+    def multiply(
+        self,
+        kind: Kind,
+        first: Operand,
+        second: Operand,
+        how: Product,
+        accumulation: str,
+        extra: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        del extra
+        lhs_dtype, rhs_dtype, y_dtype = self.dot.dtypes
+        dtype = {"fprop": y_dtype, "dgrad": lhs_dtype, "wgrad": rhs_dtype}[kind]
+        return self.dot.product(first, second, _BOTH_LAST, dtype, how, accumulation)
+
+
+def contraction_last(
+    sizes: tuple[int, int, int],
+    dtypes: tuple[np.dtype, np.dtype, np.dtype],
+    recipe: Recipe,
+    implementation: Implementation,
+) -> ContractionLast | None:
+    """The operation for ``(m, n, k)``, if the program is traced for a GPU where it is faster.
+
+    Not for products that are not computed in FP8 there, nor for arrays that the compiler divides
+    among devices: it keeps apart dimensions that matrices put together.
+    """
+    m, n, k = sizes
+    gpu = current_gpu()
+    if implementation == "emulate" or recipe.accumulation.startswith("hopper"):
+        return None
+    asked_for = implementation == "mosaic_gpu"
+    if not asked_for and (gpu is None or not gpu.whole or not gpu.multiplies_f8):
+        return None
+    if implementation is None and m * n * k < SMALL_PRODUCT:
+        return None
+    if not _fits(recipe, gpu):
+        return None
+    kernels = implementation != "xla" and why_no_kernels(gpu) is None
+    dot = Dot(_PLAIN, ((m, k), (k, n)), dtypes, implementation)
+    return ContractionLast(dot, kernels)
+
+
+def _fits(recipe: Recipe, gpu: Gpu | None) -> bool:
+    """Whether the tensor cores of `gpu` multiply what `recipe` makes."""
+    products = recipe.products()
+    quantizers = products.quantizers()
+    if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
+        return False
+    if not {q.fmt for q in quantizers} <= HARDWARE_FORMATS:
+        return False
+    blocks = {q.block for q in quantizers} - {None}
+    if not blocks:
+        return True
+    if gpu is None or gpu.hopper:
+        return blocks <= {(128, 1), (128, 128)}
+    return gpu.capability is not None and gpu.capability[0] == 10 and blocks <= {(32, 1), (32, 32)}

@@ -1,0 +1,223 @@
+"""`GroupedDot`: the product of each tile of rows with the matrix of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.accumulation import scale_products, scale_shape_of, to_output
+from jfp8.arrays import ScaledArray, scale_as_f32_pair, scaled_values
+from jfp8.bilinear import Kind, Operand, Operation
+from jfp8.compat import same_varying_axes
+from jfp8.dot import Dot
+from jfp8.explain import note
+from jfp8.formats import Format, codes_of, codes_to_format, decode, format_of
+from jfp8.matmul import Implementation
+from jfp8.quantizers import Context, Quantizer
+from jfp8.random_bits import fold_in
+from jfp8.recipes import Product
+from jfp8.scaling import amax
+
+
+@dataclass(frozen=True)
+class GroupedDot(Operation):
+    """The product of each tile of rows with the matrix of its group.
+
+    ``y[t] = lhs[t] . rhs[group[t]]``. Beside the operands it takes the group of each tile, the
+    rows of all tiles of each group, and, for an rhs that came quantized, a scale for each group.
+
+    Attributes:
+      shapes: of lhs ``[t, h, k]`` and rhs ``[g, k, n]``.
+      dtypes: of lhs, rhs and y.
+      implementation: see `scaled_ragged_dot`.
+    """
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]
+    implementation: Implementation
+
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return {"fprop": ((2,), (1,)), "dgrad": ((2,), (2,)), "wgrad": ((1,), (1,))}[kind]
+
+    def terms(self, kind: Kind) -> int:
+        """As many as there are; in wgrad on average, the zeros that fill up tiles included."""
+        (tiles, height, k), (groups, _, n) = self.shapes
+        return {"fprop": k, "dgrad": n, "wgrad": tiles * height // groups}[kind]
+
+    def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
+        """As the quantizer says; rhs group by group, each by its own amax and without history."""
+        if role != "rhs":
+            return quantizer(x, at)
+        contracting = tuple(d - 1 for d in at.contracting)
+
+        def quantize_one(x: jax.Array, group: jax.Array) -> ScaledArray:
+            seed = None if at.seed is None else fold_in(at.seed, group)
+            return quantizer(x, Context(contracting, amax(x), None, seed))
+
+        q = jax.vmap(quantize_one)(x, jnp.arange(x.shape[0], dtype=jnp.uint32))
+        block = None if q.block is None else (1, *q.block)
+        return ScaledArray(q.data, with_all_dims(q.scale, x.ndim), block)
+
+    def multiply(
+        self,
+        kind: Kind,
+        first: Operand,
+        second: Operand,
+        how: Product,
+        accumulation: str,
+        extra: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        group, padded_sizes, *scales = extra
+        if scales and isinstance(second, ScaledArray):
+            second = ScaledArray(second.data, scales[0])
+        dtype = self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]]
+
+        def by_tiles(first: Operand, second: Operand) -> jax.Array:
+            return self._by_tiles(kind, first, second, how, accumulation, group)
+
+        def by_groups(first: Operand, second: Operand) -> jax.Array:
+            return self._by_groups(kind, first, second, group, padded_sizes)
+
+        if self.implementation == "emulate" or (
+            self.implementation is None and accumulation != "f32"
+        ):
+            y = by_tiles(first, second)
+        elif accumulation != "f32":
+            raise NotImplementedError(
+                f"implementation='xla' does not support accumulation={accumulation!r}: it computes "
+                "real products, not models of them. Use implementation=None or 'emulate'."
+            )
+        elif self.implementation == "xla":
+            y = by_groups(first, second)
+        else:
+
+            def cuda(first: Operand, second: Operand) -> jax.Array:
+                with note("cuda", "bf16: no FP8 kernel for these groups on this GPU"):
+                    return by_groups(first, second)
+
+            y = lax.platform_dependent(first, second, cuda=cuda, default=by_tiles)
+        return y.astype(dtype)
+
+    def _by_tiles(
+        self,
+        kind: Kind,
+        first: Operand,
+        second: Operand,
+        how: Product,
+        accumulation: str,
+        group: jax.Array,
+    ) -> jax.Array:
+        """One tile after the other, each an ordinary product; f32."""
+        (_, height, k), (groups, _, n) = self.shapes
+        f32 = np.dtype(np.float32)
+        dot = Dot((((1,), (0,)), ((), ())), ((height, k), (k, n)), (f32, f32, f32), "emulate")
+        tiles, others = _Stack(first), _Stack(second)
+        product = lambda a, b: dot.multiply(kind, a, b, how, accumulation, ())
+        indices = jnp.arange(group.shape[0])
+        if kind != "wgrad":
+            return lax.map(lambda i: product(tiles[i], others[group[i]]), indices)
+
+        def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+            return total.at[group[i]].add(product(tiles[i], others[i])), None
+
+        zeros = jnp.zeros((groups, k, n), jnp.float32)
+        zeros, *_ = same_varying_axes((zeros, first, second, group))
+        return lax.scan(add, zeros, indices)[0]
+
+    def _by_groups(
+        self, kind: Kind, first: Operand, second: Operand, group: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        """JAX's own ragged product, over all tiles of a group at once; f32."""
+        in_sum, in_second_sum = {
+            "fprop": ((2,), (1,)),
+            "dgrad": ((2,), (2,)),
+            "wgrad": ((0, 1), (0, 1)),
+        }[kind]
+        factors: list[jax.Array] = []
+        precision = None
+        if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
+            if not _varies_along(first, in_sum) and not _varies_along(second, in_second_sum):
+                factors = _factors(kind, first, second, group)
+                # Every stored value is a bf16 value, so the tensor cores of bf16 are exact.
+                first, second = (decode(q.data).astype(jnp.bfloat16) for q in (first, second))
+        if isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
+            precision = lax.Precision.HIGHEST
+        first, second = (
+            scaled_values(x) if isinstance(x, ScaledArray) else x for x in (first, second)
+        )
+        common = jnp.promote_types(first.dtype, second.dtype)
+        tiles, height, _ = self.shapes[0]
+        flat = lambda x: x.astype(common).reshape(tiles * x.shape[1], x.shape[-1])
+        first, second = flat(first), second.astype(common) if kind != "wgrad" else flat(second)
+        sums = {"fprop": ([1], [1]), "dgrad": ([1], [2]), "wgrad": ([0], [0])}[kind]
+        y = lax.ragged_dot_general(
+            first,
+            second,
+            sizes,
+            lax.RaggedDotDimensionNumbers((sums, ([], [])), [0], [] if kind == "wgrad" else [0]),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        if kind != "wgrad":
+            # Nobody says what a ragged product has in the rows of tiles that are not needed.
+            needed = jnp.arange(y.shape[0])[:, None] < jnp.sum(sizes)
+            y = jnp.where(needed, y, 0.0).reshape(tiles, height, y.shape[-1])
+        for factor in factors:
+            y = y * factor
+        return y
+
+
+def _factors(
+    kind: Kind, first: ScaledArray, second: ScaledArray, group: jax.Array
+) -> list[jax.Array]:
+    """What to multiply products of the stored values by: scales that do not vary along the sum."""
+    first_free, second_free = {"fprop": (1, 2), "dgrad": (1, 1), "wgrad": (2, 2)}[kind]
+    of_rows = (to_output(s, first, (0,), (first_free,), 0, 1) for s in scale_as_f32_pair(first))
+    of_columns = (
+        to_output(s, second, (0,), (second_free,), 1, 0) for s in scale_as_f32_pair(second)
+    )
+    if kind != "wgrad":
+        of_columns = (s[group] if s.ndim and s.shape[0] > 1 else s for s in of_columns)
+    return scale_products(tuple(of_rows), tuple(of_columns))
+
+
+def _varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
+    shape = scale_shape_of(q)
+    return bool(shape) and any(shape[d] != 1 for d in dims)
+
+
+class _Stack:
+    """Matrices behind each other, each a `ScaledArray` or not, to take one out of in a loop.
+
+    What is stored in 8 bits goes into the loop as uint8: XLA:CPU would widen f8 arrays there.
+    """
+
+    def __init__(self, x: Operand) -> None:
+        leaves, self.structure = jax.tree.flatten(x)
+        self.formats = [format_of(a.dtype) if a.dtype.itemsize == 1 else None for a in leaves]
+        self.leaves = [
+            a if fmt is None else codes_of(a) for a, fmt in zip(leaves, self.formats, strict=True)
+        ]
+
+    def __getitem__(self, i: jax.Array) -> Operand:
+        def item(leaf: jax.Array, fmt: Format | None) -> jax.Array:
+            # A single scale for all has no dimensions; a dimension of size 1 gives what is in it.
+            leaf = lax.dynamic_index_in_dim(leaf, i, keepdims=False) if leaf.ndim else leaf
+            return leaf if fmt is None else codes_to_format(leaf, fmt)
+
+        x = self.structure.unflatten(map(item, self.leaves, self.formats))
+        if isinstance(x, ScaledArray) and x.block is not None:
+            x = replace(x, block=x.block[1:])
+        return x
+
+
+def with_all_dims(scale: jax.Array | ScaledArray, ndim: int) -> jax.Array | ScaledArray:
+    """The scale of a stack of arrays, which `jax.vmap` gave a leading dimension."""
+    if isinstance(scale, ScaledArray):
+        return replace(scale, scale=with_all_dims(scale.scale, ndim))
+    return scale if scale.ndim == ndim else lax.expand_dims(scale, range(1, ndim))

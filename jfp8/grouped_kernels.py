@@ -1,0 +1,153 @@
+"""`GroupedKernels`: products of tiles with the matrices of their groups, by kernels for Hopper.
+
+    fprop  y [t, n] = q(lhs) [t, k] . q(rhs)^T [g, n, k]     rows of a tile and its group's matrix
+    dgrad  dx[t, k] = q(dy)  [t, n] . q(rhs)   [g, k, n]
+    wgrad  dw[g, k, n] = q(lhs)^T [k, t] . q(dy)^T [n, t]    summed over the tiles of each group
+
+All tiles of lhs and of the gradient are one matrix, and quantized for both directions in one read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.arrays import ScaledArray
+from jfp8.backends import HARDWARE_FORMATS
+from jfp8.bilinear import Kind, Operand, Operation, Use
+from jfp8.compat import kernels_are_interpreted
+from jfp8.explain import note
+from jfp8.grouped_dot import GroupedDot
+from jfp8.kernels.gpu import Gpu
+from jfp8.kernels.refusal import on_cuda_only
+from jfp8.matmul import Implementation
+from jfp8.mosaic import why_no_kernels
+from jfp8.one_read import has_kernel, quantize_both_ways
+from jfp8.recipes import Product, Recipe
+from jfp8.scaling import AmaxState
+
+BLOCK = 128  # rows of a tile, and what the kernels sum before they scale
+
+
+def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> str | None:
+    """Why `GroupedKernels` cannot compute what `recipe` says, on `gpu`; None if it can."""
+    reason = why_no_kernels(gpu)
+    if reason is not None:
+        return reason
+    if isinstance(rhs, ScaledArray):
+        return "grouped products with matrices that are kept in FP8"
+    if recipe.accumulation not in ("f32", "f32_every_128"):
+        return (
+            f"accumulation={recipe.accumulation!r}: it computes real products, not models of them"
+        )
+    products = recipe.products()
+    if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
+        return "grouped products of rotated operands"
+    for role, (first, second) in products.by_role().items():
+        if first is None or first != second or not has_kernel(first):
+            return f"a grouped product whose {role} is quantized as {first}, {second}"
+        in_blocks = first.block in ((BLOCK, 1), (BLOCK, BLOCK))
+        if first.fmt not in HARDWARE_FORMATS or not (in_blocks or first.one_for_both):
+            return f"a grouped product whose {role} is quantized as {first}"
+        if in_blocks and (role == "rhs") != (first.block == (BLOCK, BLOCK)):
+            return f"a grouped product whose {role} has blocks of {first.block}"
+    return None
+
+
+@dataclass(frozen=True)
+class GroupedKernels(Operation):
+    """What `GroupedDot` computes, for tiles of 128 rows.
+
+    Attributes:
+      shapes, dtypes, implementation: as for `GroupedDot`.
+    """
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]
+    implementation: Implementation
+
+    @property
+    def _reference(self) -> GroupedDot:
+        return GroupedDot(self.shapes, self.dtypes, "emulate")
+
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self._reference.contracting(kind)
+
+    def terms(self, kind: Kind) -> int:
+        return self._reference.terms(kind)
+
+    def quantize_for_both(
+        self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
+    ) -> tuple[Operand, Operand | None, jax.Array]:
+        """The tiles as one matrix, and its transpose; the matrices of groups, and theirs."""
+        del second  # the kernel writes both, wanted or not
+        quantizer = first.quantizer
+        assert quantizer is not None  # see `why_not_grouped_kernels`
+        if role == "rhs":
+            both = jax.vmap(lambda w: quantize_both_ways(quantizer, w, None))(x)
+            straight, other = (_with_scales_by_group(q) for q in both[:2])
+            return other, straight, jnp.max(both.amax)
+        both = quantize_both_ways(quantizer, x.reshape(-1, x.shape[-1]), state)
+        return both.straight, both.transposed, both.amax
+
+    def multiply(
+        self,
+        kind: Kind,
+        first: Operand,
+        second: Operand,
+        how: Product,
+        accumulation: str,
+        extra: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        del how, accumulation
+        assert isinstance(first, ScaledArray) and isinstance(second, ScaledArray)
+        group, padded_sizes = extra
+        count = padded_sizes // BLOCK
+        tiles, height, _ = self.shapes[0]
+        dtype = self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]]
+
+        def kernel(first: ScaledArray, second: ScaledArray) -> jax.Array:
+            from jfp8.kernels.mosaic_gpu import grouped
+
+            with note("cuda", "mosaic_gpu"):
+                if kind == "wgrad":
+                    scales = _by_chunk(first), _by_chunk(second)
+                    starts = jnp.cumsum(count) - count
+                    return grouped.grouped_outer(
+                        first.data, second.data, starts, count, *scales, dtype
+                    )
+                scales = _by_chunk(first), _tiles_by_chunk(second)
+                y = grouped.grouped_matmul(first.data, second.data, group, *scales, dtype)
+                return y.reshape(tiles, height, y.shape[-1])
+
+        if kernels_are_interpreted():
+            return kernel(first, second)
+        reason = (
+            "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another "
+            "platform. Use implementation=None or 'emulate', which give the same numbers."
+        )
+        return on_cuda_only(kernel, reason, first, second)
+
+
+def _with_scales_by_group(q: ScaledArray) -> ScaledArray:
+    """Matrices that `jax.vmap` stacked, with a scale that has as many dimensions as they have."""
+    scale = jnp.asarray(q.scale)
+    scale = scale if scale.ndim == 3 else scale[:, None, None]
+    return ScaledArray(q.data, scale, None if q.block is None else (1, *q.block))
+
+
+def _by_chunk(q: ScaledArray) -> jax.Array:
+    """Scales of rows, f32[k / 128, m], one for each 128 along the contraction, the last."""
+    m, k = q.shape
+    scale = jnp.asarray(q.scale)
+    return jnp.broadcast_to(scale if not scale.ndim else scale.T, (-(-k // BLOCK), m))
+
+
+def _tiles_by_chunk(q: ScaledArray) -> jax.Array:
+    """Scales of tiles of 128 x 128, f32[g, k / 128, n / 128], of matrices ``[g, n, k]``."""
+    g, n, k = q.shape
+    scale = jnp.asarray(q.scale).swapaxes(-1, -2)
+    return jnp.broadcast_to(scale, (g, -(-k // BLOCK), -(-n // BLOCK)))

@@ -1,0 +1,85 @@
+"""Which GPU a program is traced for: all that the choice of a kernel may depend on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AxisType
+
+# Compute capability by the name of the device, for programs that are compiled without it.
+_CAPABILITIES = {
+    r"\b(H100|H200|H20|H800|GH200)\b": (9, 0),
+    r"\b(B100|B200|GB200)\b": (10, 0),
+    r"\b(B300|GB300)\b": (10, 3),
+    r"\b(L4|L40|L40S|RTX 40\d\d|RTX 6000 Ada)\b": (8, 9),
+    r"\b(A100|A800|A30)\b": (8, 0),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """An NVIDIA GPU.
+
+    Attributes:
+      kind: its name, such as ``"NVIDIA H200"``.
+      capability: compute capability, such as ``(9, 0)``; None if the name does not tell.
+      whole: whether each operation sees whole arrays, or a device's own part of them: no compiler
+        divides it among devices, as it can do with its own operations and not with our kernels.
+    """
+
+    kind: str
+    capability: tuple[int, int] | None
+    whole: bool
+
+    @property
+    def hopper(self) -> bool:
+        """Whether it has the tensor cores of Hopper, and their instructions."""
+        return self.capability is not None and self.capability[0] == 9
+
+    @property
+    def multiplies_f8(self) -> bool:
+        """Whether it has FP8 tensor cores at all, as far as is known."""
+        return self.capability is None or self.capability >= (8, 9)
+
+
+def current_gpu() -> Gpu | None:
+    """The GPU that JAX traces for at this moment; None if it is another device, or not known.
+
+    It is the default device, or the one that an abstract mesh describes, for programs that are
+    compiled where no GPU is::
+
+        gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+        with jax.sharding.use_abstract_mesh(
+            jax.sharding.AbstractMesh((), (), abstract_device=gpu)
+        ):
+            ...
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    described = getattr(mesh, "abstract_device", None)
+    divided = any(
+        n > 1 and kind != AxisType.Manual
+        for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
+    if described is not None:
+        if described.platform != "gpu":
+            return None
+        return Gpu(described.device_kind, _capability_of(described.device_kind), not divided)
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.devices()[0]
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    if found is None:
+        return None  # AMD's have names
+    # Without a mesh nobody says where arrays are; all devices may have their parts of one.
+    inside_shard_map = any(kind == AxisType.Manual for kind in mesh.axis_types)
+    whole = not divided and (inside_shard_map or jax.device_count() == 1)
+    return Gpu(device.device_kind, (int(found[1]), int(found[2])), whole)
+
+
+def _capability_of(kind: str) -> tuple[int, int] | None:
+    for pattern, capability in _CAPABILITIES.items():
+        if re.search(pattern, kind):
+            return capability
+    return None

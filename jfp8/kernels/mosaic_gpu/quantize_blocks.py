@@ -1,0 +1,261 @@
+"""Casting a matrix to f8 in blocks with scales of their own, in both directions in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfp8.formats import Format
+from jfp8.kernels.mosaic_gpu.quantize import (
+    COLUMNS,
+    LINES,
+    ROWS,
+    Sweep,
+    both_ways,
+    f32_magnitude,
+    finish,
+    for_each_tile,
+    from_magnitude,
+    magnitude,
+    per_line,
+    read_lines,
+    run,
+    saturating,
+    staging,
+    write_lines,
+)
+from jfp8.kernels.mosaic_gpu.tiles import padded
+from jfp8.scaling import SMALLEST_SCALE, ScaleRounding, _e8m0_code
+
+INFINITY = np.int32(0x7F800000)
+
+
+def quantize_rows_in_blocks(
+    x: jax.Array,
+    fmt: Format,
+    block: int,
+    scale_rounding: ScaleRounding,
+    *,
+    sweep: Sweep | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`x` in blocks of ``1 x block`` along its rows, and `x.T` along its own.
+
+    ``q[i, j] = cast(x[i, j] / s[j // block, i])`` and
+    ``q_t[j, i] = cast(x[i, j] / s_t[i // block, j])``, where scales and their reciprocals are those
+    of `quantizers.block_scale`: a block with a NaN or Inf in it becomes NaN as a whole. Blocks are
+    the first dimension of the scales, so that neighbouring lines have theirs side by side.
+
+    Args:
+      x: f32, bf16 or f16[M, N].
+      fmt: E4M3FN or E5M2.
+      block: 128 or 32.
+      scale_rounding: see `scaling.scale_from_amax`.
+      sweep: how to walk over `x`; rows and columns are multiples of `block`.
+      interpret: see `quantize.tensor_amax`.
+
+    Returns:
+      ``q`` f8[M, N], ``s`` [ceil(N / block), M], ``q_t`` f8[N, M], ``s_t`` [ceil(M / block), N].
+      The scales are f32, or uint8 E8M0 codes where the rounding gives E8M0.
+    """
+    m, n = x.shape
+    sweep = sweep or in_blocks(x.dtype, block)
+    assert sweep.rows % block == sweep.columns % block == 0
+    x = padded(x, sweep.rows, sweep.columns)
+    rows, columns = x.shape
+
+    def kernel(x, q, s, q_t, s_t, staged, staged_t) -> None:
+        def body(i, j, tile):
+            def cast_with(scales, first_block, first_line):
+                def cast(values, line):
+                    # One block of every line after the other.
+                    parts = []
+                    for b in range(values.shape[1] // block):
+                        part = values[:, b * block : (b + 1) * block]
+                        amax = from_magnitude(jnp.max(magnitude(part), axis=1), x.dtype)
+                        scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
+                        at = first_block + b, pl.ds(first_line + line, LINES)
+                        store(scales.at[at], scale)
+                        scaled = part.astype(jnp.float32) * per_line(inverse, part.shape)
+                        parts.append(saturating(scaled, fmt, interpret))
+                    return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+
+                return cast
+
+            row, column = i * sweep.rows, j * sweep.columns
+            at_row, at_column = pl.ds(row, sweep.rows), pl.ds(column, sweep.columns)
+            cast = cast_with(s, j * (sweep.columns // block), row)
+            write_lines(cast, tile, ROWS, staged, q.at[at_row, at_column])
+            cast = cast_with(s_t, i * (sweep.rows // block), column)
+            write_lines(cast, tile.T, COLUMNS, staged_t, q_t.at[at_column, at_row])
+
+        for_each_tile(body, x, sweep=sweep)
+        finish()
+
+    scale = jnp.float32 if scale_rounding in (None, "power_of_two") else jnp.uint8
+    q, s, q_t, s_t = run(
+        kernel,
+        x,
+        out=[
+            jax.ShapeDtypeStruct((rows, columns), fmt.dtype),
+            jax.ShapeDtypeStruct((columns // block, rows), scale),
+            jax.ShapeDtypeStruct((columns, rows), fmt.dtype),
+            jax.ShapeDtypeStruct((rows // block, columns), scale),
+        ],
+        staged=staging(sweep, fmt),
+        sweep=sweep,
+        interpret=interpret,
+    )
+    return q[:m, :n], s[: -(-n // block), :m], q_t[:n, :m], s_t[: -(-m // block), :n]
+
+
+def quantize_tiles(
+    x: jax.Array,
+    fmt: Format,
+    scale_rounding: ScaleRounding,
+    *,
+    sweep: Sweep | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`x` in blocks of 128x128, which serve both directions: ``q_t`` is the transpose of ``q``.
+
+    Args:
+      x: f32, bf16 or f16[M, N].
+      fmt: E4M3FN or E5M2.
+      scale_rounding: None or ``"power_of_two"``.
+      sweep: how to walk over `x`, in tiles of 128x128.
+      interpret: see `quantize.tensor_amax`.
+
+    Returns:
+      ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)].
+    """
+    m, n = x.shape
+    sweep = sweep or in_blocks(x.dtype, 128)
+    assert (sweep.rows, sweep.columns) == (128, 128)
+    x = padded(x, 128, 128)
+    rows, columns = x.shape
+
+    def kernel(x, q, q_t, s, staged, staged_t) -> None:
+        def body(i, j, tile):
+            largest = jnp.maximum(
+                *(jnp.max(magnitude(read_lines(tile, line, ROWS)), axis=1) for line in (0, 64))
+            )
+            # Reductions over one dimension at a time and bitcasts of vectors are what lowers.
+            bits = jnp.full((LINES,), jnp.max(f32_magnitude(largest, x.dtype)))
+            amax = lax.bitcast_convert_type(bits, jnp.float32)
+            scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
+            s[i, j] = jnp.max(lax.bitcast_convert_type(scale, jnp.int32))
+
+            def cast(values, line):
+                scaled = values.astype(jnp.float32) * per_line(inverse, values.shape)
+                return saturating(scaled, fmt, interpret)
+
+            at_row, at_column = pl.ds(i * 128, 128), pl.ds(j * 128, 128)
+            write_lines(cast, tile, ROWS, staged, q.at[at_row, at_column])
+            write_lines(cast, tile.T, COLUMNS, staged_t, q_t.at[at_column, at_row])
+
+        for_each_tile(body, x, sweep=sweep)
+        finish()
+
+    q, q_t, s = run(
+        kernel,
+        x,
+        out=[
+            jax.ShapeDtypeStruct((rows, columns), fmt.dtype),
+            jax.ShapeDtypeStruct((columns, rows), fmt.dtype),
+            jax.ShapeDtypeStruct(
+                (rows // 128, columns // 128), jnp.int32
+            ),  # the bits of the scales
+        ],
+        staged=staging(sweep, fmt),
+        sweep=sweep,
+        interpret=interpret,
+    )
+    return q[:m, :n], q_t[:n, :m], lax.bitcast_convert_type(s, jnp.float32)
+
+
+def in_blocks(dtype: jax.typing.DTypeLike, block: int) -> Sweep:
+    """Tiles of whole blocks both ways, of which two fit a multiprocessor: of f32 one at a time."""
+    if jnp.dtype(dtype).itemsize == 4 and block == 128:
+        return Sweep(stages=1)
+    return both_ways(dtype)
+
+
+def store(ref: Any, values: jax.Array) -> None:
+    """``ref[...] = values``, where JAX 0.12 wants to be told that single bytes are meant."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
+def scale_and_inverse(
+    amax: jax.Array, fmt: Format, scale_rounding: ScaleRounding
+) -> tuple[jax.Array, jax.Array]:
+    """The scale of a block and its reciprocal, f32, both NaN if `amax` is not finite.
+
+    To the bit what `quantizers.block_scale` gives, in operations of which the device keeps to the
+    bit as well. E8M0 scales come as their codes (uint8).
+    """
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    finite = bits < INFINITY
+    if scale_rounding is None:
+        # Where the scale would be below 2^-126, or NaN, a number that divides without surprises.
+        smallest = np.float32(fmt.max) * SMALLEST_SCALE
+        clipped = jnp.maximum(jnp.where(finite, amax, np.float32(1.0)), smallest)
+        scale = divide(clipped, jnp.full_like(amax, np.float32(fmt.max)))
+        scale = jnp.where(bits == 0, np.float32(1.0), scale)
+        inverse = divide(jnp.ones_like(amax), scale)
+        nan = np.float32(np.nan)
+        return jnp.where(finite, scale, nan), jnp.where(finite, inverse, nan)
+    mode = "rceil" if scale_rounding == "power_of_two" else scale_rounding
+    code = _e8m0_code(amax, fmt, mode)
+    if scale_rounding == "power_of_two":
+        code = jnp.where(finite, jnp.where(bits == 0, 127, jnp.clip(code, 1, 253)), 255)
+    # The reciprocal of 2^(c-127) has the code 254 - c; that of no amax is 0, an f32 subnormal.
+    inverse = lax.bitcast_convert_type((254 - code) << 23, jnp.float32)
+    inverse = jnp.where(code == 255, np.float32(np.nan), inverse)
+    if scale_rounding == "power_of_two":
+        scale = lax.bitcast_convert_type(code << 23, jnp.float32)
+        return jnp.where(finite, scale, np.float32(np.nan)), inverse
+    return code.astype(jnp.uint8), inverse
+
+
+def divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a / b`` rounded to nearest, for positive normal numbers with a normal quotient.
+
+    The device's own division is up to two units in the last place off.
+    """
+    return nearest_quotient(a / b, a, b)
+
+
+def nearest_quotient(y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The f32 nearest to ``a / b``, of which `y` is at most three units in the last place off.
+
+    With the 24-bit mantissas ``A, B, Y`` as integers, ``Y ~ A 2^k / B`` where `k` is 23 or 24. The
+    remainder ``A 2^k - B Y`` is a few times `B` at most, which survives arithmetic modulo 2^32, and
+    `Y` is right once it is no larger than ``B / 2``. (A quotient never lies halfway.)
+    """
+    a, b = lax.bitcast_convert_type(a, jnp.int32), lax.bitcast_convert_type(b, jnp.int32)
+    bits = lax.bitcast_convert_type(y, jnp.int32)
+    hidden, low = np.int32(1 << 23), np.int32((1 << 23) - 1)
+    numerator, divisor = (a & low) | hidden, (b & low) | hidden
+    # The quotient has the exponent e(a) - e(b), or one less if A < B; `y` may be on either side of
+    # a power of two, but A and B are exact. Y counts units of that exponent's last place.
+    below = (numerator < divisor).astype(jnp.int32)
+    exponent = (a >> 23) - (b >> 23) - below + 127
+    quotient = bits - (exponent << 23) + hidden
+    remainder = (numerator << (23 + below)) - divisor * quotient
+    for _ in range(3):
+        step = (2 * remainder > divisor).astype(jnp.int32) - (2 * remainder < -divisor).astype(
+            jnp.int32
+        )
+        quotient = quotient + step
+        remainder = remainder - step * divisor
+    return lax.bitcast_convert_type(quotient - hidden + (exponent << 23), jnp.float32)

@@ -1,0 +1,104 @@
+"""How arrays are cut and laid out in shared memory: what the kernels have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Bytes of shared memory that one block may use on Hopper.
+SHARED_MEMORY = 232_448
+
+
+def swizzled(
+    dtype: jax.typing.DTypeLike, columns: int
+) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Transforms of a tile with rows of `columns` elements, as copies and wgmma take it."""
+    bits = 8 * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * bits)
+    return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
+
+
+def padded(x: jax.Array, *multiples: int) -> jax.Array:
+    """`x` with zeros behind it, so that each dimension is a multiple of its entry."""
+    missing = [(0, -n % m) for n, m in zip(x.shape, multiples, strict=True)]
+    return jnp.pad(x, missing) if any(after for _, after in missing) else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a product ``[M, N]`` is cut.
+
+    Two warpgroups take `tile_m` x `tile_n` each, one above the other; `cluster` (1 or 2) such
+    blocks, again above each other, share the copies of b. `stages` copies of 128 of K are on
+    their way. Blocks that run at the same time form a rectangle, `group` tiles high, so that what
+    they read stays in L2.
+    """
+
+    tile_m: int = 64
+    tile_n: int = 256
+    stages: int = 4
+    group: int = 16
+    cluster: int = 1
+
+
+Kind = Literal["running", "promoted", "block", "block_columns"]
+
+# Widest tiles whose sums fit the registers, at 64 rows: each thread has half a tile's width of f32,
+# as much again where sums are promoted, and the scales of its columns beside them.
+_WIDEST = {"running": 256, "promoted": 192, "block": 192, "block_columns": 128}
+
+
+def multiprocessors() -> int:
+    """Of the device that is compiled for; an H200's where there is none."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.num_cores:
+        return abstract.num_cores
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
+def candidates(kind: Kind) -> list[Tiles]:
+    """What is worth measuring: all tiles that fit, with as many stages as do."""
+    widths = [n for n in (64, 128, 192, 256) if n <= _WIDEST[kind]]
+    shapes = [(64, n) for n in widths] + ([(128, 128)] if kind == "running" else [])
+    return [
+        Tiles(m, n, _stages(m, n), group, cluster)
+        for m, n in shapes
+        for cluster in (1, 2)
+        for group in (16, 8)
+    ]
+
+
+def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
+    """The candidate that a model of the device expects to be fastest. Not measured.
+
+    A wave of tiles takes as long as the slowest of three needs for one of them, and a little for
+    its start and end: the tensor cores, the shared memory, and the way there from L2.
+    """
+
+    def cycles(t: Tiles) -> float:
+        rows, columns = 2 * t.tile_m, t.tile_n
+        clusters = math.ceil(m / (rows * t.cluster)) * math.ceil(n / columns)
+        waves = math.ceil(clusters / (multiprocessors() // t.cluster))
+        # For 128 of k. Each 64 rows of wgmma read all columns. 40 bytes of a cycle from L2 are
+        # about what bf16 kernels reach that share no copies.
+        tensor = rows * columns * 128 / 4096
+        copied = (rows + columns) * 128
+        shared = (copied + (rows + rows // 64 * columns) * 128) / 128
+        l2 = (rows + columns / t.cluster) * 128 / 40
+        return waves * (math.ceil(k / 128) * max(tensor, shared, l2) + 2000)
+
+    def wastes_no_rows(t: Tiles) -> bool:
+        return math.ceil(m / (2 * t.tile_m)) % t.cluster == 0
+
+    return min(filter(wastes_no_rows, candidates(kind)), key=cycles)
+
+
+def _stages(tile_m: int, tile_n: int) -> int:
+    """As many as fit beside 2 x 2 staged stores of 128 bytes a row, column scales and barriers."""
+    free = SHARED_MEMORY - 4 * tile_m * 128 - 2 * tile_n * 4 - 640
+    return min(8, free // ((2 * tile_m + tile_n) * 128))

@@ -1,0 +1,39 @@
+"""A value that no device computes: what stands for a kernel where that kernel cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jfp8.compat import same_varying_axes
+
+_refuse_p = Primitive("refuse")
+_refuse_p.def_abstract_eval(lambda *, shape, dtype, reason: ShapedArray(shape, dtype))
+
+
+def _refuse(ctx: Any, *, shape: Any, dtype: Any, reason: str) -> Any:
+    raise NotImplementedError(reason)
+
+
+mlir.register_lowering(_refuse_p, _refuse)
+
+
+def on_cuda_only(kernel: Callable[..., jax.Array], reason: str, *operands: Any) -> jax.Array:
+    """``kernel(*operands)`` where the program is compiled for CUDA.
+
+    Raises:
+      NotImplementedError: with `reason`, when it is compiled for anything else.
+    """
+    of = jax.eval_shape(kernel, *operands)
+
+    def default(*operands):
+        refused = _refuse_p.bind(shape=of.shape, dtype=of.dtype, reason=reason)
+        return same_varying_axes((refused, operands))[0]
+
+    return lax.platform_dependent(*operands, cuda=kernel, default=default)

@@ -1,0 +1,74 @@
+"""Products of arrays of any shape as products of (batches of) matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+
+
+def free_dims(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions that are neither contracted nor batch dimensions."""
+    return tuple(d for d in range(ndim) if d not in contract and d not in batch)
+
+
+def as_matrices(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
+) -> tuple[jax.Array, jax.Array, lax.DotDimensionNumbers]:
+    """Operands with one batch dimension at most, one free and one contracting dimension."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = free_dims(lhs.ndim, lhs_contract, lhs_batch)
+    rhs_free = free_dims(rhs.ndim, rhs_contract, rhs_batch)
+    lhs, lhs_k = _grouped(lhs, lhs_batch, lhs_free, lhs_contract)
+    rhs, rhs_k = _grouped(rhs, rhs_batch, rhs_free, rhs_contract)
+    batch = ((0,), (0,)) if lhs_batch else ((), ())
+    return lhs, rhs, (((lhs_k,), (rhs_k,)), batch)
+
+
+def _grouped(
+    x: jax.Array, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
+) -> tuple[jax.Array, int]:
+    """`x` with each of three groups of dimensions merged into one, and where `contract` went.
+
+    The batch dimension comes first, or is missing if there is none; the other two are left in the
+    order that they have, and made if they are missing. Nothing is transposed unless a group is not
+    in order or not in one piece.
+    """
+    matrix = sorted((tuple(free), tuple(contract)))
+    groups = [tuple(batch), *matrix] if batch else matrix
+    order = [d for group in groups for d in group]
+    x = x if order == sorted(order) else x.transpose(order)
+    sizes = iter(x.shape)
+    x = x.reshape([math.prod(next(sizes) for _ in group) for group in groups])
+    return x, len(groups) - 1 if groups[-1] == tuple(contract) else len(groups) - 2
+
+
+def out_shape(
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    dimension_numbers: lax.DotDimensionNumbers,
+) -> tuple[int, ...]:
+    """The shape of the product: batch, lhs free, rhs free dimensions."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = free_dims(len(lhs_shape), lhs_contract, lhs_batch)
+    rhs_free = free_dims(len(rhs_shape), rhs_contract, rhs_batch)
+    batch = tuple(lhs_shape[d] for d in lhs_batch)
+    return (*batch, *(lhs_shape[d] for d in lhs_free), *(rhs_shape[d] for d in rhs_free))
+
+
+def matrix_sizes(
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    dimension_numbers: lax.DotDimensionNumbers,
+) -> tuple[int, int, int]:
+    """``(m, n, k)`` of each matrix product: lhs free, rhs free, contracted."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = free_dims(len(lhs_shape), lhs_contract, lhs_batch)
+    rhs_free = free_dims(len(rhs_shape), rhs_contract, rhs_batch)
+    return (
+        math.prod(lhs_shape[d] for d in lhs_free),
+        math.prod(rhs_shape[d] for d in rhs_free),
+        math.prod(lhs_shape[d] for d in lhs_contract),
+    )

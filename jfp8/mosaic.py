@@ -1,0 +1,152 @@
+"""Products of `ScaledArray`s by the Pallas kernels for Hopper, in `kernels.mosaic_gpu`.
+
+The kernels take matrices with the contraction last, ``y[i, j] = sum_k a[i, k] b[j, k]``, because
+Hopper's tensor cores read 8-bit operands in no other way. Here any product is brought into that
+form, and its scales into the shapes that the kernels take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.accumulation import scale_shape_of, to_output
+from jfp8.arrays import ScaledArray
+from jfp8.backends import HARDWARE_FORMATS, Job, scale_dtype, varies_along_sum
+from jfp8.compat import kernels_are_interpreted
+from jfp8.kernels.gpu import Gpu, current_gpu
+from jfp8.kernels.refusal import on_cuda_only
+from jfp8.matrices import as_matrices, free_dims, out_shape
+
+BLOCK = 128  # along the contraction: what the kernels sum before they scale
+
+
+def why_no_kernels(gpu: Gpu | None) -> str | None:
+    """Why there are no kernels of ours for `gpu`; None if there are. None is taken for a Hopper."""
+    if jax.__version_info__ < (0, 11, 2):
+        return (
+            f"JAX {jax.__version__}: the Mosaic GPU kernels need 0.11.2 or later, and with it "
+            "Python 3.12"
+        )
+    if kernels_are_interpreted() or gpu is None:
+        return None
+    if not gpu.hopper:
+        return f"{gpu.kind}: the Mosaic GPU kernels are for Hopper (compute capability 9.0)"
+    if not gpu.whole:
+        return (
+            "arrays that the compiler may divide among several devices, as it cannot divide a "
+            "kernel. Call it inside of jax.shard_map, where each device sees its own part"
+        )
+    return None
+
+
+def why_not_mosaic(
+    lhs: ScaledArray, rhs: ScaledArray, job: Job, gpu: Gpu | None = None
+) -> str | None:
+    """What `by_mosaic` cannot do, None if it can do it all; for `gpu`, or for the current one."""
+    reason = why_no_kernels(current_gpu() if gpu is None else gpu)
+    if reason is not None:
+        return reason
+    if job.accumulation not in ("f32", "f32_every_128"):
+        return f"accumulation={job.accumulation!r}: it computes real products, not models of them"
+    if not {lhs.format, rhs.format} <= HARDWARE_FORMATS:
+        return f"operands in {lhs.format.name} and {rhs.format.name}"
+    if any(scale_dtype(q) != np.float32 for q in (lhs, rhs)):
+        return "scales that are not stored in float32"
+    if varies_along_sum(lhs, rhs, job):
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
+        for q, contract, batch in ((lhs, lhs_contract, lhs_batch), (rhs, rhs_contract, rhs_batch)):
+            if not _in_blocks_of_128(q, contract, batch):
+                return (
+                    "scales that vary along the contraction in other blocks than 1x128 and "
+                    f"128x128 (lhs scale {scale_shape_of(lhs)}, rhs scale {scale_shape_of(rhs)})"
+                )
+    return None
+
+
+def _in_blocks_of_128(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> bool:
+    if len(contract) != 1 or len(batch) > 1 or q.ndim != len(batch) + 2:
+        return False
+    shape = scale_shape_of(q)
+    if not shape:
+        return True
+    (free,) = free_dims(q.ndim, contract, batch)
+    along, across = q.block_sizes()[contract[0]], q.block_sizes()[free]
+    by_batch = all(shape[d] in (1, q.shape[d]) for d in batch)
+    return by_batch and along % BLOCK == 0 and (across == 1 or across % BLOCK == 0)
+
+
+def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """The product by a kernel: scales by row and column at its end, or blocks of 128 inside it."""
+
+    def kernel(lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
+        from jfp8.kernels.mosaic_gpu import matmul
+
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
+        a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
+        a, b = (_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
+        if varies_along_sum(lhs, rhs, job):
+            a_scale = _block_scales(lhs, lhs_contract[0], lhs_batch, tiles=False)
+            b_scale = _block_scales(rhs, rhs_contract[0], rhs_batch, tiles=True)
+            product = lambda a, b, s, t: matmul.block_matmul(a, b, s, t, job.dtype)
+        else:
+            a_scale = _row_scales(lhs, lhs_contract, lhs_batch)
+            b_scale = _row_scales(rhs, rhs_contract, rhs_batch)
+            product = lambda a, b, s, t: matmul.matmul(
+                a, b, s, t, job.dtype, promote=not job.fast_accumulation
+            )
+        if lhs_batch:
+            scales = [0 if s.ndim else None for s in (a_scale, b_scale)]
+            product = jax.vmap(product, in_axes=(0, 0, *scales))
+        y = product(a, b, a_scale, b_scale)
+        return y.reshape(out_shape(lhs.shape, rhs.shape, job.dimension_numbers))
+
+    if kernels_are_interpreted():
+        return kernel(lhs, rhs)
+    reason = (
+        "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another "
+        "platform. Use implementation=None or 'emulate', which give the same numbers."
+    )
+    return on_cuda_only(kernel, reason, lhs, rhs)
+
+
+def _last(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with the last two dimensions exchanged, if the last one is not `axis`."""
+    return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
+
+
+def _row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> jax.Array:
+    """The scales as f32[], or one for each free index, f32[(batch,) free]."""
+    scale = jnp.asarray(q.scale)
+    if not scale.ndim:
+        return scale
+    free = free_dims(q.ndim, contract, batch)
+    scale = to_output(scale, q, batch, free, 0, 0)
+    scale = jnp.broadcast_to(scale, [q.shape[d] for d in (*batch, *free)])
+    size = math.prod(q.shape[d] for d in free)
+    return scale.reshape(-1, size) if batch else scale.reshape(size)
+
+
+def _block_scales(q: ScaledArray, contract: int, batch: Sequence[int], tiles: bool) -> jax.Array:
+    """The scales as f32[(batch,) k / 128, n], or ``n / 128`` where that is enough and allowed."""
+    blocks_along = -(-q.shape[contract] // BLOCK)
+    (free,) = free_dims(q.ndim, (contract,), batch)
+    sizes = [q.shape[d] for d in batch]
+    scale = jnp.asarray(q.scale)
+    if not scale.ndim:
+        width = -(-q.shape[free] // BLOCK) if tiles else q.shape[free]
+        return jnp.broadcast_to(scale, (*sizes, blocks_along, width))
+    scale = scale.transpose(*batch, contract, free)
+    along, across = q.block_sizes()[contract], q.block_sizes()[free]
+    if scale.shape[-2] != blocks_along:
+        scale = jnp.repeat(scale, along // BLOCK, axis=-2)[..., :blocks_along, :]
+    width, unit = (
+        (-(-q.shape[free] // BLOCK), BLOCK) if tiles and across > 1 else (q.shape[free], 1)
+    )
+    if scale.shape[-1] != width:
+        scale = jnp.repeat(scale, max(across // unit, 1), axis=-1)[..., :width]
+    return jnp.broadcast_to(scale, (*sizes, *scale.shape[-2:]))

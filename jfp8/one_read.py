@@ -1,0 +1,172 @@
+"""A matrix quantized for both directions of contraction in one read of it, by Pallas kernels.
+
+A tensor takes part in two products, one of which sums over its rows and one over its columns.
+Tensor cores want the contraction last in both, so one takes ``q`` and the other ``q^T``. XLA would
+read the tensor for each, and again for its amax; a kernel writes them all from one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jfp8.arrays import ScaledArray
+from jfp8.backends import HARDWARE_FORMATS
+from jfp8.compat import kernels_are_interpreted
+from jfp8.formats import E8M0FNU, codes_to_format
+from jfp8.quantizers import Blockwise, Context, Current, Delayed, Quantizer, Rowwise, Unit
+from jfp8.scaling import (
+    AmaxState,
+    Block,
+    amax,
+    history_amax,
+    ragged_block,
+    reciprocal,
+    scale_from_amax,
+)
+
+
+class BothWays(NamedTuple):
+    """A matrix ``x[m, n]``, quantized.
+
+    Attributes:
+      straight: ``[m, n]``, for sums over n.
+      transposed: ``[n, m]``, for sums over m.
+      amax: f32[], of x.
+    """
+
+    straight: ScaledArray
+    transposed: ScaledArray
+    amax: jax.Array
+
+
+def has_kernel(quantizer: Quantizer) -> bool:
+    """Whether a kernel does, bit for bit, what `quantizer` does."""
+    return (
+        type(quantizer) in _KERNELS
+        and quantizer.rounding == "nearest_even"
+        and quantizer.fmt in HARDWARE_FORMATS
+        and (quantizer.block is None or quantizer.block in _BLOCKS)
+    )
+
+
+def quantize_both_ways(quantizer: Quantizer, x: jax.Array, state: AmaxState | None) -> BothWays:
+    """`x` as `quantizer`, which must have a kernel, has it for both directions.
+
+    The kernels run where the program is compiled for CUDA. Compiled for anything else it quantizes
+    in two steps, to the same bytes.
+    """
+    kernel = _KERNELS[type(quantizer)]
+
+    def by_kernel(x, state):
+        return kernel(quantizer, x, state)
+
+    def in_steps(x, state):
+        largest = amax(x)
+        straight = quantizer(x, Context((1,), largest, state))
+        other = quantizer(x, Context((0,), largest, state))
+        return BothWays(straight, transposed(other), largest)
+
+    if kernels_are_interpreted():
+        return by_kernel(x, state)
+    return lax.platform_dependent(x, state, cuda=by_kernel, default=in_steps)
+
+
+def transposed(q: ScaledArray) -> ScaledArray:
+    """A quantized matrix with rows and columns exchanged."""
+    scale = q.scale
+    if isinstance(scale, ScaledArray):
+        scale = transposed(scale)
+    elif jnp.ndim(scale):
+        scale = jnp.asarray(scale).T
+    return ScaledArray(q.data.T, scale, None if q.block is None else q.block[::-1])
+
+
+# One function for each kind of quantizer that has a kernel. What they give is, bit for bit, what
+# the quantizer does.
+
+
+def _unit(quantizer: Unit, x: jax.Array, state: AmaxState | None) -> BothWays:
+    del state
+    return _with_one_scale(quantizer, x, jnp.ones((), jnp.float32))
+
+
+def _current(quantizer: Current, x: jax.Array, state: AmaxState | None) -> BothWays:
+    del state
+    largest = amax(x)
+    scale = scale_from_amax(largest, quantizer.fmt, scale_rounding=quantizer.scale_rounding)
+    return _with_one_scale(quantizer, x, scale, largest)
+
+
+def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> BothWays:
+    from jfp8.kernels.mosaic_gpu import quantize
+
+    if state is None:
+        largest = amax(x)
+        return _with_one_scale(quantizer, x, quantizer.scale(largest, None), largest)
+    # The amax at hand matters only as long as the history is empty, and is looked up only then.
+    expected = history_amax(state["amax_history"], quantizer.algo)
+    at_first = quantize.tensor_amax(x, expected)
+    return _with_one_scale(quantizer, x, quantizer.scale(at_first, state))
+
+
+def _with_one_scale(
+    quantizer: Quantizer, x: jax.Array, scale: jax.Array, largest: jax.Array | None = None
+) -> BothWays:
+    from jfp8.kernels.mosaic_gpu import quantize
+
+    inverse = reciprocal(scale)
+    q, q_t, found = quantize.quantize_both(
+        x, inverse, inverse, quantizer.fmt, with_amax=largest is None
+    )
+    largest = found if largest is None else largest
+    return BothWays(ScaledArray(q, scale), ScaledArray(q_t, scale), largest)
+
+
+def _rowwise(quantizer: Rowwise, x: jax.Array, state: AmaxState | None) -> BothWays:
+    from jfp8.kernels.mosaic_gpu import quantize
+
+    del state
+    maxima = quantize.row_and_column_amax(x)
+    rows, columns = (
+        scale_from_amax(m, quantizer.fmt, scale_rounding=quantizer.scale_rounding) for m in maxima
+    )
+    q, q_t, _ = quantize.quantize_both(
+        x, reciprocal(rows), reciprocal(columns), quantizer.fmt, with_amax=False
+    )
+    straight, other = ScaledArray(q, rows[:, None]), ScaledArray(q_t, columns[:, None])
+    return BothWays(straight, other, amax(maxima[0]))
+
+
+def _blockwise(quantizer: Blockwise, x: jax.Array, state: AmaxState | None) -> BothWays:
+    from jfp8.kernels.mosaic_gpu import quantize_blocks
+
+    del state
+    along, across = quantizer.block_size
+    m, n = x.shape
+    fmt, rounding = quantizer.fmt, quantizer.scale_rounding
+    if across > 1:
+        q, q_t, scale = quantize_blocks.quantize_tiles(x, fmt, rounding)
+        scales = scale, scale.T
+    else:
+        q, s, q_t, s_t = quantize_blocks.quantize_rows_in_blocks(x, fmt, along, rounding)
+        scales = s.T, s_t.T
+    if scales[0].dtype == jnp.uint8:
+        scales = tuple(codes_to_format(s, E8M0FNU) for s in scales)
+    blocks = (ragged_block(Block((across, along)), shape) for shape in ((m, n), (n, m)))
+    straight, other = map(ScaledArray, (q, q_t), scales, blocks)
+    return BothWays(straight, other, amax(x))
+
+
+_BLOCKS = {(128, 1), (128, 128), (32, 1)}
+_KERNELS: dict[type[Quantizer], Callable[..., BothWays]] = {
+    Unit: _unit,
+    Current: _current,
+    Delayed: _delayed,
+    Rowwise: _rowwise,
+    Blockwise: _blockwise,
+}

@@ -1,0 +1,88 @@
+"""Rows of groups laid out in tiles of equal height, each of which belongs to one group."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Tiles(NamedTuple):
+    """Where the rows of groups are in tiles, for ``m`` rows and ``t`` tiles of height ``h``.
+
+    Attributes:
+      rows: i32[t, h], the row at each place; ``m`` where there is none.
+      slots: i32[m], the place of each row, counted through all tiles; ``t * h`` for rows of no
+        group.
+      group: i32[t], the group that each tile belongs to.
+      padded_sizes: i32[g], the rows of all tiles of each group.
+    """
+
+    rows: jax.Array
+    slots: jax.Array
+    group: jax.Array
+    padded_sizes: jax.Array
+
+
+def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
+    """Tiles for groups of these `sizes`, i32[g], among `m` rows; as many as there can be needed."""
+    groups = sizes.shape[0]
+    filled = min(groups, m)
+    # At worst, each group but one has a single row, or one more than fills its tiles.
+    count = max((m - filled) // height + filled, 1)
+    tiles = -(-sizes // height)
+    tile_end, row_end = jnp.cumsum(tiles), jnp.cumsum(sizes)
+    tile_start, row_start = tile_end - tiles, row_end - sizes
+
+    def group_of(position: jax.Array, end: jax.Array) -> jax.Array:
+        # Beyond the last: that of the last, whose matrix takes part anyway.
+        position = jnp.clip(position, 0, jnp.maximum(end[-1] - 1, 0))
+        found = jnp.searchsorted(end, position, side="right")
+        return jnp.minimum(found, groups - 1).astype(jnp.int32)
+
+    tile = jnp.arange(count, dtype=jnp.int32)
+    group = group_of(tile, tile_end)
+    begin = (tile - tile_start[group]) * height
+    within = begin[:, None] + jnp.arange(height, dtype=jnp.int32)[None, :]
+    rows = jnp.where(within < sizes[group][:, None], row_start[group][:, None] + within, m)
+
+    row = jnp.arange(m, dtype=jnp.int32)
+    group_of_row = group_of(row, row_end)
+    slots = tile_start[group_of_row] * height + row - row_start[group_of_row]
+    slots = jnp.where(row < row_end[-1], slots, count * height)
+    return Tiles(rows, slots, group, tiles * height)
+
+
+@jax.custom_vjp
+def take_rows(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """``x[index]``, with zeros where `index` is beyond the last row; its gradient is one as well.
+
+    Args:
+      x: ``[rows, ...]``.
+      index: i32 of any shape, in which each row occurs at most once.
+      inverse: i32[rows], where in the flat `index` each row occurs; beyond its end if nowhere.
+
+    Returns:
+      Array of shape ``[*index.shape, ...]``.
+    """
+    return _rows_at(x, index)
+
+
+def _rows_at(x: jax.Array, index: jax.Array) -> jax.Array:
+    if not x.shape[0]:
+        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
+    return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
+
+
+def _take_rows_fwd(x, index, inverse):
+    return _rows_at(x, index), (index, inverse)
+
+
+def _take_rows_bwd(residuals, ct):
+    index, inverse = residuals
+    ct = ct.reshape(index.size, *ct.shape[index.ndim :])
+    return _rows_at(ct, inverse), None, None
+
+
+take_rows.defvjp(_take_rows_fwd, _take_rows_bwd)
