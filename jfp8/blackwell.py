@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jfp8.accumulation import scale_shape_of
 from jfp8.arrays import ScaledArray
 from jfp8.backends import HARDWARE_FORMATS, Job, scale_dtype
-from jfp8.formats import E8M0FNU
+from jfp8.formats import E5M2, E8M0FNU
 from jfp8.kernels.gpu import Gpu
 from jfp8.matrices import as_matrices, free_dims, out_shape
 
@@ -23,6 +23,8 @@ def why_not_blackwell(lhs: ScaledArray, rhs: ScaledArray, job: Job, gpu: Gpu) ->
         return f"{gpu.kind}: block-scaled products are for one Blackwell GPU at a time"
     if not {lhs.format, rhs.format} <= HARDWARE_FORMATS:
         return f"operands in {lhs.format.name} and {rhs.format.name}"
+    if lhs.format == rhs.format == E5M2:
+        return "e5m2 by e5m2, which no tensor core multiplies"
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
     for q, contract, batch in ((lhs, lhs_contract, lhs_batch), (rhs, rhs_contract, rhs_batch)):
         if not _is_mx(q, contract, batch):

@@ -190,10 +190,10 @@ class Window:
         )
 
     def is_pointwise(self, kernel: Sequence[int]) -> bool:
-        """Whether it is a matrix product: the kernel covers one pixel, and no pixel is made up."""
-        taps = (kernel[d] for d in self.dimension_numbers.rhs_spec[2:])
-        made_up = any(low > 0 or high > 0 for low, high in self.padding)
-        return all(n == 1 for n in taps) and not made_up and set(self.lhs_dilation) <= {1}
+        """Whether it is a matrix product: the kernel covers one pixel, and sees each pixel once."""
+        taps = [kernel[d] for d in self.dimension_numbers.rhs_spec[2:]]
+        edges = [n for pair in self.padding for n in pair]
+        return {*taps, *self.strides, *self.lhs_dilation} <= {1} and not any(edges)
 
     def check(self, lhs: jax.Array, rhs: Operand, groups: int) -> None:
         """Raise what JAX does about shapes that do not fit."""

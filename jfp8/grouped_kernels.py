@@ -103,7 +103,8 @@ class GroupedKernels(Operation):
         extra: tuple[jax.Array, ...],
     ) -> jax.Array:
         del how, accumulation
-        assert isinstance(first, ScaledArray) and isinstance(second, ScaledArray)
+        assert isinstance(first, ScaledArray)
+        assert isinstance(second, ScaledArray)
         group, padded_sizes = extra
         count = padded_sizes // BLOCK
         tiles, height, _ = self.shapes[0]
@@ -114,13 +115,15 @@ class GroupedKernels(Operation):
 
             with note("cuda", "mosaic_gpu"):
                 if kind == "wgrad":
-                    scales = _by_chunk(first), _by_chunk(second)
                     starts = jnp.cumsum(count) - count
+                    scales = _scales_of_rows(first, second)
                     return grouped.grouped_outer(
                         first.data, second.data, starts, count, *scales, dtype
                     )
-                scales = _by_chunk(first), _tiles_by_chunk(second)
-                y = grouped.grouped_matmul(first.data, second.data, group, *scales, dtype)
+                # Tiles after the last group are not multiplied.
+                needed = jnp.where(jnp.arange(tiles) < jnp.sum(count), group, -1)
+                scales = _scales_of_tiles(first, second)
+                y = grouped.grouped_matmul(first.data, second.data, needed, *scales, dtype)
                 return y.reshape(tiles, height, y.shape[-1])
 
         if kernels_are_interpreted():
@@ -139,15 +142,28 @@ def _with_scales_by_group(q: ScaledArray) -> ScaledArray:
     return ScaledArray(q.data, scale, None if q.block is None else (1, *q.block))
 
 
-def _by_chunk(q: ScaledArray) -> jax.Array:
-    """Scales of rows, f32[k / 128, m], one for each 128 along the contraction, the last."""
+# Scales as the kernels take them. They multiply a sum by one factor for each operand that has more
+# than a scale for all, and so that of the other is taken into it.
+
+
+def _scales_of_rows(a: ScaledArray, b: ScaledArray) -> tuple[jax.Array, jax.Array | None]:
+    """f32[k / 128, m] for each of two operands ``[m, k]``, or None where there is nothing left."""
+    of_a, of_b = jnp.asarray(a.scale), jnp.asarray(b.scale)
+    if not of_a.ndim and not of_b.ndim:
+        return _by_chunk(a, of_a * of_b), None
+    return _by_chunk(a, of_a), _by_chunk(b, of_b)
+
+
+def _scales_of_tiles(a: ScaledArray, b: ScaledArray) -> tuple[jax.Array | None, jax.Array]:
+    """f32[k / 128, m] for rows ``[m, k]``, f32[g, k / 128, n / 128] for matrices ``[g, n, k]``."""
+    g, n, k = b.shape
+    of_rows, of_matrices = jnp.asarray(a.scale), jnp.asarray(b.scale).swapaxes(-1, -2)
+    if not of_rows.ndim:
+        of_matrices = of_rows * of_matrices
+    of_matrices = jnp.broadcast_to(of_matrices, (g, -(-k // BLOCK), -(-n // BLOCK)))
+    return (_by_chunk(a, of_rows) if of_rows.ndim else None), of_matrices
+
+
+def _by_chunk(q: ScaledArray, scale: jax.Array) -> jax.Array:
     m, k = q.shape
-    scale = jnp.asarray(q.scale)
     return jnp.broadcast_to(scale if not scale.ndim else scale.T, (-(-k // BLOCK), m))
-
-
-def _tiles_by_chunk(q: ScaledArray) -> jax.Array:
-    """Scales of tiles of 128 x 128, f32[g, k / 128, n / 128], of matrices ``[g, n, k]``."""
-    g, n, k = q.shape
-    scale = jnp.asarray(q.scale).swapaxes(-1, -2)
-    return jnp.broadcast_to(scale, (g, -(-k // BLOCK), -(-n // BLOCK)))

@@ -16,7 +16,7 @@ from jax import lax
 
 from jfp8.arrays import ScaledArray
 from jfp8.backends import HARDWARE_FORMATS
-from jfp8.compat import kernels_are_interpreted
+from jfp8.compat import kernels_are_interpreted, same_varying_axes
 from jfp8.formats import E8M0FNU, codes_to_format
 from jfp8.quantizers import Blockwise, Context, Current, Delayed, Quantizer, Rowwise, Unit
 from jfp8.scaling import (
@@ -63,7 +63,7 @@ def quantize_both_ways(quantizer: Quantizer, x: jax.Array, state: AmaxState | No
     kernel = _KERNELS[type(quantizer)]
 
     def by_kernel(x, state):
-        return kernel(quantizer, x, state)
+        return same_varying_axes((kernel(quantizer, x, state), x))[0]
 
     def in_steps(x, state):
         largest = amax(x)
@@ -124,6 +124,7 @@ def _with_one_scale(
         x, inverse, inverse, quantizer.fmt, with_amax=largest is None
     )
     largest = found if largest is None else largest
+    assert largest is not None
     return BothWays(ScaledArray(q, scale), ScaledArray(q_t, scale), largest)
 
 

@@ -44,12 +44,12 @@ class ProductRow:
       recipe: its name, if it has one.
       implementation: what the default device computes it with: ``"emulate"``, or what `cuda` says
         where that is an NVIDIA GPU; ``"jax"`` for products in high precision.
-      cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
-        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"``, or ``"bf16: "`` and the reason
-        why FP8 does not pay or is not to be had (see `matmul.on_cuda`).
       reason: why it is not FP8.
       times: how often it is computed: iterations of loops.
       flops: multiplications and additions, of all times together.
+      cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
+        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"``, or ``"bf16: "`` and the reason
+        why FP8 does not pay or is not to be had (see `matmul.on_cuda`).
     """
 
     path: str
@@ -61,10 +61,10 @@ class ProductRow:
     fp8: bool
     recipe: str
     implementation: str
-    cuda: str
     reason: str
     times: int
     flops: int
+    cuda: str = ""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,6 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
         fp8=False,
         recipe="",
         implementation="jax",
-        cuda="",
         reason=notes.get("reason") or _why_not(notes.get("layer", ""), eqn),
         times=times,
         flops=times * _flops(eqn),

@@ -207,12 +207,12 @@ def scale_from_amax(
         allowed = ", ".join(repr(mode) for mode in SCALE_ROUNDINGS)
         raise ValueError(f"scale_rounding={scale_rounding!r} is unknown. Allowed: {allowed}.")
     if scale_rounding not in (None, "power_of_two"):
-        code = _e8m0_code(amax, fmt, scale_rounding)
+        code = e8m0_code(amax, fmt, scale_rounding)
         code = jnp.where(code == 255, code, jnp.clip(code + margin, 0, 254))
         return codes_to_format(code.astype(jnp.uint8), E8M0FNU)
     if scale_rounding == "power_of_two":
         # The exponent that "rceil" finds, kept where f32 and its reciprocal are normal.
-        exponent = jnp.clip(_e8m0_code(amax, fmt, "rceil") + margin, 1, 253)
+        exponent = jnp.clip(e8m0_code(amax, fmt, "rceil") + margin, 1, 253)
         scale = lax.bitcast_convert_type(exponent.astype(jnp.uint32) << 23, jnp.float32)
     else:
         # XLA multiplies by the rounded reciprocal of a constant divisor. This one is not constant
@@ -226,7 +226,7 @@ def scale_from_amax(
     return jnp.where(bits == 0, np.float32(1.0), scale)
 
 
-def _e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:
+def e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:
     """Biased exponent (int32) of the power-of-two scale, 255 if `amax` is not finite.
 
     With ``amax = 2^(e-127) * (1 + t / 2^23)`` and the format's ``max = 2^emax * (1 + T / 2^23)``,

@@ -21,6 +21,7 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 # lhs shape, rhs shape, strides, padding, further arguments of lax.conv_general_dilated.
 CASES = {
     "3x3": ((2, 7, 6, 5), (3, 3, 5, 4), (1, 1), "SAME", {}),
+    "1x1": ((2, 7, 6, 5), (1, 1, 5, 4), (1, 1), "SAME", {}),
     "1x1 with strides": ((2, 7, 6, 5), (1, 1, 5, 4), (2, 3), "VALID", {}),
     "groups": ((2, 7, 6, 6), (3, 2, 3, 8), (2, 1), "SAME", {"feature_group_count": 2}),
     "depthwise": ((2, 7, 6, 6), (3, 3, 1, 12), (1, 1), "SAME", {"feature_group_count": 6}),
@@ -119,6 +120,27 @@ def test_over_patches_exact_values_give_the_exact_convolution(case):
     actual = value_and_gradients(quantized, lhs, rhs, dy)
     for a, e in zip(actual, value_and_gradients(plain, lhs, rhs, dy), strict=True):
         np.testing.assert_array_equal(a, e)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "padding", "pointwise"),
+    [
+        ((1, 1, 5, 4), (1, 1), "SAME", True),
+        ((1, 1, 5, 4), (2, 1), "SAME", False),  # the amax is that of all pixels
+        ((1, 1, 5, 4), (1, 1), [(1, 0), (0, 0)], False),
+        ((3, 1, 5, 4), (1, 1), "VALID", False),
+    ],
+)
+def test_a_kernel_of_one_pixel_makes_a_matrix_product(shape, strides, padding, pointwise):
+    """Which has FP8 tensor cores, as convolutions have not."""
+    x, w = jnp.ones((2, 7, 6, 5)), jnp.ones(shape)
+
+    def loss(x, w):
+        return scaled_conv_general_dilated(x, w, strides, padding, dimension_numbers=NHWC).sum()
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, w))
+    assert ("conv_general_dilated" in jaxpr) is not pointwise
+    assert ("dot_general" in jaxpr) is pointwise
 
 
 def test_bf16_in_and_out():

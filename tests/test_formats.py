@@ -30,6 +30,7 @@ from jfp8 import (
     quantize,
     round_to_format,
 )
+from jfp8.formats import convert, encode
 
 FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
 SIGNED = FORMATS[:4]
@@ -306,6 +307,14 @@ def test_codes_to_format_keeps_the_bits(fmt):
 def test_cast_rounds_to_nearest(fmt, dtype):
     x = sample(fmt, dtype)
     assert_same(cast(x, fmt), nearest_codes(x, fmt).view(fmt.dtype), x)
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+@dtypes
+def test_conversions_of_hardware_give_the_same_codes(fmt, dtype):
+    """What is traced for a GPU, whose instructions XLA:CPU imitates."""
+    x = sample(fmt, dtype)
+    np.testing.assert_array_equal(convert(jnp.asarray(x), fmt), encode(jnp.asarray(x), fmt))
 
 
 @all_formats

@@ -38,8 +38,11 @@ ARROWS: dict[str, str] = {
     "kernels/xla": "formats matrices",
     "kernels/blackwell": "",
     "kernels/mosaic_gpu/__init__": "",
-    "kernels/mosaic_gpu/tiles": "",
-    "kernels/mosaic_gpu/quantize": "formats kernels/mosaic_gpu/tiles",
+    "kernels/mosaic_gpu/measured": "kernels/gpu",
+    "kernels/mosaic_gpu/tiles": "kernels/mosaic_gpu/measured",
+    "kernels/mosaic_gpu/quantize": (
+        "compat formats kernels/mosaic_gpu/measured kernels/mosaic_gpu/tiles"
+    ),
     "kernels/mosaic_gpu/quantize_blocks": (
         "formats scaling kernels/mosaic_gpu/tiles kernels/mosaic_gpu/quantize"
     ),

@@ -58,6 +58,7 @@ def test_rows_of_an_mlp():
             fp8=True,
             recipe="current",
             implementation="emulate",
+            cuda="xla",
             reason="",
             times=1,
             flops=2 * 4 * 8 * 16,
@@ -232,6 +233,36 @@ def test_convolutions():
     assert flops["Conv_0", "forward"] == 2 * 2 * 36 * 8 * 27
     assert flops["Conv_1", "fprop"] == 2 * 2 * 36 * 8 * 18  # 2 channels of 8 for each result
     assert flops["Conv_1", "wgrad"] == flops["Conv_1", "fprop"]
+
+
+def test_what_a_gpu_computes_products_with():
+    """Also where there is none: the one that an abstract mesh describes, or any."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = jfp8.Conv(8, (3, 3))(x)
+            x = jfp8.Conv(1024, (1, 1))(x).reshape(1024, -1)
+            x = jfp8.Dense(2048)(x)
+            x = jfp8.Dense(2048, recipe=MXFP8BlockScaling())(x)
+            return jfp8.Dense(8)(x)
+
+    x = jnp.zeros((1, 32, 32, 8))
+    variables = jax.eval_shape(Net().init, KEY, x)
+
+    def seen():
+        rows = jfp8.report(Net(), variables, x).rows
+        return {r.path: r.cuda.split(":")[0] for r in rows if r.kind == "fprop"}
+
+    blocks = {"Dense_1": "bf16", "Conv_0": "bf16"}
+    assert seen() == {"Conv_1": "xla", "Dense_0": "xla", "Dense_2": "xla", **blocks}
+    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+        small = {"Conv_1": "bf16", "Dense_2": "bf16"}
+        assert seen() == {"Dense_0": "xla", **small, **blocks}
+        text = str(jfp8.report(Net(), variables, x))
+    assert "emulate; on CUDA xla" in text
+    assert "emulate; on CUDA bf16: FP8 does not pay for a product this small" in text
 
 
 class Raw(nn.Module):
@@ -464,7 +495,7 @@ def test_text():
     assert lines[0].split() == ["layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how"]
     assert lines[2].split() == [
         *("Dense_0", "fprop", "e4m3fn[4,8]", "e4m3fn[8,16]", "f32[4,16]", "1", "1.02", "k"),
-        *("current,", "emulate"),
+        *("current,", "emulate;", "on", "CUDA", "xla"),
     ]
     assert lines[3].endswith(f"high precision: {LOGITS}")
     assert lines[-1] == "64.0 % of 3.2 kFLOPs are FP8: 2 of 5 products."

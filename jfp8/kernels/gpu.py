@@ -57,11 +57,9 @@ def current_gpu() -> Gpu | None:
             ...
     """
     mesh = jax.sharding.get_abstract_mesh()
+    kinds = list(zip(mesh.axis_sizes, mesh.axis_types, strict=True))
+    divided = any(n > 1 and kind != AxisType.Manual for n, kind in kinds)
     described = getattr(mesh, "abstract_device", None)
-    divided = any(
-        n > 1 and kind != AxisType.Manual
-        for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
     if described is not None:
         if described.platform != "gpu":
             return None
@@ -69,16 +67,21 @@ def current_gpu() -> Gpu | None:
     if jax.default_backend() != "gpu":
         return None
     device = jax.devices()[0]
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    if found is None:
-        return None  # AMD's have names
+    capability = _capability_of(device.device_kind)
+    if capability is None:
+        return None  # one of AMD's
     # Without a mesh nobody says where arrays are; all devices may have their parts of one.
-    inside_shard_map = any(kind == AxisType.Manual for kind in mesh.axis_types)
-    whole = not divided and (inside_shard_map or jax.device_count() == 1)
-    return Gpu(device.device_kind, (int(found[1]), int(found[2])), whole)
+    in_shard_map = any(kind == AxisType.Manual for _, kind in kinds)
+    return Gpu(device.device_kind, capability, in_shard_map or jax.device_count() == 1)
 
 
 def _capability_of(kind: str) -> tuple[int, int] | None:
+    """What a device of this kind says itself, or what its name tells if there is none here."""
+    if jax.default_backend() == "gpu":
+        for device in jax.devices():
+            said = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+            if said is not None and device.device_kind == kind:
+                return int(said[1]), int(said[2])
     for pattern, capability in _CAPABILITIES.items():
         if re.search(pattern, kind):
             return capability

@@ -17,10 +17,11 @@ _refuse_p = Primitive("refuse")
 _refuse_p.def_abstract_eval(lambda *, shape, dtype, reason: ShapedArray(shape, dtype))
 
 
-def _refuse(ctx: Any, *, shape: Any, dtype: Any, reason: str) -> Any:
+def _refuse(*context: Any, shape: Any, dtype: Any, reason: str) -> Any:
     raise NotImplementedError(reason)
 
 
+_refuse_p.def_impl(_refuse)
 mlir.register_lowering(_refuse_p, _refuse)
 
 
@@ -32,8 +33,11 @@ def on_cuda_only(kernel: Callable[..., jax.Array], reason: str, *operands: Any) 
     """
     of = jax.eval_shape(kernel, *operands)
 
+    def cuda(*operands):
+        return same_varying_axes((kernel(*operands), operands))[0]
+
     def default(*operands):
         refused = _refuse_p.bind(shape=of.shape, dtype=of.dtype, reason=reason)
         return same_varying_axes((refused, operands))[0]
 
-    return lax.platform_dependent(*operands, cuda=kernel, default=default)
+    return lax.platform_dependent(*operands, cuda=cuda, default=default)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -78,23 +78,39 @@ def cuda(
     algorithm = (
         preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast_accumulation else preset.ANY_F8_ANY_F8_F32
     )
-    shape = out_shape(lhs.shape, rhs.shape, dimension_numbers)
-    m, n, _ = sizes = matrix_sizes(lhs.shape, rhs.shape, dimension_numbers)
-    aligned = not any(size % ALIGNMENT for size in sizes)
-    if not aligned:
-        # XLA would pad as well, but then neither scale nor bias would be part of the product.
-        lhs, rhs, dimension_numbers = as_matrices(lhs, rhs, dimension_numbers)
-        lhs, rhs = _padded(lhs, dimension_numbers[1][0]), _padded(rhs, dimension_numbers[1][1])
     first = np.dtype(dtype if dtype == jnp.bfloat16 else np.float32)
-    y = lax.dot_general(
-        lhs, rhs, dimension_numbers, precision=algorithm, preferred_element_type=first
-    )
-    for factor in factors:
-        if not factor.ndim:
-            y = y * factor.astype(first)
-    if not aligned:
-        y = lax.slice(y, [0] * y.ndim, [*y.shape[:-2], m, n]).reshape(shape)
+
+    def scaled(lhs, rhs, dimension_numbers):
+        y = lax.dot_general(
+            lhs, rhs, dimension_numbers, precision=algorithm, preferred_element_type=first
+        )
+        for factor in factors:
+            if not factor.ndim:
+                y = y * factor.astype(first)
+        return y
+
+    y = aligned(lhs, rhs, dimension_numbers, scaled)
     return times(y, [f for f in factors if f.ndim]).astype(dtype)
+
+
+def aligned(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    product: Callable[[jax.Array, jax.Array, lax.DotDimensionNumbers], jax.Array],
+) -> jax.Array:
+    """`product` of matrices whose sizes are multiples of 16, by zeros behind them if need be.
+
+    XLA would pad as well, but then neither scale nor bias would be part of the product.
+    """
+    m, n, _ = sizes = matrix_sizes(lhs.shape, rhs.shape, dimension_numbers)
+    if not any(size % ALIGNMENT for size in sizes):
+        return product(lhs, rhs, dimension_numbers)
+    shape = out_shape(lhs.shape, rhs.shape, dimension_numbers)
+    lhs, rhs, dimension_numbers = as_matrices(lhs, rhs, dimension_numbers)
+    lhs, rhs = _padded(lhs, dimension_numbers[1][0]), _padded(rhs, dimension_numbers[1][1])
+    y = product(lhs, rhs, dimension_numbers)
+    return lax.slice(y, [0] * y.ndim, [*y.shape[:-2], m, n]).reshape(shape)
 
 
 def in_bf16(
@@ -119,6 +135,4 @@ def times(y: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
 
 def _padded(x: jax.Array, batch: Sequence[int]) -> jax.Array:
     """`x` with zeros behind each dimension that is no batch dimension, to a multiple of 16."""
-    return jnp.pad(
-        x, [(0, 0 if d in batch else -n % ALIGNMENT) for d, n in enumerate(x.shape)]
-    )
+    return jnp.pad(x, [(0, 0 if d in batch else -n % ALIGNMENT) for d, n in enumerate(x.shape)])

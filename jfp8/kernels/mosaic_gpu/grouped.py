@@ -53,7 +53,7 @@ def grouped_matmul(
 
     Args:
       a, b: ``f8[T * 128, K]`` and ``f8[G, N, K]``, e4m3fn or e5m2 in any mix.
-      group: ``i32[T]``, in ``[0, G)``.
+      group: ``i32[T]``, less than ``G``. A tile whose group is negative gives zeros, at no cost.
       a_scale: ``f32[ceil(K/128), T * 128]``, or None: all are one.
       b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``, or None: all are one.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
@@ -83,7 +83,8 @@ def grouped_matmul(
             of_strips = (refs["b_scale"][g, t, lax.div(start, BLOCK)] for start in starts)
             return [x if by_row is None else by_row * x for x in of_strips]
 
-        return _Part(refs["a"], refs["b"].at[g], out, place, 0, a.shape[1] // BLOCK, factors)
+        steps = jnp.where(g < 0, 0, a.shape[1] // BLOCK)
+        return _Part(refs["a"], refs["b"].at[jnp.maximum(g, 0)], out, place, 0, steps, factors)
 
     out = jax.ShapeDtypeStruct((m, b.shape[1]), out_dtype)
     return _add_up(part, grid, 1, operands, out, interpret)[:, :n]

@@ -340,17 +340,18 @@ class _Block:
 
         def step(t, carry):
             total, scales = carry
-            # Loaded a step ahead: the compiler multiplies them before the tensor cores start.
-            next_scales = self.block_scales(jnp.minimum(t + 1, self.steps - 1), row, column)
             a, b = self.wait(i * self.steps + t)
 
             def product(acc):
                 plgpu.wgmma(acc, a, b)
-                return acc[...]
+                # Loaded a step ahead, and behind wgmma: the compiler has whatever comes after these
+                # loads wait for them.
+                next_scales = self.block_scales(jnp.minimum(t + 1, self.steps - 1), row, column)
+                return acc[...], next_scales
 
-            partial = _parts(pl.run_scoped(product, self.accumulator()), COLUMNS)
+            partial, next_scales = pl.run_scoped(product, self.accumulator())
             self.release(i * self.steps + t)
-            partial = self.scaled(partial, *scales)
+            partial = self.scaled(_parts(partial, COLUMNS), *scales)
             return [x + y for x, y in zip(total, partial, strict=True)], next_scales
 
         zero = jnp.zeros((self.p.tiles.tile_m, COLUMNS), jnp.float32)

@@ -10,7 +10,7 @@ the tile, and what is reduced along a line never leaves a warp.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -20,13 +20,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfp8.compat import kernels_are_interpreted
 from jfp8.formats import Format
+from jfp8.kernels.mosaic_gpu.measured import measured
 from jfp8.kernels.mosaic_gpu.tiles import multiprocessors, padded, swizzled
 
-# How a warpgroup holds 64 lines of a tile: four neighbours to a thread where they are rows, which
+# How a warpgroup holds the lines of a tile: four neighbours to a thread where they are rows, which
 # makes words of f8, and two where they are columns, which is what a transposing load gives.
 ROWS, COLUMNS = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
-LINES = 64
 
 Ref: TypeAlias = Any  # to memory or shared memory
 
@@ -49,8 +50,14 @@ class Sweep:
 
 
 def both_ways(dtype: jax.typing.DTypeLike) -> Sweep:
-    """The largest tiles with which two blocks share a multiprocessor."""
+    """Tiles of which two blocks fit a multiprocessor, each with two of them and both results."""
     return Sweep(rows=128 if jnp.dtype(dtype).itemsize == 2 else 64)
+
+
+def fastest(kernel: str, x: jax.Array, otherwise: Sweep) -> Sweep:
+    """What was measured to be fastest for `x`, of 16 bits an element; else `otherwise`."""
+    found = measured(kernel, *x.shape) if x.dtype.itemsize == 2 else None
+    return otherwise if found is None else Sweep(**found)
 
 
 # What the kernels share.
@@ -132,33 +139,26 @@ def staging(sweep: Sweep, fmt: Format) -> list[Any]:
     return [plgpu.SMEM(s, fmt.dtype, transforms=swizzled(fmt.dtype, s[1])) for s in shapes]
 
 
-def write_lines(
-    cast: Callable[[jax.Array, int], jax.Array],
-    tile: Ref,
-    layout: plgpu.Layout,
-    staged: Ref,
-    target: Ref,
-) -> None:
-    """``target[l : l+64] = cast(tile[l : l+64], l)`` for all lines `l`, by way of `staged`."""
+def read(tile: Ref, layout: Any) -> jax.Array:
+    """A tile, its transposed view, or a part of a vector, in registers."""
+    # Not optimized: the reads of ROWS meet two to a bank. Optimized ones do not, but cost a select
+    # for every word, and instructions are scarcer here than shared memory's time.
+    return plgpu.load(tile, layout=layout, optimized=False)
+
+
+def write(values: jax.Array, staged: Ref, target: Ref) -> None:
+    """``target = values``, by way of `staged`."""
     # The two directions take turns, each in its own `staged`: with one copy left under way, this
     # one is free. At the end of a kernel `finish` waits for both.
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-    for line in range(0, tile.shape[0], LINES):
-        staged[pl.ds(line, LINES), :] = cast(read_lines(tile, line, layout), line)
+    staged[...] = values
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staged, target)
 
 
 def finish() -> None:
-    """Wait until all is written: the last line of a kernel that calls `write_lines`."""
+    """Wait until all is written: the last line of a kernel that calls `write`."""
     plgpu.wait_smem_to_gmem(0)
-
-
-def read_lines(tile: Ref, line: int, layout: plgpu.Layout) -> jax.Array:
-    """``tile[line : line + 64]`` in registers."""
-    # Not optimized: the reads of ROWS meet two to a bank. Optimized ones do not, but cost a select
-    # for every word, and instructions are scarcer here than shared memory's time.
-    return plgpu.load(tile.at[pl.ds(line, LINES)], layout=layout, optimized=False)
 
 
 def per_line(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -177,9 +177,9 @@ def magnitude(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, integer) & integer(np.iinfo(integer).max)
 
 
-def no_amax(x: Ref) -> jax.Array:
-    """Zero magnitudes for 64 lines of `x`, in the layout that the maximum along ROWS gives."""
-    return plgpu.layout_cast(jnp.zeros((LINES,), lane(x.dtype)), ROWS.reduce(1))
+def no_amax(x: Ref, sweep: Sweep) -> jax.Array:
+    """Zero magnitudes for the rows of a tile, in the layout that a maximum along them gives."""
+    return plgpu.layout_cast(jnp.zeros((sweep.rows,), lane(x.dtype)), ROWS.reduce(1))
 
 
 def from_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -193,8 +193,9 @@ def f32_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def saturating(values: jax.Array, fmt: Format, interpret: Any) -> jax.Array:
-    """f32 `values` in `fmt`. The device's conversion saturates by itself, the interpreter's not."""
-    if interpret:
+    """f32 `values` in `fmt`, the largest of which the finite ones do not exceed."""
+    # The device's conversion (cvt.rn.satfinite) does it by itself.
+    if interpret or kernels_are_interpreted():
         values = jnp.clip(values, -np.float32(fmt.max), np.float32(fmt.max))
     return values.astype(fmt.dtype)
 
@@ -220,7 +221,7 @@ def tensor_amax(
     Returns:
       f32[].
     """
-    sweep = sweep or Sweep(rows=64, stages=3 if x.dtype.itemsize == 4 else 6)
+    sweep = sweep or replace(both_ways(x.dtype), stages=3)
     x = padded(x, sweep.rows, sweep.columns)
 
     def kernel(x: Ref, *refs: Ref) -> None:
@@ -228,17 +229,15 @@ def tensor_amax(
         wanted = jnp.logical_not(expected[0][0] > 0) if expected else None
 
         def body(i, j, tile, largest):
-            for line in range(0, sweep.rows, LINES):
-                bits = magnitude(read_lines(tile, line, ROWS))
-                largest = jnp.maximum(largest, jnp.max(bits, axis=1))
+            largest = jnp.maximum(largest, jnp.max(magnitude(read(tile, ROWS)), axis=1))
             plgpu.commit_smem()  # read by all, before the copy engine puts the next tile there
             return largest
 
-        found = for_each_tile(body, x, sweep=sweep, wanted=wanted, carry=no_amax(x))
+        found = for_each_tile(body, x, sweep=sweep, wanted=wanted, carry=no_amax(x, sweep))
         largest[lax.axis_index("block"), :] = f32_magnitude(found, x.dtype)
 
     expected = () if known is None else (known.reshape(1),)
-    out = jax.ShapeDtypeStruct((blocks(x, sweep), LINES), jnp.int32)
+    out = jax.ShapeDtypeStruct((blocks(x, sweep), sweep.rows), jnp.int32)
     (largest,) = run(kernel, x, *expected, out=[out], sweep=sweep, interpret=interpret)
     return lax.bitcast_convert_type(jnp.max(largest), jnp.float32)
 
@@ -248,19 +247,18 @@ def row_and_column_amax(
 ) -> tuple[jax.Array, jax.Array]:
     """``max(|x|)`` of every row and of every column: (f32[M], f32[N]) of x[M, N]."""
     m, n = x.shape
-    sweep = sweep or both_ways(x.dtype)
+    otherwise = replace(both_ways(x.dtype), stages=3)
+    sweep = sweep or fastest("row_and_column_amax", x, otherwise)
     x = padded(x, sweep.rows, sweep.columns)
 
     def kernel(x: Ref, rows: Ref, columns: Ref) -> None:
         def body(i, j, tile):
-            for out, k, at, view, layout in (
-                (rows, j, i * sweep.rows, tile, ROWS),
-                (columns, i, j * sweep.columns, tile.T, COLUMNS),
-            ):
-                for line in range(0, view.shape[0], LINES):
-                    bits = magnitude(read_lines(view, line, layout))
-                    largest = f32_magnitude(jnp.max(bits, axis=1), x.dtype)
-                    out[k, pl.ds(at + line, LINES)] = largest
+            at_row = pl.ds(i * sweep.rows, sweep.rows)
+            at_column = pl.ds(j * sweep.columns, sweep.columns)
+            by_row = jnp.max(magnitude(read(tile, ROWS)), axis=1)
+            rows[j, at_row] = f32_magnitude(by_row, x.dtype)
+            by_column = jnp.max(magnitude(read(tile.T, COLUMNS)), axis=1)
+            columns[i, at_column] = f32_magnitude(by_column, x.dtype)
             plgpu.commit_smem()  # as above
 
         for_each_tile(body, x, sweep=sweep)
@@ -302,41 +300,45 @@ def quantize_both(
     Returns:
       f8[M, N], f8[N, M], and f32[] or None.
     """
-    (m, n), dtype = x.shape, x.dtype
-    sweep = sweep or both_ways(dtype)
-    x = padded(x, sweep.rows, sweep.columns)
+    m, n = x.shape
+    sweep = sweep or fastest("quantize_both", x, both_ways(x.dtype))
+    cut = (sweep.rows, sweep.columns)
+    x = padded(x, *cut)
     rows, columns = x.shape
+    inverses = [jnp.asarray(v, jnp.float32) for v in (row_inverse, column_inverse)]
+    by_line = [v.ndim > 0 for v in inverses]
+    inverses = [padded(v.reshape(-1), unit if v.ndim else 1) for v, unit in zip(inverses, cut)]
 
     def kernel(x, row_inverse, column_inverse, q, q_t, *refs: Ref) -> None:
         *largest, staged, staged_t = refs
 
-        def body(i, j, tile, row_part, column_part, amax=None):
-            def cast(values, line, part, layout):
+        def body(i, j, tile, *parts_and_amax):
+            parts = iter(parts_and_amax)
+            row_part = next(parts) if by_line[0] else row_inverse[0]
+            column_part = next(parts) if by_line[1] else column_inverse[0]
+            amax = next(parts, None)
+
+            def cast(values, part, layout):
                 values = values.astype(jnp.float32)
                 values = values + values * 0  # Inf becomes NaN, all else stays
-                factor = plgpu.load(
-                    part.at[pl.ds(line, LINES)], layout=layout.reduce(1), optimized=False
-                )
-                return saturating(values * per_line(factor, values.shape), fmt, interpret)
-
-            def cast_row(values, line):
-                nonlocal amax
-                if amax is not None:
-                    amax = jnp.maximum(amax, jnp.max(magnitude(values), axis=1))
-                return cast(values, line, row_part, ROWS)
-
-            def cast_column(values, line):
-                return cast(values, line, column_part, COLUMNS)
+                factor = part
+                if part.ndim:
+                    factor = per_line(read(part, layout.reduce(1)), values.shape)
+                return saturating(values * factor, fmt, interpret)
 
             at_row = pl.ds(i * sweep.rows, sweep.rows)
             at_column = pl.ds(j * sweep.columns, sweep.columns)
-            write_lines(cast_row, tile, ROWS, staged, q.at[at_row, at_column])
-            write_lines(cast_column, tile.T, COLUMNS, staged_t, q_t.at[at_column, at_row])
+            values = read(tile, ROWS)
+            if amax is not None:
+                amax = jnp.maximum(amax, jnp.max(magnitude(values), axis=1))
+            write(cast(values, row_part, ROWS), staged, q.at[at_row, at_column])
+            values = read(tile.T, COLUMNS)
+            write(cast(values, column_part, COLUMNS), staged_t, q_t.at[at_column, at_row])
             return amax
 
-        vectors = (row_inverse, 0), (column_inverse, 1)
+        vectors = [(v, d) for d, v in enumerate((row_inverse, column_inverse)) if by_line[d]]
         amax = for_each_tile(
-            body, x, *vectors, sweep=sweep, carry=no_amax(x) if with_amax else None
+            body, x, *vectors, sweep=sweep, carry=no_amax(x, sweep) if with_amax else None
         )
         if with_amax:
             largest[0][lax.axis_index("block"), :] = f32_magnitude(amax, x.dtype)
@@ -347,12 +349,11 @@ def quantize_both(
         jax.ShapeDtypeStruct((columns, rows), fmt.dtype),
     ]
     if with_amax:
-        out.append(jax.ShapeDtypeStruct((blocks(x, sweep), LINES), jnp.int32))
+        out.append(jax.ShapeDtypeStruct((blocks(x, sweep), sweep.rows), jnp.int32))
     q, q_t, *largest = run(
         kernel,
         x,
-        padded(jnp.broadcast_to(row_inverse, (m,)), sweep.rows),
-        padded(jnp.broadcast_to(column_inverse, (n,)), sweep.columns),
+        *inverses,
         out=out,
         staged=staging(sweep, fmt),
         sweep=sweep,

@@ -14,24 +14,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.formats import Format
 from jfp8.kernels.mosaic_gpu.quantize import (
     COLUMNS,
-    LINES,
     ROWS,
     Sweep,
     both_ways,
     f32_magnitude,
+    fastest,
     finish,
     for_each_tile,
     from_magnitude,
     magnitude,
     per_line,
-    read_lines,
+    read,
     run,
     saturating,
     staging,
-    write_lines,
+    write,
 )
 from jfp8.kernels.mosaic_gpu.tiles import padded
-from jfp8.scaling import SMALLEST_SCALE, ScaleRounding, _e8m0_code
+from jfp8.scaling import SMALLEST_SCALE, ScaleRounding, e8m0_code
 
 INFINITY = np.int32(0x7F800000)
 
@@ -65,35 +65,33 @@ def quantize_rows_in_blocks(
       The scales are f32, or uint8 E8M0 codes where the rounding gives E8M0.
     """
     m, n = x.shape
-    sweep = sweep or in_blocks(x.dtype, block)
+    if sweep is None:
+        sweep = in_blocks(x.dtype, block)
+        sweep = fastest("quantize_rows_in_blocks", x, sweep) if block == 128 else sweep
     assert sweep.rows % block == sweep.columns % block == 0
     x = padded(x, sweep.rows, sweep.columns)
     rows, columns = x.shape
 
     def kernel(x, q, s, q_t, s_t, staged, staged_t) -> None:
         def body(i, j, tile):
-            def cast_with(scales, first_block, first_line):
-                def cast(values, line):
-                    # One block of every line after the other.
-                    parts = []
-                    for b in range(values.shape[1] // block):
-                        part = values[:, b * block : (b + 1) * block]
-                        amax = from_magnitude(jnp.max(magnitude(part), axis=1), x.dtype)
-                        scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
-                        at = first_block + b, pl.ds(first_line + line, LINES)
-                        store(scales.at[at], scale)
-                        scaled = part.astype(jnp.float32) * per_line(inverse, part.shape)
-                        parts.append(saturating(scaled, fmt, interpret))
-                    return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+            def cast(values, scales, first, lines):
+                # One block of every line after the other.
+                parts = []
+                for b in range(values.shape[1] // block):
+                    part = values[:, b * block : (b + 1) * block]
+                    amax = from_magnitude(jnp.max(magnitude(part), axis=1), x.dtype)
+                    scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
+                    store(scales.at[first + b, lines], scale)
+                    scaled = part.astype(jnp.float32) * per_line(inverse, part.shape)
+                    parts.append(saturating(scaled, fmt, interpret))
+                return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
-                return cast
-
-            row, column = i * sweep.rows, j * sweep.columns
-            at_row, at_column = pl.ds(row, sweep.rows), pl.ds(column, sweep.columns)
-            cast = cast_with(s, j * (sweep.columns // block), row)
-            write_lines(cast, tile, ROWS, staged, q.at[at_row, at_column])
-            cast = cast_with(s_t, i * (sweep.rows // block), column)
-            write_lines(cast, tile.T, COLUMNS, staged_t, q_t.at[at_column, at_row])
+            at_row = pl.ds(i * sweep.rows, sweep.rows)
+            at_column = pl.ds(j * sweep.columns, sweep.columns)
+            codes = cast(read(tile, ROWS), s, j * (sweep.columns // block), at_row)
+            write(codes, staged, q.at[at_row, at_column])
+            codes = cast(read(tile.T, COLUMNS), s_t, i * (sweep.rows // block), at_column)
+            write(codes, staged_t, q_t.at[at_column, at_row])
 
         for_each_tile(body, x, sweep=sweep)
         finish()
@@ -136,29 +134,27 @@ def quantize_tiles(
       ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)].
     """
     m, n = x.shape
-    sweep = sweep or in_blocks(x.dtype, 128)
+    sweep = sweep or fastest("quantize_tiles", x, in_blocks(x.dtype, 128))
     assert (sweep.rows, sweep.columns) == (128, 128)
     x = padded(x, 128, 128)
     rows, columns = x.shape
 
     def kernel(x, q, q_t, s, staged, staged_t) -> None:
         def body(i, j, tile):
-            largest = jnp.maximum(
-                *(jnp.max(magnitude(read_lines(tile, line, ROWS)), axis=1) for line in (0, 64))
-            )
+            values = read(tile, ROWS)
             # Reductions over one dimension at a time and bitcasts of vectors are what lowers.
-            bits = jnp.full((LINES,), jnp.max(f32_magnitude(largest, x.dtype)))
-            amax = lax.bitcast_convert_type(bits, jnp.float32)
+            largest = f32_magnitude(jnp.max(magnitude(values), axis=1), x.dtype)
+            amax = lax.bitcast_convert_type(jnp.full((128,), jnp.max(largest)), jnp.float32)
             scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
             s[i, j] = jnp.max(lax.bitcast_convert_type(scale, jnp.int32))
 
-            def cast(values, line):
+            def cast(values):
                 scaled = values.astype(jnp.float32) * per_line(inverse, values.shape)
                 return saturating(scaled, fmt, interpret)
 
             at_row, at_column = pl.ds(i * 128, 128), pl.ds(j * 128, 128)
-            write_lines(cast, tile, ROWS, staged, q.at[at_row, at_column])
-            write_lines(cast, tile.T, COLUMNS, staged_t, q_t.at[at_column, at_row])
+            write(cast(values), staged, q.at[at_row, at_column])
+            write(cast(read(tile.T, COLUMNS)), staged_t, q_t.at[at_column, at_row])
 
         for_each_tile(body, x, sweep=sweep)
         finish()
@@ -169,9 +165,7 @@ def quantize_tiles(
         out=[
             jax.ShapeDtypeStruct((rows, columns), fmt.dtype),
             jax.ShapeDtypeStruct((columns, rows), fmt.dtype),
-            jax.ShapeDtypeStruct(
-                (rows // 128, columns // 128), jnp.int32
-            ),  # the bits of the scales
+            jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.int32),  # bits of the scales
         ],
         staged=staging(sweep, fmt),
         sweep=sweep,
@@ -215,7 +209,7 @@ def scale_and_inverse(
         nan = np.float32(np.nan)
         return jnp.where(finite, scale, nan), jnp.where(finite, inverse, nan)
     mode = "rceil" if scale_rounding == "power_of_two" else scale_rounding
-    code = _e8m0_code(amax, fmt, mode)
+    code = e8m0_code(amax, fmt, mode)
     if scale_rounding == "power_of_two":
         code = jnp.where(finite, jnp.where(bits == 0, 127, jnp.clip(code, 1, 253)), 255)
     # The reciprocal of 2^(c-127) has the code 254 - c; that of no amax is 0, an f32 subnormal.

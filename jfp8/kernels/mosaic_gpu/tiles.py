@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfp8.kernels.mosaic_gpu.measured import measured
+
 # Bytes of shared memory that one block may use on Hopper.
 SHARED_MEMORY = 232_448
 
@@ -31,7 +33,7 @@ def padded(x: jax.Array, *multiples: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a product ``[M, N]`` is cut.
+    """How a product ``[M, N]`` is cut. `tile_m` and `tile_n` are multiples of 64.
 
     Two warpgroups take `tile_m` x `tile_n` each, one above the other; `cluster` (1 or 2) such
     blocks, again above each other, share the copies of b. `stages` copies of 128 of K are on
@@ -74,11 +76,14 @@ def candidates(kind: Kind) -> list[Tiles]:
 
 
 def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
-    """The candidate that a model of the device expects to be fastest. Not measured.
+    """What was measured to be fastest; else what a model of the device expects to be.
 
     A wave of tiles takes as long as the slowest of three needs for one of them, and a little for
     its start and end: the tensor cores, the shared memory, and the way there from L2.
     """
+    found = measured(kind, m, n, k)
+    if found is not None:
+        return Tiles(**found)
 
     def cycles(t: Tiles) -> float:
         rows, columns = 2 * t.tile_m, t.tile_n
@@ -92,10 +97,8 @@ def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
         l2 = (rows + columns / t.cluster) * 128 / 40
         return waves * (math.ceil(k / 128) * max(tensor, shared, l2) + 2000)
 
-    def wastes_no_rows(t: Tiles) -> bool:
-        return math.ceil(m / (2 * t.tile_m)) % t.cluster == 0
-
-    return min(filter(wastes_no_rows, candidates(kind)), key=cycles)
+    # Copies shared by two blocks are left to measurement: an interpreter does not make them.
+    return min((t for t in candidates(kind) if t.cluster == 1), key=cycles)
 
 
 def _stages(tile_m: int, tile_n: int) -> int:

@@ -1,0 +1,162 @@
+"""Products of `ScaledArray`s by each backend against float64, and the choice for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jfp8
+from jfp8.backends import Job, emulated, in_bf16
+from jfp8.kernels import xla
+from jfp8.kernels.gpu import Gpu
+from jfp8.matmul import SMALL_PRODUCT, on_cuda
+from jfp8.quantizers import Context, TwoLevel
+from jfp8.scaling import amax
+
+PLAIN = (((1,), (0,)), ((), ()))
+HOPPER = Gpu("NVIDIA H200", (9, 0), whole=True)
+BLACKWELL = Gpu("NVIDIA B200", (10, 0), whole=True)
+
+
+def job(numbers=PLAIN, dtype=jnp.float32, accumulation="f32", powers_of_two=False):
+    return Job(numbers, np.dtype(dtype), accumulation, False, powers_of_two)
+
+
+def operands(m=48, k=96, n=40):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(m, k)), rng.normal(size=(k, n))
+    return jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+
+
+def of_blocks(scale_rounding):
+    x, w = operands()
+    quantize = lambda x, block: jfp8.quantize(
+        x, granularity=jfp8.Block(block), scale_rounding=scale_rounding
+    )
+    return quantize(x, (1, 32)), quantize(w, (32, 1))
+
+
+def of_two_levels():
+    x, w = operands()
+    quantize = lambda x, axis: TwoLevel(jfp8.E2M1FN, (16, 1))(x, Context((axis,), amax(x)))
+    return quantize(x, 1), quantize(w, 0)
+
+
+@pytest.mark.parametrize("backend", [emulated, in_bf16])
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "powers_of_two"),
+    [
+        (*map(jfp8.quantize, operands()), False),
+        (jfp8.quantize(operands()[0], jfp8.E5M2), jfp8.quantize(operands()[1], jfp8.E5M2), False),
+        (*of_blocks("rceil"), False),
+        (*of_blocks("power_of_two"), True),
+        (*of_two_levels(), False),
+    ],
+    ids=["one scale", "e5m2 by e5m2", "MX", "powers of two", "NVFP4"],
+)
+def test_products(backend, lhs, rhs, powers_of_two):
+    """f32 sums of exact products: 96 roundings of the partial sums, and the scales'."""
+    y = jax.jit(backend, static_argnums=2)(lhs, rhs, job(powers_of_two=powers_of_two))
+    a, b = (np.asarray(q.dequantize(), np.float64) for q in (lhs, rhs))
+    bound = 100 * 2.0**-24 * (abs(a) @ abs(b))
+    assert (abs(np.asarray(y, np.float64) - a @ b) <= bound).all()
+    assert abs(a @ b).max() > 1
+
+
+def test_values_with_any_scale_take_three_products_in_bf16():
+    lhs, rhs = of_blocks(None)
+    text = jax.jit(in_bf16, static_argnums=2).trace(lhs, rhs, job())
+    text = text.lower(lowering_platforms=("cuda",)).as_text()
+    assert "num_primitive_operations = 3" in text
+    text = jax.jit(in_bf16, static_argnums=2).trace(lhs, rhs, job(powers_of_two=True))
+    text = text.lower(lowering_platforms=("cuda",)).as_text()
+    assert "num_primitive_operations" not in text  # promised, and then one product is exact
+
+
+@pytest.mark.parametrize(
+    ("shapes", "numbers"),
+    [
+        (((48, 32), (32, 16)), PLAIN),
+        (((5, 7), (7, 3)), PLAIN),
+        (((7, 5), (7, 3)), (((0,), (0,)), ((), ()))),
+        (((2, 5, 7), (3, 7)), (((2,), (1,)), ((), ()))),
+        (((4, 5, 7), (4, 7, 33)), (((2,), (1,)), ((0,), (0,)))),
+        (((5, 4, 3, 6), (6, 3, 2, 4)), (((2, 3), (1, 0)), ((1,), (3,)))),
+    ],
+)
+def test_odd_sizes_are_padded_inside(shapes, numbers):
+    rng = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(rng.integers(-8, 9, size=s), jnp.float32) for s in shapes)
+    seen = []
+
+    def product(lhs, rhs, numbers):
+        seen.append((lhs.shape, rhs.shape))
+        return lax.dot_general(lhs, rhs, numbers)
+
+    y = xla.aligned(lhs, rhs, numbers, product)
+    np.testing.assert_array_equal(y, lax.dot_general(lhs, rhs, numbers))
+    ((lhs_shape, rhs_shape),) = seen
+    batch = 1 if numbers[1][0] else 0
+    assert all(n % 16 == 0 for n in (*lhs_shape[batch:], *rhs_shape[batch:]))
+
+
+# The choice
+
+
+def q(shape, granularity=None, scale_rounding=None, fmt=jfp8.E4M3FN):
+    make = lambda x: jfp8.quantize(
+        x, fmt, granularity=granularity or jfp8.PerTensor(), scale_rounding=scale_rounding
+    )
+    return jax.eval_shape(make, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def name_of(lhs, rhs, gpu):
+    return on_cuda(lhs, rhs, job(powers_of_two=True), gpu)[1]
+
+
+LARGE = (1024, 1024)
+needs_mosaic = jax.__version_info__ >= (0, 11, 2)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        (None, ["xla", "xla", "bf16", "bf16"]),
+        (HOPPER, ["xla", *["mosaic_gpu" if needs_mosaic else "xla"], "mosaic_gpu", "bf16"]),
+        (BLACKWELL, ["xla", "xla", "bf16", "cudnn"]),
+        (Gpu("NVIDIA H200", (9, 0), whole=False), ["xla", "xla", "bf16", "bf16"]),
+        (Gpu("NVIDIA L4", (8, 9), whole=True), ["xla", "xla", "bf16", "bf16"]),
+        (Gpu("NVIDIA A100", (8, 0), whole=True), ["bf16"] * 4),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_choice_by_gpu_and_granularity(gpu, expected):
+    """One scale per tensor, by row, in blocks of 128, and MX."""
+    pairs = [
+        (q(LARGE), q(LARGE)),
+        (q(LARGE, jfp8.PerAxis(0)), q(LARGE, jfp8.PerAxis(1))),
+        (q(LARGE, jfp8.Block((1, 128))), q(LARGE, jfp8.Block((128, 128)))),
+        (
+            q(LARGE, jfp8.Block((1, 32)), "rceil"),
+            q(LARGE, jfp8.Block((32, 1)), "rceil"),
+        ),
+    ]
+    if gpu == HOPPER and not needs_mosaic:
+        expected = [*expected[:2], "bf16", "bf16"]
+    assert [name_of(*pair, gpu).split(":")[0] for pair in pairs] == expected
+
+
+def test_small_products_do_not_pay():
+    n = round(SMALL_PRODUCT ** (1 / 3))
+    large, small = q((n, n)), q((n, n - 1))
+    assert name_of(large, large, HOPPER) == "xla"
+    assert name_of(large, small, HOPPER).startswith("bf16: FP8 does not pay")
+    assert name_of(large, small, None) == "xla"  # nobody knows for which device
+
+
+def test_formats_without_tensor_cores():
+    narrow = q(LARGE, fmt=jfp8.E2M1FN)
+    assert name_of(narrow, narrow, HOPPER) == "bf16: no tensor cores for E2M1FN x E2M1FN"

@@ -1,0 +1,126 @@
+"""MX products by `jax.nn.scaled_matmul`: JAX's own lowering for CPUs against float64, and CUDA's.
+
+What it compiles to for a Blackwell GPU is checked with the other programs for GPUs.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jfp8.kernels.blackwell import scaled_matmul
+
+E4M3, E5M2, E8M0 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+PAIRS = {"e4m3fn x e4m3fn": (E4M3, E4M3), "e5m2 x e4m3fn": (E5M2, E4M3), "mixed": (E4M3, E5M2)}
+executes = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="JAX 0.10 has no such product on CPUs"
+)
+pairs = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+
+
+def normal(seed, shape, dtype):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def powers(seed, shape, low=-9, high=9):
+    return jnp.asarray(2.0 ** np.random.default_rng(seed).integers(low, high, shape), E8M0)
+
+
+def f64(x, scale=None):
+    x = np.asarray(x).astype(np.float64)
+    if scale is None:
+        return x
+    return x * np.repeat(np.asarray(scale).astype(np.float64), 32, axis=1)[:, : x.shape[1]]
+
+
+@executes
+@pairs
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 24, 64), (7, 130, 100), (1, 1, 1)])
+def test_against_float64(pair, m, n, k):
+    """Products are exact in f32; sums are not."""
+    blocks = -(-k // 32)
+    a, b = normal(0, (m, k), pair[0]), normal(1, (n, k), pair[1])
+    s, t = powers(2, (m, blocks)), powers(3, (n, blocks))
+    y = scaled_matmul(a, b, s, t, F32)
+    assert (y.shape, y.dtype) == ((m, n), F32)
+    a, b = f64(a, s), f64(b, t)
+    np.testing.assert_array_less(
+        np.abs(f64(y) - a @ b.T), k * 2.0**-24 * (np.abs(a) @ np.abs(b).T) + 1e-30
+    )
+    assert np.all(y)
+
+
+@executes
+@pytest.mark.parametrize("out_dtype", [F32, BF16, F16])
+def test_scales_that_the_result_dtype_does_not_hold(out_dtype):
+    """57344 * 2^100 is no f16, and 2^-120 is none either: they are scaled in a wider dtype."""
+    a, b = jnp.full((8, 32), 57344.0, E5M2), jnp.full((16, 32), 1.75, E4M3)
+    s, t = jnp.full((8, 1), 2.0**100, E8M0), jnp.full((16, 1), 2.0**-120, E8M0)
+    y = scaled_matmul(a, b, s, t, out_dtype)
+    assert y.dtype == out_dtype
+    np.testing.assert_array_equal(f64(y), np.full((8, 16), 57344 * 1.75 * 32 * 2.0**-20))
+
+
+@executes
+def test_nan_and_infinity_stay_in_their_row():
+    a, b = np.ones((4, 64), E5M2), np.ones((8, 64), E4M3)
+    a[1, 3], a[2, 5] = np.nan, np.inf
+    s, t = np.ones((4, 2), E8M0), np.ones((8, 2), E8M0)
+    t[6, 1] = np.nan
+    y = scaled_matmul(*map(jnp.asarray, (a, b, s, t)), F32)
+    expected = np.full((4, 8), 64.0)
+    expected[1], expected[2], expected[:, 6] = np.nan, np.inf, np.nan
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_nothing_to_multiply():
+    for m, n, k in ((0, 4, 32), (4, 0, 32), (4, 4, 0)):
+        a, b = jnp.ones((m, k), E4M3), jnp.ones((n, k), E4M3)
+        s, t = jnp.ones((m, k // 32), E8M0), jnp.ones((n, k // 32), E8M0)
+        y = scaled_matmul(a, b, s, t, BF16)
+        assert y.dtype == BF16
+        np.testing.assert_array_equal(y, np.zeros((m, n), BF16))
+
+
+@executes
+def test_under_vmap():
+    a, b = normal(0, (3, 8, 64), E4M3), normal(1, (3, 16, 64), E5M2)
+    s, t = powers(2, (3, 8, 2)), powers(3, (3, 16, 2))
+    y = jax.vmap(lambda *operands: scaled_matmul(*operands, F32))(a, b, s, t)
+    for i in range(3):
+        np.testing.assert_allclose(y[i], f64(a[i], s[i]) @ f64(b[i], t[i]).T, rtol=1e-5, atol=1e-3)
+
+
+@pairs
+@pytest.mark.parametrize("out_dtype", [F32, BF16, F16])
+def test_lowers_for_cuda(pair, out_dtype):
+    """One block-scaled product with f8 operands and E8M0 scales, which XLA gives to cuDNN."""
+    a, b = (jax.ShapeDtypeStruct((256, 512), dtype) for dtype in pair)
+    scale = jax.ShapeDtypeStruct((256, 16), E8M0)
+    f = jax.jit(lambda *operands: scaled_matmul(*operands, out_dtype))
+    text = f.trace(a, b, scale, scale).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "__op$block_scaled_dot" in line)
+    first, second = ("f8E5M2" if dtype == E5M2 else "f8E4M3FN" for dtype in pair)
+    of_scale = "tensor<1x256x16xf8E8M0FNU>"
+    types = f"(tensor<1x256x512x{first}>, tensor<1x256x512x{second}>, {of_scale}, {of_scale})"
+    assert f"{types} -> tensor<1x256x256x{'bf16' if out_dtype == BF16 else 'f32'}>" in call
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "reason"),
+    [
+        ((E5M2, E5M2, E8M0, BF16), "operands in float8_e5m2 and float8_e5m2: cuDNN multiplies"),
+        ((E4M3, BF16, E8M0, BF16), "take float8_e4m3fn and float8_e5m2"),
+        ((E4M3, E4M3, F32, BF16), "scales in float32 and float32: .* take float8_e8m0fnu"),
+        ((E4M3, E4M3, E8M0, E4M3), "a result in float8_e4m3fn: .* float32, bfloat16 and float16"),
+    ],
+)
+def test_what_cudnn_does_not_multiply(dtypes, reason):
+    a, b, scale, out_dtype = dtypes
+    a, b, scale = jnp.ones((32, 32), a), jnp.ones((32, 32), b), jnp.ones((32, 1), scale)
+    with pytest.raises(NotImplementedError, match=reason):
+        scaled_matmul(a, b, scale, scale, out_dtype)

@@ -1,0 +1,306 @@
+"""Products as an NVIDIA GPU is given them: what is lowered for one, and what its kernels compute.
+
+There need not be a GPU: an abstract mesh describes one, and kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
+
+import jfp8
+from jfp8 import recipes
+from jfp8.compat import without_dead_code
+from jfp8.edges import jaxprs_of
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
+)
+
+PLAIN = (((1,), (0,)), ((), ()))
+LARGE = (1024, 512, 768)  # m, k, n: enough for FP8 to pay
+
+
+def mesh_of(kind, *sizes):
+    device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    names = ("x", "y")[: len(sizes)]
+    return AbstractMesh(
+        sizes, names, axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device
+    )
+
+
+def lowered_for(kind, f, *args):
+    """StableHLO of `f` for a GPU."""
+    with use_abstract_mesh(mesh_of(kind)):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def f8_products(text):
+    """Contracting dimensions of all products of two f8 operands: ``["[1] x [1]", ...]``."""
+    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    f8 = [line for line in lines if len(re.findall(r"tensor<[\dx]*f8E\w+>", line)) == 2]
+    return [re.search(r"contracting_dims = (\[\d\] x \[\d\])", line)[1] for line in f8]
+
+
+def other_products(text):
+    return text.count("stablehlo.dot") - len(f8_products(text))
+
+
+def kernels(text):
+    """How many kernels are called; functions that several callers share count for each."""
+    bodies = dict(re.findall(r"func\.func \w+ @(\w+)\((?:.*?)\{\n(.*?)\n  \}", text, re.DOTALL))
+
+    def count(body):
+        calls = re.findall(r"call @(\w+)\(", body)
+        return body.count("mosaic_gpu_v2") + sum(count(bodies.get(name, "")) for name in calls)
+
+    return count(bodies["main"])
+
+
+def product_and_gradients(recipe, shape=LARGE, dtype=jnp.bfloat16, implementation=None, state=None):
+    m, k, n = shape
+
+    def f(x, w, dy, state):
+        def product(x, w):
+            options = {"recipe": recipe, "state": state, "implementation": implementation}
+            return jfp8.scaled_dot_general(x, w, PLAIN, **options)
+
+        y, vjp = jax.vjp(product, x, w)
+        return y, *vjp(dy)
+
+    shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (k, n), (m, n))]
+    return f, (*shapes, recipe.init_state() if state is None else state)
+
+
+# What is lowered
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("recipe", "in_xla", "ours"),
+    [
+        # Each tensor: its amax as long as there is no history, and q, q^T and amax in one read.
+        # Without a sink the gradient has no history, and XLA finds its amax.
+        (recipes.DelayedScaling(), 3, 5),
+        (recipes.Float8CurrentScaling(), 3, 3),
+        # The amaxes of rows and columns, q and q^T; and three products.
+        (recipes.RowwiseScaling(), 0, 9),
+        (recipes.Float8BlockScaling(), 0, 6),
+        (recipes.Float8BlockScaling(scale_rounding=None, fp8_format="HYBRID"), 0, 6),
+    ],
+    ids=str,
+)
+def test_kernels_and_products_on_hopper(recipe, in_xla, ours):
+    f, args = product_and_gradients(recipe)
+    text = lowered_for("NVIDIA H200", f, *args)
+    assert f8_products(text) == ["[1] x [1]"] * in_xla
+    assert (kernels(text), other_products(text)) == (ours, 0)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA L40S", "NVIDIA B200"])
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.RowwiseScaling()], ids=str)
+def test_contraction_is_last_without_kernels_too(kind, recipe):
+    f, args = product_and_gradients(recipe, implementation="xla")
+    text = lowered_for(kind, f, *args)
+    assert f8_products(text) == ["[1] x [1]"] * 3
+    assert (kernels(text), other_products(text)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=str
+)
+def test_gpus_without_f8_multiply_in_bf16(recipe):
+    f, args = product_and_gradients(recipe)
+    text = lowered_for("NVIDIA A100-SXM4-80GB", f, *args)
+    assert (f8_products(text), kernels(text), other_products(text)) == ([], 0, 3)
+    assert len(re.findall(r"dot_general.*tensor<[\dx]*bf16>, tensor<[\dx]*bf16>", text)) == 3
+
+
+def test_small_products_are_multiplied_in_bf16():
+    """FP8 would not pay. Who wants it all the same names it."""
+    f, args = product_and_gradients(recipes.DelayedScaling(), (256, 128, 256))
+    text = lowered_for("NVIDIA H200", f, *args)
+    assert (f8_products(text), other_products(text)) == ([], 3)
+    f, args = product_and_gradients(recipes.DelayedScaling(), (256, 128, 256), implementation="xla")
+    assert f8_products(lowered_for("NVIDIA H200", f, *args)) == ["[1] x [1]"] * 3
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=str
+)
+def test_transformations(recipe):
+    """The kernels stay under all of JAX's transformations."""
+    layer = jfp8.Dense(512, recipe=recipe, dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def loss(variables, x):
+        return layer.apply(variables, x).astype(jnp.float32).sum()
+
+    grad = jax.value_and_grad(loss, argnums=(0, 1))
+
+    def scanned(variables, x):
+        turn = lambda x, _: (layer.apply(variables, x), None)
+        return jax.lax.scan(turn, x, length=3)[0].astype(jnp.float32).sum()
+
+    stacked = jax.ShapeDtypeStruct((4, *x.shape), x.dtype)
+    plain = kernels(lowered_for("NVIDIA H200", grad, variables, x))
+    assert plain >= 6
+    assert kernels(lowered_for("NVIDIA H200", jax.checkpoint(grad), variables, x)) >= plain
+    assert "mosaic_gpu_v2" in lowered_for("NVIDIA H200", jax.grad(scanned), variables, x)
+    of_each = jax.vmap(grad, in_axes=(None, 0))
+    assert kernels(lowered_for("NVIDIA H200", of_each, variables, stacked)) >= plain
+
+    mesh = mesh_of("NVIDIA H200", 8)
+    batch = PartitionSpec("x")
+    mapped = jax.shard_map(
+        lambda v, x: jax.lax.pmean(jax.grad(loss)(v, x), "x"),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), batch),
+        out_specs=PartitionSpec(),
+    )
+    many = jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16)
+    with use_abstract_mesh(mesh):
+        text = jax.jit(mapped).trace(variables, many).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu_v2" in text
+
+
+@needs_mosaic
+def test_weights_are_quantized_once_for_all_micro_batches():
+    layer = jfp8.Dense(768, dtype=jnp.bfloat16)
+    x = jnp.zeros((4 * 1024, 512), jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), x)
+    state = jfp8.TrainState.create(apply_fn=layer.apply, variables=variables, tx=optax.sgd(0.1))
+
+    def loss_fn(variables, x):
+        return layer.apply(variables, x).astype(jnp.float32).sum(), {}
+
+    def quantized(jaxpr, inside=False):
+        """(shape of what a kernel quantizes, whether inside of a loop)"""
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "custom_vmap_call":
+                yield eqn.invars[0].aval.shape, inside
+            for sub in jaxprs_of(eqn):
+                yield from quantized(sub, inside or eqn.primitive.name == "scan")
+
+    step = jfp8.value_and_grad(loss_fn, micro_batches=4)
+    with use_abstract_mesh(mesh_of("NVIDIA H200")):
+        closed = without_dead_code(jax.make_jaxpr(step)(state, x))
+    found = set(quantized(closed.jaxpr))
+    assert {((1024, 512), True), ((512, 768), False)} <= found
+    assert ((512, 768), True) not in found
+
+
+def test_arrays_that_a_compiler_divides_are_left_to_it():
+    """XLA cannot divide a kernel, and would gather what is spread over the devices."""
+    f, args = product_and_gradients(recipes.DelayedScaling())
+    with use_abstract_mesh(mesh_of("NVIDIA H200", 8)):
+        text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert (len(f8_products(text)), kernels(text), other_products(text)) == (3, 0, 0)
+
+
+# What the kernels compute
+
+
+def operands(dtype, shape=(96, 160, 72)):
+    m, k, n = shape
+    rng = np.random.default_rng(0)
+    rows = 2.0 ** rng.integers(-3, 4, size=(m, 1))
+    arrays = rng.normal(size=(m, k)) * rows, rng.normal(size=(k, n)) / 8, rng.normal(size=(m, n))
+    return [jnp.asarray(x, dtype) for x in arrays]
+
+
+def of_history(recipe):
+    state = recipe.init_state()
+    # An amax of 3 lets some elements saturate.
+    return state and jax.tree.map(lambda x: x + (3.0 if x.ndim else 0.0), state)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("recipe", "history", "dtype"),
+    [
+        (recipes.DelayedScaling(), False, jnp.bfloat16),
+        (recipes.DelayedScaling(), True, jnp.float32),
+        (recipes.RowwiseScaling(scale_rounding=None, fp8_format="HYBRID"), False, jnp.bfloat16),
+        (recipes.Float8BlockScaling(), False, jnp.bfloat16),
+    ],
+    ids=str,
+)
+def test_kernels_compute_what_the_reference_does(recipe, history, dtype):
+    """Operands are the same bytes, so all that may differ is the order of f32 sums."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    state = of_history(recipe) if history else recipe.init_state()
+    f, _ = product_and_gradients(recipe, state=state)
+    reference = product_and_gradients(recipe, implementation="emulate")[0]
+    kernels = product_and_gradients(recipe, implementation="mosaic_gpu")[0]
+    arrays = operands(dtype)
+    expected = jax.jit(reference)(*arrays, state)
+    with plgpu.force_gpu_interpret_mode():
+        found = jax.jit(kernels)(*arrays, state)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype == dtype
+        assert a.shape == b.shape
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(b).max() > 1
+        bound = 2**-7 * np.abs(b) if dtype == jnp.bfloat16 else 2**-20 * np.abs(b).max()
+        assert (np.abs(a - b) <= bound).all()
+        assert (a != b).mean() < (0.01 if dtype == jnp.bfloat16 else 1)
+
+
+@needs_mosaic
+def test_nan_and_inf_show():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x, w, dy = operands(jnp.bfloat16)
+    x, dy = x.at[3, 5].set(jnp.nan), dy.at[7, 2].set(jnp.inf)
+    f = product_and_gradients(recipes.Float8CurrentScaling(), implementation="mosaic_gpu")[0]
+    with plgpu.force_gpu_interpret_mode():
+        y, dx, dw = (np.isnan(np.asarray(a, np.float32)) for a in jax.jit(f)(x, w, dy, None))
+    assert y[3].all()
+    assert not np.delete(y, 3, 0).any()
+    assert dx[7].all()
+    assert not np.delete(dx, 7, 0).any()
+    assert dw[5].all()
+    assert dw[:, 2].all()
+    assert not np.delete(np.delete(dw, 5, 0), 2, 1).any()
+
+
+# Where the kernels are not to be had
+
+
+def test_named_on_another_platform():
+    x = jfp8.quantize(jnp.ones((8, 8)))
+    reason = "JAX 0.1" if jax.__version_info__ < (0, 11, 2) else "runs on CUDA"
+    with pytest.raises(NotImplementedError, match=reason):
+        jfp8.scaled_matmul(x, x, PLAIN, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match=reason):
+        jfp8.scaled_dot_general(
+            jnp.ones((8, 8)), jnp.ones((8, 8)), PLAIN, implementation="mosaic_gpu"
+        )
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("NVIDIA B200", "for Hopper"), ("NVIDIA L40S", "for Hopper")]
+)
+def test_named_on_another_gpu(kind, reason):
+    f, args = product_and_gradients(recipes.DelayedScaling(), implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match=f"{kind}.*{reason}"):
+        lowered_for(kind, f, *args)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("recipe", [recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()])
+def test_named_for_another_recipe(recipe):
+    f, args = product_and_gradients(recipe, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="does not support"):
+        lowered_for("NVIDIA H200", f, *args)

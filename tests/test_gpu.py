@@ -1,0 +1,71 @@
+"""Which GPU a program is traced for, described by an abstract mesh where there is none."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+from jfp8.kernels.gpu import Gpu, current_gpu
+
+
+def described(kind, platform="gpu", sizes=(), names=(), types=None):
+    device = AbstractDevice(device_kind=kind, num_cores=132, platform=platform)
+    return use_abstract_mesh(AbstractMesh(sizes, names, axis_types=types, abstract_device=device))
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "hopper", "f8"),
+    [
+        ("NVIDIA H200", (9, 0), True, True),
+        ("NVIDIA H100 80GB HBM3", (9, 0), True, True),
+        ("NVIDIA GH200 480GB", (9, 0), True, True),
+        ("NVIDIA B200", (10, 0), False, True),
+        ("NVIDIA GB300", (10, 3), False, True),
+        ("NVIDIA L40S", (8, 9), False, True),
+        ("NVIDIA GeForce RTX 4090", (8, 9), False, True),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), False, False),
+        ("NVIDIA H2000", None, False, True),  # not an H200: nothing is known about it
+    ],
+)
+def test_capability_by_name(kind, capability, hopper, f8):
+    with described(kind):
+        assert current_gpu() == Gpu(kind, capability, whole=True)
+        assert (current_gpu().hopper, current_gpu().multiplies_f8) == (hopper, f8)
+    assert current_gpu() is None  # this machine has none
+
+
+def test_other_devices_are_no_gpu():
+    with described("TPU v5", platform="tpu"):
+        assert current_gpu() is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "types", "whole"),
+    [
+        ((1,), (AxisType.Auto,), True),
+        ((8,), (AxisType.Auto,), False),
+        ((8,), (AxisType.Explicit,), False),
+        ((8,), (AxisType.Manual,), True),
+        ((8, 4), (AxisType.Manual, AxisType.Auto), False),
+        ((8, 1), (AxisType.Manual, AxisType.Auto), True),
+    ],
+)
+def test_arrays_are_whole_unless_a_compiler_divides_them(sizes, types, whole):
+    with described("NVIDIA H200", sizes=sizes, names=("x", "y")[: len(sizes)], types=types):
+        assert current_gpu().whole is whole
+
+
+def test_inside_shard_map_arrays_are_whole():
+    seen = []
+
+    def f(x):
+        seen.append(current_gpu().whole)
+        return x
+
+    with described("NVIDIA H200", sizes=(8,), names=("x",), types=(AxisType.Auto,)):
+        spec = jax.sharding.PartitionSpec("x")
+        mapped = jax.shard_map(f, in_specs=spec, out_specs=spec)
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((8,), "float32"))
+        assert not current_gpu().whole
+    assert seen == [True]

@@ -1,0 +1,122 @@
+"""Grouped products by kernels for Hopper: lowered for a GPU that is described, and interpreted."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import jfp8
+from jfp8 import recipes
+from jfp8.grouped_kernels import why_not_grouped_kernels
+from jfp8.kernels.gpu import Gpu
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
+)
+
+HOPPER = Gpu("NVIDIA H200", (9, 0), whole=True)
+
+
+def value_and_gradients(recipe, implementation=None, state=None, sink=None):
+    def f(x, w, dy, sizes):
+        def product(x, w):
+            return jfp8.scaled_ragged_dot(
+                x, w, sizes, recipe=recipe, implementation=implementation, state=state
+            )
+
+        y, vjp = jax.vjp(product, x, w)
+        return y, *vjp(dy)
+
+    return f
+
+
+def operands(m, groups, k, n, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.normal(size=s) for s in ((m, k), (groups, k, n), (m, n)))
+    w *= 2.0 ** rng.integers(-2, 3, size=(groups, 1, 1))  # a scale of its own for each
+    return [jnp.asarray(a, dtype) for a in (x, w, dy)]
+
+
+def lowered(f, *args):
+    gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.DelayedScaling(), recipes.Float8CurrentScaling(), recipes.Float8BlockScaling()],
+    ids=lambda recipe: recipe.name,
+)
+def test_on_hopper_nothing_is_multiplied_outside_of_kernels(recipe):
+    shapes = ((2048, 512), (4, 512, 384), (2048, 384))
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    text = lowered(value_and_gradients(recipe), *args, sizes)
+    assert "mosaic_gpu_v2" in text
+    assert "dot_general" not in text
+    assert "ragged_dot" not in text
+    text = (
+        lowered(value_and_gradients(recipe, "xla"), *args, sizes) if recipe.name != "block" else ""
+    )
+    assert "mosaic_gpu_v2" not in text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes"),
+    [
+        (recipes.Float8CurrentScaling(), [150, 0, 40]),
+        (recipes.Float8BlockScaling(), [0, 130, 60]),
+    ],
+    ids=["current", "block"],
+)
+def test_kernels_compute_what_the_reference_does(recipe, sizes):
+    """Tiles that are cut short, an empty group, and rows of no group."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x, w, dy = operands(200, 3, 96, 72)
+    sizes = jnp.array(sizes)
+    expected = jax.jit(value_and_gradients(recipe, "emulate"))(x, w, dy, sizes)
+    with plgpu.force_gpu_interpret_mode():
+        found = jax.jit(value_and_gradients(recipe, "mosaic_gpu"))(x, w, dy, sizes)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(b).max() > 1
+        assert (np.abs(a - b) <= 2**-7 * np.abs(b)).all()  # another order of f32 sums: one bf16 ulp
+        assert (a != b).mean() < 0.01
+    assert not np.asarray(found[0], np.float32)[190:].any()
+    assert not np.asarray(found[2], np.float32)[list(sizes).index(0)].any()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (recipes.RowwiseScaling(), "whose lhs is quantized as Rowwise"),
+        (recipes.MXFP8BlockScaling(), "whose lhs is quantized as Blockwise"),
+        (recipes.NVFP4BlockScaling(), "rotated"),
+        (recipes.DelayedScaling(accumulation="hopper"), "accumulation='hopper'"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_they_do_not_compute_is_refused_by_name(recipe, reason):
+    x, w, dy = operands(64, 2, 64, 64)
+    assert reason in why_not_grouped_kernels(recipe, w, HOPPER)
+    with pytest.raises(NotImplementedError, match=reason):
+        value_and_gradients(recipe, "mosaic_gpu")(x, w, dy, jnp.array([32, 32]))
+
+
+def test_matrices_kept_in_fp8_are_left_to_the_others():
+    _, w, _ = operands(64, 2, 64, 64)
+    q = jfp8.quantize(w, granularity=jfp8.PerAxis(0))
+    assert "kept in FP8" in why_not_grouped_kernels(recipes.DelayedScaling(), q, HOPPER)
+
+
+def test_on_a_cpu_they_are_refused_by_name():
+    x, w, dy = operands(64, 2, 64, 64)
+    f = value_and_gradients(recipes.Float8CurrentScaling(), "mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="runs on CUDA"):
+        jax.jit(f)(x, w, dy, jnp.array([32, 32]))

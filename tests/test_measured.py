@@ -1,0 +1,61 @@
+"""The table of measured tiles."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from jfp8.kernels.mosaic_gpu import measured as module
+from jfp8.kernels.mosaic_gpu.measured import measured, shape_class
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
+)
+
+TABLE = {
+    "NVIDIA H200": {
+        "block": {
+            "4096x4096x4096": {
+                "tiles": {"tile_m": 64, "tile_n": 128, "stages": 5, "group": 8, "cluster": 2}
+            }
+        }
+    }
+}
+
+
+def on(kind):
+    gpu = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
+
+
+@pytest.fixture(autouse=True)
+def _table(monkeypatch):
+    monkeypatch.setattr(module, "_table", lambda: TABLE)
+
+
+def test_shape_classes():
+    assert shape_class((15872, 16384, 4096)) == "16384x16384x4096"
+    assert shape_class((1, 2, 3, 129)) == "1x2x4x256"
+
+
+def test_by_device_kernel_and_shape():
+    with on("NVIDIA H200"):
+        assert measured("block", 4096, 4000, 2049)["tile_n"] == 128
+        assert measured("block", 4096, 4097, 4096) is None
+        assert measured("running", 4096, 4096, 4096) is None
+    with on("NVIDIA H100"):
+        assert measured("block", 4096, 4096, 4096) is None
+    assert measured("block", 4096, 4096, 4096) is None  # no GPU is known
+
+
+@needs_mosaic
+def test_products_are_cut_as_was_measured():
+    from jfp8.kernels.mosaic_gpu.tiles import Tiles, candidates, default_tiles
+
+    with on("NVIDIA H200"):
+        found = default_tiles("block", 4096, 4096, 4096)
+        assert found == Tiles(64, 128, stages=5, group=8, cluster=2)
+        by_model = default_tiles("block", 8192, 8192, 8192)
+    assert by_model in candidates("block")
+    assert by_model.cluster == 1
