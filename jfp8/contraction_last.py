@@ -82,6 +82,9 @@ class ContractionLast(Operation):
         return self.dot.product(first, second, _BOTH_LAST, dtype, how, accumulation)
 
 
+TILE = 128  # of the kernels; what is no multiple gets zeros, once, where it is still unquantized
+
+
 def contraction_last(
     sizes: tuple[int, int, int],
     dtypes: tuple[np.dtype, np.dtype, np.dtype],
@@ -89,6 +92,8 @@ def contraction_last(
     implementation: Implementation,
 ) -> ContractionLast | None:
     """The operation for ``(m, n, k)``, if the program is traced for a GPU where it is faster.
+
+    It may be for larger matrices, with zeros behind the values.
 
     Not for products that are not computed in FP8 there, nor for arrays that the compiler divides
     among devices: it keeps apart dimensions that matrices put together.
@@ -105,6 +110,8 @@ def contraction_last(
     if not _fits(recipe, gpu):
         return None
     kernels = implementation != "xla" and why_no_kernels(gpu) is None
+    if kernels:
+        m, n, k = (-(-size // TILE) * TILE for size in sizes)
     dot = Dot(_PLAIN, ((m, k), (k, n)), dtypes, implementation)
     return ContractionLast(dot, kernels)
 

@@ -108,24 +108,39 @@ def observed_dot_general(
         lhs, rhs, dimension_numbers = as_matrices(lhs, rhs, dimension_numbers)
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     operation: Operation = Dot(dimension_numbers, (lhs.shape, rhs.shape), dtypes, implementation)
+    m, n, k = matrix_sizes(lhs.shape, rhs.shape, dimension_numbers)
+    faster = None
     if not dimension_numbers[1][0] and not isinstance(rhs, ScaledArray):
-        sizes = matrix_sizes(lhs.shape, rhs.shape, dimension_numbers)
-        faster = contraction_last(sizes, dtypes, recipe, implementation)
-        if faster is not None:
-            operation = faster
-            lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers)
+        faster = contraction_last((m, n, k), dtypes, recipe, implementation)
+    if faster is not None:
+        assert not isinstance(rhs, ScaledArray)
+        operation = faster
+        lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers, faster.dot.shapes)
     y, observed = multiply_quantized(
         operation, lhs, rhs, recipe=recipe, state=state, sink=sink, key=key
     )
+    if faster is not None:
+        y = y[:m, :n]
     return y.reshape(shape), observed
 
 
 def _plain_matrices(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> tuple[jax.Array, jax.Array]:
-    """The operands as ``[m, k]`` and ``[k, n]``."""
+    """The operands as ``[m, k]`` and ``[k, n]``, with zeros up to these `shapes`."""
     lhs, rhs, (((lhs_k,), (rhs_k,)), _) = as_matrices(lhs, rhs, dimension_numbers)
-    return (lhs.T if lhs_k == 0 else lhs), (rhs.T if rhs_k == 1 else rhs)
+    lhs, rhs = (lhs.T if lhs_k == 0 else lhs), (rhs.T if rhs_k == 1 else rhs)
+    return _grown(lhs, shapes[0]), _grown(rhs, shapes[1])
+
+
+def _grown(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x` with zeros behind it, in this `shape`."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])
 
 
 def as_lhs(x: jax.typing.ArrayLike) -> jax.Array:

@@ -25,6 +25,7 @@ from jfp8.backends import (
 )
 from jfp8.blackwell import by_blackwell, why_not_blackwell
 from jfp8.explain import note
+from jfp8.formats import E5M2
 from jfp8.kernels.gpu import Gpu, current_gpu
 from jfp8.matrices import matrix_sizes
 from jfp8.mosaic import by_mosaic, why_not_mosaic
@@ -180,12 +181,17 @@ def on_cuda(lhs: ScaledArray, rhs: ScaledArray, job: Job, gpu: Gpu | None) -> tu
     by_row = any(
         jnp.ndim(q.scale) if not isinstance(q.scale, ScaledArray) else 1 for q in (lhs, rhs)
     )
-    if gpu is not None and (in_blocks or by_row) and why_not_mosaic(lhs, rhs, job, gpu) is None:
+    # XLA knows no product of these two, though Hopper has one.
+    both_e5m2 = lhs.format == rhs.format == E5M2
+    ours = in_blocks or by_row or both_e5m2
+    if gpu is not None and ours and why_not_mosaic(lhs, rhs, job, gpu) is None:
         return by_mosaic, "mosaic_gpu"
     if gpu is not None and in_blocks and why_not_blackwell(lhs, rhs, job, gpu) is None:
         return by_blackwell, "cudnn"
     if in_blocks:
         return in_bf16, "bf16: no kernel for these blocks of scales on this GPU"
+    if both_e5m2:
+        return in_bf16, "bf16: XLA has no product of e5m2 by e5m2"
     return f8_by_xla, "xla"
 
 

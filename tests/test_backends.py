@@ -157,6 +157,13 @@ def test_small_products_do_not_pay():
     assert name_of(large, small, None) == "xla"  # nobody knows for which device
 
 
+def test_e5m2_by_e5m2():
+    """XLA knows no such product, though Hopper has one."""
+    both = q(LARGE, fmt=jfp8.E5M2)
+    assert name_of(both, both, None) == "bf16: XLA has no product of e5m2 by e5m2"
+    assert name_of(both, both, HOPPER).split(":")[0] == ("mosaic_gpu" if needs_mosaic else "bf16")
+
+
 def test_formats_without_tensor_cores():
     narrow = q(LARGE, fmt=jfp8.E2M1FN)
     assert name_of(narrow, narrow, HOPPER) == "bf16: no tensor cores for E2M1FN x E2M1FN"

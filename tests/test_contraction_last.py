@@ -103,6 +103,18 @@ def test_kernels_and_products_on_hopper(recipe, in_xla, ours):
     assert (kernels(text), other_products(text)) == (ours, 0)
 
 
+@needs_mosaic
+def test_odd_sizes_are_padded_once():
+    """Before quantizing: the f8 operands, and what the products give, are as large as they are."""
+    f, args = product_and_gradients(recipes.DelayedScaling(), (1000, 333, 777))
+    text = lowered_for("NVIDIA H200", f, *args)
+    assert f8_products(text) == ["[1] x [1]"] * 3
+    pads = re.findall(r"stablehlo\.pad.*-> tensor<([\dx]+)x(\w+)>", text)
+    cut = [("1000x333", "bf16"), ("333x777", "bf16")]  # gradients, as XLA writes it
+    grown = [("1024x384", "bf16"), ("1024x896", "bf16"), ("384x896", "bf16")]
+    assert sorted(pads) == sorted(cut + grown)
+
+
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA L40S", "NVIDIA B200"])
 @pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.RowwiseScaling()], ids=str)
 def test_contraction_is_last_without_kernels_too(kind, recipe):

@@ -59,7 +59,7 @@ ARROWS: dict[str, str] = {
         "backends"
     ),
     "recipes": "compat random_bits formats arrays scaling quantizers rotations accumulation",
-    "matmul": "arrays matrices kernels/gpu accumulation backends mosaic blackwell explain",
+    "matmul": "formats arrays matrices kernels/gpu accumulation backends mosaic blackwell explain",
     "sink": "compat formats scaling",
     "bilinear": "compat random_bits formats arrays scaling quantizers recipes sink",
     "dot": "arrays matrices recipes accumulation matmul bilinear",
