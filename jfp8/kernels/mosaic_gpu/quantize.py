@@ -64,6 +64,7 @@ def fastest(kernel: str, x: jax.Array, otherwise: Sweep) -> Sweep:
 
 
 def run(
+    name: str,
     kernel: Callable[..., None],
     x: jax.Array,
     *arrays: jax.Array,
@@ -80,6 +81,7 @@ def run(
         grid=(blocks(x, sweep),),
         grid_names=("block",),
         interpret=interpret,
+        kernel_name=f"jfp8_{name}",
     )(x, *arrays)
 
 
@@ -238,7 +240,9 @@ def tensor_amax(
 
     expected = () if known is None else (known.reshape(1),)
     out = jax.ShapeDtypeStruct((blocks(x, sweep), sweep.rows), jnp.int32)
-    (largest,) = run(kernel, x, *expected, out=[out], sweep=sweep, interpret=interpret)
+    (largest,) = run(
+        "tensor_amax", kernel, x, *expected, out=[out], sweep=sweep, interpret=interpret
+    )
     return lax.bitcast_convert_type(jnp.max(largest), jnp.float32)
 
 
@@ -267,7 +271,7 @@ def row_and_column_amax(
         jax.ShapeDtypeStruct((x.shape[1] // sweep.columns, x.shape[0]), jnp.int32),
         jax.ShapeDtypeStruct((x.shape[0] // sweep.rows, x.shape[1]), jnp.int32),
     ]
-    rows, columns = run(kernel, x, out=out, sweep=sweep, interpret=interpret)
+    rows, columns = run("row_and_column_amax", kernel, x, out=out, sweep=sweep, interpret=interpret)
     rows, columns = (
         lax.bitcast_convert_type(jnp.max(part, axis=0), jnp.float32) for part in (rows, columns)
     )
@@ -351,6 +355,7 @@ def quantize_both(
     if with_amax:
         out.append(jax.ShapeDtypeStruct((blocks(x, sweep), sweep.rows), jnp.int32))
     q, q_t, *largest = run(
+        "quantize_both",
         kernel,
         x,
         *inverses,

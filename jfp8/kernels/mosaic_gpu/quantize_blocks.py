@@ -98,6 +98,7 @@ def quantize_rows_in_blocks(
 
     scale = jnp.float32 if scale_rounding in (None, "power_of_two") else jnp.uint8
     q, s, q_t, s_t = run(
+        f"quantize_rows_in_blocks_{block}",
         kernel,
         x,
         out=[
@@ -160,6 +161,7 @@ def quantize_tiles(
         finish()
 
     q, q_t, s = run(
+        "quantize_tiles",
         kernel,
         x,
         out=[

@@ -1,0 +1,137 @@
+"""Check the GPU kernels and measure everything that they are for; one command, one GPU.
+
+Correctness first: every kernel against float64 or, bit for bit, against what a CPU computes. Then
+ceilings of the device, FP8 products, linear layers, quantize kernels, a Transformer block's step,
+accumulation errors, memory, and what XLA's compiler does with FP8. Sections are independent: what
+fails in one is a line in the result, and a kernel that hangs is ended, with no harm to the others.
+
+    python benchmarks/gpu.py --save                # benchmarks/results/gpu-<device>-<date>.json
+    python benchmarks/gpu.py --sections products,linear --json out.json --hlo programs
+    python benchmarks/gpu.py --smoke               # on a CPU, with kernels interpreted: minutes
+
+The package has to be importable, installed or by PYTHONPATH. The exit status is 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpu_clocks import clocks
+from gpu_harness import Settings, supervise
+from gpu_tables import derive, table, targets
+
+# Most important first. The numbers are shares of the time, of which none lacks what it leaves over.
+SECTIONS = {
+    "checks": ("gpu_checks:checks", 20.0),
+    "ceilings": ("gpu_products:ceilings", 5.0),
+    "products": ("gpu_products:products", 22.0),
+    "linear": ("gpu_training:linear", 26.0),
+    "quantize": ("gpu_quantize:quantize", 10.0),
+    "block": ("gpu_training:block", 18.0),
+    "accumulation": ("gpu_products:accumulation", 5.0),
+    "memory": ("gpu_training:memory", 1.0),
+    "facts": ("gpu_products:facts", 4.0),
+}
+RESULTS = Path(__file__).parent / "results"
+# For a smoke test: nothing there runs long enough to be worth optimising.
+ON_CPU = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+}
+
+
+def measure(
+    sections: list[str], settings: Settings, minutes: float, log: Path | None
+) -> dict[str, Any]:
+    """All records, what is derived from them, and where they are from."""
+    outcome = supervise(
+        {name: SECTIONS[name] for name in sections},
+        settings,
+        start="gpu_timing:begin",
+        minutes=minutes,
+        environment=ON_CPU if settings.smoke else None,
+        log=log,
+        watch=None if settings.smoke else clocks,
+    )
+    hello = outcome.hello
+    on_gpu = hello.get("platform") == "gpu"
+    limits = derive(outcome.records, on_gpu)
+    seen = next((c for c in outcome.watched if c), {})
+    return {
+        "benchmark": "GPU kernels",
+        "smoke": settings.smoke,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": {
+            "kind": hello.get("device"),
+            "platform": hello.get("platform"),
+            "driver": seen.get("driver_version"),
+            "compute_capability": hello.get("compute_capability"),
+            "multiprocessors": hello.get("multiprocessors"),
+            "memory_bytes": hello.get("memory_bytes"),
+        },
+        "versions": hello.get("versions", {}),
+        "settings": {
+            "minutes": minutes,
+            "repeats": settings.repeats,
+            "warmups": settings.warmups,
+        },
+        "clocks": outcome.watched,
+        "ceilings": limits,
+        "targets": targets(outcome.records) if on_gpu else [],
+        "sections": {name: {"seconds": outcome.seconds.get(name, 0.0)} for name in sections},
+        "records": outcome.records,
+    }
+
+
+def sections_of(text: str) -> list[str]:
+    """The sections in a list such as ``products,linear``."""
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no section is called {', '.join(unknown)}; there are {', '.join(SECTIONS)}"
+        )
+    return [name for name in SECTIONS if name in names]
+
+
+def main() -> None:
+    """Parse arguments, measure, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sections", type=sections_of, default=list(SECTIONS), help="a,b,c")
+    parser.add_argument("--minutes", type=float, default=None, help="never more than this (9)")
+    parser.add_argument("--repeats", type=int, default=None, help="timed runs of each line (20)")
+    parser.add_argument("--json", type=Path, help="file for the result")
+    parser.add_argument("--save", action="store_true", help="write the result below results/")
+    parser.add_argument("--hlo", type=Path, help="folder for the compiled programs of layers")
+    parser.add_argument("--log", type=Path, help="file for what libraries print")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU, kernels interpreted")
+    arguments = parser.parse_args()
+    repeats = arguments.repeats or (1 if arguments.smoke else 20)
+    settings = Settings(repeats=repeats, hlo=str(arguments.hlo) if arguments.hlo else None)
+    if arguments.smoke:
+        settings = Settings(True, repeats, 0, compiling=600, running=600, hlo=settings.hlo)
+    # Without the seconds that starting and ending takes, the whole stays below the limit.
+    minutes = (arguments.minutes or (30 if arguments.smoke else 9)) - 0.25
+    result = measure(arguments.sections, settings, minutes, arguments.log)
+    text = json.dumps(result, indent=1)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+    if arguments.save:
+        kind = re.sub(r"\W+", "-", str(result["device"]["kind"])).strip("-").lower()
+        start = "smoke" if arguments.smoke else "gpu"
+        path = RESULTS / f"{start}-{kind}-{result['date'][:10]}.json"
+        path.write_text(text + "\n")
+        print(path)
+    print(table(result), flush=True)
+    if any(r["section"] == "checks" and "error" in r for r in result["records"]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

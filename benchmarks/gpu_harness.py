@@ -1,0 +1,409 @@
+"""Run cases that may fail, crash or hang, each on its own account, against the clock.
+
+A kernel that nobody has run before may wait for ever for a barrier, or write where it must not,
+after which nothing works in that process. So cases run in a process of their own, the worker, which
+says what it starts and what came out. Where it falls silent, it is ended, the case is recorded as
+failed, and another worker goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+_MARK = "@@case "  # before what a worker has to say; other lines are those of libraries
+_LOST = 3  # exit code of a worker whose device was lost in a case that it did report
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Something to time: `run` does it `calls` times; `facts` go into its record."""
+
+    run: Callable[[], Any]
+    calls: int = 1
+    facts: Record = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the result.
+
+    Attributes:
+      name: unique in its group.
+      prepare: compiles and runs it once, and returns what is to be timed, or the record itself.
+      kernels: what it runs. No other case with one of these is tried after one made it hang.
+    """
+
+    name: str
+    prepare: Callable[[], Timed | Record]
+    kernels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that are timed in turn, so that a change of clock hits them alike.
+
+    Attributes:
+      cases: most important first: the last ones are left out where time is short.
+      baseline: the case that the others are compared to.
+    """
+
+    name: str
+    cases: list[Case]
+    baseline: str | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What sections are told.
+
+    Attributes:
+      smoke: sizes so small that a CPU interprets the kernels in no time.
+      repeats, warmups: of each timed case.
+      compiling, running: seconds after which a worker that says nothing is ended: while it
+        compiles, and after it said `running`.
+      hlo: folder for compiled programs, or None.
+      options: what only one section knows of.
+    """
+
+    smoke: bool = False
+    repeats: int = 20
+    warmups: int = 5
+    compiling: float = 150.0
+    running: float = 40.0
+    hlo: str | None = None
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+Section = Callable[[Settings], Iterable[Group]]
+
+
+# The worker.
+
+
+def work(text: str) -> None:
+    """Run what `text`, the plan of `supervise`, asks for, and say so line by line."""
+    plan = json.loads(text)
+    settings = Settings(**plan["settings"])
+    if plan["start"]:  # what a module does before anything runs, such as naming the device
+        _say("hello", record=_function(plan["start"])(settings))
+    finished = {tuple(key) for key in plan["finished"]}
+    for index, (name, function) in enumerate(plan["sections"]):
+        share = plan["shares"][index] / sum(plan["shares"][index:])
+        end = time.time() + share * (plan["end"] - time.time())
+        _say("section", name=name)
+        groups = []
+        try:
+            groups.extend(_function(function)(settings))
+        except Exception as error:
+            if (name, "", "") not in finished:
+                _say("case", section=name, group="", name="", record=_failure(error))
+        while groups:  # each gets its part of the section's time, and what others left over
+            until = time.time() + (end - time.time()) / len(groups)
+            _run_group(name, groups.pop(0), settings, until, finished, set(plan["broken"]))
+        _say("section done", name=name)
+
+
+def running() -> None:
+    """Say that all is compiled, so that from now on silence means that a kernel hangs."""
+    _say("running")
+
+
+def _run_group(
+    section: str,
+    group: Group,
+    settings: Settings,
+    end: float,
+    finished: set[tuple[str, str, str]],
+    broken: set[str],
+) -> None:
+    from common import interleaved_medians
+
+    ready: dict[str, Timed] = {}
+    seconds: dict[str, float] = {}
+    for case in group.cases:
+        where = {"section": section, "group": group.name, "name": case.name}
+        if tuple(where.values()) in finished:
+            continue
+        if time.time() > end:
+            _say("case", **where, record={"skipped": "no time was left for it"})
+            continue
+        if culprits := broken.intersection(case.kernels):
+            _say("case", **where, record={"skipped": f"{', '.join(culprits)} hung or crashed"})
+            continue
+        _say("start", **where, kernels=case.kernels)
+        start = time.perf_counter()
+        try:
+            prepared = case.prepare()
+            if isinstance(prepared, Timed):
+                for _ in range(settings.warmups):
+                    _wait_for(prepared.run())
+                ready[case.name] = prepared
+            else:
+                _say("case", **where, record=prepared)
+        except Exception as error:
+            _say("case", **where, record=_failure(error))
+            _check_health()
+        seconds[case.name] = time.perf_counter() - start
+    if not ready:
+        return
+    # The baseline twice: what lies between its two figures is noise.
+    again = "baseline again"
+    runs: dict[str, Callable[[], Any]] = {name: timed.run for name, timed in ready.items()}
+    if group.baseline in runs:
+        runs[again] = runs[group.baseline]
+    _say("timing", section=section, group=group.name, names=list(ready))
+    try:
+        medians = interleaved_medians(runs, settings.repeats)
+    except Exception as error:
+        for name in ready:
+            _say("case", section=section, group=group.name, name=name, record=_failure(error))
+        _check_health()
+        return
+    noise = None
+    if again in medians:
+        noise = abs(medians[again] / medians[group.baseline] - 1)
+    for name, timed in ready.items():
+        record = {
+            "ms": medians[name] / timed.calls,
+            "calls": timed.calls,
+            "baseline": group.baseline,
+            "noise": noise,
+            "prepare_s": round(seconds[name], 2),
+            "uses": next(list(case.kernels) for case in group.cases if case.name == name),
+            **timed.facts,
+        }
+        _say("case", section=section, group=group.name, name=name, record=record)
+
+
+def _wait_for(result: Any) -> None:
+    import jax
+
+    jax.block_until_ready(result)
+
+
+def _check_health() -> None:
+    """End this process if the device no longer answers, so that another one starts afresh."""
+    import jax
+    import numpy as np
+
+    try:
+        jax.block_until_ready(jax.jit(lambda x: x + 1)(np.float32(0)))
+    except Exception as error:
+        print(f"The device does not answer any more: {error}", file=sys.stderr, flush=True)
+        os._exit(_LOST)
+
+
+def _failure(error: Exception) -> Record:
+    traceback.print_exc()
+    return {"error": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _say(event: str, **what: Any) -> None:
+    print(_MARK + json.dumps({"event": event, **what}), flush=True)
+
+
+# The supervisor.
+
+
+@dataclass
+class Outcome:
+    """What all workers said."""
+
+    hello: Record = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    watched: list[Record] = field(default_factory=list)
+
+
+def supervise(
+    sections: dict[str, tuple[str, float]],
+    settings: Settings,
+    *,
+    start: str | None = None,
+    minutes: float,
+    environment: dict[str, str] | None = None,
+    log: Path | None = None,
+    watch: Callable[[], Record | None] | None = None,
+) -> Outcome:
+    """Run the sections in order, at most `minutes` in all.
+
+    Args:
+      sections: ``name: ("module:function", share of the time)``; what one section leaves over goes
+        to those after it. The function takes `Settings` and yields `Group`.
+      settings: for the sections.
+      start: ``"module:function"`` that each worker calls first, ``Settings -> record``.
+      minutes: after which the worker is ended, whatever it does.
+      environment: variables to set in it.
+      log: file for what else the worker prints; None: nowhere.
+      watch: called while a group is being timed, on a thread of its own.
+
+    Returns:
+      All records, each with its section, group and name.
+    """
+    outcome = Outcome()
+    end = time.time() + 60 * minutes
+    remaining = list(sections)
+    broken: set[str] = set()
+    with open(log or os.devnull, "a") as log_file:
+        while remaining:
+            plan = {
+                "settings": dataclasses.asdict(settings),
+                "start": start,
+                "sections": [(name, sections[name][0]) for name in remaining],
+                "shares": [sections[name][1] for name in remaining],
+                "finished": [(r["section"], r["group"], r["name"]) for r in outcome.records],
+                "broken": sorted(broken),
+                "end": end,
+            }
+            worker = _Worker(plan, settings, environment, log_file)
+            worker.follow(outcome, remaining, broken, watch)
+    return outcome
+
+
+def _watch(outcome: Outcome, watch: Callable[[], Record | None], where: Record) -> None:
+    if seen := watch():
+        outcome.watched.append({**where, **seen})
+
+
+class _Worker:
+    """The process, and what it is at."""
+
+    def __init__(
+        self, plan: Record, settings: Settings, environment: dict[str, str] | None, log: Any
+    ) -> None:
+        here = Path(__file__).parent
+        paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH")]
+        self.settings, self.end, self.log = settings, plan["end"], log
+        self.silence = settings.compiling
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "import sys, gpu_harness; gpu_harness.work(sys.argv[1])"]
+            + [json.dumps(plan)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            errors="replace",
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+                **(environment or {}),
+            },
+        )
+
+    def follow(
+        self,
+        outcome: Outcome,
+        remaining: list[str],
+        broken: set[str],
+        watch: Callable[[], Record | None] | None,
+    ) -> None:
+        """Take down what it finishes, until it ends or is ended, and then who is to blame."""
+        doing: list[Record] = []
+        kernels: list[str] = []
+        section, began = remaining[0], time.time()
+        stopped = None
+        try:
+            for event in self._events():
+                what = event.pop("event")
+                if what in ("silent", "no time"):
+                    stopped = what
+                    break
+                self.silence = self.settings.compiling
+                if what == "hello":
+                    outcome.hello = event["record"]
+                elif what == "section":
+                    section, began = event["name"], time.time()
+                elif what == "section done":
+                    _add_seconds(outcome, section, time.time() - began)
+                    remaining.remove(section)
+                elif what == "start":
+                    kernels = event.pop("kernels")
+                    doing = [event]
+                elif what == "timing":
+                    kernels, names = [], event.pop("names")
+                    doing = [{**event, "name": name} for name in names]
+                    if watch:
+                        threading.Thread(target=_watch, args=(outcome, watch, event)).start()
+                elif what == "case":
+                    doing = [d for d in doing if d["name"] != event["name"]]
+                    _record(outcome, **event)
+                if what in ("running", "timing"):
+                    self.silence = self.settings.running
+        finally:
+            self.process.kill()
+            code = self.process.wait()
+        if not remaining:
+            return
+        _add_seconds(outcome, section, time.time() - began)
+        if stopped == "no time":
+            doing += [{"section": name, "group": "", "name": ""} for name in remaining]
+            remaining.clear()
+            result = {"skipped": "no time was left for it"}
+        elif stopped == "silent":
+            result = {"error": f"no answer within {self.silence:.0f} s: does it hang?"}
+        else:
+            result = {"error": f"the process ended (exit code {code})"}
+        if stopped != "no time":
+            broken.update(kernels)
+            if not doing and code != _LOST:  # not within a case
+                doing = [{"section": remaining.pop(0), "group": "", "name": ""}]
+        for d in doing:
+            _record(outcome, **d, record=result)
+
+    def _events(self) -> Iterator[Record]:
+        """What the worker says, and ``silent`` or ``no time`` if that is what happens."""
+        lines: queue.Queue[str | None] = queue.Queue()
+        stdout = self.process.stdout
+        assert stdout is not None
+
+        def read() -> None:
+            for line in stdout:
+                lines.put(line)
+            lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        while True:
+            left = self.end - time.time()
+            try:
+                line = lines.get(timeout=max(0.0, min(self.silence, left)))
+            except queue.Empty:
+                yield {"event": "no time" if left < self.silence else "silent"}
+                return
+            if line is None:
+                self.process.wait()
+                return
+            if line.startswith(_MARK):
+                yield json.loads(line.removeprefix(_MARK))
+            else:
+                self.log.write(line)
+
+
+def _record(outcome: Outcome, section: str, group: str, name: str, record: Record) -> None:
+    outcome.records.append({"section": section, "group": group, "name": name, **record})
+    if "ms" in record:
+        said = f"{record['ms']:.4f} ms"
+    else:
+        said = record.get("error") or record.get("skipped") or "done"
+    print(f"{section}: {group}: {name}: {said.splitlines()[0][:120]}", flush=True)
+
+
+def _add_seconds(outcome: Outcome, name: str, seconds: float) -> None:
+    outcome.seconds[name] = round(outcome.seconds.get(name, 0.0) + seconds, 1)
