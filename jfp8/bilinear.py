@@ -149,7 +149,7 @@ def _multiply(static, lhs, rhs, state, sink, seed, extra):
 
 def _forward(static, lhs, rhs, state, sink, seed, extra, and_backward=True):
     operation, recipe = static
-    products = recipe.products()
+    products = recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     frozen = isinstance(rhs, ScaledArray)
     lhs = _first_order_only(lhs)
@@ -177,7 +177,7 @@ def _forward(static, lhs, rhs, state, sink, seed, extra, and_backward=True):
 
 def _backward(static, residuals, cotangents):
     operation, recipe = static
-    products = recipe.products()
+    products = recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
     lhs_bytes, rhs_bytes, grad_state, seen, seed, extra = residuals
     q_lhs = _from_bytes(lhs_bytes, wgrad.lhs)

@@ -167,6 +167,9 @@ class Recipe:
       accumulation: how the emulated products round their sums, see `scaled_matmul`. ``"hopper"``
         does in all three products what the tensor cores of Hopper do: fast accumulation where the
         recipe allows it (in most only forward), promotion to f32 every 128 elsewhere.
+      fast_accumulation: the products, any of ``"fprop"``, ``"dgrad"`` and ``"wgrad"``, in which
+        hardware may keep fewer bits of its sums, which is faster. None: as the recipe has it, in
+        most ``("fprop",)``.
     """
 
     name: ClassVar[str] = ""
@@ -175,6 +178,7 @@ class Recipe:
     """Whether gradients have no scale of their own, and need a loss scale to stay in range."""
 
     accumulation: Accumulation = field(default="f32", kw_only=True)
+    fast_accumulation: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **fields: Any) -> Recipe:
         """Refuse unknown fields with a message that lists the known ones."""
@@ -183,10 +187,28 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check_choice(self, "accumulation", ACCUMULATIONS)
+        fast, kinds = self.fast_accumulation, ("fprop", "dgrad", "wgrad")
+        if fast is not None and not (isinstance(fast, tuple) and set(fast) <= set(kinds)):
+            raise ValueError(
+                f"{type(self).__name__}(fast_accumulation={fast!r}): must be None or a tuple with "
+                f"any of {', '.join(map(repr, kinds))}, such as ('fprop',)."
+            )
 
     def products(self) -> Products:
         """What is done to the operands of the three products."""
         raise TypeError(f"{type(self).__name__} is abstract; use one of {_names()}.")
+
+    def resolved(self) -> Products:
+        """`products`, with what `fast_accumulation` says about them."""
+        products, fast = self.products(), self.fast_accumulation
+        if fast is None:
+            return products
+        return Products(
+            **{
+                kind: dataclasses.replace(product, fast_accumulation=kind in fast)
+                for kind, product in vars(products).items()
+            }
+        )
 
     def for_layer(self, path: str) -> Recipe:
         """The recipe of the layer at `path` (``"Block_0/Dense_1"``); most make no difference."""

@@ -175,6 +175,35 @@ def test_scaled_matmul(implementation, fast):
     assert (dot.lhs, dot.rhs, dot.out, dot.fast) == (E4M3, E5M2, "bf16", fast)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "fast"),
+    [((), [False] * 3), (("fprop", "wgrad"), [True, False, True]), (None, [True, False, False])],
+)
+def test_a_recipe_chooses_where_sums_may_be_fast(chosen, fast):
+    f, args = product_and_gradients(recipe=recipes.DelayedScaling(fast_accumulation=chosen))
+    assert [dot.fast for dot in dots(lowered(f, *args))] == fast
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.RowwiseScaling()], ids=str)
+def test_other_accelerators_are_given_f8_and_no_algorithm(recipe, platform):
+    """Their compilers multiply f8 arrays as well as the chip can."""
+    f, args = product_and_gradients(recipe=recipe)
+    found = dots(lowered(f, *args, platform=platform))
+    assert len(found) == 3
+    for dot in found:
+        assert (dot.lhs[:2], dot.rhs[:2], dot.out, dot.algorithm) == ("f8", "f8", "f32", None)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+def test_blocks_on_other_accelerators_are_the_reference(platform):
+    x = jfp8.quantize(jnp.ones((16, 256)), granularity=jfp8.Block((1, 128)))
+    w = jfp8.quantize(jnp.ones((256, 64)))
+    f = lambda: jfp8.scaled_matmul(x, w, (((1,), (0,)), ((), ())))
+    (dot,) = dots(lowered(f, platform=platform))
+    assert (dot.lhs, dot.rhs, dot.precision) == ("f32", "f32", "HIGHEST, HIGHEST")
+
+
 # Layers
 
 

@@ -98,6 +98,7 @@ OTHER = {
     Hybrid: TOOLKIT,
     Unscaled: {"fp8_format": "E4M3", "accumulation": "hopper"},
 }
+OTHER = {cls: {**fields, "fast_accumulation": ("dgrad",)} for cls, fields in OTHER.items()}
 EACH_FIELD = [
     (cls, {field: value}) for cls, fields in OTHER.items() for field, value in fields.items()
 ]
@@ -188,7 +189,7 @@ def test_the_samples_cover_every_field_and_recipe():
     ],
 )
 def test_defaults(cls, defaults):
-    assert dataclasses.asdict(cls()) == defaults
+    assert dataclasses.asdict(cls()) == {**defaults, "fast_accumulation": None}
 
 
 @samples
@@ -214,8 +215,13 @@ def test_equal_if_and_only_if_of_one_class_with_equal_fields():
 
 
 def positional(recipe) -> list:
-    """The values of all fields but `accumulation`, which is for keywords only."""
+    """The values of all fields but those that are for keywords only."""
     return [getattr(recipe, f.name) for f in dataclasses.fields(recipe) if not f.kw_only]
+
+
+def keywords(recipe) -> dict:
+    """The fields that are for keywords only."""
+    return {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.kw_only}
 
 
 @samples
@@ -227,7 +233,7 @@ def positional(recipe) -> list:
         lambda r: pickle.loads(pickle.dumps(r)),
         dataclasses.replace,
         lambda r: recipes.from_json(r.to_json()),
-        lambda r: type(r)(*positional(r), accumulation=r.accumulation),
+        lambda r: type(r)(*positional(r), **keywords(r)),
         lambda r: recipes.get(r.name, **vars(r)),
         lambda r: recipes.get(type(r).__name__, **vars(r)),
     ],
@@ -619,11 +625,29 @@ def test_error_accumulation(cls, value):
 
 
 @classes
+@pytest.mark.parametrize("value", ["fprop", ["fprop"], ("forward",), True, 1])
+def test_error_fast_accumulation(cls, value):
+    with pytest.raises(ValueError, match=r"None or a tuple with any of 'fprop', 'dgrad', 'wgrad'"):
+        cls(fast_accumulation=value)
+
+
+@classes
+@pytest.mark.parametrize("fast", [(), ("wgrad",), ("fprop", "dgrad", "wgrad")])
+def test_fast_accumulation_overrides_each_product(cls, fast):
+    chosen, plain = cls(fast_accumulation=fast).resolved(), cls().products()
+    for kind in ("fprop", "dgrad", "wgrad"):
+        product = getattr(chosen, kind)
+        assert product.fast_accumulation is (kind in fast)
+        kept = getattr(plain, kind)
+        assert dataclasses.replace(product, fast_accumulation=kept.fast_accumulation) == kept
+
+
+@classes
 def test_accumulation_is_for_keywords_only(cls):
     count = len(dataclasses.fields(cls))
     with pytest.raises(TypeError, match="positional"):
         cls(*positional(cls()), "hopper")
-    assert len(positional(cls())) == count - 1
+    assert len(positional(cls())) == count - 2
 
 
 @pytest.mark.parametrize("value", [1, 0, None, "True", np.bool_(True)])
@@ -858,7 +882,7 @@ def test_json_of_ones_own_products(case):
 
 def test_json_names_classes_and_formats():
     fields = json.loads(OF_ONES_OWN["everything"].to_json())
-    assert set(fields) == {"recipe", "accumulation", "fprop", "dgrad", "wgrad"}
+    assert set(fields) == {"recipe", "accumulation", "fast_accumulation", "fprop", "dgrad", "wgrad"}
     assert fields["wgrad"]["rhs"] == {
         "class": "TwoLevel",
         "fmt": {"class": "Format", "name": "E2M1FN"},
