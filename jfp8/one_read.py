@@ -8,6 +8,7 @@ read the tensor for each, and again for its amax; a kernel writes them all from 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -54,6 +55,8 @@ def has_kernel(quantizer: Quantizer) -> bool:
     )
 
 
+# A kernel takes a while to compile. So it is compiled once for all layers of the same shapes.
+@partial(jax.jit, static_argnums=0)
 def quantize_both_ways(quantizer: Quantizer, x: jax.Array, state: AmaxState | None) -> BothWays:
     """`x` as `quantizer`, which must have a kernel, has it for both directions.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,6 +183,33 @@ def test_transformations(recipe):
     with use_abstract_mesh(mesh):
         text = jax.jit(mapped).trace(variables, many).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu_v2" in text
+
+
+@needs_mosaic
+def test_layers_of_the_same_shapes_share_their_kernels():
+    """In the program, that is: each of them takes a second to compile. (JAX copies a few.)"""
+
+    class Layers(nn.Module):
+        n: int
+
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(self.n):
+                x = jfp8.Dense(512, dtype=jnp.bfloat16)(x)
+            return x
+
+    def kernels_of(n):
+        x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+        variables = jax.eval_shape(Layers(n).init, jax.random.key(0), x)
+        loss = lambda v, x: Layers(n).apply(v, x).astype(jnp.float32).sum()
+        grad = jax.grad(loss, argnums=(0, 1))
+        text = lowered_for("NVIDIA H200", grad, variables, x)
+        return text.count("mosaic_gpu_v2"), kernels(text)
+
+    assert kernels_of(1) == (6, 6)
+    written, called = kernels_of(4)
+    assert called == 24
+    assert written <= 12
 
 
 @needs_mosaic
