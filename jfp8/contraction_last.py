@@ -105,7 +105,7 @@ def contraction_last(
     asked_for = implementation == "mosaic_gpu"
     if not asked_for and (gpu is None or not gpu.whole or not gpu.multiplies_f8):
         return None
-    if implementation is None and m * n * k < SMALL_PRODUCT:
+    if 0 in sizes or (implementation is None and m * n * k < SMALL_PRODUCT):
         return None
     if not _fits(recipe, gpu):
         return None

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jfp8
-from jfp8.backends import Job, emulated, in_bf16
+from jfp8.backends import Job, emulated, factors_of, in_bf16
 from jfp8.kernels import xla
 from jfp8.kernels.gpu import Gpu
 from jfp8.matmul import SMALL_PRODUCT, on_cuda
@@ -101,6 +101,42 @@ def test_odd_sizes_are_padded_inside(shapes, numbers):
     ((lhs_shape, rhs_shape),) = seen
     batch = 1 if numbers[1][0] else 0
     assert all(n % 16 == 0 for n in (*lhs_shape[batch:], *rhs_shape[batch:]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("shapes", "numbers", "axes"),
+    [
+        (((48, 96), (96, 32)), PLAIN, (None, None)),
+        (((50, 96), (96, 31)), PLAIN, (None, None)),
+        (((50, 96), (96, 31)), PLAIN, (0, 1)),
+        (((3, 16, 96), (3, 96, 32)), (((2,), (1,)), ((0,), (0,))), (None, (0, 2))),
+    ],
+    ids=["one scale", "odd sizes", "by row and column", "batches"],
+)
+def test_what_cuda_is_given_computes_the_product(shapes, numbers, axes, dtype, monkeypatch):
+    """Executed on a CPU, which only refuses the name of the algorithm."""
+    dot_general = lax.dot_general
+    monkeypatch.setattr(
+        xla.lax, "dot_general", lambda *args, precision, **more: dot_general(*args, **more)
+    )
+    rng = np.random.default_rng(0)
+    lhs, rhs = (
+        jfp8.quantize(
+            jnp.asarray(rng.normal(size=s), jnp.float32),
+            granularity=jfp8.PerTensor() if axis is None else jfp8.PerAxis(axis),
+        )
+        for s, axis in zip(shapes, axes, strict=True)
+    )
+    factors = factors_of(lhs, rhs, job(numbers))
+    y = xla.cuda(lhs.data, rhs.data, numbers, factors, np.dtype(dtype), fast_accumulation=True)
+    assert y.dtype == dtype
+    a, b = (np.asarray(q.dequantize(), np.float64) for q in (lhs, rhs))
+    expected, size = a @ b, abs(a) @ abs(b)
+    # Rounded as a sum, by a scale that is itself rounded outside of CUDA, and as their product.
+    epsilon = float(jnp.finfo(dtype).eps)
+    bound = 2 * epsilon * abs(expected) + 100 * 2.0**-24 * size
+    assert (abs(np.asarray(y, np.float64) - expected) <= bound).all()
 
 
 # The choice

@@ -1,0 +1,105 @@
+"""Quantizing in both directions by a kernel, which is interpreted, against the two steps."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8.one_read import has_kernel, quantize_both_ways, transposed
+from jfp8.quantizers import Blockwise, Context, Current, Delayed, Rowwise, TwoLevel, Unit
+from jfp8.scaling import amax
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
+)
+
+E4M3, E5M2 = jfp8.E4M3FN, jfp8.E5M2
+NEW = {"amax_history": jnp.zeros(4), "amax": jnp.zeros(())}
+SEEN = {"amax_history": jnp.array([3.0, 0.5, 0.0, 0.0]), "amax": jnp.array(7.0)}
+IN_STEP = {"amax_history": jnp.zeros(4), "amax": jnp.array(1000.0)}
+
+
+def matrix(dtype, m=100, n=150):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(m, n)) * 2.0 ** rng.integers(-4, 5, size=(m, 1))
+    x[7, 3], x[20, 40:90] = 0, 0
+    return jnp.asarray(x, dtype)
+
+
+def in_two_steps(quantizer, x, state):
+    largest = amax(x)
+    return (
+        quantizer(x, Context((1,), largest, state)),
+        transposed(quantizer(x, Context((0,), largest, state))),
+        largest,
+    )
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("quantizer", "state", "dtype"),
+    [
+        (Unit(E5M2), None, jnp.bfloat16),
+        (Current(E4M3, "power_of_two"), None, jnp.float16),
+        (Delayed(E4M3), None, jnp.bfloat16),
+        (Delayed(E5M2, margin=1, length=4), NEW, jnp.bfloat16),
+        (Delayed(E4M3, algo="most_recent", length=4), SEEN, jnp.bfloat16),
+        (Delayed(E4M3, length=4), IN_STEP, jnp.float32),
+        (Rowwise(E4M3), None, jnp.bfloat16),
+        (Blockwise(E4M3, (128, 1)), None, jnp.bfloat16),
+        (Blockwise(E5M2, (128, 128), "power_of_two"), None, jnp.bfloat16),
+        (Blockwise(E4M3, (32, 1), "rceil"), None, jnp.bfloat16),
+    ],
+    ids=str,
+)
+def test_the_same_bytes_scales_and_amax(quantizer, state, dtype):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    assert has_kernel(quantizer)
+    x = matrix(dtype)
+    expected = jax.jit(in_two_steps, static_argnums=0)(quantizer, x, state)
+    with plgpu.force_gpu_interpret_mode():
+        found = quantize_both_ways(quantizer, x, state)
+    assert jax.tree.structure(tuple(found)) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.atleast_1d(np.asarray(v)).view(np.uint8) for v in (a, b))
+        np.testing.assert_array_equal(a, b)
+    assert np.unique(np.asarray(found.straight.data).view(np.uint8)).size > 20
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        Current(E4M3, rounding="stochastic"),
+        Current(jfp8.E3M4),
+        Blockwise(E4M3, (64, 1)),
+        Blockwise(E4M3, (32, 32), "rceil"),
+        TwoLevel(jfp8.E2M1FN, (16, 1)),
+    ],
+    ids=str,
+)
+def test_what_has_no_kernel(quantizer):
+    assert not has_kernel(quantizer)
+
+
+def test_a_quantizer_derived_from_one_with_a_kernel_has_none():
+    """It may do anything."""
+
+    class Halved(Current):
+        def __call__(self, x, context):
+            return super().__call__(x / 2, context)
+
+    assert has_kernel(Current(E4M3))
+    assert not has_kernel(Halved(E4M3))
+
+
+@pytest.mark.parametrize("scale_rounding", [None, "rceil"])
+def test_transposed(scale_rounding):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 70)), jnp.float32)
+    block = jfp8.Block((1, 32))
+    q = jfp8.quantize(x, granularity=block, scale_rounding=scale_rounding)
+    np.testing.assert_array_equal(transposed(q).dequantize(), q.dequantize().T)
