@@ -12,7 +12,7 @@ from jfp8.arrays import ScaledArray
 from jfp8.backends import HARDWARE_FORMATS, Job, scale_dtype
 from jfp8.formats import E5M2, E8M0FNU
 from jfp8.kernels.gpu import Gpu
-from jfp8.matrices import as_matrices, free_dims, out_shape
+from jfp8.matrices import as_matrices, free_dims, out_shape, to_last
 
 BLOCK = 32
 
@@ -47,8 +47,7 @@ def by_blackwell(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
 
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
     a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
-    last = lambda x, k: x if k == x.ndim - 1 else x.swapaxes(-1, -2)
-    a, b = last(a, *numbers[0][0]), last(b, *numbers[0][1])
+    a, b = (to_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
     scales = (
         _by_row(lhs, lhs_contract[0], lhs_batch),
         _by_row(rhs, rhs_contract[0], rhs_batch),

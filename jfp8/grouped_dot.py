@@ -93,7 +93,8 @@ class GroupedDot(Operation):
                 "real products, not models of them. Use implementation=None or 'emulate'."
             )
         elif self.implementation == "xla":
-            y = by_groups(first, second)
+            with note("cuda", "bf16: JAX's own ragged product"):
+                y = by_groups(first, second)
         else:
 
             def cuda(first: Operand, second: Operand) -> jax.Array:

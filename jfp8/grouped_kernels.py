@@ -15,16 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8 import mosaic
 from jfp8.arrays import ScaledArray
-from jfp8.backends import HARDWARE_FORMATS
 from jfp8.bilinear import Kind, Operand, Operation, Use
-from jfp8.compat import kernels_are_interpreted
 from jfp8.explain import note
 from jfp8.grouped_dot import GroupedDot
 from jfp8.kernels.gpu import Gpu
-from jfp8.kernels.refusal import on_cuda_only
 from jfp8.matmul import Implementation
-from jfp8.mosaic import why_no_kernels
 from jfp8.one_read import has_kernel, quantize_both_ways
 from jfp8.recipes import Product, Recipe
 from jfp8.scaling import AmaxState
@@ -34,7 +31,7 @@ BLOCK = 128  # rows of a tile, and what the kernels sum before they scale
 
 def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> str | None:
     """Why `GroupedKernels` cannot compute what `recipe` says, on `gpu`; None if it can."""
-    reason = why_no_kernels(gpu)
+    reason = mosaic.why_no_kernels(gpu)
     if reason is not None:
         return reason
     if isinstance(rhs, ScaledArray):
@@ -50,7 +47,7 @@ def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> st
         if first is None or first != second or not has_kernel(first):
             return f"a grouped product whose {role} is quantized as {first}, {second}"
         in_blocks = first.block in ((BLOCK, 1), (BLOCK, BLOCK))
-        if first.fmt not in HARDWARE_FORMATS or not (in_blocks or first.one_for_both):
+        if not (in_blocks or first.one_for_both):
             return f"a grouped product whose {role} is quantized as {first}"
         if in_blocks and (role == "rhs") != (first.block == (BLOCK, BLOCK)):
             return f"a grouped product whose {role} has blocks of {first.block}"
@@ -126,13 +123,7 @@ class GroupedKernels(Operation):
                 y = grouped.grouped_matmul(first.data, second.data, needed, *scales, dtype)
                 return y.reshape(tiles, height, y.shape[-1])
 
-        if kernels_are_interpreted():
-            return kernel(first, second)
-        reason = (
-            "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another "
-            "platform. Use implementation=None or 'emulate', which give the same numbers."
-        )
-        return on_cuda_only(kernel, reason, first, second)
+        return mosaic.run(kernel, first, second)
 
 
 def _with_scales_by_group(q: ScaledArray) -> ScaledArray:

@@ -139,7 +139,8 @@ def scaled_matmul(
             f"implementation={implementation!r} does not support {reason}. "
             "Use implementation=None or 'emulate'."
         )
-    return IMPLEMENTATIONS[implementation](lhs, rhs, job)
+    with note("cuda", implementation):
+        return IMPLEMENTATIONS[implementation](lhs, rhs, job)
 
 
 def _by_platform(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:

@@ -45,6 +45,11 @@ def _grouped(
     return x, len(groups) - 1 if groups[-1] == tuple(contract) else len(groups) - 2
 
 
+def to_last(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with its last two dimensions exchanged, unless `axis` is the last."""
+    return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
+
+
 def out_shape(
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],

@@ -8,7 +8,7 @@ form, and its scales into the shapes that the kernels take.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jfp8.backends import HARDWARE_FORMATS, Job, scale_dtype, varies_along_sum
 from jfp8.compat import kernels_are_interpreted
 from jfp8.kernels.gpu import Gpu, current_gpu
 from jfp8.kernels.refusal import on_cuda_only
-from jfp8.matrices import as_matrices, free_dims, out_shape
+from jfp8.matrices import as_matrices, free_dims, out_shape, to_last
 
 BLOCK = 128  # along the contraction: what the kernels sum before they scale
 
@@ -88,7 +88,7 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
 
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
         a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
-        a, b = (_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
+        a, b = (to_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
         if varies_along_sum(lhs, rhs, job):
             a_scale = _block_scales(lhs, lhs_contract[0], lhs_batch, tiles=False)
             b_scale = _block_scales(rhs, rhs_contract[0], rhs_batch, tiles=True)
@@ -105,18 +105,18 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
         y = product(a, b, a_scale, b_scale)
         return y.reshape(out_shape(lhs.shape, rhs.shape, job.dimension_numbers))
 
+    return run(kernel, lhs, rhs)
+
+
+def run(kernel: Callable[..., jax.Array], *operands: ScaledArray) -> jax.Array:
+    """``kernel(*operands)`` on CUDA, or interpreted; an error where it is compiled for another."""
     if kernels_are_interpreted():
-        return kernel(lhs, rhs)
+        return kernel(*operands)
     reason = (
         "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another "
         "platform. Use implementation=None or 'emulate', which give the same numbers."
     )
-    return on_cuda_only(kernel, reason, lhs, rhs)
-
-
-def _last(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with the last two dimensions exchanged, if the last one is not `axis`."""
-    return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
+    return on_cuda_only(kernel, reason, *operands)
 
 
 def _row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> jax.Array:

@@ -24,7 +24,6 @@ from jfp8.scaling import (
     AmaxState,
     Block,
     amax,
-    history_amax,
     ragged_block,
     reciprocal,
     scale_from_amax,
@@ -112,8 +111,7 @@ def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> BothW
         largest = amax(x)
         return _with_one_scale(quantizer, x, quantizer.scale(largest, None), largest)
     # The amax at hand matters only as long as the history is empty, and is looked up only then.
-    expected = history_amax(state["amax_history"], quantizer.algo)
-    at_first = quantize.tensor_amax(x, expected)
+    at_first = quantize.tensor_amax(x, quantizer.expected(state))
     return _with_one_scale(quantizer, x, quantizer.scale(at_first, state))
 
 

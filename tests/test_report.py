@@ -265,6 +265,12 @@ def test_what_a_gpu_computes_products_with():
     assert "emulate; on CUDA bf16: FP8 does not pay for a product this small" in text
 
 
+@pytest.mark.parametrize("implementation", ["xla", "emulate"])
+def test_an_implementation_that_is_named_is_what_runs(implementation):
+    layer = jfp8.Dense(16, implementation=implementation)
+    assert {row.cuda for row in report(layer, X).rows} == {implementation}
+
+
 class Raw(nn.Module):
     """Products that no layer computes, on weights of its own."""
 
