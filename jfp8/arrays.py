@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 from jax import lax
 
-from jfp8.formats import E8M0FNU, Format, codes_to_format, decode, encode, format_of
+from jfp8.formats import (
+    E8M0FNU,
+    Format,
+    codes_to_format,
+    decode,
+    encode,
+    format_of,
+    straight_through,
+)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=["block"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["data", "scale", "carrier"],
+    meta_fields=["block"],
+)
 @dataclass(frozen=True)
 class ScaledArray:
     """An array in a narrow format together with its scale.
@@ -34,6 +47,9 @@ class ScaledArray:
       scale: f32 or e8m0 array, or a `ScaledArray`.
       block: elements that share a scale, for each dimension; only needed where the last block of a
         dimension is shorter than the others, ``ceil(n / b) == m``.
+      carrier: None, or a floating array of the shape of `data` that nobody reads: the gradient by
+        the values goes to it, in its dtype. So bytes that were gathered from other devices can be
+        trained (`jfp8.gather_weights`). Products give an array without it no gradient.
 
     >>> import jax.numpy as jnp, jfp8
     >>> q = jfp8.quantize(jnp.array([1.0, 2.0, 3.5]))
@@ -44,6 +60,7 @@ class ScaledArray:
     data: jax.Array
     scale: jax.Array | ScaledArray
     block: tuple[int, ...] | None = None
+    carrier: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,7 +104,8 @@ def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
     Exact for E8M0 scales, f32 subnormals included. The gradient is straight-through: the cotangent
     of ``data`` is that of the values, saturated and rounded to the stored format, because JAX gives
     a cotangent the dtype of its primal. The scale gets none. Differentiate `round_to_format` or
-    `scaled_dot_general` where that is too coarse.
+    `scaled_dot_general` where that is too coarse. If there is a `ScaledArray.carrier`, the
+    cotangent goes there instead, as it is.
 
     Args:
       q: what `quantize` returned.
@@ -109,7 +127,11 @@ def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
     scale = q.scale
     if isinstance(scale, ScaledArray):
         scale = dequantize(scale)
-    return _dequantize(np.dtype(dtype), q.block, q.data, lax.stop_gradient(jnp.asarray(scale)))
+    scale = lax.stop_gradient(jnp.asarray(scale))
+    if q.carrier is None:
+        return _dequantize(np.dtype(dtype), q.block, q.data, scale)
+    values = _dequantize(np.dtype(dtype), q.block, lax.stop_gradient(q.data), scale)
+    return straight_through(q.carrier, values)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -251,3 +273,18 @@ def expand_scale(
             b = n // m if block is None else block[axis]
             scale = lax.slice_in_dim(jnp.repeat(scale, b, axis=axis), 0, n, axis=axis)
     return scale
+
+
+# Flax's own serialization (msgpack) knows arrays and the containers registered with it.
+
+
+def _to_state_dict(q: ScaledArray) -> dict[str, Any]:
+    return {"data": q.data, "scale": serialization.to_state_dict(q.scale)}
+
+
+def _from_state_dict(q: ScaledArray, state: dict[str, Any]) -> ScaledArray:
+    scale: Any = serialization.from_state_dict(q.scale, state["scale"], name="scale")
+    return replace(q, data=state["data"], scale=scale)
+
+
+serialization.register_serialization_state(ScaledArray, _to_state_dict, _from_state_dict)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -24,10 +24,10 @@ from jax import lax
 
 from jfp8.arrays import ScaledArray, scaled_values
 from jfp8.compat import same_varying_axes
-from jfp8.formats import codes_of, codes_to_format
 from jfp8.quantizers import Context, Quantizer
 from jfp8.random_bits import fold_in, seed_of
 from jfp8.recipes import Product, Recipe
+from jfp8.residuals import SAVED, SAVED_WEIGHT, restore, save
 from jfp8.scaling import AmaxState, amax
 from jfp8.sink import ROLES, WIDTH, encode_amax
 
@@ -126,8 +126,9 @@ def multiply_quantized(
 ) -> tuple[jax.Array, Observed]:
     """`operation` of `lhs` and `rhs` as `recipe` says, and the amaxes that it saw on the way.
 
-    The amaxes have no gradient, nor has an `rhs` that is a `ScaledArray`. `extra` are operands that
-    are neither quantized nor differentiated. For the other arguments see `scaled_dot_general`.
+    The amaxes have no gradient. The gradient by an `rhs` that is a `ScaledArray` goes to its
+    carrier, if it has one. `extra` are operands that are neither quantized nor differentiated. For
+    the other arguments see `scaled_dot_general`.
     """
     _check_state(recipe, state)
     if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
@@ -136,24 +137,28 @@ def multiply_quantized(
             f"got {sink.dtype} of shape {sink.shape}."
         )
     seed = seed_of(key) if key is not None and recipe.products().stochastic else None
+    carrier = None
     if isinstance(rhs, ScaledArray):
-        rhs = lax.stop_gradient(rhs)
-    operands = (lhs, rhs, lax.stop_gradient(state), sink, seed, extra)
-    return _multiply((operation, recipe), *same_varying_axes(operands))
+        carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
+    operands = (lhs, rhs, carrier, lax.stop_gradient(state), sink, seed, extra)
+    static = (operation, recipe, carrier is not None)
+    return _multiply(static, *same_varying_axes(operands))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(static, lhs, rhs, state, sink, seed, extra):
-    return _forward(static, lhs, rhs, state, sink, seed, extra, and_backward=False)[0]
+def _multiply(static, lhs, rhs, carrier, state, sink, seed, extra):
+    return _forward(static, lhs, rhs, carrier, state, sink, seed, extra, and_backward=False)[0]
 
 
-def _forward(static, lhs, rhs, state, sink, seed, extra, and_backward=True):
-    operation, recipe = static
+def _forward(static, lhs, rhs, carrier, state, sink, seed, extra, and_backward=True):
+    operation, recipe, carried = static
+    del carrier
     products = recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
-    frozen = isinstance(rhs, ScaledArray)
+    in_bytes = isinstance(rhs, ScaledArray)
+    frozen = in_bytes and not carried
     lhs = _first_order_only(lhs)
-    rhs = rhs if frozen else _first_order_only(rhs)
+    rhs = rhs if in_bytes else _first_order_only(rhs)
     x = _Operand("lhs", lhs, state and state["lhs"], seed, operation)
     w = _Operand("rhs", rhs, state and state["rhs"], seed, operation)
     x_sum, w_sum = operation.contracting("fprop")
@@ -171,17 +176,18 @@ def _forward(static, lhs, rhs, state, sink, seed, extra, and_backward=True):
     # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else observed
-    residuals = (_to_bytes(kept_lhs), _to_bytes(kept_rhs), grad_state, seen, seed, extra)
+    kept = (save(kept_lhs, SAVED), save(kept_rhs, SAVED_WEIGHT))
+    residuals = (*kept, grad_state, seen, seed, extra)
     return (y, observed), residuals
 
 
 def _backward(static, residuals, cotangents):
-    operation, recipe = static
+    operation, recipe, carried = static
     products = recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
     lhs_bytes, rhs_bytes, grad_state, seen, seed, extra = residuals
-    q_lhs = _from_bytes(lhs_bytes, wgrad.lhs)
-    q_rhs = _from_bytes(rhs_bytes, dgrad.rhs)
+    q_lhs = restore(lhs_bytes, wgrad.lhs and wgrad.lhs.fmt)
+    q_rhs = restore(rhs_bytes, dgrad.rhs and dgrad.rhs.fmt)
     dy = _first_order_only(cotangents[0])
     g = _Operand("grad", dy, grad_state, seed, operation)
     g_sum, _ = operation.contracting("dgrad")
@@ -199,7 +205,8 @@ def _backward(static, residuals, cotangents):
     d_sink = None
     if seen is not None:
         d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax]))
-    return d_lhs, d_rhs, None, d_sink, None, None
+    d_rhs, d_carrier = (None, d_rhs) if carried else (d_rhs, None)
+    return d_lhs, d_rhs, d_carrier, None, d_sink, None, None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -340,22 +347,6 @@ def _with_one_scale(q: ScaledArray) -> ScaledArray | None:
     if isinstance(q.scale, ScaledArray) or jnp.size(q.scale) != 1:
         return None
     return ScaledArray(q.data, q.scale.reshape(()))
-
-
-# Residuals travel as uint8: where XLA:CPU stores f8 arrays across a loop it widens them to f16.
-
-
-def _to_bytes(q: Operand | None) -> Operand | None:
-    if not isinstance(q, ScaledArray):
-        return q
-    return ScaledArray(codes_of(q.data), q.scale, q.block)
-
-
-def _from_bytes(q: Operand | None, quantizer: Quantizer | None) -> Operand | None:
-    if not isinstance(q, ScaledArray):
-        return q
-    assert quantizer is not None
-    return ScaledArray(codes_to_format(q.data, quantizer.fmt), q.scale, q.block)
 
 
 def _check_state(recipe: Recipe, state: dict[str, AmaxState] | None) -> None:

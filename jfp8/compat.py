@@ -45,6 +45,12 @@ def same_varying_axes(tree: Any) -> Any:
     return jax.tree.map(widen, tree)
 
 
+def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """`x` made to vary over all mesh axes over which `other` does."""
+    missing = tuple(varying_axes(other) - varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
 def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The results of one equation of a jaxpr, with its context: where it was written, and how."""
     eager = eqn.primitive.get_bind_params(eqn.params)

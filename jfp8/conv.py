@@ -9,6 +9,7 @@ and the scales run over rows and columns of these matrices.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -27,11 +28,12 @@ from jfp8.dot_general import (
     as_lhs,
     as_operand,
     check_out_dtype,
-    frozen_values,
     observed_dot_general,
     value_dtype,
+    values_of,
 )
 from jfp8.explain import note
+from jfp8.explicit_sharding import has_explicit_axes, with_result_like
 from jfp8.formats import decode
 from jfp8.matmul import Implementation, check_implementation
 from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
@@ -119,11 +121,37 @@ def observed_conv_general_dilated(
     key: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
+    out_sharding: Any = None,
 ) -> tuple[jax.Array, Observed]:
     """`scaled_conv_general_dilated`, and the amaxes it saw on the way; they have no gradient."""
     check_recipe(recipe)
     check_implementation(implementation)
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    if has_explicit_axes():
+        how: dict[str, Any] = {
+            "window_strides": window_strides,
+            "padding": padding,
+            "lhs_dilation": lhs_dilation,
+            "rhs_dilation": rhs_dilation,
+            "dimension_numbers": dimension_numbers,
+            "feature_group_count": feature_group_count,
+        }
+
+        def automatic(lhs, rhs, state, sink, key):
+            return observed_conv_general_dilated(
+                lhs,
+                rhs,
+                **how,
+                recipe=recipe,
+                state=state,
+                sink=sink,
+                key=key,
+                preferred_element_type=preferred_element_type,
+                implementation=implementation,
+            )
+
+        plain = functools.partial(lax.conv_general_dilated, **how, out_sharding=out_sharding)
+        return with_result_like(plain, automatic, (lhs, rhs, state, sink, key))
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     window = _window(
         lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers
@@ -148,7 +176,7 @@ def observed_conv_general_dilated(
             implementation=implementation,
             **options,
         )
-        return _over_patches(lhs, frozen_values(rhs), window, feature_group_count, as_dot)
+        return _over_patches(lhs, values_of(rhs), window, feature_group_count, as_dot)
     if implementation == "mosaic_gpu":
         raise NotImplementedError(
             "implementation='mosaic_gpu' does not support convolutions with one scale per tensor, "

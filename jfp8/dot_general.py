@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +15,7 @@ from jfp8.arrays import ScaledArray, check_scale_shape, dequantize
 from jfp8.bilinear import Observed, Operand, Operation, multiply_quantized
 from jfp8.contraction_last import contraction_last
 from jfp8.dot import Dot
+from jfp8.explicit_sharding import has_explicit_axes, with_result_like
 from jfp8.formats import as_float_array
 from jfp8.matmul import Implementation, check_dimension_numbers, check_implementation
 from jfp8.matrices import as_matrices, matrix_sizes, out_shape
@@ -29,6 +34,7 @@ def scaled_dot_general(
     key: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """``jax.lax.dot_general`` with FP8 operands, forward and backward.
 
@@ -53,6 +59,7 @@ def scaled_dot_general(
         the same tensor in the same way every time.
       preferred_element_type: floating dtype of the result; default: that of the promoted operands.
       implementation: see `scaled_matmul`.
+      out_sharding: of the result, as for ``jax.lax.dot_general``: for meshes with explicit axes.
 
     Returns:
       Array with the shape that ``jax.lax.dot_general`` gives.
@@ -78,6 +85,7 @@ def scaled_dot_general(
         key=key,
         preferred_element_type=preferred_element_type,
         implementation=implementation,
+        out_sharding=out_sharding,
     )
     return y
 
@@ -93,18 +101,38 @@ def observed_dot_general(
     key: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
+    out_sharding: Any = None,
 ) -> tuple[jax.Array, Observed]:
     """`scaled_dot_general`, and the amaxes it saw on the way; they have no gradient."""
     check_recipe(recipe)
     check_implementation(implementation)
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    if has_explicit_axes():
+        plain = partial(
+            lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding
+        )
+
+        def automatic(lhs, rhs, state, sink, key):
+            return observed_dot_general(
+                lhs,
+                rhs,
+                dimension_numbers,
+                recipe=recipe,
+                state=state,
+                sink=sink,
+                key=key,
+                preferred_element_type=preferred_element_type,
+                implementation=implementation,
+            )
+
+        return with_result_like(plain, automatic, (lhs, rhs, state, sink, key))
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     shape = out_shape(lhs.shape, rhs.shape, dimension_numbers)
     if recipe.products().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
         # the borders of the dimensions that make them up.
-        rhs = frozen_values(rhs)
+        rhs = values_of(rhs)
         lhs, rhs, dimension_numbers = as_matrices(lhs, rhs, dimension_numbers)
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     operation: Operation = Dot(dimension_numbers, (lhs.shape, rhs.shape), dtypes, implementation)
@@ -161,14 +189,18 @@ def as_operand(x: jax.typing.ArrayLike | ScaledArray, what: str) -> Operand:
     return x
 
 
-def frozen_values(x: Operand) -> jax.Array:
-    """`x` as an array: the values of a `ScaledArray`, which get no gradient."""
-    return lax.stop_gradient(dequantize(x)) if isinstance(x, ScaledArray) else x
+def values_of(x: Operand) -> jax.Array:
+    """`x` as an array: the values of a `ScaledArray`, whose bytes get no gradient."""
+    if not isinstance(x, ScaledArray):
+        return x
+    return dequantize(replace(x, data=lax.stop_gradient(x.data)))
 
 
 def value_dtype(x: Operand) -> np.dtype:
-    """The dtype of the values of `x`."""
-    return np.dtype(np.float32) if isinstance(x, ScaledArray) else np.dtype(x.dtype)
+    """The dtype of the gradient by the values of `x`."""
+    if not isinstance(x, ScaledArray):
+        return np.dtype(x.dtype)
+    return np.dtype(np.float32) if x.carrier is None else np.dtype(x.carrier.dtype)
 
 
 def check_out_dtype(

@@ -21,7 +21,7 @@ from jfp8.formats import FORMATS, codes_of, codes_to_format, format_of
 
 _NARROW = {np.dtype(fmt.dtype) for fmt in FORMATS}
 
-_VIEWS = {"bitcast_convert_type", "convert_element_type", "reshape", "squeeze"}
+_VIEWS = {"bitcast_convert_type", "convert_element_type", "name", "reshape", "squeeze"}
 
 # For each variable: None if it varies, else the bytes of the largest known input that it is made
 # of, 0 for constants.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jfp8.accumulation import scale_shape_of
 from jfp8.arrays import ScaledArray, scaled_values
 from jfp8.bilinear import Observed, Operand, Operation, multiply_quantized
 from jfp8.compat import same_varying_axes
-from jfp8.dot_general import as_lhs, as_operand, check_out_dtype, frozen_values, value_dtype
+from jfp8.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
 from jfp8.formats import decode
 from jfp8.grouped_dot import GroupedDot
 from jfp8.grouped_kernels import GroupedKernels, why_not_grouped_kernels
@@ -236,11 +237,11 @@ def _frozen_groups(rhs: Operand, recipe: Recipe) -> tuple[Operand, tuple[jax.Arr
     fits = all(q is not None and q.fmt == rhs.format and p.rotation is None for p, q in uses)
     shape = scale_shape_of(rhs)
     if not fits or isinstance(rhs.scale, ScaledArray) or math.prod(shape[1:]) != 1:
-        return frozen_values(rhs), ()
+        return values_of(rhs), ()
     if math.prod(shape) == 1:
-        return ScaledArray(rhs.data, rhs.scale.reshape(())), ()
+        return replace(rhs, scale=rhs.scale.reshape(()), block=None), ()
     if shape[0] != rhs.shape[0]:
-        return frozen_values(rhs), ()
+        return values_of(rhs), ()
     largest, stored = amax(scaled_values(rhs)), amax(decode(rhs.data))
     scale = jnp.where(stored > 0, largest / jnp.where(stored > 0, stored, 1.0), 1.0)
-    return ScaledArray(rhs.data, scale), (lax.stop_gradient(rhs.scale),)
+    return replace(rhs, scale=scale, block=None), (lax.stop_gradient(rhs.scale),)

@@ -109,12 +109,13 @@ def _kernels(tree: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
     for name, node in tree.items():
         if isinstance(node, Mapping):
             found += _kernels(node, (*path, str(name)))
-        elif _is_kernel(name, node):
+        elif is_kernel(name, node):
             found.append(("/".join(path), node))
     return found
 
 
-def _is_kernel(name: Any, node: Any) -> bool:
+def is_kernel(name: Any, node: Any) -> bool:
+    """Whether a parameter of this name is what a product multiplies by."""
     return name == "kernel" and jnp.ndim(getattr(node, "data", node)) >= 2
 
 
@@ -124,5 +125,5 @@ def _mapped(tree: Any, path: tuple[str, ...], function: Any) -> Any:
         if isinstance(node, Mapping):
             new[name] = _mapped(node, (*path, str(name)), function)
         else:
-            new[name] = function("/".join(path), node) if _is_kernel(name, node) else node
+            new[name] = function("/".join(path), node) if is_kernel(name, node) else node
     return nnx.State(new) if isinstance(tree, nnx.State) else new

@@ -125,10 +125,12 @@ class Product(nnx.Module):
             if state is not None and self.fp8_sink is not None:
                 sink = self.fp8_sink.get_value()
             with note("recipe", recipe.name):
-                y, observed = quantized(lhs, rhs, recipe=recipe, state=state, sink=sink)
+                y, observed = quantized(
+                    lhs, rhs, recipe=recipe, state=state, sink=sink, out_sharding=out_sharding
+                )
             if state is not None and sink is None and not self.use_running_average:
                 self._record(state, observed)
-            return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+            return y
 
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
         if self.fp8 is None:
@@ -311,7 +313,7 @@ class EinsumOp(Product):
         preferred = {"preferred_element_type": preferred_element_type}
 
         def quantized(lhs: Any, rhs: Any, **options: Any) -> tuple[jax.Array, Observed]:
-            seen = []
+            spec, seen = options.pop("out_sharding"), []
 
             def dot_general(lhs: Any, rhs: Any, numbers: Any) -> jax.Array:
                 y, observed = observed_dot_general(
@@ -321,7 +323,8 @@ class EinsumOp(Product):
                 return y
 
             terms = einsum.parse(equation, lhs.ndim, rhs.ndim)
-            return einsum.as_dot_general(terms, lhs, rhs, dot_general), seen[0]
+            y = einsum.as_dot_general(terms, lhs, rhs, dot_general)
+            return y if spec is None else jax.sharding.reshard(y, spec), seen[0]
 
         plain = partial(jnp.einsum, equation, **preferred, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs, out_sharding)

@@ -1,0 +1,145 @@
+"""Meshes with explicit axes: products forward and backward, laid out as JAX lays out its own."""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+from jfp8 import recipes
+
+MATRICES = (((1,), (0,)), ((), ()))
+
+
+def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def explicit():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    return jax.set_mesh(mesh)
+
+
+def explicit_mesh(test):
+    @functools.wraps(test)
+    def run():
+        with explicit():
+            test()
+
+    return run
+
+
+def spread(x, spec):
+    return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))
+
+
+def relative(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mxfp8", "direct_e5m2"])
+@pytest.mark.parametrize(
+    ("x_spec", "w_spec", "y_spec"),
+    [
+        (P("data", None), P(None, None), P("data", None)),
+        (P("data", None), P(None, "model"), P("data", "model")),
+        (P("data", "model"), P("model", None), P("data", None)),
+    ],
+    ids=["data", "columns", "rows"],
+)
+def test_products_of_every_layout(name, x_spec, w_spec, y_spec):
+    """The same bytes are multiplied, so only the order of f32 sums differs."""
+    recipe = recipes.get(name)
+    x, w = normal(0, (32, 64)), normal(1, (64, 128))
+
+    def loss(x, w, out_sharding=None):
+        y = jfp8.scaled_dot_general(x, w, MATRICES, recipe=recipe, out_sharding=out_sharding)
+        return jnp.sum(y * y), y
+
+    (dx_1, dw_1), y_1 = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, w)
+    gradient = jax.jit(jax.grad(lambda x, w: loss(x, w, y_spec), argnums=(0, 1), has_aux=True))
+    with explicit():
+        (dx, dw), y = gradient(spread(x, x_spec), spread(w, w_spec))
+        assert jax.typeof(y).sharding.spec == y_spec
+        assert jax.typeof(dx).sharding.spec == x_spec
+        assert jax.typeof(dw).sharding.spec == w_spec
+    # dy is 2y: sums in another order may move it across the boundary of two f8 values, rarely.
+    for ours, theirs, bound in ((y, y_1, 1e-6), (dx, dx_1, 1e-3), (dw, dw_1, 1e-3)):
+        assert relative(ours, theirs) < bound
+
+
+@explicit_mesh
+def test_the_layout_is_inferred_as_jax_does():
+    x = spread(normal(0, (32, 64)), P("data", None))
+    w = spread(normal(1, (64, 16)), P(None, "model"))
+    y = jfp8.scaled_dot_general(x, w, MATRICES)
+    assert y.sharding == lax.dot_general(x, w, MATRICES).sharding
+
+
+@explicit_mesh
+def test_an_ambiguous_layout_is_an_error_of_jax():
+    x = spread(normal(0, (32, 64)), P(None, "model"))
+    w = spread(normal(1, (64, 16)), P("model", None))
+    with pytest.raises(Exception, match="out_sharding"):
+        jfp8.scaled_dot_general(x, w, MATRICES)
+
+
+@explicit_mesh
+def test_nnx_layers_backward():
+    """Sums over a spread batch dimension, whose layout JAX refuses to guess."""
+    ours, theirs = (kind(8, 16, rngs=nnx.Rngs(0)) for kind in (jfp8.nnx.Linear, nnx.Linear))
+    x = spread(normal(0, (32, 8)), P("data", None))
+    gradient = nnx.jit(nnx.grad(lambda m, x: (m(x, out_sharding=P("data", None)) ** 2).sum()))
+    ours, theirs = gradient(ours, x)["kernel"][...], gradient(theirs, x)["kernel"][...]
+    assert 0 < relative(ours, theirs) < 0.06
+    assert ours.sharding == theirs.sharding
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: jfp8.Dense(16), (32, 8)),
+        (lambda: jfp8.Conv(16, (3, 3)), (8, 6, 6, 3)),
+        (lambda: jfp8.LayerNormMLP(32), (8, 4, 8)),
+    ],
+    ids=["Dense", "Conv", "LayerNormMLP"],
+)
+def test_linen_layers_with_histories(make, shape):
+    model, x = make(), normal(0, shape)
+    state = jfp8.TrainState.create(
+        apply_fn=model.apply, variables=model.init(jax.random.key(1), x), tx=jfp8.loss_scale()
+    )
+
+    def loss_fn(variables, x):
+        return (model.apply(variables, x) ** 2).mean(), {}
+
+    step = jax.jit(jfp8.value_and_grad(loss_fn))
+    loss_1, grads_1 = step(state, x)
+    with explicit():
+        loss, grads = jax.jit(jfp8.value_and_grad(loss_fn))(state, spread(x, P("data")))
+        loss, grads = jax.device_get((loss, grads))
+    assert abs(loss - loss_1) < 1e-6 * abs(loss_1)
+    chex.assert_trees_all_close(grads.fp8_sink, jax.device_get(grads_1.fp8_sink), rtol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (grads.params, grads_1.params)), strict=True):
+        assert relative(a, b) < 1e-2
+
+
+@explicit_mesh
+def test_a_converted_model():
+    model = jfp8.convert(nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(16)]), exempt=())
+    x = normal(0, (32, 8))
+    variables = model.init(jax.random.key(1), x)
+    f = jax.jit(jax.grad(lambda p, x: (model.apply({**variables, "params": p}, x) ** 2).mean()))
+    grads = f(variables["params"], spread(x, P("data", None)))
+    assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
