@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.arrays import ScaledArray, scaled_values
 from jfp8.compat import same_varying_axes
@@ -169,6 +170,9 @@ def _forward(static, lhs, rhs, carrier, state, sink, seed, extra, and_backward=T
     w_again = Use(dgrad, dgrad.rhs, w_free) if and_backward else None
     q_lhs, kept_lhs, lhs_amax = x.quantized(Use(fprop, fprop.lhs, x_sum), x_again)
     q_rhs, kept_rhs, rhs_amax = w.quantized(Use(fprop, fprop.rhs, w_sum), w_again)
+    q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
+    q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
+    lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
     y = _product(operation, recipe, "fprop", fprop, q_lhs, q_rhs, extra)
     y = _quantized_output(fprop, "y", y, seed)
 
@@ -176,8 +180,7 @@ def _forward(static, lhs, rhs, carrier, state, sink, seed, extra, and_backward=T
     # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else observed
-    kept = (save(kept_lhs, SAVED), save(kept_rhs, SAVED_WEIGHT))
-    residuals = (*kept, grad_state, seen, seed, extra)
+    residuals = (kept_lhs, kept_rhs, grad_state, seen, seed, extra)
     return (y, observed), residuals
 
 
@@ -212,6 +215,21 @@ def _backward(static, residuals, cotangents):
 _multiply.defvjp(_forward, _backward)
 
 
+def _named(operand: Operand, kept: Operand | None, name: str) -> tuple[Operand, Operand | None]:
+    """What the forward product takes, and what is kept, under a name.
+
+    Where both are one, the product takes what has the name: if that is saved, a policy of
+    ``jax.checkpoint`` need not have anything computed again.
+    """
+    saved = save(kept, name)
+    if operand is not kept:
+        return operand, saved
+    fmt = operand.format if isinstance(operand, ScaledArray) else None
+    again = restore(saved, fmt)
+    assert again is not None
+    return again, saved
+
+
 def _product(
     operation: Operation,
     recipe: Recipe,
@@ -222,12 +240,12 @@ def _product(
     extra: tuple[jax.Array, ...],
 ) -> jax.Array:
     """One of the three products, under a name by which it is found in jaxprs and profiles."""
-    call = _named(kind, operation.terms(kind))
+    call = _called(kind, operation.terms(kind))
     return call(operation, how, _accumulation(recipe, how), first, second, extra)
 
 
 @functools.cache
-def _named(kind: Kind, terms: int | None) -> Callable[..., jax.Array]:
+def _called(kind: Kind, terms: int | None) -> Callable[..., jax.Array]:
     """``operation.multiply`` as a function of JAX's called ``jfp8_<kind>_<terms>``."""
 
     def multiply(operation, how, accumulation, first, second, extra):
