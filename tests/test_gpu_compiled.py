@@ -17,13 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import topologies
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
 import jfp8
 from jfp8 import recipes
 from jfp8.formats import E4M3FN, E5M2
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_programs import SHARED_MEMORY, Hlo, Kernel, Program, compile_for, why_not
+from gpu_programs import DATA, SHARED_MEMORY, Hlo, Kernel, Program, compile_for, why_not
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -581,3 +590,60 @@ def test_other_recipes_on_blackwell(name, compiled):
     products = [p for p in program.hlo.other_products if not is_rotation(p)]
     assert len(program.hlo.fp8_products) + len(products) == 3
     assert program.kernels == ()
+
+
+# Eight GPUs.
+
+
+def eight_gpus():
+    """A mesh of eight H200, with `shard`, which makes abstract arrays on it."""
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology="1x1x8",
+        target_config=(DATA / "h200.txtpb").read_text(),
+    )
+    mesh = topologies.make_mesh(topology, (8,), ("fsdp",))
+    shard = lambda shape, dtype, *spec: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return use_abstract_mesh(
+        AbstractMesh((8,), ("fsdp",), (AxisType.Auto,), abstract_device=device)
+    ), shard
+
+
+def test_weights_of_eight_gpus_are_gathered_as_bytes():
+    """Under plain jit: one byte for each element, once in either loop; gradients are scattered."""
+    recipe, layers = recipes.get("current"), 4
+    specs = {name: PartitionSpec("fsdp") for name in ("wi", "wo")}
+    policy = jax.checkpoint_policies.save_only_these_names("jfp8_saved")
+
+    def layer(x, params):
+        tree = {name: {"kernel": w} for name, w in params.items()}
+        whole = jfp8.gather_weights(tree, "fsdp", specs, recipe=recipe)
+        product = lambda x, name: jfp8.scaled_dot_general(
+            x, whole[name]["kernel"], (((1,), (0,)), ((), ())), recipe=recipe
+        )
+        return x + product(jnp.tanh(product(x, "wi")), "wo"), None
+
+    def loss(params, x):
+        x, _ = lax.scan(jax.checkpoint(layer, policy=policy, prevent_cse=False), x, params)
+        return jnp.mean(x.astype(F32) ** 2)
+
+    mesh, shard = eight_gpus()
+    params = {
+        "wi": shard((layers, 2048, 4096), F32, None, "fsdp"),
+        "wo": shard((layers, 4096, 2048), F32, None, "fsdp"),
+    }
+    shardings = jax.tree.map(lambda w: w.sharding, params)
+    with mesh:
+        step = jax.jit(jax.grad(loss), out_shardings=shardings)
+        found = step.trace(params, shard((16384, 2048), BF16, "fsdp")).lower().compile()
+    collectives = jfp8.debug.collective_bytes(found).collectives
+    elements = lambda op, dtype: sum(
+        c.elements for c in collectives if (c.op, c.dtype) == (op, dtype)
+    )
+    assert elements("all-gather", "u8") == 4 * 2048 * 4096
+    assert elements("all-gather", "f32") == elements("all-gather", "bf16") == 0
+    assert elements("reduce-scatter", "f32") == 2 * 2048 * 4096 // 8
+    assert elements("all-reduce", "f32") <= 1  # the loss

@@ -1,0 +1,227 @@
+"""Data parallelism under ``jax.jit`` whose gradients travel in FP8.
+
+Under plain ``jit`` with a sharded batch, XLA adds the all-reduce of the gradients after
+differentiation, in f32, where nothing can change it. So the gradient function runs once per device
+here, on its part of the batch, in a ``jax.shard_map`` over that one axis of the mesh; other axes
+stay with XLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jfp8 import collectives
+from jfp8.collectives import AxisName
+from jfp8.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax
+from jfp8.train import Collections, Gradients, TrainState, rescale_grad_histories
+
+
+def data_parallel(
+    grad_fn: Callable[[Any, Any], tuple[Any, Any]],
+    axis_name: AxisName = "data",
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    specs: Any = None,
+    mean: Callable[[Any, AxisName], Any] = collectives.pmean,
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """`grad_fn` on every device's part of the batch; gradients averaged by `collectives.pmean`. ::
+
+        loss = mean_i loss_i          in f32, exact
+        gradient = mean_i gradient_i  at a quarter of the bytes, the same bits on all devices
+        amax = max_i amax_i           exact
+
+    Use it inside of ``jax.jit``: ::
+
+        compute = jfp8.data_parallel(jfp8.value_and_grad(loss_fn), "data", mesh=mesh)
+
+        @jax.jit
+        def train_step(state, batch):
+            loss, grads = compute(state, batch)
+            return state.apply_gradients(grads), loss
+
+    The loss has to be a mean over the batch, so that the mean over devices is that of the whole
+    batch. The histories of a `TrainState` are kept in units of the whole batch's loss: they are
+    those of a run on one device, and go on on any number of them. An overflow on one device skips
+    the step on all.
+
+    The state is the same on all devices along `axis_name` (what is sharded along it is gathered
+    first), random keys in it too. `grad_fn` may call ``jax.lax.axis_index(axis_name)``.
+
+    Args:
+      grad_fn: ``(state, batch) -> (loss, grads)`` or ``((loss, aux), grads)``: what
+        `jfp8.value_and_grad` or ``jax.value_and_grad`` return.
+      axis_name: axis of the mesh that divides the batch, or a tuple of axes.
+      mesh: the mesh; default that of ``jax.set_mesh``.
+      specs: how parameters, and so gradients, are sharded along other axes of the mesh (tensor
+        parallelism): a tree of ``PartitionSpec`` like theirs, or one for all. Every device then
+        sends its shards. Without it XLA gathers gradients along those axes before they are sent:
+        the same values, but more bytes.
+      mean: how gradients are averaged: ``functools.partial(collectives.pmean, block=64)``, or
+        ``jax.lax.pmean`` for f32.
+
+    Returns:
+      ``(state, batch) -> (loss, grads)``, or ``((loss, aux), grads)``. The batch's arrays are
+      divided along their leading axis; scalars go to every device. ``aux`` is averaged, as are the
+      floating arrays of collections such as ``batch_stats``.
+
+    Raises:
+      TypeError: the state is an NNX model.
+      ValueError: there is no mesh, or none with `axis_name`; an array of the batch that the number
+        of devices does not divide.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+    >>> loss = lambda w, batch: jnp.mean((batch @ w) ** 2)
+    >>> compute = jfp8.data_parallel(jax.value_and_grad(loss), "data", mesh=mesh)
+    >>> jax.jit(compute)(jnp.ones(2), jnp.ones((4, 2)))
+    (Array(4., dtype=float32), Array([4., 4.], dtype=float32))
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+    def mean_of_gradients(grads: Any) -> Any:
+        if specs is None:
+            return mean(grads, axis_name)
+        shard_specs, others = _without(specs, names)
+        return jax.shard_map(
+            lambda grads: mean(grads, axis_name),
+            in_specs=(shard_specs,),
+            out_specs=shard_specs,
+            axis_names=others,
+            check_vma=False,
+        )(grads)
+
+    def compute(state: Any, batch: Any) -> tuple[Any, Any]:
+        if isinstance(state, nnx.Module):
+            raise TypeError(
+                f"data_parallel takes arrays as its state, but got an NNX model, "
+                f"{type(state).__name__}, whose histories it could not update. Use "
+                "jfp8.collectives.pmean in an nnx.shard_map, or a Linen model with jfp8.TrainState."
+            )
+        here = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+        n = _device_count(here, names)
+        _check_batch(batch, n, names)
+        of_batch = jax.tree.map(
+            lambda leaf: PartitionSpec(axis_name) if jnp.ndim(leaf) else PartitionSpec(), batch
+        )
+        # Without check_vma, since loops in `grad_fn` need not know of the axis; and so nothing is
+        # summed over devices but what is summed below.
+        return jax.shard_map(
+            partial(_on_one_device, grad_fn, mean_of_gradients, axis_name, n),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), of_batch),
+            out_specs=PartitionSpec(),
+            axis_names=set(names),
+            check_vma=False,
+        )(state, batch)
+
+    return compute
+
+
+def _on_one_device(
+    grad_fn: Callable[[Any, Any], tuple[Any, Any]],
+    mean: Callable[[Any], Any],
+    axis_name: AxisName,
+    n: int,
+    state: Any,
+    batch: Any,
+) -> tuple[Any, Any]:
+    # The mean over 1 / n of the batch has n times the gradients of the mean over all of it.
+    if isinstance(state, TrainState):
+        state = state.replace(fp8=rescale_grad_histories(state.fp8, jnp.float32(n)))
+    value, grads = grad_fn(state, batch)
+    value = jax.tree.map(lambda x: _mean_of_value(x, axis_name), value)
+    if not isinstance(grads, Gradients):
+        return value, mean(grads)
+    return value, replace(
+        grads,
+        params=mean(grads.params),
+        fp8_sink=_max_of_sinks(grads.fp8_sink, axis_name, n),
+        collections=jax.tree.map(lambda x: _mean_of_state(x, axis_name), grads.collections),
+    )
+
+
+def _without(specs: Any, names: tuple[Any, ...]) -> tuple[Any, set[Any]]:
+    """`specs` without the axes in `names`, and the axes that are left."""
+    left: set[Any] = set()
+
+    def strip(spec: PartitionSpec) -> PartitionSpec:
+        kept = []
+        for entry in spec:
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            axes = tuple(axis for axis in axes if axis is not None and axis not in names)
+            left.update(axes)
+            kept.append(axes or None)
+        return PartitionSpec(*kept)
+
+    stripped = jax.tree.map(strip, specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    return stripped, left
+
+
+def _mean_of_value(x: Any, axis_name: AxisName) -> jax.Array:
+    """The mean in f32; of integers and truth values, too."""
+    x = jnp.asarray(x)
+    floating = jnp.issubdtype(x.dtype, jnp.inexact)
+    mean = lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis_name)
+    return mean.astype(x.dtype) if floating else mean
+
+
+def _mean_of_state(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The mean of floating arrays; anything else (counters, keys) is the same on all devices."""
+    floating = jnp.issubdtype(x.dtype, jnp.inexact)
+    return _mean_of_value(x, axis_name) if floating else x
+
+
+def _max_of_sinks(sinks: Collections, axis_name: AxisName, n: int) -> Collections:
+    """Sinks that read as the largest amaxes of all devices, those of gradients divided by `n`.
+
+    A sum of the sinks would read as a bound of them, and be thousands of times as long.
+    """
+    leaves, structure = jax.tree.flatten(sinks)
+    if not leaves:
+        return sinks
+    rows = jnp.concatenate([leaf.reshape(-1, len(ROLES), WIDTH) for leaf in leaves])
+    amax, overflow = decode_amax(rows)
+    seen = jnp.any(rows[..., :BINS] > 0, axis=-1)
+    # All finite, so that the maximum drops no NaN.
+    flags = [amax, overflow.astype(jnp.float32), seen.astype(jnp.float32)]
+    amax, overflow, seen = lax.pmax(jnp.stack(flags), axis_name)
+    unit = jnp.array([1.0 / n if role == "grad" else 1.0 for role in ROLES], jnp.float32)
+    rows = jnp.where(seen[..., None] > 0, encode_amax(amax * unit[None]), 0.0)
+    rows = rows.at[..., BINS - 1].max(overflow)  # the bin of NaN
+
+    sizes = np.cumsum([leaf.size // (len(ROLES) * WIDTH) for leaf in leaves])
+    parts = jnp.split(rows, sizes[:-1].tolist())
+    merged = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+    return jax.tree.unflatten(structure, merged)
+
+
+def _device_count(mesh: Mesh | AbstractMesh, names: tuple[Any, ...]) -> int:
+    missing = [name for name in names if name not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"data_parallel divides the batch over the mesh axes {names}, but the mesh has "
+            f"{tuple(mesh.shape)}, not {missing}. Pass mesh=jax.make_mesh((8,), ('data',)), or set "
+            "one with jax.set_mesh(mesh), and name its axis as axis_name."
+        )
+    return int(np.prod([mesh.shape[name] for name in names]))
+
+
+def _check_batch(batch: Any, n: int, names: tuple[Any, ...]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        shape = jnp.shape(leaf)
+        if shape and shape[0] % n:
+            raise ValueError(
+                f"data_parallel divides the leading axis of every array of the batch among {n} "
+                f"devices ({names}), but batch{jax.tree_util.keystr(path)} has shape {shape}, and "
+                f"{n} does not divide {shape[0]}. Choose a batch size that is a multiple of {n}."
+            )

@@ -1,0 +1,10 @@
+"""Looking into compiled programs."""
+
+from jfp8.debug.collective_bytes import (
+    Collective,
+    CollectiveBytes,
+    assert_collectives,
+    collective_bytes,
+)
+
+__all__ = ["Collective", "CollectiveBytes", "assert_collectives", "collective_bytes"]

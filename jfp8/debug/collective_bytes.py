@@ -1,0 +1,350 @@
+"""Bytes that a compiled program sends between devices, counted in its text.
+
+What a program asks for and what it sends are two things: XLA moves casts across collectives, merges
+collectives, and widens types that a backend cannot send. The compiled text has the last word. ::
+
+    sent by a device, of ``b`` bytes of result among ``n`` devices (rings and pairwise exchanges):
+        all-gather, all-to-all                          b (n - 1) / n
+        all-reduce                                    2 b (n - 1) / n
+        reduce-scatter                                  b (n - 1)
+        collective-permute, collective-broadcast        b
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_SENT: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,  # at most: its result has room to spare
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1,
+    "collective-permute": lambda n: 1,
+    "collective-broadcast": lambda n: 1,
+}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\((.*)$")
+_SHAPE = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"\b(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ASYNC_DONE = re.compile(r"-(done|update)$")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The part in one dtype of a collective operation.
+
+    Attributes:
+      op: ``"all-gather"``, ``"all-reduce"``, ...; also for the asynchronous forms of GPUs.
+      dtype: XLA's name, such as ``"u8"`` or ``"f32"``.
+      elements: of the result on one device.
+      devices: how many exchange data with each other.
+      bytes_once: what a device sends in one execution.
+      times: executions; None in a loop of which the program does not say how often it runs.
+      name: where it comes from: JAX's name, such as ``"jit(step)/shard_map/all_gather"``.
+      source: file and line, "" if the program does not tell.
+    """
+
+    op: str
+    dtype: str
+    elements: int
+    devices: int
+    bytes_once: float
+    times: int | None
+    name: str
+    source: str
+
+    @property
+    def bytes(self) -> float:
+        """What a device sends; in one trip of a loop of unknown length."""
+        return self.bytes_once * (1 if self.times is None else self.times)
+
+    def __str__(self) -> str:
+        times = "per trip" if self.times is None else f"x {self.times}"
+        where = f"{self.name}  {self.source}".strip()
+        return (
+            f"{self.bytes:>14,.0f}  {self.op:<18} {self.dtype + f'[{self.elements}]':<18} "
+            f"{times:<9} over {self.devices:<4} {where}"
+        )
+
+
+@dataclass(frozen=True)
+class CollectiveBytes:
+    """What `collective_bytes` found; ``print`` it for a table.
+
+    Attributes:
+      collectives: in the order of the program's text.
+    """
+
+    collectives: tuple[Collective, ...]
+
+    @property
+    def total(self) -> float:
+        """Bytes that a device sends; loops of unknown length count as one trip."""
+        return sum((c.bytes for c in self.collectives), 0.0)
+
+    @property
+    def widest(self) -> Collective | None:
+        """The collective that sends the most bytes, None if there is none."""
+        return max(self.collectives, key=lambda c: c.bytes, default=None)
+
+    def by_dtype(self) -> dict[str, float]:
+        """Bytes that a device sends, by dtype."""
+        found: dict[str, float] = {}
+        for c in self.collectives:
+            found[c.dtype] = found.get(c.dtype, 0.0) + c.bytes
+        return found
+
+    def __str__(self) -> str:
+        rows = sorted(self.collectives, key=lambda c: -c.bytes)
+        head = f"{self.total:>14,.0f}  bytes sent by a device"
+        if any(c.times is None for c in rows):
+            head += ", and more: some loops do not say how often they run"
+        return "\n".join([head, *map(str, rows)])
+
+
+def collective_bytes(compiled: Any) -> CollectiveBytes:
+    """Count what a compiled program sends between devices.
+
+    Every collective counts as often as the loops around it run; both branches of a conditional
+    count. XLA:CPU sends bf16 as f32, and f8 types as f16; GPUs do not.
+
+    Args:
+      compiled: ``jax.jit(f).lower(...).compile()``, or the text of such a program.
+
+    Returns:
+      `CollectiveBytes`, with ``.total``, ``.widest``, ``.collectives`` and a table as ``str``.
+
+    Raises:
+      TypeError: `compiled` is neither.
+      ValueError: the text is not that of a compiled program.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> from jax.sharding import Mesh, PartitionSpec
+    >>> mesh = Mesh(jax.devices()[:1], ("data",))
+    >>> mean = jax.shard_map(lambda x: jax.lax.pmean(x, "data"), mesh=mesh,
+    ...                      in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    >>> compiled = jax.jit(mean).lower(jnp.ones(1024)).compile()
+    >>> jfp8.debug.collective_bytes(compiled).total
+    0.0
+    """
+    text = compiled if isinstance(compiled, str) else _text_of(compiled)
+    if not text.lstrip().startswith("HloModule"):
+        raise ValueError(
+            "collective_bytes reads compiled programs, whose text starts with 'HloModule', but "
+            f"this one starts with {text.lstrip()[:40]!r}. Collectives are only known after "
+            "compiling: pass jax.jit(f).lower(...).compile()."
+        )
+    lines = text.splitlines()
+    tables = _SourceTables.read(lines)
+    everyone = _header_count(lines[0], "num_partitions") * _header_count(lines[0], "replica_count")
+    computations, entry = _computations(lines)
+    times = _executions(computations, entry)
+    found = []
+    for name, instructions in computations.items():
+        if name in times:
+            for result, op, rest in instructions:
+                found += _parts(result, op, rest, times[name], everyone, tables)
+    return CollectiveBytes(tuple(found))
+
+
+def assert_collectives(
+    compiled: Any,
+    *,
+    max_bytes: float | None = None,
+    dtypes: Collection[str] | None = None,
+    exempt_bytes: int = 4096,
+) -> None:
+    """Assert what a compiled program may send; the error names the widest collective.
+
+    Args:
+      compiled: as for `collective_bytes`.
+      max_bytes: bound of all that a device sends.
+      dtypes: the only dtypes on the wire, by XLA's names: ``{"u8"}``.
+      exempt_bytes: collectives that send no more may have any dtype: a loss, amaxes, flags.
+
+    Raises:
+      AssertionError: the program sends more, or something else.
+      TypeError, ValueError: as for `collective_bytes`.
+    """
+    found = collective_bytes(compiled)
+    if max_bytes is not None and found.total > max_bytes:
+        raise AssertionError(
+            f"A device sends {found.total:,.0f} bytes, more than max_bytes={max_bytes:,.0f}. The "
+            f"widest collective is\n{found.widest}\nof\n{found}"
+        )
+    if dtypes is not None:
+        others = [c for c in found.collectives if c.dtype not in dtypes and c.bytes > exempt_bytes]
+        if others:
+            widest = max(others, key=lambda c: c.bytes)
+            raise AssertionError(
+                f"Only {sorted(dtypes)} may be sent (but for {exempt_bytes} bytes), and there are "
+                f"collectives of {sorted({c.dtype for c in others})}. The widest is\n{widest}\n"
+                f"of\n{found}"
+            )
+
+
+def _text_of(compiled: Any) -> str:
+    if not hasattr(compiled, "as_text"):
+        raise TypeError(
+            f"collective_bytes takes a compiled program or its text, got {type(compiled).__name__}."
+            " Pass jax.jit(f).lower(...).compile()."
+        )
+    return compiled.as_text() or ""
+
+
+def _parts(
+    result: str,
+    op: str,
+    rest: str,
+    times: int | None,
+    everyone: int,
+    tables: _SourceTables,
+) -> Iterator[Collective]:
+    """The parts of one instruction, one for each dtype; none if it is no collective."""
+    kind = op.removesuffix("-start")
+    if kind not in _SENT:
+        return
+    elements: dict[str, int] = {}
+    for dtype, dims in _SHAPE.findall(_result_shapes(result, op)):
+        size = math.prod(int(d) for d in dims.split(",") if d)
+        elements[dtype] = elements.get(dtype, 0) + size
+    n = 2 if kind == "collective-permute" else _group_size(rest, everyone)
+    name = re.search(r'op_name="([^"]*)"', rest)
+    for dtype, size in elements.items():
+        sent = size * _bits(dtype) / 8 * _SENT[kind](n)
+        yield Collective(
+            kind, dtype, size, n, sent, times, name[1] if name else "", tables.source(rest)
+        )
+
+
+def _result_shapes(result: str, op: str) -> str:
+    """The shapes of what an operation gives, without those that a start carries along.
+
+    The start of an asynchronous operation gives ``(operands, results, ...)``, except that of an
+    all-reduce, which may give its results alone.
+    """
+    result = re.sub(r"\{[^{}]*\}|/\*.*?\*/|\s", "", result)
+    if not op.endswith("-start") or not result.startswith("("):
+        return result
+    if op == "all-reduce-start" and not result.startswith("(("):
+        return result
+    return _elements(result)[1]
+
+
+def _elements(shape: str) -> list[str]:
+    """The elements of a tuple shape."""
+    elements, depth = [""], 0
+    for character in shape[1:-1]:
+        # Commas also stand between the dimensions of an array.
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return elements
+
+
+def _bits(dtype: str) -> int:
+    """Bits of an element, which stand in the names of dtypes: ``bf16``, ``f8e4m3fn``, ``u4``."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8  # pred
+
+
+def _group_size(rest: str, everyone: int) -> int:
+    """How many devices exchange data; XLA writes their groups in three ways."""
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return found[1].count(",") + 1
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
+        return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
+        # An axis may stand in part, as 'name':(size before it)size.
+        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part or sizes[name]) for name, part in axes) if axes else everyone
+    return everyone
+
+
+def _header_count(header: str, name: str) -> int:
+    found = re.search(rf"\b{name}=(\d+)", header)
+    return int(found[1]) if found else 1
+
+
+def _computations(lines: list[str]) -> tuple[dict[str, list[tuple[str, str, str]]], str]:
+    """Instructions of every computation as (result, operation, the rest); the entry's name."""
+    computations: dict[str, list[tuple[str, str, str]]] = {}
+    entry = current = ""
+    for line in map(str.strip, lines):
+        if found := _COMPUTATION.match(line):
+            current = found[2]
+            computations[current] = []
+            entry = current if found[1] else entry
+        elif current and (found := _INSTRUCTION.match(line)):
+            computations[current].append((found[1], found[2], found[3]))
+    return computations, entry
+
+
+def _executions(
+    computations: dict[str, list[tuple[str, str, str]]], entry: str
+) -> dict[str, int | None]:
+    """How often every computation that `entry` reaches is executed; None if it is not known."""
+    times: dict[str, int | None] = {}
+
+    def visit(name: str, count: int | None) -> None:
+        before = times.get(name, 0)
+        times[name] = None if before is None or count is None else before + count
+        for _, op, rest in computations.get(name, []):
+            if _ASYNC_DONE.search(op):  # names what its start has called
+                continue
+            inside = count
+            if op == "while":
+                trips = _TRIP_COUNT.search(rest)
+                inside = None if trips is None or count is None else count * int(trips[1])
+            called = _CALLED.findall(rest)
+            for branches in _BRANCHES.findall(rest):
+                called += [branch.strip().lstrip("%") for branch in branches.split(",")]
+            for callee in called:
+                visit(callee, inside)
+
+    visit(entry, 1)
+    return times
+
+
+@dataclass(frozen=True)
+class _SourceTables:
+    """The tables at the head of a program that resolve ``stack_frame_id`` to a file and a line."""
+
+    files: dict[str, str]
+    locations: dict[str, tuple[str, str]]
+    frames: dict[str, str]
+
+    @staticmethod
+    def read(lines: list[str]) -> _SourceTables:
+        files, locations, frames = {}, {}, {}
+        for line in lines:
+            if _COMPUTATION.match(line):
+                break
+            if found := re.match(r'^(\d+) "(.*)"$', line):
+                files.setdefault(found[1], found[2])  # names of functions follow, numbered alike
+            elif found := re.match(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", line):
+                locations[found[1]] = (found[2], found[3])
+            elif found := re.match(r"^(\d+) \{file_location_id=(\d+)", line):
+                frames[found[1]] = found[2]
+        return _SourceTables(files, locations, frames)
+
+    def source(self, rest: str) -> str:
+        """``file:line`` of an instruction, "" if it is not known."""
+        if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', rest):
+            return f"{found[1]}:{found[2]}"
+        found = re.search(r"stack_frame_id=(\d+)", rest)
+        location = self.locations.get(self.frames.get(found[1], "")) if found else None
+        return f"{self.files.get(location[0], '?')}:{location[1]}" if location else ""

@@ -1,0 +1,400 @@
+"""`gather_weights`: weights that are spread over devices, whole again for one byte an element.
+
+    shard w  --quantize-->  bytes  --all-gather-->  whole bytes  --> products, as they are
+    shard dw <------------------ reduce-scatter ------------------- whole dw
+
+What products compute with is what would have been computed from the whole weight in high precision:
+it is only quantized before it travels, instead of after. The whole weight is never there in high
+precision; its gradient takes the way of `ScaledArray.carrier`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jfp8.arrays import ScaledArray
+from jfp8.collectives import reduce_scatter
+from jfp8.compat import vary_like
+from jfp8.formats import E8M0FNU, Format, codes_of, codes_to_format
+from jfp8.quantizers import Context, Current, Quantizer
+from jfp8.recipes import DelayedScaling, Recipe, check_recipe
+from jfp8.scaling import amax
+from jfp8.selection import Choice, Selection, select
+from jfp8.weights import is_kernel
+
+Axes = str | tuple[str, ...]
+
+
+def gather_weights(
+    params: Any,
+    axis_name: Axes,
+    specs: Any = None,
+    *,
+    recipe: Recipe = DelayedScaling(),
+    exempt: Choice | Sequence[Choice] = (),
+    only: Choice | Sequence[Choice] | None = None,
+    gradients_as: Format | jax.typing.DTypeLike | None = None,
+) -> Any:
+    """`params` whole on every device of `axis_name`, kernels by one byte for each element (FSDP).
+
+    Call it inside of what is differentiated, on the parameters that are about to be used: those of
+    one layer in the body of a ``lax.scan`` over layers. The gradient comes out sharded like
+    `params`, summed over the devices by a reduce-scatter. Whether the devices are reached by a
+    collective, by ``jax.sharding.reshard`` or by constraints on what the compiler does depends on
+    the mesh that is in effect (``jax.set_mesh``, ``jax.shard_map``) and on its type of this axis.
+
+    A kernel comes back as a `ScaledArray` that the products of jfp8's layers and of converted
+    models take as it is where the recipe has one scale for each tensor (``delayed``, ``current``,
+    ``direct_e5m2``): the same numbers as without this, to the bit, where the scales agree, which
+    they do under current scaling. Of delayed scaling weights have no use, since all of a weight is
+    there to be looked at; its scale is the current one. Other recipes quantize the values of what
+    arrives once more, in their own blocks. What is no kernel, or exempt, travels in high precision.
+    Kernels that are stored in FP8 (`ScaledArray`, see `jfp8.optim.master_weights`) travel as they
+    are, without a cast.
+
+    Keep nothing of it for the backward pass, which then gathers a second time, by
+    ``jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("jfp8_saved"))``;
+    without that the whole weights are kept, one byte for each element.
+
+    Args:
+      params: pytree of arrays: the ``params`` of a Linen model, or ``nnx.state(model, nnx.Param)``.
+      axis_name: of the mesh, over which they are sharded; or several.
+      specs: ``PartitionSpec`` (or ``NamedSharding``) of each, or of whole subtrees. Not needed
+        where the axis is of type ``Explicit``, since the arrays themselves know. Other axes in it,
+        those of tensor parallelism, stay as they are.
+      recipe: that of the model.
+      exempt, only: layers whose kernels are gathered in high precision, or are the only ones that
+        are not; see `jfp8.quantize_params`.
+      gradients_as: a dtype (``jnp.bfloat16``) to which gradients are rounded before they travel, or
+        inside of ``jax.shard_map`` a `Format`, for `jfp8.collectives.reduce_scatter`. None: their
+        own, which XLA:CPU uses for bf16, too.
+
+    Returns:
+      The same tree, with a `ScaledArray` for each kernel that was gathered in FP8.
+
+    Raises:
+      ValueError: there are no `specs` where they are needed; the axis is not in the mesh; a recipe
+        whose scales have scales (``nvfp4``); `gradients_as` a format outside of ``jax.shard_map``.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh, model, x = jax.make_mesh((1,), ("fsdp",)), jfp8.Dense(4), jnp.ones((2, 8))
+    >>> params = model.init(jax.random.key(0), x)["params"]
+    >>> def loss(shards):
+    ...     whole = jfp8.gather_weights(shards, "fsdp", {"kernel": P("fsdp"), "bias": P()})
+    ...     return model.apply({"params": whole}, x).sum()
+    >>> with jax.set_mesh(mesh):
+    ...     jax.tree.map(jnp.shape, jax.jit(jax.grad(loss))(params))
+    {'bias': (4,), 'kernel': (8, 4)}
+    """
+    check_recipe(recipe)
+    selection = select(recipe, exempt, only)
+    quantizer = recipe.products().fprop.rhs
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_stored)
+    ways = [
+        _way(x, axes, axis_name, gradients_as)
+        for (_, x), axes in zip(paths_and_leaves, _specs_of(params, specs), strict=True)
+    ]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths_and_leaves]
+    leaves = [x for _, x in paths_and_leaves]
+    in_fp8 = _chosen(names, leaves, ways, selection, quantizer)
+
+    # One maximum over the devices for all of them together.
+    amaxes = {i: amax(leaves[i]) for i in in_fp8}
+    if in_fp8:
+        way = ways[in_fp8[0]]
+        assert way is not None
+        together = way.max_over_devices(jnp.stack(list(amaxes.values())))
+        amaxes = dict(zip(in_fp8, together, strict=True))
+    gathered = []
+    for i, (x, way) in enumerate(zip(leaves, ways, strict=True)):
+        if way is None:
+            gathered.append(x)
+        elif isinstance(x, ScaledArray):
+            gathered.append(_gather_stored(x, way))
+        elif i in amaxes:
+            assert quantizer is not None
+            gathered.append(_gather_bytes(x, way, amaxes[i], quantizer))
+        else:
+            gathered.append(way.gather(x))
+    return structure.unflatten(gathered)
+
+
+def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: Any) -> _Way | None:
+    """How `x` becomes whole; None if it is."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    mesh = jax.sharding.get_abstract_mesh()
+    types = {t for name, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in names}
+    if AxisType.Explicit in types:
+        spec = jax.typeof(x.data if isinstance(x, ScaledArray) else x).sharding.spec
+    if spec is None:
+        raise ValueError(
+            f"gather_weights needs specs= to know which parameters are spread over {axis_name!r}: "
+            "a tree like the parameters, of jax.sharding.PartitionSpec."
+        )
+    own_mesh = spec.mesh if isinstance(spec, NamedSharding) else None
+    if own_mesh is None and not set(names) <= set(mesh.axis_names):
+        raise ValueError(
+            f"axis_name={axis_name!r} is no axis of the mesh that is in effect, which has "
+            f"{mesh.axis_names}. Enter the mesh first, with jax.set_mesh(mesh): or jax.shard_map, "
+            "or give specs of type jax.sharding.NamedSharding."
+        )
+    entries = spec.spec if isinstance(spec, NamedSharding) else spec
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+    axes = [d for d, entry in enumerate(entries) if set(entry) & set(names)]
+    if not axes:
+        return None
+    if len(axes) > 1:
+        raise ValueError(
+            f"An array with the spec {spec} is spread over {axis_name!r} along several of its "
+            "dimensions; gather_weights takes one."
+        )
+    (axis,) = axes
+    if not isinstance(gradients_as, Format | None):
+        gradients_as = np.dtype(gradients_as)
+    if AxisType.Manual in types:
+        if entries[axis] != names:
+            raise ValueError(
+                f"Inside of jax.shard_map a dimension is gathered over just the axes that it is "
+                f"spread over, {entries[axis]}, not {names}. Name these, or keep the other axes of "
+                "the mesh automatic and out of it."
+            )
+        return _ByCollectives(axis, gradients_as, names)
+    if isinstance(gradients_as, Format):
+        raise ValueError(
+            f"gradients_as={gradients_as} needs jax.shard_map: elsewhere the compiler sums the "
+            "gradients, in their own dtype. Use gradients_as=jnp.bfloat16 or None."
+        )
+    spread = PartitionSpec(*map(_entry, entries))
+    whole = PartitionSpec(*(_entry(n for n in e if n not in names) for e in entries))
+    if AxisType.Explicit in types:
+        return _ByResharding(axis, gradients_as, spread, whole)
+    if own_mesh is not None:
+        return _ByConstraints(
+            axis, gradients_as, NamedSharding(own_mesh, spread), NamedSharding(own_mesh, whole)
+        )
+    return _ByConstraints(axis, gradients_as, spread, whole)
+
+
+def _entry(names: Iterable[str]) -> str | tuple[str, ...] | None:
+    """Axes of the mesh as an entry of a ``PartitionSpec``."""
+    names = tuple(names)
+    return names if len(names) > 1 else names[0] if names else None
+
+
+def _specs_of(params: Any, specs: Any) -> list[Any]:
+    """The spec of each leaf of `params`; None if there are no `specs`."""
+    is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
+    if specs is None:
+        return [None] * len(jax.tree.leaves(params, is_leaf=_is_stored))
+    of_leaves = lambda spec, part: jax.tree.map(lambda _: spec, part, is_leaf=_is_stored)
+    spread = jax.tree.map(of_leaves, specs, params, is_leaf=is_spec)
+    return jax.tree.leaves(spread, is_leaf=is_spec)
+
+
+def _chosen(
+    names: Sequence[str],
+    leaves: Sequence[jax.Array],
+    ways: Sequence[_Way | None],
+    selection: Selection,
+    quantizer: Quantizer | None,
+) -> list[int]:
+    """Which leaves travel in FP8: kernels that have somewhere to go."""
+    layers = {}
+    for i, (name, x) in enumerate(zip(names, leaves, strict=True)):
+        layer, _, leaf = name.removesuffix("/value").rpartition("/")
+        if is_kernel(leaf, x):
+            layers[i] = layer
+    selection.check_patterns(list(layers.values()))
+    if quantizer is None:
+        return []
+    return [
+        i
+        for i, layer in layers.items()
+        if ways[i] is not None
+        and not _is_stored(leaves[i])
+        and selection.decide(layer, leaves[i], None).recipe is not None
+    ]
+
+
+def _gather_bytes(x: jax.Array, way: _Way, largest: jax.Array, quantizer: Quantizer) -> ScaledArray:
+    """`x` quantized, then gathered."""
+    if x.ndim != 2 and not quantizer.one_for_both:
+        quantizer = Current(quantizer.fmt)
+    context = Context((0,), largest, None, None)
+    source = lax.stop_gradient(x)
+    q = quantizer(source, context)
+    if q.block is not None:  # a part with a block cut short fits no whole
+        q = Current(quantizer.fmt)(source, context)
+    scale = q.scale
+    if isinstance(scale, ScaledArray):
+        raise ValueError(
+            f"{quantizer} has scales of scales, for the whole weight, which devices that hold "
+            "parts of it cannot compute apart. Use another recipe, such as 'mxfp8', or let the "
+            "weights travel in high precision: leave gather_weights out."
+        )
+    return _gather_stored(replace(q, carrier=x), way)
+
+
+def _gather_stored(q: ScaledArray, way: _Way) -> ScaledArray:
+    """`q` gathered as it is stored; its gradient goes where that of the part went."""
+    scale = q.scale
+    if isinstance(scale, ScaledArray) or q.block is not None:
+        raise ValueError(
+            f"A ScaledArray of shape {q.shape} in parts has blocks that are cut short, or scales "
+            "of scales, and its parts do not fit together. Quantize it with one scale, or in "
+            "blocks that divide each part."
+        )
+    if scale.dtype == E8M0FNU.dtype:
+        scale = codes_to_format(way.gather_scale(codes_of(scale)), E8M0FNU)
+    else:
+        scale = way.gather_scale(scale)
+    codes = way.gather(codes_of(q.data))
+    carrier = None if q.carrier is None else _carrier(way, q.carrier)
+    return ScaledArray(codes_to_format(codes, q.format), scale, None, carrier)
+
+
+def _is_stored(node: Any) -> bool:
+    return isinstance(node, ScaledArray)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _carrier(way: _Way, x: jax.Array) -> jax.Array:
+    """Zeros of the shape of the whole, which nobody reads: for the sake of their cotangent."""
+    return way.zeros(x)
+
+
+def _carrier_fwd(way: _Way, x: jax.Array) -> tuple[jax.Array, None]:
+    return way.zeros(x), None
+
+
+def _carrier_bwd(way: _Way, residuals: None, whole: jax.Array) -> tuple[jax.Array]:
+    del residuals
+    return (way.scatter(whole),)
+
+
+_carrier.defvjp(_carrier_fwd, _carrier_bwd)
+
+
+# How a part becomes the whole, and the cotangent of the whole that of a part.
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Of one array, over some axes of the mesh.
+
+    Attributes:
+      axis: of the array, which is spread over the devices.
+      gradients_as: see `gather_weights`.
+    """
+
+    axis: int
+    gradients_as: Format | np.dtype | None
+
+    def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
+        """f32[n], none of them negative."""
+        return amaxes
+
+    def zeros(self, x: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def gather_scale(self, scale: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def scatter(self, whole: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _ByCollectives(_Way):
+    """In ``jax.shard_map``, where arrays are the parts of this device."""
+
+    names: tuple[str, ...]
+
+    def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
+        # As integers, since XLA:CPU drops NaN from the maximum of floats over devices.
+        bits = lax.pmax(lax.bitcast_convert_type(amaxes, jnp.uint32), self.names)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def zeros(self, x: jax.Array) -> jax.Array:
+        shape = list(x.shape)
+        shape[self.axis] *= lax.axis_size(self.names)
+        return vary_like(jnp.zeros(shape, x.dtype), x)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, self.names, axis=self.axis, tiled=True)
+
+    def gather_scale(self, scale: jax.Array) -> jax.Array:
+        return self.gather(scale) if scale.ndim else scale
+
+    def scatter(self, whole: jax.Array) -> jax.Array:
+        if isinstance(self.gradients_as, Format):
+            return reduce_scatter(
+                whole, self.names, scatter_dimension=self.axis, fmt=self.gradients_as
+            )
+        rounded = whole if self.gradients_as is None else whole.astype(self.gradients_as)
+        part = lax.psum_scatter(rounded, self.names, scatter_dimension=self.axis, tiled=True)
+        return part.astype(whole.dtype)
+
+
+@dataclass(frozen=True)
+class _BySpecs(_Way):
+    """Where arrays are the wholes, and other devices have other parts of them.
+
+    Attributes:
+      spread, whole: how the array is laid out over the devices, before and after.
+    """
+
+    spread: PartitionSpec | NamedSharding
+    whole: PartitionSpec | NamedSharding
+
+    def gather_scale(self, scale: jax.Array) -> jax.Array:
+        return scale  # small, and brought where it is needed
+
+    def scatter(self, whole: jax.Array) -> jax.Array:
+        rounded = whole if self.gradients_as is None else whole.astype(self.gradients_as)
+        return self.laid_out(rounded, self.spread).astype(whole.dtype)
+
+    def laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _ByConstraints(_BySpecs):
+    """Where the compiler spreads arrays."""
+
+    def zeros(self, x: jax.Array) -> jax.Array:
+        return jnp.zeros(x.shape, x.dtype)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        # With the second one alone the compiler would gather first, and cast then.
+        return self.laid_out(self.laid_out(x, self.spread), self.whole)
+
+    def laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
+        return lax.with_sharding_constraint(x, spec)
+
+
+@dataclass(frozen=True)
+class _ByResharding(_BySpecs):
+    """Where the layout over the devices is part of the type of an array."""
+
+    def zeros(self, x: jax.Array) -> jax.Array:
+        return self.laid_out(jnp.zeros(x.shape, x.dtype), self.whole)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        return self.laid_out(x, self.whole)
+
+    def laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
+        return jax.sharding.reshard(x, spec)

@@ -1,0 +1,619 @@
+"""FP8 means, sums and gathers over devices, against numpy and ml_dtypes, and against `jax.lax`.
+
+The numpy oracle rounds block by block as the docstrings say. Where results are compared bit for
+bit, the data is made of integers, so that no sum depends on its order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+from jfp8 import collectives
+from jfp8.debug import collective_bytes
+
+N = 8
+MESH = jax.make_mesh((N,), ("d",), axis_types=(AxisType.Auto,))
+MESH_2D = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+# The oracle rounds to one format; the default is two, each of which is compared with it below.
+in_e4m3 = functools.partial(functools.partial, fmt=jfp8.E4M3FN)
+pmean = in_e4m3(collectives.pmean, axis_name="d", min_size=0)
+reduce_scatter, all_gather = in_e4m3(collectives.reduce_scatter), in_e4m3(collectives.all_gather)
+both_modes = pytest.mark.parametrize("check_vma", [True, False])
+
+
+def on_devices(f, *, mesh: Mesh = MESH, check_vma: bool = False, out_specs=None):
+    """`f` of every device's own row; by default all devices' results, stacked."""
+    stacked = out_specs is None
+
+    def one(x):
+        y = f(jax.tree.map(lambda x: x[0], x))
+        return jax.tree.map(lambda y: y[None], y) if stacked else y
+
+    axes = tuple(mesh.axis_names)
+    out_specs = P(axes) if stacked else out_specs
+    return jax.jit(
+        jax.shard_map(one, mesh=mesh, in_specs=P(axes), out_specs=out_specs, check_vma=check_vma)
+    )
+
+
+def decibels(exact, x) -> float:
+    exact, x = (np.asarray(a, np.float64) for a in (exact, x))
+    return 20 * np.log10(np.linalg.norm(exact) / np.linalg.norm(exact - x))
+
+
+def to_e2m5(x):
+    """Steps of 2^-5 below 2, of 2^-4 below 4, of 2^-3 up to 7.75, ties to even."""
+    step = np.where(np.abs(x) < 2, 2**-5, np.where(np.abs(x) < 4, 2**-4, 2**-3))
+    return (np.round(x / step) * step).astype(np.float32)
+
+
+def rounded(x, dtype=ml_dtypes.float8_e4m3fn, block=128):
+    """f32[..., k] through one FP8 rounding in blocks along the last axis, in numpy."""
+    largest = np.float32(7.75 if dtype == "e2m5" else ml_dtypes.finfo(dtype).max)
+    size = x.shape[-1]
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % block)])
+    blocks = padded.reshape(*x.shape[:-1], -1, block).astype(np.float32)
+    amax = np.abs(blocks).max(-1, keepdims=True)
+    scale = np.where(amax == 0, np.float32(1), amax / largest)
+    codes = np.clip(blocks * (np.float32(1) / scale), -largest, largest)
+    codes = to_e2m5(codes) if dtype == "e2m5" else codes.astype(dtype)
+    values = codes.astype(np.float32) * scale
+    return values.reshape(*x.shape[:-1], -1)[..., :size]
+
+
+def integers(size: int, seed: int = 0, n: int = N, largest: int = 448) -> np.ndarray:
+    """Integers times a power of two for each block of 128, different for every device."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-largest, largest + 1, (n, -(-size // 128), 128))
+    x[..., 0] = largest
+    x = x * 2.0 ** rng.integers(-12, 12, x.shape[1])[:, None]
+    return x.reshape(n, -1)[:, :size].astype(np.float32)
+
+
+def gaussian(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(N, size)).astype(np.float32)
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "largest"),
+    [
+        (jfp8.E4M3FN, ml_dtypes.float8_e4m3fn, 448),
+        (jfp8.E5M2, ml_dtypes.float8_e5m2, 57344 // 64),
+        (collectives.E2M5, "e2m5", 496),  # 64 steps for each unit of 7.75
+    ],
+)
+def test_the_mean_is_rounded_twice_and_summed_in_f32(fmt, dtype, largest, check_vma):
+    x = integers(5000, largest=largest)
+    once = rounded(x, dtype)
+    assert (once != x).any()
+    expected = rounded(once.sum(0) / np.float32(N), dtype)
+    out_specs = P() if check_vma else None
+    mean = on_devices(functools.partial(pmean, fmt=fmt), check_vma=check_vma, out_specs=out_specs)
+    result = np.asarray(mean(x))
+    np.testing.assert_array_equal(result, expected if check_vma else np.tile(expected, (N, 1)))
+
+
+@pytest.mark.parametrize("block", [32, 100, 256])
+def test_blocks_of_other_sizes(block):
+    x = np.random.default_rng(3).integers(-400, 401, (N, 7000)).astype(np.float32)
+    x[:, ::4] = 448  # so that the first scale of every block is one
+    expected = rounded(rounded(x, block=block).sum(0) / np.float32(N), block=block)
+    result = on_devices(functools.partial(pmean, block=block))(x)
+    np.testing.assert_array_equal(np.asarray(result)[0], expected)
+
+
+def test_every_size_is_padded_and_cut_right():
+    sizes = (34, 127, 128, 129, 1023, 1024, 1025, 8 * 128 * 3 + 5)
+    tree = {size: integers(size, seed=size) for size in sizes}
+    result = on_devices(pmean)(tree)
+    for size, x in tree.items():
+        expected = rounded(rounded(x).sum(0) / np.float32(N))
+        np.testing.assert_array_equal(result[size], np.tile(expected, (N, 1)))
+
+
+def test_all_devices_get_the_same_bits():
+    x = gaussian(20000)
+    for options in ({}, {"rounding": "stochastic", "key": jax.random.key(0)}):
+        result = np.asarray(on_devices(functools.partial(pmean, **options))(x))
+        assert (result == result[:1]).all()
+        assert np.abs(result).max() > 1
+
+
+def test_iid_gaussian_gradients_keep_28_decibels():
+    x = gaussian(65536)
+    assert decibels(x.astype(np.float64).mean(0), on_devices(pmean)(x)[0]) >= 28
+
+
+def test_heavy_tailed_gradients_of_varying_magnitude_keep_40_decibels():
+    """The energy is in the largest elements of blocks, which the scales of blocks keep exact."""
+    rng = np.random.default_rng(0)
+    shared = rng.normal(size=65536) * np.exp(3 * rng.normal(size=65536))
+    magnitude = (10 ** rng.uniform(-4, 0, 512)).repeat(128)
+    x = shared * magnitude * (1 + 0.5 * rng.normal(size=(N, 65536)))
+    x = x.astype(np.float32)
+    exact = x.astype(np.float64).mean(0)
+    assert decibels(exact, on_devices(pmean)(x)[0]) >= 40
+    one_scale = rounded(rounded(x, block=65536).mean(0), block=65536)
+    assert decibels(exact, one_scale) < 35  # what blocks are for
+
+
+def normal_in_blocks(rng):
+    """Each block normal, over four orders of magnitude from block to block, as between layers."""
+    magnitude = (10 ** rng.uniform(-4, 0, 512)).repeat(128)
+    return rng.normal(size=(N, 65536)) * magnitude
+
+
+def heavy_tails(rng):
+    shared = rng.standard_t(2, size=65536)
+    return shared * (1 + 0.5 * rng.normal(size=(N, 65536)))
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        lambda rng: rng.normal(size=(N, 65536)),
+        lambda rng: 1e-30 * normal_in_blocks(rng),
+        heavy_tails,
+    ],
+)
+def test_the_finest_formats_keep_40_decibels(gradients):
+    """Wherever the energy is; and neither of the two does it alone."""
+    x = gradients(np.random.default_rng(0)).astype(np.float32)
+    exact = x.astype(np.float64).mean(0)
+
+    def all_three(x):
+        default = collectives.pmean(x, "d")
+        return [default, *(pmean(x, fmt=fmt) for fmt in collectives.FINEST)]
+
+    both, wide, fine = (decibels(exact, y[0]) for y in on_devices(all_three)(x))
+    assert both >= 40
+    assert both > wide + 5
+    assert both > fine - 0.1
+    assert gradients is not heavy_tails or fine < 40
+
+
+def test_the_finest_formats_send_as_much_as_one():
+    x = jnp.zeros((N, 65536))
+    found = collective_bytes(on_devices(lambda x: collectives.pmean(x, "d")).lower(x).compile())
+    assert found.by_dtype() == {"u8": 2 * 7 / 8 * 512 * 132}
+
+
+def test_every_code_of_e2m5():
+    codes = jnp.arange(256, dtype=jnp.uint8)
+    values = np.asarray(collectives._values(codes, collectives.E2M5))
+    grid = [(32 * (e > 0) + m) * 2.0 ** max(e - 1, 0) / 32 for e in range(4) for m in range(32)]
+    grid[-1] = np.nan
+    np.testing.assert_array_equal(values, [*grid, *(-x for x in grid)])
+    assert np.signbit(values[128])
+    assert np.nanmax(values) == collectives.E2M5.max
+
+
+def test_magnitudes_of_blocks_cost_nothing():
+    """What scales do: the error of a block does not depend on that of other blocks."""
+    x = gaussian(65536)
+    magnitude = (2.0 ** np.random.default_rng(1).integers(-40, 40, 512)).repeat(128)
+    magnitude = magnitude.astype(np.float32)
+    mean = on_devices(pmean)
+    np.testing.assert_array_equal(mean(x * magnitude)[0], mean(x)[0] * magnitude)
+
+
+def test_bytes_are_a_quarter_of_f32_in_one_exchange_and_one_gather():
+    x = {"w": jnp.zeros((N, 512, 384)), "b": jnp.zeros((N, 384))}
+    compiled = on_devices(pmean).lower(x).compile()
+    in_f32 = on_devices(lambda x: lax.pmean(x, "d")).lower(x).compile()
+    found, exact = collective_bytes(compiled), collective_bytes(in_f32)
+    assert [c.op for c in found.collectives] == ["all-to-all", "all-gather"]
+    assert {c.dtype for c in found.collectives} == {"u8"}
+    records = 512 * 384 // 128 + 3
+    records += -records % N
+    assert found.total == 2 * 7 / 8 * records * 132
+    assert exact.total == 2 * 7 / 8 * (512 * 384 + 384) * 4
+    assert found.total <= 0.27 * exact.total
+
+
+def test_trap_f8_on_the_wire_is_widened_inside_of_a_loop_too():
+    def loop(x):
+        return lax.scan(lambda c, _: (pmean(c), None), x, length=3)[0]
+
+    compiled = on_devices(loop).lower(jnp.zeros((N, 65536))).compile()
+    found = collective_bytes(compiled)
+    assert {c.dtype for c in found.collectives} == {"u8"}
+    assert found.total == 3 * 2 * 7 / 8 * 512 * 132
+
+
+@pytest.mark.parametrize(
+    ("bad", "fmt", "check_vma"),
+    [
+        (np.inf, jfp8.E4M3FN, True),
+        (np.nan, jfp8.E4M3FN, False),
+        (-np.inf, collectives.FINEST, False),
+        (np.nan, collectives.FINEST, True),
+    ],
+)
+def test_trap_what_is_not_finite_on_one_device_reaches_all(bad, fmt, check_vma):
+    x = gaussian(20000)
+    mean = functools.partial(pmean, fmt=fmt)
+    clean = np.asarray(on_devices(mean)(x))[0]
+    x[3, 1000] = bad
+    mean = on_devices(mean, check_vma=check_vma, out_specs=P() if check_vma else None)
+    result = np.asarray(mean(x)).reshape(-1, 20000)
+    assert not np.isfinite(result[:, 1000]).any()
+    elsewhere = np.delete(np.arange(20000), np.s_[1000 // 128 * 128 : 1000 // 128 * 128 + 128])
+    np.testing.assert_array_equal(result[:, elsewhere], np.tile(clean[elsewhere], (len(result), 1)))
+
+
+def test_a_sum_beyond_f32_shows():
+    x = np.full((N, 4096), 3e38, np.float32)
+    assert not np.isfinite(on_devices(pmean)(x)).any()
+
+
+def test_trap_saturation_when_devices_agree():
+    """Sums of codes saturate when all devices hold the same; sums in f32 do not."""
+    x = np.tile(integers(4096)[:1], (N, 1))
+    x[:, ::2] = np.abs(x).reshape(N, -1, 128).max(-1).repeat(64, axis=1)
+    result = np.asarray(on_devices(pmean)(x))[0]
+    np.testing.assert_array_equal(result[::2], x[0, ::2])
+
+
+def test_trap_a_small_gradient_keeps_its_precision_beside_a_large_one():
+    """No block crosses from one leaf into the next."""
+    x = {"a": 1e6 * gaussian(1000), "b": 1e-6 * gaussian(1000, 1), "c": 1e6 * gaussian(1000, 2)}
+    result = on_devices(pmean)(x)
+    for name, leaf in x.items():
+        assert decibels(leaf.astype(np.float64).mean(0), result[name][0]) > 27, name
+
+
+def test_zeros_stay_zero_and_have_their_sign():
+    x = np.zeros((N, 8192), np.float32)
+    np.testing.assert_array_equal(on_devices(pmean)(x), x)
+
+
+def stochastic(draws: int, f):
+    """Results of `f` for as many keys, in one program."""
+
+    def all_draws(x):
+        return lax.map(lambda seed: f(x, key=jax.random.key(seed)), jnp.arange(draws))
+
+    return on_devices(all_draws)
+
+
+@pytest.mark.parametrize("fmt", [jfp8.E4M3FN, collectives.FINEST])
+def test_stochastic_rounding_is_unbiased_over_draws(fmt):
+    x = gaussian(2048)
+    mean = functools.partial(pmean, rounding="stochastic", fmt=fmt)
+    draws = np.asarray(stochastic(400, mean)(x), np.float64)[0]
+    exact = x.astype(np.float64).mean(0)
+    error = draws - exact
+    spread = error.std(0)
+    assert (spread > 0).mean() > 0.98  # all but the largest of some blocks
+    # The mean of 400 draws is off by a twentieth of the spread of one; five times that is too rare
+    # to be seen among 2048 elements. To nearest, the error would be the same in every draw.
+    moving = spread > 0
+    assert np.abs(error.mean(0)[moving] / spread[moving]).max() < 5 / 20
+    nearest = np.asarray(on_devices(functools.partial(pmean, fmt=fmt))(x), np.float64)[0] - exact
+    assert np.abs(nearest[moving] / spread[moving]).max() > 5 / 20
+
+
+def test_stochastic_rounding_draws_other_bits_on_every_device():
+    """The same gradient everywhere: with the same bits, errors would not average out."""
+    x = np.tile(gaussian(16384)[:1], (N, 1))
+    scatter = functools.partial(
+        reduce_scatter, axis_name="d", mean=True, min_size=0, rounding="stochastic"
+    )
+    draw = on_devices(lambda x: scatter(x, key=jax.random.key(0)))
+    error = np.asarray(draw(x)).reshape(-1) - x[0]
+    alone = np.asarray(jfp8.quantize(
+        x[0], granularity=jfp8.Block((128,)), rounding="stochastic", key=jax.random.key(0)
+    ).dequantize()) - x[0]  # fmt: skip
+    assert 0.9 < error.std() / (alone.std() / np.sqrt(N)) < 1.1
+
+
+def test_stochastic_rounding_draws_other_bits_in_every_leaf():
+    """With the same bits in the first rounding, errors would be correlated by a ninth."""
+    x = gaussian(32768)
+    mean = on_devices(functools.partial(pmean, rounding="stochastic", key=jax.random.key(0)))
+    a, b = (np.asarray(y)[0] - x.mean(0) for y in mean((x, x)))
+    assert abs(np.corrcoef(a, b)[0, 1]) < 1 / 18
+
+
+def test_small_trees_are_averaged_in_f32():
+    x = {"w": gaussian(100), "b": gaussian(16283, 1)}
+    for tree, exact in ((x, True), ({**x, "more": gaussian(1, 2), "v": gaussian(34, 3)}, False)):
+        mean = on_devices(lambda x: collectives.pmean(x, "d"))
+        found = collective_bytes(mean.lower(tree).compile())
+        assert {c.op for c in found.collectives if c.bytes > 100} == (
+            {"all-reduce"} if exact else {"all-to-all", "all-gather"}
+        )
+        result = mean(tree)
+        for name, leaf in tree.items():
+            near = decibels(leaf.astype(np.float64).mean(0), result[name][0])
+            assert near > 120 if exact or name == "more" else 25 < near < 60
+
+
+def test_leaves_too_small_for_a_block_travel_in_f32():
+    """A bias of 8 elements would be 132 bytes as a block, and 32 as it is."""
+    small = {f"b{i}": gaussian(8, i) for i in range(40)}
+    mean = on_devices(pmean)
+    found = collective_bytes(mean.lower(small).compile())
+    assert found.by_dtype() == {"f32": 2 * 7 / 8 * 40 * 8 * 4}
+    result = mean({**small, "w": gaussian(8192)})
+    for name, leaf in small.items():
+        np.testing.assert_allclose(result[name][0], leaf.mean(0), rtol=1e-6, atol=1e-7)
+
+
+def test_never_more_bytes_than_f32():
+    """Few blocks among many devices would be padded to more than they hold."""
+    x = {"w": jnp.zeros((N, 130))}
+    found = collective_bytes(on_devices(pmean).lower(x).compile())
+    assert found.total <= 2 * 7 / 8 * 130 * 4
+
+
+@both_modes
+def test_several_axes(check_vma):
+    x = integers(6000)
+    expected = rounded(rounded(x).sum(0) / np.float32(N))
+    mean = in_e4m3(collectives.pmean, axis_name=("a", "b"), min_size=0)
+    out_specs = P() if check_vma else None
+    result = on_devices(mean, mesh=MESH_2D, check_vma=check_vma, out_specs=out_specs)(x)
+    np.testing.assert_array_equal(np.asarray(result).reshape(-1, 6000)[-1], expected)
+    # Over one axis of two: each half of the devices by itself.
+    one_axis = in_e4m3(collectives.pmean, axis_name="a", min_size=0)
+    halves = x.reshape(4, 2, 6000)
+    expected = rounded(rounded(halves).sum(0) / np.float32(4))
+    result = on_devices(one_axis, mesh=MESH_2D, check_vma=check_vma)(x)
+    np.testing.assert_array_equal(
+        np.asarray(result).reshape(4, 2, 6000), np.tile(expected, (4, 1, 1))
+    )
+
+
+@both_modes
+def test_one_device_gets_its_own(check_vma):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    x = gaussian(20000)[:1]
+    result = on_devices(pmean, mesh=mesh, check_vma=check_vma, out_specs=P())(x)
+    np.testing.assert_array_equal(result, x[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_gradients_keep_their_dtype_and_sum_in_f32(dtype):
+    x = (gaussian(20000) + 2.0).astype(dtype) * jnp.asarray(8000, dtype)  # sums exceed float16
+    tree = {"w": x, "small": x[:, :5]}
+    result = on_devices(pmean)(tree)
+    for name, leaf in tree.items():
+        assert result[name].dtype == dtype
+        assert decibels(np.asarray(leaf, np.float64).mean(0), result[name][0]) > 28
+
+
+def test_what_is_not_floating_is_left_to_lax():
+    tree = {"w": gaussian(8192), "count": np.arange(N * 300).reshape(N, 300)}
+    result = on_devices(pmean)(tree)
+    expected = on_devices(lambda x: lax.pmean(x, "d"))(tree["count"])
+    assert result["count"].dtype == expected.dtype
+    np.testing.assert_array_equal(result["count"], expected)
+    assert (np.asarray(expected) != 0).any()
+
+
+@both_modes
+def test_empty_trees_and_leaves(check_vma):
+    """JAX 0.11.2 crashes while it compiles such an all-reduce."""
+    tree = {"w": integers(8192), "none": np.zeros((N, 0, 4), np.float32), "less": {}}
+    result = on_devices(pmean, check_vma=check_vma, out_specs=P())(tree)
+    assert result["none"].shape == (0, 4)
+    assert result["w"].any()
+    assert result["less"] == {}
+    assert jax.vmap(lambda x: {"x": x, **pmean({})}, axis_name="d")(jnp.ones(N))["x"].sum() == N
+
+
+def test_what_does_not_vary_is_its_own_mean():
+    """Nothing is sent for it, and it is not rounded."""
+    w = gaussian(8192)[0]
+    same = jax.shard_map(pmean, mesh=MESH, in_specs=P(), out_specs=P())
+    np.testing.assert_array_equal(jax.jit(same)(w), w)
+    assert collective_bytes(jax.jit(same).lower(w).compile()).collectives == ()
+
+
+def test_leaves_that_vary_over_different_axes():
+    """The mean of what is shared along another axis is shared along it, too."""
+    x = integers(8192, n=4)
+    y = integers(8192, n=8, seed=1)
+
+    def mean(x, y):
+        return in_e4m3(collectives.pmean)((x[0], y[0]), "a", min_size=0)
+
+    specs = (P("a"), P(("a", "b")))
+    f = jax.shard_map(mean, mesh=MESH_2D, in_specs=specs, out_specs=(P(), P("b")))
+    result = jax.jit(f)(x, y)
+    np.testing.assert_array_equal(result[0], rounded(rounded(x).sum(0) / np.float32(4)))
+    halves = rounded(rounded(y.reshape(4, 2, 8192)).sum(0) / np.float32(4))
+    np.testing.assert_array_equal(result[1], halves.reshape(-1))
+
+
+def test_trap_check_vma_sums_gradients_by_shared_parameters_by_itself():
+    """Such a gradient is a sum that f32 carried; with pcast it is the device's own."""
+    w, x = jnp.ones(8192), jnp.asarray(integers(8192))
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.sum(w * x[0]))(w)
+
+    def by_itself(w, x):
+        return pmean(gradient(lax.pcast(w, "d", to="varying"), x))
+
+    run = functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())
+    np.testing.assert_array_equal(jax.jit(run(gradient))(w, x), np.asarray(x).sum(0))
+    mean = jax.jit(run(by_itself))
+    np.testing.assert_array_equal(
+        mean(w, x), rounded(rounded(np.asarray(x)).sum(0) / np.float32(N))
+    )
+    assert set(collective_bytes(mean.lower(w, x).compile()).by_dtype()) == {"u8"}
+
+
+@both_modes
+def test_derivatives_are_those_of_lax(check_vma):
+    x, weights = jnp.asarray(gaussian(2 * 4096)), jnp.asarray(gaussian(2 * 4096, 1)[0])
+    options = {"min_size": 0}
+
+    def ours(x):
+        mean = collectives.pmean(x, "d", **options)
+        part = reduce_scatter(x * x, "d", **options)
+        whole = all_gather(part, "d", tiled=True, **options)
+        return mean, whole
+
+    def theirs(x):
+        part = lax.psum_scatter(x * x, "d", tiled=True)
+        return lax.pmean(x, "d"), lax.all_gather(part, "d", tiled=True)
+
+    def gradient(f):
+        def loss(x):
+            mean, whole = f(x)
+            return lax.pmean(jnp.sum(mean * weights) + jnp.sum(whole * weights), "d")
+
+        return on_devices(jax.grad(loss), check_vma=check_vma)(x)
+
+    expected = gradient(theirs)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(gradient(ours), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_cotangents_travel_in_their_own_dtype():
+    def loss(x):
+        return jnp.sum(all_gather(x, "d", tiled=True, min_size=0) ** 2)
+
+    found = collective_bytes(on_devices(jax.grad(loss)).lower(jnp.zeros((N, 4096))).compile())
+    assert {(c.op, c.dtype) for c in found.collectives} == {
+        ("all-gather", "u8"),
+        ("reduce-scatter", "f32"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "dimension", "mean", "check_vma"),
+    [
+        ((16, 96), 0, True, False),
+        ((16, 96), 0, False, True),
+        ((12, 64), 1, False, False),
+        ((5, 32, 7), -2, True, True),
+    ],
+)
+def test_reduce_scatter(shape, dimension, mean, check_vma):
+    x = np.random.default_rng(0).integers(-400, 401, (N, *shape)).astype(np.float32)
+    # parts[i, j] goes from device i to device j, and is quantized by itself.
+    parts = np.stack(np.split(x, N, dimension % len(shape) + 1), 1)
+    flat = parts.reshape(N, N, -1)
+    flat[..., ::128] = 448  # the scales of all blocks are one
+    x = np.concatenate(np.moveaxis(parts, 1, 0), dimension % len(shape) + 1)
+    divisor = np.float32(N if mean else 1)
+
+    scatter = functools.partial(
+        reduce_scatter, axis_name="d", scatter_dimension=dimension, mean=mean
+    )
+    result = on_devices(functools.partial(scatter, min_size=0), check_vma=check_vma)(x)
+    np.testing.assert_array_equal(result, rounded(flat).sum(0).reshape(parts.shape[1:]) / divisor)
+    exact = on_devices(scatter)(x)  # small, and so in f32
+    np.testing.assert_array_equal(exact, parts.sum(0) / divisor)
+    assert (np.asarray(exact) != np.asarray(result)).any()
+
+
+def test_reduce_scatter_keeps_the_dtype_and_sums_16_bits_in_f32():
+    x = jnp.full((N, 8192), 60000, jnp.float16)
+    mean = functools.partial(reduce_scatter, axis_name="d", mean=True)
+    for min_size in (0, 10**6):
+        result = on_devices(functools.partial(mean, min_size=min_size))(x)
+        assert result.dtype == jnp.float16
+        np.testing.assert_array_equal(result, np.full((N, 1024), 60000, np.float16))
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_reduce_scatter_and_all_gather_keep_what_is_not_finite(bad):
+    x = gaussian(8192)
+    x[2, 5000] = bad
+    scattered = on_devices(lambda x: reduce_scatter(x, "d", min_size=0))(x)
+    assert not np.isfinite(np.asarray(scattered).reshape(-1)[5000])
+    assert np.isfinite(scattered).mean() > 0.9
+    gathered = on_devices(lambda x: all_gather(x, "d", min_size=0))(x)
+    assert not np.isfinite(gathered[:, 2, 5000]).any()
+    assert np.isfinite(gathered).mean() > 0.9
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_all_gather(axis, tiled):
+    x = np.random.default_rng(0).normal(size=(N, 3, 100)).astype(np.float32)
+    once = rounded(x.reshape(N, -1)).reshape(x.shape)
+    place = np.concatenate if tiled else np.stack
+    expected = place(once, axis if axis >= 0 else axis % (2 if tiled else 3))
+    gather = functools.partial(all_gather, axis_name="d", axis=axis, tiled=tiled, min_size=0)
+    result = on_devices(gather)(x)
+    np.testing.assert_array_equal(result, np.tile(expected, (N, *[1] * expected.ndim)))
+    shared = functools.partial(gather, to="invarying")
+    np.testing.assert_array_equal(jax.vmap(shared, axis_name="d")(x)[3], expected)
+    for check_vma in (True, False):
+        result = on_devices(shared, check_vma=check_vma, out_specs=P())(x)
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_all_gather_sends_bytes_and_keeps_the_dtype():
+    x = jnp.asarray(gaussian(16384), jnp.bfloat16)
+    gather = on_devices(lambda x: all_gather(x, "d"))
+    assert gather(x).dtype == jnp.bfloat16
+    found = collective_bytes(gather.lower(x).compile())
+    assert found.by_dtype() == {"u8": 7 / 8 * N * 128 * 132}
+    whole = on_devices(lambda x: all_gather(x, "d"))(np.arange(N * 4).reshape(N, 4))
+    np.testing.assert_array_equal(whole[3], np.arange(N * 4).reshape(N, 4))
+
+
+def test_axes_of_vmap_and_pmap():
+    x = integers(6000)
+    expected = rounded(rounded(x).sum(0) / np.float32(N))
+    for over_axis in (jax.vmap, jax.pmap):
+        result = jax.jit(over_axis(pmean, axis_name="d"))(x)
+        np.testing.assert_array_equal(result, np.tile(expected, (N, 1)))
+
+
+def test_explicit_axes():
+    mesh = jax.make_mesh((N,), ("d",), axis_types=(AxisType.Explicit,))
+    x = integers(6000)
+    expected = rounded(rounded(x).sum(0) / np.float32(N))
+    mean = jax.shard_map(lambda x: pmean(x[0]), mesh=mesh, in_specs=P("d"), out_specs=P())
+    with jax.set_mesh(mesh):
+        result = jax.jit(mean)(jax.device_put(x, jax.NamedSharding(mesh, P("d"))))
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda x: pmean(x, fmt=jfp8.E2M1FN), TypeError, "E4M3FN, E5M2, .*got Format\\(E2M1FN\\)"),
+        (lambda x: pmean(x, fmt=()), TypeError, "or two of them; got \\(\\)"),
+        (lambda x: pmean(x, fmt=jfp8.E8M0FNU), TypeError, "with a sign.*E8M0FNU"),
+        (lambda x: pmean(x, fmt="e4m3"), TypeError, "got 'e4m3'"),
+        (lambda x: pmean(x, block=0), ValueError, "block=0 must be a positive int"),
+        (lambda x: pmean(x, rounding="up"), ValueError, "rounding='up' is unknown. Allowed: near"),
+        (lambda x: pmean(x, rounding="stochastic"), ValueError, "Pass key=jax.random.key"),
+        (
+            lambda x: reduce_scatter(x[:9], "d"),
+            ValueError,
+            r"shape \(9,\), and 8 does not divide 9",
+        ),
+        (
+            lambda x: reduce_scatter(x, "d", scatter_dimension=1),
+            ValueError,
+            "scatter_dimension=1 does not exist.*-1 to 0",
+        ),
+        (lambda x: all_gather(x, "d", axis=2), ValueError, "axis=2 does not exist"),
+        (lambda x: all_gather(x, "d", to="all"), ValueError, "'varying', 'invarying'"),
+    ],
+)
+def test_errors_teach(call, error, words):
+    with pytest.raises(error, match=words):
+        on_devices(call)(gaussian(64))

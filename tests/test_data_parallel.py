@@ -1,0 +1,390 @@
+"""Data parallelism under jit against the same step on one device, and against `jax.lax.pmean`.
+
+Losses and amaxes have to be those of one device; only the mean of the gradients is rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+from jfp8 import collectives
+from jfp8.data_parallel import _max_of_sinks, data_parallel
+from jfp8.debug import assert_collectives, collective_bytes
+from jfp8.sink import decode_amax, encode_amax
+from jfp8.train import rescale_grad_histories
+
+N = 8
+MESH = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
+MESH_2D = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+in_fp8 = functools.partial(collectives.pmean, min_size=0)
+in_f32 = lax.pmean
+
+
+class Model(nn.Module):
+    """Two layers, whose batch statistics are a collection of their own."""
+
+    dense: type[nn.Module]
+
+    @nn.compact
+    def __call__(self, x):
+        mean = self.variable("batch_stats", "mean", jnp.zeros, (64,))
+        count = self.variable("batch_stats", "count", jnp.zeros, (), jnp.int32)
+        y = nn.relu(self.dense(64)(x))
+        mean.value, count.value = jnp.mean(y, axis=0), count.value + 1
+        return self.dense(32)(y)
+
+
+def make_batch(size: int = 64, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    # Rows of different size, so that devices have different amaxes.
+    x = rng.normal(size=(size, 128)) * np.linspace(0.2, 2, size)[:, None]
+    return {
+        "x": x.astype(np.float32),
+        "y": rng.normal(size=(size, 32)).astype(np.float32),
+    }
+
+
+def loss_fn(variables, batch, dense, has_aux=False):
+    y, mutated = Model(dense).apply(variables, batch["x"], mutable=["batch_stats"])
+    errors = (y - batch["y"]) ** 2
+    aux = {"largest": jnp.max(errors), "below_one": errors < 1}
+    loss = jnp.mean(errors)
+    return (loss, mutated, aux) if has_aux else (loss, mutated)
+
+
+@functools.cache
+def fresh(dense):
+    """The state before the first step."""
+    variables = Model(dense).init(jax.random.key(0), make_batch()["x"])
+    tx = jfp8.loss_scale(optax.adam(1e-3), init_scale=2.0**10)
+    return jfp8.TrainState.create(apply_fn=Model(dense).apply, variables=variables, tx=tx)
+
+
+@functools.cache
+def on_one_device(dense, micro_batches=1):
+    return jax.jit(gradients(dense, micro_batches=micro_batches))
+
+
+@functools.cache
+def trained(dense):
+    """A state whose histories have entries, as one device leaves them."""
+    state = fresh(dense)
+    for seed in range(2):
+        _, grads = on_one_device(dense)(state, make_batch(seed=seed))
+        state = applied(state, grads)
+    return state
+
+
+@jax.jit
+def applied(state, grads):
+    return state.apply_gradients(grads)
+
+
+@functools.cache
+def gradients(dense, has_aux=False, micro_batches=1):
+    loss = functools.partial(loss_fn, dense=dense, has_aux=has_aux)
+    return jfp8.value_and_grad(loss, has_aux=has_aux, micro_batches=micro_batches)
+
+
+def placed(tree, mesh, spec):
+    return jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(mesh, spec if jnp.ndim(x) else P())), tree
+    )
+
+
+@functools.cache
+def parallel(grad_fn, mesh=MESH, mean=in_fp8):
+    return jax.jit(data_parallel(grad_fn, "data", mesh=mesh, mean=mean))
+
+
+def decibels(exact, x) -> float:
+    exact, x = (np.asarray(a, np.float64) for a in (exact, x))
+    with np.errstate(divide="ignore"):  # what is sent in f32 may be exact
+        return 20 * np.log10(np.linalg.norm(exact) / np.linalg.norm(exact - x))
+
+
+def assert_close(actual, desired, rtol=1e-5):
+    """To the order of sums: relative to the largest element of each array."""
+
+    def check(path, a, d):
+        a, d = np.asarray(a, np.float64), np.asarray(d, np.float64)
+        error = np.abs(a - d).max(initial=0.0)
+        assert error <= rtol * np.abs(d).max(initial=0.0), (jax.tree_util.keystr(path), error)
+
+    jax.tree_util.tree_map_with_path(check, actual, desired)
+
+
+@pytest.mark.parametrize(
+    ("dense", "micro_batches"), [(nn.Dense, 1), (jfp8.Dense, 1), (jfp8.Dense, 2)]
+)
+def test_a_step_is_that_of_one_device_but_for_the_mean(dense, micro_batches):
+    state, single = trained(dense), on_one_device(dense, micro_batches)
+    batch = make_batch(seed=7)
+    grad_fn = gradients(dense, micro_batches=micro_batches)
+    loss, grads = single(state, batch)
+    sharded = placed(batch, MESH, P("data"))
+
+    exact_loss, exact = parallel(grad_fn, mean=in_f32)(state, sharded)
+    np.testing.assert_allclose(exact_loss, loss, rtol=1e-6)
+    assert_close(exact.params, grads.params)
+    if micro_batches == 1:  # else the last ones', which are others on every device
+        assert_close(exact.collections, grads.collections)
+    assert exact.collections["batch_stats"]["count"].dtype == jnp.int32
+
+    loss_8, rounded = parallel(grad_fn)(state, sharded)
+    assert loss_8 == exact_loss
+    for path, leaf in jax.tree_util.tree_leaves_with_path(exact.params):
+        mean = dict(jax.tree_util.tree_leaves_with_path(rounded.params))[path]
+        assert decibels(leaf, mean) >= 28, path
+    assert any(
+        (np.asarray(a) != np.asarray(b)).any()
+        for a, b in zip(jax.tree.leaves(exact.params), jax.tree.leaves(rounded.params), strict=True)
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_histories_are_those_of_one_device(micro_batches):
+    """Gradients of a device's mean are N times those of the mean; their histories are not."""
+    state, single = trained(jfp8.Dense), on_one_device(jfp8.Dense, micro_batches)
+    batch = make_batch(seed=7)
+    expected = applied(state, single(state, batch)[1]).fp8
+    _, grads = parallel(gradients(jfp8.Dense, micro_batches=micro_batches))(state, batch)
+    histories = applied(state, grads).fp8
+    assert_close(histories, expected, rtol=1e-6)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), histories, state.fp8)
+    assert all(moved["Dense_0"]["DotGeneral_0"][role]["amax_history"] for role in ("lhs", "grad"))
+
+
+def test_the_first_histories_are_right_too():
+    state, batch = fresh(jfp8.Dense), make_batch()
+    for compute in (on_one_device(jfp8.Dense), parallel(gradients(jfp8.Dense))):
+        _, grads = compute(state, batch)
+        fp8 = applied(state, grads).fp8["Dense_0"]["DotGeneral_0"]
+        assert fp8["lhs"]["amax_history"][0] == np.abs(batch["x"]).max()
+        kernel = state.params["Dense_0"]["kernel"]
+        assert fp8["rhs"]["amax_history"][0] == jnp.abs(kernel).max()
+
+
+def test_a_run_goes_on_with_any_number_of_devices():
+    """The state holds nothing that depends on how many there were."""
+    state = trained(jfp8.Dense)
+    batch = make_batch(seed=7)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    _, on_2 = parallel(gradients(jfp8.Dense), mesh, mean=in_f32)(state, batch)
+    _, on_8 = parallel(gradients(jfp8.Dense), mean=in_f32)(state, batch)
+    assert_close(on_2.params, on_8.params)
+    assert_close(applied(state, on_2).fp8, applied(state, on_8).fp8, rtol=1e-6)
+
+
+def test_only_bytes_are_sent():
+    state = trained(jfp8.Dense)
+    batch = placed(make_batch(), MESH, P("data"))
+    in_bytes = parallel(gradients(jfp8.Dense)).lower(state, batch).compile()
+    in_floats = parallel(gradients(jfp8.Dense), mean=in_f32).lower(state, batch).compile()
+    assert_collectives(in_bytes, dtypes={"u8"}, exempt_bytes=700)
+    records = 128 * 64 // 128 + 64 * 32 // 128 + 1  # the bias of 32 goes in f32
+    records += -records % N
+    assert collective_bytes(in_bytes).by_dtype()["u8"] == 2 * 7 / 8 * records * 132
+    assert collective_bytes(in_floats).total > 3.4 * collective_bytes(in_bytes).total
+
+
+def test_overflow_on_one_device_skips_the_step_on_all():
+    state = trained(jfp8.Dense)
+    batch = make_batch(seed=7)
+    batch["x"][11, 5] = np.inf
+    _, grads = parallel(gradients(jfp8.Dense))(state, placed(batch, MESH, P("data")))
+    after = applied(state, grads)
+    # Only the histories of gradients follow the loss scale.
+    fp8 = rescale_grad_histories(state.fp8, jnp.float32(0.5))
+    expected = (state.params, fp8, state.collections)
+    kept = (after.params, after.fp8, after.collections)
+    jax.tree.map(np.testing.assert_array_equal, kept, expected)
+    assert after.opt_state.loss_scale == state.opt_state.loss_scale / 2
+    assert after.step == state.step + 1
+    batch["x"][11, 5] = 0.0
+    _, grads = parallel(gradients(jfp8.Dense))(state, batch)
+    assert applied(state, grads).opt_state.loss_scale == state.opt_state.loss_scale
+
+
+def test_trap_an_overflow_that_only_a_sink_saw_reaches_all():
+    """Casts saturate; the bin of NaN in the sink of one device is all that tells."""
+    rng = np.random.default_rng(0)
+    amax = rng.uniform(0.1, 10, (N, 2, 3)).astype(np.float32)
+    sinks = {"a": encode_amax(jnp.asarray(amax)), "b": {"c": jnp.zeros((N, 3, 2050))}}
+    sinks["a"] = sinks["a"].at[3, 0, 1].set(encode_amax(jnp.float32(np.inf)))
+    merged = jax.vmap(lambda s: _max_of_sinks(s, "d", N), axis_name="d")(sinks)
+    found, overflow = decode_amax(merged["a"])
+    amax[3, 0, 1] = 0
+    expected = amax.max(0) / np.float32([1, 1, N])
+    ratio = np.asarray(found) / expected
+    np.testing.assert_allclose(ratio.reshape(N, 6)[:, [0, 2, 3, 4, 5]], 1, rtol=1e-6)
+    assert ((ratio >= 1 - 1e-6) & (ratio <= 9 / 8)).all()  # beside an Inf, a bound
+    np.testing.assert_array_equal(overflow, np.tile([[False, True, False], [False] * 3], (N, 1, 1)))
+    assert not merged["b"]["c"].any()  # took no part
+
+
+def test_aux_is_averaged():
+    state = trained(nn.Dense)
+    batch = make_batch()
+    (loss, aux), _ = parallel(gradients(nn.Dense, has_aux=True))(state, batch)
+    one, _ = Model(nn.Dense).apply(state.variables, batch["x"], mutable=["batch_stats"])
+    errors = (np.asarray(one) - batch["y"]) ** 2
+    np.testing.assert_allclose(loss, errors.mean(), rtol=1e-6)
+    parts = errors.reshape(N, -1)
+    np.testing.assert_allclose(aux["largest"], parts.max(1).mean(), rtol=1e-6)
+    below = (errors < 1).reshape(N, N, 32).mean(0)
+    np.testing.assert_allclose(aux["below_one"], below, rtol=1e-6)
+
+
+def test_training_follows_the_run_on_one_device():
+    state = trained(jfp8.Dense)
+    one, eight = state, placed(state, MESH, P())
+    single, many = on_one_device(jfp8.Dense), parallel(gradients(jfp8.Dense))
+    losses = []
+    for seed in range(20):
+        batch = make_batch(seed=seed % 2)
+        (loss_1, grads_1), (loss_8, grads_8) = single(one, batch), many(eight, batch)
+        one, eight = applied(one, grads_1), applied(eight, grads_8)
+        losses.append((loss_1, loss_8))
+    assert losses[-1][0] < 0.9 * losses[0][0]
+    np.testing.assert_allclose(losses[-1][1], losses[-1][0], rtol=0.01)
+
+
+def test_plain_functions_of_parameters():
+    """Scalars of the batch go to all devices."""
+
+    def loss(params, batch):
+        errors = (batch["x"] @ params["w"] - batch["y"]) ** 2
+        return batch["weight"] * jnp.mean(errors), batch["x"].shape[0]
+
+    params, batch = {"w": jnp.ones((128, 32)) / 128}, make_batch() | {"weight": np.float32(0.5)}
+    grad_fn = jax.value_and_grad(loss, has_aux=True)
+    (expected, _), exact = grad_fn(params, batch)
+    (value, rows), grads = parallel(grad_fn)(params, batch)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert rows == 64 // N
+    assert decibels(exact["w"], grads["w"]) >= 28
+
+
+@pytest.mark.parametrize("specs", [None, "of the parameters"])
+def test_other_axes_stay_automatic(specs):
+    """Tensor parallelism by XLA; with specs, every device sends its shards, and nothing else."""
+    state, single = trained(jfp8.Dense), on_one_device(jfp8.Dense)
+    batch = make_batch(seed=7)
+    loss, grads = single(state, batch)
+
+    def spec(p):
+        return P(None, "model") if p.ndim == 2 else P("model")
+
+    of_params = jax.tree.map(spec, state.params)
+    shardings = jax.tree.map(lambda s: NamedSharding(MESH_2D, s), of_params)
+    state = placed(state, MESH_2D, P())
+    state = state.replace(params=jax.device_put(state.params, shardings))
+    specs = None if specs is None else of_params
+    compute = jax.jit(
+        data_parallel(gradients(jfp8.Dense), "data", mesh=MESH_2D, specs=specs, mean=in_fp8)
+    )
+    batch = placed(batch, MESH_2D, P("data"))
+    loss_8, grads_8 = compute(state, batch)
+    np.testing.assert_allclose(loss_8, loss, rtol=1e-6)
+    for exact, mean in zip(
+        jax.tree.leaves(grads.params), jax.tree.leaves(grads_8.params), strict=True
+    ):
+        assert decibels(exact, mean) >= 28
+    assert_close(applied(state, grads_8).fp8, applied(state, grads).fp8, rtol=1e-6)
+    found = collective_bytes(compute.lower(state, batch).compile())
+    records = [c for c in found.collectives if c.dtype == "u8" and c.devices == 4]
+    assert {c.op for c in records} == {"all-to-all", "all-gather"}
+    if specs is not None:
+        count = (128 * 64 + 64 * 32) // 2 // 128
+        assert sum(c.bytes for c in records) == 2 * 3 / 4 * count * 132
+
+
+def test_specs_may_name_the_batch_axis():
+    """Parameters that are stored in parts along the batch axis are whole in `grad_fn`."""
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    w, x = jnp.ones((128, 64)), make_batch()["x"]
+    w = jax.device_put(w, NamedSharding(MESH_2D, P("data", "model")))
+    compute = jax.jit(
+        data_parallel(
+            jax.value_and_grad(loss), "data", mesh=MESH_2D, specs=P("data", "model"), mean=in_fp8
+        )
+    )
+    _, grads = compute(w, x)
+    assert decibels(jax.grad(loss)(jnp.ones((128, 64)), x), grads) >= 28
+
+
+def test_several_batch_axes_and_the_mesh_in_force():
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    w, x = jnp.ones((128, 64)), make_batch()["x"]
+    compute = jax.jit(data_parallel(jax.value_and_grad(loss), ("data", "model"), mean=in_fp8))
+    with jax.set_mesh(MESH_2D):
+        value, grads = compute(w, x)
+        devices = {c.devices for c in collective_bytes(compute.lower(w, x).compile()).collectives}
+    np.testing.assert_allclose(value, loss(w, x), rtol=1e-6)
+    assert decibels(jax.grad(loss)(w, x), grads) >= 28
+    assert devices == {8}
+
+
+def test_explicit_axes():
+    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    w, x = jnp.ones((128, 64)), make_batch()["x"]
+    with jax.set_mesh(mesh):
+        compute = jax.jit(data_parallel(jax.value_and_grad(loss), "data", mean=in_fp8))
+        value, grads = compute(placed(w, mesh, P()), placed(x, mesh, P("data")))
+    np.testing.assert_allclose(value, loss(w, x), rtol=1e-6)
+    assert decibels(jax.grad(loss)(w, x), grads) >= 28
+
+
+def test_trap_plain_jit_sends_gradients_in_f32():
+    """What this module is for."""
+    state, single = trained(jfp8.Dense), on_one_device(jfp8.Dense)
+    batch = placed(make_batch(), MESH, P("data"))
+    found = collective_bytes(single.lower(placed(state, MESH, P()), batch).compile())
+    assert found.widest.dtype == "f32"
+    assert found.by_dtype()["f32"] >= 2 * 7 / 8 * (128 * 64 + 64 * 32) * 4
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda f: data_parallel(f, "data")(1.0, make_batch()),
+            ValueError,
+            r"axes \('data',\), but the mesh has \(\), not.*jax.set_mesh",
+        ),
+        (
+            lambda f: data_parallel(f, "batch", mesh=MESH)(1.0, make_batch()),
+            ValueError,
+            r"\('batch',\), but the mesh has \('data',\), not \['batch'\]",
+        ),
+        (
+            lambda f: data_parallel(f, "data", mesh=MESH)(1.0, make_batch(12)),
+            ValueError,
+            r"batch\['x'\] has shape \(12, 128\), and 8 does not divide 12",
+        ),
+        (
+            lambda f: data_parallel(f, "data", mesh=MESH)(
+                nnx.Linear(2, 3, rngs=nnx.Rngs(0)), make_batch()
+            ),
+            TypeError,
+            "an NNX model, Linear, whose histories",
+        ),
+    ],
+)
+def test_errors_teach(call, error, words):
+    with pytest.raises(error, match=words):
+        call(jax.value_and_grad(lambda w, batch: w * jnp.mean(batch["x"])))
