@@ -1,7 +1,7 @@
 """The formulas of a Transformer layer between its products: functions of arrays, no framework.
 
 Everything here is computed in float32 at least, whatever the dtype of the operands. What costs
-little to compute again is not kept for the backward pass, only its input.
+little to compute again is not kept for the backward pass, only its input, in FP8 if wanted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jfp8.formats import Format
+from jfp8.saved_activations import save_in_fp8
 
 LayerNormType = Literal["layernorm", "rmsnorm"]
 GroupMethod = Literal["consecutive", "alternate"]
@@ -25,6 +28,11 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
         raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
 
 
+def _keeping_inputs(f: Callable[..., jax.Array], saved: Format | None) -> Callable[..., jax.Array]:
+    """`f`, of which the backward pass keeps the arguments only; the first in `saved`, if given."""
+    return jax.checkpoint(f) if saved is None else save_in_fp8(f, fmt=saved)
+
+
 def normalize(
     x: jax.Array,
     scale: jax.Array,
@@ -34,6 +42,7 @@ def normalize(
     epsilon: float = 1e-6,
     layernorm_type: LayerNormType = "layernorm",
     zero_centered_gamma: bool = False,
+    saved_activations: Format | None = None,
 ) -> jax.Array:
     """Layer normalisation, or root mean square normalisation. ::
 
@@ -46,6 +55,7 @@ def normalize(
       x: floating array.
       scale, bias: of the shape of `axes`, in the order of `axes`.
       axes: of `x`, over which it is normalised.
+      saved_activations: keep `x` in this format for the backward pass; None: as it is.
 
     Returns:
       Array of the shape of `x`, in float32 at least.
@@ -59,7 +69,6 @@ def normalize(
     check_choice("layernorm_type", layernorm_type, ("layernorm", "rmsnorm"))
     axes = tuple(axis % x.ndim for axis in axes)
 
-    @jax.checkpoint
     def run(x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if layernorm_type == "layernorm":
@@ -69,7 +78,7 @@ def normalize(
         y = y * (1 + gamma if zero_centered_gamma else gamma)
         return y if bias is None else y + _along(bias, axes, x)
 
-    return run(x, scale, bias)
+    return _keeping_inputs(run, saved_activations)(x, scale, bias)
 
 
 def _along(parameter: jax.Array, axes: tuple[int, ...], x: jax.Array) -> jax.Array:
@@ -109,7 +118,9 @@ def projections_of(activation: str) -> int:
     return len(ACTIVATIONS[activation])
 
 
-def activate(x: jax.Array, activation: str) -> jax.Array:
+def activate(
+    x: jax.Array, activation: str, *, saved_activations: Format | None = None
+) -> jax.Array:
     """The activation of `projections_of(activation)` projections of an input. ::
 
         gelu, silu, relu   y = f(x_0)              geglu, swiglu, reglu   y = f(x_0) * x_1
@@ -119,6 +130,7 @@ def activate(x: jax.Array, activation: str) -> jax.Array:
 
     Args:
       x: ``[..., projections, features]``.
+      saved_activations: see `normalize`.
 
     Returns:
       ``[..., features]``, in the dtype of `x`.
@@ -135,7 +147,6 @@ def activate(x: jax.Array, activation: str) -> jax.Array:
             f"{activation!r} takes {n} projections, x of shape [..., {n}, features]; got {x.shape}."
         )
 
-    @jax.checkpoint
     def run(x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y, *gates = (f(wide[..., i, :]) for i, f in enumerate(ACTIVATIONS[activation]))
@@ -143,7 +154,20 @@ def activate(x: jax.Array, activation: str) -> jax.Array:
             y = y * gate
         return y.astype(x.dtype)
 
-    return run(x)
+    return _keeping_inputs(run, saved_activations)(x)
+
+
+def drop(x: jax.Array, key: jax.Array | None, *, rate: float) -> jax.Array:
+    """`x` with a share `rate` of its elements 0 and the others divided by ``1 - rate``.
+
+    Without a `key`, `x` as it is. With one, the numbers of Flax's ``Dropout``.
+    """
+    if key is None:
+        return x
+    if rate == 1:
+        return jnp.zeros_like(x)
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 
 def causal_mask(query_length: int, key_length: int) -> jax.Array:
@@ -158,9 +182,11 @@ def grouped_query_attention(
     *,
     mask: jax.Array | None = None,
     bias: jax.Array | None = None,
-    dropout: Callable[[jax.Array], jax.Array] = _identity,
+    dropout: Callable[..., jax.Array] = _identity,
+    dropout_args: tuple[Any, ...] = (),
     scores_einsum: EinsumFunction = jnp.einsum,
     context_einsum: EinsumFunction = jnp.einsum,
+    saved_activations: Format | None = None,
 ) -> jax.Array:
     """Attention in which groups of query heads share the heads of keys and values. ::
 
@@ -175,8 +201,12 @@ def grouped_query_attention(
       key, value: ``[..., k, G, depth]``, where ``G`` divides ``H``.
       mask: broadcast to ``[..., H, q, k]``: True or 1 where a query may attend to a key.
       bias: broadcast to ``[..., H, q, k]``.
-      dropout: of the weights, ``[..., H, q, k]`` in float32.
+      dropout: of the weights, ``[..., H, q, k]`` in float32, and of `dropout_args`, such as a key.
       scores_einsum, context_einsum: compute the two products, like ``jnp.einsum``.
+      saved_activations: keep `value` in this format for the backward pass, `query` and `key` as
+        they are, and compute the weights again. An error of a score would be that of the exponent
+        of a weight. `dropout` is then a function without side effects, and closes over no array.
+        None, or products other than ``jnp.einsum``: keep the weights.
 
     Returns:
       ``[..., q, H, depth]``, in the dtype of `value`.
@@ -198,16 +228,21 @@ def grouped_query_attention(
     grouped = (*batch, groups, heads // groups, q_length, k_length)
     every_head = (*batch, heads, q_length, k_length)
 
-    query = query.reshape(*batch, q_length, groups, heads // groups, depth)
-    scores = scores_einsum("...qgrd,...kgd->...grqk", query, key, preferred_element_type=wide)
-    scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
-    if bias is not None:
-        scores += jnp.broadcast_to(bias, every_head).astype(wide)
-    if mask is not None:
-        scores = jnp.where(jnp.broadcast_to(mask, every_head), scores, jnp.finfo(wide).min)
-    weights = dropout(jax.nn.softmax(scores)).astype(value.dtype)
-    context = context_einsum("...grqk,...kgd->...qgrd", weights.reshape(grouped), value)
-    return context.reshape(*batch, q_length, heads, depth)
+    def attend(value, query, key, mask, bias, dropout_args) -> jax.Array:
+        query = query.reshape(*batch, q_length, groups, heads // groups, depth)
+        scores = scores_einsum("...qgrd,...kgd->...grqk", query, key, preferred_element_type=wide)
+        scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
+        if bias is not None:
+            scores += jnp.broadcast_to(bias, every_head).astype(wide)
+        if mask is not None:
+            scores = jnp.where(jnp.broadcast_to(mask, every_head), scores, jnp.finfo(wide).min)
+        weights = dropout(jax.nn.softmax(scores), *dropout_args).astype(value.dtype)
+        context = context_einsum("...grqk,...kgd->...qgrd", weights.reshape(grouped), value)
+        return context.reshape(*batch, q_length, heads, depth)
+
+    if saved_activations is not None and scores_einsum is context_einsum is jnp.einsum:
+        attend = save_in_fp8(attend, fmt=saved_activations)
+    return attend(value, query, key, mask, bias, dropout_args)
 
 
 def rotary_embedding(

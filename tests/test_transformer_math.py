@@ -308,6 +308,15 @@ def test_dropout_is_of_the_weights():
     assert_close(y, share * jnp.repeat(value[:, 3], 2, axis=1)[:, None])
 
 
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+def test_drop_is_flax(rate):
+    x, key = jnp.linspace(1, 2, 96).reshape(4, 24), jax.random.key(5)
+    expected = nn.Dropout(rate, deterministic=False).apply({}, x, rng=key)
+    np.testing.assert_array_equal(transformer_math.drop(x, key, rate=rate), expected)
+    assert 0 < np.mean(np.asarray(expected) == 0) <= rate + 0.2
+    np.testing.assert_array_equal(transformer_math.drop(x, None, rate=rate), x)
+
+
 def test_heads_that_cannot_be_shared_are_refused():
     query, key, value = heads_of(3)
     with pytest.raises(ValueError, match="4 heads of the query cannot share 3 heads"):

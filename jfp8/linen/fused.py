@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jfp8 import transformer_math
+from jfp8.formats import Format
 from jfp8.linen.layers import DenseGeneral
 from jfp8.matmul import Implementation
 from jfp8.recipes import Recipe
@@ -35,6 +36,8 @@ class LayerNormDense(DenseGeneral):
       scale_init: of ``scale``; None: such that the factor starts as 1.
       ln_bias_init: of ``ln_bias``.
       return_layernorm_output: return ``(y, normalized)``, the second in high precision.
+      saved_activations: keep the input of the normalisation in this format for the backward pass,
+        with a scale for every few elements; None: in high precision. See `jfp8.save_in_fp8`.
       recipe, implementation: see `Dense`.
 
     Raises:
@@ -53,6 +56,7 @@ class LayerNormDense(DenseGeneral):
     scale_init: Initializer | None = None
     ln_bias_init: Initializer = nn.initializers.zeros
     return_layernorm_output: bool = False
+    saved_activations: Format | None = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> Any:
@@ -84,6 +88,7 @@ class LayerNormDense(DenseGeneral):
             epsilon=self.epsilon,
             layernorm_type=self.layernorm_type,
             zero_centered_gamma=self.zero_centered_gamma,
+            saved_activations=self.saved_activations,
         )
         return y.astype(nn.dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype))
 
@@ -109,6 +114,8 @@ class LayerNormMLP(nn.Module):
       use_bias, dtype, param_dtype, kernel_init, bias_init: of both products; see
         ``flax.linen.Dense``.
       return_layernorm_output: return ``(y, normalized)``, the second in high precision.
+      saved_activations: keep the inputs of the normalisation and of the activation in this format
+        for the backward pass; see `LayerNormDense`.
       recipe, implementation: see `Dense`.
 
     Raises:
@@ -134,6 +141,7 @@ class LayerNormMLP(nn.Module):
     kernel_init: Initializer = nn.linear.default_kernel_init
     bias_init: Initializer = nn.initializers.zeros
     return_layernorm_output: bool = False
+    saved_activations: Format | None = None
     recipe: Recipe | None = None
     implementation: Implementation = None
 
@@ -164,10 +172,13 @@ class LayerNormMLP(nn.Module):
             epsilon=self.epsilon,
             zero_centered_gamma=self.zero_centered_gamma,
             return_layernorm_output=True,
+            saved_activations=self.saved_activations,
             **common,
             name="wi",
         )(inputs)
-        hidden = transformer_math.activate(hidden, self.activation)
+        hidden = transformer_math.activate(
+            hidden, self.activation, saved_activations=self.saved_activations
+        )
         if self.intermediate_dropout_rate:
             fixed = nn.merge_param("deterministic", self.deterministic, deterministic)
             hidden = nn.Dropout(self.intermediate_dropout_rate, deterministic=fixed)(hidden)

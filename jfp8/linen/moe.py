@@ -13,6 +13,7 @@ from jax import lax
 
 from jfp8 import routing, transformer_math
 from jfp8.arrays import ScaledArray
+from jfp8.formats import Format
 from jfp8.linen.products import Product, promote_dtype
 from jfp8.matmul import Implementation
 from jfp8.ragged_dot import observed_ragged_dot
@@ -145,6 +146,7 @@ class MoE(nn.Module):
       dtype, param_dtype: see ``flax.linen.Dense``.
       kernel_init: of the kernels of each expert.
       router_init: of the router's kernel.
+      saved_activations: see `LayerNormMLP`; of the activation's input.
       recipe, implementation: see `jfp8.Dense`.
 
     Raises:
@@ -171,6 +173,7 @@ class MoE(nn.Module):
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = nn.linear.default_kernel_init
     router_init: Initializer = nn.linear.default_kernel_init
+    saved_activations: Format | None = None
     recipe: Recipe | None = None
     implementation: Implementation = None
 
@@ -216,7 +219,9 @@ class MoE(nn.Module):
         x = routing.to_experts(tokens, routed)
         hidden = dense(projections * self.intermediate_dim, "wi")(x, routed.group_sizes)
         hidden = hidden.reshape(-1, projections, self.intermediate_dim)
-        hidden = transformer_math.activate(hidden, self.activation)
+        hidden = transformer_math.activate(
+            hidden, self.activation, saved_activations=self.saved_activations
+        )
         y = dense(features, "wo")(hidden, routed.group_sizes)
         y = routing.from_experts(y, routed).astype(y.dtype).reshape(inputs.shape)
         return (y, loss) if self.return_load_balancing_loss else y

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jfp8 import transformer_math
+from jfp8.formats import Format
 from jfp8.linen.attention import EinsumProduct
 from jfp8.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.linen.layers import DenseGeneral
@@ -109,6 +110,9 @@ class LayerNormAttention(nn.Module):
             rotated = partial(transformer_math.rotary_embedding, **self.rotary)
             query, key = rotated(query), rotated(key)
 
+        dropout_key = None
+        if self.attention_dropout and not deterministic:
+            dropout_key = self.make_rng("dropout")
         einsum = lambda name: jnp.einsum
         if self.attention_products:
             how = {name: self.dense[name] for name in ("recipe", "implementation")}
@@ -119,9 +123,11 @@ class LayerNormAttention(nn.Module):
             value,
             mask=mask,
             bias=bias,
-            dropout=nn.Dropout(self.attention_dropout, deterministic=deterministic),
+            dropout=partial(transformer_math.drop, rate=self.attention_dropout),
+            dropout_args=(dropout_key,),
             scores_einsum=einsum("scores"),
             context_einsum=einsum("context"),
+            saved_activations=self.norm.get("saved_activations"),
         )
         return DenseGeneral(hidden_size, axis=(-2, -1), **self.dense, name="out")(context)
 
@@ -164,6 +170,10 @@ class TransformerLayer(nn.Module):
         ``flax.linen.Dense``.
       deterministic: no dropout; may be given to the call instead.
       attention_products: also compute the two products of attention itself in FP8.
+      saved_activations: keep what the backward pass needs beside the operands of FP8 products in
+        this format: inputs of normalisations and of the activation, and the values of attention,
+        whose weights are computed again unless `attention_products` is set. None: in high
+        precision, with the weights. See `jfp8.save_in_fp8`.
       recipe, implementation: see `Dense`.
 
     Raises:
@@ -200,6 +210,7 @@ class TransformerLayer(nn.Module):
     bias_init: Initializer = nn.initializers.zeros
     deterministic: bool | None = None
     attention_products: bool = False
+    saved_activations: Format | None = None
     recipe: Recipe | None = None
     implementation: Implementation = None
 
@@ -317,6 +328,7 @@ class TransformerLayer(nn.Module):
             "layernorm_type": self.layernorm_type,
             "epsilon": self.layernorm_epsilon,
             "zero_centered_gamma": self.zero_centered_gamma,
+            "saved_activations": self.saved_activations,
         }
 
     def _dense(self) -> dict[str, Any]:

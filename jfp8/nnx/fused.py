@@ -12,6 +12,7 @@ from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
 
 from jfp8 import transformer_math
+from jfp8.formats import Format
 from jfp8.matmul import Implementation
 from jfp8.nnx.layers import LinearGeneral
 from jfp8.recipes import Recipe
@@ -38,6 +39,8 @@ class LayerNormLinear(LinearGeneral):
       scale_init: of ``scale``; None: such that the factor starts as 1.
       ln_bias_init: of ``ln_bias``.
       return_layernorm_output: return ``(y, normalized)``, the second in high precision.
+      saved_activations: keep the input of the normalisation in this format for the backward pass,
+        with a scale for every few elements; None: in high precision. See `jfp8.save_in_fp8`.
 
     Raises:
       ValueError: unknown `layernorm_type`; a hook for the product.
@@ -60,6 +63,7 @@ class LayerNormLinear(LinearGeneral):
         scale_init: Initializer | None = None,
         ln_bias_init: Initializer = nnx.initializers.zeros,
         return_layernorm_output: bool = False,
+        saved_activations: Format | None = None,
         rngs: nnx.Rngs,
         **kwargs: Any,
     ) -> None:
@@ -69,6 +73,7 @@ class LayerNormLinear(LinearGeneral):
         self.epsilon = epsilon
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
+        self.saved_activations = saved_activations
         neutral = nnx.initializers.zeros if zero_centered_gamma else nnx.initializers.ones
         make = lambda init: nnx.Param(init(rngs.params(), self.in_features, self.param_dtype))
         self.scale = make(scale_init or neutral)
@@ -86,6 +91,7 @@ class LayerNormLinear(LinearGeneral):
             epsilon=self.epsilon,
             layernorm_type=self.layernorm_type,
             zero_centered_gamma=self.zero_centered_gamma,
+            saved_activations=self.saved_activations,
         )
         dtype = dtypes.canonicalize_dtype(inputs, scale, bias, dtype=self.dtype)
         normalized = normalized.astype(dtype)
@@ -113,6 +119,8 @@ class LayerNormMLP(nnx.Module):
       use_bias, dtype, param_dtype, kernel_init, bias_init: of both products; see
         ``flax.nnx.Linear``.
       return_layernorm_output: return ``(y, normalized)``, the second in high precision.
+      saved_activations: keep the inputs of the normalisation and of the activation in this format
+        for the backward pass; see `LayerNormLinear`.
       recipe, implementation: see `Linear`.
 
     Raises:
@@ -141,6 +149,7 @@ class LayerNormMLP(nnx.Module):
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = nnx.initializers.zeros,
         return_layernorm_output: bool = False,
+        saved_activations: Format | None = None,
         recipe: Recipe | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
@@ -157,6 +166,7 @@ class LayerNormMLP(nnx.Module):
         }
         self.activation = activation
         self.return_layernorm_output = return_layernorm_output
+        self.saved_activations = saved_activations
         self.wi = LayerNormLinear(
             in_features,
             (transformer_math.projections_of(activation), intermediate_dim),
@@ -164,6 +174,7 @@ class LayerNormMLP(nnx.Module):
             epsilon=epsilon,
             zero_centered_gamma=zero_centered_gamma,
             return_layernorm_output=True,
+            saved_activations=saved_activations,
             **common,
         )
         self.dropout = dropout_or_none(intermediate_dropout_rate, rngs)
@@ -180,7 +191,9 @@ class LayerNormMLP(nnx.Module):
           ``[..., in_features]``; or a pair, see `return_layernorm_output`.
         """
         hidden, normalized = self.wi(inputs)
-        hidden = transformer_math.activate(hidden, self.activation)
+        hidden = transformer_math.activate(
+            hidden, self.activation, saved_activations=self.saved_activations
+        )
         if self.dropout is not None:
             hidden = self.dropout(hidden, deterministic=deterministic)
         y = self.wo(hidden)

@@ -11,6 +11,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 
 from jfp8 import transformer_math
+from jfp8.formats import Format
 from jfp8.matmul import Implementation
 from jfp8.nnx.fused import (
     LayerNormLinear,
@@ -113,6 +114,8 @@ class LayerNormAttention(nnx.Module):
         else:
             self.query = projected((groups, shared_by, depth))
             self.kv = LinearGeneral(encoded_features, (groups, 2, depth), **dense, rngs=rngs)
+        self.saved_activations = norm.get("saved_activations")
+        self.dropout_rate = attention_dropout
         self.dropout = dropout_or_none(attention_dropout, rngs)
         how: dict[str, Any] = {name: dense.get(name) for name in ("recipe", "implementation")}
         self.scores = nnx.data(EinsumOp(**how) if attention_products else None)
@@ -140,22 +143,26 @@ class LayerNormAttention(nnx.Module):
             rotated = partial(transformer_math.rotary_embedding, **dict(self.rotary))
             query, key = rotated(query), rotated(key)
 
-        def dropout(weights: jax.Array) -> jax.Array:
-            if self.dropout is None:
-                return weights
-            return self.dropout(weights, deterministic=deterministic)
-
         context = transformer_math.grouped_query_attention(
             query,
             key,
             value,
             mask=mask,
             bias=bias,
-            dropout=dropout,
+            dropout=partial(transformer_math.drop, rate=self.dropout_rate),
+            dropout_args=(self._dropout_key(deterministic),),
             scores_einsum=jnp.einsum if self.scores is None else self.scores,
             context_einsum=jnp.einsum if self.context is None else self.context,
+            saved_activations=self.saved_activations,
         )
         return self.out(context)
+
+    def _dropout_key(self, deterministic: bool | None) -> jax.Array | None:
+        """What the ``nnx.Dropout`` would draw its numbers by; None: nothing is dropped."""
+        if self.dropout is None:
+            return None
+        fixed = self.dropout.deterministic if deterministic is None else deterministic
+        return None if fixed else self.dropout.rngs()
 
 
 class TransformerLayer(nnx.Module):
@@ -195,6 +202,8 @@ class TransformerLayer(nnx.Module):
       use_bias, dtype, param_dtype, kernel_init, bias_init: of all products; see
         ``flax.nnx.Linear``.
       attention_products: also compute the two products of attention itself in FP8.
+      saved_activations: keep what the backward pass needs beside the operands of FP8 products in
+        this format; see `jfp8.linen.TransformerLayer`.
       recipe, implementation: see `Linear`.
 
     Raises:
@@ -234,6 +243,7 @@ class TransformerLayer(nnx.Module):
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = nnx.initializers.zeros,
         attention_products: bool = False,
+        saved_activations: Format | None = None,
         recipe: Recipe | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
@@ -264,6 +274,7 @@ class TransformerLayer(nnx.Module):
             "layernorm_type": layernorm_type,
             "epsilon": layernorm_epsilon,
             "zero_centered_gamma": zero_centered_gamma,
+            "saved_activations": saved_activations,
         }
         dense: dict[str, Any] = {
             "use_bias": use_bias,

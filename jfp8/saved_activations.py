@@ -1,0 +1,175 @@
+"""An activation kept in FP8 for the backward pass, by whatever function computes with it.
+
+    forward    y  = f(x, *rest)                           exactly: x is in high precision
+    kept       q  = codes of x, and a scale for every block of them
+    backward   dx, *drest = vjp(f, q * scale, *rest)(dy)
+
+What a product keeps is in FP8 anyway. This is for what stands between products: normalisations and
+activation functions, which need their input once more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jfp8.arrays import ScaledArray, scaled_values
+from jfp8.formats import E4M3FN, Format, as_float_array, codes_of, codes_to_format
+from jfp8.quantizers import quantize_with_scale
+from jfp8.residuals import SAVED
+from jfp8.scaling import Block, amax, ragged_block, reciprocal, scale_from_amax
+
+BLOCK = 32
+"""Elements that share a scale: few enough for an outlier to take its own."""
+
+
+def save_in_fp8(
+    f: Callable[..., Any], *, fmt: Format = E4M3FN, block: int = BLOCK, name: str = SAVED
+) -> Callable[..., Any]:
+    """`f`, which keeps its first argument in FP8 for the backward pass. ::
+
+        y         = f(x, *rest)
+        dx, drest = vjp(f, dequantize(quantize(x)), *rest)(dy)
+
+    What is computed forward does not change, and gradients do only as far as `f` bends within the
+    error of `fmt`. One byte is kept for every element of `x`, and two for the scale of every block
+    of them along its last axis, a bf16. The backward pass computes `f` again.
+
+    The scale is made for the largest element of its block, which is thereby kept to 0.2 %, and not
+    to the 6 % of E4M3: so are outliers, on which the statistics of a normalisation depend. A block
+    with a NaN or an Inf in it is NaN for the backward pass, and shows in the gradients.
+
+    Args:
+      f: function of arrays. All arrays that it reads are arguments: parameters, masks, random keys.
+      fmt: of the codes; any format with a sign.
+      block: elements of `x` that share a scale.
+      name: by which policies of ``jax.checkpoint`` find codes and scales.
+
+    Returns:
+      Function ``g(x, *rest)``: `x` is an ``f32 | bf16 | f16`` array of at least one dimension, and
+      `rest` are any arrays, or trees of them. They are kept as they are. Reverse mode only, and
+      once: like every ``jax.custom_vjp`` it refuses ``jax.jvp``, and a second derivative raises
+      ``TypeError``.
+
+    Raises:
+      TypeError: `fmt` is no format with a sign; later, `x` is not of such a dtype.
+      ValueError: `block` is no positive integer; later, `x` has no dimension, or `f` closes over
+        traced arrays.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> gelu = jfp8.save_in_fp8(jax.nn.gelu)
+    >>> x = jnp.linspace(-2, 2, 64)
+    >>> bool((gelu(x) == jax.nn.gelu(x)).all())
+    True
+    >>> [(kept.dtype.name, kept.shape) for kept in jax.tree.leaves(jax.vjp(gelu, x)[1])]
+    [('uint8', (64,)), ('bfloat16', (2,))]
+
+    References:
+      COAT, arXiv 2410.19313, section 5: what layers keep, in groups of elements.
+    """
+    if not isinstance(fmt, Format) or not fmt.signed:
+        raise TypeError(f"fmt must be a jfp8.Format with a sign, like jfp8.E4M3FN; got {fmt!r}.")
+    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
+        raise ValueError(f"block must be how many elements share a scale, like 32; got {block!r}.")
+
+    @functools.wraps(f)
+    def saving(x: jax.Array, *rest: Any) -> Any:
+        x = as_float_array(x, "x")
+        if x.ndim == 0:
+            raise ValueError(
+                "x has no dimension, so that there are no blocks to share a scale. Leave "
+                "save_in_fp8 out: a single number costs nothing to keep."
+            )
+        _check_closes_over_nothing(f, x, rest)
+        how = _How(f, fmt, block, name, x.dtype)
+        return _apply(how, x, rest)
+
+    return saving
+
+
+def _check_closes_over_nothing(f: Callable[..., Any], x: jax.Array, rest: tuple[Any, ...]) -> None:
+    """Raise ``ValueError`` if `f` reads traced arrays beside its arguments.
+
+    The backward pass calls it where they may be gone, which JAX would call a leaked tracer.
+    """
+    read = jax.make_jaxpr(f)(x, *rest).consts
+    traced = [str(jax.typeof(array)) for array in read if isinstance(array, jax.core.Tracer)]
+    if traced:
+        raise ValueError(
+            f"The function given to save_in_fp8 reads arrays beside its arguments, {traced}, which "
+            "get no gradient so and may be gone when the backward pass calls it. Make them "
+            "arguments: save_in_fp8(lambda x, w: x * w)(x, w) instead of "
+            "save_in_fp8(lambda x: x * w)(x)."
+        )
+
+
+@dataclass(frozen=True)
+class _How:
+    """The arguments of `save_in_fp8`, and the dtype of `x`."""
+
+    f: Callable[..., Any]
+    fmt: Format
+    block: int
+    name: str
+    dtype: np.dtype
+
+
+def _encode(x: jax.Array, how: _How) -> ScaledArray:
+    """`x` in FP8: codes as uint8, and a bf16 for every block."""
+    granularity = Block((how.block,))
+    scale = scale_from_amax(amax(x, granularity), how.fmt, poison=True)
+    # Not a cast and back, which XLA may leave out.
+    scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
+    block = ragged_block(granularity, x.shape)
+    q = quantize_with_scale(x, scale, how.fmt, block=block, inverse=reciprocal(scale))
+    return ScaledArray(codes_of(q.data), scale.astype(jnp.bfloat16), block)
+
+
+def _decode(q: ScaledArray, how: _How) -> jax.Array:
+    """What `_encode` made of `x`, in its dtype."""
+    data = codes_to_format(q.data, how.fmt)
+    return scaled_values(replace(q, data=data)).astype(how.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply(how, x, rest):
+    return how.f(x, *rest)
+
+
+def _forward(how, x, rest):
+    x = _first_order_only(x)
+    # XLA would put off the codes until they are needed, and hold x until then.
+    x, q = lax.optimization_barrier((x, _encode(x, how)))
+    kept = jax.tree.map(lambda array: checkpoint_name(array, how.name), q)
+    return how.f(x, *rest), (kept, rest)
+
+
+def _backward(how, residuals, dy):
+    kept, rest = residuals
+    _, vjp = jax.vjp(lambda x, rest: how.f(x, *rest), _decode(kept, how), rest)
+    return vjp(dy)
+
+
+_apply.defvjp(_forward, _backward)
+
+
+@jax.custom_jvp
+def _first_order_only(x: jax.Array) -> jax.Array:
+    """`x`, where only a second derivative would differentiate it: that of codes is zero."""
+    return x
+
+
+@_first_order_only.defjvp
+def _refuse_second_order(primals, tangents):
+    raise TypeError(
+        "Second derivatives of what save_in_fp8 returns are not supported: the backward pass works "
+        "on FP8 codes, through which nothing can be differentiated. Use the function as it was."
+    )

@@ -1,0 +1,694 @@
+"""Activations kept in FP8 for the backward pass: by any function, and by the layers.
+
+The oracle quantizes with ml_dtypes and has its derivatives written out, in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+from jfp8 import transformer_math
+from jfp8.linen import LayerNormDense, LayerNormMLP, TransformerLayer
+from jfp8.residuals import SAVED
+from jfp8.saved_activations import BLOCK, save_in_fp8
+
+KEY = jax.random.key(3)
+
+
+def normal(*shape, seed=0, dtype=jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def sqnr(y, reference) -> float:
+    """Decibels of `reference` above the error of `y`."""
+    y, reference = np.asarray(y, np.float64), np.asarray(reference, np.float64)
+    return float(20 * np.log10(np.linalg.norm(reference) / np.linalg.norm(reference - y)))
+
+
+def cosine(y, reference) -> float:
+    y, reference = np.asarray(y, np.float64).ravel(), np.asarray(reference, np.float64).ravel()
+    return float(y @ reference / (np.linalg.norm(y) * np.linalg.norm(reference)))
+
+
+def rmsnorm(x, scale):
+    scale = scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    return x * scale / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True))
+
+
+def kept_by(f, *args) -> list[jax.Array]:
+    """What the backward pass of `f` holds on to."""
+    return jax.tree.leaves(jax.jit(lambda *args: jax.vjp(f, *args)[1])(*args))
+
+
+# The oracle: codes and scales by ml_dtypes, and derivatives of two functions.
+
+
+def blocks_of(x: np.ndarray, block: int) -> list[np.ndarray]:
+    return np.split(x, range(block, x.shape[-1], block), axis=-1)
+
+
+def oracle(x, dtype, largest, block) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, bf16 scales, and the values that they stand for."""
+    codes, scales, values = [], [], []
+    for part in blocks_of(np.asarray(x, np.float32), block):
+        amax = np.abs(part).max(-1, keepdims=True)
+        scale = np.where(amax > 0, amax / np.float32(largest), 1).astype(ml_dtypes.bfloat16)
+        inverse = np.float32(1) / scale.astype(np.float32)
+        data = np.clip(part * inverse, -largest, largest).astype(dtype)
+        codes.append(data.view(np.uint8))
+        scales.append(scale)
+        values.append(data.astype(np.float32) * scale.astype(np.float32))
+    return tuple(np.concatenate(parts, -1) for parts in (codes, scales, values))
+
+
+def silu_vjp(x, dy) -> np.ndarray:
+    x, dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
+    sigmoid = 1 / (1 + np.exp(-x))
+    return dy * sigmoid * (1 + x * (1 - sigmoid))
+
+
+def rmsnorm_vjp(x, scale, dy) -> tuple[np.ndarray, np.ndarray]:
+    x, scale, dy = (np.asarray(a, np.float64) for a in (x, scale, dy))
+    rms = np.sqrt(np.mean(x**2, -1, keepdims=True))
+    unit, g = x / rms, dy * scale
+    dx = (g - unit * np.mean(g * unit, -1, keepdims=True)) / rms
+    return dx, (dy * unit).reshape(-1, x.shape[-1]).sum(0)
+
+
+FORMATS = {
+    "E4M3FN": (ml_dtypes.float8_e4m3fn, 448.0),
+    "E5M2": (ml_dtypes.float8_e5m2, 57344.0),
+}
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("shape", "block"), [((6, 96), 32), ((2, 3, 80), 32), ((5, 20), 128), ((40,), 8)]
+)
+def test_the_codes_kept_are_those_of_ml_dtypes(shape, block, fmt):
+    x = normal(*shape, seed=1) * jnp.exp(2 * normal(*shape, seed=2))
+    x = x.at[..., -block:].set(0) if shape[-1] > block else x
+    g = save_in_fp8(jax.nn.silu, fmt=getattr(jfp8, fmt), block=block)
+    codes, scale = kept_by(g, x)
+    expected = oracle(x, *FORMATS[fmt], block)
+    assert (codes.dtype, scale.dtype) == (jnp.uint8, jnp.bfloat16)
+    np.testing.assert_array_equal(codes, expected[0])
+    np.testing.assert_array_equal(scale, expected[1])
+    assert np.any(codes)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(6, 96), (2, 3, 80), (40,)])
+def test_gradients_are_those_at_what_was_kept(shape, fmt):
+    x, dy = normal(*shape, seed=1), normal(*shape, seed=2)
+    scale = 1 + 0.1 * normal(shape[-1], seed=3)
+    *_, kept = oracle(x, *FORMATS[fmt], BLOCK)
+    how = {"fmt": getattr(jfp8, fmt)}
+    (dx,) = jax.jit(lambda x, dy: jax.vjp(save_in_fp8(jax.nn.silu, **how), x)[1](dy))(x, dy)
+    np.testing.assert_allclose(dx, silu_vjp(kept, dy), rtol=2e-5, atol=1e-6)
+    ours = jax.jit(lambda x, s, dy: jax.vjp(save_in_fp8(rmsnorm, **how), x, s)[1](dy))
+    for grad, expected in zip(ours(x, scale, dy), rmsnorm_vjp(kept, scale, dy), strict=True):
+        np.testing.assert_allclose(grad, expected, rtol=2e-5, atol=1e-5)
+    exact = rmsnorm_vjp(x, scale, dy)[0]
+    assert not np.allclose(ours(x, scale, dy)[0], exact, rtol=1e-4, atol=1e-4), "the oracle tells"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_forward_pass_does_not_change(dtype, compiled):
+    x, scale = normal(8, 96, dtype=dtype), normal(96, seed=1, dtype=dtype)
+    transform = jax.jit if compiled else lambda f: f
+    for f, args in ((jax.nn.gelu, (x,)), (rmsnorm, (x, scale))):
+        g = save_in_fp8(f)
+        y = transform(g)(*args)
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, transform(f)(*args))
+        differentiated, vjp = jax.vjp(g, *args)
+        np.testing.assert_array_equal(differentiated, f(*args))
+        assert [d.dtype for d in vjp(y)] == [a.dtype for a in args]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_nothing_is_kept_but_bytes(dtype):
+    x = normal(64, 256, dtype=dtype)
+    kept = kept_by(save_in_fp8(lambda x: jnp.tanh(x) ** 2), x)
+    assert sum(a.nbytes for a in kept) == x.size * (1 + 2 / BLOCK)
+    assert max(a.nbytes for a in kept_by(lambda x: jnp.tanh(x) ** 2, x)) >= x.nbytes, "f would"
+
+
+def test_trap_f8_arrays_are_widened_in_loops():
+    """XLA:CPU stores them as f16 across a loop: what is stacked are uint8."""
+    g = save_in_fp8(jax.nn.silu)
+
+    def loss(x):
+        return jnp.sum(jax.lax.scan(lambda c, _: (g(c) + c, None), x, None, length=8)[0])
+
+    hlo = jax.jit(jax.grad(loss)).lower(normal(16, 64)).compile().as_text()
+    assert "u8[8,16,64]" in hlo
+    assert not any(f"{wide}[8,16,64]" in hlo for wide in ("f8e4m3fn", "f16", "bf16", "f32"))
+
+
+def test_trap_outliers_take_the_scale_of_their_neighbours():
+    """A few channels of a residual stream are a hundred times the others.
+
+    Such an outlier is most of its row's mean square: kept with the 3 % of E4M3 it would turn all
+    gradients of its row. As the largest of its block it is kept to the rounding of a bf16 scale.
+    """
+    x = normal(64, 256, seed=1).at[:, ::64].set(100 + normal(64, 4, seed=3))
+    codes, scale = kept_by(save_in_fp8(jax.nn.silu), x)
+    values = np.asarray(codes).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    values = values * np.repeat(np.asarray(scale, np.float32), BLOCK, -1)
+    np.testing.assert_allclose(values[:, ::64], x[:, ::64], rtol=2.0**-8)
+    assert np.abs(values[:, ::64] / x[:, ::64] - 1).max() > 0, "it is rounded at all"
+    dy, ones = normal(64, 256, seed=2), jnp.ones(256)
+    dx, d_scale = jax.vjp(save_in_fp8(rmsnorm), x, ones)[1](dy)
+    exact = rmsnorm_vjp(x, ones, dy)
+    assert sqnr(dx, exact[0]) > 50
+    assert sqnr(d_scale, exact[1]) > 40
+    # Scales of powers of two, which are exact elsewhere, let it be rounded to E4M3.
+    blocks = {"granularity": jfp8.Block((BLOCK,)), "scale_rounding": "power_of_two"}
+    rounded = jfp8.quantize(x, **blocks).dequantize()
+    assert sqnr(rmsnorm_vjp(rounded, ones, dy)[0], exact[0]) < 40
+
+
+@pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2, jfp8.E3M4, jfp8.E2M1FN], ids=repr)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows_in_the_gradient(bad, fmt):
+    """Where `f` itself would hide it: tanh has no slope at infinity."""
+    x = normal(4, 64).at[2, 5].set(bad)
+    dx = jax.jit(jax.grad(lambda x: jnp.sum(save_in_fp8(jnp.tanh, fmt=fmt)(x))))(x)
+    assert np.isnan(dx[2, 5])
+    assert np.isfinite(np.delete(np.asarray(dx), 2, axis=0)).all()
+    assert np.isfinite(dx[2, BLOCK:]).all()
+
+
+def test_very_small_and_very_large_values():
+    x = jnp.asarray([[1e-37] * 32, [3e38] * 32, [0.0] * 32], jnp.float32)
+    dx = jax.grad(lambda x: jnp.sum(save_in_fp8(lambda x: x * (x * 1e-30))(x)))(x)
+    np.testing.assert_allclose(dx[1], 2 * 3e38 * 1e-30, rtol=2.0**-8)
+    assert np.isfinite(dx).all()
+    assert np.all(dx[2] == 0)
+
+
+# The other arguments, and transformations.
+
+
+def masked(x, key, tree, mask):
+    noise = jax.random.bernoulli(key, 0.5, x.shape)
+    return jnp.where(mask & noise, jnp.sin(x) * tree["w"][0], tree["b"])
+
+
+def test_the_rest_is_any_tree_and_kept_exactly():
+    x, mask = normal(6, 64), normal(6, 64, seed=1) > 0
+    tree = {"w": (1 + normal(1, 64, seed=2), None), "b": normal(6, 64, seed=3)}
+    *_, kept = oracle(x, *FORMATS["E4M3FN"], BLOCK)
+    loss = lambda f, x, tree: jnp.sum(jnp.cos(f(x, KEY, tree, mask)))
+    grad = lambda f, x: jax.grad(loss, argnums=2)(f, x, tree)
+    ours, expected = grad(save_in_fp8(masked), x), jax.grad(loss, argnums=(1, 2))(masked, x, tree)
+    # The cosine is of the exact result; the slope by `w` is what `x` was kept as.
+    np.testing.assert_array_equal(ours["b"], expected[1]["b"])
+    dy = jax.grad(lambda y: jnp.sum(jnp.cos(y)))(masked(x, KEY, tree, mask))
+    by_w = jax.vjp(lambda tree: masked(jnp.asarray(kept), KEY, tree, mask), tree)[1](dy)[0]
+    np.testing.assert_allclose(ours["w"][0], by_w["w"][0], rtol=1e-5, atol=1e-5)
+    assert sqnr(ours["w"][0], expected[1]["w"][0]) < 60, "it is not that of x itself"
+
+
+def test_transformations_keep_to_the_loop():
+    """scan, remat, vmap and jit of the same layers, with keys and masks, give the same gradient."""
+    g = save_in_fp8(masked)
+    keys = jax.random.split(KEY, 3)
+    tree = {"w": (1 + normal(3, 1, 64, seed=2), None), "b": normal(3, 1, 1, seed=3)}
+
+    def loop(x, tree):
+        for i in range(3):
+            x = x + g(x, keys[i], jax.tree.map(lambda a, i=i: a[i], tree), x > 0)
+        return jnp.sum(x**2)
+
+    def layer(x, xs):
+        key, tree = xs
+        return x + g(x, key, tree, x > 0), None
+
+    def scan(layer, x, tree):
+        return jnp.sum(jax.lax.scan(layer, x, (keys, tree))[0] ** 2)
+
+    def batched(x, tree):
+        per_row = jax.vmap(save_in_fp8(rmsnorm), in_axes=(0, None))
+        return jnp.sum(jnp.sin(per_row(x, tree["w"][0][0, 0])))
+
+    x = normal(6, 64)
+    both = lambda f: jax.jit(jax.grad(f, argnums=(0, 1)))(x, tree)
+    expected = jax.grad(loop, argnums=(0, 1))(x, tree)
+    assert np.linalg.norm(expected[0]) > 1
+    for transformed in (layer, jax.checkpoint(layer)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+            both(functools.partial(scan, transformed)),
+            expected,
+        )
+    plain = lambda x, tree: jnp.sum(jnp.sin(save_in_fp8(rmsnorm)(x, tree["w"][0][0, 0])))
+    np.testing.assert_allclose(both(batched)[0], both(plain)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("sharded", ["first", "rest"])
+def test_shard_map(sharded, check_vma):
+    """The gradient of what is replicated is summed over the devices, as it is without."""
+    g = save_in_fp8(lambda x, w: x * jnp.tanh(x * w))
+    x, w = normal(8 if sharded == "first" else 1, 64), normal(1 if sharded == "first" else 8, 64)
+    specs = (P("data"), P()) if sharded == "first" else (P(), P("data"))
+    loss = lambda x, w: jnp.sum(jnp.sin(g(x, w)))
+
+    def on_mesh(x, w):
+        shard = lambda x, w: jax.lax.psum(loss(x, w), "data")
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+        return jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(
+            x, w
+        )
+
+    ours = jax.jit(jax.grad(on_mesh, argnums=(0, 1)))(x, w)
+    for a, b in zip(ours, jax.grad(loss, argnums=(0, 1))(x, w), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert np.linalg.norm(a) > 0.1
+
+
+def test_policies_of_checkpoint_keep_the_codes_by_their_name():
+    def block(x, w):
+        return x + save_in_fp8(jax.nn.silu)(x @ w, *()) @ w
+
+    x, w = normal(32, 64), normal(64, 64, seed=1) / 8
+    loss = lambda f: lambda x, w: jnp.sum(f(f(x, w), w) ** 2)
+    named = jax.checkpoint_policies.save_only_these_names
+    grads, large = {}, {}
+    for name in (SAVED, "another"):
+        kept = kept_by(jax.checkpoint(block, policy=named(name)), x, w)
+        large[name] = sorted(a.dtype.name for a in kept if a.shape == x.shape)
+        by = jax.jit(jax.grad(loss(jax.checkpoint(block, policy=named(name))), argnums=(0, 1)))
+        grads[name] = by(x, w)
+    assert large[SAVED].count("uint8") == 1
+    assert "uint8" not in large["another"]
+    expected = jax.jit(jax.grad(loss(block), argnums=(0, 1)))(x, w)
+    for got in grads.values():
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    other = lambda x, w: save_in_fp8(jax.nn.silu, name="another")(x @ w) @ w
+    kept = kept_by(jax.checkpoint(other, policy=named("another")), x, w)
+    assert "uint8" in {a.dtype.name for a in kept}
+
+
+# What is refused.
+
+
+def test_forward_mode_and_second_derivatives_are_refused():
+    g, x = save_in_fp8(jnp.tanh), normal(64)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(g, (x,), (x,))
+    gradient = jax.grad(lambda x: jnp.sum(g(x)))
+    with pytest.raises(TypeError, match="Second derivatives of what save_in_fp8 returns"):
+        jax.grad(lambda x: jnp.sum(gradient(x)))(x)
+
+
+def test_a_closure_over_traced_arrays_is_refused():
+    x = normal(64)
+
+    def by_closure(w):
+        return jnp.sum(save_in_fp8(lambda x: x * w)(x))
+
+    words = r"reads arrays beside its arguments, \['.*float32\[64\]'\].*Make them arguments"
+    with pytest.raises(ValueError, match=words):
+        jax.grad(by_closure)(jnp.ones(64))
+
+    def body(c, _):
+        mask = c > 0
+        return save_in_fp8(lambda x: jnp.where(mask, x * x, 0))(c), None
+
+    with pytest.raises(ValueError, match=r"bool\[64\]"):
+        jax.grad(lambda x: jnp.sum(jax.lax.scan(body, x, None, length=2)[0]))(x)
+    constant = np.arange(64, dtype=np.float32)
+    dx = jax.grad(lambda x: jnp.sum(save_in_fp8(lambda x: x * constant)(x)))(x)
+    np.testing.assert_array_equal(dx, constant)
+
+
+@pytest.mark.parametrize(
+    ("how", "x", "error", "words"),
+    [
+        ({"fmt": "E4M3FN"}, None, TypeError, "a jfp8.Format with a sign.*got 'E4M3FN'"),
+        ({"fmt": jfp8.E8M0FNU}, None, TypeError, "with a sign.*E8M0FNU"),
+        ({"block": 0}, None, ValueError, "how many elements share a scale, like 32; got 0"),
+        ({"block": True}, None, ValueError, "got True"),
+        ({}, jnp.arange(3), TypeError, "x has dtype int32"),
+        ({}, jnp.float32(1), ValueError, "x has no dimension.*Leave save_in_fp8 out"),
+    ],
+)
+def test_mistakes_are_explained(how, x, error, words):
+    with pytest.raises(error, match=words):
+        save_in_fp8(jnp.tanh, **how)(x)
+
+
+# The layers.
+
+
+def with_and_without(make, *inputs):
+    """A layer without the option and with it, and one tree of parameters for both."""
+    layers = [make(), make(saved_activations=jfp8.E4M3FN)]
+    rngs = {"params": KEY, "dropout": KEY}
+    initial = [jax.jit(layer.init)(rngs, *inputs)["params"] for layer in layers]
+    jax.tree.map(np.testing.assert_array_equal, *initial)
+    return layers, jax.tree.map(lambda p: p + 0.1 * normal(*p.shape, seed=p.size), initial[0])
+
+
+def gradients(layer, params, x):
+    """By the parameters and by `x`."""
+
+    def loss(params, x):
+        rngs = {"dropout": jax.random.key(1)}  # the same for both
+        return jnp.sum(jnp.sin(layer.apply({"params": params}, x, rngs=rngs)))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+
+
+def flat(tree) -> np.ndarray:
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+LAYERS = {
+    "dense": functools.partial(LayerNormDense, 48),
+    "dense over two axes": functools.partial(LayerNormDense, 48, axis=(-2, -1)),
+    "swiglu": functools.partial(
+        LayerNormMLP, 128, activation="swiglu", layernorm_type="rmsnorm", dtype=jnp.bfloat16
+    ),
+    "layer": functools.partial(
+        TransformerLayer,
+        64,
+        128,
+        4,
+        num_gqa_groups=2,
+        self_attn_mask_type="causal",
+        attention_dropout=0.3,
+        deterministic=False,
+    ),
+    "products of attention": functools.partial(
+        TransformerLayer, 64, 128, 4, attention_products=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["dense", "swiglu", "layer"])
+def test_layers_compute_the_same(name):
+    x = normal(4, 12, 64)
+    layers, params = with_and_without(LAYERS[name], x)
+    rngs = {"dropout": jax.random.key(1)}
+    expected, y = (
+        jax.jit(lambda params, x, layer=layer: layer.apply({"params": params}, x, rngs=rngs))(
+            params, x
+        )
+        for layer in layers
+    )
+    np.testing.assert_array_equal(y, expected)
+    assert np.linalg.norm(np.asarray(y, np.float32)) > 1
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_layers_hardly_move(name):
+    """Seen between products in high precision: in FP8 they round gradients far more than this."""
+    x = normal(4, 12, 64)
+    layers, params = with_and_without(LAYERS[name], x)
+    with jfp8.autocast(enabled=False):
+        exact, ours = (gradients(layer, params, x) for layer in layers)
+    assert 30 < sqnr(flat(ours), flat(exact)) < 60
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(exact), strict=True
+    ):
+        assert cosine(a, b) > 0.999, jax.tree_util.keystr(path)
+
+
+@pytest.mark.slow
+def test_gradients_are_as_far_from_those_of_f32_as_fp8_products_alone_are():
+    x = normal(4, 12, 64)
+    layers, params = with_and_without(LAYERS["layer"], x)
+    with jfp8.autocast(enabled=False):
+        exact = flat(gradients(layers[0], params, x))
+    products, saving = (sqnr(flat(gradients(layer, params, x)), exact) for layer in layers)
+    assert products > 10
+    assert saving > products - 0.3
+
+
+def test_the_layer_of_nnx_does_the_same():
+    x = normal(2, 12, 64)
+    make = functools.partial(jfp8.nnx.TransformerLayer, 64, 128, 4)
+    saving = make(saved_activations=jfp8.E4M3FN, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def gradient(layer, x):
+        layer.eval()
+        return jax.grad(lambda x: jnp.sum(jnp.sin(layer(x))))(x)
+
+    dx = gradient(saving, x)
+    linen = TransformerLayer(64, 128, 4, saved_activations=jfp8.E4M3FN)
+    _, expected = gradients(linen, nnx.to_pure_dict(nnx.state(saving, nnx.Param)), x)
+    np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-5)
+    assert np.max(np.abs(gradient(make(rngs=nnx.Rngs(0)), x) - dx)) > 1e-4, "it does something"
+
+
+def test_nnx_drops_the_same_weights():
+    x = normal(2, 6, 64)
+    make = functools.partial(jfp8.nnx.TransformerLayer, 64, 64, 4, attention_dropout=0.5)
+    first, saving, other = (
+        nnx.jit(lambda layer, x: layer(x, deterministic=False))(layer, x)
+        for layer in (
+            make(rngs=nnx.Rngs(params=0, dropout=0)),
+            make(rngs=nnx.Rngs(params=0, dropout=0), saved_activations=jfp8.E4M3FN),
+            make(rngs=nnx.Rngs(params=0, dropout=7)),
+        )
+    )
+    np.testing.assert_array_equal(first, saving)
+    assert not np.array_equal(first, other)
+
+
+def test_an_mlp_keeps_bytes():
+    """One byte for each operand of a product and for each input of what is between them."""
+    mlp = LayerNormMLP(128, activation="swiglu", saved_activations=jfp8.E4M3FN)
+    x = normal(48, 64)
+    params = jax.jit(mlp.init)(KEY, x)["params"]
+    kept = kept_by(lambda params, x: mlp.apply({"params": params}, x), params, x)
+    large = sorted((a.dtype.name, a.shape) for a in kept if a.size >= 48 * 64)
+    assert large == [
+        ("uint8", (48, 2, 128)),
+        ("uint8", (48, 64)),
+        ("uint8", (48, 64)),
+        ("uint8", (48, 128)),
+        ("uint8", (64, 2, 128)),
+        ("uint8", (128, 64)),
+    ]
+
+
+def test_attention_keeps_no_weights():
+    """Of queries, keys and values there are fewer than of weights: H * T^2 of them."""
+    query, key, value = (normal(2, 48, 4, 8, seed=i) for i in range(3))
+    mask = transformer_math.causal_mask(48, 48)
+
+    def attend(query, key, value, saved=None):
+        return transformer_math.grouped_query_attention(
+            query, key, value, mask=mask, saved_activations=saved
+        )
+
+    saving = functools.partial(attend, saved=jfp8.E4M3FN)
+    kept = kept_by(saving, query, key, value)
+    large = sorted((a.dtype.name, a.size) for a in kept if a.size >= query.size)
+    assert large == [("float32", query.size), ("float32", key.size), ("uint8", value.size)]
+    assert max(a.size for a in kept_by(attend, query, key, value)) == 2 * 4 * 48**2, "it would"
+    np.testing.assert_array_equal(saving(query, key, value), attend(query, key, value))
+    dy = normal(2, 48, 4, 8, seed=4)
+    ours, exact = (jax.vjp(f, query, key, value)[1](dy) for f in (saving, attend))
+    # The weights are exact, and with them the gradient of the values; the others are not.
+    np.testing.assert_allclose(ours[2], exact[2], rtol=1e-5, atol=1e-6)
+    assert 25 < sqnr(ours[0], exact[0]) < 60
+    assert 25 < sqnr(ours[1], exact[1]) < 60
+
+
+# Memory, of compiled programs.
+
+LAYERS_IN_STACK, TOKENS, FEATURES, HIDDEN, HEADS = 16, (4, 64), 64, 256, 4
+
+
+class Plain(nn.Module):
+    """What Flax has for an MLP, or for a layer with attention."""
+
+    attention: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.attention:
+            x = x + nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x))
+        y = nn.gelu(nn.Dense(HIDDEN)(nn.LayerNorm()(x)))
+        return x + nn.Dense(FEATURES)(y)
+
+
+class Fp8(nn.Module):
+    """The same, by the layers of jfp8."""
+
+    attention: bool = False
+    saved_activations: jfp8.Format | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        how = {"saved_activations": self.saved_activations}
+        if self.attention:
+            return TransformerLayer(FEATURES, HIDDEN, HEADS, **how)(x)
+        return x + LayerNormMLP(HIDDEN, **how)(x)
+
+
+class Stack(nn.Module):
+    """A scan over blocks."""
+
+    block: type[nn.Module]
+    fields: tuple[tuple[str, object], ...] = ()
+
+    @nn.compact
+    def __call__(self, x):
+        collections = {"params": 0, "fp8": 0, "fp8_sink": 0}
+        scan = nn.scan(
+            lambda block, x: (block(x), None),
+            variable_axes=collections,
+            split_rngs={"params": True},
+            length=LAYERS_IN_STACK,
+        )
+        return scan(self.block(**dict(self.fields), name="blocks"), x)[0]
+
+
+def compiled_gradient(block, x, **fields):
+    """Of a stack, by its parameters."""
+    model = Stack(block, tuple(fields.items()))
+    params = jax.eval_shape(model.init, KEY, x)["params"]
+    loss = lambda params, x: jnp.sum(model.apply({"params": params}, x) ** 2)
+    return model, jax.jit(jax.grad(loss)).lower(params, x).compile()
+
+
+def temporary_bytes(compiled) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("attention", [False, True], ids=["mlp", "layer"])
+def test_memory_falls_under_scan(attention):
+    x = normal(*TOKENS, FEATURES)
+    _, f32 = compiled_gradient(Plain, x, attention=attention)
+    saving = {"attention": attention, "saved_activations": jfp8.E4M3FN}
+    _, saved = compiled_gradient(Fp8, x, **saving)
+    assert temporary_bytes(saved) < 0.40 * temporary_bytes(f32)
+
+
+def test_a_policy_that_keeps_codes_only_gives_the_same_gradients_in_less_memory():
+    x = normal(*TOKENS, FEATURES)
+    policy = jax.checkpoint_policies.save_only_these_names(SAVED)
+    remat = nn.remat(Fp8, policy=policy, prevent_cse=False)
+    how = {"attention": True, "saved_activations": jfp8.E4M3FN}
+    _, products = compiled_gradient(Fp8, x, attention=True)
+    model, saved = compiled_gradient(Fp8, x, **how)
+    _, codes_only = compiled_gradient(remat, x, **how)
+    assert temporary_bytes(saved) < 0.85 * temporary_bytes(products)
+    assert temporary_bytes(codes_only) < 0.95 * temporary_bytes(saved)
+    params = jax.jit(model.init)(KEY, x)["params"]
+    got, expected = (flat(gradient(params, x)) for gradient in (codes_only, saved))
+    np.testing.assert_array_equal(got, expected)
+    assert np.linalg.norm(got) > 0
+
+
+@pytest.mark.skipif(
+    tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11),
+    reason="XLA:CPU drops optimization barriers before it fuses",
+)
+def test_trap_codes_are_put_off_where_nothing_makes_them_early():
+    """Without a loop, XLA would keep x and make its codes in the backward pass."""
+
+    def temporary(f):
+        def net(x, ws):
+            for w in ws:
+                x = f(x @ jax.lax.stop_gradient(w))
+            return jnp.sum(x**2)
+
+        ws = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 12
+        x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+        compiled = jax.jit(jax.grad(net)).lower(x, ws).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(save_in_fp8(jax.nn.silu)) < 0.3 * temporary(jax.nn.silu)
+
+
+# Training.
+
+
+class LanguageModel(nn.Module):
+    """Two layers of a Transformer between an embedding and the logits."""
+
+    saved_activations: jfp8.Format | None = None
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(16, 32)(tokens)
+        for i in range(2):
+            x = TransformerLayer(
+                32,
+                64,
+                2,
+                self_attn_mask_type="causal",
+                saved_activations=self.saved_activations,
+                name=f"layer{i}",
+            )(x)
+        return nn.Dense(16)(x)
+
+
+def markov_chain(steps, batch=16, length=32, tokens=16) -> jax.Array:
+    """``[steps, batch, length]``: after every token some are likely and most are not."""
+    rng = np.random.default_rng(0)
+    probabilities = rng.dirichlet(np.full(tokens, 0.3), size=tokens).cumsum(-1)
+    states = [rng.integers(tokens, size=(steps, batch))]
+    for _ in range(length - 1):
+        drawn = rng.random((steps, batch, 1))
+        states.append(np.minimum((probabilities[states[-1]] < drawn).sum(-1), tokens - 1))
+    return jnp.asarray(np.stack(states, -1))
+
+
+def loss_after_training(steps, **fields) -> float:
+    """Mean of the last fifth of the steps."""
+    model, batches = LanguageModel(**fields), markov_chain(steps)
+    params = jax.jit(model.init)(KEY, batches[0])["params"]
+    tx = optax.adam(3e-3)
+
+    def step(carry, tokens):
+        params, state = carry
+
+        def loss(params):
+            logits = model.apply({"params": params}, tokens)[:, :-1]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+            return jnp.mean(losses)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    _, losses = jax.jit(lambda *carry: jax.lax.scan(step, carry, batches))(params, tx.init(params))
+    assert losses[0] > 2.5
+    return float(np.mean(losses[-steps // 5 :]))
+
+
+@pytest.mark.slow
+def test_training_reaches_the_same_loss():
+    steps = 400
+    with jfp8.autocast(enabled=False):
+        f32 = loss_after_training(steps)
+    products = loss_after_training(steps)
+    saved = loss_after_training(steps, saved_activations=jfp8.E4M3FN)
+    print(f"f32 {f32:.5f}, FP8 products {products:.5f}, and saved activations {saved:.5f}")
+    assert f32 < 2.1, "it learns: log(16) is 2.77"
+    np.testing.assert_allclose(saved, f32, rtol=0.005)
+    np.testing.assert_allclose(saved, products, rtol=0.005)
