@@ -4,13 +4,15 @@ Import order is reading order: formats, arrays, scaling, quantizers, recipes, do
 nnx, convert.
 """
 
-from jfp8 import linen, nnx, optim, quantizers, recipes, scaling
+from jfp8 import collectives, debug, linen, nnx, optim, quantizers, recipes, scaling
 from jfp8._version import __version__
 from jfp8.arrays import ScaledArray, dequantize
 from jfp8.conv import scaled_conv_general_dilated
 from jfp8.convert import autocast, convert
+from jfp8.data_parallel import data_parallel
 from jfp8.dot_general import scaled_dot_general
 from jfp8.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format, cast, round_to_format
+from jfp8.gather_weights import gather_weights
 from jfp8.initialize import initialize
 from jfp8.linen import (
     Conv,
@@ -29,6 +31,7 @@ from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
 from jfp8.quantizers import quantize
 from jfp8.ragged_dot import scaled_ragged_dot
 from jfp8.report import Report, report
+from jfp8.saved_activations import save_in_fp8
 from jfp8.scaling import Block, PerAxis, PerTensor
 from jfp8.selection import EDGES, Edge
 from jfp8.train import Gradients, TrainState, advance, value_and_grad
@@ -64,9 +67,13 @@ __all__ = [
     "__version__",
     "advance",
     "autocast",
-    "convert",
     "cast",
+    "collectives",
+    "convert",
+    "data_parallel",
+    "debug",
     "dequantize",
+    "gather_weights",
     "initialize",
     "linen",
     "loss_scale",
@@ -78,6 +85,7 @@ __all__ = [
     "recipes",
     "report",
     "round_to_format",
+    "save_in_fp8",
     "scale_loss",
     "scaled_conv_general_dilated",
     "scaled_dot_general",

@@ -14,7 +14,11 @@ from flax import nnx
 
 from jfp8 import recipes
 from jfp8.convert import Model, convert_selected, nnx_decisions
-from jfp8.optim.loss_scaling import loss_scale, skip_on_overflow
+from jfp8.optim.fp8_gradients import fp8_gradients
+from jfp8.optim.loss_scaling import loss_scale, skip_on_overflow, transformation
+from jfp8.optim.masters import has_master_weights
+from jfp8.optim.storage import Blocks, ScaledFloat16
+from jfp8.optim.stored_state import StoredState, store_state
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
 from jfp8.report import report
 from jfp8.selection import Choice, select
@@ -24,11 +28,15 @@ OptLevel = Literal["O0", "O1", "O2"]
 _DEFAULTS = {
     "recipe": DelayedScaling(),
     "opt_level": "O0",
+    "axis_name": None,
     "exempt": None,
     "only": None,
     "output_fused": (),
     "verbose": False,
 }
+
+# By the names of optax: the first moment (of sgd and others it is called trace), and the second.
+_MOMENTS = {"mu": Blocks(), "trace": Blocks(), "nu": ScaledFloat16()}
 
 
 def initialize(
@@ -38,6 +46,7 @@ def initialize(
     *,
     recipe: Recipe | str | Mapping[str, Any] = DelayedScaling(),
     opt_level: OptLevel = "O0",
+    axis_name: Any = None,
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
     output_fused: Sequence[str] = (),
@@ -45,9 +54,22 @@ def initialize(
 ) -> tuple[Model, optax.GradientTransformation]:
     """The model and the optimizer, ready for FP8.
 
-    The model is converted (see `jfp8.convert`). The optimizer gets dynamic loss scaling
-    (``skip_on_overflow(chain(loss_scale(), tx))``) if the recipe needs it, and stays as it is
-    otherwise.
+    The model is converted (see `jfp8.convert`). What the optimizer becomes depends on `opt_level`;
+    each contains those before it. ::
+
+        "O0"   tx; or skip_on_overflow(chain(loss_scale(), tx)) if the recipe needs a loss scale
+        "O1"   chain(fp8_gradients(axis_name=axis_name), ...)     gradients and their mean in FP8
+        "O2"   ... store_state(tx, {"mu": Blocks(), "nu": ScaledFloat16()})   3.03 bytes per
+               parameter for both moments instead of 8
+
+    These are MS-AMP's levels. O2 takes any optax optimizer with such moments (``mu``, ``nu``, or
+    the ``trace`` of ``optax.sgd`` with momentum). For less memory leave them to
+    `jfp8.optim.adamw`, and choose O1.
+
+    Data parallelism: in a loop under ``jax.shard_map`` or ``jax.pmap`` name its axis, `axis_name`,
+    and give `tx` the local gradients. Under a plain ``jit``, leave it out and wrap the gradient
+    function: ``jfp8.data_parallel(jfp8.value_and_grad(loss_fn), mesh=mesh)``. So do with a
+    `jfp8.TrainState`, also under ``jax.shard_map``.
 
     Args:
       model: a Linen or NNX module.
@@ -56,8 +78,9 @@ def initialize(
         installed): ``{"mixed_precision": "fp8", "recipe": "delayed", "exempt": ["decoder/*"]}``.
         What it sets must not be given otherwise. ``"mixed_precision": "no"`` changes nothing.
       recipe: a recipe, its name, or ``{"name": ..., field: value, ...}``.
-      opt_level: ``"O0"``: FP8 products. ``"O1"`` (and FP8 gradients and communication) and ``"O2"``
-        (and FP8 optimizer state) are not there yet.
+      opt_level: ``"O0"``: FP8 products. ``"O1"``: and FP8 gradients and communication. ``"O2"``:
+        and an FP8 first moment, a 16-bit second one.
+      axis_name: mapped axis, or axes, over which `tx` averages gradients; needs O1 or O2.
       exempt, only: layers that stay in high precision, or are the only ones converted.
       output_fused: patterns of layers whose results stay in high precision under recipes that
         quantize results (``direct_e5m2``, ``hybrid``).
@@ -68,8 +91,11 @@ def initialize(
       ``(model, tx)``.
 
     Raises:
-      NotImplementedError: ``opt_level`` ``"O1"`` or ``"O2"``.
-      TypeError, ValueError: unknown keys or values; what is given twice.
+      TypeError, ValueError: unknown keys or values; what is given twice. With O2 also ``tx.init``
+        of an optimizer without moments, or whose moments are in few bits already.
+
+    References:
+      MS-AMP, "Optimization Level" in its user tutorial; FP8-LM, arXiv 2310.18313.
 
     >>> import flax.linen as nn, jfp8, optax
     >>> model, tx = nn.Dense(8), optax.adam(1e-3)
@@ -78,6 +104,7 @@ def initialize(
     given = {
         "recipe": recipe,
         "opt_level": opt_level,
+        "axis_name": axis_name,
         "exempt": exempt,
         "only": only,
         "output_fused": output_fused,
@@ -89,19 +116,66 @@ def initialize(
     level = settings["opt_level"]
     if level not in ("O0", "O1", "O2"):
         raise ValueError(f"opt_level={level!r}: allowed are 'O0', 'O1' and 'O2'.")
-    if level != "O0":
-        raise NotImplementedError(
-            f"opt_level={level!r} needs FP8 gradients, communication and optimizer state, which "
-            "jfp8 does not have yet. Use opt_level='O0': FP8 products."
+    if level == "O0" and settings["axis_name"] is not None:
+        raise ValueError(
+            f"axis_name={settings['axis_name']!r} averages gradients in FP8, which opt_level='O0' "
+            "does not do. Use opt_level='O1', or jax.lax.pmean for a mean in f32."
         )
     chosen = _with_fused(_recipe(settings["recipe"]), settings["output_fused"])
     selection = select(chosen, settings["exempt"], settings["only"])
     converted = convert_selected(model, selection, _print_report if settings["verbose"] else None)
     if settings["verbose"] and isinstance(model, nnx.Module):
         print("\n".join(f"{path}: {how}" for path, how in nnx_decisions(model, selection)))
-    if chosen.needs_loss_scale:
+    return converted, _optimizer(tx, level, chosen.needs_loss_scale, settings["axis_name"])
+
+
+def _optimizer(
+    tx: optax.GradientTransformation, level: str, needs_loss_scale: bool, axis_name: Any
+) -> optax.GradientTransformation:
+    if level == "O2":
+        tx = _with_stored_moments(tx)
+    if needs_loss_scale:
         tx = skip_on_overflow(optax.chain(loss_scale(), tx))
-    return converted, tx
+    if level != "O0":
+        # In front of the loss scale, which then sees the same mean on all devices, and skips the
+        # same steps. It is a power of two, and so the codes are those of unscaled gradients.
+        tx = optax.chain(fp8_gradients(axis_name=axis_name), tx)
+    return tx
+
+
+def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` with those of `_MOMENTS` that it has in few bits."""
+    inner = transformation("initialize", tx)
+
+    def init(params: optax.Params) -> Any:
+        state = jax.eval_shape(inner.init, params)
+        if has_master_weights(state):
+            raise ValueError(
+                "opt_level='O2' keeps the state of tx in few bits, and with it the masters of "
+                "master_weights. Keep that of its inner optimizer so, and use O1: "
+                "master_weights(jfp8.optim.adamw(1e-3, preset='msamp_o2'))."
+            )
+        if _has_stored_state(state):
+            raise ValueError(
+                "opt_level='O2' keeps moments in few bits, but those of tx are so already. Use O1."
+            )
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+        fields = {getattr(key, "name", None) for path in paths for key in path}
+        present = {name: storage for name, storage in _MOMENTS.items() if name in fields}
+        try:
+            return store_state(tx, present or _MOMENTS).init(params)
+        except ValueError as error:
+            raise ValueError(
+                "opt_level='O2' keeps the moments of tx in few bits, but it has none. Use O1, or "
+                f"an optimizer that has them, such as optax.adamw(1e-3). ({error})"
+            ) from error
+
+    return optax.GradientTransformationExtraArgs(init, store_state(tx, _MOMENTS).update)
+
+
+def _has_stored_state(state: Any) -> bool:
+    is_stored_state = lambda node: isinstance(node, StoredState)
+    return any(map(is_stored_state, jax.tree.leaves(state, is_leaf=is_stored_state)))
 
 
 def _settings(config: Mapping[str, Any] | str | None, given: dict[str, Any]) -> dict[str, Any]:

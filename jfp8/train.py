@@ -29,6 +29,13 @@ import optax
 
 from jfp8.hoist import split
 from jfp8.optim.loss_scaling import all_finite, find_loss_scale, keep_unless
+from jfp8.optim.masters import (
+    apply_updates,
+    carriers,
+    has_master_weights,
+    with_carriers,
+    without_stored,
+)
 from jfp8.scaling import end_step, observe
 from jfp8.sink import ROLES, WIDTH, decode_amax, max_of_sinks
 
@@ -156,7 +163,8 @@ class Gradients:
     Averaging it over devices (``jax.lax.pmean``) keeps it right, the amaxes included.
 
     Attributes:
-      params: gradient by the parameters, of the unscaled loss (f32 if there is a loss scale).
+      params: gradient by the parameters, of the unscaled loss (f32 if there is a loss scale). By
+        the values of FP8 parameters it is f32, or ``optax.MaskedNode()`` if they are frozen.
       fp8_sink: gradient by the ``fp8_sink`` collection: amaxes, under the scaled loss.
       collections: new values of the other collections, such as ``batch_stats``.
     """
@@ -168,6 +176,9 @@ class Gradients:
 
 class TrainState(flax.struct.PyTreeNode):
     """Parameters, amax histories and optimizer state, advanced together or not at all.
+
+    Parameters that are stored in FP8 (`ScaledArray`) are trained if the optimizer has a
+    `jfp8.optim.master_weights` in it. Otherwise they are frozen, and `tx` does not see them.
 
     Attributes:
       step: i32[], number of calls of `apply_gradients`, skipped ones included.
@@ -200,7 +211,7 @@ class TrainState(flax.struct.PyTreeNode):
         Args:
           apply_fn: ``model.apply``.
           variables: what ``model.init`` returned.
-          tx: optimizer; it sees nothing but ``params``.
+          tx: optimizer; it sees nothing but ``params``, and of those only what is trained.
 
         Raises:
           ValueError: `variables` has no ``params``, or its ``fp8_sink`` does not match its ``fp8``.
@@ -220,11 +231,14 @@ class TrainState(flax.struct.PyTreeNode):
                 "alike, stacked along axis 0: nn.scan(..., variable_axes={'params': 0, 'fp8': 0, "
                 "'fp8_sink': 0})."
             )
+        opt_state = tx.init(without_stored(params))
+        if has_master_weights(opt_state):
+            opt_state = tx.init(params)
         return cls(
             step=jnp.zeros((), jnp.int32),
             params=params,
             fp8=fp8,
-            opt_state=tx.init(params),
+            opt_state=opt_state,
             collections=collections,
             apply_fn=apply_fn,
             tx=tx,
@@ -267,9 +281,10 @@ class TrainState(flax.struct.PyTreeNode):
         scaled = _scaled(grads.params, before, +1)
         scaled = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled)
         tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(scaled, self.opt_state, self.params)
+        trained = self.params if has_master_weights(self.opt_state) else without_stored(self.params)
+        updates, opt_state = tx.update(scaled, self.opt_state, trained)
         opt_state = keep_unless(finite, opt_state, self.opt_state)
-        params = keep_unless(finite, optax.apply_updates(self.params, updates), self.params)
+        params = keep_unless(finite, apply_updates(self.params, updates), self.params)
 
         fp8 = keep_unless(finite, _advance(self.fp8, amaxes, ()), self.fp8)
         after = find_loss_scale(opt_state)
@@ -320,8 +335,11 @@ def value_and_grad(
     def compute(state: TrainState, batch: Any) -> tuple[Any, Gradients]:
         loss_scale = find_loss_scale(state.opt_state)
         sinks = init_sinks(state.fp8)
+        by_values = has_master_weights(state.opt_state)
+        differentiated = (carriers if by_values else without_stored)(state.params)
 
-        def scaled_loss(params, sinks, fp8, collections, batch):
+        def scaled_loss(differentiated, sinks, fp8, collections, batch):
+            params = with_carriers(state.params, differentiated)
             fp8 = {"fp8": fp8, "fp8_sink": sinks} if fp8 else {}
             returned = loss_fn({"params": params, **fp8, **collections}, batch)
             loss, mutated, aux = _unpacked(returned, has_aux)
@@ -341,7 +359,7 @@ def value_and_grad(
         gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
         if micro_batches == 1:
             (grads, sink), (loss, collections, aux) = gradient(
-                state.params, sinks, state.fp8, state.collections, batch
+                differentiated, sinks, state.fp8, state.collections, batch
             )
         else:
             micro_batches_of = _split(batch, micro_batches)
@@ -349,7 +367,7 @@ def value_and_grad(
             # Weights are quantized here, once; the loop uses what is kept.
             kept, compute_rest = split(
                 lambda known, varying: gradient(*known, *varying),
-                (state.params, sinks, state.fp8),
+                (differentiated, sinks, state.fp8),
                 (state.collections, first),
             )
 
@@ -365,7 +383,8 @@ def value_and_grad(
                 )
 
             zeros = jax.tree.map(
-                lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params
+                lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
+                differentiated,
             )
             carry = (zeros, sinks, state.collections)
             (grads, sink, collections), (losses, aux) = jax.lax.scan(

@@ -61,7 +61,8 @@ ARROWS: dict[str, str] = {
     "recipes": "compat random_bits formats arrays scaling quantizers rotations accumulation",
     "matmul": "formats arrays matrices kernels/gpu accumulation backends mosaic blackwell explain",
     "sink": "compat formats scaling",
-    "bilinear": "compat random_bits formats arrays scaling quantizers recipes sink",
+    "residuals": "formats arrays",
+    "bilinear": "compat random_bits formats arrays scaling quantizers recipes sink residuals",
     "dot": "arrays matrices recipes accumulation matmul bilinear",
     "one_read": (
         "compat formats arrays scaling quantizers backends kernels/mosaic_gpu/__init__ "
@@ -70,9 +71,17 @@ ARROWS: dict[str, str] = {
     "contraction_last": (
         "arrays scaling recipes backends mosaic matmul kernels/gpu bilinear dot one_read"
     ),
-    "dot_general": ("formats arrays matrices scaling recipes matmul bilinear dot contraction_last"),
-    "conv": "explain formats arrays scaling recipes accumulation matmul bilinear dot_general",
+    "explicit_sharding": "arrays bilinear",
+    "dot_general": (
+        "formats arrays matrices scaling recipes matmul bilinear dot contraction_last "
+        "explicit_sharding"
+    ),
+    "conv": (
+        "explain formats arrays scaling recipes accumulation matmul bilinear dot_general "
+        "explicit_sharding"
+    ),
     "region": "recipes",
+    "saved_activations": "formats arrays scaling quantizers residuals",
     "einsum": "arrays",
     "conv_transpose": "arrays",
     "linen/state_in_params": "sink",
@@ -81,7 +90,7 @@ ARROWS: dict[str, str] = {
         "linen/state_in_params"
     ),
     "linen/layers": "arrays recipes matmul region einsum conv_transpose linen/products",
-    "transformer_math": "",
+    "transformer_math": "formats saved_activations",
     "ragged_tiles": "",
     "grouped_dot": (
         "compat explain random_bits formats arrays scaling quantizers recipes accumulation matmul "
@@ -98,11 +107,11 @@ ARROWS: dict[str, str] = {
     ),
     "routing": "ragged_tiles",
     "linen/attention": "arrays recipes matmul einsum linen/products linen/layers",
-    "linen/fused": "recipes matmul transformer_math linen/layers",
+    "linen/fused": "formats recipes matmul transformer_math linen/layers",
     "linen/transformer": (
-        "recipes matmul transformer_math linen/layers linen/attention linen/fused"
+        "formats recipes matmul transformer_math linen/layers linen/attention linen/fused"
     ),
-    "linen/moe": "arrays recipes matmul transformer_math ragged_dot routing linen/products",
+    "linen/moe": "formats arrays recipes matmul transformer_math ragged_dot routing linen/products",
     "linen/__init__": (
         "linen/products linen/layers linen/attention linen/fused linen/transformer linen/moe"
     ),
@@ -113,8 +122,8 @@ ARROWS: dict[str, str] = {
     "nnx/hooks": "arrays recipes matmul explain nnx/products nnx/conv_transpose",
     "nnx/layers": "recipes matmul nnx/conv_transpose nnx/hooks",
     "nnx/attention": "recipes matmul region transformer_math nnx/products nnx/hooks",
-    "nnx/fused": "recipes matmul transformer_math nnx/layers",
-    "nnx/transformer": "recipes matmul transformer_math nnx/products nnx/layers nnx/fused",
+    "nnx/fused": "formats recipes matmul transformer_math nnx/layers",
+    "nnx/transformer": "formats recipes matmul transformer_math nnx/products nnx/layers nnx/fused",
     "nnx/convert": "recipes matmul nnx/hooks nnx/attention",
     "selection": "recipes",
     "edges": "",
@@ -125,16 +134,38 @@ ARROWS: dict[str, str] = {
     "convert": "recipes selection linen/convert nnx/convert",
     "report": "compat formats bilinear explain edges linen/products nnx/hooks nnx/convert",
     "weights": "formats arrays scaling quantizers recipes selection",
+    "collectives": "compat random_bits formats scaling quantizers",
+    "gather_weights": (
+        "compat formats arrays scaling quantizers recipes selection weights collectives"
+    ),
     "optim/loss_scaling": "compat",
     "optim/stochastic_rounding": "compat random_bits optim/loss_scaling",
-    "optim/__init__": "optim/loss_scaling optim/stochastic_rounding",
+    "optim/storage": ("random_bits formats arrays scaling quantizers optim/stochastic_rounding"),
+    "optim/stored_state": "random_bits arrays optim/loss_scaling optim/storage",
+    "optim/adam": "optim/storage optim/stored_state",
+    "optim/state_shardings": "optim/loss_scaling optim/stored_state",
+    "optim/masters": (
+        "compat random_bits formats arrays scaling quantizers optim/loss_scaling "
+        "optim/stochastic_rounding optim/storage"
+    ),
+    "optim/fp8_gradients": "formats scaling quantizers collectives",
+    "optim/__init__": (
+        "optim/loss_scaling optim/stochastic_rounding optim/storage optim/stored_state optim/adam "
+        "optim/state_shardings optim/masters optim/fp8_gradients"
+    ),
     "hoist": "compat formats",
-    "train": "compat scaling sink optim/loss_scaling hoist",
+    "train": "arrays compat scaling sink optim/loss_scaling optim/masters hoist",
+    "data_parallel": "sink collectives train",
     "nnx/train": "scaling sink optim/loss_scaling train nnx/products",
     "nnx/__init__": (
         "nnx/products nnx/layers nnx/attention nnx/fused nnx/transformer nnx/convert nnx/train"
     ),
-    "initialize": "recipes selection optim/loss_scaling convert report",
+    "initialize": (
+        "recipes selection optim/loss_scaling optim/storage optim/stored_state optim/masters "
+        "optim/fp8_gradients convert report"
+    ),
+    "debug/collective_bytes": "",
+    "debug/__init__": "debug/collective_bytes",
     "__init__": "*",
 }
 

@@ -1,0 +1,169 @@
+"""Adam and AdamW of optax with both moments in about one byte per parameter each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jfp8.optim.storage import Blocks, Float, ScaledFloat16, Storage
+from jfp8.optim.stored_state import store_state
+
+
+class Moments(NamedTuple):
+    """How the first moment (``mu``) and the second (``nu``) are kept."""
+
+    mu: Storage
+    nu: Storage
+
+
+# The second moment sets the step of every element, on its own. So it must neither freeze (hence
+# stochastic: b2 decays it by less than half a spacing) nor become 0 in a block with larger elements
+# (hence expanded). The first moment forgets fast enough to be rounded to nearest.
+DEFAULT = Moments(
+    mu=Blocks(block=128),
+    nu=Blocks(block=128, transform="expand", rounding="stochastic"),
+)
+
+PRESETS: dict[str, Moments] = {
+    "msamp_o2": Moments(Blocks(block=None, scale_rounding="power_of_two"), ScaledFloat16()),
+    "torchao": Moments(Blocks(block=256), Blocks(block=256)),
+    "coat": Moments(Blocks(transform="expand"), Blocks(transform="expand")),
+}
+
+
+def scale_by_adam(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+    preset: str | None = None,
+    mu: Storage | None = None,
+    nu: Storage | None = None,
+    seed: jax.typing.ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.scale_by_adam`` with stored moments; see `adam`."""
+    inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
+    moments = choose_moments("scale_by_adam", preset, mu, nu, mu_dtype)
+    return store_state(inner, moments._asdict(), seed=seed)
+
+
+def adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+    preset: str | None = None,
+    mu: Storage | None = None,
+    nu: Storage | None = None,
+    seed: jax.typing.ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.adam`` whose moments are kept in 2.06 bytes per parameter instead of 8. ::
+
+        m = b1 * decode(m') + (1 - b1) * g            v = b2 * decode(v') + (1 - b2) * g^2
+        p <- p - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+        m' <- encode(m)                               v' <- encode(v)
+
+    The update follows from ``m`` and ``v`` before they are rounded. Arrays of fewer than two
+    dimensions or 4096 elements keep f32 moments.
+
+    ============  ===============================  ===============================  ========
+    `preset`      first moment                     second moment                    bytes
+    ============  ===============================  ===============================  ========
+    None          E4M3 in blocks of 128            E4M3 in blocks of 128, expanded,  2.06
+                                                   stochastic rounding
+    ``msamp_o2``  E4M3, one power-of-two scale     float16, one power-of-two scale   3.00
+    ``torchao``   E4M3 in blocks of 256            E4M3 in blocks of 256             2.03
+    ``coat``      E4M3 in blocks of 128, expanded  E4M3 in blocks of 128, expanded   2.13
+    ============  ===============================  ===============================  ========
+
+    The presets are the rules of other libraries, rounding to nearest, but with blocks along the
+    last axis instead of the flattened array. Their second moments stop decaying once a step changes
+    them by less than half a spacing (but for float16), and in ``torchao`` small ones become zero.
+
+    Args:
+      learning_rate, b1, b2, eps, eps_root, nesterov: as in ``optax.adam``.
+      mu_dtype: short for ``mu=Float(mu_dtype)``.
+      preset: ``"msamp_o2"``, ``"torchao"``, ``"coat"``, or None for jfp8's own choice.
+      mu, nu: how to keep the first and second moment, instead of jfp8's choice.
+      seed: of stochastic rounding.
+
+    Returns:
+      ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
+
+    Raises:
+      ValueError: unknown `preset`, or a storage beside a preset.
+      TypeError: `mu` or `nu` is no `Storage`.
+
+    References:
+      MS-AMP, ``LBAdam``; torchao, ``AdamFp8``; COAT, arXiv 2410.19313.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jfp8.optim.adam import adam
+    >>> state = adam(1e-3).init({"w": jnp.ones((64, 256))})
+    >>> sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / (64 * 256)
+    2.06298828125
+    """
+    inner = optax.adam(learning_rate, b1, b2, eps, eps_root, nesterov=nesterov)
+    moments = choose_moments("adam", preset, mu, nu, mu_dtype)
+    return store_state(inner, moments._asdict(), seed=seed)
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    preset: str | None = None,
+    mu: Storage | None = None,
+    nu: Storage | None = None,
+    seed: jax.typing.ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.adamw`` with stored moments; see `adam`. Weights decay in f32."""
+    inner = optax.adamw(
+        learning_rate, b1, b2, eps, eps_root, None, weight_decay, mask, nesterov=nesterov
+    )
+    moments = choose_moments("adamw", preset, mu, nu, mu_dtype)
+    return store_state(inner, moments._asdict(), seed=seed)
+
+
+def choose_moments(
+    function: str, preset: str | None, mu: Storage | None, nu: Storage | None, mu_dtype: Any = None
+) -> Moments:
+    """The storages that the arguments of `function` name, or an error that tells how to."""
+    if mu_dtype is not None:
+        if mu is not None:
+            raise ValueError(
+                f"{function}(mu_dtype={mu_dtype!r}, mu={mu!r}) says twice how to keep the first "
+                "moment. Drop one of the two."
+            )
+        mu = Float(mu_dtype)
+    if preset is None:
+        return Moments(mu or DEFAULT.mu, nu or DEFAULT.nu)
+    if preset not in PRESETS:
+        raise ValueError(
+            f"{function}(preset={preset!r}) is unknown. Allowed: {', '.join(map(repr, PRESETS))}, "
+            "or None for jfp8's own choice."
+        )
+    given = {"mu": mu, "nu": nu}
+    named = [f"{name}={storage!r}" for name, storage in given.items() if storage is not None]
+    if named:
+        raise ValueError(
+            f"{function}(preset={preset!r}, {', '.join(named)}): a preset names both storages. "
+            f"Leave preset out, and name what you keep of it: {PRESETS[preset]}."
+        )
+    return PRESETS[preset]

@@ -1,0 +1,91 @@
+"""Weight gradients in FP8, between the backward pass and the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfp8 import collectives
+from jfp8.formats import E4M3FN, Format
+from jfp8.quantizers import quantize
+from jfp8.scaling import Granularity, PerTensor
+
+
+def fp8_gradients(
+    fmt: Format | None = None,
+    *,
+    granularity: Granularity = PerTensor(),
+    axis_name: Any = None,
+) -> optax.GradientTransformation:
+    """Gradients of weights rounded to FP8; with `axis_name` their mean over devices, in FP8. ::
+
+        axis_name=None:   g <- dequantize(quantize(g, fmt, scale = 2^k >= amax(g) / fmt.max))
+        otherwise:        g <- collectives.pmean(g, axis_name)
+
+    Arrays of fewer than two dimensions, gradients of biases and norms, are not rounded. A NaN stays
+    one, and an Inf becomes one, for the optimizer or a loss scale to see. A loss scale, a power of
+    two, changes nothing but the scales: the rounded gradients are the same before and after it.
+
+    Micro-batches are to be summed before this, in f32 (as `jfp8.value_and_grad` does): an FP8 sum
+    of 64 would be rounded 64 times.
+
+    With `axis_name` it belongs into a loop under ``jax.shard_map`` or ``jax.pmap`` that has local
+    gradients, and in front of everything that looks at whether they are finite: then all devices
+    skip the same steps. Under a plain ``jit`` use `jfp8.data_parallel` around the gradient
+    function, also for a `jfp8.TrainState`, whose amaxes have to be averaged, too.
+
+    Args:
+      fmt: format of the gradients; None: E4M3FN, or with `axis_name` what
+        `jfp8.collectives.pmean` sends.
+      granularity: which elements share a scale, ``Block((128,))`` for example. With `axis_name`
+        blocks are those of `jfp8.collectives.pmean`.
+      axis_name: mapped axis, or axes, over which the gradients are averaged.
+
+    Returns:
+      A stateless ``optax.GradientTransformation``; dtypes stay.
+
+    Raises:
+      ValueError: `granularity` beside `axis_name`.
+      TypeError: `fmt` is no `Format`.
+
+    References:
+      MS-AMP O1, FP8 weight gradients (arXiv 2310.18313, section 2.1).
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> tx = jfp8.optim.fp8_gradients()
+    >>> tx.update({"w": jnp.array([[0.3, 448.0]])}, tx.init({}))[0]
+    {'w': Array([[3.125e-01, 4.480e+02]], dtype=float32)}
+    """
+    if not isinstance(fmt, Format | None):
+        raise TypeError(f"fp8_gradients(fmt={fmt!r}): must be a jfp8.Format such as jfp8.E4M3FN.")
+    if axis_name is not None and granularity != PerTensor():
+        raise ValueError(
+            f"fp8_gradients(granularity={granularity!r}, axis_name={axis_name!r}): averaged over "
+            "devices, gradients have the blocks of jfp8.collectives.pmean. Drop one of the two."
+        )
+
+    def rounded(g: Any) -> Any:
+        if not _is_weight_gradient(g):
+            return g
+        # Powers of two, as MS-AMP: what comes out fits into 16 bits as well.
+        q = quantize(g, fmt or E4M3FN, granularity=granularity, scale_rounding="power_of_two")
+        return q.dequantize(g.dtype)
+
+    def update(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
+        del params
+        if axis_name is not None:
+            return collectives.pmean(updates, axis_name, fmt=fmt or collectives.FINEST)
+        return jax.tree.map(rounded, updates)
+
+    return optax.stateless(update)
+
+
+def _is_weight_gradient(g: Any) -> bool:
+    """Whether `g` is a floating matrix (no placeholder, nothing that is in FP8 already)."""
+    dtype = getattr(g, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return g.ndim >= 2 and dtype.itemsize > 1

@@ -1,0 +1,433 @@
+"""Parameters in 8 or 16 bits that are trained: a working copy, and where its lower bits go.
+
+A step changes a weight by less than the spacing of a narrow format. Rounded to nearest the change
+is lost; it has to be kept in a wider master, or arrive by lot. ::
+
+    parameter in params          master=None             "bfloat16"   "float16_scaled"   "float32"
+    FP8, `ScaledArray`           1 byte, by lot          1 + 2        1 + 2              1 + 4
+    bf16 or f16 array            2 bytes, by lot         the same     2 + 2              2 + 4
+    f32 array                    4 bytes, its own master
+
+"By lot" is stochastic rounding: up with the probability of the remainder, right on average. So is
+the bfloat16 master rounded. The others are rounded to nearest: beside a float32 master nothing is
+lost, while "float16_scaled", MS-AMP's, loses steps of less than 2^-12 of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jfp8.arrays import ScaledArray, apply_scale, scaled_values
+from jfp8.compat import vary_like
+from jfp8.formats import codes_of, codes_to_format, decode, format_of
+from jfp8.optim.loss_scaling import transformation, widened
+from jfp8.optim.stochastic_rounding import round_to_16_bits
+from jfp8.optim.storage import Float, ScaledFloat16, Storage
+from jfp8.quantizers import quantize_with_scale
+from jfp8.random_bits import fold_in, hash_bits
+from jfp8.scaling import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    Block,
+    amax,
+    reciprocal,
+    scale_from_amax,
+)
+
+Master = Literal[None, "bfloat16", "float16_scaled", "float32"]
+
+_STORAGES: dict[str | None, Storage | None] = {
+    None: None,
+    "bfloat16": Float(jnp.bfloat16, stochastic=True),
+    "float16_scaled": ScaledFloat16(),
+    "float32": Float(),
+}
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`.
+
+    Attributes:
+      count: u32[], number of updates; with the seed it determines the random bits.
+      masters: for every parameter what is kept of its master; ``optax.MaskedNode()`` where the
+        parameter is its own.
+      inner_state: state of the wrapped transformation.
+    """
+
+    count: jax.Array
+    masters: Any
+    inner_state: Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=[])
+@dataclass(frozen=True)
+class StoredUpdate:
+    """The update of a `ScaledArray`: differences of bit patterns, modulo 2^8 and 2^32.
+
+    `apply_updates` adds them. The result is exact, and zeros leave every bit as it is, so that
+    whatever replaces the updates of a skipped step by zeros skips this one, too.
+
+    Attributes:
+      data: uint8, of the codes.
+      scale: uint32, of the f32 scales.
+    """
+
+    data: jax.Array
+    scale: jax.Array
+
+
+def master_weights(
+    inner: optax.GradientTransformation, master: Master = None, *, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Train parameters that are stored in FP8 or 16 bits, with or without a wider master. ::
+
+        m <- round(m + u),   u = inner(gradient, m)      m: the master, or the parameter itself
+        p <- round(m)                                    p: what is in params
+
+    `inner` sees the masters, and keeps its state, in f32. FP8 parameters are `ScaledArray` with f32
+    scales, such as `jfp8.quantize_params` makes. Their scales move by powers of two, when the
+    largest element leaves its binade: then all other codes stay what they are unless they are
+    changed, instead of being rounded again in every step.
+
+    `jfp8.TrainState` with this in its optimizer trains `ScaledArray` leaves: products use the
+    stored bytes as they are, and gradients by the values are f32. In a loop of your own
+    differentiate by `carriers`, and add what comes out with `apply_updates`. Nothing may change the
+    updates after this: put it last in a chain, or directly inside of `jfp8.skip_on_overflow`. What
+    looks at parameters (weight decay) belongs into `inner`.
+
+    Masters start from the values of the parameters. Call `init_masters` to start them from what the
+    parameters were before they were rounded.
+
+    Args:
+      inner: the optimizer, such as ``optax.adamw(1e-3)``.
+      master: what is kept beside parameters that are narrower than it: see the table above.
+      seed: of the random bits, which also depend on the step, the leaf and the element.
+
+    Returns:
+      ``optax.GradientTransformationExtraArgs`` with state `MasterWeightsState`. The updates are
+      `StoredUpdate` for FP8 parameters and f32 for others, exact for ``optax.apply_updates``, as
+      those of `stochastic_rounding`.
+
+    Raises:
+      TypeError: `inner` is no transformation, or `seed` no int; a `ScaledArray` whose scales are
+        not f32.
+      ValueError: unknown `master`; ``update`` is called without ``params``, or for parameters of 16
+        bits with a state that was made for parameters in f32.
+
+    References:
+      MS-AMP (O3: E4M3 weights, FP16 master with a scale); Intel FP8 Emulation Toolkit
+      ("stochastic 16-bit master weights").
+
+    >>> import jax.numpy as jnp, jfp8, optax
+    >>> tx = jfp8.optim.master_weights(optax.sgd(0.25), "bfloat16")
+    >>> params = {"w": jfp8.quantize(jnp.array([1.0, 2.0, 448.0]))}
+    >>> updates, state = tx.update({"w": jnp.ones(3)}, tx.init(params), params)
+    >>> jfp8.optim.apply_updates(params, updates)["w"].dequantize().tolist()
+    [0.75, 1.75, 448.0]
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"master_weights(seed={seed!r}): must be an int.")
+    if master not in _STORAGES:
+        allowed = ", ".join(map(repr, get_args(Master)))
+        raise ValueError(f"master_weights(master={master!r}) is unknown. Allowed: {allowed}.")
+    wrapped = transformation("master_weights", inner)
+    storage = _STORAGES[master]
+    words = np.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
+
+    def init_fn(params: optax.Params) -> MasterWeightsState:
+        leaves, structure = _flatten(params)
+        values = [_values(p) for p in leaves]
+        masters = [
+            optax.MaskedNode() if (beside := _beside(p, storage)) is None else _encoded(beside, v)
+            for p, v in zip(leaves, values, strict=True)
+        ]
+        wide = structure.unflatten(values)
+        return MasterWeightsState(
+            jnp.zeros((), jnp.uint32), structure.unflatten(masters), wrapped.init(wide)
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: MasterWeightsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, MasterWeightsState]:
+        if params is None:
+            raise ValueError(
+                "master_weights needs the parameters it changes: call "
+                "tx.update(grads, state, params)."
+            )
+        leaves, structure = _flatten(params)
+        kept = [_beside(p, storage) for p in leaves]
+        masters = structure.flatten_up_to(state.masters)
+        for p, beside, stored in zip(leaves, kept, masters, strict=True):
+            _check_state(p, beside, stored)
+        wide = [
+            _values(p) if beside is None else beside.decode(stored)
+            for p, beside, stored in zip(leaves, kept, masters, strict=True)
+        ]
+        updates, inner_state = wrapped.update(
+            widened(updates), state.inner_state, structure.unflatten(wide), **extra_args
+        )
+        step_seed = fold_in(jnp.asarray(words), state.count)
+        changes: list[Any] = []
+        for i, (p, u) in enumerate(zip(leaves, structure.flatten_up_to(updates), strict=True)):
+            leaf_seed, beside = fold_in(step_seed, np.uint32(i)), kept[i]
+            if not hasattr(u, "dtype"):  # a placeholder of optax.masked
+                changes.append(u)
+            elif beside is None:
+                changes.append(_by_lot(p, u, leaf_seed))
+            else:
+                masters[i] = beside.encode(wide[i] + u.astype(jnp.float32), leaf_seed)
+                changes.append(_to_nearest(p, beside.decode(masters[i])))
+        new_state = MasterWeightsState(
+            state.count + np.uint32(1), structure.unflatten(masters), inner_state
+        )
+        return structure.unflatten(changes), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """``optax.apply_updates`` that also takes FP8 parameters, whose updates are `StoredUpdate`.
+
+    Args:
+      params: parameters, some of them `ScaledArray`.
+      updates: what an optimizer made by `master_weights` returned for them; with
+        ``optax.MaskedNode()`` for a `ScaledArray` it stays as it is.
+
+    Returns:
+      The new parameters, in the types of `params`.
+
+    Raises:
+      TypeError: a `ScaledArray` with any other update.
+    """
+
+    def apply(p: Any, u: Any) -> Any:
+        if not isinstance(p, ScaledArray):
+            return optax.apply_updates(p, u)
+        if isinstance(u, optax.MaskedNode):
+            return p
+        if not isinstance(u, StoredUpdate):
+            raise TypeError(
+                f"A parameter of shape {p.shape} is stored in FP8; its update is no StoredUpdate. "
+                "An array, added and rounded to nearest, would mostly be lost. Wrap the optimizer: "
+                "jfp8.optim.master_weights(tx)."
+            )
+        return _changed(p, u)
+
+    return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None or _is_stored(x))
+
+
+def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
+    """`opt_state` with masters of `params` in high precision, in place of rounded parameters. ::
+
+        working = jfp8.quantize_params(params)
+        opt_state = init_masters(tx.init(working), params)
+
+    For a `jfp8.TrainState`: ``state.replace(opt_state=init_masters(state.opt_state, params))``.
+
+    Args:
+      opt_state: state of an optimizer with one `master_weights` in it.
+      params: the parameters in f32, of the structure of those that the state was made for.
+
+    Returns:
+      The same state with other masters. Parameters that are their own masters are not in it: with
+      ``master=None`` nothing changes.
+
+    Raises:
+      ValueError: there is no `master_weights` in it, or more than one; another structure.
+
+    >>> import jax.numpy as jnp, jfp8, optax
+    >>> params = {"w": jnp.array([0.3, 1.0])}
+    >>> tx = jfp8.optim.master_weights(optax.sgd(0.1), "float32")
+    >>> working = {"w": jfp8.quantize(params["w"])}
+    >>> jfp8.optim.init_masters(tx.init(working), params).masters["w"]
+    Array([0.3, 1. ], dtype=float32)
+    """
+    found = _states(opt_state)
+    if len(found) != 1:
+        raise ValueError(
+            f"opt_state holds {len(found)} master_weights; init_masters needs exactly one: "
+            "tx = jfp8.optim.master_weights(optax.adamw(1e-3), 'bfloat16')."
+        )
+
+    def start(value: Any, stored: Any) -> Any:
+        if isinstance(stored, optax.MaskedNode):
+            return stored
+        plain = isinstance(stored, jax.Array | np.ndarray)
+        return _encoded(Float(stored.dtype) if plain else ScaledFloat16(), _values(value))
+
+    def restart(node: Any) -> Any:
+        if not _is_state(node):
+            return node
+        leaves, structure = _flatten(params)
+        masters = structure.flatten_up_to(node.masters)
+        started = [start(p, m) for p, m in zip(leaves, masters, strict=True)]
+        return node._replace(masters=structure.unflatten(started))
+
+    return jax.tree.map(restart, opt_state, is_leaf=_is_state)
+
+
+def has_master_weights(opt_state: optax.OptState) -> bool:
+    """Whether `opt_state` is that of an optimizer that trains FP8 parameters."""
+    return bool(_states(opt_state))
+
+
+def carriers(params: optax.Params) -> Any:
+    """What to differentiate by: `params` with f32 zeros in the place of every `ScaledArray`.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> params = {"w": jfp8.quantize(jnp.ones((2, 3))), "b": jnp.zeros(3)}
+    >>> f = lambda c: jnp.sum(jfp8.optim.with_carriers(params, c)["w"].dequantize() ** 2)
+    >>> jax.grad(f)(jfp8.optim.carriers(params))["w"][0]
+    Array([2., 2., 2.], dtype=float32)
+    """
+    return _map_stored(lambda q: vary_like(jnp.zeros(q.shape, jnp.float32), q.data), params)
+
+
+def with_carriers(params: optax.Params, differentiated: Any) -> optax.Params:
+    """`params` for the model: arrays of `differentiated`, or as `ScaledArray.carrier` what is one.
+
+    A `ScaledArray` with ``optax.MaskedNode()`` in `differentiated` stays frozen.
+    """
+
+    def attach(p: Any, c: Any) -> Any:
+        if not _is_stored(p):
+            return c
+        return p if isinstance(c, optax.MaskedNode) else replace(p, carrier=c)
+
+    return jax.tree.map(attach, params, differentiated, is_leaf=_is_stored)
+
+
+def without_stored(params: optax.Params) -> Any:
+    """`params` with ``optax.MaskedNode()`` for every `ScaledArray`: what others can train."""
+    return _map_stored(lambda q: optax.MaskedNode(), params)
+
+
+def _map_stored(function: Callable[[ScaledArray], Any], params: Any) -> Any:
+    return jax.tree.map(lambda p: function(p) if _is_stored(p) else p, params, is_leaf=_is_stored)
+
+
+def _is_stored(node: Any) -> bool:
+    return isinstance(node, ScaledArray)
+
+
+def _flatten(params: Any) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
+    return jax.tree.flatten(params, is_leaf=_is_stored)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, MasterWeightsState)
+
+
+def _states(opt_state: Any) -> list[MasterWeightsState]:
+    return [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(leaf)]
+
+
+def _beside(p: Any, storage: Storage | None) -> Storage | None:
+    """How the master of `p` is kept; None if `p` is its own."""
+    if isinstance(p, ScaledArray):
+        return storage
+    has_16_bits = jnp.result_type(p) in (jnp.bfloat16, jnp.float16)
+    # A bf16 master of a bf16 parameter would be that parameter.
+    return storage if has_16_bits and storage != _STORAGES["bfloat16"] else None
+
+
+def _encoded(storage: Storage, value: jax.Array) -> Any:
+    """The first master: to nearest, there is nothing yet to be right on average."""
+    nearest = Float(storage.dtype) if isinstance(storage, Float) else storage
+    return nearest.encode(value, jnp.zeros((2,), jnp.uint32))
+
+
+def _values(p: Any) -> Any:
+    """`p` in f32 for `inner`."""
+    if not isinstance(p, ScaledArray):
+        return widened(p)
+    if isinstance(p.scale, ScaledArray) or p.scale.dtype != jnp.float32:
+        kind = "two-level" if isinstance(p.scale, ScaledArray) else p.scale.dtype
+        raise TypeError(
+            f"master_weights trains FP8 parameters with float32 scales, but one of shape {p.shape} "
+            f"has {kind} scales. Quantize it with another recipe: jfp8.quantize_params(params, "
+            "jfp8.recipes.DelayedScaling())."
+        )
+    if p.data.dtype == jnp.float32:  # jfp8.loss_scale initializes with parameters widened to f32
+        return apply_scale(p.data, p.scale, p.block)
+    return scaled_values(p)
+
+
+def _check_state(p: Any, beside: Storage | None, stored: Any) -> None:
+    if (beside is None) != isinstance(stored, optax.MaskedNode):
+        raise ValueError(
+            f"master_weights: the state was made for another parameter than this {p.dtype} array "
+            f"of shape {p.shape}. Call tx.init with the parameters as they are stored. "
+            "(jfp8.loss_scale(inner) widens 16-bit parameters first; put it in front instead: "
+            "jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), master_weights(...))).)"
+        )
+
+
+def _by_lot(p: Any, u: jax.Array, seed: jax.Array) -> Any:
+    """The update that takes `p` to ``p + u`` rounded stochastically."""
+    if isinstance(p, ScaledArray):
+        in_units = decode(p.data) + apply_scale(
+            u.astype(jnp.float32), reciprocal(_scale(p)), p.block
+        )
+        return _difference(p, _stored(p, in_units, "stochastic", hash_bits(seed, p.shape)))
+    dtype = jnp.result_type(p)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return u
+    wide = p.astype(jnp.float32)
+    new = round_to_16_bits(wide + u.astype(jnp.float32), dtype, hash_bits(seed, p.shape))
+    return new - wide
+
+
+def _to_nearest(p: Any, value: jax.Array) -> Any:
+    """The update that takes `p` to `value` rounded to nearest."""
+    if isinstance(p, ScaledArray):
+        in_units = apply_scale(value, reciprocal(_scale(p)), p.block)
+        return _difference(p, _stored(p, in_units, "nearest_even", None))
+    if p.dtype == jnp.bfloat16:  # a pair of casts might be taken out by XLA
+        rounded = lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
+    else:  # of float16 that would flush subnormals
+        rounded = value.astype(p.dtype).astype(jnp.float32)
+    return rounded - p.astype(jnp.float32)
+
+
+def _stored(
+    p: ScaledArray, in_units: jax.Array, rounding: str, bits: jax.Array | None
+) -> ScaledArray:
+    """`in_units`, in units of the scales of `p`, with scales that follow by powers of two."""
+    fmt = format_of(p.data.dtype)
+    largest = amax(in_units, None if _scale(p).ndim == 0 else Block(p.block_sizes()))
+    factor = scale_from_amax(largest, fmt, scale_rounding="power_of_two")
+    moved = _scale(p) * factor
+    factor = jnp.where((moved >= SMALLEST_SCALE) & (moved <= LARGEST_SCALE), factor, 1.0)
+    q = quantize_with_scale(in_units, factor, fmt, rounding, bits, p.block)
+    return replace(q, scale=_scale(p) * factor)
+
+
+def _difference(old: ScaledArray, new: ScaledArray) -> StoredUpdate:
+    return StoredUpdate(codes_of(new.data) - codes_of(old.data), _bits(new) - _bits(old))
+
+
+def _changed(p: ScaledArray, u: StoredUpdate) -> ScaledArray:
+    scale = lax.bitcast_convert_type(_bits(p) + u.scale, jnp.float32)
+    return replace(p, data=codes_to_format(codes_of(p.data) + u.data, p.format), scale=scale)
+
+
+def _bits(q: ScaledArray) -> jax.Array:
+    return lax.bitcast_convert_type(_scale(q), jnp.uint32)
+
+
+def _scale(q: ScaledArray) -> jax.Array:
+    assert not isinstance(q.scale, ScaledArray)  # init has refused two-level scales
+    return q.scale

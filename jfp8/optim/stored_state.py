@@ -1,0 +1,179 @@
+"""Optimizer states that are kept in few bits: a wrapper around any optax transformation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jfp8.arrays import ScaledArray
+from jfp8.optim.loss_scaling import transformation, widened
+from jfp8.optim.storage import ExpandedArray, HalfArray, Storage
+from jfp8.random_bits import fold_in
+
+
+class StoredState(NamedTuple):
+    """State of `store_state`.
+
+    Attributes:
+      count: u32[], number of updates; with the seed it determines the random bits.
+      inner_state: state of the wrapped transformation, with what is stored in place of some arrays.
+    """
+
+    count: jax.Array
+    inner_state: Any
+
+
+def store_state(
+    inner: optax.GradientTransformation,
+    storages: Mapping[str, Storage],
+    *,
+    min_size: int = 4096,
+    seed: jax.typing.ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Keep parts of the state of `inner` in other forms than f32 arrays. ::
+
+        wide = decode(state);   updates, wide = inner.update(g, wide, p);   state = encode(wide)
+
+    `inner` computes in f32, from f32 gradients and parameters, so that updates follow from what its
+    state is before it is rounded. Under ``jit`` no f32 copy of the state remains.
+
+    Args:
+      inner: transformation whose state has fields (of named tuples or dataclasses, at any depth)
+        with one leaf per parameter, such as ``optax.adamw(1e-3)`` or a chain with it.
+      storages: how to keep what is in the fields of these names; for example ``{"mu":
+        Blocks(block=256), "nu": ScaledFloat16()}`` for Adam, ``{"trace": Blocks()}`` for
+        ``optax.sgd`` with momentum.
+      min_size: arrays with fewer elements stay as they are, and so do those of fewer than two
+        dimensions: they take little memory, and biases and norms are sensitive.
+      seed: of stochastic rounding, whose bits also depend on the step, the leaf and the element.
+
+    Returns:
+      ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
+
+    Raises:
+      TypeError: `inner` is no transformation, or one of `storages` no `Storage`.
+      ValueError: ``init`` finds no field of one of the names.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jfp8.optim.storage import Blocks
+    >>> from jfp8.optim.stored_state import store_state
+    >>> tx = store_state(optax.lion(1e-4), {"mu": Blocks()})
+    >>> tx.init({"w": jnp.ones((64, 256))}).inner_state[0].mu["w"].data.dtype
+    dtype(float8_e4m3fn)
+    """
+    wrapped = transformation("store_state", inner)
+    for name, storage in storages.items():
+        if not isinstance(storage, Storage):
+            raise TypeError(
+                f"store_state(storages={{{name!r}: {storage!r}}}): must be a Storage such as "
+                "Blocks(), ScaledFloat16() or Float(jnp.bfloat16)."
+            )
+
+    def storage_of(path: jax.tree_util.KeyPath, leaf: Any) -> Storage | None:
+        shape = getattr(leaf, "shape", None)  # optax also passes placeholders
+        if shape is None or len(shape) < 2 or math.prod(shape) < min_size:
+            return None
+        names = (getattr(key, "name", None) for key in path)
+        return next((storages[name] for name in names if name in storages), None)
+
+    def decode(state: Any) -> Any:
+        def decode_leaf(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+            storage = storage_of(path, leaf)
+            return storage.decode(leaf) if storage else leaf
+
+        return jax.tree_util.tree_map_with_path(decode_leaf, state, is_leaf=is_stored)
+
+    def measure(wide: Any) -> list[tuple[jax.Array, ...]]:
+        """Of each leaf what its storage measures."""
+        leaves = jax.tree_util.tree_leaves_with_path(wide)
+        found = [(storage_of(path, leaf), leaf) for path, leaf in leaves]
+        return [storage.measure(leaf) if storage else () for storage, leaf in found]
+
+    def round_(wide: Any, measured: list[tuple[jax.Array, ...]], count: jax.Array) -> Any:
+        seed_of_step = fold_in(_seed_words(seed), count)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(wide)
+        rounded = []
+        for i, (path, leaf) in enumerate(leaves):
+            if storage := storage_of(path, leaf):
+                leaf = storage.round(leaf, measured[i], fold_in(seed_of_step, np.uint32(i)))
+            rounded.append(leaf)
+        return structure.unflatten(rounded)
+
+    def init_fn(params: optax.Params) -> StoredState:
+        # Behind a barrier each, or XLA would compute the scales of zeros while it compiles.
+        wide = jax.tree.map(_opaque, wrapped.init(widened(params)))
+        fields = _field_names(wide)
+        if missing := sorted(set(storages) - fields):
+            raise ValueError(
+                f"store_state(storages=...) names {missing}, but the state of inner has no such "
+                f"field. It has {sorted(fields)}; those with one leaf per parameter can be stored."
+            )
+        count = jnp.zeros((), jnp.uint32)
+        return StoredState(count, round_(wide, measure(wide), count))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: StoredState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, StoredState]:
+        def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            return wrapped.update(
+                widened(updates), decode(inner_state), widened(params), **extra_args
+            )
+
+        # Rounding needs the scale of a block before its first element, so the state is computed
+        # again for each thing that is measured, and once more to be rounded. Computed once, XLA
+        # would write it out in f32 and read it back. Barriers keep it from seeing that they agree.
+        inputs = (updates, state.inner_state, params)
+        passes = [measure(step(*inputs)[1])]
+        for _ in range(1, max(map(len, passes[0]), default=0)):
+            inputs = jax.tree.map(lax.optimization_barrier, inputs)
+            passes.append(measure(step(*inputs)[1]))
+        measured = [
+            tuple(p[i][j] for j, p in enumerate(passes[: len(m)])) for i, m in enumerate(passes[0])
+        ]
+        updates, wide = step(*jax.tree.map(lax.optimization_barrier, inputs))
+        count = state.count + np.uint32(1)
+        return updates, StoredState(count, round_(wide, measured, count))
+
+    return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
+
+
+def is_stored(node: Any) -> bool:
+    """Whether `node` of a state stands for one array in the form of several."""
+    return isinstance(node, ScaledArray | HalfArray | ExpandedArray)
+
+
+def _opaque(leaf: Any) -> Any:
+    return lax.optimization_barrier(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _seed_words(seed: jax.typing.ArrayLike) -> jax.Array:
+    """uint32[2]. (optax.inject_hyperparams makes an array of the seed.)"""
+    if isinstance(seed, int):
+        return jnp.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], jnp.uint32)
+    return jnp.stack([jnp.asarray(seed).astype(jnp.uint32), jnp.zeros((), jnp.uint32)])
+
+
+def _field_names(tree: Any) -> set[str]:
+    """Names of the fields of all named tuples and dataclasses in `tree`, empty ones included."""
+    names: set[str] = set()
+
+    def look(node: Any) -> bool:
+        if isinstance(node, tuple):
+            names.update(getattr(node, "_fields", ()))
+        elif dataclasses.is_dataclass(node):
+            names.update(field.name for field in dataclasses.fields(node))
+        return False
+
+    jax.tree.leaves(tree, is_leaf=look)
+    return names

@@ -1,0 +1,281 @@
+"""Adam with stored moments: the presets against the rules of their libraries, and the defaults.
+
+Oracle: Adam in numpy with the storage of MS-AMP, torchao and COAT around it, from their sources.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from jfp8.optim.adam import DEFAULT, PRESETS, adam, adamw, scale_by_adam
+from jfp8.optim.storage import Blocks, Float, ScaledFloat16
+
+SHAPE = (16, 512)  # rows of whole blocks, so that flattened ones are the same
+E4M3 = ml_dtypes.float8_e4m3fn
+LEARNING_RATE, B1, B2, EPS = 1e-2, 0.9, 0.98, 1e-8
+
+
+def gradients(step: int) -> np.ndarray:
+    """Of sizes that differ from column to column, by factors of up to 1000."""
+    rng = np.random.default_rng(step)
+    size = 10.0 ** np.random.default_rng(99).uniform(-4, -1, (1, SHAPE[1]))
+    return (size * rng.normal(size=SHAPE)).astype(np.float32)
+
+
+class MsampO2:
+    """E4M3 and float16, each with one scale ``2^floor(log2(max / amax))``."""
+
+    def scaled(self, x, largest, dtype):
+        _, exponent = np.frexp(np.float64(largest) / np.abs(x).max().astype(np.float64))
+        s = np.ldexp(1.0, int(exponent) - 1)
+        return (x * s).astype(dtype).astype(np.float64) / s
+
+    def m(self, x):
+        return self.scaled(x, 448, E4M3)
+
+    def v(self, x):
+        return self.scaled(x, 65504, np.float16)
+
+
+class Torchao:
+    """``scale = clip(amax, 1e-12) / 448`` of 256 flattened elements."""
+
+    def m(self, x):
+        flat = x.reshape(-1, 256)
+        scale = np.clip(np.abs(flat).max(1, keepdims=True), 1e-12, None) / 448
+        return ((flat / scale).astype(E4M3).astype(np.float64) * scale).reshape(x.shape)
+
+    v = m
+
+
+def to_bf16(x, *, up: bool):
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64) + (0xFFFF if up else 0)
+    return (bits & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+class Coat:
+    """``(|x| / c)^k`` of 128 flattened elements, by the kernel's own formula.
+
+    `outwards` rounds the extremes to bf16, as jfp8 does to keep them in half of the bytes.
+    """
+
+    def __init__(self, *, outwards: bool):
+        self.outwards = outwards
+
+    def m(self, x):
+        flat = x.reshape(-1, 128).astype(np.float64)
+        a = np.abs(flat)
+        largest, smallest = a.max(1, keepdims=True), a.min(1, keepdims=True)
+        if self.outwards:
+            largest, smallest = to_bf16(largest, up=True), to_bf16(smallest, up=False)
+        c = np.sqrt(largest) * np.sqrt(smallest)
+        k = np.floor(16 * np.log2(448**2 / 2) / np.log2(largest / smallest)) / 16
+        s = (largest / c) ** k / 448
+        q = (np.minimum((a / c) ** k / s, 448)).astype(E4M3).astype(np.float64)
+        return (np.sign(flat) * (q * s) ** (1 / k) * c).reshape(x.shape)
+
+    v = m
+
+
+def train_numpy(storage, steps: int):
+    """Parameters after each step, and the moments as they are kept after the last."""
+    p, m, v = (np.zeros(SHAPE) for _ in range(3))
+    for t in range(1, steps + 1):
+        g = gradients(t).astype(np.float64)
+        m, v = B1 * m + (1 - B1) * g, B2 * v + (1 - B2) * g**2
+        p = p - LEARNING_RATE / (1 - B1**t) * m / (np.sqrt(v) / np.sqrt(1 - B2**t) + EPS)
+        m, v = storage.m(m), storage.v(v)
+    return p, m, v
+
+
+def train(tx, steps: int):
+    params = jnp.zeros(SHAPE)
+    state = tx.init(params)
+    step = jax.jit(tx.update)
+    for t in range(1, steps + 1):
+        updates, state = step(jnp.asarray(gradients(t)), state, params)
+        params = optax.apply_updates(params, updates)
+    return np.asarray(params), state
+
+
+@pytest.mark.parametrize(
+    ("preset", "theirs", "differ"),
+    [
+        ("msamp_o2", MsampO2(), 1e-3),
+        ("torchao", Torchao(), 2e-3),
+        ("coat", Coat(outwards=True), 0.05),
+    ],
+)
+def test_presets_are_the_rules_of_their_libraries(preset, theirs, differ):
+    """In f32 instead of float64, so that some ties round the other way, and some blocks of COAT's
+    get the next power."""
+    params, state = train(adam(LEARNING_RATE, B1, B2, EPS, preset=preset), 3)
+    expected, m, v = train_numpy(theirs, 3)
+    (moments, *_) = state.inner_state
+    for name, kept, of_theirs in (("mu", moments.mu, m), ("nu", moments.nu, v)):
+        decoded = np.asarray(getattr(PRESETS[preset], name).decode(kept), np.float64)
+        wrong = ~np.isclose(decoded, of_theirs, rtol=5e-5, atol=0)
+        assert wrong.mean() < differ
+        # One step of the format is 6 to 12 %, and half of the largest for a subnormal.
+        np.testing.assert_allclose(decoded[wrong], of_theirs[wrong], rtol=0.15, atol=1e-7)
+    finite = np.abs(expected) < 1  # torchao's zeros of v divide by eps
+    assert finite.mean() > 0.9
+    moved = np.linalg.norm(expected[finite])
+    assert np.linalg.norm((params - expected)[finite]) < 0.01 * moved
+
+
+def test_coat_is_as_precise_with_extremes_in_bf16():
+    x = gradients(0)
+
+    def error(y):
+        return np.sqrt(np.mean((y / x - 1) ** 2))
+
+    storage = PRESETS["coat"].mu
+    ours = storage.decode(storage.encode(jnp.asarray(x), jnp.zeros(2, jnp.uint32)))
+    published = error(Coat(outwards=False).m(x))
+    assert 0.01 < published < 0.1
+    assert error(np.asarray(ours)) < 1.03 * published
+
+
+def test_trap_torchao_divides_by_zero_where_others_do_not():
+    """A block whose gradients differ by 10^4: small second moments are stored as zero."""
+    size = np.where(np.arange(512) % 2 == 0, 1.0, 1e-4)
+
+    def largest_update(**arguments):
+        tx = scale_by_adam(**arguments)
+        state = tx.init(jnp.zeros(SHAPE))
+        for t in range(3):
+            g = size * np.random.default_rng(t).normal(size=SHAPE)
+            updates, state = jax.jit(tx.update)(jnp.asarray(g, jnp.float32), state)
+        return float(jnp.max(jnp.abs(updates)))
+
+    assert largest_update(preset="torchao") > 10
+    for preset in (None, "msamp_o2", "coat"):
+        assert largest_update(preset=preset) < 3
+
+
+def updates_after_a_fall(**arguments) -> np.ndarray:
+    """Sizes of the updates of elements whose gradients fell by 30 a time constant ago.
+
+    Their neighbours' stay as they were, and so does the amax of the block. Exact: about 1.
+    """
+    tx = scale_by_adam(b1=0.9, b2=0.99, **arguments)
+    params = jnp.zeros((32, 128))
+    odd = np.arange(128) % 2 == 1
+
+    def step(state, t):
+        sign = jnp.where(jax.random.bernoulli(jax.random.key(t), shape=params.shape), 1.0, -1.0)
+        size = jnp.where(jnp.asarray(odd)[None] & (t >= 200), 1 / 30, 1.0)
+        updates, state = tx.update(sign * size, state)
+        return state, updates
+
+    _, updates = jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(1400)))(tx.init(params))
+    return np.sqrt(np.mean(np.square(np.asarray(updates)[-200:][..., odd]), axis=(0, 1)))
+
+
+def test_trap_a_frozen_second_moment_stops_its_elements():
+    exact = updates_after_a_fall(mu=Float(), nu=Float()).mean()
+    frozen = updates_after_a_fall(preset="torchao").mean()
+    default = updates_after_a_fall().mean()
+    assert frozen < exact / 10
+    assert 0.85 < default / exact < 1.35
+
+
+def test_the_default_takes_little_more_than_two_bytes():
+    params = {
+        "kernel": jnp.zeros((256, 1024)),
+        "other": jnp.zeros((128, 128)),
+        "bias": jnp.zeros((1024,)),
+        "scale": jnp.zeros((256,)),
+    }
+    size = sum(p.size for p in params.values())
+
+    def bytes_of(tx):
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params))) / size
+
+    vectors = 1280 / size * 8
+    stored = 1 - 1280 / size
+    assert bytes_of(adam(1e-3)) == pytest.approx(stored * (2 + 8 / 128) + vectors, abs=1e-4)
+    assert bytes_of(adam(1e-3)) < 2.3 < bytes_of(adam(1e-3, preset="msamp_o2"))
+    assert bytes_of(adam(1e-3, preset="msamp_o2")) == pytest.approx(stored * 3 + vectors, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ours", "optaxs"),
+    [(adam, optax.adam), (adamw, optax.adamw), (scale_by_adam, optax.scale_by_adam)],
+    ids=lambda f: f.__name__,
+)
+def test_arguments_are_those_of_optax_and_ours_by_name(ours, optaxs):
+    theirs = inspect.signature(optaxs).parameters
+    added = {k: p for k, p in inspect.signature(ours).parameters.items() if k not in theirs}
+    assert set(added) == {"preset", "mu", "nu", "seed"}
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in added.values())
+    for name, theirs_of_name in theirs.items():
+        of_ours = inspect.signature(ours).parameters[name]
+        assert (of_ours.kind, of_ours.default) == (theirs_of_name.kind, theirs_of_name.default)
+
+
+@pytest.mark.parametrize(
+    ("ours", "optaxs"),
+    [
+        (
+            lambda **f32: adam(1e-2, 0.8, 0.95, 1e-6, 1e-7, nesterov=True, **f32),
+            lambda: optax.adam(1e-2, 0.8, 0.95, 1e-6, 1e-7, nesterov=True),
+        ),
+        (
+            lambda **f32: adamw(1e-2, 0.8, 0.95, 1e-6, 1e-7, None, 0.1, True, nesterov=True, **f32),
+            lambda: optax.adamw(1e-2, 0.8, 0.95, 1e-6, 1e-7, None, 0.1, True, nesterov=True),
+        ),
+        (
+            lambda **f32: scale_by_adam(0.8, 0.95, 1e-6, 1e-7, nesterov=True, **f32),
+            lambda: optax.scale_by_adam(0.8, 0.95, 1e-6, 1e-7, nesterov=True),
+        ),
+    ],
+    ids=["adam", "adamw", "scale_by_adam"],
+)
+def test_arguments_arrive_where_optax_takes_them(ours, optaxs):
+    params, state = train(ours(mu=Float(), nu=Float()), 3)
+    expected, expected_state = train(optaxs(), 3)
+    np.testing.assert_array_equal(params, expected)
+    assert jax.tree.structure(state.inner_state) == jax.tree.structure(expected_state)
+
+
+def test_mu_dtype_is_short_for_a_storage():
+    _, state = train(adam(1e-2, mu_dtype=jnp.bfloat16), 1)
+    assert state.inner_state[0].mu.dtype == jnp.bfloat16
+    assert state.inner_state[0].nu.data.dtype == E4M3
+
+
+def test_each_moment_can_be_chosen_alone():
+    _, state = train(adam(1e-2, nu=ScaledFloat16()), 1)
+    assert state.inner_state[0].nu.data.dtype == jnp.float16
+    assert state.inner_state[0].mu.block_sizes() == (1, DEFAULT.mu.block)
+
+
+@pytest.mark.parametrize("make", [lambda **k: adam(1e-3, **k), lambda **k: adamw(1e-3, **k),
+                                  scale_by_adam])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"preset": "fp8"}, r"preset='fp8'\) is unknown. Allowed: 'msamp_o2', 'torchao', 'coat'"),
+        ({"preset": "coat", "mu": Blocks()}, r"preset='coat', mu=Blocks.*names both storages"),
+        ({"preset": "coat", "nu": Float(), "mu": Float()}, r"mu=Float.*nu=Float.*Leave preset out"),
+        ({"preset": "coat", "mu_dtype": jnp.bfloat16}, r"names both storages"),
+        ({"mu": Blocks(), "mu_dtype": jnp.bfloat16}, r"says twice how to keep the first moment"),
+    ],
+)
+def test_mistakes_are_told(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)
+
+
+def test_a_storage_is_no_string():
+    with pytest.raises(TypeError, match="must be a Storage such as"):
+        adam(1e-3, nu="e5m2")

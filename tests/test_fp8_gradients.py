@@ -1,0 +1,185 @@
+"""Gradients rounded to FP8, and their mean over devices. The oracles are ml_dtypes and float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jfp8
+from jfp8.optim.fp8_gradients import fp8_gradients
+from jfp8.optim.masters import master_weights
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def normal(shape, seed=0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def rounded(g, dtype=E4M3) -> np.ndarray:
+    """On the grid of `dtype` with the smallest power of two as scale that fits."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    scale = np.float32(2.0 ** np.ceil(np.log2(np.abs(g).max() / largest)))
+    return (g / scale).astype(dtype).astype(np.float32) * scale
+
+
+def apply(tx, grads):
+    return jax.jit(lambda g: tx.update(g, tx.init(g))[0])(grads)
+
+
+def decibels(x, exact) -> float:
+    return float(20 * np.log10(np.linalg.norm(exact) / np.linalg.norm(x - exact)))
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [(jfp8.E4M3FN, E4M3), (jfp8.E5M2, E5M2)])
+def test_one_scale_for_each_array(fmt, dtype):
+    grads = {"a": normal((32, 48)) * np.float32(1e-6), "b": normal((4, 8, 6), 1) * 1000}
+    ours = apply(fp8_gradients(fmt), grads)
+    for name, g in grads.items():
+        np.testing.assert_array_equal(ours[name], rounded(g, dtype))
+        assert 1 < len(np.unique(np.abs(ours[name]))) < 128
+
+
+def test_a_scale_for_each_block():
+    """Where magnitudes vary by orders along a row, one scale flushes what a block's keeps."""
+    g = normal((8, 256)) * np.float32(10.0) ** -np.repeat([0, 7], 128)[None]
+    ours = apply(fp8_gradients(granularity=jfp8.Block((128,))), {"g": g})["g"]
+    for row in range(8):
+        for start in (0, 128):
+            block = g[row, start : start + 128]
+            np.testing.assert_array_equal(ours[row, start : start + 128], rounded(block))
+    assert not np.any(apply(fp8_gradients(), {"g": g})["g"][:, 128:])
+
+
+def test_what_is_no_matrix_stays():
+    grads = {
+        "bias": jnp.asarray(normal(64)),
+        "count": jnp.arange(6).reshape(2, 3),
+        "frozen": optax.MaskedNode(),
+        "none": None,
+        "f8": jnp.ones((4, 4), jnp.float8_e4m3fn),
+    }
+    ours = apply(fp8_gradients(), grads)
+    assert jax.tree.structure(ours) == jax.tree.structure(grads)
+    jax.tree.map(np.testing.assert_array_equal, ours, grads)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bits_hold_what_comes_out(dtype):
+    """The scale is a power of two: no second rounding."""
+    g = jnp.asarray(normal((64, 64)), dtype)
+    ours = apply(fp8_gradients(), {"g": g})["g"]
+    assert ours.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(ours, np.float32), rounded(np.asarray(g, np.float32)))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("granularity", [jfp8.PerTensor(), jfp8.Block((128,))])
+def test_a_saturating_cast_does_not_hide_what_is_not_finite(bad, granularity):
+    g = normal((64, 256))
+    g[7, 70] = bad
+    ours = np.asarray(apply(fp8_gradients(granularity=granularity), {"g": g})["g"])
+    assert np.isnan(ours[7, 70])
+
+
+def test_a_loss_scale_does_not_show():
+    """Before or after it, the rounded gradients are the same."""
+    g = {"w": jnp.asarray(normal((32, 32)) * 1e-5)}
+    scaled = jax.tree.map(lambda g: g * 2.0**15, g)
+    expected = rounded(np.asarray(g["w"]))
+    scale, round_ = jfp8.loss_scale(), fp8_gradients()
+    for tx in (optax.chain(scale, round_), optax.chain(round_, scale)):
+        np.testing.assert_array_equal(apply(tx, scaled)["w"], expected)
+
+
+def test_sums_of_micro_batches_stay_wide():
+    """64 gradients, summed in f32 and rounded once; an FP8 sum loses 14 dB."""
+    mean, noise = normal((64, 256)), normal((64, 64, 256), 1)
+    parts = (mean + noise).astype(np.float32)
+    exact = parts.mean(axis=0, dtype=np.float64)
+
+    def loss_fn(variables, batch):
+        w = variables["params"]["w"]
+        return jnp.mean(jnp.sum(w[None] * batch, axis=(1, 2))), {}
+
+    seen = []
+
+    def look(updates, state, params=None):
+        seen.append(updates)
+        return updates, state
+
+    spy = optax.GradientTransformation(lambda _: optax.EmptyState(), look)
+    state = jfp8.TrainState.create(
+        apply_fn=None,
+        variables={"params": {"w": jnp.zeros((64, 256))}},
+        tx=optax.chain(fp8_gradients(), spy, optax.sgd(1.0)),
+    )
+    _, grads = jfp8.value_and_grad(loss_fn, micro_batches=64)(state, jnp.asarray(parts))
+    state.apply_gradients(grads)
+    wide = decibels(np.asarray(seen[0]["w"]), exact)
+    total = np.zeros_like(mean)
+    for part in parts:
+        total = rounded(total + part)
+    narrow = decibels(total / 64, exact)
+    assert wide > 30
+    assert narrow < wide - 10
+
+
+MESH = Mesh(np.array(jax.devices()), ("data",))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_mean_over_devices_travels_in_bytes(check_vma):
+    grads = {"w": normal((8, 128, 256)), "b": normal((8, 256), 1)}
+    tx = fp8_gradients(axis_name="data")
+
+    def local(grads):
+        mine = jax.tree.map(lambda g: g[0], grads)
+        return jax.tree.map(lambda g: g[None], tx.update(mine, tx.init(mine))[0])
+
+    devices = PartitionSpec("data")
+    mean = jax.jit(
+        jax.shard_map(local, mesh=MESH, in_specs=devices, out_specs=devices, check_vma=check_vma)
+    )
+    ours = mean(grads)
+    for name, g in grads.items():
+        found = np.asarray(ours[name])
+        np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
+        assert decibels(found[0], g.mean(axis=0, dtype=np.float64)) > 28
+    assert decibels(np.asarray(ours["w"])[0], grads["w"].mean(axis=0, dtype=np.float64)) < 60
+    text = mean.lower(grads).compile().as_text()
+    assert any("u8[" in line for line in text.splitlines() if "all-to-all(" in line)
+    assert not any("f32[128,256]" in line for line in text.splitlines() if "all-reduce(" in line)
+
+
+def test_a_bad_gradient_on_one_device_reaches_all():
+    grads = normal((8, 128, 256))
+    grads[3, 5, 6] = np.inf
+    tx = fp8_gradients(axis_name="data")
+    mean = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")
+    assert np.all(np.isnan(jax.jit(mean)(grads)[:, 5, 6]))
+
+
+def test_in_front_of_what_trains_fp8_weights():
+    params = {"w": jfp8.quantize(jnp.asarray(normal((16, 16))))}
+    tx = optax.chain(fp8_gradients(), master_weights(optax.sgd(1.0), "float32"))
+    g = normal((16, 16), 1)
+    _, state = tx.update({"w": jnp.asarray(g)}, tx.init(params), params)
+    start = np.asarray(params["w"].dequantize())
+    np.testing.assert_array_equal(state[1].masters["w"], start - rounded(g))
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"fp8_gradients\(fmt='E4M3'\): must be a jfp8.Format"):
+        fp8_gradients("E4M3")
+    with pytest.raises(ValueError, match="blocks of jfp8.collectives.pmean. Drop one of the two"):
+        fp8_gradients(granularity=jfp8.Block((128,)), axis_name="data")
+    with pytest.raises(TypeError, match="granularity must be PerTensor"):
+        apply(fp8_gradients(granularity=128), {"g": jnp.ones((2, 2))})
+    with pytest.raises(NameError, match="data"):
+        apply(fp8_gradients(axis_name="data"), {"g": jnp.ones((2, 2))})

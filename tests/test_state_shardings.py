@@ -1,0 +1,179 @@
+"""Sharded optimizer states: where each leaf goes, and that nothing else changes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import jfp8
+from jfp8.optim.adam import PRESETS, adam, adamw
+from jfp8.optim.state_shardings import state_shardings
+from jfp8.optim.storage import Blocks
+from jfp8.optim.stored_state import store_state
+
+P = PartitionSpec
+SHAPES = {"in": (64, 512), "out": {"kernel": (256, 192), "bias": (256,)}}
+SPECS = {"in": P("data", "model"), "out": {"kernel": P("model", "data"), "bias": P("model")}}
+
+
+@pytest.fixture
+def mesh():
+    return jax.sharding.Mesh(np.asarray(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+
+
+def tree_of(leaf):
+    return jax.tree.map(leaf, SHAPES, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def parameters(seed=0):
+    rng = np.random.default_rng(seed)
+    return tree_of(lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32))
+
+
+def shardings_on(mesh):
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), SPECS, is_leaf=lambda s: isinstance(s, P)
+    )
+
+
+def specs_of(tree):
+    return jax.tree.map(lambda s: tuple(s.spec), tree)
+
+
+def test_leaves_are_sharded_like_their_parameters(mesh):
+    found = specs_of(state_shardings(adam(1e-3), parameters(), shardings_on(mesh)))
+    assert found.count == ()
+    moments, *_ = found.inner_state
+    assert moments.count == ()
+    for kept in (moments.mu["in"].data, moments.mu["in"].scale, moments.nu["in"].amax):
+        assert kept == ("data", "model")  # 4 blocks for 2 devices
+    assert moments.nu["out"]["kernel"].data == ("model", "data")
+    assert moments.nu["out"]["kernel"].power == ("model", None)  # 2 blocks for 4 devices
+    assert moments.mu["out"]["bias"] == ("model",)
+
+
+def test_one_scale_for_an_array_is_everywhere(mesh):
+    found = specs_of(
+        state_shardings(adam(1e-3, preset="msamp_o2"), parameters(), shardings_on(mesh))
+    )
+    moments, *_ = found.inner_state
+    assert moments.mu["in"].data == moments.nu["in"].data == ("data", "model")
+    assert moments.mu["in"].scale == moments.nu["in"].scale == ()
+
+
+@pytest.mark.parametrize("preset", [None, *PRESETS])
+def test_sharded_and_whole_runs_agree_bit_for_bit(mesh, preset):
+    """Stochastic rounding too: its bits go by the index in the whole array."""
+    tx = adamw(1e-2, preset=preset)
+    shardings = shardings_on(mesh)
+    of_state = state_shardings(tx, parameters(), shardings)
+
+    @jax.jit
+    def step(params, state, gradient):
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    whole = parameters(), jax.jit(tx.init)(parameters())
+    parts = (
+        jax.device_put(parameters(), shardings),
+        jax.jit(tx.init, out_shardings=of_state)(parameters()),
+    )
+    sharded_step = jax.jit(step, out_shardings=(shardings, of_state))
+    for seed in (1, 2, 3):
+        whole = step(*whole, parameters(seed))
+        parts = sharded_step(*parts, jax.device_put(parameters(seed), shardings))
+    assert parts[1].inner_state[0].mu["in"].data.sharding.spec == P("data", "model")
+    assert parts[1].inner_state[0].mu["in"].data.addressable_shards[0].data.shape == (16, 256)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_a_step_on_shards_gathers_no_moments(mesh):
+    """Blocks that lie within a shard need nobody else."""
+    tx = adam(1e-2)
+    params = {"in": jax.ShapeDtypeStruct((64, 512), jnp.float32)}
+    shardings = {"in": NamedSharding(mesh, P("data", "model"))}
+    of_state = state_shardings(tx, params, shardings)
+    state = jax.eval_shape(tx.init, params)
+    placed = jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), state, of_state
+    )
+    gradient = {"in": jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=shardings["in"])}
+    update = jax.jit(tx.update, out_shardings=(shardings, of_state))
+    text = update.lower(gradient, placed).compile().as_text()
+    for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert f" {name}(" not in text
+        assert f" {name}-start(" not in text
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        lambda tx: optax.masked(tx, {"in": True, "out": {"kernel": True, "bias": False}}),
+        lambda tx: optax.multi_transform({"in": tx, "a": optax.sgd(1.0)}, {"in": "in", "out": "a"}),
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: jfp8.loss_scale(tx),
+        lambda tx: optax.inject_hyperparams(lambda lr: optax.chain(tx, optax.scale(lr)))(lr=1.0),
+    ],
+    ids=["chain", "masked", "multi", "steps", "loss_scale", "inject"],
+)
+def test_in_any_state(mesh, wrap):
+    """The structure is that of the state, and arrays are split as often as their parameters."""
+    tx = wrap(adam(1e-3))
+    found = state_shardings(tx, parameters(), shardings_on(mesh))
+    state = jax.jit(tx.init, out_shardings=found)(parameters())
+    split = {
+        (leaf.shape, tuple(leaf.sharding.spec)) for leaf in jax.tree.leaves(state) if leaf.ndim == 2
+    }
+    assert ((64, 512), ("data", "model")) in split
+    assert {spec for shape, spec in split if shape == (64, 512)} == {("data", "model")}
+
+
+def test_the_last_and_longest_path_counts(mesh):
+    """A parameter may be called like a label, or like a part of another one's path."""
+    params = {"a": jnp.zeros((8, 8)), "b": {"a": jnp.zeros((8, 8))}}
+    shardings = {
+        "a": NamedSharding(mesh, P("data")),
+        "b": {"a": NamedSharding(mesh, P(None, "model"))},
+    }
+    tx = optax.multi_transform({"a": optax.adam(1.0)}, {"a": "a", "b": {"a": "a"}})
+    moments = specs_of(state_shardings(tx, params, shardings)).inner_states["a"].inner_state[0]
+    assert moments.mu["a"] == ("data", None)
+    assert moments.mu["b"]["a"] == (None, "model")
+    assert moments.count == ()
+
+
+def test_other_shapes_and_a_single_array(mesh):
+    sharding = NamedSharding(mesh, P("data", "model"))
+    found = state_shardings(optax.adafactor(1e-3), jnp.zeros((256, 256)), sharding)
+    by_shape = {}
+    state = optax.adafactor(1e-3).init(jnp.zeros((256, 256)))
+    for leaf, s in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
+        by_shape.setdefault(leaf.shape, set()).add(tuple(s.spec))
+    assert by_shape[(256,)] == {()}
+    tx = store_state(optax.lion(1e-3), {"mu": Blocks()})
+    kept = state_shardings(tx, jax.ShapeDtypeStruct((256, 300), jnp.float32), sharding)
+    assert tuple(kept.inner_state[0].mu.data.spec) == ("data", "model")
+    assert tuple(kept.inner_state[0].mu.scale.spec) == ("data", None)  # 3 blocks
+
+
+def test_memory_kind_is_kept(mesh):
+    kind = "unpinned_host"
+    sharding = NamedSharding(mesh, P("data"), memory_kind=kind)
+    found = state_shardings(optax.adam(1e-3), {"w": jnp.zeros((8, 8))}, sharding)
+    assert found[0].mu["w"].memory_kind == kind
+
+
+def test_mistakes_are_told(mesh):
+    one = SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(TypeError, match=r"params\['w'\].*only a NamedSharding names the mesh axis"):
+        state_shardings(optax.adam(1e-3), {"w": jnp.zeros((8, 8))}, {"w": one})
+    with pytest.raises(ValueError, match="key"):
+        state_shardings(optax.adam(1e-3), {"w": jnp.zeros((8, 8))}, {"v": NamedSharding(mesh, P())})
+    with pytest.raises(TypeError, match="state_shardings wraps an optax transformation"):
+        state_shardings(None, {}, {})

@@ -1,0 +1,523 @@
+"""How moments are kept: bytes as the published rules say, and what no rounding may do to a moment.
+
+Oracles: the rules of MS-AMP, torchao and COAT in numpy with the casts of ml_dtypes, and float64.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jfp8 import E4M3FN, E5M2
+from jfp8.arrays import ScaledArray
+from jfp8.optim.storage import (
+    Blocks,
+    ExpandedArray,
+    Float,
+    HalfArray,
+    ScaledFloat16,
+    Storage,
+    _outwards,
+)
+from jfp8.random_bits import fold_in
+
+SEED = jnp.asarray([3, 7], jnp.uint32)
+FORMATS = (E4M3FN, E5M2)
+BLOCKS = [
+    Blocks(fmt, block, rounding, transform)
+    for fmt in FORMATS
+    for block in ((128, None) if fmt is E4M3FN else (128,))
+    for rounding in ("nearest_even", "stochastic")
+    for transform in (None, "sqrt", "expand")
+]
+STORAGES = [
+    Float(),
+    Float(jnp.bfloat16),
+    Float(jnp.float16),
+    Float(jnp.bfloat16, stochastic=True),
+    ScaledFloat16(),
+    *BLOCKS,
+]
+
+
+def moments(shape=(6, 300), seed=0, size=1e-4) -> np.ndarray:
+    """Heavy-tailed, with zeros, of a size that differs from row to row; the last block is cut."""
+    rng = np.random.default_rng(seed)
+    x = size * rng.normal(size=shape) ** 3 * 10.0 ** rng.uniform(-2, 2, (*shape[:-1], 1))
+    return np.where(rng.random(shape) < 0.02, 0, x).astype(np.float32)
+
+
+def round_trips(storage: Storage, xs) -> np.ndarray:
+    """Of several arrays, with one compilation."""
+    both = jax.jit(jax.vmap(lambda x: storage.decode(storage.encode(x, SEED))))
+    return np.asarray(both(jnp.asarray(xs, jnp.float32)))
+
+
+def encode(storage: Storage, x, seed=SEED):
+    return jax.jit(storage.encode)(jnp.asarray(x, jnp.float32), seed)
+
+
+def round_trip(storage: Storage, x, seed=SEED) -> np.ndarray:
+    return np.asarray(jax.jit(storage.decode)(encode(storage, x, seed)))
+
+
+def blocks_of(x: np.ndarray, block: int | None):
+    """(where, elements) of each block along the last axis."""
+    if block is None:
+        yield (), x
+        return
+    for row in np.ndindex(x.shape[:-1]):
+        for b, start in enumerate(range(0, x.shape[-1], block)):
+            yield (*row, b), x[row][start : start + block]
+
+
+def codes(data) -> np.ndarray:
+    return np.asarray(data).view(np.uint8)
+
+
+def cast(x, fmt) -> np.ndarray:
+    return np.clip(x, -fmt.max, fmt.max).astype(fmt.dtype)
+
+
+# The published rules -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [128, 100, None], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_plain_blocks_are_amax_over_max_bit_for_bit(fmt, block):
+    x = moments()
+    kept = encode(Blocks(fmt, block), x)
+    expected = np.concatenate(
+        [
+            cast(part * (np.float32(1) / (np.abs(part).max() / np.float32(fmt.max))), fmt).ravel()
+            for _, part in blocks_of(x, block)
+        ]
+    )
+    np.testing.assert_array_equal(codes(kept.data).ravel(), codes(expected))
+    for where, part in blocks_of(x, block):
+        assert np.asarray(kept.scale)[where] == np.abs(part).max() / np.float32(fmt.max)
+
+
+def test_torchao_in_rows_of_whole_blocks():
+    """codes = e4m3(x / scale), scale = clip(amax, 1e-12) / 448, per 256 flattened elements."""
+    x = moments((8, 512))
+    flat = x.reshape(-1, 256)
+    scale = np.clip(np.abs(flat).max(1, keepdims=True), 1e-12, None) / np.float32(448)
+    theirs = codes((flat / scale).astype(ml_dtypes.float8_e4m3fn))
+    ours = codes(encode(Blocks(block=256), x).data).reshape(flat.shape)
+    # They divide and jfp8 multiplies by the reciprocal: half an ulp of f32 may decide a tie.
+    differ = ours != theirs
+    assert differ.mean() < 1e-3
+    assert np.all(np.abs(ours[differ].astype(int) - theirs[differ]) == 1)
+    np.testing.assert_array_equal(
+        np.asarray(encode(Blocks(block=256), x).scale).reshape(-1, 1), scale
+    )
+
+
+def msamp_scale(amax, largest) -> float:
+    """``2^floor(log2(fp_max / amax))`` without a logarithm that rounds."""
+    mantissa, exponent = np.frexp(np.float64(largest) / np.float64(amax))
+    return np.ldexp(1.0, int(exponent) - 1)
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e-12, 1e-4, 1.0, 3e7])
+def test_msamp_rule_a_bit_for_bit(size):
+    x = moments(size=size)
+    m = encode(Blocks(block=None, scale_rounding="power_of_two"), x)
+    s = msamp_scale(np.abs(x).max(), 448)
+    assert float(m.scale) == 1 / s
+    np.testing.assert_array_equal(codes(m.data), codes((x * s).astype(ml_dtypes.float8_e4m3fn)))
+
+    squares = np.abs(x)
+    v = encode(ScaledFloat16(), squares)
+    s = msamp_scale(squares.max(), 65504)
+    assert float(v.scale) == 1 / s
+    np.testing.assert_array_equal(
+        np.asarray(v.data), (squares.astype(np.float64) * s).astype(np.float16)
+    )
+
+
+def test_trap_exp2_is_no_power_of_two():
+    """Every power of two as the scale; jnp.exp2 of an integer is wrong for most of them."""
+    exponents = np.arange(-109, 111)
+    for largest, storage in (
+        (448, Blocks(block=None, scale_rounding="power_of_two")),
+        (65504, ScaledFloat16()),
+    ):
+        amaxes = jnp.asarray(np.ldexp(np.float32(largest), exponents)[:, None])
+        kept = jax.jit(jax.vmap(lambda x, s=storage: s.encode(x, SEED)))(amaxes)
+        np.testing.assert_array_equal(np.asarray(kept.scale), np.ldexp(np.float32(1), exponents))
+        np.testing.assert_array_equal(np.asarray(kept.data, np.float32), largest)
+
+
+@pytest.mark.parametrize("storage", [Blocks(block=None), ScaledFloat16()], ids=["fp8", "f16"])
+def test_trap_msamp_scale_after_inf(storage):
+    """MS-AMP takes 1 / previous scale when the amax is inf, and trains on."""
+    x = moments()
+    x[2, 5] = np.inf
+    assert np.isnan(round_trip(storage, x)).all()
+
+
+def coat(part: np.ndarray, fmt):
+    """COAT's expansion of one block, in float64: codes, the values that they stand for, and k.
+
+    With what the kernel lacks: the minimum over non-zeros, zeros for zeros alone, bounds for k.
+    """
+    a = np.abs(part.astype(np.float64))
+    # The two that jfp8 keeps: outwards to bf16.
+    largest = round_bf16(a.max(), up=True)
+    smallest = round_bf16(a[a > 0].min(), up=False)
+    c = np.sqrt(largest) * np.sqrt(smallest)
+    binades = min(np.log2(largest / smallest), 48)
+    k = min(np.floor(16 * np.log2(fmt.max**2 / 2) / binades) / 16, 16)
+    y, s = (a / c) ** k, (largest / c) ** k / fmt.max
+    q = np.where(a > 0, np.maximum(cast(y / s, fmt), fmt.dtype.type(fmt.smallest_subnormal)), 0)
+    return q, np.sign(part) * (q.astype(np.float64) * s) ** (1 / k) * c, k
+
+
+def round_bf16(value: float, *, up: bool) -> float:
+    bits = int(np.float32(value).view(np.uint32))
+    bits = (bits + 0xFFFF if up else bits) & 0xFFFF0000
+    return float(np.uint32(bits).view(np.float32))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("square", [False, True], ids=["m", "v"])
+def test_coat_expansion_in_float64(fmt, square):
+    x = moments()
+    x = x**2 if square else x
+    storage = Blocks(fmt, transform="expand")
+    kept, decoded = encode(storage, x), round_trip(storage, x)
+    data, powers = np.asarray(kept.data), np.asarray(kept.power, np.float64)
+    differ = total = 0
+    for where, part in blocks_of(x, 128):
+        q, values, k = coat(part, fmt)
+        assert powers[where] == k
+        here = (*where[:-1], slice(128 * where[-1], 128 * where[-1] + len(part)))
+        ours = np.abs(data[here].astype(np.float64))
+        differ += (ours != q.astype(np.float64)).sum()
+        total += len(part)
+        same = ours == q.astype(np.float64)
+        np.testing.assert_allclose(decoded[here][same], values[same], rtol=2e-5, atol=0)
+        # Where they differ, by one step: f32's logarithms decide ties.
+        np.testing.assert_allclose(decoded[here], values, rtol=0.5, atol=0)
+        assert np.array_equal(decoded[here] == 0, part == 0)
+    assert differ <= total * 0.005
+
+
+def test_trap_a_zero_is_no_minimum():
+    """In COAT's kernel one zero in a group takes k from 1.9 to 0.1, and the error up tenfold."""
+    storage = Blocks(transform="expand")
+    x = np.geomspace(1e-3, 1.0, 128, dtype=np.float32)[None]
+    with_zero = x.copy()
+    with_zero[0, 0] = 0
+    powers = [float(encode(storage, v).power[0, 0]) for v in (x, with_zero)]
+    assert powers[0] > 1.6
+    assert abs(powers[1] - powers[0]) < 0.1
+    assert round_trip(storage, with_zero)[0, 0] == 0
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("value", [1.0, 0.75, -3e-12, 2.0**-60])
+def test_trap_expansion_of_equal_elements(fmt, value):
+    """max = min makes k infinite where it is not bounded."""
+    x = np.full((2, 130), value, np.float32)
+    storage = Blocks(fmt, transform="expand")
+    assert np.all(np.asarray(encode(storage, x).power, np.float32) == 16)
+    np.testing.assert_allclose(round_trip(storage, x), x, rtol=1 / 64)
+
+
+def test_expansion_of_one_element_and_of_none():
+    x = np.zeros((2, 128), np.float32)
+    x[0, 17] = -0.5
+    np.testing.assert_array_equal(round_trip(Blocks(transform="expand"), x), x)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_expansion_over_more_than_it_can_span(fmt):
+    """Small ones become larger, never zero; those within 2^40 keep their size."""
+    exponents = -np.arange(126.0)
+    x = np.ldexp(np.float32(1), exponents.astype(int))[None]
+    decoded = round_trip(Blocks(fmt, transform="expand"), x)[0]
+    assert decoded[0] == 1
+    assert np.all(decoded > 0)
+    assert np.all(np.diff(decoded) <= 0)
+    np.testing.assert_allclose(np.log2(decoded[:40]), exponents[:40], atol=1.5)
+    assert np.all(np.log2(decoded) >= np.maximum(exponents, -58) - 1)
+
+
+def test_extremes_are_numpys():
+    rng = np.random.default_rng(1)
+    x = rng.integers(0, 2**32, (64, 96), dtype=np.uint32).view(np.float32)
+    x[3, :] = 0
+    x[4, 1:] = 0
+    x[5] = np.where(np.isfinite(x[5]), x[5], 1)
+    kept = jax.jit(Blocks(block=32, transform="expand").measure)(jnp.asarray(x))
+    largest, smallest = map(np.asarray, kept)
+    down, up = map(np.asarray, _outwards(kept[1], kept[0]))
+    for where, part in blocks_of(x, 32):
+        a = np.abs(part)
+        if np.isnan(a).any():
+            assert np.isnan(largest[where])
+            assert np.isnan(up[where])
+            continue
+        assert largest[where] == a.max()
+        assert smallest[where] == (a[a > 0].min() if a.any() else 0)
+        if np.isfinite(a).all():
+            assert up[where] == round_bf16(a.max(), up=True)
+            assert down[where] == round_bf16(smallest[where], up=False)
+
+
+# What is kept --------------------------------------------------------------------------------
+
+
+def largest_error(storage: Blocks, x: np.ndarray) -> np.ndarray:
+    """What rounding in a format of 3 or 2 mantissa bits may change each element by."""
+    fmt, whole = storage.fmt, storage.rounding == "stochastic"
+    half = 2.0 ** -(fmt.mantissa_bits + (0 if whole else 1))
+    subnormal = fmt.smallest_subnormal / fmt.max * (1 if whole else 0.5)
+    bound = np.empty_like(x)
+    for where, part in blocks_of(x, storage.block):
+        here = (*where[:-1], slice(128 * where[-1], 128 * where[-1] + len(part))) if where else ()
+        a = np.abs(part)
+        if storage.transform is None:
+            bound[here] = np.maximum(half * a, subnormal * a.max())
+        elif storage.transform == "sqrt":
+            step = np.maximum(half * np.sqrt(a), subnormal * np.sqrt(a.max()))
+            bound[here] = (np.sqrt(a) + step) ** 2 - a
+        else:
+            # The smallest element is 2.28 of the smallest codes: the next one is 44 % away.
+            k = coat(part, fmt)[2]
+            bound[here] = a * ((1 - (0.44 if whole else 0.23)) ** (-1 / k) - 1)
+    return bound
+
+
+@pytest.mark.parametrize("storage", BLOCKS, ids=repr)
+def test_errors_are_those_of_the_format(storage):
+    xs = np.stack([moments(size=size) for size in (1e-20, 1e-4, 1e8)])
+    for x, decoded in zip(xs, round_trips(storage, xs), strict=True):
+        error = np.abs(decoded.astype(np.float64) - x)
+        assert np.all(error <= 1.0001 * largest_error(storage, x))
+        assert np.mean(decoded != 0) > 0.6
+
+
+def test_float16_with_a_scale_is_nearly_exact():
+    x = moments() ** 2
+    decoded = round_trip(ScaledFloat16(), x)
+    bound = 2.0**-11 * x + np.float64(2.0**-25) * x.max() / 2**15
+    assert np.all(np.abs(decoded.astype(np.float64) - x) <= bound)
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=repr)
+def test_zeros_stay_zeros(storage):
+    decoded = round_trip(storage, np.zeros((3, 200), np.float32))
+    np.testing.assert_array_equal(decoded.view(np.uint32), 0)
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=repr)
+def test_trap_nonfinite_is_never_read_back_as_finite(storage):
+    """Also not in 4096 elements and more, whose float maximum drops NaN on XLA:CPU."""
+    where = [((0, 0), np.inf), ((40, 299), np.inf), ((7, 128), -np.inf), ((40, 299), np.nan)]
+    xs = np.stack([moments((41, 300))] * len(where))
+    for x, (index, bad) in zip(xs, where, strict=True):
+        x[index] = bad
+    for decoded, (index, _) in zip(round_trips(storage, xs), where, strict=True):
+        assert not np.isfinite(decoded[index])
+        assert np.isfinite(decoded).any() == (
+            getattr(storage, "block", 1) is not None and storage != ScaledFloat16()
+        )
+
+
+@pytest.mark.parametrize("storage", BLOCKS, ids=repr)
+def test_a_bad_block_is_bad_alone(storage):
+    x = moments()
+    x[2, 130] = np.inf
+    finite = np.isfinite(round_trip(storage, x))
+    expected = np.ones(x.shape, bool)
+    if storage.block is None:
+        expected[:] = False
+    else:
+        expected[2, 128:256] = False
+    np.testing.assert_array_equal(finite, expected)
+
+
+@pytest.mark.parametrize("storage", BLOCKS, ids=repr)
+def test_trap_the_largest_does_not_overflow(storage):
+    """A cast to e4m3fn beyond 464 is NaN, to e5m2 beyond 61440 inf; and a scale that rounds down
+    would take the largest there."""
+    x = np.float32(1.9999999) * np.ldexp(np.float32(1), np.arange(-60, 60))[:, None]
+    decoded = jax.vmap(lambda row: storage.decode(storage.encode(row, SEED)))(jnp.asarray(x))
+    np.testing.assert_allclose(decoded, x, rtol=0.01)
+
+
+@pytest.mark.parametrize("storage", BLOCKS, ids=repr)
+def test_data_has_the_shape_and_scales_the_leading_dimensions(storage):
+    kept = encode(storage, np.ones((2, 3, 300), np.float32))
+    assert kept.shape == kept.data.shape == (2, 3, 300)
+    assert kept.data.dtype == storage.fmt.dtype
+    of_blocks = [leaf.shape for leaf in jax.tree.leaves(kept) if leaf is not kept.data]
+    assert set(of_blocks) == {() if storage.block is None else (2, 3, 3)}
+
+
+@pytest.mark.parametrize(
+    ("storage", "kind"),
+    [
+        (Blocks(block=100), ScaledArray),
+        (Blocks(transform="expand"), ExpandedArray),
+        (ScaledFloat16(), HalfArray),
+        (Float(jnp.bfloat16), jax.Array),
+    ],
+    ids=repr,
+)
+def test_survives_jit_and_a_checkpoint_bit_for_bit(storage, kind):
+    kept = encode(storage, moments())
+    assert isinstance(kept, kind)
+    empty = encode(storage, np.zeros((6, 300), np.float32))
+    saved = flax.serialization.to_bytes({"mu": kept})
+    restored = flax.serialization.from_bytes({"mu": empty}, saved)["mu"]
+    for other in (jax.jit(lambda tree: tree)(kept), restored):
+        assert jax.tree.structure(other) == jax.tree.structure(kept)
+        for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(kept), strict=True):
+            assert a.dtype == b.dtype
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+# By lot --------------------------------------------------------------------------------------
+
+STOCHASTIC = [s for s in BLOCKS if s.rounding == "stochastic"]
+
+
+@pytest.mark.parametrize("storage", STOCHASTIC, ids=repr)
+def test_stochastic_rounding_is_right_on_average(storage):
+    """Also through a root or power, where drawing between codes would decode to too much."""
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(4, 160)) * 10.0 ** rng.uniform(-3, 0, (4, 160))).astype(np.float32)
+    draws = 2000
+    seeds = jax.vmap(functools.partial(fold_in, SEED))(jnp.arange(draws, dtype=jnp.uint32))
+    kept = jax.jit(jax.vmap(lambda seed: storage.decode(storage.encode(jnp.asarray(x), seed))))
+    values = np.asarray(kept(seeds), np.float64)
+    low, high = values.min(0), values.max(0)
+    assert np.all((values == low) | (values == high))  # two neighbours
+    unseen = 3e-3 * np.abs(x)  # a neighbour that is not among the draws is as far away as that
+    assert np.all((low - unseen <= x) & (x <= high + unseen))
+    # 5 standard deviations of the mean of `draws`; the largest of 640 exceeds 4 in 1 of 25.
+    sd = np.sqrt(np.abs((high - x) * (x - low)) / draws)
+    assert np.all(np.abs(values.mean(0) - x) <= 5 * sd + unseen)
+    # All together are closer still, which a bias of a tenth of a step would not be.
+    steps = np.where(high > low, high - low, 1)
+    assert abs(np.mean((values.mean(0) - x) / steps)) < 5 * 0.5 / np.sqrt(draws * x.size)
+
+
+@pytest.mark.parametrize("storage", [*STOCHASTIC, Float(jnp.bfloat16, stochastic=True)], ids=repr)
+def test_the_seed_decides(storage):
+    x = moments()
+    again = round_trip(storage, x)
+    np.testing.assert_array_equal(round_trip(storage, x), again)
+    other = round_trip(storage, x, SEED + np.uint32(1))
+    assert 0.1 < np.mean(other != again) < 0.9
+
+
+# Over many steps -----------------------------------------------------------------------------
+
+
+ODD = np.broadcast_to(np.arange(128) % 2 == 1, (16, 128))
+
+
+@functools.cache
+def second_moment(storage, start, square_of_odd, steps=4000):
+    """``v = 0.999 v + 0.001 g^2`` over `steps`, stored and read back in between.
+
+    In each block ``g^2`` is 1 and `square_of_odd` in turn.
+    """
+    squares = jnp.asarray(np.where(ODD, square_of_odd, 1), jnp.float32)
+
+    @jax.jit
+    def run(v):
+        def step(kept, i):
+            v = np.float32(0.999) * storage.decode(kept) + np.float32(0.001) * squares
+            return storage.encode(v, fold_in(SEED, i)), None
+
+        return storage.decode(
+            jax.lax.scan(step, storage.encode(v, SEED), np.arange(steps, dtype=np.uint32))[0]
+        )
+
+    return np.asarray(run(jnp.full(squares.shape, start, jnp.float32)))
+
+
+EXACT_DECAY = 0.999**4000 + 0.01 * (1 - 0.999**4000)
+
+
+@pytest.mark.parametrize("transform", [None, "sqrt", "expand"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_trap_a_second_moment_freezes_when_rounded_to_nearest(fmt, transform):
+    """It has to decay by a factor of 30 beside an amax that stays."""
+    frozen = second_moment(Blocks(fmt, rounding="nearest_even", transform=transform), 1, 0.01)
+    np.testing.assert_array_equal(frozen, 1)
+    moved = second_moment(Blocks(fmt, rounding="stochastic", transform=transform), 1, 0.01)
+    np.testing.assert_allclose(moved[~ODD], 1, rtol=1e-3)
+    # 1024 elements, whose standard deviation is 30 to 100 % of the mean.
+    np.testing.assert_allclose(moved[ODD].mean(), EXACT_DECAY, rtol=0.12)
+    assert moved[ODD].max() < 0.9
+
+
+def test_expansion_is_the_least_noisy_of_those_that_move():
+    sd = {
+        storage: second_moment(storage, 1, 0.01)[ODD].std()
+        for storage in STOCHASTIC
+        if storage.block
+    }
+    assert min(sd, key=sd.get) == Blocks(rounding="stochastic", transform="expand")
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_trap_a_block_that_spans_two_gradient_scales(rounding):
+    """Plain E4M3 stores a second moment of zero, beside a first one that is not."""
+    for storage, survives in (
+        (Blocks(rounding=rounding), False),
+        (Blocks(E5M2, rounding=rounding), True),
+        (Blocks(rounding=rounding, transform="sqrt"), True),
+        (Blocks(rounding=rounding, transform="expand"), True),
+    ):
+        v = second_moment(storage, 0, 1e-8)
+        assert np.mean(v[ODD] > 0) == 1 if survives else np.mean(v[ODD] > 0) < 0.1
+        if survives:
+            np.testing.assert_allclose(v[ODD].mean(), 1e-8 * (1 - 0.999**4000), rtol=0.1)
+        np.testing.assert_allclose(v[~ODD].mean(), 1 - 0.999**4000, rtol=0.03)
+
+
+# Mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Blocks(fmt=jnp.float8_e4m3fn), TypeError, "must be a jfp8.Format with a sign"),
+        (lambda: Blocks(block=0), ValueError, "block=0.*number of elements along the last axis"),
+        (lambda: Blocks(block=(1, 128)), ValueError, "or None for one scale"),
+        (lambda: Blocks(rounding="up"), ValueError, "'up'.*Allowed: 'nearest_even', 'stochastic'"),
+        (lambda: Blocks(transform="log"), ValueError, "'log'.*Allowed: None, 'sqrt', 'expand'"),
+        (lambda: Blocks(scale_rounding="up"), ValueError, "'up'.*Allowed: None, 'power_of_two'"),
+        (
+            lambda: Blocks(transform="expand", scale_rounding="power_of_two"),
+            ValueError,
+            "Drop one of the two",
+        ),
+        (lambda: Float(jnp.int8), TypeError, "For 8 bits use Blocks"),
+        (lambda: Float(stochastic=True), ValueError, "name a dtype of 16 bits"),
+        (Storage, TypeError, "abstract"),
+    ],
+)
+def test_mistakes_are_told(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_storages_compare_by_value():
+    assert Float(jnp.bfloat16) == Float("bfloat16")
+    assert len({Blocks(), Blocks(E4M3FN, 128), ScaledFloat16(), ScaledFloat16()}) == 2

@@ -1,0 +1,384 @@
+"""`store_state` around the transformations of optax, inside of them, and what it must not change.
+
+Oracle: the same transformation without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfp8
+from jfp8 import E4M3FN
+from jfp8.arrays import ScaledArray
+from jfp8.optim.adam import DEFAULT, PRESETS, adam, adamw
+from jfp8.optim.storage import Blocks, ExpandedArray, Float, ScaledFloat16
+from jfp8.optim.stored_state import StoredState, is_stored, store_state
+
+SHAPES = {"w": (64, 200), "deep": {"w": (2, 32, 128), "bias": (5000,), "small": (8, 8)}}
+MOMENTS = DEFAULT._asdict()
+PLAIN = {"mu": Float(), "nu": Float()}
+
+
+def normal(seed: int, dtype=jnp.float32, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(scale * rng.normal(size=shape), dtype),
+        SHAPES,
+        is_leaf=lambda s: isinstance(s, tuple),
+    )
+
+
+def train(tx, steps=4, *, params=None, state=None, first=0):
+    params = normal(99) if params is None else params
+    state = jax.jit(tx.init)(params) if state is None else state
+    update = jax.jit(tx.update)
+    for step in range(first, first + steps):
+        updates, state = update(normal(step, scale=1e-3), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """The same structure, dtypes and bits."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def stored_leaves(state) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(state, is_leaf=is_stored) if is_stored(leaf)]
+
+
+# What it does --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [optax.adam, optax.adamw, optax.lamb])
+def test_with_f32_storage_nothing_changes(make):
+    params, state = train(store_state(make(1e-2), PLAIN))
+    expected, expected_state = train(make(1e-2))
+    assert_same(params, expected)
+    assert_same(state.inner_state, expected_state)
+
+
+def test_updates_follow_from_moments_that_are_not_rounded():
+    """Those of optax from the decoded state; what is rounded is stored, and nothing else."""
+    inner = optax.adam(1e-2)
+    tx = store_state(inner, MOMENTS)
+    params, state = train(tx, 3)
+    gradient = normal(50, scale=1e-3)
+    updates, after = jax.jit(tx.update)(gradient, state, params)
+
+    (adam_state, *rest) = state.inner_state
+    decoded = {
+        name: jax.tree.map(
+            lambda x, storage=MOMENTS[name]: storage.decode(x) if is_stored(x) else x,
+            getattr(adam_state, name),
+            is_leaf=is_stored,
+        )
+        for name in ("mu", "nu")
+    }
+    wide = (adam_state._replace(**decoded), *rest)
+    expected, wide_after = inner.update(gradient, wide, params)
+    for u, e in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(u, e, rtol=1e-4, atol=1e-9)
+    m = wide_after[0].mu["w"]
+    kept = after.inner_state[0].mu["w"]
+    scale = np.repeat(np.asarray(kept.scale), 128, axis=1)[:, :200]
+    error = np.abs(kept.dequantize() - m)
+    assert np.all(error <= 1.001 * np.maximum(2.0**-4 * np.abs(m), 2.0**-10 * scale))
+
+
+def test_large_arrays_are_stored_and_vectors_and_small_ones_are_not():
+    _, state = train(store_state(optax.adam(1e-2), MOMENTS), 1)
+    (moments, _) = state.inner_state
+    for name, kind in (("mu", ScaledArray), ("nu", ExpandedArray)):
+        of_name = getattr(moments, name)
+        for kept, shape in (
+            (of_name["w"], (64, 200)),
+            (of_name["deep"]["w"], (2, 32, 128)),
+        ):
+            assert isinstance(kept, kind)
+            assert kept.data.dtype == E4M3FN.dtype
+            assert kept.data.shape == shape
+        for leaf in (of_name["deep"]["bias"], of_name["deep"]["small"]):
+            assert leaf.dtype == jnp.float32
+    assert len(stored_leaves(state)) == 4
+
+
+@pytest.mark.parametrize(
+    ("inner", "storages", "count"),
+    [
+        (optax.lion(1e-3), {"mu": Blocks()}, 2),
+        (optax.sgd(1e-2, momentum=0.9), {"trace": Blocks()}, 2),
+        (optax.lamb(1e-3), MOMENTS, 4),
+        (optax.adamw(1e-3), {"nu": ScaledFloat16()}, 2),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), MOMENTS, 4),
+        (optax.masked(optax.adam(1e-3), {"w": True, "deep": False}), MOMENTS, 2),
+        (
+            optax.multi_transform(
+                {"a": optax.adam(1e-3), "b": optax.lion(1e-3)}, {"w": "a", "deep": "b"}
+            ),
+            MOMENTS,
+            3,
+        ),
+        (optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), MOMENTS, 4),
+        (optax.MultiSteps(optax.adam(1e-3), 2), MOMENTS, 4),
+        (optax.apply_if_finite(optax.adam(1e-3), 3), MOMENTS, 4),
+    ],
+    ids=["lion", "sgd", "lamb", "one", "chain", "masked", "multi", "inject", "steps", "finite"],
+)
+def test_fields_are_found_anywhere(inner, storages, count):
+    """And training goes where it goes with f32 states."""
+    params, state = train(store_state(inner, storages), 6)
+    assert len(stored_leaves(state)) == count
+    expected, _ = train(inner, 6)
+    start = normal(99)
+    for p, e, s in zip(*map(jax.tree.leaves, (params, expected, start)), strict=True):
+        # Lion takes signs, which flip where the moment is near zero.
+        assert np.linalg.norm(p - e) < 0.25 * np.linalg.norm(e - s) + 1e-12
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Momentum:
+    """State of a transformation that is no named tuple."""
+
+    m: Any
+    empty: Any = ()
+
+
+def test_fields_of_dataclasses_are_found():
+    inner = optax.GradientTransformation(
+        lambda params: {"deeper": Momentum(jax.tree.map(jnp.zeros_like, params))},
+        lambda u, state, params=None: (u, {"deeper": Momentum(u)}),
+    )
+    _, state = train(store_state(inner, {"m": Blocks()}), 1)
+    assert len(stored_leaves(state)) == 2
+    store_state(inner, {"empty": Blocks()}).init(normal(0))  # a field without leaves is one
+
+
+# Inside of other transformations -------------------------------------------------------------
+
+
+def inject(**arguments):
+    return optax.inject_hyperparams(adam)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("tx", "plain"),
+    [
+        (optax.chain(optax.clip(1.0), adam(1e-3)), optax.chain(optax.clip(1.0), optax.adam(1e-3))),
+        (
+            optax.masked(adam(1e-3), {"w": True, "deep": False}),
+            optax.masked(optax.adam(1e-3), {"w": True, "deep": False}),
+        ),
+        (
+            optax.multi_transform({"a": adam(1e-3), "b": optax.sgd(1e-3)}, {"w": "b", "deep": "a"}),
+            optax.multi_transform(
+                {"a": optax.adam(1e-3), "b": optax.sgd(1e-3)}, {"w": "b", "deep": "a"}
+            ),
+        ),
+        (inject(learning_rate=1e-3), optax.adam(1e-3)),
+        (
+            inject(learning_rate=optax.linear_schedule(1e-3, 0, 9), seed=3),
+            optax.adam(optax.linear_schedule(1e-3, 0, 9)),
+        ),
+        (optax.MultiSteps(adam(1e-3), 2), optax.MultiSteps(optax.adam(1e-3), 2)),
+        (jfp8.loss_scale(adam(1e-3), init_scale=1.0), optax.adam(1e-3)),
+        (adam(1e-3, seed=2**40 + 1), optax.adam(1e-3)),
+    ],
+    ids=["chain", "masked", "multi", "inject", "schedule", "steps", "loss_scale", "seed"],
+)
+def test_works_inside_of(tx, plain):
+    params, state = train(tx, 6)
+    assert stored_leaves(state)
+    expected, _ = train(plain, 6)
+    for p, e, s in zip(*map(jax.tree.leaves, (params, expected, normal(99))), strict=True):
+        assert np.linalg.norm(p - e) < 0.1 * np.linalg.norm(e - s) + 1e-12
+
+
+def test_multi_transform_with_a_label_that_nothing_has():
+    labels = {"w": "a", "deep": "a"}
+    tx = optax.multi_transform({"a": adam(1e-3), "b": adam(1e-3)}, labels)
+    assert len(stored_leaves(train(tx, 1)[1])) == 4
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jfp8.loss_scale(adam(1e-3)),
+        jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), adamw(1e-3))),
+        jfp8.loss_scale(optax.chain(optax.clip_by_global_norm(1.0), adam(1e-3))),
+    ],
+    ids=["inner", "skip", "chain"],
+)
+def test_a_skipped_step_leaves_no_trace(tx):
+    """Bit for bit, count and random bits included: as if the step had never been."""
+    params = normal(99)
+    state = jax.jit(tx.init)(params)
+    update = jax.jit(tx.update)
+
+    def run(gradients):
+        p, s = params, state
+        for g in gradients:
+            updates, s = update(g, s, p)
+            p = optax.apply_updates(p, updates)
+        return p, s
+
+    good = [normal(i) for i in range(3)]
+    bad = jax.tree.map(lambda g: g.at[..., 0].set(jnp.nan), good[0])
+    # The scale falls by half, so what follows is half as large.
+    halved = [jax.tree.map(lambda g: g * 0.5, g) for g in good[1:]]
+    with_bad, state_with_bad = run([good[0], bad, *halved])
+    without, state_without = run(good)
+    assert_same(with_bad, without)
+    stored = [
+        [n for n in jax.tree.leaves(s, is_leaf=lambda n: isinstance(n, StoredState))
+         if isinstance(n, StoredState)]
+        for s in (state_with_bad, state_without)
+    ]  # fmt: skip
+    assert len(stored[0]) == 1
+    assert_same(stored[0], stored[1])
+    assert stored[0][0].count == 3
+
+
+def test_train_state_skips_exactly():
+    state = jfp8.TrainState.create(
+        apply_fn=lambda variables, x: x, variables={"params": normal(99)}, tx=adam(1e-3)
+    )
+    step = jax.jit(lambda state, g: state.apply_gradients(jfp8.train.Gradients(g, {}, {})))
+    state = step(state, normal(0))
+    bad = jax.tree.map(lambda g: g.at[..., 0].set(jnp.inf), normal(1))
+    skipped = step(state, bad)
+    assert_same(skipped.opt_state, state.opt_state)
+    assert_same(skipped.params, state.params)
+    moved = step(state, normal(1))
+    assert np.asarray(moved.opt_state.count) == 2
+
+
+def test_trap_bf16_parameters_get_f32_moments():
+    """optax (and torchao) make moments of the dtype of the parameters."""
+    params = normal(99, jnp.bfloat16)
+    tx = adamw(1e-2, mu=Float(), nu=Float(), weight_decay=0.1)
+    gradient = normal(1, jnp.bfloat16, 1e-3)
+    updates, state = jax.jit(tx.update)(gradient, jax.jit(tx.init)(params), params)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, gradient))
+    plain = optax.adamw(1e-2, weight_decay=0.1)
+    expected, expected_state = jax.jit(plain.update)(wide[1], plain.init(wide[0]), wide[0])
+    assert_same(state.inner_state, expected_state)
+    assert_same(updates, expected)
+    after = optax.apply_updates(params, updates)
+    assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_tree_map_params_finds_the_moments():
+    """It calls ``init`` with placeholders."""
+    params = normal(99)
+    tx = optax.chain(optax.clip(1.0), adam(1e-3))
+    state = tx.init(params)
+    found = optax.tree_utils.tree_map_params(
+        tx,
+        lambda kept, param: kept.shape == param.shape,
+        state,
+        params,
+        transform_non_params=lambda _: None,
+        is_leaf=is_stored,
+    )
+    assert jax.tree.leaves(found) == [True] * 8
+
+
+# The same again ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", [None, *PRESETS])
+def test_restored_from_a_checkpoint_it_goes_on_bit_for_bit(preset):
+    tx = adam(1e-2, preset=preset)
+    expected = train(tx, 4)
+    params, state = train(tx, 2)
+    saved = flax.serialization.to_bytes({"params": params, "state": state})
+    fresh = {"params": normal(0), "state": tx.init(normal(0))}
+    restored = flax.serialization.from_bytes(fresh, saved)
+    params, state = train(tx, 2, params=restored["params"], state=restored["state"], first=2)
+    assert_same(params, expected[0])
+    assert_same(state, expected[1])
+
+
+def test_leaves_steps_and_seeds_have_their_own_bits():
+    same = jnp.asarray(np.random.default_rng(0).normal(size=(64, 128)), jnp.float32)
+    params = {"a": same, "b": same}
+    inner = optax.GradientTransformation(
+        lambda params: Momentum(params), lambda u, state, params=None: (u, Momentum(u))
+    )
+    codes = {}
+    for seed in (0, 1, 2**32):
+        tx = store_state(inner, {"m": Blocks(rounding="stochastic")}, seed=seed)
+        state = tx.init(params)
+        for step in (1, 2):
+            _, state = tx.update(params, state)
+            for name, kept in state.inner_state.m.items():
+                codes[seed, step, name] = np.asarray(kept.data).view(np.uint8)
+    for i, (a, x) in enumerate(codes.items()):
+        for b, y in list(codes.items())[:i]:
+            assert 0.1 < np.mean(x != y) < 0.9, (a, b)
+
+
+@pytest.mark.parametrize(
+    ("preset", "most"),
+    [
+        ("torchao", 0.1),
+        (None, 4.2),  # one power of the second moment, which XLA:CPU does not compute twice
+    ],
+)
+def test_trap_moments_do_not_stay_in_memory_in_f32(preset, most):
+    """Bytes per element, beside the results; two moments in f32 would be 8."""
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    tx = adamw(1e-3, preset=preset)
+
+    def step(params, state, gradient):
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, params)
+    lowered = jax.jit(step).lower(params, state, params)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes / 1024**2 < most
+    # XLA:GPU needs barriers too: without them it computes moments once, for both passes.
+    assert lowered.as_text().count("optimization_barrier") >= len(jax.tree.leaves(state))
+
+
+def test_trap_scales_of_zeros_are_not_computed_by_the_compiler():
+    """It took XLA:CPU ten seconds per array of a million elements."""
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    text = jax.jit(adam(1e-3).init).lower(params).as_text()
+    assert text.count("optimization_barrier") >= 2
+
+
+def test_extra_arguments_reach_inner():
+    def update(updates, state, params=None, *, factor):
+        return jax.tree.map(lambda u: u * factor, updates), Momentum(updates)
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: Momentum(params), update)
+    tx = store_state(inner, {"m": Blocks()})
+    params = normal(0)
+    updates, _ = tx.update(params, tx.init(params), params, factor=2.0)
+    np.testing.assert_array_equal(updates["w"], 2 * params["w"])
+
+
+# Mistakes ------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_told():
+    with pytest.raises(TypeError, match=r"store_state wraps an optax transformation"):
+        store_state(1e-3, {"mu": Blocks()})
+    with pytest.raises(TypeError, match=r"'mu': 'fp8'.*must be a Storage such as"):
+        store_state(optax.adam(1e-3), {"mu": "fp8"})
+    with pytest.raises(ValueError, match=r"names \['trace'\].*It has \['count', 'mu', 'nu'\]"):
+        store_state(optax.adam(1e-3), {"mu": Blocks(), "trace": Blocks()}).init(normal(0))
