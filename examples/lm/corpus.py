@@ -61,8 +61,11 @@ class Corpus:
         return hashlib.sha256(self.periods.tobytes()).hexdigest()[:16]
 
 
-def load(path: str | None, seq_len: int) -> Corpus:
-    """The standard library's sources, or the file or folder of files at `path`."""
+def load(path: str | None, seq_len: int, option: str = "--data") -> Corpus:
+    """The standard library's sources, or the file or folder of files at `path`.
+
+    `option` is how the path was given, for messages.
+    """
     window = seq_len + 1
     if window > BLOCK:
         raise ValueError(
@@ -74,20 +77,21 @@ def load(path: str | None, seq_len: int) -> Corpus:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [f for f in files_below(root, SKIPPED_FOLDERS) if f.suffix == ".py"]
     else:
-        name = f"--data {path}"
+        name = f"{option} {path}"
         root = Path(path).expanduser()
         if not root.exists():
             raise ValueError(
                 f"{name} does not exist: give a text file or a folder of text files, or leave "
-                "--data out to train on the Python standard library"
+                f"{option} out to train on the Python standard library"
             )
         files = [root] if root.is_file() else files_below(root)
     text = b"".join(file.read_bytes() for file in files)
     count = len(text) // PERIOD
     if count == 0:
         raise ValueError(
-            f"{name} has {len(text):,} bytes of text, but at least {PERIOD:,} are needed, of which "
-            f"{PERIOD - BLOCK:,} to train on and {BLOCK:,} to hold out: give more text with --data"
+            f"{name} has {len(text):,} bytes of text, but at least {PERIOD:,} are needed, "
+            f"of which {PERIOD - BLOCK:,} to train on and {BLOCK:,} to hold out: give more text "
+            f"with {option}"
         )
     periods = np.frombuffer(text, np.uint8, count * PERIOD).reshape(count, PERIOD)
     return Corpus(name, periods, window)

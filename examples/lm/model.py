@@ -6,6 +6,7 @@ and, for the same key, the same initial values, so the two can be trained side b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -50,7 +51,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """int32[batch, length] bytes -> f32[batch, length, 256] logits of the byte after each."""
+    """int32[batch, length] bytes -> f32[batch, length, 256] logits of the byte after each.
+
+    With `scan_layers` the blocks are one, looped over, and their parameters have a leading axis of
+    layers. `gather` is applied to the parameters of each block where it computes, forward and once
+    more backward: what it returns is not kept in between.
+    """
 
     width: int = 128
     layers: int = 4
@@ -58,12 +64,31 @@ class Transformer(nn.Module):
     max_length: int = 128
     recipe: Any = None
     head_recipe: Any = None
+    scan_layers: bool = False
+    gather: Callable[[Any], Any] | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         positions = jnp.arange(tokens.shape[1])
         x = nn.Embed(VOCABULARY, self.width, name="embed")(tokens)
         x = x + nn.Embed(self.max_length, self.width, name="position")(positions)[None]
-        for i in range(self.layers):
-            x = Block(self.heads, self.recipe, name=f"block_{i}")(x)
+        block = self._block()
+        if self.scan_layers:
+            scan = nn.scan(
+                lambda block, x, _: (block(x), None),
+                variable_axes={"params": 0, "fp8": 0, "fp8_sink": 0},
+                split_rngs={"params": True},
+                length=self.layers,
+            )
+            x, _ = scan(block(self.heads, self.recipe, name="blocks"), x, None)
+        else:
+            for i in range(self.layers):
+                x = block(self.heads, self.recipe, name=f"block_{i}")(x)
         return dense(nn.LayerNorm(name="norm")(x), VOCABULARY, self.head_recipe, "head")
+
+    def _block(self) -> type[Block]:
+        if self.gather is None or self.is_initializing():
+            return Block
+        gathered = nn.map_variables(Block, "params", self.gather)
+        keep = jax.checkpoint_policies.save_only_these_names("jfp8_saved")
+        return nn.remat(gathered, policy=keep, prevent_cse=not self.scan_layers)

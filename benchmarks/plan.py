@@ -1,0 +1,339 @@
+"""Plan a training run on devices that are not at hand: bytes and time per step, from formulas.
+
+    python benchmarks/plan.py --width 4096 --layers 32 --vocabulary 32768 --sequence 4096 \\
+        --batch 256 --data 4 --fsdp 8
+
+The model is the Transformer of `examples/lm`: per layer the kernels qkv, out, up and down, learned
+positions, and a table of embeddings besides the logits' kernel. `examples/train_sharded.py` divides
+it over devices in the same way. What is counted, and what is left out, stands beside each formula;
+`tests/test_plan.py` compares the bytes with compiled programs. Times are what arithmetic and wires
+need at the given rates and no more, so bounds, not forecasts. The default rates are peaks that
+NVIDIA publishes for the H200 SXM: for a forecast, give what you measured on your machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from dataclasses import dataclass
+
+BLOCK = 128
+IN_BLOCKS = 1 + 4 / BLOCK  # bytes per element: one of FP8, and its share of a scale in f32
+IN_SAVED_BLOCKS = 1 + 2 / 32  # jfp8.save_in_fp8: 32 elements share a bf16
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a Transformer and of its batch, on all devices together."""
+
+    width: int
+    layers: int
+    vocabulary: int
+    sequence: int
+    batch: int
+    mlp: int = 4  # hidden features / width
+
+    @property
+    def kernels_per_layer(self) -> int:
+        """Elements of qkv, out, up and down: the FP8 products."""
+        return (3 + 1 + 2 * self.mlp) * self.width**2
+
+    @property
+    def kernels(self) -> int:
+        return self.layers * self.kernels_per_layer
+
+    @property
+    def head(self) -> int:
+        """Elements of the kernel that computes logits: a product in high precision."""
+        return self.vocabulary * self.width
+
+    @property
+    def tables(self) -> int:
+        """Elements of embeddings, positions and norms."""
+        norms = (2 * self.layers + 1) * 2 * self.width
+        return (self.vocabulary + self.sequence) * self.width + norms
+
+    @property
+    def parameters(self) -> int:
+        return self.kernels + self.head + self.tables
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+
+@dataclass(frozen=True)
+class Devices:
+    """How many ways a step is divided.
+
+    Attributes:
+      data: the batch.
+      fsdp: the batch, and every parameter.
+      tensor: columns or rows of every kernel.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    def tokens(self, model: Model) -> float:
+        """That one device computes with."""
+        return model.tokens / (self.data * self.fsdp)
+
+    def parameters(self, model: Model) -> float:
+        """Elements that one device holds."""
+        return ((model.kernels + model.head) / self.tensor + model.tables) / self.fsdp
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element of everything that a step keeps or sends."""
+
+    name: str
+    fp8_products: bool
+    weights: float = 4  # parameters in f32: their own masters
+    gradients: float = 4
+    moments: float = 8
+    reduced: float = 2  # gradients between devices, over the data axis
+    gathered: float = 2  # kernels of FP8 products, over the fsdp axis
+    gathered_others: float = 2  # other parameters
+    scattered: float = 2  # gradients of those kernels, over the fsdp axis
+    scattered_others: float = 2  # gradients of other parameters
+    exchanged: float = 2  # activations between devices, over the tensor axis
+    product_inputs: float = 2  # kept for the backward pass
+    other_activations: float = 2  # kept for the backward pass: norms, gelu, v
+    kernels: float = 0  # FP8 codes of weights, kept for the backward pass; not with FSDP
+
+
+# The first row is the best that bf16 does: gradients and gathered weights are cast before they
+# travel. What jfp8 has no FP8 for stays at that in every row.
+BF16 = Precision("bf16", fp8_products=False)
+PRODUCTS = dataclasses.replace(
+    BF16, name="FP8 products", fp8_products=True, product_inputs=1, kernels=1
+)
+O1 = dataclasses.replace(PRODUCTS, name="O1: and FP8 gradients on the wire", reduced=IN_BLOCKS)
+O2 = dataclasses.replace(O1, name="O2: and an FP8 and a 16-bit moment", moments=IN_BLOCKS + 2)
+ADAM = dataclasses.replace(O1, name="O1 and jfp8.optim.adamw", moments=2 * IN_BLOCKS)
+GATHER = dataclasses.replace(ADAM, name="... and jfp8.gather_weights", gathered=1)
+SCATTER = dataclasses.replace(GATHER, name="... and its gradients_as=E4M3FN", scattered=IN_BLOCKS)
+SAVED = dataclasses.replace(
+    SCATTER, name="... and saved activations in FP8", other_activations=IN_SAVED_BLOCKS
+)
+PRECISIONS = (BF16, PRODUCTS, O1, O2, ADAM, GATHER, SCATTER, SAVED)
+
+
+# Memory of one device
+
+
+def memory(model: Model, devices: Devices, precision: Precision) -> dict[str, float]:
+    """Bytes on one device, by what they are.
+
+    Not counted: logits, temporary buffers, and what is gathered: of one layer, and the logits'.
+    """
+    share = devices.parameters(model)
+    codes = 0.0 if devices.fsdp > 1 else model.kernels / devices.tensor * precision.kernels
+    return {
+        "weights": share * precision.weights + codes,
+        "gradients": share * precision.gradients,
+        "moments": share * precision.moments,
+        "activations": model.layers * saved_per_layer(model, devices, precision),
+    }
+
+
+def saved_per_layer(model: Model, devices: Devices, precision: Precision) -> float:
+    """Bytes that one layer keeps from its forward to its backward pass.
+
+    Per token, with w the width: the inputs of the four products, w + w + w + mlp w; of the two
+    norms, w + w; of gelu, mlp w; and of attention q and k, 2 w in 16 bits, and v, w. Its weights
+    are computed again. Tensor parallelism divides what lies between its columns and rows: q, k, v,
+    the input of out, and all of mlp w.
+    """
+    whole, divided = 1.0, 1.0 / devices.tensor
+    products = precision.product_inputs * (2 * whole + (1 + model.mlp) * divided)
+    others = precision.other_activations * (2 * whole + (1 + model.mlp) * divided)
+    return devices.tokens(model) * model.width * (products + others + 2 * 2 * divided)
+
+
+# Bytes that one device sends in a step
+
+
+def all_reduce(elements: float, width: float, n: int) -> float:
+    """A mean that leaves everything on every device; the same for two exchanges of FP8."""
+    return 2 * (n - 1) / n * elements * width
+
+
+def all_gather(elements: float, width: float, n: int) -> float:
+    """`elements` is the whole, of which a device had one part of `n`."""
+    return (n - 1) / n * elements * width
+
+
+reduce_scatter = all_gather  # the same way back: of the whole, a device sends all parts but its own
+
+
+def wire(model: Model, devices: Devices, precision: Precision) -> dict[str, float]:
+    """Bytes that one device sends in a step, by axis of the mesh.
+
+    Rings and pairwise exchanges. Not counted: amaxes, the loss and the sums in it, norms of
+    gradients, and the exponents of the softmax where tensor parallelism divides the vocabulary.
+    """
+    kernels, head = model.kernels / devices.tensor, model.head / devices.tensor
+    whole = kernels + head + model.tables
+    activations = devices.tokens(model) * model.width
+    # Those of layers for the forward pass and once more for the backward pass; the others are kept.
+    gathered = 2 * kernels * precision.gathered
+    gathered += (head + model.tables) * precision.gathered_others
+    scattered = kernels * precision.scattered + (head + model.tables) * precision.scattered_others
+    return {
+        "data": all_reduce(whole / devices.fsdp, precision.reduced, devices.data),
+        "fsdp": all_gather(1, gathered, devices.fsdp) + reduce_scatter(1, scattered, devices.fsdp),
+        # Forward after out and down, backward before up, qkv and the logits.
+        "tensor": (4 * model.layers + 1)
+        * all_reduce(activations, precision.exchanged, devices.tensor),
+    }
+
+
+# Time
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device, in units of 1 / s: what is given, not what is hoped for."""
+
+    bf16_flops: float
+    fp8_flops: float
+    memory: float  # bytes read or written
+    links: dict[str, float]  # bytes sent, by axis of the mesh
+
+
+def flops(model: Model) -> dict[str, float]:
+    """Multiplications and additions of a step, on all devices: 2 forward and 4 backward for each.
+
+    Attention is causal, and half of it is left out.
+    """
+    attention = model.layers * model.tokens * model.sequence * model.width
+    return {
+        "layers": 6.0 * model.kernels * model.tokens,
+        "logits": 6.0 * model.vocabulary * model.width * model.tokens,
+        "attention": 6.0 * attention,
+    }
+
+
+def seconds(model: Model, devices: Devices, precision: Precision, rates: Rates) -> dict[str, float]:
+    """Bounds of the time of a step.
+
+    ``products``, ``optimizer`` and the axes are what each takes at full rate; the optimizer reads
+    weights, gradients and moments, and writes weights and moments. ``overlapped`` supposes that
+    communication over data and fsdp hides behind products, or they behind it, and that nothing
+    hides tensor parallelism and the optimizer; ``in_turn`` that nothing hides anything. Norms,
+    casts, softmax and the like are not counted in either.
+    """
+    work = flops(model)
+    layers = work["layers"] / (rates.fp8_flops if precision.fp8_products else rates.bf16_flops)
+    rest = (work["logits"] + work["attention"]) / rates.bf16_flops
+    products = (layers + rest) / devices.count
+    held = memory(model, devices, dataclasses.replace(precision, kernels=0))
+    moved = 2 * held["weights"] + held["gradients"] + 2 * held["moments"]
+    optimizer = moved / rates.memory
+    sending = {
+        axis: sent / rates.links[axis] for axis, sent in wire(model, devices, precision).items()
+    }
+    hidden = max(products, sending["data"] + sending["fsdp"])
+    return {
+        "products": products,
+        "optimizer": optimizer,
+        **sending,
+        "overlapped": hidden + sending["tensor"] + optimizer,
+        "in_turn": products + sum(sending.values()) + optimizer,
+    }
+
+
+def plan(model: Model, devices: Devices, rates: Rates) -> list[dict[str, object]]:
+    """A row for every precision."""
+    return [
+        {
+            "precision": precision.name,
+            "memory": memory(model, devices, precision),
+            "wire": wire(model, devices, precision),
+            "seconds": seconds(model, devices, precision, rates),
+        }
+        for precision in PRECISIONS
+    ]
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: GB per device and GB sent per step (10^9 bytes), milliseconds per step."""
+    head = (
+        "| | weights | gradients | moments | activations | sum GB "
+        "| sent data | fsdp | tensor GB | products | in turn | overlapped ms |"
+    )
+    lines = [head, "|---|" + "---|" * (head.count("|") - 2)]
+    for row in rows:
+        held = [value / 1e9 for value in row["memory"].values()]
+        sent = [value / 1e9 for value in row["wire"].values()]
+        ms = [1e3 * row["seconds"][name] for name in ("products", "in_turn", "overlapped")]
+        cells = [f"{x:.1f}" for x in (*held, sum(held))]
+        cells += [f"{x:.2f}" for x in sent] + [f"{x:.0f}" for x in ms]
+        lines.append(f"| {row['precision']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    # fmt: off
+    group = parser.add_argument_group("model")
+    group.add_argument("--width", type=int, required=True)
+    group.add_argument("--layers", type=int, required=True)
+    group.add_argument("--mlp", type=int, default=4, help="hidden features / width (%(default)s)")
+    group.add_argument("--vocabulary", type=int, required=True)
+    group.add_argument("--sequence", type=int, required=True)
+    group.add_argument("--batch", type=int, required=True, help="sequences, on all devices")
+
+    group = parser.add_argument_group("devices")
+    for axis in ("data", "fsdp", "tensor"):
+        group.add_argument(f"--{axis}", type=int, default=1, help="(%(default)s)")
+
+    group = parser.add_argument_group(
+        "rates of one device; the defaults are peaks from the data sheet of the NVIDIA H200 SXM"
+    )
+    group.add_argument("--bf16-tflops", type=float, default=989.5,
+                       help="half of the 1979 with sparsity (%(default)s)")
+    group.add_argument("--fp8-tflops", type=float, default=1979.0,
+                       help="half of the 3958 with sparsity (%(default)s)")
+    group.add_argument("--memory-bandwidth", type=float, default=4800.0, help="GB/s (%(default)s)")
+    group.add_argument("--data-bandwidth", type=float, default=50.0,
+                       help="GB/s sent over the data axis: a 400 Gb/s network card (%(default)s)")
+    group.add_argument("--fsdp-bandwidth", type=float, default=450.0,
+                       help="GB/s sent over the fsdp axis: half of the 900 of NVLink, which count "
+                       "both directions (%(default)s)")
+    group.add_argument("--tensor-bandwidth", type=float, default=450.0,
+                       help="GB/s sent over the tensor axis (%(default)s)")
+    group.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    # fmt: on
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse arguments, plan, print."""
+    a = make_parser().parse_args(argv)
+    model = Model(a.width, a.layers, a.vocabulary, a.sequence, a.batch, a.mlp)
+    devices = Devices(a.data, a.fsdp, a.tensor)
+    links = {axis: 1e9 * getattr(a, f"{axis}_bandwidth") for axis in ("data", "fsdp", "tensor")}
+    rates = Rates(1e12 * a.bf16_tflops, 1e12 * a.fp8_tflops, 1e9 * a.memory_bandwidth, links)
+    rows = plan(model, devices, rates)
+    if a.json:
+        print(json.dumps({"arguments": vars(a), "parameters": model.parameters, "plan": rows}))
+        return
+    print(
+        f"{model.parameters / 1e9:.2f} G parameters, {model.tokens:,} tokens in a step, "
+        f"{devices.count} devices\n"
+    )
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
