@@ -188,3 +188,10 @@ def test_sharding_changes_nothing_and_moves_nothing(spec):
     assert "uint32" in program or "u32" in program
     for moved in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert moved not in program
+
+
+def test_a_word_may_be_of_any_integer_dtype():
+    seed = seed_of(KEY)
+    for word in (0, 5, 2**31 - 1):
+        expected = fold_in(seed, np.uint32(word))
+        np.testing.assert_array_equal(fold_in(seed, jnp.int32(word)), expected)

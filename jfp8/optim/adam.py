@@ -82,7 +82,7 @@ def adam(
                                                    stochastic rounding
     ``msamp_o2``  E4M3, one power-of-two scale     float16, one power-of-two scale   3.00
     ``torchao``   E4M3 in blocks of 256            E4M3 in blocks of 256             2.03
-    ``coat``      E4M3 in blocks of 128, expanded  E4M3 in blocks of 128, expanded   2.13
+    ``coat``      E4M3 in blocks of 128, expanded  E4M3 in blocks of 128, expanded   2.06
     ============  ===============================  ===============================  ========
 
     The presets are the rules of other libraries, rounding to nearest, but with blocks along the
