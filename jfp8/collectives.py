@@ -63,8 +63,8 @@ E2M5 = Format("E2M5", np.dtype(np.uint8), 2, 5, 1, 7.75, 0x7E, 0x7F)
 FINEST: tuple[Format, Format] = (E4M3FN, E2M5)
 """As `fmt` of a collective: the better one for every block."""
 
-MIN_SIZE = 2**14
-"""Below 64 KiB of f32, the time of a collective is that of its start, not of its bytes."""
+MIN_SIZE = 2**12
+"""Below 16 KiB of f32, the time of a collective is that of its start, not of its bytes."""
 
 SCALE_BYTES = 4
 
