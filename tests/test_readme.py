@@ -1,6 +1,9 @@
 """What the README and the pages of docs show is what the repository holds."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +66,19 @@ def test_the_recipe_of_the_docs_works():
     scope = {"jfp8": jfp8}
     exec(code, scope)
     assert jfp8.recipes.from_json(scope["recipe"].to_json()) == scope["recipe"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["memory.md", "scaling_out.md"])
+def test_the_code_of_a_page_runs_in_one_piece(name, tmp_path):
+    """In a process of its own, since a page may say how many devices there are."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / name).read_text(), re.M | re.S)
+    assert len(blocks) >= 5
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks))
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
