@@ -97,7 +97,7 @@ WAYS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "f32, everything computed again": (remat(Flax), {}),
     "FP8 products": (Fp8, {}),
     "FP8 products and saved activations": (Fp8, SAVING),
-    "the same, and only they are kept": (remat(Fp8, "jfp8_saved"), SAVING),
+    "the same, and only they are kept": (remat(Fp8, "fp8_saved"), SAVING),
 }
 
 

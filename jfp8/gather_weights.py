@@ -62,7 +62,7 @@ def gather_weights(
     are, without a cast.
 
     Keep nothing of it for the backward pass, which then gathers a second time, by
-    ``jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("jfp8_saved"))``;
+    ``jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("fp8_saved"))``;
     without that the whole weights are kept, one byte for each element.
 
     Args:
@@ -87,7 +87,9 @@ def gather_weights(
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> from jax.sharding import PartitionSpec as P
-    >>> mesh, model, x = jax.make_mesh((1,), ("fsdp",)), jfp8.Dense(4), jnp.ones((2, 8))
+    >>> auto = (jax.sharding.AxisType.Auto,)
+    >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=auto)
+    >>> model, x = jfp8.Dense(4), jnp.ones((2, 8))
     >>> params = model.init(jax.random.key(0), x)["params"]
     >>> def loss(shards):
     ...     whole = jfp8.gather_weights(shards, "fsdp", {"kernel": P("fsdp"), "bias": P()})

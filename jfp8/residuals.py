@@ -1,6 +1,6 @@
 """What the backward pass keeps in FP8: bytes, under names that policies of ``jax.checkpoint`` know.
 
-``nn.remat(Block, policy=jax.checkpoint_policies.save_only_these_names("jfp8_saved"))`` keeps one
+``nn.remat(Block, policy=jax.checkpoint_policies.save_only_these_names("fp8_saved"))`` keeps one
 byte for each element of an activation, and computes all else again: weights are quantized, or
 gathered from other devices, a second time.
 """
@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jfp8.arrays import ScaledArray
 from jfp8.formats import Format, codes_of, codes_to_format
 
-SAVED = "jfp8_saved"
-SAVED_WEIGHT = "jfp8_saved_weight"
+SAVED = "fp8_saved"
+SAVED_WEIGHT = "fp8_saved_weight"
 
 Kept = ScaledArray | jax.Array | None
 

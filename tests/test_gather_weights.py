@@ -22,7 +22,7 @@ from jfp8 import gather_weights, recipes
 
 CURRENT = recipes.get("current")
 MATRICES = (((1,), (0,)), ((), ()))
-SAVED_ONLY = jax.checkpoint_policies.save_only_these_names("jfp8_saved")
+SAVED_ONLY = jax.checkpoint_policies.save_only_these_names("fp8_saved")
 N = 8
 
 

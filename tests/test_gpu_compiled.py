@@ -616,7 +616,7 @@ def test_weights_of_eight_gpus_are_gathered_as_bytes():
     """Under plain jit: one byte for each element, once in either loop; gradients are scattered."""
     recipe, layers = recipes.get("current"), 4
     specs = {name: PartitionSpec("fsdp") for name in ("wi", "wo")}
-    policy = jax.checkpoint_policies.save_only_these_names("jfp8_saved")
+    policy = jax.checkpoint_policies.save_only_these_names("fp8_saved")
 
     def layer(x, params):
         tree = {name: {"kernel": w} for name, w in params.items()}

@@ -90,5 +90,5 @@ class Transformer(nn.Module):
         if self.gather is None or self.is_initializing():
             return Block
         gathered = nn.map_variables(Block, "params", self.gather)
-        keep = jax.checkpoint_policies.save_only_these_names("jfp8_saved")
+        keep = jax.checkpoint_policies.save_only_these_names("fp8_saved")
         return nn.remat(gathered, policy=keep, prevent_cse=not self.scan_layers)
