@@ -42,6 +42,8 @@ def with_result_like(
     lhs, rhs, *_ = operands
     rhs = rhs.data if isinstance(rhs, ScaledArray) else rhs
     widened = lambda *arrays: reference(*(x.astype(jnp.float32) for x in arrays))
-    layouts = (jax.eval_shape(widened, lhs, rhs).sharding, PartitionSpec())
+    everywhere = PartitionSpec()
+    # Arrays that nobody has laid out have no sharding.
+    layouts = (jax.eval_shape(widened, lhs, rhs).sharding or everywhere, everywhere)
     automatic: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=layouts)
     return automatic(*operands)

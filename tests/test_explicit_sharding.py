@@ -79,6 +79,18 @@ def test_products_of_every_layout(name, x_spec, w_spec, y_spec):
         assert relative(ours, theirs) < bound
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_arrays_that_nobody_has_laid_out(wrap):
+    """jax.make_mesh makes explicit axes unless it is told otherwise."""
+    x, w = normal(0, (32, 64)), normal(1, (64, 16))
+    loss = lambda x, w: jnp.sum(jfp8.scaled_dot_general(x, w, MATRICES) ** 2)
+    expected = jax.grad(loss, argnums=(0, 1))(x, w)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        found = wrap(jax.grad(loss, argnums=(0, 1)))(x, w)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative(ours, theirs) < 1e-3
+
+
 @explicit_mesh
 def test_the_layout_is_inferred_as_jax_does():
     x = spread(normal(0, (32, 64)), P("data", None))
