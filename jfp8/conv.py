@@ -136,22 +136,21 @@ def observed_conv_general_dilated(
             "dimension_numbers": dimension_numbers,
             "feature_group_count": feature_group_count,
         }
-
-        def automatic(lhs, rhs, state, sink, key):
-            return observed_conv_general_dilated(
-                lhs,
-                rhs,
+        return with_result_like(
+            functools.partial(lax.conv_general_dilated, **how, out_sharding=out_sharding),
+            functools.partial(
+                observed_conv_general_dilated,
                 **how,
                 recipe=recipe,
-                state=state,
-                sink=sink,
-                key=key,
                 preferred_element_type=preferred_element_type,
                 implementation=implementation,
-            )
-
-        plain = functools.partial(lax.conv_general_dilated, **how, out_sharding=out_sharding)
-        return with_result_like(plain, automatic, (lhs, rhs, state, sink, key))
+            ),
+            lhs,
+            rhs,
+            state=state,
+            sink=sink,
+            key=key,
+        )
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     window = _window(
         lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers

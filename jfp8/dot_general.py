@@ -108,24 +108,23 @@ def observed_dot_general(
     check_implementation(implementation)
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     if has_explicit_axes():
-        plain = partial(
-            lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding
-        )
-
-        def automatic(lhs, rhs, state, sink, key):
-            return observed_dot_general(
-                lhs,
-                rhs,
-                dimension_numbers,
+        return with_result_like(
+            partial(
+                lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding
+            ),
+            partial(
+                observed_dot_general,
+                dimension_numbers=dimension_numbers,
                 recipe=recipe,
-                state=state,
-                sink=sink,
-                key=key,
                 preferred_element_type=preferred_element_type,
                 implementation=implementation,
-            )
-
-        return with_result_like(plain, automatic, (lhs, rhs, state, sink, key))
+            ),
+            lhs,
+            rhs,
+            state=state,
+            sink=sink,
+            key=key,
+        )
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     shape = out_shape(lhs.shape, rhs.shape, dimension_numbers)

@@ -8,7 +8,7 @@ whole of it is left to the compiler, and only its results have types again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from jfp8.arrays import ScaledArray
-from jfp8.bilinear import Observed
+from jfp8.bilinear import Observed, Operand
 
 
 def has_explicit_axes() -> bool:
@@ -27,23 +27,27 @@ def has_explicit_axes() -> bool:
 def with_result_like(
     reference: Callable[..., jax.Array],
     function: Callable[..., tuple[jax.Array, Observed]],
-    operands: Sequence[Any],
+    lhs: jax.Array,
+    rhs: Operand,
+    **others: Any,
 ) -> tuple[jax.Array, Observed]:
-    """``function(*operands)``, with the layout of ``reference(lhs, rhs)`` over the devices.
+    """``function(lhs, rhs, **others)``, laid out over the devices like ``reference(lhs, rhs)``.
 
     Args:
-      reference: JAX's own operation, of the values of the first two operands; it is not computed.
-      function: of all operands, none of whose axes are explicit inside of it.
-      operands: lhs, rhs and whatever else `function` takes.
+      reference: JAX's own operation, of the values of `lhs` and `rhs`; it is not computed.
+      function: of arrays none of whose axes are explicit inside of it.
+      lhs, rhs: the operands.
+      others: pytrees of arrays.
 
     Raises:
       jax.errors.ShardingTypeError: JAX cannot tell from the operands how the result is laid out.
     """
-    lhs, rhs, *_ = operands
-    rhs = rhs.data if isinstance(rhs, ScaledArray) else rhs
     widened = lambda *arrays: reference(*(x.astype(jnp.float32) for x in arrays))
+    data = rhs.data if isinstance(rhs, ScaledArray) else rhs
     everywhere = PartitionSpec()
     # Arrays that nobody has laid out have no sharding.
-    layouts = (jax.eval_shape(widened, lhs, rhs).sharding or everywhere, everywhere)
-    automatic: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=layouts)
-    return automatic(*operands)
+    layouts = (jax.eval_shape(widened, lhs, data).sharding or everywhere, everywhere)
+    automatic: Callable[..., Any] = jax.sharding.auto_axes(
+        lambda lhs, rhs, others: function(lhs, rhs, **others), out_sharding=layouts
+    )
+    return automatic(lhs, rhs, others)

@@ -59,7 +59,7 @@ def gather_weights(
     there to be looked at; its scale is the current one. Other recipes quantize the values of what
     arrives once more, in their own blocks. What is no kernel, or exempt, travels in high precision.
     Kernels that are stored in FP8 (`ScaledArray`, see `jfp8.optim.master_weights`) travel as they
-    are, without a cast.
+    are, without a cast; a 0-d scale has to be the same on all devices.
 
     Keep nothing of it for the backward pass, which then gathers a second time, by
     ``jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("fp8_saved"))``;
