@@ -1,0 +1,112 @@
+"""Replacing a file or a folder so that there is a whole one at every moment.
+
+The new one is written beside the old one, under a hidden name, and brought to the disk; then it
+takes the name. Whoever is killed before that leaves the old one as it was, and a leftover that the
+next replacement removes. Of two processes that replace the same name at once, one fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Make or replace the file `path` by what `write` writes.
+
+    Args:
+      path: the file.
+      write: is called with a file that is open for writing.
+    """
+    _remove_leftovers(path)
+    temporary = _beside(path)
+    try:
+        with open(temporary, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _to_disk(path.parent)
+
+
+def replace_directory(path: Path, write: Callable[[Path], None]) -> None:
+    """Make or replace the folder `path` by the one that `write` makes.
+
+    No folder with something in it can be replaced in one step. Between the two that it takes, the
+    old one is where `whole_directory` finds it.
+
+    Args:
+      path: the folder.
+      write: is called with the path of a folder that does not exist.
+    """
+    _remove_leftovers(path)
+    temporary, previous = _beside(path), _previous(path)
+    try:
+        write(temporary)
+        _all_to_disk(temporary)
+        if path.exists():
+            _remove(previous)
+            os.rename(path, previous)
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if previous.exists() and not path.exists():
+            os.rename(previous, path)
+        raise
+    _to_disk(path.parent)
+    _remove(previous)
+
+
+def whole_directory(path: Path) -> Path:
+    """Where the folder is that `replace_directory` made last, if it was killed or not."""
+    previous = _previous(path)
+    return previous if previous.exists() and not path.exists() else path
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.saving")
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def _remove_leftovers(path: Path) -> None:
+    # What writes a folder may have one of its own beside, with a longer name.
+    written = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.saving(\..*)?")
+    removed = re.compile(rf"\.{re.escape(path.name)}\.previous\.[0-9a-f]{{8}}\.removed")
+    for found in list(path.parent.iterdir()):
+        if written.fullmatch(found.name) or removed.fullmatch(found.name):
+            shutil.rmtree(found) if found.is_dir() else found.unlink()
+
+
+def _remove(directory: Path) -> None:
+    """Remove a folder, of which no part is missing as long as it has its name."""
+    if directory.exists():
+        doomed = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}.removed")
+        os.rename(directory, doomed)
+        shutil.rmtree(doomed)
+
+
+def _all_to_disk(path: Path) -> None:
+    # Path.rglob of some versions of Python leaves out what it cannot list.
+    if path.is_dir():
+        for found in path.iterdir():
+            _all_to_disk(found)
+    _to_disk(path)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,110 @@
+"""What an upgrade does to FP8 state, one message for each kind of change."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+# Paths that a message spells out.
+_MOST_NAMED = 4
+
+
+class CheckpointChange(UserWarning):
+    """A checkpoint was changed to fit its target: FP8 state is new, dropped or converted.
+
+    Turn it into an error for one call by ``strict=True``, or for all by
+    ``warnings.simplefilter("error", CheckpointChange)``.
+    """
+
+
+@dataclass(frozen=True)
+class Log:
+    """What an upgrade has found so far.
+
+    Attributes:
+      changes: of each kind of change of FP8 state the paths that it befell, in order.
+      notes: the same of changes that have nothing to do with FP8.
+      problems: of each path what does not fit, and cannot be made to.
+    """
+
+    changes: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def change(self, what: str, path: tuple[str, ...]) -> None:
+        """`what` happened to the FP8 state at `path`."""
+        self.changes.setdefault(what, []).append(spelled(path))
+
+    def note(self, what: str, path: tuple[str, ...]) -> None:
+        """`what` happened at `path`, whether there is FP8 state or not."""
+        self.notes.setdefault(what, []).append(spelled(path))
+
+    def problem(self, path: tuple[str, ...], what: str) -> None:
+        """`path` does not fit: `what` is there."""
+        self.problems.setdefault(spelled(path), what)
+
+    def close(self, strict: bool, stacklevel: int) -> None:
+        """Raise what is wrong, or else warn of what was changed.
+
+        Raises:
+          ValueError: there are problems; with `strict` also if there are changes.
+        """
+        if self.problems:
+            found = [f"  {path}: {what}" for path, what in self.problems.items()]
+            shown = found[: 2 * _MOST_NAMED]
+            if len(found) > len(shown):
+                shown.append(f"  and {len(found) - len(shown)} more")
+            raise ValueError(
+                "\n".join(["The checkpoint does not fit the target.", *shown, *_hints(self)])
+            )
+        if strict and self.changes:
+            found = [f"  {message}" for message in _messages(self.changes)]
+            raise ValueError(
+                "\n".join(
+                    [
+                        "The checkpoint has other FP8 state than the target, and strict=True.",
+                        *found,
+                        "Leave strict out to have it changed, or restore into the model and the "
+                        "optimizer that were saved.",
+                    ]
+                )
+            )
+        for message in _messages(self.changes) + _messages(self.notes):
+            warnings.warn(message, CheckpointChange, stacklevel=stacklevel + 1)
+
+
+def _messages(changes: dict[str, list[str]]) -> list[str]:
+    """One for each kind of change, with the paths."""
+    return [f"{what}{_listed(paths)}." for what, paths in changes.items()]
+
+
+def _hints(log: Log) -> list[str]:
+    """What to do about the problems."""
+    hints = []
+    if any("opt_state" in path.split("/") for path in log.problems):
+        hints.append(
+            "Only the FP8 parts of an optimizer state are converted. Restore with the optimizer "
+            "that was saved, or begin with a fresh one from the parameters alone: "
+            'upgrade({"params": saved["params"]}, target).'
+        )
+    if any("opt_state" not in path.split("/") for path in log.problems):
+        hints.append(
+            "Only FP8 state is made up, dropped or converted. Restore into the model that was "
+            "saved, or rename and reshape in the state dict first: "
+            'saved = load(path); saved["params"]["new"] = saved["params"].pop("old").'
+        )
+    return hints
+
+
+def spelled(path: tuple[str, ...]) -> str:
+    """``"params/Dense_0/kernel"``, cut where a hostile name is endless."""
+    return "/".join(name if len(name) <= 80 else f"{name[:60]}..." for name in path) or "the top"
+
+
+def _listed(paths: list[str]) -> str:
+    """The first of `paths`, and how many there are."""
+    if paths == [spelled(())]:
+        return ""
+    named = ", ".join(paths[:_MOST_NAMED])
+    rest = len(paths) - _MOST_NAMED
+    return f": {named}" if rest <= 0 else f": {named} and {rest:,} more"

@@ -1,0 +1,116 @@
+"""Histories that were kept by Flax's own FP8 layers, ``flax.linen.fp8_ops``.
+
+Flax keeps, in the collection ``_overwrite_with_gradient``, for every product::
+
+    input_amax_history, kernel_amax_history, output_grad_amax_history    f32[..., H], H = 1024
+    input_scale, kernel_scale, output_grad_scale                         f32[..., 1]
+
+Its ``scale`` has the meaning of ours, ``x ~= data * scale``, and follows from the history before
+the step. Ours is computed from the history when it is used, so that the history is all there is to
+take over: the next step has the scales that Flax would have used, ``max(history) / fmt.max``, to
+the last bits of the division. Where the two differ:
+
+  * A history that is all zeros: Flax keeps the scale that it had, 1 in the first step; here the
+    amax of the tensor at hand is used until there is an entry.
+  * Inf or NaN in a history: Flax keeps its scale for as long as they stay in the window; here they
+    are left out.
+  * A tensor of zeros: Flax pushes a zero, here the history stays. So the newest H entries may reach
+    further back.
+  * A history that becomes shorter, 16 instead of 1024 by default, forgets older and larger amaxes.
+  * ``NANOOFp8DotGeneralOp`` uses the formats fnuz, with half the largest values. Histories are
+    amaxes and do not depend on the format.
+
+References:
+  ``flax/linen/fp8_ops.py`` of Flax 0.12: ``Fp8DotGeneralBase``, ``update_fp8_meta``,
+  ``compute_amax_history``, https://github.com/google/flax/blob/main/flax/linen/fp8_ops.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jfp8.checkpoint import histories
+from jfp8.checkpoint.changes import Log
+from jfp8.checkpoint.fp8_collections import filled
+from jfp8.checkpoint.tree import Nested, Path, described, nested
+
+COLLECTION = "_overwrite_with_gradient"
+
+_ROLES = {"lhs": "input", "rhs": "kernel", "grad": "output_grad"}
+_NAMES = {f"{tensor}_{part}" for tensor in _ROLES.values() for part in ("amax_history", "scale")}
+
+
+def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
+    """`variables` of a model with Flax's FP8 layers as those of the same model with jfp8's.
+
+    Args:
+      variables: what ``model.init`` or a training loop has: ``params`` and
+        ``_overwrite_with_gradient``, and what other collections there are; or its state dict.
+      target: what ``init`` of the model with layers of jfp8 returned, arrays or shapes: it says how
+        products are called and how long histories are.
+
+    Returns:
+      `variables` without ``_overwrite_with_gradient``, and with ``fp8`` and ``fp8_sink`` as
+      `target` has them. The rest is what it was; `jfp8.checkpoint.upgrade` checks that it fits.
+
+    Raises:
+      ValueError: `variables` has no such collection, or something else in it.
+
+    Warns:
+      CheckpointChange: a history changes its length, has no counterpart, or is missing.
+
+    >>> import warnings
+    >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
+    >>> from flax.linen import fp8_ops
+    >>> from jfp8.checkpoint.flax_fp8_ops import from_flax_fp8_ops
+    >>> x = jnp.ones((16, 16))
+    >>> flax_layer = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+    >>> variables = flax_layer.init(jax.random.key(0), x)
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     imported = from_flax_fp8_ops(variables, jfp8.Dense(16).init(jax.random.key(0), x))
+    >>> sorted(imported), imported["fp8"]["DotGeneral_0"]["lhs"]["amax_history"].shape
+    (['fp8', 'fp8_sink', 'params'], (16,))
+    """
+    log = Log()
+    if not isinstance(variables, Mapping) or COLLECTION not in variables:
+        raise ValueError(
+            f"variables has no collection {COLLECTION!r}, in which Flax's FP8 layers keep their "
+            f"state; it is {described(variables)}. Pass all collections, {{'params': ..., "
+            f"{COLLECTION!r}: ...}}; those of a Flax TrainState are state.params."
+        )
+    found = as_fp8(nested(variables[COLLECTION]), nested(target), (COLLECTION,), log)
+    collections = filled(target, found, log)
+    log.close(strict=False, stacklevel=2)
+    others = {name: node for name, node in variables.items() if name != COLLECTION}
+    return {**others, **collections}
+
+
+def as_fp8(collection: Any, target: Any, path: Path, log: Log) -> Nested:
+    """Flax's collection in the layout of ``fp8``, with histories of the length that they have.
+
+    Args:
+      collection: ``_overwrite_with_gradient``, nested dicts.
+      target: the collections of the target, nested dicts.
+      path: of `collection`, for messages.
+      log: is told what has no counterpart, and what is none of Flax's state.
+    """
+    return histories.renamed(_products(collection, path, (), log), target.get("fp8", {}), path, log)
+
+
+def _products(node: Any, path: Path, at: Path, log: Log) -> dict[Path, histories.Tensors]:
+    """The histories of every product in Flax's collection, newest first, by their paths in it."""
+    if not isinstance(node, dict):
+        log.problem((*path, *at), f"{described(node)}, which is no state of Flax's FP8 layers")
+        return {}
+    if set(node) >= _NAMES and at:
+        tensors = {role: node[f"{name}_amax_history"] for role, name in _ROLES.items()}
+        if histories.are_alike(tensors):
+            return {at: {role: histories.unrolled(ring) for role, ring in tensors.items()}}
+        shapes = ", ".join(map(described, tensors.values()))
+        log.problem((*path, *at), f"histories are {shapes}, not f32 arrays of one shape")
+        return {}
+    found: dict[Path, histories.Tensors] = {}
+    for name, child in node.items():
+        found |= _products(child, path, (*at, name), log)
+    return found

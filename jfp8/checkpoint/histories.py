@@ -1,0 +1,205 @@
+"""Amax histories of a checkpoint, made to fit those of a target.
+
+A product keeps the histories of its three tensors, newest first, with zeros for empty slots. ::
+
+    Linen  {"lhs", "rhs", "grad"}: {"amax_history": f32[..., H], "amax": f32[...]}
+    NNX    {"lhs", "rhs", "grad"}: f32[..., H]
+
+They are recognised by this structure, whatever the layers are called.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.checkpoint.changes import Log
+from jfp8.checkpoint.tree import Nested, Path, walk
+from jfp8.sink import ROLES, WIDTH
+
+Tensors: TypeAlias = dict[str, np.ndarray]
+"""The histories of one product: ``{"lhs", "rhs", "grad"}: f32[..., H]``, newest first."""
+
+HISTORY, RUNNING = "amax_history", "amax"
+
+MISSING = "Amax histories that the checkpoint lacks start empty (current scaling until they fill)"
+DROPPED = "Amax histories that the target has no place for are dropped"
+RESTARTED = "Amax histories of another structure start empty (current scaling until they fill)"
+UNMATCHED = "Amax histories of products that the target does not have are dropped"
+CLEANED = "Entries of amax histories that are no amax (NaN, Inf, negative) are left out"
+
+
+def is_product(node: Any) -> bool:
+    """Whether `node` holds the histories of one product."""
+    if not isinstance(node, dict) or set(node) != set(ROLES):
+        return False
+    tensors = list(node.values())
+    return all(map(_is_state, tensors)) or all(map(_is_history, tensors))
+
+
+def is_fp8_state(node: Any) -> bool:
+    """Whether there is nothing in `node` but histories and sinks."""
+    if not isinstance(node, dict):
+        return False
+    if is_product(node) or is_sink(node):
+        return True
+    return bool(node) and all(map(is_fp8_state, node.values()))
+
+
+def is_sink(node: Any) -> bool:
+    """Whether `node` is the sink of one product: zeros, of which a checkpoint has no need."""
+    if not isinstance(node, dict) or set(node) != {"amax"}:
+        return False
+    return getattr(node["amax"], "shape", ())[-2:] == (len(ROLES), WIDTH)
+
+
+def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, np.ndarray]:
+    """The histories of one product, as `target` keeps them.
+
+    Args:
+      target: a product; arrays or shapes.
+      saved: what the checkpoint has in its place: a product, None, or anything else.
+      path: of the product.
+      log: is told of what changes.
+
+    Returns:
+      An array for each leaf of `target`, by its path.
+    """
+    empty = {(*path, *at): np.zeros(leaf.shape, np.float32) for at, leaf in walk(target)}
+    if not is_product(saved):
+        log.change(MISSING if saved is None else RESTARTED, path)
+        return empty
+    lengths = {role: _history(target[role]).shape for role in ROLES}
+    if any(np.shape(_history(saved[role]))[:-1] != lengths[role][:-1] for role in ROLES):
+        log.change(RESTARTED, path)
+        return empty
+    found = dict(empty)
+    for role in ROLES:
+        history, length = np.asarray(_history(saved[role]), np.float32), lengths[role][-1]
+        if not _is_clean(history):
+            log.change(CLEANED, (*path, role))
+            history = newest_first(history)
+        if history.shape[-1] > length:
+            lost = f"newest {length} of {history.shape[-1]} entries"
+            log.change(f"Amax histories keep the {lost}", (*path, role))
+        elif history.shape[-1] < length:
+            more = f"{history.shape[-1]} entries get room for {length}"
+            log.change(f"Amax histories of {more}", (*path, role))
+        place = (*path, role, HISTORY) if isinstance(target[role], dict) else (*path, role)
+        found[place] = resized(history, length)
+        if isinstance(target[role], dict) and isinstance(saved[role], dict):
+            running = np.asarray(saved[role][RUNNING], np.float32)
+            finite = np.isfinite(running) & (running > 0)
+            found[(*path, role, RUNNING)] = np.where(finite, running, np.float32(0.0))
+    return found
+
+
+def resized(history: np.ndarray, length: int) -> np.ndarray:
+    """The newest `length` entries, with empty slots behind them if there are fewer."""
+    missing = max(length - history.shape[-1], 0)
+    padding = [(0, 0)] * (history.ndim - 1) + [(0, missing)]
+    return np.pad(history[..., :length], padding)
+
+
+def newest_first(history: np.ndarray) -> np.ndarray:
+    """`history` without its empty slots and what is no amax; those become zeros at the end."""
+    kept = np.where(np.isfinite(history) & (history > 0), history, np.float32(0.0))
+    order = np.argsort(kept == 0, axis=-1, kind="stable")
+    return np.take_along_axis(kept, order, axis=-1)
+
+
+def unrolled(ring: np.ndarray) -> np.ndarray:
+    """The history that Flax and Transformer Engine keep, newest first: f32[..., H].
+
+    They roll by -1 and then write slot 0. So slot 0 is the newest, after it come the last slot and
+    the ones before it, and slot 1 is the oldest. Empty slots go to the end.
+    """
+    ring = np.asarray(ring, np.float32)
+    return newest_first(np.concatenate([ring[..., :1], ring[..., :0:-1]], axis=-1))
+
+
+def are_alike(tensors: dict[str, Any]) -> bool:
+    """Whether these are histories that can be those of one product."""
+    shapes = {getattr(leaf, "shape", None) for leaf in tensors.values()}
+    return all(map(_is_history, tensors.values())) and len(shapes) == 1
+
+
+def renamed(found: dict[Path, Tensors], target: Any, path: Path, log: Log) -> Nested:
+    """Histories of another library in the layout of the ``fp8`` collection `target`.
+
+    Products are called otherwise there. Those of a module are matched in the order of their names
+    with those that the same module has in the target, or else with those of its submodules.
+
+    Args:
+      found: histories by the path of the product there: that of its module, and a name.
+      target: nested dicts.
+      path: of that collection, for messages.
+      log: is told what has no counterpart.
+    """
+    ours = sorted(product_paths(target), key=_natural)
+    theirs: dict[Path, list[Path]] = {}
+    for place in sorted(found, key=_natural):
+        theirs.setdefault(place[:-1], []).append(place)
+    fp8: Nested = {}
+    for module, products in theirs.items():
+        places = [p for p in ours if p[:-1] == module]
+        if len(places) != len(products):
+            places = [p for p in ours if p[: len(module)] == module]
+        if len(places) != len(products):
+            for product in products:
+                log.change(UNMATCHED, (*path, *product))
+            continue
+        for place, product in zip(places, products, strict=True):
+            node = fp8
+            for name in place[:-1]:
+                node = node.setdefault(name, {})
+            node[place[-1]] = as_product(found[product])
+    return fp8
+
+
+def as_product(tensors: Tensors) -> Nested:
+    """The state of a product between two steps."""
+    zeros = lambda history: np.zeros(history.shape[:-1], np.float32)
+    return {role: {HISTORY: h, RUNNING: zeros(h)} for role, h in tensors.items()}
+
+
+def product_paths(fp8: Any, path: Path = ()) -> list[Path]:
+    """Where the products are in nested dicts."""
+    if not isinstance(fp8, dict):
+        return []
+    if is_product(fp8):
+        return [path]
+    return [p for name, child in fp8.items() for p in product_paths(child, (*path, name))]
+
+
+def _natural(path: Path) -> list[list[int | str]]:
+    """A key to sort by: "DotGeneral_10" comes after "DotGeneral_2"."""
+    return [[int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)] for name in path]
+
+
+def _history(tensor: Any) -> Any:
+    return tensor[HISTORY] if isinstance(tensor, dict) else tensor
+
+
+def _is_clean(history: np.ndarray) -> bool:
+    return bool(np.all(np.isfinite(history) & (history >= 0)))
+
+
+def _is_state(tensor: Any) -> bool:
+    if not isinstance(tensor, dict) or set(tensor) != {HISTORY, RUNNING}:
+        return False
+    history, running = tensor[HISTORY], tensor[RUNNING]
+    return _is_history(history) and _is_float(running) and running.shape == history.shape[:-1]
+
+
+def _is_history(leaf: Any) -> bool:
+    return _is_float(leaf) and bool(leaf.shape)
+
+
+def _is_float(leaf: Any) -> bool:
+    kinds = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
+    return isinstance(leaf, kinds) and jnp.issubdtype(leaf.dtype, jnp.floating)

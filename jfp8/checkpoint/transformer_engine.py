@@ -1,0 +1,249 @@
+"""Histories that were kept by NVIDIA's Transformer Engine (TE), of its recipe ``DelayedScaling``.
+
+TE has kept them in four layouts. H is the length of the history. ::
+
+    JAX, from 2.4   collection fp8_metas, per layer
+                    x_amax_history, kernel_amax_history, grad_amax_history   f32[H]
+                    x_scale, kernel_scale, grad_scale                        f32[1]
+    JAX, from 1.8   collection fp8_metas, per layer
+                    amax_i_*, amax_w_*, amax_g_*                             f32[H]
+                    scale_i_*, scale_w_*, scale_g_*                          f32[1]
+    JAX, to 1.7     collection fp8_meta_collection, per layer
+                    fp8_meta_amax f32[3n, H]       rows x, kernel, grad of each of n products
+                    fp8_meta_scale, fp8_meta_scale_inv, fp8_max f32[3n, 1]
+    PyTorch         the extra state of a module
+                    amax_history_fwd f32[H, 3n]    columns x, kernel, result of each of n products
+                    amax_history_bwd f32[H, 2n]    columns grad of the result, grad of the input
+                    scale_fwd f32[3n], scale_bwd f32[2n]
+
+TE's ``scale`` is the reciprocal of ours: ``fmt.max / amax``, divided by ``2^margin``. It follows
+from the history, as ours does, so that the history is all there is to take over. Only where a
+history is empty, as it is between the steps when H is 1, the amax is computed from the scale.
+
+All layouts roll by -1 and clear slot 0 for the step under way, see `histories.unrolled`.
+
+References:
+  Transformer Engine v2.18, https://github.com/NVIDIA/TransformerEngine/blob/v2.18/ with
+  ``transformer_engine/jax/quantize/helper.py`` (``get_quantize_flax_meta``),
+  ``jax/quantize/quantizer.py`` (``DelayedScaleQuantizer``),
+  ``pytorch/module/base.py`` (``get_extra_state``), ``pytorch/csrc/common.h`` (``FP8FwdTensors``),
+  ``common/recipe/delayed_scaling.cu``; v1.13 and v1.0, ``transformer_engine/jax/fp8.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from jfp8.checkpoint import histories
+from jfp8.checkpoint.changes import Log, spelled
+from jfp8.checkpoint.fp8_collections import filled
+from jfp8.checkpoint.tree import Nested, Path, described, nested
+from jfp8.formats import E4M3FN, E5M2
+from jfp8.sink import ROLES
+
+_LARGEST = {
+    "HYBRID": (E4M3FN.max, E5M2.max),
+    "E4M3": (E4M3FN.max, E4M3FN.max),
+    "E5M2": (E5M2.max, E5M2.max),
+}
+# Names of histories; what follows the tensor tells the products of a layer apart.
+_NEW = re.compile("(?P<tensor>x|kernel|grad)(?P<product>.*)_amax_history")
+_OLD = re.compile("amax_(?P<tensor>[iwg])_(?P<product>.*)")
+_ROLE = {"x": "lhs", "i": "lhs", "kernel": "rhs", "w": "rhs", "grad": "grad", "g": "grad"}
+_PICKLED = (bytes, bytearray, memoryview)
+
+
+_Product: TypeAlias = dict[str, tuple[Any, Any]]
+
+
+def from_transformer_engine(
+    meta: Mapping[str, Any],
+    target: Mapping[str, Any],
+    *,
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = "HYBRID",
+    margin: int = 0,
+) -> dict[str, Any]:
+    """The ``fp8`` collection of a model, with the amax histories that Transformer Engine kept.
+
+    Args:
+      meta: nested dicts with numpy or JAX arrays. Of TE/JAX its collection, ``fp8_metas``, as it
+        is. Of TE/PyTorch ``{module: extra state}``, with names of modules nested or joined by dots,
+        and extra states as dicts with ``amax_history_fwd`` and so on. PyTorch keeps them pickled,
+        which is not read here, because a pickle can run any code: the error tells how to convert.
+      target: the ``fp8`` collection of the model with jfp8, as ``init`` returned it, or an NNX
+        state; arrays or shapes. Modules in `meta` must be called as they are here.
+      fp8_format, margin: those of TE's recipe; only used for histories that are empty.
+
+    Returns:
+      A collection like `target`.
+
+    Raises:
+      ValueError: `meta` is none of TE's layouts; the message names the path.
+      TypeError: pickled extra states.
+
+    Warns:
+      CheckpointChange: a history changes its length, has no counterpart, or is missing.
+
+    >>> import warnings
+    >>> import jax, jax.numpy as jnp, numpy as np, jfp8
+    >>> from jfp8.checkpoint.transformer_engine import from_transformer_engine
+    >>> fp8 = jfp8.Dense(4).init(jax.random.key(0), jnp.ones((1, 3)))["fp8"]
+    >>> ring = np.array([0.0, 1.0, 2.0, 3.0], np.float32)  # 3 is the newest
+    >>> meta = {f"{x}_amax_history": ring for x in ("x", "kernel", "grad")}
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     fp8 = from_transformer_engine(meta, fp8)
+    >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:4]
+    Array([3., 2., 1., 0.], dtype=float32)
+    """
+    if fp8_format not in _LARGEST:
+        allowed = ", ".join(map(repr, _LARGEST))
+        raise ValueError(f"fp8_format={fp8_format!r} is unknown. Allowed: {allowed}.")
+    forward, backward = (largest / 2.0**margin for largest in _LARGEST[fp8_format])
+    log, wanted = Log(), nested(target)
+    found = {}
+    for path, node in _layers(nested(meta), (), log):
+        for name, product in _products(node, path, log).items():
+            tensors = {
+                role: _history(*product[role], backward if role == "grad" else forward)
+                for role in ROLES
+            }
+            found[_place(path, name, wanted)] = tensors
+    fp8 = histories.renamed(found, wanted, (), log)
+    new = filled({"fp8": target}, fp8, log)["fp8"]
+    log.close(strict=False, stacklevel=2)
+    return new
+
+
+def _layers(node: Any, path: Path, log: Log) -> Iterator[tuple[Path, Nested]]:
+    """The dicts in `node` that hold the state of a layer, and their paths."""
+    if not isinstance(node, dict):
+        if isinstance(node, _PICKLED) or getattr(node, "dtype", None) == np.uint8:
+            _refuse(path)
+        log.problem(path, f"{described(node)}, which is no state of Transformer Engine")
+        return
+    if any("amax" in name and not isinstance(child, dict) for name, child in node.items()):
+        yield path, node
+        return
+    for name, child in node.items():
+        if not name.startswith("_extra_state"):
+            yield from _layers(child, (*path, *name.split(".")), log)
+        elif isinstance(child, dict):
+            yield from _layers(child, path, log)
+        else:
+            _refuse((*path, name))
+
+
+def _refuse(path: Path) -> None:
+    raise TypeError(
+        f"{spelled(path)} holds bytes: the state that TE/PyTorch has pickled. Loading a pickle "
+        "runs whatever code is in it, so it is not read here. Where you trust the checkpoint, and "
+        "have PyTorch and Transformer Engine, make dicts of numpy arrays of it: "
+        "state = pickle.loads(extra_state.numpy().tobytes()); names = ['amax_history_fwd', "
+        "'amax_history_bwd', 'scale_fwd', 'scale_bwd']; {name: state[name].numpy() for name in "
+        "names}."
+    )
+
+
+def _products(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
+    """Of each product of a layer, and of each of its tensors, the history and the scale.
+
+    Histories are rings f32[..., H], scales f32[..., 1] or None.
+    """
+    if "fp8_meta_amax" in node:
+        return _rows(node, path, log)
+    if "amax_history_fwd" in node:
+        return _columns(node, path, log)
+    found: dict[str, _Product] = {}
+    for name, ring in node.items():
+        if match := _NEW.fullmatch(name) or _OLD.fullmatch(name):
+            of_scale = name.replace("amax_history", "scale").replace("amax_", "scale_")
+            product = found.setdefault(match["product"], {})
+            product[_ROLE[match["tensor"]]] = (ring, node.get(of_scale))
+    return {name: product for name, product in found.items() if _is_whole(product, path, log)}
+
+
+def _rows(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
+    """Products whose tensors are rows of one array."""
+    rings, scales = node["fp8_meta_amax"], node.get("fp8_meta_scale")
+    if getattr(rings, "ndim", 0) < 2 or rings.shape[-2] % 3:
+        log.problem(path, f"fp8_meta_amax is {described(rings)}, not float32[3n, H]")
+        return {}
+    row = lambda array, i: None if array is None else np.asarray(array)[..., i, :]
+    products = {
+        str(i): {
+            role: (row(rings, 3 * i + j), row(scales, 3 * i + j)) for j, role in enumerate(ROLES)
+        }
+        for i in range(rings.shape[-2] // 3)
+    }
+    return {name: product for name, product in products.items() if _is_whole(product, path, log)}
+
+
+def _columns(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
+    """Products whose tensors are columns of two arrays, forward and backward."""
+    forward, backward = node["amax_history_fwd"], node.get("amax_history_bwd")
+    count = _number_of_products(forward, backward)
+    if count is None:
+        given = f"{described(forward)} and {described(backward)}"
+        log.problem(path, f"histories are {given}, not float32[H, 3n] and float32[H, 2n]")
+        return {}
+
+    def column(direction: str, i: int) -> tuple[Any, Any]:
+        scales = node.get(f"scale_{direction}")
+        ring = np.asarray(node[f"amax_history_{direction}"])[:, i]
+        return ring, None if scales is None else np.asarray(scales)[i : i + 1]
+
+    products = {
+        str(i): {
+            "lhs": column("fwd", 3 * i),
+            "rhs": column("fwd", 3 * i + 1),
+            "grad": column("bwd", 2 * i),
+        }
+        for i in range(count)
+    }
+    return {name: product for name, product in products.items() if _is_whole(product, path, log)}
+
+
+def _number_of_products(forward: Any, backward: Any) -> int | None:
+    """The n of f32[H, 3n] and f32[H, 2n]; None if they are no such arrays."""
+    if getattr(forward, "ndim", 0) != 2 or getattr(backward, "ndim", 0) != 2:
+        return None
+    n, rest = divmod(forward.shape[1], 3)
+    return n if not rest and backward.shape[1] == 2 * n else None
+
+
+def _is_whole(product: _Product, path: Path, log: Log) -> bool:
+    rings = {role: ring for role, (ring, _) in product.items()}
+    if set(rings) == set(ROLES) and histories.are_alike(rings):
+        return True
+    given = ", ".join(f"{role} {described(ring)}" for role, ring in rings.items())
+    log.problem(path, f"a product has three float histories of one shape; here is {given}")
+    return False
+
+
+def _history(ring: Any, scale: Any, largest: float) -> np.ndarray:
+    """The history of one tensor, newest first; of an empty one what the scale says."""
+    history = histories.unrolled(ring)
+    if getattr(scale, "shape", None) != (*history.shape[:-1], 1):
+        return history
+    scale = np.asarray(scale, np.float32)
+    told = np.isfinite(scale) & (scale > 0) & (scale != 1)
+    implied = np.float32(largest) / np.where(told, scale, np.float32(1.0))
+    empty = ~np.any(history, axis=-1, keepdims=True) & told
+    history[..., :1] = np.where(empty, implied, history[..., :1])
+    return history
+
+
+def _place(path: Path, name: str, target: Any) -> Path:
+    """The path of a product: its module, and a name.
+
+    A layer of TE keeps its state itself. Around others, a module of TE's own does it, which is a
+    product in its layer.
+    """
+    is_layer = any(place[: len(path)] == path for place in histories.product_paths(target))
+    if is_layer or not path:
+        return (*path, name or "0")
+    return (*path[:-1], f"{path[-1]}{name}")

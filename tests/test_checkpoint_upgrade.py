@@ -1,0 +1,839 @@
+"""Checkpoints of one model as the states of another that differs in its FP8 parts.
+
+The model is small but real: two kernels large enough for stored moments, three steps of training so
+that moments, histories, counts and loss scales are none of them what they were at the start.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx, serialization
+from flax.training.train_state import TrainState as FlaxTrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jfp8
+from jfp8.checkpoint.changes import CheckpointChange
+from jfp8.checkpoint.downgrade import downgrade
+from jfp8.checkpoint.upgrade import upgrade
+from jfp8.optim.masters import master_weights
+from jfp8.recipes import DelayedScaling
+
+WIDTH = 64
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(128, WIDTH)).astype(np.float32)
+Y = np.sin(X[:, ::-1])
+PLAIN = nn.Sequential([nn.Dense(WIDTH), nn.tanh, nn.Dense(WIDTH)])
+KERNELS = ("layers_0", "layers_2")
+DELAYED = DelayedScaling()
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+# The same objects everywhere: a step is compiled once for each.
+OPTIMIZERS = {
+    "plain": optax.adamw(1e-2),
+    "loss scale": optax.chain(jfp8.loss_scale(), optax.adamw(1e-2)),
+    "O2": jfp8.initialize(PLAIN, optax.adamw(1e-2), recipe="hybrid", opt_level="O2")[1],
+    "stored": jfp8.optim.adamw(1e-2),
+    "masters": master_weights(optax.adamw(1e-2), "float32"),
+    "loss scale around": jfp8.loss_scale(optax.adamw(1e-2)),
+    "torchao": jfp8.optim.adamw(1e-2, preset="torchao"),
+    "masters of stored": master_weights(jfp8.optim.adamw(1e-2, preset="msamp_o2"), "bfloat16"),
+}
+ALL = [
+    pytest.param(name, marks=[pytest.mark.slow] if i > 4 else [])
+    for i, name in enumerate(OPTIMIZERS)
+]
+UNMASTERED = [case for case in ALL if not case.values[0].startswith("masters")]
+
+
+def told(function, *args, **kwargs):
+    """What `function` returns, and its messages."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        result = function(*args, **kwargs)
+    assert all(issubclass(w.category, CheckpointChange) for w in caught), [str(w) for w in caught]
+    assert {w.filename for w in caught} <= {__file__}
+    return result, [str(w.message) for w in caught]
+
+
+def kinds(messages):
+    """Messages without the paths."""
+    return [re.split(r" \(current|: |\.$", message)[0] for message in messages]
+
+
+@cache
+def model_of(recipe):
+    return jfp8.convert(PLAIN, recipe, exempt=())
+
+
+@cache
+def apply_of(recipe):
+    return PLAIN.apply if recipe is None else model_of(recipe).apply
+
+
+@cache
+def variables_of(recipe, seed=1):
+    model = PLAIN if recipe is None else model_of(recipe)
+    return jax.jit(model.init)(jax.random.key(seed), X)
+
+
+@cache
+def fresh(tx=OPTIMIZERS["plain"], recipe=DELAYED, *, quantized=False):
+    """A new state of the FP8 model, with other parameters than all that is saved."""
+    variables = variables_of(recipe)
+    if quantized:
+        variables = {**variables, "params": jfp8.quantize_params(variables["params"], recipe)}
+    create = lambda v: jfp8.TrainState.create(apply_fn=apply_of(recipe), variables=v, tx=tx)
+    return jax.jit(create)(variables)
+
+
+@cache
+def fresh_plain():
+    params, tx = variables_of(None)["params"], OPTIMIZERS["plain"]
+    return FlaxTrainState.create(apply_fn=apply_of(None), params=params, tx=tx)
+
+
+@jax.jit
+def fp8_step(state):
+    def loss_fn(variables, batch):
+        return jnp.mean((state.apply_fn(variables, batch[0]) - batch[1]) ** 2), {}
+
+    loss, grads = jfp8.value_and_grad(loss_fn)(state, (X, Y))
+    return state.apply_gradients(grads), loss
+
+
+@jax.jit
+def plain_step(state):
+    loss_fn = lambda params: jnp.mean((state.apply_fn({"params": params}, X) - Y) ** 2)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def trained(state, steps=3):
+    step = plain_step if isinstance(state, FlaxTrainState) else fp8_step
+    losses = []
+    for _ in range(steps):
+        state, loss = step(state)
+        losses.append(float(loss))
+    return state, losses
+
+
+@cache
+def saved_of(name):
+    """A trained state of each optimizer, and its state dict as numpy arrays."""
+    quantized = name.startswith("masters")
+    state, _ = trained(fresh(OPTIMIZERS[name], quantized=quantized))
+    return state, jax.tree.map(np.asarray, serialization.to_state_dict(state))
+
+
+@cache
+def saved_plain():
+    state, _ = trained(fresh_plain())
+    return state, jax.tree.map(np.asarray, serialization.to_state_dict(state))
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
+    ):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), path
+        assert x.tobytes() == y.tobytes(), path
+
+
+def adam_of(state):
+    """The only ScaleByAdamState in an optimizer state."""
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)
+    (found,) = filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam))
+    return found
+
+
+# The same on both sides
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_same_is_taken_over_bit_for_bit(name):
+    state, saved = saved_of(name)
+    target = fresh(OPTIMIZERS[name], quantized=name.startswith("masters"))
+    for source in (state, saved, jax.tree.map(lambda x: x, saved)):
+        restored, messages = told(upgrade, source, target)
+        assert messages == []
+        assert_same(jax.tree.leaves(restored), jax.tree.leaves(state))
+    assert restored.tx is target.tx
+    assert jax.tree.structure(restored) == jax.tree.structure(target)
+    assert int(restored.step) == 3
+
+
+def test_shapes_are_target_enough():
+    state, saved = saved_of("O2")
+    target = jax.eval_shape(lambda x: x, fresh(OPTIMIZERS["O2"]))
+    restored, messages = told(upgrade, saved, target)
+    assert messages == []
+    assert_same(jax.tree.leaves(restored), jax.tree.leaves(state))
+
+
+def test_arrays_go_where_those_of_the_target_are():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    divided = NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    state, saved = saved_of("stored")
+    place = lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=divided if x.ndim and x.shape[0] % 8 == 0 else whole
+    )
+    target = jax.tree.map(place, fresh(OPTIMIZERS["stored"]))
+    restored, _ = told(upgrade, saved, target)
+    kernel = adam_of(restored).mu["layers_0"]["kernel"]
+    assert kernel.data.sharding.is_equivalent_to(divided, 2)
+    assert len(kernel.data.addressable_shards) == 8
+    assert_same(jax.tree.leaves(restored), jax.tree.leaves(state))
+    on_devices = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), target)
+    again, _ = told(upgrade, saved, on_devices)
+    assert again.params["layers_0"]["kernel"].sharding.is_equivalent_to(divided, 2)
+    host = jax.tree.map(np.asarray, fresh(OPTIMIZERS["stored"]))
+    assert isinstance(told(upgrade, saved, host)[0].params["layers_0"]["kernel"], np.ndarray)
+
+
+# From a plain model, and back
+
+
+def test_a_plain_training_state_becomes_one_of_fp8_and_trains():
+    """The next loss is that of the plain model up to FP8, and falls as its does."""
+    plain, saved = saved_plain()
+    state, messages = told(upgrade, saved, fresh())
+    assert messages == [
+        "Amax histories that the checkpoint lacks start empty (current scaling until they fill): "
+        "fp8/layers_0/DotGeneral_0, fp8/layers_2/DotGeneral_0."
+    ]
+    assert int(state.step) == 3
+    assert_same(state.params, plain.params)
+    assert_same(state.opt_state, plain.opt_state)
+    _, expected = trained(plain, 20)
+    state, losses = trained(state, 20)
+    assert np.abs(losses[0] - expected[0]) < 0.02 * expected[0]
+    assert expected[-1] < 0.75 * expected[0]
+    assert np.abs(losses[-1] - expected[-1]) < 0.05 * (expected[0] - expected[-1])
+    history = state.fp8["layers_0"]["DotGeneral_0"]["lhs"]["amax_history"]
+    np.testing.assert_array_equal(history, np.full(16, np.abs(X).max()))
+    # And back: the plain model goes on from where the FP8 one was.
+    back, messages = told(upgrade, state, fresh_plain())
+    assert kinds(messages) == ["Amax histories that the target has no place for are dropped"]
+    assert_same(back.params, state.params)
+    assert_same(back.opt_state, state.opt_state)
+    assert back.step == 23
+    assert isinstance(back.step, int)
+
+
+@pytest.mark.parametrize("of", ["state", "variables", "state dict", "dict of variables"])
+def test_downgraded_variables_give_the_logits_of_the_plain_model(of):
+    state, saved = saved_of("plain")
+    given = {
+        "state": state,
+        "variables": {**state.variables, "fp8_sink": {}},
+        "state dict": saved,
+        "dict of variables": serialization.to_state_dict(state.variables),
+    }[of]
+    variables = downgrade(given)
+    assert set(variables) == {"params"}
+    logits = PLAIN.apply({"params": state.params}, X)
+    np.testing.assert_array_equal(PLAIN.apply(variables, X), logits)
+    assert float(jnp.std(logits)) > 0.1
+
+
+@pytest.mark.parametrize("of", ["state", "state dict"])
+def test_downgraded_fp8_parameters_have_the_values_of_their_bytes(of):
+    state, saved = saved_of("masters")
+    variables = downgrade(state if of == "state" else saved, dtype=jnp.float32)
+    for name in KERNELS:
+        q = state.params[name]["kernel"]
+        expected = np.asarray(q.data).astype(np.float32) * np.asarray(q.scale)
+        np.testing.assert_array_equal(variables["params"][name]["kernel"], expected)
+        bias = state.params[name]["bias"]
+        np.testing.assert_array_equal(variables["params"][name]["bias"], bias)
+    half = downgrade(state, dtype=jnp.bfloat16)["params"]["layers_0"]
+    assert half["kernel"].dtype == jnp.bfloat16
+    assert half["bias"].dtype == jnp.float32
+
+
+def test_downgrade_keeps_other_collections():
+    state = fresh(optax.sgd(0.1)).replace(collections={"batch_stats": {"mean": jnp.ones(3)}})
+    for given in (state, serialization.to_state_dict(state), state.variables):
+        assert set(downgrade(given)) == {"params", "batch_stats"}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"layers_0": {}}, ValueError, "no 'params' among \\['layers_0'\\]"),
+        ([1], TypeError, "takes a jfp8.TrainState, variables, a state dict or an NNX state"),
+    ],
+)
+def test_downgrade_tells_what_it_takes(given, error, message):
+    with pytest.raises(error, match=message):
+        downgrade(given)
+
+
+# Histories
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (3, "Amax histories keep the newest 3 of 16 entries"),
+        (40, "Amax histories of 16 entries get room for 40"),
+    ],
+)
+def test_another_length_of_histories(length, message):
+    state, _ = trained(fresh(), 5)
+    target = fresh(optax.adamw(1e-2), DelayedScaling(amax_history_len=length))
+    changed, messages = told(upgrade, serialization.to_state_dict(state), target)
+    assert kinds(messages) == [message]
+    assert "and 2 more" in messages[0]
+    for name in KERNELS:
+        for role in ("lhs", "rhs", "grad"):
+            old = np.asarray(state.fp8[name]["DotGeneral_0"][role]["amax_history"])
+            new = np.asarray(changed.fp8[name]["DotGeneral_0"][role]["amax_history"])
+            assert new.shape == (length,)
+            kept = min(length, 16)
+            assert np.count_nonzero(old) == 5
+            np.testing.assert_array_equal(new[:kept], old[:kept])
+            assert not new[kept:].any()
+    if length == 40:
+        back, _ = told(upgrade, changed, fresh())
+        assert_same(back.fp8, state.fp8)
+        trained(changed, 1)
+
+
+def test_the_step_under_way_is_kept():
+    variables = variables_of(DELAYED)
+    fp8 = jax.tree.map(lambda x: x + 1, variables["fp8"])
+    restored, _ = told(upgrade, {**variables, "fp8": fp8}, variables)
+    assert_same(restored["fp8"], fp8)
+    assert_same(restored["fp8_sink"], variables["fp8_sink"])
+
+
+def test_delayed_to_blocks_and_back():
+    mx = jfp8.recipes.MXFP8BlockScaling()
+    state, _ = trained(fresh())
+    blocks, messages = told(upgrade, state, fresh(optax.adamw(1e-2), mx))
+    assert kinds(messages) == ["Amax histories that the target has no place for are dropped"]
+    assert blocks.fp8 == {}
+    assert_same(blocks.params, state.params)
+    delayed, messages = told(upgrade, blocks, fresh())
+    assert kinds(messages) == ["Amax histories that the checkpoint lacks start empty"]
+    assert_same(delayed.opt_state, blocks.opt_state)
+    assert not any(np.any(x) for x in jax.tree.leaves(delayed.fp8))
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        None,
+        [],
+        "histories",
+        np.ones(3),
+        {"lhs": np.ones(3)},
+        dict.fromkeys(
+            ("lhs", "rhs", "grad"), {"amax_history": np.ones((2, 16), "f"), "amax": np.ones(2, "f")}
+        ),
+        dict.fromkeys(("lhs", "rhs", "grad"), {"amax_history": "x", "amax": None}),
+    ],
+)
+def test_histories_of_another_structure_start_empty(junk):
+    state, saved = saved_of("plain")
+    saved = {**saved, "fp8": {**saved["fp8"], "layers_0": {"DotGeneral_0": junk}}}
+    restored, messages = told(upgrade, saved, fresh())
+    missing = junk is None or isinstance(junk, list)
+    what = "that the checkpoint lacks" if missing else "of another structure"
+    assert messages == [
+        f"Amax histories {what} start empty (current scaling until they fill): "
+        "fp8/layers_0/DotGeneral_0."
+    ]
+    assert not any(np.any(x) for x in jax.tree.leaves(restored.fp8["layers_0"]))
+    assert_same(restored.fp8["layers_2"], state.fp8["layers_2"])
+
+
+def test_what_is_no_amax_does_not_enter_a_history():
+    """One Inf would freeze the scale for as long as it stays."""
+    _, saved = saved_of("plain")
+    state = saved["fp8"]["layers_0"]["DotGeneral_0"]
+    bad = np.array([1, np.nan, 2, np.inf, 0, -3, 4] + [0] * 9, np.float32)
+    state = {**state, "rhs": {"amax_history": bad, "amax": np.float32(np.nan)}}
+    saved = {**saved, "fp8": {**saved["fp8"], "layers_0": {"DotGeneral_0": state}}}
+    restored, messages = told(upgrade, saved, fresh())
+    assert messages == [
+        "Entries of amax histories that are no amax (NaN, Inf, negative) are left out: "
+        "fp8/layers_0/DotGeneral_0/rhs."
+    ]
+    found = restored.fp8["layers_0"]["DotGeneral_0"]["rhs"]
+    assert found["amax_history"].tolist() == [1, 2, 4] + [0] * 13
+    assert found["amax"] == 0
+
+
+# Parameters in FP8
+
+
+RECIPES = {
+    "delayed": DELAYED,
+    "mxfp8": jfp8.recipes.MXFP8BlockScaling(),
+    "float8_block": jfp8.recipes.Float8BlockScaling(),
+    "rowwise": jfp8.recipes.RowwiseScaling(),
+    "nvfp4": jfp8.recipes.NVFP4BlockScaling(),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [*((recipe, np.float32) for recipe in RECIPES), ("delayed", jnp.bfloat16)]
+)
+def test_parameters_are_quantized_as_quantize_params_does(recipe, dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), saved_plain()[0].params)
+    target = jfp8.quantize_params(variables_of(None)["params"], RECIPES[recipe])
+    expected = jfp8.quantize_params(params, RECIPES[recipe])
+    new, messages = told(upgrade, {"params": params}, {"params": target})
+    for name in KERNELS:
+        assert_same(new["params"][name]["kernel"], expected[name]["kernel"])
+        wide = np.asarray(params[name]["bias"]).astype(np.float32)
+        np.testing.assert_array_equal(new["params"][name]["bias"], wide)
+    stored = expected["layers_0"]["kernel"].data.dtype
+    assert [re.sub(r" with.*", "", kind) for kind in kinds(messages)] == [
+        f"Arrays saved in {np.dtype(dtype)} are stored as {stored}"
+    ]
+    # And back: the values of the bytes.
+    back, messages = told(upgrade, serialization.to_state_dict(new), variables_of(None))
+    for name in KERNELS:
+        values = expected[name]["kernel"].dequantize()
+        np.testing.assert_array_equal(back["params"][name]["kernel"], values)
+    assert len(messages) == 1
+    assert "become float32: params/layers_0/kernel, params/layers_2/kernel." in messages[0]
+
+
+def test_fp8_parameters_of_another_recipe_are_quantized_again():
+    params = saved_plain()[0].params
+    mx = jfp8.quantize_params(params, RECIPES["mxfp8"])
+    target = jfp8.quantize_params(variables_of(None)["params"])
+    new, messages = told(upgrade, {"params": serialization.to_state_dict(mx)}, {"params": target})
+    q = new["params"]["layers_0"]["kernel"]
+    values = np.asarray(mx["layers_0"]["kernel"].dequantize())
+    scale = np.float32(np.abs(values).max() / np.float32(448))
+    assert q.scale == scale
+    np.testing.assert_array_equal(q.data, (values * (np.float32(1) / scale)).astype(E4M3))
+    assert kinds(messages) == [
+        "Arrays saved as float8_e4m3fn with float8_e8m0fnu scales are stored as float8_e4m3fn with "
+        "one scale"
+    ]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_blocks_that_are_cut_short(known):
+    """(2, 200) in blocks of 128: its scales would also fit blocks of 100."""
+    x = RNG.normal(size=(2, 200)).astype(np.float32)
+    x[:, 100:128] *= 100
+    q = jfp8.quantize(x, granularity=jfp8.Block((1, 128)))
+    assert q.block == (1, 128)
+    state = serialization.to_state_dict(q)
+    if known:
+        values, _ = told(upgrade, {"x": state}, {"x": x})
+        np.testing.assert_array_equal(values["x"], q.dequantize())
+        other = jfp8.quantize(x, granularity=jfp8.Block((1, 100)))
+        again, messages = told(upgrade, {"x": state}, {"x": other})
+        assert len(messages) == 1
+        expected = jfp8.quantize(q.dequantize(), granularity=jfp8.Block((1, 100)))
+        assert_same(again["x"], expected)
+    else:
+        del state["block"]
+        state["scale"] = np.ones((2, 3), np.float32)
+        with pytest.raises(ValueError, match=r"x: A ScaledArray with data of shape \(2, 200\)"):
+            upgrade({"x": state}, {"x": x})
+
+
+# Optimizer states
+
+
+def bound_of(name, moment, x):
+    """How far rounding to nearest may be off, for each element of `x`."""
+    if name in ("plain", "loss scale", "loss scale around", "masters"):
+        return np.zeros_like(x)
+    if moment == "nu" and name in ("O2", "masters of stored"):
+        return np.maximum(np.abs(x) * 2.0**-11, np.abs(x).max() * 2.0**-40)
+    if moment == "nu" and name == "stored":
+        # Expanded over what E4M3 spans, 16.6 binades: the power of a row is that by its own span,
+        # rounded down to a sixteenth, and its root divides the relative error.
+        amax = np.abs(x).max(axis=1, keepdims=True)
+        span = np.log2(amax / np.abs(x).min(axis=1, keepdims=True)) + 0.1
+        power = 16.6 / np.minimum(span, 48) - 1 / 16
+        y = 448 * (np.abs(x) / amax) ** (16.6 / (span - 0.1))  # at the least
+        error = np.maximum(2.0**-4, 2.0**-10 / y)
+        return np.abs(x) * ((1 - error) ** (-1 / power) - 1)
+    # E4M3: half of 2^-3, or half of the smallest value, 2^-9 / 448 of the amax of the block.
+    block = {"O2": 128, "stored": 128, "torchao": 256, "masters of stored": x.size}[name]
+    rows = x if block != x.size else x.reshape(1, -1)
+    amax = np.abs(rows).max(axis=-1, keepdims=True)  # a row has 64 elements: one block
+    # msamp_o2 rounds its scale up to a power of two.
+    return np.maximum(np.abs(rows) * 2.0**-4, 2 * amax * 2.0**-10 / 448).reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", UNMASTERED)
+def test_moments_go_into_another_form_and_back(name):
+    """From f32 to the form that the target keeps them in, and back to f32."""
+    plain, saved = saved_plain()
+    state, messages = told(upgrade, saved, fresh(OPTIMIZERS[name]))
+    adam, expected = adam_of(state), adam_of(plain)
+    assert int(adam.count) == 3
+    assert_same(state.params, plain.params)
+    for moment in ("mu", "nu"):
+        for layer in KERNELS:
+            bias = getattr(expected, moment)[layer]["bias"]
+            np.testing.assert_array_equal(getattr(adam, moment)[layer]["bias"], bias)
+    fresh_structure = jax.tree.structure(fresh(OPTIMIZERS[name]).opt_state)
+    assert jax.tree.structure(state.opt_state) == fresh_structure
+    back, told_back = told(upgrade, serialization.to_state_dict(state), fresh_plain())
+    for moment in ("mu", "nu"):
+        for layer in KERNELS:
+            x = np.asarray(getattr(expected, moment)[layer]["kernel"])
+            y = np.asarray(getattr(adam_of(back), moment)[layer]["kernel"])
+            assert np.all(np.abs(y - x) <= bound_of(name, moment, x) * 1.0001), (moment, layer)
+            assert np.any(y)
+    there = {
+        "plain": [],
+        "loss scale": ["A loss scale begins, as the target has it"],
+        "loss scale around": ["A loss scale begins, as the target has it"],
+        "O2": [
+            "Arrays saved in float32 are stored as float8_e4m3fn with float32 scales",
+            "Arrays saved in float32 are stored as float16 with one scale",
+        ],
+        "stored": [
+            "Arrays saved in float32 are stored as float8_e4m3fn with float32 scales",
+            "Arrays saved in float32 are stored as float8_e4m3fn in expanded blocks",
+        ],
+        "torchao": ["Arrays saved in float32 are stored as float8_e4m3fn with float32 scales"],
+    }[name]
+    if name == "O2":  # its recipe needs one
+        there = [*there, "A loss scale begins, as the target has it"]
+    found = [kind for kind in kinds(messages) if not kind.startswith("Amax")]
+    assert sorted(found) == sorted(there)
+    dropped = [kind for kind in kinds(told_back) if "loss scale" in kind]
+    assert dropped == ["A loss scale is dropped"] * (
+        "A loss scale begins, as the target has it" in there
+    )
+    trained(state, 1)
+
+
+@pytest.mark.parametrize("before", UNMASTERED)
+@pytest.mark.parametrize("after", ["O2", "stored"])
+def test_between_all_optimizers(before, after):
+    """Whatever Adam's moments were kept in, the next step is about the same."""
+    state, saved = saved_of(before)
+    changed, _ = told(upgrade, saved, fresh(OPTIMIZERS[after]))
+    assert int(adam_of(changed).count) == 3
+    assert_same(changed.params, state.params)
+    one, two = trained(state, 2)[1], trained(changed, 2)[1]
+    np.testing.assert_allclose(one, two, rtol=0.01)
+    assert two[1] < two[0]
+
+
+# Masters
+
+
+def test_masters_start_from_the_parameters_as_they_were_saved():
+    """Not from their FP8 values, and not from those of the target."""
+    plain, saved = saved_plain()
+    target = fresh(OPTIMIZERS["masters"], quantized=True)
+    state, messages = told(upgrade, saved, target)
+    assert kinds(messages) == [
+        "Masters start from the parameters as they were saved",
+        "Arrays saved in float32 are stored as float8_e4m3fn with one scale",
+        "Amax histories that the checkpoint lacks start empty",
+    ]
+    for name in KERNELS:
+        kernel = plain.params[name]["kernel"]
+        np.testing.assert_array_equal(state.opt_state.masters[name]["kernel"], kernel)
+        assert_same(state.params[name]["kernel"], jfp8.quantize(kernel))
+    assert jax.tree.structure(state) == jax.tree.structure(target)
+    # And back: all of it is still there.
+    back, messages = told(upgrade, serialization.to_state_dict(state), fresh_plain())
+    assert kinds(messages) == [
+        "Parameters are taken from their masters",
+        "Masters of parameters are not kept any more",
+        "Amax histories that the target has no place for are dropped",
+    ]
+    assert_same(back.params, plain.params)
+    assert_same(back.opt_state, plain.opt_state)
+
+
+def test_masters_of_another_dtype():
+    state, saved = saved_of("masters")
+    tx = master_weights(optax.adamw(1e-2), "float16_scaled")
+    changed, messages = told(upgrade, saved, fresh(tx, quantized=True))
+    assert_same(changed.params, state.params)
+    for name in KERNELS:
+        master = np.asarray(state.opt_state.masters[name]["kernel"])
+        half = changed.opt_state.masters[name]["kernel"]
+        assert half.data.dtype == jnp.float16
+        exponent = np.floor(np.log2(np.float32(65504) / np.abs(master).max()))
+        assert half.scale == 2.0**-exponent
+        np.testing.assert_array_equal(half.data, (master * 2.0**exponent).astype(np.float16))
+    assert kinds(messages) == ["Arrays saved in float32 are stored as float16 with one scale"]
+    assert int(changed.opt_state.count) == 3
+
+
+# Parameters alone
+
+
+@pytest.mark.parametrize("bare", [True, False])
+@pytest.mark.parametrize("optimizer", ["loss scale", "masters"])
+def test_parameters_alone_get_a_fresh_optimizer(bare, optimizer):
+    params = jax.tree.map(np.asarray, saved_plain()[0].params)
+    quantized = optimizer == "masters"
+    used, _ = saved_of(optimizer)  # the target may have been used before
+    state, messages = told(upgrade, params if bare else {"params": params}, used)
+    start = {**variables_of(DELAYED), "params": params}
+    if quantized:
+        start["params"] = jfp8.quantize_params(params)
+    tx = OPTIMIZERS[optimizer]
+    expected = jfp8.TrainState.create(apply_fn=apply_of(DELAYED), variables=start, tx=tx)
+    if quantized:
+        masters = jfp8.optim.init_masters(expected.opt_state, params)
+        expected = expected.replace(opt_state=masters)
+    assert_same(jax.tree.leaves(state), jax.tree.leaves(expected))
+    assert "Parameters alone: the step is 0, the optimizer starts afresh." in [
+        re.sub(": $", ".", m) for m in messages
+    ]
+
+
+def test_parameters_alone_for_the_plain_state():
+    params = saved_of("plain")[0].params
+    state, messages = told(upgrade, {"params": params}, saved_plain()[0])
+    assert kinds(messages) == ["Parameters alone"]
+    assert_same(state.params, params)
+    assert state.step == 0
+    assert int(state.opt_state[0].count) == 0
+
+
+def test_variables_are_taken_out_of_a_training_state():
+    state, saved = saved_of("loss scale")
+    variables, messages = told(upgrade, saved, variables_of(DELAYED))
+    assert messages == []
+    assert_same(variables["params"], state.params)
+    assert_same(variables["fp8"], state.fp8)
+    assert not any(np.any(x) for x in jax.tree.leaves(variables["fp8_sink"]))
+
+
+# Gradients carry the loss scale
+
+
+def grad_histories(state):
+    return [np.asarray(x[0]["grad"]["amax_history"]) for x in (
+        list(state.fp8[name].values()) for name in KERNELS
+    )]  # fmt: skip
+
+
+def test_histories_of_gradients_follow_the_loss_scale():
+    state, saved = saved_of("plain")
+    scaled, messages = told(upgrade, saved, fresh(OPTIMIZERS["loss scale"]))
+    assert "Amax histories of gradients follow the loss scale" in kinds(messages)
+    for a, b in zip(grad_histories(state), grad_histories(scaled), strict=True):
+        assert np.count_nonzero(a) == 3
+        np.testing.assert_array_equal(b, a * 2.0**15)
+    back, messages = told(upgrade, scaled, fresh())
+    assert "Amax histories of gradients follow the loss scale" in kinds(messages)
+    assert_same(back.fp8, state.fp8)
+    # Of variables nobody knows what the loss was multiplied by.
+    afresh, messages = told(upgrade, state.variables, fresh(OPTIMIZERS["loss scale"]))
+    assert not any(x.any() for x in grad_histories(afresh))
+    assert "Amax histories of gradients start empty" in kinds(messages)
+    lhs = afresh.fp8["layers_0"]["DotGeneral_0"]["lhs"]
+    assert_same(lhs, state.fp8["layers_0"]["DotGeneral_0"]["lhs"])
+
+
+# What cannot be changed
+
+
+def test_strict_refuses_changes():
+    _, saved = saved_plain()
+    with pytest.raises(
+        ValueError, match="strict=True.\n  Amax histories that the checkpoint lacks"
+    ):
+        upgrade(saved, fresh(), strict=True)
+    _, saved = saved_of("plain")
+    upgrade(saved, fresh(), strict=True)
+
+
+def changed_at(tree, path, value):
+    if not path:
+        return value
+    inner = changed_at(tree.get(path[0], {}), path[1:], value)
+    return {**tree, path[0]: inner}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            "params/layers_0/kernel",
+            np.ones((3, 64), np.float32),
+            r"\(64, 64\), the checkpoint \(3, 64",
+        ),
+        ("params/layers_0/kernel", np.ones((64, 64), np.int32), r"float32\[64,64\], the.* int32"),
+        ("params/layers_0/kernel", None, "is missing; the target has float32"),
+        (
+            "params/layers_0/kernel",
+            {"x": np.ones(3)},
+            "an array here, the checkpoint a dict with 'x'",
+        ),
+        ("params/layers_0/kernel", "x" * 10**6, "an object of Python's str"),
+        ("params/layers_0/kernel", [1.0, 2.0], "a dict with '0', '1'"),
+        ("params/layers_0/kernel", np.array([None]), "checkpoint object"),
+        ("params/layers_0", np.ones(3), "a dict with 'bias', 'kernel', the checkpoint float64"),
+        (
+            "params/layers_0/more",
+            np.ones(3),
+            r"the checkpoint has float64\[3\], the target nothing",
+        ),
+        (
+            "params/layers_0/bias",
+            np.full(64, 1e39),
+            "saved as float64 with values that float32 does",
+        ),
+        ("opt_state/0/mu/layers_0/bias", np.ones(3), r"\(64,\), the checkpoint \(3,\)"),
+        ("opt_state/0/mu/layers_0", None, "dict with 'bias', 'kernel'; the checkpoint nothing"),
+        ("opt_state/0/mu", np.ones(3), "the target has a dict with .*, the checkpoint float64"),
+        ("opt_state/0/ema", np.ones(3), "the target has nothing; the checkpoint float64"),
+        ("opt_state", {}, "dict with 'count', 'mu', 'nu'; the checkpoint nothing"),
+        ("opt_state/3", {"trace": np.ones(2)}, "mu', 'nu'; the checkpoint .* a dict with 'trace'"),
+        ("step", np.float32(1), r"int32\[\], the checkpoint float32\[\]"),
+        ("step", 2**40, "saved as int64 with values that int32 does not hold"),
+        ("collections/batch_stats", {"mean": np.ones(3)}, "/mean: the checkpoint has"),
+    ],
+)
+def test_what_does_not_fit_is_named(path, value, message):
+    _, saved = saved_of("plain")
+    saved = changed_at(saved, path.split("/"), value)
+    place = path.removesuffix("/3")
+    with pytest.raises(ValueError, match=f"(?s)does not fit.*  {place}.*{message}") as error:
+        upgrade(saved, fresh())
+    assert len(str(error.value)) < 2000
+    if path.startswith("opt_state"):
+        assert 'upgrade({"params": saved["params"]}, target)' in str(error.value)
+
+
+@pytest.mark.parametrize("saved", [None, [], 3, "params", b"", {}, {"params": None}, object()])
+def test_what_is_no_checkpoint(saved):
+    with pytest.raises(ValueError, match="does not fit"):
+        upgrade(saved, fresh())
+
+
+def test_too_deep_and_with_keys_that_are_no_names():
+    deep = np.ones(3)
+    for _ in range(5000):
+        deep = {"x": deep}
+    with pytest.raises(ValueError, match="more than 100 levels deep, at x/x/x/x/x/x"):
+        upgrade(deep, fresh())
+    with pytest.raises(ValueError, match="params has the key '\\(1, 2\\)' of type tuple"):
+        upgrade({"params": {(1, 2): np.ones(3)}}, fresh())
+    with pytest.raises(ValueError, match="params has two entries called '1'"):
+        upgrade({"params": {"1": np.ones(3), 1: np.ones(3)}}, fresh())
+
+
+def attempt(saved, target):
+    """The message of the ValueError, or else what was restored, and what was told."""
+    try:
+        return None, *told(upgrade, saved, target)
+    except ValueError as error:
+        return str(error), None, []
+
+
+JUNK = [None, [], {}, "x", b"x", 1.5, True, [np.ones(3)], np.ones(0), np.array("x"), object()]
+
+
+@pytest.mark.parametrize("name", ["plain", "O2", "stored", "masters"])
+def test_junk_at_any_node_is_an_error_that_names_it_or_is_told(name):
+    """Every node of the state dict in turn: never anything but a ValueError or a message."""
+    state, saved = saved_of(name)
+    target = fresh(OPTIMIZERS[name], quantized=name == "masters")
+    paths = [("fp8", "layers_0")]
+    stack = [((), saved)]
+    while stack:
+        path, node = stack.pop()
+        paths.append(path)
+        if isinstance(node, dict):
+            stack += [((*path, key), child) for key, child in node.items()]
+    was = [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
+    outcomes = set()
+    for i, path in enumerate(paths):
+        for junk in JUNK[i % 3 :: 3]:
+            problem, restored, messages = attempt(changed_at(saved, path, junk), target)
+            if problem is not None:
+                # Masters stand in for parameters, under whose names they are missed.
+                names = ("params",) if "masters" in path else path[:1]
+                assert all(name in problem for name in names), (path, junk, problem)
+                outcomes.add("error")
+                continue
+            found = [np.asarray(x).tobytes() for x in jax.tree.leaves(restored)]
+            assert messages or found == was or junk in (True, 1.5), (path, junk)
+            outcomes.add("told")
+    assert outcomes == {"error", "told"}
+
+
+# NNX, random keys, other trees
+
+
+def test_nnx_states():
+    make = lambda seed: nnx.Sequential(
+        nnx.Linear(8, 8, rngs=nnx.Rngs(seed)), nnx.Dropout(0.1, rngs=nnx.Rngs(seed + 1))
+    )
+    plain, model = make(0), jfp8.convert(make(3), exempt=())
+    saved = nnx.to_pure_dict(nnx.state(plain))
+    keys = saved["layers"][1]["rngs"]["key"]
+    saved["layers"][1]["rngs"]["key"] = np.asarray(jax.random.key_data(keys))
+    new, messages = told(upgrade, saved, nnx.state(model))
+    assert kinds(messages) == ["Amax histories that the checkpoint lacks start empty"]
+    nnx.update(model, new)
+    kernel = model.layers[0].kernel.get_value()
+    np.testing.assert_array_equal(kernel, plain.layers[0].kernel.get_value())
+    assert model.layers[1].rngs.key.get_value() == plain.layers[1].rngs.key.get_value()
+    model.eval()
+    x = jnp.ones((2, 8))
+    plain.eval()
+    np.testing.assert_allclose(model(x), plain(x), rtol=0.2, atol=0.2)
+
+    back = downgrade(new)
+    assert "dot_general" not in back["layers"][0]
+    nnx.update(plain, back)
+    np.testing.assert_array_equal(plain.layers[0].kernel.get_value(), kernel)
+    _, messages = told(upgrade, new, nnx.state(plain))
+    assert kinds(messages) == ["Amax histories that the target has no place for are dropped"]
+
+
+def test_states_inside_of_other_trees():
+    state, saved = saved_of("plain")
+    _, plain = saved_plain()
+    target = {"epoch": 0, "name": "run", "model": fresh(), "list": [jnp.zeros(2), None]}
+    new, messages = told(
+        upgrade,
+        {"epoch": np.int64(4), "name": "b", "model": plain, "list": {"0": np.ones(2, "f")}},
+        target,
+    )
+    assert (new["epoch"], new["name"]) == (4, "b")
+    assert_same(new["model"].params, saved_plain()[0].params)
+    assert new["list"][0].tolist() == [1, 1]
+    assert kinds(messages) == ["Amax histories that the checkpoint lacks start empty"]
+
+
+def test_bfloat16_is_told():
+    params = variables_of(None)["params"]
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    new, messages = told(upgrade, params, {"params": narrow})
+    assert kinds(messages) == ["Arrays saved in float32 are rounded to bfloat16"]
+    assert_same(new["params"], narrow)
+    wide, messages = told(upgrade, {"params": narrow}, {"params": params}, strict=True)
+    assert messages == []
+    assert wide["params"]["layers_0"]["kernel"].dtype == jnp.float32

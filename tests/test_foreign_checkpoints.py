@@ -1,0 +1,499 @@
+"""Histories of Flax's own FP8 layers and of Transformer Engine, imported.
+
+The truth is in both cases a list of amaxes, in the order of the steps. Flax's models really train
+here, and slot 0 after each step is the amax of that step. Transformer Engine is not installed: its
+rule for one step is written down from its source, once for all of its layouts.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.linen import fp8_ops
+from flax.training.train_state import TrainState as FlaxTrainState
+
+import jfp8
+from jfp8.checkpoint.flax_fp8_ops import from_flax_fp8_ops
+from jfp8.checkpoint.transformer_engine import from_transformer_engine
+from jfp8.checkpoint.upgrade import CheckpointChange, upgrade
+from jfp8.recipes import DelayedScaling
+
+OWG = "_overwrite_with_gradient"
+FLAX_NAMES = {"lhs": "input", "rhs": "kernel", "grad": "output_grad"}
+LARGEST = {"lhs": 448.0, "rhs": 448.0, "grad": 57344.0}
+LENGTH, STEPS, WIDTH = 8, 11, 32
+RNG = np.random.default_rng(0)
+# One large batch, four steps before the end: histories matter, and show in which order they are.
+BATCHES = [
+    (40.0 if step == STEPS - 4 else 1.0 + 0.1 * step) * RNG.normal(size=(16, WIDTH))
+    for step in range(STEPS + 1)
+]
+BATCHES = [x.astype(np.float32) for x in BATCHES]
+
+
+def told(function, *args, **kwargs):
+    """What `function` returns, and its messages."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        result = function(*args, **kwargs)
+    assert all(issubclass(w.category, CheckpointChange) for w in caught), [str(w) for w in caught]
+    assert {w.filename for w in caught} <= {__file__}
+    return result, [str(w.message) for w in caught]
+
+
+def layers(dot_general_cls=None):
+    return [nn.Dense(WIDTH, dot_general_cls=dot_general_cls), nn.tanh, nn.Dense(WIDTH)]
+
+
+class FlaxOp(fp8_ops.Fp8DotGeneralOp):
+    """Of its base class Flax warns that it is deprecated."""
+
+    amax_history_length: int = LENGTH
+
+
+class FlaxDirectOp(fp8_ops.Fp8DirectDotGeneralOp):
+    amax_history_length: int = LENGTH
+
+
+def init_flax(op):
+    return jax.jit(nn.Sequential(layers(op)).init)(jax.random.key(0), BATCHES[0])
+
+
+def train_flax(op):
+    """A model in Flax's FP8 after each of the steps: what the loop of Flax's guide does."""
+    model = nn.Sequential(layers(op))
+    variables = init_flax(op)
+
+    @jax.jit
+    def step(variables, x):
+        loss = lambda v: jnp.mean((model.apply(v, x) - jnp.flip(x, 1)) ** 2)
+        grads = jax.grad(loss)(variables)
+        params = jax.tree.map(lambda p, g: p - 0.05 * g, variables["params"], grads["params"])
+        return {"params": params, OWG: grads[OWG]}
+
+    after = []
+    for x in BATCHES:
+        variables = step(variables, x)
+        after.append(variables)
+    return model, after
+
+
+@pytest.fixture(scope="module", params=[FlaxOp, FlaxDirectOp])
+def flax_run(request):
+    return train_flax(request.param)
+
+
+def product_of(variables):
+    """The state of the only product of the first layer."""
+    (state,) = variables[OWG]["layers_0"].values()
+    return state
+
+
+def shapes(model):
+    """What an import needs of the target: the structure and the shapes of its variables."""
+    return jax.eval_shape(model.init, jax.random.key(1), BATCHES[0])
+
+
+def jfp8_model(length):
+    recipe = DelayedScaling(amax_history_len=length)
+    return jfp8.convert(nn.Sequential(layers()), recipe, only=["layers_0"], exempt=())
+
+
+@pytest.mark.parametrize("length", [LENGTH, 3, 20])
+def test_flax_histories_newest_first(flax_run, length):
+    _, after = flax_run
+    seen = after[:STEPS]
+    target = shapes(jfp8_model(length))
+    imported, messages = told(from_flax_fp8_ops, seen[-1], target)
+    assert [m.split(":")[0] for m in messages] == {
+        LENGTH: [],
+        3: ["Amax histories keep the newest 3 of 8 entries"],
+        20: ["Amax histories of 8 entries get room for 20"],
+    }[length]
+    assert set(imported) == {"params", "fp8", "fp8_sink"}
+    assert imported["params"] is seen[-1]["params"]
+    fp8 = imported["fp8"]["layers_0"]["DotGeneral_0"]
+    for role, name in FLAX_NAMES.items():
+        amaxes = [product_of(v)[f"{name}_amax_history"][0] for v in seen]
+        expected = amaxes[::-1][: min(LENGTH, length)]
+        assert len(set(map(float, expected))) == len(expected)
+        found = np.asarray(fp8[role]["amax_history"])
+        np.testing.assert_array_equal(found[: len(expected)], expected)
+        assert not found[len(expected) :].any()
+        assert fp8[role]["amax"] == 0
+    x_amax = float(np.abs(BATCHES[STEPS - 1]).max())
+    assert float(fp8["lhs"]["amax_history"][0]) == x_amax
+
+
+def test_flax_scales_of_the_next_step(flax_run):
+    """What Flax uses in its next step is what follows from the imported history."""
+    _, after = flax_run
+    model = jfp8_model(LENGTH)
+    target = shapes(model)
+    imported, _ = told(from_flax_fp8_ops, after[STEPS - 1], target)
+    used_next = product_of(after[STEPS])
+    quantizers = DelayedScaling(amax_history_len=LENGTH).products().by_role()
+    for role, name in FLAX_NAMES.items():
+        state = imported["fp8"]["layers_0"]["DotGeneral_0"][role]
+        ours = quantizers[role][0].scale(jnp.float32(1.0), state)
+        theirs = np.float64(used_next[f"{name}_scale"][0])
+        # Flax divides three times, 1 / (max / amax), and we once: 4 roundings of 2^-24.
+        assert abs(float(ours) / theirs - 1) < 4 * 2.0**-24
+        largest = max(float(product_of(v)[f"{name}_amax_history"][0]) for v in after[3:STEPS])
+        assert abs(float(ours) * LARGEST[role] / largest - 1) < 2 * 2.0**-24
+
+
+def test_flax_model_goes_on_with_the_same_numbers(flax_run):
+    """The large batch is in both histories, so that both round to the same coarse grid."""
+    flax_model, after = flax_run
+    model, x = jfp8_model(LENGTH), BATCHES[STEPS]
+    target = shapes(model)
+    imported, _ = told(from_flax_fp8_ops, after[STEPS - 1], target)
+    theirs = flax_model.apply(after[STEPS - 1], x)
+    ours = model.apply(imported, x)
+    fresh = model.apply({"params": imported["params"]}, x)
+    distance = lambda y: float(jnp.linalg.norm(y - theirs) / jnp.linalg.norm(theirs))
+    # Reciprocals differ in the last bit, which turns a rounding here and there.
+    assert distance(ours) < 2e-3
+    assert distance(fresh) > 5 * distance(ours)
+
+
+def test_flax_layers_under_scan():
+    """Stacked histories, f32[layers, H]."""
+
+    class Stack(nn.Module):
+        op: type | None
+
+        @nn.compact
+        def __call__(self, x):
+            collections = {"params": 0, OWG: 0, "fp8": 0, "fp8_sink": 0}
+            step = lambda layer, x, _: (jnp.tanh(layer(x)), None)
+            scan = nn.scan(step, collections, split_rngs={"params": True}, length=3)
+            cls = jfp8.Dense if self.op is None else nn.Dense
+            how = {} if self.op is None else {"dot_general_cls": self.op}
+            return scan(cls(WIDTH, name="layer", **how), x, None)[0]
+
+    x = jnp.ones((4, WIDTH))
+    variables = Stack(FlaxDirectOp).init(jax.random.key(0), x)
+    (state,) = variables[OWG]["layer"].values()
+    assert state["input_amax_history"].shape == (3, LENGTH)
+    rings = RNG.uniform(1, 2, (3, LENGTH)).astype(np.float32)
+    state["input_amax_history"] = jnp.asarray(rings)
+    target = jax.eval_shape(Stack(None).init, jax.random.key(0), x)
+    imported, _ = told(from_flax_fp8_ops, variables, target)
+    found = imported["fp8"]["layer"]["DotGeneral_0"]["lhs"]["amax_history"]
+    expected = [[ring[0], *ring[:0:-1]] for ring in rings.tolist()]
+    np.testing.assert_array_equal(found, np.pad(expected, ((0, 0), (0, 8))).astype(np.float32))
+    assert Stack(None).apply(imported, x).shape == x.shape
+
+
+def test_flax_entries_that_are_no_amax():
+    """Zeros, Inf and NaN in the middle: the others close up, in their order."""
+    variables = init_flax(FlaxDirectOp)
+    ring = np.array([5, 1, 0, np.inf, 2, np.nan, 3, 4], np.float32)
+    product_of(variables)["kernel_amax_history"] = ring
+    target = shapes(jfp8_model(LENGTH))
+    imported, _ = told(from_flax_fp8_ops, variables, target)
+    found = imported["fp8"]["layers_0"]["DotGeneral_0"]["rhs"]["amax_history"]
+    assert found.tolist() == [5, 4, 3, 2, 1, 0, 0, 0]
+
+
+def test_flax_products_without_a_counterpart():
+    variables = init_flax(FlaxDirectOp)
+    model = jfp8.convert(nn.Sequential(layers()), only=["layers_2"], exempt=())
+    _, messages = told(from_flax_fp8_ops, variables, shapes(model))
+    assert messages == [
+        "Amax histories of products that the target does not have are dropped: "
+        f"{OWG}/layers_0/FlaxDirectOp_0.",
+        "Amax histories that the checkpoint lacks start empty (current scaling until they fill): "
+        "fp8/layers_2/DotGeneral_0.",
+    ]
+
+
+def test_flax_train_state_becomes_ours(flax_run):
+    """Its params hold the collections; the moments and the step go on."""
+    flax_model, after = flax_run
+    tx = optax.adamw(1e-3)
+    saved = FlaxTrainState.create(apply_fn=flax_model.apply, params=after[-1], tx=tx)
+    moved = jax.tree.map(lambda x: x + jnp.asarray(0.5, x.dtype), saved.opt_state)
+    saved = saved.replace(step=7, opt_state=moved)
+    model = jfp8_model(LENGTH)
+    variables = jax.jit(model.init)(jax.random.key(3), BATCHES[0])
+    target = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+    state, messages = told(upgrade, saved, target)
+    assert messages == []
+    assert int(state.step) == 7
+    np.testing.assert_array_equal(
+        state.params["layers_0"]["kernel"], after[-1]["params"]["layers_0"]["kernel"]
+    )
+    assert float(state.opt_state[0].nu["layers_2"]["bias"][0]) == 0.5
+    expected = product_of(after[-1])["output_grad_amax_history"][0]
+    assert state.fp8["layers_0"]["DotGeneral_0"]["grad"]["amax_history"][0] == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"params": {}}, "no collection '_overwrite_with_gradient'.*a dict with 'params'"),
+        ([1], "no collection '_overwrite_with_gradient'"),
+        ({OWG: {"layers_0": np.ones(3)}}, "layers_0: float.*which is no state of Flax's"),
+        ({OWG: {"layers_0": {"op": "x" * 10_000}}}, "layers_0/op: an object of Python's str"),
+        ({OWG: {"a/b": {1.5: np.ones(3)}}}, "a/b has the key '1.5' of type float"),
+    ],
+)
+def test_flax_collections_that_are_none(variables, message):
+    target = shapes(jfp8_model(LENGTH))
+    with pytest.raises(ValueError, match=message) as error:
+        from_flax_fp8_ops(variables, target)
+    assert len(str(error.value)) < 1000
+
+
+def test_flax_histories_of_unequal_shapes():
+    variables = init_flax(FlaxDirectOp)
+    product_of(variables)["kernel_amax_history"] = np.ones((4,), np.int32)
+    target = shapes(jfp8_model(LENGTH))
+    with pytest.raises(ValueError, match=r"float32\[8\], int32\[4\], float32\[8\]"):
+        from_flax_fp8_ops(variables, target)
+
+
+# Transformer Engine
+
+
+class TransformerEngine:
+    """Its rule for one tensor: write slot 0, take the scale from the maximum, roll by -1, clear.
+
+    v2.18 does so in ``DelayedScaleQuantizer.update`` and in ``delayed_scaling.cu``; v1.13 and v1.0
+    take the scale at the beginning of the next step instead.
+    """
+
+    def __init__(self, length: int, largest: float, margin: int = 0) -> None:
+        self.ring, self.scale = np.zeros(length, np.float32), np.ones(1, np.float32)
+        self.factor = largest / 2.0**margin
+
+    def step(self, amax: float) -> None:
+        self.ring[0] = amax
+        self.scale = np.full(1, self.factor / self.ring.max(), np.float32)
+        self.ring = np.roll(self.ring, -1)
+        self.ring[0] = 0.0
+
+
+def te_tensors(products: int, length: int = LENGTH, margin: int = 0):
+    """State of `products` products after STEPS steps, and the amaxes of each of their tensors."""
+    rng = np.random.default_rng(products)
+    state, truth = [], []
+    for _ in range(products):
+        amaxes = {role: rng.uniform(1, 9, STEPS).astype(np.float32) for role in LARGEST}
+        tensors = {r: TransformerEngine(length, LARGEST[r], margin) for r in LARGEST}
+        for role, tensor in tensors.items():
+            for amax in amaxes[role]:
+                tensor.step(amax)
+        state.append(tensors)
+        truth.append(amaxes)
+    return state, truth
+
+
+def jax_new(products):
+    names = {"lhs": "x", "rhs": "kernel", "grad": "grad"}
+    many = len(products) > 1
+    return {
+        f"{names[role]}{f'_{i}' if many else ''}_{field}": value
+        for i, tensors in enumerate(products)
+        for role, tensor in tensors.items()
+        for field, value in (("amax_history", tensor.ring), ("scale", tensor.scale))
+    }
+
+
+def jax_old(products):
+    names = {"lhs": "i", "rhs": "w", "grad": "g"}
+    return {
+        f"{field}_{names[role]}_{i}": value
+        for i, tensors in enumerate(products)
+        for role, tensor in tensors.items()
+        for field, value in (("amax", tensor.ring), ("scale", tensor.scale))
+    }
+
+
+def jax_oldest(products):
+    tensors = [tensors[role] for tensors in products for role in LARGEST]
+    scales = np.stack([t.scale for t in tensors])
+    return {
+        "fp8_max": np.tile([[448.0], [448.0], [57344.0]], (len(products), 1)).astype(np.float32),
+        "fp8_meta_amax": np.stack([t.ring for t in tensors]),
+        "fp8_meta_scale": scales,
+        "fp8_meta_scale_inv": 1 / scales,
+    }
+
+
+def pytorch(products):
+    unused = TransformerEngine(len(products[0]["lhs"].ring), 1.0)
+    forward = [t for p in products for t in (p["lhs"], p["rhs"], unused)]
+    backward = [t for p in products for t in (p["grad"], unused)]
+    return {
+        "amax_history_fwd": np.stack([t.ring for t in forward], axis=1),
+        "scale_fwd": np.concatenate([t.scale for t in forward]),
+        "amax_history_bwd": np.stack([t.ring for t in backward], axis=1),
+        "scale_bwd": np.concatenate([t.scale for t in backward]),
+        "extra_fp8_variables": {"num_gemms": len(products)},
+    }
+
+
+LAYOUTS = [jax_new, jax_old, jax_oldest, pytorch]
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    """Two products in the layer "mlp", one each in "out" and in "mlp"'s neighbour of that name."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = jfp8.LayerNormMLP(2 * WIDTH, name="mlp")(x)
+            return jfp8.Dense(WIDTH, name="out")(x)
+
+    return shapes(Model())["fp8"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_te_histories_newest_first(layout, mlp):
+    (two, two_truth), (one, one_truth) = te_tensors(2), te_tensors(1)
+    fp8, messages = told(from_transformer_engine, {"mlp": layout(two), "out": layout(one)}, mlp)
+    assert [m.split(":")[0] for m in messages] == ["Amax histories of 8 entries get room for 16"]
+    found = [
+        fp8["mlp"]["wi"]["DotGeneral_0"],
+        fp8["mlp"]["wo"]["DotGeneral_0"],
+        fp8["out"]["DotGeneral_0"],
+    ]
+    for product, amaxes in zip(found, two_truth + one_truth, strict=True):
+        for role, values in amaxes.items():
+            # Slot 0 is kept free for the step under way, so that one less is remembered.
+            expected = values[::-1][: LENGTH - 1]
+            history = np.asarray(product[role]["amax_history"])
+            np.testing.assert_array_equal(history[: LENGTH - 1], expected)
+            assert not history[LENGTH - 1 :].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("margin", [0, 2])
+def test_te_history_of_one_step_is_in_the_scale(layout, margin, mlp):
+    """With H = 1 the history is empty between steps; the scale still tells the amax."""
+    state, truth = te_tensors(1, length=1, margin=margin)
+    fp8, _ = told(from_transformer_engine, {"out": layout(state)}, mlp, margin=margin)
+    for role, values in truth[0].items():
+        history = np.asarray(fp8["out"]["DotGeneral_0"][role]["amax_history"])
+        # Two divisions, each rounded.
+        np.testing.assert_allclose(history[0], values[-1], rtol=2 * 2.0**-24 * 1.01)
+        assert not history[1:].any()
+
+
+def test_te_formats(mlp):
+    state, truth = te_tensors(1, length=1)
+    fp8, _ = told(from_transformer_engine, {"out": jax_new(state)}, mlp, fp8_format="E4M3")
+    grad = float(fp8["out"]["DotGeneral_0"]["grad"]["amax_history"][0])
+    np.testing.assert_allclose(grad, truth[0]["grad"][-1] * 448 / 57344, rtol=1e-6)
+    with pytest.raises(ValueError, match="fp8_format='e4m3' is unknown. Allowed: 'HYBRID'"):
+        from_transformer_engine({"out": jax_new(state)}, mlp, fp8_format="e4m3")
+
+
+def test_te_names_joined_by_dots_and_extra_states(mlp):
+    """As a state dict of PyTorch has them."""
+    state, truth = te_tensors(1)
+    meta = {"mlp.wo": {"_extra_state": pytorch(state)}, "out._extra_state": pytorch(state)}
+    fp8, _ = told(from_transformer_engine, meta, mlp)
+    for product in (fp8["mlp"]["wo"]["DotGeneral_0"], fp8["out"]["DotGeneral_0"]):
+        assert product["rhs"]["amax_history"][0] == truth[0]["rhs"][-1]
+    assert not fp8["mlp"]["wi"]["DotGeneral_0"]["rhs"]["amax_history"].any()
+
+
+def test_te_modules_around_the_products_of_other_layers():
+    """TE/JAX in MaxText: a module of TE's in each layer, called by TE."""
+    model = nn.Sequential([jfp8.Dense(WIDTH), nn.tanh, jfp8.Dense(WIDTH)])
+    target = shapes(model)["fp8"]
+    state, truth = te_tensors(2)
+    meta = {f"layers_{2 * i}": {"TEWrapper_0": jax_new([s])} for i, s in enumerate(state)}
+    fp8, _ = told(from_transformer_engine, meta, target)
+    for i, amaxes in enumerate(truth):
+        found = fp8[f"layers_{2 * i}"]["DotGeneral_0"]["lhs"]["amax_history"][0]
+        assert found == amaxes["lhs"][-1]
+
+
+def test_te_stacked_layers_and_nnx():
+    state, truth = te_tensors(1)
+    stacked = {k: np.stack([v, v + 1]) for k, v in jax_new(state).items()}
+    target = {"layer": {"DotGeneral_0": {
+        role: {"amax_history": np.zeros((2, 16), np.float32), "amax": np.zeros(2, np.float32)}
+        for role in LARGEST
+    }}}  # fmt: skip
+    fp8, _ = told(from_transformer_engine, {"layer": stacked}, target)
+    history = fp8["layer"]["DotGeneral_0"]["grad"]["amax_history"]
+    np.testing.assert_array_equal(history[0, : LENGTH - 1], truth[0]["grad"][::-1][: LENGTH - 1])
+    assert isinstance(history, np.ndarray)
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.out = jfp8.nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    filled, _ = told(from_transformer_engine, {"out": jax_new(state)}, nnx.state(Model()))
+    found = filled["out"]["dot_general"]["fp8"]["lhs"].get_value()
+    assert float(found[0]) == truth[0]["lhs"][-1]
+
+
+def test_te_products_without_a_counterpart(mlp):
+    state, _ = te_tensors(2)
+    _, messages = told(from_transformer_engine, {"attention": jax_old(state)}, mlp)
+    assert messages == [
+        "Amax histories of products that the target does not have are dropped: "
+        "attention0, attention1.",
+        "Amax histories that the checkpoint lacks start empty (current scaling until they fill): "
+        "fp8/mlp/wi/DotGeneral_0, fp8/mlp/wo/DotGeneral_0, fp8/out/DotGeneral_0.",
+    ]
+
+
+class Explosive:
+    """Runs code when it is unpickled, as anybody's can."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("a pickle was loaded",))
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, lambda b: np.frombuffer(b, np.uint8)])
+@pytest.mark.parametrize("place", [("out", "_extra_state"), ("out._extra_state",), ("out",)])
+def test_te_pickles_are_not_loaded(kind, place, mlp):
+    meta = kind(pickle.dumps({"amax_history_fwd": Explosive()}))
+    for name in reversed(place):
+        meta = {name: meta}
+    with pytest.raises(TypeError, match="out.* holds bytes.*is not read here.*numpy arrays"):
+        from_transformer_engine(meta, mlp)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"x_amax_history": np.ones(4)}, "out: a product has three float histories of one shape"),
+        ({"fp8_meta_amax": np.ones((4, 8))}, r"fp8_meta_amax is float64\[4,8\], not float32\[3n"),
+        (
+            {"amax_history_fwd": np.ones((8, 3)), "amax_history_bwd": np.ones((8, 3))},
+            r"float64\[8,3\] and float64\[8,3\], not float32\[H, 3n\]",
+        ),
+        ({"amax_history_fwd": np.ones((8, 3))}, r"float64\[8,3\] and .*NoneType, not"),
+        ({"fp8_meta_amax": "amax" * 9999}, "fp8_meta_amax is an object of Python's str"),
+        (None, None),
+        ([], None),
+        ([np.ones(3)], "out/0: float64.*which is no state of Transformer Engine"),
+        ("x" * 99999, "out: an object of Python's str, which is no state"),
+    ],
+)
+def test_te_metas_that_are_none(state, message, mlp):
+    if message is None:  # nothing is there: as if the layer had no state
+        _, messages = told(from_transformer_engine, {"out": state}, mlp)
+        assert "fp8/out" in messages[0]
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        from_transformer_engine({"out": state}, mlp)
+    assert len(str(error.value)) < 1000
