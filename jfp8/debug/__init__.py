@@ -1,10 +1,38 @@
-"""Looking into compiled programs."""
+"""Looking into programs: what FP8 did to each tensor, and what a compiled program sends."""
 
+from jfp8.debug.advice import Advice, report
 from jfp8.debug.collective_bytes import (
     Collective,
     CollectiveBytes,
     assert_collectives,
     collective_bytes,
 )
+from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
+from jfp8.debug.faults import Finding
+from jfp8.debug.recorder import Recorder
+from jfp8.debug.records import TensorStats, read_jsonl, write_jsonl
+from jfp8.debug.stats import Stats, stats
+from jfp8.debug.tensorboard import TensorBoardWriter, write_tensorboard
 
-__all__ = ["Collective", "CollectiveBytes", "assert_collectives", "collective_bytes"]
+__all__ = [
+    "Advice",
+    "Collective",
+    "CollectiveBytes",
+    "ComparedGradient",
+    "ComparedProduct",
+    "Comparison",
+    "Finding",
+    "ProductError",
+    "Recorder",
+    "Stats",
+    "TensorBoardWriter",
+    "TensorStats",
+    "assert_collectives",
+    "collective_bytes",
+    "compare",
+    "read_jsonl",
+    "report",
+    "stats",
+    "write_jsonl",
+    "write_tensorboard",
+]

@@ -1,0 +1,146 @@
+"""`report`: which tensors break under FP8, and what to do about each, in a sentence."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jfp8.debug.faults import FAULTS, Finding, Run, non_finite
+from jfp8.debug.records import TensorStats
+from jfp8.printing import counted
+from jfp8.report import Report
+
+_ORDER = {"error": 0, "warning": 1, "note": 2}
+_PRINTED = 3  # findings of one fault that are printed in full
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `report` found; prints as sentences, and shows as a table in Jupyter.
+
+    Attributes:
+      findings: what is wrong, the worst first; what breaks several tensors is named at the first of
+        them in the program. Empty if nothing is.
+      n_tensors: how many tensors were looked at.
+      steps: of the first and the last sample; None if the statistics have no steps.
+    """
+
+    findings: tuple[Finding, ...]
+    n_tensors: int
+    steps: tuple[int, int] | None
+
+    def of(self, fault: str) -> tuple[Finding, ...]:
+        """The findings of one `fault`, such as ``"outliers"``."""
+        return tuple(f for f in self.findings if f.fault == fault)
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
+        for group in self._groups():
+            printed = group[:_PRINTED]
+            for finding, following in zip(printed, [*printed[1:], None], strict=True):
+                lines += [
+                    "",
+                    f"{finding.severity}: {finding.tensor} ({finding.fault})",
+                    f"  {finding.evidence}",
+                ]
+                if following is None or following.remedy != finding.remedy:
+                    lines.append(f"  -> {finding.remedy}")
+            if rest := group[_PRINTED:]:
+                more = ", ".join(f.tensor for f in rest[:_PRINTED])
+                more += f" and {len(rest) - _PRINTED} more" if len(rest) > _PRINTED else ""
+                lines += ["", f"  The same ({group[0].fault}): {more}."]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        cell = lambda tag, text: f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>"
+        head = ("", "tensor", "what happened", "what to do")
+        rows = ["<tr>" + "".join(cell("th", text) for text in head) + "</tr>"]
+        for f in self.findings:
+            cells = (f.severity, f"{f.tensor} ({f.fault})", f.evidence, f.remedy)
+            rows.append("<tr>" + "".join(cell("td", text) for text in cells) + "</tr>")
+        table = f"<table>{''.join(rows)}</table>" if self.findings else ""
+        return f"<p><b>{html.escape(self._headline())}</b></p>{table}"
+
+    def _headline(self) -> str:
+        if not self.n_tensors:
+            return "No tensor in FP8 was recorded."
+        seen = counted(self.n_tensors, "tensor") + (
+            f", steps {self.steps[0]} to {self.steps[1]}" if self.steps else ""
+        )
+        if not self.findings:
+            return f"Nothing is wrong ({seen})."
+        count = lambda kind: sum(f.severity == kind for f in self.findings)
+        found = [counted(count(kind), kind) for kind in _ORDER if count(kind)]
+        return f"{', '.join(found)} ({seen})."
+
+    def _groups(self) -> list[Sequence[Finding]]:
+        groups: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault(finding.fault, []).append(finding)
+        return list(groups.values())
+
+
+def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
+    """Which tensors lose what training needs, and what to do about it.
+
+    Looks for NaN and Inf; gradients that vanish or saturate for want of a (loss) scale; amax
+    histories that are not kept up, too short or too long; values so far apart that no one scale
+    keeps them; and, if `products` says what else the model computes, for the wrong layers in FP8.
+    What happens now and then in trainings that go well is left out. Several samples tell more than
+    one, histories in particular.
+
+    Args:
+      rows: statistics of one or more steps: of ``Stats.rows(step)``, ``Recorder.rows``, or
+        `read_jsonl`.
+      products: what ``jfp8.report(model, variables, x)`` says of the same model. Rows are of
+        tensors in FP8; this tells about those that are not.
+
+    Returns:
+      `Advice`: ``print`` it, or read ``.findings``.
+
+    Raises:
+      TypeError: `rows` are no rows of statistics, or `products` is no `jfp8.Report`.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> def product(x):
+    ...     return jfp8.scaled_dot_general(
+    ...         x, jnp.ones((512, 4)), (((1,), (0,)), ((), ())),
+    ...         recipe=jfp8.recipes.Float8CurrentScaling(),
+    ...     )
+    >>> x = jnp.ones((8, 512)).at[:, 7].set(1e7)
+    >>> _, stats = jfp8.debug.stats(product)(x)
+    >>> finding = jfp8.debug.report(stats.rows()).findings[0]
+    >>> finding.fault, finding.evidence[:26]
+    ('outliers', '99.8 % of it becomes zero:')
+    """
+    rows = _checked(rows)
+    if products is not None and not isinstance(products, Report):
+        raise TypeError(
+            f"products must be what jfp8.report(model, variables, x) returned, got "
+            f"{type(products).__name__}."
+        )
+    run = Run.of(rows, products)
+    finite = run.without_non_finite_steps()
+    found = [*non_finite(run), *(finding for fault in FAULTS for finding in fault(finite))]
+    steps = [row.step for row in rows if row.step is not None]
+    return Advice(
+        tuple(sorted(found, key=lambda finding: _ORDER[finding.severity])),
+        len(run.tensors),
+        (min(steps), max(steps)) if steps else None,
+    )
+
+
+def _checked(rows: Any) -> list[TensorStats]:
+    hint = (
+        "Pass stats.rows(step) of what jfp8.debug.stats returned, recorder.rows, or "
+        "jfp8.debug.read_jsonl(path)."
+    )
+    if isinstance(rows, (str, bytes)) or not isinstance(rows, Iterable):
+        raise TypeError(f"report takes rows of statistics, got {type(rows).__name__}. {hint}")
+    found = list(rows)
+    for row in found:
+        if not isinstance(row, TensorStats):
+            raise TypeError(f"report takes rows of statistics, got a {type(row).__name__}. {hint}")
+    return found

@@ -1,0 +1,66 @@
+"""Puts measurements together that are of one layer, and keeps those of stacked layers apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jfp8.debug.reading import Place
+from jfp8.explain import notes_of, product_path
+
+
+def by_layer(
+    places: Sequence[Place], vectors: Sequence[np.ndarray]
+) -> Iterator[tuple[Place, np.ndarray]]:
+    """Measurements ``f64[*layers, W]``, in the order of the program.
+
+    Several uses of a layer, and turns of loops, become one; but for loops that run over stacked
+    layers, which are leading axes. What is outside of layers stays as it is.
+
+    Args:
+      places: where the measurements were made.
+      vectors: ``f64[*loops, W]`` for each.
+    """
+    stacked = _stacked_loops(places)
+    found: dict[tuple[Any, ...], tuple[Place, np.ndarray]] = {}
+    for place, vector in zip(places, vectors, strict=True):
+        if _is_computed_again(place):
+            continue
+        notes = notes_of(place.stack)
+        path = product_path(notes)
+        vector = _without_other_loops(vector, place, stacked.get(path, ()))
+        key = (path or place.number, notes.get("recipe"), place.measure, vector.shape)
+        if key in found:
+            place, before = found[key]
+            vector = place.measure.merged(np.stack([before, vector]), np)
+        found[key] = (place, vector)
+    yield from found.values()
+
+
+def _is_computed_again(place: Place) -> bool:
+    """Of the forward pass, what the backward pass computes once more: it has been seen."""
+    again = "transpose(" in place.stack or "rematted_computation" in place.stack
+    return again and place.measure.forward
+
+
+def _stacked_loops(places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
+    """For each path the lengths of the loops that run over its layers: their weights differ."""
+    found: dict[str, tuple[int, ...]] = {}
+    for place in places:
+        if place.measure.weight is not None and not _is_computed_again(place):
+            path = product_path(notes_of(place.stack))
+            found.setdefault(path, tuple(loop.length for loop in place.loops if loop.over_inputs))
+    return found
+
+
+def _without_other_loops(vector: np.ndarray, place: Place, layers: tuple[int, ...]) -> np.ndarray:
+    """`vector`, merged along all loops but those over layers: the innermost of their length."""
+    wanted = list(layers)
+    for axis in reversed(range(len(place.loops))):  # axes in front keep their places
+        if wanted and place.loops[axis].length == wanted[-1]:
+            wanted.pop()
+        else:
+            vector = place.measure.merged(np.moveaxis(vector, axis, 0), np)
+    return vector

@@ -1,0 +1,454 @@
+"""`compare`: the error of every product under two recipes, on the same inputs."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jfp8.arrays import ScaledArray, scaled_values
+from jfp8.bilinear import Kind, Operation, product_by
+from jfp8.compat import without_dead_code
+from jfp8.convert import convert
+from jfp8.debug.by_layer import by_layer
+from jfp8.debug.measurement import Measurement
+from jfp8.debug.reading import Place, read
+from jfp8.edges import arrays_in
+from jfp8.explain import explaining, notes_of, product_path
+from jfp8.recipes import Product, Products, Recipe, check_recipe
+from jfp8.recipes import get as get_recipe
+from jfp8.selection import Choice
+from jfp8.taps import Observer, observing, tap
+
+_PLAIN = Product(None, None)
+
+
+class _NothingQuantized(Products):
+    """Products in high precision, of operands laid out so that any recipe could take them."""
+
+    def __post_init__(self) -> None:
+        """Leave out the check that something is quantized."""
+
+    @property
+    def matrices(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class _HighPrecision(Recipe):
+    """Makes the products of a model those of this library, without quantizing anything."""
+
+    name: ClassVar[str] = "high precision"
+
+    def products(self) -> Products:
+        return _NothingQuantized(_PLAIN, _PLAIN, _PLAIN)
+
+
+@dataclass(frozen=True)
+class _Errors(Measurement):
+    """Measures the errors of one product under two recipes.
+
+    It is given the result and the operands, all in high precision. With ``y`` the product of these,
+    ``y'`` that of a recipe, and ``y*`` the product in high precision of what the recipe makes of
+    the operands: squares of ``y``, and for each recipe of ``y' - y``, ``y* - y``, ``y' - y*``.
+    """
+
+    powers: ClassVar[tuple[str, ...]] = (
+        "signal",
+        *(f"{part}_{i}" for i in range(2) for part in ("total", "cast", "product")),
+    )
+    maxima: ClassVar[tuple[str, ...]] = ("amax",)
+
+    operation: Operation
+    kind: Kind
+    recipes: tuple[Recipe, Recipe]
+
+    def __call__(
+        self, y: jax.Array, first: jax.Array, second: jax.Array, *extra: jax.Array
+    ) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            multiply = lambda a, b: self.operation.multiply(self.kind, a, b, _PLAIN, "f32", extra)
+            y = multiply(first, second).astype(jnp.float32)
+            amax = jnp.max(jnp.abs(y), initial=0.0)
+            to_units = 1.0 / jnp.maximum(amax, np.finfo(np.float32).tiny)
+            power = lambda x: jnp.sum((x * to_units) ** 2)
+            powers = [power(y)]
+            for recipe in self.recipes:
+                of_recipe, *operands = product_by(
+                    recipe, self.operation, self.kind, first, second, extra
+                )
+                of_recipe = of_recipe.astype(jnp.float32)
+                represented = multiply(*map(_values, operands)).astype(jnp.float32)
+                powers += [
+                    power(of_recipe - y),
+                    power(represented - y),
+                    power(of_recipe - represented),
+                ]
+        return jnp.stack([*powers, amax])
+
+    @property
+    def weight(self) -> int | None:
+        return 2 if self.kind == "fprop" else None
+
+    @property
+    def forward(self) -> bool:
+        return self.kind == "fprop"
+
+
+def _values(operand: ScaledArray | jax.Array) -> jax.Array:
+    return scaled_values(operand) if isinstance(operand, ScaledArray) else operand
+
+
+@dataclass(frozen=True)
+class _Comparer(Observer):
+    """Taps every product."""
+
+    recipes: tuple[Recipe, Recipe]
+
+    def multiplied(
+        self, operation: Any, kind: Any, first: Any, second: Any, extra: Any, y: jax.Array
+    ) -> jax.Array:
+        errors = _Errors(operation, kind, self.recipes)
+        return tap(y, first, second, *extra, measure=errors)
+
+
+@dataclass(frozen=True)
+class ProductError:
+    """How far a product is from high precision, on the same inputs: relative Frobenius errors.
+
+    Attributes:
+      total: ``|y' - y| / |y|``, where ``y'`` is the product of the recipe.
+      cast: ``|y* - y| / |y|``, where ``y*`` is the product, in high precision, of what the recipe
+        makes of the operands: the part of the error that comes from rounding these.
+      product: ``|y' - y*| / |y|``: the part that comes from multiplying, that is from the
+        accumulation, and from quantizing results.
+    """
+
+    total: float
+    cast: float
+    product: float
+
+
+@dataclass(frozen=True)
+class ComparedProduct:
+    """One product of a layer under both recipes.
+
+    Attributes:
+      path, index: of the layer; see `TensorStats`.
+      product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
+      a, b: its errors.
+    """
+
+    path: str
+    index: tuple[int, ...]
+    product: str
+    a: ProductError
+    b: ProductError
+
+    @property
+    def layer(self) -> str:
+        """The path with its index: ``"blocks/Dense_0[3]"``."""
+        return self.path + "".join(f"[{i}]" for i in self.index)
+
+
+@dataclass(frozen=True)
+class ComparedGradient:
+    """The gradient by one parameter, of the whole model under each recipe.
+
+    Attributes:
+      path: of the parameter, ``"Dense_0/kernel"``.
+      error_a, error_b: relative Frobenius error against the gradient in high precision.
+      cosine_a, cosine_b: cosine of the angle to it.
+    """
+
+    path: str
+    error_a: float
+    error_b: float
+    cosine_a: float
+    cosine_b: float
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """What `compare` found; prints as a table, and shows as one in Jupyter.
+
+    Attributes:
+      recipe_a, recipe_b: the recipes.
+      products: every product, on the inputs that it has in high precision, in the order of the
+        program; the errors of one layer do not enter the next.
+      gradients: of the whole model, where they do.
+      loss, loss_a, loss_b: in high precision and under each recipe.
+    """
+
+    recipe_a: Recipe
+    recipe_b: Recipe
+    products: tuple[ComparedProduct, ...]
+    gradients: tuple[ComparedGradient, ...]
+    loss: float
+    loss_a: float
+    loss_b: float
+
+    def worst(self, n: int = 5) -> tuple[ComparedProduct, ...]:
+        """The `n` products with the largest total error under either recipe, the largest first."""
+        key = lambda row: -_as_number(max(row.a.total, row.b.total))
+        return tuple(sorted(self.products, key=key)[:n])
+
+    def __str__(self) -> str:
+        lines = [f"a = {self.recipe_a!r}", f"b = {self.recipe_b!r}", ""]
+        for head, rows in self._tables():
+            widths = [max(len(cells[i]) for cells in (head, *rows)) for i in range(len(head))]
+            spelled = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in (head, *rows)]
+            lines += [spelled[0], "-" * len(spelled[0]), *spelled[1:], ""]
+        return "\n".join([*lines, self._losses()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        paragraph = lambda text: f"<p>{html.escape(text)}</p>"
+        parts = [paragraph(f"a = {self.recipe_a!r}"), paragraph(f"b = {self.recipe_b!r}")]
+        for head, rows in self._tables():
+            lines = [_html_line("th", head), *(_html_line("td", cells) for cells in rows)]
+            parts.append(f"<table>{''.join(lines)}</table>")
+        return "".join([*parts, paragraph(self._losses())])
+
+    def _tables(self) -> Sequence[tuple[tuple[str, ...], Sequence[tuple[str, ...]]]]:
+        parts = ("total", "cast", "product")
+        head = ("layer", "product", *(f"{part} {name}" for name in "ab" for part in parts))
+        rows = [
+            (row.layer or "(no layer)", row.product)
+            + tuple(_percent(getattr(error, part)) for error in (row.a, row.b) for part in parts)
+            for row in self.products
+        ]
+        gradient_head = ("gradient by", "error a", "error b", "cosine a", "cosine b")
+        gradients = [
+            (g.path, _percent(g.error_a), _percent(g.error_b))
+            + (f"{g.cosine_a:.5f}", f"{g.cosine_b:.5f}")
+            for g in self.gradients
+        ]
+        return (head, rows), (gradient_head, gradients)
+
+    def _losses(self) -> str:
+        return f"loss: {self.loss:.6g} in high precision, a {self.loss_a:.6g}, b {self.loss_b:.6g}"
+
+
+def compare(
+    model: nn.Module | nnx.Module,
+    recipe_a: Recipe | str,
+    recipe_b: Recipe | str,
+    batch: Any,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    loss_fn: Callable[[Any], jax.Array] | None = None,
+    exempt: Choice | Sequence[Choice] | None = None,
+    only: Choice | Sequence[Choice] | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    """Layer by layer, the error of a model's products under two recipes, forward and backward. ::
+
+        total   |y' - y|  / |y|     y   the product in high precision
+        cast    |y* - y|  / |y|     y'  the product under the recipe
+        product |y' - y*| / |y|     y*  in high precision, of what the recipe makes of the operands
+
+    The model runs in high precision, and each of its products is computed under both recipes on the
+    inputs that it meets there, so that errors do not add up from layer to layer. The operands are
+    also made representable first, which tells the error of rounding them from that of multiplying
+    them. Beside that, the whole model runs under each recipe, for its loss and its gradients.
+    Recipes with a history have none here: their scales are those of the data at hand.
+
+    Args:
+      model: a Linen or NNX module: as Flax has it, converted, or with layers of jfp8. Which of its
+        layers take part is as for `jfp8.convert`.
+      recipe_a, recipe_b: recipes, or names of them.
+      batch: what the model is called with: a tuple of arguments, a dict of named ones, or the only
+        one.
+      variables: for Linen, what ``model.init`` returned. None: made here, from seed 0.
+      loss_fn: of what the model returns, gives the loss to differentiate. None:
+        ``mean(y^2) / 2`` of all floating outputs.
+      exempt, only: see `jfp8.convert`.
+      **kwargs: further arguments of the model, such as ``train=True``; for Linen also ``rngs=``
+        and ``method=`` of ``model.apply``.
+
+    Returns:
+      A `Comparison`: ``print`` it, or read ``.products``, ``.gradients``, ``.worst()``.
+
+    Raises:
+      TypeError: no model; something that is no recipe.
+      ValueError: an unknown name of a recipe; no product of the model is of a layer that takes
+        part.
+
+    >>> import flax.linen as nn, jax.numpy as jnp, jfp8
+    >>> model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8)])
+    >>> x = jax.random.normal(jax.random.key(1), (64, 16))
+    >>> found = jfp8.debug.compare(model, "current", "nvfp4", x)
+    >>> [(row.layer, row.product, row.a.total < row.b.total) for row in found.products]
+    [('layers_0', 'fprop', True), ('layers_0', 'wgrad', True)]
+    """
+    recipes = (_recipe(recipe_a), _recipe(recipe_b))
+    if isinstance(batch, Mapping):
+        arguments, kwargs = (), {**batch, **kwargs}
+    else:
+        arguments = batch if isinstance(batch, tuple) else (batch,)
+    if loss_fn is None:
+        loss_fn = _half_mean_square
+    how: dict[str, Any] = {"exempt": exempt, "only": only}
+    if isinstance(model, nn.Module):
+        given = _linen_variables(model, variables, arguments, kwargs)
+        under = lambda recipe: _linen_loss(
+            convert(model, recipe, **how), given, arguments, kwargs, loss_fn
+        )
+    elif isinstance(model, nnx.Module):
+        under = lambda recipe: _nnx_loss(convert(model, recipe, **how), arguments, kwargs, loss_fn)
+    else:
+        raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
+
+    loss_of, params = under(_HighPrecision())
+    leaves, structure = jax.tree.flatten(params)
+    gradient = lambda *leaves: jax.value_and_grad(loss_of)(jax.tree.unflatten(structure, leaves))
+    with observing(_Comparer(recipes)), explaining():
+        closed = without_dead_code(jax.make_jaxpr(gradient)(*leaves))
+    places: list[Place] = []
+
+    def measured(*leaves: jax.Array) -> Any:
+        outs, found = read(closed, leaves)
+        places[:] = [place for place, _ in found]
+        return outs, [vector for _, vector in found]
+
+    (loss, *reference), vectors = jax.jit(measured)(*leaves)
+    if not places:
+        raise ValueError(
+            "No product of the model is computed by a layer that takes part. jfp8.report lists its "
+            "products, and why; exempt= and only= choose layers as in jfp8.convert."
+        )
+    host = [np.asarray(v, np.float64) for v in jax.device_get(vectors)]
+    by_name = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
+    names = ["/".join(_key(k) for k in path) for path, _ in jax.tree.leaves_with_path(by_name)]
+    losses, gradients = [], []
+    for recipe in recipes:
+        loss_of, params = under(recipe)
+        value, grads = jax.jit(jax.value_and_grad(loss_of))(params)
+        losses.append(float(value))
+        gradients.append(jax.tree.leaves(grads))
+    return Comparison(
+        *recipes,
+        tuple(_compared_products(places, host)),
+        tuple(map(_compared_gradient, names, reference, *gradients)),
+        float(loss),
+        *losses,
+    )
+
+
+def _recipe(given: Recipe | str) -> Recipe:
+    return get_recipe(given) if isinstance(given, str) else check_recipe(given)
+
+
+def _half_mean_square(outputs: Any) -> jax.Array:
+    floats = [y for y in arrays_in(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
+    total = sum(jnp.sum(y.astype(jnp.float32) ** 2) for y in floats)
+    return jnp.asarray(total) / max(2 * sum(y.size for y in floats), 1)
+
+
+def _linen_variables(
+    model: nn.Module, variables: Mapping[str, Any] | None, arguments: Any, kwargs: dict[str, Any]
+) -> Mapping[str, Any]:
+    """The variables without state of FP8, which belongs to one recipe."""
+    if variables is None:
+        given = {k: v for k, v in kwargs.items() if k != "rngs"}
+        rngs = {name: jax.random.key(0) for name in ("params", "dropout")}
+        variables = model.init({**rngs, **kwargs.get("rngs", {})}, *arguments, **given)
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        raise TypeError(
+            "variables must be what model.init returned, with 'params' in it; got "
+            f"{type(variables).__name__}."
+        )
+    return {k: v for k, v in variables.items() if k not in ("fp8", "fp8_sink")}
+
+
+def _linen_loss(
+    model: nn.Module, variables: Mapping[str, Any], arguments: Any, kwargs: Any, loss_fn: Any
+) -> tuple[Callable[[Any], jax.Array], Any]:
+    others = {k: v for k, v in variables.items() if k != "params"}
+    how: dict[str, Any] = {"rngs": {"dropout": jax.random.key(1)}, **kwargs}
+
+    def loss_of(params: Any) -> jax.Array:
+        given = {"params": params, **others}
+        outputs, _ = model.apply(given, *arguments, mutable=list(others), **how)
+        return loss_fn(outputs)
+
+    return loss_of, variables["params"]
+
+
+def _nnx_loss(
+    model: nnx.Module, arguments: Any, kwargs: Any, loss_fn: Any
+) -> tuple[Callable[[Any], jax.Array], Any]:
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss_of(params: Any) -> jax.Array:
+        copy = nnx.merge(graph, params, rest, copy=True)
+        return loss_fn(copy(*arguments, **kwargs))
+
+    return loss_of, params
+
+
+def _compared_products(places: Sequence[Place], vectors: Sequence[np.ndarray]) -> Any:
+    for place, vector in by_layer(places, vectors):
+        measure = cast(_Errors, place.measure)
+        for index in np.ndindex(vector.shape[:-1]):
+            value = measure.named(vector[index])
+            errors = [
+                ProductError(
+                    *(
+                        _relative(value[f"{part}_{i}"], value["signal"])
+                        for part in ("total", "cast", "product")
+                    )
+                )
+                for i in range(2)
+            ]
+            path = product_path(notes_of(place.stack))
+            yield ComparedProduct(path, index, measure.kind, *errors)
+
+
+def _relative(noise: float, signal: float) -> float:
+    if signal == 0:
+        return 0.0 if noise == 0 else math.inf
+    return math.sqrt(noise / signal)
+
+
+def _compared_gradient(path: str, reference: Any, a: Any, b: Any) -> ComparedGradient:
+    r, a, b = (np.asarray(x, np.float64).ravel() for x in (reference, a, b))
+
+    def error(x: np.ndarray) -> float:
+        return _relative(float(np.sum((x - r) ** 2)), float(np.sum(r**2)))
+
+    def cosine(x: np.ndarray) -> float:
+        norm = np.linalg.norm(x) * np.linalg.norm(r)
+        return float(x @ r / norm) if norm else math.nan
+
+    return ComparedGradient(path, error(a), error(b), cosine(a), cosine(b))
+
+
+def _key(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _html_line(tag: str, cells: Sequence[str]) -> str:
+    style = "style='text-align:left'"
+    return f"<tr>{''.join(f'<{tag} {style}>{html.escape(c)}</{tag}>' for c in cells)}</tr>"
+
+
+def _as_number(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.3g} %"

@@ -1,0 +1,87 @@
+"""Measurements of arrays that can be put together: of turns of a loop, of devices, of uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured at a tap, as a vector ``f32[W]``; to be derived from.
+
+    The elements of the vector are, in this order, those that its class names.
+
+    Attributes:
+      sums: added up.
+      powers: added up, too: sums of squares, in units of the square of the first of the `maxima`,
+        so that they neither overflow nor vanish.
+      maxima: the largest counts; none is negative, but for those that start with ``"minus_"``.
+      bins: number of counts at the end, added up.
+    """
+
+    sums: ClassVar[tuple[str, ...]] = ()
+    powers: ClassVar[tuple[str, ...]] = ()
+    maxima: ClassVar[tuple[str, ...]] = ()
+    bins: ClassVar[int] = 0
+
+    def __call__(self, *arrays: jax.Array) -> jax.Array:
+        """The vector of the tapped arrays."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> int | None:
+        """Which of the tapped arrays is the weight of a layer, if one is."""
+        return None
+
+    @property
+    def forward(self) -> bool:
+        """Whether it belongs to the forward pass, even where that is computed again."""
+        return False
+
+    def merged(self, vectors: Any, xp: Any = jnp) -> Any:
+        """One vector for those along the first axis, by ``jax.numpy`` or ``numpy``."""
+        maxima = xp.max(vectors[..., self._maxima], axis=0)
+        sums = xp.sum(self._in_units_of(maxima[..., 0], vectors, xp), axis=0)
+        return self._joined(sums, maxima, xp)
+
+    def merged_over_devices(self, vector: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
+        """One vector for those of all devices along some mesh axes."""
+        if not axis_names:
+            return vector
+        maxima = lax.pmax(vector[..., self._maxima], axis_names)
+        sums = lax.psum(self._in_units_of(maxima[..., 0], vector, jnp), axis_names)
+        return self._joined(sums, maxima, jnp)
+
+    def nothing(self) -> jax.Array:
+        """The vector of no elements."""
+        low = [-np.inf if name.startswith("minus_") else 0.0 for name in self.maxima]
+        before = np.zeros(len(self.sums) + len(self.powers))
+        return jnp.asarray(np.concatenate([before, low, np.zeros(self.bins)]), jnp.float32)
+
+    def named(self, vector: np.ndarray) -> dict[str, float]:
+        """The elements by name, without the bins. Of `powers`, in units of their own."""
+        names = self.sums + self.powers + self.maxima
+        return dict(zip(names, vector[: len(names)].tolist(), strict=True))
+
+    @property
+    def _maxima(self) -> slice:
+        start = len(self.sums) + len(self.powers)
+        return slice(start, start + len(self.maxima))
+
+    def _in_units_of(self, unit: Any, vectors: Any, xp: Any) -> Any:
+        """`vectors` with their powers in units of ``unit^2`` instead of their own."""
+        own = vectors[..., self._maxima.start]
+        ratio = (own / xp.where(unit > 0, unit, 1.0)) ** 2
+        powers = vectors[..., len(self.sums) : self._maxima.start] * ratio[..., None]
+        sums, rest = vectors[..., : len(self.sums)], vectors[..., self._maxima.start :]
+        return xp.concatenate([sums, powers, rest], axis=-1)
+
+    def _joined(self, sums: Any, maxima: Any, xp: Any) -> Any:
+        before, after = sums[..., : self._maxima.start], sums[..., self._maxima.stop :]
+        return xp.concatenate([before, maxima, after], axis=-1)

@@ -1,0 +1,60 @@
+"""Functions of NNX modules, which they may change, as functions of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jfp8.nnx.products import Product
+
+
+def has_nnx(arguments: Any) -> bool:
+    """Whether there is a module, or another object of NNX, among the arguments."""
+    return any(map(_is_nnx, jax.tree.leaves(arguments, is_leaf=_is_nnx)))
+
+
+def calling(
+    function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """``function(*args, **kwargs)`` by way of `run`, which takes functions of pytrees only.
+
+    Args:
+      function: of NNX objects and others.
+      run: ``run(pure, *arguments)`` gives ``(pure(*arguments), more)``.
+      args, kwargs: arguments; NNX objects among them are updated as `function` does.
+
+    Returns:
+      ``(results, more)``.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx)
+    objects = [x for x in leaves if _is_nnx(x)]
+    others = [None if _is_nnx(x) else x for x in leaves]
+    graph, state = nnx.split(objects)
+
+    def pure(state: Any, others: list[Any]) -> Any:
+        copies = nnx.merge(graph, state, copy=True)
+        _name_products(copies)
+        in_order = iter(copies)
+        given = [next(in_order) if _is_nnx(x) else y for x, y in zip(leaves, others, strict=True)]
+        args, kwargs = jax.tree.unflatten(structure, given)
+        results = function(*args, **kwargs)
+        return results, nnx.state(copies)
+
+    (results, after), more = run(pure, state, others)
+    nnx.update(objects, after)
+    return results, more
+
+
+def _is_nnx(x: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def _name_products(objects: list[Any]) -> None:
+    """Tell products that nobody told where they are in their model."""
+    for one in objects:
+        for path, node in nnx.iter_graph(one):
+            if isinstance(node, Product) and not node.path:
+                node.path = "/".join(map(str, path[:-1]))

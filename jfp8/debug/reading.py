@@ -1,0 +1,304 @@
+"""Evaluates a traced program that has taps in it, and hands out what is measured at them.
+
+Measurements leave a loop stacked along a new leading axis, one for each turn of a ``scan``; turns
+of a ``while`` are merged, since their number is not known. ``vmap`` and devices are merged as well.
+A branch that is not taken measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.sharding import PartitionSpec
+
+from jfp8.compat import body_of, context_of, evaluate, scan_sizes, varying_axes
+from jfp8.debug.measurement import Measurement
+from jfp8.edges import jaxprs_of
+from jfp8.taps import TAP
+
+# What a value is made of: inputs of loops around it, each an object of its own.
+Origins = frozenset[object]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A ``scan`` around a tap.
+
+    Attributes:
+      length: number of turns.
+      over_inputs: whether the weight that was tapped is made of what the loop runs over, and of
+        nothing that it carries: it is another layer's in each turn.
+    """
+
+    length: int
+    over_inputs: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tap is.
+
+    Attributes:
+      measure: what is measured.
+      stack: names of the scopes that it is in, with the notes of `jfp8.explain`.
+      number: counts taps in the order of the program.
+      loops: those around it, the outermost first; leading axes of the measurement.
+      origins: what the weight is made of, if one is tapped; empty outside of the program.
+    """
+
+    measure: Measurement
+    stack: str
+    number: int
+    loops: tuple[Loop, ...]
+    origins: Origins
+
+
+Found = list[tuple[Place, jax.Array]]
+
+
+class _Value(NamedTuple):
+    """A value of the program under evaluation, and what it is made of."""
+
+    array: Any
+    origins: Origins = frozenset()
+
+
+def read(closed: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[Any], Found]:
+    """The results of a program, and what was measured at each of its taps: ``f32[*loops, W]``."""
+    outs, found = _evaluated(closed.jaxpr, closed.consts, list(map(_Value, arguments)), "")
+    numbered = [
+        (replace(place, number=i, origins=frozenset()), vector)
+        for i, (place, vector) in enumerate(found)
+    ]
+    return _arrays(outs), numbered
+
+
+def _evaluated(
+    jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[_Value], stack: str
+) -> tuple[list[_Value], Found]:
+    values: dict[Var, _Value] = dict(zip(jaxpr.constvars, map(_Value, consts), strict=True))
+    values.update(zip(jaxpr.invars, arguments, strict=True))
+    last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
+    last_use.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if isinstance(v, Var))
+    found: Found = []
+    read = lambda v: _Value(v.val) if isinstance(v, Literal) else values[v]
+    for i, eqn in enumerate(jaxpr.eqns):
+        ins = list(map(read, eqn.invars))
+        here = f"{stack}/{eqn.source_info.name_stack}"
+        if not _has_taps(eqn):
+            outs = _with_origins(ins, evaluate(eqn, _arrays(ins)))
+        else:
+            with context_of(eqn):
+                outs, more = _reader_of(eqn)(eqn, ins, here)
+            found += more
+        values.update(zip(eqn.outvars, outs, strict=True))
+        for v in {v for v in eqn.invars if isinstance(v, Var)}:
+            if last_use[v] == i:
+                del values[v]  # or all that a program computes would be alive until its end
+    return list(map(read, jaxpr.outvars)), found
+
+
+def _arrays(values: Sequence[_Value]) -> list[Any]:
+    return [value.array for value in values]
+
+
+def _origins(values: Sequence[_Value]) -> Origins:
+    return frozenset().union(*(value.origins for value in values))
+
+
+def _with_origins(ins: Sequence[_Value], outs: Sequence[Any]) -> list[_Value]:
+    """Results of an equation whose operands are `ins`: each may be made of all of them."""
+    together = _origins(ins)
+    return [_Value(out, together) for out in outs]
+
+
+def _has_taps(eqn: Any) -> bool:
+    return eqn.primitive is TAP or any(
+        _has_taps(inner) for jaxpr in jaxprs_of(eqn) for inner in jaxpr.eqns
+    )
+
+
+Reader = Callable[[Any, list[_Value], str], tuple[list[_Value], Found]]
+
+
+def _reader_of(eqn: Any) -> Reader:
+    name = eqn.primitive.name
+    if name in _READERS:
+        return _READERS[name]
+    if len(list(jaxprs_of(eqn))) == 1:
+        return _read_call
+    raise NotImplementedError(
+        f"Statistics of products inside of {name!r} cannot be taken out of it. Call "
+        "jfp8.debug.stats on a function without it."
+    )
+
+
+def _read_tap(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
+    vector_of = measure = eqn.params["measure"]
+    for _ in range(eqn.params["batched"]):
+        vector_of = partial(_merged_batch, measure, vector_of)
+    origins = frozenset() if measure.weight is None else ins[measure.weight].origins
+    place = Place(measure, stack, 0, (), origins)
+    return ins[:1], [(place, vector_of(*_arrays(ins)))]
+
+
+def _merged_batch(measure: Any, vector_of: Any, *arrays: jax.Array) -> jax.Array:
+    return measure.merged(jax.vmap(vector_of)(*arrays))
+
+
+def _read_call(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
+    """Of an equation that calls one program once: what is in it takes its place."""
+    (jaxpr,) = jaxprs_of(eqn)
+    consts: Sequence[Any] = ()
+    for value in eqn.params.values():
+        if isinstance(value, ClosedJaxpr):
+            consts = value.consts
+    return _evaluated(jaxpr, consts, ins, stack)
+
+
+class _Body:
+    """A part of a program that JAX traces again: it takes and gives arrays.
+
+    Called, it returns results and measurements; `places` then says where these were made.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any], stack: str) -> None:
+        self.jaxpr, self.consts, self.stack = jaxpr, consts, stack
+        self.places: list[Place] = []
+
+    def __call__(
+        self, arrays: Sequence[Any], origins: Sequence[Origins]
+    ) -> tuple[list[Any], list[jax.Array]]:
+        values = list(map(_Value, arrays, origins))
+        outs, found = _evaluated(self.jaxpr, self.consts, values, self.stack)
+        self.places = [place for place, _ in found]
+        return _arrays(outs), [vector for _, vector in found]
+
+
+def _read_checkpoint(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
+    """``jax.checkpoint`` stays: it keeps XLA from keeping what is to be computed again."""
+    body = _Body(*body_of(eqn), stack)
+    origins = [value.origins for value in ins]
+    traced = jax.make_jaxpr(lambda *arrays: body(arrays, origins))(*_arrays(ins))
+    assert not traced.consts, "what the body needs comes in as an argument"
+    again = eqn.replace(params={**eqn.params, "jaxpr": traced.jaxpr})
+    results = evaluate(again, _arrays(ins))
+    n = len(eqn.outvars)
+    return _with_origins(ins, results[:n]), list(zip(body.places, results[n:], strict=True))
+
+
+def _read_scan(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
+    body = _Body(*body_of(eqn), stack)
+    n_consts, n_carry = scan_sizes(eqn)
+    fixed, carry, xs = ins[:n_consts], ins[n_consts : n_consts + n_carry], ins[n_consts + n_carry :]
+    carried, scanned = object(), object()
+    origins = [
+        *(value.origins for value in fixed),
+        *[_origins(ins) | {carried}] * n_carry,
+        *(value.origins | {scanned} for value in xs),
+    ]
+
+    def turn(carry: list[Any], xs: list[Any]) -> Any:
+        outs, vectors = body([*_arrays(fixed), *carry, *xs], origins)
+        return outs[:n_carry], (outs[n_carry:], vectors)
+
+    options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+    last, (ys, vectors) = lax.scan(turn, _arrays(carry), _arrays(xs), **options)
+
+    def inside(place: Place) -> Place:
+        over_inputs = scanned in place.origins and carried not in place.origins
+        return replace(place, loops=(Loop(eqn.params["length"], over_inputs), *place.loops))
+
+    found = list(zip(map(inside, body.places), vectors, strict=True))
+    return _with_origins(ins, [*last, *ys]), found
+
+
+def _read_while(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
+    body = _Body(eqn.params["body_jaxpr"].jaxpr, eqn.params["body_jaxpr"].consts, stack)
+    arrays = _arrays(ins)
+    for_condition, fixed, carry = (
+        arrays[:n_cond],
+        arrays[n_cond:][:n_body],
+        arrays[n_cond + n_body :],
+    )
+    origins = [_origins(ins)] * (len(fixed) + len(carry))
+    turn = lambda carry: body([*fixed, *carry], origins)
+
+    def again(state: Any) -> Any:
+        outs, vectors = turn(state[0])
+        pairs = zip(body.places, state[1], vectors, strict=True)
+        return outs, [place.measure.merged(jnp.stack([a, b])) for place, a, b in pairs]
+
+    _, shapes = jax.eval_shape(turn, carry)
+    start = (carry, _nothing(body.places, shapes))
+    carry, vectors = lax.while_loop(lambda s: condition(*for_condition, *s[0])[0], again, start)
+    return _with_origins(ins, carry), list(zip(body.places, vectors, strict=True))
+
+
+def _nothing(places: Sequence[Place], shapes: Sequence[Any]) -> list[jax.Array]:
+    pairs = zip(places, shapes, strict=True)
+    return [jnp.broadcast_to(place.measure.nothing(), shape.shape) for place, shape in pairs]
+
+
+def _read_cond(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
+    which, *operands = _arrays(ins)
+    bodies = [_Body(branch.jaxpr, branch.consts, stack) for branch in eqn.params["branches"]]
+    origins = [value.origins for value in ins[1:]]
+    shapes = [jax.eval_shape(lambda a, b=b: b(a, origins)[1], operands) for b in bodies]
+
+    def taken(number: int, operands: list[Any]) -> Any:
+        outs, vectors = bodies[number](operands, origins)
+        measured = [_nothing(b.places, s) for b, s in zip(bodies, shapes, strict=True)]
+        measured[number] = vectors
+        return outs, measured
+
+    runs = [partial(taken, number) for number in range(len(bodies))]
+    outs, measured = lax.switch(which, runs, operands)
+    found = [x for b, vectors in zip(bodies, measured) for x in zip(b.places, vectors, strict=True)]
+    return _with_origins(ins, outs), found
+
+
+def _read_shard_map(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
+    params = eqn.params
+    body = _Body(*body_of(eqn), stack)
+    origins = [value.origins for value in ins]
+    axes = tuple(params["newly_manual_axes"])
+
+    def over(vector: jax.Array) -> tuple[Any, ...]:
+        """The axes over which devices differ; where JAX does not keep track of them, all."""
+        return tuple(a for a in axes if not params["check_vma"] or a in varying_axes(vector))
+
+    def run(*arrays: Any) -> Any:
+        outs, vectors = body(arrays, origins)
+        pairs = zip(body.places, vectors, strict=True)
+        return tuple(outs), [p.measure.merged_over_devices(v, over(v)) for p, v in pairs]
+
+    outs, vectors = jax.shard_map(
+        run,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=(tuple(params["out_specs"]), PartitionSpec()),
+        axis_names=set(axes),
+        check_vma=params["check_vma"],
+    )(*_arrays(ins))
+    return _with_origins(ins, outs), list(zip(body.places, vectors, strict=True))
+
+
+_READERS: dict[str, Reader] = {
+    TAP.name: _read_tap,
+    "scan": _read_scan,
+    "while": _read_while,
+    "cond": _read_cond,
+    "checkpoint": _read_checkpoint,
+    "remat2": _read_checkpoint,
+    "shard_map": _read_shard_map,
+}

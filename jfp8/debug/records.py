@@ -1,0 +1,153 @@
+"""What is known of one tensor in one step, as plain numbers: rows of tables, lines of JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """What quantizing did to one operand of a product, in one step.
+
+    With ``x`` the operand in high precision, ``s`` the scale of an element and ``x' = data * s``
+    what it became; all fractions are of `count`, and only finite elements count in `amax`, `mse`
+    and `sqnr`.
+
+    Attributes:
+      step: of the training run; None if nobody said.
+      path: of the layer, ``"decoder/mlp/Dense_0"``.
+      index: which of several layers that are stacked (``nn.scan``): ``(3,)``; ``()`` of others.
+      tensor: ``"lhs"`` (the activation), ``"rhs"`` (the weight), ``"grad"`` (the gradient by the
+        result); or a result that the recipe quantizes: ``"y"``, ``"d_lhs"``, ``"d_rhs"``.
+      products: which of the three took it so: ``"fprop"``, ``"dgrad"``, ``"wgrad"``, or two of
+        them, ``"fprop+wgrad"``, where both use the same bytes.
+      recipe: its name, ``"delayed"``.
+      format: of the data, ``"E4M3FN"``.
+      order: position in the program: what comes earlier is computed earlier.
+      count: number of elements, of all uses in the step (micro-batches, devices, repeated calls).
+      amax: the largest ``|x|``.
+      scale_min, scale_max: the smallest and the largest scale in use.
+      underflow: fraction that is not zero in ``x`` and zero in ``x'``.
+      overflow: fraction that saturated: ``|x|`` above all that rounds to ``format.max * s``.
+      nonfinite: fraction that is NaN or Inf in ``x``.
+      rms: ``sqrt(mean(x^2))``.
+      mse: ``mean((x' - x)^2)``.
+      sqnr: ``10 log10(sum(x^2) / sum((x' - x)^2))`` in dB; Inf where nothing was lost.
+      headroom: ``log2(format.max * s / |x|)`` in bits, for the element where that is least: how
+        often `amax` may double. Below 0 something saturated.
+      exponents: how many elements have ``floor(log2 |x|) == e``, by ``e``. Zeros are left out, and
+        subnormal f32 numbers count as ``e = -127``. Of large tensors a sample, see
+        `jfp8.debug.stats`.
+      history: length of the amax history that the scale is made of; 0 of other scales.
+    """
+
+    step: int | None
+    path: str
+    index: tuple[int, ...]
+    tensor: str
+    products: str
+    recipe: str
+    format: str
+    order: int
+    count: int
+    amax: float
+    scale_min: float
+    scale_max: float
+    underflow: float
+    overflow: float
+    nonfinite: float
+    rms: float
+    mse: float
+    sqnr: float
+    headroom: float
+    exponents: Mapping[int, int] = dataclasses.field(repr=False)
+    history: int = 0
+
+    @property
+    def layer(self) -> str:
+        """The path with its index: ``"blocks/Dense_0[3]"``."""
+        return self.path + "".join(f"[{i}]" for i in self.index)
+
+    @property
+    def name(self) -> str:
+        """The layer and the tensor; with the products, if it is not quantized once for both."""
+        whole = "+" in self.products or self.tensor not in ("lhs", "rhs", "grad")
+        return f"{self.layer} {self.tensor}".lstrip() + ("" if whole else f" ({self.products})")
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f"step {self.step}: "
+        lost = [
+            f"{100 * getattr(self, what):.3g} % {what}"
+            for what in ("underflow", "overflow", "nonfinite")
+            if getattr(self, what)
+        ]
+        parts = [f"{self.format}, amax {self.amax:.4g}", *lost, f"SQNR {self.sqnr:.1f} dB"]
+        return f"{step}{self.name}: {', '.join(parts)}, headroom {self.headroom:.2f} bits"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain data."""
+        return {**dataclasses.asdict(self), "exponents": dict(self.exponents)}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> TensorStats:
+        """The row of which `to_dict` made `given`, or JSON made of it."""
+        row = dict(given)
+        row["index"] = tuple(row["index"])
+        row["exponents"] = {int(e): int(n) for e, n in row["exponents"].items()}
+        for key, value in row.items():
+            if isinstance(value, str) and value in _SPELLED:
+                row[key] = _SPELLED[value]
+        return cls(**row)
+
+
+_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no NaN and no Inf: they are spelled out, as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def write_jsonl(path: str | Path, rows: Iterable[TensorStats]) -> None:
+    """Append `rows` to a file, one JSON object per line. NaN and Inf are written as strings.
+
+    Args:
+      path: of the file, which is made if there is none.
+      rows: statistics of one or more steps.
+    """
+    with Path(path).open("a", encoding="utf-8") as file:
+        for row in rows:
+            plain = {key: _json_number(value) for key, value in row.to_dict().items()}
+            file.write(json.dumps(plain, allow_nan=False) + "\n")
+
+
+def read_jsonl(path: str | Path) -> tuple[TensorStats, ...]:
+    """The rows that `write_jsonl` wrote.
+
+    Args:
+      path: of the file.
+
+    Returns:
+      The rows, in the order of the file.
+
+    Raises:
+      ValueError: a line is no row of statistics; says which.
+    """
+    rows = []
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                rows.append(TensorStats.from_dict(json.loads(line)))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: not a row that jfp8.debug.write_jsonl wrote ({error})."
+                ) from error
+    return tuple(rows)

@@ -1,0 +1,291 @@
+"""`stats`: what quantizing did to every operand of every product of a program."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.arrays import ScaledArray, apply_scale, scale_as_f32_pair, scaled_values
+from jfp8.compat import without_dead_code
+from jfp8.debug.by_layer import by_layer
+from jfp8.debug.measurement import Measurement
+from jfp8.debug.nnx_functions import calling, has_nnx
+from jfp8.debug.reading import Place, read
+from jfp8.debug.records import TensorStats
+from jfp8.explain import explaining, notes_of, product_path
+from jfp8.formats import Format
+from jfp8.quantizers import Quantizer
+from jfp8.report import Report, report_of
+from jfp8.taps import Observer, observing, tap
+
+SAMPLE = 16384  # elements that a histogram is made of, at most
+
+
+@dataclass(frozen=True)
+class _Losses(Measurement):
+    """Measures what became of a tensor, of which it is given data, values and scales.
+
+    ``signal`` and ``noise`` are ``sum(x^2)`` and ``sum((x' - x)^2)``; ``fill`` is the largest
+    ``|x| / (format.max * s)``; the bins count exponents of finite f32 numbers, biased.
+
+    Attributes:
+      role, kinds: see `jfp8.taps.Observer`.
+      fmt: format of the data.
+      block: `ScaledArray.block`.
+      scale: structure of `ScaledArray.scale`.
+      history: `jfp8.quantizers.Quantizer.history_len`.
+    """
+
+    sums: ClassVar[tuple[str, ...]] = ("count", "nonfinite", "underflow", "overflow")
+    powers: ClassVar[tuple[str, ...]] = ("signal", "noise")
+    maxima: ClassVar[tuple[str, ...]] = ("amax", "fill", "scale_max", "minus_scale_min")
+    bins: ClassVar[int] = 255
+
+    role: str
+    kinds: str
+    fmt: Format
+    block: tuple[int, ...] | None
+    scale: Any
+    history: int
+
+    def __call__(self, data: jax.Array, x: jax.Array, *scales: jax.Array) -> jax.Array:
+        q = ScaledArray(data, jax.tree.unflatten(self.scale, scales), self.block)
+        x = x.astype(jnp.float32)
+        values = scaled_values(q)
+        s = functools.reduce(jnp.multiply, scale_as_f32_pair(q))
+        s = jnp.where(jnp.isfinite(s), s, 0.0)
+        finite = jnp.isfinite(x)
+        magnitude = jnp.where(finite, jnp.abs(x), 0.0)
+        amax = jnp.max(magnitude, initial=0.0)
+        limit = np.float32(self.fmt.max) * s
+        if s.ndim:
+            limit = apply_scale(jnp.ones_like(x), limit, self.block)
+        # Up to half a unit in the last place above it, a value is rounded to the largest; and just
+        # there, if that is the even one of its neighbours.
+        ulp = 2.0 ** (self.fmt.max_exponent - self.fmt.mantissa_bits)
+        beyond = jnp.greater if self.fmt.max / ulp % 2 == 0 else jnp.greater_equal
+        saturated = beyond(magnitude, limit * np.float32(1 + ulp / 2 / self.fmt.max))
+        error = jnp.where(finite & jnp.isfinite(values), values - x, 0.0)
+        to_units = 1.0 / jnp.maximum(amax, np.finfo(np.float32).tiny)
+        count = lambda where: jnp.sum(where.astype(jnp.float32))  # on CPUs faster than integers
+        sums = [
+            np.float32(x.size),
+            count(~finite),
+            count((magnitude > 0) & (values == 0)),
+            count(saturated & (limit > 0)),
+        ]
+        powers = [
+            jnp.sum((magnitude * to_units) ** 2),
+            jnp.sum((error * to_units) ** 2),
+        ]
+        highest = magnitude if s.ndim else amax
+        fill = jnp.max(jnp.where(limit > 0, highest / limit, 0.0), initial=0.0)
+        maxima = [amax, fill, jnp.max(s, initial=0.0), jnp.max(-s, initial=-jnp.inf)]
+        histogram = _histogram(_sampled(magnitude), self.bins)
+        return jnp.concatenate([jnp.stack([*sums, *powers, *maxima]), histogram])
+
+    @property
+    def weight(self) -> int | None:
+        return 1 if self.role == "rhs" else None
+
+    @property
+    def forward(self) -> bool:
+        return self.role in ("lhs", "rhs", "y")
+
+
+def _sampled(x: jax.Array) -> jax.Array:
+    """At most `SAMPLE` elements: of the leading dimensions every so many-th."""
+    for axis in range(x.ndim):
+        excess = -(-x.size // SAMPLE)
+        if excess > 1:
+            x = lax.slice_in_dim(x, 0, None, min(excess, x.shape[axis]), axis)
+    return x
+
+
+def _histogram(magnitude: jax.Array, bins: int) -> jax.Array:
+    """How many elements have which exponent; zeros are not counted."""
+    bits = lax.bitcast_convert_type(magnitude.reshape(-1), jnp.uint32)
+    counted = (bits > 0).astype(jnp.float32)
+    return jnp.zeros((bins,)).at[(bits >> 23).astype(jnp.int32)].add(counted)
+
+
+@dataclass(frozen=True)
+class _Watcher(Observer):
+    """Taps every quantized tensor."""
+
+    def quantized(
+        self, role: str, kinds: str, quantizer: Quantizer, x: jax.Array, q: ScaledArray
+    ) -> ScaledArray:
+        scales, structure = jax.tree.flatten(q.scale)
+        losses = _Losses(role, kinds, q.format, q.block, structure, quantizer.history_len)
+        return replace(q, data=tap(q.data, x, *scales, measure=losses))
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["vectors"],
+    meta_fields=["places", "products"],
+)
+@dataclass(frozen=True)
+class Stats:
+    """Statistics of every quantized tensor of one run of a program: arrays, as a program gives.
+
+    A pytree: it may leave ``jax.jit``, be scanned over, or stay on the device until somebody asks
+    for `rows`.
+
+    Attributes:
+      vectors: measurements, ``f32[*loops, W]`` each.
+      places: where each was made.
+      products: every product of the program, also those in high precision, and why they are.
+    """
+
+    vectors: tuple[jax.Array, ...]
+    places: tuple[Place, ...]
+    products: Report
+
+    def __repr__(self) -> str:
+        return f"Stats({len(self.vectors)} measurements; .rows() gives the numbers)"
+
+    def rows(self, step: int | None = None) -> tuple[TensorStats, ...]:
+        """The statistics as numbers on the host, in the order of the program.
+
+        There is a row for each tensor of each layer, also of layers that are stacked by a ``scan``
+        over their weights. Uses of a layer, turns of other loops, the devices and what ``vmap``
+        maps over are taken together. Tensors that no element was seen of are left out.
+
+        Args:
+          step: number of the training step, for `TensorStats.step`.
+
+        Raises:
+          TypeError: called while JAX traces.
+        """
+        if any(isinstance(x, jax.core.Tracer) for x in self.vectors):
+            raise TypeError(
+                "Stats.rows() needs numbers, but is called while JAX traces. Return the Stats from "
+                "the function, and call rows() outside of jax.jit."
+            )
+        host = [np.asarray(x, np.float64) for x in jax.device_get(self.vectors)]
+        return tuple(
+            _row(place, index, vector[index], step)
+            for place, vector in by_layer(self.places, host)
+            for index in np.ndindex(vector.shape[:-1])
+            if vector[index][0] > 0  # the count
+        )
+
+
+def stats(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, returning statistics of what FP8 did to each tensor beside its results.
+
+    ``stats(f)(*args) == (f(*args), Stats)``. `function` is traced once more, and the statistics are
+    computed in the same program, of the tensors at hand: none is computed twice, and results are
+    those of `function` itself. Nothing is added to programs that are compiled without it, so take
+    it every so often::
+
+        train_step = jax.jit(step)
+        with_stats = jax.jit(jfp8.debug.stats(step))
+
+        for i, batch in enumerate(batches):
+            if i % 10:
+                state, loss = train_step(state, batch)
+            else:
+                (state, loss), seen = with_stats(state, batch)
+                rows += seen.rows(step=i)
+
+    or let a `jfp8.debug.Recorder` do it. Histograms by exponent are made of at most 16,384 elements
+    of a tensor; everything else is exact. On GPUs tensors are quantized without fused kernels here:
+    the numbers are the same.
+
+    Args:
+      function: in which FP8 products are computed: a training step, a loss and its gradient, or a
+        forward pass; Linen, NNX, or neither; jitted or not. Gradients are seen if they are computed
+        inside of it. Of pytrees, and of NNX objects, which it may change.
+
+    Returns:
+      A function of the same arguments, that gives ``(results, Stats)``.
+
+    Raises:
+      NotImplementedError: there are FP8 products inside of something that no measurement can leave,
+        such as a custom loop primitive; says which.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> y, seen = jax.jit(jfp8.debug.stats(model.apply))(variables, x)
+    >>> [(row.tensor, row.format, row.amax) for row in seen.rows() if row.tensor == "lhs"]
+    [('lhs', 'E4M3FN', 1.0)]
+    """
+
+    @functools.wraps(function)
+    def with_stats(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
+        if has_nnx((args, kwargs)):
+            return calling(function, _observed, args, kwargs)
+        return _observed(function, *args, **kwargs)
+
+    return with_stats
+
+
+def _observed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Stats]:
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+
+    def flat(*arrays: Any) -> Any:
+        given = iter(arrays)
+        filled = [next(given) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        return function(*args, **kwargs)
+
+    arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
+    with observing(_Watcher()), explaining():
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    closed = without_dead_code(closed)
+    outs, found = read(closed, arrays)
+    places, vectors = zip(*found) if found else ((), ())
+    seen = Stats(vectors, places, report_of(closed))
+    return jax.tree.unflatten(jax.tree.structure(shapes), outs), seen
+
+
+def _row(place: Place, index: tuple[int, ...], v: np.ndarray, step: int | None) -> TensorStats:
+    notes, measure = notes_of(place.stack), cast(_Losses, place.measure)
+    value = measure.named(v)
+    count, amax = value["count"], value["amax"]
+    finite = max(count - value["nonfinite"], 1.0)
+    signal, noise = value["signal"], value["noise"]
+    histogram = v[-measure.bins :]
+    return TensorStats(
+        step=step,
+        path=product_path(notes),
+        index=index,
+        tensor=measure.role,
+        products=measure.kinds,
+        recipe=notes.get("recipe", ""),
+        format=measure.fmt.name,
+        order=place.number,
+        count=int(count),
+        amax=amax,
+        scale_min=-value["minus_scale_min"],
+        scale_max=value["scale_max"],
+        underflow=value["underflow"] / count,
+        overflow=value["overflow"] / count,
+        nonfinite=value["nonfinite"] / count,
+        rms=amax * math.sqrt(signal / finite),
+        mse=amax * amax * noise / finite,
+        sqnr=_decibels(signal, noise),
+        headroom=0.0 - math.log2(value["fill"]) if value["fill"] > 0 else math.inf,
+        history=measure.history,
+        exponents={int(b) - 127: int(histogram[b]) for b in np.flatnonzero(histogram)},
+    )
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf if signal > 0 else math.nan
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf

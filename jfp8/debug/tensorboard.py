@@ -1,0 +1,115 @@
+"""Statistics of tensors for TensorBoard."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jfp8.debug.records import TensorStats
+
+# The numbers of a row that are drawn over steps.
+SCALARS = (
+    "amax",
+    "scale_min",
+    "scale_max",
+    "underflow",
+    "overflow",
+    "nonfinite",
+    "rms",
+    "mse",
+    "sqnr",
+    "headroom",
+)
+
+
+class TensorBoardWriter:
+    """Writes statistics of tensors into a file that TensorBoard reads. ::
+
+        scalars      underflow/decoder/Dense_0/lhs, ...   all numbers of a row, one tag for each
+        histograms   exponent/decoder/Dense_0/lhs         elements in [2^e, 2^(e+1)), by e
+
+    TensorBoard draws what begins alike together: the same number of all tensors. What is not finite
+    (the SQNR of a tensor that lost nothing) is left out.
+    """
+
+    def __init__(self, logdir: str | Path) -> None:
+        """Open a new file.
+
+        Args:
+          logdir: the folder that ``tensorboard --logdir`` shows.
+
+        Raises:
+          ImportError: tensorboardX is missing.
+        """
+        try:
+            tensorboard = importlib.import_module("tensorboardX")
+        except ImportError as error:
+            raise ImportError(
+                "Writing statistics for TensorBoard needs tensorboardX, which is not installed: "
+                "pip install tensorboardX. jfp8.debug.write_jsonl needs nothing."
+            ) from error
+        # Names of files have seconds in them: two writers of one second would share a file.
+        suffix = f".{time.time_ns()}"
+        self._writer = tensorboard.SummaryWriter(str(logdir), filename_suffix=suffix)
+
+    def write(self, rows: Iterable[TensorStats]) -> None:
+        """Write `rows`, such as ``Stats.rows(step)``; those without a step become step 0."""
+        for row in rows:
+            tag, step = _tag(row.name), row.step or 0
+            for name in SCALARS:
+                value = getattr(row, name)
+                if math.isfinite(value):
+                    self._writer.add_scalar(f"{name}/{tag}", value, step)
+            if row.exponents:
+                self._writer.add_histogram_raw(
+                    f"exponent/{tag}", **_histogram(row), global_step=step
+                )
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def write_tensorboard(logdir: str | Path, rows: Iterable[TensorStats]) -> None:
+    """Write `rows` into a new file of a folder; see `TensorBoardWriter`, also for many calls.
+
+    Args:
+      logdir: the folder that ``tensorboard --logdir`` shows.
+      rows: of any steps, such as what `read_jsonl` returned.
+
+    Raises:
+      ImportError: tensorboardX is missing.
+    """
+    writer = TensorBoardWriter(logdir)
+    try:
+        writer.write(rows)
+    finally:
+        writer.close()
+
+
+def _tag(name: str) -> str:
+    """``"blocks/Dense_0[3] lhs (fprop)"`` as ``"blocks/Dense_0_3/lhs_fprop"``: no other letters."""
+    layer, _, tensor = name.partition(" ")
+    clean = lambda text: re.sub(r"[^-/\w.]+", "_", text).strip("_/")
+    return "/".join(filter(None, (clean(layer), clean(tensor))))
+
+
+def _histogram(row: TensorStats) -> dict[str, Any]:
+    """Counts by exponent, with bins of one exponent each, the empty ones between them too."""
+    exponents = range(min(row.exponents), max(row.exponents) + 1)
+    counts = [row.exponents.get(e, 0) for e in exponents]
+    return {
+        "min": float(exponents[0]),
+        "max": float(exponents[-1] + 1),
+        "num": sum(counts),
+        "sum": sum(n * (e + 0.5) for e, n in zip(exponents, counts, strict=True)),
+        "sum_squares": sum(n * (e + 0.5) ** 2 for e, n in zip(exponents, counts, strict=True)),
+        "bucket_limits": [float(e + 1) for e in exponents],
+        "bucket_counts": counts,
+    }

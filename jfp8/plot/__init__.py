@@ -1,0 +1,31 @@
+"""Pictures of what FP8 does to numbers, drawn with matplotlib (``pip install 'jfp8[viz]'``). ::
+
+    jfp8.plot.histogram(gradient, jfp8.E5M2)                      # the last line of a cell: shown
+    jfp8.plot.histogram(gradient, jfp8.E5M2).figure.savefig("gradient.png")  # in a script
+
+    fig, (left, right) = plt.subplots(1, 2)                       # axes of one's own
+    jfp8.plot.histogram(gradient, jfp8.E5M2, ax=left)
+    jfp8.plot.histogram(gradient, jfp8.E4M3FN, ax=right)
+
+Every function takes the data first and returns the `matplotlib.axes.Axes` that it drew on, to be
+changed further. Without ``ax=`` those are in a figure of their own that pyplot does not know:
+Jupyter shows it as the value of a cell, nobody has to close it, and a loop may draw a thousand.
+Colours are those of Okabe and Ito or of the map cividis, which all kinds of colour vision can tell
+apart; styles of lines and hatches tell them apart in print.
+"""
+
+from jfp8.plot.amax_history import amax_history
+from jfp8.plot.block_scales import block_scales
+from jfp8.plot.heat_map import heat_map
+from jfp8.plot.histogram import histogram
+from jfp8.plot.loss_curves import loss_curves
+from jfp8.plot.number_line import number_line
+
+__all__ = [
+    "amax_history",
+    "block_scales",
+    "heat_map",
+    "histogram",
+    "loss_curves",
+    "number_line",
+]

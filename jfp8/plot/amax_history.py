@@ -1,0 +1,236 @@
+"""`amax_history`: how large a tensor was, step by step, and how much its scale could hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jfp8.debug.records import TensorStats
+from jfp8.formats import Format
+from jfp8.plot.limits import saturates
+from jfp8.plot.rows import check_rows, format_of_row, steps_of
+from jfp8.plot.style import AMBER, BLACK, BLUE, VERMILION, axes_for, legend_above, tidy
+
+if TYPE_CHECKING:
+    import jax
+    from matplotlib.axes import Axes
+
+
+def amax_history(
+    amax: jax.typing.ArrayLike | Iterable[TensorStats],
+    scale: jax.typing.ArrayLike | None = None,
+    fmt: Format | None = None,
+    *,
+    steps: jax.typing.ArrayLike | None = None,
+    name: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """The amax of one tensor over the steps, and ``scale * fmt.max``, the most its scale can hold.
+
+    Where the amax is above all that rounds to that, elements saturate, and the step is marked. How
+    far it is below is headroom: every power of two of it costs the smallest elements one. An amax
+    of zero is marked at the bottom of the logarithmic axis, NaN and Inf at its top.
+
+    Args:
+      amax: ``f32[n]``, the amax in every step; or rows of statistics of several steps.
+      scale: ``f32[n]``, or one for all steps, ``x ~= data * scale``; None draws the amax alone.
+        Rows bring theirs; where it varies over blocks, what the blocks can hold is a band.
+      fmt: format that the scale is for. Rows bring theirs.
+      steps: ``i32[n]``, number of each step; None counts from 0. Rows bring theirs.
+      name: which tensor to draw, a `TensorStats.name` such as ``"Dense_0 lhs"``; needed where the
+        rows are of several. Of rows of the same step the last one counts.
+      ax: axes to draw on; None for new ones.
+
+    Returns:
+      The axes; its y axis is logarithmic.
+
+    Raises:
+      ValueError: no steps; shapes that do not fit each other; a scale without a format, or one that
+        is not positive; rows of several tensors and no `name`, or a name that no row has; `scale`,
+        `fmt` or `steps` beside rows, or `name` beside arrays.
+      TypeError: some of `amax` are rows and some not.
+      ImportError: matplotlib is missing.
+
+    >>> import jfp8
+    >>> ax = jfp8.plot.amax_history([1.0, 2.0, 9.0, 2.0], [0.01, 0.01, 0.01, 0.02], jfp8.E4M3FN)
+    >>> [text.get_text() for text in ax.get_legend().get_texts()]
+    ['amax', 'scale · 448, limit of E4M3FN', 'saturates: 1 of 4 steps']
+    """
+    if _are_rows(amax):
+        given = {"scale": scale, "fmt": fmt, "steps": steps}
+        extra = [key for key, value in given.items() if value is not None]
+        if extra:
+            raise ValueError(
+                f"Rows of statistics bring their {' and '.join(extra)}; leave that out. To draw "
+                "others, pass arrays: amax_history(amax, scale, fmt)."
+            )
+        drawn = _of_rows(amax, name)
+    else:
+        drawn = _of_arrays(amax, scale, fmt, steps, name)
+
+    ax = axes_for(ax, 7.0, 3.2)
+    ax.set_yscale("log", base=2)
+    positive = np.where(np.isfinite(drawn.amax) & (drawn.amax > 0), drawn.amax, np.nan)
+    few = len(drawn.steps) <= 100
+    ax.plot(drawn.steps, positive, color=BLUE, marker="o" if few else "", ms=3.5, label="amax")
+    if drawn.fmt is not None:
+        what = f"scale · {drawn.fmt.max:g}, limit of {drawn.fmt.name}"
+        ax.plot(
+            drawn.steps,
+            drawn.most,
+            color=BLACK,
+            linestyle=(0, (4, 1.5)),
+            drawstyle="steps-mid",
+            label=what,
+        )
+        if np.any(drawn.least < drawn.most):
+            ax.fill_between(
+                drawn.steps,
+                drawn.least,
+                drawn.most,
+                step="mid",
+                color=BLACK,
+                alpha=0.15,
+                linewidth=0,
+                label="in other blocks",
+            )
+        where = f"saturates: {drawn.saturated.sum()} of {len(drawn.steps)} steps"
+        _mark(ax, drawn.steps, positive, drawn.saturated, "^", VERMILION, where)
+    zero = drawn.amax == 0
+    _mark(ax, drawn.steps, np.full(len(zero), 0.03), zero, "v", AMBER, "amax is 0", at_edge=True)
+    top = np.full(len(zero), 0.97)
+    _mark(ax, drawn.steps, top, drawn.nonfinite, "X", BLACK, "holds NaN or Inf", at_edge=True)
+    ax.set_xlabel("step")
+    ax.set_ylabel("magnitude")
+    ax.locator_params(axis="x", integer=True)
+    ax.minorticks_off()
+    _label_magnitudes(ax, np.concatenate([positive, drawn.least, drawn.most]))
+    tidy(ax)
+    legend_above(ax, columns=3, title=drawn.title)
+    return ax
+
+
+@dataclass(frozen=True)
+class _History:
+    """One tensor over `steps`; all arrays are of their length."""
+
+    steps: np.ndarray
+    amax: np.ndarray
+    least: np.ndarray  # what the smallest and the largest scale can hold
+    most: np.ndarray
+    saturated: np.ndarray
+    nonfinite: np.ndarray
+    fmt: Format | None
+    title: str = ""
+
+
+def _label_magnitudes(ax: Axes, heights: np.ndarray) -> None:
+    """Numbers between powers of two as well, where `heights` span too few of those."""
+    from matplotlib.ticker import LogLocator
+
+    heights = heights[np.isfinite(heights) & (heights > 0)]
+    if heights.size and np.ptp(np.log2(heights)) < 3:
+        ax.yaxis.set_major_locator(LogLocator(2, (1, 1.25, 1.5, 1.75)))
+        ax.yaxis.set_major_formatter("{x:.3g}")
+
+
+def _are_rows(amax: Any) -> bool:
+    if isinstance(amax, TensorStats):
+        return True
+    return isinstance(amax, (list, tuple)) and any(isinstance(a, TensorStats) for a in amax)
+
+
+def _of_rows(given: Any, name: str | None) -> _History:
+    rows = check_rows(given, "amax_history")
+    names = list(dict.fromkeys(row.name for row in rows))
+    if name is None and len(names) > 1 or name is not None and name not in names:
+        problem = "one tensor at a time, but" if name is None else f"{name!r}, but"
+        shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+        raise ValueError(
+            f"amax_history was asked for {problem} the rows are of {shown}. Choose one of them: "
+            f"amax_history(rows, name={names[0]!r})."
+        )
+    rows = [row for row in rows if row.name == (name or names[0])]
+    steps = steps_of(rows)
+    latest = {row.step or 0: row for row in rows}
+    rows = [latest[step] for step in steps]
+    fmt = format_of_row(rows[0])
+    return _History(
+        steps=np.array(steps),
+        amax=np.array([row.amax for row in rows]),
+        least=np.array([row.scale_min for row in rows]) * fmt.max,
+        most=np.array([row.scale_max for row in rows]) * fmt.max,
+        saturated=np.array([row.overflow > 0 for row in rows]),
+        nonfinite=np.array([row.nonfinite > 0 for row in rows]),
+        fmt=fmt,
+        title=rows[0].name,
+    )
+
+
+def _of_arrays(amax: Any, scale: Any, fmt: Format | None, steps: Any, name: str | None) -> _History:
+    if name is not None:
+        raise ValueError(
+            f"name={name!r} chooses among rows of statistics, but amax is an array. Leave name out."
+        )
+    amax = np.asarray(amax, np.float64)
+    if amax.ndim != 1 or not amax.size:
+        raise ValueError(
+            f"amax has the shape {amax.shape}, but must be one number for each step, f32[n] with "
+            "at least one step. Or pass rows of statistics."
+        )
+    steps = np.arange(len(amax)) if steps is None else np.asarray(steps)
+    if steps.shape != amax.shape:
+        raise ValueError(f"amax has the shape {amax.shape}, but steps {steps.shape}.")
+    nonfinite = ~np.isfinite(amax)
+    if scale is None and fmt is None:
+        none = np.zeros(len(amax), bool)
+        return _History(steps, amax, np.zeros(0), np.zeros(0), none, nonfinite, None)
+    if scale is None or not isinstance(fmt, Format):
+        raise ValueError(
+            "What a scale can hold is scale * fmt.max, which needs both: "
+            "amax_history(amax, scale, jfp8.E4M3FN)."
+        )
+    scale = np.asarray(scale, np.float64)
+    if scale.shape not in ((), amax.shape):
+        raise ValueError(
+            f"amax has the shape {amax.shape}, but scale {scale.shape}: it must be one number, or "
+            "one for each step."
+        )
+    if np.any(scale <= 0):
+        raise ValueError(
+            "scale has elements that are not positive: it is that of x ~= data * scale."
+        )
+    most = np.broadcast_to(scale * fmt.max, amax.shape)
+    saturated = saturates(amax / scale, fmt) & ~nonfinite
+    return _History(steps, amax, most, most, saturated, nonfinite, fmt)
+
+
+def _mark(
+    ax: Axes,
+    steps: np.ndarray,
+    heights: np.ndarray,
+    where: np.ndarray,
+    marker: str,
+    colour: str,
+    label: str,
+    at_edge: bool = False,
+) -> None:
+    """Markers at the steps `where` something is so, with `label`; nothing if it never is.
+
+    Heights are data; `at_edge`, they are fractions of the height of the axes.
+    """
+    if where.any():
+        ax.plot(
+            steps[where],
+            heights[where],
+            marker,
+            color=colour,
+            ms=7,
+            zorder=4,
+            label=label,
+            transform=ax.get_xaxis_transform() if at_edge else ax.transData,
+            clip_on=False,
+        )

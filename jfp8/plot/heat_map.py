@@ -1,0 +1,235 @@
+"""`heat_map`: one number of every layer, over the steps of a run."""
+
+from __future__ import annotations
+
+import math
+import os.path
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jfp8.debug.records import TensorStats
+from jfp8.plot.rows import NUMBERS, check_rows, steps_of
+from jfp8.plot.style import axes_for
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_COLUMNS = 200
+MAX_LABELS = 64
+MAX_LABEL_LENGTH = 34
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """How a value is coloured. Dark is bad, where one end is."""
+
+    label: str
+    unit: str = ""
+    factor: float = 1.0
+    ends: tuple[float, float] | None = None  # of the colours; None: those of the data
+    log: bool = True
+    dark_is_high: bool = True
+
+
+_PERCENT = {"unit": "% of the elements", "factor": 100.0, "ends": (1e-3, 100.0)}
+_SHOWN = {
+    "underflow": _Shown("underflow", **_PERCENT),
+    "overflow": _Shown("overflow", **_PERCENT),
+    "nonfinite": _Shown("NaN or Inf", **_PERCENT),
+    "sqnr": _Shown("SQNR", "dB", ends=(0.0, 40.0), log=False, dark_is_high=False),
+    "headroom": _Shown("headroom", "bits", ends=(-2.0, 14.0), log=False, dark_is_high=False),
+}
+
+
+def heat_map(
+    rows: Iterable[TensorStats],
+    value: str = "underflow",
+    tensor: str | None = "grad",
+    *,
+    ax: Axes | None = None,
+) -> Axes:
+    """One number of every layer (downwards, in the order of the program) over the steps.
+
+    The colours of fractions, ``"sqnr"`` and ``"headroom"`` mean the same in every picture: from
+    0.001 to 100 % on a logarithmic scale, from 0 to 40 dB, and from -2 to 14 bits. Dark is bad. A
+    fraction of exactly zero is white, and one below 0.001 % is drawn as 0.001 %. Hatched is what no
+    row says, and NaN; Inf has the colour of the end, and so has what lies beyond it.
+
+    With more than 200 steps every column is the worst of several successive ones (the largest
+    number, or the smallest SQNR and headroom), and the axis says how many.
+
+    Args:
+      rows: statistics of one or more steps. Of rows for the same tensor and step the last counts,
+        so that the file of a run that was resumed can be drawn as it is.
+      value: which field of `TensorStats`: ``"underflow"``, ``"overflow"``, ``"nonfinite"``,
+        ``"sqnr"``, ``"headroom"``, ``"amax"``, ``"rms"``, ``"mse"``, ``"scale_min"`` or
+        ``"scale_max"``.
+      tensor: ``"lhs"``, ``"rhs"``, ``"grad"`` or another that the rows have; None for all.
+      ax: axes to draw on; None for new ones. A bar of colours is put beside it.
+
+    Returns:
+      The axes. ``ax.collections[0]`` holds the numbers, ``[layers, columns]``, in the unit of its
+      bar of colours.
+
+    Raises:
+      ValueError: no rows; a value or a tensor that they do not have; rows with and without a step.
+      TypeError: something else than rows.
+      ImportError: matplotlib is missing.
+
+    >>> import jfp8
+    >>> from jfp8.debug.records import TensorStats
+    >>> def row(step, path, underflow):
+    ...     numbers = dict.fromkeys(("amax", "scale_min", "scale_max", "rms", "sqnr"), 1.0)
+    ...     numbers |= dict.fromkeys(("overflow", "nonfinite", "mse", "headroom"), 0.0)
+    ...     return TensorStats(
+    ...         step, path, (), "grad", "dgrad+wgrad", "delayed", "E5M2", order=0, count=8,
+    ...         underflow=underflow, exponents={}, **numbers)
+    >>> ax = jfp8.plot.heat_map([row(0, "a", 0.0), row(0, "b", 0.5), row(10, "b", 0.25)])
+    >>> ax.collections[0].get_array().tolist()
+    [[0.0, None], [50.0, 25.0]]
+    """
+    rows = check_rows(rows, "heat_map")
+    if value not in NUMBERS:
+        raise ValueError(f"value={value!r}: rows of statistics have {', '.join(NUMBERS)}.")
+    tensors = dict.fromkeys(row.tensor for row in rows)
+    if tensor is not None and tensor not in tensors:
+        raise ValueError(
+            f"tensor={tensor!r}: the rows are of {', '.join(map(repr, tensors))}. Choose one of "
+            "them, or None for all."
+        )
+    rows = tuple(row for row in rows if tensor in (None, row.tensor))
+    shown = _SHOWN.get(value, _Shown(value))
+    labels, steps, numbers = _table(rows, value, tensor)
+    numbers, steps, merged = _merge_columns(numbers * shown.factor, steps, shown.dark_is_high)
+
+    wanted = 3.2 + 0.07 * max(map(len, labels)) + 0.04 * len(steps)
+    ax = axes_for(ax, min(wanted, 7.0), max(0.9 + 0.145 * min(len(labels), MAX_LABELS), 2.4))
+    _draw(ax, numbers, shown, tensor)
+    _label_columns(ax, steps, merged)
+    every = math.ceil(len(labels) / MAX_LABELS)
+    ax.set_yticks(
+        np.arange(0, len(labels), every) + 0.5,
+        labels[::every],
+        fontsize=8 if len(labels) <= 32 else 6.5,
+    )
+    ax.set_ylim(len(labels), 0)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False)
+    return ax
+
+
+def _table(
+    rows: tuple[TensorStats, ...], value: str, tensor: str | None
+) -> tuple[list[str], list[int], np.ndarray]:
+    """Labels of the layers, steps, and the numbers f64[layers, steps], NaN where there is none."""
+    steps = steps_of(rows)
+    order: dict[str, int] = {}
+    for row in rows:
+        order.setdefault(row.name, row.order)
+    names = sorted(order, key=lambda name: order[name])  # stable: equal ones as they came
+    line, column = ({key: i for i, key in enumerate(keys)} for keys in (names, steps))
+    numbers = np.full((len(names), len(steps)), np.nan)
+    for row in rows:
+        numbers[line[row.name], column[row.step or 0]] = getattr(row, value)
+    labels = names
+    if tensor is not None:
+        # "Dense_0 grad (dgrad)" -> "Dense_0 (dgrad)"
+        by_name = {row.name: row.layer + row.name[len(f"{row.layer} {tensor}") :] for row in rows}
+        labels = [by_name[name] for name in names]
+    return _shorten(labels), steps, numbers
+
+
+def _shorten(labels: list[str]) -> list[str]:
+    """Without the folder that all have in common, and with the middle of long ones left out."""
+    common = os.path.commonprefix(labels)
+    common = common[: common.rfind("/") + 1] if len(labels) > 1 else ""
+    short = []
+    for label in labels:
+        label = label[len(common) :]
+        if len(label) > MAX_LABEL_LENGTH:
+            keep = MAX_LABEL_LENGTH - 1
+            label = f"{label[: keep // 3]}…{label[-(keep - keep // 3) :]}"
+        short.append(label)
+    return short
+
+
+def _merge_columns(
+    numbers: np.ndarray, steps: list[int], high_is_bad: bool
+) -> tuple[np.ndarray, list[int], int]:
+    """At most `MAX_COLUMNS` columns, each the worst of as many successive ones as the last says."""
+    merged = math.ceil(len(steps) / MAX_COLUMNS)
+    if merged == 1:
+        return numbers, steps, 1
+    missing = -len(steps) % merged
+    padded = np.pad(numbers, ((0, 0), (0, missing)), constant_values=np.nan)
+    parts = padded.reshape(len(numbers), -1, merged)
+    worst = (np.fmax if high_is_bad else np.fmin).reduce(parts, axis=2)
+    return worst, steps[::merged], merged
+
+
+def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, tensor: str | None) -> None:
+    """The map and its bar of colours."""
+    import matplotlib
+    from matplotlib.colors import Normalize, SymLogNorm
+
+    colours = matplotlib.colormaps["cividis_r" if shown.dark_is_high else "cividis"]
+    label, unit = shown.label if tensor is None else f"{shown.label} of {tensor}", shown.unit
+    if shown.log:
+        low, high = shown.ends or _decades(numbers)
+        # Not LogNorm, to which zero is what no row says. What is not zero has a colour.
+        norm = SymLogNorm(low, vmin=low, vmax=high, base=10)
+        numbers = np.where((numbers > 0) & (numbers < low), low, numbers)
+        colours = colours.with_extremes(under="white")
+        unit = ", ".join(filter(None, [unit, "white: 0"]))
+        extend = "neither"
+    else:
+        low, high = shown.ends or (0.0, 1.0)
+        norm = Normalize(low, high)
+        below, above = bool((numbers < low).any()), bool((numbers > high).any())
+        extend = {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[below, above]
+
+    # pcolormesh hatches what is not finite, which only NaN shall be.
+    numbers = np.where(np.isinf(numbers), np.where(numbers > 0, high, low), numbers)
+    mesh = ax.pcolormesh(
+        np.ma.masked_array(numbers, np.isnan(numbers)),
+        cmap=colours,
+        norm=norm,
+        rasterized=True,
+    )
+    ax.patch.set(hatch="xxxx", edgecolor="0.6")  # shows where nothing is drawn
+    bar = ax.figure.colorbar(mesh, ax=ax, extend=extend, aspect=25)
+    gap = " " if len(unit) <= 10 else "\n"  # as long as a low map is high
+    bar.set_label(f"{label}{gap}({unit})", fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_linewidth(0.5)
+    bar.minorticks_off()
+    if shown.log:
+        first, last = round(math.log10(low)), round(math.log10(high))
+        ticks = [10.0**e for e in range(first, last + 1, math.ceil((last - first) / 8))]
+    else:
+        ticks = np.linspace(low, high, 5).tolist()
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+
+
+def _decades(numbers: np.ndarray) -> tuple[float, float]:
+    """The whole powers of ten around the positive, finite numbers."""
+    positive = numbers[np.isfinite(numbers) & (numbers > 0)]
+    if not positive.size:
+        return 0.1, 1.0
+    low, high = math.floor(math.log10(positive.min())), math.ceil(math.log10(positive.max()))
+    return 10.0**low, 10.0 ** max(high, low + 1)
+
+
+def _label_columns(ax: Axes, steps: list[int], merged: int) -> None:
+    """Steps under their columns: every 1st, 2nd, 5th, 10th, ... column, as many as have room."""
+    room = max(30 // len(str(steps[-1])), 2)
+    every = next(k for k in _ROUND if len(steps) <= room * k)
+    columns = np.arange(0, len(steps), every)
+    ax.set_xticks(columns + 0.5, [str(steps[column]) for column in columns], fontsize=8)
+    ax.set_xlabel("step" if merged == 1 else f"step (a column: the worst of {merged})")
+
+
+_ROUND = (1, 2, 5, 10, 20, 50, 100)  # up to MAX_COLUMNS

@@ -1,0 +1,72 @@
+"""What the pictures of `TensorStats` share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from jfp8.debug.records import TensorStats
+from jfp8.formats import FORMATS, Format
+
+
+def check_rows(rows: Iterable[Any], function: str) -> tuple[TensorStats, ...]:
+    """`rows` as a tuple.
+
+    Raises:
+      TypeError: there is something else than rows among them.
+      ValueError: there are none.
+    """
+    if isinstance(rows, TensorStats):
+        return (rows,)
+    rows = tuple(rows)
+    for row in rows:
+        if not isinstance(row, TensorStats):
+            raise TypeError(
+                f"jfp8.plot.{function} takes rows of statistics, jfp8.debug.TensorStats, but got a "
+                f"{type(row).__name__} among them. Rows come from Stats.rows(), Recorder.rows or "
+                "jfp8.debug.read_jsonl(path)."
+            )
+    if not rows:
+        raise ValueError(
+            f"jfp8.plot.{function} got no rows. Recorder.rows is empty until a step has been "
+            "sampled and the next one begun, and Stats.rows() where nothing was computed in FP8."
+        )
+    return rows
+
+
+def steps_of(rows: Iterable[TensorStats]) -> list[int]:
+    """The steps that occur, in order; 0 alone if the rows do not name any.
+
+    Raises:
+      ValueError: some rows name their step and some do not.
+    """
+    steps = {row.step for row in rows}
+    if steps == {None}:
+        return [0]
+    numbers = sorted(step for step in steps if step is not None)
+    if len(numbers) < len(steps):
+        raise ValueError(
+            "Some rows say their step and some do not, so that there is no order. Give the step "
+            "of all: Stats.rows(step=...)."
+        )
+    return numbers
+
+
+def format_of_row(row: TensorStats) -> Format:
+    """The format that a row names.
+
+    Raises:
+      ValueError: jfp8 does not know it.
+    """
+    for fmt in FORMATS:
+        if fmt.name == row.format:
+            return fmt
+    names = ", ".join(fmt.name for fmt in FORMATS)
+    raise ValueError(f"{row.name}: there is no format called {row.format!r}. Formats: {names}.")
+
+
+NUMBERS: tuple[str, ...] = tuple(
+    field.name for field in dataclasses.fields(TensorStats) if field.type == "float"
+)
+"""The fields of a row that are one floating-point number."""

@@ -1,0 +1,89 @@
+"""What all pictures share: where they are drawn, colours, and how numbers are written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours. In this order neighbours differ in lightness too.
+BLUE, AMBER, BLACK, VERMILION, SKY, GREEN = _COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#000000",
+    "#D55E00",
+    "#56B4E9",
+    "#009E73",
+)
+GREY = "#999999"
+
+_DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1, 1.2)),
+    (0, (6, 1.5, 1, 1.5)),
+    (0, (6, 1.5, 1, 1.5, 1, 1.5)),
+    (0, (2.5, 1)),
+)
+
+
+def line(i: int) -> dict[str, Any]:
+    """Colour and style of the i-th line: 36 different ones, and six of either."""
+    n = len(_COLOURS)
+    return {"color": _COLOURS[i % n], "linestyle": _DASHES[(i + i // n) % n]}
+
+
+def axes_for(ax: Axes | None, width: float, height: float) -> Axes:
+    """`ax`, or new axes in a figure of `width` x `height` inches of their own.
+
+    Raises:
+      ImportError: matplotlib is missing.
+    """
+    if ax is not None:
+        return ax
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as missing:
+        raise ImportError(
+            "jfp8.plot draws with matplotlib, which is not installed: pip install 'jfp8[viz]'"
+        ) from missing
+    from jfp8.plot.picture import Picture
+
+    return Figure((width, height), layout="constrained").add_subplot(axes_class=Picture)
+
+
+def tidy(ax: Axes) -> None:
+    """No frame above and to the right, and lines across, behind the data."""
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_axisbelow(True)
+    ax.grid(axis="y", alpha=0.3)
+
+
+def legend_above(ax: Axes, columns: int, title: str = "") -> None:
+    """The legend above the axes, where it hides no data."""
+    ax.legend(
+        title=title or None,
+        alignment="left",
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        frameon=False,
+        fontsize="small",
+        borderaxespad=0.2,
+        columnspacing=1.5,
+    )
+
+
+def percent(fraction: float) -> str:
+    """``"12.3 %"``; small ones keep two digits, ``"0.0041 %"``, and those below say so."""
+    value = 100 * fraction
+    if value == 0:
+        return "0 %"
+    if value == 100:
+        return "100 %"
+    if value < 0.0001:
+        return "< 0.0001 %"
+    if value < 1:
+        return f"{value:.2g} %" if value >= 0.001 else f"{value:.4f} %"
+    return f"{value:.1f} %"

@@ -1,0 +1,153 @@
+"""How values print: short, without what is as usual, and arrays by shape instead of by contents.
+
+A ``repr`` is asked for anywhere: while JAX traces, of trees that hold shapes, shardings or
+placeholders instead of arrays, in a debugger. So nothing here computes with JAX, and whatever is no
+array is named by its type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfp8.formats import FORMATS, Format
+
+_SHORT = {"int": "i", "uint": "u", "float": "f", "bfloat": "bf"}
+_FORMAT_NAMES = {np.dtype(fmt.dtype): fmt.name for fmt in FORMATS if fmt.dtype != np.uint8}
+
+
+def changes(value: Any) -> str:
+    """A dataclass as the call that makes it: ``DelayedScaling(margin=1)``.
+
+    Fields with their default are left out, and a single one without a default needs no name.
+    Formats are spelled ``E4M3FN``, so that with the names of `jfp8` the text can be evaluated.
+    """
+    fields = [f for f in dataclasses.fields(value) if f.init and f.repr]
+    required = [f for f in fields if _default(f) is dataclasses.MISSING]
+    parts = []
+    for field in fields:
+        given, default = getattr(value, field.name), _default(field)
+        if default is dataclasses.MISSING or given != default:
+            spelled = _spelled(given)
+            alone = [field] == required and not field.kw_only
+            parts.append(spelled if alone else f"{field.name}={spelled}")
+    return f"{type(value).__name__}({', '.join(parts)})"
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, Format):
+        return value.name
+    return repr(str(value)) if isinstance(value, np.dtype) else repr(value)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def is_arraylike(x: Any) -> bool:
+    """Whether `x` has a shape and a dtype: arrays, tracers, ``jax.ShapeDtypeStruct``."""
+    return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype")
+
+
+def array(x: Any) -> str:
+    """``f32[8,64]``, or the type of what is no array."""
+    if not is_arraylike(x):
+        return str(x) if x is None or isinstance(x, (bool, int, float)) else type(x).__name__
+    return f"{dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
+
+
+def dtype(given: Any) -> str:
+    """``f32``, ``i32``, ``E4M3FN``: JAX's short names, and those of formats."""
+    if given in _FORMAT_NAMES:
+        return _FORMAT_NAMES[np.dtype(given)]
+    found = re.fullmatch(r"(u?int|b?float)(\d+)", str(given))
+    return _SHORT[found[1]] + found[2] if found else str(given)
+
+
+def on_host(x: Any) -> np.ndarray | None:
+    """The contents of an array, None where there are none to be had without a computation."""
+    if isinstance(x, jax.Array):
+        if isinstance(x, jax.core.Tracer) or x.is_deleted() or not x.is_fully_addressable:
+            return None
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):  # random keys
+            return None
+        return np.asarray(x)
+    if isinstance(x, (np.ndarray, np.generic, bool, int, float)):
+        return np.asarray(x)
+    return None
+
+
+def number(x: Any) -> str:
+    """A scalar by its value, if it has one: ``32768``, ``True``; else as `array`."""
+    value = on_host(x)
+    if value is None or value.ndim or value.dtype == object:
+        return array(x)
+    if value.dtype.kind in "biu":
+        return str(value[()])
+    whole = np.isfinite(value) and float(value).is_integer() and abs(float(value)) < 1e15
+    return str(int(value)) if whole else f"{float(value):.4g}"
+
+
+def n_bytes(x: Any) -> int:
+    """Bytes of an array; 0 of anything else. Formats of 4 bits take a byte, as in JAX."""
+    return math.prod(x.shape) * x.dtype.itemsize if is_arraylike(x) else 0
+
+
+def byte_size(n: float) -> str:
+    """``"14 B"``, ``"3.4 MB"``: powers of 1000."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n:.0f} B"
+
+
+def counted(n: int, what: str) -> str:
+    """``"1 product"``, ``"16 products"``."""
+    return f"{n:,} {what}" + ("" if n == 1 else "s")
+
+
+def tree(x: Any) -> str:
+    """What a tree holds in a few words: ``"14 arrays, 3.4 MB"``, and the types of other leaves."""
+    leaves = jax.tree.leaves(x)
+    if not leaves:
+        return "empty"
+    arrays = [leaf for leaf in leaves if is_arraylike(leaf)]
+    others = sorted({type(leaf).__name__ for leaf in leaves if not is_arraylike(leaf)})
+    size = byte_size(sum(map(n_bytes, arrays)))
+    return ", ".join([*([f"{counted(len(arrays), 'array')}, {size}"] if arrays else []), *others])
+
+
+def state_types(x: Any) -> str:
+    """The named tuples of an optimizer's state that hold something, outermost first.
+
+    ``"LossScaleState(ScaleByAdamState)"`` of ``loss_scale(adam(...))``.
+    """
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        if not jax.tree.leaves(x):
+            return ""
+        inside = ", ".join(filter(None, (state_types(x[i]) for i in range(len(x)))))
+        return type(x).__name__ + (f"({inside})" if inside else "")
+    if isinstance(x, (tuple, list)):
+        return ", ".join(filter(None, map(state_types, x)))
+    return ""
+
+
+def optimizer_state(x: Any) -> str:
+    """An optimizer's state by its types and its size."""
+    return ": ".join(filter(None, (state_types(x), tree(x))))
+
+
+def named_state(state: Any) -> str:
+    """A named tuple with its scalars by value, and what else is in it by type and size."""
+    parts = []
+    for name, value in zip(type(state)._fields, state, strict=True):
+        alone = is_arraylike(value) or value is None or not isinstance(value, (tuple, list, dict))
+        parts.append(f"{name}={number(value) if alone else f'({optimizer_state(value)})'}")
+    return f"{type(state).__name__}({', '.join(parts)})"

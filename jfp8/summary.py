@@ -1,0 +1,296 @@
+"""`summary`: how large a model is, its parameters apart from its FP8 state."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from jfp8 import printing
+from jfp8.arrays import ScaledArray
+from jfp8.nnx.products import Fp8Sink, Fp8State
+from jfp8.train import TrainState
+
+Kind = Literal["params", "fp8_state", "other"]
+
+# The last is that of flax.linen.fp8_ops, for models on their way from there.
+_FP8_COLLECTIONS = ("fp8", "fp8_sink", "_overwrite_with_gradient")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much of something there is.
+
+    Attributes:
+      count: numbers. A parameter in FP8 counts as one, whatever scales it has.
+      bytes: their bytes, scales included.
+    """
+
+    count: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.count + other.count, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """What a module holds.
+
+    Attributes:
+      path: ``"encoder/Dense_0"``; empty for the model itself.
+      params: its parameters.
+      params_in_fp8: those of them that are stored in FP8 (`ScaledArray`).
+      fp8_state: amax histories, and the zeros (``fp8_sink``) whose gradient carries amaxes.
+      other: all other variables, such as ``batch_stats``.
+    """
+
+    path: str
+    params: Amount = Amount()
+    params_in_fp8: Amount = Amount()
+    fp8_state: Amount = Amount()
+    other: Amount = Amount()
+
+    def plus(self, other: SummaryRow, path: str) -> SummaryRow:
+        """Both together, as the row of `path`."""
+        return SummaryRow(
+            path,
+            self.params + other.params,
+            self.params_in_fp8 + other.params_in_fp8,
+            self.fp8_state + other.fp8_state,
+            self.other + other.other,
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summary` found; prints as a table, and shows as one in Jupyter.
+
+    Attributes:
+      model: name of its class.
+      rows: every module that holds variables itself, by name. FP8 state is that of the module with
+        the parameters which it belongs to.
+      depth: how many levels of modules the printed table shows; deeper ones are added up.
+      optimizer: the optimizer's state, if a `TrainState` was given.
+    """
+
+    model: str
+    rows: tuple[SummaryRow, ...]
+    depth: int
+    optimizer: Amount | None = None
+
+    @property
+    def total(self) -> SummaryRow:
+        """All modules together."""
+        return _together(self.rows, "total")
+
+    def at_depth(self, depth: int) -> tuple[SummaryRow, ...]:
+        """The rows of modules up to `depth` levels deep, each with all that is inside of it."""
+        groups: dict[str, list[SummaryRow]] = {}
+        for row in self.rows:
+            groups.setdefault("/".join(row.path.split("/")[:depth]), []).append(row)
+        return tuple(_together(group, path) for path, group in groups.items())
+
+    def __str__(self) -> str:
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(
+                [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:]))]
+            ).rstrip()
+            for cells in table
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([self._headline(), "", lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+    def _repr_html_(self) -> str:
+        cell = lambda tag, text, i: (
+            f"<{tag} style='text-align:{'right' if i else 'left'}'>{html.escape(text)}</{tag}>"
+        )
+        head, *body = self._table()
+        rows = ["<tr>" + "".join(cell("th", c, i) for i, c in enumerate(head)) + "</tr>"]
+        for cells in body:
+            rows.append("<tr>" + "".join(cell("td", c, i) for i, c in enumerate(cells)) + "</tr>")
+        return f"<p><b>{html.escape(self._headline())}</b></p><table>{''.join(rows)}</table>"
+
+    def _headline(self) -> str:
+        total = self.total
+        parts = [f"{printing.counted(total.params.count, 'parameter')}, {_size(total.params)}"]
+        if total.params_in_fp8.count:
+            parts[0] += f" ({100 * total.params_in_fp8.count / total.params.count:.1f} % in FP8)"
+        if total.fp8_state.count:
+            parts.append(f"FP8 state {_size(total.fp8_state)}")
+        if total.other.count:
+            parts.append(f"other variables {_size(total.other)}")
+        if self.optimizer is not None:
+            parts.append(f"optimizer state {_size(self.optimizer)}")
+        return f"{self.model}: {'; '.join(parts)}"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """Head, modules and total; columns of which the model has nothing are left out."""
+        total = self.total
+        columns: list[tuple[str, Any]] = [("parameters", lambda row: row.params)]
+        if total.params_in_fp8.count:
+            columns.append(("of them in FP8", lambda row: row.params_in_fp8))
+        if total.fp8_state.count:
+            columns.append(("FP8 state", lambda row: row.fp8_state))
+        if total.other.count:
+            columns.append(("other", lambda row: row.other))
+        head = ["module"]
+        for name, _ in columns:
+            head += [name, "bytes"]
+        table = [tuple(head)]
+        for row in (*self.at_depth(self.depth), total):
+            cells = [row.path or "(the model itself)"]
+            for _, amount in columns:
+                found = amount(row)
+                cells += [f"{found.count:,}", _size(found)] if found.count else ["", ""]
+            table.append(tuple(cells))
+        return table
+
+
+def summary(model: Any, variables: Any = None, *, depth: int = 2) -> Summary:
+    """How many parameters a model has, and how much FP8 state beside them, per module and in all.
+
+    ``flax.linen.tabulate`` adds FP8 state to the parameters. Here they are apart, and parameters
+    that are stored in FP8 count with the bytes that they take: one each, and those of their scales.
+
+    Args:
+      model: a Linen or an NNX module.
+      variables: for Linen all that ``model.init`` returned (or shapes of it, as ``jax.eval_shape``
+        gives them), or a `TrainState`, of which the optimizer's state is then counted, too. An NNX
+        module holds its variables: leave it out.
+      depth: how many levels of modules to print; ``summary(...).rows`` has all.
+
+    Returns:
+      A `Summary`: ``print`` it, or read ``.total``, ``.rows``, ``.at_depth(n)``.
+
+    Raises:
+      TypeError: no model; a Linen module without variables, or an NNX module with some.
+      ValueError: `depth` below 1.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> model, x = jfp8.Dense(8), jnp.ones((1, 4))
+    >>> print(jfp8.summary(model, model.init(jax.random.key(0), x)))
+    Dense: 40 parameters, 160 B; FP8 state 24.8 kB
+    <BLANKLINE>
+    module              parameters  bytes  FP8 state    bytes
+    ---------------------------------------------------------
+    (the model itself)          40  160 B      6,201  24.8 kB
+    ---------------------------------------------------------
+    total                       40  160 B      6,201  24.8 kB
+    """
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"depth={depth!r}: must be an int of at least 1, such as 2.")
+    optimizer = None
+    if isinstance(model, nnx.Module):
+        if variables is not None:
+            raise TypeError(
+                "An NNX module holds its variables: call summary(model), without "
+                f"{type(variables).__name__}."
+            )
+        found = _of_nnx(model)
+    elif isinstance(model, nn.Module):
+        if isinstance(variables, TrainState):
+            optimizer = _amount_of_tree(variables.opt_state)
+            variables = variables.variables
+        if not isinstance(variables, Mapping) or "params" not in variables:
+            given = sorted(variables) if isinstance(variables, Mapping) else variables
+            raise TypeError(
+                "summary(model, variables): variables must be all that model.init returned, with "
+                f"'params' in it, or a jfp8.TrainState; got "
+                f"{given if isinstance(given, list) or given is None else type(given).__name__}."
+            )
+        found = _of_linen(variables)
+    else:
+        raise TypeError(
+            f"model must be an instance of a Flax Linen or NNX module, got {type(model).__name__}. "
+            "Pass summary(model, variables) for Linen and summary(model) for NNX."
+        )
+    return Summary(type(model).__name__, _rows(found), depth, optimizer)
+
+
+@dataclass(frozen=True)
+class _Variable:
+    """A variable: the module that holds it, what it is, and its value."""
+
+    owner: tuple[str, ...]
+    kind: Kind
+    value: Any
+
+
+def _of_linen(variables: Mapping[str, Any]) -> Iterator[_Variable]:
+    for collection, tree in variables.items():
+        kind: Kind = "params" if collection == "params" else "other"
+        if collection in _FP8_COLLECTIONS:
+            kind = "fp8_state"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_fp8):
+            # Boxes around arrays (nn.Partitioned) are keys without a name of a module.
+            names = [str(key.key) for key in path if hasattr(key, "key")]
+            yield _Variable(tuple(names[:-1]), kind, leaf)
+
+
+def _of_nnx(model: nnx.Module) -> Iterator[_Variable]:
+    for path, node in nnx.iter_graph(model, graph=True):
+        if isinstance(node, nnx.Variable):
+            kind: Kind = "params" if isinstance(node, nnx.Param) else "other"
+            if isinstance(node, (Fp8State, Fp8Sink)):
+                kind = "fp8_state"
+            yield _Variable(tuple(map(str, path[:-1])), kind, node.get_value())
+
+
+def _rows(variables: Iterable[_Variable]) -> tuple[SummaryRow, ...]:
+    """One row for each module, FP8 state in that of the innermost module with parameters."""
+    found = list(variables)
+    with_params = {v.owner for v in found if v.kind == "params"}
+    rows: dict[tuple[str, ...], SummaryRow] = {}
+    for variable in found:
+        owner, amount = variable.owner, _amount(variable.value)
+        if variable.kind == "fp8_state":
+            owners = (owner[:n] for n in range(len(owner), -1, -1))
+            owner = next((o for o in owners if o in with_params), owner)
+        row = SummaryRow("/".join(owner), **{variable.kind: amount})
+        if variable.kind == "params" and _is_fp8(variable.value):
+            row = SummaryRow(row.path, params=amount, params_in_fp8=amount)
+        rows[owner] = rows.get(owner, SummaryRow("")).plus(row, row.path)
+    return tuple(sorted(rows.values(), key=_in_natural_order))
+
+
+def _in_natural_order(row: SummaryRow) -> list[list[tuple[int, str]]]:
+    """``Block_2`` before ``Block_10``: JAX's own order of names has them the other way round."""
+    parts = row.path.split("/") if row.path else []
+    number = lambda word: (int(word), "") if word.isdecimal() else (-1, word)
+    return [[number(word) for word in re.split(r"(\d+)", part)] for part in parts]
+
+
+def _together(rows: Iterable[SummaryRow], path: str) -> SummaryRow:
+    whole = SummaryRow(path)
+    for row in rows:
+        whole = whole.plus(row, path)
+    return whole
+
+
+def _amount(value: Any) -> Amount:
+    if isinstance(value, ScaledArray):
+        return Amount(math.prod(value.shape), _amount_of_tree((value.data, value.scale)).bytes)
+    return _amount_of_tree(value)
+
+
+def _amount_of_tree(tree: Any) -> Amount:
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if printing.is_arraylike(leaf)]
+    return Amount(sum(math.prod(x.shape) for x in arrays), sum(map(printing.n_bytes, arrays)))
+
+
+def _is_fp8(x: Any) -> bool:
+    return isinstance(x, ScaledArray)
+
+
+def _size(amount: Amount) -> str:
+    return printing.byte_size(amount.bytes)

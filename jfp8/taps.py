@@ -1,0 +1,88 @@
+"""Taps: places in a program where somebody may look at values that pass.
+
+While a function is traced in the context `observing`, products show what they do to an `Observer`,
+which marks values by `tap`. A tap changes nothing: it is the identity, in any program. What it
+marks can be read out of a traced program (see `jfp8.debug`). Programs traced outside of the context
+have no taps in them.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jfp8.arrays import ScaledArray
+
+
+class Observer:
+    """What is shown of the products of a program; to be derived from. Hashable."""
+
+    def quantized(
+        self, role: str, kinds: str, quantizer: Any, x: jax.Array, q: ScaledArray
+    ) -> ScaledArray:
+        """Called with a tensor and what it became; what is returned is used.
+
+        Args:
+          role: ``"lhs"``, ``"rhs"`` or ``"grad"``; or a result, ``"y"``, ``"d_lhs"``, ``"d_rhs"``.
+          kinds: which products take it, such as ``"fprop+wgrad"``.
+          quantizer: what quantizes it, see `jfp8.quantizers.Quantizer`.
+          x: the tensor as its quantizer sees it.
+          q: what it became.
+        """
+        del role, kinds, quantizer, x
+        return q
+
+    def multiplied(
+        self, operation: Any, kind: str, first: Any, second: Any, extra: Any, y: jax.Array
+    ) -> jax.Array:
+        """Called with a product ``y``, what it is computed by, and of; what is returned is used."""
+        del operation, kind, first, second, extra
+        return y
+
+
+_context = jax.make_user_context(None)
+
+
+def observing(observer: Observer) -> AbstractContextManager[object]:
+    """A context in which `observer` is shown every product. Nothing traced before is reused."""
+    return _context(observer)
+
+
+def observer() -> Observer | None:
+    """Who observes, if anybody does."""
+    return _context.value
+
+
+def tap(x: jax.Array, *others: jax.Array, measure: Any, batched: int = 0) -> jax.Array:
+    """`x`, marked: whoever reads the program calls ``measure(x, *others)``.
+
+    Args:
+      x: what the program goes on with. A tap whose result nobody uses is dropped with it.
+      *others: what else there is to see.
+      measure: hashable.
+      batched: number of leading dimensions that ``vmap`` added.
+    """
+    return TAP.bind(x, *others, measure=measure, batched=batched)
+
+
+TAP = Primitive("jfp8_tap")
+TAP.def_impl(lambda x, *others, **static: x)
+TAP.def_abstract_eval(lambda x, *others, **static: x)
+mlir.register_lowering(TAP, lambda ctx, x, *others, **static: [x])
+
+
+def _batch(values: Any, dims: Any, *, measure: Any, batched: int) -> tuple[jax.Array, int]:
+    (size,) = {x.shape[d] for x, d in zip(values, dims, strict=True) if d is not None}
+    front = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(values, dims, strict=True)
+    ]
+    return tap(*front, measure=measure, batched=batched + 1), 0
+
+
+batching.primitive_batchers[TAP] = _batch

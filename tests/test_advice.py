@@ -1,0 +1,676 @@
+"""`debug.report` finds faults that were planted in real trainings, and nothing in good ones.
+
+The trainings predict the next byte of Python sources from the bytes before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sysconfig
+import time
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfp8
+from jfp8 import recipes
+from jfp8.debug import TensorStats, stats
+from jfp8.debug.advice import report
+from jfp8.debug.faults import Run
+
+CONTEXT = 32
+LARGE = 2.0**20
+
+
+@functools.cache
+def corpus() -> np.ndarray:
+    names = ("argparse", "ast", "inspect", "typing")
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return np.frombuffer(b"".join((folder / f"{n}.py").read_bytes() for n in names), np.uint8)
+
+
+def batches(n_steps, size=64):
+    """The bytes of a context as numbers around zero, and the byte that follows."""
+    draw, text = np.random.default_rng(0), corpus()
+    for _ in range(n_steps):
+        starts = draw.integers(0, len(text) - CONTEXT - 1, size)
+        windows = np.stack([text[i : i + CONTEXT + 1] for i in starts])
+        yield windows[:, :-1].astype(np.float32) / 64 - 1, windows[:, -1].astype(np.int32)
+
+
+class Net(nn.Module):
+    """Two layers in FP8, and logits that are not.
+
+    ``outliers`` multiplies two channels between the layers, and ``branch`` what the second layer
+    adds, and with it its gradient.
+    """
+
+    @nn.compact
+    def __call__(self, x, outliers=1.0, branch=1.0):
+        x = nn.gelu(nn.Dense(64, name="Dense_0")(x))
+        x = jnp.concatenate([x[:, :2] * outliers, x[:, 2:]], axis=1)
+        x = nn.LayerNorm()(x + branch * nn.Dense(64, name="Dense_1")(x))
+        return nn.Dense(256, name="logits")(x)
+
+
+class Between(Net):
+    """The same, with something between the layers that divides by zero if its input is large."""
+
+    @nn.compact
+    def __call__(self, x, outliers=1.0, branch=1.0):
+        x = nn.Dense(64, name="Dense_0")(x)
+        x = x / jnp.where(jnp.max(jnp.abs(x)) > 1000.0, 0.0, 1.0)
+        return nn.Dense(256, name="logits")(nn.Dense(64, name="Dense_1")(x))
+
+
+NET = Net()
+
+
+@functools.cache
+def training(net, recipe, exempt):
+    """The state before the first step, and a step with statistics."""
+    model = jfp8.convert(net, recipe, exempt=exempt)
+    x, _ = next(batches(1))
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    tx = jfp8.loss_scale(optax.adam(3e-3))
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+    def loss_fn(variables, batch):
+        logits = model.apply(variables, batch["x"], batch["outliers"], batch["branch"])
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+        return loss * batch["factor"], {}
+
+    def step(state, batch):
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)
+        return state.apply_gradients(grads), loss
+
+    return state, jax.jit(stats(step))
+
+
+def with_loss_scale(state, scale):
+    scale = jnp.float32(scale)
+    return state.replace(opt_state=state.opt_state._replace(loss_scale=scale))
+
+
+def train(
+    recipe,
+    n_steps=20,
+    *,
+    net=NET,
+    exempt=None,
+    loss_scale=2.0**15,
+    factor=1.0,
+    outliers=1.0,
+    branch=1.0,
+    data=lambda i, x: x,
+    after=lambda i, old, new: new,
+    every=1,
+):
+    """Statistics of a training.
+
+    Args:
+      factor, outliers, branch: what the loss and parts of `Net` are multiplied by.
+      data: may change the input of a step.
+      after: may change the state that a step returned.
+    """
+    state, step = training(net, recipe, exempt)
+    state = with_loss_scale(state, loss_scale)
+    knobs = {"factor": factor, "outliers": outliers, "branch": branch}
+    rows = []
+    for i, (x, y) in enumerate(batches(n_steps)):
+        batch = {"x": data(i, x), "y": y, **{k: np.float32(v) for k, v in knobs.items()}}
+        (new, _), seen = step(state, batch)
+        rows += seen.rows(step=i) if i % every == 0 else ()
+        state = after(i, state, new)
+    return rows
+
+
+def first(advice):
+    assert advice.findings, "nothing was found"
+    return advice.findings[0]
+
+
+def tensors(findings):
+    return {finding.tensor for finding in findings}
+
+
+# Trainings that go well
+
+TOOLKIT = recipes.Hybrid(quantize_outputs=False)  # gradients without a scale
+HEALTHY = {
+    "delayed": recipes.DelayedScaling(),
+    "current": recipes.Float8CurrentScaling(),
+    "rowwise": recipes.RowwiseScaling(),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(),
+    "hybrid": TOOLKIT,
+    "direct_e5m2": recipes.DirectE5M2(),
+}
+
+
+@pytest.mark.representative(2)
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_wrong_with_a_good_training(name):
+    rows = train(HEALTHY[name], 30)
+    advice = report(rows)
+    assert advice.findings == (), str(advice)
+    assert str(advice).startswith("Nothing is wrong (")
+    # Nor with its first step alone, nor with every tenth.
+    assert report([row for row in rows if row.step == 0]).findings == ()
+    assert report([row for row in rows if row.step % 10 == 0]).findings == ()
+
+
+class LanguageModel(nn.Module):
+    @nn.compact
+    def __call__(self, x, outliers=1.0, branch=1.0):
+        tokens = ((x + 1) * 64).astype(jnp.int32)
+        x = nn.Embed(256, 32)(tokens)
+        for _ in range(2):
+            h = nn.LayerNorm()(x)
+            mask = nn.make_causal_mask(tokens)
+            x = x + nn.MultiHeadDotProductAttention(2)(h, h, mask=mask)
+            x = x + nn.Dense(32)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
+        return nn.Dense(256)(nn.LayerNorm()(x[:, -1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8", "hybrid"])
+def test_nothing_is_wrong_with_a_good_language_model(name):
+    rows = train(HEALTHY[name], 60, net=LanguageModel())
+    assert report(rows).findings == (), str(report(rows))
+    assert len({row.name for row in rows}) >= 36
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_differ_a_lot_are_no_fault(seed):
+    """Delayed scaling that saturates single values in single steps, as it does in trainings."""
+    draw = np.random.default_rng(seed)
+    rows = train(HEALTHY["delayed"], 30, data=lambda i, x: x * 2 ** draw.normal(0, 0.3))
+    assert report(rows).findings == (), str(report(rows))
+
+
+# Outliers
+
+
+def test_an_activation_outlier():
+    rows = train(recipes.DelayedScaling(), outliers=LARGE)
+    finding = first(report(rows))
+    assert (finding.fault, finding.tensor) == ("outliers", "Dense_1 lhs")
+    assert "becomes zero" in finding.evidence
+    assert "MXFP8BlockScaling()" in finding.remedy
+    assert 'exempt=(*jfp8.EDGES, "Dense_1")' in finding.remedy
+    assert finding.severity == "error"
+
+
+def test_block_scales_remedy_an_outlier():
+    """What the advice is worth: with block scales far less is lost of that tensor."""
+    lost = lambda rows: max(r.underflow for r in rows if r.layer == "Dense_1" and r.tensor == "lhs")
+    of_one_scale = train(recipes.Float8CurrentScaling(), 3, outliers=LARGE)
+    of_blocks = train(recipes.MXFP8BlockScaling(), 3, outliers=LARGE)
+    assert lost(of_one_scale) > 0.8
+    # In fprop, where 2 of 64 channels are in one of two blocks of 32.
+    assert lost([r for r in of_blocks if "fprop" in r.products]) < 0.6
+
+
+# Gradients
+
+
+def test_a_dying_gradient_and_its_remedy():
+    """The loss is far too small for gradients without a scale; the advice mends it."""
+    recipe, small = recipes.DirectE5M2(), 2.0**-20
+    advice = report(train(recipe, 5, loss_scale=1.0, factor=small))
+    finding = first(advice)
+    assert finding.fault == "vanishing_gradient"
+    # The first in the backward pass, from which all others come.
+    assert finding.tensor == "Dense_1 grad"
+    assert finding.remedy.startswith("Raise the loss scale by a factor of 2^")
+    assert {f.fault for f in advice.findings} == {"vanishing_gradient"}
+
+    power = int(finding.remedy.partition("2^")[2].partition(" ")[0])
+    mended = train(recipe, 5, loss_scale=2.0**power, factor=small)
+    assert report(mended).findings == ()
+
+
+def test_a_branch_whose_gradient_dies():
+    """Layer scale: the gradient of one branch is tiny, that of the others is not."""
+    advice = report(train(TOOLKIT, 5, branch=2.0**-30))
+    finding = first(advice)
+    assert (finding.fault, finding.tensor) == ("vanishing_gradient", "Dense_1 grad")
+    assert finding.remedy.startswith("Use a recipe with scales for gradients")
+    assert tensors(advice.findings) == {"Dense_1 grad"}
+    mended = train(recipes.Float8CurrentScaling(), 5, branch=2.0**-30)
+    assert report(mended).findings == ()
+
+
+def test_a_loss_scale_that_is_too_large():
+    advice = report(train(TOOLKIT, 5, loss_scale=2.0**32))
+    finding = first(advice)
+    assert finding.fault == "saturated_gradient"
+    assert finding.tensor == "Dense_1 grad"
+    power = int(finding.remedy.removeprefix("Lower the loss scale by a factor of 2^").split()[0])
+    mended = train(TOOLKIT, 5, loss_scale=2.0 ** (32 - power - 1))
+    assert report(mended).findings == ()
+
+
+def test_activations_without_a_scale():
+    rows = train(recipes.Unscaled(), 5, data=lambda i, x: x * 2.0**12)
+    finding = next(f for f in report(rows).findings if f.tensor == "Dense_0 lhs")
+    assert finding.fault == "no_scale"
+    assert "DelayedScaling()" in finding.remedy
+
+
+# Histories
+
+
+def test_a_history_that_is_never_put_back():
+    """The state of the fifth step is used ever after, while the data grows."""
+
+    def keep_old(i, old, new):
+        return new if i < 5 else new.replace(fp8=old.fp8)
+
+    rows = train(recipes.DelayedScaling(), after=keep_old, data=lambda i, x: x * 1.3**i)
+    advice = report(rows)
+    finding = first(advice)
+    assert (finding.fault, finding.tensor) == ("stale_history", "Dense_0 lhs")
+    assert "the fp8 collection" in finding.remedy
+    assert "jfp8.TrainState" in finding.remedy
+    assert {f.fault for f in advice.findings} == {"stale_history"}
+    # All that move are named, and of each the steps in which its scale is the same.
+    assert {"Dense_1 lhs", "Dense_0 rhs", "Dense_1 grad"} <= tensors(advice.findings)
+    assert min(finding.steps) in (5, 6)
+    assert max(finding.steps) == 19
+
+
+def test_a_history_that_is_never_put_back_while_values_shrink():
+    """Nothing saturates: the scale outlives the history."""
+
+    def keep_old(i, old, new):
+        return new if i < 5 else new.replace(fp8=old.fp8)
+
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    rows = train(recipe, 24, every=2, after=keep_old, data=lambda i, x: x * 0.9**i)
+    stale = report(rows).of("stale_history")
+    assert "Dense_0 lhs" in tensors(stale)
+    assert {f.fault for f in report(rows).findings} == {"stale_history"}
+
+
+def test_an_empty_history():
+    """Nothing is ever put back: delayed scaling that works as current scaling."""
+    rows = train(
+        recipes.DelayedScaling(),
+        after=lambda i, old, new: new.replace(fp8=old.fp8),
+        data=lambda i, x: x * 1.1**i,
+    )
+    advice = report(rows)
+    assert {f.fault for f in advice.findings} == {"empty_history"}
+    assert {f.severity for f in advice.findings} == {"note"}
+    assert {"Dense_0 lhs", "Dense_1 lhs"} <= tensors(advice.findings)
+
+
+def test_a_history_that_forgets_too_soon():
+    """Every sixth batch is 16 times as large, and the history holds 3 steps."""
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    rows = train(recipe, 30, data=lambda i, x: x * (16.0 if i % 6 == 0 else 1.0))
+    advice = report(rows)
+    finding = first(advice)
+    assert (finding.fault, finding.tensor) == ("short_history", "Dense_0 lhs")
+    assert "raise amax_history_len" in finding.remedy
+    again = train(recipes.DelayedScaling(), 30, data=lambda i, x: x * (16.0 if i % 6 == 0 else 1.0))
+    assert "Dense_0 lhs" not in tensors(report(again).findings)
+
+
+def test_values_that_outgrow_their_history():
+    recipe = recipes.DelayedScaling()
+    rows = train(recipe, 20, data=lambda i, x: x * 3.0**i)
+    finding = next(f for f in report(rows).findings if f.tensor == "Dense_0 lhs")
+    assert finding.fault == "short_history"
+    assert "margin=2" in finding.remedy  # 3 is more than 1 bit
+
+
+def test_a_spike_that_stays_in_the_history():
+    """One batch is 2^20 times as large, and 16 steps pay for it."""
+    rows = train(recipes.DelayedScaling(), data=lambda i, x: x * (LARGE if i == 8 else 1.0))
+    finding = first(report(rows))
+    assert (finding.fault, finding.tensor) == ("long_history", "Dense_0 lhs")
+    assert "lower amax_history_len" in finding.remedy
+    assert set(finding.steps) == set(range(9, 20))
+
+
+# Not finite
+
+
+def test_an_inf_in_the_data():
+    def data(i, x):
+        x = x.copy()
+        if i == 7:
+            x[3, 5] = np.inf
+        return x
+
+    advice = report(train(recipes.DelayedScaling(), 12, data=data))
+    finding = first(advice)
+    assert (finding.fault, finding.tensor, finding.steps) == ("non_finite", "Dense_0 lhs", (7,))
+    assert "clean the data" in finding.remedy
+    assert "Later steps are finite again" in finding.evidence  # the step was skipped
+    assert len(advice.findings) == 1
+
+
+def test_a_weight_that_is_nan():
+    def broken(i, old, new):
+        if i != 3:
+            return new
+        params = jax.tree.map(jnp.copy, new.params)
+        params["Dense_1"]["kernel"] = params["Dense_1"]["kernel"].at[0, 0].set(jnp.nan)
+        return new.replace(params=params)
+
+    finding = first(report(train(recipes.DelayedScaling(), 8, after=broken)))
+    assert (finding.fault, finding.tensor, finding.steps) == ("non_finite", "Dense_1 rhs", (4,))
+    assert finding.remedy.startswith("The weight itself is not finite")
+
+
+def test_a_gradient_that_overflows():
+    finding = first(
+        report(train(recipes.Float8CurrentScaling(), 4, loss_scale=2.0**127, factor=1e3))
+    )
+    assert (finding.fault, finding.tensor) == ("non_finite", "Dense_1 grad")
+    assert "lower the loss scale" in finding.remedy
+    assert finding.severity == "error"
+
+
+def test_what_a_dynamic_loss_scale_does_is_a_note():
+    def grow(i, old, new):
+        return with_loss_scale(new, 2.0**15 if i != 10 else np.inf)
+
+    advice = report(train(recipes.Float8CurrentScaling(), 20, after=grow))
+    finding = first(advice)
+    assert (finding.fault, finding.severity, finding.steps) == ("non_finite", "note", (11,))
+    assert "nothing to do" in finding.remedy
+    assert len(advice.findings) == 1
+
+
+def test_a_division_between_two_layers():
+    rows = train(
+        recipes.Float8CurrentScaling(),
+        4,
+        net=Between(),
+        data=lambda i, x: x * (1e6 if i == 2 else 1.0),
+    )
+    finding = first(report(rows))
+    assert (finding.fault, finding.tensor) == ("non_finite", "Dense_1 lhs")
+    assert "what is computed between" in finding.remedy
+
+
+# The wrong layers
+
+
+class Images(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(16, (3, 3))(x))
+        x = nn.relu(nn.Conv(16, (3, 3))(x))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+def report_of(model, x):
+    return jfp8.report(model, jax.eval_shape(model.init, jax.random.key(0), x), x)
+
+
+IMAGES = np.random.default_rng(0).uniform(0, 1, (8, 12, 12, 3)).astype(np.float32)
+
+
+def test_edges_that_are_not_exempt():
+    model = jfp8.convert(Images(), recipes.DelayedScaling(), exempt=())
+    advice = report((), report_of(model, IMAGES))
+    assert [(f.fault, f.tensor) for f in advice.findings] == [
+        ("edge_in_fp8", "Conv_0"),
+        ("edge_in_fp8", "Dense_0"),
+    ]
+    assert "first convolution of an image model" in advice.findings[0].evidence
+    assert "logits" in advice.findings[1].evidence
+    assert "jfp8.EDGES" in advice.findings[0].remedy
+    good = jfp8.convert(Images(), recipes.DelayedScaling())
+    assert report((), report_of(good, IMAGES)).findings == ()
+
+
+def test_logits_in_fp8_with_their_statistics():
+    """What a training step with statistics knows of its products is enough."""
+    state, step = training(NET, recipes.DelayedScaling(), ())
+    x, y = next(batches(1))
+    one = np.float32(1)
+    batch = {"x": x, "y": y, "factor": one, "outliers": one, "branch": one}
+    _, seen = step(state, batch)
+    (finding,) = report(seen.rows(step=0), seen.products).findings
+    assert (finding.fault, finding.tensor) == ("edge_in_fp8", "logits")
+    assert "SQNR of" in finding.evidence
+
+
+def test_an_exempt_pattern_that_leaves_little():
+    x, _ = next(batches(1))
+    model = jfp8.convert(Net(), recipes.DelayedScaling(), exempt=("Dense_1", "logits"))
+    (finding,) = report((), report_of(model, x)).of("little_in_fp8")
+    assert finding.tensor == "logits"
+    assert "exempt='logits' exempts" in finding.evidence
+
+
+def test_a_pattern_for_everything():
+    x, _ = next(batches(1))
+    model = jfp8.convert(LanguageModel(), recipes.DelayedScaling(), exempt="*Dense*")
+    (finding,) = report((), report_of(model, x)).findings
+    assert finding.fault == "little_in_fp8"
+    assert "exempt='*Dense*'" in finding.evidence
+    assert "Dense_0" in finding.evidence
+
+
+def test_only_that_leaves_out_most():
+    x, _ = next(batches(1))
+    model = jfp8.convert(LanguageModel(), recipes.DelayedScaling(), only="Dense_1")
+    (finding,) = report((), report_of(model, x)).findings
+    assert finding.fault == "little_in_fp8"
+    assert "only='Dense_1' leaves out" in finding.evidence
+
+
+def test_small_models_whose_logits_are_most_of_them():
+    """What is exempt by default is no mistake, however much it is."""
+    x, _ = next(batches(1))
+    good = report_of(jfp8.convert(Net(), recipes.DelayedScaling()), x)
+    assert good.fp8_fraction < 0.5
+    assert report((), good).findings == ()
+
+
+# The rest, on statistics made up
+
+
+def row(**changed):
+    """A tensor with nothing wrong: values around 1 to 4 under their own scale."""
+    values = {
+        "step": 0,
+        "path": "layer",
+        "index": (),
+        "tensor": "lhs",
+        "products": "fprop+wgrad",
+        "recipe": "current",
+        "format": "E4M3FN",
+        "order": 0,
+        "count": 1000,
+        "amax": 4.0,
+        "scale_min": 4.0 / 448,
+        "scale_max": 4.0 / 448,
+        "underflow": 0.0,
+        "overflow": 0.0,
+        "nonfinite": 0.0,
+        "rms": 1.2,
+        "mse": 1e-3,
+        "sqnr": 31.0,
+        "headroom": 0.0,
+        "exponents": {-1: 300, 0: 400, 1: 300},
+    }
+    return TensorStats(**{**values, **changed})
+
+
+def test_made_up_rows_are_fine():
+    assert report([row(step=i, amax=4.0 + i, scale_max=1.0) for i in range(9)]).findings == ()
+
+
+@pytest.mark.parametrize(("times", "faults"), [(4, []), (5, ["short_history"])])
+def test_saturation_now_and_then_is_what_delayed_scaling_does(times, faults):
+    """In a tenth of 40 steps values are cut in half, and then in one more."""
+    rows = [
+        row(
+            step=i,
+            history=16,
+            amax=4.0 + i % 3,
+            scale_max=(3.0 + i) / 448,
+            headroom=-1.1 if i % 8 == 0 and i < 8 * times else 0.1,
+            overflow=1e-3,
+        )
+        for i in range(40)
+    ]
+    assert [f.fault for f in report(rows).findings] == faults
+
+
+@pytest.mark.parametrize(("lost", "faults"), [(0.09, []), (0.11, ["outliers"])])
+def test_a_tenth_of_the_elements_is_many(lost, faults):
+    spread = {1: 100 - round(100 * lost), -30: round(100 * lost)}
+    rows = [row(step=i, underflow=lost, exponents=spread) for i in range(5)]
+    assert [f.fault for f in report(rows).findings] == faults
+
+
+@pytest.mark.parametrize("scale", [2.0**-6, 2.0**-6 * 1.01])
+def test_a_power_of_two_serves_amaxes_that_differ(scale):
+    """A scale that stays for longer than the history: right if it is rounded, else stale."""
+    rows = [
+        row(step=i, history=16, amax=4.0 + i % 2, scale_min=scale, scale_max=scale, headroom=0.5)
+        for i in range(40)
+    ]
+    assert [f.fault for f in report(rows).findings] == ["stale_history"] * (scale != 2.0**-6)
+
+
+def test_one_tensor_that_repeats_itself():
+    """Data of bytes has the same amax again and again; weights and gradients do not."""
+    scale = 4.03 / 448
+    data = [
+        row(step=i, history=16, amax=4.0 if i % 9 else 4.03, scale_min=scale, scale_max=scale)
+        for i in range(40)
+    ]
+    others = [
+        row(step=i, history=16, path=path, amax=4.0 + i, scale_max=(4.1 + i) / 448, order=1)
+        for i in range(40)
+        for path in ("other", "third")
+    ]
+    assert report(data + others).findings == ()
+
+
+def test_noise_without_another_reason():
+    bad = [row(step=i, sqnr=8.0) for i in range(4)]
+    (finding,) = report([*bad, row(step=4)]).findings
+    assert (finding.fault, finding.tensor) == ("noise", "layer lhs")
+    assert "SQNR 8.0 dB" in finding.evidence
+    assert report([bad[0], *(row(step=i) for i in range(1, 5))]).findings == ()
+
+
+def test_gradients_that_e5m2_would_hold():
+    """1 of 4 elements is 2^-26 of the largest: beyond E4M3, within E5M2."""
+    spread = {1: 750, -24: 250}
+    bad = row(tensor="grad", underflow=0.25, exponents=spread, products="dgrad+wgrad")
+    (finding,) = report([bad]).findings
+    assert finding.fault == "outliers"
+    assert 'fp8_format="HYBRID"' in finding.remedy
+
+
+def test_outliers_under_fine_scales():
+    bad = row(underflow=0.25, exponents={1: 750, -24: 250}, scale_min=1e-4)
+    (finding,) = report([bad]).findings
+    assert finding.remedy.startswith("Its scales are fine-grained already: exempt the layer")
+
+
+def test_stacked_layers_are_told_apart():
+    rows = [
+        row(index=(i,), underflow=0.25 * (i == 2), exponents={1: 750, -24: 250}) for i in range(4)
+    ]
+    (finding,) = report(rows).findings
+    assert finding.tensor == "layer[2] lhs"
+
+
+def test_rows_without_steps():
+    rows = train(recipes.DelayedScaling(), 2, outliers=LARGE)
+    advice = report([dataclasses.replace(r, step=None) for r in rows if r.step == 1])
+    assert first(advice).tensor == "Dense_1 lhs"
+    assert first(advice).steps == ()
+    assert "step" not in str(advice)
+
+
+def test_a_step_that_is_not_finite_tells_nothing_else():
+    """Scales and losses of such a step mean nothing."""
+    inf = row(step=3, nonfinite=0.1, underflow=0.9, headroom=-9.0, exponents={1: 10, -30: 90})
+    other = row(step=3, path="other", order=1, underflow=0.9, exponents={1: 10, -30: 90})
+    good = [row(step=i, path=path, order=path == "other") for i in (0, 1, 2, 4) for path in PATHS]
+    (finding,) = report([inf, other, *good]).findings
+    assert (finding.fault, finding.tensor) == ("non_finite", "layer lhs")
+
+
+PATHS = ("layer", "other")
+
+
+def test_the_text():
+    bad = [
+        row(path=f"layer_{i}", order=i, underflow=0.6, exponents={1: 400, -24: 600})
+        for i in range(9)
+    ]
+    text = str(report(bad))
+    lines = text.splitlines()
+    assert lines[0] == "9 errors (9 tensors, steps 0 to 0)."
+    assert lines[2] == "error: layer_0 lhs (outliers)"
+    assert lines[3].startswith("  60 % of it becomes zero at step 0: its amax, 4, is 2^26 times")
+    assert lines[4].startswith("  -> Use block scales")
+    assert lines[-1] == ("  The same (outliers): layer_3 lhs, layer_4 lhs, layer_5 lhs and 3 more.")
+    assert text.count("->") == 3
+
+
+def test_html_says_the_same():
+    bad = row(path="<layer>", underflow=0.6, exponents={1: 400, -24: 600})
+    html = report([bad])._repr_html_()
+    assert "&lt;layer&gt; lhs (outliers)" in html
+    assert "1 error (1 tensor, steps 0 to 0)" in html
+    assert "Nothing is wrong" in report([row()])._repr_html_()
+
+
+def test_nothing_recorded():
+    assert str(report([])) == "No tensor in FP8 was recorded."
+
+
+@pytest.mark.parametrize("rows", [None, "log.jsonl", 3, [1, 2], [{"step": 0}]])
+def test_errors_say_what_to_pass(rows):
+    with pytest.raises(TypeError, match=r"rows of statistics.*jfp8\.debug\.read_jsonl\(path\)"):
+        report(rows)
+    with pytest.raises(TypeError, match=r"products must be what jfp8\.report"):
+        report([], products="model")
+
+
+def test_thousands_of_rows_take_no_time():
+    bad = {1: 400, **{-e: 6 for e in range(20, 120)}}
+    rows = [
+        row(step=s, path=f"layer_{i}", order=i, underflow=0.6 * (i % 2), exponents=bad)
+        for s in range(50)
+        for i in range(400)
+    ]
+    start = time.process_time()
+    advice = report(rows)
+    elapsed = time.process_time() - start
+    assert len(advice.findings) == 200
+    assert elapsed < 5.0  # 20,000 rows; about 0.5 s on one core
+
+
+def test_tensors_are_in_the_order_of_the_program():
+    rows = [row(step=s, path=p, order=o) for s in (1, 0) for p, o in (("b", 1), ("a", 0))]
+    run = Run.of(rows)
+    assert [[(r.path, r.step) for r in tensor] for tensor in run.tensors] == [
+        [("a", 0), ("a", 1)],
+        [("b", 0), ("b", 1)],
+    ]
+    assert not math.isnan(run.tensors[0][0].sqnr)

@@ -1,0 +1,257 @@
+"""`debug.compare`: errors of single products against ml_dtypes, and of whole models."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import jfp8
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+ALL = {"exempt": ()}
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def fake_quantized(x, dtype, axis=None):
+    """`x` through `dtype` and back, in float64, with a scale for the tensor, or along `axis`."""
+    x = np.asarray(x, np.float32)
+    amax = np.abs(x).max(axis, keepdims=True) if axis is not None else np.abs(x).max()
+    scale = amax / np.float32(float(ml_dtypes.finfo(dtype).max))
+    stored = (x * (np.float32(1) / scale)).astype(np.float32).astype(dtype)
+    return stored.astype(np.float64) * scale.astype(np.float64)
+
+
+def relative(x, reference):
+    return np.linalg.norm(x - reference) / np.linalg.norm(reference)
+
+
+class One(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(24, use_bias=False)(x)
+
+
+def test_errors_of_the_three_products_against_ml_dtypes():
+    """dx is not among them: nothing asks for the gradient by the model's input."""
+    x = normal((64, 48)) * np.logspace(-3, 0, 48, dtype=np.float32)
+    variables = One().init(jax.random.key(0), x)
+    w = np.asarray(variables["params"]["Dense_0"]["kernel"], np.float64)
+    found = jfp8.debug.compare(One(), "current", "rowwise", x, variables=variables, **ALL)
+    fprop, wgrad = found.products
+    assert (fprop.layer, fprop.product, wgrad.product) == ("Dense_0", "fprop", "wgrad")
+    y = x.astype(np.float64) @ w
+    dy = y / y.size
+    # Rounding of f32 sums, about 1e-6 of the result, in an error of 3e-2.
+    in_range = functools.partial(pytest.approx, rel=1e-3)
+
+    per_tensor = fake_quantized(x, E4M3) @ fake_quantized(w, E4M3)
+    assert fprop.a.total == in_range(relative(per_tensor, y))
+    assert fprop.a.cast == in_range(relative(per_tensor, y))
+    dw = fake_quantized(x, E4M3).T @ fake_quantized(dy, E5M2)
+    assert wgrad.a.total == in_range(relative(dw, x.T @ dy))
+    assert fprop.a.product < 2e-6
+    assert 0.005 < fprop.b.total < fprop.a.total * 1.5
+
+
+def test_rowwise_and_powers_of_two_against_ml_dtypes():
+    x = normal((32, 64))
+    x[3] *= 1000
+    variables = One().init(jax.random.key(0), x)
+    w = np.asarray(variables["params"]["Dense_0"]["kernel"])
+    recipe = jfp8.recipes.RowwiseScaling(scale_rounding=None)
+    found = jfp8.debug.compare(One(), recipe, "current", x, variables=variables, **ALL)
+    y = x.astype(np.float64) @ w
+    got = fake_quantized(x, E4M3, 1) @ fake_quantized(w, E4M3, 0)
+    assert found.products[0].a.total == pytest.approx(relative(got, y), rel=1e-3)
+
+
+def test_representable_operands_have_no_cast_error():
+    rng = np.random.default_rng(0)
+    x = rng.choice([0.0, 1, -2, 3, 448], (16, 32)).astype(np.float32)
+    w = rng.choice([0.0, 1, -1, 2, 448], (32, 24)).astype(np.float32)
+    x[0, 0] = w[0, 0] = 448
+    variables = {"params": {"Dense_0": {"kernel": jnp.asarray(w)}}}
+    found = jfp8.debug.compare(One(), "current", "unscaled", x, variables=variables, **ALL)
+    fprop = found.products[0]
+    for error in (fprop.a, fprop.b):
+        assert error.cast == 0
+        assert error.total < 1e-6
+
+
+@pytest.mark.slow
+def test_accumulation_is_an_error_of_the_product():
+    x = np.abs(normal((32, 4096)))
+    hopper = jfp8.recipes.Float8CurrentScaling(accumulation="hopper")
+    found = jfp8.debug.compare(One(), hopper, "current", x, **ALL)
+    fprop = found.products[0]
+    assert fprop.a.cast == fprop.b.cast
+    assert fprop.a.product > 100 * fprop.b.product
+    assert fprop.a.product > 1e-4
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(64)(x))
+        x = nn.relu(nn.Dense(64)(x))
+        return nn.Dense(10)(x)
+
+
+@pytest.mark.slow
+def test_errors_do_not_add_up_from_layer_to_layer():
+    x = normal((32, 16))
+    found = jfp8.debug.compare(Net(), "current", "mxfp8", x, **ALL)
+    assert [(p.layer, p.product) for p in found.products] == [
+        ("Dense_0", "fprop"),
+        ("Dense_1", "fprop"),
+        ("Dense_2", "fprop"),
+        ("Dense_2", "dgrad"),
+        ("Dense_2", "wgrad"),
+        ("Dense_1", "dgrad"),
+        ("Dense_1", "wgrad"),
+        ("Dense_0", "wgrad"),
+    ]
+    assert all(0.005 < p.a.total < 0.12 for p in found.products)
+    assert found.worst(1)[0] == max(found.products, key=lambda p: max(p.a.total, p.b.total))
+
+
+@pytest.mark.slow
+def test_losses_and_gradients_are_those_of_the_models_themselves():
+    x, labels = normal((32, 16)), np.arange(32) % 10
+    variables = Net().init(jax.random.key(3), x)
+    from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
+
+    loss_fn = lambda logits: cross_entropy(logits, labels).mean()
+    found = jfp8.debug.compare(
+        Net(), "current", "direct_e5m2", x, variables=variables, loss_fn=loss_fn
+    )
+
+    def gradient(model):
+        loss = lambda params: loss_fn(model.apply({"params": params}, x))
+        value, grads = jax.value_and_grad(loss)(variables["params"])
+        return float(value), {k: np.asarray(v["kernel"], np.float64) for k, v in grads.items()}
+
+    value, plain = gradient(Net())
+    value_a, grads_a = gradient(jfp8.convert(Net(), jfp8.recipes.get("current")))
+    value_b, grads_b = gradient(jfp8.convert(Net(), jfp8.recipes.get("direct_e5m2")))
+    assert (found.loss, found.loss_a, found.loss_b) == pytest.approx(
+        (value, value_a, value_b), rel=1e-5
+    )
+    kernels = [g for g in found.gradients if g.path.endswith("kernel")]
+    assert [g.path for g in kernels] == [f"Dense_{i}/kernel" for i in range(3)]
+    for g in kernels:
+        name = g.path.split("/")[0]
+        assert g.error_a == pytest.approx(relative(grads_a[name], plain[name]), rel=1e-2)
+        assert g.error_b == pytest.approx(relative(grads_b[name], plain[name]), rel=1e-2)
+        a, r = grads_a[name].ravel(), plain[name].ravel()
+        assert g.cosine_a == pytest.approx(a @ r / np.linalg.norm(a) / np.linalg.norm(r), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_same_recipe_twice():
+    found = jfp8.debug.compare(Net(), "delayed", "current", normal((8, 16)))
+    assert all(p.a == p.b for p in found.products)  # without a history, delayed is current
+    assert {p.layer for p in found.products} == {"Dense_0", "Dense_1"}  # logits stay
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("recipe", sorted({r.name for r in jfp8.recipes.RECIPES} - {"unscaled"}))
+def test_every_recipe_can_be_compared(recipe):
+    found = jfp8.debug.compare(Net(), recipe, "current", normal((4, 8, 16)))
+    for p in found.products:
+        assert 0 < p.a.total < 0.3, p
+        assert p.a.total <= (p.a.cast + p.a.product) * (1 + 1e-6)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.relu(nn.Dense(16)(x)), None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
+def test_stacked_layers_have_a_row_each(remat):
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            block = nn.remat(Block, prevent_cse=False) if remat else Block
+            scanned = nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=3)
+            return scanned(name="blocks")(x, None)[0]
+
+    found = jfp8.debug.compare(Stack(), "current", "mxfp8", normal((8, 16)), **ALL)
+    layers = [(p.layer, p.product) for p in found.products if p.product == "fprop"]
+    assert layers == [(f"blocks/Dense_0[{i}]", "fprop") for i in range(3)]
+    assert len({p.a.total for p in found.products}) == len(found.products) == 9
+
+
+@pytest.mark.slow
+def test_convolutions_and_mutable_collections():
+    class Conv(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            x = nn.Conv(8, (3, 3))(x)
+            x = nn.BatchNorm(use_running_average=not train)(x)
+            return nn.Dense(4)(nn.Conv(8, (3, 3))(x).mean((1, 2)))
+
+    found = jfp8.debug.compare(Conv(), "current", "hybrid", {"x": normal((2, 8, 8, 3))}, train=True)
+    assert {p.layer for p in found.products} == {"Conv_1"}
+    assert all(0 < p.a.total < 0.2 for p in found.products)
+
+
+@pytest.mark.slow
+def test_nnx_models():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(16, 32, rngs=rngs)
+            self.second = nnx.Linear(32, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(nnx.relu(self.first(x)))
+
+    model = Model(nnx.Rngs(0))
+    found = jfp8.debug.compare(model, "current", "nvfp4", normal((32, 16)))
+    assert [(p.layer, p.product) for p in found.products] == [
+        ("first", "fprop"),
+        ("first", "wgrad"),
+    ]
+    assert all(p.a.total < p.b.total for p in found.products)
+    assert found.gradients[0].path == "first/bias"
+
+
+def test_it_prints_and_shows_in_notebooks():
+    found = jfp8.debug.compare(Net(), "current", "mxfp8", normal((8, 16)))
+    text = str(found)
+    for part in ("a = Float8CurrentScaling()", "Dense_1", "wgrad", "Dense_2/kernel", "loss:"):
+        assert part in text
+        assert part in found._repr_html_()
+    assert f"{100 * found.products[0].a.total:.3g} %" in text
+
+
+def test_mistakes_are_explained():
+    x = normal((4, 8))
+    with pytest.raises(TypeError, match="Flax Linen or NNX module"):
+        jfp8.debug.compare(lambda x: x, "current", "mxfp8", x)
+    with pytest.raises(ValueError, match="mxfp8"):
+        jfp8.debug.compare(Net(), "currant", "mxfp8", x)
+    with pytest.raises(TypeError, match="'params' in it"):
+        jfp8.debug.compare(Net(), "current", "mxfp8", x, variables={"Dense_0": {}})
+    with pytest.raises(ValueError, match="No product of the model"):
+        jfp8.debug.compare(One(), "current", "mxfp8", x)
+
+
+def test_a_product_of_zeros_has_no_relative_error():
+    found = jfp8.debug.compare(One(), "current", "mxfp8", np.zeros((4, 8), np.float32), **ALL)
+    assert found.products[0].a.total == 0
+    assert all(math.isnan(g.cosine_a) for g in found.gradients)

@@ -1,0 +1,841 @@
+"""What is drawn is what numpy and ml_dtypes count; and the pictures can be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jfp8
+import jfp8.plot
+from jfp8.debug.records import TensorStats
+from jfp8.plot import style
+
+matplotlib = pytest.importorskip("matplotlib")
+
+from matplotlib import colors, image  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn
+E8M0 = ml_dtypes.float8_e8m0fnu
+
+
+def row(step=0, path="Dense_0", tensor="grad", **given):
+    """A row of statistics as `jfp8.debug.stats` gives, with some of its numbers as given."""
+    numbers = {
+        "index": (),
+        "products": "dgrad+wgrad" if tensor == "grad" else "fprop+wgrad",
+        "recipe": "delayed",
+        "format": "E4M3FN",
+        "order": 0,
+        "count": 64,
+        "amax": 1.0,
+        "scale_min": 2.0**-8,
+        "scale_max": 2.0**-8,
+        "underflow": 0.0,
+        "overflow": 0.0,
+        "nonfinite": 0.0,
+        "rms": 0.5,
+        "mse": 1e-6,
+        "sqnr": 28.0,
+        "headroom": 0.8,
+        "exponents": {-1: 48, 0: 16},
+    }
+    return TensorStats(step=step, path=path, tensor=tensor, **(numbers | given))
+
+
+MATRIX = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+
+PICTURES = {
+    "number_line": lambda ax=None: jfp8.plot.number_line(jfp8.E4M3FN, jfp8.E5M2, ax=ax),
+    "histogram": lambda ax=None: jfp8.plot.histogram(MATRIX, jfp8.E4M3FN, ax=ax),
+    "amax_history": lambda ax=None: jfp8.plot.amax_history([row(), row(10)], ax=ax),
+    "heat_map": lambda ax=None: jfp8.plot.heat_map([row(), row(10)], ax=ax),
+    "loss_curves": lambda ax=None: jfp8.plot.loss_curves({"f32": [3.0, 2.0]}, ax=ax),
+    "block_scales": lambda ax=None: jfp8.plot.block_scales(jfp8.quantize(MATRIX), ax=ax),
+}
+each_picture = pytest.mark.parametrize("name", PICTURES)
+
+
+def legend(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+# What all pictures have in common
+
+
+def test_every_function_is_listed():
+    assert sorted(PICTURES) == jfp8.plot.__all__
+
+
+@each_picture
+def test_axes_say_what_they_show(name):
+    ax = PICTURES[name]()
+    assert ax.get_xlabel()
+    assert ax.get_ylabel() or [label.get_text() for label in ax.get_yticklabels()]
+
+
+@each_picture
+def test_jupyter_shows_the_axes_as_a_picture(name):
+    ax = PICTURES[name]()
+    pixels = image.imread(io.BytesIO(ax._repr_png_()))
+    height, width, _ = pixels.shape
+    assert 150 < height < 1200
+    assert 300 < width <= 750  # 7 inches and a margin
+    luminance = pixels[..., :3] @ [0.2126, 0.7152, 0.0722]
+    assert luminance.max() > 0.99  # paper
+    assert luminance.min() < 0.1  # letters
+
+
+@each_picture
+def test_nothing_is_left_behind(name):
+    import matplotlib.pyplot as plt
+
+    before = dict(matplotlib.rcParams)
+    ax = PICTURES[name]()
+    ax._repr_png_()
+    assert plt.get_fignums() == []
+    assert dict(matplotlib.rcParams) == before
+
+
+@each_picture
+def test_draws_on_the_axes_it_is_given(name):
+    left, right = Figure(layout="constrained").subplots(1, 2)
+    assert PICTURES[name](ax=left) is left
+    assert left.has_data()
+    assert not right.has_data()
+
+
+def test_importing_jfp8_plot_does_not_import_matplotlib():
+    code = "import sys, jfp8.plot; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'jfp8\[viz\]'"):
+        jfp8.plot.number_line(jfp8.E4M3FN)
+
+
+def luminance(colour):
+    """CIE lightness, 0 for black and 100 for white: what a grey printer keeps of a colour."""
+    rgb = np.array(colors.to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    y = linear @ [0.2126, 0.7152, 0.0722]
+    return 116 * np.cbrt(y) - 16 if y > (6 / 29) ** 3 else (29 / 3) ** 3 * y
+
+
+def test_lines_differ_in_print():
+    lines = [style.line(i) for i in range(36)]
+    assert len({(each["color"], str(each["linestyle"])) for each in lines}) == 36
+    assert len({str(each["linestyle"]) for each in lines[:6]}) == 6
+    lightness = [luminance(each["color"]) for each in lines[:6]]
+    # 10 of 100 steps of grey between neighbours, which lie on each other most often.
+    assert np.all(np.abs(np.diff(lightness)) > 10)
+    assert max(lightness) < 75  # seen on paper
+
+
+@pytest.mark.parametrize(
+    ("fraction", "text"),
+    [
+        (0.0, "0 %"),
+        (1.0, "100 %"),
+        (0.12345, "12.3 %"),
+        (0.00123, "0.12 %"),
+        (2**-16, "0.0015 %"),
+        (3e-6, "0.0003 %"),
+        (1e-9, "< 0.0001 %"),
+    ],
+)
+def test_percent(fraction, text):
+    assert style.percent(fraction) == text
+
+
+# number_line
+
+
+def finite_values(dtype):
+    values = np.arange(2 ** jnp.finfo(dtype).bits, dtype=np.uint8).view(dtype).astype(np.float64)
+    return np.unique(values[np.isfinite(values)] + 0.0)
+
+
+def e3m4_values():
+    """As ml_dtypes' float8_e3m4, whose largest exponent is kept for Inf and NaN; Intel's is not."""
+    below = finite_values(ml_dtypes.float8_e3m4)
+    above = 16.0 + np.arange(15)  # 30 is the largest, the next code is NaN
+    return np.concatenate([-above[::-1], below, above])
+
+
+VALUES = {
+    jfp8.E4M3FN: finite_values(E4M3),
+    jfp8.E5M2: finite_values(E5M2),
+    jfp8.E2M1FN: finite_values(E2M1),
+    jfp8.E3M4: e3m4_values(),
+    jfp8.E8M0FNU: finite_values(E8M0),
+}
+
+
+def strokes(ax, i):
+    """Positions and half heights of the strokes of row i."""
+    segments = np.array(ax.collections[i].get_segments())
+    np.testing.assert_array_equal(segments[:, 0, 0], segments[:, 1, 0])
+    np.testing.assert_allclose(segments[..., 1].mean(axis=1), i)
+    return segments[:, 0, 0], np.ptp(segments[..., 1], axis=1) / 2
+
+
+def test_number_line_has_every_positive_value():
+    ax = jfp8.plot.number_line(*VALUES)
+    assert [label.get_text() for label in ax.get_yticklabels()] == [fmt.name for fmt in VALUES]
+    assert ax.get_xscale() == "log"
+    for i, values in enumerate(VALUES.values()):
+        np.testing.assert_array_equal(strokes(ax, i)[0], values[values > 0])
+
+
+@pytest.mark.parametrize("limit", [0.25, 8, 1e6])
+def test_number_line_has_every_value_within_a_limit(limit):
+    ax = jfp8.plot.number_line(*VALUES, limit=limit)
+    assert ax.get_xscale() == "linear"
+    for i, values in enumerate(VALUES.values()):
+        np.testing.assert_array_equal(strokes(ax, i)[0], values[np.abs(values) <= limit])
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_number_line_draws_subnormals_half_as_high(limit):
+    positions, half = strokes(jfp8.plot.number_line(jfp8.E4M3FN, limit=limit), 0)
+    normal = (np.abs(positions) >= float(ml_dtypes.finfo(E4M3).smallest_normal)) | (positions == 0)
+    assert (~normal).sum() == (7 if limit is None else 14)
+    np.testing.assert_allclose(half[normal], 2 * half[~normal][0])
+    np.testing.assert_allclose(half[~normal], half[~normal][0])
+
+
+def test_number_line_refuses():
+    with pytest.raises(ValueError, match=r"number_line\(jfp8.E4M3FN, jfp8.E5M2\)"):
+        jfp8.plot.number_line()
+    with pytest.raises(TypeError, match="jfp8.E4M3FN, jfp8.E5M2"):
+        jfp8.plot.number_line("E4M3FN")
+    with pytest.raises(ValueError, match="limit=-1: must be a positive"):
+        jfp8.plot.number_line(jfp8.E4M3FN, limit=-1)
+
+
+# histogram
+
+
+def bars(ax):
+    """{exponent: height}, of bars that are as wide as their power of two."""
+    for bar in ax.patches:
+        if isinstance(bar, matplotlib.patches.Rectangle) and bar.get_facecolor()[3] == 1:
+            assert bar.get_width() == bar.get_x()
+    return {int(np.log2(bar.get_x())): bar.get_height() for bar in ax.containers[0]}
+
+
+def spans(ax):
+    """The ends of all hatched and grey stretches, with their labels."""
+    bars = set(ax.containers[0].patches)
+    stretches = [patch for patch in ax.patches if patch not in bars]
+    ends = [(p.get_x(), p.get_x() + p.get_width()) for p in stretches]
+    return {p.get_label(): end for p, end in zip(stretches, ends, strict=True)}
+
+
+def span(ax, word):
+    (found,) = (end for label, end in spans(ax).items() if word in label)
+    return found
+
+
+def skewed(shape, dtype=np.float32):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=shape) * np.exp(3 * rng.normal(size=shape))
+    return np.clip(x, -60000, 60000).astype(dtype)  # float16 ends at 65504
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_histogram_counts_powers_of_two(dtype):
+    x = skewed((40, 50), dtype)
+    x[:3] = 0
+    counted = np.abs(x.astype(np.float64))
+    expected = {}
+    for value in counted[counted > 0]:
+        e = int(np.floor(np.log2(value)))
+        expected[e] = expected.get(e, 0) + 100 / x.size
+    ax = jfp8.plot.histogram(jnp.asarray(x))
+    drawn = bars(ax)
+    assert drawn.keys() == expected.keys()
+    np.testing.assert_allclose(
+        [drawn[e] for e in sorted(drawn)], [expected[e] for e in sorted(expected)], rtol=1e-12
+    )
+    assert "zeros: 7.5 %" in legend(ax)
+    assert ax.get_xscale() == "log"
+
+
+def test_histogram_of_f32_subnormals_is_that_of_the_statistics():
+    x = np.array([2.0**-126, 2.0**-127, 2.0**-149, 1.0], np.float32)
+    assert bars(jfp8.plot.histogram(x)) == {-126: 25.0, -127: 50.0, 0: 25.0}
+
+
+@pytest.mark.parametrize("exponent", [-12, -3, 0])
+@pytest.mark.parametrize(("fmt", "dtype"), [(jfp8.E4M3FN, E4M3), (jfp8.E5M2, E5M2)])
+def test_histogram_says_what_is_lost(fmt, dtype, exponent):
+    # A power of two, by which ml_dtypes sees exactly what the format would.
+    scale = 2.0**exponent
+    largest, smallest = float(ml_dtypes.finfo(dtype).max), fmt.smallest_subnormal
+    ties = np.float32([largest * 1.01, smallest / 2, smallest / 1.99, largest])
+    ends = np.float32([464, 61440, np.nextafter(464, 500), np.nextafter(61440, 60000)])
+    x = np.concatenate([skewed(1000) * 2.0**-6, ties * scale, ends * scale]).astype(np.float32)
+    data = (x / scale).astype(dtype)  # beyond the largest value: NaN in E4M3FN, Inf in E5M2
+    underflow, overflow = np.mean(data == 0), np.mean(~np.isfinite(data.astype(np.float32)))
+    assert overflow > 0
+    ax = jfp8.plot.histogram(x, fmt, scale)
+    assert f"underflow, becomes 0: {style.percent(underflow)}" in legend(ax)
+    assert f"overflow, saturates: {style.percent(overflow)}" in legend(ax)
+
+
+def test_histogram_shades_what_is_lost():
+    scale = 2.0**-4
+    ax = jfp8.plot.histogram(np.float32([1.0, 2.0]), jfp8.E4M3FN, scale)
+    rounded = lambda x: float(np.float32(x / scale).astype(E4M3))
+    low = span(ax, "underflow")[1]
+    assert rounded(low) == 0
+    assert rounded(np.nextafter(np.float32(low), np.float32(1))) > 0
+    high = span(ax, "overflow")[0]
+    assert rounded(high) == 448
+    assert np.isnan(rounded(np.nextafter(np.float32(high), np.float32(1e3))))
+    smallest_normal = float(ml_dtypes.finfo(E4M3).smallest_normal)
+    assert span(ax, "subnormal") == (low, smallest_normal * scale)
+    left, right = ax.get_xlim()
+    assert span(ax, "underflow")[0] <= left < low
+    assert high < right <= span(ax, "overflow")[1]
+
+
+def test_histogram_of_four_bits():
+    x = np.float32([0.25, 0.26, 6.0, 6.9, 7.0, 7.1, 1.0, 1.0])
+    # To nearest even: 7 lies between 6 (odd mantissa) and what would be 8 (even).
+    ax = jfp8.plot.histogram(x, jfp8.E2M1FN, 1.0)
+    assert legend(ax)[1:3] == ["underflow, becomes 0: 12.5 %", "overflow, saturates: 25.0 %"]
+
+
+def test_histogram_takes_the_scale_that_quantize_takes():
+    x = skewed(1000)
+    ax = jfp8.plot.histogram(x, jfp8.E4M3FN)
+    scale = np.abs(x).max() / 448
+    np.testing.assert_allclose(span(ax, "overflow")[0], 464 * scale, rtol=1e-6)
+    zeros = np.mean(np.asarray(jfp8.quantize(x).dequantize()) == 0)
+    assert 0.02 < zeros < 0.98
+    assert f"underflow, becomes 0: {style.percent(zeros)}" in legend(ax)
+    assert "overflow, saturates: 0 %" in legend(ax)
+
+
+def test_histogram_marks_the_largest_magnitude():
+    x = np.concatenate([np.full(10**6, 0.5, np.float32), np.float32([-3000.0])])
+    (line,) = (line for line in jfp8.plot.histogram(x).lines if line.get_label() == "amax")
+    assert set(line.get_xdata()) == {3000.0}
+
+
+def test_histogram_of_nan_and_inf():
+    x = np.float32([np.nan, np.inf, -np.inf, 1.0, 1e9, 0.0, 0.0, 0.0])
+    ax = jfp8.plot.histogram(x, jfp8.E4M3FN, 1.0)
+    assert bars(ax) == {0: 12.5, 29: 12.5}
+    assert legend(ax)[1:] == [
+        "underflow, becomes 0: 0 %",
+        "overflow, saturates: 12.5 %",
+        "subnormal, fewer bits",
+        "zeros: 37.5 %",
+        "NaN or Inf: 37.5 %",
+    ]
+
+
+@pytest.mark.parametrize("fmt", [None, jfp8.E5M2])
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_histogram_of_nothing_but_zeros_or_nan(fmt, value):
+    ax = jfp8.plot.histogram(np.full(8, value, np.float32), fmt)
+    assert legend(ax)[-1] == ("zeros: 100 %" if value == 0 else "NaN or Inf: 100 %")
+    assert ax._repr_png_()
+
+
+def test_histogram_of_a_row():
+    exponents = {-30: 2, -5: 10, 0: 4}
+    given = {"exponents": exponents, "underflow": 0.125, "overflow": 0.25, "nonfinite": 0.5}
+    ax = jfp8.plot.histogram(row(format="E5M2", amax=1.5, **given))
+    assert bars(ax) == {-30: 12.5, -5: 62.5, 0: 25.0}
+    assert legend(ax) == [
+        "amax",
+        "underflow, becomes 0: 12.5 %",
+        "overflow, saturates: 25.0 %",
+        "subnormal, fewer bits",
+        "NaN or Inf: 50.0 %",
+    ]
+    assert span(ax, "underflow")[1] == 2.0**-8 * 2.0**-17
+    assert "not zero" in ax.get_ylabel()
+
+
+def test_histogram_of_a_row_with_many_scales():
+    ax = jfp8.plot.histogram(row(format="E4M3FN", scale_min=2.0**-10, scale_max=2.0**-4))
+    assert span(ax, "underflow")[1] == 2.0**-10 * 2.0**-10
+    assert span(ax, "overflow")[0] == 2.0**-4 * 464
+    assert span(ax, "some blocks") == (2.0**-10 * 2.0**-10, 2.0**-4 * 2.0**-10)
+
+
+def test_histogram_of_a_row_of_zeros():
+    ax = jfp8.plot.histogram(row(exponents={}, amax=0.0, sqnr=np.nan, headroom=np.inf))
+    assert len(ax.containers[0]) == 0
+    assert ax._repr_png_()
+
+
+def test_histogram_refuses():
+    x = np.ones(3, np.float32)
+    with pytest.raises(ValueError, match=r"shape \(0, 4\), and with it no elements"):
+        jfp8.plot.histogram(np.zeros((0, 4), np.float32))
+    with pytest.raises(ValueError, match=r"histogram\(x, jfp8.E4M3FN, scale=2.0\)"):
+        jfp8.plot.histogram(x, scale=2.0)
+    for scale in (0.0, -1.0, np.inf, np.nan):
+        with pytest.raises(ValueError, match="must be a positive, finite number"):
+            jfp8.plot.histogram(x, jfp8.E4M3FN, scale)
+    with pytest.raises(TypeError, match="holds scales, not data"):
+        jfp8.plot.histogram(x, jfp8.E8M0FNU)
+    with pytest.raises(TypeError, match="one of jfp8.E4M3FN"):
+        jfp8.plot.histogram(x, "E4M3FN")
+    with pytest.raises(TypeError, match="dtype int32"):
+        jfp8.plot.histogram(np.ones(3, np.int32))
+    with pytest.raises(ValueError, match="brings its format and its scales"):
+        jfp8.plot.histogram(row(), jfp8.E4M3FN)
+    with pytest.raises(ValueError, match="no format called 'mine'. Formats: E4M3FN"):
+        jfp8.plot.histogram(row(format="mine"))
+
+
+# amax_history
+
+
+def labelled(ax, word):
+    (line,) = (line for line in ax.lines if word in line.get_label())
+    return np.array(line.get_xdata(), np.float64), np.array(line.get_ydata(), np.float64)
+
+
+def test_amax_history_of_arrays():
+    amax, scale = np.array([1.0, 5.0, 2.0, 464.0, 465.0]), np.array([0.01, 0.01, 0.02, 1.0, 1.0])
+    ax = jfp8.plot.amax_history(jnp.asarray(amax), scale, jfp8.E4M3FN, steps=[0, 10, 20, 30, 40])
+    np.testing.assert_array_equal(labelled(ax, "amax"), [[0, 10, 20, 30, 40], amax])
+    np.testing.assert_array_equal(labelled(ax, "limit of")[1], [4.48, 4.48, 8.96, 448, 448])
+    np.testing.assert_array_equal(labelled(ax, "saturates"), [[10, 40], [5.0, 465.0]])
+    assert legend(ax)[2] == "saturates: 2 of 5 steps"
+    assert ax.get_yscale() == "log"
+
+
+@pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2])
+def test_amax_history_of_current_scaling_never_saturates(fmt):
+    amax = np.exp(np.random.default_rng(5).normal(size=500)).astype(np.float32)
+    scale = amax / np.float32(fmt.max)  # rounded: times fmt.max it may be below amax
+    ax = jfp8.plot.amax_history(amax, scale, fmt)
+    assert legend(ax) == ["amax", f"scale · {fmt.max:g}, limit of {fmt.name}"]
+
+
+def test_amax_history_marks_zeros_and_nonfinite():
+    ax = jfp8.plot.amax_history([1.0, 0.0, np.inf, np.nan, 2.0], 1.0, jfp8.E5M2)
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), [1.0, np.nan, np.nan, np.nan, 2.0])
+    assert list(labelled(ax, "amax is 0")[0]) == [1]
+    assert list(labelled(ax, "NaN or Inf")[0]) == [2, 3]
+    assert "saturates" not in "".join(legend(ax))
+    assert ax._repr_png_()
+
+
+@pytest.mark.parametrize("spread", [1.05, 1.5, 4.0, 2.0**10, 2.0**40])
+@pytest.mark.parametrize("size", [1e-7, 0.9, 3e4])
+def test_amax_history_has_several_numbers_on_its_axis(size, spread):
+    ax = jfp8.plot.amax_history([size, size * spread])
+    ax.figure.draw_without_rendering()
+    low, high = ax.get_ylim()
+    shown = [tick for tick in ax.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+    assert 2 <= len(shown) <= 14
+    assert all(tick.label1.get_text() for tick in shown)
+
+
+def test_amax_history_of_nothing_finite():
+    ax = jfp8.plot.amax_history([0.0, np.nan])
+    assert list(labelled(ax, "NaN or Inf")[0]) == [1]
+    assert ax._repr_png_()
+
+
+def test_amax_history_of_rows():
+    rows = [row(20, amax=4.0, overflow=0.5), row(0, amax=1.0), row(10, amax=2.0, nonfinite=0.25)]
+    rows += [row(10, "Dense_1", amax=99.0), row(20, amax=8.0, overflow=0.25)]  # a resumed run
+    ax = jfp8.plot.amax_history(rows, name="Dense_0 grad")
+    steps, amax = ax.lines[0].get_data()
+    assert (list(steps), list(amax)) == ([0, 10, 20], [1.0, 2.0, 8.0])
+    np.testing.assert_array_equal(labelled(ax, "limit of")[1], 448 * 2.0**-8)
+    assert list(labelled(ax, "saturates")[0]) == [20]
+    assert list(labelled(ax, "NaN or Inf")[0]) == [10]
+    assert ax.get_legend().get_title().get_text() == "Dense_0 grad"
+    assert not ax.collections  # no band: there is one scale
+
+
+def test_amax_history_of_scales_by_block():
+    ax = jfp8.plot.amax_history([row(0, scale_min=0.5, scale_max=2.0), row(1, scale_max=4.0)])
+    np.testing.assert_array_equal(labelled(ax, "limit of")[1], [2.0 * 448, 4.0 * 448])
+    heights = ax.collections[0].get_paths()[0].vertices[:, 1]
+    assert {0.5 * 448, 2.0 * 448, 4.0 * 448, 448 * 2.0**-8} <= set(heights)
+
+
+def test_amax_history_refuses():
+    rows = [row(0), row(0, "Dense_1")]
+    with pytest.raises(ValueError, match=r"'Dense_0 grad', 'Dense_1 grad'. Choose one of them: "):
+        jfp8.plot.amax_history(rows)
+    with pytest.raises(ValueError, match="asked for 'Dense_2 grad', but the rows are of"):
+        jfp8.plot.amax_history(rows, name="Dense_2 grad")
+    with pytest.raises(ValueError, match="bring their scale and fmt"):
+        jfp8.plot.amax_history(rows, 1.0, jfp8.E5M2)
+    with pytest.raises(TypeError, match="got a float among them"):
+        jfp8.plot.amax_history([row(0), 1.0])
+    with pytest.raises(ValueError, match="say their step and some do not"):
+        jfp8.plot.amax_history([row(0), row(None)])
+    for empty in ([], np.zeros((2, 3))):
+        with pytest.raises(ValueError, match="one number for each step"):
+            jfp8.plot.amax_history(empty)
+    with pytest.raises(ValueError, match="needs both"):
+        jfp8.plot.amax_history([1.0], 1.0)
+    with pytest.raises(ValueError, match="elements that are not positive"):
+        jfp8.plot.amax_history([1.0, 2.0], [1.0, 0.0], jfp8.E5M2)
+    with pytest.raises(ValueError, match=r"shape \(2,\), but scale \(3,\)"):
+        jfp8.plot.amax_history([1.0, 2.0], [1.0, 2.0, 3.0], jfp8.E5M2)
+    with pytest.raises(ValueError, match=r"shape \(2,\), but steps \(1,\)"):
+        jfp8.plot.amax_history([1.0, 2.0], steps=[1])
+    with pytest.raises(ValueError, match="chooses among rows"):
+        jfp8.plot.amax_history([1.0, 2.0], name="Dense_0 grad")
+
+
+# heat_map
+
+
+def mapped(ax):
+    return ax.collections[0].get_array()
+
+
+def labels_of(ax):
+    return [label.get_text() for label in ax.get_yticklabels()]
+
+
+def test_heat_map_has_a_row_for_each_layer_and_a_column_for_each_step():
+    rows = [
+        row(step, path, order=order, underflow=underflow)
+        for step, path, order, underflow in [
+            (20, "late", 5, 0.5),
+            (0, "early", 1, 0.25),
+            (10, "early", 1, 0.125),
+            (0, "late", 5, 0.0),
+            (20, "early", 1, 1e-7),
+        ]
+    ]
+    rows.append(row(0, "early", "lhs", underflow=0.75))  # another tensor
+    ax = jfp8.plot.heat_map(rows)
+    assert labels_of(ax) == ["early", "late"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "10", "20"]
+    assert mapped(ax).tolist() == [[25.0, 12.5, 0.001], [0.0, None, 50.0]]
+    assert ax.get_ylim() == (2, 0)  # downwards
+    assert "underflow of grad" in ax.figure.axes[1].get_ylabel()
+
+
+@pytest.mark.parametrize("value", ["underflow", "overflow", "nonfinite"])
+def test_heat_map_of_fractions_is_white_at_zero_and_darker_with_more(value):
+    fractions = [0.0, 1e-8, 1e-4, 1e-3, 0.01, 0.1, 1.0]
+    ax = jfp8.plot.heat_map([row(i, **{value: f}) for i, f in enumerate(fractions)], value)
+    mesh = ax.collections[0]
+    shades = mesh.cmap(mesh.norm(mapped(ax)))[0]
+    lightness = [luminance(shade[:3]) for shade in shades]
+    assert lightness[0] == pytest.approx(100)
+    assert lightness[1] < 95
+    # Between two powers of ten there are 10 steps of grey, of 100.
+    assert np.all(np.diff(lightness[2:]) < -10)
+    decades = mesh.norm(np.array([1e-3, 1e-2, 0.1, 1, 10, 100]))
+    np.testing.assert_allclose(decades, np.linspace(0, 1, 6), atol=1e-12)
+
+
+def test_heat_map_is_dark_where_the_sqnr_is_low():
+    rows = [row(i, sqnr=sqnr) for i, sqnr in enumerate([-3.0, 0.0, 20.0, 40.0, np.inf])]
+    ax = jfp8.plot.heat_map(rows, "sqnr")
+    mesh = ax.collections[0]
+    lightness = [luminance(s[:3]) for s in mesh.cmap(mesh.norm(mapped(ax)))[0]]
+    assert lightness[0] <= lightness[1] < lightness[2] - 10 < lightness[3] - 20
+    assert lightness[4] == lightness[3]
+    assert mapped(ax)[0, 2] == 20.0
+    assert not np.ma.is_masked(mapped(ax))
+
+
+def test_heat_map_leaves_nan_out():
+    ax = jfp8.plot.heat_map([row(0, headroom=np.nan), row(1, headroom=3.0)], "headroom")
+    assert mapped(ax).tolist() == [[None, 3.0]]
+    assert ax.patch.get_hatch()
+    for value in ("underflow", "amax"):
+        ax = jfp8.plot.heat_map([row(0, **{value: np.nan}), row(1, **{value: 0.0})], value)
+        assert mapped(ax).tolist() == [[None, 0.0]]
+        assert ax._repr_png_()
+
+
+def test_heat_map_of_amax_spans_its_decades():
+    ax = jfp8.plot.heat_map([row(0, amax=0.02), row(1, amax=300.0), row(2, amax=0.0)], "amax")
+    assert ax.collections[0].get_clim() == (0.01, 1000.0)
+    ticks = [label.get_text() for label in ax.figure.axes[1].get_yticklabels()]
+    assert ticks == ["0.01", "0.1", "1", "10", "100", "1000"]
+
+
+def test_heat_map_of_several_tensors_and_products():
+    rows = [
+        row(0, "a", "lhs", order=0),
+        row(0, "a", "grad", order=1, products="dgrad"),
+        row(0, "a", "grad", order=2, products="wgrad"),
+    ]
+    assert labels_of(jfp8.plot.heat_map(rows, tensor=None)) == [
+        "a lhs",
+        "a grad (dgrad)",
+        "a grad (wgrad)",
+    ]
+    assert labels_of(jfp8.plot.heat_map(rows, tensor="grad")) == ["a (dgrad)", "a (wgrad)"]
+
+
+def test_heat_map_of_stacked_layers():
+    rows = [row(0, "model/blocks/mlp", index=(i,), order=7, sqnr=float(i)) for i in range(3)]
+    ax = jfp8.plot.heat_map(rows, "sqnr")
+    assert labels_of(ax) == ["mlp[0]", "mlp[1]", "mlp[2]"]  # without what they have in common
+    assert mapped(ax).tolist() == [[0.0], [1.0], [2.0]]
+
+
+def test_heat_map_counts_the_last_of_several_rows_for_a_step():
+    ax = jfp8.plot.heat_map([row(0, sqnr=1.0), row(0, sqnr=2.0)], "sqnr")
+    assert mapped(ax).tolist() == [[2.0]]
+
+
+def many_rows(layers=100, steps=3):
+    for step in range(steps):
+        for i in range(layers):
+            path = f"transformer/decoder/blocks_{i // 4}/self_attention/query_key_value_{i % 4}"
+            yield row(10 * step, path, order=i, underflow=i / layers)
+
+
+@pytest.mark.parametrize("layers", [3, 32, 33, 64, 65, 100, 400])
+def test_heat_map_labels_do_not_touch(layers):
+    ax = jfp8.plot.heat_map(list(many_rows(layers)))
+    figure = ax.figure
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in ax.get_yticklabels()]
+    assert layers / 8 <= len(boxes) <= 64
+    for upper, lower in zip(boxes, boxes[1:]):
+        assert upper.y0 >= lower.y1
+    page = figure.bbox
+    assert all(box.x0 >= page.x0 for box in boxes)
+    assert page.height / figure.dpi <= 11
+    height = boxes[0].height / figure.dpi * 72
+    assert height >= 6  # points
+    wide = ax.get_window_extent().width
+    assert wide > page.width / 4  # what is left for the map
+    assert mapped(ax).shape == (layers, 3)
+
+
+def test_heat_map_shortens_long_names_in_the_middle():
+    labels = labels_of(jfp8.plot.heat_map(list(many_rows(8))))
+    assert len(set(labels)) == 8
+    assert max(map(len, labels)) <= 34
+    assert all(label.startswith("blocks_") for label in labels)
+    assert labels[3].endswith("query_key_value_3")
+
+
+@pytest.mark.parametrize("last", [5, 19, 200, 10**6])
+@pytest.mark.parametrize("count", [2, 11, 57, 200])
+def test_heat_map_steps_do_not_touch(count, last):
+    steps = [last + 10 * i for i in range(count)]
+    ax = jfp8.plot.heat_map([row(step) for step in steps])
+    ax.figure.draw_without_rendering()
+    ticks = ax.get_xticklabels()
+    for tick in ticks:
+        assert steps[int(tick.get_position()[0])] == int(tick.get_text())
+    boxes = [tick.get_window_extent() for tick in ticks]
+    assert len(boxes) >= 2
+    for left, right in zip(boxes, boxes[1:]):
+        assert left.x1 + 2 < right.x0
+
+
+@pytest.mark.parametrize(("value", "worst"), [("underflow", "max"), ("sqnr", "min")])
+def test_heat_map_of_many_steps_shows_the_worst(value, worst):
+    rng = np.random.default_rng(2)
+    numbers = rng.uniform(0.01, 0.02, size=503)
+    numbers[77] = {"max": 0.9, "min": 0.001}[worst]  # one step must not be lost
+    ax = jfp8.plot.heat_map([row(i, **{value: float(n)}) for i, n in enumerate(numbers)], value)
+    parts = [numbers[i : i + 3] for i in range(0, 503, 3)]
+    expected = np.array([getattr(part, worst)() for part in parts])
+    drawn = mapped(ax)[0] / (100 if value == "underflow" else 1)
+    np.testing.assert_allclose(drawn, expected, rtol=1e-12)
+    assert ax.get_xlabel() == "step (a column: the worst of 3)"
+
+
+def test_heat_map_refuses():
+    with pytest.raises(ValueError, match=r"heat_map got no rows. Recorder.rows is empty until"):
+        jfp8.plot.heat_map([])
+    with pytest.raises(TypeError, match=r"got a dict among them. Rows come from Stats.rows\(\)"):
+        jfp8.plot.heat_map([{"step": 0}])
+    with pytest.raises(ValueError, match="value='loss': rows of statistics have amax, scale_min"):
+        jfp8.plot.heat_map([row()], "loss")
+    with pytest.raises(ValueError, match="tensor='lhs': the rows are of 'grad'"):
+        jfp8.plot.heat_map([row()], tensor="lhs")
+    with pytest.raises(ValueError, match="say their step and some do not"):
+        jfp8.plot.heat_map([row(0), row(None)])
+
+
+def test_heat_map_of_a_step_without_a_number():
+    assert mapped(jfp8.plot.heat_map([row(None, sqnr=5.0)], "sqnr")).tolist() == [[5.0]]
+
+
+# loss_curves
+
+
+def test_loss_curves_are_means_within_the_range_of_the_seeds():
+    rng = np.random.default_rng(3)
+    runs = {"float32": rng.normal(5, 1, (3, 40)), "FP8": rng.normal(4, 1, 40)}
+    ax = jfp8.plot.loss_curves(runs, steps=10 * np.arange(40))
+    mean, single = ax.lines
+    np.testing.assert_array_equal(mean.get_xdata(), 10 * np.arange(40))
+    np.testing.assert_allclose(mean.get_ydata(), runs["float32"].sum(axis=0) / 3, rtol=1e-12)
+    np.testing.assert_array_equal(single.get_ydata(), runs["FP8"])
+    (band,) = ax.collections  # one seed has none
+    path = band.get_paths()[0].vertices
+    for step in range(40):
+        ends = path[path[:, 0] == 10 * step][:, 1]
+        seeds = sorted(runs["float32"][:, step])
+        np.testing.assert_allclose([ends.min(), ends.max()], [seeds[0], seeds[-1]], rtol=1e-12)
+    assert legend(ax) == ["float32", "FP8"]
+    assert mean.get_linestyle() != single.get_linestyle()
+
+
+def test_loss_curves_average_over_a_window():
+    losses = np.array([[6.0, 3.0, 0.0, 9.0], [0.0, 0.0, 3.0, 0.0]])
+    ax = jfp8.plot.loss_curves({"a": losses}, window=3)
+    assert ax.lines[0].get_xdata().tolist() == [2, 3]
+    assert ax.lines[0].get_ydata().tolist() == [2.0, 2.5]  # of 3 and 1, of 4 and 1
+    assert ax.get_ylabel() == "loss, mean of 3 steps"
+
+
+def test_loss_curves_say_what_diverged():
+    losses = np.array([[4.0, 3.0, 2.0, 1.0], [5.0, 4.0, np.nan, np.nan]])
+    dead = [np.inf] * 4
+    ax = jfp8.plot.loss_curves({"a": losses, "b": losses[1], "dead": dead})
+    assert legend(ax) == [
+        "a (1 of 2 not finite)",
+        "b (1 of 1 not finite)",
+        "dead (1 of 1 not finite)",
+    ]
+    a, a_mark, b, b_mark, c = ax.lines
+    assert a.get_ydata().tolist() == [4.5, 3.5, 2.0, 1.0]
+    np.testing.assert_array_equal(b.get_ydata(), [5.0, 4.0, np.nan, np.nan])
+    np.testing.assert_array_equal(c.get_ydata(), [np.nan] * 4)
+    for mark in (a_mark, b_mark):
+        assert mark.get_xydata().tolist() == [[1.0, 4.0]]
+    assert ax._repr_png_()
+
+
+def test_loss_curves_go_on_with_the_next_style():
+    ax = jfp8.plot.loss_curves({"a": [1.0, 2.0]})
+    jfp8.plot.loss_curves({"b": [1.0, 2.0, 3.0]}, ax=ax)
+    assert ax.lines[0].get_color() != ax.lines[1].get_color()
+
+
+def test_loss_curves_refuse():
+    with pytest.raises(ValueError, match="got no runs. Pass a dict"):
+        jfp8.plot.loss_curves({})
+    with pytest.raises(ValueError, match=r"not empty; got \{'a': \(1, 0\)\}"):
+        jfp8.plot.loss_curves({"a": []})
+    with pytest.raises(ValueError, match="different numbers of steps"):
+        jfp8.plot.loss_curves({"a": [1.0], "b": [1.0, 2.0]})
+    with pytest.raises(ValueError, match=r"2 steps, but steps has the shape \(1,\)"):
+        jfp8.plot.loss_curves({"a": [1.0, 2.0]}, steps=[1])
+    for window in (0, 3):
+        with pytest.raises(ValueError, match="must be from 1 to 2"):
+            jfp8.plot.loss_curves({"a": [1.0, 2.0]}, window=window)
+
+
+# block_scales
+
+
+def corners(ax):
+    """The borders of the columns and of the rows of the map."""
+    coordinates = ax.collections[0].get_coordinates()
+    return coordinates[0, :, 0].tolist(), coordinates[:, 0, 1].tolist()
+
+
+def test_block_scales_are_those_of_the_blocks():
+    x = np.random.default_rng(4).normal(size=(4, 96)).astype(np.float32)
+    x[1, 40] = 1000.0
+    q = jfp8.quantize(x, granularity=jfp8.Block((1, 32)), scale_rounding="rceil")
+    ax = jfp8.plot.block_scales(q)
+    amax = np.abs(x).reshape(4, 3, 32).max(axis=2)
+    np.testing.assert_array_equal(mapped(ax), np.ceil(np.log2(amax / 448)))
+    assert corners(ax) == ([0, 32, 64, 96], [0, 1, 2, 3, 4])
+    assert ax.get_ylim() == (4, 0)
+    assert ax.get_xlabel() == "column (blocks of 1 × 32)"
+    assert ax.figure.axes[1].get_ylabel() == "log2(scale)"
+
+
+@pytest.mark.parametrize("height", [1.5, 2.2, 3.6, 8.0])
+def test_block_scales_names_whole_powers_of_two(height):
+    x = MATRIX * np.ldexp(np.float32(1), -3 * np.arange(8))[:, None]
+    figure = Figure((4, height), layout="constrained")
+    jfp8.plot.block_scales(jfp8.quantize(x, granularity=jfp8.PerAxis(0)), ax=figure.subplots())
+    figure.draw_without_rendering()
+    ticks = figure.axes[1].get_yticks()
+    assert len(ticks) > 2
+    assert all(tick == round(tick) for tick in ticks)
+
+
+def test_block_scales_of_blocks_cut_short():
+    q = jfp8.quantize(MATRIX[:, :50], granularity=jfp8.Block((3, 16)))
+    ax = jfp8.plot.block_scales(q)
+    assert corners(ax) == ([0, 16, 32, 48, 50], [0, 3, 6, 8])
+    ends = [
+        (r, c) for r in ((0, 3), (3, 6), (6, 8)) for c in ((0, 16), (16, 32), (32, 48), (48, 50))
+    ]
+    amax = [np.abs(MATRIX[r[0] : r[1], c[0] : c[1]]).max() for r, c in ends]
+    np.testing.assert_allclose(mapped(ax).ravel(), np.log2(np.array(amax) / 448), rtol=1e-6)
+
+
+@pytest.mark.parametrize("granularity", [jfp8.PerTensor(), jfp8.PerAxis(0), jfp8.PerAxis(1)])
+def test_block_scales_of_other_granularities(granularity):
+    ax = jfp8.plot.block_scales(jfp8.quantize(MATRIX, granularity=granularity))
+    axis = {jfp8.PerAxis(0): 1, jfp8.PerAxis(1): 0}.get(granularity)
+    amax = np.abs(MATRIX).max(axis=axis, keepdims=True)
+    np.testing.assert_allclose(mapped(ax), np.log2(amax / 448), rtol=1e-6)
+    assert corners(ax)[0][-1] == 64
+    assert corners(ax)[1][-1] == 8
+
+
+def test_block_scales_of_two_levels():
+    recipe = jfp8.recipes.NVFP4BlockScaling()
+    context = jfp8.quantizers.Context(contracting=(1,), amax=jnp.max(jnp.abs(MATRIX)))
+    quantizer = dataclasses.replace(recipe.products().fprop.lhs, rounding="nearest_even")
+    q = quantizer(jnp.asarray(MATRIX), context)
+    ax = jfp8.plot.block_scales(q)
+    assert q.scale.data.dtype == E4M3
+    # Every block's largest element is stored as 6, or beside it as its scale was rounded.
+    amax = np.abs(MATRIX).reshape(8, 4, 16).max(axis=2)
+    np.testing.assert_allclose(2.0 ** mapped(ax), amax / 6, rtol=1 / 15)
+
+
+def test_block_scales_hatch_blocks_of_nan():
+    x = MATRIX.copy()
+    x[0, 5] = np.nan
+    ax = jfp8.plot.block_scales(jfp8.quantize(x, granularity=jfp8.Block((8, 16))))
+    assert np.ma.getmaskarray(mapped(ax)).tolist() == [[True, False, False, False]]
+    assert ax.patch.get_hatch()
+    assert ax._repr_png_()
+
+
+def test_block_scales_refuse():
+    with pytest.raises(TypeError, match=r"takes a ScaledArray, got ndarray. Make one: jfp8.quant"):
+        jfp8.plot.block_scales(MATRIX)
+    with pytest.raises(ValueError, match=r"q has the shape \(2, 3, 4\). Quantize a matrix"):
+        jfp8.plot.block_scales(jfp8.quantize(jnp.ones((2, 3, 4))))
+    with pytest.raises(ValueError, match=r"q has the shape \(0, 4\)"):
+        jfp8.plot.block_scales(jfp8.quantize(jnp.ones((0, 4))))
+
+
+def test_block_scales_takes_arrays_on_a_device_as_they_are():
+    q = jax.device_put(jfp8.quantize(MATRIX), jax.devices()[-1])
+    assert mapped(jfp8.plot.block_scales(q)).shape == (1, 1)

@@ -1,0 +1,111 @@
+"""`debug.Recorder`: which steps are sampled, what they return, and what is written."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfp8
+
+
+def setup():
+    model = nn.Sequential([jfp8.Dense(16), nn.relu, jfp8.Dense(4)])
+    variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
+    tx = optax.adam(1e-2)
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+    def step(state, x):
+        loss_fn = lambda variables, x: (jnp.mean(model.apply(variables, x) ** 2), {})
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
+        return state.apply_gradients(grads), loss
+
+    rng = np.random.default_rng(0)
+    return state, step, [rng.normal(size=(4, 8)).astype(np.float32) for _ in range(7)]
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_samples_every_so_many_steps_and_changes_nothing(compiled, tmp_path):
+    state, step, batches = setup()
+    path = tmp_path / "stats.jsonl"
+    given = jax.jit(step) if compiled else step
+    record = jfp8.debug.Recorder(given, every=3, jsonl=path)
+    plain = jax.jit(step)
+    expected, losses = state, []
+    for x in batches:
+        expected, loss = plain(expected, x)
+        state, recorded = record(state, x)
+        losses.append((float(loss), float(recorded)))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert all(a == b for a, b in losses)
+
+    assert sorted({row.step for row in record.rows}) == [0, 3, 6]
+    first = [row for row in record.rows if row.path == "layers_0" and row.tensor == "lhs"]
+    assert [row.amax for row in first] == [np.abs(batches[i]).max() for i in (0, 3, 6)]
+    assert jfp8.debug.read_jsonl(path) == tuple(record.rows)
+    assert record.step == 7
+    assert record.products.fp8_fraction == 1
+
+
+def test_steps_that_are_not_sampled_run_the_given_program():
+    state, step, batches = setup()
+    calls = []
+
+    def counted(state, x):
+        calls.append(None)
+        return step(state, x)
+
+    record = jfp8.debug.Recorder(jax.jit(counted), every=2)
+    for x in batches:
+        state, _ = record(state, x)
+    assert len(calls) == 2  # traced once with statistics, and once without
+
+
+def test_no_step_waits_for_the_host():
+    """What a sample measures is fetched when the next one has been started, or is asked for."""
+    state, step, batches = setup()
+    record = jfp8.debug.Recorder(step, every=1)
+    with jax.transfer_guard_device_to_host("disallow_explicit"):
+        record(state, jnp.asarray(batches[0]))
+    assert {row.step for row in record.rows} == {0}
+
+
+def test_nnx_steps():
+    model = jfp8.nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        loss, grads = jfp8.nnx.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2))(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    record = jfp8.debug.Recorder(step, every=2)
+    x = setup()[2][0]
+    losses = [float(record(model, optimizer, x)) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] * 0.99
+    assert [(row.step, row.tensor) for row in record.rows if row.tensor == "rhs"] == [
+        (0, "rhs"),
+        (2, "rhs"),
+    ]
+
+
+def test_resumed_and_bounded():
+    state, step, batches = setup()
+    record = jfp8.debug.Recorder(step, every=2, start=5, keep=2)
+    for x in batches:
+        state, _ = record(state, x)
+    assert sorted({row.step for row in record.rows}) == [8, 10]
+
+
+@pytest.mark.parametrize("name", ["every", "keep"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "10"])
+def test_mistakes_are_explained(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got {value!r}"):
+        jfp8.debug.Recorder(lambda x: x, **{name: value})

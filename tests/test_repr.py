@@ -1,0 +1,358 @@
+"""What prints: short, true, and never an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import jfp8
+from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, Block, PerAxis, ScaledArray, recipes
+from jfp8.optim.storage import ExpandedArray, HalfArray
+from jfp8.quantizers import Context, Rowwise, TwoLevel
+from jfp8.recipes import DelayedScaling, Product, RowwiseScaling
+from jfp8.rotations import Hadamard
+from jfp8.scaling import amax
+
+# 448 = 7 * 64 is the largest value of e4m3fn: the scale is exactly 1/64, and so are the values.
+X = jnp.array([[-3.5, 1.0], [0.5, 7.0]])
+
+
+# Scaled arrays
+
+
+def test_one_scale():
+    assert repr(jfp8.quantize(X)) == "ScaledArray(E4M3FN[2,2], scale 0.01562, values -3.5 to 7)"
+
+
+def test_a_scale_for_each_row():
+    q = jfp8.quantize(X, granularity=PerAxis(0))
+    assert repr(q) == (
+        "ScaledArray(E4M3FN[2,2], scales f32[2,1] for [1,2] each, 0.007812 to 0.01562, "
+        "values -3.5 to 7)"
+    )
+
+
+def test_blocks_cut_short():
+    x = jnp.concatenate([jnp.full((3, 32), 448.0), jnp.full((3, 5), 224.0)], axis=1)
+    q = jfp8.quantize(x, granularity=Block((2, 32)), scale_rounding="rceil")
+    assert repr(q) == (
+        "ScaledArray(E4M3FN[3,37], scales E8M0FNU[2,2] for [2,32] each, 0.5 to 1, "
+        "values 224 to 448)"
+    )
+
+
+def test_two_levels_of_scales():
+    x = jnp.tile(jnp.array([6.0, 3.0]), 16)[None]
+    q = TwoLevel(E2M1FN, (16, 1))(x, Context((1,), amax(x)))
+    assert repr(q) == (
+        "ScaledArray(E2M1FN[1,32], scales E4M3FN[1,2] for [1,16] each, all 1, values 3 to 6)"
+    )
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2, E3M4], ids=lambda fmt: fmt.name)
+def test_values_are_those_of_dequantize(fmt):
+    codes = np.arange(256, dtype=np.uint8)
+    data = jnp.asarray(codes if fmt is E3M4 else codes.view(fmt.dtype))
+    q = ScaledArray(data, jnp.float32(2.0))
+    values = np.asarray(q.dequantize())
+    finite = values[np.isfinite(values)]
+    text = repr(q)
+    assert text.startswith(f"ScaledArray({fmt.name}[256], scale 2, values ")
+    if fmt is not E5M2:  # which has Inf
+        low, high = map(float, re.search(r"values (\S+) to (\S+) and", text).groups())
+        assert (low, high) == (finite.min(), finite.max())
+    assert text.endswith(f"and {np.isnan(values).sum()} NaN)")
+
+
+def test_nan_and_inf_are_counted():
+    x = X.at[0, 1].set(jnp.nan).at[1, 0].set(jnp.inf)
+    assert repr(jfp8.quantize(x)).endswith("values -3.5 to 7 and 2 NaN)")
+    assert repr(jfp8.quantize(jnp.full((3,), jnp.nan))).endswith("values all NaN)")
+
+
+def test_empty_array_and_carrier():
+    assert repr(jfp8.quantize(jnp.zeros((0, 3)))) == "ScaledArray(E4M3FN[0,3], scale 1)"
+    carried = dataclasses.replace(jfp8.quantize(X), carrier=jnp.zeros((2, 2), jnp.bfloat16))
+    assert repr(carried).endswith("values -3.5 to 7, carrier bf16[2,2])")
+
+
+def test_tracers_and_shapes():
+    seen = []
+    jax.jit(lambda q: seen.append(repr(q)))(jfp8.quantize(X))
+    jax.vmap(lambda x: seen.append(repr(jfp8.quantize(x))))(X)
+    assert seen == ["ScaledArray(E4M3FN[2,2], scale f32[])", "ScaledArray(E4M3FN[2], scale f32[])"]
+    assert repr(jax.eval_shape(lambda: jfp8.quantize(X))) == seen[0]
+    blocks = jax.eval_shape(lambda: jfp8.quantize(X, granularity=Block((1, 2))))
+    assert repr(blocks) == "ScaledArray(E4M3FN[2,2], scales f32[2,1] for [1,2] each)"
+
+
+def test_nothing_is_traced():
+    q = jfp8.quantize(X)
+
+    def traced(x):
+        assert "values -3.5 to 7" in repr(q)
+        return x
+
+    assert not jax.make_jaxpr(traced)(1.0).jaxpr.eqns
+
+
+@pytest.mark.parametrize(
+    ("leaf", "expected"),
+    [
+        (lambda x: np.asarray(x), "ScaledArray(E4M3FN[2,2], scale 0.01562, values -3.5 to 7)"),
+        (lambda x: None, "ScaledArray(None, scale None)"),
+        (lambda x: object(), "ScaledArray(object, scale object)"),
+        (lambda x: PartitionSpec(), f"ScaledArray({PartitionSpec.__name__}, scale P"),
+        (lambda x: "data", "ScaledArray(str, scale str)"),
+        (lambda x: 0, "ScaledArray(0, scale 0)"),
+        (lambda x: True, "ScaledArray(True, scale True)"),
+    ],
+)
+def test_any_leaves(leaf, expected):
+    assert repr(jax.tree.map(leaf, jfp8.quantize(X))).startswith(expected)
+
+
+def test_shapes_that_do_not_belong_together():
+    stacked = jax.vmap(jfp8.quantize)(jnp.stack([X, 2 * X]))
+    assert repr(stacked) == "ScaledArray(E4M3FN[2,2,2], scales f32[2], 0.01562 to 0.03125)"
+
+
+def test_deleted_arrays():
+    q = jfp8.quantize(X)
+    q.data.delete()
+    assert repr(q) == "ScaledArray(E4M3FN[2,2], scale 0.01562)"
+
+
+def test_large_arrays_are_not_read():
+    q = ScaledArray(jnp.zeros((1 << 20, 2), ml_dtypes.float8_e4m3fn), jnp.float32(1))
+    assert repr(q) == "ScaledArray(E4M3FN[1048576,2], scale 1)"
+
+
+def test_in_other_trees():
+    q = jfp8.quantize(X)
+    assert repr({"kernel": q}) == f"{{'kernel': {q!r}}}"
+    assert repr(q) in repr(nnx.Param(q))
+    assert "ScaledArray" in repr(jax.tree.structure(q))
+
+
+# Recipes and quantizers
+
+NAMES = {
+    **vars(jfp8.quantizers),
+    **vars(recipes),
+    **{fmt.name: fmt for fmt in (E2M1FN, E3M4, E4M3FN, E5M2)},
+    "jfp8": jfp8,
+    "Hadamard": Hadamard,
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DelayedScaling()",
+        "DelayedScaling(amax_history_len=32)",
+        "RowwiseScaling(accumulation='hopper', fast_accumulation=())",
+        "Hybrid(fused=('*/logits',))",
+        "Current(E4M3FN)",
+        "Current(E5M2, scale_rounding='power_of_two')",
+        "Delayed(E5M2, rounding='toward_zero', margin=1, length=4)",
+        "Unit(E3M4)",
+        "Rowwise(E4M3FN)",
+        "Blockwise(E4M3FN, block_size=(128, 128))",
+        "TwoLevel(E2M1FN, rounding='stochastic', block_size=(16, 1), scale_fmt=E5M2)",
+        "Hadamard()",
+        "PerOperand(fprop=Product(lhs=Current(E4M3FN), rhs=Current(E4M3FN)), "
+        "dgrad=Product(lhs=Current(E5M2), rhs=None), "
+        "wgrad=Product(lhs=None, rhs=None))",
+    ],
+)
+def test_repr_is_the_call_that_makes_it(text):
+    assert repr(eval(text, dict(NAMES))) == text
+
+
+@pytest.mark.parametrize("cls", recipes.RECIPES)
+def test_recipes_print_without_their_defaults(cls):
+    assert repr(cls()) == f"{cls.__name__}()"
+    assert eval(f"jfp8.recipes.{cls()!r}", dict(NAMES)) == cls()
+
+
+def test_every_field_of_a_recipe_is_told_apart():
+    changed = DelayedScaling(
+        margin=1,
+        fp8_format="E4M3",
+        amax_history_len=2,
+        amax_compute_algo="most_recent",
+        scale_rounding="power_of_two",
+        accumulation="hopper",
+        fast_accumulation=("fprop",),
+    )
+    assert eval(repr(changed), dict(NAMES)) == changed
+    for field in dataclasses.fields(DelayedScaling):
+        assert f"{field.name}={getattr(changed, field.name)!r}" in repr(changed)
+
+
+def test_recipes_of_ones_own():
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Mine(RowwiseScaling):
+        blocks: list = dataclasses.field(default_factory=list)
+
+    assert repr(Mine()) == "Mine()"
+    assert repr(Mine(blocks=[1], high_precision_wgrad=True)) == (
+        "Mine(high_precision_wgrad=True, blocks=[1])"
+    )
+
+
+def test_storages():
+    assert repr(jfp8.optim.Blocks(transform="expand")) == "Blocks(transform='expand')"
+    assert repr(jfp8.optim.Float()) == "Float()"
+    assert repr(jfp8.optim.Float(jnp.bfloat16)) == "Float(dtype='bfloat16')"
+    assert eval(repr(jfp8.optim.Float(jnp.bfloat16)), vars(jfp8.optim)) == jfp8.optim.Float(
+        jnp.bfloat16
+    )
+
+
+def test_errors_quote_what_can_be_typed():
+    with pytest.raises(ValueError, match=re.escape("output=Rowwise(E4M3FN): ")) as error:
+        Product(None, None, output=Rowwise(E4M3FN))
+    assert "Format(" not in str(error.value)
+
+
+# States
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(jfp8.Dense(64)(x))
+        return jfp8.Dense(3)(x)
+
+
+INPUT = jnp.ones((4, 128))
+TX = jfp8.loss_scale(optax.chain(optax.clip_by_global_norm(1.0), jfp8.optim.adamw(1e-3)))
+
+
+def new_state(tx=TX, **changed):
+    model = Model()
+    variables = {**model.init(jax.random.key(0), INPUT), **changed}
+    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+
+def one_step(state, seen=None):
+    def loss_fn(variables, batch):
+        y, mutated = state.apply_fn(variables, batch, mutable=["batch_stats"])
+        return jnp.sum(y**2), mutated
+
+    _, grads = jfp8.value_and_grad(loss_fn)(state, INPUT)
+    if seen is not None:
+        seen += [repr(state), repr(grads)]
+    return state.apply_gradients(grads), grads
+
+
+# Counted by hand: 128*64 + 64 + 2*64 + 64*3 + 3 parameters. The optimizer's state: the kernel of
+# 128 rows of 64, in FP8 with a scale for each row (first moment), or an amax and a power in bf16
+# (second moment); the 387 others twice in f32; two counts; and a loss scale of 13 bytes.
+STATE = """\
+TrainState(
+  step=0,
+  params=(8,579 parameters in 6 arrays, 34.3 kB),
+  fp8=(2 products with amax histories of 16 steps),
+  opt_state=(LossScaleState(StoredState(ScaleByAdamState)): 21 arrays, 20.5 kB; loss scale 32768),
+  collections=(batch_stats: 2 arrays, 512 B),
+)"""
+
+
+def test_train_state():
+    assert repr(new_state()) == STATE
+    bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(new_state().opt_state))
+    assert bytes_ == 2 * (8192 + 128 * 4) + 2 * 387 * 4 + 2 * 4 + 13 == 20_525
+
+
+def test_train_state_after_a_step_and_inside_of_one():
+    seen = []
+    state, grads = jax.jit(lambda state: one_step(state, seen))(new_state())
+    assert repr(state) == STATE.replace("step=0", "step=1")
+    assert seen[0] == STATE.replace("step=0", "step=i32[]").replace("32768", "f32[]")
+    assert repr(grads) == seen[1]
+    assert repr(grads) == (
+        "Gradients(params=(6 arrays, 34.3 kB), fp8_sink=(2 arrays, 49.2 kB), "
+        "collections=(batch_stats: 2 arrays, 512 B))"
+    )
+
+
+def test_train_state_of_fp8_parameters():
+    params = jfp8.quantize_params(new_state().params)
+    text = repr(new_state(optax.sgd(0.1), params=params))
+    # One byte for each of 8192 + 192 weights, two scales, and the 195 others in f32.
+    assert "params=(8,579 parameters in 8 arrays, 9.17 kB, 2 arrays in FP8)" in text
+    assert "opt_state=(empty)" in text
+
+
+def test_stacked_layers_count_each():
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.scan(
+                lambda layer, x, _: (layer(x), None),
+                variable_axes={"params": 0, "fp8": 0, "fp8_sink": 0},
+                split_rngs={"params": True},
+                length=5,
+            )(jfp8.Dense(8), x, None)[0]
+
+    model = Scanned()
+    variables = model.init(jax.random.key(0), jnp.ones((2, 8)))
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
+    assert "fp8=(5 products with amax histories of 16 steps)" in repr(state)
+
+
+@pytest.mark.parametrize(
+    "leaf", [lambda x: None, lambda x: object(), lambda x: PartitionSpec(), lambda x: "x"]
+)
+def test_states_of_anything(leaf):
+    state, grads = one_step(new_state())
+    for tree in (state, grads, state.opt_state):
+        text = repr(jax.tree.map(leaf, tree))
+        assert text.startswith(type(tree).__name__)
+        assert len(text) < 700
+
+
+def test_two_loss_scales_print():
+    tx = optax.chain(jfp8.loss_scale(), jfp8.loss_scale(init_scale=2.0))
+    state = new_state()
+    assert "loss scale 32768; loss scale 2)" in repr(state.replace(opt_state=tx.init({})))
+
+
+def test_optimizer_states_print_no_walls():
+    params = {"w": jnp.ones((64, 128))}
+    assert repr(TX.init(params)) == (
+        "LossScaleState(loss_scale=32768, growth_tracker=0, grads_finite=True, overflow_count=0, "
+        "inner_state=(StoredState(ScaleByAdamState): 7 arrays, 16.9 kB))"
+    )
+    adam = jfp8.optim.adam(1e-3).init(params)
+    assert repr(adam) == "StoredState(count=0, inner_state=(ScaleByAdamState: 6 arrays, 16.9 kB))"
+    masters = jfp8.optim.master_weights(optax.sgd(0.1, momentum=0.9), "float32").init(
+        {"w": jfp8.quantize(params["w"])}
+    )
+    assert repr(masters) == (
+        "MasterWeightsState(count=0, masters=(1 array, 32.8 kB), "
+        "inner_state=(TraceState: 1 array, 32.8 kB))"
+    )
+    rounding = jfp8.optim.stochastic_rounding(optax.sgd(0.1)).init(params)
+    assert repr(rounding) == "StochasticRoundingState(count=0, inner_state=(empty))"
+
+
+def test_moments():
+    half = HalfArray(jnp.zeros((2, 3), jnp.float16), jnp.float32(0.5))
+    assert repr(half) == "HalfArray(f16[2,3], scale 0.5)"
+    one = jnp.ones((2, 1), jnp.bfloat16)
+    expanded = ExpandedArray(jnp.zeros((2, 3), ml_dtypes.float8_e4m3fn), one, one)
+    assert repr(expanded) == "ExpandedArray(E4M3FN[2,3], amax bf16[2,1], power bf16[2,1])"

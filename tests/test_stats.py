@@ -1,0 +1,669 @@
+"""`debug.stats`: what is measured, against ml_dtypes, and where, under every transformation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jfp8
+
+P = PartitionSpec
+DTYPES = {"E4M3FN": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+def normal(shape, seed=0, scale=1.0):
+    return np.random.default_rng(seed).normal(0, scale, shape).astype(np.float32)
+
+
+def only(rows, tensor, path=None):
+    (row,) = [r for r in rows if r.tensor == tensor and path in (None, r.path)]
+    return row
+
+
+def product(recipe):
+    """Forward and backward of one product, without a model."""
+
+    def run(x, w):
+        multiply = lambda x, w: jfp8.scaled_dot_general(x, w, MATMUL, recipe=recipe)
+        y, pull_back = jax.vjp(multiply, x, w)
+        return y, pull_back(jnp.ones_like(y))
+
+    return run
+
+
+def stats_of(recipe):
+    """The results and statistics of one product: jitted, which is one program to compile."""
+    return jax.jit(jfp8.debug.stats(product(recipe)))
+
+
+def expected(x, scale, fmt):
+    """The statistics of `x` quantized with one scale, in float64 and ml_dtypes."""
+    x = np.asarray(x, np.float64)
+    finite = np.isfinite(x)
+    dtype, top = DTYPES[fmt], float(ml_dtypes.finfo(DTYPES[fmt]).max)
+    scale = np.asarray(scale, np.float64)
+    stored = np.clip(np.where(finite, x, 0) / scale, -top, top).astype(np.float32).astype(dtype)
+    values = stored.astype(np.float64) * scale
+    kept = np.where(finite, x, 0)
+    error = (values - kept)[finite]
+    with np.errstate(divide="ignore"):
+        exponents = np.floor(np.log2(np.abs(kept[kept != 0]))).astype(int)
+    # Halfway to what would be the next value, 480 or 65536; E5M2's rounds up, to the even one.
+    limit = {"E4M3FN": np.nextafter(464.0, 500), "E5M2": 61440.0}[fmt]
+    return {
+        "count": x.size,
+        "amax": np.abs(kept).max(),
+        "underflow": np.mean((kept != 0) & (values == 0)),
+        "overflow": np.mean(np.abs(kept) >= scale * limit),
+        "nonfinite": np.mean(~finite),
+        "rms": math.sqrt(np.mean(kept[finite] ** 2)),
+        "mse": np.mean(error**2),
+        "sqnr": 10 * math.log10(np.sum(kept**2) / np.sum(error**2)),
+        "headroom": math.log2(top * scale / np.abs(kept).max()),
+        "exponents": {int(e): int(np.sum(exponents == e)) for e in np.unique(exponents)},
+    }
+
+
+def check(row, x, scale, tolerance=2e-5):
+    """`row` tells of `x`; sums of n float32 terms are good to about 1e-6, ratios of them less."""
+    for name, value in expected(x, scale, row.format).items():
+        got = getattr(row, name)
+        if name in ("count", "exponents", "underflow", "overflow", "nonfinite", "amax"):
+            assert got == pytest.approx(value, rel=1e-6), name
+        else:
+            assert got == pytest.approx(value, rel=tolerance, abs=1e-5), name
+
+
+# What is measured
+
+
+def hard(shape, seed):
+    """Values over many decades with some zeros, which underflow under one scale."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * 10 ** rng.uniform(-7, 1, shape)
+    x[rng.random(shape) < 0.1] = 0
+    return x.astype(np.float32)
+
+
+def test_current_scaling_against_ml_dtypes():
+    x, w = hard((64, 48), 0), hard((48, 32), 1)
+    _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(x, w)
+    rows = seen.rows(step=7)
+    assert [(r.tensor, r.products, r.format) for r in rows] == [
+        ("lhs", "fprop+wgrad", "E4M3FN"),
+        ("rhs", "fprop+dgrad", "E4M3FN"),
+        ("grad", "dgrad+wgrad", "E5M2"),
+    ]
+    for row, tensor in zip(rows, (x, w), strict=False):
+        scale = np.float32(np.abs(tensor).max()) / np.float32(448)
+        assert row.scale_min == row.scale_max == pytest.approx(scale, rel=1e-7)
+        check(row, tensor, scale)
+        assert row.underflow > 0.1
+        assert row.step == 7
+        assert row.recipe == ""
+    assert rows[2].amax == 1.0
+
+
+def test_unscaled_overflow_counts_what_saturates_only():
+    """Up to half an ulp above the largest value, a cast rounds to it as it should."""
+    x = np.array([[448.0, 463.0, 464.0, 465.0, 1e6, -1e6, 2.0**-10, 2.0**-9]], np.float32)
+    w = np.eye(8, dtype=np.float32)
+    _, seen = stats_of(jfp8.recipes.Unscaled())(x, w)
+    row = only(seen.rows(), "lhs")
+    assert row.overflow == 3 / 8
+    assert row.underflow == 1 / 8  # 2^-10 is a tie, and goes to the even neighbour, which is 0
+    assert row.headroom == pytest.approx(math.log2(448 / 1e6), rel=1e-6)
+    check(row, x, 1.0)
+
+
+def test_nonfinite_elements_are_counted_and_left_out_of_the_rest():
+    x = normal((16, 8))
+    x[3, 2], x[4, 4], x[5, 5] = np.inf, -np.inf, np.nan
+    _, seen = stats_of(jfp8.recipes.Unscaled())(x, normal((8, 4), 1))
+    row = only(seen.rows(), "lhs")
+    assert row.nonfinite == 3 / 128
+    assert math.isfinite(row.amax)
+    assert math.isfinite(row.sqnr)
+    check(row, x, 1.0)
+
+
+def test_a_tie_above_the_largest_value_goes_to_the_even_side():
+    x = np.array([[57344.0, 61439.0, 61440.0, 61441.0]], np.float32)
+    recipe = jfp8.recipes.DirectE5M2()
+    _, seen = stats_of(recipe)(x, np.eye(4, dtype=np.float32))
+    assert only(seen.rows(), "lhs").overflow == 2 / 4
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1.0, 1e25])
+def test_squares_neither_overflow_nor_vanish(magnitude):
+    x = normal((32, 16)) * np.float32(magnitude)
+    _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(x, normal((16, 8), 1))
+    row = only(seen.rows(), "lhs")
+    check(row, x, np.float32(np.abs(x).max()) / np.float32(448))
+    assert 25 < row.sqnr < 40
+
+
+def test_zeros_have_no_exponent_and_no_noise():
+    _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(
+        np.zeros((4, 8), np.float32), normal((8, 4))
+    )
+    row = only(seen.rows(), "lhs")
+    assert (row.amax, row.underflow, row.overflow, row.exponents) == (0, 0, 0, {})
+    assert row.headroom == math.inf
+    assert math.isnan(row.sqnr)
+
+
+def test_block_scales_have_a_range_and_one_headroom():
+    x = normal((64, 64)) * np.logspace(-6, 0, 64, dtype=np.float32)[:, None]
+    recipe = jfp8.recipes.MXFP8BlockScaling()
+    _, seen = stats_of(recipe)(x, normal((64, 32), 1))
+    rows = [r for r in seen.rows() if r.tensor == "lhs"]
+    assert [r.products for r in rows] == ["fprop", "wgrad"]
+    blocks = np.abs(x.reshape(64, 2, 32)).max(-1).astype(np.float64)
+    scales = 2.0 ** np.ceil(np.log2(blocks / 448))
+    fprop = rows[0]
+    assert (fprop.scale_min, fprop.scale_max) == (scales.min(), scales.max())
+    assert fprop.headroom == pytest.approx(np.log2(448 * scales / blocks).min(), abs=1e-6)
+    full = np.repeat(scales, 32, axis=1)
+    values = (x / full).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * full
+    sqnr = 10 * np.log10(np.sum(x.astype(np.float64) ** 2) / np.sum((values - x) ** 2))
+    assert fprop.sqnr == pytest.approx(sqnr, abs=1e-4)
+
+
+def test_two_level_scales():
+    x = normal((32, 64))
+    _, seen = stats_of(jfp8.recipes.NVFP4BlockScaling())(x, normal((64, 32), 1))
+    row = next(r for r in seen.rows() if r.tensor == "lhs")
+    assert row.format == "E2M1FN"
+    assert 0 < row.scale_min < row.scale_max
+    assert 17 < row.sqnr < 24  # of normal data in 16-blocks of four bits
+
+
+def test_rows_and_columns_have_a_row_each():
+    x = normal((16, 32))
+    x[3] *= 100
+    _, seen = stats_of(jfp8.recipes.RowwiseScaling())(x, normal((32, 8), 1))
+    by_row, by_column = (r for r in seen.rows() if r.tensor == "lhs")
+    assert by_row.sqnr > 30
+    assert by_column.scale_min > by_row.scale_min * 3  # every column has an outlier
+
+
+def test_stochastic_results_of_products_are_seen_too():
+    _, seen = stats_of(jfp8.recipes.Hybrid())(normal((16, 32)), normal((32, 8)))
+    assert {"y", "d_lhs"} & {r.tensor for r in seen.rows()}
+
+
+def test_large_tensors_have_a_sampled_histogram_and_exact_sums():
+    x = normal((512, 256))
+    _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(x, normal((256, 8), 1))
+    row = only(seen.rows(), "lhs")
+    want = expected(x, np.float32(np.abs(x).max()) / np.float32(448), "E4M3FN")
+    assert row.mse == pytest.approx(want["mse"], rel=2e-5)
+    total = sum(row.exponents.values())
+    assert total <= 16384
+    for e, n in want["exponents"].items():
+        share, got = n / x.size, row.exponents.get(e, 0) / total
+        assert abs(got - share) < 5 * math.sqrt(share / total) + 1e-3
+
+
+# Nothing changes
+
+
+def model_and_state(recipe=None, tx=None):
+    model = nn.Sequential([jfp8.Dense(64, recipe=recipe), nn.relu, jfp8.Dense(16, recipe=recipe)])
+    variables = model.init(jax.random.key(0), jnp.ones((1, 32)))
+    tx = tx or optax.chain(jfp8.loss_scale(), optax.adam(1e-3))
+    return model, jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+
+def train_step(model, micro_batches=1):
+    def loss_fn(variables, x):
+        return jnp.mean(model.apply(variables, x) ** 2), {}
+
+    def step(state, x):
+        gradients = jfp8.value_and_grad(loss_fn, micro_batches=micro_batches)
+        loss, grads = gradients(state, x)
+        return state.apply_gradients(grads), loss
+
+    return step
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "mxfp8", "hybrid"])
+def test_results_are_those_of_the_step_itself(recipe):
+    model, state = model_and_state(jfp8.recipes.get(recipe))
+    step, x = train_step(model), normal((16, 32))
+    plain = jax.jit(step)(state, x)
+    results, _ = jax.jit(jfp8.debug.stats(step))(state, x)
+    assert_same_bits(plain, results)
+
+
+def test_off_the_compiled_program_is_the_same():
+    """Also of a function that has been traced with statistics before."""
+    model, state = model_and_state()
+    step, x = train_step(model), normal((16, 32))
+    text = lambda: jax.jit(lambda s, x: step(s, x)).lower(state, x).compile().as_text()
+    texts = []
+    for _ in range(2):  # the text says where it was called from, so that is one place
+        texts.append(text())
+        jax.jit(jfp8.debug.stats(step))(state, x)
+    assert texts[0] == texts[1]
+    assert "jfp8_tap" not in str(jax.make_jaxpr(lambda s, x: step(s, x))(state, x))
+
+
+def test_a_tap_alone_is_the_identity():
+    """Under every transformation that a product may meet, in and out of jit."""
+    from jfp8.taps import tap
+
+    mark = lambda x: tap(x, x * 2, measure=None)
+    x = jnp.arange(6.0).reshape(2, 3)
+    for function in (mark, jax.jit(mark), jax.vmap(mark), jax.vmap(jax.vmap(mark), 1, 1)):
+        np.testing.assert_array_equal(function(x), x)
+
+
+# Where it is measured
+
+
+def test_every_tensor_of_every_layer_in_the_order_of_the_program():
+    model, state = model_and_state()
+    _, seen = jax.jit(jfp8.debug.stats(train_step(model)))(state, normal((16, 32)))
+    rows = seen.rows()
+    assert [r.name for r in rows] == [
+        "layers_0 lhs",
+        "layers_0 rhs",
+        "layers_2 lhs",
+        "layers_2 rhs",
+        "layers_2 grad",
+        "layers_0 grad",
+    ]
+    assert [r.order for r in rows] == sorted(r.order for r in rows)
+    assert {r.recipe for r in rows} == {"delayed"}
+    assert {r.history for r in rows} == {16}
+
+
+def test_gradients_carry_the_loss_scale_and_are_exact():
+    model, state = model_and_state()
+    x = normal((16, 32))
+    _, seen = jax.jit(jfp8.debug.stats(train_step(model)))(state, x)
+    y = np.asarray(model.apply({"params": state.params}, x), np.float64)
+    loss_scale = float(state.opt_state[0].loss_scale)
+    assert only(seen.rows(), "grad", "layers_2").amax == pytest.approx(
+        np.abs(2 * y / y.size * loss_scale).max(), rel=1e-2
+    )
+
+
+class Block(nn.Module):
+    recipe: object = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = jfp8.Dense(32, recipe=self.recipe)(x)
+        return x + nn.relu(y), None
+
+
+def stacked(remat, recipe=None):
+    block = nn.remat(Block, prevent_cse=False) if remat else Block
+    axes = dict.fromkeys(("params", "fp8", "fp8_sink"), 0)
+    scanned = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=5)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return scanned(recipe=recipe, name="blocks")(x, None)[0]
+
+    return Model()
+
+
+def state_of(model, tx=None):
+    variables = model.init(jax.random.key(0), jnp.ones((1, 32)))
+    return jfp8.TrainState.create(
+        apply_fn=model.apply, variables=variables, tx=tx or optax.sgd(1e-2)
+    )
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_scan_over_layers_gives_a_row_for_each(recipe, remat):
+    """Remat computes the forward pass twice, and it is counted once."""
+    model = stacked(remat, jfp8.recipes.get(recipe))
+    state, x = state_of(model), normal((16, 32))
+    results, seen = jax.jit(jfp8.debug.stats(train_step(model)))(state, x)
+    assert_same_bits(results, jax.jit(train_step(model))(state, x))
+    rows = seen.rows()
+    uses = {(r.tensor, r.products) for r in rows}
+    assert len(rows) == 5 * len(uses)
+    kernels = np.asarray(state.params["blocks"]["Dense_0"]["kernel"])
+    for r in rows:
+        assert r.path == "blocks/Dense_0"
+        assert r.count == (1024 if r.tensor == "rhs" else 512)
+        if r.tensor == "rhs":
+            assert r.amax == np.abs(kernels[r.index]).max()
+        if r.tensor == "lhs" and r.index == (0,):
+            assert r.amax == np.abs(x).max()
+    grads = [r.amax for r in rows if r.tensor == "grad" and r.products.startswith("dgrad")]
+    assert len(set(grads)) == 5
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("remat", [False, True])
+def test_micro_batches_are_taken_together(remat):
+    model = stacked(remat)
+    state, x = state_of(model), normal((16, 32))
+    whole = jax.jit(jfp8.debug.stats(train_step(model)))(state, x)[1].rows()
+    parts = jax.jit(jfp8.debug.stats(train_step(model, micro_batches=4)))(state, x)[1].rows()
+    assert [(r.name, r.count) for r in sorted(parts, key=lambda r: r.name)] == [
+        (r.name, r.count) for r in sorted(whole, key=lambda r: r.name)
+    ]
+    first = lambda rows: [r for r in rows if r.tensor == "lhs" and r.index == (0,)][0]
+    assert first(parts).amax == first(whole).amax
+    assert first(parts).rms == pytest.approx(first(whole).rms, rel=1e-5)
+    assert first(parts).exponents == first(whole).exponents
+
+
+def test_a_layer_used_twice_has_one_row():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = jfp8.Dense(32)
+            return layer(layer(x) * 3)
+
+    model = Twice()
+    state, x = state_of(model), normal((16, 32))
+    rows = jax.jit(jfp8.debug.stats(train_step(model)))(state, x)[1].rows()
+    assert [r.count for r in rows if r.tensor == "lhs"] == [2 * 16 * 32]
+    inner = model.apply({"params": state.params}, x)
+    assert only(rows, "lhs").amax >= np.abs(x).max()
+    assert np.isfinite(inner).all()
+
+
+def test_a_loop_over_time_is_no_loop_over_layers():
+    """The weights of a recurrent cell are the same in each turn."""
+
+    class Cell(nn.Module):
+        @nn.compact
+        def __call__(self, carry, x):
+            y = nn.tanh(jfp8.Dense(8, recipe=jfp8.recipes.get("current"))(carry) + x)
+            return y, y
+
+    class Recurrent(nn.Module):
+        @nn.compact
+        def __call__(self, xs):
+            cell = nn.scan(Cell, variable_broadcast="params", split_rngs={"params": False})
+            return cell()(jnp.ones((4, 8)), xs)[0]
+
+    model, xs = Recurrent(), normal((12, 4, 8))
+    variables = model.init(jax.random.key(0), xs)
+    loss = lambda v: jnp.sum(model.apply(v, xs) ** 2)
+    rows = jax.jit(jfp8.debug.stats(jax.grad(loss)))(variables)[1].rows()
+    assert {(r.tensor, r.index) for r in rows} == {("lhs", ()), ("rhs", ()), ("grad", ())}
+    assert only(rows, "lhs").count == 12 * 4 * 8
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("kind", ["while", "cond", "scan"])
+def test_steps_inside_of_control_flow(kind):
+    model, state = model_and_state()
+    step, x = train_step(model), normal((16, 32))
+
+    def run(state, x):
+        if kind == "while":
+            turn = lambda s: (step(s[0], x)[0], s[1] + 1)
+            return jax.lax.while_loop(lambda s: s[1] < 3, turn, (state, 0))[0]
+        if kind == "cond":
+            return jax.lax.cond(x.sum() > -1e9, lambda: step(state, x)[0], lambda: state)
+        return jax.lax.scan(lambda s, _: (step(s, x)[0], None), state, None, length=3)[0]
+
+    results, seen = jax.jit(jfp8.debug.stats(run))(state, x)
+    assert_same_bits(results, jax.jit(run)(state, x))
+    turns = 1 if kind == "cond" else 3
+    row = only(seen.rows(), "lhs", "layers_0")
+    assert row.count == turns * x.size
+    assert row.amax == np.abs(x).max()
+    assert row.scale_min == row.scale_max == pytest.approx(row.amax / 448, rel=1e-6)
+
+
+def test_a_branch_that_is_not_taken_has_no_row():
+    recipe = jfp8.recipes.get("current")
+    run = lambda flag, x, w: jax.lax.cond(
+        flag, lambda: jfp8.scaled_dot_general(x, w, MATMUL, recipe=recipe), lambda: x @ w
+    )
+    x, w = normal((4, 8)), normal((8, 4), 1)
+    with_stats = jax.jit(jfp8.debug.stats(run))
+    assert len(with_stats(jnp.bool_(True), x, w)[1].rows()) == 2
+    assert with_stats(jnp.bool_(False), x, w)[1].rows() == ()
+
+
+def test_vmap_is_taken_together():
+    recipe = jfp8.recipes.get("current")
+    one = lambda x, w: jfp8.scaled_dot_general(x, w, MATMUL, recipe=recipe)
+    x, w = normal((3, 4, 8)), normal((8, 4), 1)
+    x[1] *= 50
+    y, seen = jax.jit(jfp8.debug.stats(jax.vmap(one, (0, None))))(x, w)
+    np.testing.assert_array_equal(y, jax.vmap(one, (0, None))(x, w))
+    row = only(seen.rows(), "lhs")
+    assert row.count == x.size
+    scales = np.abs(x).max((1, 2)) / np.float32(448)
+    assert (row.scale_min, row.scale_max) == pytest.approx((scales.min(), scales.max()), rel=1e-6)
+    error = sum(expected(a, s, "E4M3FN")["mse"] for a, s in zip(x, scales, strict=True)) / 3
+    assert row.mse == pytest.approx(error, rel=2e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_takes_devices_together(check_vma):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    recipe = jfp8.recipes.get("current")
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=(P("data"), P()),
+        check_vma=check_vma,
+    )
+    def run(x, w):
+        y = lambda w: jfp8.scaled_dot_general(x, w, MATMUL, recipe=recipe)
+        grad = jax.grad(lambda w: jnp.sum(y(w) ** 2))(w)
+        return y(w), grad if check_vma else jax.lax.psum(grad, "data")
+
+    x, w = normal((16, 8)), normal((8, 4), 1)
+    x[5] *= 20
+    results, seen = jax.jit(jfp8.debug.stats(run))(x, w)
+    assert_same_bits(results, jax.jit(run)(x, w))
+    row = next(r for r in seen.rows() if r.tensor == "lhs")
+    assert row.amax == np.abs(x).max()
+    assert row.scale_max == pytest.approx(np.abs(x).max() / 448, rel=1e-6)
+    assert row.scale_min < row.scale_max  # each device has its own
+    assert row.count % x.size == 0
+
+
+@pytest.mark.slow
+def test_sharded_inputs_give_the_same_statistics():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    model, state = model_and_state()
+    x = normal((16, 32))
+    step = jax.jit(jfp8.debug.stats(train_step(model)))
+    alone = step(state, x)[1].rows()
+    sharded = step(state, jax.device_put(x, NamedSharding(mesh, P("data", "model"))))[1].rows()
+    for a, b in zip(alone, sharded, strict=True):
+        assert (a.name, a.count, a.exponents) == (b.name, b.count, b.exponents)
+        assert a.amax == pytest.approx(b.amax, rel=1e-5)
+        assert a.sqnr == pytest.approx(b.sqnr, abs=0.05)
+
+
+def test_explicit_meshes():
+    mesh = jax.make_mesh(
+        (4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
+    )
+    recipe = jfp8.recipes.get("current")
+    with jax.set_mesh(mesh):
+        x = jax.device_put(normal((16, 8)), NamedSharding(mesh, P("data")))
+        w = jax.device_put(normal((8, 4), 1), NamedSharding(mesh, P()))
+        run = lambda x, w: jfp8.scaled_dot_general(x, w, MATMUL, recipe=recipe)
+        _, seen = jax.jit(jfp8.debug.stats(run))(x, w)
+        assert only(seen.rows(), "lhs").amax == np.abs(np.asarray(x)).max()
+
+
+def test_nnx_models_in_their_functional_form():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(8, 16, rngs=rngs)
+            self.second = nnx.Linear(16, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(nnx.relu(self.first(x)))
+
+    model = jfp8.convert(Model(nnx.Rngs(0)), exempt=())
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, rest, x):
+        return jnp.sum(nnx.merge(graph, params, rest, copy=True)(x) ** 2)
+
+    rows = jax.jit(jfp8.debug.stats(jax.grad(loss)))(params, rest, normal((4, 8)))[1].rows()
+    assert {(r.path, r.tensor) for r in rows} == {
+        (path, tensor) for path in ("first", "second") for tensor in ("lhs", "rhs", "grad")
+    }
+
+
+def test_nnx_models_that_a_step_changes():
+    """The same updates as without statistics, and names that nobody gave."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = jfp8.nnx.Linear(8, 16, rngs=rngs)
+            self.second = jfp8.nnx.Linear(16, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(nnx.relu(self.first(x)))
+
+    def step(model, optimizer, x):
+        loss, grads = jfp8.nnx.value_and_grad(lambda m, x: jnp.sum(m(x) ** 2))(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    losses, states = [], []
+    for function in (step, jfp8.debug.stats(step)):
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        run = nnx.jit(function)
+        run(model, optimizer, normal((4, 8), 1))
+        losses.append(run(model, optimizer, normal((4, 8))))
+        states.append((nnx.state(model), nnx.state(optimizer)))
+    loss, seen = losses[1]
+    assert loss == losses[0]
+    assert_same_bits(*states)
+    rows = seen.rows()
+    assert {(r.path, r.tensor) for r in rows} == {
+        (path, tensor) for path in ("first", "second") for tensor in ("lhs", "rhs", "grad")
+    }
+    assert only(rows, "lhs", "first").amax == np.abs(normal((4, 8))).max()
+
+
+def test_converted_models_and_what_stays_in_high_precision():
+    model = jfp8.convert(nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(4)]))
+    state = state_of(model)
+    _, seen = jax.jit(jfp8.debug.stats(train_step(model)))(state, normal((4, 32)))
+    assert {r.path for r in seen.rows()} == {"layers_0"}
+    plain = [row for row in seen.products.unconverted if row.path == "layers_2"]
+    assert plain
+    assert all("logits" in row.reason for row in plain)
+
+
+def test_functions_of_no_layer_have_rows_of_their_own():
+    recipe = jfp8.recipes.get("current")
+    multiply = partial(jfp8.scaled_dot_general, dimension_numbers=MATMUL, recipe=recipe)
+    run = lambda x, a, b: multiply(multiply(x, a), b)
+    _, seen = jfp8.debug.stats(run)(normal((4, 8)), normal((8, 8), 1), normal((8, 8), 2))
+    assert [r.tensor for r in seen.rows()] == ["lhs", "rhs", "lhs", "rhs"]
+
+
+def test_stats_are_a_pytree_of_arrays():
+    recipe = jfp8.recipes.get("current")
+    run = jax.jit(
+        jfp8.debug.stats(lambda x: jfp8.scaled_dot_general(x, x.T, MATMUL, recipe=recipe))
+    )
+    _, seen = run(normal((4, 4)))
+    again = jax.jit(lambda s: s)(seen)
+    assert again.rows() == seen.rows()
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(seen))
+
+
+def test_stats_of_two_traces_have_one_structure():
+    """So that they can be carried through a loop, or come from two branches."""
+    model = stacked(False)
+    state, x = state_of(model), normal((4, 32))
+    step = train_step(model)
+    first, second = (jfp8.debug.stats(jax.jit(step))(state, x)[1] for _ in range(2))
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    assert first.rows() == second.rows() != ()
+
+
+def test_rows_inside_of_jit_are_refused():
+    recipe = jfp8.recipes.get("current")
+    run = jfp8.debug.stats(lambda x: jfp8.scaled_dot_general(x, x.T, MATMUL, recipe=recipe))
+    with pytest.raises(TypeError, match="call rows\\(\\) outside of jax.jit"):
+        jax.jit(lambda x: run(x)[1].rows())(normal((4, 4)))
+
+
+def test_rows_are_written_as_json_lines_and_read_back(tmp_path):
+    x = normal((4, 8))
+    x[0, 0] = np.nan
+    _, seen = stats_of(jfp8.recipes.Unscaled())(x, normal((8, 4), 1))
+    rows = (*seen.rows(1), dataclasses.replace(seen.rows(2)[0], sqnr=math.inf, index=(3,)))
+    path = tmp_path / "stats.jsonl"
+    jfp8.debug.write_jsonl(path, rows[:2])
+    jfp8.debug.write_jsonl(path, rows[2:])
+    assert jfp8.debug.read_jsonl(path) == rows
+    path.write_text(path.read_text() + "{}\n")
+    with pytest.raises(ValueError, match=f"line {len(rows) + 1}"):
+        jfp8.debug.read_jsonl(path)
+
+
+def test_a_row_prints_in_a_line():
+    x = np.array([[448.0, 1e6, 2.0**-12, 1.0]], np.float32)
+    _, seen = stats_of(jfp8.recipes.Unscaled())(x, np.eye(4, dtype=np.float32))
+    assert str(seen.rows(3)[0]) == (
+        "step 3: lhs: E4M3FN, amax 1e+06, 25 % underflow, 25 % overflow, SQNR 0.0 dB, "
+        "headroom -11.12 bits"
+    )
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("axes", [("data",), ("data", "model")])
+def test_data_parallel_steps(axes):
+    """Other axes of the mesh stay automatic inside of its shard_map."""
+    shape = (4,) if len(axes) == 1 else (4, 2)
+    devices = jax.devices()[: int(np.prod(shape))]
+    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+    model, state = model_and_state()
+    x = jax.device_put(normal((16, 32)), NamedSharding(mesh, P("data")))
+
+    def step(state, x):
+        loss_fn = lambda variables, x: (jnp.mean(model.apply(variables, x) ** 2), {})
+        gradients = jfp8.data_parallel(jfp8.value_and_grad(loss_fn), "data", mesh=mesh)
+        loss, grads = gradients(state, x)
+        return state.apply_gradients(grads), loss
+
+    results, seen = jax.jit(jfp8.debug.stats(step))(state, x)
+    assert_same_bits(results, jax.jit(step)(state, x))
+    row = only(seen.rows(), "lhs", "layers_0")
+    assert row.count == x.size
+    assert row.amax == np.abs(np.asarray(x)).max()
+    assert {r.tensor for r in seen.rows()} == {"lhs", "rhs", "grad"}

@@ -1,0 +1,239 @@
+"""`summary`: parameters and FP8 state apart. Sizes are counted by hand."""
+
+from __future__ import annotations
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jfp8
+from jfp8.summary import Amount, summary
+
+KEY = jax.random.key(0)
+# Of a product with histories of 16: for each of 3 tensors 16 amaxes and one more, and 2050 zeros
+# whose gradient carries its amax.
+HISTORIES, SINK = 3 * (16 + 1), 3 * 2050
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + jfp8.Dense(8)(nn.gelu(jfp8.Dense(32)(nn.LayerNorm()(x))))
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = Block()(Block()(x))
+        x = nn.BatchNorm(use_running_average=False)(x)
+        return nn.Dense(3)(x)
+
+
+X = jnp.ones((4, 8))
+BLOCK = (8 * 32 + 32) + (32 * 8 + 8) + 2 * 8
+PARAMS = 2 * BLOCK + 2 * 8 + (8 * 3 + 3)
+
+
+def variables():
+    return Model().init(KEY, X)
+
+
+def of_path(found, path):
+    (row,) = [row for row in found if row.path == path]
+    return row
+
+
+def test_linen_totals():
+    total = summary(Model(), variables()).total
+    assert total.params == Amount(PARAMS, 4 * PARAMS)
+    assert total.fp8_state == Amount(4 * (HISTORIES + SINK), 16 * (HISTORIES + SINK))
+    assert total.other == Amount(16, 64)
+    assert total.params_in_fp8 == Amount()
+
+
+def test_rows_hold_the_state_of_their_products():
+    found = summary(Model(), variables())
+    assert [row.path for row in found.rows] == [
+        "BatchNorm_0",
+        "Block_0/Dense_0",
+        "Block_0/Dense_1",
+        "Block_0/LayerNorm_0",
+        "Block_1/Dense_0",
+        "Block_1/Dense_1",
+        "Block_1/LayerNorm_0",
+        "Dense_0",
+    ]
+    row = of_path(found.rows, "Block_1/Dense_1")
+    assert row.params.count == 8 * 32 + 32
+    assert row.fp8_state.count == HISTORIES + SINK
+    assert of_path(found.rows, "Dense_0").fp8_state == Amount()
+    assert of_path(found.rows, "BatchNorm_0").other.count == 16
+
+
+def test_rows_are_in_natural_order():
+    model = nn.Sequential([jfp8.Dense(8) for _ in range(12)])
+    found = summary(model, jax.eval_shape(model.init, KEY, X))
+    assert [row.path for row in found.rows] == [f"layers_{i}" for i in range(12)]
+
+
+def test_depth_adds_up_what_is_inside():
+    found = summary(Model(), variables(), depth=1)
+    block = of_path(found.at_depth(1), "Block_0")
+    assert block.params.count == BLOCK
+    assert block.fp8_state.count == 2 * (HISTORIES + SINK)
+    assert "Block_0/Dense_0" not in str(found)
+    assert "Block_0/Dense_0" in str(summary(Model(), variables(), depth=2))
+    for depth in (1, 2, 9):
+        assert sum(row.params.count for row in found.at_depth(depth)) == PARAMS
+
+
+def test_parameters_in_fp8_have_the_bytes_that_they_take():
+    params = {"kernel": jnp.ones((64, 96)), "bias": jnp.zeros(96)}
+    model = jfp8.Dense(96, recipe=jfp8.recipes.MXFP8BlockScaling())
+    recipe = model.recipe
+    stored = jfp8.quantize_params(params, recipe)
+    found = summary(model, {"params": stored})
+    scales = sum(leaf.nbytes for leaf in jax.tree.leaves(stored["kernel"].scale))
+    assert scales == 2 * 96  # e8m0, one for 32 along the contraction of 64
+    assert found.total.params == Amount(64 * 96 + 96, 64 * 96 + 2 * 96 + 96 * 4)
+    assert found.total.params_in_fp8 == Amount(64 * 96, 64 * 96 + 2 * 96)
+    assert "98.5 % in FP8" in str(found)  # 6144 of 6240
+
+
+def test_tabulate_counts_fp8_state_as_parameters():
+    """The trap: 108 parameters become 6,258."""
+    fp8 = {"dot_general_cls": nn.Fp8DirectDotGeneralOp}
+    model = nn.Sequential([nn.Dense(12, **fp8), nn.Dense(4, use_bias=False, **fp8)])
+    x = jnp.ones((1, 4))
+    text = model.tabulate(KEY, x, console_kwargs={"width": 200, "color_system": None})
+    assert re.search(r"Total Parameters: 6,258\b", text)
+
+    total = summary(model, model.init(KEY, x)).total
+    assert total.params.count == 4 * 12 + 12 + 12 * 4 == 108
+    assert total.fp8_state.count == 2 * 3 * (1024 + 1) == 6258 - 108
+
+
+def test_shapes_instead_of_arrays():
+    shapes = jax.eval_shape(variables)
+    assert summary(Model(), shapes) == summary(Model(), variables())
+
+
+def test_boxed_parameters():
+    kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+
+    class Boxed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jfp8.Dense(4, kernel_init=kernel_init)(x)
+
+    found = summary(Boxed(), Boxed().init(KEY, X))
+    (row,) = found.rows
+    assert (row.path, row.params.count) == ("Dense_0", 8 * 4 + 4)
+    assert row.fp8_state.count == HISTORIES + SINK
+
+
+def test_a_module_that_is_one_layer():
+    model = jfp8.Dense(4)
+    found = summary(model, model.init(KEY, X))
+    assert [row.path for row in found.rows] == [""]
+    assert "(the model itself)" in str(found)
+
+
+def test_train_state_adds_the_optimizer():
+    state = jfp8.TrainState.create(
+        apply_fn=Model().apply, variables=variables(), tx=optax.adam(1e-3)
+    )
+    found = summary(Model(), state)
+    assert found.optimizer == Amount(2 * PARAMS + 1, 4 * (2 * PARAMS + 1))
+    assert found.total.params.count == PARAMS
+    assert found.total.fp8_state.count == 4 * HISTORIES  # zeros are made as they are needed
+    assert "optimizer state 9.44 kB" in str(found)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([jfp8.nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_nnx():
+    found = summary(NnxModel(nnx.Rngs(0)))
+    assert found.total.params == Amount(2 * 72 + 16, 4 * (2 * 72 + 16))
+    assert found.total.fp8_state.count == 2 * 3 * 16
+    layer = of_path(found.rows, "layers/1")
+    assert (layer.params.count, layer.fp8_state.count) == (72, 48)
+    assert of_path(found.rows, "norm").other.count == 16
+    assert of_path(found.rows, "dropout/rngs").other.count == 2  # a key and a counter
+    assert of_path(found.at_depth(1), "layers").params.count == 144
+
+
+def test_nnx_parameters_in_fp8():
+    model = jfp8.nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    nnx.update(model, jfp8.quantize_params(nnx.state(model, nnx.Param)))
+    total = summary(model).total
+    assert total.params_in_fp8 == Amount(128, 128 + 4)
+    assert total.params == Amount(128 + 16, 128 + 4 + 4 * 16)
+
+
+EXPECTED = """\
+Model: 1,179 parameters, 4.72 kB; FP8 state 99.2 kB; other variables 64 B
+
+module       parameters    bytes  FP8 state    bytes  other  bytes
+------------------------------------------------------------------
+BatchNorm_0          16     64 B                         16   64 B
+Block_0             568  2.27 kB     12,402  49.6 kB
+Block_1             568  2.27 kB     12,402  49.6 kB
+Dense_0              27    108 B
+------------------------------------------------------------------
+total             1,179  4.72 kB     24,804  99.2 kB     16   64 B"""
+
+
+def test_the_table():
+    assert str(summary(Model(), variables(), depth=1)) == EXPECTED
+
+
+def test_columns_that_would_be_empty_are_left_out():
+    model = nn.Dense(4)
+    text = str(summary(model, model.init(KEY, X)))
+    assert "FP8" not in text
+    assert "other" not in text
+
+
+def test_html_says_the_same():
+    class Html(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3, name="<b>")(x)
+
+    html = summary(Model(), variables())._repr_html_()
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)<", html)
+    assert {"Block_0/Dense_0", "1,179", "24,804"} <= set(cells)
+    assert "&lt;b&gt;" in summary(Html(), Html().init(KEY, X))._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda: (Model(),), "must be all that model.init returned.*got None"),
+        (lambda: (Model(), variables()["params"]), r"'params' in it.*got \['BatchNorm_0', "),
+        (lambda: (Model(), X), "got ArrayImpl"),
+        (lambda: (NnxModel(nnx.Rngs(0)), {}), r"call summary\(model\), without dict"),
+        (lambda: (variables(),), "Flax Linen or NNX module, got dict"),
+        (lambda: (Model, variables()), "got type"),
+    ],
+)
+def test_errors_say_what_to_pass(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        summary(*arguments())
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True, None])
+def test_depth_is_checked(depth):
+    with pytest.raises(ValueError, match="depth="):
+        summary(Model(), variables(), depth=depth)

@@ -1,0 +1,136 @@
+"""`write_tensorboard`, read back from its files with tensorboardX's own protocol buffers."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import struct
+import sys
+
+import pytest
+
+from jfp8.debug import TensorStats
+from jfp8.debug.tensorboard import SCALARS, TensorBoardWriter, write_tensorboard
+
+
+def row(**changed):
+    values = {
+        "step": 10,
+        "path": "decoder/Dense_0",
+        "index": (),
+        "tensor": "lhs",
+        "products": "fprop+wgrad",
+        "recipe": "delayed",
+        "format": "E4M3FN",
+        "order": 0,
+        "count": 100,
+        "amax": 3.5,
+        "scale_min": 0.25,
+        "scale_max": 0.5,
+        "underflow": 0.125,
+        "overflow": 0.0625,
+        "nonfinite": 0.0,
+        "rms": 1.25,
+        "mse": 2.0**-20,
+        "sqnr": 31.0,
+        "headroom": -0.5,
+        "exponents": {-3: 10, -1: 20, 1: 70},
+    }
+    return TensorStats(**{**values, **changed})
+
+
+@pytest.fixture
+def proto():
+    pytest.importorskip("tensorboardX")
+    return importlib.import_module("tensorboardX.proto.event_pb2")
+
+
+def events(proto, folder):
+    """The events of all files of a folder: records of length, checksum, data, checksum."""
+    found = []
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            found.append(proto.Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return found
+
+
+def values(proto, folder):
+    return {(v.tag, e.step): v for e in events(proto, folder) for v in e.summary.value}
+
+
+def test_scalars(proto, tmp_path):
+    write_tensorboard(tmp_path, [row(), row(step=20, amax=7.0)])
+    found = values(proto, tmp_path)
+    given = row()
+    for name in SCALARS:
+        scalar = found[f"{name}/decoder/Dense_0/lhs", 10].simple_value
+        assert scalar == getattr(given, name)  # all of them are exact in f32
+    assert found["amax/decoder/Dense_0/lhs", 20].simple_value == 7.0
+    assert len(found) == 2 * (len(SCALARS) + 1)
+
+
+def test_every_number_of_a_row_is_written():
+    numbers = {name for name, value in row().to_dict().items() if isinstance(value, float)}
+    assert numbers == set(SCALARS)
+
+
+def test_histogram_of_exponents(proto, tmp_path):
+    write_tensorboard(tmp_path, [row()])
+    histogram = values(proto, tmp_path)["exponent/decoder/Dense_0/lhs", 10].histo
+    assert list(histogram.bucket_limit) == [-2, -1, 0, 1, 2]  # upper ends
+    assert list(histogram.bucket) == [10, 0, 20, 0, 70]
+    assert (histogram.min, histogram.max, histogram.num) == (-3, 2, 100)
+    assert histogram.sum == 10 * -2.5 + 20 * -0.5 + 70 * 1.5
+    assert histogram.sum_squares == 10 * 2.5**2 + 20 * 0.5**2 + 70 * 1.5**2
+
+
+def test_what_is_not_finite_is_left_out(proto, tmp_path):
+    write_tensorboard(tmp_path, [row(sqnr=math.inf, headroom=math.nan, exponents={})])
+    tags = {tag for tag, _ in values(proto, tmp_path)}
+    assert "amax/decoder/Dense_0/lhs" in tags
+    assert not [tag for tag in tags if tag.startswith(("sqnr", "headroom", "exponent"))]
+
+
+@pytest.mark.parametrize(
+    ("changed", "tag"),
+    [
+        ({"products": "fprop"}, "amax/decoder/Dense_0/lhs_fprop"),
+        ({"index": (3, 1)}, "amax/decoder/Dense_0_3_1/lhs"),
+        ({"tensor": "d_rhs", "products": "wgrad"}, "amax/decoder/Dense_0/d_rhs"),
+        ({"path": ""}, "amax/lhs"),
+    ],
+)
+def test_tags(proto, tmp_path, changed, tag):
+    write_tensorboard(tmp_path, [row(**changed)])
+    assert (tag, 10) in values(proto, tmp_path)
+
+
+def test_rows_without_a_step(proto, tmp_path):
+    write_tensorboard(tmp_path, [row(step=None)])
+    assert ("amax/decoder/Dense_0/lhs", 0) in values(proto, tmp_path)
+
+
+def test_calls_in_a_row_add_up(proto, tmp_path):
+    """Within a second, too, of which the names of files have but one."""
+    for step in range(3):
+        write_tensorboard(tmp_path, [row(step=step)])
+    assert {step for _, step in values(proto, tmp_path)} == {0, 1, 2}
+
+
+def test_one_writer_for_many_calls(proto, tmp_path):
+    writer = TensorBoardWriter(tmp_path)
+    for step in range(3):
+        writer.write([row(step=step)])
+    # Written by then, although the writer is still open.
+    assert {step for _, step in values(proto, tmp_path)} == {0, 1, 2}
+    assert len(list(tmp_path.iterdir())) == 1
+    writer.close()
+
+
+def test_without_tensorboardx(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match="pip install tensorboardX"):
+        write_tensorboard(tmp_path, [row()])
