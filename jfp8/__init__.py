@@ -4,7 +4,18 @@ Import order is reading order: formats, arrays, scaling, quantizers, recipes, do
 nnx, convert.
 """
 
-from jfp8 import collectives, debug, linen, nnx, optim, quantizers, recipes, scaling
+from jfp8 import (
+    checkpoint,
+    collectives,
+    debug,
+    linen,
+    nnx,
+    optim,
+    plot,
+    quantizers,
+    recipes,
+    scaling,
+)
 from jfp8._version import __version__
 from jfp8.arrays import ScaledArray, dequantize
 from jfp8.conv import scaled_conv_general_dilated
@@ -34,6 +45,7 @@ from jfp8.report import Report, report
 from jfp8.saved_activations import save_in_fp8
 from jfp8.scaling import Block, PerAxis, PerTensor
 from jfp8.selection import EDGES, Edge
+from jfp8.summary import Summary, summary
 from jfp8.train import Gradients, TrainState, advance, value_and_grad
 from jfp8.weights import quantize_params
 
@@ -62,12 +74,14 @@ __all__ = [
     "PerTensor",
     "Report",
     "ScaledArray",
+    "Summary",
     "TrainState",
     "TransformerLayer",
     "__version__",
     "advance",
     "autocast",
     "cast",
+    "checkpoint",
     "collectives",
     "convert",
     "data_parallel",
@@ -79,6 +93,7 @@ __all__ = [
     "loss_scale",
     "nnx",
     "optim",
+    "plot",
     "quantize",
     "quantize_params",
     "quantizers",
@@ -93,5 +108,6 @@ __all__ = [
     "scaled_ragged_dot",
     "scaling",
     "skip_on_overflow",
+    "summary",
     "value_and_grad",
 ]

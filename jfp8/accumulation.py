@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jfp8.arrays import ScaledArray, expand_scale, scale_as_f32_pair, scaled_values
@@ -172,9 +173,15 @@ def to_output(
 def scale_products(
     lhs_scales: tuple[jax.Array, ...], rhs_scales: tuple[jax.Array, ...]
 ) -> list[jax.Array]:
-    """Factors for the product of both operands; E8M0 scales come as pairs, others alone."""
+    """Factors for the product of both operands; E8M0 scales come as pairs, others alone.
+
+    None is Inf, for 0 times it would be NaN. Two spikes in the histories of a product have such
+    scales; each step would be NaN and skipped, and the histories would keep their spikes for good.
+    A sum of codes below 1 then gives a finite number that is too small; a larger one gives Inf.
+    """
+    largest = np.float32(np.finfo(np.float32).max)
     pairs = itertools.zip_longest(lhs_scales, rhs_scales)
-    return [b if a is None else a if b is None else a * b for a, b in pairs]
+    return [b if a is None else a if b is None else jnp.minimum(a * b, largest) for a, b in pairs]
 
 
 def multiply(

@@ -12,7 +12,9 @@ import numpy as np
 from flax import serialization
 from jax import lax
 
+from jfp8 import printing
 from jfp8.formats import (
+    E3M4,
     E8M0FNU,
     Format,
     codes_to_format,
@@ -21,6 +23,9 @@ from jfp8.formats import (
     format_of,
     straight_through,
 )
+
+# Elements of which `repr` computes the values.
+_MOST_PRINTED = 1 << 20
 
 
 @partial(
@@ -53,6 +58,8 @@ class ScaledArray:
 
     >>> import jax.numpy as jnp, jfp8
     >>> q = jfp8.quantize(jnp.array([1.0, 2.0, 3.5]))
+    >>> q
+    ScaledArray(E4M3FN[3], scale 0.007812, values 1 to 3.5)
     >>> q.shape, q.format, q.dequantize()
     ((3,), Format(E4M3FN), Array([1. , 2. , 3.5], dtype=float32))
     """
@@ -86,6 +93,16 @@ class ScaledArray:
             )
         return self
 
+    def __repr__(self) -> str:
+        """Format, shape, scales, and the range of the values where there are any to look at."""
+        data = printing.array(self.data)
+        if printing.is_arraylike(self.data) and self.data.dtype == E3M4.dtype:
+            data = data.replace("u8", E3M4.name)
+        parts = [data, _spelled_scale(self), _spelled_values(self)]
+        if self.carrier is not None:
+            parts.append(f"carrier {printing.array(self.carrier)}")
+        return f"ScaledArray({', '.join(filter(None, parts))})"
+
     def block_sizes(self) -> tuple[int, ...]:
         """Elements that share a scale, for each dimension; the scale must not be 0-d."""
         if self.block is not None:
@@ -118,6 +135,10 @@ def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
       TypeError: `q` is no `ScaledArray`, its data is not of a known format, or `dtype` is not a
         floating dtype.
       ValueError: the shape of the scale does not fit the shape of the data.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> jfp8.dequantize(jfp8.quantize(jnp.array([1.0, -0.5])), jnp.bfloat16)
+    Array([1, -0.5], dtype=bfloat16)
     """
     if not isinstance(q, ScaledArray):
         raise TypeError(f"dequantize takes a ScaledArray, got {type(q).__name__}.")
@@ -275,14 +296,92 @@ def expand_scale(
     return scale
 
 
+# Printing: numpy, since JAX would trace what is computed while it traces something else.
+
+
+def _spelled_scale(q: ScaledArray) -> str:
+    inner = q.scale.data if isinstance(q.scale, ScaledArray) else q.scale
+    whole = f" x {printing.number(q.scale.scale)}" if isinstance(q.scale, ScaledArray) else ""
+    if not printing.is_arraylike(inner) or not inner.shape:
+        return f"scale {printing.number(inner)}{whole}"
+    text = f"scales {printing.array(inner)}"
+    if _fits(q):
+        text += f" for [{','.join(map(str, q.block_sizes()))}] each"
+    values = _host_scale(q)
+    if values is None or not values.size:
+        return text + whole
+    return f"{text}, {_spelled_range(values)}"
+
+
+def _spelled_values(q: ScaledArray) -> str:
+    data, scale = printing.on_host(q.data), _host_scale(q)
+    if data is None or scale is None or not data.size or data.size > _MOST_PRINTED or not _fits(q):
+        return ""
+    for axis, b in enumerate(q.block_sizes() if scale.ndim else ()):
+        scale = np.repeat(scale, b, axis).take(range(data.shape[axis]), axis)
+    with np.errstate(over="ignore"):
+        return f"values {_spelled_range(_decoded_on_host(data) * scale)}"
+
+
+def _spelled_range(x: np.ndarray) -> str:
+    known = x[~np.isnan(x)]
+    missing = x.size - known.size
+    if not known.size:
+        return "all NaN"
+    low, high = f"{known.min():.4g}", f"{known.max():.4g}"
+    text = f"all {low}" if low == high else f"{low} to {high}"
+    return f"{text} and {missing} NaN" if missing else text
+
+
+def _fits(q: ScaledArray) -> bool:
+    """Whether the shapes belong together. (Of an array made under vmap they do not, outside.)"""
+    if not printing.is_arraylike(q.data):
+        return False
+    try:
+        check_scale_shape(q)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _host_scale(q: ScaledArray) -> np.ndarray | None:
+    """The scales as f32, None if they are not at hand."""
+    scale = q.scale
+    if isinstance(scale, ScaledArray):
+        data, outer = printing.on_host(scale.data), printing.on_host(scale.scale)
+        if data is None or outer is None or outer.ndim:
+            return None
+        return _decoded_on_host(data) * outer
+    found = printing.on_host(scale)
+    return None if found is None or found.dtype == object else found.astype(np.float32)
+
+
+def _decoded_on_host(data: np.ndarray) -> np.ndarray:
+    if data.dtype != E3M4.dtype:
+        return data.astype(np.float32)
+    e, m = (data >> 4 & 7).astype(int), (data & 15) / 16
+    magnitude = np.where(e > 0, np.ldexp(1 + m, e - E3M4.bias), np.ldexp(m, 1 - E3M4.bias))
+    magnitude = np.where((data & 0x7F) == E3M4.nan_code, np.nan, magnitude)
+    return np.copysign(magnitude, np.where(data >> 7, -1.0, 1.0)).astype(np.float32)
+
+
 # Flax's own serialization (msgpack) knows arrays and the containers registered with it.
 
 
 def _to_state_dict(q: ScaledArray) -> dict[str, Any]:
-    return {"data": q.data, "scale": serialization.to_state_dict(q.scale)}
+    # With the block, a checkpoint can be read without a target that knows it.
+    block = {} if q.block is None else {"block": np.asarray(q.block, np.int32)}
+    return {"data": q.data, "scale": serialization.to_state_dict(q.scale), **block}
 
 
 def _from_state_dict(q: ScaledArray, state: dict[str, Any]) -> ScaledArray:
+    block = tuple(np.asarray(state["block"]).tolist()) if "block" in state else q.block
+    if block != q.block:
+        raise ValueError(
+            f"The checkpoint has a ScaledArray in blocks of {block}, the target one in blocks of "
+            f"{q.block}, so that scales would belong to other elements. Restore into a target with "
+            "the same recipe and optimizer, and dequantize()."
+        )
     scale: Any = serialization.from_state_dict(q.scale, state["scale"], name="scale")
     return replace(q, data=state["data"], scale=scale)
 

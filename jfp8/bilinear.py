@@ -31,6 +31,7 @@ from jfp8.recipes import Product, Recipe
 from jfp8.residuals import SAVED, SAVED_WEIGHT, restore, save
 from jfp8.scaling import AmaxState, amax
 from jfp8.sink import ROLES, WIDTH, encode_amax
+from jfp8.taps import observer
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
 Operand = ScaledArray | jax.Array
@@ -51,11 +52,13 @@ class Use(NamedTuple):
     """One of the two products that a tensor takes part in.
 
     Attributes:
+      kind: which one.
       product: what the recipe says about it.
       quantizer: what it says about this operand; None leaves it in high precision.
       contracting: the dimensions of the tensor that the product sums over.
     """
 
+    kind: Kind
     product: Product
     quantizer: Quantizer | None
     contracting: tuple[int, ...]
@@ -166,15 +169,15 @@ def _forward(static, lhs, rhs, carrier, state, sink, seed, extra, and_backward=T
     x_free, _ = operation.contracting("wgrad")
     _, w_free = operation.contracting("dgrad")
     # For the backward pass: the same bytes, or those along the other direction.
-    x_again = Use(wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
-    w_again = Use(dgrad, dgrad.rhs, w_free) if and_backward else None
-    q_lhs, kept_lhs, lhs_amax = x.quantized(Use(fprop, fprop.lhs, x_sum), x_again)
-    q_rhs, kept_rhs, rhs_amax = w.quantized(Use(fprop, fprop.rhs, w_sum), w_again)
+    x_again = Use("wgrad", wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
+    w_again = Use("dgrad", dgrad, dgrad.rhs, w_free) if and_backward else None
+    q_lhs, kept_lhs, lhs_amax = x.quantized(Use("fprop", fprop, fprop.lhs, x_sum), x_again)
+    q_rhs, kept_rhs, rhs_amax = w.quantized(Use("fprop", fprop, fprop.rhs, w_sum), w_again)
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
     lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
     y = _product(operation, recipe, "fprop", fprop, q_lhs, q_rhs, extra)
-    y = _quantized_output(fprop, "y", y, seed)
+    y = _quantized_output("fprop", fprop, "y", y, seed)
 
     observed = Observed(lhs_amax, rhs_amax)
     # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
@@ -195,16 +198,16 @@ def _backward(static, residuals, cotangents):
     g = _Operand("grad", dy, grad_state, seed, operation)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
-    again = Use(wgrad, wgrad.rhs, g_sum_again) if q_lhs is not None else None
-    q_dy, q_dy_again, grad_amax = g.quantized(Use(dgrad, dgrad.lhs, g_sum), again)
+    again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again) if q_lhs is not None else None
+    q_dy, q_dy_again, grad_amax = g.quantized(Use("dgrad", dgrad, dgrad.lhs, g_sum), again)
     assert q_rhs is not None
     d_lhs = _product(operation, recipe, "dgrad", dgrad, q_dy, q_rhs, extra)
-    d_lhs = _quantized_output(dgrad, "d_lhs", d_lhs, seed)
+    d_lhs = _quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed)
     d_rhs = None
     if q_lhs is not None:
         assert q_dy_again is not None
         d_rhs = _product(operation, recipe, "wgrad", wgrad, q_lhs, q_dy_again, extra)
-        d_rhs = _quantized_output(wgrad, "d_rhs", d_rhs, seed)
+        d_rhs = _quantized_output("wgrad", wgrad, "d_rhs", d_rhs, seed)
     d_sink = None
     if seen is not None:
         d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax]))
@@ -241,7 +244,41 @@ def _product(
 ) -> jax.Array:
     """One of the three products, under a name by which it is found in jaxprs and profiles."""
     call = _called(kind, operation.terms(kind))
-    return call(operation, how, _accumulation(recipe, how), first, second, extra)
+    y = call(operation, how, _accumulation(recipe, how), first, second, extra)
+    if (watching := observer()) is not None:
+        y = watching.multiplied(operation, kind, first, second, extra, y)
+    return y
+
+
+_OPERANDS: dict[Kind, tuple[str, str]] = {
+    "fprop": ("lhs", "rhs"),
+    "dgrad": ("grad", "rhs"),
+    "wgrad": ("lhs", "grad"),
+}
+
+
+def product_by(
+    recipe: Recipe,
+    operation: Operation,
+    kind: Kind,
+    first: jax.Array,
+    second: jax.Array,
+    extra: tuple[jax.Array, ...],
+) -> tuple[jax.Array, Operand, Operand]:
+    """One of the three products of arrays in high precision, as `recipe` computes it.
+
+    By itself, without state. Also what its operands became.
+    """
+    how: Product = getattr(recipe.resolved(), kind)
+    roles, sums = _OPERANDS[kind], operation.contracting(kind)
+
+    def quantized(i: int, x: jax.Array, quantizer: Quantizer | None) -> Operand:
+        operand = _Operand(roles[i], x, None, None, operation)
+        return operand.quantized(Use(kind, how, quantizer, sums[i]), None)[0]
+
+    q_first, q_second = quantized(0, first, how.lhs), quantized(1, second, how.rhs)
+    y = operation.multiply(kind, q_first, q_second, how, _accumulation(recipe, how), extra)
+    return _quantized_output(kind, how, "y", y, None), q_first, q_second
 
 
 @functools.cache
@@ -290,25 +327,27 @@ class _Operand:
         self, first: Use, second: Use | None
     ) -> tuple[Operand, Operand | None, jax.Array]:
         """The tensor as its first product takes it, as its second one does, and its amax."""
-        if not isinstance(self.x, ScaledArray):
+        if not isinstance(self.x, ScaledArray) and observer() is None:
             at_once = self.operation.quantize_for_both(self.role, self.x, first, second, self.state)
             if at_once is not None:
                 return at_once
         largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
-        q = self._quantized(first, largest)
+        for_both = second is not None and _same(first, second)
+        kinds = f"{first.kind}+{second.kind}" if for_both else first.kind
+        q = self._quantized(first, largest, kinds)
         again = None
         if second is not None:
-            again = q if _same(first, second) else self._quantized(second, largest)
+            again = q if for_both else self._quantized(second, largest, second.kind)
             again = self.operation.laid_out(again, second.contracting)
         return self.operation.laid_out(q, first.contracting), again, largest
 
-    def _quantized(self, use: Use, largest: jax.Array) -> Operand:
+    def _quantized(self, use: Use, largest: jax.Array, kinds: str) -> Operand:
         """The tensor as one product takes it; in high precision if `use.quantizer` is None.
 
         One that comes quantized stays so where the format is the same and there is one scale, which
         serves any direction. Otherwise its values are quantized like any others.
         """
-        product, quantizer, contracting = use
+        _, product, quantizer, contracting = use
         x, of_tensor = self.x, largest
         if isinstance(x, ScaledArray):
             as_it_is = _with_one_scale(x)
@@ -327,7 +366,9 @@ class _Operand:
         if quantizer.stochastic:
             seed = _seed_for(f"{self.role}{contracting}", of_tensor, self.seed)
         at = Context(contracting, largest, self.state, seed)
-        return self.operation.quantize(self.role, x, quantizer, at)
+        q = self.operation.quantize(self.role, x, quantizer, at)
+        watching = observer()
+        return q if watching is None else watching.quantized(self.role, kinds, quantizer, x, q)
 
 
 def _same(first: Use, second: Use) -> bool:
@@ -350,14 +391,17 @@ def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
 
 
 def _quantized_output(
-    product: Product, role: str, y: jax.Array, seed: jax.Array | None
+    kind: Kind, product: Product, role: str, y: jax.Array, seed: jax.Array | None
 ) -> jax.Array:
     """A result of a product, rounded to what its recipe stores results in."""
     if product.output is None:
         return y
     largest = amax(y)
     bits = _seed_for(f"{role}()", largest, seed) if product.output.stochastic else None
-    return scaled_values(product.output(y, Context((), largest, None, bits))).astype(y.dtype)
+    q = product.output(y, Context((), largest, None, bits))
+    if (watching := observer()) is not None:
+        q = watching.quantized(role, kind, product.output, y, q)
+    return scaled_values(q).astype(y.dtype)
 
 
 def _with_one_scale(q: ScaledArray) -> ScaledArray | None:

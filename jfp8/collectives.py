@@ -54,6 +54,8 @@ from jfp8.quantizers import block_scale, quantize_with_scale
 from jfp8.random_bits import fold_in, hash_bits, seed_of
 from jfp8.scaling import Block
 
+__all__ = ["E2M5", "FINEST", "all_gather", "pmean", "reduce_scatter"]
+
 AxisName: TypeAlias = Any
 """What `jax.lax` takes: the name of a mapped axis, or a tuple of several."""
 
@@ -216,7 +218,7 @@ def pmean(
       tree: arrays of any shapes. Arrays that are not floating, or of 64 bits, and those of at most
         ``block / 4`` elements or so are left to ``jax.lax.pmean``.
       axis_name: one name, or a tuple of names.
-      fmt: format on the wire, of 8 bits: one of `jfp8.FORMATS`, `E2M5`, or two, such as `FINEST`.
+      fmt: format on the wire, of 8 bits: one of `jfp8.formats`, `E2M5`, or two, such as `FINEST`.
       block: elements that share a scale; ``4 / block`` bytes per element more on the wire.
       rounding: see `jfp8.cast`. Rounded to nearest, the mean is off by half a step at most in
         either rounding; ``"stochastic"`` is right on average over draws instead.

@@ -51,6 +51,11 @@ def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def context_of(eqn: Any) -> contextlib.AbstractContextManager[object]:
+    """The context in which an equation was traced: of meshes, and the like."""
+    return eqn.ctx.manager
+
+
 def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The results of one equation of a jaxpr, with its context: where it was written, and how."""
     eager = eqn.primitive.get_bind_params(eqn.params)

@@ -150,6 +150,9 @@ def autocast(recipe: Recipe = DelayedScaling(), *, enabled: bool = True) -> Iter
       recipe: which quantizer each operand gets.
       enabled: False for a region of high precision.
 
+    Returns:
+      A context manager, which gives None.
+
     Raises:
       TypeError: no recipe.
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import jax
 
-Kind = Literal["path", "layer", "recipe", "reason", "cuda"]
+Kind = Literal["path", "product", "layer", "recipe", "reason", "cuda"]
 
 _context = jax.make_user_context(None)
 
@@ -32,8 +32,17 @@ def note(kind: Kind, text: str) -> AbstractContextManager[object]:
 def notes_of(name_stack: str) -> dict[str, str]:
     """The innermost note of each kind."""
     found: dict[str, str] = {}
-    for kind, text in re.findall(r"\b(path|layer|recipe|reason|cuda)=(.*?);", name_stack):
+    for kind, text in re.findall(r"\b(path|product|layer|recipe|reason|cuda)=(.*?);", name_stack):
+        if kind == "path" and text != found.get("path"):  # what follows is about this layer
+            found = {}
         found[kind] = text
-        if kind == "path":  # what follows is about this layer
-            found = {"path": text}
     return found
+
+
+def product_path(notes: dict[str, str]) -> str:
+    """The path of a layer, and of the product in it, if it may have several: empty if no layer's.
+
+    Layers of Flax call their only product ``DotGeneral_0``.
+    """
+    inside = re.sub(r"(^|/)(DotGeneral|ConvGeneralDilated)_0$", "", notes.get("product", ""))
+    return "/".join(filter(None, [notes.get("path", ""), inside]))

@@ -72,7 +72,7 @@ class Format:
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest finite value: floor(log2(max))."""
+        """Exponent of the largest finite value, floor(log2(max))."""
         return int(np.frexp(self.max)[1]) - 1
 
     @property
@@ -82,7 +82,7 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive value (E8M0 has no subnormals: its smallest normal)."""
+        """The smallest positive value; of E8M0, which has no subnormals, the smallest normal."""
         return 2.0 ** (self.min_exponent - (self.mantissa_bits if self.signed else 0))
 
     def __repr__(self) -> str:

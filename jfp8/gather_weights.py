@@ -82,6 +82,7 @@ def gather_weights(
       The same tree, with a `ScaledArray` for each kernel that was gathered in FP8.
 
     Raises:
+      TypeError: no recipe.
       ValueError: there are no `specs` where they are needed; the axis is not in the mesh; a recipe
         whose scales have scales (``nvfp4``); `gradients_as` a format outside of ``jax.shard_map``.
 

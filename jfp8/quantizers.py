@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8 import printing
 from jfp8.arrays import ScaledArray, apply_scale, check_scale_shape
 from jfp8.formats import (
     E4M3FN,
@@ -34,12 +35,25 @@ from jfp8.scaling import (
     PerTensor,
     ScaleRounding,
     amax,
+    check_scale_rounding,
     history_amax,
     ragged_block,
     reciprocal,
     reciprocal_factors,
     scale_from_amax,
 )
+
+__all__ = [
+    "Blockwise",
+    "Context",
+    "Current",
+    "Delayed",
+    "Quantizer",
+    "Rowwise",
+    "TwoLevel",
+    "Unit",
+    "quantize",
+]
 
 
 def quantize(
@@ -210,7 +224,7 @@ class Context:
     seed: jax.Array | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Quantizer:
     """One operand's way into f8: a frozen dataclass, equal to another if it quantizes alike.
 
@@ -233,6 +247,10 @@ class Quantizer:
             raise ValueError(
                 f"rounding={self.rounding!r} is unknown. Allowed: {', '.join(ROUNDINGS)}."
             )
+
+    def __repr__(self) -> str:
+        """The call that makes it, without the fields that have their default."""
+        return printing.changes(self)
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -278,7 +296,15 @@ class Quantizer:
         block: tuple[int, ...] | None = None,
         inverse: jax.Array | None = None,
     ) -> ScaledArray:
-        """``ScaledArray(cast(x / scale), scale)``; see `quantize_with_scale`."""
+        """``ScaledArray(cast(x / scale), scale)``, rounded as `rounding` says.
+
+        Args:
+          x: ``f32 | bf16 | f16`` array.
+          scale: f32 or e8m0 array, or a `ScaledArray` of two levels.
+          context: what ``__call__`` was given.
+          block: see `ScaledArray`.
+          inverse: f32 array, the reciprocals of `scale`, where they are at hand.
+        """
         bits = None
         if self.stochastic:
             assert context.seed is not None  # whoever asks for stochastic rounding brings one
@@ -286,11 +312,19 @@ class Quantizer:
         return quantize_with_scale(x, scale, self.fmt, self.rounding, bits, block, inverse)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Current(Quantizer):
-    """Per-tensor scale from the data at hand ("dynamic", "just-in-time")."""
+    """Per-tensor scale from the data at hand ("dynamic", "just-in-time").
+
+    Attributes:
+      scale_rounding: see `scaling.scale_from_amax`.
+    """
 
     scale_rounding: ScaleRounding = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scale_rounding(self.scale_rounding)
 
     @property
     def one_for_both(self) -> bool:
@@ -301,13 +335,19 @@ class Current(Quantizer):
         return self.data_for(x, scale, context)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Delayed(Quantizer):
     """Per-tensor scale from the amaxes of earlier steps.
 
     ``scale = max(history) / fmt.max * 2^margin``, or with ``algo="most_recent"`` from the newest
     entry. Before the history has an entry it is the current amax (or the maximum of the step so
     far, if larger), so that the first step neither saturates nor flushes.
+
+    Attributes:
+      margin: powers of two of headroom.
+      algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
+      scale_rounding: see `scaling.scale_from_amax`.
+      length: of the history, in steps.
     """
 
     margin: int = 0
@@ -318,6 +358,13 @@ class Delayed(Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_has_nan(self)
+        check_scale_rounding(self.scale_rounding)
+        if self.algo not in ("max", "most_recent"):
+            raise ValueError(f"Delayed(algo={self.algo!r}): allowed are 'max', 'most_recent'.")
+        for name, least in (("margin", 0), ("length", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"Delayed({name}={value!r}): must be an int of at least {least}.")
 
     @property
     def one_for_both(self) -> bool:
@@ -328,11 +375,11 @@ class Delayed(Quantizer):
         return self.length
 
     def expected(self, state: AmaxState) -> jax.Array:
-        """The amax that the history predicts, f32[]; 0 if it is empty."""
+        """The amax that the history in `state` predicts, f32[]; 0 if it is empty."""
         return history_amax(state["amax_history"], self.algo)
 
     def scale(self, observed: jax.Array, state: AmaxState | None) -> jax.Array:
-        """The scale; `observed`, the amax of the data at hand, counts where nothing is expected."""
+        """The scale, f32[], that `state` predicts, or else that of the amax `observed`."""
         if state is not None:
             expected = self.expected(state)
             observed = jnp.where(expected > 0, expected, jnp.maximum(observed, state["amax"]))
@@ -344,7 +391,7 @@ class Delayed(Quantizer):
         return self.data_for(x, self.scale(context.amax, context.state), context)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Unit(Quantizer):
     """No scaling: the scale is 1, and what does not fit is lost."""
 
@@ -360,14 +407,21 @@ class Unit(Quantizer):
         return self.data_for(x, jnp.ones((), jnp.float32), context)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rowwise(Quantizer):
     """One scale for every row that the product sums over ("per axis", "axiswise").
 
     The scales vary along all dimensions but the contracting ones, and leave the sum.
+
+    Attributes:
+      scale_rounding: see `scaling.scale_from_amax`.
     """
 
     scale_rounding: ScaleRounding = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scale_rounding(self.scale_rounding)
 
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         kept = tuple(d for d in range(x.ndim) if d not in context.contracting)
@@ -376,7 +430,7 @@ class Rowwise(Quantizer):
         return self.data_for(x, scale, context)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _InBlocks(Quantizer):
     """What quantizers in blocks share.
 
@@ -416,7 +470,7 @@ class _InBlocks(Quantizer):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Blockwise(_InBlocks):
     """One scale for every block of elements, from the data at hand.
 
@@ -428,6 +482,10 @@ class Blockwise(_InBlocks):
 
     scale_rounding: ScaleRounding = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scale_rounding(self.scale_rounding)
+
     @property
     def powers_of_two(self) -> bool:
         return self.scale_rounding is not None
@@ -438,7 +496,7 @@ class Blockwise(_InBlocks):
         return self.data_for(x, scale, context, block=block, inverse=inverse)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TwoLevel(_InBlocks):
     """A narrow scale for every block under one f32 scale for the tensor (NVFP4). ::
 

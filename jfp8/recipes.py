@@ -14,12 +14,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from jfp8 import formats, quantizers
+from jfp8 import formats, printing, quantizers
 from jfp8.accumulation import ACCUMULATIONS, Accumulation
 from jfp8.formats import E2M1FN, E4M3FN, E5M2, Format
 from jfp8.quantizers import Blockwise, Current, Delayed, Quantizer, Rowwise, TwoLevel, Unit
 from jfp8.rotations import Hadamard
 from jfp8.scaling import AmaxState, ScaleRounding, init_amax_state
+
+__all__ = [
+    "DelayedScaling",
+    "DirectE5M2",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Hybrid",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "PerOperand",
+    "Product",
+    "Products",
+    "RECIPES",
+    "Recipe",
+    "RowwiseScaling",
+    "Unscaled",
+    "from_json",
+    "get",
+]
 
 Fp8Format = Literal["HYBRID", "E4M3", "E5M2"]
 
@@ -31,7 +50,7 @@ _FP8_FORMATS: dict[str, tuple[Format, Format]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Product:
     """How one of the three products is computed.
 
@@ -91,13 +110,15 @@ class Product:
                 "quantizers.Current(fmt)."
             )
 
+    __repr__ = printing.changes
+
     @property
     def powers_of_two(self) -> bool:
         """Whether all scales that vary along the contraction are powers of two."""
         return all(q.powers_of_two for q in (self.lhs, self.rhs) if q is not None and q.block)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Products:
     """The three products of ``y = lhs @ rhs`` and its gradient. ::
 
@@ -107,6 +128,9 @@ class Products:
 
     A tensor is quantized once for both products it takes part in where their quantizers are equal
     and do not depend on the direction of the contraction, else once for each, from high precision.
+
+    Attributes:
+      fprop, dgrad, wgrad: the three products.
 
     Raises:
       TypeError, ValueError: as for `Product`; also if nothing is quantized, or if one tensor is to
@@ -134,6 +158,8 @@ class Products:
                     "has one history. Give its quantizers the same history_len."
                 )
 
+    __repr__ = printing.changes
+
     def by_role(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
         """Both quantizers of each tensor."""
         return {
@@ -159,7 +185,7 @@ class Products:
         return rotated or any(q.block is not None for q in self.quantizers())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """Base class of the recipes below. Abstract: use one of them, or ``recipes.get(name)``.
 
@@ -188,14 +214,22 @@ class Recipe:
     def __post_init__(self) -> None:
         _check_choice(self, "accumulation", ACCUMULATIONS)
         fast, kinds = self.fast_accumulation, ("fprop", "dgrad", "wgrad")
-        if fast is not None and not (isinstance(fast, tuple) and set(fast) <= set(kinds)):
+        if fast is not None and not (isinstance(fast, tuple) and all(k in kinds for k in fast)):
             raise ValueError(
                 f"{type(self).__name__}(fast_accumulation={fast!r}): must be None or a tuple with "
                 f"any of {', '.join(map(repr, kinds))}, such as ('fprop',)."
             )
 
+    def __repr__(self) -> str:
+        """The call that makes it, without the fields that have their default."""
+        return printing.changes(self)
+
     def products(self) -> Products:
-        """What is done to the operands of the three products."""
+        """What is done to the operands of the three products.
+
+        Raises:
+          TypeError: of `Recipe` itself, which is abstract.
+        """
         raise TypeError(f"{type(self).__name__} is abstract; use one of {_names()}.")
 
     def resolved(self) -> Products:
@@ -230,7 +264,7 @@ class Recipe:
         return json.dumps({"recipe": type(self).__name__, **_to_plain(vars(self))})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DelayedScaling(Recipe):
     """Per-tensor scales from an amax history: one pass over each tensor.
 
@@ -282,7 +316,7 @@ class DelayedScaling(Recipe):
         return _uniform(forward, forward, backward)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8CurrentScaling(Recipe):
     """Per-tensor scales from the tensor itself: ``scale = amax(x) / fmt.max``. No state.
 
@@ -315,7 +349,7 @@ class Float8CurrentScaling(Recipe):
         return _uniform(forward, forward, backward)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RowwiseScaling(Recipe):
     """One scale for every row that a product sums over. No state.
 
@@ -361,7 +395,7 @@ class RowwiseScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8BlockScaling(Recipe):
     """A scale for every 1x128 stretch of activations and gradients, and 128x128 tile of weights.
 
@@ -400,7 +434,7 @@ class Float8BlockScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MXFP8BlockScaling(Recipe):
     """Microscaling: an E8M0 scale, a power of two, for every 32 values along the contraction.
 
@@ -443,7 +477,7 @@ class MXFP8BlockScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NVFP4BlockScaling(Recipe):
     """4 bits: E2M1 data, an E4M3 scale for every 16 values, and an f32 scale above those.
 
@@ -489,7 +523,7 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Toolkit(Recipe):
     """What the recipes of Intel's FP8 Emulation Toolkit share: unscaled, stochastic gradients.
 
@@ -537,7 +571,7 @@ class _Toolkit(Recipe):
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DirectE5M2(_Toolkit):
     """E5M2 without any scale, for all operands and results of all three products. No state.
 
@@ -565,7 +599,7 @@ class DirectE5M2(_Toolkit):
         return Unit(E5M2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Hybrid(_Toolkit):
     """E4M3 with per-tensor current scales forward, unscaled E5M2 gradients. No state.
 
@@ -592,7 +626,7 @@ class Hybrid(_Toolkit):
         return Current(E4M3FN)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Unscaled(Recipe):
     """FP8 without any scale: every operand is cast as it is. No state.
 
@@ -621,7 +655,7 @@ class Unscaled(Recipe):
         return _uniform(forward, forward, backward)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PerOperand(Recipe):
     """A recipe of your own: a quantizer, or None for high precision, for each operand.
 
@@ -674,6 +708,9 @@ def get(name: str, **fields: Any) -> Recipe:
         of the class.
       **fields: fields of that class.
 
+    Returns:
+      A recipe of that class.
+
     Raises:
       ValueError: unknown `name`; the message lists the known ones.
       TypeError: unknown field.
@@ -692,6 +729,9 @@ def from_json(text: str, *, known: Sequence[type] = ()) -> Recipe:
       text: a JSON object.
       known: classes from outside of jfp8, recipes or quantizers, that may occur in it.
 
+    Returns:
+      A recipe equal to the one that was written.
+
     Raises:
       ValueError: not such a JSON object, unknown recipe, or a field's value is not allowed.
       TypeError: unknown field.
@@ -701,13 +741,20 @@ def from_json(text: str, *, known: Sequence[type] = ()) -> Recipe:
     1
     """
     try:
-        fields = json.loads(text)
+        return _from_fields(json.loads(text), known)
     except json.JSONDecodeError as error:
         raise ValueError(f"Not JSON: {error}. Write recipes with recipe.to_json().") from error
+    except RecursionError:
+        raise ValueError(
+            "The JSON is nested too deeply for a recipe. Write recipes with recipe.to_json()."
+        ) from None
+
+
+def _from_fields(fields: Any, known: Sequence[type]) -> Recipe:
     if not isinstance(fields, dict) or not isinstance(fields.get("recipe"), str):
         raise ValueError(
             'A recipe in JSON is an object such as {"recipe": "DelayedScaling", "margin": 0}; '
-            f"got {text!r}."
+            f"got {fields!r}."
         )
     own = tuple(c for c in known if issubclass(c, Recipe))
     recipe = _class_called(fields.pop("recipe"), (*RECIPES, PerOperand, *own))

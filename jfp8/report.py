@@ -28,6 +28,7 @@ from jfp8.nnx.convert import layers_of
 from jfp8.nnx.hooks import annotate
 
 _F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
+_DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class ProductRow:
     cuda: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What `report` found; prints as a table, and shows as one in Jupyter.
 
@@ -118,6 +119,8 @@ class Report:
         widths = [max(len(cells[i]) for cells in table) for i in range(len(_HEAD))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip() for cells in table]
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], self.summary()])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         cell = lambda tag, text: f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>"
@@ -174,6 +177,11 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
         closed = _nnx_jaxpr(model, inputs, kwargs)
     else:
         raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
+    return report_of(closed)
+
+
+def report_of(closed: ClosedJaxpr) -> Report:
+    """The products of a program that was traced in the context `explain.explaining`."""
     return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))))
 
 
@@ -272,9 +280,11 @@ def _is_whole(eqn: Any) -> bool:
 def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     kind, _, terms = name.partition("_")
     notes = notes_of(stack)
-    # The operands come flattened: data, its scales, data, its scales. No scale is as large as data.
+    # The operands come flattened: data, its scales, data, its scales. After them there may be
+    # constants as large as data, which remat in a loop takes out of the product; none is narrow.
     first, *rest = (v.aval for v in eqn.invars)
-    second = max(rest, key=lambda a: (a.size, a.dtype in _F8))
+    data = [a for a in rest if a.dtype in _DATA and a.ndim]
+    second = max(data or rest, key=lambda a: a.size)
     out = next(v.aval for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
     narrow = all(x.dtype in _F8 for x in (first, second))
     inside = list(_equations(eqn))

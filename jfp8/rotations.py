@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8 import printing
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Hadamard:
     """``x -> x diag(s) H / sqrt(n)`` on stretches of ``n`` values, ``s`` a vector of signs.
 
@@ -36,6 +38,8 @@ class Hadamard:
             raise ValueError(
                 f"Hadamard takes 1, 2, 4, 8, ... signs, each 1 or -1; got {self.signs!r}."
             )
+
+    __repr__ = printing.changes
 
     def __call__(self, x: jax.Array, axis: int) -> jax.Array:
         """Rotate `x` along `axis`; f32, padded with zeros to a multiple of ``n`` along it.

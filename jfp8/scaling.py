@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jax import lax
 
 from jfp8.arrays import split_e8m0
 from jfp8.formats import E8M0FNU, Format, as_float_array, codes_to_format
+
+__all__ = ["Block", "PerAxis", "PerTensor", "amax", "scale_from_amax", "scale_shape"]
 
 ScaleRounding = Literal[None, "power_of_two", "rceil", "floor", "ceil", "even"]
 SCALE_ROUNDINGS: tuple[str | None, ...] = (None, "power_of_two", "rceil", "floor", "ceil", "even")
@@ -74,7 +76,14 @@ Granularity: TypeAlias = PerTensor | PerAxis | Block
 
 
 def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the scales of an array of `shape`; ``()`` for `PerTensor`.
+    """Shape of the scales of an array of `shape`.
+
+    Args:
+      granularity: what shares a scale.
+      shape: of the array.
+
+    Returns:
+      ``()`` for `PerTensor`; else a tuple of the length of `shape`.
 
     Raises:
       ValueError: the axis does not exist, or a block has more dimensions than the array.
@@ -166,6 +175,13 @@ def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax
     return lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
 
 
+def check_scale_rounding(scale_rounding: Any) -> None:
+    """A ``ValueError`` for what is no `ScaleRounding`."""
+    if scale_rounding not in SCALE_ROUNDINGS:
+        allowed = ", ".join(repr(mode) for mode in SCALE_ROUNDINGS)
+        raise ValueError(f"scale_rounding={scale_rounding!r} is unknown. Allowed: {allowed}.")
+
+
 def scale_from_amax(
     amax: jax.Array,
     fmt: Format,
@@ -203,9 +219,7 @@ def scale_from_amax(
     References:
       OCP Microscaling Formats v1.0 section 6.3 (floor); arXiv 2506.08027 (round up).
     """
-    if scale_rounding not in SCALE_ROUNDINGS:
-        allowed = ", ".join(repr(mode) for mode in SCALE_ROUNDINGS)
-        raise ValueError(f"scale_rounding={scale_rounding!r} is unknown. Allowed: {allowed}.")
+    check_scale_rounding(scale_rounding)
     if scale_rounding not in (None, "power_of_two"):
         code = e8m0_code(amax, fmt, scale_rounding)
         code = jnp.where(code == 255, code, jnp.clip(code + margin, 0, 254))

@@ -27,8 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfp8 import printing
+from jfp8.arrays import ScaledArray
 from jfp8.hoist import split
-from jfp8.optim.loss_scaling import all_finite, find_loss_scale, keep_unless
+from jfp8.optim.loss_scaling import LossScaleState, all_squares_finite, find_loss_scale, keep_unless
 from jfp8.optim.masters import (
     apply_updates,
     carriers,
@@ -173,6 +175,15 @@ class Gradients:
     fp8_sink: Collections
     collections: Collections
 
+    def __repr__(self) -> str:
+        """What is in it, by size."""
+        parts = [f"params=({printing.tree(self.params)})"]
+        if self.fp8_sink:
+            parts.append(f"fp8_sink=({_spelled_products(self.fp8_sink)})")
+        if self.collections:
+            parts.append(f"collections=({_spelled_collections(self.collections)})")
+        return f"Gradients({', '.join(parts)})"
+
 
 class TrainState(flax.struct.PyTreeNode):
     """Parameters, amax histories and optimizer state, advanced together or not at all.
@@ -197,6 +208,17 @@ class TrainState(flax.struct.PyTreeNode):
     collections: Collections
     apply_fn: Callable[..., Any] = flax.struct.field(pytree_node=False)
     tx: optax.GradientTransformation = flax.struct.field(pytree_node=False)
+
+    def __repr__(self) -> str:
+        """The step, and what is in the state by size."""
+        parts = [f"step={printing.number(self.step)}", f"params=({_spelled_params(self.params)})"]
+        if self.fp8:
+            parts.append(f"fp8=({_spelled_products(self.fp8)})")
+        parts.append(f"opt_state=({_spelled_optimizer(self.opt_state)})")
+        if self.collections:
+            parts.append(f"collections=({_spelled_collections(self.collections)})")
+        lines = "".join(f"\n  {part}," for part in parts)
+        return f"{type(self).__name__}({lines}\n)"
 
     @classmethod
     def create(
@@ -253,10 +275,10 @@ class TrainState(flax.struct.PyTreeNode):
     def apply_gradients(self, grads: Gradients) -> TrainState:
         """The state after one optimizer step.
 
-        If a gradient, or any operand of an FP8 product, held an Inf or NaN, the step is skipped:
-        parameters, optimizer state, histories and other collections stay as they are, bit for bit;
-        only `step` counts on and the loss scale falls. When the loss scale changes, the histories
-        of gradients follow it.
+        If a gradient, or any operand of an FP8 product, held an Inf or NaN, or a gradient is beyond
+        2^62, so that optimizers could not square it, the step is skipped: parameters, optimizer
+        state, histories and other collections stay as they are, bit for bit; only `step` counts on
+        and the loss scale falls. When the loss scale changes, the histories of gradients follow it.
 
         Args:
           grads: what `value_and_grad` returned, averaged over devices or not.
@@ -273,7 +295,7 @@ class TrainState(flax.struct.PyTreeNode):
                 )
             grads = Gradients(_scaled(grads, find_loss_scale(self.opt_state), -1), {}, {})
         amaxes, overflow = decode_all(_plain(grads.fp8_sink))
-        finite = all_finite(grads.params) & ~overflow
+        finite = all_squares_finite(grads.params) & ~overflow
 
         before = find_loss_scale(self.opt_state)
         # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow,
@@ -328,6 +350,15 @@ def value_and_grad(
     Raises:
       ValueError: `micro_batches` below 1 or not dividing the batch; `loss_fn` returns something
         else than described.
+
+    >>> import jax, jax.numpy as jnp, jfp8, optax
+    >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
+    >>> loss_fn = lambda variables, x: (jnp.mean(model.apply(variables, x) ** 2), {})
+    >>> loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
+    >>> state.apply_gradients(grads).step
+    Array(1, dtype=int32)
     """
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches must be an int of at least 1, got {micro_batches!r}.")
@@ -440,3 +471,46 @@ def _scaled(grads: Any, loss_scale: Any, power: int) -> Any:
         return grads
     factor = loss_scale.loss_scale if power > 0 else 1.0 / loss_scale.loss_scale
     return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+
+
+# What `repr` says. The trees may hold anything: shapes, shardings, placeholders.
+
+
+def _spelled_params(params: Any) -> str:
+    is_fp8 = lambda x: isinstance(x, ScaledArray)
+    leaves = jax.tree.leaves(params, is_leaf=is_fp8)
+    n = sum(math.prod(x.data.shape if is_fp8(x) else x.shape) for x in leaves if _has_shape(x))
+    n_fp8 = sum(map(is_fp8, leaves))
+    stored = f", {printing.counted(n_fp8, 'array')} in FP8" if n_fp8 else ""
+    return f"{printing.counted(n, 'parameter')} in {printing.tree(params)}{stored}"
+
+
+def _has_shape(x: Any) -> bool:
+    return printing.is_arraylike(x.data if isinstance(x, ScaledArray) else x)
+
+
+def _spelled_products(fp8: Any) -> str:
+    """The products of an ``fp8`` or ``fp8_sink`` collection; stacked layers count each."""
+    of_product = lambda path, role: [getattr(k, "key", None) for k in path[-2:]] == role
+    leaves = jax.tree_util.tree_leaves_with_path(fp8)
+    histories = [
+        x
+        for path, x in leaves
+        if of_product(path, ["grad", "amax_history"]) and printing.is_arraylike(x)
+    ]
+    if not histories:
+        return printing.tree(fp8)
+    lengths = sorted({x.shape[-1] for x in histories})
+    products = printing.counted(sum(math.prod(x.shape[:-1]) for x in histories), "product")
+    return f"{products} with amax histories of {' or '.join(map(str, lengths))} steps"
+
+
+def _spelled_optimizer(opt_state: Any) -> str:
+    is_scale = lambda x: isinstance(x, LossScaleState)
+    scales = filter(is_scale, jax.tree.leaves(opt_state, is_leaf=is_scale))
+    spelled = [f"loss scale {printing.number(scale.loss_scale)}" for scale in scales]
+    return "; ".join([printing.optimizer_state(opt_state), *spelled])
+
+
+def _spelled_collections(collections: Any) -> str:
+    return "; ".join(f"{name}: {printing.tree(value)}" for name, value in collections.items())

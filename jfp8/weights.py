@@ -116,7 +116,9 @@ def _kernels(tree: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
 
 def is_kernel(name: Any, node: Any) -> bool:
     """Whether a parameter of this name is what a product multiplies by."""
-    return name == "kernel" and jnp.ndim(getattr(node, "data", node)) >= 2
+    if isinstance(node, nnx.Variable):
+        node = node.get_value()
+    return name == "kernel" and jnp.ndim(node.data if isinstance(node, ScaledArray) else node) >= 2
 
 
 def _mapped(tree: Any, path: tuple[str, ...], function: Any) -> Any:

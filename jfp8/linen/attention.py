@@ -66,7 +66,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     """``flax.linen.MultiHeadDotProductAttention`` with its projections in FP8.
 
     Takes every argument of Flax's layer but its hooks for products; the ``params`` are those of
-    Flax's, with the same initial values for the same key. Kernels may be `ScaledArray`s.
+    Flax's, with the same initial values for the same key. A kernel may be a `ScaledArray`.
 
     Attributes:
       recipe, implementation: see `Dense`.

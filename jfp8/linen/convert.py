@@ -137,7 +137,12 @@ def replace_products(
         stock = layer.promote_dtype is flax_promote_dtype
         if isinstance(made, str):
             promote = {"promote_dtype": promote_values} if stock else {}
-            with note("reason", made), _set(layer, **promote):
+            with (
+                note("path", path_of(layer)),
+                note("layer", type(layer).__name__),
+                note("reason", made),
+                _set(layer, **promote),
+            ):
                 return next_fun(*args, **kwargs)
         given = None if hook is None else getattr(layer, f"{hook}_cls")
         if isinstance(given, ProductOf):  # a layer of jfp8

@@ -65,11 +65,21 @@ class Product(nn.Module):
         if recipe.products().stochastic and self.has_rng("fp8"):
             key = self.make_rng("fp8")
         state, sink = self._read_state(recipe), self._read_sink(recipe)
-        with note("recipe", recipe.name):
+        layer, product = self._place_in_model()
+        with note("path", layer), note("product", product), note("recipe", recipe.name):
             y, observed = quantized(lhs, rhs, recipe=recipe, state=state, sink=sink, key=key)
         if state is not None and self._is_mutable("fp8") and not self.is_initializing():
             self._record(state, observed, pushing=sink is None)
         return y
+
+    @nn.nowrap
+    def _place_in_model(self) -> tuple[str, str]:
+        """The path of the layer that has this product, and the path of the product in it."""
+        module: Any = self
+        depth = len(self.path)
+        while depth and isinstance(module, Product):
+            module, depth = module.parent, depth - 1
+        return "/".join(self.path[:depth]), "/".join(self.path[depth:])
 
     @nn.nowrap
     def _is_mutable(self, collection: str) -> bool:

@@ -26,7 +26,7 @@ class DotProductAttention(nnx.Module):
     own. Softmax and mask are computed in float32 at least.
 
     Args:
-      recipe, implementation, path: see `jfp8.nnx.DotGeneral`.
+      recipe, implementation, leading, path: see `Product`.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     state is the same, with the same initial values for the same `rngs`.
 
     Args:
-      *args, **kwargs: as for ``nnx.MultiHeadAttention``.
+      args, kwargs: as for ``nnx.MultiHeadAttention``.
       recipe, implementation: see `Linear`.
       attention_products: compute the two products of attention itself in FP8 too: of queries and
         keys, and of the weights and values. Their operands are no weights, and errors in the first

@@ -23,6 +23,18 @@ def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
     In the order in which attributes were set, which ``nnx.merge`` and transformed constructors make
     alphabetical. A layer that is shared appears once. Layers with a product of their own, one of
     jfp8 or of somebody else, are none of them.
+
+    Args:
+      module: any NNX model.
+
+    Returns:
+      ``[(path, layer), ...]``, with paths such as ``"layers/0/linear1"``.
+
+    >>> import jfp8
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> [path for path, _ in jfp8.nnx.layers_of(model)]
+    ['layers/0']
     """
     return [
         ("/".join(map(str, path)), node)
@@ -51,6 +63,9 @@ def convert_module(
       implementation: see `jfp8.scaled_matmul`.
       attention_products: ask `decide` for each ``nnx.MultiHeadAttention`` too, whether the products
         of queries with keys and of weights with values become FP8.
+
+    Returns:
+      A module of the type of `module`.
 
     Raises:
       ValueError: layers that are stacked along another axis than the leading ones.

@@ -31,7 +31,7 @@ class LayerNormLinear(LinearGeneral):
     ``bias``, named and shaped as those of `jfp8.linen.LayerNormDense`.
 
     Args:
-      in_features, out_features, axis, dtype, param_dtype, rngs, **kwargs: as for `LinearGeneral`.
+      in_features, out_features, axis, dtype, param_dtype, rngs, kwargs: as for `LinearGeneral`.
         The input is normalised over `axis`, what the product sums over.
       layernorm_type: ``"layernorm"`` or ``"rmsnorm"``; the latter has no ``ln_bias``.
       epsilon: added to the variance, or to the mean square.
@@ -122,6 +122,7 @@ class LayerNormMLP(nnx.Module):
       saved_activations: keep the inputs of the normalisation and of the activation in this format
         for the backward pass; see `LayerNormLinear`.
       recipe, implementation: see `Linear`.
+      rngs: stream ``params`` for initial values, ``dropout`` for dropout.
 
     Raises:
       ValueError: unknown `activation` or `layernorm_type`; the message lists the known ones.

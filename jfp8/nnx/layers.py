@@ -33,7 +33,7 @@ class Linear(nnx.Linear):
     `ScaledArray`.
 
     Args:
-      *args, **kwargs: as for ``nnx.Linear``.
+      args, kwargs: as for ``nnx.Linear``.
       recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
         ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
@@ -63,7 +63,7 @@ class LinearGeneral(nnx.LinearGeneral):
     ``nnx.Param`` state is the same, with the same initial values for the same `rngs`.
 
     Args:
-      *args, **kwargs: as for ``nnx.LinearGeneral``.
+      args, kwargs: as for ``nnx.LinearGeneral``.
       recipe, implementation: see `Linear`.
     """
 
@@ -85,7 +85,7 @@ class Conv(nnx.Conv):
     the same, with the same initial values for the same `rngs`.
 
     Args:
-      *args, **kwargs: as for ``nnx.Conv``.
+      args, kwargs: as for ``nnx.Conv``.
       recipe, implementation: see `Linear`.
     """
 
@@ -107,7 +107,7 @@ class ConvTranspose(HookedConvTranspose):
     same initial values for the same `rngs`.
 
     Args:
-      *args, **kwargs: as for ``nnx.ConvTranspose``.
+      args, kwargs: as for ``nnx.ConvTranspose``.
       recipe, implementation: see `Linear`.
     """
 
@@ -129,7 +129,7 @@ class Einsum(nnx.Einsum):
     with the same initial values for the same `rngs`.
 
     Args:
-      *args, **kwargs: as for ``nnx.Einsum``.
+      args, kwargs: as for ``nnx.Einsum``.
       recipe, implementation: see `Linear`.
     """
 

@@ -39,6 +39,7 @@ class RelativePositionBiases(nnx.Module):
       embedding_init: of the table.
       dtype: of the result; None: `param_dtype`.
       param_dtype: of the table.
+      rngs: stream ``params`` for initial values.
     """
 
     def __init__(
@@ -205,6 +206,7 @@ class TransformerLayer(nnx.Module):
       saved_activations: keep what the backward pass needs beside the operands of FP8 products in
         this format; see `jfp8.linen.TransformerLayer`.
       recipe, implementation: see `Linear`.
+      rngs: stream ``params`` for initial values, ``dropout`` for dropout.
 
     Raises:
       ValueError: a name that is unknown, or sizes that do not fit.

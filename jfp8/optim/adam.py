@@ -46,7 +46,21 @@ def scale_by_adam(
     nu: Storage | None = None,
     seed: jax.typing.ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.scale_by_adam`` with stored moments; see `adam`."""
+    """``optax.scale_by_adam`` with stored moments.
+
+    Args:
+      b1, b2, eps, eps_root, nesterov: numbers, or f32[]; as in ``optax.scale_by_adam``.
+      mu_dtype, preset, mu, nu, seed: see `adam`.
+
+    Returns:
+      ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
+
+    Raises:
+      ValueError, TypeError: see `adam`.
+
+    References:
+      See `adam`.
+    """
     inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
     moments = choose_moments("scale_by_adam", preset, mu, nu, mu_dtype)
     return store_state(inner, moments._asdict(), seed=seed)
@@ -75,15 +89,15 @@ def adam(
     The update follows from ``m`` and ``v`` before they are rounded. Arrays of fewer than two
     dimensions or 4096 elements keep f32 moments.
 
-    ============  ===============================  ===============================  ========
-    `preset`      first moment                     second moment                    bytes
-    ============  ===============================  ===============================  ========
+    ============  ===============================  ================================  ========
+    `preset`      first moment                     second moment                     bytes
+    ============  ===============================  ================================  ========
     None          E4M3 in blocks of 128            E4M3 in blocks of 128, expanded,  2.06
                                                    stochastic rounding
     ``msamp_o2``  E4M3, one power-of-two scale     float16, one power-of-two scale   3.00
     ``torchao``   E4M3 in blocks of 256            E4M3 in blocks of 256             2.03
     ``coat``      E4M3 in blocks of 128, expanded  E4M3 in blocks of 128, expanded   2.06
-    ============  ===============================  ===============================  ========
+    ============  ===============================  ================================  ========
 
     The presets are the rules of other libraries, rounding to nearest, but with blocks along the
     last axis instead of the flattened array. Their second moments stop decaying once a step changes
@@ -94,7 +108,7 @@ def adam(
       mu_dtype: short for ``mu=Float(mu_dtype)``.
       preset: ``"msamp_o2"``, ``"torchao"``, ``"coat"``, or None for jfp8's own choice.
       mu, nu: how to keep the first and second moment, instead of jfp8's choice.
-      seed: of stochastic rounding.
+      seed: int, or i32[]; of stochastic rounding.
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
@@ -133,7 +147,21 @@ def adamw(
     nu: Storage | None = None,
     seed: jax.typing.ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.adamw`` with stored moments; see `adam`. Weights decay in f32."""
+    """``optax.adamw`` with stored moments. Weights decay in f32.
+
+    Args:
+      learning_rate, b1, b2, eps, eps_root, weight_decay, mask, nesterov: as in ``optax.adamw``.
+      mu_dtype, preset, mu, nu, seed: see `adam`.
+
+    Returns:
+      ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
+
+    Raises:
+      ValueError, TypeError: see `adam`.
+
+    References:
+      See `adam`.
+    """
     inner = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, None, weight_decay, mask, nesterov=nesterov
     )

@@ -72,7 +72,9 @@ def fp8_gradients(
             return g
         # Powers of two, as MS-AMP: what comes out fits into 16 bits as well.
         q = quantize(g, fmt or E4M3FN, granularity=granularity, scale_rounding="power_of_two")
-        return q.dequantize(g.dtype)
+        # The largest numbers of the dtype would round up to Inf, after all checks for it.
+        largest = jnp.finfo(g.dtype).max
+        return jnp.clip(q.dequantize(g.dtype), -largest, largest)
 
     def update(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         del params

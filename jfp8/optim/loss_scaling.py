@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfp8 import printing
+
 
 class LossScaleState(NamedTuple):
     """State of `loss_scale`; ``optax.tree.get(opt_state, "loss_scale")`` finds it in any chain.
@@ -44,6 +46,10 @@ class LossScaleState(NamedTuple):
     grads_finite: jax.Array
     overflow_count: jax.Array
     inner_state: Any
+
+    def __repr__(self) -> str:
+        """Its numbers, and what is inside by type and size."""
+        return printing.named_state(self)
 
 
 def loss_scale(
@@ -149,6 +155,7 @@ def loss_scale(
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
         inner_state: Any = ()
         if wrapped is not None:
+            finite &= all_squares_finite(unscaled)
             unscaled, inner_state = wrapped.update(
                 unscaled, state.inner_state, params, **extra_args
             )
@@ -176,7 +183,8 @@ def loss_scale(
 def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Skip a step with non-finite gradients exactly: zero updates, and `tx` keeps its state.
 
-    Only a `LossScaleState` inside of it moves on, so that the scale falls. `tx` may be any
+    A gradient beyond 2^62, whose square is Inf in f32, counts as non-finite. Only a
+    `LossScaleState` inside of `tx` moves on, so that the scale falls. `tx` may be any
     transformation, with or without `loss_scale` in it.
 
     Args:
@@ -185,6 +193,13 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with the state of `tx`.
+
+    >>> import jax.numpy as jnp, jfp8, optax
+    >>> tx = jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), optax.adam(1e-3)))
+    >>> params = {"w": jnp.zeros(2)}
+    >>> updates, state = tx.update({"w": jnp.array([1.0, jnp.inf])}, tx.init(params), params)
+    >>> updates["w"], optax.tree.get(state, "count")
+    (Array([0., 0.], dtype=float32), Array(0, dtype=int32))
     """
     inner = transformation("skip_on_overflow", tx)
 
@@ -194,7 +209,7 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        finite = all_finite(updates)
+        finite = all_squares_finite(updates)
         new_updates, new_state = inner.update(updates, state, params, **extra_args)
         return _zero_unless(finite, new_updates), keep_unless(finite, new_state, state)
 
@@ -213,6 +228,11 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
 
     Raises:
       ValueError: there is no `loss_scale` in it, or more than one.
+
+    >>> import jax.numpy as jnp, jfp8, optax
+    >>> tx = jfp8.loss_scale(optax.sgd(0.1), init_scale=8.0)
+    >>> jfp8.scale_loss(0.5, tx.init({"w": jnp.zeros(2)}))
+    Array(4., dtype=float32)
     """
     state = find_loss_scale(opt_state)
     if state is None:
@@ -241,6 +261,22 @@ def all_finite(tree: Any) -> jax.Array:
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             finite &= jnp.all(jnp.isfinite(leaf))
     return finite
+
+
+# Its square, which optimizers average, and sums of a few such squares are finite in f32.
+LARGEST_GRADIENT = np.float32(2.0**62)
+
+
+def all_squares_finite(tree: Any) -> jax.Array:
+    """bool[]: `all_finite`, and no magnitude is beyond 2^62.
+
+    The square of a larger gradient is Inf, and stays in a second moment for ever.
+    """
+    small = jnp.ones((), bool)
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            small &= jnp.all(jnp.abs(leaf).astype(jnp.float32) <= LARGEST_GRADIENT)
+    return small
 
 
 def keep_unless(finite: jax.Array, new: Any, old: Any) -> Any:

@@ -26,6 +26,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from jfp8 import printing
 from jfp8.arrays import ScaledArray, apply_scale, scaled_values
 from jfp8.compat import vary_like
 from jfp8.formats import codes_of, codes_to_format, decode, format_of
@@ -66,6 +67,10 @@ class MasterWeightsState(NamedTuple):
     count: jax.Array
     masters: Any
     inner_state: Any
+
+    def __repr__(self) -> str:
+        """What is in it, by type and size."""
+        return printing.named_state(self)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=[])
@@ -286,6 +291,12 @@ def has_master_weights(opt_state: optax.OptState) -> bool:
 def carriers(params: optax.Params) -> Any:
     """What to differentiate by: `params` with f32 zeros in the place of every `ScaledArray`.
 
+    Args:
+      params: pytree of arrays and `ScaledArray`.
+
+    Returns:
+      The same tree without a `ScaledArray`, every array of the shape of what it stands for.
+
     >>> import jax, jax.numpy as jnp, jfp8
     >>> params = {"w": jfp8.quantize(jnp.ones((2, 3))), "b": jnp.zeros(3)}
     >>> f = lambda c: jnp.sum(jfp8.optim.with_carriers(params, c)["w"].dequantize() ** 2)
@@ -299,6 +310,13 @@ def with_carriers(params: optax.Params, differentiated: Any) -> optax.Params:
     """`params` for the model: arrays of `differentiated`, or as `ScaledArray.carrier` what is one.
 
     A `ScaledArray` with ``optax.MaskedNode()`` in `differentiated` stays frozen.
+
+    Args:
+      params: pytree of arrays and `ScaledArray`.
+      differentiated: what `carriers` returned, or what JAX traces in its place.
+
+    Returns:
+      A tree like `params`.
     """
 
     def attach(p: Any, c: Any) -> Any:

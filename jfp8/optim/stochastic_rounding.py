@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from jfp8 import printing
 from jfp8.optim.loss_scaling import transformation, widened
 from jfp8.random_bits import fold_in, hash_bits
 
@@ -28,6 +29,10 @@ class StochasticRoundingState(NamedTuple):
 
     count: jax.Array
     inner_state: Any
+
+    def __repr__(self) -> str:
+        """What is in it, by type and size."""
+        return printing.named_state(self)
 
 
 def stochastic_rounding(

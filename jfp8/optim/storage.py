@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8 import printing
 from jfp8.arrays import ScaledArray, apply_scale, scaled_values
 from jfp8.formats import E4M3FN, Format, codes_to_format, decode, encode
 from jfp8.optim.stochastic_rounding import round_to_16_bits
@@ -55,6 +56,10 @@ class HalfArray(NamedTuple):
     data: jax.Array
     scale: jax.Array
 
+    def __repr__(self) -> str:
+        """Shape and scale, not the elements."""
+        return f"HalfArray({printing.array(self.data)}, scale {printing.number(self.scale)})"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the values."""
@@ -75,26 +80,41 @@ class ExpandedArray(NamedTuple):
     amax: jax.Array
     power: jax.Array
 
+    def __repr__(self) -> str:
+        """Shapes, not the elements."""
+        blocks = f"amax {printing.array(self.amax)}, power {printing.array(self.power)}"
+        return f"ExpandedArray({printing.array(self.data)}, {blocks})"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the values."""
         return self.data.shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Storage(abc.ABC):
     """A way to keep an f32 array: ``decode(encode(x, seed)) ~= x``.
 
     Encoding is two passes over the array: `measure` finds the scales, `round` uses them.
     """
 
+    def __repr__(self) -> str:
+        """The call that makes it, without the fields that have their default."""
+        return printing.changes(self)
+
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """What has to be known of all of `x` to round any of it: nothing by default."""
+        """What has to be known of all of `x`, f32 of any shape, to round some of it: nothing."""
         return ()
 
     @abc.abstractmethod
     def round(self, x: jax.Array, measured: tuple[jax.Array, ...], seed: jax.Array) -> Any:
-        """`encode` with the result of `measure` at hand."""
+        """`encode` with the result of `measure` at hand.
+
+        Args:
+          x: f32 array of any shape, or a part of the one that was measured.
+          measured: what `measure` gave, arrays of any shapes.
+          seed: uint32[2], see `encode`.
+        """
 
     @abc.abstractmethod
     def decode(self, stored: Any) -> jax.Array:
@@ -114,7 +134,7 @@ class Storage(abc.ABC):
         return self.round(x, self.measure(x), seed)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float(Storage):
     """A plain array of a floating dtype of 32 or 16 bits.
 
@@ -155,7 +175,7 @@ class Float(Storage):
         return stored.astype(jnp.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScaledFloat16(Storage):
     """float16 with one power-of-two scale for the array, rounded to nearest even. ::
 
@@ -195,7 +215,7 @@ class ScaledFloat16(Storage):
         return stored.data.astype(jnp.float32) * stored.scale
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Blocks(Storage):
     """FP8 with one scale for every block of elements along the last axis. ::
 
@@ -269,7 +289,7 @@ class Blocks(Storage):
             )
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Largest magnitude of each block, and smallest but zero for ``"expand"``."""
+        """Largest magnitude of each block of `x`, and smallest but zero for ``"expand"``."""
         largest = _largest(x, self.block)
         return (largest, _smallest(x, self.block)) if self.transform == "expand" else (largest,)
 

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from jfp8 import printing
 from jfp8.arrays import ScaledArray
 from jfp8.optim.loss_scaling import transformation, widened
 from jfp8.optim.storage import ExpandedArray, HalfArray, Storage
@@ -29,6 +30,10 @@ class StoredState(NamedTuple):
 
     count: jax.Array
     inner_state: Any
+
+    def __repr__(self) -> str:
+        """What is in it, by type and size."""
+        return printing.named_state(self)
 
 
 def store_state(
@@ -53,7 +58,8 @@ def store_state(
         ``optax.sgd`` with momentum.
       min_size: arrays with fewer elements stay as they are, and so do those of fewer than two
         dimensions: they take little memory, and biases and norms are sensitive.
-      seed: of stochastic rounding, whose bits also depend on the step, the leaf and the element.
+      seed: int, or i32[], of stochastic rounding, whose bits also depend on the step, the leaf and
+        the element.
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
