@@ -1,0 +1,120 @@
+"""Sphinx: python -m sphinx -W -b html docs docs/_build. No network is needed."""
+
+import inspect
+import re
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import flax.linen as nn  # noqa: E402
+from docutils import nodes  # noqa: E402
+from sphinx import addnodes  # noqa: E402
+
+import jfp8  # noqa: E402
+
+project = "jfp8"
+author = "The jfp8 authors"
+copyright = author
+version = release = jfp8.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_title = f"jfp8 {release}"
+
+# Pages are Markdown that also reads well where no site is built. Headings get anchors to link to.
+myst_heading_anchors = 3
+# Notebooks are shown as committed. The tests execute them.
+nb_execution_mode = "off"
+# They belong beside examples and benchmarks, and Sphinx reads nothing outside of its own folder.
+shutil.rmtree(HERE / "notebooks", ignore_errors=True)
+shutil.copytree(
+    HERE.parent / "notebooks",
+    HERE / "notebooks",
+    ignore=shutil.ignore_patterns(".ipynb_checkpoints"),
+)
+
+# In docstrings `name` is a name: of an argument, or of something of jfp8, which becomes a link.
+# Arguments are no targets, and the names of JAX and Flax would need their inventories, so that
+# nitpicky mode, which wants a target for everything, stays off; tests/test_docs.py looks for the
+# names of jfp8.
+default_role = "py:obj"
+nitpicky = False
+
+# What a class takes is said in its own docstring, or in that of its __init__.
+autoclass_content = "both"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+autodoc_inherit_docstrings = False
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 400
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# Fields as a list in the text of their class, also several in one entry.
+napoleon_custom_sections = [("Attributes", "params_style")]
+
+
+ARRAY_LIKE = re.compile(r"~[\w.]*Array \| ~numpy\.ndarray (\| ~?[\w.]+ ){5}\| complex")
+
+
+def link_to_copies(app, docname, source):
+    """Links to notebooks, `../notebooks/..`, lead to the copies; other files are downloads."""
+    up = "../" * (docname.count("/") + 1)
+    source[0] = source[0].replace(f"]({up}notebooks/", "](/notebooks/")
+
+
+def link_names(app, doctree):
+    """`jfp8.something` in a page becomes a link to what the API says of it, if it does."""
+    for literal in list(doctree.findall(nodes.literal)):
+        name = literal.astext()
+        linked = nodes.title | nodes.reference | addnodes.pending_xref
+        within = isinstance(literal.parent, linked) or isinstance(literal.parent.parent, linked)
+        if not within and re.fullmatch(r"jfp8(\.\w+)+", name):
+            role = {"refdomain": "py", "reftype": "obj", "reftarget": name}
+            literal.replace_self(addnodes.pending_xref("", literal.deepcopy(), **role))
+
+
+def short_signature(app, what, name, thing, options, signature, returned):
+    """Shorter ones: of classes their fields, with defaults; `ArrayLike` by its name."""
+    if what != "class":
+        return signature and ARRAY_LIKE.sub("~jax.typing.ArrayLike", signature), returned
+    parameters = list(inspect.signature(thing.__init__).parameters.values())[1:]
+    flax = ("parent", "name") if issubclass(thing, nn.Module) else ()  # every module has them
+    shown = [p.replace(annotation=p.empty) for p in parameters if p.name not in flax]
+    # Functions and classes print with their addresses.
+    return re.sub(r"<[^<>]*(<[^<>]*>[^<>]*)*>", "...", str(inspect.Signature(shown))), None
+
+
+def skip_member(app, what, name, thing, skip, options):
+    """Defaults of fields that are functions or classes are no methods."""
+    owner, _, own_name = getattr(thing, "__qualname__", "x.").rpartition(".")
+    is_default = not owner or own_name == "init" or isinstance(thing, type)
+    return True if what == "class" and is_default else None
+
+
+def keep_first_line(app, what, name, thing, options, lines):
+    """Napoleon takes what stands before a colon in the first line of a property for its type."""
+    if what == "property":
+        lines.insert(0, "")
+
+
+def setup(app):
+    """What Sphinx calls."""
+    app.connect("autodoc-skip-member", skip_member)
+    app.connect("autodoc-process-docstring", keep_first_line, priority=400)  # before Napoleon
+    app.connect("source-read", link_to_copies)
+    app.connect("doctree-read", link_names)
+    app.connect("autodoc-process-signature", short_signature)
