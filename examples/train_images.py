@@ -16,31 +16,25 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import time
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import numpy as np
 import optax
 from images import data
 from images.model import ResNet
-from lm.options import RECIPES, natural_int, positive_float, positive_int
+from lm import report, training
+from lm.options import RECIPES, natural_int, parser_of, positive_float, positive_int
 
 import jfp8
 
 BATCH_SIZE = 64
 TEST_BATCH_SIZE = 500
-STEPS_PER_LINE = 100
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train_images.py",
-        description="Train a small ResNet in FP8 on Fashion-MNIST or scikit-learn's digits. "
-        "With --compare, train the same model in float32 beside it.",
-    )
+    parser = parser_of("train_images.py", __doc__)
     # fmt: off
     parser.add_argument("--recipe", choices=RECIPES, default="delayed",
                         help="where FP8 scales come from; none is float32 (%(default)s)")
@@ -56,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss-multiplier", type=positive_float, default=1.0, metavar="M",
                         help="differentiate M * loss: AdamW does not mind, unscaled FP8 does (1)")
     parser.add_argument("--out", metavar="DIR", default="runs/train_images",
-                        help="for result.json (%(default)s)")
+                        help="for loss.png and result.json (%(default)s)")
     # fmt: on
     return parser
 
@@ -134,18 +128,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(f"images: {images.name}, {counts[0]:,} to train on and {counts[1]:,} to test")
     print(f"model: {parameters:,} parameters; training in {' and in '.join(labels.values())}")
 
-    losses = {run: [] for run in labels}
-    ms = {run: [] for run in labels}
-    for step in range(args.steps):
-        batch = images.train_batch(args.seed, step, BATCH_SIZE)
-        for run in labels:
-            start = time.perf_counter()
-            states[run], loss = train_step(states[run], batch, multiplier=args.loss_multiplier)
-            losses[run].append(float(loss))
-            ms[run].append(1000 * (time.perf_counter() - start))
-        if (step + 1) % STEPS_PER_LINE == 0:
-            means = (f"{run} {np.mean(losses[run][-STEPS_PER_LINE:]):.4f}" for run in labels)
-            print(f"steps {step + 2 - STEPS_PER_LINE:3} to {step + 1:3}, mean loss:", *means)
+    def step(state: jfp8.TrainState, batch: data.Batch) -> tuple[jfp8.TrainState, Any]:
+        state, loss = train_step(state, batch, multiplier=args.loss_multiplier)
+        return state, {"loss": loss}
+
+    batch_at = lambda i: images.train_batch(args.seed, i, BATCH_SIZE)
+    steps = dict.fromkeys(labels, step)
+    states, numbers = training.train(steps, states, batch_at, args.steps)
+    losses = {run: [n["loss"] for n in of_run] for run, of_run in numbers.items()}
+    ms = {run: [n["ms"] for n in of_run] for run, of_run in numbers.items()}
 
     tested = {run: evaluate(state, images) for run, state in states.items()}
     result = {
@@ -154,23 +145,30 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "test_accuracy": {run: accuracy for run, (_, accuracy) in tested.items()},
         "parameters": parameters,
         "ms_per_step": {run: round(float(np.median(ms[run])), 2) for run in labels},
-        "device": jax.devices()[0].device_kind,
-        "versions": {m.__name__: m.__version__ for m in (jfp8, jax, flax, optax)},
+        **report.environment(),
         "arguments": vars(args),
         "train_loss": losses,
     }
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
-    print("test loss and accuracy")
-    for run, label in labels.items():
-        loss, accuracy = tested[run]
-        speed = f"{result['ms_per_step'][run]:.0f} ms per step"
-        print(f"  {label:16} {loss:.4f}   {accuracy:.2f} %   {speed}")
+    losses_at_end, accuracy = result["test_loss"], result["test_accuracy"]
+    legend = {r: f"{labels[r]}: test accuracy {accuracy[r]:.2f} %" for r in labels}
+    title = f"Small ResNet on {images.name}"
+    report.draw(out / "loss.png", losses, labels, title, legend, unit="nats per image")
+    column = {run: f"{accuracy[run]:.2f} %" for run in labels}
+    print(report.table(labels, losses_at_end, result["ms_per_step"], "test loss", accuracy=column))
     if args.compare:
-        gap = 100 * (tested["fp8"][0] / tested["f32"][0] - 1)
-        points = tested["fp8"][1] - tested["f32"][1]
-        print(f"  gap              {gap:+.2f} %  {points:+.2f} points")
-    print(f"written to {out / 'result.json'}")
+        points = accuracy["fp8"] - accuracy["f32"]
+        print(f"  accuracy of FP8 less that of float32: {points:+.2f} points")
+    print(f"written to {out}: loss.png, result.json")
+    figures = {f"{run}_accuracy": accuracy[run] for run in labels}
+    figures |= {"data": images.name, "steps": args.steps, "seed": args.seed}
+    gap = report.relative_gap(losses_at_end)
+    print(
+        report.result_line(
+            "train_images", metric="test_loss", **losses_at_end, gap_percent=gap, **figures
+        )
+    )
     return result
 
 

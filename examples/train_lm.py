@@ -15,29 +15,19 @@ curves and a summary, in `runs/train_lm`. More to try:
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import numpy as np
 import optax
+from lm import checkpoint, corpus, options, report, training
+from lm.model import Transformer
+from lm.training import take_steps, validation_loss
 
 import jfp8
-
-try:
-    from lm import report
-except ModuleNotFoundError as missing:
-    message = f"train_lm.py needs {missing.name}: type  pip install 'jfp8[examples]'"
-    raise SystemExit(message) from None
-from lm import checkpoint, corpus, options
-from lm.model import Transformer
-
-STEPS_PER_SYNC = 10  # the host waits for the device this often, to move the progress bar
 
 
 def make_model(args: argparse.Namespace, run: str) -> Transformer:
@@ -54,90 +44,27 @@ def make_model(args: argparse.Namespace, run: str) -> Transformer:
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """AdamW with warm-up and cosine decay.
-
-    The clipping threshold and eps are sizes of gradients. A multiplied loss multiplies every
-    gradient, so both carry the multiplier too, and AdamW divides it out again.
-    """
-    warm_up = min(30, args.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, warm_up, args.steps)
-    m = args.loss_multiplier
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0 * m),
-        optax.adamw(schedule, b2=0.98, eps=1e-8 * m, weight_decay=0.05),
-    )
+    tx = training.make_optimizer(args.lr, args.steps, multiplier=args.loss_multiplier)
     return jfp8.loss_scale(tx) if args.loss_scale else tx
 
 
 def make_state(args: argparse.Namespace, run: str) -> jfp8.TrainState:
     """The same key gives the FP8 model and the float32 model the same initial parameters."""
-    model = make_model(args, run)
     tokens = np.zeros((args.batch_size, args.seq_len), np.int32)
-    variables = jax.jit(model.init)(jax.random.key(args.seed), tokens)
-    return jfp8.TrainState.create(
-        apply_fn=model.apply, variables=variables, tx=make_optimizer(args)
-    )
+    return training.make_state(make_model(args, run), make_optimizer(args), args.seed, tokens)
 
 
-def cross_entropy(state: jfp8.TrainState, variables: Any, windows: jax.Array) -> jax.Array:
-    """The mean loss, in nats, of predicting every byte from those before it."""
-    logits = state.apply_fn(variables, windows[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
-
-
-@functools.partial(jax.jit, static_argnames=("micro_batches", "multiplier"), donate_argnums=0)
-def train_step(
-    state: jfp8.TrainState, batch: jax.Array, *, micro_batches: int, multiplier: float
-) -> tuple[jfp8.TrainState, dict[str, jax.Array]]:
-    def loss_fn(variables, batch):
-        return multiplier * cross_entropy(state, variables, batch), {}
-
-    loss, grads = jfp8.value_and_grad(loss_fn, micro_batches=micro_batches)(state, batch)
-    state = state.apply_gradients(grads)
-    numbers = {"loss": loss / multiplier}
-    loss_scale = optax.tree_utils.tree_get(state.opt_state, "loss_scale")
-    if loss_scale is not None:
-        numbers["loss_scale"] = loss_scale
-    return state, numbers
-
-
-def compile_step(args: argparse.Namespace, state: jfp8.TrainState, batch: np.ndarray) -> Callable:
-    """Compiling ahead of the loop keeps the seconds it takes out of the milliseconds per step."""
-    return train_step.lower(
+def compile_step(
+    args: argparse.Namespace, state: jfp8.TrainState, batch: np.ndarray
+) -> training.Step:
+    return training.train_step.lower(
         state, batch, micro_batches=args.micro_batches, multiplier=args.loss_multiplier
     ).compile()
 
 
-def take_steps(
-    steps: dict[str, Callable], states: dict[str, jfp8.TrainState], batches: list[np.ndarray]
-) -> tuple[dict[str, jfp8.TrainState], dict[str, list[dict[str, float]]]]:
-    """One step per batch, of one model and then of the other. The host waits once for each."""
-    states, numbers = dict(states), {}
-    for run in states:
-        start = time.perf_counter()
-        pending = []
-        for batch in batches:
-            states[run], of_step = steps[run](states[run], batch)
-            pending.append(of_step)
-        numbers[run] = [{k: float(v) for k, v in n.items()} for n in jax.device_get(pending)]
-        ms = 1000 * (time.perf_counter() - start) / len(batches)
-        for of_step in numbers[run]:
-            of_step["ms"] = round(ms, 2)
-    return states, numbers
-
-
-@jax.jit
-def _validation_loss(state: jfp8.TrainState, windows: jax.Array) -> jax.Array:
-    return cross_entropy(state, state.variables, windows)
-
-
-def validation_loss(state: jfp8.TrainState, batches: np.ndarray) -> float:
-    return float(np.mean([_validation_loss(state, batch) for batch in batches], dtype=np.float64))
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     """Returns what `result.json` holds; None when --stop-at ended the run before its last step."""
-    parser = options.make_parser()
+    parser = options.make_parser(__doc__)
     args = parser.parse_args(argv)
     options.check(parser, args)
     out = Path(args.out)
@@ -173,7 +100,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     save_every = args.checkpoint_every or args.steps
     with report.progress_bar(step, args.steps) as bar:
         while step < last:
-            end = min(last, *(step - step % n + n for n in (STEPS_PER_SYNC, save_every)))
+            end = min(last, *(step - step % n + n for n in (training.STEPS_PER_SYNC, save_every)))
             batches = [text.train_batch(args.seed, s, args.batch_size) for s in range(step, end)]
             states, numbers = take_steps(steps, states, batches)
             metrics.append(step + 1, numbers)
@@ -192,19 +119,18 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
         "gap_percent": gap,
         "parameters": parameters,
         "ms_per_step": metrics.median("ms"),
-        "device": jax.devices()[0].device_kind,
-        "versions": {m.__name__: m.__version__ for m in (jfp8, jax, flax, optax)},
+        **report.environment(),
         "arguments": vars(args),
     }
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    report.draw(out / "loss.png", metrics.lines, labels, losses)
+    curves = {run: [line["loss"][run] for line in metrics.lines] for run in labels}
+    title = "Byte-level Transformer language model"
+    report.draw(out / "loss.png", curves, labels, title, report.legend_of(labels, losses))
 
-    print("validation loss, nats per byte")
-    for run, label in labels.items():
-        print(f"  {label:16} {losses[run]:.4f}   {result['ms_per_step'][run]:.0f} ms per step")
-    if gap is not None:
-        print(f"  relative gap     {gap:+.2f} %")
+    print(report.table(labels, losses, result["ms_per_step"]))
     print(f"written to {out}: metrics.jsonl, loss.png, result.json")
+    figures = {**losses, "gap_percent": gap, "steps": args.steps, "seed": args.seed}
+    print(report.result_line("train_lm", metric="validation_loss", **figures))
     return result
 
 

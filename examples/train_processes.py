@@ -13,7 +13,6 @@ On a cluster nothing is started here: run one `train_sharded.py` per host, with
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import socket
@@ -23,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from lm import options, report
 
 PROCESSES = 2
 DEVICES = 8  # of all processes together
@@ -104,21 +105,20 @@ def free_port() -> int:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        epilog=f"All other options are those of train_sharded.py; here they begin with {SMALL}",
-    )
+    parser = options.parser_of("train_processes.py", __doc__)
+    parser.epilog = f"All other options are those of train_sharded.py; here they begin with {SMALL}"
     parser.add_argument("--timeout", type=float, default=240.0, metavar="SECONDS",
                         help="for each of the two trainings (%(default)s)")  # fmt: skip
-    parser.add_argument("--result", metavar="PATH", help="write all figures to this JSON file")
+    parser.add_argument("--out", metavar="DIR", default="runs/train_processes",
+                        help="for result.json (%(default)s)")  # fmt: skip
     args, others = parser.parse_known_args(argv)
-    options = [*SMALL.split(), *others]  # of an option given twice, the later one counts
+    told = [*SMALL.split(), *others]  # of an option given twice, the later one counts
 
     with tempfile.TemporaryDirectory() as name:
         folder, coordinator = Path(name), f"localhost:{free_port()}"
-        pair = [start(str(i), coordinator, folder, options) for i in range(PROCESSES)]
+        pair = [start(str(i), coordinator, folder, told) for i in range(PROCESSES)]
         first, second = wait(pair, args.timeout)
-        (single,) = wait([start("alone", coordinator, folder, options)], args.timeout)
+        (single,) = wait([start("alone", coordinator, folder, told)], args.timeout)
 
     apart = [abs(a / b - 1) for a, b in zip(first["losses"], single["losses"], strict=True)]
     result = {
@@ -141,8 +141,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         f"losses of one process differ by {apart[0]:.1e} in the first step, and by at most "
         f"{max(apart):.1e} in {len(apart)} steps"
     )
-    if args.result:
-        Path(args.result).write_text(json.dumps(result, indent=2) + "\n")
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {out}: result.json")
+    figures = {"loss": first["losses"][-1], "single_process": single["losses"][-1]}
+    figures |= {"any_loss_differs_by": max(apart), "steps": len(apart)}
+    print(report.result_line("train_processes", metric="train_loss", **figures))
     return result
 
 

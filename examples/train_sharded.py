@@ -31,7 +31,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
-from lm import corpus, options, sharding
+from lm import corpus, options, report, sharding
 from lm.model import Transformer
 
 import jfp8
@@ -138,14 +138,17 @@ def train(args: argparse.Namespace, mesh: Mesh, text: corpus.Corpus) -> Run:
 
     losses, first_histories = [], None
     start = time.perf_counter()
-    for i in range(args.steps):
-        batch = text.train_batch(args.seed, i, args.batch_size)
-        # Each device is given its rows, and each process needs those of its own devices only.
-        windows = jax.make_array_from_callback(shape, of_batch, lambda rows: batch[rows])  # noqa: B023
-        state, loss = compiled(state, windows)
-        losses.append(float(loss))
-        if i == 0:
-            first_histories = sharding.of_one_device(state.fp8)
+    with report.progress_bar(0, args.steps) as bar:
+        for i in range(args.steps):
+            batch = text.train_batch(args.seed, i, args.batch_size)
+            # Each device is given its rows, and each process needs those of its own devices only.
+            windows = jax.make_array_from_callback(shape, of_batch, lambda rows: batch[rows])  # noqa: B023
+            state, loss = compiled(state, windows)
+            losses.append(float(loss))
+            if i == 0:
+                first_histories = sharding.of_one_device(state.fp8)
+            bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
+            bar.update()
     ms_per_step = 1000 * (time.perf_counter() - start) / args.steps
     return Run(state, losses, first_histories, compiled, seconds_to_compile, ms_per_step)
 
@@ -186,7 +189,7 @@ def bytes_on_the_wire(compiled: jax.stages.Compiled) -> dict[str, float]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser_of("train_sharded.py", __doc__)
     # fmt: off
     group = parser.add_argument_group("how to divide; the product is the number of devices")
     group.add_argument("--data", type=options.positive_int, help="the batch (what is left)")
@@ -256,12 +259,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = make_parser()
     parser.add_argument("--compare", action="store_true",
                         help="train on a single device as well, from the same seed")  # fmt: skip
-    parser.add_argument("--result", metavar="PATH", help="write all figures to this JSON file")
+    options.add_out(parser, "train_sharded.py", "loss.png and result.json")
     args = parser.parse_args(argv)
     mesh = mesh_of(parser, args)
+    out = Path(args.out)
     try:
         text = corpus.load(args.text, args.seq_len, "--text")
-    except ValueError as error:
+        out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
     run = train(args, mesh, text)
@@ -311,8 +316,24 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ):
             if agree or "loss" in key:
                 print(f"  {name:26} {apart[key]:.1e}")
-    if args.result:
-        Path(args.result).write_text(json.dumps(result, indent=2) + "\n")
+    (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    curves = {"devices": run.losses}
+    labels = {"devices": f"{mesh.size} devices: {sizes}"}
+    figures = {"devices": mesh.size, "mesh": "x".join(map(str, mesh.shape.values()))}
+    if args.compare:
+        curves["single"], labels["single"] = single.losses, "one device"
+        figures |= {
+            "single_device": single.losses[-1],
+            "first_loss_differs_by": float(apart["first_loss_differs_by"]),
+            "any_loss_differs_by": float(apart["any_loss_differs_by"]),
+        }
+    title = "One program on one device and on several"
+    reference = ("single", "one device")
+    report.draw(out / "loss.png", curves, labels, title, labels, reference=reference)
+    print(f"written to {out}: loss.png, result.json")
+    figures |= {"steps": args.steps, "seed": args.seed}
+    line = report.result_line("train_sharded", metric="train_loss", loss=run.losses[-1], **figures)
+    print(line)
     return result
 
 

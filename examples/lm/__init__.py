@@ -1,1 +1,4 @@
-"""The parts of `train_lm.py`, in reading order: corpus, model, options, checkpoint, report."""
+"""What the scripts that train language models are made of, in reading order:
+
+corpus, model (nnx_model, plain_gpt), training, options, report; checkpoint and sharding.
+"""

@@ -66,12 +66,6 @@ def load(path: str | None, seq_len: int, option: str = "--data") -> Corpus:
 
     `option` is how the path was given, for messages.
     """
-    window = seq_len + 1
-    if window > BLOCK:
-        raise ValueError(
-            f"--seq-len {seq_len} does not fit a held-out block of {BLOCK} bytes: "
-            f"type --seq-len {BLOCK - 1} or less"
-        )
     if path is None:
         name = "the Python standard library"
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -85,7 +79,27 @@ def load(path: str | None, seq_len: int, option: str = "--data") -> Corpus:
                 f"{option} out to train on the Python standard library"
             )
         files = [root] if root.is_file() else files_below(root)
-    text = b"".join(file.read_bytes() for file in files)
+    return of_bytes(name, b"".join(file.read_bytes() for file in files), seq_len, option)
+
+
+def load_documentation(path: str | None, seq_len: int, option: str = "--data") -> Corpus:
+    """What Python's `help()` says about keywords and topics, in English; or what is at `path`."""
+    if path is not None:
+        return load(path, seq_len, option)
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics.values()).encode()
+    return of_bytes("Python's documentation", text, seq_len, option)
+
+
+def of_bytes(name: str, text: bytes, seq_len: int, option: str = "--data") -> Corpus:
+    """A corpus of `text`. `option` is what gave it, for messages."""
+    window = seq_len + 1
+    if window > BLOCK:
+        raise ValueError(
+            f"--seq-len {seq_len} does not fit a held-out block of {BLOCK} bytes: "
+            f"type --seq-len {BLOCK - 1} or less"
+        )
     count = len(text) // PERIOD
     if count == 0:
         raise ValueError(

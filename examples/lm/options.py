@@ -1,11 +1,18 @@
-"""The command line of `train_lm.py`, and the mistakes that can be told before any work is done."""
+"""Command lines, and the mistakes that can be told before any work is done."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import jfp8
+
+from . import corpus
 
 RECIPES = (*(recipe.name for recipe in jfp8.recipes.RECIPES), "none")
 
@@ -16,12 +23,14 @@ CHANGES_NUMBERS = (
 )  # fmt: skip
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train_lm.py",
-        description="Train a byte-level Transformer in FP8 on the source code of Python's standard "
-        "library. With --compare, train the same model in float32 beside it.",
-    )
+DESCRIPTION = """\
+Train a byte-level Transformer in FP8 on the source code of Python's standard library. With
+--compare, train the same model in float32 beside it."""
+
+
+def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
+    """That of `train_lm.py`."""
+    parser = parser_of("train_lm.py", description)
     # fmt: off
     group = parser.add_argument_group("what to train")
     group.add_argument("--recipe", choices=RECIPES, default="delayed",
@@ -29,24 +38,13 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--compare", action="store_true",
                        help="train in float32 as well, from the same seed and on the same batches")
     group.add_argument("--fp8-head", action="store_true", help="the logits head in FP8 as well")
-    group.add_argument("--data", metavar="PATH",
-                       help="a text file or a folder of text files (Python's standard library)")
-
-    group = parser.add_argument_group("size")
-    group.add_argument("--width", type=positive_int, default=128, help="features (%(default)s)")
-    group.add_argument("--layers", type=positive_int, default=4, help="(%(default)s)")
-    group.add_argument("--heads", type=positive_int, default=4, help="(%(default)s)")
-    group.add_argument("--seq-len", type=positive_int, default=128, help="in bytes (%(default)s)")
+    add_text(group)
+    add_size(parser)
 
     group = parser.add_argument_group("training")
-    group.add_argument("--steps", type=positive_int, default=450, help="(%(default)s)")
-    group.add_argument("--batch-size", type=positive_int, default=8, help="(%(default)s)")
+    add_training(group, steps=450)
     group.add_argument("--micro-batches", type=positive_int, default=1,
                        help="equal parts that a batch is computed in, one by one (%(default)s)")
-    group.add_argument("--lr", type=positive_float, default=3e-3, help="at its peak (%(default)s)")
-    group.add_argument("--seed", type=natural_int, default=0, help="(%(default)s)")
-    group.add_argument("--eval-batches", type=positive_int, default=64,
-                       help="held-out batches at the end (%(default)s)")
     group.add_argument("--loss-scale", action="store_true", help="wrap AdamW with jfp8.loss_scale")
     group.add_argument("--loss-multiplier", type=positive_float, default=1.0, metavar="M",
                        help="differentiate M * loss: AdamW does not mind, unscaled FP8 does (1)")
@@ -65,15 +63,84 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# The parts that several scripts have. `parser` may be a group of one, too.
+
+
+def parser_of(script: str, description: str) -> argparse.ArgumentParser:
+    """Its help shows `description`, examples of use and all, line by line as it is."""
+    kind = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=script, description=description, formatter_class=kind)
+
+
+def lm_parser(
+    script: str, description: str, *, steps: int, files: str = "loss.png and result.json"
+) -> argparse.ArgumentParser:
+    """The options of every script that trains a language model, under `steps` steps by default."""
+    parser = parser_of(script, description)
+    add_text(parser)
+    add_size(parser)
+    add_training(parser.add_argument_group("training"), steps=steps)
+    add_out(parser, script, files)
+    return parser
+
+
+def add_text(parser: Any) -> None:
+    # fmt: off
+    parser.add_argument("--data", metavar="PATH",
+                        help="a text file or a folder of text files (Python's standard library)")
+    # fmt: on
+
+
+def add_size(parser: argparse.ArgumentParser) -> None:
+    # fmt: off
+    group = parser.add_argument_group("size")
+    group.add_argument("--width", type=positive_int, default=128, help="features (%(default)s)")
+    group.add_argument("--layers", type=positive_int, default=4, help="(%(default)s)")
+    group.add_argument("--heads", type=positive_int, default=4, help="(%(default)s)")
+    group.add_argument("--seq-len", type=positive_int, default=128, help="in bytes (%(default)s)")
+    # fmt: on
+
+
+def add_training(parser: Any, *, steps: int) -> None:
+    # fmt: off
+    parser.add_argument("--steps", type=positive_int, default=steps, help="(%(default)s)")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="(%(default)s)")
+    parser.add_argument("--lr", type=positive_float, default=3e-3, help="at its peak (%(default)s)")
+    parser.add_argument("--seed", type=natural_int, default=0, help="(%(default)s)")
+    parser.add_argument("--eval-batches", type=positive_int, default=64,
+                        help="held-out batches at the end (%(default)s)")
+    # fmt: on
+
+
+def add_out(parser: Any, script: str, files: str) -> None:
+    folder = "runs/" + script.removesuffix(".py")
+    parser.add_argument("--out", metavar="DIR", default=folder, help=f"for {files} (%(default)s)")
+
+
+def parse(
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    load: Callable[[str | None, int], corpus.Corpus] = corpus.load,
+) -> tuple[argparse.Namespace, corpus.Corpus, np.ndarray]:
+    """The options of an `lm_parser`, its text, and batches of what is held out of the text.
+
+    Makes the folder for the results. Mistakes end the program with a message.
+    """
+    args = parser.parse_args(argv)
+    check_size(parser, args)
+    try:
+        text = load(args.data, args.seq_len)
+        validation = text.validation_batches(args.batch_size, args.eval_batches)
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return args, text, validation
+
+
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Stops with a message that says what was given, what is allowed, and what to type instead."""
     o = options
-    if o.width % o.heads:
-        allowed = ", ".join(str(h) for h in range(1, o.width + 1) if o.width % h == 0)
-        parser.error(
-            f"--width {o.width} does not divide into --heads {o.heads}: each head takes an equal "
-            f"share of the width. Type --heads with one of {allowed}"
-        )
+    check_size(parser, o)
     if o.batch_size % o.micro_batches:
         parser.error(
             f"--batch-size {o.batch_size} does not divide into --micro-batches {o.micro_batches}: "
@@ -95,6 +162,16 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(
                 f"{flag} needs a file for the state: add --checkpoint {o.out}/state.msgpack"
             )
+
+
+def check_size(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    width, heads = options.width, options.heads
+    if width % heads:
+        allowed = ", ".join(str(h) for h in range(1, width + 1) if width % h == 0)
+        parser.error(
+            f"--width {width} does not divide into --heads {heads}: each head takes an equal "
+            f"share of the width. Type --heads with one of {allowed}"
+        )
 
 
 def positive_int(text: str) -> int:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import flax
+import jax
 import numpy as np
-from tqdm import tqdm
+import optax
+
+import jfp8
+from jfp8 import plot
+
+try:
+    import matplotlib
+    from tqdm import tqdm
+except ModuleNotFoundError as missing:
+    message = f"this example needs {missing.name}: type  pip install 'jfp8[examples]'"
+    raise SystemExit(message) from None
 
 matplotlib.use("Agg")  # draws into files, needs no screen
 import matplotlib.pyplot as plt
 
-# Okabe and Ito's palette, which stays distinct for colour-blind readers; the dashes do so in print.
-STYLES = {"fp8": ("#0072B2", "-"), "f32": ("#D55E00", "--")}
-SMOOTHED_OVER = 20  # steps
+SMOOTHED_OVER = 20  # steps, or a tenth of all
 
 
 Numbers = dict[str, list[dict[str, float]]]  # of each run, one {"loss": ..., "ms": ...} per step
@@ -74,53 +84,138 @@ def advance(bar: tqdm, step: int, numbers: Numbers) -> None:
     bar.update(step - bar.n)
 
 
-def relative_gap(losses: dict[str, float]) -> float | None:
-    """How far the FP8 loss lies above the float32 loss, in percent."""
-    if len(losses) < 2:
+def relative_gap(losses: dict[str, float], run: str = "fp8") -> float | None:
+    """How far the loss of `run` lies above the float32 loss, in percent."""
+    if "f32" not in losses or run not in losses:
         return None
-    return 100 * (losses["fp8"] - losses["f32"]) / losses["f32"]
+    return 100 * (losses[run] - losses["f32"]) / losses["f32"]
+
+
+def table(
+    labels: dict[str, str],
+    losses: dict[str, float],
+    ms: dict[str, float],
+    what: str = "validation loss",
+    **more: dict[str, str],
+) -> str:
+    """A row per run: its loss, how far that is above float32, milliseconds per step; and `more`."""
+    rows = [["", what, "relative gap", "ms per step", *more]]
+    for run, label in labels.items():
+        gap = None if run == "f32" else relative_gap(losses, run)
+        cells = [f"{losses[run]:.4f}", "" if gap is None else f"{gap:+.2f} %", f"{ms[run]:.0f}"]
+        rows.append([label, *cells, *(column[run] for column in more.values())])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = (
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+        for row in rows
+    )
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def result_line(example: str, **figures: Any) -> str:
+    """One line for `grep RESULT`: ``RESULT example=train_lm metric=validation_loss fp8=2.29 ...``.
+
+    Numbers have six digits, texts no spaces, and what is None is left out.
+    """
+    text = lambda v: f"{v:.6g}" if isinstance(v, float) else str(v).replace(" ", "_")
+    known = (f"{name}={text(v)}" for name, v in figures.items() if v is not None)
+    return " ".join(["RESULT", f"example={example}", *known])
+
+
+def environment() -> dict[str, Any]:
+    """What figures depend on beside the program and its options."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "versions": {m.__name__: m.__version__ for m in (jfp8, jax, flax, optax)},
+    }
+
+
+def finish(
+    example: str,
+    title: str,
+    args: argparse.Namespace,
+    labels: dict[str, str],
+    numbers: Numbers,
+    validation: dict[str, float],
+    **more: Any,
+) -> dict[str, Any]:
+    """Ends a script that trained language models: files, table, and the line of results.
+
+    Args:
+      labels, numbers, validation: of each run its name for readers, its steps, its loss at the end.
+        The first one's gap to float32 is the script's.
+      more: figures of this script only, for `result.json` and the line of results.
+
+    Returns:
+      what `result.json` holds.
+    """
+    out = Path(args.out)
+    losses = {run: [n["loss"] for n in of_run] for run, of_run in numbers.items()}
+    ms = {run: float(np.median([n["ms"] for n in of_run])) for run, of_run in numbers.items()}
+    result = {
+        "validation_loss": validation,
+        "gap_percent": relative_gap(validation, next(iter(labels))),
+        **more,
+        "ms_per_step": ms,
+        **environment(),
+        "arguments": vars(args),
+        "train_loss": losses,
+    }
+    (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    draw(out / "loss.png", losses, labels, title, legend_of(labels, validation))
+    print(table(labels, validation, ms))
+    print(f"written to {out}: loss.png, result.json")
+    figures = {"gap_percent": result["gap_percent"], **more, "steps": args.steps, "seed": args.seed}
+    print(result_line(example, metric="validation_loss", **validation, **figures))
+    return result
+
+
+def legend_of(labels: dict[str, str], validation: dict[str, float]) -> dict[str, str]:
+    """The label of each run, with its loss at the end."""
+    return {run: f"{label}: validation loss {validation[run]:.4f}" for run, label in labels.items()}
 
 
 def draw(
-    path: Path, lines: list[dict[str, Any]], labels: dict[str, str], validation: dict[str, float]
+    path: Path,
+    losses: dict[str, Any],
+    labels: dict[str, str],
+    title: str,
+    legend: dict[str, str],
+    *,
+    unit: str = "nats per byte",
+    reference: tuple[str, str] = ("f32", "float32"),
 ) -> None:
-    """The training loss of every run; below it, for two runs, their difference."""
-    steps = np.array([line["step"] for line in lines])
-    losses = {name: np.array([line["loss"][name] for line in lines]) for name in labels}
-    smooth = {name: _moving_average(values) for name, values in losses.items()}
-    both = len(labels) == 2
+    """The training loss of every run; below it, how far each lies above that of `reference`."""
+    steps = np.arange(1, len(next(iter(losses.values()))) + 1)
+    window = max(1, min(SMOOTHED_OVER, len(steps) // 10))
+    base, name = reference
+    others = [run for run in labels if run != base] if base in labels else []
 
     figure, axes = plt.subplots(
-        1 + both, figsize=(8, 6.5 if both else 5), squeeze=False, sharex=True, layout="constrained",
-        height_ratios=(3, 1) if both else None,
+        1 + bool(others), figsize=(8, 6.5 if others else 5), squeeze=False, sharex=True,
+        layout="constrained", height_ratios=(3, 1) if others else None,
     )  # fmt: skip
     top = axes[0, 0]
-    for name, label in labels.items():
-        color, dashes = STYLES[name]
-        top.plot(steps, losses[name], color=color, linewidth=0.6, alpha=0.25)
-        top.plot(steps, smooth[name], color=color, linestyle=dashes, linewidth=2,
-                 label=f"{label}: validation loss {validation[name]:.4f}")  # fmt: skip
-    top.set_title("Byte-level Transformer language model")
-    top.set_ylabel("training loss (nats per byte)")
-    top.legend(title=f"mean of {min(SMOOTHED_OVER, len(steps))} steps; faint: every step")
-    if both:
+    mean = f", mean of {window} steps" if window > 1 else ""
+    plot.loss_curves(
+        {legend[run]: losses[run] for run in labels}, steps=steps, window=window, ax=top
+    )
+    top.set(title=title, xlabel="", ylabel=f"training loss ({unit}){mean}")
+
+    for run in others:
         bottom = axes[1, 0]
-        gap = 100 * (smooth["fp8"] - smooth["f32"]) / smooth["f32"]
+        smooth, reference = (
+            np.convolve(losses[r], np.full(window, 1 / window), "valid") for r in (run, base)
+        )
+        curve = top.lines[list(labels).index(run)]
+        bottom.plot(
+            steps[window - 1 :], 100 * (smooth / reference - 1),
+            color=curve.get_color(), linestyle=curve.get_linestyle(), linewidth=1.5,
+        )  # fmt: skip
         bottom.axhline(0, color="0.5", linewidth=1)
-        bottom.plot(steps, gap, color="black", linewidth=1.5)
-        bottom.set_ylabel("FP8 above f32 (%)")
-    for axis in axes[:, 0]:
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
+        bottom.set_ylabel(f"above\n{name} (%)")
+        bottom.grid(alpha=0.3)
+        bottom.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("optimizer step")
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def _moving_average(values: np.ndarray) -> np.ndarray:
-    """The mean over about SMOOTHED_OVER steps around each step; over fewer near the ends."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    i = np.arange(len(values))
-    before = np.minimum(SMOOTHED_OVER // 2, i)
-    after = np.minimum(before, i[::-1])  # as many as before, so that the steep start has no lag
-    return (total[i + after + 1] - total[i - before]) / (before + after + 1)

@@ -1,0 +1,123 @@
+"""Fine-tune in FP8 from a checkpoint in float32, beside fine-tuning in float32, in a minute.
+
+    python examples/finetune.py
+
+FP8 layers have the parameters of Flax's, in names, shapes and dtype, so any checkpoint in high
+precision is one for the FP8 model; the histories of amaxes begin empty, and the first step uses the
+amaxes at hand. This script trains a Transformer in float32 on the source code of Python's standard
+library, saves its parameters, loads them into an FP8 model and into a float32 model, and goes on
+with both on other text: the English of Python's documentation, as `help()` prints it. More to try:
+
+    finetune.py --from runs/finetune/pretrained.msgpack  # do not pre-train again
+    finetune.py --data ~/my_book.txt                     # your own text
+    finetune.py --recipe mxfp8                           # another recipe
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import serialization
+from lm import corpus, options, report, training
+from lm.model import Transformer
+
+import jfp8
+
+
+def make_parser() -> argparse.ArgumentParser:
+    files = "pretrained.msgpack, loss.png and result.json"
+    parser = options.lm_parser("finetune.py", __doc__, steps=100, files=files)
+    parser.set_defaults(lr=1e-3)
+    # fmt: off
+    parser.add_argument("--recipe", choices=options.RECIPES[:-1], default="delayed",
+                        help="where FP8 scales come from (%(default)s)")
+    parser.add_argument("--from", dest="pretrained", metavar="PATH",
+                        help="parameters that this script saved, in place of pre-training")
+    parser.add_argument("--pretrain-steps", type=options.positive_int, default=200,
+                        help="(%(default)s)")
+    parser.add_argument("--pretrain-lr", type=options.positive_float, default=3e-3,
+                        help="at its peak (%(default)s)")
+    # fmt: on
+    return parser
+
+
+def make_state(args: argparse.Namespace, recipe: Any, lr: float, steps: int) -> jfp8.TrainState:
+    model = Transformer(
+        width=args.width,
+        layers=args.layers,
+        heads=args.heads,
+        max_length=args.seq_len,
+        recipe=recipe,
+    )
+    tokens = np.zeros((args.batch_size, args.seq_len), np.int32)
+    return training.make_state(model, training.make_optimizer(lr, steps), args.seed, tokens)
+
+
+def pretrain(args: argparse.Namespace, path: Path) -> float:
+    """Trains in float32, writes the parameters to `path`; the validation loss."""
+    text = corpus.load(None, args.seq_len)
+    states = {"f32": make_state(args, None, args.pretrain_lr, args.pretrain_steps)}
+    print(f"pre-training in float32 on {text.name}, {args.pretrain_steps} steps")
+    batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
+    steps = training.compile_steps(states, batch_at(0))
+    states, _ = training.train(steps, states, batch_at, args.pretrain_steps)
+    path.write_bytes(serialization.to_bytes(states["f32"].params))
+    validation = text.validation_batches(args.batch_size, args.eval_batches)
+    return training.validation_loss(states["f32"], validation)
+
+
+def load(state: jfp8.TrainState, path: Path) -> jfp8.TrainState:
+    """A new training state whose parameters are those of the file. FP8 state begins empty."""
+    try:
+        params = serialization.from_bytes(state.params, path.read_bytes())
+        shapes = [jax.tree.map(np.shape, tree) for tree in (params, state.params)]
+    except Exception as error:  # msgpack has many ways to say "not mine"
+        raise ValueError(
+            f"--from {path} does not hold parameters of this model ({error}): give the "
+            "pretrained.msgpack that finetune.py wrote, with the same --layers"
+        ) from error
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"--from {path} holds parameters of other shapes: type the --width and --seq-len that "
+            "it was trained with"
+        )
+    variables = {**state.variables, "params": params}
+    return jfp8.TrainState.create(apply_fn=state.apply_fn, variables=variables, tx=state.tx)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Returns what `result.json` holds."""
+    parser = make_parser()
+    args, text, validation = options.parse(parser, argv, corpus.load_documentation)
+    path = Path(args.pretrained or Path(args.out, "pretrained.msgpack"))
+    if args.pretrained is None:
+        loss = pretrain(args, path)
+        print(f"validation loss {loss:.4f}; parameters written to {path}")
+
+    labels = {"fp8": f"FP8, {args.recipe}", "f32": "float32"}
+    recipes = {"fp8": jfp8.recipes.get(args.recipe), "f32": None}
+    states = {run: make_state(args, recipes[run], args.lr, args.steps) for run in labels}
+    try:
+        states = {run: load(state, path) for run, state in states.items()}
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    before = {run: training.validation_loss(state, validation) for run, state in states.items()}
+    print(f"fine-tuning on {text.name}; validation loss before it:")
+    for run, label in labels.items():
+        print(f"  {label:16} {before[run]:.4f}")
+
+    batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
+    steps = training.compile_steps(states, batch_at(0))
+    states, numbers = training.train(steps, states, batch_at, args.steps)
+    losses = {run: training.validation_loss(s, validation) for run, s in states.items()}
+    title = f"Fine-tuning on {text.name}, from a checkpoint in float32"
+    more = {f"{run}_before": loss for run, loss in before.items()}
+    return report.finish("finetune", title, args, labels, numbers, losses, **more)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What the scripts share: optimizer, loss, one step, and a loop that trains models side by side."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+
+import jfp8
+
+from . import report
+
+STEPS_PER_SYNC = 10  # the host waits for the device this often, to move the progress bar
+
+# (state, batch) -> (state, {"loss": f32[], ...}); a state is whatever the step takes and returns
+Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+
+
+def make_optimizer(
+    lr: float, steps: int, *, multiplier: float = 1.0
+) -> optax.GradientTransformation:
+    """AdamW with warm-up and cosine decay.
+
+    The clipping threshold and eps are sizes of gradients. A multiplied loss multiplies every
+    gradient, so both carry the multiplier too, and AdamW divides it out again.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, min(30, steps // 2), steps)
+    return optax.chain(
+        optax.clip_by_global_norm(1.0 * multiplier),
+        optax.adamw(schedule, b2=0.98, eps=1e-8 * multiplier, weight_decay=0.05),
+    )
+
+
+def make_state(
+    model: nn.Module, tx: optax.GradientTransformation, seed: int, tokens: np.ndarray
+) -> jfp8.TrainState:
+    """The same key gives a model in FP8 and its twin in float32 the same initial parameters."""
+    variables = jax.jit(model.init)(jax.random.key(seed), tokens)
+    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+
+def cross_entropy(state: jfp8.TrainState, variables: Any, windows: jax.Array) -> jax.Array:
+    """The mean loss, in nats, of predicting every byte from those before it."""
+    return next_byte_loss(state.apply_fn(variables, windows[:, :-1]), windows)
+
+
+def next_byte_loss(logits: jax.Array, windows: jax.Array) -> jax.Array:
+    """Of the logits for all bytes of `windows` but the last, [batch, length - 1, 256]."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
+@functools.partial(jax.jit, static_argnames=("micro_batches", "multiplier"), donate_argnums=0)
+def train_step(
+    state: jfp8.TrainState, batch: jax.Array, *, micro_batches: int = 1, multiplier: float = 1.0
+) -> tuple[jfp8.TrainState, dict[str, jax.Array]]:
+    def loss_fn(variables, batch):
+        return multiplier * cross_entropy(state, variables, batch), {}
+
+    loss, grads = jfp8.value_and_grad(loss_fn, micro_batches=micro_batches)(state, batch)
+    state = state.apply_gradients(grads)
+    numbers = {"loss": loss / multiplier}
+    loss_scale = optax.tree_utils.tree_get(state.opt_state, "loss_scale")
+    if loss_scale is not None:
+        numbers["loss_scale"] = loss_scale
+    return state, numbers
+
+
+def compile_steps(states: dict[str, jfp8.TrainState], batch: np.ndarray) -> dict[str, Step]:
+    """Compiling ahead of the loop keeps the seconds it takes out of the milliseconds per step."""
+    return {run: train_step.lower(state, batch).compile() for run, state in states.items()}
+
+
+def take_steps(
+    steps: dict[str, Step], states: dict[str, Any], batches: list[Any]
+) -> tuple[dict[str, Any], report.Numbers]:
+    """One step per batch, of one model and then of the other. The host waits once for each."""
+    states, numbers = dict(states), {}
+    for run in states:
+        start = time.perf_counter()
+        pending = []
+        for batch in batches:
+            states[run], of_step = steps[run](states[run], batch)
+            pending.append(of_step)
+        numbers[run] = [{k: float(v) for k, v in n.items()} for n in jax.device_get(pending)]
+        ms = 1000 * (time.perf_counter() - start) / len(batches)
+        for of_step in numbers[run]:
+            of_step["ms"] = round(ms, 2)
+    return states, numbers
+
+
+def train(
+    steps: dict[str, Step], states: dict[str, Any], batch_at: Callable[[int], Any], count: int
+) -> tuple[dict[str, Any], report.Numbers]:
+    """`count` steps of every run on the same batches, under a progress bar."""
+    numbers = {run: [] for run in states}
+    with report.progress_bar(0, count) as bar:
+        for start in range(0, count, STEPS_PER_SYNC):
+            end = min(start + STEPS_PER_SYNC, count)
+            batches = [batch_at(step) for step in range(start, end)]
+            states, new = take_steps(steps, states, batches)
+            for run, of_run in new.items():
+                numbers[run] += of_run
+            report.advance(bar, end, new)
+    return states, numbers
+
+
+@jax.jit
+def _validation_loss(state: jfp8.TrainState, windows: jax.Array) -> jax.Array:
+    return cross_entropy(state, state.variables, windows)
+
+
+def validation_loss(state: jfp8.TrainState, batches: np.ndarray) -> float:
+    return float(np.mean([_validation_loss(state, batch) for batch in batches], dtype=np.float64))

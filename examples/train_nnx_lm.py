@@ -1,0 +1,116 @@
+"""Train a language model of Flax NNX in FP8, beside the same model in float32, in a minute.
+
+    python examples/train_nnx_lm.py
+
+The model (`lm/nnx_model.py`) has `jfp8.nnx.Linear` where the other has `nnx.Linear`; the loop has
+`jfp8.nnx.value_and_grad` where the other has `nnx.value_and_grad`. That is all the difference: the
+optimizer is `nnx.Optimizer`, the step is under `nnx.jit`, and histories of amaxes are Variables
+of the model, of a type of their own. The text is the source code of Python's standard library.
+More to try:
+
+    train_nnx_lm.py --recipe current      # scales from the tensor at hand: no histories
+    train_nnx_lm.py --stock-gradient      # nnx.value_and_grad: gradients without histories
+    train_nnx_lm.py --data ~/my_book.txt  # your own text
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from lm import options, report, training
+from lm.nnx_model import Transformer
+
+import jfp8
+
+State = tuple[Transformer, nnx.Optimizer]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = options.lm_parser("train_nnx_lm.py", __doc__, steps=200)
+    # fmt: off
+    parser.add_argument("--recipe", choices=options.RECIPES[:-1], default="delayed",
+                        help="where FP8 scales come from (%(default)s)")
+    parser.add_argument("--stock-gradient", action="store_true",
+                        help="nnx.value_and_grad in FP8 too, which learns no amax of a gradient")
+    # fmt: on
+    return parser
+
+
+def make_state(args: argparse.Namespace, recipe: Any) -> State:
+    """The same seed gives a model in FP8 and its twin in float32 the same initial parameters."""
+    model = Transformer(
+        width=args.width,
+        layers=args.layers,
+        heads=args.heads,
+        max_length=args.seq_len,
+        recipe=recipe,
+        rngs=nnx.Rngs(args.seed),
+    )
+    tx = training.make_optimizer(args.lr, args.steps)
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def loss_fn(model: Transformer, windows: jax.Array) -> jax.Array:
+    return training.next_byte_loss(model(windows[:, :-1]), windows)
+
+
+def make_step(value_and_grad: Callable[..., Any]) -> training.Step:
+    """A step as in any loop of NNX, which changes the model and the optimizer in place."""
+
+    @nnx.jit
+    def train_step(model: Transformer, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Array:
+        loss, grads = value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    def step(state: State, batch: np.ndarray) -> tuple[State, dict[str, jax.Array]]:
+        return state, {"loss": train_step(*state, batch)}
+
+    return step
+
+
+_validation_loss = nnx.jit(loss_fn)
+
+
+def validation_loss(model: Transformer, batches: np.ndarray) -> float:
+    """In evaluation mode, in which a model records no amaxes."""
+    model.eval()
+    return float(np.mean([_validation_loss(model, batch) for batch in batches], dtype=np.float64))
+
+
+def is_delayed(node: Any) -> bool:
+    """Whether `node` is an FP8 product that keeps histories of amaxes."""
+    return isinstance(node, jfp8.nnx.Product) and node.fp8 is not None
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Returns what `result.json` holds."""
+    args, text, validation = options.parse(make_parser(), argv)
+    recipes = {"fp8": jfp8.recipes.get(args.recipe), "f32": None}
+    labels = {"fp8": f"jfp8.nnx, {args.recipe}", "f32": "flax.nnx, float32"}
+    of_fp8 = nnx.value_and_grad if args.stock_gradient else jfp8.nnx.value_and_grad
+    steps = {"fp8": make_step(of_fp8), "f32": make_step(nnx.value_and_grad)}
+    states = {run: make_state(args, recipe) for run, recipe in recipes.items()}
+    params = nnx.state(states["fp8"][0], nnx.Param)
+    fp8_state = nnx.state(states["fp8"][0], jfp8.nnx.Fp8State)
+    counts = [sum(leaf.size for leaf in jax.tree.leaves(s)) for s in (params, fp8_state)]
+    print(f"model: {counts[0]:,} parameters, and {counts[1]:,} numbers of FP8 state beside them")
+
+    batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
+    states, numbers = training.train(steps, states, batch_at, args.steps)
+    products = [node for _, node in nnx.iter_graph(states["fp8"][0]) if is_delayed(node)]
+    filled = sum(bool(product.histories()["grad"].any()) for product in products)
+    print(f"{filled} of {len(products)} histories of gradients have entries")
+    losses = {run: validation_loss(model, validation) for run, (model, _) in states.items()}
+    title = "Byte-level Transformer in Flax NNX"
+    more = {"grad_histories": filled}
+    return report.finish("train_nnx_lm", title, args, labels, numbers, losses, **more)
+
+
+if __name__ == "__main__":
+    main()
