@@ -536,6 +536,7 @@ def case_operands(case, seed=0):
 IN_TURN = ("current", "rowwise", "block", "mxfp8, 2d, hybrid", "per operand")
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize(
     ("variant", "case"),
     [("nvfp4, nearest", case) for case in CASES]
@@ -627,6 +628,7 @@ def make_mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+@pytest.mark.representative(2)
 @every_recipe
 def test_sharded_jit_equals_unsharded(recipe):
     """Rows of lhs and grad over 8 devices, columns of rhs: each is a contraction somewhere."""
@@ -640,6 +642,7 @@ def test_sharded_jit_equals_unsharded(recipe):
     assert_same(results, value_and_grads(lhs, rhs, dy, recipe=recipe), recipe)
 
 
+@pytest.mark.representative(2)
 @every_recipe
 def test_shard_map_is_a_product_per_device(recipe):
     """Replicated weights get the sum of the gradients of all devices."""
@@ -876,6 +879,7 @@ def f32_losses():
     return losses(None)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("recipe", [cls() for cls in recipes.RECIPES], ids=lambda r: r.name)
 def test_training_keeps_up_with_f32(recipe, f32_losses):
     """20 steps bring the loss below a tenth; in 8 bits it ends near that of f32, in 4 not far."""
@@ -896,6 +900,7 @@ class Layer(nn.Module):
         return nn.tanh(jfp8.Dense(16, recipe=self.recipe)(x)), None
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_scan_and_remat_over_a_layer(name):
     recipe = ALL[name]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import serialization
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, ScaledArray, dequantize
 
@@ -280,6 +281,23 @@ RAGGED = [
     ((4, 6), (2, 2), (2, 3)),  # whole blocks may be spelled out too
 ]
 ragged = pytest.mark.parametrize(("shape", "scale_shape", "block"), RAGGED, ids=str)
+
+
+def test_trap_a_state_dict_says_how_long_blocks_are():
+    """Two scales for 200 elements: blocks of 128, the last cut short, or of 100?"""
+    q = ScaledArray(jnp.ones((2, 200), E4M3FN.dtype), jnp.ones((2, 2)), block=(1, 128))
+    state = serialization.msgpack_restore(serialization.to_bytes(q))
+    assert state["block"].tolist() == [1, 128]
+    empty = jax.tree.map(jnp.zeros_like, q)
+    restored = serialization.from_state_dict(empty, state)
+    assert restored.block == (1, 128)
+    np.testing.assert_array_equal(restored.dequantize(), np.ones((2, 200)))
+    hundreds = dataclasses.replace(empty, block=(1, 100))
+    with pytest.raises(ValueError, match=r"blocks of \(1, 128\), the target one in .* \(1, 100\)"):
+        serialization.from_state_dict(hundreds, state)
+    assert "block" not in serialization.to_state_dict(ScaledArray(q.data, jnp.ones(())))
+    del state["block"]  # as written before it was kept
+    assert serialization.from_state_dict(empty, state).block == (1, 128)
 
 
 @ragged

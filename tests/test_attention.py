@@ -205,6 +205,7 @@ def test_attention_weights_are_sown():
 # Against the oracle.
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("masked", "attention_products"),
     [(False, False), (True, True)],

@@ -103,6 +103,7 @@ def test_odd_sizes_are_padded_inside(shapes, numbers):
     assert all(n % 16 == 0 for n in (*lhs_shape[batch:], *rhs_shape[batch:]))
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     ("shapes", "numbers", "axes"),

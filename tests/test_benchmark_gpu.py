@@ -53,6 +53,7 @@ def smoke(tmp_path_factory):
     return json.loads((folder / "out.json").read_text()), printed, folder / "hlo"
 
 
+@pytest.mark.slow
 def test_every_section_runs(smoke):
     result, _, _ = smoke
     assert list(result["sections"]) == SECTIONS
@@ -187,6 +188,7 @@ def records(tmp_path_factory):
     return by_name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "name", "key", "said"),
     [
@@ -275,6 +277,7 @@ def test_a_wrong_kernel_is_marked_wherever_it_is_timed():
 # Tuning.
 
 
+@pytest.mark.slow
 def test_tuning_writes_the_best_and_keeps_the_rest(tmp_path):
     table = tmp_path / "tuned.json"
     kept = {"NVIDIA H100": {"running": {"8192x8192x8192": {"ms": 1.0}}}}

@@ -82,6 +82,7 @@ def product_and_gradients(recipe, shape=LARGE, dtype=jnp.bfloat16, implementatio
 # What is lowered
 
 
+@pytest.mark.representative(2)
 @needs_mosaic
 @pytest.mark.parametrize(
     ("recipe", "in_xla", "ours"),
@@ -144,6 +145,7 @@ def test_small_products_are_multiplied_in_bf16():
     assert f8_products(lowered_for("NVIDIA H200", f, *args)) == ["[1] x [1]"] * 3
 
 
+@pytest.mark.representative(1)
 @needs_mosaic
 @pytest.mark.parametrize(
     "recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=str
@@ -212,6 +214,7 @@ def test_layers_of_the_same_shapes_share_their_kernels():
     assert written <= 12
 
 
+@pytest.mark.slow
 @needs_mosaic
 def test_weights_are_quantized_once_for_all_micro_batches():
     layer = jfp8.Dense(768, dtype=jnp.bfloat16)
@@ -263,6 +266,7 @@ def of_history(recipe):
     return state and jax.tree.map(lambda x: x + (3.0 if x.ndim else 0.0), state)
 
 
+@pytest.mark.representative(1)
 @needs_mosaic
 @pytest.mark.parametrize(
     ("recipe", "history", "dtype"),
@@ -338,6 +342,7 @@ def test_named_on_another_gpu(kind, reason):
         lowered_for(kind, f, *args)
 
 
+@pytest.mark.representative(1)
 @needs_mosaic
 @pytest.mark.parametrize("recipe", [recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()])
 def test_named_for_another_recipe(recipe):

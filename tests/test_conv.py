@@ -20,12 +20,12 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 
 # lhs shape, rhs shape, strides, padding, further arguments of lax.conv_general_dilated.
 CASES = {
+    "dilated": ((2, 9, 8, 3), (3, 2, 3, 4), (1, 2), [(2, 1), (-1, 2)], {"rhs_dilation": (2, 3)}),
+    "groups": ((2, 7, 6, 6), (3, 2, 3, 8), (2, 1), "SAME", {"feature_group_count": 2}),
     "3x3": ((2, 7, 6, 5), (3, 3, 5, 4), (1, 1), "SAME", {}),
     "1x1": ((2, 7, 6, 5), (1, 1, 5, 4), (1, 1), "SAME", {}),
     "1x1 with strides": ((2, 7, 6, 5), (1, 1, 5, 4), (2, 3), "VALID", {}),
-    "groups": ((2, 7, 6, 6), (3, 2, 3, 8), (2, 1), "SAME", {"feature_group_count": 2}),
     "depthwise": ((2, 7, 6, 6), (3, 3, 1, 12), (1, 1), "SAME", {"feature_group_count": 6}),
-    "dilated": ((2, 9, 8, 3), (3, 2, 3, 4), (1, 2), [(2, 1), (-1, 2)], {"rhs_dilation": (2, 3)}),
     "transposed": ((2, 5, 4, 3), (3, 3, 3, 4), (1, 1), [(1, 1), (2, 0)], {"lhs_dilation": (2, 3)}),
     "channels first": (
         (2, 5, 7, 6),
@@ -87,6 +87,7 @@ def error(actual, expected):
     return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.representative(4)
 @cases
 def test_all_three_convolutions_are_those_of_fake_quantized_operands(case):
     lhs, rhs, dy, plain, fp8 = operands(case)
@@ -99,6 +100,7 @@ def test_all_three_convolutions_are_those_of_fake_quantized_operands(case):
     assert error(actual[0], plain(lhs, rhs)) > 1e-3  # it was quantized
 
 
+@pytest.mark.representative(5)
 @cases
 @pytest.mark.parametrize("name", ["rowwise", "block", "mxfp8"])
 def test_finer_scales_run_over_the_matrices_of_patches(case, name):
@@ -111,6 +113,7 @@ def test_finer_scales_run_over_the_matrices_of_patches(case, name):
         assert 1e-3 < error(a, e) < 0.08
 
 
+@pytest.mark.representative(3)
 @cases
 def test_over_patches_exact_values_give_the_exact_convolution(case):
     """Small integers are e4m3 values, and powers of two are their scales: nothing is rounded."""

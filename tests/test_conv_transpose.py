@@ -86,6 +86,7 @@ def both(arguments, recipe=CURRENT):
     )
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("name", "batch"), [(name, (2,)) for name in LAYERS] + [("same", ()), ("same", (2, 2))]
 )

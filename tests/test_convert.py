@@ -263,6 +263,7 @@ def test_every_product_is_fp8_forward_and_backward(name):
         assert stock["plain"] == n
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("name", [n for n in MODELS if n not in ("jit", "remat", "stacked")])
 def test_parameters_are_those_of_the_model_and_histories_move(name):
     model, x, layers, _ = MODELS[name]
@@ -289,6 +290,7 @@ def test_parameters_are_those_of_the_model_and_histories_move(name):
     jax.eval_shape(partial(model.apply, mutable=True), {**stock, "params": state.params}, x)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["stacked", "norms"])
 def test_plain_loop_with_mutable_histories(name):
     """The same as `TrainState` sees, for lhs and rhs; ``fp8`` is treated like ``batch_stats``."""
@@ -727,6 +729,7 @@ def has_f8_dot(model, variables) -> bool:
     return any("dot_general" in t and "f8E4M3FN>" in t.split("->")[0] for t in text.splitlines())
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("attention_products", [False, True])
 def test_attention_products(attention_products):
     class Model(nn.Module):
@@ -877,6 +880,7 @@ class Jitted(nn.Module):
         return nn.Dense(3)(x)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("model", [Compact(), Jitted()], ids=["compact", "nn.jit"])
 def test_no_trace_of_another_recipe_is_used(model):
     """Conversions of one model in one process, in any order, and the model itself."""

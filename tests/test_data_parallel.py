@@ -126,6 +126,7 @@ def assert_close(actual, desired, rtol=1e-5):
     jax.tree_util.tree_map_with_path(check, actual, desired)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("dense", "micro_batches"), [(nn.Dense, 1), (jfp8.Dense, 1), (jfp8.Dense, 2)]
 )
@@ -154,6 +155,7 @@ def test_a_step_is_that_of_one_device_but_for_the_mean(dense, micro_batches):
     )
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_histories_are_those_of_one_device(micro_batches):
     """Gradients of a device's mean are N times those of the mean; their histories are not."""
@@ -278,6 +280,7 @@ def test_plain_functions_of_parameters():
     assert decibels(exact["w"], grads["w"]) >= 28
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("specs", [None, "of the parameters"])
 def test_other_axes_stay_automatic(specs):
     """Tensor parallelism by XLA; with specs, every device sends its shards, and nothing else."""

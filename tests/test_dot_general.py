@@ -802,6 +802,23 @@ def test_residuals_of_narrow_operands_are_bytes(dtype):
     assert [leaf.dtype.itemsize for leaf in leaves if leaf.size >= 32 * 32] == [1, 1]
 
 
+def test_policies_keep_the_bytes_of_products_by_their_names():
+    """Bytes of activations under one name, of weights under another; without it, the inputs."""
+    x, w = jnp.ones((32, 48)), jnp.ones((48, 16))
+    f = lambda x, w: jnp.tanh(scaled_dot_general(jnp.tanh(x), jnp.tanh(w), PLAIN))
+
+    def kept(*names):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        g = jax.checkpoint(f, policy=policy)
+        leaves = jax.tree.leaves(jax.jit(lambda x, w: jax.vjp(g, x, w)[1])(x, w))
+        return {leaf.shape for leaf in leaves if leaf.dtype == jnp.uint8}
+
+    assert kept() == kept("another") == set()
+    assert kept("fp8_saved") == {x.shape}
+    assert kept("fp8_saved_weight") == {w.shape}
+    assert kept("fp8_saved", "fp8_saved_weight") == {x.shape, w.shape}
+
+
 # Errors
 
 LHS, RHS = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)

@@ -125,7 +125,13 @@ def test_resume_gives_the_numbers_of_a_run_that_never_stopped(train_lm, compared
     assert "stopped after step 11" in capsys.readouterr().out
     assert len(read_metrics(tmp_path)) == 11
     resumed = train_lm.main([*argv, "--resume"])
-    assert "relative gap" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "relative gap" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    assert (
+        f"example=train_lm metric=validation_loss fp8={resumed['validation_loss']['fp8']:.6g}"
+        in line
+    )
 
     def without_time(lines):
         return [{k: v for k, v in line.items() if k != "ms"} for line in lines]

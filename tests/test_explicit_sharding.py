@@ -48,6 +48,7 @@ def relative(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mxfp8", "direct_e5m2"])
 @pytest.mark.parametrize(
     ("x_spec", "w_spec", "y_spec"),
@@ -79,6 +80,7 @@ def test_products_of_every_layout(name, x_spec, w_spec, y_spec):
         assert relative(ours, theirs) < bound
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_arrays_that_nobody_has_laid_out(wrap):
     """jax.make_mesh makes explicit axes unless it is told otherwise."""
@@ -118,6 +120,7 @@ def test_nnx_layers_backward():
     assert ours.sharding == theirs.sharding
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("make", "shape"),
     [
@@ -147,6 +150,7 @@ def test_linen_layers_with_histories(make, shape):
         assert relative(a, b) < 1e-2
 
 
+@pytest.mark.slow
 @explicit_mesh
 def test_a_converted_model():
     model = jfp8.convert(nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(16)]), exempt=())

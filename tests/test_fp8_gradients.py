@@ -56,6 +56,15 @@ def test_a_scale_for_each_block():
     assert not np.any(apply(fp8_gradients(), {"g": g})["g"][:, 128:])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_trap_the_largest_gradients_do_not_become_infinite(dtype):
+    """448 times a power of two may lie beyond the dtype, after the check for finite gradients."""
+    largest = jnp.finfo(dtype).max
+    ours = apply(fp8_gradients(), {"g": jnp.array([[largest, -largest, largest / 2]], dtype)})["g"]
+    np.testing.assert_array_equal(ours[0, :2], jnp.array([largest, -largest]))
+    assert 0.9 < ours[0, 2] / (largest / 2) < 1.1
+
+
 def test_what_is_no_matrix_stays():
     grads = {
         "bias": jnp.asarray(normal(64)),

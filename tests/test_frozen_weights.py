@@ -129,6 +129,7 @@ def test_bytes_are_used_as_they_are(product):
     assert shifts(text) < shifts(again)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
@@ -220,6 +221,7 @@ def run(model, params, x):
     return jax.jit(apply)(params, x)
 
 
+@pytest.mark.representative(3)
 def test_layers_take_kernels_that_are_scaled_arrays(layer):
     ours, stock, x, params = layer
     q = on_grid(params["kernel"])
@@ -259,6 +261,7 @@ class Model(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(("stacked", "mutable"), [(False, False), (True, False), (True, ["fp8"])])
 def test_whole_models_forward_and_with_histories(stacked, mutable):
     model = jfp8.convert(Model(stacked), DELAYED)

@@ -122,6 +122,7 @@ def run(way, *args, compiled=False, **options):
     return (*results, program) if compiled else results
 
 
+@pytest.mark.representative(2)
 @each_way
 def test_the_same_loss_to_the_bit_and_one_byte_for_each_element(way):
     params, x = make_params(), normal(0, (16, 64))
@@ -160,6 +161,7 @@ def test_the_parts_of_the_gradient_are_those_of_the_whole():
     assert relative(jax.jit(f)({"kernel": w}, x)["kernel"], expected) < 3e-6  # f32
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("gradients_as", [jnp.bfloat16, jfp8.E5M2, jfp8.E4M3FN])
 def test_gradients_in_fewer_bits(gradients_as):
     params, x = make_params(), normal(0, (16, 64))
@@ -186,6 +188,7 @@ def make_square(seed):
     return {"wi": {"kernel": normal(seed, (64, 128))}, "wo": {"kernel": normal(seed, (128, 64))}}
 
 
+@pytest.mark.representative(2)
 @each_way
 def test_once_forward_and_once_backward_in_a_scan_over_layers(way):
     params, x = stacked(3), normal(9, (16, 64))
@@ -300,6 +303,7 @@ def test_a_nonfinite_weight_on_one_device_reaches_all(way, bad):
     assert not np.isfinite(loss)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "block", "mxfp8", "direct_e5m2", "hybrid"])
 def test_recipes(name):
     """What is quantized a second time, in other blocks, moves by no more than a rounding."""

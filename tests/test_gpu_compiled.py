@@ -255,6 +255,18 @@ def test_dense_with_f32_params(compiled):
     assert len(hlo.f32_written(4096 * 4096)) == 1
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_statistics_leave_products_in_fp8(recipe):
+    """Tensors are quantized without fused kernels for them, and multiplied as ever."""
+    f, args = forward_and_backward(Dense(4096, recipe=jfp8.recipes.get(recipe)), (8192, 4096))
+    program = compile_for("h200", jfp8.debug.stats(f), *args)
+    assert program.hlo.other_products == []
+    if recipe == "block":
+        assert len(program.kernels) >= 3
+    else:
+        assert len(program.hlo.f8_products) == 3
+
+
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_odd_sizes(name, compiled):
     """Padded inside. What is cut off a result is a pass over it, which also adds what was split."""

@@ -65,6 +65,7 @@ def test_on_hopper_nothing_is_multiplied_outside_of_kernels(recipe):
     assert "mosaic_gpu_v2" not in text
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("recipe", "sizes"),
     [
@@ -115,6 +116,7 @@ def test_matrices_kept_in_fp8_are_left_to_the_others():
     assert "kept in FP8" in why_not_grouped_kernels(recipes.DelayedScaling(), q, HOPPER)
 
 
+@pytest.mark.representative(1)
 def test_on_a_cpu_they_are_refused_by_name():
     x, w, dy = operands(64, 2, 64, 64)
     f = value_and_gradients(recipes.Float8CurrentScaling(), "mosaic_gpu")

@@ -151,6 +151,7 @@ CASES = [
 ]
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(("name", "lift"), CASES)
 def test_the_same_step_bit_for_bit_with_no_weight_quantized_inside_of_the_loop(
     name, lift, never_split

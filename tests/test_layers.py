@@ -20,18 +20,26 @@ ROOT = Path(jfp8.__file__).parent
 # The arrow diagram, in reading order: every file, and the files of jfp8 that it may import.
 # A file stands below all that it imports, so reading the table downwards is reading the library.
 ARROWS: dict[str, str] = {
+    "checkpoint/state_dict": "",
+    "checkpoint/safetensors_file": "checkpoint/state_dict",
+    "checkpoint/orbax_directory": "checkpoint/state_dict",
+    "checkpoint/msgpack_file": "checkpoint/state_dict",
+    "checkpoint/changes": "",
+    "checkpoint/atomic": "",
     "_version": "",
     "compat": "",
     "explain": "",
-    "random_bits": "compat",
+    "random_bits": "",
     "kernels/__init__": "",
     "kernels/gpu": "",
     "kernels/refusal": "compat",
-    "formats": "compat random_bits kernels/gpu",
-    "arrays": "compat random_bits formats",
-    "scaling": "compat random_bits formats arrays",
-    "quantizers": "compat random_bits formats arrays scaling",
-    "rotations": "",
+    "formats": "random_bits kernels/gpu",
+    "printing": "formats",
+    "arrays": "formats printing",
+    "taps": "arrays",
+    "scaling": "formats arrays",
+    "quantizers": "random_bits formats printing arrays scaling",
+    "rotations": "printing",
     "matrices": "",
     "kernels/emulate": "formats",
     "kernels/hopper": "formats",
@@ -48,37 +56,34 @@ ARROWS: dict[str, str] = {
     ),
     "kernels/mosaic_gpu/matmul": "kernels/mosaic_gpu/tiles",
     "kernels/mosaic_gpu/grouped": "kernels/mosaic_gpu/tiles",
-    "accumulation": "compat arrays matrices kernels/__init__ kernels/emulate kernels/hopper",
-    "backends": "formats arrays matrices kernels/__init__ kernels/emulate kernels/xla accumulation",
+    "accumulation": "compat arrays matrices kernels/emulate kernels/hopper",
+    "backends": "formats arrays matrices kernels/emulate kernels/xla accumulation",
     "mosaic": (
-        "compat arrays matrices kernels/gpu kernels/refusal kernels/mosaic_gpu/__init__ "
-        "kernels/mosaic_gpu/matmul accumulation backends"
+        "compat kernels/gpu kernels/refusal arrays matrices kernels/mosaic_gpu/matmul "
+        "accumulation backends"
     ),
-    "blackwell": (
-        "formats arrays matrices kernels/__init__ kernels/gpu kernels/blackwell accumulation "
-        "backends"
-    ),
-    "recipes": "compat random_bits formats arrays scaling quantizers rotations accumulation",
-    "matmul": "formats arrays matrices kernels/gpu accumulation backends mosaic blackwell explain",
-    "sink": "compat formats scaling",
+    "blackwell": "kernels/gpu formats arrays matrices kernels/blackwell accumulation backends",
+    "recipes": "formats printing scaling quantizers rotations accumulation",
+    "matmul": "explain kernels/gpu formats arrays matrices accumulation backends mosaic blackwell",
+    "sink": "",
     "residuals": "formats arrays",
-    "bilinear": "compat random_bits formats arrays scaling quantizers recipes sink residuals",
-    "dot": "arrays matrices recipes accumulation matmul bilinear",
+    "bilinear": "compat random_bits arrays taps scaling quantizers recipes sink residuals",
+    "dot": "arrays matrices accumulation recipes matmul bilinear",
     "one_read": (
-        "compat formats arrays scaling quantizers backends kernels/mosaic_gpu/__init__ "
-        "kernels/mosaic_gpu/quantize kernels/mosaic_gpu/quantize_blocks"
+        "compat formats arrays scaling quantizers kernels/mosaic_gpu/quantize "
+        "kernels/mosaic_gpu/quantize_blocks backends"
     ),
     "contraction_last": (
-        "arrays scaling recipes backends mosaic matmul kernels/gpu bilinear dot one_read"
+        "kernels/gpu arrays scaling backends mosaic recipes matmul bilinear dot one_read"
     ),
     "explicit_sharding": "arrays bilinear",
     "dot_general": (
-        "formats arrays matrices scaling recipes matmul bilinear dot contraction_last "
+        "formats arrays scaling matrices recipes matmul bilinear dot contraction_last "
         "explicit_sharding"
     ),
     "conv": (
-        "explain formats arrays scaling recipes accumulation matmul bilinear dot_general "
-        "explicit_sharding"
+        "explain formats arrays scaling accumulation recipes matmul bilinear explicit_sharding "
+        "dot_general"
     ),
     "region": "recipes",
     "saved_activations": "formats arrays scaling quantizers residuals",
@@ -86,40 +91,39 @@ ARROWS: dict[str, str] = {
     "conv_transpose": "arrays",
     "linen/state_in_params": "sink",
     "linen/products": (
-        "arrays scaling recipes matmul sink bilinear dot_general conv region explain "
+        "explain arrays scaling recipes matmul sink bilinear dot_general conv region "
         "linen/state_in_params"
     ),
-    "linen/layers": "arrays recipes matmul region einsum conv_transpose linen/products",
+    "linen/layers": "arrays recipes matmul einsum conv_transpose linen/products",
     "transformer_math": "formats saved_activations",
     "ragged_tiles": "",
     "grouped_dot": (
-        "compat explain random_bits formats arrays scaling quantizers recipes accumulation matmul "
+        "compat explain random_bits formats arrays scaling quantizers accumulation recipes matmul "
         "bilinear dot"
     ),
     "grouped_kernels": (
-        "compat explain arrays scaling recipes backends mosaic matmul bilinear one_read "
-        "kernels/gpu kernels/refusal kernels/mosaic_gpu/__init__ kernels/mosaic_gpu/grouped "
-        "grouped_dot"
+        "explain kernels/gpu arrays scaling kernels/mosaic_gpu/grouped mosaic recipes matmul "
+        "bilinear one_read grouped_dot"
     ),
     "ragged_dot": (
-        "compat formats arrays scaling recipes accumulation matmul bilinear dot_general "
-        "kernels/gpu ragged_tiles grouped_dot grouped_kernels"
+        "compat kernels/gpu formats arrays scaling accumulation recipes matmul bilinear "
+        "dot_general ragged_tiles grouped_dot grouped_kernels"
     ),
     "routing": "ragged_tiles",
     "linen/attention": "arrays recipes matmul einsum linen/products linen/layers",
-    "linen/fused": "formats recipes matmul transformer_math linen/layers",
+    "linen/fused": "formats recipes matmul linen/layers transformer_math",
     "linen/transformer": (
-        "formats recipes matmul transformer_math linen/layers linen/attention linen/fused"
+        "formats recipes matmul linen/layers transformer_math linen/attention linen/fused"
     ),
-    "linen/moe": "formats arrays recipes matmul transformer_math ragged_dot routing linen/products",
+    "linen/moe": "formats arrays recipes matmul linen/products transformer_math ragged_dot routing",
     "linen/__init__": (
         "linen/products linen/layers linen/attention linen/fused linen/transformer linen/moe"
     ),
     "nnx/products": (
-        "arrays scaling recipes matmul sink bilinear dot_general conv region explain einsum"
+        "explain arrays scaling recipes matmul sink bilinear dot_general conv region einsum"
     ),
     "nnx/conv_transpose": "arrays conv_transpose",
-    "nnx/hooks": "arrays recipes matmul explain nnx/products nnx/conv_transpose",
+    "nnx/hooks": "explain arrays recipes matmul nnx/products nnx/conv_transpose",
     "nnx/layers": "recipes matmul nnx/conv_transpose nnx/hooks",
     "nnx/attention": "recipes matmul region transformer_math nnx/products nnx/hooks",
     "nnx/fused": "formats recipes matmul transformer_math nnx/layers",
@@ -128,24 +132,43 @@ ARROWS: dict[str, str] = {
     "selection": "recipes",
     "edges": "",
     "linen/convert": (
-        "arrays recipes sink region explain selection edges "
-        "linen/state_in_params linen/products linen/layers linen/attention"
+        "explain arrays recipes region linen/state_in_params linen/products linen/layers "
+        "linen/attention selection edges"
     ),
-    "convert": "recipes selection linen/convert nnx/convert",
-    "report": "compat formats bilinear explain edges linen/products nnx/hooks nnx/convert",
+    "convert": "recipes nnx/convert selection linen/convert",
+    "report": "compat explain formats bilinear linen/products nnx/hooks nnx/convert edges",
     "weights": "formats arrays scaling quantizers recipes selection",
     "collectives": "compat random_bits formats scaling quantizers",
     "gather_weights": (
         "compat formats arrays scaling quantizers recipes selection weights collectives"
     ),
-    "optim/loss_scaling": "compat",
-    "optim/stochastic_rounding": "compat random_bits optim/loss_scaling",
-    "optim/storage": ("random_bits formats arrays scaling quantizers optim/stochastic_rounding"),
-    "optim/stored_state": "random_bits arrays optim/loss_scaling optim/storage",
+    "optim/loss_scaling": "printing",
+    "optim/stochastic_rounding": "random_bits printing optim/loss_scaling",
+    "optim/storage": (
+        "random_bits formats printing arrays scaling quantizers optim/stochastic_rounding"
+    ),
+    "optim/stored_state": "random_bits printing arrays optim/loss_scaling optim/storage",
+    "checkpoint/tree": "checkpoint/changes optim/stored_state",
+    "checkpoint/values": (
+        "checkpoint/changes formats arrays scaling quantizers optim/storage optim/stored_state "
+        "checkpoint/tree"
+    ),
+    "checkpoint/optimizer_state": "checkpoint/tree",
+    "checkpoint/histories": "checkpoint/changes sink checkpoint/tree",
+    "checkpoint/fp8_collections": (
+        "checkpoint/changes checkpoint/tree checkpoint/values checkpoint/histories"
+    ),
+    "checkpoint/transformer_engine": (
+        "checkpoint/changes formats sink checkpoint/tree checkpoint/histories "
+        "checkpoint/fp8_collections"
+    ),
+    "checkpoint/flax_fp8_ops": (
+        "checkpoint/changes checkpoint/tree checkpoint/histories checkpoint/fp8_collections"
+    ),
     "optim/adam": "optim/storage optim/stored_state",
     "optim/state_shardings": "optim/loss_scaling optim/stored_state",
     "optim/masters": (
-        "compat random_bits formats arrays scaling quantizers optim/loss_scaling "
+        "compat random_bits formats printing arrays scaling quantizers optim/loss_scaling "
         "optim/stochastic_rounding optim/storage"
     ),
     "optim/fp8_gradients": "formats scaling quantizers collectives",
@@ -154,18 +177,67 @@ ARROWS: dict[str, str] = {
         "optim/state_shardings optim/masters optim/fp8_gradients"
     ),
     "hoist": "compat formats",
-    "train": "arrays compat scaling sink optim/loss_scaling optim/masters hoist",
+    "train": "printing arrays scaling sink optim/loss_scaling optim/masters hoist",
+    "checkpoint/upgrade": (
+        "checkpoint/changes optim/stored_state checkpoint/tree checkpoint/values "
+        "checkpoint/optimizer_state checkpoint/histories checkpoint/flax_fp8_ops optim/masters "
+        "train"
+    ),
+    "checkpoint/files": (
+        "checkpoint/state_dict checkpoint/safetensors_file checkpoint/orbax_directory "
+        "checkpoint/msgpack_file checkpoint/atomic checkpoint/upgrade"
+    ),
+    "checkpoint/downgrade": "arrays nnx/products checkpoint/values checkpoint/flax_fp8_ops train",
+    "checkpoint/__init__": (
+        "checkpoint/changes checkpoint/transformer_engine checkpoint/flax_fp8_ops "
+        "checkpoint/upgrade checkpoint/files checkpoint/downgrade"
+    ),
     "data_parallel": "sink collectives train",
-    "nnx/train": "scaling sink optim/loss_scaling train nnx/products",
+    "nnx/train": "scaling sink nnx/products optim/loss_scaling train",
     "nnx/__init__": (
         "nnx/products nnx/layers nnx/attention nnx/fused nnx/transformer nnx/convert nnx/train"
     ),
     "initialize": (
-        "recipes selection optim/loss_scaling optim/storage optim/stored_state optim/masters "
-        "optim/fp8_gradients convert report"
+        "recipes selection convert report optim/loss_scaling optim/storage optim/stored_state "
+        "optim/masters optim/fp8_gradients"
     ),
     "debug/collective_bytes": "",
-    "debug/__init__": "debug/collective_bytes",
+    "debug/measurement": "",
+    "debug/nnx_functions": "nnx/products",
+    "debug/records": "",
+    "debug/tensorboard": "debug/records",
+    "plot/limits": "formats",
+    "plot/picture": "",
+    "plot/rows": "formats debug/records",
+    "plot/style": "plot/picture",
+    "plot/amax_history": "formats debug/records plot/limits plot/rows plot/style",
+    "plot/block_scales": "arrays plot/style",
+    "plot/heat_map": "debug/records plot/rows plot/style",
+    "plot/histogram": "formats debug/records plot/limits plot/rows plot/style",
+    "plot/loss_curves": "plot/style",
+    "plot/number_line": "formats plot/style",
+    "plot/__init__": (
+        "plot/amax_history plot/block_scales plot/heat_map plot/histogram plot/loss_curves "
+        "plot/number_line"
+    ),
+    "debug/faults": "formats printing selection report debug/records",
+    "debug/advice": "printing report debug/records debug/faults",
+    "summary": "printing arrays nnx/products train",
+    "debug/reading": "compat taps edges debug/measurement",
+    "debug/by_layer": "explain debug/reading",
+    "debug/compare": (
+        "compat explain arrays taps recipes bilinear selection edges convert debug/measurement "
+        "debug/reading debug/by_layer"
+    ),
+    "debug/stats": (
+        "compat explain formats arrays taps quantizers report debug/measurement "
+        "debug/nnx_functions debug/records debug/reading debug/by_layer"
+    ),
+    "debug/recorder": "report debug/nnx_functions debug/records debug/tensorboard debug/stats",
+    "debug/__init__": (
+        "debug/collective_bytes debug/records debug/tensorboard debug/faults debug/advice "
+        "debug/compare debug/stats debug/recorder"
+    ),
     "__init__": "*",
 }
 

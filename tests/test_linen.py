@@ -166,6 +166,7 @@ def case_id(case) -> str:
     return f"{name}{args} {given} of {shape}"
 
 
+@pytest.mark.representative(8)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_layer_is_flax_with_quantized_operands(case):
     """Same parameters, stock checkpoints run, close to stock and equal to the oracle."""

@@ -414,6 +414,7 @@ class TestComposition:
         ),
     }
 
+    @pytest.mark.representative(3)
     @pytest.mark.parametrize("name", WRAPPED)
     @pytest.mark.parametrize("master", [None, "float16_scaled"])
     def test_a_skipped_step_leaves_every_bit(self, name, master):
@@ -617,6 +618,7 @@ class TestTrainState:
         assert_same(grads["stored"], grads["dense"])
         assert np.any(grads["stored"][1].params["Dense_0"]["kernel"])
 
+    @pytest.mark.representative(2)
     @pytest.mark.parametrize(
         ("master", "recipe", "micro_batches"),
         [*((master, CURRENT, 1) for master in MASTERS), (None, DELAYED, 2)],

@@ -216,6 +216,16 @@ def test_trap_bf16_rounds_after_the_scales(implementation):
 
 
 @implementations
+def test_trap_zero_times_the_product_of_huge_scales(implementation):
+    """Of 2^100 and 2^60 that is Inf in f32, and 0 times Inf is NaN. What is not zero is Inf."""
+    codes = jnp.array([[0.0, 0.0], [1.0, 2.0]], E4M3.dtype)
+    lhs = ScaledArray(codes, jnp.float32(2.0**100))
+    rhs = ScaledArray(jnp.ones((2, 2), E4M3.dtype), jnp.float32(2.0**60))
+    y = np.asarray(matmul(lhs, rhs, implementation=implementation))
+    np.testing.assert_array_equal(y, [[0, 0], [np.inf, np.inf]])
+
+
+@implementations
 def test_trap_f16_accumulator_overflow(implementation):
     """448 * 448 * 256 is 784 times what f16 holds; with the scales it fits."""
     lhs = ScaledArray(jnp.full((2, 256), 448, E4M3.dtype), jnp.float32(2.0**-8))

@@ -109,6 +109,7 @@ def applied(model):
     return jax.jit(lambda params, x: model.apply({"params": params}, x))
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("k", "activation", "renormalize"), [(2, "swiglu", None), (1, "relu", None)]
 )
@@ -465,6 +466,7 @@ def test_stored_kernels():
     np.testing.assert_allclose(y, applied(model)(params, x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_saved_activations():
     """The same result; the gradient moves by what one byte for an activation's input costs."""
     model, x = MoE(EXPERTS, HIDDEN, recipe=Float8CurrentScaling()), jnp.asarray(tokens())
@@ -491,6 +493,7 @@ def test_dtypes():
     assert error(y, expected) < 0.06
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["block", "nvfp4"])
 def test_other_recipes(name):
     model, params = made(recipe=recipes.get(name))

@@ -79,6 +79,7 @@ def grouped_matmul_in_f64(a, b, group, a_scale, b_scale):
     return [(a[t * TILE : (t + 1) * TILE], b[g]) for t, g in enumerate(group.tolist())]
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("dtypes", "out_dtype", "k", "n", "with_scales", "tiles"),
     [
@@ -138,6 +139,7 @@ def test_grouped_matmul_of_large_and_small_values():
     np.testing.assert_array_equal(y, np.full((TILE, 64), np.inf, np.float16))
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("dtypes", "out_dtype", "m", "n", "with_scales", "tiles"),
     [

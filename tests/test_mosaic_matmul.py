@@ -72,6 +72,7 @@ def assert_product(y, a, b, out_dtype):
     assert np.all(np.abs(y - expected) <= bound)
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("promote", [False, True])
 @pytest.mark.parametrize(
     ("shape", "row_scales", "column_scales", "formats", "out_dtype"),

@@ -97,6 +97,7 @@ def test_row_and_column_amax(interpret, dtype, sweep):
     np.testing.assert_array_equal(columns, jfp8.scaling.amax(x, jfp8.PerAxis(1))[0])
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("shape", "sweep", "dtype", "fmt"),
     [
@@ -154,6 +155,7 @@ def blocks_of_both(x, fmt, block, rounding):
         yield want.data, scale.T, np.repeat(bad, block, axis=1)[:, : y.shape[1]]
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize(
     ("fmt", "block", "rounding", "dtype", "shape", "sweep"),
     [

@@ -183,6 +183,7 @@ def test_layers_that_are_none():
 # What comes out.
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("made_by", ["constructor", "nnx.jit"])
 def test_it_is_the_hand_made_model_and_the_original_is_untouched(made_by):
     make = lambda: Block(nnx.Rngs(0))
@@ -305,6 +306,7 @@ def stacked(*sizes):
     return nnx.split_rngs(splits=sizes)(make)(nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_stacked_layers():
     """Histories get the leading axes of the kernels, so that whatever lifts these lifts them."""
     blocks = stacked(3)
@@ -362,6 +364,7 @@ def test_layers_keep_their_own_promotion_and_dtypes():
     assert len(set(twice)) == 1  # equal, so compiled once
 
 
+@pytest.mark.slow
 def test_training_a_converted_language_model():
     """Tens of steps, unedited but for the line that converts: within 1 % of the loss of float32."""
     tokens = jax.random.randint(jax.random.key(0), (8, 12), 0, 16)

@@ -121,6 +121,7 @@ def expected(stock, x, dy, x_amax=None, w_amax=None, dy_amax=None):
     return found
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_drop_in(name):
     """Same parameters, bit for bit, about the same output; and in a region without FP8 the same."""
@@ -138,6 +139,7 @@ def test_drop_in(name):
     np.testing.assert_allclose(y, reference, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_forward_and_gradients_are_those_of_fake_quantization(name):
     ours, stock, x = made(jfp8.nnx, name), made(nnx, name), input_of(name)
@@ -350,6 +352,7 @@ def faked_attention(q, k, v, mask=None):
     return np.einsum("...hqk,...khd->...qhd", wide(weights), v)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("groups", [4, 2])
 def test_attention_products_are_those_of_fake_quantization(groups):
     q, k, v = (normal(i, (2, 5, n, 8)) for i, n in enumerate((4, groups, groups)))
@@ -375,6 +378,7 @@ def test_attention_products_are_opt_in():
         assert distance(call(with_products, x), call(attention(nnx), x)) < 1e-6
 
 
+@pytest.mark.slow
 def test_dropout_of_attention_is_that_of_flax():
     q, k, v = (normal(i, (2, 5, 4, 8)) for i in range(3))
     options = {"dropout_rng": jax.random.key(1), "dropout_rate": 0.4}

@@ -297,6 +297,7 @@ def unstacked(blocks, n=3):
     return [nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], state)) for i in range(n)]
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("differentiate", "remat"),
     [(nnx.value_and_grad, False), (jfp8.nnx.value_and_grad, True)],

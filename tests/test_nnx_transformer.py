@@ -90,6 +90,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_transformer_layer(name):
     options = LAYERS[name]

@@ -38,6 +38,7 @@ def in_two_steps(quantizer, x, state):
     )
 
 
+@pytest.mark.representative(4)
 @needs_mosaic
 @pytest.mark.parametrize(
     ("quantizer", "state", "dtype"),

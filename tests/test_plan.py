@@ -197,6 +197,7 @@ def test_data_parallel_in_f32(plan, lm, size):
     assert counted == pytest.approx(planned["data"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_data_parallel_in_fp8(plan, lm, size):
     """The same gradients as bytes in blocks; what else is sent is counted apart."""
     model, mesh = transformer(lm, size), mesh_of(data=8)
@@ -255,6 +256,7 @@ def test_fsdp_in_f32(plan, lm, size):
     assert counted == pytest.approx(planned["fsdp"], rel=0.01)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("gradients_as", [None, jfp8.E4M3FN], ids=str)
 def test_fsdp_with_kernels_gathered_in_fp8(plan, lm, size, gradients_as):
     """Of kernels a byte per element and direction; all else in f32 here."""

@@ -1278,6 +1278,28 @@ def test_quantizers_check_format_and_rounding(cls):
         cls(E4M3FN, rounding="up")
 
 
+@pytest.mark.parametrize("cls", [Current, Delayed, Rowwise, Blockwise])
+def test_quantizers_check_how_scales_are_rounded(cls):
+    for wrong in ("pow2", 1, []):
+        with pytest.raises(ValueError, match=r"scale_rounding=.* is unknown.*'power_of_two'"):
+            cls(E4M3FN, scale_rounding=wrong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"algo": "mean"}, "algo='mean'.*'max', 'most_recent'"),
+        ({"margin": -1}, "margin=-1.*at least 0"),
+        ({"margin": "a"}, "margin='a'.*an int"),
+        ({"length": 0}, "length=0.*at least 1"),
+        ({"length": True}, "length=True.*an int"),
+    ],
+)
+def test_delayed_checks_its_fields(fields, words):
+    with pytest.raises(ValueError, match=words):
+        Delayed(E4M3FN, **fields)
+
+
 @pytest.mark.parametrize("cls", [Blockwise, TwoLevel])
 @pytest.mark.parametrize("size", [32, (32,), (32, 0), (32, 1, 1), [32, 1], (32, True), (32.0, 1)])
 def test_block_sizes_are_checked(cls, size):

@@ -203,6 +203,7 @@ def oracle(name, lhs, rhs, sizes, dy):
 TOLERANCE = {"direct_e5m2": 3e-3, "hybrid": 3e-3}
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [

@@ -509,6 +509,7 @@ def test_from_json_takes_short_names_and_omitted_fields(name):
         ("[]", ValueError, r'object such as \{"recipe": "DelayedScaling".*got'),
         ('"delayed"', ValueError, "object such as"),
         ("{}", ValueError, "object such as"),
+        pytest.param('{"a":' * 100_000 + "1" + "}" * 100_000, ValueError, "deep", id="deep"),
         ('{"recipe": 3}', ValueError, "object such as"),
         ('{"recipe": "fp4"}', ValueError, "no recipe called 'fp4'.*DelayedScaling"),
         ('{"recipe": "delayed", "history": 3}', TypeError, "no field 'history'.*Fields: .*margin"),
@@ -625,7 +626,7 @@ def test_error_accumulation(cls, value):
 
 
 @classes
-@pytest.mark.parametrize("value", ["fprop", ["fprop"], ("forward",), True, 1])
+@pytest.mark.parametrize("value", ["fprop", ["fprop"], ("forward",), ({},), True, 1])
 def test_error_fast_accumulation(cls, value):
     with pytest.raises(ValueError, match=r"None or a tuple with any of 'fprop', 'dgrad', 'wgrad'"):
         cls(fast_accumulation=value)

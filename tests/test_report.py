@@ -307,6 +307,32 @@ def test_products_of_quantized_values_in_the_users_own_code_are_not_fp8():
     assert report(Fake(), X).fp8_fraction == 0
 
 
+@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
+def test_remat_in_a_loop_brings_constants_as_large_as_operands(name):
+    """Partial evaluation hands a product what it was compiled with as further operands."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(8)(nn.relu(nn.Dense(32)(x))), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            block = nn.remat(Block, prevent_cse=False)
+            scanned = nn.scan(block, {"params": 0}, split_rngs={"params": True}, length=3)
+            return scanned()(x, None)[0]
+
+    model = jfp8.convert(Stack(), jfp8.recipes.get(name), exempt=())
+    r = report(model, jnp.ones((64, 8)))
+    assert r.fp8_fraction == 1
+    forward = [row for row in r.rows if row.kind == "fprop"]
+    assert forward
+    for row in forward:
+        assert row.lhs.partition("[")[2] in ("64,8]", "64,32]", "1,64,8]", "1,64,32]"), row
+        assert row.rhs.partition("[")[2] in ("8,32]", "32,8]", "1,8,32]", "1,32,8]"), row
+
+
 class Attention(nn.Module):
     @nn.compact
     def __call__(self, x):

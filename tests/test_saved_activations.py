@@ -124,6 +124,7 @@ def test_gradients_are_those_at_what_was_kept(shape, fmt):
     assert not np.allclose(ours(x, scale, dy)[0], exact, rtol=1e-4, atol=1e-4), "the oracle tells"
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_forward_pass_does_not_change(dtype, compiled):
@@ -403,6 +404,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["dense", "swiglu", "layer"])
 def test_layers_compute_the_same(name):
     x = normal(4, 12, 64)
@@ -418,6 +420,7 @@ def test_layers_compute_the_same(name):
     assert np.linalg.norm(np.asarray(y, np.float32)) > 1
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_of_layers_hardly_move(name):
     """Seen between products in high precision: in FP8 they round gradients far more than this."""
@@ -443,6 +446,7 @@ def test_gradients_are_as_far_from_those_of_f32_as_fp8_products_alone_are():
     assert saving > products - 0.3
 
 
+@pytest.mark.slow
 def test_the_layer_of_nnx_does_the_same():
     x = normal(2, 12, 64)
     make = functools.partial(jfp8.nnx.TransformerLayer, 64, 128, 4)
@@ -460,6 +464,7 @@ def test_the_layer_of_nnx_does_the_same():
     assert np.max(np.abs(gradient(make(rngs=nnx.Rngs(0)), x) - dx)) > 1e-4, "it does something"
 
 
+@pytest.mark.slow
 def test_nnx_drops_the_same_weights():
     x = normal(2, 6, 64)
     make = functools.partial(jfp8.nnx.TransformerLayer, 64, 64, 4, attention_dropout=0.5)
@@ -492,6 +497,7 @@ def test_an_mlp_keeps_bytes():
     ]
 
 
+@pytest.mark.slow
 def test_attention_keeps_no_weights():
     """Of queries, keys and values there are fewer than of weights: H * T^2 of them."""
     query, key, value = (normal(2, 48, 4, 8, seed=i) for i in range(3))
@@ -578,6 +584,7 @@ def temporary_bytes(compiled) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("attention", [False, True], ids=["mlp", "layer"])
 def test_memory_falls_under_scan(attention):
     x = normal(*TOKENS, FEATURES)
@@ -587,6 +594,7 @@ def test_memory_falls_under_scan(attention):
     assert temporary_bytes(saved) < 0.40 * temporary_bytes(f32)
 
 
+@pytest.mark.slow
 def test_a_policy_that_keeps_codes_only_gives_the_same_gradients_in_less_memory():
     x = normal(*TOKENS, FEATURES)
     policy = jax.checkpoint_policies.save_only_these_names(SAVED)

@@ -146,6 +146,7 @@ def test_amax_per_block(block, full):
     assert_bitwise(amax(x, Block(block)), expected)
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("shape", "block"),
     [

@@ -54,10 +54,16 @@ def text(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Scripts write their results below the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run_script(name, *argv, cwd):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *argv, "--result", str(cwd / "result.json")],
+        [sys.executable, EXAMPLES / name, *argv, "--out", str(cwd)],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
@@ -95,6 +101,8 @@ def test_in_fp8_the_losses_are_those_of_one_device(text, tmp_path):
         "train_sharded.py", *SMALL, "--text", text, "--compare", cwd=tmp_path
     )
     assert "data 2 x fsdp 2 x tensor 2: 8 devices" in printed
+    assert "RESULT example=train_sharded metric=train_loss loss=" in printed
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert result["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert result["devices_with_equal_histories"] == 8
     assert result["losses"][-1] < result["losses"][0] - 0.5
@@ -217,6 +225,7 @@ def test_a_device_that_differs_is_found(sharding):
         )
 
 
+@pytest.mark.slow
 def test_scanned_layers_compute_what_layers_compute(train_sharded):
     """With the same parameters, stacked. Its own are others for every layer."""
     Transformer = train_sharded.Transformer

@@ -134,6 +134,7 @@ class Mapped(nn.Module):
         return nn.vmap(jfp8.Dense, variable_axes=axes, split_rngs=split)(4)(xs)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("how", ["jax.vmap", "nn.vmap", "nn.scan"])
 def test_trap_b_mapped_and_scanned_reuse_does_not_add_amaxes(how):
     """Three times an amax of 3 is 3, not 6 or 9."""
@@ -153,6 +154,7 @@ def test_trap_b_mapped_and_scanned_reuse_does_not_add_amaxes(how):
 DEVICE_PEAKS = (1.0, 2.0, 3.0, 9.0)  # their mean is 3.75, their sum 15
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("reduce", [lax.psum, lax.pmean])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_trap_c_devices(reduce, check_vma):

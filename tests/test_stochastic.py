@@ -252,6 +252,7 @@ def unrotated(z):
     return x.reshape(z.shape).astype(np.float32)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("name", UNBIASED)
 def test_the_mean_gradient_is_that_of_the_unrounded_one(name):
     """Over keys: each element within 5 standard errors, and their mean square as it should be.

@@ -456,6 +456,7 @@ def convert(model: Any) -> Any:
     return jfp8.convert(model, recipes.DelayedScaling())
 
 
+@pytest.mark.representative(2)
 def test_every_product_that_should_be_is_in_fp8(case):
     model = case.model()
     expected, counts = case.products, {}
@@ -467,6 +468,7 @@ def test_every_product_that_should_be_is_in_fp8(case):
     assert counts["plain"] == {"plain": sum(vars(expected).values())}
 
 
+@pytest.mark.representative(2)
 def test_parameters_are_those_of_the_model(case):
     model = case.model()
     theirs, ours = initial(case, model), initial(case, convert(model))
@@ -474,6 +476,7 @@ def test_parameters_are_those_of_the_model(case):
     assert_same_tree({name: ours[name] for name in theirs}, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name != "bert"])  # but "bert-remat"
 def test_it_trains_as_it_did(name):
     case = CASES[name]

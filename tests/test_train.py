@@ -6,6 +6,7 @@ scale, whatever the weights are. So every amax is known without asking the libra
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.core
@@ -516,6 +517,7 @@ class TestPromise4OneEntryAndOneScalePerStep:
         grads = jfp8.value_and_grad(linear_loss)(state, batch)[1]
         return state.apply_gradients(lax.pmean(grads, "d"))
 
+    @pytest.mark.representative(3)
     @pytest.mark.parametrize(
         "how",
         [
@@ -693,6 +695,22 @@ class TestPromise5NonFiniteNumbers:
             ours, theirs = history(after.fp8, role), history(expected.fp8, role)
             np.testing.assert_array_equal(ours * ratio, theirs)
             assert np.all(np.isfinite(ours))
+
+    @pytest.mark.parametrize("huge", [2.0**63, -1e20, 3e38])
+    def test_trap_a_gradient_without_a_finite_square_is_an_overflow(self, huge):
+        """Adam's second moment of it would be Inf, and would never come back."""
+        state = create(tx=optax.chain(jfp8.loss_scale(), optax.adam(1e-3)))
+        _, grads = jfp8.value_and_grad(linear_loss)(state, linear_batch(c_peaks=(2.0**-8,)))
+        kernel = grads.params["kernel"]
+        with_largest = {**grads.params, "kernel": kernel.at[0, 0].set(2.0**62)}
+        taken = state.apply_gradients(dataclasses.replace(grads, params=with_largest))
+        assert differ(state.params, taken.params)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(taken.opt_state))
+        with_huge = {**grads.params, "kernel": kernel.at[0, 0].set(huge)}
+        skipped = state.apply_gradients(dataclasses.replace(grads, params=with_huge))
+        assert_same(skipped.params, state.params)
+        assert_same(without_loss_scale(skipped.opt_state), without_loss_scale(state.opt_state))
+        assert optax.tree.get(skipped.opt_state, "overflow_count") == 1
 
     def test_batch_stats_are_not_updated_on_a_skipped_step(self):
         state, _ = normed_step(create(NORMED, NORMED_TX), batch_of())
@@ -1068,6 +1086,7 @@ class TestParity:
         assert np.all(losses[:, 0] > 1.0), "there is something to learn"
         return losses[:, -1]
 
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()])
     def test_scaled_fp8_trains_like_f32(self, recipe):
         """Another format matters less than another seed."""

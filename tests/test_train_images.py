@@ -261,6 +261,12 @@ def test_a_short_run(train_images, model, folder, tmp_path, monkeypatch, capsys)
     assert "FP8, delayed" in printed
     assert "points" in printed
     assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    (line,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    figures = dict(field.split("=") for field in line.split()[1:])
+    assert figures["example"] == "train_images"
+    assert float(figures["fp8"]) == pytest.approx(result["test_loss"]["fp8"], rel=1e-5)
+    assert float(figures["f32_accuracy"]) == pytest.approx(result["test_accuracy"]["f32"])
 
     fp8, f32 = (result["train_loss"][run] for run in ("fp8", "f32"))
     assert fp8[0] == pytest.approx(f32[0], rel=0.02), "the same initial parameters and batch"

@@ -223,6 +223,7 @@ CASES = {
 }
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_gradients_are_those_of_rounded_operands(case):
     layer = TransformerLayer(**SIZES, **CASES[case])

@@ -52,6 +52,7 @@ def test_kernels_become_bytes_and_a_scale_and_nothing_else_changes():
         assert leaf.data.nbytes == before[path].size  # one byte for each weight
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -92,6 +93,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
 def test_every_layer_takes_them(case):
     layer, shape = case
@@ -147,8 +149,10 @@ def test_fine_tuning_moves_what_is_left():
     assert loss(free) < 0.9 * before
 
 
-def test_bf16_checkpoints():
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), Mlp().init(KEY, X)["params"])
+@pytest.mark.parametrize("array", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+def test_bf16_checkpoints(array):
+    """As a checkpoint is read, too: arrays of numpy have a `.data`, which is a buffer."""
+    params = jax.tree.map(lambda x: array(x.astype(jnp.bfloat16)), Mlp().init(KEY, X)["params"])
     kernel = jfp8.quantize_params(params)["Dense_0"]["kernel"]
     data, scale = one_scale(params["Dense_0"]["kernel"])
     np.testing.assert_array_equal(np.asarray(kernel.data).view(np.uint8), data.view(np.uint8))

@@ -1,0 +1,567 @@
+"""Products of any dimension numbers, in any layout of scales: against float64, with derived bounds.
+
+Dimension numbers, sizes and blocks are drawn by hypothesis: up to four dimensions a side, in any
+order, empty ones among them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jfp8 import (
+    E2M1FN,
+    E3M4,
+    E4M3FN,
+    E5M2,
+    E8M0FNU,
+    ScaledArray,
+    recipes,
+    scaled_dot_general,
+    scaled_matmul,
+)
+from jfp8.formats import Format
+
+pytestmark = pytest.mark.property
+
+UNIT = 2.0**-24  # unit roundoff of f32
+FLUSHED = 2.0**-126
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+HARDWARE = (E4M3FN, E5M2)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def f64(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+# Dimension numbers
+
+
+class Dims(NamedTuple):
+    """Shapes of two operands, and which of their dimensions are what."""
+
+    lhs: tuple[int, ...]
+    rhs: tuple[int, ...]
+    numbers: tuple
+
+    def free(self, side: int) -> tuple[int, ...]:
+        taken = self.numbers[0][side] + self.numbers[1][side]
+        return tuple(d for d in range(len(self[side])) if d not in taken)
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """b, m, n, k of the product of matrices that it is."""
+        (contract, _), (batch, _) = self.numbers
+        of_lhs = (batch, self.free(0), contract)
+        b, m, k = (math.prod(self.lhs[d] for d in dims) for dims in of_lhs)
+        return b, m, math.prod(self.rhs[d] for d in self.free(1)), k
+
+    def out_shape(self) -> tuple[int, ...]:
+        batch = tuple(self.lhs[d] for d in self.numbers[1][0])
+        free = (tuple(self[side][d] for d in self.free(side)) for side in (0, 1))
+        return sum(free, batch)
+
+    def as_matrices(self, lhs, rhs, dy=None):
+        """``[b, m, k]``, ``[b, k, n]`` and ``[b, m, n]``; contracted dimensions in pairs' order."""
+        (lc, rc), (lb, rb) = self.numbers
+        b, m, n, k = self.sizes()
+        lhs = np.asarray(lhs).transpose(lb + self.free(0) + lc).reshape(b, m, k)
+        rhs = np.asarray(rhs).transpose(rb + rc + self.free(1)).reshape(b, k, n)
+        return (lhs, rhs) if dy is None else (lhs, rhs, np.asarray(dy).reshape(b, m, n))
+
+    def back(self, y, d_lhs, d_rhs):
+        """The same way back, for results."""
+        (lc, rc), (lb, rb) = self.numbers
+        lhs_order, rhs_order = lb + self.free(0) + lc, rb + rc + self.free(1)
+
+        def undo(x, shape, order):
+            x = x.reshape([shape[d] for d in order])
+            return x.transpose(np.argsort(order).astype(int))
+
+        d_lhs, d_rhs = undo(d_lhs, self.lhs, lhs_order), undo(d_rhs, self.rhs, rhs_order)
+        return y.reshape(self.out_shape()), d_lhs, d_rhs
+
+
+def random_dims(seed, contracted=(1, 2, 3, 7, 33, 40), others=(1, 2, 3, 5)) -> Dims:
+    """Up to two dimensions of each sort and four of an operand; one in eight has a size of zero.
+
+    From a seed, since hypothesis itself seldom draws what can go wrong: two dimensions of a sort,
+    and in another order on either side.
+    """
+    rng = np.random.default_rng(seed)  # or a generator, which stays what it is
+    n_contract, n_batch = rng.choice([0, 1, 2], p=[0.1, 0.4, 0.5]), rng.choice([0, 1, 2])
+    contract, batch = rng.choice(contracted, n_contract), rng.choice(others, n_batch)
+    shared = [*batch.tolist(), *contract.tolist()]
+    if shared and rng.random() < 1 / 8:
+        shared[rng.integers(len(shared))] = 0
+    shapes, places = [], []
+    for _ in range(2):
+        n_free = rng.integers(0, min(4 - len(shared), 2) + 1)
+        sizes = shared + rng.choice(others, n_free).tolist()
+        place = rng.permutation(len(sizes)).tolist()  # where dimension i of `sizes` stands
+        shapes.append(tuple(size for _, size in sorted(zip(place, sizes, strict=True))))
+        places.append(place)
+    end = len(shared)
+    (lc, lb), (rc, rb) = ((tuple(p[n_batch:end]), tuple(p[:n_batch])) for p in places)
+    return Dims(*shapes, ((lc, rc), (lb, rb)))
+
+
+# Quantized operands
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The format of an operand and of its scales; a block size for each dimension, or one scale."""
+
+    fmt: Format
+    kind: str
+    block: tuple[int, ...] | None
+
+    def operand(self, shape, rng) -> ScaledArray:
+        """Normal numbers in `fmt`, with scales around one; its values are `values` below."""
+        data = values_to(rng.normal(size=shape) * 4, self.fmt)
+        if self.block is None:
+            return ScaledArray(data, self.scale((), rng))
+        counts = tuple(-(-n // b) for n, b in zip(shape, self.block, strict=True))
+        ragged = any(n % b for n, b in zip(shape, self.block, strict=True))
+        return ScaledArray(data, self.scale(counts, rng), self.block if ragged else None)
+
+    def scale(self, shape, rng):
+        if self.kind == "e8m0":
+            return jnp.asarray(
+                np.asarray(rng.integers(124, 130, shape), np.uint8).view(E8M0FNU.dtype)
+            )
+        if self.kind == "two-level":
+            narrow = rng.uniform(1, 448, shape).astype(E4M3FN.dtype)
+            return ScaledArray(jnp.asarray(narrow), jnp.float32(rng.uniform(1, 2) / 448))
+        return jnp.asarray(rng.uniform(0.25, 2, shape), jnp.float32)
+
+    def varies_along(self, shape, contract) -> bool:
+        """Whether its scales cannot leave the sum."""
+        return self.block is not None and any(-(-shape[d] // self.block[d]) != 1 for d in contract)
+
+
+def values_to(x, fmt):
+    """`x` to the nearest of the values of `fmt`; the codes of E3M4 by definition, cut off."""
+    if fmt is not E3M4:
+        return jnp.asarray(np.clip(x, -fmt.max, fmt.max).astype(fmt.dtype))
+    a = np.minimum(np.abs(x), fmt.max)
+    e = np.maximum(np.floor(np.log2(np.maximum(a, 2.0**-2))), -2)
+    code = ((e + 2) * 16 + np.floor(a / np.exp2(e - 4))).astype(np.uint8)
+    return jnp.asarray(code | (np.signbit(x).astype(np.uint8) << 7))
+
+
+def values(q) -> np.ndarray:
+    """``data * scale`` in float64, by numpy and ml_dtypes."""
+    data = f64(q.data)
+    if q.data.dtype == np.uint8:
+        code = np.asarray(q.data).astype(int)
+        e, k = code >> 4 & 7, code & 15
+        data = np.where(e > 0, np.ldexp(16.0 + k, e - 7), np.ldexp(1.0 * k, -6))
+        data = np.where(code >> 7, -data, data)
+    scale = values(q.scale) if isinstance(q.scale, ScaledArray) else f64(q.scale)
+    for axis, m in enumerate(scale.shape):
+        n = data.shape[axis]
+        b = q.block[axis] if q.block else n // max(m, 1)
+        scale = np.repeat(scale, b, axis).take(np.arange(n), axis)
+    return data * scale
+
+
+@st.composite
+def operands(draw):
+    """Dimensions, and a layout for each operand."""
+    d = draw(seeds.map(random_dims))
+    layouts = []
+    for shape in (d.lhs, d.rhs):
+        block = st.tuples(*[st.sampled_from([1, 2, 3, 16, 32, 128]) for _ in shape])
+        layouts.append(
+            Layout(
+                draw(st.sampled_from([E4M3FN, E4M3FN, E5M2, E3M4, E2M1FN])),
+                draw(st.sampled_from(["f32", "e8m0", "two-level"])),
+                draw(st.none() | block),
+            )
+        )
+    return d, *layouts
+
+
+# scaled_matmul
+
+matmul = jax.jit(
+    scaled_matmul,
+    static_argnames=(
+        "dimension_numbers",
+        "accumulation",
+        "implementation",
+        "preferred_element_type",
+    ),
+)
+
+
+def with_half_an_ulp(bound, exact, dtype):
+    """The bound of an f32 result, once it is rounded to `dtype`."""
+    if dtype == jnp.float32:
+        return bound
+    info = jnp.finfo(dtype)
+    return bound + float(info.eps) / 2 * (np.abs(exact) + bound) + float(info.smallest_subnormal)
+
+
+def assert_within(result, exact, bound):
+    assert result.shape == exact.shape
+    wrong = ~(np.abs(f64(result) - exact) <= bound)
+    assert not wrong.any(), f"{f64(result)[wrong]} instead of {exact[wrong]} +- {bound[wrong]}"
+
+
+@given(
+    operands(),
+    seeds,
+    st.sampled_from(DTYPES),
+    st.sampled_from(["f32", "f32_every_128"]),
+)
+def test_scaled_matmul_is_the_product_of_the_values(drawn, seed, dtype, accumulation):
+    """|y - exact| <= (n + 8) u sum|a b|, by both backends, where `n` additions follow each other.
+
+    Those are K in f32, and 128 within a chunk with one for each chunk. The 8 are the roundings of
+    products, of up to four factors of scales, and of their products with each other. XLA's backend
+    says no where it should: to formats without hardware, chunks, and scales that stay in the sum.
+    """
+    d, *layouts = drawn
+    rng = np.random.default_rng(seed)
+    q = [layout.operand(shape, rng) for layout, shape in zip(layouts, d[:2], strict=True)]
+    a, b = d.as_matrices(*map(values, q))
+    exact, magnitude = (np.matmul(f(a), f(b)).reshape(d.out_shape()) for f in (np.array, np.abs))
+    k = d.sizes()[3]
+    n = k if accumulation == "f32" else min(k, 128) + math.ceil(k / 128)
+    bound = with_half_an_ulp((n + 8) * UNIT * magnitude, exact, dtype)
+    options = {"accumulation": accumulation, "preferred_element_type": dtype}
+    y = matmul(*q, d.numbers, implementation="emulate", **options)
+    assert y.dtype == dtype
+    assert_within(y, exact, bound)
+
+    inside = any(
+        layout.varies_along(shape, contract)
+        for layout, shape, contract in zip(layouts, d[:2], d.numbers[0], strict=True)
+    )
+    hardware = all(layout.fmt in HARDWARE for layout in layouts)
+    if accumulation == "f32" and hardware and not inside:
+        by_xla = matmul(*q, d.numbers, implementation="xla", **options)
+        assert by_xla.dtype == dtype
+        assert_within(by_xla, exact, bound)
+    else:
+        with pytest.raises(NotImplementedError, match="'xla' does not support"):
+            matmul.lower(*q, d.numbers, implementation="xla", **options)
+
+
+# Hopper's sums
+
+FOR_HOPPER = [  # few, since they compile for long
+    (Dims((4, 165), (165, 3), (((1,), (0,)), ((), ()))), (E4M3FN, E4M3FN)),
+    (Dims((5, 33, 4), (3, 33, 5), (((1, 0), (1, 2)), ((), ()))), (E5M2, E4M3FN)),
+    (Dims((2, 4, 165), (3, 165, 2), (((2,), (1,)), ((0,), (2,)))), (E5M2, E5M2)),
+    (Dims((33, 2, 5, 4), (3, 5, 2, 33), (((0, 2), (3, 1)), ((1,), (2,)))), (E4M3FN, E5M2)),
+]
+
+
+def hopper(a, b, fmt_a, fmt_b) -> np.ndarray:
+    """``a[m, k] b[k, n]`` as the published model sums it; float64 holds all of it exactly.
+
+    Terms are cut off below ``2^(E-13)``, with E the largest exponent of a product or of the sum.
+    """
+
+    def exponent(x, fmt):
+        e = np.frexp(x)[1] - 1
+        return np.where(x == 0, -10_000, np.maximum(e, fmt.min_exponent))
+
+    def cut(x, E):
+        return np.ldexp(np.trunc(np.ldexp(x, 13 - E)), E - 13)
+
+    acc = np.zeros((a.shape[0], b.shape[1]))
+    for start in range(0, a.shape[1], 32):
+        x, y = a[:, start : start + 32, None], b[None, start : start + 32]
+        E = np.max(exponent(x, fmt_a) + exponent(y, fmt_b), axis=1)
+        E = np.maximum(E, np.where(acc == 0, -10_000, np.frexp(acc)[1] - 1))
+        E = np.maximum(E, -1_000)  # all of it zero
+        acc = cut(acc, E) + np.sum(cut(x * y, E[:, None]), axis=1)
+        acc = cut(acc, np.where(acc == 0, 0, np.frexp(acc)[1] - 1))
+    return acc
+
+
+@given(
+    st.sampled_from(FOR_HOPPER),
+    st.sampled_from(["hopper", "hopper_every_128"]),
+    st.lists(st.integers(0, 255), min_size=1, max_size=20),
+    seeds,
+)
+def test_hopper_sums_as_the_model(drawn, mode, planted, seed):
+    """Bit for bit, for any layout, of all finite codes; promoted to f32 every 128, or never."""
+    d, formats = drawn
+    rng = np.random.default_rng(seed)
+    data = []
+    for shape, fmt in zip(d[:2], formats, strict=True):
+        code = rng.integers(0, fmt.max_code + 1, shape)
+        code.flat[rng.integers(0, code.size, len(planted))] = np.minimum(planted, fmt.max_code)
+        sign = rng.integers(0, 2, shape) << 7
+        data.append((code | sign).astype(np.uint8).view(fmt.dtype))
+    q = [ScaledArray(jnp.asarray(x), jnp.float32(2.0**-4)) for x in data]
+    y = matmul(*q, d.numbers, accumulation=mode)
+    a, b = d.as_matrices(*map(f64, data))
+    k = a.shape[2]
+    length = k if mode == "hopper" else 128
+    total = np.zeros(y.shape, np.float32)
+    for start in range(0, k, length):
+        part = slice(start, start + length)
+        chains = [hopper(x[:, part], w[part], *formats) for x, w in zip(a, b, strict=True)]
+        total = total + np.stack(chains).reshape(y.shape).astype(np.float32)
+    np.testing.assert_array_equal(y, total * np.float32(2.0**-8))
+
+
+# scaled_dot_general and its gradients, under every recipe
+
+
+class Interval(NamedTuple):
+    """What a value is, in float64, and how far the computed one may be from it."""
+
+    value: np.ndarray
+    radius: np.ndarray
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one operand is quantized, as the documentation of the recipes has it.
+
+    Attributes:
+      fmt: format of the data.
+      shares: what has one scale: "unit" (none has one), "tensor", "row", or a block (along the
+        contraction, along the other dimension).
+      scale: "f32", "power_of_two", or "two-level".
+      stochastic: whether it is rounded that way.
+    """
+
+    fmt: Format
+    shares: str | tuple[int, int]
+    scale: str = "f32"
+    stochastic: bool = False
+
+    def __call__(self, x, axis) -> Interval:
+        """The values of ``x``, f32[b, rows, columns], for a sum along `axis`, 1 or 2."""
+        scale = self.scales(x, axis)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            inverse = np.minimum(np.float32(1) / scale, np.finfo(np.float32).max)
+        scale = scale.astype(np.float64)
+        if self.stochastic:  # anywhere between the neighbours of x
+            return Interval(x.astype(np.float64), grid_error(np.abs(x), scale, self.fmt, 2))
+        data = np.clip(x * inverse, -self.fmt.max, self.fmt.max).astype(self.fmt.dtype)
+        return Interval(f64(data) * scale, np.zeros(x.shape))
+
+    def scales(self, x, axis) -> np.ndarray:
+        one = np.float32(1)
+        if self.shares == "unit":
+            return np.full(x.shape, one)
+        amax = np.broadcast_to(amax_of(x, self.shares, axis), x.shape)
+        if self.scale == "two-level":
+            largest = np.max(np.abs(x), initial=0)
+            tensor = np.float32(448 * 6) / largest if largest > 0 else one
+            narrow = np.minimum(amax / np.float32(6) * tensor, 448).astype(E4M3FN.dtype)
+            return narrow.astype(np.float32) / tensor
+        amax = np.where(amax > 0, amax, one)
+        if self.scale == "f32":
+            return amax / np.float32(self.fmt.max)
+        power = np.frexp(amax)[1] - 1 - self.fmt.max_exponent  # amax >= 2^(power + max_exponent)
+        return np.ldexp(one, power + (amax > np.ldexp(np.float32(self.fmt.max), power)))
+
+
+def amax_of(x, shares, axis) -> np.ndarray:
+    """``max |x|`` of what shares a scale, f32, for each element."""
+    if shares == "tensor":
+        return np.max(np.abs(x), initial=0)
+    if shares == "row":
+        return np.max(np.abs(x), axis=axis, keepdims=True, initial=0)
+    block = shares if axis == 1 else shares[::-1]
+    result = np.zeros_like(x)
+    for i in range(0, x.shape[1], block[0]):
+        for j in range(0, x.shape[2], block[1]):
+            part = np.s_[:, i : i + block[0], j : j + block[1]]
+            result[part] = np.max(np.abs(x[part]), axis=(1, 2), keepdims=True, initial=0)
+    return result
+
+
+def grid_error(a, scale, fmt, halves=1) -> np.ndarray:
+    """How far the values of ``scale * fmt`` may be from magnitudes `a`: so many half steps.
+
+    What is beyond the largest value is cut off; of a scale of zero, all.
+    """
+    ratio = np.divide(a, scale, out=np.zeros_like(a), where=np.asarray(scale) > 0)
+    e = np.frexp(np.clip(ratio, fmt.smallest_normal, fmt.max))[1] - 1
+    return np.maximum(halves * np.ldexp(scale, e - fmt.mantissa_bits - 1), a - fmt.max * scale)
+
+
+def rotated(x, axis) -> np.ndarray:
+    """Stretches of 16 along `axis`, zeros behind them, times ``diag(signs) H / 4``: exact."""
+    signs = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+    h = np.ones((1, 1))
+    for _ in range(4):
+        h = np.block([[h, h], [h, -h]])
+    x = np.moveaxis(f64(x), axis, -1)
+    x = np.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % 16)])
+    stretches = x.reshape(*x.shape[:2], x.shape[2] // 16, 16) @ (np.diag(signs) @ h / 4)
+    result = stretches.reshape(x.shape).astype(np.float32)
+    assert np.all(result == stretches.reshape(x.shape))
+    return np.moveaxis(result, -1, axis)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of lhs, rhs and grad, and of the result of the three products."""
+
+    lhs: Rule
+    rhs: Rule
+    grad: Rule
+    outputs: tuple[Rule, Rule, Rule] | None = None
+    rotated_wgrad: bool = False
+
+
+E4M3_TENSOR, E5M2_TENSOR = Rule(E4M3FN, "tensor"), Rule(E5M2, "tensor")
+E4M3_ROW = Rule(E4M3FN, "row", "power_of_two")
+E4M3_UNIT, E5M2_UNIT = Rule(E4M3FN, "unit"), Rule(E5M2, "unit")
+E5M2_STOCHASTIC = Rule(E5M2, "unit", stochastic=True)
+ALONG_128, TILE_128 = (Rule(E4M3FN, (128, n), "power_of_two") for n in (1, 128))
+ALONG_32 = Rule(E4M3FN, (32, 1), "power_of_two")
+ALONG_16, TILE_16 = (Rule(E2M1FN, (16, n), "two-level") for n in (1, 16))
+STOCHASTIC_16 = Rule(E2M1FN, (16, 1), "two-level", stochastic=True)
+# Delayed scaling is current scaling without a history. Where gradients are rounded stochastically,
+# nearest rounding is a case of its own, with bounds that are much closer.
+RULES = {
+    recipes.DelayedScaling(): Rules(E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR),
+    recipes.Float8CurrentScaling(): Rules(E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR),
+    recipes.RowwiseScaling(): Rules(E4M3_ROW, E4M3_ROW, E4M3_ROW),
+    recipes.Float8BlockScaling(): Rules(ALONG_128, TILE_128, ALONG_128),
+    recipes.MXFP8BlockScaling(): Rules(ALONG_32, ALONG_32, ALONG_32),
+    recipes.NVFP4BlockScaling(): Rules(ALONG_16, TILE_16, STOCHASTIC_16, rotated_wgrad=True),
+    recipes.NVFP4BlockScaling(stochastic_rounding=False): Rules(
+        ALONG_16, TILE_16, ALONG_16, rotated_wgrad=True
+    ),
+    recipes.DirectE5M2(): Rules(
+        E5M2_UNIT, E5M2_UNIT, E5M2_STOCHASTIC, (E5M2_UNIT, E5M2_STOCHASTIC, E5M2_STOCHASTIC)
+    ),
+    recipes.Hybrid(): Rules(
+        E4M3_TENSOR, E4M3_TENSOR, E5M2_STOCHASTIC, (E4M3_TENSOR, E5M2_STOCHASTIC, E5M2_STOCHASTIC)
+    ),
+    recipes.Hybrid(stochastic_gradients=False, quantize_outputs=False): Rules(
+        E4M3_TENSOR, E4M3_TENSOR, E5M2_UNIT
+    ),
+    recipes.Unscaled(): Rules(E4M3_UNIT, E4M3_UNIT, E5M2_UNIT),
+}
+NOT_BY_XLA = ("block", "mxfp8", "nvfp4")  # scales that may vary along a sum, and E2M1
+
+
+def test_every_recipe_has_its_rules():
+    assert {recipe.name for recipe in RULES} == {cls.name for cls in recipes.RECIPES}
+
+
+def product(equation, a, b, k) -> Interval:
+    """Of two intervals, and (K + 8) u sum|a b| for a sum of K products in f32."""
+    magnitude = np.einsum(equation, np.abs(a.value), np.abs(b.value))
+    largest = np.einsum(equation, np.abs(a.value) + a.radius, np.abs(b.value) + b.radius)
+    radius = largest - magnitude + (k + 8) * UNIT * largest + FLUSHED
+    return Interval(np.einsum(equation, a.value, b.value), radius)
+
+
+def rounded(y, dtype, rule) -> Interval:
+    """A result in `dtype`, and then in the format that its recipe stores it in, if any."""
+    radius = with_half_an_ulp(y.radius, y.value, dtype)
+    if rule is not None:
+        a = np.abs(y.value) + radius
+        scale = 1.0 if rule.shares == "unit" else np.max(a, initial=0) / rule.fmt.max
+        radius = radius + grid_error(a, scale, rule.fmt, 1 + rule.stochastic)
+        radius = with_half_an_ulp(radius, y.value, dtype)
+    return Interval(y.value, radius)
+
+
+def reference(rules, lhs, rhs, dy) -> list[Interval]:
+    """y, d_lhs and d_rhs of matrices ``[b, m, k]``, ``[b, k, n]`` and ``[b, m, n]``."""
+    (m, k), n = lhs.shape[1:], rhs.shape[2]
+    y = product("bmk,bkn->bmn", rules.lhs(lhs, 2), rules.rhs(rhs, 1), k)
+    d_lhs = product("bmn,bkn->bmk", rules.grad(dy, 2), rules.rhs(rhs, 2), n)
+    if rules.rotated_wgrad:
+        lhs, dy = rotated(lhs, 1), rotated(dy, 1)
+    d_rhs = product("bmk,bmn->bkn", rules.lhs(lhs, 1), rules.grad(dy, 1), m)
+    return [y, d_lhs, d_rhs]
+
+
+@partial(jax.jit, static_argnames=("numbers", "recipe", "implementation", "dtype"))
+def value_and_grads(lhs, rhs, dy, *, numbers, recipe, implementation, dtype):
+    def f(lhs, rhs):
+        return scaled_dot_general(
+            *(lhs, rhs, numbers),
+            recipe=recipe,
+            implementation=implementation,
+            preferred_element_type=dtype,
+        )
+
+    y, vjp = jax.vjp(f, lhs, rhs)
+    return y, *vjp(dy)
+
+
+def sample(shape, rng, dtype, *, exact) -> np.ndarray:
+    """Normal numbers, some larger, in 64ths, of which sums of 16 are exact in f32.
+
+    Unless that is asked for, with magnitudes that differ along some dimensions: a format of eight
+    bits has the range to hide a scale that is shared along the wrong one.
+    """
+    x = rng.normal(size=shape) * rng.choice([0.25, 1, 1, 4], shape)
+    x, binades = np.round(x * 64) / 64, 8 if dtype == jnp.float16 else 24
+    for axis, n in enumerate(shape):
+        if not exact and rng.random() < 0.7:
+            along = [n if d == axis else 1 for d in range(len(shape))]
+            x = x * np.exp2(-rng.integers(0, binades, along))
+    return x.astype(dtype)
+
+
+@pytest.mark.parametrize("recipe", RULES, ids=repr)
+@settings(max_examples=settings.default.max_examples // 8)  # of every recipe
+@given(
+    st.sampled_from(["emulate", "xla", None]),
+    st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    st.none() | st.sampled_from(DTYPES),
+    seeds,
+)
+def test_scaled_dot_general_is_fake_quantization(recipe, implementation, dtypes, preferred, seed):
+    """The value and both gradients: products of what the recipe makes of the operands.
+
+    Each is held to float64 with the roundings of a sum in f32 on top. Where a recipe rounds
+    stochastically, the bound is all that any random bits may do.
+    """
+    rng = np.random.default_rng([seed, list(RULES).index(recipe)])
+    d = random_dims(rng, contracted=(1, 2, 5, 9, 33), others=(1, 2, 3, 17))
+    out = preferred or jnp.promote_types(*dtypes)
+    rules = RULES[recipe]
+    lhs, rhs, dy = (
+        sample(shape, rng, dtype, exact=rules.rotated_wgrad)
+        for shape, dtype in zip((*d[:2], d.out_shape()), (*dtypes, out), strict=True)
+    )
+    results = value_and_grads(
+        *(lhs, rhs, dy),
+        numbers=d.numbers,
+        recipe=recipe,
+        implementation=None if recipe.name in NOT_BY_XLA else implementation,
+        dtype=preferred,
+    )
+    matrices = d.as_matrices(*(x.astype(np.float32) for x in (lhs, rhs, dy)))
+    expected = [
+        rounded(interval, dtype, rule)
+        for interval, dtype, rule in zip(
+            reference(rules, *matrices), (out, *dtypes), rules.outputs or (None,) * 3, strict=True
+        )
+    ]
+    exact, bounds = (d.back(*parts) for parts in zip(*expected, strict=True))
+    for result, value, bound, dtype in zip(results, exact, bounds, (out, *dtypes), strict=True):
+        assert result.dtype == dtype
+        assert_within(result, value, bound)
