@@ -15,8 +15,8 @@ from pathlib import Path
 import jax
 import pytest
 
-# A program that plants bugs, for the command line.
-collect_ignore = ["mutations.py"]
+# A program for the command line, and what only a late JAX can import.
+collect_ignore = ["mutations.py", "interpreter.py"]
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_x64", False)

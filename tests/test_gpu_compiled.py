@@ -7,9 +7,7 @@ skipped. Nothing is executed or timed, and the autotuner, which needs a device, 
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -28,11 +26,9 @@ from jax.sharding import (
 )
 
 import jfp8
+from gpu_programs import DATA, SHARED_MEMORY, Hlo, Kernel, Program, compile_for, why_not
 from jfp8 import recipes
 from jfp8.formats import E4M3FN, E5M2
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gpu_programs import DATA, SHARED_MEMORY, Hlo, Kernel, Program, compile_for, why_not
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)

@@ -10,9 +10,7 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
+from interpreter import no_races
 from jfp8.kernels.mosaic_gpu import matmul
 from jfp8.kernels.mosaic_gpu.tiles import SHARED_MEMORY, Tiles, candidates, default_tiles
 
@@ -29,13 +27,8 @@ def two_blocks(monkeypatch):
 
 def interpreted(kernel, *operands, **options):
     """The result of a kernel, in float64, after a check that none of its threads raced another."""
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    try:
+    with no_races() as params:
         y = jax.block_until_ready(kernel(*operands, **options, interpret=params))
-    except Exception:
-        interpret_pallas_call.reset_gpu_interpret_mode_state()
-        raise
-    assert not interpret_pallas_call.get_races().races_found
     return f64(y)
 
 

@@ -9,10 +9,8 @@ from jax import lax
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need JAX 0.11.2", allow_module_level=True)
 
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
 import jfp8
+from interpreter import no_races
 from jfp8.formats import codes_of, decode
 from jfp8.kernels.mosaic_gpu.quantize import (
     Sweep,
@@ -32,11 +30,8 @@ SMALL = Sweep(rows=64, columns=64, blocks=4)
 @pytest.fixture
 def interpret():
     """The interpreter, with its race detection looked at when the test is over."""
-    interpreter.reset_gpu_interpret_mode_state()
-    yield plgpu.InterpretGPUParams(detect_races=True)
-    races = interpreter.get_races().races_found
-    interpreter.reset_gpu_interpret_mode_state()
-    assert not races
+    with no_races() as params:
+        yield params
 
 
 def numbers(shape, dtype, special=(), seed=0):

@@ -7,11 +7,9 @@ may its terms be added in another order.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -23,8 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jfp8
-
-sys.path.insert(0, str(Path(__file__).parent))
 from random_programs import (
     ROWS,
     WIDTH,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -25,8 +23,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jfp8
 import jfp8.nnx
 from jfp8.train import init_sinks
-
-sys.path.insert(0, str(Path(__file__).parent))
 from random_programs import (
     ROWS,
     WIDTH,

@@ -1,0 +1,25 @@
+"""Kernels for GPUs, interpreted on a CPU, and whether their threads raced one another.
+
+The only file of the tests that reaches into the private parts of JAX, which has no public way to
+ask for races.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@contextmanager
+def no_races() -> Iterator[plgpu.InterpretGPUParams]:
+    """What a kernel takes as ``interpret=``. Races between threads fail the test at the end."""
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    try:
+        yield plgpu.InterpretGPUParams(detect_races=True)
+        assert not interpret_pallas_call.get_races().races_found
+    finally:
+        # What a kernel that failed has left behind would fail the next one.
+        interpret_pallas_call.reset_gpu_interpret_mode_state()
