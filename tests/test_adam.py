@@ -105,6 +105,7 @@ def train(tx, steps: int):
     return np.asarray(params), state
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("preset", "theirs", "differ"),
     [
@@ -180,6 +181,7 @@ def updates_after_a_fall(**arguments) -> np.ndarray:
     return np.sqrt(np.mean(np.square(np.asarray(updates)[-200:][..., odd]), axis=(0, 1)))
 
 
+@pytest.mark.slow
 def test_trap_a_frozen_second_moment_stops_its_elements():
     exact = updates_after_a_fall(mu=Float(), nu=Float()).mean()
     frozen = updates_after_a_fall(preset="torchao").mean()
@@ -188,6 +190,7 @@ def test_trap_a_frozen_second_moment_stops_its_elements():
     assert 0.85 < default / exact < 1.35
 
 
+@pytest.mark.slow
 def test_the_default_takes_little_more_than_two_bytes():
     params = {
         "kernel": jnp.zeros((256, 1024)),

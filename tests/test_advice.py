@@ -155,7 +155,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.representative(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_wrong_with_a_good_training(name):
     rows = train(HEALTHY[name], 30)
@@ -209,6 +209,7 @@ def test_an_activation_outlier():
     assert finding.severity == "error"
 
 
+@pytest.mark.slow
 def test_block_scales_remedy_an_outlier():
     """What the advice is worth: with block scales far less is lost of that tensor."""
     lost = lambda rows: max(r.underflow for r in rows if r.layer == "Dense_1" and r.tensor == "lhs")
@@ -288,6 +289,7 @@ def test_a_history_that_is_never_put_back():
     assert max(finding.steps) == 19
 
 
+@pytest.mark.slow
 def test_a_history_that_is_never_put_back_while_values_shrink():
     """Nothing saturates: the scale outlives the history."""
 
@@ -438,6 +440,7 @@ def test_edges_that_are_not_exempt():
     assert report((), report_of(good, IMAGES)).findings == ()
 
 
+@pytest.mark.slow
 def test_logits_in_fp8_with_their_statistics():
     """What a training step with statistics knows of its products is enough."""
     state, step = training(NET, recipes.DelayedScaling(), ())

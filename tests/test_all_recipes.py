@@ -418,17 +418,20 @@ def check_against_oracle(variant, m, k, n, dtype):
         assert len(np.unique(rounded)) > 20
 
 
+@pytest.mark.representative(2)
 @variants
 def test_ragged_matrices(variant):
     """Sizes that no block divides, some over and some below 128."""
     check_against_oracle(variant, 150, 200, 91, np.float32)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("variant", MAIN[1:])
 def test_bf16(variant):
     check_against_oracle(variant, 150, 200, 91, ml_dtypes.bfloat16)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("variant", ["block", "nvfp4, nearest"])
 def test_whole_blocks(variant):
     check_against_oracle(variant, 256, 384, 128, np.float32)
@@ -438,6 +441,7 @@ def relative_error(result, exact) -> float:
     return np.linalg.norm(f64(result) - exact) / np.linalg.norm(exact)
 
 
+@pytest.mark.representative(2)
 @main_variants
 def test_close_to_the_exact_product(variant):
     """The oracle shares the rules with the code; this product shares nothing with it."""
@@ -455,6 +459,7 @@ def test_close_to_the_exact_product(variant):
 # e. Accuracy
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("recipe", "decibels"),
     [
@@ -536,7 +541,7 @@ def case_operands(case, seed=0):
 IN_TURN = ("current", "rowwise", "block", "mxfp8, 2d, hybrid", "per operand")
 
 
-@pytest.mark.representative(4)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("variant", "case"),
     [("nvfp4, nearest", case) for case in CASES]
@@ -554,6 +559,7 @@ def test_dimension_numbers(variant, case):
     assert_matches(results, expected)
 
 
+@pytest.mark.representative(2)
 @main_variants
 def test_dimension_numbers_change_no_bits(variant):
     """Transposed and split operands give the results of the matrices, transposed and split."""
@@ -570,6 +576,7 @@ def test_dimension_numbers_change_no_bits(variant):
 # c. Transformations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["block", "nvfp4", "hybrid"])
 def test_jit_equals_eager(name):
     """XLA rewrites arithmetic only where it sees several operations at once."""
@@ -579,6 +586,7 @@ def test_jit_equals_eager(name):
     assert_same([scaled_dot_general(lhs, rhs, PLAIN, recipe=recipe)], [y], recipe)
 
 
+@pytest.mark.representative(1)
 @each_path
 def test_vmap_equals_loop(recipe):
     """Each example has its own scales, and its own random bits."""
@@ -589,6 +597,7 @@ def test_vmap_equals_loop(recipe):
     assert_same(batched, [jnp.stack(parts) for parts in zip(*loop)], recipe)
 
 
+@pytest.mark.representative(1)
 @each_path
 def test_scan_and_remat_equal_the_loop(recipe):
     operands = layer_operands(3)
@@ -607,6 +616,7 @@ def test_scan_and_remat_equal_the_loop(recipe):
     assert_same(scanned(*operands), [jnp.stack(parts) for parts in zip(*loop)], recipe)
 
 
+@pytest.mark.representative(2)
 @each_path
 def test_gradients_of_two_uses_add(recipe):
     x, w, dy = layer_operands()
@@ -673,6 +683,7 @@ def block_of_weights(variant, index, size):
     return slice(start, min(start + free, size))
 
 
+@pytest.mark.representative(6)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 @pytest.mark.parametrize("tensor", ["lhs", "rhs", "grad"])
 @pytest.mark.parametrize("variant", [*MAIN, "rowwise", "mxfp8", "direct_e5m2, nearest", "unscaled"])
@@ -703,6 +714,7 @@ def test_non_finite_elements_show_where_they_count(variant, tensor, bad):
         np.testing.assert_array_equal(~np.isfinite(f64(result)), where, err_msg=name)
 
 
+@pytest.mark.representative(20)
 @every_recipe
 @pytest.mark.parametrize("tensor", [0, 1, 2], ids=["lhs", "rhs", "grad"])
 def test_zeros_give_zeros(recipe, tensor):
@@ -715,6 +727,7 @@ def test_zeros_give_zeros(recipe, tensor):
         assert (abs(result).max() == 0) == (i in vanish), NAMES[i]
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [(name, (4, 0, 3)) for name in ALL]
@@ -759,6 +772,7 @@ def test_quantized_once_where_once_will_do(variant, monkeypatch):
     assert len(shapes) == QUANTIZATIONS[variant]
 
 
+@pytest.mark.representative(12)
 @variants
 def test_residuals_are_bytes_but_for_what_stays_in_high_precision(variant):
     recipe, _ = VARIANTS[variant]
@@ -815,6 +829,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "layer"),
     [(name, "Dense") for name in ALL]
@@ -879,7 +894,7 @@ def f32_losses():
     return losses(None)
 
 
-@pytest.mark.representative(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [cls() for cls in recipes.RECIPES], ids=lambda r: r.name)
 def test_training_keeps_up_with_f32(recipe, f32_losses):
     """20 steps bring the loss below a tenth; in 8 bits it ends near that of f32, in 4 not far."""
@@ -942,6 +957,7 @@ def test_scan_and_remat_over_a_layer(name):
         assert relative_error(got, f64(expected)) < 0.02
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", [recipes.Hybrid, recipes.DirectE5M2], ids=lambda r: r.name)
 def test_fused_layers_keep_their_outputs(recipe):
     """Only layers whose path fits a pattern; a quantized output has few values."""
@@ -997,6 +1013,7 @@ BACKENDS = {
 }
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("variant", BACKENDS)
 def test_xla_equals_emulate(variant):
     operands = layer_operands()

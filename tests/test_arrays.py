@@ -145,6 +145,7 @@ def test_dequantize_multiplies_in_f32(fmt, scale):
         assert np.all(np.signbit(values[tiny]) == np.signbit(expected[tiny]))
 
 
+@pytest.mark.representative(5)
 @data_formats
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_dequantize_rounds_once_to_the_dtype(fmt, dtype):
@@ -157,6 +158,7 @@ def test_dequantize_rounds_once_to_the_dtype(fmt, dtype):
     assert np.any(product.astype(dtype) != data.astype(dtype) * scale.astype(dtype))
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("how", ["eager", "jit", "constant scale"])
 @data_formats
 def test_trap_extreme_e8m0_scales(fmt, how):
@@ -316,6 +318,7 @@ def test_the_last_block_may_be_cut_short(shape, scale_shape, block, kind):
     assert_bitwise(jit_dequantize(q), expected.astype(np.float32))
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(("shape", "scale_shape", "block"), RAGGED[2:5:2], ids=str)
 def test_block_survives_transformations(shape, scale_shape, block):
     """It is static: part of the tree's structure, and so of the key of `jit`'s cache."""

@@ -257,6 +257,7 @@ def run(*arguments: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_killed_at_every_line_of_python(directory):
     """The old one is whole until the new one is; leftovers do not pile up."""
     from jfp8.checkpoint import atomic
@@ -269,6 +270,7 @@ def test_killed_at_every_line_of_python(directory):
         assert found["leftovers"] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kills"),
     [("x.msgpack", 50), ("x.safetensors", 50), ("x", 15)],

@@ -124,6 +124,7 @@ KEYS, VALUES = normal((2, 5, 12), 1), normal((2, 5, 10), 2)
 # Drop-in.
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -205,7 +206,7 @@ def test_attention_weights_are_sown():
 # Against the oracle.
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("masked", "attention_products"),
     [(False, False), (True, True)],
@@ -253,6 +254,7 @@ def test_forward_and_gradients_are_those_of_rounded_operands(masked, attention_p
         assert relative_error(plain, expected) > 1e-2 or y.ndim < 3, "the oracle tells"
 
 
+@pytest.mark.slow
 def test_state_is_of_each_product():
     recipe = DelayedScaling(amax_history_len=4)
     layer = MultiHeadDotProductAttention(2, recipe=recipe, attention_products=True)
@@ -377,6 +379,7 @@ EQUATIONS = [
 ]
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(("equation", "a_shape", "b_shape"), EQUATIONS)
 def test_einsum_product(equation, a_shape, b_shape):
     a, b = normal(a_shape), normal(b_shape, 1)

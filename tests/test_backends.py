@@ -45,6 +45,7 @@ def of_two_levels():
     return quantize(x, 1), quantize(w, 0)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("backend", [emulated, in_bf16])
 @pytest.mark.parametrize(
     ("lhs", "rhs", "powers_of_two"),
@@ -103,7 +104,7 @@ def test_odd_sizes_are_padded_inside(shapes, numbers):
     assert all(n % 16 == 0 for n in (*lhs_shape[batch:], *rhs_shape[batch:]))
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     ("shapes", "numbers", "axes"),

@@ -184,6 +184,7 @@ def array_paths(tree: Any) -> int:
     return sum(isinstance(leaf, np.ndarray) for leaf in by_path(tree).values())
 
 
+@pytest.mark.representative(19)
 @each_format
 @pytest.mark.parametrize("state", STATES)
 def test_every_state_comes_back_bit_for_bit(directory, state, name):

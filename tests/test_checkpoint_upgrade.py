@@ -161,6 +161,7 @@ def adam_of(state):
 # The same on both sides
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ALL)
 def test_the_same_is_taken_over_bit_for_bit(name):
     state, saved = saved_of(name)
@@ -391,6 +392,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [*((recipe, np.float32) for recipe in RECIPES), ("delayed", jnp.bfloat16)]
 )
@@ -481,6 +483,7 @@ def bound_of(name, moment, x):
     return np.maximum(np.abs(rows) * 2.0**-4, 2 * amax * 2.0**-10 / 448).reshape(x.shape)
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("name", UNMASTERED)
 def test_moments_go_into_another_form_and_back(name):
     """From f32 to the form that the target keeps them in, and back to f32."""

@@ -105,6 +105,7 @@ def test_the_mean_is_rounded_twice_and_summed_in_f32(fmt, dtype, largest, check_
     np.testing.assert_array_equal(result, expected if check_vma else np.tile(expected, (N, 1)))
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("block", [32, 100, 256])
 def test_blocks_of_other_sizes(block):
     x = np.random.default_rng(3).integers(-400, 401, (N, 7000)).astype(np.float32)
@@ -503,6 +504,7 @@ def test_cotangents_travel_in_their_own_dtype():
     }
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("shape", "dimension", "mean", "check_vma"),
     [

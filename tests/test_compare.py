@@ -165,7 +165,7 @@ def test_the_same_recipe_twice():
     assert {p.layer for p in found.products} == {"Dense_0", "Dense_1"}  # logits stay
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted({r.name for r in jfp8.recipes.RECIPES} - {"unscaled"}))
 def test_every_recipe_can_be_compared(recipe):
     found = jfp8.debug.compare(Net(), recipe, "current", normal((4, 8, 16)))
@@ -230,6 +230,7 @@ def test_nnx_models():
     assert found.gradients[0].path == "first/bias"
 
 
+@pytest.mark.slow
 def test_it_prints_and_shows_in_notebooks():
     found = jfp8.debug.compare(Net(), "current", "mxfp8", normal((8, 16)))
     text = str(found)

@@ -100,7 +100,7 @@ def test_all_three_convolutions_are_those_of_fake_quantized_operands(case):
     assert error(actual[0], plain(lhs, rhs)) > 1e-3  # it was quantized
 
 
-@pytest.mark.representative(5)
+@pytest.mark.representative(1)
 @cases
 @pytest.mark.parametrize("name", ["rowwise", "block", "mxfp8"])
 def test_finer_scales_run_over_the_matrices_of_patches(case, name):
@@ -188,6 +188,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("arguments", LAYERS.values(), ids=LAYERS)
 def test_conv_is_a_drop_in_for_flax(arguments):
     x = jax.random.normal(jax.random.key(0), (2, 8, 9, 6))
@@ -199,6 +200,7 @@ def test_conv_is_a_drop_in_for_flax(arguments):
     assert 1e-3 < error(y, exact) < 0.06
 
 
+@pytest.mark.slow
 def test_conv_keeps_its_histories():
     x = 3 * jax.random.normal(jax.random.key(0), (2, 8, 8, 2))
     model = jfp8.Conv(4, (3, 3))

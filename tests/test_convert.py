@@ -252,6 +252,7 @@ def case(request):
     return MODELS[request.param]
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_fp8_forward_and_backward(name):
     model, x, _, expected = MODELS[name]
@@ -263,7 +264,7 @@ def test_every_product_is_fp8_forward_and_backward(name):
         assert stock["plain"] == n
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", [n for n in MODELS if n not in ("jit", "remat", "stacked")])
 def test_parameters_are_those_of_the_model_and_histories_move(name):
     model, x, layers, _ = MODELS[name]
@@ -387,6 +388,7 @@ def oracle_conv_net(p, x):
     return x.mean((1, 2)) @ p["Dense_0"]["kernel"] + p["Dense_0"]["bias"][None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "oracle", "x", "recipe"),
     [
@@ -431,12 +433,14 @@ def setup_model():
     return model, filled(jax.jit(model.init)(KEY, X))
 
 
+@pytest.mark.slow
 def test_filled_histories_make_a_difference(setup_model):
     model, variables = setup_model
     y = model.apply(variables, X)
     assert relative_error(model.apply({"params": variables["params"]}, X), y) > 1e-4
 
 
+@pytest.mark.slow
 def test_methods(setup_model):
     """By name, by function, and of the original class; what a method returns is at the edge."""
     model, variables = setup_model
@@ -472,6 +476,7 @@ def test_bind_with_mutable_histories(setup_model):
     assert_same(bound.variables["fp8"], mutated["fp8"])
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["stacked", "remat"])
 def test_bind_uses_histories_of_lifted_layers(name):
     model, x, _, _ = MODELS[name]
@@ -538,6 +543,7 @@ class Outer(nn.Module):
         return nn.Dense(3)(self.inner(x))
 
 
+@pytest.mark.slow
 def test_part_of_a_model_that_is_not_converted():
     stock, model = Outer(Compact()), Outer(jfp8.convert(Compact(), DELAYED))
     variables = jax.jit(model.init)(KEY, X)
@@ -584,6 +590,7 @@ def converted_layers(model, *inputs, **kwargs) -> set[str]:
 EVERYTHING = {"Conv_0", "Conv_1", "Conv_2", "Dense_0"}
 
 
+@pytest.mark.representative(10)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -796,6 +803,7 @@ def test_boxed_parameters():
     assert_histories_moved(trained(converted, nn.unbox(variables), X).fp8, 1)
 
 
+@pytest.mark.slow
 def test_layers_stacked_along_another_axis():
     class Model(nn.Module):
         @nn.compact
@@ -930,6 +938,7 @@ def test_errors(call, words):
         call()
 
 
+@pytest.mark.slow
 def test_histories_of_another_model_are_refused():
     """Those of a recipe with another length."""
     variables = jax.eval_shape(jfp8.convert(Compact(), DELAYED).init, KEY, X)

@@ -126,7 +126,7 @@ def assert_close(actual, desired, rtol=1e-5):
     jax.tree_util.tree_map_with_path(check, actual, desired)
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dense", "micro_batches"), [(nn.Dense, 1), (jfp8.Dense, 1), (jfp8.Dense, 2)]
 )
@@ -179,6 +179,7 @@ def test_the_first_histories_are_right_too():
         assert fp8["rhs"]["amax_history"][0] == jnp.abs(kernel).max()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_devices():
     """The state holds nothing that depends on how many there were."""
     state = trained(jfp8.Dense)
@@ -190,6 +191,7 @@ def test_a_run_goes_on_with_any_number_of_devices():
     assert_close(applied(state, on_2).fp8, applied(state, on_8).fp8, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_only_bytes_are_sent():
     state = trained(jfp8.Dense)
     batch = placed(make_batch(), MESH, P("data"))
@@ -280,7 +282,7 @@ def test_plain_functions_of_parameters():
     assert decibels(exact["w"], grads["w"]) >= 28
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("specs", [None, "of the parameters"])
 def test_other_axes_stay_automatic(specs):
     """Tensor parallelism by XLA; with specs, every device sends its shards, and nothing else."""

@@ -240,6 +240,7 @@ def test_fake_quantization_oracle(case):
         assert all(abs(result).max() > 0 for result in results[:3])
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("implementation", ["emulate", "xla"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_recipes_and_implementations(recipe, implementation):
@@ -476,6 +477,7 @@ def test_trap_extreme_amax(size):
     assert all(abs(r).max() > 0 for r in results)
 
 
+@pytest.mark.representative(6)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", ROLES)
 def test_trap_non_finite_elements_show_where_they_count(which, bad):
@@ -530,6 +532,7 @@ def test_non_finite_elements_show_under_every_recipe(recipe):
     assert nan[2].sum() == 17 + 33 - 1  # a row from lhs, a column from dy
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     "case",
     [

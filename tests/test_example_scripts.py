@@ -199,6 +199,7 @@ def test_a_checkpoint_of_the_stock_model_is_one_of_the_fp8_model():
     assert not any(leaf.any() for leaf in jax.tree.leaves(loaded.fp8)), "histories begin empty"
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -142,6 +142,7 @@ def assert_finite(tree):
 
 
 class TestNotFinite:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("recipe", "level"), pairs())
     def test_a_step_leaves_no_trace_and_the_report_says_where(self, recipe, level):
         state, step = created(recipe, level)[0], observed_step(recipe, level)
@@ -188,6 +189,7 @@ class TestNotFinite:
 
 
 class TestExtremes:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("recipe", "level"), pairs({("delayed", "O2"), ("block", "O0"), ("hybrid", "O0")})
     )
@@ -393,6 +395,7 @@ def under_shard_map(loss_fn):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "recipe"),
     [
@@ -431,6 +434,7 @@ def test_one_device_with_bad_data_makes_all_skip(parallel, recipe):
 # Nothing at all
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", daily("delayed", "block", "nvfp4"))
 def test_an_empty_batch(recipe):
     """No rows: gradients are zero, histories get no entry but the weight's, the next step works."""
@@ -498,6 +502,7 @@ class Experts(nn.Module):
         return jfp8.MoE(3, 16, num_experts_per_token=1, name="moe")(x)
 
 
+@pytest.mark.slow
 def test_an_expert_that_gets_no_tokens_for_a_while():
     """It stays as it is, bit for bit, and learns again when tokens come back."""
     model, draw = Experts(), np.random.default_rng(0)

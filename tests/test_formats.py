@@ -309,6 +309,7 @@ def test_cast_rounds_to_nearest(fmt, dtype):
     assert_same(cast(x, fmt), nearest_codes(x, fmt).view(fmt.dtype), x)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 @dtypes
 def test_conversions_of_hardware_give_the_same_codes(fmt, dtype):
@@ -340,6 +341,7 @@ def test_round_to_format_gives_the_values_of_cast(fmt, dtype, rounding):
     assert_same(round_to_format(x, fmt, rounding=rounding), expected, x)
 
 
+@pytest.mark.representative(2)
 @all_formats
 @roundings
 def test_eager_jit_and_vmap_agree(fmt, rounding):
@@ -402,6 +404,7 @@ def test_e2m1_has_no_code_for_nan(rounding):
 # Traps of other casts.
 
 
+@pytest.mark.representative(9)
 @signed_formats
 @roundings
 def test_trap_plain_casts_do_not_saturate(fmt, rounding):
@@ -510,6 +513,7 @@ def test_stochastic_rounding_is_exact_over_all_draws(fmt, dtype):
         assert largest_count == (ups or draws), value
 
 
+@pytest.mark.representative(7)
 @all_formats
 @dtypes
 def test_stochastic_rounding_stays_between_the_neighbours(fmt, dtype):
@@ -594,6 +598,7 @@ def test_gradient_of_round_to_format_is_the_identity(fmt, rounding):
     assert np.any(np.asarray(expected) != x)
 
 
+@pytest.mark.representative(2)
 @dtypes
 def test_gradients_outside_of_jit_and_in_the_dtype_of_the_input(dtype):
     x = jnp.linspace(-5, 5, 8, dtype=dtype)
@@ -607,6 +612,7 @@ def test_gradients_outside_of_jit_and_in_the_dtype_of_the_input(dtype):
     assert_same(pull(w.astype(E5M2.dtype))[0], w.astype(E5M2.dtype).astype(dtype))
 
 
+@pytest.mark.representative(2)
 @formats_of_ml_dtypes(signed=True)
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test_gradient_of_cast_is_straight_through(fmt, rounding):
@@ -633,6 +639,7 @@ def test_gradient_of_cast_is_straight_through(fmt, rounding):
     assert_same(gradients(x, off_grid)[0], off_grid.astype(fmt.dtype).astype(np.float32))
 
 
+@pytest.mark.representative(2)
 @roundings
 def test_codes_of_e3m4_have_no_gradient(rounding):
     """They are integers to JAX: what depends on them is constant, and grad does not mind."""
@@ -685,6 +692,7 @@ def test_numbers_and_numpy_arrays():
         assert round_to_format(x, E4M3FN).dtype == dtype
 
 
+@pytest.mark.representative(16)
 @pytest.mark.parametrize("source", OF_ML_DTYPES, ids=lambda f: f.name)
 @all_formats
 def test_f8_inputs_are_exact(fmt, source):

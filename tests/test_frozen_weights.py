@@ -66,6 +66,7 @@ def relative_error(a, b) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
+@pytest.mark.representative(1)
 def test_same_numbers_as_its_values_where_format_and_scale_agree(product):
     function, x, w = product
     q = on_grid(w)
@@ -75,6 +76,7 @@ def test_same_numbers_as_its_values_where_format_and_scale_agree(product):
         assert np.any(ours)
 
 
+@pytest.mark.representative(1)
 def test_gradient_by_the_input_is_that_of_quantized_operands(product):
     """Against plain products of what ml_dtypes rounds."""
     function, x, w = product
@@ -129,7 +131,7 @@ def test_bytes_are_used_as_they_are(product):
     assert shifts(text) < shifts(again)
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
@@ -151,6 +153,7 @@ def test_other_recipes_quantize_its_values(name, recipe):
     assert relative_error(ours[0], jax.jit(function)(x, q)) > 1e-3  # not what its bytes give
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("granularity", [jfp8.PerAxis(0), jfp8.PerAxis(1), jfp8.Block((8, 16))])
 def test_weights_with_several_scales(granularity):
     """One scale is not enough for them: their values are quantized as the recipe says."""
@@ -178,6 +181,7 @@ def test_delayed_scaling_leaves_its_bytes_alone():
     assert np.any(run(state) != run({**state, "lhs": history(50.0)}))
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_result_has_the_dtype_of_the_input(dtype):
     y, grad = jax.jit(lambda: value_and_gradient(dot, X.astype(dtype), jfp8.quantize(W)))()
@@ -221,7 +225,7 @@ def run(model, params, x):
     return jax.jit(apply)(params, x)
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(1)
 def test_layers_take_kernels_that_are_scaled_arrays(layer):
     ours, stock, x, params = layer
     q = on_grid(params["kernel"])

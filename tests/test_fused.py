@@ -136,6 +136,7 @@ DENSE_CASES = {
 }
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("case", DENSE_CASES)
 def test_dense_is_normalisation_and_product_of_rounded_operands(case):
     fields, shape, equation = DENSE_CASES[case]
@@ -165,6 +166,7 @@ def test_dense_is_normalisation_and_product_of_rounded_operands(case):
     )
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_dense_starts_as_the_layers_of_flax_would(kind, zero_centered):
@@ -289,6 +291,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("activation", FORMULAS)
 def test_mlp_is_its_formula_with_rounded_operands(activation):
     gated = activation.endswith("glu")

@@ -188,7 +188,7 @@ def make_square(seed):
     return {"wi": {"kernel": normal(seed, (64, 128))}, "wo": {"kernel": normal(seed, (128, 64))}}
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @each_way
 def test_once_forward_and_once_backward_in_a_scan_over_layers(way):
     params, x = stacked(3), normal(9, (16, 64))
@@ -255,6 +255,7 @@ class Stack(nn.Module):
         return layers(name="layers")(x)[0]
 
 
+@pytest.mark.slow
 def test_linen_layers_in_a_scan():
     x = normal(0, (16, 64))
     params = Stack(False).init(jax.random.key(1), x)["params"]
@@ -276,6 +277,7 @@ def test_linen_layers_in_a_scan():
     assert sorted(gathers(program)) == [("u8", 64 * 128)] * 4
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_tensor_parallel_axes_stay(kind):
     mesh = mesh_of(kind, (4, 2), ("fsdp", "model"))
@@ -293,6 +295,7 @@ def test_tensor_parallel_axes_stay(kind):
     assert relative(y, product(normal(0, (16, 64)), w)) < 1e-6
 
 
+@pytest.mark.representative(2)
 @each_way
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_nonfinite_weight_on_one_device_reaches_all(way, bad):
@@ -303,7 +306,7 @@ def test_a_nonfinite_weight_on_one_device_reaches_all(way, bad):
     assert not np.isfinite(loss)
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "block", "mxfp8", "direct_e5m2", "hybrid"])
 def test_recipes(name):
     """What is quantized a second time, in other blocks, moves by no more than a rounding."""
@@ -352,6 +355,7 @@ def test_state_of_an_nnx_model():
     assert np.abs(grads["kernel"].get_value()).max() > 0
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_weights_stored_in_fp8_travel_as_they_are(kind):
     w, x = normal(1, (64, 128)), normal(0, (16, 64))
@@ -378,6 +382,7 @@ def test_weights_stored_in_fp8_travel_as_they_are(kind):
     assert relative(grad, expected) < 1e-3
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [

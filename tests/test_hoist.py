@@ -151,7 +151,7 @@ CASES = [
 ]
 
 
-@pytest.mark.representative(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "lift"), CASES)
 def test_the_same_step_bit_for_bit_with_no_weight_quantized_inside_of_the_loop(
     name, lift, never_split
@@ -180,6 +180,7 @@ def test_the_same_step_bit_for_bit_with_no_weight_quantized_inside_of_the_loop(
             assert quantizing(inside(reference, depth)) > 0
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("lift", ["plain", "scan"])
 def test_one_byte_is_kept_for_each_element_of_a_weight(lift):
     """Besides its scale."""

@@ -56,6 +56,7 @@ def test_recipes_by_name_and_fields(given, expected):
 CONFIG = {"mixed_precision": "fp8", "recipe": "current", "exempt": ["layers_2", "layers_4"]}
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -169,6 +170,7 @@ def optimizer(level, tx, **options):
     return jfp8.initialize(MODEL, tx, opt_level=level, **options)[1]
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", ["delayed", "hybrid"])  # without and with a loss scale
 def test_o1_gives_the_optimizer_gradients_of_weights_in_fp8(recipe):
     """Unscaled, and those of the bias as they are."""
@@ -185,6 +187,7 @@ def test_o1_gives_the_optimizer_gradients_of_weights_in_fp8(recipe):
     assert np.any(seen[0]["w"] != gradients(0)["w"])
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_is_skipped_exactly(level):
     tx = optimizer(level, optax.adamw(1e-2), recipe="hybrid")
@@ -274,6 +277,7 @@ def test_levels_in_configs():
         assert mu["w"].data.dtype == E4M3
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", ["delayed", "hybrid"])
 def test_axis_name_averages_local_gradients_and_all_devices_skip_the_same_steps(recipe):
     """In shard_map: one overflowing device must not go its own way."""
@@ -311,6 +315,7 @@ def test_axis_name_averages_local_gradients_and_all_devices_skip_the_same_steps(
     assert "u8[" in "".join(line for line in text.splitlines() if " all-to-all(" in line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     ["current", *(pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "hybrid"))],

@@ -166,7 +166,7 @@ def case_id(case) -> str:
     return f"{name}{args} {given} of {shape}"
 
 
-@pytest.mark.representative(8)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_layer_is_flax_with_quantized_operands(case):
     """Same parameters, stock checkpoints run, close to stock and equal to the oracle."""
@@ -199,6 +199,7 @@ def test_layer_is_flax_with_quantized_operands(case):
     assert_is_product(y, equation, fake_quantize(x, E4M3), fake_quantize(kernel, E4M3), plus=bias)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("case", [c for c in CASES if c[0] != "Einsum"][::5], ids=case_id)
 def test_dot_general_cls_is_the_same_layer(case):
     name, args, kwargs, shape, _ = case
@@ -215,6 +216,7 @@ def test_dot_general_cls_is_the_same_layer(case):
     assert amax(y) > 0
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("shape", "equation", "x_shape", "sum_lhs", "sum_rhs", "rest"),
     [
@@ -254,6 +256,7 @@ def test_einsum_equation_may_come_with_the_call():
     assert_trees_equal(late.apply(variables, X, equation), early.apply(variables, X))
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("equation", "shape", "x_shape"),
     [
@@ -304,6 +307,7 @@ def test_empty_batch(layer):
     assert history(updated["fp8"], "rhs")[0] > 0
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_with_our_products_keeps_flax_parameters(masked):
     products = functools.partial(DotGeneral, recipe=DelayedScaling(amax_history_len=4))
@@ -773,6 +777,7 @@ def unstacked(tree):
 class TestPromise4RightUnderTransformations:
     """A layer that is used once gets its exact amax; reuse costs at most a factor of 9/8."""
 
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("jit", [False, True])
     def test_single_use_is_exact(self, jit):
         variables = dense_variables()
@@ -818,6 +823,7 @@ class TestPromise4RightUnderTransformations:
         updates = jax.jit(jax.grad(loss, has_aux=True))(params)[1]
         assert_newest(updates["fp8"], lhs=amax(X), rhs=kernel)
 
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("how", ["scan", "scan of remat"])
     def test_scan_over_stacked_layers_equals_the_loop(self, how):
         loop, scan = Deep("loop"), Deep(how)
@@ -850,6 +856,7 @@ class TestPromise4RightUnderTransformations:
     XS = jnp.stack([peaking((8, 16), p, i) for i, p in enumerate(PEAKS)])
     DYS = jnp.stack([peaking((8, 4), p, i) for i, p in enumerate(PEAKS)]) * 2.0**-20
 
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("how", ["calls", "scan", "scan of remat", "nn.vmap", "jax.vmap"])
     def test_reuse_bounds_the_maximum(self, how):
         if how == "jax.vmap":
@@ -868,6 +875,7 @@ class TestPromise4RightUnderTransformations:
         q_x = fake_quantize(4 * self.XS, E4M3, history(fp8, "lhs")[0])
         assert_is_product(y, "uai,ij->uaj", q_x, fake_quantize(kernel, E4M3))
 
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("mutable", [False, True])
     def test_experts_have_histories_of_their_own(self, mutable):
         model = nn.vmap(jfp8.Dense, variable_axes=STACKED, split_rngs={"params": True})(4)

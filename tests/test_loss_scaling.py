@@ -707,6 +707,7 @@ CONTAINERS = {
 in_containers = pytest.mark.parametrize("tx", CONTAINERS.values(), ids=CONTAINERS.keys())
 
 
+@pytest.mark.representative(7)
 @in_containers
 def test_runs_under_jit_and_scan_with_stable_types(tx):
     """Nine steps, the sixth an overflow: grown on the fourth, fallen on the sixth."""
@@ -829,6 +830,7 @@ def test_init_does_not_read_parameters(tx):
     assert jax.tree.map(lambda s: s.dtype, shapes) == jax.tree.map(lambda a: a.dtype, state)
 
 
+@pytest.mark.representative(4)
 @in_containers
 def test_checkpoint_round_trip(tx):
     if tx is CONTAINERS["named_chain"]:

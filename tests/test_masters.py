@@ -352,6 +352,7 @@ class TestScales:
             big = np.abs(exact) > np.abs(exact).max() / 1000
             np.testing.assert_allclose(values(params["w"])[big], exact[big], rtol=rounding)
 
+    @pytest.mark.representative(4)
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     @all_masters
     def test_what_is_not_finite_stays_visible(self, bad, master):
@@ -414,7 +415,7 @@ class TestComposition:
         ),
     }
 
-    @pytest.mark.representative(3)
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("name", WRAPPED)
     @pytest.mark.parametrize("master", [None, "float16_scaled"])
     def test_a_skipped_step_leaves_every_bit(self, name, master):
@@ -450,6 +451,7 @@ class TestComposition:
             assert changed == (turn == 2)
             params = new
 
+    @pytest.mark.representative(2)
     @all_masters
     def test_weight_decay_and_clipping_inside_see_values_in_f32(self, master):
         seen = []
@@ -494,6 +496,7 @@ class TestComposition:
         for other in (1, 1 << 32):
             assert np.any(first["a"] != moved(other)["a"])
 
+    @pytest.mark.slow
     def test_sharded_weights_move_as_on_one_device(self):
         """Bit for bit: random bits belong to elements, and maxima do not depend on their order."""
         mesh = Mesh(np.array(jax.devices()), ("d",))
@@ -618,7 +621,7 @@ class TestTrainState:
         assert_same(grads["stored"], grads["dense"])
         assert np.any(grads["stored"][1].params["Dense_0"]["kernel"])
 
-    @pytest.mark.representative(2)
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize(
         ("master", "recipe", "micro_batches"),
         [*((master, CURRENT, 1) for master in MASTERS), (None, DELAYED, 2)],
@@ -641,6 +644,7 @@ class TestTrainState:
         assert np.any(state.params["Dense_0"]["bias"])
         assert losses[-1] < 0.95 * losses[0]
 
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("master", [None, "float16_scaled"])
     def test_an_overflow_leaves_every_bit(self, master):
         tx = optax.chain(jfp8.loss_scale(), master_weights(optax.adam(1e-2), master))

@@ -130,6 +130,7 @@ def assert_close_to_float64(y, lhs, rhs, numbers=PLAIN):
 # Numbers
 
 
+@pytest.mark.representative(7)
 @implementations
 @cases
 def test_any_dimension_numbers_exactly(case, implementation):
@@ -159,6 +160,7 @@ def test_every_product_of_two_codes(formats, implementation):
     assert np.isfinite(y).sum() >= (256 - 8) ** 2
 
 
+@pytest.mark.representative(8)
 @implementations
 @pairs
 def test_float64_oracle(formats, implementation):
@@ -169,6 +171,7 @@ def test_float64_oracle(formats, implementation):
     assert_close_to_float64(matmul(lhs, rhs, implementation=implementation), lhs, rhs)
 
 
+@pytest.mark.representative(3)
 @pairs
 def test_implementations_agree(formats):
     """Only the order of the additions may differ, and for None on a CPU not even that."""
@@ -193,6 +196,7 @@ def test_fast_accumulation_is_a_licence_for_hardware_only(implementation, fast):
     assert y.item() == 256 * 256 + 4095
 
 
+@pytest.mark.representative(4)
 @implementations
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_results_are_the_f32_result_rounded_once(dtype, implementation):
@@ -234,6 +238,7 @@ def test_trap_f16_accumulator_overflow(implementation):
     np.testing.assert_array_equal(y, np.full((2, 2), 784, np.float16))
 
 
+@pytest.mark.representative(5)
 @implementations
 @pairs
 def test_trap_product_of_f8_arrays_is_f32(formats, implementation):
@@ -316,6 +321,7 @@ CONTRACTED = {
 }
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("kind", ["f32", "e8m0"])
 @pytest.mark.parametrize("layout", CONTRACTED)
 def test_scales_along_the_contraction(layout, kind):
@@ -331,6 +337,7 @@ def test_scales_along_the_contraction(layout, kind):
         scaled_matmul(lhs, rhs, BATCHED, implementation="xla")
 
 
+@pytest.mark.representative(11)
 @implementations
 @pytest.mark.parametrize(
     ("lhs_code", "rhs_code"),
@@ -388,6 +395,7 @@ def test_quantize_then_multiply():
 # Transformations
 
 
+@pytest.mark.representative(1)
 @implementations
 def test_jit_equals_eager(implementation):
     rng = np.random.default_rng(10)
@@ -401,6 +409,7 @@ def test_jit_equals_eager(implementation):
     assert abs(eager).min() > 0
 
 
+@pytest.mark.representative(3)
 @implementations
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
 def test_vmap_equals_loop(in_axes, implementation):

@@ -109,7 +109,7 @@ def applied(model):
     return jax.jit(lambda params, x: model.apply({"params": params}, x))
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "activation", "renormalize"), [(2, "swiglu", None), (1, "relu", None)]
 )
@@ -152,6 +152,7 @@ def test_a_disabled_region_computes_in_high_precision():
     assert error(y, exact) < 1e-5
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("expert", [0, EXPERTS - 1])
 def test_no_token_is_dropped_when_all_choose_the_same_expert(expert):
     model, params = made(num_experts_per_token=1)
@@ -412,6 +413,7 @@ def trained():
     return variables, *train(model, variables, 30, X, TARGET)
 
 
+@pytest.mark.slow
 def test_histories_hold_what_training_saw():
     _, state, _ = trained()
     histories = leaves_called(state.fp8, "amax_history")
@@ -432,6 +434,7 @@ def test_training_follows_the_high_precision_one():
     assert losses[-1] == pytest.approx(exact[-1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_scan_and_remat_train_as_unrolled_layers_do():
     variables, _, losses = trained()
     stacked = {}

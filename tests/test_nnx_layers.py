@@ -121,7 +121,7 @@ def expected(stock, x, dy, x_amax=None, w_amax=None, dy_amax=None):
     return found
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_drop_in(name):
     """Same parameters, bit for bit, about the same output; and in a region without FP8 the same."""
@@ -139,7 +139,7 @@ def test_drop_in(name):
     np.testing.assert_allclose(y, reference, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.representative(4)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_forward_and_gradients_are_those_of_fake_quantization(name):
     ours, stock, x = made(jfp8.nnx, name), made(nnx, name), input_of(name)
@@ -151,6 +151,7 @@ def test_forward_and_gradients_are_those_of_fake_quantization(name):
         assert distance(found[key], value) < 2e-6, key
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["Linear", "Conv", "Einsum"])
 def test_histories_set_the_scales(name):
     """Those of lhs and rhs with any differentiation; that of gradients only with a sink."""
@@ -218,6 +219,7 @@ def test_a_region_reaches_a_jitted_call():
     assert distance(plain, call(made(nnx, "Linear"), x)) < 1e-6
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), jfp8.recipes.get("mxfp8")])
 def test_recipes_without_state(recipe):
     layer = jfp8.nnx.Linear(32, 32, recipe=recipe, rngs=nnx.Rngs(0))
@@ -235,6 +237,7 @@ def test_recipes_without_state(recipe):
     jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["Linear", "Conv", "ConvTranspose", "Einsum"])
 def test_dtypes(name):
     x = input_of(name)
@@ -276,6 +279,7 @@ def test_a_mask_of_a_convolution_is_kept():
             ours(x)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["Linear", "Conv", "ConvTranspose", "Einsum"])
 def test_a_kernel_may_be_a_scaled_array(name):
     """One byte for each weight, and what its own quantization would have given."""
@@ -296,6 +300,7 @@ def test_a_kernel_may_be_a_scaled_array(name):
         assert distance(call(layer, x), call(stock, x)) < 1e-2  # bf16
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("spec", [P("d", None), P(None, "d")])
 def test_out_sharding(spec):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
@@ -367,6 +372,7 @@ def test_attention_products_are_those_of_fake_quantization(groups):
     assert distance(y, faked_attention(q, k, v, np.logical_and(mask, causal))) < 5e-3
 
 
+@pytest.mark.slow
 def test_attention_products_are_opt_in():
     x = normal(0, (2, 5, 8))
     without, with_products = attention(jfp8.nnx), attention(jfp8.nnx, attention_products=True)
@@ -428,6 +434,7 @@ def test_mistakes_of_attention():
         attention(jfp8.nnx, attention_products=True, attention_fn=lambda q, k, v, **_: v)
 
 
+@pytest.mark.slow
 def test_mistakes_in_spelling():
     with pytest.raises(TypeError, match=r"recipe must be a recipe object.*jfp8.recipes.get"):
         jfp8.nnx.Linear(2, 3, recipe="delayed", rngs=nnx.Rngs(0))

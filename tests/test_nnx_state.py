@@ -176,6 +176,7 @@ def test_a_step_leaves_batch_statistics_dropout_and_structure_right():
     assert int(counts[0][0][1].get_value()) > 0
 
 
+@pytest.mark.slow
 def test_signature_of_value_and_grad():
     model, x = Block(nnx.Rngs(0)), normal(1, (4, D))
     fresh = lambda: nnx.clone(model)
@@ -297,7 +298,7 @@ def unstacked(blocks, n=3):
     return [nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], state)) for i in range(n)]
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("differentiate", "remat"),
     [(nnx.value_and_grad, False), (jfp8.nnx.value_and_grad, True)],
@@ -368,6 +369,7 @@ def test_per_example_gradients():
     assert 1e-3 < error < 0.05
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_trap_a_shared_layer_is_a_maximum_not_a_sum(remat):
     """Called twice, with inputs 2 and 3: a step has one entry of 3, not of 5."""
@@ -643,6 +645,7 @@ def test_trap_frozen_layers_cost_no_backward_pass():
     }
 
 
+@pytest.mark.slow
 def test_trap_merge_needs_a_copy_inside_of_grad():
     graphdef, param, rest = nnx.split(linear(), nnx.Param, ...)
     x = normal(1, (4, D))

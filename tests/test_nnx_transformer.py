@@ -56,6 +56,7 @@ def assert_like_linen(ours, linen, *args, **kwargs):
     return y
 
 
+@pytest.mark.slow
 def test_layer_norm_linear():
     x = normal(0, (3, 5, D)) * 3 + 1
     options = {"layernorm_type": "rmsnorm", "zero_centered_gamma": True, "dtype": jnp.bfloat16}
@@ -90,7 +91,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_transformer_layer(name):
     options = LAYERS[name]
@@ -103,6 +104,7 @@ def test_transformer_layer(name):
     assert_like_linen(ours, TransformerLayer(D, 16, 4, **options), *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_step_records_all_products():
     layer = jfp8.nnx.TransformerLayer(D, 16, 2, attention_products=True, rngs=nnx.Rngs(0))
     step = nnx.jit(jfp8.nnx.value_and_grad(lambda layer, x: (layer(x) ** 2).mean()))

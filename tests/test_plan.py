@@ -109,6 +109,7 @@ def held_by_one_device(tree):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
@@ -256,7 +257,7 @@ def test_fsdp_in_f32(plan, lm, size):
     assert counted == pytest.approx(planned["fsdp"], rel=0.01)
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients_as", [None, jfp8.E4M3FN], ids=str)
 def test_fsdp_with_kernels_gathered_in_fp8(plan, lm, size, gradients_as):
     """Of kernels a byte per element and direction; all else in f32 here."""

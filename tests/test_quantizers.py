@@ -186,6 +186,7 @@ def assert_quantized(q, x, fmt, granularity):
 # Scales and data.
 
 
+@pytest.mark.representative(8)
 @data_formats
 @granularities
 def test_quantize(fmt, granularity):
@@ -281,6 +282,7 @@ def test_power_of_two_scales_multiply_exactly(fmt):
     assert_bitwise(again, values)
 
 
+@pytest.mark.representative(5)
 @pytest.mark.parametrize("fmt", [E4M3FN, E2M1FN], ids=lambda f: f.name)
 @pytest.mark.parametrize("mode", E8M0_MODES)
 def test_e8m0_scales(fmt, mode):
@@ -322,6 +324,7 @@ def test_trap_zero_blocks_get_the_smallest_scale(fmt):
     assert np.all(np.isfinite(values))
 
 
+@pytest.mark.representative(1)
 @data_formats
 def test_trap_extreme_e8m0_scales_quantize_exactly(fmt):
     """Every code but NaN as a given scale; the reciprocal of 254, 2^-127, is not a normal f32."""
@@ -343,6 +346,7 @@ def test_trap_constant_factors_are_multiplied_first(code):
     np.testing.assert_array_equal(np.asarray(q.data).astype(np.float64), exact)
 
 
+@pytest.mark.representative(5)
 @pytest.mark.parametrize("scale_rounding", [None, "power_of_two"])
 @data_formats
 def test_trap_extreme_magnitudes(fmt, scale_rounding):
@@ -505,6 +509,7 @@ def test_stochastic_quantization_is_unbiased():
 # Transformations.
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("granularity", "scale_rounding"),
     [(PerTensor(), None), (PerAxis(0), None), (Block((1, 16)), "rceil")],
@@ -527,6 +532,7 @@ def test_vmap_quantizes_each_as_if_it_were_alone(granularity, scale_rounding):
     assert_bitwise(values, [dequantize(ScaledArray(*q)) for q in zip(*mapped)])
 
 
+@pytest.mark.representative(4)
 @granularities
 def test_eager_agrees_with_jit(granularity):
     x = sample()
@@ -536,6 +542,7 @@ def test_eager_agrees_with_jit(granularity):
     assert_bitwise(eager.dequantize(), jitted.dequantize())
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("granularity", [PerTensor(), PerAxis(1), Block((1, 16))], ids=str)
 def test_sharding_changes_nothing(granularity):
     """The amax is that of the whole array, and only amaxes travel."""
@@ -559,6 +566,7 @@ def test_sharding_changes_nothing(granularity):
 # Gradients.
 
 
+@pytest.mark.representative(5)
 @data_formats
 @pytest.mark.parametrize("granularity", [PerTensor(), Block((2, 8))], ids=str)
 def test_gradient_is_straight_through(fmt, granularity):
@@ -641,6 +649,7 @@ def call(quantizer, x, observed=None, state=None, contracting=(1,), seed=None):
     return quantizer(x, Context(contracting, observed, state, seed))
 
 
+@pytest.mark.representative(1)
 @data_formats
 def test_current_uses_the_amax_at_hand(fmt):
     for state in (None, state_of(7.0, 8.0)):
@@ -649,6 +658,7 @@ def test_current_uses_the_amax_at_hand(fmt):
     assert_same_data(rounded.data, jit_quantize(X, fmt, scale_rounding="power_of_two").data)
 
 
+@pytest.mark.representative(12)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize(
     ("options", "state", "amax"),
@@ -764,6 +774,7 @@ ALL_QUANTIZERS = [
 all_quantizers = pytest.mark.parametrize("quantizer", ALL_QUANTIZERS, ids=str)
 
 
+@pytest.mark.representative(2)
 @all_quantizers
 @pytest.mark.parametrize("shape", [(64, 64), (33, 70)], ids=str)
 def test_one_for_both_tells_the_truth(quantizer, shape):
@@ -792,6 +803,7 @@ def test_properties_of_quantizers(quantizer):
     assert quantizer.one_for_both == (square or per_tensor)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("quantizer", ALL_QUANTIZERS[3:8], ids=str)
 def test_quantizers_of_ragged_and_empty_arrays(quantizer, axis):
@@ -860,6 +872,7 @@ def mx_blocks(dtype) -> np.ndarray:
     return x
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("block", [(1, 32), (32, 1)], ids=str)
 @pytest.mark.parametrize("mode", E8M0_MODES)
 @data_formats
@@ -966,6 +979,7 @@ CUT = {
 }
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("block", "shape"), [(block, shape) for block in CUT for shape in CUT[block]], ids=str
 )
@@ -1081,6 +1095,7 @@ def nvfp4_case(case) -> np.ndarray:
     return x
 
 
+@pytest.mark.representative(11)
 @pytest.mark.parametrize("contracting", [0, 1])
 @pytest.mark.parametrize("size", [(16, 1), (16, 16)], ids=str)
 @pytest.mark.parametrize(
@@ -1129,6 +1144,7 @@ def test_trap_two_level_data_is_divided_by_the_rounded_scale():
     np.testing.assert_array_equal(codes(call(TwoLevel(E2M1FN, (16, 1)), x).data), codes(data))
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
 def test_trap_divisions_of_two_level_scales_are_not_rewritten(how):
     """XLA turns ``a / constant`` and ``1 / (s / S)`` into products, which are off by an ulp."""
@@ -1174,6 +1190,7 @@ def test_two_level_with_other_scale_formats(scale_fmt):
 # E3M4, stored in bytes.
 
 
+@pytest.mark.representative(6)
 @granularities
 @pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero", "stochastic"])
 def test_quantize_to_e3m4(granularity, rounding):
@@ -1231,6 +1248,7 @@ def test_stochastic_quantizers_are_unbiased(quantizer):
     assert abs(np.sum(error[inside])) < 5 * np.sqrt(np.sum(np.square(sigma[inside])))
 
 
+@pytest.mark.representative(1)
 @stochastic
 def test_stochastic_quantizers_follow_their_seed(quantizer):
     """Equal bytes from an equal seed, eagerly, compiled and mapped; others from another."""
@@ -1247,6 +1265,7 @@ def test_stochastic_quantizers_follow_their_seed(quantizer):
     assert 0.1 < np.mean(codes(nearest.data) != one) < 0.6
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2, E2M1FN], ids=lambda f: f.name)
 def test_stochastic_quantization_is_exact_over_all_draws(fmt):
     """With every value of the random bits once, the mean of a normal value is x, exactly."""

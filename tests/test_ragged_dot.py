@@ -203,7 +203,7 @@ def oracle(name, lhs, rhs, sizes, dy):
 TOLERANCE = {"direct_e5m2": 3e-3, "hybrid": 3e-3}
 
 
-@pytest.mark.representative(4)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -249,6 +249,7 @@ def test_empty_operands(m, k, n):
     assert not any(np.any(x) for x in (y, d_lhs, d_rhs))
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
 def test_one_group_is_an_ordinary_product(name):
     lhs, rhs, dy = operands(m=100, groups=1)
@@ -410,6 +411,7 @@ def test_equal_groups_round_apart_stochastically():
     assert np.all(np.asarray(run(KEY)) == np.concatenate([first, second]))
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("scales", ["per group", "one in three dimensions", "e8m0"])
 def test_rhs_of_stored_bytes_is_used_as_it_is(scales):
     """Their scales are none that quantizing the values again would find."""
@@ -486,6 +488,7 @@ def test_high_precision_operands():
         assert error(d_rhs, expected[2]) < 1e-6
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("accumulation", ["f32_every_128", "hopper"])
 def test_sums_are_rounded_as_in_an_ordinary_product(accumulation):
     """150 rows, so that sums over rows are promoted once in between."""

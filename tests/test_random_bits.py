@@ -116,6 +116,7 @@ def test_random_bits_are_those_of_the_seed(bits):
     np.testing.assert_array_equal(jax.jit(hash_bits, static_argnums=1)(seed, (N,)), bits)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("word", [0, 1, 0x3F800000, 0xFFFFFFFF])
 def test_a_folded_seed_is_not_correlated(bits, word):
     """Neither with the seed it came from nor with that of the next word, even of a zero seed."""

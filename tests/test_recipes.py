@@ -967,6 +967,7 @@ def test_recipes_of_ones_own_are_static_arguments(case):
 # As static arguments of jit
 
 
+@pytest.mark.representative(13)
 @samples
 def test_equal_recipes_share_a_trace(recipe):
     traces = []

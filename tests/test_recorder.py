@@ -28,7 +28,7 @@ def setup():
     return state, step, [rng.normal(size=(4, 8)).astype(np.float32) for _ in range(7)]
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [True, False])
 def test_samples_every_so_many_steps_and_changes_nothing(compiled, tmp_path):
     state, step, batches = setup()

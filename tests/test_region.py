@@ -326,6 +326,7 @@ def test_a_region_inside_of_a_converted_model():
     }
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_model_initialized_inside_trains_with_delayed_scaling(stacked):
     class Model(nn.Module):

@@ -235,6 +235,7 @@ def test_convolutions():
     assert flops["Conv_1", "wgrad"] == flops["Conv_1", "fprop"]
 
 
+@pytest.mark.slow
 def test_what_a_gpu_computes_products_with():
     """Also where there is none: the one that an abstract mesh describes, or any."""
 
@@ -307,6 +308,7 @@ def test_products_of_quantized_values_in_the_users_own_code_are_not_fp8():
     assert report(Fake(), X).fp8_fraction == 0
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
 def test_remat_in_a_loop_brings_constants_as_large_as_operands(name):
     """Partial evaluation hands a product what it was compiled with as further operands."""
@@ -427,6 +429,7 @@ def test_one_operand_in_high_precision_beside_scales_that_are_narrow(half):
     assert {"lhs": row.lhs, "rhs": row.rhs} == {**shapes, half: wide[half]}
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("recipe", "operands"),
     [
@@ -473,6 +476,7 @@ def test_nothing_is_left_behind():
     assert jfp8.report(model, variables, X).rows[0].recipe == "current"
 
 
+@pytest.mark.slow
 def test_static_arguments_rngs_methods_and_other_collections():
     class Model(nn.Module):
         def setup(self):

@@ -271,6 +271,7 @@ TrainState(
 )"""
 
 
+@pytest.mark.slow
 def test_train_state():
     assert repr(new_state()) == STATE
     bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(new_state().opt_state))
@@ -314,6 +315,7 @@ def test_stacked_layers_count_each():
     assert "fp8=(5 products with amax histories of 16 steps)" in repr(state)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "leaf", [lambda x: None, lambda x: object(), lambda x: PartitionSpec(), lambda x: "x"]
 )
@@ -331,6 +333,7 @@ def test_two_loss_scales_print():
     assert "loss scale 32768; loss scale 2)" in repr(state.replace(opt_state=tx.init({})))
 
 
+@pytest.mark.slow
 def test_optimizer_states_print_no_walls():
     params = {"w": jnp.ones((64, 128))}
     assert repr(TX.init(params)) == (

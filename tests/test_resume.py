@@ -213,6 +213,7 @@ def same_bytes(a: Path, b: Path) -> bool:
     return a.read_bytes() == b.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_run_has_all_that_a_checkpoint_must_hold(runs):
     """Losses fall; a skipped step; FP8 and 16-bit arrays; histories and counts that moved."""
     _, whole, losses, killed = runs
@@ -239,6 +240,7 @@ def _dicts(tree) -> list[dict]:
     return [tree, *(node for child in tree.values() for node in _dicts(child))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["checkpoint", "orbax"])
 def test_killed_in_the_middle_of_a_step_and_resumed(runs, checkpoint):
     path, whole, losses, killed = runs

@@ -54,6 +54,7 @@ def test_the_signs_are_those_of_transformer_engine():
     assert Hadamard().signs == DEFAULT
 
 
+@pytest.mark.representative(2)
 @lengths
 def test_the_matrix_is_orthogonal(n):
     rotation = Hadamard(SIGNS[n])
@@ -64,6 +65,7 @@ def test_the_matrix_is_orthogonal(n):
         np.testing.assert_array_equal(np.sign(m[:, 0]), SIGNS[n])  # the first column of H is ones
 
 
+@pytest.mark.representative(12)
 @lengths
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2])
 def test_any_axis_of_any_size(n, axis):
@@ -90,6 +92,7 @@ def test_small_arrays(shape):
     np.testing.assert_allclose(y, rotated(x, DEFAULT, axis), rtol=0, atol=1e-5)
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("k", [16, 64, 50, 7])
 def test_the_product_stays(k):
     """``(a R) (b R)^T = a b^T``, for f32 to within its rounding."""
@@ -129,6 +132,7 @@ def rotating(quantizer, **options):
     return lambda x, w: scaled_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe, **options)
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("k", [64, 50])
 @pytest.mark.parametrize(
     "quantizer", [Current(E4M3FN), Blockwise(E4M3FN, (32, 1), "rceil")], ids=["tensor", "blocks"]

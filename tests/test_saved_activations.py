@@ -108,6 +108,7 @@ def test_the_codes_kept_are_those_of_ml_dtypes(shape, block, fmt):
     assert np.any(codes)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", [(6, 96), (2, 3, 80), (40,)])
 def test_gradients_are_those_at_what_was_kept(shape, fmt):
@@ -160,6 +161,7 @@ def test_trap_f8_arrays_are_widened_in_loops():
     assert not any(f"{wide}[8,16,64]" in hlo for wide in ("f8e4m3fn", "f16", "bf16", "f32"))
 
 
+@pytest.mark.slow
 def test_trap_outliers_take_the_scale_of_their_neighbours():
     """A few channels of a residual stream are a hundred times the others.
 
@@ -210,6 +212,7 @@ def masked(x, key, tree, mask):
     return jnp.where(mask & noise, jnp.sin(x) * tree["w"][0], tree["b"])
 
 
+@pytest.mark.slow
 def test_the_rest_is_any_tree_and_kept_exactly():
     x, mask = normal(6, 64), normal(6, 64, seed=1) > 0
     tree = {"w": (1 + normal(1, 64, seed=2), None), "b": normal(6, 64, seed=3)}
@@ -261,6 +264,7 @@ def test_transformations_keep_to_the_loop():
     np.testing.assert_allclose(both(batched)[0], both(plain)[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("sharded", ["first", "rest"])
 def test_shard_map(sharded, check_vma):

@@ -61,6 +61,7 @@ def assert_bitwise(actual, expected):
 # amax.
 
 
+@pytest.mark.representative(11)
 @pytest.mark.parametrize("size", [1, 7, 4095, 4096, 5000, 2**20])
 @dtypes
 def test_trap_maximum_drops_nan(size, dtype):
@@ -86,6 +87,7 @@ def test_trap_maximum_drops_nan_along_an_axis():
     assert np.isnan(blocks).tolist() == [[False, False], [False, True], [False, False]]
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("granularity", [None, PerAxis(0), PerAxis(1), Block((2, 64))], ids=str)
 def test_amax_of_a_sharded_array_is_global(granularity):
     mesh = Mesh(np.array(jax.devices()), ("x",))
@@ -235,6 +237,7 @@ def all_binades(*, mantissas=None) -> np.ndarray:
     return from_bits(np.concatenate([grid.ravel(), anything]))
 
 
+@pytest.mark.representative(8)
 @data_formats
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap", "one by one"])
 def test_trap_division_becomes_multiplication(fmt, how):
@@ -294,6 +297,7 @@ def test_amax_without_information_gives_one(fmt, margin, scale_rounding):
     np.testing.assert_array_equal(scale, [1, 1, 1, 1] if fmt.has_nan else [1] + 3 * [np.nan])
 
 
+@pytest.mark.representative(5)
 @pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
 @pytest.mark.parametrize("margin", [0, 3])
 @data_formats
@@ -364,6 +368,7 @@ def mx_code(a: float, fmt, mode: str) -> int:
     return max(log2_floor(x) - emax + 127, 0)
 
 
+@pytest.mark.representative(11)
 @data_formats
 @pytest.mark.parametrize("mode", E8M0_MODES)
 def test_e8m0_scales(fmt, mode):
@@ -598,6 +603,7 @@ def test_stacked_states_are_independent():
     assert seen["amax"].tolist() == [[10, 1.5, 1.5], [1.5, 20, 1.5]]
 
 
+@pytest.mark.slow
 def test_states_can_be_carried_by_a_scan():
     """Structure, dtypes and weak types stay; eager steps give the same."""
     amaxes = jnp.array([2.0, np.nan, 5.0, 0.0, np.inf, 1.0])

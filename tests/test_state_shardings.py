@@ -65,7 +65,7 @@ def test_one_scale_for_an_array_is_everywhere(mesh):
     assert moments.mu["in"].scale == moments.nu["in"].scale == ()
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [None, *PRESETS])
 def test_sharded_and_whole_runs_agree_bit_for_bit(mesh, preset):
     """Stochastic rounding too: its bits go by the index in the whole array."""
@@ -111,7 +111,7 @@ def test_a_step_on_shards_gathers_no_moments(mesh):
         assert f" {name}-start(" not in text
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "wrap",
     [

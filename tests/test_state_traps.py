@@ -95,6 +95,7 @@ class Twice(nn.Module):
         return dense(first), dense(second)
 
 
+@pytest.mark.slow
 def test_trap_a_layer_called_twice():
     """Inputs of 2 and 3: the amax is 3, not 5, and so is the scale's."""
     xs = filled(2.0), filled(3.0, seed=1)
@@ -230,6 +231,7 @@ def test_trap_e_dynamic_scale_divides_the_cotangent():
     np.testing.assert_array_equal(grads["kernel"], expected["kernel"])
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("growth_interval", [1, 2])
 def test_trap_f_a_doubled_loss_scale_does_not_saturate_gradients(growth_interval):
     """With x the identity, dw is dy: an element of 1.0 must come back as 1.0, not 0.5."""

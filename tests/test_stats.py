@@ -146,6 +146,7 @@ def test_a_tie_above_the_largest_value_goes_to_the_even_side():
     assert only(seen.rows(), "lhs").overflow == 2 / 4
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1.0, 1e25])
 def test_squares_neither_overflow_nor_vanish(magnitude):
     x = normal((32, 16)) * np.float32(magnitude)
@@ -245,7 +246,7 @@ def assert_same_bits(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "mxfp8", "hybrid"])
 def test_results_are_those_of_the_step_itself(recipe):
     model, state = model_and_state(jfp8.recipes.get(recipe))
@@ -298,6 +299,7 @@ def test_every_tensor_of_every_layer_in_the_order_of_the_program():
     assert {r.history for r in rows} == {16}
 
 
+@pytest.mark.slow
 def test_gradients_carry_the_loss_scale_and_are_exact():
     model, state = model_and_state()
     x = normal((16, 32))
@@ -338,7 +340,7 @@ def state_of(model, tx=None):
     )
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_over_layers_gives_a_row_for_each(recipe, remat):
@@ -417,7 +419,7 @@ def test_a_loop_over_time_is_no_loop_over_layers():
     assert only(rows, "lhs").count == 12 * 4 * 8
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["while", "cond", "scan"])
 def test_steps_inside_of_control_flow(kind):
     model, state = model_and_state()
@@ -466,6 +468,7 @@ def test_vmap_is_taken_together():
     assert row.mse == pytest.approx(error, rel=2e-5)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_takes_devices_together(check_vma):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -542,6 +545,7 @@ def test_nnx_models_in_their_functional_form():
     }
 
 
+@pytest.mark.slow
 def test_nnx_models_that_a_step_changes():
     """The same updates as without statistics, and names that nobody gave."""
 
@@ -576,6 +580,7 @@ def test_nnx_models_that_a_step_changes():
     assert only(rows, "lhs", "first").amax == np.abs(normal((4, 8))).max()
 
 
+@pytest.mark.slow
 def test_converted_models_and_what_stays_in_high_precision():
     model = jfp8.convert(nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(4)]))
     state = state_of(model)
@@ -586,6 +591,7 @@ def test_converted_models_and_what_stays_in_high_precision():
     assert all("logits" in row.reason for row in plain)
 
 
+@pytest.mark.slow
 def test_functions_of_no_layer_have_rows_of_their_own():
     recipe = jfp8.recipes.get("current")
     multiply = partial(jfp8.scaled_dot_general, dimension_numbers=MATMUL, recipe=recipe)
@@ -605,6 +611,7 @@ def test_stats_are_a_pytree_of_arrays():
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(seen))
 
 
+@pytest.mark.slow
 def test_stats_of_two_traces_have_one_structure():
     """So that they can be carried through a loop, or come from two branches."""
     model = stacked(False)
@@ -645,7 +652,7 @@ def test_a_row_prints_in_a_line():
     )
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [("data",), ("data", "model")])
 def test_data_parallel_steps(axes):
     """Other axes of the mesh stay automatic inside of its shard_map."""

@@ -223,6 +223,7 @@ def test_trap_a_zero_is_no_minimum():
     assert round_trip(storage, with_zero)[0, 0] == 0
 
 
+@pytest.mark.representative(6)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("value", [1.0, 0.75, -3e-12, 2.0**-60])
 def test_trap_expansion_of_equal_elements(fmt, value):
@@ -314,12 +315,14 @@ def test_float16_with_a_scale_is_nearly_exact():
     assert np.all(np.abs(decoded.astype(np.float64) - x) <= bound)
 
 
+@pytest.mark.representative(6)
 @pytest.mark.parametrize("storage", STORAGES, ids=repr)
 def test_zeros_stay_zeros(storage):
     decoded = round_trip(storage, np.zeros((3, 200), np.float32))
     np.testing.assert_array_equal(decoded.view(np.uint32), 0)
 
 
+@pytest.mark.representative(5)
 @pytest.mark.parametrize("storage", STORAGES, ids=repr)
 def test_trap_nonfinite_is_never_read_back_as_finite(storage):
     """Also not in 4096 elements and more, whose float maximum drops NaN on XLA:CPU."""
@@ -334,6 +337,7 @@ def test_trap_nonfinite_is_never_read_back_as_finite(storage):
         )
 
 
+@pytest.mark.representative(5)
 @pytest.mark.parametrize("storage", BLOCKS, ids=repr)
 def test_a_bad_block_is_bad_alone(storage):
     x = moments()
@@ -347,6 +351,7 @@ def test_a_bad_block_is_bad_alone(storage):
     np.testing.assert_array_equal(finite, expected)
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("storage", BLOCKS, ids=repr)
 def test_trap_the_largest_does_not_overflow(storage):
     """A cast to e4m3fn beyond 464 is NaN, to e5m2 beyond 61440 inf; and a scale that rounds down
@@ -356,6 +361,7 @@ def test_trap_the_largest_does_not_overflow(storage):
     np.testing.assert_allclose(decoded, x, rtol=0.01)
 
 
+@pytest.mark.representative(5)
 @pytest.mark.parametrize("storage", BLOCKS, ids=repr)
 def test_data_has_the_shape_and_scales_the_leading_dimensions(storage):
     kept = encode(storage, np.ones((2, 3, 300), np.float32))
@@ -414,6 +420,7 @@ def test_stochastic_rounding_is_right_on_average(storage):
     assert abs(np.mean((values.mean(0) - x) / steps)) < 5 * 0.5 / np.sqrt(draws * x.size)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("storage", [*STOCHASTIC, Float(jnp.bfloat16, stochastic=True)], ids=repr)
 def test_the_seed_decides(storage):
     x = moments()
@@ -453,6 +460,7 @@ def second_moment(storage, start, square_of_odd, steps=4000):
 EXACT_DECAY = 0.999**4000 + 0.01 * (1 - 0.999**4000)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("transform", [None, "sqrt", "expand"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_trap_a_second_moment_freezes_when_rounded_to_nearest(fmt, transform):
@@ -475,6 +483,7 @@ def test_expansion_is_the_least_noisy_of_those_that_move():
     assert min(sd, key=sd.get) == Blocks(rounding="stochastic", transform="expand")
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test_trap_a_block_that_spans_two_gradient_scales(rounding):
     """Plain E4M3 stores a second moment of zero, beside a first one that is not."""

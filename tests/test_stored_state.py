@@ -61,6 +61,7 @@ def stored_leaves(state) -> list[Any]:
 # What it does --------------------------------------------------------------------------------
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("make", [optax.adam, optax.adamw, optax.lamb])
 def test_with_f32_storage_nothing_changes(make):
     params, state = train(store_state(make(1e-2), PLAIN))
@@ -114,7 +115,7 @@ def test_large_arrays_are_stored_and_vectors_and_small_ones_are_not():
     assert len(stored_leaves(state)) == 4
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("inner", "storages", "count"),
     [
@@ -174,7 +175,7 @@ def inject(**arguments):
     return optax.inject_hyperparams(adam)(**arguments)
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("tx", "plain"),
     [
@@ -214,6 +215,7 @@ def test_multi_transform_with_a_label_that_nothing_has():
     assert len(stored_leaves(train(tx, 1)[1])) == 4
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("huge", [1e25, 3e38])
 @pytest.mark.parametrize("wrap", [jfp8.loss_scale, jfp8.skip_on_overflow])
 @pytest.mark.parametrize("make", [adam, lambda rate: adam(rate, preset="msamp_o2")])
@@ -319,6 +321,7 @@ def test_tree_map_params_finds_the_moments():
 # The same again ------------------------------------------------------------------------------
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("preset", [None, *PRESETS])
 def test_restored_from_a_checkpoint_it_goes_on_bit_for_bit(preset):
     tx = adam(1e-2, preset=preset)

@@ -19,6 +19,7 @@ def strict():
         yield
 
 
+@pytest.mark.representative(5)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_casts(fmt, rounding):
@@ -30,6 +31,7 @@ def test_casts(fmt, rounding):
     assert kept.dtype == dtype
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
 def test_quantize_and_multiply(scale_rounding):
     @jax.jit
@@ -44,6 +46,7 @@ def test_quantize_and_multiply(scale_rounding):
     assert all(jnp.isfinite(result).all() for result in run(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "micro_batches"), [(jnp.bfloat16, 1), (jnp.float16, 2)])
 def test_train_step(dtype, micro_batches):
     model = jfp8.Dense(5, dtype=dtype)

@@ -48,6 +48,7 @@ def of_path(found, path):
     return row
 
 
+@pytest.mark.slow
 def test_linen_totals():
     total = summary(Model(), variables()).total
     assert total.params == Amount(PARAMS, 4 * PARAMS)

@@ -456,7 +456,7 @@ def convert(model: Any) -> Any:
     return jfp8.convert(model, recipes.DelayedScaling())
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 def test_every_product_that_should_be_is_in_fp8(case):
     model = case.model()
     expected, counts = case.products, {}
@@ -468,7 +468,7 @@ def test_every_product_that_should_be_is_in_fp8(case):
     assert counts["plain"] == {"plain": sum(vars(expected).values())}
 
 
-@pytest.mark.representative(2)
+@pytest.mark.slow
 def test_parameters_are_those_of_the_model(case):
     model = case.model()
     theirs, ours = initial(case, model), initial(case, convert(model))

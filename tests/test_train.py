@@ -242,6 +242,7 @@ def sinks_for(fp8):
 
 
 class TestValueAndGrad:
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("dense", [nn.Dense, jfp8.Dense])
     def test_equals_jax_value_and_grad_bit_for_bit(self, dense):
         """A loss scale is a power of two: neither the loss nor the gradient shows it."""
@@ -466,6 +467,7 @@ class TestPromise4OneEntryAndOneScalePerStep:
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * amax(b))
             assert amax(b) > 0.01
 
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("divisor", [4, 1, 2.0**20])
     def test_gradients_accumulated_by_hand(self, divisor):
         """The sum or mean of whole `Gradients`, as any accumulation loop makes it."""
@@ -517,7 +519,7 @@ class TestPromise4OneEntryAndOneScalePerStep:
         grads = jfp8.value_and_grad(linear_loss)(state, batch)[1]
         return state.apply_gradients(lax.pmean(grads, "d"))
 
-    @pytest.mark.representative(3)
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize(
         "how",
         [
@@ -586,6 +588,7 @@ class TestPromise4OneEntryAndOneScalePerStep:
             assert np.all(np.count_nonzero(stacked, axis=1) == 2)
             assert np.count_nonzero(history(fp8["head"], role)) == 2
 
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("model_parallel", [False, True])
     def test_spmd_gives_the_state_of_one_device(self, model_parallel):
         """Under jit the arrays are the logical ones, whatever device holds which part of them."""
@@ -867,6 +870,7 @@ class TestPromise6StepZero:
 
 
 class TestPromise7OptimizersNeverSeeState:
+    @pytest.mark.representative(3)
     @pytest.mark.parametrize(
         "tx",
         [
@@ -1086,7 +1090,7 @@ class TestParity:
         assert np.all(losses[:, 0] > 1.0), "there is something to learn"
         return losses[:, -1]
 
-    @pytest.mark.representative(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()])
     def test_scaled_fp8_trains_like_f32(self, recipe):
         """Another format matters less than another seed."""
@@ -1096,6 +1100,7 @@ class TestParity:
         assert np.mean(np.abs(ours - reference)) < spread / 2
         assert abs(np.mean(ours - reference)) < spread / 4
 
+    @pytest.mark.slow
     def test_a_small_loss_is_lost_without_scales_and_loss_scale_repairs_it(self):
         reference, broken = self.final_losses(None), self.final_losses(Unscaled())
         repaired = self.final_losses(Unscaled(), loss_scaling=True)

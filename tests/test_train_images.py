@@ -178,6 +178,7 @@ def test_labels_that_do_not_fit(data, tmp_path, labels, message):
 # ---- the model
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_conv_is_that_of_flax(model, size, stride):
@@ -233,6 +234,7 @@ def test_the_resnet_and_where_its_fp8_is(model):
     }
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("recipe", jfp8.recipes.RECIPES, ids=lambda recipe: recipe.name)
 def test_its_shapes_suit_every_recipe(train_images, model, monkeypatch, recipe):
     """A training step, traced and not compiled: neither 9 * 16 nor 16 is a multiple of 128."""

@@ -223,7 +223,7 @@ CASES = {
 }
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_gradients_are_those_of_rounded_operands(case):
     layer = TransformerLayer(**SIZES, **CASES[case])
@@ -395,6 +395,7 @@ def test_groups_of_queries_are_copies_of_keys_and_values():
     assert relative_error(y, expected) < 1e-6
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("cross", [False, True])
 def test_the_future_has_no_influence(cross):
     """Scales of their own couple all tokens of a tensor; without them the past is bit-identical."""
@@ -460,6 +461,7 @@ def test_a_relative_embedding_can_be_shared():
     assert relative_error(y, apply(shared, {"params": params}, X)) > 1e-3
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(("mask_type", "used"), [("causal", 6), ("no_mask", 11)])
 def test_a_causal_layer_spends_no_buckets_on_the_future(mask_type, used):
     layer = TransformerLayer(
@@ -474,6 +476,7 @@ def test_a_causal_layer_spends_no_buckets_on_the_future(mask_type, used):
 # Dropout.
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("rate", ["hidden_dropout", "attention_dropout", "intermediate_dropout"])
 def test_each_dropout_drops(rate):
     layer = TransformerLayer(**SIZES, **{rate: 0.5})
@@ -552,6 +555,7 @@ def step_of(model):
     return step
 
 
+@pytest.mark.slow
 def test_scan_of_remat_over_layers_equals_the_loop():
     loop, scan = Stack("loop"), Stack("scan of remat")
     stacked = init(scan, X)
@@ -581,6 +585,7 @@ def test_scan_of_remat_over_layers_equals_the_loop():
     assert not np.any(history[:, 2:]), "one entry per step"
 
 
+@pytest.mark.slow
 def test_bf16():
     layer = TransformerLayer(**SIZES, mlp_activation="swiglu", layernorm_type="rmsnorm")
     params = {"params": init(layer, X)["params"]}
@@ -595,6 +600,7 @@ def test_bf16():
     assert 1e-4 < relative_error(wide, expected) < 0.05
 
 
+@pytest.mark.slow
 def test_it_learns_with_train_state():
     """To copy the token before: what attention is for, and an MLP cannot do."""
     layer = TransformerLayer(

@@ -56,6 +56,7 @@ def test_normalize(kind, zero_centered, epsilon):
     assert_close(y, normalized(x, scale, bias, (-1,), epsilon, kind, zero_centered))
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("axes", [(-1,), (1,), (-2, -1), (-1, -2), (0, 2), (2, 0)])
 def test_normalize_over_other_axes(axes):
     """The parameters have the axes' sizes in the axes' order."""
@@ -258,6 +259,7 @@ def test_masks_and_biases_broadcast():
     assert_close(y, attention_of_heads(query, key, value, *full), ulps=16)
 
 
+@pytest.mark.slow
 def test_attention_has_any_number_of_batch_dimensions():
     query, key, value = map(jnp.asarray, heads_of(2))
     y = transformer_math.grouped_query_attention(query, key, value)
@@ -439,6 +441,7 @@ def test_relative_position_buckets(bidirectional, num_buckets, max_distance):
     assert set(expected) == (used - {num_buckets // 2} if bidirectional else used)
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("lengths", [(4, 4), (3, 7), (7, 3), (1, 5)])
 def test_relative_position_bias(bidirectional, lengths):

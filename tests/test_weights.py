@@ -52,7 +52,7 @@ def test_kernels_become_bytes_and_a_scale_and_nothing_else_changes():
         assert leaf.data.nbytes == before[path].size  # one byte for each weight
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -93,7 +93,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
 def test_every_layer_takes_them(case):
     layer, shape = case
@@ -125,6 +125,7 @@ def test_stacked_layers_have_scales_of_their_own(name):
     np.testing.assert_array_equal(apply({"params": frozen}, X), apply({"params": params}, X))
 
 
+@pytest.mark.slow
 def test_fine_tuning_moves_what_is_left():
     """Frozen kernels get no gradient; biases and norms do, through them."""
     model = jfp8.convert(Mlp(), recipes.Float8CurrentScaling(), exempt=())
