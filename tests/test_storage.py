@@ -177,7 +177,8 @@ def coat(part: np.ndarray, fmt):
     binades = min(np.log2(largest / smallest), 48)
     k = min(np.floor(16 * np.log2(fmt.max**2 / 2) / binades) / 16, 16)
     y, s = (a / c) ** k, (largest / c) ** k / fmt.max
-    q = np.where(a > 0, np.maximum(cast(y / s, fmt), fmt.dtype.type(fmt.smallest_subnormal)), 0)
+    # Floats of 8 bits in np.where and np.maximum crash NumPy 2.0, so the bound comes first.
+    q = cast(np.where(a > 0, np.maximum(y / s, fmt.smallest_subnormal), 0), fmt)
     return q, np.sign(part) * (q.astype(np.float64) * s) ** (1 / k) * c, k
 
 
