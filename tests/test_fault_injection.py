@@ -35,21 +35,8 @@ with pytest.MonkeyPatch.context() as patch:
 
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "direct_e5m2", "hybrid")
 PAIRS = [(recipe, level) for recipe in RECIPES for level in ("O0", "O1", "O2")]
-# Every recipe in one level, the larger programs not more often than needed. The others are slow.
-EVERY_DAY = set(zip(RECIPES, ("O2", "O1", "O0", "O0", "O0", "O0", "O1", "O0"), strict=True))
 # Under these a loss scale changes numbers, since gradients have no other.
 UNSCALED_GRADIENTS = ("direct_e5m2", "hybrid")
-
-
-def pairs(every_day=EVERY_DAY):
-    return [
-        pytest.param(*pair, marks=() if pair in every_day else pytest.mark.slow) for pair in PAIRS
-    ]
-
-
-def daily(*recipes, among=RECIPES):
-    return [pytest.param(r, marks=() if r in recipes else pytest.mark.slow) for r in among]
-
 
 MUST_SKIP = [
     (place, kind)
@@ -142,8 +129,8 @@ def assert_finite(tree):
 
 
 class TestNotFinite:
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("recipe", "level"), pairs())
+    @pytest.mark.representative(1)
+    @pytest.mark.parametrize(("recipe", "level"), PAIRS)
     def test_a_step_leaves_no_trace_and_the_report_says_where(self, recipe, level):
         state, step = created(recipe, level)[0], observed_step(recipe, level)
         draw = np.random.default_rng(PAIRS.index((recipe, level)))
@@ -189,10 +176,8 @@ class TestNotFinite:
 
 
 class TestExtremes:
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("recipe", "level"), pairs({("delayed", "O2"), ("block", "O0"), ("hybrid", "O0")})
-    )
+    @pytest.mark.representative(1)
+    @pytest.mark.parametrize(("recipe", "level"), PAIRS)
     def test_training_recovers(self, recipe, level):
         """12 faults of all kinds, each alone: 92 or more steps later the loss is what it would be.
 
@@ -308,7 +293,8 @@ class TestBursts:
         assert loss_scale_of(new) == 2.0 ** (120 - skipped)
         assert_same_bits(trained_part(new, 1.0), trained_part(clean, 1.0))
 
-    @pytest.mark.parametrize("recipe", daily("hybrid", among=UNSCALED_GRADIENTS))
+    @pytest.mark.representative(1)
+    @pytest.mark.parametrize("recipe", UNSCALED_GRADIENTS)
     def test_what_saturates_is_finite_but_the_report_tells(self, recipe):
         """Without a scale for gradients, 2^40 for the loss cuts all of them, and nothing is Inf."""
         recipe = recipes.get(recipe, quantize_outputs=False)
@@ -395,18 +381,9 @@ def under_shard_map(loss_fn):
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parallel", "recipe"),
-    [
-        (under_jit, "delayed"),
-        (under_data_parallel, "current"),
-        (under_shard_map, "delayed"),
-        pytest.param(under_jit, "current", marks=pytest.mark.slow),
-        pytest.param(under_data_parallel, "delayed", marks=pytest.mark.slow),
-        pytest.param(under_shard_map, "current", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("parallel", [under_jit, under_data_parallel, under_shard_map])
 def test_one_device_with_bad_data_makes_all_skip(parallel, recipe):
     """Under "current" gradients are all that tells; under "delayed" the sink does, too."""
     state, loss_fn = tiny(recipe, jfp8.loss_scale(optax.adam(3e-3)))
@@ -435,7 +412,7 @@ def test_one_device_with_bad_data_makes_all_skip(parallel, recipe):
 
 
 @pytest.mark.representative(1)
-@pytest.mark.parametrize("recipe", daily("delayed", "block", "nvfp4"))
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_an_empty_batch(recipe):
     """No rows: gradients are zero, histories get no entry but the weight's, the next step works."""
     recipe = recipes.get(recipe)
@@ -467,7 +444,8 @@ def expert_products(x, w, sizes, dy, recipe):
     return y, *vjp(dy)
 
 
-@pytest.mark.parametrize("recipe", daily("delayed"))
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_without_tokens(recipe):
     """They get no gradient, and bad numbers in their weights reach nobody."""
     draw = np.random.default_rng(0)

@@ -316,10 +316,7 @@ def test_axis_name_averages_local_gradients_and_all_devices_skip_the_same_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe",
-    ["current", *(pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "hybrid"))],
-)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "hybrid"])
 def test_every_level_trains_the_converted_model_like_f32(recipe):
     """The same model, the same seed: the loss after 60 steps, near that in f32."""
 
