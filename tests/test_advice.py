@@ -223,6 +223,7 @@ def test_block_scales_remedy_an_outlier():
 # Gradients
 
 
+@pytest.mark.slow
 def test_a_dying_gradient_and_its_remedy():
     """The loss is far too small for gradients without a scale; the advice mends it."""
     recipe, small = recipes.DirectE5M2(), 2.0**-20
@@ -239,6 +240,7 @@ def test_a_dying_gradient_and_its_remedy():
     assert report(mended).findings == ()
 
 
+@pytest.mark.slow
 def test_a_branch_whose_gradient_dies():
     """Layer scale: the gradient of one branch is tiny, that of the others is not."""
     advice = report(train(TOOLKIT, 5, branch=2.0**-30))

@@ -441,7 +441,7 @@ def relative_error(result, exact) -> float:
     return np.linalg.norm(f64(result) - exact) / np.linalg.norm(exact)
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @main_variants
 def test_close_to_the_exact_product(variant):
     """The oracle shares the rules with the code; this product shares nothing with it."""
@@ -559,7 +559,7 @@ def test_dimension_numbers(variant, case):
     assert_matches(results, expected)
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @main_variants
 def test_dimension_numbers_change_no_bits(variant):
     """Transposed and split operands give the results of the matrices, transposed and split."""
@@ -714,7 +714,7 @@ def test_non_finite_elements_show_where_they_count(variant, tensor, bad):
         np.testing.assert_array_equal(~np.isfinite(f64(result)), where, err_msg=name)
 
 
-@pytest.mark.representative(20)
+@pytest.mark.representative(10)
 @every_recipe
 @pytest.mark.parametrize("tensor", [0, 1, 2], ids=["lhs", "rhs", "grad"])
 def test_zeros_give_zeros(recipe, tensor):
@@ -756,6 +756,7 @@ QUANTIZATIONS = {  # of lhs, rhs, grad and the three results
 }
 
 
+@pytest.mark.representative(13)
 @variants
 def test_quantized_once_where_once_will_do(variant, monkeypatch):
     shapes = []
@@ -772,7 +773,7 @@ def test_quantized_once_where_once_will_do(variant, monkeypatch):
     assert len(shapes) == QUANTIZATIONS[variant]
 
 
-@pytest.mark.representative(12)
+@pytest.mark.representative(8)
 @variants
 def test_residuals_are_bytes_but_for_what_stays_in_high_precision(variant):
     recipe, _ = VARIANTS[variant]
@@ -915,7 +916,7 @@ class Layer(nn.Module):
         return nn.tanh(jfp8.Dense(16, recipe=self.recipe)(x)), None
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_scan_and_remat_over_a_layer(name):
     recipe = ALL[name]
@@ -957,7 +958,7 @@ def test_scan_and_remat_over_a_layer(name):
         assert relative_error(got, f64(expected)) < 0.02
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [recipes.Hybrid, recipes.DirectE5M2], ids=lambda r: r.name)
 def test_fused_layers_keep_their_outputs(recipe):
     """Only layers whose path fits a pattern; a quantized output has few values."""

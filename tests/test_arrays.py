@@ -145,7 +145,7 @@ def test_dequantize_multiplies_in_f32(fmt, scale):
         assert np.all(np.signbit(values[tiny]) == np.signbit(expected[tiny]))
 
 
-@pytest.mark.representative(5)
+@pytest.mark.representative(3)
 @data_formats
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_dequantize_rounds_once_to_the_dtype(fmt, dtype):
@@ -158,7 +158,7 @@ def test_dequantize_rounds_once_to_the_dtype(fmt, dtype):
     assert np.any(product.astype(dtype) != data.astype(dtype) * scale.astype(dtype))
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("how", ["eager", "jit", "constant scale"])
 @data_formats
 def test_trap_extreme_e8m0_scales(fmt, how):

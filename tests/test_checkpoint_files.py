@@ -1004,6 +1004,7 @@ def batch(number: int) -> np.ndarray:
     return x
 
 
+@pytest.mark.slow
 def test_training_goes_on_bit_for_bit(directory):
     """In FP8 throughout: products, gradients, moments."""
     pytest.importorskip("orbax.checkpoint")

@@ -504,7 +504,7 @@ def test_cotangents_travel_in_their_own_dtype():
     }
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("shape", "dimension", "mean", "check_vma"),
     [

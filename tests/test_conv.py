@@ -146,6 +146,7 @@ def test_a_kernel_of_one_pixel_makes_a_matrix_product(shape, strides, padding, p
     assert ("dot_general" in jaxpr) is pointwise
 
 
+@pytest.mark.slow
 def test_bf16_in_and_out():
     lhs, rhs, _, plain, fp8 = operands(CASES["3x3"])
     lhs, rhs = (jnp.asarray(x, jnp.bfloat16) for x in (lhs, rhs))
@@ -188,7 +189,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", LAYERS.values(), ids=LAYERS)
 def test_conv_is_a_drop_in_for_flax(arguments):
     x = jax.random.normal(jax.random.key(0), (2, 8, 9, 6))

@@ -291,7 +291,7 @@ def test_parameters_are_those_of_the_model_and_histories_move(name):
     jax.eval_shape(partial(model.apply, mutable=True), {**stock, "params": state.params}, x)
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stacked", "norms"])
 def test_plain_loop_with_mutable_histories(name):
     """The same as `TrainState` sees, for lhs and rhs; ``fp8`` is treated like ``batch_stats``."""
@@ -590,7 +590,7 @@ def converted_layers(model, *inputs, **kwargs) -> set[str]:
 EVERYTHING = {"Conv_0", "Conv_1", "Conv_2", "Dense_0"}
 
 
-@pytest.mark.representative(10)
+@pytest.mark.representative(8)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -252,6 +252,7 @@ def test_aux_is_averaged():
     np.testing.assert_allclose(aux["below_one"], below, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_training_follows_the_run_on_one_device():
     state = trained(jfp8.Dense)
     one, eight = state, placed(state, MESH, P())

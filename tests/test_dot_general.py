@@ -240,7 +240,7 @@ def test_fake_quantization_oracle(case):
         assert all(abs(result).max() > 0 for result in results[:3])
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("implementation", ["emulate", "xla"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_recipes_and_implementations(recipe, implementation):
@@ -293,6 +293,7 @@ def test_close_to_the_f32_product():
         assert 0.005 < error < 0.08
 
 
+@pytest.mark.slow
 def test_jit_equals_eager():
     operands = random_operands(((9, 33), (33, 7), PLAIN), seed=3)
     compiled = value_and_grads(*operands)
@@ -477,7 +478,7 @@ def test_trap_extreme_amax(size):
     assert all(abs(r).max() > 0 for r in results)
 
 
-@pytest.mark.representative(6)
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", ROLES)
 def test_trap_non_finite_elements_show_where_they_count(which, bad):
@@ -532,7 +533,7 @@ def test_non_finite_elements_show_under_every_recipe(recipe):
     assert nan[2].sum() == 17 + 33 - 1  # a row from lhs, a column from dy
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     "case",
     [

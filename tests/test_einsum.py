@@ -55,7 +55,7 @@ def test_ellipses_are_spelled_out_from_the_right():
     assert parse("...x,xy->...y", 1, 2) == Terms("x", "xy", "y")
 
 
-@pytest.mark.representative(12)
+@pytest.mark.representative(9)
 @pytest.mark.parametrize(
     ("equation", "lhs", "rhs"),
     [
@@ -94,6 +94,7 @@ def equations(draw):
     return equation, [[sizes[c] for c in term] for term in (lhs, rhs)]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(equations())
 def test_any_equation(case):

@@ -183,6 +183,7 @@ def test_fine_tuning_begins_with_the_checkpoint(text, capsys):
     assert sorted(p.name for p in Path("again").iterdir()) == ["loss.png", "result.json"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_stock_model_is_one_of_the_fp8_model():
     """Names, shapes and dtypes are the same, so bytes of one load into the other."""
     script = module("finetune")
@@ -199,7 +200,7 @@ def test_a_checkpoint_of_the_stock_model_is_one_of_the_fp8_model():
     assert not any(leaf.any() for leaf in jax.tree.leaves(loaded.fp8)), "histories begin empty"
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

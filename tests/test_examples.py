@@ -269,6 +269,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(train_lm, tmp_path):
     assert bytes(periods[:, 0]) == b"abc"
 
 
+@pytest.mark.slow
 def test_custom_quantizer():
     """The quantizer of one's own beats the library's where it is meant to."""
     path = EXAMPLES / "custom_quantizer.py"

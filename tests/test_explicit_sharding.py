@@ -48,7 +48,7 @@ def relative(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mxfp8", "direct_e5m2"])
 @pytest.mark.parametrize(
     ("x_spec", "w_spec", "y_spec"),
@@ -80,7 +80,7 @@ def test_products_of_every_layout(name, x_spec, w_spec, y_spec):
         assert relative(ours, theirs) < bound
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_arrays_that_nobody_has_laid_out(wrap):
     """jax.make_mesh makes explicit axes unless it is told otherwise."""
@@ -93,6 +93,7 @@ def test_arrays_that_nobody_has_laid_out(wrap):
         assert relative(ours, theirs) < 1e-3
 
 
+@pytest.mark.slow
 @explicit_mesh
 def test_the_layout_is_inferred_as_jax_does():
     x = spread(normal(0, (32, 64)), P("data", None))
@@ -120,7 +121,7 @@ def test_nnx_layers_backward():
     assert ours.sharding == theirs.sharding
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shape"),
     [

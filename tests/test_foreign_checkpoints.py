@@ -106,7 +106,7 @@ def jfp8_model(length):
     return jfp8.convert(nn.Sequential(layers()), recipe, only=["layers_0"], exempt=())
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("length", [LENGTH, 3, 20])
 def test_flax_histories_newest_first(flax_run, length):
     _, after = flax_run
@@ -151,7 +151,7 @@ def test_flax_scales_of_the_next_step(flax_run):
         assert abs(float(ours) * LARGEST[role] / largest - 1) < 2 * 2.0**-24
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 def test_flax_model_goes_on_with_the_same_numbers(flax_run):
     """The large batch is in both histories, so that both round to the same coarse grid."""
     flax_model, after = flax_run
@@ -167,6 +167,7 @@ def test_flax_model_goes_on_with_the_same_numbers(flax_run):
     assert distance(fresh) > 5 * distance(ours)
 
 
+@pytest.mark.slow
 def test_flax_layers_under_scan():
     """Stacked histories, f32[layers, H]."""
 

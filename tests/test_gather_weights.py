@@ -161,7 +161,7 @@ def test_the_parts_of_the_gradient_are_those_of_the_whole():
     assert relative(jax.jit(f)({"kernel": w}, x)["kernel"], expected) < 3e-6  # f32
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients_as", [jnp.bfloat16, jfp8.E5M2, jfp8.E4M3FN])
 def test_gradients_in_fewer_bits(gradients_as):
     params, x = make_params(), normal(0, (16, 64))
@@ -188,7 +188,7 @@ def make_square(seed):
     return {"wi": {"kernel": normal(seed, (64, 128))}, "wo": {"kernel": normal(seed, (128, 64))}}
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @each_way
 def test_once_forward_and_once_backward_in_a_scan_over_layers(way):
     params, x = stacked(3), normal(9, (16, 64))
@@ -306,7 +306,7 @@ def test_a_nonfinite_weight_on_one_device_reaches_all(way, bad):
     assert not np.isfinite(loss)
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "block", "mxfp8", "direct_e5m2", "hybrid"])
 def test_recipes(name):
     """What is quantized a second time, in other blocks, moves by no more than a rounding."""
@@ -322,6 +322,7 @@ def test_recipes(name):
     assert relative(ours, theirs) <= (0 if same else 0.03)
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_keep_their_dtype():
     params, x = make_params(jnp.bfloat16), normal(0, (16, 64), jnp.bfloat16)
     _, grads = run("shard_map", params, x, recipe=CURRENT)
@@ -355,7 +356,7 @@ def test_state_of_an_nnx_model():
     assert np.abs(grads["kernel"].get_value()).max() > 0
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_weights_stored_in_fp8_travel_as_they_are(kind):
     w, x = normal(1, (64, 128)), normal(0, (16, 64))

@@ -277,6 +277,7 @@ def test_what_is_kept_is_smaller_than_what_it_is_made_of():
     ]
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_loops_over_stacked_weights(reverse):
     w = jax.random.normal(KEY, (3, 8, 8))

@@ -199,7 +199,7 @@ def test_layer_is_flax_with_quantized_operands(case):
     assert_is_product(y, equation, fake_quantize(x, E4M3), fake_quantize(kernel, E4M3), plus=bias)
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("case", [c for c in CASES if c[0] != "Einsum"][::5], ids=case_id)
 def test_dot_general_cls_is_the_same_layer(case):
     name, args, kwargs, shape, _ = case
@@ -216,7 +216,7 @@ def test_dot_general_cls_is_the_same_layer(case):
     assert amax(y) > 0
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("shape", "equation", "x_shape", "sum_lhs", "sum_rhs", "rest"),
     [
@@ -844,6 +844,7 @@ class TestPromise4RightUnderTransformations:
         assert not np.any(history(fp8, "grad")[:, 2:])
         np.testing.assert_array_equal(history(fp8, "lhs")[0, :2], [amax(X)] * 2)
 
+    @pytest.mark.slow
     def test_scan_over_stacked_layers_like_batch_stats(self):
         variables = jax.jit(Deep("scan").init)(KEY, X)
         fp8 = Deep("scan").apply(variables, X, mutable=["fp8", "fp8_sink"])[1]["fp8"]["layers"]

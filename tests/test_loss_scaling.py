@@ -451,6 +451,7 @@ def test_a_skipped_step_is_exact(tx, plain):
         assert scaler.growth_tracker == STEPS - 1 - BAD_STEP
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("plain", [adam(), clipped_adam(), adamw()], ids=["adam", "clip", "adamw"])
 def test_pass_and_apply_if_finite_skip_exactly(plain):
     """The same with optax alone, which compiles: equal bits of equal code, and close to `plain`."""
@@ -554,6 +555,7 @@ MULTI_STEPS = {
 }
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("tx", MULTI_STEPS.values(), ids=MULTI_STEPS.keys())
 def test_multi_steps_drops_the_bad_micro_step(tx):
     gradients = make_gradients()
@@ -597,6 +599,7 @@ STATEFUL = {
 }
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("tx", STATEFUL.values(), ids=STATEFUL.keys())
 def test_train_state_skips_exactly_with_any_of_them(tx):
     """`apply_gradients` takes gradients of the unscaled loss, and rolls back what tx did not."""
@@ -750,6 +753,7 @@ def test_optax_tree_get_finds_the_state(tx):
     assert jfp8.scale_loss(2.0, state) == 16.0
 
 
+@pytest.mark.representative(12)
 @in_containers
 def test_trap_jmp_forgets_fields_under_jit(tx):
     """JMP's tree_flatten drops min_loss_scale, so that a floor of 4 is 1 after one jit."""

@@ -162,6 +162,7 @@ class TestWhatArrives:
         moved = (values(params["w"]) - m).reshape(3, 40) * 2**20
         np.testing.assert_array_equal(moved, np.repeat([[0], [0], [100]], 40, axis=1))
 
+    @pytest.mark.representative(1)
     @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2])
     def test_by_lot_to_one_of_the_two_neighbours_in_proportion(self, fmt):
         exact = np.float32(1.7) * np.ones((64, 512), np.float32)
@@ -352,7 +353,7 @@ class TestScales:
             big = np.abs(exact) > np.abs(exact).max() / 1000
             np.testing.assert_allclose(values(params["w"])[big], exact[big], rtol=rounding)
 
-    @pytest.mark.representative(4)
+    @pytest.mark.representative(2)
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     @all_masters
     def test_what_is_not_finite_stays_visible(self, bad, master):
@@ -528,6 +529,7 @@ class TestComposition:
         run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("d"))
         np.testing.assert_array_equal(jax.jit(run)(q, x), x)
 
+    @pytest.mark.slow
     def test_errors(self):
         with pytest.raises(TypeError, match="master_weights wraps an optax transformation"):
             master_weights(1e-3)
@@ -600,6 +602,7 @@ def f32_run():
 
 
 class TestTrainState:
+    @pytest.mark.slow
     def test_gradients_are_those_by_the_values_and_products_use_the_bytes(self):
         """Weights on a grid that current scaling finds again: then both ways agree bit for bit."""
         model, variables = model_and_variables(CURRENT)
@@ -621,7 +624,7 @@ class TestTrainState:
         assert_same(grads["stored"], grads["dense"])
         assert np.any(grads["stored"][1].params["Dense_0"]["kernel"])
 
-    @pytest.mark.representative(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("master", "recipe", "micro_batches"),
         [*((master, CURRENT, 1) for master in MASTERS), (None, DELAYED, 2)],

@@ -130,7 +130,7 @@ def assert_close_to_float64(y, lhs, rhs, numbers=PLAIN):
 # Numbers
 
 
-@pytest.mark.representative(7)
+@pytest.mark.representative(4)
 @implementations
 @cases
 def test_any_dimension_numbers_exactly(case, implementation):
@@ -160,7 +160,7 @@ def test_every_product_of_two_codes(formats, implementation):
     assert np.isfinite(y).sum() >= (256 - 8) ** 2
 
 
-@pytest.mark.representative(8)
+@pytest.mark.representative(6)
 @implementations
 @pairs
 def test_float64_oracle(formats, implementation):
@@ -171,7 +171,7 @@ def test_float64_oracle(formats, implementation):
     assert_close_to_float64(matmul(lhs, rhs, implementation=implementation), lhs, rhs)
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pairs
 def test_implementations_agree(formats):
     """Only the order of the additions may differ, and for None on a CPU not even that."""
@@ -196,7 +196,7 @@ def test_fast_accumulation_is_a_licence_for_hardware_only(implementation, fast):
     assert y.item() == 256 * 256 + 4095
 
 
-@pytest.mark.representative(4)
+@pytest.mark.representative(3)
 @implementations
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_results_are_the_f32_result_rounded_once(dtype, implementation):
@@ -238,7 +238,7 @@ def test_trap_f16_accumulator_overflow(implementation):
     np.testing.assert_array_equal(y, np.full((2, 2), 784, np.float16))
 
 
-@pytest.mark.representative(5)
+@pytest.mark.representative(2)
 @implementations
 @pairs
 def test_trap_product_of_f8_arrays_is_f32(formats, implementation):
@@ -321,7 +321,7 @@ CONTRACTED = {
 }
 
 
-@pytest.mark.representative(4)
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("kind", ["f32", "e8m0"])
 @pytest.mark.parametrize("layout", CONTRACTED)
 def test_scales_along_the_contraction(layout, kind):
@@ -395,7 +395,7 @@ def test_quantize_then_multiply():
 # Transformations
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @implementations
 def test_jit_equals_eager(implementation):
     rng = np.random.default_rng(10)
@@ -409,7 +409,7 @@ def test_jit_equals_eager(implementation):
     assert abs(eager).min() > 0
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(1)
 @implementations
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
 def test_vmap_equals_loop(in_axes, implementation):

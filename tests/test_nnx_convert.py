@@ -232,7 +232,7 @@ def test_checkpoints_interchange():
     assert nnx.to_pure_dict(nnx.state(back)).keys() == saved.keys()
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "layer",
     [

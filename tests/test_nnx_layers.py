@@ -320,6 +320,7 @@ def attention(package, **options):
     return package.MultiHeadAttention(**ATTENTION, **options, rngs=nnx.Rngs(5))
 
 
+@pytest.mark.slow
 def test_attention_is_drop_in():
     options = {"num_kv_heads": 2, "normalize_qk": True}
     ours, stock = attention(jfp8.nnx, **options), attention(nnx, **options)
@@ -334,6 +335,7 @@ def test_attention_is_drop_in():
     assert len(set(amaxes)) == 4
 
 
+@pytest.mark.slow
 def test_attention_gradients():
     ours, stock, x = attention(jfp8.nnx), attention(nnx), normal(0, (2, 5, 8))
     loss = lambda layer, x: (layer(x, is_causal=True) * normal(3, (2, 5, 8))).sum()
@@ -357,7 +359,7 @@ def faked_attention(q, k, v, mask=None):
     return np.einsum("...hqk,...khd->...qhd", wide(weights), v)
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [4, 2])
 def test_attention_products_are_those_of_fake_quantization(groups):
     q, k, v = (normal(i, (2, 5, n, 8)) for i, n in enumerate((4, groups, groups)))
@@ -398,6 +400,7 @@ def test_dropout_of_attention_is_that_of_flax():
         ours(q, k, v, dropout_rate=0.4)
 
 
+@pytest.mark.slow
 def test_decoding_step_by_step():
     x = normal(0, (2, 4, 8))
     ours = attention(jfp8.nnx)

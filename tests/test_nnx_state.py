@@ -138,6 +138,7 @@ def test_params_are_those_of_flax_and_the_rest_has_its_own_types():
 # Steps.
 
 
+@pytest.mark.slow
 def test_a_step_computes_what_flax_does():
     """The first: without histories, gradients use current scaling either way."""
     x = normal(1, (4, D))
@@ -237,6 +238,7 @@ def test_models_inside_of_containers():
         assert newest(layer.dot_general)["grad"][0] > 0
 
 
+@pytest.mark.slow
 def test_training_on_par_with_flax():
     """A loop with nothing but `value_and_grad` changed; and the guard that scales do move."""
     x, y = normal(1, (32, D)), normal(2, (32, D))
@@ -655,6 +657,7 @@ def test_trap_merge_needs_a_copy_inside_of_grad():
         jax.grad(f)(param, False)
 
 
+@pytest.mark.slow
 def test_trap_jax_transformations_of_a_model_from_outside():
     layer, x = linear(), normal(1, (4, D))
     for transformed in (jax.vmap(layer), jax.jit(layer)):

@@ -70,6 +70,7 @@ def test_layer_norm_linear():
     assert_like_linen(ours, linen, x)
 
 
+@pytest.mark.slow
 def test_layer_norm_mlp():
     options = {"activation": "geglu", "return_layernorm_output": True}
     ours = jfp8.nnx.LayerNormMLP(D, 16, **options, rngs=nnx.Rngs(0))
@@ -116,6 +117,7 @@ def test_a_step_records_all_products():
         assert not history.get_value()[1:].any()
 
 
+@pytest.mark.slow
 def test_dropout_follows_train_and_eval():
     rates = dict.fromkeys(("hidden_dropout", "attention_dropout", "intermediate_dropout"), 0.5)
     layer = jfp8.nnx.TransformerLayer(D, 16, 2, **rates, rngs=nnx.Rngs(0))

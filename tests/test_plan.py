@@ -248,6 +248,7 @@ def gather_fp8(parts, gradients_as=None):
     return jfp8.gather_weights(parts, "fsdp", specs, recipe=recipe, gradients_as=gradients_as)
 
 
+@pytest.mark.slow
 def test_fsdp_in_f32(plan, lm, size):
     counted = sent(fsdp_program(lm, size, gather_f32), 8, trips=size.layers)
     f32 = dataclasses.replace(

@@ -94,7 +94,7 @@ def test_jupyter_shows_the_axes_as_a_picture(name):
     assert luminance.min() < 0.1  # letters
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @each_picture
 def test_nothing_is_left_behind(name):
     import matplotlib.pyplot as plt

@@ -233,6 +233,7 @@ def test_quantize_any_shape(dimensions, fmt):
     assert values.shape == q.shape == shape
 
 
+@pytest.mark.representative(8)
 @pytest.mark.parametrize("granularity", [*GRANULARITIES[:4], Block((1, 2))], ids=str)
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)], ids=str)
 def test_quantize_of_empty_arrays(granularity, shape):
@@ -346,7 +347,7 @@ def test_trap_constant_factors_are_multiplied_first(code):
     np.testing.assert_array_equal(np.asarray(q.data).astype(np.float64), exact)
 
 
-@pytest.mark.representative(5)
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("scale_rounding", [None, "power_of_two"])
 @data_formats
 def test_trap_extreme_magnitudes(fmt, scale_rounding):
@@ -447,6 +448,7 @@ def test_trap_nan_spoils_its_block_and_no_other(block, fmt, scale_rounding, bad)
     assert_bitwise(np.asarray(values)[~lost], np.asarray(clean_values)[~lost])
 
 
+@pytest.mark.representative(15)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("scale_rounding", [None, "power_of_two", *E8M0_MODES])
 def test_e2m1_keeps_nan_in_the_scale(bad, scale_rounding):
@@ -509,7 +511,7 @@ def test_stochastic_quantization_is_unbiased():
 # Transformations.
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("granularity", "scale_rounding"),
     [(PerTensor(), None), (PerAxis(0), None), (Block((1, 16)), "rceil")],
@@ -542,7 +544,7 @@ def test_eager_agrees_with_jit(granularity):
     assert_bitwise(eager.dequantize(), jitted.dequantize())
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", [PerTensor(), PerAxis(1), Block((1, 16))], ids=str)
 def test_sharding_changes_nothing(granularity):
     """The amax is that of the whole array, and only amaxes travel."""
@@ -566,7 +568,7 @@ def test_sharding_changes_nothing(granularity):
 # Gradients.
 
 
-@pytest.mark.representative(5)
+@pytest.mark.representative(4)
 @data_formats
 @pytest.mark.parametrize("granularity", [PerTensor(), Block((2, 8))], ids=str)
 def test_gradient_is_straight_through(fmt, granularity):
@@ -872,7 +874,7 @@ def mx_blocks(dtype) -> np.ndarray:
     return x
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("block", [(1, 32), (32, 1)], ids=str)
 @pytest.mark.parametrize("mode", E8M0_MODES)
 @data_formats
@@ -979,7 +981,7 @@ CUT = {
 }
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("block", "shape"), [(block, shape) for block in CUT for shape in CUT[block]], ids=str
 )
@@ -1095,7 +1097,7 @@ def nvfp4_case(case) -> np.ndarray:
     return x
 
 
-@pytest.mark.representative(11)
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("contracting", [0, 1])
 @pytest.mark.parametrize("size", [(16, 1), (16, 16)], ids=str)
 @pytest.mark.parametrize(
@@ -1144,7 +1146,7 @@ def test_trap_two_level_data_is_divided_by_the_rounded_scale():
     np.testing.assert_array_equal(codes(call(TwoLevel(E2M1FN, (16, 1)), x).data), codes(data))
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
 def test_trap_divisions_of_two_level_scales_are_not_rewritten(how):
     """XLA turns ``a / constant`` and ``1 / (s / S)`` into products, which are off by an ulp."""

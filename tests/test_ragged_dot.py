@@ -241,6 +241,7 @@ def test_any_sizes(name, sizes):
     assert np.all(np.any(np.asarray(actual[2]), axis=(1, 2)) == used)
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 3, 2), (3, 0, 2), (3, 2, 0)])
 def test_empty_operands(m, k, n):
     lhs, rhs, dy = operands(m, k, n, groups=2)
@@ -319,6 +320,7 @@ def test_rows_of_no_group_influence_nothing():
     assert [float(decode_amax(row)[0]) for row in d_sink] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_nan_stays_in_its_row_and_in_its_group():
     lhs, rhs, dy = operands(m=48, groups=3)
     lhs[5, 3], rhs[2, 1, 1] = np.nan, np.inf
@@ -344,6 +346,7 @@ def test_group_sizes_beyond_the_rows_do_not_crash():
 # Scales.
 
 
+@pytest.mark.slow
 def test_an_outlier_in_one_group_does_not_cost_the_others_precision():
     """With one scale for all groups, everything but the outlier's group is flushed to zero."""
     lhs, rhs, dy = operands(m=64, groups=4)
@@ -448,6 +451,7 @@ def test_rhs_of_stored_bytes_is_used_as_it_is(scales):
     assert float(decode_amax(d_sink[1])[0]) == pytest.approx(largest_value, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_stored_bytes_that_do_not_fit_the_recipe_are_quantized_like_any_values():
     lhs, rhs, dy = operands(m=48, groups=3)
     sizes = (16, 16, 16)
@@ -540,6 +544,7 @@ def test_dtypes():
     np.testing.assert_array_equal(y16, y.astype(jnp.float16))
 
 
+@pytest.mark.slow
 def test_vmap_equals_loop():
     batches = [operands(m=40, groups=3, seed=seed) for seed in range(2)]
     sizes = np.array([[10, 0, 25], [3, 37, 0]])

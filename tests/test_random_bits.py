@@ -176,6 +176,7 @@ def test_jit_and_vmap_agree_with_eager():
     assert len(np.unique(eager)) == eager.size
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y"), P(("x", "y"))], ids=str)
 def test_sharding_changes_nothing_and_moves_nothing(spec):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))

@@ -53,6 +53,7 @@ def test_samples_every_so_many_steps_and_changes_nothing(compiled, tmp_path):
     assert record.products.fp8_fraction == 1
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_sampled_run_the_given_program():
     state, step, batches = setup()
     calls = []

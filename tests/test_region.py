@@ -96,6 +96,7 @@ def test_trap_an_already_jitted_function_is_traced_again():
     assert len(traces) == 3
 
 
+@pytest.mark.representative(4)
 @pytest.mark.parametrize("lift", ["remat", "jit", "scan", "vmap", "attention"])
 def test_trap_layers_inside_of_transformations_are_not_missed(lift):
     """Elsewhere, swapping ``lax.dot_general`` misses these."""
@@ -198,6 +199,7 @@ def test_an_exception_ends_a_region():
     assert recipes_of() == both("")
 
 
+@pytest.mark.slow
 def test_each_thread_has_its_own_regions():
     found = {}
     entered, asked = threading.Event(), threading.Event()

@@ -429,7 +429,7 @@ def test_one_operand_in_high_precision_beside_scales_that_are_narrow(half):
     assert {"lhs": row.lhs, "rhs": row.rhs} == {**shapes, half: wide[half]}
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "operands"),
     [

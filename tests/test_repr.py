@@ -278,6 +278,7 @@ def test_train_state():
     assert bytes_ == 2 * (8192 + 128 * 4) + 2 * 387 * 4 + 2 * 4 + 13 == 20_525
 
 
+@pytest.mark.slow
 def test_train_state_after_a_step_and_inside_of_one():
     seen = []
     state, grads = jax.jit(lambda state: one_step(state, seen))(new_state())
@@ -298,6 +299,7 @@ def test_train_state_of_fp8_parameters():
     assert "opt_state=(empty)" in text
 
 
+@pytest.mark.slow
 def test_stacked_layers_count_each():
     class Scanned(nn.Module):
         @nn.compact
@@ -315,7 +317,7 @@ def test_stacked_layers_count_each():
     assert "fp8=(5 products with amax histories of 16 steps)" in repr(state)
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "leaf", [lambda x: None, lambda x: object(), lambda x: PartitionSpec(), lambda x: "x"]
 )

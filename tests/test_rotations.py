@@ -92,7 +92,7 @@ def test_small_arrays(shape):
     np.testing.assert_allclose(y, rotated(x, DEFAULT, axis), rtol=0, atol=1e-5)
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("k", [16, 64, 50, 7])
 def test_the_product_stays(k):
     """``(a R) (b R)^T = a b^T``, for f32 to within its rounding."""
@@ -132,7 +132,7 @@ def rotating(quantizer, **options):
     return lambda x, w: scaled_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe, **options)
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("k", [64, 50])
 @pytest.mark.parametrize(
     "quantizer", [Current(E4M3FN), Blockwise(E4M3FN, (32, 1), "rceil")], ids=["tensor", "blocks"]

@@ -108,7 +108,7 @@ def test_the_codes_kept_are_those_of_ml_dtypes(shape, block, fmt):
     assert np.any(codes)
 
 
-@pytest.mark.representative(2)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", [(6, 96), (2, 3, 80), (40,)])
 def test_gradients_are_those_at_what_was_kept(shape, fmt):
@@ -185,6 +185,7 @@ def test_trap_outliers_take_the_scale_of_their_neighbours():
     assert sqnr(rmsnorm_vjp(rounded, ones, dy)[0], exact[0]) < 40
 
 
+@pytest.mark.representative(9)
 @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2, jfp8.E3M4, jfp8.E2M1FN], ids=repr)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows_in_the_gradient(bad, fmt):
@@ -196,6 +197,7 @@ def test_what_is_not_finite_shows_in_the_gradient(bad, fmt):
     assert np.isfinite(dx[2, BLOCK:]).all()
 
 
+@pytest.mark.slow
 def test_very_small_and_very_large_values():
     x = jnp.asarray([[1e-37] * 32, [3e38] * 32, [0.0] * 32], jnp.float32)
     dx = jax.grad(lambda x: jnp.sum(save_in_fp8(lambda x: x * (x * 1e-30))(x)))(x)
@@ -228,6 +230,7 @@ def test_the_rest_is_any_tree_and_kept_exactly():
     assert sqnr(ours["w"][0], expected[1]["w"][0]) < 60, "it is not that of x itself"
 
 
+@pytest.mark.slow
 def test_transformations_keep_to_the_loop():
     """scan, remat, vmap and jit of the same layers, with keys and masks, give the same gradient."""
     g = save_in_fp8(masked)
@@ -588,7 +591,7 @@ def temporary_bytes(compiled) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [False, True], ids=["mlp", "layer"])
 def test_memory_falls_under_scan(attention):
     x = normal(*TOKENS, FEATURES)

@@ -323,6 +323,7 @@ class TestTrapJ:
         params, x = DENSE.init(KEY, filled(1.0))["params"], filled(1000.0)
         assert_close_to_stock(DENSE.apply({"params": params}, x), x @ params["kernel"])
 
+    @pytest.mark.slow
     def test_trap_j_a_checkpoint_of_the_stock_model_restores(self):
         """From bf16 training without FP8, by bytes, into a TrainState and into variables."""
         stock = nn.Dense(4, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
@@ -453,6 +454,7 @@ def test_trap_constraint_1_shared_scan_records_through_the_sink():
     assert_one_entry(fp8, "grad", 1.0, exact=True)
 
 
+@pytest.mark.slow
 def test_trap_constraint_2_shared_vmap_records_through_the_sink():
     """Nor can it put one history for a mapped axis back into the collection."""
     xs = jnp.stack([filled(p, seed=i) for i, p in enumerate((2.0, 3.0, 1.0))])

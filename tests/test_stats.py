@@ -146,7 +146,7 @@ def test_a_tie_above_the_largest_value_goes_to_the_even_side():
     assert only(seen.rows(), "lhs").overflow == 2 / 4
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1.0, 1e25])
 def test_squares_neither_overflow_nor_vanish(magnitude):
     x = normal((32, 16)) * np.float32(magnitude)
@@ -256,6 +256,7 @@ def test_results_are_those_of_the_step_itself(recipe):
     assert_same_bits(plain, results)
 
 
+@pytest.mark.slow
 def test_off_the_compiled_program_is_the_same():
     """Also of a function that has been traced with statistics before."""
     model, state = model_and_state()
@@ -364,7 +365,7 @@ def test_scan_over_layers_gives_a_row_for_each(recipe, remat):
     assert len(set(grads)) == 5
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_micro_batches_are_taken_together(remat):
     model = stacked(remat)
@@ -380,6 +381,7 @@ def test_micro_batches_are_taken_together(remat):
     assert first(parts).exponents == first(whole).exponents
 
 
+@pytest.mark.slow
 def test_a_layer_used_twice_has_one_row():
     class Twice(nn.Module):
         @nn.compact
@@ -396,6 +398,7 @@ def test_a_layer_used_twice_has_one_row():
     assert np.isfinite(inner).all()
 
 
+@pytest.mark.slow
 def test_a_loop_over_time_is_no_loop_over_layers():
     """The weights of a recurrent cell are the same in each turn."""
 

@@ -215,7 +215,7 @@ def test_multi_transform_with_a_label_that_nothing_has():
     assert len(stored_leaves(train(tx, 1)[1])) == 4
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("huge", [1e25, 3e38])
 @pytest.mark.parametrize("wrap", [jfp8.loss_scale, jfp8.skip_on_overflow])
 @pytest.mark.parametrize("make", [adam, lambda rate: adam(rate, preset="msamp_o2")])

@@ -19,7 +19,7 @@ def strict():
         yield
 
 
-@pytest.mark.representative(5)
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_casts(fmt, rounding):
@@ -31,7 +31,7 @@ def test_casts(fmt, rounding):
     assert kept.dtype == dtype
 
 
-@pytest.mark.representative(3)
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
 def test_quantize_and_multiply(scale_rounding):
     @jax.jit

@@ -106,6 +106,7 @@ def test_parameters_in_fp8_have_the_bytes_that_they_take():
     assert "98.5 % in FP8" in str(found)  # 6144 of 6240
 
 
+@pytest.mark.slow
 def test_tabulate_counts_fp8_state_as_parameters():
     """The trap: 108 parameters become 6,258."""
     fp8 = {"dot_general_cls": nn.Fp8DirectDotGeneralOp}

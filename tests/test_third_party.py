@@ -456,7 +456,7 @@ def convert(model: Any) -> Any:
     return jfp8.convert(model, recipes.DelayedScaling())
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 def test_every_product_that_should_be_is_in_fp8(case):
     model = case.model()
     expected, counts = case.products, {}

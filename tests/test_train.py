@@ -286,6 +286,7 @@ class TestValueAndGrad:
         (_, aux), _ = jax.jit(jfp8.value_and_grad(loss_fn, **options))(create(), batch)
         np.testing.assert_array_equal(aux, np.max(np.reshape(batch["x"], (4, -1)), axis=1))
 
+    @pytest.mark.slow
     def test_micro_batches_see_their_part_of_every_array(self):
         """Labels and random keys are split along with the rest."""
 
@@ -570,6 +571,7 @@ class TestPromise4OneEntryAndOneScalePerStep:
         for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params)):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * (1 + moved))
 
+    @pytest.mark.slow
     def test_stacked_layers_keep_their_own_histories(self):
         model = Stack()
         loss_fn, state = squared_error(model), create(model, self.TX)

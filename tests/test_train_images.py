@@ -234,7 +234,7 @@ def test_the_resnet_and_where_its_fp8_is(model):
     }
 
 
-@pytest.mark.representative(4)
+@pytest.mark.representative(3)
 @pytest.mark.parametrize("recipe", jfp8.recipes.RECIPES, ids=lambda recipe: recipe.name)
 def test_its_shapes_suit_every_recipe(train_images, model, monkeypatch, recipe):
     """A training step, traced and not compiled: neither 9 * 16 nor 16 is a multiple of 128."""

@@ -448,6 +448,7 @@ def test_masks_are_true_where_attention_may_go():
     assert np.any(run(changed_at(X, 1, 5), mask)[1, :5] != y[1, :5])
 
 
+@pytest.mark.slow
 def test_a_relative_embedding_can_be_shared():
     """What T5 does: one table for all layers."""
     own = TransformerLayer(**SIZES, enable_relative_embedding=True)
