@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 from jfp8.arrays import ScaledArray, expand_scale, scale_as_f32_pair, scaled_values
-from jfp8.compat import same_varying_axes
 from jfp8.kernels import emulate, hopper
 from jfp8.matrices import free_dims
+from jfp8.tracing.compat import same_varying_axes
 
 Accumulation = Literal["f32", "f32_every_128", "hopper", "hopper_every_128"]
 ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)

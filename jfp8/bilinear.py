@@ -24,7 +24,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.arrays import ScaledArray, scaled_values
-from jfp8.compat import same_varying_axes
 from jfp8.quantizers import Context, Quantizer
 from jfp8.random_bits import fold_in, seed_of
 from jfp8.recipes import Product, Recipe
@@ -32,6 +31,7 @@ from jfp8.residuals import SAVED, SAVED_WEIGHT, restore, save
 from jfp8.scaling import AmaxState, amax
 from jfp8.sink import ROLES, WIDTH, encode_amax
 from jfp8.taps import observer
+from jfp8.tracing.compat import same_varying_axes
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
 Operand = ScaledArray | jax.Array

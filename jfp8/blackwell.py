@@ -11,8 +11,8 @@ from jfp8.accumulation import scale_shape_of
 from jfp8.arrays import ScaledArray
 from jfp8.backends import HARDWARE_FORMATS, Job, scale_dtype
 from jfp8.formats import E5M2, E8M0FNU
-from jfp8.kernels.gpu import Gpu
 from jfp8.matrices import as_matrices, free_dims, out_shape, to_last
+from jfp8.tracing.device import Gpu
 
 BLOCK = 32
 

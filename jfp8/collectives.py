@@ -39,7 +39,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.compat import varying_axes
 from jfp8.formats import (
     E4M3FN,
     FORMATS,
@@ -53,6 +52,7 @@ from jfp8.formats import (
 from jfp8.quantizers import block_scale, quantize_with_scale
 from jfp8.random_bits import fold_in, hash_bits, seed_of
 from jfp8.scaling import Block
+from jfp8.tracing.compat import varying_axes
 
 __all__ = ["E2M5", "FINEST", "all_gather", "pmean", "reduce_scatter"]
 

@@ -32,12 +32,12 @@ from jfp8.dot_general import (
     value_dtype,
     values_of,
 )
-from jfp8.explain import note
 from jfp8.explicit_sharding import has_explicit_axes, with_result_like
 from jfp8.formats import decode
 from jfp8.matmul import Implementation, check_implementation
 from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
 from jfp8.scaling import AmaxState
+from jfp8.tracing.notes import note
 
 
 def scaled_conv_general_dilated(

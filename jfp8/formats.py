@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.gpu import current_gpu
 from jfp8.random_bits import random_bits
+from jfp8.tracing.device import current_gpu
 
 Rounding = Literal["nearest_even", "toward_zero", "stochastic"]
 ROUNDINGS: tuple[str, ...] = ("nearest_even", "toward_zero", "stochastic")

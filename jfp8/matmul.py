@@ -24,11 +24,11 @@ from jfp8.backends import (
     why_not_f8_by_xla,
 )
 from jfp8.blackwell import by_blackwell, why_not_blackwell
-from jfp8.explain import note
 from jfp8.formats import E5M2
-from jfp8.kernels.gpu import Gpu, current_gpu
 from jfp8.matrices import matrix_sizes
 from jfp8.mosaic import by_mosaic, why_not_mosaic
+from jfp8.tracing.device import Gpu, current_gpu
+from jfp8.tracing.notes import note
 
 Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
 Backend = Callable[[ScaledArray, ScaledArray, Job], jax.Array]

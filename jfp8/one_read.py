@@ -17,7 +17,6 @@ from jax import lax
 
 from jfp8.arrays import ScaledArray
 from jfp8.backends import HARDWARE_FORMATS
-from jfp8.compat import kernels_are_interpreted, same_varying_axes
 from jfp8.formats import E8M0FNU, codes_to_format
 from jfp8.quantizers import Blockwise, Context, Current, Delayed, Quantizer, Rowwise, Unit
 from jfp8.scaling import (
@@ -28,6 +27,7 @@ from jfp8.scaling import (
     reciprocal,
     scale_from_amax,
 )
+from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
 
 
 class BothWays(NamedTuple):

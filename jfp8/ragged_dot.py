@@ -21,16 +21,16 @@ from jax import lax
 from jfp8.accumulation import scale_shape_of
 from jfp8.arrays import ScaledArray, scaled_values
 from jfp8.bilinear import Observed, Operand, Operation, multiply_quantized
-from jfp8.compat import same_varying_axes
 from jfp8.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
 from jfp8.formats import decode
 from jfp8.grouped_dot import GroupedDot
 from jfp8.grouped_kernels import GroupedKernels, why_not_grouped_kernels
-from jfp8.kernels.gpu import current_gpu
 from jfp8.matmul import SMALL_PRODUCT, Implementation, check_implementation
 from jfp8.ragged_tiles import lay_out, take_rows
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
 from jfp8.scaling import AmaxState, amax
+from jfp8.tracing.compat import same_varying_axes
+from jfp8.tracing.device import current_gpu
 
 # Rows of a tile, where the recipe leaves it open: enough for the matrix units, and for groups much
 # smaller than that, no more than a quarter of what a group has on average.

@@ -20,12 +20,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8 import formats
 from jfp8.bilinear import PRODUCT_NAME, ROTATION_NAME
-from jfp8.compat import without_dead_code
 from jfp8.edges import PRODUCTS, arrays_in, jaxprs_of
-from jfp8.explain import explaining, note, notes_of
 from jfp8.linen.products import Product
 from jfp8.nnx.convert import layers_of
 from jfp8.nnx.hooks import annotate
+from jfp8.tracing.compat import without_dead_code
+from jfp8.tracing.notes import explaining, note, notes_of
 
 _F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}

@@ -11,10 +11,10 @@ from jax import lax
 import jfp8
 from jfp8.backends import Job, emulated, factors_of, in_bf16
 from jfp8.kernels import xla
-from jfp8.kernels.gpu import Gpu
 from jfp8.matmul import SMALL_PRODUCT, on_cuda
 from jfp8.quantizers import Context, TwoLevel
 from jfp8.scaling import amax
+from jfp8.tracing.device import Gpu
 
 PLAIN = (((1,), (0,)), ((), ()))
 HOPPER = Gpu("NVIDIA H200", (9, 0), whole=True)

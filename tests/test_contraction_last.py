@@ -17,8 +17,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, 
 
 import jfp8
 from jfp8 import recipes
-from jfp8.compat import without_dead_code
 from jfp8.edges import jaxprs_of
+from jfp8.tracing.compat import without_dead_code
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8 import explain
 from jfp8.recipes import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -22,6 +21,7 @@ from jfp8.recipes import (
     RowwiseScaling,
 )
 from jfp8.report import ProductRow
+from jfp8.tracing import notes as explain
 
 KEY = jax.random.key(0)
 CURRENT = Float8CurrentScaling()

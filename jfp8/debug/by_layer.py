@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jfp8.debug.reading import Place
-from jfp8.explain import notes_of, product_path
+from jfp8.tracing.notes import notes_of, product_path
 
 
 def by_layer(

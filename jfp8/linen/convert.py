@@ -21,7 +21,6 @@ from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
 from jfp8 import edges, region
 from jfp8.arrays import ScaledArray
-from jfp8.explain import note
 from jfp8.linen.attention import EinsumProduct
 from jfp8.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.linen.products import (
@@ -36,6 +35,7 @@ from jfp8.linen.state_in_params import collections_into_params, collections_out_
 from jfp8.recipes import DelayedScaling, Recipe
 from jfp8.region import Region
 from jfp8.selection import MAX_IMAGE_CHANNELS, Edge, Selection
+from jfp8.tracing.notes import note
 
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes
 

@@ -16,13 +16,13 @@ from jfp8.arrays import ScaledArray
 from jfp8.bilinear import Observed
 from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
-from jfp8.explain import note
 from jfp8.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.matmul import Implementation
 from jfp8.recipes import Recipe, check_recipe
 from jfp8.region import recipe_in_effect
 from jfp8.scaling import AmaxState, observe, push_amax
 from jfp8.sink import ROLES, init_sink
+from jfp8.tracing.notes import note
 
 
 class Product(nn.Module):

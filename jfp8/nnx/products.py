@@ -17,12 +17,12 @@ from jfp8.arrays import ScaledArray
 from jfp8.bilinear import Observed
 from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
-from jfp8.explain import note
 from jfp8.matmul import Implementation
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
 from jfp8.region import recipe_in_effect
 from jfp8.scaling import AmaxState, push_amax
 from jfp8.sink import ROLES
+from jfp8.tracing.notes import note
 
 
 class Fp8State(nnx.Variable):

@@ -28,7 +28,6 @@ from jax import lax
 
 from jfp8 import printing
 from jfp8.arrays import ScaledArray, apply_scale, scaled_values
-from jfp8.compat import vary_like
 from jfp8.formats import codes_of, codes_to_format, decode, format_of
 from jfp8.optim.loss_scaling import transformation, widened
 from jfp8.optim.stochastic_rounding import round_to_16_bits
@@ -43,6 +42,7 @@ from jfp8.scaling import (
     reciprocal,
     scale_from_amax,
 )
+from jfp8.tracing.compat import vary_like
 
 Master = Literal[None, "bfloat16", "float16_scaled", "float32"]
 

@@ -11,7 +11,7 @@ import importlib.resources
 import json
 from typing import Any
 
-from jfp8.kernels.gpu import current_gpu
+from jfp8.tracing.device import current_gpu
 
 
 def measured(kernel: str, *shape: int) -> dict[str, Any] | None:

@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.compat import kernels_are_interpreted
 from jfp8.formats import Format
 from jfp8.kernels.mosaic_gpu.measured import measured
 from jfp8.kernels.mosaic_gpu.tiles import multiprocessors, padded, swizzled
+from jfp8.tracing.compat import kernels_are_interpreted
 
 # How a warpgroup holds the lines of a tile: four neighbours to a thread where they are rows, which
 # makes words of f8, and two where they are columns, which is what a transposing load gives.

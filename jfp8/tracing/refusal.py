@@ -11,7 +11,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jfp8.compat import same_varying_axes
+from jfp8.tracing.compat import same_varying_axes
 
 _refuse_p = Primitive("refuse")
 _refuse_p.def_abstract_eval(lambda *, shape, dtype, reason: ShapedArray(shape, dtype))
