@@ -20,10 +20,11 @@ import numpy as np
 from gpu_harness import Case, Group, Record, Settings, running
 
 import jfp8
-from jfp8.arrays import expand_scale
-from jfp8.formats import E4M3FN, E5M2, E8M0FNU, Format
-from jfp8.quantizers import block_scale, quantize_with_scale
-from jfp8.scaling import Block, PerAxis, amax
+from jfp8.scaling.arrays import expand_scale
+from jfp8.scaling.formats import E4M3FN, E5M2, E8M0FNU, Format
+from jfp8.scaling.granularity import Block, PerAxis
+from jfp8.scaling.quantization import block_scale, quantize_with_scale
+from jfp8.scaling.scales import amax
 
 RUNS = 3  # one where kernels are interpreted
 _MODULES = ("quantize", "quantize_blocks", "matmul", "grouped")

@@ -19,8 +19,8 @@ from gpu_timing import chained, copies, described, random
 from jax import lax
 
 import jfp8
-from jfp8.formats import E4M3FN
-from jfp8.scaling import Block, PerAxis
+from jfp8.scaling.formats import E4M3FN
+from jfp8.scaling.granularity import Block, PerAxis
 
 NT = (((1,), (1,)), ((), ()))  # y[i, j] = sum_k a[i, k] b[j, k]
 FAST = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM

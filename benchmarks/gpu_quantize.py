@@ -12,8 +12,9 @@ from gpu_harness import Case, Group, Settings
 from gpu_timing import chained, copies, random
 
 import jfp8
-from jfp8.formats import E4M3FN
-from jfp8.scaling import Block, amax
+from jfp8.scaling.formats import E4M3FN
+from jfp8.scaling.granularity import Block
+from jfp8.scaling.scales import amax
 
 
 def quantize(settings: Settings) -> Iterator[Group]:

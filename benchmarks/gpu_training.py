@@ -17,7 +17,7 @@ from gpu_products import Shape, flax_op, name_of, shapes
 from gpu_timing import chained, copies, described, random, save
 
 import jfp8
-from jfp8.sink import init_sink
+from jfp8.scaling.sink import init_sink
 
 NN = (((1,), (0,)), ((), ()))  # y[i, j] = sum_k x[i, k] w[k, j]
 

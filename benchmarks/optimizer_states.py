@@ -37,7 +37,7 @@ import optax
 import jfp8
 from jfp8.optim.adam import DEFAULT, PRESETS, Moments, adamw
 from jfp8.optim.storage import Blocks, Float, Storage
-from jfp8.random_bits import fold_in
+from jfp8.scaling.random_bits import fold_in
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]

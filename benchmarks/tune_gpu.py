@@ -95,9 +95,9 @@ def _quantize_cases(name: str, shape: tuple[int, ...], settings: Settings) -> It
     from gpu_checks import kernel
     from gpu_timing import copies, random
 
-    from jfp8.formats import E4M3FN
     from jfp8.kernels.mosaic_gpu.quantize import Sweep
     from jfp8.kernels.mosaic_gpu.tiles import multiprocessors
+    from jfp8.scaling.formats import E4M3FN
 
     inputs = copies(lambda i: (random(shape, jnp.bfloat16, seed=i), jnp.float32(2)), settings)
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.arrays import ScaledArray, expand_scale, scale_as_f32_pair, scaled_values
 from jfp8.kernels import emulate, hopper
 from jfp8.matrices import free_dims
+from jfp8.scaling.arrays import ScaledArray, expand_scale, scale_as_f32_pair, scaled_values
 from jfp8.tracing.compat import same_varying_axes
 
 Accumulation = Literal["f32", "f32_every_128", "hopper", "hopper_every_128"]

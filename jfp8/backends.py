@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 
 from jfp8.accumulation import dot_in_chunks, multiply, scale_products, scale_shape_of, to_output
-from jfp8.arrays import ScaledArray, scale_as_f32_pair, scaled_values
-from jfp8.formats import E4M3FN, E5M2
 from jfp8.kernels import emulate, xla
 from jfp8.matrices import free_dims
+from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
+from jfp8.scaling.formats import E4M3FN, E5M2
 
 HARDWARE_FORMATS = {E4M3FN, E5M2}
 

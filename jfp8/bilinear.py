@@ -23,13 +23,14 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfp8.arrays import ScaledArray, scaled_values
-from jfp8.quantizers import Context, Quantizer
-from jfp8.random_bits import fold_in, seed_of
+from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes import Product, Recipe
 from jfp8.residuals import SAVED, SAVED_WEIGHT, restore, save
-from jfp8.scaling import AmaxState, amax
-from jfp8.sink import ROLES, WIDTH, encode_amax
+from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.history import AmaxState
+from jfp8.scaling.random_bits import fold_in, seed_of
+from jfp8.scaling.scales import amax
+from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
 from jfp8.taps import observer
 from jfp8.tracing.compat import same_varying_axes
 
@@ -137,8 +138,8 @@ def multiply_quantized(
     _check_state(recipe, state)
     if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
         raise ValueError(
-            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)} (jfp8.sink.init_sink()), "
-            f"got {sink.dtype} of shape {sink.shape}."
+            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as jfp8.scaling.init_sink() "
+            f"makes them, got {sink.dtype} of shape {sink.shape}."
         )
     seed = seed_of(key) if key is not None and recipe.products().stochastic else None
     carrier = None

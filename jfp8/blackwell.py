@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.accumulation import scale_shape_of
-from jfp8.arrays import ScaledArray
 from jfp8.backends import HARDWARE_FORMATS, Job, scale_dtype
-from jfp8.formats import E5M2, E8M0FNU
 from jfp8.matrices import as_matrices, free_dims, out_shape, to_last
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.formats import E5M2, E8M0FNU
 from jfp8.tracing.device import Gpu
 
 BLOCK = 32

@@ -39,19 +39,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.formats import (
-    E4M3FN,
-    FORMATS,
-    ROUNDINGS,
-    Format,
-    Rounding,
-    codes_of,
-    codes_to_format,
-    decode,
-)
-from jfp8.quantizers import block_scale, quantize_with_scale
-from jfp8.random_bits import fold_in, hash_bits, seed_of
-from jfp8.scaling import Block
+from jfp8.scaling.bits import codes_of, codes_to_format, decode
+from jfp8.scaling.casts import ROUNDINGS, Rounding
+from jfp8.scaling.formats import E4M3FN, FORMATS, Format
+from jfp8.scaling.granularity import Block
+from jfp8.scaling.quantization import block_scale, quantize_with_scale
+from jfp8.scaling.random_bits import fold_in, hash_bits, seed_of
 from jfp8.tracing.compat import varying_axes
 
 __all__ = ["E2M5", "FINEST", "all_gather", "pmean", "reduce_scatter"]

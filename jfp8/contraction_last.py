@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jfp8.arrays import ScaledArray
 from jfp8.backends import HARDWARE_FORMATS
 from jfp8.bilinear import Kind, Operand, Operation, Use
 from jfp8.dot import Dot
@@ -24,7 +23,8 @@ from jfp8.matmul import SMALL_PRODUCT, Implementation
 from jfp8.mosaic import why_no_kernels
 from jfp8.one_read import has_kernel, quantize_both_ways, transposed
 from jfp8.recipes import Product, Recipe
-from jfp8.scaling import AmaxState
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import Gpu, current_gpu
 
 _PLAIN = (((1,), (0,)), ((), ()))

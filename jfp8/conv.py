@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 
 from jfp8.accumulation import scale_products
-from jfp8.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.bilinear import Kind, Observed, Operand, Operation, multiply_quantized
 from jfp8.dot_general import (
     as_lhs,
@@ -33,10 +32,11 @@ from jfp8.dot_general import (
     values_of,
 )
 from jfp8.explicit_sharding import has_explicit_axes, with_result_like
-from jfp8.formats import decode
 from jfp8.matmul import Implementation, check_implementation
 from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
-from jfp8.scaling import AmaxState
+from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
+from jfp8.scaling.bits import decode
+from jfp8.scaling.history import AmaxState
 from jfp8.tracing.notes import note
 
 

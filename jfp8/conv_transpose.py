@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfp8.arrays import ScaledArray
+from jfp8.scaling.arrays import ScaledArray
 
 Padding = str | Sequence[tuple[int, int]]
 

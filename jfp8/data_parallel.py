@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jfp8 import collectives
 from jfp8.collectives import AxisName
-from jfp8.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax
+from jfp8.scaling.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax
 from jfp8.train import Collections, Gradients, TrainState, rescale_grad_histories
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 
 from jfp8.accumulation import multiply
-from jfp8.arrays import ScaledArray, scaled_values
 from jfp8.bilinear import Kind, Operand, Operation
 from jfp8.matmul import Implementation, scaled_matmul
 from jfp8.matrices import free_dims
 from jfp8.recipes import Product
+from jfp8.scaling.arrays import ScaledArray, scaled_values
 
 
 @dataclass(frozen=True)

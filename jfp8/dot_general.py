@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.arrays import ScaledArray, check_scale_shape, dequantize
 from jfp8.bilinear import Observed, Operand, Operation, multiply_quantized
 from jfp8.contraction_last import contraction_last
 from jfp8.dot import Dot
 from jfp8.explicit_sharding import has_explicit_axes, with_result_like
-from jfp8.formats import as_float_array
 from jfp8.matmul import Implementation, check_dimension_numbers, check_implementation
 from jfp8.matrices import as_matrices, matrix_sizes, out_shape
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
-from jfp8.scaling import AmaxState
+from jfp8.scaling.arrays import ScaledArray, check_scale_shape, dequantize
+from jfp8.scaling.casts import as_float_array
+from jfp8.scaling.history import AmaxState
 
 
 def scaled_dot_general(
@@ -50,7 +50,7 @@ def scaled_dot_general(
       recipe: which quantizer each operand gets.
       state: amax histories of this product, ``{"lhs", "rhs", "grad"}`` as `Recipe.init_state` makes
         them; read, never written. None: current scaling.
-      sink: ``f32[3, 2050]`` zeros (`jfp8.sink.init_sink`), whose cotangent carries the amaxes of
+      sink: ``f32[3, 2050]`` zeros (`jfp8.scaling.init_sink`), whose cotangent carries the amaxes of
         lhs, rhs and grad out of the backward pass, for `advance`. With it (and `state`) gradients
         use their history; without it current scaling.
       key: random key for recipes that round stochastically. The bits are made from it and from the

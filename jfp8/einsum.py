@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfp8.arrays import ScaledArray
+from jfp8.scaling.arrays import ScaledArray
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jfp8.arrays import ScaledArray
 from jfp8.bilinear import Observed, Operand
+from jfp8.scaling.arrays import ScaledArray
 
 
 def has_explicit_axes() -> bool:

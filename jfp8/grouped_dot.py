@@ -11,15 +11,16 @@ import numpy as np
 from jax import lax
 
 from jfp8.accumulation import scale_products, scale_shape_of, to_output
-from jfp8.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.bilinear import Kind, Operand, Operation
 from jfp8.dot import Dot
-from jfp8.formats import Format, codes_of, codes_to_format, decode, format_of
 from jfp8.matmul import Implementation
-from jfp8.quantizers import Context, Quantizer
-from jfp8.random_bits import fold_in
+from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes import Product
-from jfp8.scaling import amax
+from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
+from jfp8.scaling.bits import codes_of, codes_to_format, decode
+from jfp8.scaling.formats import Format, format_of
+from jfp8.scaling.random_bits import fold_in
+from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.notes import note
 

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8 import mosaic
-from jfp8.arrays import ScaledArray
 from jfp8.bilinear import Kind, Operand, Operation, Use
 from jfp8.grouped_dot import GroupedDot
 from jfp8.matmul import Implementation
 from jfp8.one_read import has_kernel, quantize_both_ways
 from jfp8.recipes import Product, Recipe
-from jfp8.scaling import AmaxState
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import Gpu
 from jfp8.tracing.notes import note
 

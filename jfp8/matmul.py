@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 
 from jfp8.accumulation import ACCUMULATIONS
-from jfp8.arrays import ScaledArray, check_scale_shape
 from jfp8.backends import (
     HARDWARE_FORMATS,
     Job,
@@ -24,9 +23,10 @@ from jfp8.backends import (
     why_not_f8_by_xla,
 )
 from jfp8.blackwell import by_blackwell, why_not_blackwell
-from jfp8.formats import E5M2
 from jfp8.matrices import matrix_sizes
 from jfp8.mosaic import by_mosaic, why_not_mosaic
+from jfp8.scaling.arrays import ScaledArray, check_scale_shape
+from jfp8.scaling.formats import E5M2
 from jfp8.tracing.device import Gpu, current_gpu
 from jfp8.tracing.notes import note
 

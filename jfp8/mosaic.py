@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.accumulation import scale_shape_of, to_output
-from jfp8.arrays import ScaledArray
 from jfp8.backends import HARDWARE_FORMATS, Job, scale_dtype, varies_along_sum
 from jfp8.matrices import as_matrices, free_dims, out_shape, to_last
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.device import Gpu, current_gpu
 from jfp8.tracing.refusal import on_cuda_only

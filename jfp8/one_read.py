@@ -15,18 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.arrays import ScaledArray
 from jfp8.backends import HARDWARE_FORMATS
-from jfp8.formats import E8M0FNU, codes_to_format
-from jfp8.quantizers import Blockwise, Context, Current, Delayed, Quantizer, Rowwise, Unit
-from jfp8.scaling import (
-    AmaxState,
-    Block,
-    amax,
-    ragged_block,
-    reciprocal,
-    scale_from_amax,
-)
+from jfp8.quantizers.blocks import Blockwise
+from jfp8.quantizers.per_tensor import Current, Delayed, Unit
+from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.quantizers.rowwise import Rowwise
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.bits import codes_to_format
+from jfp8.scaling.formats import E8M0FNU
+from jfp8.scaling.granularity import Block, ragged_block
+from jfp8.scaling.history import AmaxState
+from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
 from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
 
 

@@ -19,16 +19,17 @@ import numpy as np
 from jax import lax
 
 from jfp8.accumulation import scale_shape_of
-from jfp8.arrays import ScaledArray, scaled_values
 from jfp8.bilinear import Observed, Operand, Operation, multiply_quantized
 from jfp8.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
-from jfp8.formats import decode
 from jfp8.grouped_dot import GroupedDot
 from jfp8.grouped_kernels import GroupedKernels, why_not_grouped_kernels
 from jfp8.matmul import SMALL_PRODUCT, Implementation, check_implementation
 from jfp8.ragged_tiles import lay_out, take_rows
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
-from jfp8.scaling import AmaxState, amax
+from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.bits import decode
+from jfp8.scaling.history import AmaxState
+from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.device import current_gpu
 

@@ -14,12 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from jfp8 import formats, printing, quantizers
 from jfp8.accumulation import ACCUMULATIONS, Accumulation
-from jfp8.formats import E2M1FN, E4M3FN, E5M2, Format
-from jfp8.quantizers import Blockwise, Current, Delayed, Quantizer, Rowwise, TwoLevel, Unit
-from jfp8.rotations import Hadamard
-from jfp8.scaling import AmaxState, ScaleRounding, init_amax_state
+from jfp8.quantizers import quantizer as quantizers
+from jfp8.quantizers.blocks import Blockwise, TwoLevel
+from jfp8.quantizers.per_tensor import Current, Delayed, Unit
+from jfp8.quantizers.quantizer import Quantizer
+from jfp8.quantizers.rotations import Hadamard
+from jfp8.quantizers.rowwise import Rowwise
+from jfp8.scaling import formats, printing
+from jfp8.scaling.formats import E2M1FN, E4M3FN, E5M2, Format
+from jfp8.scaling.history import AmaxState, init_amax_state
+from jfp8.scaling.scales import ScaleRounding
 
 __all__ = [
     "DelayedScaling",

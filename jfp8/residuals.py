@@ -10,8 +10,9 @@ from __future__ import annotations
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfp8.arrays import ScaledArray
-from jfp8.formats import Format, codes_of, codes_to_format
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.bits import codes_of, codes_to_format
+from jfp8.scaling.formats import Format
 
 SAVED = "fp8_saved"
 SAVED_WEIGHT = "fp8_saved_weight"

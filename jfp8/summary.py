@@ -13,9 +13,9 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from jfp8 import printing
-from jfp8.arrays import ScaledArray
 from jfp8.nnx.products import Fp8Sink, Fp8State
+from jfp8.scaling import printing
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.train import TrainState
 
 Kind = Literal["params", "fp8_state", "other"]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jfp8.arrays import ScaledArray
+from jfp8.scaling.arrays import ScaledArray
 
 
 class Observer:

@@ -27,8 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfp8 import printing
-from jfp8.arrays import ScaledArray
 from jfp8.hoist import split
 from jfp8.optim.loss_scaling import LossScaleState, all_squares_finite, find_loss_scale, keep_unless
 from jfp8.optim.masters import (
@@ -38,8 +36,10 @@ from jfp8.optim.masters import (
     with_carriers,
     without_stored,
 )
-from jfp8.scaling import end_step, observe
-from jfp8.sink import ROLES, WIDTH, decode_amax, max_of_sinks
+from jfp8.scaling import printing
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.history import end_step, observe
+from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, max_of_sinks
 
 Collections = dict[str, Any]
 

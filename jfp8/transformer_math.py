@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.formats import Format
 from jfp8.saved_activations import save_in_fp8
+from jfp8.scaling.formats import Format
 
 LayerNormType = Literal["layernorm", "rmsnorm"]
 GroupMethod = Literal["consecutive", "alternate"]

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jfp8.arrays import ScaledArray
-from jfp8.formats import E4M3FN
-from jfp8.quantizers import Context, Current, Quantizer
+from jfp8.quantizers.per_tensor import Current
+from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
-from jfp8.scaling import amax
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.formats import E4M3FN
+from jfp8.scaling.scales import amax
 from jfp8.selection import Choice, Selection, select
 
 

@@ -46,7 +46,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "missing_clip",
         "values beyond the largest wrap around to other codes instead of saturating",
-        "jfp8/formats.py",
+        "jfp8/scaling/formats.py",
         "    code = jnp.minimum(code, lane(fmt.max_code))\n",
         "",
         "test_formats.py::test_cast_rounds_to_nearest[float32-E4M3FN]",
@@ -54,7 +54,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "ties_round_up",
         "rounding to nearest takes ties up instead of to even",
-        "jfp8/formats.py",
+        "jfp8/scaling/formats.py",
         "(magnitude + odd + lane((1 << (shift - 1)) - 1)) >> shift",
         "(magnitude + lane(1 << (shift - 1))) >> shift",
         "test_formats.py::test_cast_rounds_to_nearest[float32-E4M3FN]",
@@ -62,7 +62,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "toward_zero_rounds_to_nearest",
         "rounding toward zero adds half a step first",
-        "jfp8/formats.py",
+        "jfp8/scaling/formats.py",
         "drawn = lane(0) if bits is None",
         "drawn = lane(1 << (shift - 1)) if bits is None",
         "test_formats.py::test_cast_rounds_toward_zero[bfloat16-E5M2]",
@@ -70,7 +70,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "biased_stochastic_rounding",
         "stochastic rounding draws from half of the step, so that it mostly rounds down",
-        "jfp8/formats.py",
+        "jfp8/scaling/formats.py",
         "bits & lane((1 << shift) - 1)",
         "bits & lane((1 << (shift - 1)) - 1)",
         "test_formats.py::test_stochastic_rounding_is_exact_over_all_draws[E4M3FN-bfloat16]",
@@ -78,7 +78,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "unsaturated_fake_quantization",
         "fake quantization keeps values that the format does not reach",
-        "jfp8/formats.py",
+        "jfp8/scaling/formats.py",
         "    a = jnp.minimum(jnp.abs(x), np.float32(fmt.max))  # before g is derived from it\n",
         "    a = jnp.abs(x)\n",
         "test_formats.py::test_round_to_format_gives_the_values_of_cast"
@@ -87,7 +87,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "nan_decodes_to_a_number",
         "the code of NaN is read as a value beyond the largest",
-        "jfp8/formats.py",
+        "jfp8/scaling/formats.py",
         "    return jnp.where(magnitude > np.uint16(fmt.max_code), jnp.nan, values)\n",
         "    return values\n",
         "test_formats.py::test_decode_gives_the_value_of_every_code[True-E4M3FN]",
@@ -95,7 +95,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "gradient_of_the_grid",
         "the straight-through gradient vanishes where rounding moved the value",
-        "jfp8/formats.py",
+        "jfp8/scaling/formats.py",
         "    _, y = primals\n    x_dot, _ = tangents\n",
         "    x, y = primals\n    x_dot = jnp.where(x == y.astype(x.dtype), tangents[0], 0)\n",
         "test_formats.py::test_gradient_of_round_to_format_is_the_identity[nearest_even-E4M3FN]",
@@ -104,7 +104,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "e8m0_off_by_one",
         "E8M0 scales are read as half of what they are",
-        "jfp8/arrays.py",
+        "jfp8/scaling/arrays.py",
         "(half + np.uint32(64)) << 23",
         "(half + np.uint32(63)) << 23",
         "test_arrays.py::test_e8m0_block_scales",
@@ -112,7 +112,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "interleaved_blocks",
         "scales are repeated in turn instead of each over its block",
-        "jfp8/arrays.py",
+        "jfp8/scaling/arrays.py",
         "jnp.repeat(scale, b, axis=axis)",
         "jnp.concatenate([scale] * b, axis=axis)",
         "test_arrays.py::test_the_last_block_may_be_cut_short[f32-(3, 40)-(3, 2)-(1, 32)]",
@@ -120,7 +120,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "carrier_rounds_its_gradient",
         "the gradient of a stored weight passes through its bytes, and is rounded to FP8",
-        "jfp8/arrays.py",
+        "jfp8/scaling/arrays.py",
         "    return straight_through(q.carrier, values)\n",
         "    data = straight_through(q.carrier, q.data)\n"
         "    return _dequantize(np.dtype(dtype), q.block, data, scale)\n",
@@ -129,7 +129,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "block_lost_in_a_checkpoint",
         "a checkpoint does not say how long blocks are of which the last is cut short",
-        "jfp8/arrays.py",
+        "jfp8/scaling/arrays.py",
         "serialization.to_state_dict(q.scale), **block}",
         "serialization.to_state_dict(q.scale)}",
         "test_arrays.py::test_trap_a_state_dict_says_how_long_blocks_are",
@@ -138,7 +138,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "reciprocal_of_the_scale",
         "the scale multiplies what is cast, as in other libraries, instead of the bytes",
-        "jfp8/scaling.py",
+        "jfp8/scaling/scales.py",
         "scale = amax / divisor * np.float32(2.0**margin)",
         "scale = divisor / amax * np.float32(2.0**margin)",
         "test_quantizers.py::test_the_largest_element_of_a_block_becomes_the_largest_value"
@@ -147,7 +147,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "margin_backwards",
         "the margin takes headroom away instead of leaving some",
-        "jfp8/scaling.py",
+        "jfp8/scaling/scales.py",
         "np.float32(2.0**margin)",
         "np.float32(2.0**-margin)",
         "test_scaling.py::test_margin_is_a_power_of_two[1-E4M3FN]",
@@ -155,7 +155,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "amax_without_abs",
         "the amax is the largest value rather than the largest magnitude",
-        "jfp8/scaling.py",
+        "jfp8/scaling/scales.py",
         "magnitude = lax.bitcast_convert_type(x, lane) &",
         "magnitude = lax.bitcast_convert_type(jnp.maximum(x, 0), lane) &",
         "test_scaling.py::test_amax_per_axis[PerAxis(axis=0)-(1, 2)-float32]",
@@ -163,7 +163,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "unbounded_scale",
         "scales become subnormal, which is zero to the processor, or infinite",
-        "jfp8/scaling.py",
+        "jfp8/scaling/scales.py",
         "        scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)\n",
         "",
         "test_scaling.py::test_trap_scale_and_reciprocal_are_normal[E4M3FN-0-None]",
@@ -171,7 +171,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "nan_poisons_no_block",
         "a block with a NaN in it is scaled as if there were none",
-        "jfp8/quantizers.py",
+        "jfp8/quantizers/quantizer.py",
         "scale_rounding=scale_rounding, poison=True)",
         "scale_rounding=scale_rounding)",
         "test_quantizers.py::test_trap_nan_spoils_its_block_and_no_other"
@@ -180,7 +180,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "e8m0_too_large",
         "a power-of-two scale is rounded up where it was just enough",
-        "jfp8/scaling.py",
+        "jfp8/scaling/scales.py",
         "above = (mantissa > np.uint32(threshold))",
         "above = (mantissa >= np.uint32(threshold))",
         "test_scaling.py::test_e8m0_scales_of_every_mantissa[rceil-E4M3FN]",
@@ -188,7 +188,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "sum_for_max",
         "the history predicts the sum of its entries instead of their maximum",
-        "jfp8/scaling.py",
+        "jfp8/scaling/scales.py",
         "return jnp.max(history, axis=-1) if",
         "return jnp.sum(history, axis=-1) if",
         "test_scaling.py::test_history_amax",
@@ -196,7 +196,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "history_drops_the_newest",
         "the roll of a history is off by one: its newest entry is overwritten",
-        "jfp8/scaling.py",
+        "jfp8/scaling/scales.py",
         "jnp.concatenate([amax, history[..., :-1]], axis=-1)",
         "jnp.concatenate([amax, history[..., 1:]], axis=-1)",
         "test_scaling.py::test_history_is_newest_first",
@@ -204,7 +204,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "infinite_amax_enters",
         "an infinite amax enters the history, and the scale stands still while it is there",
-        "jfp8/scaling.py",
+        "jfp8/scaling/scales.py",
         "jnp.where((amax > 0) & jnp.isfinite(amax), pushed, history)",
         "jnp.where(amax > 0, pushed, history)",
         "test_scaling.py::test_trap_bad_amax_stays_out_of_the_history[inf]",
@@ -212,7 +212,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "last_for_max",
         "the amax of a step is that of the last use of a layer, not the largest",
-        "jfp8/scaling.py",
+        "jfp8/scaling/scales.py",
         'jnp.maximum(state["amax"], seen)',
         "seen",
         "test_scaling.py::test_history_is_newest_first",
@@ -220,7 +220,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "step_without_an_end",
         "the running maximum of a step is carried into the next",
-        "jfp8/scaling.py",
+        "jfp8/scaling/scales.py",
         '"amax": jnp.zeros_like(state["amax"]),',
         '"amax": state["amax"],',
         "test_scaling.py::test_history_is_newest_first",
@@ -229,7 +229,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "inf_saturates",
         "an Inf becomes the largest value, and nobody learns of it",
-        "jfp8/quantizers.py",
+        "jfp8/quantizers/quantizer.py",
         "jnp.where(jnp.isfinite(x), codes, np.uint8(fmt.nan_code))",
         "jnp.where(jnp.isnan(x), np.uint8(fmt.nan_code), codes)",
         "test_quantizers.py::test_trap_nan_and_inf_do_not_vanish"
@@ -238,7 +238,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scale_per_contracted_element",
         "rowwise scales run along the contraction instead of across it",
-        "jfp8/quantizers.py",
+        "jfp8/quantizers/quantizer.py",
         "if d not in context.contracting)",
         "if d in context.contracting)",
         "test_quantizers.py::test_rowwise_has_a_scale_for_whatever_is_not_summed_over",
@@ -246,7 +246,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "transposed_blocks",
         "blocks lie along the free dimension instead of along the contraction",
-        "jfp8/quantizers.py",
+        "jfp8/quantizers/quantizer.py",
         "self.block_size[0 if d == contracting else 1]",
         "self.block_size[1 if d == contracting else 0]",
         "test_quantizers.py::test_blockwise_turns_its_blocks_along_the_contraction[(4, 2)-None]",
@@ -254,7 +254,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cold_start",
         "an empty history gives the scale of nothing instead of that of the data",
-        "jfp8/quantizers.py",
+        "jfp8/quantizers/quantizer.py",
         'jnp.where(expected > 0, expected, jnp.maximum(observed, state["amax"]))',
         "expected",
         "test_dot_general.py::test_trap_cold_start",
@@ -262,7 +262,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scale_before_rounding",
         "data of two levels is divided by the block's scale before that was rounded",
-        "jfp8/quantizers.py",
+        "jfp8/quantizers/quantizer.py",
         "    s = decode(narrow)\n",
         "",
         "test_quantizers.py::test_trap_two_level_data_is_divided_by_the_rounded_scale",
@@ -270,7 +270,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "gradient_by_the_scale",
         "scales are differentiated: a stop_gradient is missing",
-        "jfp8/quantizers.py",
+        "jfp8/quantizers/quantizer.py",
         "    scale = lax.stop_gradient(scale)\n",
         "",
         "test_quantizers.py::test_scales_have_no_gradient",
@@ -433,7 +433,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "lower_edge_of_the_bin",
         "amaxes of several uses are read as the lower edge of their bin, which saturates",
-        "jfp8/sink.py",
+        "jfp8/scaling/sink.py",
         "upper_edge = ((top + 1) << _SHIFT)",
         "upper_edge = (top << _SHIFT)",
         "test_sink.py::test_combinations_bound_the_maximum",
@@ -441,7 +441,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "inf_is_no_overflow",
         "an infinite gradient is not reported as an overflow, only a NaN is",
-        "jfp8/sink.py",
+        "jfp8/scaling/sink.py",
         "overflow = jnp.any(used & (index >= _FIRST_NONFINITE), axis=-1)",
         "overflow = jnp.any(used & (index > _FIRST_NONFINITE), axis=-1)",
         "test_sink.py::test_overflow_is_flagged[inf]",
@@ -449,7 +449,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "micro_batches_add_up",
         "the amax of a step is the sum of those of its micro-batches",
-        "jfp8/sink.py",
+        "jfp8/scaling/sink.py",
         "larger = jnp.maximum(a, b)",
         "larger = a + b",
         "test_sink.py::test_max_of_sinks_is_exact",
@@ -1024,7 +1024,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "random_bits_repeat_in_rows",
         "elements whose indices have the same sum get the same random bits",
-        "jfp8/random_bits.py",
+        "jfp8/scaling/random_bits.py",
         "        stride *= shape[axis]\n",
         "",
         "test_random_bits.py::test_a_shape_is_a_view_of_the_flat_bits",

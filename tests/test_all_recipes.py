@@ -24,7 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes, scaled_dot_general
-from jfp8.quantizers import Blockwise, Current, Quantizer, Rowwise, Unit
+from jfp8.quantizers.blocks import Blockwise
+from jfp8.quantizers.per_tensor import Current, Unit
+from jfp8.quantizers.quantizer import Quantizer
+from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes import PerOperand, Product
 
 PLAIN = (((1,), (0,)), ((), ()))

@@ -12,8 +12,9 @@ import jfp8
 from jfp8.backends import Job, emulated, factors_of, in_bf16
 from jfp8.kernels import xla
 from jfp8.matmul import SMALL_PRODUCT, on_cuda
-from jfp8.quantizers import Context, TwoLevel
-from jfp8.scaling import amax
+from jfp8.quantizers.blocks import TwoLevel
+from jfp8.quantizers.quantizer import Context
+from jfp8.scaling.scales import amax
 from jfp8.tracing.device import Gpu
 
 PLAIN = (((1,), (0,)), ((), ()))

@@ -15,7 +15,7 @@ import pytest
 import jfp8
 from jfp8 import recipes
 from jfp8.linen import DotGeneral
-from jfp8.sink import init_sink
+from jfp8.scaling.sink import init_sink
 
 E4M3, E5M2 = "f8E4M3FN", "f8E5M2"
 implementations = pytest.mark.parametrize("implementation", [None, "xla"])

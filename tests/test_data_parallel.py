@@ -22,7 +22,7 @@ import jfp8
 from jfp8 import collectives
 from jfp8.data_parallel import _max_of_sinks, data_parallel
 from jfp8.debug import assert_collectives, collective_bytes
-from jfp8.sink import decode_amax, encode_amax
+from jfp8.scaling.sink import decode_amax, encode_amax
 from jfp8.train import rescale_grad_histories
 
 N = 8

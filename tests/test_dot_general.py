@@ -14,7 +14,7 @@ import pytest
 
 import jfp8
 from jfp8 import recipes, scaled_dot_general
-from jfp8.sink import decode_amax, init_sink
+from jfp8.scaling.sink import decode_amax, init_sink
 
 PLAIN = (((1,), (0,)), ((), ()))
 UNIT = 2.0**-24  # unit roundoff of f32

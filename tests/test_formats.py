@@ -18,19 +18,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jfp8 import (
-    E2M1FN,
-    E3M4,
-    E4M3FN,
-    E5M2,
-    E8M0FNU,
-    ScaledArray,
-    cast,
-    formats,
-    quantize,
-    round_to_format,
-)
-from jfp8.formats import convert, encode
+from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, ScaledArray, cast, quantize, round_to_format
+from jfp8.scaling import formats
+from jfp8.scaling.bits import convert, encode
 
 FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
 SIGNED = FORMATS[:4]

@@ -28,7 +28,7 @@ from jax.sharding import (
 import jfp8
 from gpu_programs import DATA, SHARED_MEMORY, Hlo, Kernel, Program, compile_for, why_not
 from jfp8 import recipes
-from jfp8.formats import E4M3FN, E5M2
+from jfp8.scaling.formats import E4M3FN, E5M2
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)

@@ -21,7 +21,7 @@ from jax import lax
 import jfp8
 from jfp8 import recipes
 from jfp8.hoist import split
-from jfp8.quantizers import Current
+from jfp8.quantizers.per_tensor import Current
 
 KEY = jax.random.key(0)
 IN, WIDTH = 24, 40  # no other array has as many elements as a weight

@@ -11,7 +11,6 @@ if jax.__version_info__ < (0, 11, 2):
 
 import jfp8
 from interpreter import no_races
-from jfp8.formats import codes_of, decode
 from jfp8.kernels.mosaic_gpu.quantize import (
     Sweep,
     quantize_both,
@@ -23,6 +22,7 @@ from jfp8.kernels.mosaic_gpu.quantize_blocks import (
     quantize_rows_in_blocks,
     quantize_tiles,
 )
+from jfp8.scaling.bits import codes_of, decode
 
 SMALL = Sweep(rows=64, columns=64, blocks=4)
 

@@ -9,8 +9,11 @@ import pytest
 
 import jfp8
 from jfp8.one_read import has_kernel, quantize_both_ways, transposed
-from jfp8.quantizers import Blockwise, Context, Current, Delayed, Rowwise, TwoLevel, Unit
-from jfp8.scaling import amax
+from jfp8.quantizers.blocks import Blockwise, TwoLevel
+from jfp8.quantizers.per_tensor import Current, Delayed, Unit
+from jfp8.quantizers.quantizer import Context
+from jfp8.quantizers.rowwise import Rowwise
+from jfp8.scaling.scales import amax
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"

@@ -29,7 +29,7 @@ from jfp8 import (
     scaled_dot_general,
     scaled_matmul,
 )
-from jfp8.formats import Format
+from jfp8.scaling.formats import Format
 
 pytestmark = pytest.mark.property
 

@@ -30,9 +30,10 @@ from jfp8 import (
     dequantize,
     quantize,
 )
-from jfp8.formats import Format
-from jfp8.quantizers import Context, TwoLevel
-from jfp8.scaling import amax
+from jfp8.quantizers.blocks import TwoLevel
+from jfp8.quantizers.quantizer import Context
+from jfp8.scaling.formats import Format
+from jfp8.scaling.scales import amax
 
 pytestmark = pytest.mark.property
 

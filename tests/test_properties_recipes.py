@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import jfp8
 from jfp8 import quantizers, recipes
-from jfp8.formats import FORMATS, ROUNDINGS
-from jfp8.rotations import Hadamard
+from jfp8.quantizers.rotations import Hadamard
+from jfp8.scaling.casts import ROUNDINGS
+from jfp8.scaling.formats import FORMATS
 
 pytestmark = pytest.mark.property
 

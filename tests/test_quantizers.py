@@ -32,19 +32,13 @@ from jfp8 import (
     quantize,
     round_to_format,
 )
-from jfp8.quantizers import (
-    Blockwise,
-    Context,
-    Current,
-    Delayed,
-    Quantizer,
-    Rowwise,
-    TwoLevel,
-    Unit,
-    quantize_with_scale,
-    two_level_scale,
-)
-from jfp8.scaling import amax, init_amax_state
+from jfp8.quantizers.blocks import Blockwise, TwoLevel
+from jfp8.quantizers.per_tensor import Current, Delayed, Unit
+from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.quantizers.rowwise import Rowwise
+from jfp8.scaling.history import init_amax_state
+from jfp8.scaling.quantization import quantize_with_scale, two_level_scale
+from jfp8.scaling.scales import amax
 
 DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import ScaledArray, quantizers, recipes
+from jfp8.quantizers.rotations import Hadamard
 from jfp8.ragged_dot import observed_ragged_dot, scaled_ragged_dot
 from jfp8.ragged_tiles import lay_out
 from jfp8.recipes import Float8CurrentScaling, PerOperand, Product
-from jfp8.rotations import Hadamard
-from jfp8.sink import decode_amax, init_sink
+from jfp8.scaling.sink import decode_amax, init_sink
 
 E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn
 MAX = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jfp8.random_bits import _murmur3_finalizer, fold_in, hash_bits, random_bits, seed_of
+from jfp8.scaling.random_bits import _murmur3_finalizer, fold_in, hash_bits, random_bits, seed_of
 
 N = 2**18
 KEY = jax.random.key(0)

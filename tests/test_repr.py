@@ -18,10 +18,12 @@ from jax.sharding import PartitionSpec
 import jfp8
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, Block, PerAxis, ScaledArray, recipes
 from jfp8.optim.storage import ExpandedArray, HalfArray
-from jfp8.quantizers import Context, Rowwise, TwoLevel
+from jfp8.quantizers.blocks import TwoLevel
+from jfp8.quantizers.quantizer import Context
+from jfp8.quantizers.rotations import Hadamard
+from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes import DelayedScaling, Product, RowwiseScaling
-from jfp8.rotations import Hadamard
-from jfp8.scaling import amax
+from jfp8.scaling.scales import amax
 
 # 448 = 7 * 64 is the largest value of e4m3fn: the scale is exactly 1/64, and so are the values.
 X = jnp.array([[-3.5, 1.0], [0.5, 7.0]])

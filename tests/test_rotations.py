@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jfp8 import E4M3FN, scaled_dot_general
-from jfp8.quantizers import Blockwise, Current
+from jfp8.quantizers.blocks import Blockwise
+from jfp8.quantizers.per_tensor import Current
+from jfp8.quantizers.rotations import Hadamard
 from jfp8.recipes import PerOperand, Product
-from jfp8.rotations import Hadamard
 
 UNIT = 2.0**-24  # unit roundoff of f32
 DEFAULT = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfp8.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax, init_sink, max_of_sinks
+from jfp8.scaling.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax, init_sink, max_of_sinks
 
 TINY = np.float32(2.0**-126)  # the smallest normal number
 LARGEST = np.finfo(np.float32).max

@@ -17,7 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes, scaled_dot_general
-from jfp8.quantizers import Blockwise, Current, Rowwise, Unit
+from jfp8.quantizers.blocks import Blockwise
+from jfp8.quantizers.per_tensor import Current, Unit
+from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes import PerOperand, Product
 
 PLAIN = (((1,), (0,)), ((), ()))
@@ -248,7 +250,7 @@ def with_the_largest_in_each_block(x):
 
 def unrotated(z):
     """Columns whose rotation by 16x16 Hadamard matrices is `z`; exact for multiples of 1/64."""
-    rotation = jfp8.rotations.Hadamard()
+    rotation = jfp8.quantizers.rotations.Hadamard()
     matrix = np.asarray(rotation(jnp.eye(16), 1), np.float64)  # rows x become x @ matrix
     np.testing.assert_array_equal(matrix @ matrix.T, np.eye(16))
     x = np.einsum("mk,skn->smn", matrix, z.reshape(-1, 16, z.shape[1]).astype(np.float64))

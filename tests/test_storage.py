@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from jfp8 import E4M3FN, E5M2
-from jfp8.arrays import ScaledArray
 from jfp8.optim.storage import (
     Blocks,
     ExpandedArray,
@@ -25,7 +24,8 @@ from jfp8.optim.storage import (
     Storage,
     _outwards,
 )
-from jfp8.random_bits import fold_in
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.random_bits import fold_in
 
 SEED = jnp.asarray([3, 7], jnp.uint32)
 FORMATS = (E4M3FN, E5M2)

@@ -17,10 +17,10 @@ import pytest
 
 import jfp8
 from jfp8 import E4M3FN
-from jfp8.arrays import ScaledArray
 from jfp8.optim.adam import DEFAULT, PRESETS, adam, adamw
 from jfp8.optim.storage import Blocks, ExpandedArray, Float, ScaledFloat16
 from jfp8.optim.stored_state import StoredState, is_stored, store_state
+from jfp8.scaling.arrays import ScaledArray
 
 SHAPES = {"w": (64, 200), "deep": {"w": (2, 32, 128), "bias": (5000,), "small": (8, 8)}}
 MOMENTS = DEFAULT._asdict()

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jfp8.arrays import ScaledArray
 from jfp8.checkpoint.flax_fp8_ops import COLLECTION
 from jfp8.checkpoint.values import from_fields
 from jfp8.nnx.products import Fp8Sink, Fp8State
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.train import TrainState
 
 _LEFT_OUT = ("fp8", "fp8_sink", COLLECTION)

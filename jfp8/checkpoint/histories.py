@@ -19,7 +19,7 @@ import numpy as np
 
 from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.tree import Nested, Path, walk
-from jfp8.sink import ROLES, WIDTH
+from jfp8.scaling.sink import ROLES, WIDTH
 
 Tensors: TypeAlias = dict[str, np.ndarray]
 """The histories of one product: ``{"lhs", "rhs", "grad"}: f32[..., H]``, newest first."""

@@ -42,8 +42,8 @@ from jfp8.checkpoint import histories
 from jfp8.checkpoint.changes import Log, spelled
 from jfp8.checkpoint.fp8_collections import filled
 from jfp8.checkpoint.tree import Nested, Path, described, nested
-from jfp8.formats import E4M3FN, E5M2
-from jfp8.sink import ROLES
+from jfp8.scaling.formats import E4M3FN, E5M2
+from jfp8.scaling.sink import ROLES
 
 _LARGEST = {
     "HYBRID": (E4M3FN.max, E5M2.max),

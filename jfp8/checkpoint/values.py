@@ -18,14 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.arrays import ScaledArray, check_scale_shape
 from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.tree import Path, described
-from jfp8.formats import E8M0FNU, FORMATS, format_of
 from jfp8.optim.storage import Blocks, ExpandedArray, HalfArray, ScaledFloat16
 from jfp8.optim.stored_state import is_stored
-from jfp8.quantizers import quantize, quantize_with_scale, two_level_scale
-from jfp8.scaling import Block, amax, ragged_block
+from jfp8.scaling.arrays import ScaledArray, check_scale_shape
+from jfp8.scaling.formats import E8M0FNU, FORMATS, format_of
+from jfp8.scaling.granularity import Block, ragged_block
+from jfp8.scaling.quantization import quantize, quantize_with_scale, two_level_scale
+from jfp8.scaling.scales import amax
 
 _DATA = tuple(fmt.dtype for fmt in FORMATS if fmt is not E8M0FNU)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from jfp8.debug.faults import FAULTS, Finding, Run, non_finite
 from jfp8.debug.records import TensorStats
-from jfp8.printing import counted
 from jfp8.report import Report
+from jfp8.scaling.printing import counted
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 _PRINTED = 3  # findings of one fault that are printed in full

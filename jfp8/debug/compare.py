@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jfp8.arrays import ScaledArray, scaled_values
 from jfp8.bilinear import Kind, Operation, product_by
 from jfp8.convert import convert
 from jfp8.debug.by_layer import by_layer
@@ -23,6 +22,7 @@ from jfp8.debug.reading import Place, read
 from jfp8.edges import arrays_in
 from jfp8.recipes import Product, Products, Recipe, check_recipe
 from jfp8.recipes import get as get_recipe
+from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.selection import Choice
 from jfp8.taps import Observer, observing, tap
 from jfp8.tracing.compat import without_dead_code

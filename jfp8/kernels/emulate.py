@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.formats import decode
+from jfp8.scaling.bits import decode
 
 
 def dot_general(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.formats import decode
 from jfp8.matrices import as_matrices, matrix_sizes, out_shape
+from jfp8.scaling.bits import decode
 
 # What cuBLASLt wants all sizes of an FP8 product to be multiples of.
 ALIGNMENT = 16

@@ -20,7 +20,6 @@ from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
 from jfp8 import edges, region
-from jfp8.arrays import ScaledArray
 from jfp8.linen.attention import EinsumProduct
 from jfp8.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.linen.products import (
@@ -34,6 +33,7 @@ from jfp8.linen.products import (
 from jfp8.linen.state_in_params import collections_into_params, collections_out_of_params
 from jfp8.recipes import DelayedScaling, Recipe
 from jfp8.region import Region
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.selection import MAX_IMAGE_CHANNELS, Edge, Selection
 from jfp8.tracing.notes import note
 

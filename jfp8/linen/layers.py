@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 
 from jfp8 import einsum
-from jfp8.arrays import ScaledArray
 from jfp8.conv_transpose import conv_transpose
 from jfp8.linen.products import (
     ConvGeneralDilated,
@@ -21,6 +20,7 @@ from jfp8.linen.products import (
 )
 from jfp8.matmul import Implementation
 from jfp8.recipes import Recipe, check_recipe
+from jfp8.scaling.arrays import ScaledArray
 
 
 def own_product(layer: Any, product: type[Product], hook: str) -> ProductOf:

@@ -12,12 +12,12 @@ from flax.typing import Dtype, Initializer
 from jax import lax
 
 from jfp8 import routing, transformer_math
-from jfp8.arrays import ScaledArray
-from jfp8.formats import Format
 from jfp8.linen.products import Product, promote_dtype
 from jfp8.matmul import Implementation
 from jfp8.ragged_dot import observed_ragged_dot
 from jfp8.recipes import Recipe
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.formats import Format
 
 
 class RaggedDot(Product):

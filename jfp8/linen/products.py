@@ -12,7 +12,6 @@ import jax
 from flax.linen import dtypes
 from jax import lax
 
-from jfp8.arrays import ScaledArray
 from jfp8.bilinear import Observed
 from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
@@ -20,8 +19,9 @@ from jfp8.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.matmul import Implementation
 from jfp8.recipes import Recipe, check_recipe
 from jfp8.region import recipe_in_effect
-from jfp8.scaling import AmaxState, observe, push_amax
-from jfp8.sink import ROLES, init_sink
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.history import AmaxState, observe, push_amax
+from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.notes import note
 
 

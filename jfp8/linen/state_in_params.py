@@ -13,7 +13,7 @@ import flax.core
 import jax
 from flax.core.scope import CollectionFilter, in_filter
 
-from jfp8.sink import ROLES, WIDTH
+from jfp8.scaling.sink import ROLES, WIDTH
 
 # State in the ``params`` collection has names of its own, and one dimension: a function that is
 # mapped over parameters (nn.SpectralNorm) takes it for a bias, and leaves it alone.

@@ -12,10 +12,10 @@ from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
 
 from jfp8 import transformer_math
-from jfp8.formats import Format
 from jfp8.matmul import Implementation
 from jfp8.nnx.layers import LinearGeneral
 from jfp8.recipes import Recipe
+from jfp8.scaling.formats import Format
 from jfp8.transformer_math import LayerNormType, check_choice
 
 default_kernel_init = nnx.initializers.lecun_normal()

@@ -13,15 +13,15 @@ from flax import errors, nnx
 from jax import lax
 
 from jfp8 import einsum
-from jfp8.arrays import ScaledArray
 from jfp8.bilinear import Observed
 from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
 from jfp8.matmul import Implementation
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
 from jfp8.region import recipe_in_effect
-from jfp8.scaling import AmaxState, push_amax
-from jfp8.sink import ROLES
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.history import AmaxState, push_amax
+from jfp8.scaling.sink import ROLES
 from jfp8.tracing.notes import note
 
 

@@ -15,8 +15,8 @@ from flax.nnx import filterlib
 
 from jfp8.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.loss_scaling import all_finite, keep_unless
-from jfp8.scaling import push_amax
-from jfp8.sink import ROLES, WIDTH
+from jfp8.scaling.history import push_amax
+from jfp8.scaling.sink import ROLES, WIDTH
 from jfp8.train import decode_all
 
 Path = tuple[Any, ...]

@@ -11,7 +11,6 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 
 from jfp8 import transformer_math
-from jfp8.formats import Format
 from jfp8.matmul import Implementation
 from jfp8.nnx.fused import (
     LayerNormLinear,
@@ -22,6 +21,7 @@ from jfp8.nnx.fused import (
 from jfp8.nnx.layers import LinearGeneral
 from jfp8.nnx.products import EinsumOp
 from jfp8.recipes import Recipe
+from jfp8.scaling.formats import Format
 from jfp8.transformer_math import GroupMethod, LayerNormType, check_choice
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_avg", "uniform")

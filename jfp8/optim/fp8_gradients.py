@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from jfp8 import collectives
-from jfp8.formats import E4M3FN, Format
-from jfp8.quantizers import quantize
-from jfp8.scaling import Granularity, PerTensor
+from jfp8.scaling.formats import E4M3FN, Format
+from jfp8.scaling.granularity import Granularity, PerTensor
+from jfp8.scaling.quantization import quantize
 
 
 def fp8_gradients(

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfp8 import printing
+from jfp8.scaling import printing
 
 
 class LossScaleState(NamedTuple):

@@ -26,22 +26,17 @@ import numpy as np
 import optax
 from jax import lax
 
-from jfp8 import printing
-from jfp8.arrays import ScaledArray, apply_scale, scaled_values
-from jfp8.formats import codes_of, codes_to_format, decode, format_of
 from jfp8.optim.loss_scaling import transformation, widened
 from jfp8.optim.stochastic_rounding import round_to_16_bits
 from jfp8.optim.storage import Float, ScaledFloat16, Storage
-from jfp8.quantizers import quantize_with_scale
-from jfp8.random_bits import fold_in, hash_bits
-from jfp8.scaling import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    Block,
-    amax,
-    reciprocal,
-    scale_from_amax,
-)
+from jfp8.scaling import printing
+from jfp8.scaling.arrays import ScaledArray, apply_scale, scaled_values
+from jfp8.scaling.bits import codes_of, codes_to_format, decode
+from jfp8.scaling.formats import format_of
+from jfp8.scaling.granularity import Block
+from jfp8.scaling.quantization import quantize_with_scale
+from jfp8.scaling.random_bits import fold_in, hash_bits
+from jfp8.scaling.scales import LARGEST_SCALE, SMALLEST_SCALE, amax, reciprocal, scale_from_amax
 from jfp8.tracing.compat import vary_like
 
 Master = Literal[None, "bfloat16", "float16_scaled", "float32"]

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from jfp8 import printing
 from jfp8.optim.loss_scaling import transformation, widened
-from jfp8.random_bits import fold_in, hash_bits
+from jfp8.scaling import printing
+from jfp8.scaling.random_bits import fold_in, hash_bits
 
 
 class StochasticRoundingState(NamedTuple):

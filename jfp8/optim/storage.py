@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8 import printing
-from jfp8.arrays import ScaledArray, apply_scale, scaled_values
-from jfp8.formats import E4M3FN, Format, codes_to_format, decode, encode
 from jfp8.optim.stochastic_rounding import round_to_16_bits
-from jfp8.quantizers import quantize_with_scale
-from jfp8.random_bits import hash_bits
-from jfp8.scaling import (
+from jfp8.scaling import printing
+from jfp8.scaling.arrays import ScaledArray, apply_scale, scaled_values
+from jfp8.scaling.bits import codes_to_format, decode, encode
+from jfp8.scaling.formats import E4M3FN, Format
+from jfp8.scaling.quantization import quantize_with_scale
+from jfp8.scaling.random_bits import hash_bits
+from jfp8.scaling.scales import (
     LARGEST_SCALE,
     SCALE_ROUNDINGS,
     SMALLEST_SCALE,

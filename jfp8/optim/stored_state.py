@@ -13,11 +13,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from jfp8 import printing
-from jfp8.arrays import ScaledArray
 from jfp8.optim.loss_scaling import transformation, widened
 from jfp8.optim.storage import ExpandedArray, HalfArray, Storage
-from jfp8.random_bits import fold_in
+from jfp8.scaling import printing
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.random_bits import fold_in
 
 
 class StoredState(NamedTuple):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jfp8.debug.records import TensorStats
-from jfp8.formats import Format
 from jfp8.plot.limits import saturates
 from jfp8.plot.rows import check_rows, format_of_row, steps_of
 from jfp8.plot.style import AMBER, BLACK, BLUE, VERMILION, axes_for, legend_above, tidy
+from jfp8.scaling.formats import Format
 
 if TYPE_CHECKING:
     import jax

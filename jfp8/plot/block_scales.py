@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jfp8.arrays import ScaledArray
 from jfp8.plot.style import axes_for
+from jfp8.scaling.arrays import ScaledArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jfp8.debug.records import TensorStats
-from jfp8.formats import Format, as_float_array, check_cast_arguments
 from jfp8.plot.limits import halfway_above_max, halfway_to_zero, saturates
 from jfp8.plot.rows import format_of_row
 from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, axes_for, legend_above, percent, tidy
+from jfp8.scaling.casts import as_float_array, check_cast_arguments
+from jfp8.scaling.formats import Format
 
 if TYPE_CHECKING:
     import jax

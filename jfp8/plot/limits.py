@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jfp8.formats import Format
+from jfp8.scaling.formats import Format
 
 
 def halfway_to_zero(fmt: Format) -> float:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jfp8.formats import FORMATS, Format
 from jfp8.plot.style import BLUE, axes_for, tidy
+from jfp8.scaling.formats import FORMATS, Format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

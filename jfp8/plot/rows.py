@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jfp8.debug.records import TensorStats
-from jfp8.formats import FORMATS, Format
+from jfp8.scaling.formats import FORMATS, Format
 
 
 def check_rows(rows: Iterable[Any], function: str) -> tuple[TensorStats, ...]:

@@ -20,9 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.formats import Format
 from jfp8.kernels.mosaic_gpu.measured import measured
 from jfp8.kernels.mosaic_gpu.tiles import multiprocessors, padded, swizzled
+from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
 
 # How a warpgroup holds the lines of a tile: four neighbours to a thread where they are rows, which

@@ -11,7 +11,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.formats import Format
 from jfp8.kernels.mosaic_gpu.quantize import (
     COLUMNS,
     ROWS,
@@ -31,7 +30,8 @@ from jfp8.kernels.mosaic_gpu.quantize import (
     write,
 )
 from jfp8.kernels.mosaic_gpu.tiles import padded
-from jfp8.scaling import SMALLEST_SCALE, ScaleRounding, e8m0_code
+from jfp8.scaling.formats import Format
+from jfp8.scaling.scales import SMALLEST_SCALE, ScaleRounding, e8m0_code
 
 INFINITY = np.int32(0x7F800000)
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfp8.formats import FORMATS, Format
+from jfp8.scaling.formats import FORMATS, Format
 
 _SHORT = {"int": "i", "uint": "u", "float": "f", "bfloat": "bf"}
 _FORMAT_NAMES = {np.dtype(fmt.dtype): fmt.name for fmt in FORMATS if fmt.dtype != np.uint8}

@@ -12,17 +12,10 @@ import numpy as np
 from flax import serialization
 from jax import lax
 
-from jfp8 import printing
-from jfp8.formats import (
-    E3M4,
-    E8M0FNU,
-    Format,
-    codes_to_format,
-    decode,
-    encode,
-    format_of,
-    straight_through,
-)
+from jfp8.scaling import printing
+from jfp8.scaling.bits import codes_to_format, decode, encode
+from jfp8.scaling.casts import straight_through
+from jfp8.scaling.formats import E3M4, E8M0FNU, Format, format_of
 
 # Elements of which `repr` computes the values.
 _MOST_PRINTED = 1 << 20

@@ -1,4 +1,4 @@
-"""From data to scales: amax, the scale that follows from it, and the amax history.
+"""From data to scales: amax, and the scale that follows from it.
 
 ``scale = amax / fmt.max`` maps the largest element onto the largest value of the format. Everything
 here works on the bits of f32 where it can: XLA:CPU drops NaN from a float maximum and flushes
@@ -7,123 +7,31 @@ subnormals, both silently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.arrays import split_e8m0
-from jfp8.formats import E8M0FNU, Format, as_float_array, codes_to_format
-
-__all__ = ["Block", "PerAxis", "PerTensor", "amax", "scale_from_amax", "scale_shape"]
+from jfp8.scaling.arrays import split_e8m0
+from jfp8.scaling.bits import codes_to_format
+from jfp8.scaling.casts import as_float_array
+from jfp8.scaling.formats import E8M0FNU, Format
+from jfp8.scaling.granularity import (
+    Granularity,
+    PerTensor,
+    ragged_block,
+    scale_shape,
+)
 
 ScaleRounding = Literal[None, "power_of_two", "rceil", "floor", "ceil", "even"]
-SCALE_ROUNDINGS: tuple[str | None, ...] = (None, "power_of_two", "rceil", "floor", "ceil", "even")
 
-AmaxState: TypeAlias = dict[str, jax.Array]
-"""One operand's state: ``{"amax_history": f32[H], newest first, 0 = empty slot,
-"amax": f32[], running maximum of the optimizer step under way}``."""
+
+SCALE_ROUNDINGS: tuple[str | None, ...] = (None, "power_of_two", "rceil", "floor", "ceil", "even")
 
 # Beyond these, the scale or its reciprocal is an f32 subnormal, which XLA:CPU takes for zero.
 SMALLEST_SCALE, LARGEST_SCALE = np.float32(2.0**-126), np.float32(2.0**126)
-
-
-@dataclass(frozen=True)
-class PerTensor:
-    """One scale for the whole array (0-d)."""
-
-
-@dataclass(frozen=True)
-class PerAxis:
-    """One scale for each index along `axis`: shape ``n`` there and 1 everywhere else.
-
-    Attributes:
-      axis: one axis or several, negative ones counted from the end. ``PerAxis(0)`` of an array of
-        shape ``(8, 16)`` gives scales of shape ``(8, 1)``: one per row.
-    """
-
-    axis: int | tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
-        if not all(isinstance(a, int) and not isinstance(a, bool) for a in axes):
-            raise TypeError(f"PerAxis takes an int or a tuple of ints, got {self.axis!r}.")
-
-
-@dataclass(frozen=True)
-class Block:
-    """One scale per block of `shape`, which covers the trailing dimensions of the array.
-
-    Attributes:
-      shape: block sizes; ``Block((1, 128))`` of an array of shape ``(64, 256)`` gives ``(64, 2)``
-        scales. Dimensions to the left of it have blocks of 1. The last block of a dimension may be
-        shorter than the others; it gets the scale that padding it with zeros would give.
-    """
-
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        shape = self.shape
-        if not isinstance(shape, tuple) or not all(isinstance(b, int) and b > 0 for b in shape):
-            raise TypeError(f"Block takes a tuple of positive ints, got {shape!r}.")
-
-
-Granularity: TypeAlias = PerTensor | PerAxis | Block
-
-
-def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the scales of an array of `shape`.
-
-    Args:
-      granularity: what shares a scale.
-      shape: of the array.
-
-    Returns:
-      ``()`` for `PerTensor`; else a tuple of the length of `shape`.
-
-    Raises:
-      ValueError: the axis does not exist, or a block has more dimensions than the array.
-      TypeError: not a granularity.
-    """
-    ndim = len(shape)
-    if isinstance(granularity, PerTensor):
-        return ()
-    if isinstance(granularity, PerAxis):
-        axes = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
-        for axis in axes:
-            if not -ndim <= axis < ndim:
-                raise ValueError(
-                    f"{granularity} names an axis that an array of shape {tuple(shape)} does not "
-                    f"have; allowed are {-ndim} to {ndim - 1}."
-                )
-        kept = {axis % ndim for axis in axes}
-        return tuple(n if i in kept else 1 for i, n in enumerate(shape))
-    if isinstance(granularity, Block):
-        return tuple(-(-n // b) for n, b in zip(shape, block_shape(granularity, ndim), strict=True))
-    raise TypeError(
-        f"granularity must be PerTensor(), PerAxis(axis) or Block(shape); got {granularity!r}."
-    )
-
-
-def block_shape(granularity: Block, ndim: int) -> tuple[int, ...]:
-    """The size of a block along each of `ndim` dimensions."""
-    if len(granularity.shape) > ndim:
-        raise ValueError(
-            f"{granularity} has {len(granularity.shape)} dimensions, but the array only {ndim}."
-        )
-    return (1,) * (ndim - len(granularity.shape)) + granularity.shape
-
-
-def ragged_block(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """`ScaledArray.block` for an array of `shape`: None unless a block is cut short."""
-    if not isinstance(granularity, Block):
-        return None
-    block = block_shape(granularity, len(shape))
-    return block if any(n % b for n, b in zip(shape, block, strict=True)) else None
 
 
 def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax.Array:
@@ -278,44 +186,3 @@ def reciprocal_factors(scale: jax.Array) -> tuple[jax.Array, ...]:
     code = lax.bitcast_convert_type(scale, jnp.uint8)
     inverse = jnp.where(code == 255, code, np.uint8(254) - code)
     return split_e8m0(codes_to_format(inverse, E8M0FNU))
-
-
-# Amax history. All functions take stacked states too (leading axes from nn.scan or vmap).
-
-
-def init_amax_state(history_len: int) -> AmaxState:
-    """An empty history: f32[history_len] zeros, and no amax seen in this step."""
-    return {
-        "amax_history": jnp.zeros((history_len,), jnp.float32),
-        "amax": jnp.zeros((), jnp.float32),
-    }
-
-
-def history_amax(history: jax.Array, algo: str) -> jax.Array:
-    """The amax that a history predicts, f32 of the history's leading shape; 0 if it is empty."""
-    return jnp.max(history, axis=-1) if algo == "max" else history[..., 0]
-
-
-def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
-    """`history` (newest first) with `amax` in front and the oldest entry dropped.
-
-    Zero and non-finite values do not enter: they predict nothing, and one Inf would freeze the
-    scale for as long as it stayed in the window.
-    """
-    amax = amax[..., None].astype(history.dtype)
-    pushed = jnp.concatenate([amax, history[..., :-1]], axis=-1)
-    return jnp.where((amax > 0) & jnp.isfinite(amax), pushed, history)
-
-
-def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
-    """`state` with `amax` folded into the maximum of the step under way (non-finite: ignored)."""
-    seen = jnp.where(jnp.isfinite(amax), amax, 0.0)
-    return {**state, "amax": jnp.maximum(state["amax"], seen)}
-
-
-def end_step(state: AmaxState) -> AmaxState:
-    """Close the step under way: its maximum becomes the newest entry of the history."""
-    return {
-        "amax_history": push_amax(state["amax_history"], state["amax"]),
-        "amax": jnp.zeros_like(state["amax"]),
-    }

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8 import printing
+from jfp8.scaling import printing
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,133 @@
+"""`Quantizer`: how one operand of a product becomes f8. Recipes are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+
+from jfp8.scaling import printing
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.casts import ROUNDINGS, Rounding
+from jfp8.scaling.formats import Format
+from jfp8.scaling.history import AmaxState
+from jfp8.scaling.quantization import quantize_with_scale
+from jfp8.scaling.random_bits import hash_bits
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a quantizer is told about a tensor, beside its values.
+
+    Attributes:
+      contracting: the dimensions that the product sums over. If the quantizer has a
+        `Quantizer.block` there is one, among the last two dimensions of the tensor; the other of
+        them is the free one, and before them there may be a batch dimension.
+      amax: f32[], the largest magnitude of the tensor.
+      state: the amax history of the tensor, if its recipe keeps one and it is at hand.
+      seed: uint32[2] for `random_bits.hash_bits`, different for every tensor and step; only for
+        quantizers that are `Quantizer.stochastic`.
+    """
+
+    contracting: tuple[int, ...]
+    amax: jax.Array
+    state: AmaxState | None = None
+    seed: jax.Array | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Quantizer:
+    """One operand's way into f8: a frozen dataclass, equal to another if it quantizes alike.
+
+    To write one, derive from this class, decorate with ``@dataclass(frozen=True)``, and override
+    ``__call__`` (with the help of `data_for`); override what else differs from the defaults below.
+    It is called while JAX traces, and without gradients: those go straight through.
+
+    Attributes:
+      fmt: format of the data.
+      rounding: see `cast`.
+    """
+
+    fmt: Format
+    rounding: Rounding = field(default="nearest_even", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fmt, Format):
+            raise TypeError(f"fmt must be a jfp8.Format such as jfp8.E4M3FN, got {self.fmt!r}.")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(
+                f"rounding={self.rounding!r} is unknown. Allowed: {', '.join(ROUNDINGS)}."
+            )
+
+    def __repr__(self) -> str:
+        """The call that makes it, without the fields that have their default."""
+        return printing.changes(self)
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Elements that share a scale (along the contraction, along the free dimension).
+
+        None if no scale varies along the contraction.
+        """
+        return None
+
+    @property
+    def one_for_both(self) -> bool:
+        """The result does not depend on `Context.contracting`.
+
+        One quantization then serves both products that a tensor takes part in.
+        """
+        return False
+
+    @property
+    def powers_of_two(self) -> bool:
+        """All of its scales are powers of two."""
+        return False
+
+    @property
+    def history_len(self) -> int:
+        """Length of the amax history that it wants kept; 0 for none."""
+        return 0
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether it needs `Context.seed`."""
+        return self.rounding == "stochastic"
+
+    def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
+        """Quantize `x`; the result has the shape of `x`."""
+        raise NotImplementedError(f"{type(self).__name__} does not override __call__.")
+
+    def data_for(
+        self,
+        x: jax.Array,
+        scale: jax.Array | ScaledArray,
+        context: Context,
+        *,
+        block: tuple[int, ...] | None = None,
+        inverse: jax.Array | None = None,
+    ) -> ScaledArray:
+        """``ScaledArray(cast(x / scale), scale)``, rounded as `rounding` says.
+
+        Args:
+          x: ``f32 | bf16 | f16`` array.
+          scale: f32 or e8m0 array, or a `ScaledArray` of two levels.
+          context: what ``__call__`` was given.
+          block: see `ScaledArray`.
+          inverse: f32 array, the reciprocals of `scale`, where they are at hand.
+        """
+        bits = None
+        if self.stochastic:
+            assert context.seed is not None  # whoever asks for stochastic rounding brings one
+            bits = hash_bits(context.seed, x.shape)
+        return quantize_with_scale(x, scale, self.fmt, self.rounding, bits, block, inverse)
+
+
+def check_has_nan(quantizer: Quantizer) -> None:
+    """Raise unless the format has a NaN. A scale that does not see the data cannot stand in."""
+    if not quantizer.fmt.has_nan:
+        raise ValueError(
+            f"{type(quantizer).__name__}({quantizer.fmt.name}): the format has no NaN, and the "
+            "scale does not depend on the data at hand, so that a NaN or Inf would vanish. Use "
+            "Current, Rowwise, Blockwise or TwoLevel."
+        )

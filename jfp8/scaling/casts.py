@@ -1,0 +1,175 @@
+"""Casts round to a format once, and saturate.
+
+Finite values beyond the range and infinities go to the largest finite value, NaN stays NaN.
+Hardware and compilers disagree on both (XLA's own convert turns 500 into NaN for e4m3fn and 61440
+into Inf for e5m2), so nothing here relies on ``astype``: codes are made from the bits of the input,
+with one rounding, and are equal on every backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.scaling.bits import codes_to_format, decode, encode, round_to_grid
+from jfp8.scaling.formats import FORMATS, Format
+from jfp8.scaling.random_bits import random_bits
+
+Rounding = Literal["nearest_even", "toward_zero", "stochastic"]
+
+
+ROUNDINGS: tuple[str, ...] = ("nearest_even", "toward_zero", "stochastic")
+
+
+def as_float_array(x: jax.typing.ArrayLike, what: str) -> jax.Array:
+    """`x` as an array of a floating dtype of at most 32 bits, or a ``TypeError`` that says why."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{what} has dtype {x.dtype}, but only real floating dtypes can be rounded to FP8 "
+            f"(float32, bfloat16, float16). Convert it first, e.g. x.astype(jnp.float32)."
+        )
+    if x.dtype == jnp.float64:
+        raise TypeError(
+            f"{what} has dtype float64, which would be rounded twice on its way to FP8 (first to "
+            "float32). Convert it yourself where that is acceptable: x.astype(jnp.float32)."
+        )
+    return x
+
+
+def cast(
+    x: jax.typing.ArrayLike,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Round `x` to `fmt` once, saturating, and store it in ``fmt.dtype``.
+
+    ``y = clip(round(x), -max, max)``: +-Inf goes to +-max, NaN stays NaN, signed zeros are kept.
+    E8M0FNU has neither sign nor zero: values below 2^-127 (zero included) go to 2^-127, negative
+    ones to NaN, and ties go up, as in ml_dtypes.
+
+    The gradient is straight-through (that of the identity). JAX gives a cotangent the dtype of its
+    primal, so behind `cast` it is itself rounded to ``fmt.dtype``; use `round_to_format` where the
+    gradient has to stay exact.
+
+    Args:
+      x: ``f32 | bf16 | f16`` array of any shape (or an f8 array, whose values are exact).
+      fmt: target format.
+      rounding: ``"nearest_even"`` (ties to even), ``"toward_zero"``, or ``"stochastic"`` (rounds up
+        with the probability of the remainder: unbiased for every value inside the range).
+      key: JAX random key; needed by, and only used for, ``"stochastic"``.
+
+    Returns:
+      Array of ``fmt.dtype`` and the shape of `x`. (E3M4 gives codes in uint8, which have no
+      gradient; ``ScaledArray(codes, 1.0).dequantize()`` turns them into values.)
+
+    Raises:
+      TypeError: `x` is not of a real floating dtype of at most 32 bits, or `fmt` not a `Format`.
+      ValueError: unknown `rounding`, or ``"stochastic"`` without `key`.
+
+    References:
+      OCP OFP8 section 5.2.2 (saturating conversion).
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> jfp8.cast(jnp.array([0.3, 500.0, -jnp.inf, jnp.nan]), jfp8.E4M3FN).tolist()
+    [0.3125, 448.0, -448.0, nan]
+    """
+    x, bits = check_cast_arguments(x, fmt, rounding, key)
+    return _cast(x, bits, fmt, rounding)
+
+
+def round_to_format(
+    x: jax.typing.ArrayLike,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """The values of ``cast(x, fmt)``, kept in the dtype of `x` ("fake quantization").
+
+    The gradient is straight-through and exact. NaN stays NaN for every format.
+
+    Args:
+      x: ``f32 | bf16 | f16`` array of any shape.
+      fmt: target format.
+      rounding: as for `cast`.
+      key: as for `cast`.
+
+    Returns:
+      Array of the dtype and shape of `x` that holds only values of `fmt`.
+
+    Raises:
+      TypeError: as for `cast`; also E8M0FNU from float16, which cannot hold 2^-127 or 2^16.
+      ValueError: as for `cast`.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> jfp8.round_to_format(jnp.array([0.3, 500.0]), jfp8.E5M2).tolist()
+    [0.3125, 512.0]
+    """
+    x, bits = check_cast_arguments(x, fmt, rounding, key)
+    if x.dtype == jnp.float16 and not fmt.signed:
+        raise TypeError(
+            f"{fmt.name} reaches from 2^-127 to 2^127, which float16 cannot hold. "
+            "Convert first: x.astype(jnp.float32)."
+        )
+    return _round_to_format(x, bits, fmt, rounding)
+
+
+def check_cast_arguments(
+    x: jax.typing.ArrayLike, fmt: Format, rounding: str, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Validated input and, for stochastic rounding, one random word per element."""
+    if not isinstance(fmt, Format):
+        names = ", ".join(f"jfp8.{f.name}" for f in FORMATS)
+        raise TypeError(f"fmt must be a jfp8.Format, one of {names}; got {fmt!r}.")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding={rounding!r} is unknown. Allowed: {', '.join(ROUNDINGS)}.")
+    x = as_float_array(x, "x")
+    if rounding != "stochastic":
+        return x, None
+    if key is None:
+        raise ValueError(
+            "rounding='stochastic' needs random bits, but key is None. "
+            "Pass key=jax.random.key(seed), a new one for every call."
+        )
+    return x, random_bits(key, x.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _cast(x: jax.Array, bits: jax.Array | None, fmt: Format, rounding: str) -> jax.Array:
+    codes = encode(lax.stop_gradient(x), fmt, rounding, bits)
+    return straight_through(x, codes_to_format(codes, fmt))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _round_to_format(x: jax.Array, bits: jax.Array | None, fmt: Format, rounding: str) -> jax.Array:
+    source = lax.stop_gradient(x).astype(jnp.float32)
+    if rounding == "nearest_even" and fmt.signed:
+        rounded = round_to_grid(source, fmt)
+    else:
+        codes = encode(source, fmt, rounding, bits)
+        # Through a format without NaN the NaN would be lost, so it is taken from the input.
+        rounded = jnp.where(jnp.isnan(source), source, decode(codes_to_format(codes, fmt)))
+    return straight_through(x, rounded.astype(x.dtype))
+
+
+@jax.custom_jvp
+def straight_through(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`y`, with the derivative of the identity in `x`."""
+    return y
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
+    _, y = primals
+    x_dot, _ = tangents
+    if not jnp.issubdtype(y.dtype, jnp.floating):  # E3M4's bytes
+        return y, np.zeros(y.shape, jax.dtypes.float0)
+    return y, x_dot.astype(y.dtype)

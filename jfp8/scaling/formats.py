@@ -1,0 +1,100 @@
+"""Which numbers exist: a `Format` is data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point format as data.
+
+    ``value = (-1)^s * 2^(e - bias) * 1.m`` for ``e >= 1`` and ``(-1)^s * 2^(1 - bias) * 0.m`` for
+    ``e == 0``, with `exponent_bits` bits of ``e`` and `mantissa_bits` bits of ``m``.
+
+    Attributes:
+      name: how the literature calls it.
+      dtype: the numpy/ml_dtypes dtype that stores it; ``uint8`` for E3M4, which has none.
+      exponent_bits: width of the exponent field.
+      mantissa_bits: width of the mantissa field, the hidden bit not counted.
+      bias: exponent bias.
+      max: largest finite value.
+      max_code: the bit pattern of `max`.
+      nan_code: the bit pattern that NaN becomes. E2M1 has no NaN; like ml_dtypes it gets -0.
+      has_nan: whether `nan_code` is a NaN.
+      signed: whether there is a sign bit, and with it a zero and subnormals.
+
+    References:
+      OCP 8-bit Floating Point Specification (OFP8), Table 1; OCP Microscaling Formats (MX) v1.0,
+      sections 5.3.3 (E2M1) and 5.4.1 (E8M0); Intel FP8 Emulation Toolkit, README (E3M4).
+    """
+
+    name: str
+    dtype: np.dtype
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    max_code: int
+    nan_code: int
+    has_nan: bool = True
+    signed: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Width of one element in bits."""
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value."""
+        return (1 if self.signed else 0) - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value, floor(log2(max))."""
+        return int(np.frexp(self.max)[1]) - 1
+
+    @property
+    def smallest_normal(self) -> float:
+        """2^min_exponent."""
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value; of E8M0, which has no subnormals, the smallest normal."""
+        return 2.0 ** (self.min_exponent - (self.mantissa_bits if self.signed else 0))
+
+    def __repr__(self) -> str:
+        return f"Format({self.name})"
+
+
+E4M3FN = Format("E4M3FN", np.dtype(ml_dtypes.float8_e4m3fn), 4, 3, 7, 448.0, 0x7E, 0x7F)
+
+
+E5M2 = Format("E5M2", np.dtype(ml_dtypes.float8_e5m2), 5, 2, 15, 57344.0, 0x7B, 0x7F)
+# Follows the conventions of E4M3FN. ml_dtypes' float8_e3m4 is another format (max 15.5, with Inf).
+E3M4 = Format("E3M4", np.dtype(np.uint8), 3, 4, 3, 30.0, 0x7E, 0x7F)
+
+
+E2M1FN = Format("E2M1FN", np.dtype(ml_dtypes.float4_e2m1fn), 2, 1, 1, 6.0, 0x7, 0x8, has_nan=False)
+
+
+E8M0FNU = Format(
+    "E8M0FNU", np.dtype(ml_dtypes.float8_e8m0fnu), 8, 0, 127, 2.0**127, 254, 255, signed=False
+)
+
+
+FORMATS: tuple[Format, ...] = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
+
+
+def format_of(dtype: np.dtype) -> Format:
+    """The `Format` stored by `dtype`; raises ``TypeError`` for any other dtype."""
+    for fmt in FORMATS:
+        if fmt.dtype == dtype:
+            return fmt
+    stored = ", ".join(f"{fmt.dtype} ({fmt.name})" for fmt in FORMATS)
+    raise TypeError(f"{np.dtype(dtype)} stores none of jfp8's formats. Formats: {stored}.")

@@ -1,0 +1,198 @@
+"""`quantize`: data and the scale that brings it into the range of a format."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.scaling.arrays import ScaledArray, apply_scale, check_scale_shape
+from jfp8.scaling.bits import codes_to_format, decode, encode
+from jfp8.scaling.casts import Rounding, check_cast_arguments, straight_through
+from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format
+from jfp8.scaling.granularity import Block, Granularity, PerTensor, ragged_block
+from jfp8.scaling.scales import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    ScaleRounding,
+    amax,
+    reciprocal,
+    reciprocal_factors,
+    scale_from_amax,
+)
+
+
+def quantize(
+    x: jax.typing.ArrayLike,
+    fmt: Format = E4M3FN,
+    *,
+    granularity: Granularity = PerTensor(),
+    scale: jax.typing.ArrayLike | None = None,
+    scale_rounding: ScaleRounding = None,
+    rounding: Rounding = "nearest_even",
+    key: jax.Array | None = None,
+) -> ScaledArray:
+    """``data = cast(x * (1 / scale), fmt)`` with ``scale = amax(x) / fmt.max`` unless it is given.
+
+    Elements beyond ``scale * fmt.max`` saturate. NaN and Inf do not: both become NaN in `data`, so
+    that neither disappears behind the cast. In a `Block` they make the scale NaN, and with it the
+    whole block; likewise whatever shares a computed scale with them in E2M1FN, which has no NaN
+    (with a given scale they do saturate there). The gradient is straight-through; see `dequantize`
+    for its precision. (E3M4, stored in uint8, has none.)
+
+    Args:
+      x: ``f32 | bf16 | f16`` array of any shape.
+      fmt: format of the data.
+      granularity: which elements share a scale: ``PerTensor()``, ``PerAxis(axis)`` or
+        ``Block(shape)``.
+      scale: use this scale instead (a "static" or "delayed" one): a positive number, or an f32 or
+        e8m0 array that is 0-d or has ``x.ndim`` dimensions dividing those of `x`.
+      scale_rounding: see `scaling.scale_from_amax`; ``"power_of_two"`` scales multiply exactly.
+      rounding: see `cast`.
+      key: see `cast`.
+
+    Returns:
+      `ScaledArray` of the shape of `x`. A zero, infinite or NaN amax gives a scale of 1.
+
+    Raises:
+      TypeError: `x` is not of a real floating dtype of at most 32 bits; `fmt` is no `Format` with a
+        sign; `granularity` or `scale` is of the wrong kind.
+      ValueError: unknown `rounding` or `scale_rounding`; a granularity or scale that does not fit
+        the shape of `x` (blocks may be cut short at the end of a dimension, given scales not);
+        both `scale` and `scale_rounding`; stochastic rounding without `key`.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> q = jfp8.quantize(jnp.array([[1.0, -4.0], [0.5, 0.25]]), granularity=jfp8.PerAxis(0))
+    >>> q.scale.shape, q.dequantize()
+    ((2, 1), Array([[ 1.  , -4.  ],
+           [ 0.5 ,  0.25]], dtype=float32))
+    """
+    x, bits = check_cast_arguments(x, fmt, rounding, key)
+    if not fmt.signed:
+        raise TypeError(f"{fmt.name} has no sign and no zero: it holds scales, not data.")
+    if scale is not None:
+        if scale_rounding is not None:
+            raise ValueError(
+                f"scale_rounding={scale_rounding!r} rounds the scale that quantize computes, but "
+                "scale= was given and is used as it is. Pass one of the two."
+            )
+        scale = jnp.asarray(scale)
+        if scale.dtype != E8M0FNU.dtype:
+            if not jnp.issubdtype(scale.dtype, jnp.floating):
+                raise TypeError(f"scale must be floating, got dtype {scale.dtype}.")
+            scale = scale.astype(jnp.float32)
+    return _quantize(x, scale, bits, fmt, granularity, scale_rounding, rounding)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _quantize(x, scale, bits, fmt, granularity, scale_rounding, rounding) -> ScaledArray:
+    source = lax.stop_gradient(x)
+    block = inverse = None
+    if isinstance(granularity, Block) and scale is None:
+        scale, block, inverse = block_scale(source, fmt, granularity, scale_rounding)
+    elif scale is None:
+        scale = scale_from_amax(amax(source, granularity), fmt, scale_rounding=scale_rounding)
+    scale = lax.stop_gradient(scale)
+    q = quantize_with_scale(source, scale, fmt, rounding, bits, block, inverse)
+    return ScaledArray(straight_through(x, q.data), q.scale, q.block)
+
+
+def block_scale(
+    x: jax.Array, fmt: Format, granularity: Block, scale_rounding: ScaleRounding = None
+) -> tuple[jax.Array, tuple[int, ...] | None, jax.Array]:
+    """Scale of every block by its own amax, `ScaledArray.block`, and the reciprocals of the scales.
+
+    A block with a NaN or an Inf in it becomes NaN as a whole: there is no scale that fits it.
+    """
+    scale = scale_from_amax(amax(x, granularity), fmt, scale_rounding=scale_rounding, poison=True)
+    if scale.dtype == E8M0FNU.dtype:
+        # No amax has a code above 253, so that the reciprocal is a normal f32.
+        code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
+        inverse = lax.bitcast_convert_type((np.uint32(254) - code) << 23, jnp.float32)
+        inverse = jnp.where(code == 255, jnp.nan, inverse)
+    else:
+        inverse = reciprocal(scale)
+    return scale, ragged_block(granularity, x.shape), inverse
+
+
+def quantize_with_scale(
+    x: jax.Array,
+    scale: jax.Array | ScaledArray,
+    fmt: Format,
+    rounding: str = "nearest_even",
+    bits: jax.Array | None = None,
+    block: tuple[int, ...] | None = None,
+    inverse: jax.Array | None = None,
+) -> ScaledArray:
+    """`quantize` with a scale at hand, unchecked and without a gradient.
+
+    A multiplication by the explicit reciprocal, since XLA turns a division by a broadcast scale
+    into one anyway, on some backends. Whoever has it at hand passes it as `inverse`; non-finite
+    blocks are NaN in it.
+    """
+    check_scale_shape(ScaledArray(x, scale, block))
+    values = x.astype(jnp.float32)
+    if inverse is not None:
+        values = apply_scale(values, inverse, block)
+    else:
+        assert not isinstance(scale, ScaledArray)
+        for factor in reciprocal_factors(scale):
+            values = apply_scale(values, factor, block)
+    if not isinstance(scale, ScaledArray) and scale.dtype == E8M0FNU.dtype:
+        values = _with_subnormals(values, x, scale, block)
+    codes = encode(values, fmt, rounding, bits)
+    if fmt.has_nan and inverse is None:
+        # The cast saturates Inf; asking x itself tells it from a finite value that overflows.
+        codes = jnp.where(jnp.isfinite(x), codes, np.uint8(fmt.nan_code))
+    return ScaledArray(codes_to_format(codes, fmt), scale, block)
+
+
+def _with_subnormals(
+    values: jax.Array, x: jax.Array, scale: jax.Array, block: tuple[int, ...] | None
+) -> jax.Array:
+    """`values` ``= x * 2^(127-c)``, where subnormal elements of `x` are taken from their integers.
+
+    The pattern ``k`` of a subnormal is its value in units of 2^-149, so that it becomes
+    ``k * 2^(-22-c)``. XLA:CPU's own product would be zero. (Only small codes matter: with more than
+    ``c = 40`` even the largest subnormal is below a quarter of the smallest value of any format.)
+    """
+    if x.dtype.itemsize == 1 or x.dtype == jnp.float16:
+        return values  # holds no subnormals of f32
+    pattern = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    magnitude = pattern & np.uint32(0x7FFFFFFF)
+    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
+    factor = lax.bitcast_convert_type(
+        (np.uint32(127 - 22) - jnp.minimum(code, np.uint32(40))) << 23, jnp.float32
+    )
+    factor = jnp.where(code == 255, jnp.nan, factor)
+    k = jnp.minimum(magnitude, np.uint32(1 << 23)).astype(jnp.int32).astype(jnp.float32)
+    from_integer = apply_scale(jnp.where(pattern == magnitude, k, -k), factor, block)
+    return jnp.where(magnitude < np.uint32(1 << 23), from_integer, values)
+
+
+def two_level_scale(
+    block_amax: jax.Array, fmt: Format, scale_fmt: Format
+) -> tuple[ScaledArray, jax.Array]:
+    """The scales of `TwoLevel`, `scale_fmt` under one f32, and what to multiply `x` by.
+
+    A non-finite amax makes its block's scale NaN, and the tensor's scale is that of the others.
+    Blocks so far below the tensor's amax that their scale is zero become zero.
+    """
+    finite = jnp.isfinite(block_amax)
+    largest = jnp.max(jnp.where(finite, block_amax, 0.0), initial=0.0)
+    numerator = np.float32(scale_fmt.max * fmt.max)
+    encode_scale = jnp.where(largest > 0, numerator / jnp.where(largest > 0, largest, 1.0), 1.0)
+    encode_scale = jnp.clip(encode_scale, SMALLEST_SCALE, LARGEST_SCALE)
+    # XLA would multiply by the reciprocal of a divisor that is constant or the same for all blocks,
+    # and turn 1 / (s / S) into S / s: fewer roundings than the rule has, but not everywhere. What
+    # is never negative might be so for all that XLA knows, and then the divisor would be another.
+    s = block_amax / jnp.where(block_amax < 0, 1.0, np.float32(fmt.max)) * encode_scale
+    narrow = codes_to_format(encode(jnp.where(finite, s, jnp.nan), scale_fmt), scale_fmt)
+    s = decode(narrow)
+    quotient = s / jnp.where(s < 0, 1.0, encode_scale)
+    inverse = reciprocal(jnp.where(quotient < 0, 1.0, quotient))
+    inverse = jnp.where(jnp.isinf(inverse), np.finfo(np.float32).max, inverse)
+    return ScaledArray(narrow, reciprocal(encode_scale)), inverse
