@@ -31,10 +31,10 @@ _MODULES = ("quantize", "quantize_blocks", "matmul", "grouped")
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """A function of `jfp8.kernels.mosaic_gpu` by its name."""
+    """A function of `jfp8.matmul.hopper` by its name."""
     for module in _MODULES:
         try:
-            found = importlib.import_module(f"jfp8.kernels.mosaic_gpu.{module}")
+            found = importlib.import_module(f"jfp8.matmul.hopper.{module}")
         except ModuleNotFoundError:
             continue
         if hasattr(found, name):

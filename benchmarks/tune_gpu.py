@@ -66,7 +66,7 @@ def _product_cases(kind: Any, shape: tuple[int, ...], settings: Settings) -> Ite
     from gpu_checks import kernel
     from gpu_timing import copies, random
 
-    from jfp8.kernels.mosaic_gpu.tiles import candidates
+    from jfp8.matmul.hopper.tiles import candidates
 
     m, n, k = shape
     f8, blocks = jnp.float8_e4m3fn, -(-k // 128)
@@ -95,8 +95,8 @@ def _quantize_cases(name: str, shape: tuple[int, ...], settings: Settings) -> It
     from gpu_checks import kernel
     from gpu_timing import copies, random
 
-    from jfp8.kernels.mosaic_gpu.quantize import Sweep
-    from jfp8.kernels.mosaic_gpu.tiles import multiprocessors
+    from jfp8.matmul.hopper.quantize import Sweep
+    from jfp8.matmul.hopper.tiles import multiprocessors
     from jfp8.scaling.formats import E4M3FN
 
     inputs = copies(lambda i: (random(shape, jnp.bfloat16, seed=i), jnp.float32(2)), settings)

@@ -35,7 +35,7 @@ from jfp8.linen import (
     MultiHeadDotProductAttention,
     TransformerLayer,
 )
-from jfp8.matmul import scaled_matmul
+from jfp8.matmul.scaled_matmul import scaled_matmul
 from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
 from jfp8.ragged_dot import scaled_ragged_dot
 from jfp8.report import Report, report

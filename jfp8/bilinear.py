@@ -138,8 +138,8 @@ def multiply_quantized(
     _check_state(recipe, state)
     if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
         raise ValueError(
-            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as jfp8.scaling.init_sink() "
-            f"makes them, got {sink.dtype} of shape {sink.shape}."
+            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
+            f"jfp8.scaling.init_sink(); got {sink.dtype} of shape {sink.shape}."
         )
     seed = seed_of(key) if key is not None and recipe.products().stochastic else None
     carrier = None

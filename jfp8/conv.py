@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.accumulation import scale_products
 from jfp8.bilinear import Kind, Observed, Operand, Operation, multiply_quantized
 from jfp8.dot_general import (
     as_lhs,
@@ -32,7 +31,8 @@ from jfp8.dot_general import (
     values_of,
 )
 from jfp8.explicit_sharding import has_explicit_axes, with_result_like
-from jfp8.matmul import Implementation, check_implementation
+from jfp8.matmul.choice import Implementation, check_implementation
+from jfp8.matmul.job import scale_products
 from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.bits import decode

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8 import mosaic
 from jfp8.bilinear import Kind, Operand, Operation, Use
 from jfp8.grouped_dot import GroupedDot
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
+from jfp8.matmul.hopper import product as mosaic
 from jfp8.one_read import has_kernel, quantize_both_ways
 from jfp8.recipes import Product, Recipe
 from jfp8.scaling.arrays import ScaledArray
@@ -108,7 +108,7 @@ class GroupedKernels(Operation):
         dtype = self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]]
 
         def kernel(first: ScaledArray, second: ScaledArray) -> jax.Array:
-            from jfp8.kernels.mosaic_gpu import grouped
+            from jfp8.matmul.hopper import grouped
 
             with note("cuda", "mosaic_gpu"):
                 if kind == "wgrad":

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.backends import HARDWARE_FORMATS
+from jfp8.matmul.job import HARDWARE_FORMATS
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.per_tensor import Current, Delayed, Unit
 from jfp8.quantizers.quantizer import Context, Quantizer
@@ -104,7 +104,7 @@ def _current(quantizer: Current, x: jax.Array, state: AmaxState | None) -> BothW
 
 
 def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> BothWays:
-    from jfp8.kernels.mosaic_gpu import quantize
+    from jfp8.matmul.hopper import quantize
 
     if state is None:
         largest = amax(x)
@@ -117,7 +117,7 @@ def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> BothW
 def _with_one_scale(
     quantizer: Quantizer, x: jax.Array, scale: jax.Array, largest: jax.Array | None = None
 ) -> BothWays:
-    from jfp8.kernels.mosaic_gpu import quantize
+    from jfp8.matmul.hopper import quantize
 
     inverse = reciprocal(scale)
     q, q_t, found = quantize.quantize_both(
@@ -129,7 +129,7 @@ def _with_one_scale(
 
 
 def _rowwise(quantizer: Rowwise, x: jax.Array, state: AmaxState | None) -> BothWays:
-    from jfp8.kernels.mosaic_gpu import quantize
+    from jfp8.matmul.hopper import quantize
 
     del state
     maxima = quantize.row_and_column_amax(x)
@@ -144,7 +144,7 @@ def _rowwise(quantizer: Rowwise, x: jax.Array, state: AmaxState | None) -> BothW
 
 
 def _blockwise(quantizer: Blockwise, x: jax.Array, state: AmaxState | None) -> BothWays:
-    from jfp8.kernels.mosaic_gpu import quantize_blocks
+    from jfp8.matmul.hopper import quantize_blocks
 
     del state
     along, across = quantizer.block_size

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.accumulation import scale_shape_of
 from jfp8.bilinear import Observed, Operand, Operation, multiply_quantized
 from jfp8.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
 from jfp8.grouped_dot import GroupedDot
 from jfp8.grouped_kernels import GroupedKernels, why_not_grouped_kernels
-from jfp8.matmul import SMALL_PRODUCT, Implementation, check_implementation
+from jfp8.matmul.choice import SMALL_PRODUCT, Implementation, check_implementation
+from jfp8.matmul.job import scale_shape_of
 from jfp8.ragged_tiles import lay_out, take_rows
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from jfp8.accumulation import ACCUMULATIONS, Accumulation
+from jfp8.matmul.job import ACCUMULATIONS, Accumulation
 from jfp8.quantizers import quantizer as quantizers
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.per_tensor import Current, Delayed, Unit

@@ -392,7 +392,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "division_for_multiplication",
         "the product is divided by the scale of rhs",
-        "jfp8/accumulation.py",
+        "jfp8/matmul/chunks.py",
         "jnp.minimum(a * b, largest)",
         "jnp.minimum(a / b, largest)",
         "test_matmul.py::test_scales_along_any_dimensions_that_stay[0-emulate]",
@@ -400,7 +400,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scales_of_rows_for_columns",
         "scales by row are laid out along the columns of the product",
-        "jfp8/accumulation.py",
+        "jfp8/matmul/chunks.py",
         "*(1,) * before, *sizes[len(batch) :], *(1,) * after)",
         "*(1,) * after, *sizes[len(batch) :], *(1,) * before)",
         "test_matmul.py::test_scale_layouts[rows and columns-emulate]",
@@ -408,7 +408,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "no_promotion_every_128",
         "sums that should be promoted every 128 products go on to the end",
-        "jfp8/accumulation.py",
+        "jfp8/matmul/chunks.py",
         'length = 128 if accumulation.endswith("every_128") else k',
         "length = k",
         "test_accumulation.py::test_chunks_are_visible",
@@ -424,7 +424,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tensor_cores_that_round",
         "the model of Hopper rounds terms to nearest instead of cutting them",
-        "jfp8/kernels/hopper.py",
+        "jfp8/matmul/tensor_core_sums.py",
         "s = s + jnp.trunc(a[k]",
         "s = s + jnp.round(a[k]",
         "test_hopper.py::test_terms_are_cut_toward_zero",

@@ -9,9 +9,11 @@ import pytest
 from jax import lax
 
 import jfp8
-from jfp8.backends import Job, emulated, factors_of, in_bf16
-from jfp8.kernels import xla
-from jfp8.matmul import SMALL_PRODUCT, on_cuda
+from jfp8.matmul import xla
+from jfp8.matmul.bf16 import in_bf16
+from jfp8.matmul.choice import SMALL_PRODUCT, on_cuda
+from jfp8.matmul.emulate.product import emulated
+from jfp8.matmul.job import Job, factors_of
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.scales import amax

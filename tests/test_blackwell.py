@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jfp8.kernels.blackwell import scaled_matmul
+from jfp8.matmul.blackwell.kernel import scaled_matmul
 
 E4M3, E5M2, E8M0 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16

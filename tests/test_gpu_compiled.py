@@ -413,7 +413,7 @@ SUMS = {"fast sums": False, "promoted sums": True}
     [(pair, "fast sums") for pair in ALL_PAIRS] + [(pair, "promoted sums") for pair in PAIRS],
 )
 def test_matmul(pair, sums, compiled):
-    from jfp8.kernels.mosaic_gpu.matmul import matmul
+    from jfp8.matmul.hopper.kernel import matmul
 
     m, n, k = 8192, 4096, 2048
     f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=SUMS[sums])
@@ -430,7 +430,7 @@ def test_matmul(pair, sums, compiled):
 @pytest.mark.parametrize("out", [BF16, F32], ids=lambda out: np.dtype(out).name)
 @pytest.mark.parametrize("columns", ["128×128", "1×128"])
 def test_block_matmul(columns, out, compiled):
-    from jfp8.kernels.mosaic_gpu.matmul import block_matmul
+    from jfp8.matmul.hopper.kernel import block_matmul
 
     m, n, k = 8192, 4096, 2048
     f = lambda a, b, s, t: block_matmul(a, b, s, t, out)
@@ -442,7 +442,7 @@ def test_block_matmul(columns, out, compiled):
 
 @pytest.mark.parametrize("sums", SUMS)
 def test_matmul_of_ragged_shapes(sums, compiled):
-    from jfp8.kernels.mosaic_gpu.matmul import matmul
+    from jfp8.matmul.hopper.kernel import matmul
 
     f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=SUMS[sums])
     args = (of((1000, 333), F8), of((777, 333), F8), of((), F32), of((777,), F32))
@@ -451,7 +451,7 @@ def test_matmul_of_ragged_shapes(sums, compiled):
 
 @pytest.mark.parametrize("with_scales", [False, True])
 def test_grouped_matmul(with_scales, compiled):
-    from jfp8.kernels.mosaic_gpu.grouped import grouped_matmul
+    from jfp8.matmul.hopper.grouped import grouped_matmul
 
     tiles, groups, n, k = 64, 8, 4096, 2048
     f = lambda a, b, group, s, t: grouped_matmul(a, b, group, s, t, BF16)
@@ -464,7 +464,7 @@ def test_grouped_matmul(with_scales, compiled):
 
 @pytest.mark.parametrize("with_scales", [False, True])
 def test_grouped_outer(with_scales, compiled):
-    from jfp8.kernels.mosaic_gpu.grouped import grouped_outer
+    from jfp8.matmul.hopper.grouped import grouped_outer
 
     tiles, groups, n, k = 64, 8, 4096, 2048
     f = lambda a, b, first, count, s, t: grouped_outer(a, b, first, count, s, t, BF16)
@@ -495,7 +495,7 @@ by_dtype = pytest.mark.parametrize(
 @by_dtype
 @pytest.mark.parametrize("scales", ["one scale", "scales of rows and columns"])
 def test_quantize_both(scales, dtype, compiled):
-    from jfp8.kernels.mosaic_gpu.quantize import quantize_both
+    from jfp8.matmul.hopper.quantize import quantize_both
 
     x = of((8192, 4096), dtype)
     sizes = ((), ()) if scales == "one scale" else ((8192,), (4096,))
@@ -508,7 +508,7 @@ def test_quantize_both(scales, dtype, compiled):
 @by_dtype
 def test_amax(dtype, compiled):
     """The read that may be left out is one branch of the same kernel."""
-    from jfp8.kernels.mosaic_gpu.quantize import tensor_amax
+    from jfp8.matmul.hopper.quantize import tensor_amax
 
     x = of((8192, 4096), dtype)
     name = f"kernel `tensor_amax`, {x.dtype.name}"
@@ -517,7 +517,7 @@ def test_amax(dtype, compiled):
 
 @by_dtype
 def test_row_and_column_amax(dtype, compiled):
-    from jfp8.kernels.mosaic_gpu.quantize import row_and_column_amax
+    from jfp8.matmul.hopper.quantize import row_and_column_amax
 
     x = of((8192, 4096), dtype)
     name = f"kernel `row_and_column_amax`, {x.dtype.name}"
@@ -535,7 +535,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_quantize_rows_in_blocks(name, compiled):
-    from jfp8.kernels.mosaic_gpu.quantize_blocks import quantize_rows_in_blocks
+    from jfp8.matmul.hopper.quantize_blocks import quantize_rows_in_blocks
 
     dtype, block, rounding = BLOCKS[name]
     x = of((8192, 4096), dtype)
@@ -548,7 +548,7 @@ def test_quantize_rows_in_blocks(name, compiled):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("rounding", [None, "power_of_two"])
 def test_quantize_tiles(rounding, dtype, compiled):
-    from jfp8.kernels.mosaic_gpu.quantize_blocks import quantize_tiles
+    from jfp8.matmul.hopper.quantize_blocks import quantize_tiles
 
     x = of((4096, 8192), dtype)
     name = f"kernel `quantize_tiles`, {x.dtype.name}, {rounding or 'exact'}"
@@ -577,7 +577,7 @@ def test_mx_on_blackwell(compiled):
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_scaled_matmul_on_blackwell(pair, compiled):
-    from jfp8.kernels.blackwell import scaled_matmul
+    from jfp8.matmul.blackwell.kernel import scaled_matmul
 
     m, n, k = 8192, 4096, 2048
     f = lambda a, b, s, t: scaled_matmul(a, b, s, t, BF16)

@@ -11,8 +11,8 @@ if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
 from interpreter import no_races
-from jfp8.kernels.mosaic_gpu import grouped
-from jfp8.kernels.mosaic_gpu.tiles import Tiles
+from jfp8.matmul.hopper import grouped
+from jfp8.matmul.hopper.tiles import Tiles
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16

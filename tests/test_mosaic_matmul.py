@@ -11,8 +11,8 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
 from interpreter import no_races
-from jfp8.kernels.mosaic_gpu import matmul
-from jfp8.kernels.mosaic_gpu.tiles import SHARED_MEMORY, Tiles, candidates, default_tiles
+from jfp8.matmul.hopper import matmul
+from jfp8.matmul.hopper.tiles import SHARED_MEMORY, Tiles, candidates, default_tiles
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16

@@ -11,13 +11,8 @@ if jax.__version_info__ < (0, 11, 2):
 
 import jfp8
 from interpreter import no_races
-from jfp8.kernels.mosaic_gpu.quantize import (
-    Sweep,
-    quantize_both,
-    row_and_column_amax,
-    tensor_amax,
-)
-from jfp8.kernels.mosaic_gpu.quantize_blocks import (
+from jfp8.matmul.hopper.quantize import Sweep, quantize_both, row_and_column_amax, tensor_amax
+from jfp8.matmul.hopper.quantize_blocks import (
     nearest_quotient,
     quantize_rows_in_blocks,
     quantize_tiles,

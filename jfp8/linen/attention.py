@@ -13,7 +13,7 @@ from flax.typing import PRNGKey
 from jfp8 import einsum
 from jfp8.linen.layers import own_product
 from jfp8.linen.products import DotGeneral, Product, ProductOf, promote_dtype
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.recipes import Recipe, check_recipe
 from jfp8.scaling.arrays import ScaledArray
 

@@ -18,7 +18,7 @@ from jfp8.linen.products import (
     ProductOf,
     promote_dtype,
 )
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.recipes import Recipe, check_recipe
 from jfp8.scaling.arrays import ScaledArray
 

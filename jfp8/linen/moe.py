@@ -13,7 +13,7 @@ from jax import lax
 
 from jfp8 import routing, transformer_math
 from jfp8.linen.products import Product, promote_dtype
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.ragged_dot import observed_ragged_dot
 from jfp8.recipes import Recipe
 from jfp8.scaling.arrays import ScaledArray

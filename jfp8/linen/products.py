@@ -16,7 +16,7 @@ from jfp8.bilinear import Observed
 from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
 from jfp8.linen.state_in_params import from_params, into_params, place_in_params
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.recipes import Recipe, check_recipe
 from jfp8.region import recipe_in_effect
 from jfp8.scaling.arrays import ScaledArray

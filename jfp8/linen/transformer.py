@@ -14,7 +14,7 @@ from jfp8 import transformer_math
 from jfp8.linen.attention import EinsumProduct
 from jfp8.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.linen.layers import DenseGeneral
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.recipes import Recipe
 from jfp8.scaling.formats import Format
 from jfp8.transformer_math import GroupMethod, LayerNormType, check_choice

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jfp8 import transformer_math
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.nnx.hooks import hook_of, install
 from jfp8.nnx.products import EinsumOp
 from jfp8.recipes import Recipe

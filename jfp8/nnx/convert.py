@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.nnx.attention import has_stock_attention, install_attention
 from jfp8.nnx.hooks import hook_of, install, is_stock
 from jfp8.recipes import Recipe

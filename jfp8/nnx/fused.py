@@ -12,7 +12,7 @@ from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
 
 from jfp8 import transformer_math
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.nnx.layers import LinearGeneral
 from jfp8.recipes import Recipe
 from jfp8.scaling.formats import Format

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.nnx.conv_transpose import HookedConvTranspose
 from jfp8.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
 from jfp8.recipes import Recipe

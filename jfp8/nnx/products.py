@@ -16,7 +16,7 @@ from jfp8 import einsum
 from jfp8.bilinear import Observed
 from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.recipes import DelayedScaling, Recipe, check_recipe
 from jfp8.region import recipe_in_effect
 from jfp8.scaling.arrays import ScaledArray

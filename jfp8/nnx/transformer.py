@@ -11,7 +11,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 
 from jfp8 import transformer_math
-from jfp8.matmul import Implementation
+from jfp8.matmul.choice import Implementation
 from jfp8.nnx.fused import (
     LayerNormLinear,
     LayerNormMLP,

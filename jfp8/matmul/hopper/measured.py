@@ -30,5 +30,5 @@ def shape_class(shape: tuple[int, ...]) -> str:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    text = importlib.resources.files("jfp8.kernels.mosaic_gpu").joinpath("tuned.json").read_text()
+    text = importlib.resources.files("jfp8.matmul.hopper").joinpath("tuned.json").read_text()
     return json.loads(text)

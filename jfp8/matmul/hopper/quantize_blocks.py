@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.mosaic_gpu.quantize import (
+from jfp8.matmul.hopper.quantize import (
     COLUMNS,
     ROWS,
     Sweep,
@@ -29,7 +29,7 @@ from jfp8.kernels.mosaic_gpu.quantize import (
     staging,
     write,
 )
-from jfp8.kernels.mosaic_gpu.tiles import padded
+from jfp8.matmul.hopper.tiles import padded
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import SMALLEST_SCALE, ScaleRounding, e8m0_code
 

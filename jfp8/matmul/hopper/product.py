@@ -1,4 +1,4 @@
-"""Products of `ScaledArray`s by the Pallas kernels for Hopper, in `kernels.mosaic_gpu`.
+"""Products of `ScaledArray`s by the Pallas kernels for Hopper, in this folder.
 
 The kernels take matrices with the contraction last, ``y[i, j] = sum_k a[i, k] b[j, k]``, because
 Hopper's tensor cores read 8-bit operands in no other way. Here any product is brought into that
@@ -14,9 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.accumulation import scale_shape_of, to_output
-from jfp8.backends import HARDWARE_FORMATS, Job, scale_dtype, varies_along_sum
-from jfp8.matrices import as_matrices, free_dims, out_shape, to_last
+from jfp8.matmul.dimensions import as_matrices, free_dims, out_shape, to_last
+from jfp8.matmul.job import (
+    HARDWARE_FORMATS,
+    Job,
+    scale_dtype,
+    scale_shape_of,
+    to_output,
+    varies_along_sum,
+)
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.device import Gpu, current_gpu
@@ -84,7 +90,7 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
     """The product by a kernel: scales by row and column at its end, or blocks of 128 inside it."""
 
     def kernel(lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
-        from jfp8.kernels.mosaic_gpu import matmul
+        from jfp8.matmul.hopper import matmul
 
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
         a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)

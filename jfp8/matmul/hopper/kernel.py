@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.mosaic_gpu.tiles import Tiles, default_tiles, multiprocessors, padded, swizzled
+from jfp8.matmul.hopper.tiles import Tiles, default_tiles, multiprocessors, padded, swizzled
 
 BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
 COLUMNS = 64  # what n is padded to: every such part of a tile has one scale of 128 x 128

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.mosaic_gpu.measured import measured
+from jfp8.matmul.hopper.measured import measured
 
 # Bytes of shared memory that one block may use on Hopper.
 SHARED_MEMORY = 232_448

@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.mosaic_gpu.measured import measured
-from jfp8.kernels.mosaic_gpu.tiles import multiprocessors, padded, swizzled
+from jfp8.matmul.hopper.measured import measured
+from jfp8.matmul.hopper.tiles import multiprocessors, padded, swizzled
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
 

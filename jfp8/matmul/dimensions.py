@@ -3,10 +3,52 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import jax
 from jax import lax
+
+
+def check_dimension_numbers(
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    dimension_numbers: lax.DotDimensionNumbers,
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]:
+    """`dimension_numbers` as tuples of non-negative ints, checked against the shapes.
+
+    Raises:
+      ValueError: not of the form ``((lc, rc), (lb, rb))``, a dimension that does not exist or is
+        named twice, or paired dimensions of different sizes; the message names both.
+    """
+    try:
+        (lc, rc), (lb, rb) = dimension_numbers
+        lc, rc, lb, rb = (tuple(map(operator.index, dims)) for dims in (lc, rc, lb, rb))
+    except (TypeError, ValueError):
+        raise ValueError(
+            "dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, "
+            f"rhs_batch)), four sequences of ints; got {dimension_numbers!r}."
+        ) from None
+    shapes = f"lhs has shape {tuple(lhs_shape)} and rhs {tuple(rhs_shape)}"
+    for name, dims, shape in (("lhs", lc + lb, lhs_shape), ("rhs", rc + rb, rhs_shape)):
+        if any(not 0 <= d < len(shape) for d in dims) or len(set(dims)) != len(dims):
+            raise ValueError(
+                f"dimension_numbers name {name} dimensions {dims}, which must be distinct and from "
+                f"0 to {len(shape) - 1}; {shapes}."
+            )
+    for kind, left, right in (("contracting", lc, rc), ("batch", lb, rb)):
+        if len(left) != len(right):
+            raise ValueError(
+                f"dimension_numbers pair {len(left)} {kind} dimensions of lhs {left} with "
+                f"{len(right)} of rhs {right}; {shapes}."
+            )
+        for a, b in zip(left, right, strict=True):
+            if lhs_shape[a] != rhs_shape[b]:
+                raise ValueError(
+                    f"{kind} dimension {a} of lhs has size {lhs_shape[a]}, but dimension {b} of "
+                    f"rhs, with which it is paired, has size {rhs_shape[b]}; {shapes}."
+                )
+    return (lc, rc), (lb, rb)
 
 
 def free_dims(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jfp8.kernels import emulate, hopper
-from jfp8.matrices import free_dims
+from jfp8.matmul.dimensions import free_dims
+from jfp8.matmul.emulate import f32_sums, tensor_core_sums
+from jfp8.matmul.job import multiply, scale_products, scale_shape_of, to_output
 from jfp8.scaling.arrays import ScaledArray, expand_scale, scale_as_f32_pair, scaled_values
 from jfp8.tracing.compat import same_varying_axes
-
-Accumulation = Literal["f32", "f32_every_128", "hopper", "hopper_every_128"]
-ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)
 
 
 def dot_in_chunks(
@@ -53,11 +48,11 @@ def dot_in_chunks(
     length = 128 if accumulation.endswith("every_128") else k
     scales_inside = False
     if accumulation.startswith("hopper"):
-        chain = hopper.dot_general
+        chain = tensor_core_sums.dot_general
         if runs:
             length = math.gcd(*runs, *([length] if length == 128 else []))
     else:
-        chain = emulate.dot_general
+        chain = f32_sums.dot_general
         scales_inside = any(run % length for run in runs)
 
     lhs_data, rhs_data = (
@@ -150,52 +145,3 @@ def _scales_at(
             scale = lax.dynamic_slice_in_dim(scale, start // q.block_sizes()[axis], 1, axis)
         scales.append(to_output(scale, q, batch, free, before, after))
     return tuple(scales)
-
-
-def to_output(
-    scale: jax.Array,
-    q: ScaledArray,
-    batch: Sequence[int],
-    free: Sequence[int],
-    before: int,
-    after: int,
-) -> jax.Array:
-    """A scale of `q` laid out like the product: batch, `before` ones, free dims, `after` ones."""
-    if scale.ndim == 0:
-        return scale
-    scale = expand_scale(scale, q.shape, q.block)
-    kept = (*batch, *free)
-    scale = scale.transpose(*kept, *(d for d in range(scale.ndim) if d not in kept))
-    sizes = scale.shape[: len(kept)]
-    return scale.reshape(*sizes[: len(batch)], *(1,) * before, *sizes[len(batch) :], *(1,) * after)
-
-
-def scale_products(
-    lhs_scales: tuple[jax.Array, ...], rhs_scales: tuple[jax.Array, ...]
-) -> list[jax.Array]:
-    """Factors for the product of both operands; E8M0 scales come as pairs, others alone.
-
-    None is Inf, for 0 times it would be NaN. Two spikes in the histories of a product have such
-    scales; each step would be NaN and skipped, and the histories would keep their spikes for good.
-    A sum of codes below 1 then gives a finite number that is too small; a larger one gives Inf.
-    """
-    largest = np.float32(np.finfo(np.float32).max)
-    pairs = itertools.zip_longest(lhs_scales, rhs_scales)
-    return [b if a is None else a if b is None else jnp.minimum(a * b, largest) for a, b in pairs]
-
-
-def multiply(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: lax.DotDimensionNumbers,
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """A product of plain arrays with f32 sums."""
-    return lax.dot_general(
-        lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=jnp.float32
-    )
-
-
-def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:
-    """The shape of the scale of `q`, two-level or not."""
-    return jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.mosaic_gpu.tiles import Tiles, multiprocessors, padded, swizzled
+from jfp8.matmul.hopper.tiles import Tiles, multiprocessors, padded, swizzled
 
 BLOCK = 128  # rows of a tile, products of one sum in the tensor cores, columns of a scale of b
 COLUMNS = 64  # with a single scale of b, and that are stored at once

@@ -1,4 +1,4 @@
-"""The reference product: f8 values in f32, on any device. Every other backend is held to it."""
+"""Sums over a contraction in f32: f8 values in f32 arithmetic."""
 
 from __future__ import annotations
 

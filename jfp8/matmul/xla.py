@@ -9,8 +9,45 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matrices import as_matrices, matrix_sizes, out_shape
-from jfp8.scaling.bits import decode
+from jfp8.matmul.bf16 import exact_product
+from jfp8.matmul.dimensions import as_matrices, matrix_sizes, out_shape
+from jfp8.matmul.job import (
+    HARDWARE_FORMATS,
+    Job,
+    factors_of,
+    scale_shape_of,
+    times,
+    varies_along_sum,
+)
+from jfp8.scaling.arrays import ScaledArray
+
+
+def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """f8 operands for XLA: FP8 tensor cores on CUDA."""
+    return scaled_dot_general(
+        lhs.data,
+        rhs.data,
+        job.dimension_numbers,
+        factors_of(lhs, rhs, job),
+        job.dtype,
+        fast_accumulation=job.fast_accumulation,
+    )
+
+
+def why_not_f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> str | None:
+    """What `f8_by_xla` cannot do, None if it can do it all."""
+    if job.accumulation != "f32":
+        return f"accumulation={job.accumulation!r}: it computes real products, not models of them"
+    if not {lhs.format, rhs.format} <= HARDWARE_FORMATS:
+        return f"operands in {lhs.format.name} and {rhs.format.name}"
+    if varies_along_sum(lhs, rhs, job):
+        return (
+            "scales that vary along the contraction and so cannot leave the sum (lhs scale "
+            f"{scale_shape_of(lhs)}, rhs scale {scale_shape_of(rhs)}, dimension_numbers "
+            f"{job.dimension_numbers})"
+        )
+    return None
+
 
 # What cuBLASLt wants all sizes of an FP8 product to be multiples of.
 ALIGNMENT = 16
@@ -73,7 +110,7 @@ def cuda(
     No tensor core multiplies e5m2 by e5m2: these are multiplied in bf16, which is exact.
     """
     if lhs.dtype == rhs.dtype == jnp.float8_e5m2:
-        return in_bf16(lhs, rhs, dimension_numbers, factors, dtype)
+        return exact_product(lhs, rhs, dimension_numbers, factors, dtype)
     preset = lax.DotAlgorithmPreset
     algorithm = (
         preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast_accumulation else preset.ANY_F8_ANY_F8_F32
@@ -111,26 +148,6 @@ def aligned(
     lhs, rhs = _padded(lhs, dimension_numbers[1][0]), _padded(rhs, dimension_numbers[1][1])
     y = product(lhs, rhs, dimension_numbers)
     return lax.slice(y, [0] * y.ndim, [*y.shape[:-2], m, n]).reshape(shape)
-
-
-def in_bf16(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: lax.DotDimensionNumbers,
-    factors: Sequence[jax.Array],
-    dtype: np.dtype,
-) -> jax.Array:
-    """The same by the tensor cores of bf16. Every stored value is a bf16 value: this is exact."""
-    lhs, rhs = (decode(x).astype(jnp.bfloat16) for x in (lhs, rhs))
-    y = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
-    return times(y, factors).astype(dtype)
-
-
-def times(y: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
-    """`y` times all factors, in f32 if there are any."""
-    for factor in factors:
-        y = y.astype(jnp.float32) * factor
-    return y
 
 
 def _padded(x: jax.Array, batch: Sequence[int]) -> jax.Array:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jfp8.accumulation import scale_shape_of
-from jfp8.backends import HARDWARE_FORMATS, Job, scale_dtype
-from jfp8.matrices import as_matrices, free_dims, out_shape, to_last
+from jfp8.matmul.dimensions import as_matrices, free_dims, out_shape, to_last
+from jfp8.matmul.job import HARDWARE_FORMATS, Job, scale_dtype, scale_shape_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E5M2, E8M0FNU
 from jfp8.tracing.device import Gpu
@@ -43,7 +42,7 @@ def _is_mx(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> boo
 
 def by_blackwell(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
     """The product by the block-scaled tensor cores."""
-    from jfp8.kernels import blackwell
+    from jfp8.matmul.blackwell import kernel as blackwell
 
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
     a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)

@@ -1,1 +1,0 @@
-"""Products of scaled arrays, one file per backend. Leaves: no policy, no dispatch."""

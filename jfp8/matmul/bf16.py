@@ -1,0 +1,65 @@
+"""Products by the tensor cores of bf16, where FP8 is not to be had or does not pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.matmul.job import (
+    Job,
+    factors_of,
+    multiply,
+    scale_dtype,
+    times,
+    varies_along_sum,
+)
+from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.bits import decode
+
+
+def in_bf16(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """bf16 tensor cores: for GPUs where FP8 is not to be had, or does not pay.
+
+    What is stored in 8 bits is exact in bf16, also times a power of two. Other scales that vary
+    along the sum take three bf16 products in the place of one, which lose nothing of note.
+    """
+    if not varies_along_sum(lhs, rhs, job):
+        factors = factors_of(lhs, rhs, job)
+        return exact_product(lhs.data, rhs.data, job.dimension_numbers, factors, job.dtype)
+    (first, outer), (second, other) = _without_outer_scale(lhs), _without_outer_scale(rhs)
+    factors = [factor for factor in (outer, other) if factor is not None]
+    exact = job.powers_of_two or all(scale_dtype(q).itemsize == 1 for q in (lhs, rhs))
+    if exact:
+        a, b = (scaled_values(q).astype(jnp.bfloat16) for q in (first, second))
+        y = multiply(a, b, job.dimension_numbers)
+    else:
+        three = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+        y = multiply(scaled_values(first), scaled_values(second), job.dimension_numbers, three)
+    return times(y, factors).astype(job.dtype)
+
+
+def exact_product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    factors: Sequence[jax.Array],
+    dtype: np.dtype,
+) -> jax.Array:
+    """``dot_general(lhs, rhs) * factors`` of f8 arrays. Each stored value is one of bf16, too."""
+    lhs, rhs = (decode(x).astype(jnp.bfloat16) for x in (lhs, rhs))
+    y = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+    return times(y, factors).astype(dtype)
+
+
+def _without_outer_scale(q: ScaledArray) -> tuple[ScaledArray, jax.Array | None]:
+    """`q` with its blocks' scales only, and what they are all to be multiplied by, if anything."""
+    if not isinstance(q.scale, ScaledArray) or isinstance(q.scale.scale, ScaledArray):
+        return q, None
+    if jnp.ndim(q.scale.scale):
+        return q, None
+    one = jnp.ones((), jnp.float32)
+    return ScaledArray(q.data, ScaledArray(q.scale.data, one), q.block), q.scale.scale

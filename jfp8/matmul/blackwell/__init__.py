@@ -1,0 +1,1 @@
+"""Products of MX operands by the block-scaled tensor cores of Blackwell."""

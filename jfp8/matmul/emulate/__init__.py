@@ -1,0 +1,1 @@
+"""The reference: products in f32 arithmetic, on any device."""
