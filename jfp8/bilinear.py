@@ -24,7 +24,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.quantizers.quantizer import Context, Quantizer
-from jfp8.recipes import Product, Recipe
+from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Recipe
 from jfp8.residuals import SAVED, SAVED_WEIGHT, restore, save
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState

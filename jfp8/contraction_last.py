@@ -22,7 +22,8 @@ from jfp8.matmul.choice import SMALL_PRODUCT, Implementation
 from jfp8.matmul.hopper.product import why_no_kernels
 from jfp8.matmul.job import HARDWARE_FORMATS
 from jfp8.one_read import has_kernel, quantize_both_ways, transposed
-from jfp8.recipes import Product, Recipe
+from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import Gpu, current_gpu

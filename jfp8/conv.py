@@ -33,7 +33,10 @@ from jfp8.dot_general import (
 from jfp8.explicit_sharding import has_explicit_axes, with_result_like
 from jfp8.matmul.choice import Implementation, check_implementation
 from jfp8.matmul.job import scale_products
-from jfp8.recipes import DelayedScaling, Product, Recipe, check_recipe
+from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.bits import decode
 from jfp8.scaling.history import AmaxState

@@ -11,7 +11,9 @@ from flax import nnx
 
 from jfp8.linen import convert as linen_convert
 from jfp8.nnx import convert as nnx_convert
-from jfp8.recipes import DelayedScaling, Recipe, check_recipe
+from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.selection import MAX_IMAGE_CHANNELS, Choice, Edge, Selection, select
 
 Model = TypeVar("Model", nn.Module, nnx.Module)

@@ -17,7 +17,9 @@ from jfp8.dot import Dot
 from jfp8.explicit_sharding import has_explicit_axes, with_result_like
 from jfp8.matmul.choice import Implementation, check_implementation
 from jfp8.matmul.dimensions import as_matrices, check_dimension_numbers, matrix_sizes, out_shape
-from jfp8.recipes import DelayedScaling, Recipe, check_recipe
+from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape, dequantize
 from jfp8.scaling.casts import as_float_array
 from jfp8.scaling.history import AmaxState

@@ -24,7 +24,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jfp8.collectives import reduce_scatter
 from jfp8.quantizers.per_tensor import Current
 from jfp8.quantizers.quantizer import Context, Quantizer
-from jfp8.recipes import DelayedScaling, Recipe, check_recipe
+from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.bits import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format

@@ -15,7 +15,7 @@ from jfp8.dot import Dot
 from jfp8.matmul.choice import Implementation
 from jfp8.matmul.job import scale_products, scale_shape_of, to_output
 from jfp8.quantizers.quantizer import Context, Quantizer
-from jfp8.recipes import Product
+from jfp8.recipes.product import Product
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.scaling.bits import codes_of, codes_to_format, decode
 from jfp8.scaling.formats import Format, format_of

@@ -20,7 +20,8 @@ from jfp8.grouped_dot import GroupedDot
 from jfp8.matmul.choice import Implementation
 from jfp8.matmul.hopper import product as mosaic
 from jfp8.one_read import has_kernel, quantize_both_ways
-from jfp8.recipes import Product, Recipe
+from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import Gpu

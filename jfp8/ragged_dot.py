@@ -25,7 +25,9 @@ from jfp8.grouped_kernels import GroupedKernels, why_not_grouped_kernels
 from jfp8.matmul.choice import SMALL_PRODUCT, Implementation, check_implementation
 from jfp8.matmul.job import scale_shape_of
 from jfp8.ragged_tiles import lay_out, take_rows
-from jfp8.recipes import DelayedScaling, Recipe, check_recipe
+from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.bits import decode
 from jfp8.scaling.history import AmaxState

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jfp8.recipes import Recipe, check_recipe
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 
 MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
 

@@ -12,7 +12,9 @@ from flax import nnx
 
 from jfp8.quantizers.per_tensor import Current
 from jfp8.quantizers.quantizer import Context, Quantizer
-from jfp8.recipes import DelayedScaling, Recipe, check_recipe
+from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import amax

@@ -279,7 +279,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "hybrid_swapped",
         "HYBRID takes e5m2 forward and e4m3 for gradients",
-        "jfp8/recipes.py",
+        "jfp8/recipes/registry.py",
         '"HYBRID": (E4M3FN, E5M2),',
         '"HYBRID": (E5M2, E4M3FN),',
         "test_recipes.py::test_each_tensor_has_its_quantizer_in_both_products[delayed-HYBRID]",
@@ -287,7 +287,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "wgrad_operands_swapped",
         "the weight gradient quantizes activations like gradients and the other way round",
-        "jfp8/recipes.py",
+        "jfp8/recipes/registry.py",
         "        wgrad=Product(lhs, grad),\n",
         "        wgrad=Product(grad, lhs),\n",
         "test_recipes.py::test_each_tensor_has_its_quantizer_in_both_products[delayed-HYBRID]",
@@ -295,7 +295,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "json_drops_false",
         "fields that are 0, False or empty are lost on the way through JSON",
-        "jfp8/recipes.py",
+        "jfp8/recipes/registry.py",
         "for name, value in fields.items()})\n\n\ndef check_recipe",
         "for name, value in fields.items() if value})\n\n\ndef check_recipe",
         "test_recipes.py::test_round_trips[json-NVFP4BlockScaling(stochastic_rounding=False)]",
@@ -303,7 +303,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "unknown_fields_without_a_hint",
         "a misspelt field is refused without the names of the known ones",
-        "jfp8/recipes.py",
+        "jfp8/recipes/registry.py",
         "        _check_fields(cls, fields)\n        return super()",
         "        return super()",
         "test_recipes.py::test_unknown_field[call-DelayedScaling-margins-margin]",

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8 import region
 from jfp8.linen.attention import EinsumProduct, MultiHeadDotProductAttention
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from jfp8.recipes import in_effect as region
+from jfp8.recipes.blocks import MXFP8BlockScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 KEY = jax.random.key(7)
 PROJECTIONS = ["key", "out", "query", "value"]

@@ -34,7 +34,9 @@ from jfp8 import checkpoint
 from jfp8.checkpoint.state_dict import DTYPES
 from jfp8.optim.adam import adam
 from jfp8.optim.masters import master_weights
-from jfp8.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from jfp8.recipes.blocks import MXFP8BlockScaling
+from jfp8.recipes.nvfp4 import NVFP4BlockScaling
+from jfp8.recipes.per_tensor import DelayedScaling
 
 FORMATS = ("x.msgpack", "x.safetensors", "x")
 each_format = pytest.mark.parametrize("name", FORMATS, ids=["msgpack", "safetensors", "orbax"])

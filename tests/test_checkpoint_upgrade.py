@@ -26,7 +26,7 @@ from jfp8.checkpoint.changes import CheckpointChange
 from jfp8.checkpoint.downgrade import downgrade
 from jfp8.checkpoint.upgrade import upgrade
 from jfp8.optim.masters import master_weights
-from jfp8.recipes import DelayedScaling
+from jfp8.recipes.per_tensor import DelayedScaling
 
 WIDTH = 64
 RNG = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from jax import lax
 
 import jfp8
 from jfp8.conv_transpose import conv_transpose
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 KEY = jax.random.key(0)
 CURRENT = Float8CurrentScaling()

@@ -24,7 +24,8 @@ from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
 import jfp8
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling, RowwiseScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.rowwise import RowwiseScaling
 
 KEY = jax.random.key(0)
 DELAYED, CURRENT = DelayedScaling(), Float8CurrentScaling()

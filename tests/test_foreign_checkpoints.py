@@ -24,7 +24,7 @@ import jfp8
 from jfp8.checkpoint.flax_fp8_ops import from_flax_fp8_ops
 from jfp8.checkpoint.transformer_engine import from_transformer_engine
 from jfp8.checkpoint.upgrade import CheckpointChange, upgrade
-from jfp8.recipes import DelayedScaling
+from jfp8.recipes.per_tensor import DelayedScaling
 
 OWG = "_overwrite_with_gradient"
 FLAX_NAMES = {"lhs": "input", "rhs": "kernel", "grad": "output_grad"}

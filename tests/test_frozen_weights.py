@@ -12,7 +12,7 @@ import pytest
 
 import jfp8
 from jfp8 import ScaledArray, recipes
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 KEY = jax.random.key(0)
 CURRENT, DELAYED = Float8CurrentScaling(), DelayedScaling()

@@ -17,7 +17,7 @@ import pytest
 
 import jfp8
 from jfp8.linen.fused import LayerNormDense, LayerNormMLP
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 KEY = jax.random.key(7)
 

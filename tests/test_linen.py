@@ -18,7 +18,8 @@ import pytest
 
 import jfp8
 from jfp8.linen import DotGeneral
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling, Unscaled
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.unscaled import Unscaled
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 FORMAT_MAX = {E4M3: 448.0, E5M2: 57344.0}

@@ -27,7 +27,7 @@ from jfp8.optim.masters import (
     master_weights,
     with_carriers,
 )
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 MASTERS = (None, "bfloat16", "float16_scaled", "float32")

@@ -14,7 +14,7 @@ import pytest
 import jfp8
 from jfp8 import ScaledArray, recipes, routing
 from jfp8.linen.moe import ExpertDense, MoE, RaggedDot, Router
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 KEY = jax.random.key(5)
 TOKENS, FEATURES, HIDDEN, EXPERTS = 36, 16, 24, 5

@@ -14,7 +14,7 @@ from flax import nnx
 import jfp8
 import jfp8.nnx
 from jfp8.nnx import Fp8State, convert_module, layers_of
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 D = 16
 RECIPE = DelayedScaling()

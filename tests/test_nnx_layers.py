@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 import jfp8.nnx
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 

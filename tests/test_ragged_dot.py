@@ -18,7 +18,9 @@ from jfp8 import ScaledArray, quantizers, recipes
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.ragged_dot import observed_ragged_dot, scaled_ragged_dot
 from jfp8.ragged_tiles import lay_out
-from jfp8.recipes import Float8CurrentScaling, PerOperand, Product
+from jfp8.recipes.per_operand import PerOperand
+from jfp8.recipes.per_tensor import Float8CurrentScaling
+from jfp8.recipes.product import Product
 from jfp8.scaling.sink import decode_amax, init_sink
 
 E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn

@@ -20,21 +20,15 @@ from jfp8.quantizers.per_tensor import Current, Delayed, Unit
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.recipes import (
-    DelayedScaling,
-    DirectE5M2,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Hybrid,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    PerOperand,
-    Product,
-    Products,
-    Recipe,
-    RowwiseScaling,
-    Unscaled,
-)
+from jfp8.recipes.blocks import Float8BlockScaling, MXFP8BlockScaling
+from jfp8.recipes.intel import DirectE5M2, Hybrid
+from jfp8.recipes.nvfp4 import NVFP4BlockScaling
+from jfp8.recipes.per_operand import PerOperand
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.product import Product, Products
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.rowwise import RowwiseScaling
+from jfp8.recipes.unscaled import Unscaled
 
 NAMES = {
     "delayed": DelayedScaling,

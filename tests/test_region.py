@@ -13,8 +13,9 @@ import optax
 import pytest
 
 import jfp8
-from jfp8 import region
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling, RowwiseScaling
+from jfp8.recipes import in_effect as region
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.rowwise import RowwiseScaling
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (4, 8))

@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.recipes import (
-    DelayedScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    RowwiseScaling,
-)
+from jfp8.recipes.blocks import MXFP8BlockScaling
+from jfp8.recipes.nvfp4 import NVFP4BlockScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.report import ProductRow
 from jfp8.tracing import notes as explain
 
@@ -417,7 +414,8 @@ def test_a_product_counts_as_fp8_only_if_both_operands_are_narrow():
 @pytest.mark.parametrize("half", ["lhs", "rhs"])
 def test_one_operand_in_high_precision_beside_scales_that_are_narrow(half):
     """The E8M0 scales of the other operand are no operand."""
-    from jfp8.recipes import PerOperand, Product
+    from jfp8.recipes.per_operand import PerOperand
+    from jfp8.recipes.product import Product
 
     mx = MXFP8BlockScaling().products()
     operands = {"lhs": mx.fprop.lhs, "rhs": mx.fprop.rhs, half: None}

@@ -22,7 +22,9 @@ from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.recipes import DelayedScaling, Product, RowwiseScaling
+from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.product import Product
+from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.scaling.scales import amax
 
 # 448 = 7 * 64 is the largest value of e4m3fn: the scale is exactly 1/64, and so are the values.

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jfp8
 from jfp8.optim.adam import adam
 from jfp8.optim.masters import init_masters, master_weights
-from jfp8.recipes import DelayedScaling
+from jfp8.recipes.per_tensor import DelayedScaling
 
 WIDTH, BATCH = 64, 2048
 STEPS, SAVE_AFTER, OVERFLOW_IN = 6, 3, 1

@@ -4,7 +4,7 @@ import flax.linen as nn
 import pytest
 
 import jfp8
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.selection import EDGES, Edge, Selection, select
 
 RECIPE = Float8CurrentScaling()

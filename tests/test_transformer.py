@@ -17,7 +17,8 @@ import pytest
 
 import jfp8
 from jfp8.linen.transformer import RelativePositionBiases, TransformerLayer
-from jfp8.recipes import DelayedScaling, Float8CurrentScaling, Unscaled
+from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from jfp8.recipes.unscaled import Unscaled
 
 KEY = jax.random.key(7)
 SIZES = {"hidden_size": 16, "mlp_hidden_size": 24, "num_attention_heads": 4}

@@ -20,8 +20,10 @@ from jfp8.debug.by_layer import by_layer
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.reading import Place, read
 from jfp8.edges import arrays_in
-from jfp8.recipes import Product, Products, Recipe, check_recipe
-from jfp8.recipes import get as get_recipe
+from jfp8.recipes.product import Product, Products
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
+from jfp8.recipes.registry import get as get_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.selection import Choice
 from jfp8.taps import Observer, observing, tap

@@ -14,7 +14,8 @@ from jfp8 import einsum
 from jfp8.linen.layers import own_product
 from jfp8.linen.products import DotGeneral, Product, ProductOf, promote_dtype
 from jfp8.matmul.choice import Implementation
-from jfp8.recipes import Recipe, check_recipe
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 
 EINSUM_HOOKS = ("qk_attn_weights_einsum", "attn_weights_value_einsum")

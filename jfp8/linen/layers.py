@@ -19,7 +19,8 @@ from jfp8.linen.products import (
     promote_dtype,
 )
 from jfp8.matmul.choice import Implementation
-from jfp8.recipes import Recipe, check_recipe
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 
 

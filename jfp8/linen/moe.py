@@ -15,7 +15,7 @@ from jfp8 import routing, transformer_math
 from jfp8.linen.products import Product, promote_dtype
 from jfp8.matmul.choice import Implementation
 from jfp8.ragged_dot import observed_ragged_dot
-from jfp8.recipes import Recipe
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
 

@@ -17,8 +17,9 @@ from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
 from jfp8.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.matmul.choice import Implementation
-from jfp8.recipes import Recipe, check_recipe
-from jfp8.region import recipe_in_effect
+from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState, observe, push_amax
 from jfp8.scaling.sink import ROLES, init_sink

@@ -15,7 +15,7 @@ from jfp8.linen.attention import EinsumProduct
 from jfp8.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.linen.layers import DenseGeneral
 from jfp8.matmul.choice import Implementation
-from jfp8.recipes import Recipe
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 from jfp8.transformer_math import GroupMethod, LayerNormType, check_choice
 

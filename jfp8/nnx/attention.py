@@ -13,8 +13,8 @@ from jfp8 import transformer_math
 from jfp8.matmul.choice import Implementation
 from jfp8.nnx.hooks import hook_of, install
 from jfp8.nnx.products import EinsumOp
-from jfp8.recipes import Recipe
-from jfp8.region import recipe_in_effect
+from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.recipe import Recipe
 
 PROJECTIONS = ("query", "key", "value", "out")
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jfp8.matmul.choice import Implementation
 from jfp8.nnx.attention import has_stock_attention, install_attention
 from jfp8.nnx.hooks import hook_of, install, is_stock
-from jfp8.recipes import Recipe
+from jfp8.recipes.recipe import Recipe
 
 Path = tuple[Any, ...]
 Module = TypeVar("Module", bound=nnx.Module)

@@ -14,7 +14,7 @@ from flax.typing import Dtype, Initializer
 from jfp8 import transformer_math
 from jfp8.matmul.choice import Implementation
 from jfp8.nnx.layers import LinearGeneral
-from jfp8.recipes import Recipe
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 from jfp8.transformer_math import LayerNormType, check_choice
 

@@ -13,7 +13,7 @@ from jax import lax
 from jfp8.matmul.choice import Implementation
 from jfp8.nnx.conv_transpose import HookedConvTranspose
 from jfp8.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
-from jfp8.recipes import Recipe
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.notes import note
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jfp8.matmul.choice import Implementation
 from jfp8.nnx.conv_transpose import HookedConvTranspose
 from jfp8.nnx.hooks import hook_of, install, is_stock
-from jfp8.recipes import Recipe
+from jfp8.recipes.recipe import Recipe
 
 
 def _install_own(layer: Any, recipe: Recipe | None, implementation: Implementation) -> None:

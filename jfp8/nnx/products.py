@@ -17,8 +17,10 @@ from jfp8.bilinear import Observed
 from jfp8.conv import observed_conv_general_dilated
 from jfp8.dot_general import observed_dot_general
 from jfp8.matmul.choice import Implementation
-from jfp8.recipes import DelayedScaling, Recipe, check_recipe
-from jfp8.region import recipe_in_effect
+from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState, push_amax
 from jfp8.scaling.sink import ROLES

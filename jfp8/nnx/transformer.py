@@ -20,7 +20,7 @@ from jfp8.nnx.fused import (
 )
 from jfp8.nnx.layers import LinearGeneral
 from jfp8.nnx.products import EinsumOp
-from jfp8.recipes import Recipe
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 from jfp8.transformer_math import GroupMethod, LayerNormType, check_choice
 

@@ -1,7 +1,7 @@
-"""Regions of a program with a precision of their own: what `jfp8.autocast` sets and layers ask.
+"""Which recipe is in effect: that of a layer, or of the region of a program that it stands in.
 
-The region is part of the key of JAX's caches: a function that was traced outside of a region is
-traced again inside. Each thread has its own.
+Regions are what `jfp8.autocast` sets and layers ask. The region is part of the key of JAX's caches:
+a function that was traced outside of a region is traced again inside. Each thread has its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import jax
 
-from jfp8.recipes import DelayedScaling, Recipe
+from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
 
 _context = jax.make_user_context(None)
 

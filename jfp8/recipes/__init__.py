@@ -1,0 +1,20 @@
+"""Recipes: which quantizer each operand of each of the three products gets.
+
+A file for each family of recipes; `get` finds one by its name.
+"""
+
+from jfp8.recipes import blocks, intel, nvfp4, per_tensor, rowwise, unscaled
+from jfp8.recipes.blocks import *
+from jfp8.recipes.intel import *
+from jfp8.recipes.nvfp4 import *
+from jfp8.recipes.per_operand import PerOperand
+from jfp8.recipes.per_tensor import *
+from jfp8.recipes.product import Product, Products
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import RECIPES, from_json, get
+from jfp8.recipes.rowwise import *
+from jfp8.recipes.unscaled import *
+
+__all__ = ["RECIPES", "PerOperand", "Product", "Products", "Recipe", "from_json", "get"]
+__all__ += per_tensor.__all__ + rowwise.__all__ + blocks.__all__ + nvfp4.__all__
+__all__ += intel.__all__ + unscaled.__all__

@@ -1,0 +1,96 @@
+"""Recipes with one scale for every block of 128, or of 32 elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from jfp8.matmul.job import Accumulation
+from jfp8.quantizers.blocks import Blockwise
+from jfp8.recipes.product import Products, uniform
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, check_bool, check_choice
+from jfp8.scaling.scales import ScaleRounding
+
+__all__ = ["Float8BlockScaling", "MXFP8BlockScaling"]
+
+
+@dataclass(frozen=True, repr=False)
+class Float8BlockScaling(Recipe):
+    """A scale for every 1x128 stretch of activations and gradients, and 128x128 tile of weights.
+
+    ``scale_b = amax(x_b) / fmt.max`` for each block ``b``; `rhs` is taken for the weight. Partial
+    sums over 128 products are scaled and added in f32. No state.
+
+    Attributes:
+      fp8_format: ``"E4M3"`` for all, ``"HYBRID"`` (e5m2 gradients), or ``"E5M2"`` for all.
+      scale_rounding: ``"power_of_two"`` (rounded up), or ``None`` for f32 quotients.
+      accumulation: see `Recipe`.
+
+    Raises:
+      ValueError, TypeError: a field outside of these values.
+
+    References:
+      DeepSeek-V3, arXiv 2412.19437 section 3.3; Transformer Engine, ``Float8BlockScaling``.
+    """
+
+    name: ClassVar[str] = "block"
+
+    fp8_format: Fp8Format = "E4M3"
+    scale_rounding: ScaleRounding = "power_of_two"
+    accumulation: Accumulation = field(default="f32_every_128", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
+        check_choice(self, "scale_rounding", (None, "power_of_two"))
+
+    def products(self) -> Products:
+        forward, backward = FP8_FORMATS[self.fp8_format]
+        return uniform(
+            Blockwise(forward, (128, 1), self.scale_rounding),
+            Blockwise(forward, (128, 128), self.scale_rounding),
+            Blockwise(backward, (128, 1), self.scale_rounding),
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class MXFP8BlockScaling(Recipe):
+    """Microscaling: an E8M0 scale, a power of two, for every 32 values along the contraction.
+
+    ``scale_b = 2^ceil(log2(amax(x_b) / fmt.max))`` with the default rounding. Both directions of a
+    tensor are quantized from high precision. No state.
+
+    Attributes:
+      fp8_format: ``"E4M3"`` for all, ``"HYBRID"`` (e5m2 gradients), or ``"E5M2"`` for all.
+      scale_rounding: ``"rceil"`` (rounds the scale up: nothing saturates), ``"floor"`` (the OCP
+        text), ``"ceil"`` or ``"even"``; see `scaling.scale_from_amax`.
+      two_dimensional_weights: 32x32 blocks for `rhs`, quantized once for both directions.
+      accumulation: see `Recipe`.
+
+    Raises:
+      ValueError, TypeError: a field outside of these values.
+
+    References:
+      OCP Microscaling Formats v1.0; arXiv 2506.08027; Transformer Engine, ``MXFP8BlockScaling``.
+    """
+
+    name: ClassVar[str] = "mxfp8"
+
+    fp8_format: Fp8Format = "E4M3"
+    scale_rounding: ScaleRounding = "rceil"
+    two_dimensional_weights: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
+        check_choice(self, "scale_rounding", ("rceil", "floor", "ceil", "even"))
+        check_bool(self, "two_dimensional_weights")
+
+    def products(self) -> Products:
+        forward, backward = FP8_FORMATS[self.fp8_format]
+        weight_block = (32, 32) if self.two_dimensional_weights else (32, 1)
+        return uniform(
+            Blockwise(forward, (32, 1), self.scale_rounding),
+            Blockwise(forward, weight_block, self.scale_rounding),
+            Blockwise(backward, (32, 1), self.scale_rounding),
+        )

@@ -1,0 +1,119 @@
+"""The recipes of Intel's FP8 Emulation Toolkit."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jfp8.quantizers.per_tensor import Current, Unit
+from jfp8.quantizers.quantizer import Quantizer
+from jfp8.recipes.product import Product, Products
+from jfp8.recipes.recipe import Recipe, check_bool
+from jfp8.scaling.formats import E4M3FN, E5M2
+
+__all__ = ["DirectE5M2", "Hybrid"]
+
+
+@dataclass(frozen=True, repr=False)
+class _Toolkit(Recipe):
+    """What the recipes of Intel's FP8 Emulation Toolkit share: unscaled, stochastic gradients.
+
+    Attributes:
+      quantize_outputs: quantize the three results too: the output like an activation, the gradients
+        like a gradient.
+      fused: layers whose output stays in high precision, since what follows is fused with them:
+        patterns of paths, such as ``("*/logits", "Block_*/query")``.
+      stochastic_gradients: round gradients stochastically; else to nearest even.
+    """
+
+    needs_loss_scale: ClassVar[bool] = True
+
+    quantize_outputs: bool = True
+    fused: tuple[str, ...] = ()
+    stochastic_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bool(self, "quantize_outputs")
+        check_bool(self, "stochastic_gradients")
+        if not isinstance(self.fused, tuple) or not all(isinstance(p, str) for p in self.fused):
+            raise TypeError(
+                f"{type(self).__name__}(fused={self.fused!r}): must be a tuple of patterns, such "
+                'as ("*/logits",).'
+            )
+
+    def forward(self) -> Quantizer:
+        """The quantizer of weights, activations and outputs."""
+        raise NotImplementedError
+
+    def products(self) -> Products:
+        forward = self.forward()
+        grad = Unit(E5M2, rounding="stochastic" if self.stochastic_gradients else "nearest_even")
+        y, d = (forward, grad) if self.quantize_outputs else (None, None)
+        return Products(
+            fprop=Product(forward, forward, output=y, fast_accumulation=True),
+            dgrad=Product(grad, forward, output=d),
+            wgrad=Product(forward, grad, output=d),
+        )
+
+    def for_layer(self, path: str) -> Recipe:
+        if any(fnmatch.fnmatchcase(path, pattern) for pattern in self.fused):
+            return dataclasses.replace(self, quantize_outputs=False)
+        return self
+
+
+@dataclass(frozen=True, repr=False)
+class DirectE5M2(_Toolkit):
+    """E5M2 without any scale, for all operands and results of all three products. No state.
+
+    Weights and activations are rounded to nearest even, gradients stochastically. Gradients below
+    2^-17 vanish more often than not: train with `jfp8.loss_scale`. For 16-bit master weights see
+    `jfp8.optim.stochastic_rounding`.
+
+    Attributes:
+      quantize_outputs: quantize the three results too (before a bias is added).
+      fused: layers whose results stay in high precision: patterns of paths, ``("*/logits",)``.
+      stochastic_gradients: round gradients stochastically; else to nearest even.
+      accumulation: see `Recipe`.
+
+    Raises:
+      ValueError, TypeError: a field outside of these values.
+
+    References:
+      Intel FP8 Emulation Toolkit, ``mpemu/e5m2_emu.py``; arXiv 1905.12334. Its numbers differ where
+      they are not OCP's: it rounds twice (through float16), and subnormals not stochastically.
+    """
+
+    name: ClassVar[str] = "direct_e5m2"
+
+    def forward(self) -> Quantizer:
+        return Unit(E5M2)
+
+
+@dataclass(frozen=True, repr=False)
+class Hybrid(_Toolkit):
+    """E4M3 with per-tensor current scales forward, unscaled E5M2 gradients. No state.
+
+    ``scale = amax(x) / 448`` for weights, activations and outputs. Gradients are rounded
+    stochastically and have no scale: train with `jfp8.loss_scale`. For 16-bit master weights see
+    `jfp8.optim.stochastic_rounding`.
+
+    Attributes:
+      quantize_outputs: quantize the three results too (before a bias is added).
+      fused: layers whose results stay in high precision: patterns of paths, ``("*/logits",)``.
+      stochastic_gradients: round gradients stochastically; else to nearest even.
+      accumulation: see `Recipe`.
+
+    Raises:
+      ValueError, TypeError: a field outside of these values.
+
+    References:
+      Intel FP8 Emulation Toolkit, ``mpemu/hybrid_emu.py``, whose multiplying scale ends at 2^16.
+    """
+
+    name: ClassVar[str] = "hybrid"
+
+    def forward(self) -> Quantizer:
+        return Current(E4M3FN)

@@ -1,0 +1,98 @@
+"""Recipes with one scale for a tensor: delayed and current scaling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jfp8.quantizers.per_tensor import Current, Delayed
+from jfp8.recipes.product import Products, uniform
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, check_choice, check_int
+from jfp8.scaling.scales import ScaleRounding
+
+__all__ = ["DelayedScaling", "Float8CurrentScaling"]
+
+
+@dataclass(frozen=True, repr=False)
+class DelayedScaling(Recipe):
+    """Per-tensor scales from an amax history: one pass over each tensor.
+
+    ``scale = max(amax_history) / fmt.max * 2^margin``, where the history holds the amax of each of
+    the last `amax_history_len` optimizer steps. Without state it is current scaling.
+
+    Attributes:
+      margin: powers of two of headroom between the history's maximum and the format's.
+      fp8_format: ``"HYBRID"`` (e4m3 forward, e5m2 gradients), ``"E4M3"`` or ``"E5M2"`` for all.
+      amax_history_len: number of steps remembered.
+      amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
+      scale_rounding: ``None``, or ``"power_of_two"`` (rounded up).
+      accumulation: see `Recipe`.
+
+    Raises:
+      ValueError, TypeError: a field outside of these values.
+
+    References:
+      Transformer Engine, ``common/recipe``, ``DelayedScaling``; arXiv 2209.05433.
+    """
+
+    name: ClassVar[str] = "delayed"
+
+    margin: int = 0
+    fp8_format: Fp8Format = "HYBRID"
+    amax_history_len: int = 16
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    scale_rounding: ScaleRounding = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int(self, "margin", minimum=0, maximum=32)
+        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
+        check_int(self, "amax_history_len", minimum=1, maximum=1 << 20)
+        check_choice(self, "amax_compute_algo", ("max", "most_recent"))
+        check_choice(self, "scale_rounding", (None, "power_of_two"))
+
+    def products(self) -> Products:
+        forward, backward = (
+            Delayed(
+                fmt,
+                margin=self.margin,
+                algo=self.amax_compute_algo,
+                scale_rounding=self.scale_rounding,
+                length=self.amax_history_len,
+            )
+            for fmt in FP8_FORMATS[self.fp8_format]
+        )
+        return uniform(forward, forward, backward)
+
+
+@dataclass(frozen=True, repr=False)
+class Float8CurrentScaling(Recipe):
+    """Per-tensor scales from the tensor itself: ``scale = amax(x) / fmt.max``. No state.
+
+    Attributes:
+      fp8_format: ``"HYBRID"`` (e4m3 forward, e5m2 gradients), ``"E4M3"`` or ``"E5M2"`` for all.
+      scale_rounding: ``None``, or ``"power_of_two"`` (rounded up).
+      accumulation: see `Recipe`.
+
+    Raises:
+      ValueError, TypeError: a field outside of these values.
+
+    References:
+      Transformer Engine, ``common/recipe``, ``Float8CurrentScaling``.
+    """
+
+    name: ClassVar[str] = "current"
+
+    fp8_format: Fp8Format = "HYBRID"
+    scale_rounding: ScaleRounding = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
+        check_choice(self, "scale_rounding", (None, "power_of_two"))
+
+    def products(self) -> Products:
+        forward, backward = (
+            Current(fmt, self.scale_rounding) for fmt in FP8_FORMATS[self.fp8_format]
+        )
+        return uniform(forward, forward, backward)

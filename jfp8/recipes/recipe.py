@@ -1,0 +1,161 @@
+"""`Recipe`: which quantizer each operand of each of the three products gets.
+
+A recipe changes numbers and nothing else does. It is a frozen dataclass: hashable, comparable, and
+written to JSON and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from jfp8.matmul.job import ACCUMULATIONS, Accumulation
+from jfp8.recipes.product import Products
+from jfp8.scaling import printing
+from jfp8.scaling.formats import E4M3FN, E5M2, Format
+from jfp8.scaling.history import AmaxState, init_amax_state
+
+Fp8Format = Literal["HYBRID", "E4M3", "E5M2"]
+
+# (forward, gradient); HYBRID gives gradients the range they need and the rest the precision.
+FP8_FORMATS: dict[str, tuple[Format, Format]] = {
+    "HYBRID": (E4M3FN, E5M2),
+    "E4M3": (E4M3FN, E4M3FN),
+    "E5M2": (E5M2, E5M2),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe:
+    """Base class of the recipes below. Abstract: use one of them, or ``recipes.get(name)``.
+
+    Attributes:
+      accumulation: how the emulated products round their sums, see `scaled_matmul`. ``"hopper"``
+        does in all three products what the tensor cores of Hopper do: fast accumulation where the
+        recipe allows it (in most only forward), promotion to f32 every 128 elsewhere.
+      fast_accumulation: the products, any of ``"fprop"``, ``"dgrad"`` and ``"wgrad"``, in which
+        hardware may keep fewer bits of its sums, which is faster. None: as the recipe has it, in
+        most ``("fprop",)``.
+    """
+
+    name: ClassVar[str] = ""
+    """Short name, for `get`."""
+    needs_loss_scale: ClassVar[bool] = False
+    """Whether gradients have no scale of their own, and need a loss scale to stay in range."""
+
+    accumulation: Accumulation = field(default="f32", kw_only=True)
+    fast_accumulation: tuple[str, ...] | None = field(default=None, kw_only=True)
+
+    def __new__(cls, *args: Any, **fields: Any) -> Recipe:
+        """Refuse unknown fields with a message that lists the known ones."""
+        _check_fields(cls, fields)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_choice(self, "accumulation", ACCUMULATIONS)
+        fast, kinds = self.fast_accumulation, ("fprop", "dgrad", "wgrad")
+        if fast is not None and not (isinstance(fast, tuple) and all(k in kinds for k in fast)):
+            raise ValueError(
+                f"{type(self).__name__}(fast_accumulation={fast!r}): must be None or a tuple with "
+                f"any of {', '.join(map(repr, kinds))}, such as ('fprop',)."
+            )
+
+    def __repr__(self) -> str:
+        """The call that makes it, without the fields that have their default."""
+        return printing.changes(self)
+
+    def products(self) -> Products:
+        """What is done to the operands of the three products.
+
+        Raises:
+          TypeError: of `Recipe` itself, which is abstract.
+        """
+        raise TypeError(
+            f"{type(self).__name__} is abstract; use one such as jfp8.recipes.DelayedScaling()."
+        )
+
+    def resolved(self) -> Products:
+        """`products`, with what `fast_accumulation` says about them."""
+        products, fast = self.products(), self.fast_accumulation
+        if fast is None:
+            return products
+        return Products(
+            **{
+                kind: dataclasses.replace(product, fast_accumulation=kind in fast)
+                for kind, product in vars(products).items()
+            }
+        )
+
+    def for_layer(self, path: str) -> Recipe:
+        """The recipe of the layer at `path` (``"Block_0/Dense_1"``); most make no difference."""
+        del path
+        return self
+
+    def init_state(self) -> dict[str, AmaxState] | None:
+        """Empty state of one product, ``{"lhs", "rhs", "grad"}``; None if the recipe has none."""
+        lengths = {
+            role: max(q.history_len if q else 0 for q in pair)
+            for role, pair in self.products().by_role().items()
+        }
+        if not any(lengths.values()):
+            return None
+        return {role: init_amax_state(max(n, 1)) for role, n in lengths.items()}
+
+    def to_json(self) -> str:
+        """The recipe as a JSON object, ``{"recipe": class name, field: value, ...}``."""
+        return json.dumps({"recipe": type(self).__name__, **_to_plain(vars(self))})
+
+
+# JSON: a dataclass becomes {"class": its name, field: value, ...}, a format its name.
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Format):
+        return {"class": "Format", "name": value.name}
+    if dataclasses.is_dataclass(value):
+        return {"class": type(value).__name__, **_to_plain(vars(value))}
+    if isinstance(value, dict):
+        return {name: _to_plain(v) for name, v in value.items()}
+    if isinstance(value, tuple):
+        return [_to_plain(v) for v in value]
+    return value
+
+
+def _check_fields(cls: type, fields: dict[str, Any]) -> None:
+    known = [f.name for f in dataclasses.fields(cls)]
+    for name in fields:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(
+                f"{cls.__name__} has no field {name!r}.{hint} Fields: {', '.join(known)}."
+            )
+
+
+def check_choice(recipe: Recipe, name: str, allowed: tuple[Any, ...]) -> None:
+    """Raise ``ValueError`` unless the field `name` of `recipe` is one of `allowed`."""
+    value = getattr(recipe, name)
+    if value not in allowed:
+        listed = ", ".join(repr(a) for a in allowed)
+        raise ValueError(f"{type(recipe).__name__}({name}={value!r}): allowed are {listed}.")
+
+
+def check_bool(recipe: Recipe, name: str) -> None:
+    """Raise ``TypeError`` unless the field `name` of `recipe` is a bool."""
+    value = getattr(recipe, name)
+    if not isinstance(value, bool):
+        raise TypeError(f"{type(recipe).__name__}({name}={value!r}): must be True or False.")
+
+
+def check_int(recipe: Recipe, name: str, *, minimum: int, maximum: int) -> None:
+    """Raise unless the field `name` of `recipe` is an int from `minimum` to `maximum`."""
+    value = getattr(recipe, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{type(recipe).__name__}({name}={value!r}): must be an int.")
+    if not minimum <= value <= maximum:
+        raise ValueError(
+            f"{type(recipe).__name__}({name}={value}): must be from {minimum} to {maximum}."
+        )

@@ -1,0 +1,61 @@
+"""The recipe with one scale for every row of a sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jfp8.quantizers.per_tensor import Current
+from jfp8.quantizers.rowwise import Rowwise
+from jfp8.recipes.per_tensor import FP8_FORMATS, Fp8Format
+from jfp8.recipes.product import Product, Products, uniform
+from jfp8.recipes.recipe import Recipe, check_bool, check_choice
+from jfp8.scaling.scales import ScaleRounding
+
+__all__ = ["RowwiseScaling"]
+
+
+@dataclass(frozen=True, repr=False)
+class RowwiseScaling(Recipe):
+    """One scale for every row that a product sums over. No state.
+
+    ``scale_i = amax_k(x_ik) / fmt.max``, along the contraction ``k`` of each product, so that every
+    tensor is quantized twice. An outlier costs its own row only.
+
+    Attributes:
+      fp8_format: ``"E4M3"`` for all, ``"HYBRID"`` (e5m2 gradients), or ``"E5M2"`` for all.
+      scale_rounding: ``"power_of_two"`` (rounded up), or ``None``.
+      high_precision_wgrad: multiply the weight gradient in high precision. The weight then has one
+        scale for all in dgrad, so that it need not be read along its other axis.
+      accumulation: see `Recipe`.
+
+    Raises:
+      ValueError, TypeError: a field outside of these values.
+
+    References:
+      torchao, ``float8/config.py``, ``rowwise`` and ``rowwise_with_gw_hp``.
+    """
+
+    name: ClassVar[str] = "rowwise"
+
+    fp8_format: Fp8Format = "E4M3"
+    scale_rounding: ScaleRounding = "power_of_two"
+    high_precision_wgrad: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
+        check_choice(self, "scale_rounding", (None, "power_of_two"))
+        check_bool(self, "high_precision_wgrad")
+
+    def products(self) -> Products:
+        forward, backward = (
+            Rowwise(fmt, self.scale_rounding) for fmt in FP8_FORMATS[self.fp8_format]
+        )
+        if not self.high_precision_wgrad:
+            return uniform(forward, forward, backward)
+        return Products(
+            fprop=Product(forward, forward, fast_accumulation=True),
+            dgrad=Product(backward, Current(forward.fmt, self.scale_rounding)),
+            wgrad=Product(None, None),
+        )
