@@ -17,10 +17,8 @@ from jfp8 import (
     scaling,
 )
 from jfp8._version import __version__
-from jfp8.conv import scaled_conv_general_dilated
 from jfp8.convert import autocast, convert
 from jfp8.data_parallel import data_parallel
-from jfp8.dot_general import scaled_dot_general
 from jfp8.gather_weights import gather_weights
 from jfp8.initialize import initialize
 from jfp8.linen import (
@@ -37,9 +35,11 @@ from jfp8.linen import (
 )
 from jfp8.matmul.scaled_matmul import scaled_matmul
 from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
-from jfp8.ragged_dot import scaled_ragged_dot
+from jfp8.products.conv import scaled_conv_general_dilated
+from jfp8.products.dot_general import scaled_dot_general
+from jfp8.products.ragged.dot import scaled_ragged_dot
+from jfp8.products.saved_activations import save_in_fp8
 from jfp8.report import Report, report
-from jfp8.saved_activations import save_in_fp8
 from jfp8.scaling.arrays import ScaledArray, dequantize
 from jfp8.scaling.casts import cast, round_to_format
 from jfp8.scaling.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format

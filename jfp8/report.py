@@ -18,11 +18,12 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jfp8.bilinear import PRODUCT_NAME, ROTATION_NAME
 from jfp8.edges import PRODUCTS, arrays_in, jaxprs_of
 from jfp8.linen.products import Product
 from jfp8.nnx.convert import layers_of
 from jfp8.nnx.hooks import annotate
+from jfp8.products.operand import ROTATION_NAME
+from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.scaling import formats
 from jfp8.tracing.compat import without_dead_code
 from jfp8.tracing.notes import explaining, note, notes_of

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.saved_activations import save_in_fp8
+from jfp8.products.saved_activations import save_in_fp8
 from jfp8.scaling.formats import Format
 
 LayerNormType = Literal["layernorm", "rmsnorm"]

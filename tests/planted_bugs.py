@@ -312,7 +312,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "gradient_in_the_forward_format",
         "gradients are cast with the quantizer of weights",
-        "jfp8/bilinear.py",
+        "jfp8/products/vjp.py",
         'Use("dgrad", dgrad, dgrad.lhs, g_sum)',
         'Use("dgrad", dgrad, dgrad.rhs, g_sum)',
         "test_dot_general.py::test_fake_quantization_oracle[dense]",
@@ -320,7 +320,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "amax_of_the_wrong_operand",
         "the amaxes of lhs and rhs leave the backward pass in each other's place",
-        "jfp8/bilinear.py",
+        "jfp8/products/vjp.py",
         "jnp.stack([seen.lhs, seen.rhs, grad_amax])",
         "jnp.stack([seen.rhs, seen.lhs, grad_amax])",
         "test_dot_general.py::test_sink_tells_the_three_amaxes_exactly",
@@ -328,7 +328,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "history_of_the_wrong_operand",
         "weights are scaled by the history of activations",
-        "jfp8/bilinear.py",
+        "jfp8/products/vjp.py",
         'state and state["rhs"]',
         'state and state["lhs"]',
         "test_dot_general.py::test_delayed_scaling_over_steps",
@@ -336,7 +336,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "stale_gradient_scale",
         "without a sink, gradients are scaled by a history that nobody keeps up",
-        "jfp8/bilinear.py",
+        "jfp8/products/vjp.py",
         "None if state is None or sink is None else",
         "None if state is None else",
         "test_dot_general.py::test_state_without_sink_uses_current_scaling_for_gradients",
@@ -344,7 +344,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "key_reused",
         "all operands are rounded by the same random bits",
-        "jfp8/bilinear.py",
+        "jfp8/products/vjp.py",
         "word = np.uint32(zlib.crc32(use.encode()))",
         "word = np.uint32(0)",
         "test_stochastic.py::test_operands_use_different_bits[no key]",
@@ -352,7 +352,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "one_direction_for_both",
         "an operand with scales by row is quantized once for both of its products",
-        "jfp8/bilinear.py",
+        "jfp8/products/vjp.py",
         "any_direction = first.quantizer is None or first.quantizer.one_for_both",
         "any_direction = True",
         "test_all_recipes.py::test_both_directions_are_quantized_from_high_precision[rowwise-lhs]",
@@ -360,7 +360,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "amax_before_the_rotation",
         "rotated values are scaled by the amax of those before the rotation",
-        "jfp8/bilinear.py",
+        "jfp8/products/vjp.py",
         "                x = product.rotation(x, axis)\n            largest = amax(x)\n",
         "                x = product.rotation(x, axis)\n",
         "test_rotations.py::test_trap_rotated_values_exceed_the_amax_of_the_tensor",
@@ -368,7 +368,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "dropped_promotion",
         "the result has the dtype of lhs instead of the promoted one",
-        "jfp8/dot_general.py",
+        "jfp8/products/dot_general.py",
         "out_dtype = preferred or jnp.result_type(*arrays)",
         "out_dtype = preferred or arrays[0].dtype",
         "test_dot_general.py::test_dtypes[bfloat16-float32-None-float32]",
@@ -376,7 +376,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "gradient_in_the_dtype_of_y",
         "the gradient by lhs is rounded to the dtype of the result",
-        "jfp8/dot.py",
+        "jfp8/products/dot.py",
         "return (dgrad, d_lhs, lhs_dtype) if",
         "return (dgrad, d_lhs, y_dtype) if",
         "test_dot_general.py::test_dtypes[bfloat16-float32-None-float32]",
@@ -384,7 +384,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "wrong_transposition",
         "the weight gradient is laid out by a permutation instead of its inverse",
-        "jfp8/dot.py",
+        "jfp8/products/dot.py",
         "        tuple(np.argsort(d_rhs_dims).tolist()),\n",
         "        d_rhs_dims,\n",
         "test_dot_general.py::test_fake_quantization_oracle[permuted contraction]",
@@ -416,7 +416,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "fast_backward",
         "the model of Hopper accumulates fast backward and precisely forward",
-        "jfp8/bilinear.py",
+        "jfp8/products/vjp.py",
         'recipe.accumulation == "hopper" and not product.fast_accumulation',
         'recipe.accumulation == "hopper" and product.fast_accumulation',
         "test_accumulation.py::test_recipe_is_fast_forward_and_promoted_backward",
@@ -526,7 +526,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "residuals_without_a_name",
         "bytes for the backward pass have no name, and no policy keeps them",
-        "jfp8/residuals.py",
+        "jfp8/products/residuals.py",
         "lambda x: checkpoint_name(x, name), q)",
         "lambda x: x, q)",
         "test_dot_general.py::test_policies_keep_the_bytes_of_products_by_their_names",
@@ -762,7 +762,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "dilation_ignored",
         "patches are taken as if the kernel were not dilated",
-        "jfp8/conv.py",
+        "jfp8/products/conv.py",
         "start = [t * d for t, d in zip(tap, window.rhs_dilation)]",
         "start = list(tap)",
         "test_conv.py::test_over_patches_exact_values_give_the_exact_convolution",
@@ -770,7 +770,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "convolution_divided_by_scales",
         "a convolution is divided by its scales",
-        "jfp8/conv.py",
+        "jfp8/products/conv.py",
         "            y = y * scale\n",
         "            y = y / scale\n",
         "test_conv.py::test_all_three_convolutions_are_those_of_fake_quantized_operands",
@@ -778,7 +778,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "kernel_not_flipped",
         "a transposed convolution does not flip its kernel",
-        "jfp8/conv_transpose.py",
+        "jfp8/products/conv_transpose.py",
         "jnp.flip(values, range(rank)).swapaxes(-1, -2)",
         "values.swapaxes(-1, -2)",
         "test_conv_transpose.py::test_it_is_jax_conv_transpose[1-d-transpose_kernel]",
@@ -786,7 +786,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "matrix_of_the_group_before",
         "a tile is multiplied by the matrix of the tile before it",
-        "jfp8/grouped_dot.py",
+        "jfp8/products/ragged/by_tiles.py",
         "product(tiles[i], others[group[i]])",
         "product(tiles[i], others[group[i - 1]])",
         "test_ragged_dot.py::test_any_sizes[current-sizes5]",
@@ -794,7 +794,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "last_tile_for_the_sum",
         "the gradient of a group's matrix is that of its last tile",
-        "jfp8/grouped_dot.py",
+        "jfp8/products/ragged/by_tiles.py",
         "total.at[group[i]].add(",
         "total.at[group[i]].set(",
         "test_ragged_dot.py::test_any_sizes[current-sizes5]",
@@ -802,7 +802,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "padding_not_masked",
         "tiles are filled up with rows of the next group instead of zeros",
-        "jfp8/ragged_tiles.py",
+        "jfp8/products/ragged/tiles.py",
         "rows = jnp.where(within < sizes[group][:, None], row_start[group][:, None] + within, m)",
         "rows = row_start[group][:, None] + within",
         "test_ragged_dot.py::test_every_row_of_a_group_has_one_place_in_a_tile_of_the_group[16]",
@@ -810,7 +810,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "groups_off_by_one",
         "the first row of a group counts to the group before",
-        "jfp8/ragged_tiles.py",
+        "jfp8/products/ragged/tiles.py",
         'side="right"',
         'side="left"',
         "test_ragged_dot.py::test_every_row_of_a_group_has_one_place_in_a_tile_of_the_group[16]",
@@ -818,7 +818,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tokens_come_back_in_the_wrong_order",
         "results of experts go to the tokens that stand where they came from",
-        "jfp8/routing.py",
+        "jfp8/products/ragged/routing.py",
         "back = take_rows(y, routing.places, routing.order)",
         "back = take_rows(y, routing.order, routing.places)",
         "test_moe.py::test_gradients_of_the_way_there_and_back_are_exact",
@@ -908,7 +908,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "saved_for_another_scale",
         "codes are made for the f32 scale, but kept with one in bf16",
-        "jfp8/saved_activations.py",
+        "jfp8/products/saved_activations.py",
         "    scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)\n",
         "",
         "test_saved_activations.py::test_the_codes_kept_are_those_of_ml_dtypes[shape0-32-E4M3FN]",
@@ -916,7 +916,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "forward_of_the_saved",
         "the forward pass computes with the FP8 copy of its input",
-        "jfp8/saved_activations.py",
+        "jfp8/products/saved_activations.py",
         "return how.f(x, *rest), (kept, rest)",
         "return how.f(_decode(kept, how), *rest), (kept, rest)",
         "test_saved_activations.py::test_the_forward_pass_does_not_change",

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jfp8
-from jfp8.conv_transpose import conv_transpose
+from jfp8.products.conv_transpose import conv_transpose
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 KEY = jax.random.key(0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jfp8
-from jfp8.einsum import Terms, as_dot_general, parse
+from jfp8.products.einsum import Terms, as_dot_general, parse
 
 
 def integers(shape, seed=0) -> np.ndarray:

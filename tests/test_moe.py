@@ -12,8 +12,9 @@ import optax
 import pytest
 
 import jfp8
-from jfp8 import ScaledArray, recipes, routing
+from jfp8 import ScaledArray, recipes
 from jfp8.linen.moe import ExpertDense, MoE, RaggedDot, Router
+from jfp8.products.ragged import routing
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 KEY = jax.random.key(5)

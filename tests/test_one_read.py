@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.one_read import has_kernel, quantize_both_ways, transposed
+from jfp8.products.both_ways import has_kernel, quantize_both_ways, transposed
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.per_tensor import Current, Delayed, Unit
 from jfp8.quantizers.quantizer import Context

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import ScaledArray, quantizers, recipes
+from jfp8.products.ragged.dot import observed_ragged_dot, scaled_ragged_dot
+from jfp8.products.ragged.tiles import lay_out
 from jfp8.quantizers.rotations import Hadamard
-from jfp8.ragged_dot import observed_ragged_dot, scaled_ragged_dot
-from jfp8.ragged_tiles import lay_out
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import Float8CurrentScaling
 from jfp8.recipes.product import Product

@@ -272,7 +272,7 @@ def test_off_the_compiled_program_is_the_same():
 
 def test_a_tap_alone_is_the_identity():
     """Under every transformation that a product may meet, in and out of jit."""
-    from jfp8.taps import tap
+    from jfp8.products.observers import tap
 
     mark = lambda x: tap(x, x * 2, measure=None)
     x = jnp.arange(6.0).reshape(2, 3)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jfp8.debug.measurement import Measurement
 from jfp8.edges import jaxprs_of
-from jfp8.taps import TAP
+from jfp8.products.observers import TAP
 from jfp8.tracing.compat import body_of, context_of, evaluate, scan_sizes, varying_axes
 
 # What a value is made of: inputs of loops around it, each an object of its own.

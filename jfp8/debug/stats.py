@@ -19,11 +19,11 @@ from jfp8.debug.measurement import Measurement
 from jfp8.debug.nnx_functions import calling, has_nnx
 from jfp8.debug.reading import Place, read
 from jfp8.debug.records import TensorStats
+from jfp8.products.observers import Observer, observing, tap
 from jfp8.quantizers.quantizer import Quantizer
 from jfp8.report import Report, report_of
 from jfp8.scaling.arrays import ScaledArray, apply_scale, scale_as_f32_pair, scaled_values
 from jfp8.scaling.formats import Format
-from jfp8.taps import Observer, observing, tap
 from jfp8.tracing.compat import without_dead_code
 from jfp8.tracing.notes import explaining, notes_of, product_path
 
@@ -38,7 +38,7 @@ class _Losses(Measurement):
     ``|x| / (format.max * s)``; the bins count exponents of finite f32 numbers, biased.
 
     Attributes:
-      role, kinds: see `jfp8.taps.Observer`.
+      role, kinds: see `jfp8.products.observers.Observer`.
       fmt: format of the data.
       block: `ScaledArray.block`.
       scale: structure of `ScaledArray.scale`.

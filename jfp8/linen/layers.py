@@ -9,8 +9,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jfp8 import einsum
-from jfp8.conv_transpose import conv_transpose
 from jfp8.linen.products import (
     ConvGeneralDilated,
     DotGeneral,
@@ -19,6 +17,8 @@ from jfp8.linen.products import (
     promote_dtype,
 )
 from jfp8.matmul.choice import Implementation
+from jfp8.products import einsum
+from jfp8.products.conv_transpose import conv_transpose
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray

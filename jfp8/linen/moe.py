@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from jfp8 import routing, transformer_math
+from jfp8 import transformer_math
 from jfp8.linen.products import Product, promote_dtype
 from jfp8.matmul.choice import Implementation
-from jfp8.ragged_dot import observed_ragged_dot
+from jfp8.products.ragged import routing
+from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
@@ -37,7 +38,7 @@ class RaggedDot(Product):
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """``jax.lax.ragged_dot`` in FP8; see `jfp8.ragged_dot.scaled_ragged_dot`.
+        """``jax.lax.ragged_dot`` in FP8; see `jfp8.products.ragged.dot.scaled_ragged_dot`.
 
         Args:
           lhs: ``f32 | bf16 | f16`` of shape ``[m, k]``.
@@ -96,7 +97,7 @@ class ExpertDense(nn.Module):
 
 
 class Router(nn.Module):
-    """What experts each token goes to, by a product in high precision; see `jfp8.routing.route`.
+    """What experts each token goes to, by a product in high precision; see `routing.route`.
 
     Its weights are few, and a wrong expert costs more than a rounded product. The ``params`` are
     ``kernel``, ``[in, num_experts]``.
@@ -133,7 +134,7 @@ class MoE(nn.Module):
     projections side by side for gated activations) and ``wo/kernel``
     ``[num_experts, intermediate_dim, in]``.
 
-    The load-balancing loss (see `jfp8.routing.load_balancing_loss`) is returned if you ask for it,
+    The load-balancing loss (see `routing.load_balancing_loss`) is returned if you ask for it,
     and sown as ``load_balancing_loss`` into the collection ``intermediates`` in any case.
 
     Attributes:

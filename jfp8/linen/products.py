@@ -12,11 +12,11 @@ import jax
 from flax.linen import dtypes
 from jax import lax
 
-from jfp8.bilinear import Observed
-from jfp8.conv import observed_conv_general_dilated
-from jfp8.dot_general import observed_dot_general
 from jfp8.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.matmul.choice import Implementation
+from jfp8.products.conv import observed_conv_general_dilated
+from jfp8.products.dot_general import observed_dot_general
+from jfp8.products.operation import Observed
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe

@@ -11,7 +11,7 @@ from flax import nnx
 from flax.nnx.nn.linear import canonicalize_padding
 from jax import lax
 
-from jfp8.conv_transpose import conv_transpose
+from jfp8.products.conv_transpose import conv_transpose
 from jfp8.scaling.arrays import ScaledArray
 
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from flax import errors, nnx
 from jax import lax
 
-from jfp8 import einsum
-from jfp8.bilinear import Observed
-from jfp8.conv import observed_conv_general_dilated
-from jfp8.dot_general import observed_dot_general
 from jfp8.matmul.choice import Implementation
+from jfp8.products import einsum
+from jfp8.products.conv import observed_conv_general_dilated
+from jfp8.products.dot_general import observed_dot_general
+from jfp8.products.operation import Observed
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe

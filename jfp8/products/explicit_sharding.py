@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jfp8.bilinear import Observed, Operand
+from jfp8.products.operation import Observed, Operand
 from jfp8.scaling.arrays import ScaledArray
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jfp8.bilinear import Kind, Operand, Operation, Use
-from jfp8.dot import Dot
 from jfp8.matmul.choice import SMALL_PRODUCT, Implementation
 from jfp8.matmul.hopper.product import why_no_kernels
 from jfp8.matmul.job import HARDWARE_FORMATS
-from jfp8.one_read import has_kernel, quantize_both_ways, transposed
+from jfp8.products.both_ways import has_kernel, quantize_both_ways, transposed
+from jfp8.products.dot import Dot
+from jfp8.products.operation import Kind, Operand, Operation, Use
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray

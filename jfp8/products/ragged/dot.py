@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.bilinear import Observed, Operand, Operation, multiply_quantized
-from jfp8.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
-from jfp8.grouped_dot import GroupedDot
-from jfp8.grouped_kernels import GroupedKernels, why_not_grouped_kernels
 from jfp8.matmul.choice import SMALL_PRODUCT, Implementation, check_implementation
 from jfp8.matmul.job import scale_shape_of
-from jfp8.ragged_tiles import lay_out, take_rows
+from jfp8.products.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
+from jfp8.products.operation import Observed, Operand, Operation
+from jfp8.products.ragged.by_kernels import GroupedKernels, why_not_grouped_kernels
+from jfp8.products.ragged.by_tiles import GroupedDot
+from jfp8.products.ragged.tiles import lay_out, take_rows
+from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -94,7 +95,7 @@ def scaled_ragged_dot(
         ``"mosaic_gpu"`` where there are no such kernels, see `scaled_matmul`.
 
     >>> import jax.numpy as jnp
-    >>> from jfp8.ragged_dot import scaled_ragged_dot
+    >>> from jfp8.products.ragged.dot import scaled_ragged_dot
     >>> x, w = jnp.ones((5, 2)), jnp.stack([jnp.ones((2, 4)), jnp.full((2, 4), 3.0)])
     >>> [round(y) for y in scaled_ragged_dot(x, w, jnp.array([3, 1]))[:, 0].tolist()]
     [2, 2, 2, 6, 0]

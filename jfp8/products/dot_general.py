@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.bilinear import Observed, Operand, Operation, multiply_quantized
-from jfp8.contraction_last import contraction_last
-from jfp8.dot import Dot
-from jfp8.explicit_sharding import has_explicit_axes, with_result_like
 from jfp8.matmul.choice import Implementation, check_implementation
 from jfp8.matmul.dimensions import as_matrices, check_dimension_numbers, matrix_sizes, out_shape
+from jfp8.products.contraction_last import contraction_last
+from jfp8.products.dot import Dot
+from jfp8.products.explicit_sharding import has_explicit_axes, with_result_like
+from jfp8.products.operation import Observed, Operand, Operation
+from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe

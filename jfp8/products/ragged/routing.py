@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfp8.ragged_tiles import take_rows
+from jfp8.products.ragged.tiles import take_rows
 
 
 class Routing(NamedTuple):

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.bilinear import Kind, Operand, Operation, Use
-from jfp8.grouped_dot import GroupedDot
 from jfp8.matmul.choice import Implementation
 from jfp8.matmul.hopper import product as mosaic
-from jfp8.one_read import has_kernel, quantize_both_ways
+from jfp8.products.both_ways import has_kernel, quantize_both_ways
+from jfp8.products.operation import Kind, Operand, Operation, Use
+from jfp8.products.ragged.by_tiles import GroupedDot
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray

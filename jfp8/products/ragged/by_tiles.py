@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.bilinear import Kind, Operand, Operation
-from jfp8.dot import Dot
 from jfp8.matmul.choice import Implementation
 from jfp8.matmul.job import scale_products, scale_shape_of, to_output
+from jfp8.products.dot import Dot
+from jfp8.products.operation import Kind, Operand, Operation
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.product import Product
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.bilinear import Kind, Observed, Operand, Operation, multiply_quantized
-from jfp8.dot_general import (
+from jfp8.matmul.choice import Implementation, check_implementation
+from jfp8.matmul.job import scale_products
+from jfp8.products.dot_general import (
     as_lhs,
     as_operand,
     check_out_dtype,
@@ -30,9 +31,10 @@ from jfp8.dot_general import (
     value_dtype,
     values_of,
 )
-from jfp8.explicit_sharding import has_explicit_axes, with_result_like
-from jfp8.matmul.choice import Implementation, check_implementation
-from jfp8.matmul.job import scale_products
+from jfp8.products.explicit_sharding import has_explicit_axes, with_result_like
+from jfp8.products.operation import Kind, Observed, Operand, Operation
+from jfp8.products.vjp import multiply_quantized
+from jfp8.products.window import Window, window_of
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
@@ -155,7 +157,7 @@ def observed_conv_general_dilated(
             key=key,
         )
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
-    window = _window(
+    window = window_of(
         lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers
     )
     window.check(lhs, rhs, feature_group_count)
@@ -187,75 +189,6 @@ def observed_conv_general_dilated(
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     operation = Convolution(window, feature_group_count, (lhs.shape, rhs.shape), dtypes)
     return multiply_quantized(operation, lhs, rhs, **options)
-
-
-@dataclass(frozen=True)
-class Window:
-    """How the kernel moves over the image.
-
-    Attributes:
-      strides, padding, lhs_dilation, rhs_dilation: one entry for each spatial dimension.
-      dimension_numbers: where each operand has its batch, feature and spatial dimensions.
-    """
-
-    strides: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    lhs_dilation: tuple[int, ...]
-    rhs_dilation: tuple[int, ...]
-    dimension_numbers: lax.ConvDimensionNumbers
-
-    def convolve(self, lhs: jax.Array, rhs: jax.Array, groups: int) -> jax.Array:
-        """The convolution of plain arrays, with f32 sums."""
-        return lax.conv_general_dilated(
-            lhs,
-            rhs,
-            self.strides,
-            self.padding,
-            self.lhs_dilation,
-            self.rhs_dilation,
-            self.dimension_numbers,
-            groups,
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-
-    def is_pointwise(self, kernel: Sequence[int]) -> bool:
-        """Whether it is a matrix product: the kernel covers one pixel, and sees each pixel once."""
-        taps = [kernel[d] for d in self.dimension_numbers.rhs_spec[2:]]
-        edges = [n for pair in self.padding for n in pair]
-        return {*taps, *self.strides, *self.lhs_dilation} <= {1} and not any(edges)
-
-    def check(self, lhs: jax.Array, rhs: Operand, groups: int) -> None:
-        """Raise what JAX does about shapes that do not fit."""
-        shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
-        jax.eval_shape(lambda a, b: self.convolve(a, b, groups), *shapes)
-
-
-def _window(
-    lhs: jax.Array,
-    rhs: Operand,
-    strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None,
-    rhs_dilation: Sequence[int] | None,
-    dimension_numbers: Any,
-) -> Window:
-    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    ones = (1,) * (lhs.ndim - 2)
-    lhs_dilation, rhs_dilation = tuple(lhs_dilation or ones), tuple(rhs_dilation or ones)
-    if isinstance(padding, str):
-        if lhs_dilation != ones:
-            raise ValueError(
-                f"padding={padding!r} with lhs_dilation={lhs_dilation}: a transposed convolution "
-                "needs the padding spelled out, a pair of ints for each spatial dimension; or use "
-                "jax.lax.conv_transpose's rule."
-            )
-        dilated = lambda n, d: 0 if n == 0 else 1 + (n - 1) * d
-        image = [dilated(lhs.shape[i], d) for i, d in zip(numbers.lhs_spec[2:], lhs_dilation)]
-        kernel = [dilated(rhs.shape[i], d) for i, d in zip(numbers.rhs_spec[2:], rhs_dilation)]
-        padding = lax.padtype_to_pads(image, kernel, strides, padding)
-    pads = tuple((int(low), int(high)) for low, high in padding)
-    return Window(tuple(strides), pads, lhs_dilation, rhs_dilation, numbers)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.bilinear import Kind, Operand, Operation
 from jfp8.matmul.choice import Implementation
 from jfp8.matmul.dimensions import free_dims
 from jfp8.matmul.job import multiply
 from jfp8.matmul.scaled_matmul import scaled_matmul
+from jfp8.products.operation import Kind, Operand, Operation
 from jfp8.recipes.product import Product
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 

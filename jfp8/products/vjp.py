@@ -11,113 +11,31 @@ backward pass keeps is the f8 bytes and their scales, not the operands.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.products.first_order import first_order_only
+from jfp8.products.observers import observer
+from jfp8.products.operand import QuantizedOperand, quantized_output
+from jfp8.products.operation import Kind, Observed, Operand, Operation, Use
+from jfp8.products.residuals import SAVED, SAVED_WEIGHT, restore, save
+from jfp8.quantizers.quantizer import Quantizer
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
-from jfp8.residuals import SAVED, SAVED_WEIGHT, restore, save
-from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
-from jfp8.scaling.random_bits import fold_in, seed_of
-from jfp8.scaling.scales import amax
+from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
-from jfp8.taps import observer
 from jfp8.tracing.compat import same_varying_axes
-
-Kind = Literal["fprop", "dgrad", "wgrad"]
-Operand = ScaledArray | jax.Array
 
 # How products and rotations are called in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
-ROTATION_NAME = "jfp8_rotation"
-
-
-class Observed(NamedTuple):
-    """amax of the two operands of a product, f32[] each; NaN or Inf where the operand has one."""
-
-    lhs: jax.Array
-    rhs: jax.Array
-
-
-class Use(NamedTuple):
-    """One of the two products that a tensor takes part in.
-
-    Attributes:
-      kind: which one.
-      product: what the recipe says about it.
-      quantizer: what it says about this operand; None leaves it in high precision.
-      contracting: the dimensions of the tensor that the product sums over.
-    """
-
-    kind: Kind
-    product: Product
-    quantizer: Quantizer | None
-    contracting: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A bilinear operation ``y = lhs . rhs`` on arrays of certain shapes: static and hashable.
-
-    Its operands are `ScaledArray`s, or plain arrays where a recipe leaves them in high precision:
-    ``(lhs, rhs)`` for fprop, ``(grad, rhs)`` for dgrad, ``(lhs, grad)`` for wgrad.
-    """
-
-    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The dimensions of both operands that the product sums over."""
-        raise NotImplementedError
-
-    def terms(self, kind: Kind) -> int | None:
-        """How many products each element of a result sums, for `jfp8.report`.
-
-        None: what is computed says it, by its ``dot_general`` or ``conv_general_dilated``.
-        """
-        del kind
-        return None
-
-    def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
-        """One operand, ``lhs``, ``rhs`` or ``grad``, as its quantizer says."""
-        del role
-        return quantizer(x, at)
-
-    def quantize_for_both(
-        self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
-    ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        """One operand as both of its products take it, and its amax, if that can be done at once.
-
-        None if it cannot: then it is quantized for one product after the other. Without a backward
-        pass there is no second product.
-        """
-        del role, x, first, second, state
-        return None
-
-    def laid_out(self, operand: Operand, contracting: tuple[int, ...]) -> Operand:
-        """A quantized operand as `multiply` takes it, for a sum over `contracting`."""
-        del contracting
-        return operand
-
-    def multiply(
-        self,
-        kind: Kind,
-        first: Operand,
-        second: Operand,
-        how: Product,
-        accumulation: str,
-        extra: tuple[jax.Array, ...],
-    ) -> jax.Array:
-        """One of the three, in the dtype and layout of `y`, or of what it is the gradient by."""
-        raise NotImplementedError
 
 
 def multiply_quantized(
@@ -163,10 +81,10 @@ def _forward(static, lhs, rhs, carrier, state, sink, seed, extra, and_backward=T
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     in_bytes = isinstance(rhs, ScaledArray)
     frozen = in_bytes and not carried
-    lhs = _first_order_only(lhs)
-    rhs = rhs if in_bytes else _first_order_only(rhs)
-    x = _Operand("lhs", lhs, state and state["lhs"], seed, operation)
-    w = _Operand("rhs", rhs, state and state["rhs"], seed, operation)
+    lhs = first_order_only(lhs)
+    rhs = rhs if in_bytes else first_order_only(rhs)
+    x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation)
+    w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation)
     x_sum, w_sum = operation.contracting("fprop")
     x_free, _ = operation.contracting("wgrad")
     _, w_free = operation.contracting("dgrad")
@@ -179,7 +97,7 @@ def _forward(static, lhs, rhs, carrier, state, sink, seed, extra, and_backward=T
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
     lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
     y = _product(operation, recipe, "fprop", fprop, q_lhs, q_rhs, extra)
-    y = _quantized_output("fprop", fprop, "y", y, seed)
+    y = quantized_output("fprop", fprop, "y", y, seed)
 
     observed = Observed(lhs_amax, rhs_amax)
     # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
@@ -196,20 +114,20 @@ def _backward(static, residuals, cotangents):
     lhs_bytes, rhs_bytes, grad_state, seen, seed, extra = residuals
     q_lhs = restore(lhs_bytes, wgrad.lhs and wgrad.lhs.fmt)
     q_rhs = restore(rhs_bytes, dgrad.rhs and dgrad.rhs.fmt)
-    dy = _first_order_only(cotangents[0])
-    g = _Operand("grad", dy, grad_state, seed, operation)
+    dy = first_order_only(cotangents[0])
+    g = QuantizedOperand("grad", dy, grad_state, seed, operation)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
     again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again) if q_lhs is not None else None
     q_dy, q_dy_again, grad_amax = g.quantized(Use("dgrad", dgrad, dgrad.lhs, g_sum), again)
     assert q_rhs is not None
     d_lhs = _product(operation, recipe, "dgrad", dgrad, q_dy, q_rhs, extra)
-    d_lhs = _quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed)
+    d_lhs = quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed)
     d_rhs = None
     if q_lhs is not None:
         assert q_dy_again is not None
         d_rhs = _product(operation, recipe, "wgrad", wgrad, q_lhs, q_dy_again, extra)
-        d_rhs = _quantized_output("wgrad", wgrad, "d_rhs", d_rhs, seed)
+        d_rhs = quantized_output("wgrad", wgrad, "d_rhs", d_rhs, seed)
     d_sink = None
     if seen is not None:
         d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax]))
@@ -275,12 +193,12 @@ def product_by(
     roles, sums = _OPERANDS[kind], operation.contracting(kind)
 
     def quantized(i: int, x: jax.Array, quantizer: Quantizer | None) -> Operand:
-        operand = _Operand(roles[i], x, None, None, operation)
+        operand = QuantizedOperand(roles[i], x, None, None, operation)
         return operand.quantized(Use(kind, how, quantizer, sums[i]), None)[0]
 
     q_first, q_second = quantized(0, first, how.lhs), quantized(1, second, how.rhs)
     y = operation.multiply(kind, q_first, q_second, how, _accumulation(recipe, how), extra)
-    return _quantized_output(kind, how, "y", y, None), q_first, q_second
+    return quantized_output(kind, how, "y", y, None), q_first, q_second
 
 
 @functools.cache
@@ -299,118 +217,6 @@ def _accumulation(recipe: Recipe, product: Product) -> str:
     if recipe.accumulation == "hopper" and not product.fast_accumulation:
         return "hopper_every_128"
     return recipe.accumulation
-
-
-@jax.custom_jvp
-def _first_order_only(x: jax.Array) -> jax.Array:
-    """`x`, where only a second derivative would differentiate it: that of f8 bytes is zero."""
-    return x
-
-
-@_first_order_only.defjvp
-def _refuse_second_order(primals, tangents):
-    raise TypeError(
-        "Second derivatives of FP8 products are not supported: the backward pass works on f8 "
-        "bytes, through which nothing can be differentiated. Use nn.Dense where you need them."
-    )
-
-
-@dataclass(frozen=True)
-class _Operand:
-    """One tensor that takes part in two of the three products."""
-
-    role: str
-    x: Operand
-    state: AmaxState | None
-    seed: jax.Array | None
-    operation: Operation
-
-    def quantized(
-        self, first: Use, second: Use | None
-    ) -> tuple[Operand, Operand | None, jax.Array]:
-        """The tensor as its first product takes it, as its second one does, and its amax."""
-        if not isinstance(self.x, ScaledArray) and observer() is None:
-            at_once = self.operation.quantize_for_both(self.role, self.x, first, second, self.state)
-            if at_once is not None:
-                return at_once
-        largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
-        for_both = second is not None and _same(first, second)
-        kinds = f"{first.kind}+{second.kind}" if for_both else first.kind
-        q = self._quantized(first, largest, kinds)
-        again = None
-        if second is not None:
-            again = q if for_both else self._quantized(second, largest, second.kind)
-            again = self.operation.laid_out(again, second.contracting)
-        return self.operation.laid_out(q, first.contracting), again, largest
-
-    def _quantized(self, use: Use, largest: jax.Array, kinds: str) -> Operand:
-        """The tensor as one product takes it; in high precision if `use.quantizer` is None.
-
-        One that comes quantized stays so where the format is the same and there is one scale, which
-        serves any direction. Otherwise its values are quantized like any others.
-        """
-        _, product, quantizer, contracting = use
-        x, of_tensor = self.x, largest
-        if isinstance(x, ScaledArray):
-            as_it_is = _with_one_scale(x)
-            if as_it_is is not None and quantizer is not None and product.rotation is None:
-                if quantizer.fmt == x.format:
-                    return as_it_is
-            x = scaled_values(x)
-        if product.rotation is not None:
-            (axis,) = contracting
-            with jax.named_scope(ROTATION_NAME):
-                x = product.rotation(x, axis)
-            largest = amax(x)
-        if quantizer is None:
-            return x
-        seed = None
-        if quantizer.stochastic:
-            seed = _seed_for(f"{self.role}{contracting}", of_tensor, self.seed)
-        at = Context(contracting, largest, self.state, seed)
-        q = self.operation.quantize(self.role, x, quantizer, at)
-        watching = observer()
-        return q if watching is None else watching.quantized(self.role, kinds, quantizer, x, q)
-
-
-def _same(first: Use, second: Use) -> bool:
-    """Whether both products take the same bytes."""
-    rotated = first.product.rotation is not None or second.product.rotation is not None
-    any_direction = first.quantizer is None or first.quantizer.one_for_both
-    return first.quantizer == second.quantizer and any_direction and not rotated
-
-
-def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
-    """A seed of its own for each `use` of each tensor, step, scan iteration, batch and device.
-
-    Nothing has to be threaded through transformations for that: the data differs wherever a seed
-    must, and its amax tells. The seed given by the user keeps equal data apart.
-    """
-    if seed is None:
-        seed = jnp.zeros((2,), jnp.uint32)
-    word = np.uint32(zlib.crc32(use.encode()))
-    return fold_in(seed, lax.bitcast_convert_type(amax, jnp.uint32) ^ word)
-
-
-def _quantized_output(
-    kind: Kind, product: Product, role: str, y: jax.Array, seed: jax.Array | None
-) -> jax.Array:
-    """A result of a product, rounded to what its recipe stores results in."""
-    if product.output is None:
-        return y
-    largest = amax(y)
-    bits = _seed_for(f"{role}()", largest, seed) if product.output.stochastic else None
-    q = product.output(y, Context((), largest, None, bits))
-    if (watching := observer()) is not None:
-        q = watching.quantized(role, kind, product.output, y, q)
-    return scaled_values(q).astype(y.dtype)
-
-
-def _with_one_scale(q: ScaledArray) -> ScaledArray | None:
-    """`q` with a 0-d scale, if it has no more than one scale."""
-    if isinstance(q.scale, ScaledArray) or jnp.size(q.scale) != 1:
-        return None
-    return ScaledArray(q.data, q.scale.reshape(()))
 
 
 def _check_state(recipe: Recipe, state: dict[str, AmaxState] | None) -> None:

@@ -1,0 +1,1 @@
+"""Differentiable products with quantized operands: fprop, dgrad and wgrad."""

@@ -1,0 +1,95 @@
+"""What a product is: a bilinear operation, and the two products that each tensor takes part in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+
+from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.recipes.product import Product
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.history import AmaxState
+
+Kind = Literal["fprop", "dgrad", "wgrad"]
+
+
+Operand = ScaledArray | jax.Array
+
+
+class Observed(NamedTuple):
+    """amax of the two operands of a product, f32[] each; NaN or Inf where the operand has one."""
+
+    lhs: jax.Array
+    rhs: jax.Array
+
+
+class Use(NamedTuple):
+    """One of the two products that a tensor takes part in.
+
+    Attributes:
+      kind: which one.
+      product: what the recipe says about it.
+      quantizer: what it says about this operand; None leaves it in high precision.
+      contracting: the dimensions of the tensor that the product sums over.
+    """
+
+    kind: Kind
+    product: Product
+    quantizer: Quantizer | None
+    contracting: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A bilinear operation ``y = lhs . rhs`` on arrays of certain shapes: static and hashable.
+
+    Its operands are `ScaledArray`s, or plain arrays where a recipe leaves them in high precision:
+    ``(lhs, rhs)`` for fprop, ``(grad, rhs)`` for dgrad, ``(lhs, grad)`` for wgrad.
+    """
+
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The dimensions of both operands that the product sums over."""
+        raise NotImplementedError
+
+    def terms(self, kind: Kind) -> int | None:
+        """How many products each element of a result sums, for `jfp8.report`.
+
+        None: what is computed says it, by its ``dot_general`` or ``conv_general_dilated``.
+        """
+        del kind
+        return None
+
+    def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
+        """One operand, ``lhs``, ``rhs`` or ``grad``, as its quantizer says."""
+        del role
+        return quantizer(x, at)
+
+    def quantize_for_both(
+        self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
+    ) -> tuple[Operand, Operand | None, jax.Array] | None:
+        """One operand as both of its products take it, and its amax, if that can be done at once.
+
+        None if it cannot: then it is quantized for one product after the other. Without a backward
+        pass there is no second product.
+        """
+        del role, x, first, second, state
+        return None
+
+    def laid_out(self, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+        """A quantized operand as `multiply` takes it, for a sum over `contracting`."""
+        del contracting
+        return operand
+
+    def multiply(
+        self,
+        kind: Kind,
+        first: Operand,
+        second: Operand,
+        how: Product,
+        accumulation: str,
+        extra: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        """One of the three, in the dtype and layout of `y`, or of what it is the gradient by."""
+        raise NotImplementedError
