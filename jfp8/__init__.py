@@ -17,7 +17,10 @@ from jfp8 import (
     scaling,
 )
 from jfp8._version import __version__
-from jfp8.convert import autocast, convert
+from jfp8.conversion.models import autocast, convert
+from jfp8.conversion.products import Report, report
+from jfp8.conversion.selection import EDGES, Edge
+from jfp8.conversion.weights import quantize_params
 from jfp8.data_parallel import data_parallel
 from jfp8.gather_weights import gather_weights
 from jfp8.initialize import initialize
@@ -39,16 +42,13 @@ from jfp8.products.conv import scaled_conv_general_dilated
 from jfp8.products.dot_general import scaled_dot_general
 from jfp8.products.ragged.dot import scaled_ragged_dot
 from jfp8.products.saved_activations import save_in_fp8
-from jfp8.report import Report, report
 from jfp8.scaling.arrays import ScaledArray, dequantize
 from jfp8.scaling.casts import cast, round_to_format
 from jfp8.scaling.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format
 from jfp8.scaling.granularity import Block, PerAxis, PerTensor
 from jfp8.scaling.quantization import quantize
-from jfp8.selection import EDGES, Edge
 from jfp8.summary import Summary, summary
 from jfp8.train import Gradients, TrainState, advance, value_and_grad
-from jfp8.weights import quantize_params
 
 __all__ = [
     "E2M1FN",

@@ -22,6 +22,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jfp8.collectives import reduce_scatter
+from jfp8.conversion.selection import Choice, Selection, select
+from jfp8.conversion.weights import is_kernel
 from jfp8.quantizers.per_tensor import Current
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -31,9 +33,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.bits import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.scales import amax
-from jfp8.selection import Choice, Selection, select
 from jfp8.tracing.compat import vary_like
-from jfp8.weights import is_kernel
 
 Axes = str | tuple[str, ...]
 

@@ -12,7 +12,9 @@ import jax
 import optax
 from flax import nnx
 
-from jfp8.convert import Model, convert_selected, nnx_decisions
+from jfp8.conversion.models import Model, convert_selected, nnx_decisions
+from jfp8.conversion.products import report
+from jfp8.conversion.selection import Choice, select
 from jfp8.optim.fp8_gradients import fp8_gradients
 from jfp8.optim.loss_scaling import loss_scale, skip_on_overflow, transformation
 from jfp8.optim.masters import has_master_weights
@@ -22,8 +24,6 @@ from jfp8.recipes import registry as recipes
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.report import report
-from jfp8.selection import Choice, select
 
 OptLevel = Literal["O0", "O1", "O2"]
 

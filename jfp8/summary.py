@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from jfp8.nnx.products import Fp8Sink, Fp8State
+from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.train import TrainState

@@ -827,7 +827,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "two_entries_per_step",
         "histories roll in the forward pass and again at the end of the step",
-        "jfp8/linen/products.py",
+        "jfp8/layers/linen/products.py",
         "self._record(state, observed, pushing=sink is None)",
         "self._record(state, observed, pushing=True)",
         "test_linen.py::TestPromise3LikeBatchStats"
@@ -836,7 +836,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "initialization_is_a_step",
         "the data that a model is initialized with enters its histories",
-        "jfp8/linen/products.py",
+        "jfp8/layers/linen/products.py",
         'self._is_mutable("fp8") and not self.is_initializing():',
         'self._is_mutable("fp8"):',
         "test_linen.py::TestPromise1TwoCollections::test_init_does_not_count_as_a_step",
@@ -844,7 +844,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "strides_for_dilation",
         "a transposed convolution takes its strides for the dilation of its kernel",
-        "jfp8/linen/layers.py",
+        "jfp8/layers/linen/layers.py",
         "strides, dilation = spread(layer.strides), spread(layer.kernel_dilation)",
         "dilation, strides = spread(layer.strides), spread(layer.kernel_dilation)",
         "test_conv_transpose.py::test_layer_is_flax_where_fp8_holds_the_values",
@@ -852,7 +852,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "evaluation_records",
         "histories change while a model is evaluated",
-        "jfp8/nnx/products.py",
+        "jfp8/layers/nnx/products.py",
         "sink is None and not self.use_running_average:",
         "sink is None:",
         "test_nnx_state.py::test_evaluation_records_nothing_and_reads_the_histories",
@@ -860,7 +860,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "mean_over_the_batch",
         "under vmap a history takes the mean of the amaxes instead of the largest",
-        "jfp8/nnx/products.py",
+        "jfp8/layers/nnx/products.py",
         "amax = jnp.max(jnp.where(jnp.isfinite(amax), amax, 0.0), axis=0)",
         "amax = jnp.mean(jnp.where(jnp.isfinite(amax), amax, 0.0), axis=0)",
         "test_nnx_state.py::test_trap_vmap_over_a_batch_takes_the_maximum",
@@ -868,7 +868,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "nnx_rolls_a_bad_step",
         "histories of an NNX model roll on a step with NaN in it",
-        "jfp8/nnx/train.py",
+        "jfp8/training/nnx.py",
         "product.set_histories(keep_unless(finite, after[path], before[path]))",
         "product.set_histories(after[path])",
         "test_nnx_state.py::test_trap_nonfinite_amax_never_enters[inf-gradient]",
@@ -876,7 +876,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "nnx_keeps_the_loss_scale",
         "histories of gradients are kept with the loss scale in them",
-        "jfp8/nnx/train.py",
+        "jfp8/training/nnx.py",
         "                    amax = amax / loss_scale\n",
         "                    amax = amax / 1\n",
         "test_nnx_state.py::test_trap_a_changed_loss_scale_does_not_saturate",
@@ -884,7 +884,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scores_not_divided",
         "attention scores are divided by the depth instead of its square root",
-        "jfp8/transformer_math.py",
+        "jfp8/layers/transformer_math.py",
         "scores.reshape(every_head) / np.sqrt(depth).astype(wide)",
         "scores.reshape(every_head) / depth",
         "test_transformer_math.py::test_attention[False-False-4]",
@@ -892,7 +892,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "sees_no_present",
         "the causal mask is off by one: no query attends to its own position",
-        "jfp8/transformer_math.py",
+        "jfp8/layers/transformer_math.py",
         "jnp.arange(query_length)[:, None] >= jnp.arange(key_length)[None, :]",
         "jnp.arange(query_length)[:, None] > jnp.arange(key_length)[None, :]",
         "test_transformer_math.py::test_causal_mask",
@@ -900,7 +900,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "normalized_over_all",
         "the mean of a layer normalisation is that of the whole array",
-        "jfp8/transformer_math.py",
+        "jfp8/layers/transformer_math.py",
         "x = x - jnp.mean(x, axes, keepdims=True)",
         "x = x - jnp.mean(x)",
         "test_transformer_math.py::test_normalize[1e-06-False-layernorm]",
@@ -925,7 +925,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "last_layer_is_not_the_logits",
         "the first linear layer of an NNX model is taken for its logits",
-        "jfp8/convert.py",
+        "jfp8/conversion/models.py",
         "edges[(own or single)[-1]] = Edge.LOGITS",
         "edges[(own or single)[0]] = Edge.LOGITS",
         "test_initialize.py::test_verbose_lists_nnx_layers_at_once",
@@ -933,7 +933,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "only_keeps_the_default",
         "layers that are named by only= stay exempt at the edges of the model",
-        "jfp8/selection.py",
+        "jfp8/conversion/selection.py",
         "exempt = EDGES if chosen is None else ()",
         "exempt = EDGES",
         "test_selection.py::test_edges_are_exempt_by_default_but_not_where_only_names_layers",
@@ -941,7 +941,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "rgba_is_no_image",
         "images have fewer than four channels",
-        "jfp8/linen/convert.py",
+        "jfp8/conversion/linen.py",
         "np.shape(x)[-1] <= MAX_IMAGE_CHANNELS",
         "np.shape(x)[-1] < MAX_IMAGE_CHANNELS",
         "test_convert.py::test_images_have_at_most_four_channels",
@@ -949,7 +949,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "one_scale_for_stacked_layers",
         "layers that are stacked in one array share a scale",
-        "jfp8/weights.py",
+        "jfp8/conversion/weights.py",
         "is_stacked = stacks.decide(path, kernel, None).recipe is None",
         "is_stacked = False",
         "test_weights.py::test_stacked_layers_have_scales_of_their_own[delayed]",
@@ -957,7 +957,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "conversion_forgets_the_dtype_rule",
         "an NNX layer loses its own promotion of dtypes when it is converted",
-        "jfp8/nnx/hooks.py",
+        "jfp8/layers/nnx/hooks.py",
         "promoted = self.promote_dtype(plain, **options)",
         "promoted = plain",
         "test_nnx_convert.py::test_layers_keep_their_own_promotion_and_dtypes",
@@ -1015,7 +1015,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "flops_halved",
         "the report counts multiplications only",
-        "jfp8/report.py",
+        "jfp8/conversion/products.py",
         "flops = 2 * out.size * int(terms)",
         "flops = out.size * int(terms)",
         "test_report.py::test_rows_of_an_mlp",

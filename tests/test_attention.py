@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.linen.attention import EinsumProduct, MultiHeadDotProductAttention
+from jfp8.layers.linen.attention import EinsumProduct, MultiHeadDotProductAttention
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling

@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, 
 
 import jfp8
 from jfp8 import recipes
-from jfp8.edges import jaxprs_of
+from jfp8.conversion.edges import jaxprs_of
 from jfp8.tracing.compat import without_dead_code
 
 needs_mosaic = pytest.mark.skipif(

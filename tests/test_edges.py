@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jfp8.edges import arrays_in, edge_layers, mark_input, mark_output
+from jfp8.conversion.edges import arrays_in, edge_layers, mark_input, mark_output
 
 X = jnp.ones((2, 3))
 W = {"w": jnp.ones((3, 3)), "g": jnp.ones((1, 3))}

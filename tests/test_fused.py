@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.linen.fused import LayerNormDense, LayerNormMLP
+from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 KEY = jax.random.key(7)

@@ -13,7 +13,7 @@ import pytest
 
 import jfp8
 from jfp8 import ScaledArray, recipes
-from jfp8.linen.moe import ExpertDense, MoE, RaggedDot, Router
+from jfp8.layers.linen.moe import ExpertDense, MoE, RaggedDot, Router
 from jfp8.products.ragged import routing
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 

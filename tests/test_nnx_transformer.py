@@ -10,8 +10,8 @@ from flax import nnx
 
 import jfp8
 import jfp8.nnx
-from jfp8.linen.fused import LayerNormDense, LayerNormMLP
-from jfp8.linen.transformer import TransformerLayer
+from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
+from jfp8.layers.linen.transformer import TransformerLayer
 
 D = 8
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import jfp8
+from jfp8.conversion.products import ProductRow
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.rowwise import RowwiseScaling
-from jfp8.report import ProductRow
 from jfp8.tracing import notes as explain
 
 KEY = jax.random.key(0)

@@ -4,8 +4,8 @@ import flax.linen as nn
 import pytest
 
 import jfp8
+from jfp8.conversion.selection import EDGES, Edge, Selection, select
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
-from jfp8.selection import EDGES, Edge, Selection, select
 
 RECIPE = Float8CurrentScaling()
 DENSE, CONV = nn.Dense(4), nn.Conv(4, (3,))
@@ -54,7 +54,7 @@ def test_each_kind_of_choice_and_its_reason(choice, reason):
     assert decision.reason == reason
     assert decide("Encoder_0/Dense_1", DENSE, Edge.LOGITS, only=choice).recipe == RECIPE
     other = decide("Decoder_0/Dense_2", CONV, Edge.IMAGE_INPUT, exempt=choice)
-    assert other == jfp8.selection.Decision(RECIPE)
+    assert other == jfp8.conversion.selection.Decision(RECIPE)
     refused = decide("Decoder_0/Dense_2", CONV, Edge.IMAGE_INPUT, only=choice)
     assert refused.recipe is None
     assert refused.reason == f"not among only={reason.removeprefix('exempt: ')}"

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import jfp8
-from jfp8.linen.transformer import RelativePositionBiases, TransformerLayer
+from jfp8.layers.linen.transformer import RelativePositionBiases, TransformerLayer
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.unscaled import Unscaled
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jfp8 import transformer_math
+from jfp8.layers import transformer_math
 
 F32_EPS = 2.0**-23
 

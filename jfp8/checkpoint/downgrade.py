@@ -10,7 +10,7 @@ from flax import nnx
 
 from jfp8.checkpoint.flax_fp8_ops import COLLECTION
 from jfp8.checkpoint.values import from_fields
-from jfp8.nnx.products import Fp8Sink, Fp8State
+from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.train import TrainState
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jfp8.conversion.products import Report
 from jfp8.debug.faults import FAULTS, Finding, Run, non_finite
 from jfp8.debug.records import TensorStats
-from jfp8.report import Report
 from jfp8.scaling.printing import counted
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}

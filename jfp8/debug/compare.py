@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jfp8.convert import convert
+from jfp8.conversion.edges import arrays_in
+from jfp8.conversion.models import convert
+from jfp8.conversion.selection import Choice
 from jfp8.debug.by_layer import by_layer
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.reading import Place, read
-from jfp8.edges import arrays_in
 from jfp8.products.observers import Observer, observing, tap
 from jfp8.products.operation import Kind, Operation
 from jfp8.products.vjp import product_by
@@ -27,7 +28,6 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.recipes.registry import get as get_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.selection import Choice
 from jfp8.tracing.compat import without_dead_code
 from jfp8.tracing.notes import explaining, notes_of, product_path
 

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from jfp8.conversion.products import ProductRow, Report
+from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Edge
 from jfp8.debug.records import TensorStats
-from jfp8.report import ProductRow, Report
 from jfp8.scaling.formats import E5M2, FORMATS, Format
 from jfp8.scaling.printing import counted
-from jfp8.selection import MAX_IMAGE_CHANNELS, Edge
 
 Severity = Literal["error", "warning", "note"]
 

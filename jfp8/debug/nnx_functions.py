@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jfp8.nnx.products import Product
+from jfp8.layers.nnx.products import Product
 
 
 def has_nnx(arguments: Any) -> bool:

@@ -18,8 +18,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from jfp8.conversion.edges import jaxprs_of
 from jfp8.debug.measurement import Measurement
-from jfp8.edges import jaxprs_of
 from jfp8.products.observers import TAP
 from jfp8.tracing.compat import body_of, context_of, evaluate, scan_sizes, varying_axes
 

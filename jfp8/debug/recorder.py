@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jfp8.conversion.products import Report
 from jfp8.debug.nnx_functions import has_nnx
 from jfp8.debug.records import TensorStats, write_jsonl
 from jfp8.debug.stats import Stats, stats
 from jfp8.debug.tensorboard import TensorBoardWriter
-from jfp8.report import Report
 
 
 class Recorder:

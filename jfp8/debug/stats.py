@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.conversion.products import Report, report_of
 from jfp8.debug.by_layer import by_layer
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.nnx_functions import calling, has_nnx
@@ -21,7 +22,6 @@ from jfp8.debug.reading import Place, read
 from jfp8.debug.records import TensorStats
 from jfp8.products.observers import Observer, observing, tap
 from jfp8.quantizers.quantizer import Quantizer
-from jfp8.report import Report, report_of
 from jfp8.scaling.arrays import ScaledArray, apply_scale, scale_as_f32_pair, scaled_values
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import without_dead_code

@@ -9,7 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jfp8.linen.products import (
+from jfp8.layers.linen.products import (
     ConvGeneralDilated,
     DotGeneral,
     Product,

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jfp8 import transformer_math
+from jfp8.layers import transformer_math
+from jfp8.layers.nnx.hooks import hook_of, install
+from jfp8.layers.nnx.products import EinsumOp
 from jfp8.matmul.choice import Implementation
-from jfp8.nnx.hooks import hook_of, install
-from jfp8.nnx.products import EinsumOp
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
+from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
 from jfp8.matmul.choice import Implementation
-from jfp8.nnx.conv_transpose import HookedConvTranspose
-from jfp8.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.notes import note

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx import filterlib
 
-from jfp8.nnx.products import Fp8Sink, Fp8State, Product
+from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.loss_scaling import all_finite, keep_unless
 from jfp8.scaling.history import push_amax
 from jfp8.scaling.sink import ROLES, WIDTH

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
+from jfp8.layers.nnx.attention import has_stock_attention, install_attention
+from jfp8.layers.nnx.hooks import hook_of, install, is_stock
 from jfp8.matmul.choice import Implementation
-from jfp8.nnx.attention import has_stock_attention, install_attention
-from jfp8.nnx.hooks import hook_of, install, is_stock
 from jfp8.recipes.recipe import Recipe
 
 Path = tuple[Any, ...]

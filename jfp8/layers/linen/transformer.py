@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jfp8 import transformer_math
-from jfp8.linen.attention import EinsumProduct
-from jfp8.linen.fused import LayerNormDense, LayerNormMLP
-from jfp8.linen.layers import DenseGeneral
+from jfp8.layers import transformer_math
+from jfp8.layers.linen.attention import EinsumProduct
+from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
+from jfp8.layers.linen.layers import DenseGeneral
+from jfp8.layers.transformer_math import GroupMethod, LayerNormType, check_choice
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
-from jfp8.transformer_math import GroupMethod, LayerNormType, check_choice
 
 
 class RelativePositionBiases(nn.Module):
@@ -28,7 +28,7 @@ class RelativePositionBiases(nn.Module):
 
     Attributes:
       num_attention_heads: heads of the query.
-      num_buckets, max_distance: see `jfp8.transformer_math.relative_position_buckets`.
+      num_buckets, max_distance: see `jfp8.layers.transformer_math.relative_position_buckets`.
       embedding_init: of the table.
       dtype: of the result; None: `param_dtype`.
       param_dtype: of the table.
@@ -164,7 +164,7 @@ class TransformerLayer(nn.Module):
         the residual, of attention's weights, and within the MLP; random stream ``dropout``.
       enable_rotary_pos_emb: turn queries and keys of the self attention by their positions.
       rotary_pos_emb_windows, rotary_pos_emb_group_method: see
-        `jfp8.transformer_math.rotary_embedding`.
+        `jfp8.layers.transformer_math.rotary_embedding`.
       enable_relative_embedding: add `RelativePositionBiases` to the scores of the self attention.
       use_bias, dtype, param_dtype, kernel_init, bias_init: of all products; see
         ``flax.linen.Dense``.

@@ -10,19 +10,19 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
 
-from jfp8 import transformer_math
-from jfp8.matmul.choice import Implementation
-from jfp8.nnx.fused import (
+from jfp8.layers import transformer_math
+from jfp8.layers.nnx.fused import (
     LayerNormLinear,
     LayerNormMLP,
     default_kernel_init,
     dropout_or_none,
 )
-from jfp8.nnx.layers import LinearGeneral
-from jfp8.nnx.products import EinsumOp
+from jfp8.layers.nnx.layers import LinearGeneral
+from jfp8.layers.nnx.products import EinsumOp
+from jfp8.layers.transformer_math import GroupMethod, LayerNormType, check_choice
+from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
-from jfp8.transformer_math import GroupMethod, LayerNormType, check_choice
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
@@ -35,7 +35,7 @@ class RelativePositionBiases(nnx.Module):
 
     Args:
       num_attention_heads: heads of the query.
-      num_buckets, max_distance: see `jfp8.transformer_math.relative_position_buckets`.
+      num_buckets, max_distance: see `jfp8.layers.transformer_math.relative_position_buckets`.
       embedding_init: of the table.
       dtype: of the result; None: `param_dtype`.
       param_dtype: of the table.
@@ -86,7 +86,7 @@ class LayerNormAttention(nnx.Module):
         `TransformerLayer`.
       norm: the arguments of `LayerNormLinear` for the normalisation.
       dense: the arguments of `LinearGeneral` for all products.
-      rotary: those of `jfp8.transformer_math.rotary_embedding`, or None for no embedding.
+      rotary: those of `jfp8.layers.transformer_math.rotary_embedding`, or None for no embedding.
       encoded_features: features of the second input; None: there is none.
     """
 
@@ -198,7 +198,7 @@ class TransformerLayer(nnx.Module):
         the residual, of attention's weights, and within the MLP.
       enable_rotary_pos_emb: turn queries and keys of the self attention by their positions.
       rotary_pos_emb_windows, rotary_pos_emb_group_method: see
-        `jfp8.transformer_math.rotary_embedding`.
+        `jfp8.layers.transformer_math.rotary_embedding`.
       enable_relative_embedding: add `RelativePositionBiases` to the scores of the self attention.
       use_bias, dtype, param_dtype, kernel_init, bias_init: of all products; see
         ``flax.nnx.Linear``.

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from jfp8 import transformer_math
-from jfp8.linen.products import Product, promote_dtype
+from jfp8.layers import transformer_math
+from jfp8.layers.linen.products import Product, promote_dtype
 from jfp8.matmul.choice import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
@@ -157,7 +157,7 @@ class MoE(nn.Module):
       arXiv 2101.03961 (Switch Transformers), 2401.04088 (Mixtral), 2211.15841 (without dropping).
 
     >>> import jax, jax.numpy as jnp, jfp8
-    >>> from jfp8.linen.moe import MoE
+    >>> from jfp8.layers.linen.moe import MoE
     >>> moe = MoE(num_experts=4, intermediate_dim=16)
     >>> variables = jax.eval_shape(moe.init, jax.random.key(0), jnp.ones((2, 3, 8)))
     >>> {name: layer["kernel"].shape for name, layer in variables["params"].items()}

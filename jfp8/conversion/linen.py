@@ -19,10 +19,11 @@ import numpy as np
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
-from jfp8 import edges
-from jfp8.linen.attention import EinsumProduct
-from jfp8.linen.layers import apply_conv_transpose, apply_einsum
-from jfp8.linen.products import (
+from jfp8.conversion import edges
+from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Edge, Selection
+from jfp8.layers.linen.attention import EinsumProduct
+from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
+from jfp8.layers.linen.products import (
     ConvGeneralDilated,
     DotGeneral,
     Product,
@@ -30,13 +31,12 @@ from jfp8.linen.products import (
     promote_dtype,
     promote_values,
 )
-from jfp8.linen.state_in_params import collections_into_params, collections_out_of_params
+from jfp8.layers.linen.state_in_params import collections_into_params, collections_out_of_params
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.selection import MAX_IMAGE_CHANNELS, Edge, Selection
 from jfp8.tracing.notes import note
 
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes

@@ -6,9 +6,9 @@ from typing import Any
 
 from flax import nnx
 
+from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
+from jfp8.layers.nnx.hooks import hook_of, install, is_stock
 from jfp8.matmul.choice import Implementation
-from jfp8.nnx.conv_transpose import HookedConvTranspose
-from jfp8.nnx.hooks import hook_of, install, is_stock
 from jfp8.recipes.recipe import Recipe
 
 

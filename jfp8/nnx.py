@@ -12,13 +12,20 @@ state of a model is that of the model without FP8. There are two ways to train:
 Recipes that round stochastically draw from the data; see `jfp8.scaled_dot_general`.
 """
 
-from jfp8.nnx.attention import DotProductAttention, MultiHeadAttention
-from jfp8.nnx.convert import convert_module, layers_of
-from jfp8.nnx.fused import LayerNormLinear, LayerNormMLP
-from jfp8.nnx.layers import Conv, ConvTranspose, Einsum, Linear, LinearGeneral
-from jfp8.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Fp8Sink, Fp8State, Product
-from jfp8.nnx.train import value_and_grad
-from jfp8.nnx.transformer import RelativePositionBiases, TransformerLayer
+from jfp8.conversion.nnx import convert_module, layers_of
+from jfp8.layers.nnx.attention import DotProductAttention, MultiHeadAttention
+from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP
+from jfp8.layers.nnx.layers import Conv, ConvTranspose, Einsum, Linear, LinearGeneral
+from jfp8.layers.nnx.products import (
+    ConvGeneralDilated,
+    DotGeneral,
+    EinsumOp,
+    Fp8Sink,
+    Fp8State,
+    Product,
+)
+from jfp8.layers.nnx.transformer import RelativePositionBiases, TransformerLayer
+from jfp8.training.nnx import value_and_grad
 
 __all__ = [
     "Conv",

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jfp8.conversion.selection import Choice, Selection, select
 from jfp8.quantizers.per_tensor import Current
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -18,7 +19,6 @@ from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import amax
-from jfp8.selection import Choice, Selection, select
 
 
 def quantize_params(

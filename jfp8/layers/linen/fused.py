@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jfp8 import transformer_math
-from jfp8.linen.layers import DenseGeneral
+from jfp8.layers import transformer_math
+from jfp8.layers.linen.layers import DenseGeneral
+from jfp8.layers.transformer_math import LayerNormType
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
-from jfp8.transformer_math import LayerNormType
 
 
 class LayerNormDense(DenseGeneral):
@@ -106,7 +106,7 @@ class LayerNormMLP(nn.Module):
     Attributes:
       intermediate_dim: features between the products.
       activation: ``"gelu"``, ``"silu"``, ``"relu"``, ``"squared_relu"``, or gated, ``"geglu"``,
-        ``"swiglu"``, ``"reglu"``; see `jfp8.transformer_math.activate`.
+        ``"swiglu"``, ``"reglu"``; see `jfp8.layers.transformer_math.activate`.
       intermediate_dropout_rate: of dropout after the activation, with the random stream
         ``dropout``.
       deterministic: no dropout; may be given to the call instead.

@@ -18,10 +18,10 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jfp8.edges import PRODUCTS, arrays_in, jaxprs_of
-from jfp8.linen.products import Product
-from jfp8.nnx.convert import layers_of
-from jfp8.nnx.hooks import annotate
+from jfp8.conversion.edges import PRODUCTS, arrays_in, jaxprs_of
+from jfp8.conversion.nnx import layers_of
+from jfp8.layers.linen.products import Product
+from jfp8.layers.nnx.hooks import annotate
 from jfp8.products.operand import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.scaling import formats

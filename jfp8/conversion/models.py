@@ -9,12 +9,12 @@ from typing import TypeVar, cast
 import flax.linen as nn
 from flax import nnx
 
-from jfp8.linen import convert as linen_convert
-from jfp8.nnx import convert as nnx_convert
+from jfp8.conversion import linen as linen_convert
+from jfp8.conversion import nnx as nnx_convert
+from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Choice, Edge, Selection, select
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.selection import MAX_IMAGE_CHANNELS, Choice, Edge, Selection, select
 
 Model = TypeVar("Model", nn.Module, nnx.Module)
 

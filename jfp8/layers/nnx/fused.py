@@ -11,12 +11,12 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
 
-from jfp8 import transformer_math
+from jfp8.layers import transformer_math
+from jfp8.layers.nnx.layers import LinearGeneral
+from jfp8.layers.transformer_math import LayerNormType, check_choice
 from jfp8.matmul.choice import Implementation
-from jfp8.nnx.layers import LinearGeneral
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
-from jfp8.transformer_math import LayerNormType, check_choice
 
 default_kernel_init = nnx.initializers.lecun_normal()
 
@@ -113,7 +113,7 @@ class LayerNormMLP(nnx.Module):
       in_features: features of the input and the result.
       intermediate_dim: features between the products.
       activation: ``"gelu"``, ``"silu"``, ``"relu"``, ``"squared_relu"``, or gated, ``"geglu"``,
-        ``"swiglu"``, ``"reglu"``; see `jfp8.transformer_math.activate`.
+        ``"swiglu"``, ``"reglu"``; see `jfp8.layers.transformer_math.activate`.
       intermediate_dropout_rate: of an ``nnx.Dropout`` after the activation.
       layernorm_type, epsilon, zero_centered_gamma: see `LayerNormLinear`.
       use_bias, dtype, param_dtype, kernel_init, bias_init: of both products; see

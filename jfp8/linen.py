@@ -14,12 +14,12 @@ Recipes that round stochastically draw from the random stream ``fp8``, if `apply
 (``rngs={"fp8": key}``), and otherwise from the data; see `jfp8.scaled_dot_general`.
 """
 
-from jfp8.linen.attention import EinsumProduct, MultiHeadDotProductAttention
-from jfp8.linen.fused import LayerNormDense, LayerNormMLP
-from jfp8.linen.layers import Conv, ConvTranspose, Dense, DenseGeneral, Einsum
-from jfp8.linen.moe import ExpertDense, MoE, RaggedDot
-from jfp8.linen.products import ConvGeneralDilated, DotGeneral
-from jfp8.linen.transformer import RelativePositionBiases, TransformerLayer
+from jfp8.layers.linen.attention import EinsumProduct, MultiHeadDotProductAttention
+from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
+from jfp8.layers.linen.layers import Conv, ConvTranspose, Dense, DenseGeneral, Einsum
+from jfp8.layers.linen.moe import ExpertDense, MoE, RaggedDot
+from jfp8.layers.linen.products import ConvGeneralDilated, DotGeneral
+from jfp8.layers.linen.transformer import RelativePositionBiases, TransformerLayer
 
 __all__ = [
     "Conv",

@@ -12,7 +12,7 @@ import jax
 from flax.linen import dtypes
 from jax import lax
 
-from jfp8.linen.state_in_params import from_params, into_params, place_in_params
+from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.matmul.choice import Implementation
 from jfp8.products.conv import observed_conv_general_dilated
 from jfp8.products.dot_general import observed_dot_general

@@ -10,8 +10,8 @@ import flax.linen as nn
 import jax
 from flax.typing import PRNGKey
 
-from jfp8.linen.layers import own_product
-from jfp8.linen.products import DotGeneral, Product, ProductOf, promote_dtype
+from jfp8.layers.linen.layers import own_product
+from jfp8.layers.linen.products import DotGeneral, Product, ProductOf, promote_dtype
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
 from jfp8.recipes.recipe import Recipe

@@ -1,0 +1,1 @@
+"""FP8 layers for Linen and for NNX, and the mathematics that both share."""

@@ -1,0 +1,1 @@
+"""Training steps: amax histories, gradients, data parallelism, weights in FP8."""
