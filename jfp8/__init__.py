@@ -21,9 +21,7 @@ from jfp8.conversion.models import autocast, convert
 from jfp8.conversion.products import Report, report
 from jfp8.conversion.selection import EDGES, Edge
 from jfp8.conversion.weights import quantize_params
-from jfp8.data_parallel import data_parallel
-from jfp8.gather_weights import gather_weights
-from jfp8.initialize import initialize
+from jfp8.debug.sizes import Summary, summary
 from jfp8.linen import (
     Conv,
     ConvTranspose,
@@ -47,8 +45,12 @@ from jfp8.scaling.casts import cast, round_to_format
 from jfp8.scaling.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format
 from jfp8.scaling.granularity import Block, PerAxis, PerTensor
 from jfp8.scaling.quantization import quantize
-from jfp8.summary import Summary, summary
-from jfp8.train import Gradients, TrainState, advance, value_and_grad
+from jfp8.training.data_parallel import data_parallel
+from jfp8.training.gather_weights import gather_weights
+from jfp8.training.histories import advance
+from jfp8.training.one_call import initialize
+from jfp8.training.state import Gradients, TrainState
+from jfp8.training.step import value_and_grad
 
 __all__ = [
     "E2M1FN",

@@ -458,7 +458,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "skipped_step_rolls",
         "histories roll on a step that is skipped",
-        "jfp8/train.py",
+        "jfp8/training/state.py",
         "fp8 = keep_unless(finite, _advance(self.fp8, amaxes, ()), self.fp8)",
         "fp8 = _advance(self.fp8, amaxes, ())",
         "test_train.py::TestPromise5NonFiniteNumbers::test_a_bad_step_is_skipped_exactly[adam]",
@@ -466,7 +466,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "skipped_step_moves_statistics",
         "batch statistics of a skipped step are kept",
-        "jfp8/train.py",
+        "jfp8/training/state.py",
         "collections = keep_unless(finite, grads.collections, kept)",
         "collections = grads.collections",
         "test_train.py::TestPromise5NonFiniteNumbers::"
@@ -475,7 +475,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "sink_not_checked",
         "an overflow that a cast has hidden from the gradient does not skip the step",
-        "jfp8/train.py",
+        "jfp8/training/state.py",
         "finite = all_squares_finite(grads.params) & ~overflow",
         "finite = all_squares_finite(grads.params)",
         "test_train.py::TestPromise5NonFiniteNumbers::test_an_overflow_that_only_the_sink_sees_is_one"
@@ -484,7 +484,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "histories_against_the_loss_scale",
         "histories of gradients fall when the loss scale grows",
-        "jfp8/train.py",
+        "jfp8/training/state.py",
         "after.loss_scale / before.loss_scale",
         "before.loss_scale / after.loss_scale",
         "test_train.py::TestPromise5NonFiniteNumbers::test_gradient_histories_follow_the_loss_scale_exactly"
@@ -493,7 +493,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "loss_scale_not_divided_out",
         "gradients are those of the scaled loss",
-        "jfp8/train.py",
+        "jfp8/training/state.py",
         "result = Gradients(_scaled(grads, loss_scale, -1), sink, collections)",
         "result = Gradients(_scaled(grads, None, -1), sink, collections)",
         "test_train.py::TestApplyGradients::test_the_update_is_that_of_the_optimizer",
@@ -501,7 +501,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "sum_of_micro_batches",
         "gradients of micro-batches are added instead of averaged",
-        "jfp8/train.py",
+        "jfp8/training/state.py",
         "jax.tree.map(lambda g: g / micro_batches, grads)",
         "jax.tree.map(lambda g: g / 1, grads)",
         "test_train.py::TestPromise4OneEntryAndOneScalePerStep::"
@@ -510,7 +510,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "sum_in_bf16",
         "gradients of micro-batches are added in the dtype of the parameters",
-        "jfp8/train.py",
+        "jfp8/training/state.py",
         "jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))",
         "jnp.zeros(p.shape, p.dtype)",
         "test_hoist.py::test_gradients_of_bf16_parameters_are_summed_in_f32",
@@ -518,7 +518,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "everything_hoisted",
         "everything is computed before the loop over micro-batches, and kept in its full size",
-        "jfp8/hoist.py",
+        "jfp8/training/hoist.py",
         "small = _dtype(v) in _NARROW or 2 * _bytes(v) < largest",
         "small = True",
         "test_hoist.py::test_what_is_kept_is_smaller_than_what_it_is_made_of",
@@ -697,7 +697,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "psum_for_pmean",
         "gradients are added over devices instead of averaged",
-        "jfp8/collectives.py",
+        "jfp8/collectives/exchange.py",
         "mean = jnp.sum(wire.read(received), axis=0) / n",
         "mean = jnp.sum(wire.read(received), axis=0)",
         "test_collectives.py::test_the_mean_is_rounded_twice_and_summed_in_f32",
@@ -705,7 +705,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "all_devices_by_one_key",
         "all devices round by the same random bits, so that their errors add up",
-        "jfp8/collectives.py",
+        "jfp8/collectives/exchange.py",
         "return fold_in(seed_of(key), lax.axis_index(self.axis_name).astype(jnp.uint32))",
         "return seed_of(key)",
         "test_collectives.py::test_stochastic_rounding_draws_other_bits_on_every_device",
@@ -713,7 +713,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "gathered_along_another_axis",
         "gathered parts are put along the first dimension, whatever was asked for",
-        "jfp8/collectives.py",
+        "jfp8/collectives/exchange.py",
         "stacked = jnp.moveaxis(parts, 0, axis)",
         "stacked = parts",
         "test_collectives.py::test_all_gather",
@@ -721,7 +721,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "small_gradients_summed_in_bf16",
         "what is too small for FP8 is averaged in 16 bits",
-        "jfp8/collectives.py",
+        "jfp8/collectives/exchange.py",
         "lax.pmean([_widened(leaf) for leaf in leaves], axis_name)",
         "lax.pmean(leaves, axis_name)",
         "test_collectives.py::test_16_bit_gradients_keep_their_dtype_and_sum_in_f32",
@@ -729,7 +729,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "histories_in_units_of_a_device",
         "histories of gradients are kept in units of a device's part of the batch",
-        "jfp8/data_parallel.py",
+        "jfp8/training/data_parallel.py",
         '1.0 / n if role == "grad" else 1.0',
         "1.0",
         "test_data_parallel.py::test_histories_are_those_of_one_device",
@@ -737,7 +737,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "overflow_stays_on_its_device",
         "an overflow that only the amax shows is not passed on to the other devices",
-        "jfp8/data_parallel.py",
+        "jfp8/training/data_parallel.py",
         "    rows = rows.at[..., BINS - 1].max(overflow)  # the bin of NaN\n",
         "",
         "test_data_parallel.py::test_trap_an_overflow_that_only_a_sink_saw_reaches_all",
@@ -745,7 +745,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scale_of_one_shard",
         "a weight is quantized by the smallest amax of its parts",
-        "jfp8/gather_weights.py",
+        "jfp8/training/gather_weights.py",
         "bits = lax.pmax(",
         "bits = lax.pmin(",
         "test_gather_weights.py::test_the_same_loss_to_the_bit_and_one_byte_for_each_element",
@@ -753,7 +753,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "whole_gradient_divided",
         "the gradient of a gathered weight is averaged over the devices instead of added",
-        "jfp8/gather_weights.py",
+        "jfp8/training/gather_weights.py",
         "        return part.astype(whole.dtype)\n",
         "        return (part / lax.axis_size(self.names)).astype(whole.dtype)\n",
         "test_gather_weights.py::test_the_parts_of_the_gradient_are_those_of_the_whole",
@@ -999,7 +999,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "last_nan_blamed",
         "the last tensor with a NaN in it is named as its source",
-        "jfp8/debug/faults.py",
+        "jfp8/debug/faults/scales.py",
         "source = min(in_step, key=lambda row: row.order)",
         "source = max(in_step, key=lambda row: row.order)",
         "test_advice.py::test_a_division_between_two_layers",

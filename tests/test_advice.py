@@ -23,7 +23,7 @@ import jfp8
 from jfp8 import recipes
 from jfp8.debug import TensorStats, stats
 from jfp8.debug.advice import report
-from jfp8.debug.faults import Run
+from jfp8.debug.faults.run import Run
 
 CONTEXT = 32
 LARGE = 2.0**20

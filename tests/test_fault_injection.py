@@ -27,7 +27,7 @@ import jfp8
 from jfp8 import debug, recipes
 from jfp8.optim.loss_scaling import LossScaleState, find_loss_scale
 from jfp8.products.ragged.dot import scaled_ragged_dot
-from jfp8.train import rescale_grad_histories
+from jfp8.training.histories import rescale_grad_histories
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(__file__).resolve().parents[1] / "benchmarks")

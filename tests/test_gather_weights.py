@@ -18,7 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfp8
-from jfp8 import gather_weights, recipes
+from jfp8 import recipes
+from jfp8.training import gather_weights
 
 CURRENT = recipes.get("current")
 MATRICES = (((1,), (0,)), ((), ()))

@@ -20,8 +20,8 @@ from jax import lax
 
 import jfp8
 from jfp8 import recipes
-from jfp8.hoist import split
 from jfp8.quantizers.per_tensor import Current
+from jfp8.training.hoist import split
 
 KEY = jax.random.key(0)
 IN, WIDTH = 24, 40  # no other array has as many elements as a weight

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jfp8
 import jfp8.nnx
-from jfp8.train import init_sinks
+from jfp8.training.histories import init_sinks
 from random_programs import (
     ROWS,
     WIDTH,

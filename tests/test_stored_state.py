@@ -277,7 +277,7 @@ def test_train_state_skips_exactly():
     state = jfp8.TrainState.create(
         apply_fn=lambda variables, x: x, variables={"params": normal(99)}, tx=adam(1e-3)
     )
-    step = jax.jit(lambda state, g: state.apply_gradients(jfp8.train.Gradients(g, {}, {})))
+    step = jax.jit(lambda state, g: state.apply_gradients(jfp8.training.state.Gradients(g, {}, {})))
     state = step(state, normal(0))
     bad = jax.tree.map(lambda g: g.at[..., 0].set(jnp.inf), normal(1))
     skipped = step(state, bad)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jfp8
-from jfp8.summary import Amount, summary
+from jfp8.debug.sizes import Amount, summary
 
 KEY = jax.random.key(0)
 # Of a product with histories of 16: for each of 3 tensors 16 amaxes and one more, and 2050 zeros

@@ -12,7 +12,7 @@ from jfp8.checkpoint.flax_fp8_ops import COLLECTION
 from jfp8.checkpoint.values import from_fields
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.train import TrainState
+from jfp8.training.state import TrainState
 
 _LEFT_OUT = ("fp8", "fp8_sink", COLLECTION)
 

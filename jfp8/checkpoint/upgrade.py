@@ -26,7 +26,7 @@ from jfp8.checkpoint.tree import (
 )
 from jfp8.optim.masters import has_master_weights, init_masters
 from jfp8.optim.stored_state import is_stored
-from jfp8.train import TrainState
+from jfp8.training.state import TrainState
 
 __all__ = ["CheckpointChange", "upgrade"]
 

@@ -8,7 +8,7 @@ from jfp8.debug.collective_bytes import (
     collective_bytes,
 )
 from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
-from jfp8.debug.faults import Finding
+from jfp8.debug.faults.run import Finding
 from jfp8.debug.recorder import Recorder
 from jfp8.debug.records import TensorStats, read_jsonl, write_jsonl
 from jfp8.debug.stats import Stats, stats

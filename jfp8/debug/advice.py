@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jfp8.conversion.products import Report
-from jfp8.debug.faults import FAULTS, Finding, Run, non_finite
+from jfp8.debug.faults import FAULTS
+from jfp8.debug.faults.non_finite import non_finite
+from jfp8.debug.faults.run import Finding, Run
 from jfp8.debug.records import TensorStats
 from jfp8.scaling.printing import counted
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfp8 import collectives
+from jfp8.collectives import exchange as collectives
 from jfp8.scaling.formats import E4M3FN, Format
 from jfp8.scaling.granularity import Granularity, PerTensor
 from jfp8.scaling.quantization import quantize

@@ -17,7 +17,7 @@ from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.loss_scaling import all_finite, keep_unless
 from jfp8.scaling.history import push_amax
 from jfp8.scaling.sink import ROLES, WIDTH
-from jfp8.train import decode_all
+from jfp8.training.histories import decode_all
 
 Path = tuple[Any, ...]
 

@@ -90,7 +90,7 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
     """The product by a kernel: scales by row and column at its end, or blocks of 128 inside it."""
 
     def kernel(lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
-        from jfp8.matmul.hopper import matmul
+        from jfp8.matmul.hopper import kernel as kernels
 
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
         a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
@@ -98,11 +98,11 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
         if varies_along_sum(lhs, rhs, job):
             a_scale = _block_scales(lhs, lhs_contract[0], lhs_batch, tiles=False)
             b_scale = _block_scales(rhs, rhs_contract[0], rhs_batch, tiles=True)
-            product = lambda a, b, s, t: matmul.block_matmul(a, b, s, t, job.dtype)
+            product = lambda a, b, s, t: kernels.block_matmul(a, b, s, t, job.dtype)
         else:
             a_scale = _row_scales(lhs, lhs_contract, lhs_batch)
             b_scale = _row_scales(rhs, rhs_contract, rhs_batch)
-            product = lambda a, b, s, t: matmul.matmul(
+            product = lambda a, b, s, t: kernels.matmul(
                 a, b, s, t, job.dtype, promote=not job.fast_accumulation
             )
         if lhs_batch:

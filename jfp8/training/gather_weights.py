@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jfp8.collectives import reduce_scatter
+from jfp8.collectives.exchange import reduce_scatter
 from jfp8.conversion.selection import Choice, Selection, select
 from jfp8.conversion.weights import is_kernel
 from jfp8.quantizers.per_tensor import Current

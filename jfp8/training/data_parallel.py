@@ -20,10 +20,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jfp8 import collectives
-from jfp8.collectives import AxisName
+from jfp8.collectives import exchange as collectives
+from jfp8.collectives.wire import AxisName
 from jfp8.scaling.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax
-from jfp8.train import Collections, Gradients, TrainState, rescale_grad_histories
+from jfp8.training.histories import Collections, rescale_grad_histories
+from jfp8.training.state import Gradients, TrainState
 
 
 def data_parallel(

@@ -16,7 +16,7 @@ from flax import nnx
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.train import TrainState
+from jfp8.training.state import TrainState
 
 Kind = Literal["params", "fp8_state", "other"]
 

@@ -1,0 +1,37 @@
+"""What can go wrong with a tensor in FP8, and how each case shows in its statistics.
+
+A fault is a function ``Run -> findings``. Elements are lost because the scale of the tensor ... ::
+
+    is always 1                                       `no_scale`
+    stands still                                      `stale_history`
+    comes from a history that forgets or grows late   `short_history`
+    comes from a history that remembers a spike       `long_history`
+    is as good as one scale can be                    `outliers`
+
+Before any of it the tensor has to be finite, `non_finite`, and a tensor may lose too many bits
+without losing elements, `noise`. Which layers are in FP8 is another matter: `edges_in_fp8`,
+`little_in_fp8`.
+"""
+
+from jfp8.debug.faults.coverage import edges_in_fp8, little_in_fp8
+from jfp8.debug.faults.run import Fault
+from jfp8.debug.faults.scales import (
+    long_history,
+    no_scale,
+    noise,
+    outliers,
+    short_history,
+    stale_history,
+)
+
+FAULTS: tuple[Fault, ...] = (
+    no_scale,
+    stale_history,
+    short_history,
+    long_history,
+    outliers,
+    noise,
+    edges_in_fp8,
+    little_in_fp8,
+)
+"""What is looked for in finite steps; `non_finite` comes before them."""

@@ -1,0 +1,250 @@
+"""`TrainState`: parameters, amax histories and optimizer state of a training, as one value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfp8.optim.loss_scaling import LossScaleState, all_squares_finite, find_loss_scale, keep_unless
+from jfp8.optim.masters import (
+    apply_updates,
+    has_master_weights,
+    without_stored,
+)
+from jfp8.scaling import printing
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.training.histories import (
+    Collections,
+    close_step,
+    decode_all,
+    init_sinks,
+    plain,
+    rescale_grad_histories,
+    spelled_collections,
+)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "fp8_sink", "collections"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Gradients:
+    """What `value_and_grad` returns and `TrainState.apply_gradients` takes.
+
+    Averaging it over devices (``jax.lax.pmean``) keeps it right, the amaxes included.
+
+    Attributes:
+      params: gradient by the parameters, of the unscaled loss (f32 if there is a loss scale). By
+        the values of FP8 parameters it is f32, or ``optax.MaskedNode()`` if they are frozen.
+      fp8_sink: gradient by the ``fp8_sink`` collection: amaxes, under the scaled loss.
+      collections: new values of the other collections, such as ``batch_stats``.
+    """
+
+    params: Any
+    fp8_sink: Collections
+    collections: Collections
+
+    def __repr__(self) -> str:
+        """What is in it, by size."""
+        parts = [f"params=({printing.tree(self.params)})"]
+        if self.fp8_sink:
+            parts.append(f"fp8_sink=({_spelled_products(self.fp8_sink)})")
+        if self.collections:
+            parts.append(f"collections=({spelled_collections(self.collections)})")
+        return f"Gradients({', '.join(parts)})"
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """Parameters, amax histories and optimizer state, advanced together or not at all.
+
+    Parameters that are stored in FP8 (`ScaledArray`) are trained if the optimizer has a
+    `jfp8.optim.master_weights` in it. Otherwise they are frozen, and `tx` does not see them.
+
+    Attributes:
+      step: i32[], number of calls of `apply_gradients`, skipped ones included.
+      params: the ``params`` collection.
+      fp8: the ``fp8`` collection; ``{}`` for recipes without state.
+      opt_state: state of `tx`.
+      collections: all other collections, such as ``batch_stats``.
+      apply_fn: ``model.apply``, kept for convenience.
+      tx: the optimizer.
+    """
+
+    step: jax.Array
+    params: Any
+    fp8: Collections
+    opt_state: optax.OptState
+    collections: Collections
+    apply_fn: Callable[..., Any] = flax.struct.field(pytree_node=False)
+    tx: optax.GradientTransformation = flax.struct.field(pytree_node=False)
+
+    def __repr__(self) -> str:
+        """The step, and what is in the state by size."""
+        parts = [f"step={printing.number(self.step)}", f"params=({_spelled_params(self.params)})"]
+        if self.fp8:
+            parts.append(f"fp8=({_spelled_products(self.fp8)})")
+        parts.append(f"opt_state=({_spelled_optimizer(self.opt_state)})")
+        if self.collections:
+            parts.append(f"collections=({spelled_collections(self.collections)})")
+        lines = "".join(f"\n  {part}," for part in parts)
+        return f"{type(self).__name__}({lines}\n)"
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        variables: Mapping[str, Any],
+        tx: optax.GradientTransformation,
+    ) -> TrainState:
+        """The state before the first step.
+
+        Args:
+          apply_fn: ``model.apply``.
+          variables: what ``model.init`` returned.
+          tx: optimizer; it sees nothing but ``params``, and of those only what is trained.
+
+        Raises:
+          ValueError: `variables` has no ``params``, or its ``fp8_sink`` does not match its ``fp8``.
+        """
+        collections = plain(variables)
+        if "params" not in collections:
+            raise ValueError(
+                f"variables has the collections {sorted(collections)}, but no 'params'. Pass all "
+                "that model.init(...) returned, not variables['params']."
+            )
+        params, fp8 = collections.pop("params"), collections.pop("fp8", {})
+        sinks = collections.pop("fp8_sink", None)
+        shapes = jax.tree.map(jnp.shape, jax.eval_shape(init_sinks, fp8))
+        if sinks is not None and jax.tree.map(jnp.shape, sinks) != shapes:
+            raise ValueError(
+                "The 'fp8_sink' collection does not belong to the 'fp8' collection. Lift both "
+                "alike, stacked along axis 0: nn.scan(..., variable_axes={'params': 0, 'fp8': 0, "
+                "'fp8_sink': 0})."
+            )
+        opt_state = tx.init(without_stored(params))
+        if has_master_weights(opt_state):
+            opt_state = tx.init(params)
+        return cls(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            fp8=fp8,
+            opt_state=opt_state,
+            collections=collections,
+            apply_fn=apply_fn,
+            tx=tx,
+        )
+
+    @property
+    def variables(self) -> Collections:
+        """The collections for ``apply``: histories are read, nothing is recorded."""
+        fp8 = {"fp8": self.fp8} if self.fp8 else {}
+        return {"params": self.params, **fp8, **self.collections}
+
+    def apply_gradients(self, grads: Gradients) -> TrainState:
+        """The state after one optimizer step.
+
+        If a gradient, or any operand of an FP8 product, held an Inf or NaN, or a gradient is beyond
+        2^62, so that optimizers could not square it, the step is skipped: parameters, optimizer
+        state, histories and other collections stay as they are, bit for bit; only `step` counts on
+        and the loss scale falls. When the loss scale changes, the histories of gradients follow it.
+
+        Args:
+          grads: what `value_and_grad` returned, averaged over devices or not.
+
+        Raises:
+          TypeError: `grads` is not a `Gradients` although there are histories to keep up.
+        """
+        if not isinstance(grads, Gradients):
+            if self.fp8:
+                raise TypeError(
+                    "apply_gradients needs the amaxes that belong to the gradients, to keep the "
+                    f"fp8 histories up, but got {type(grads).__name__}. Compute the gradients with "
+                    "jfp8.value_and_grad(loss_fn)(state, batch)."
+                )
+            grads = Gradients(scaled_by(grads, find_loss_scale(self.opt_state), -1), {}, {})
+        amaxes, overflow = decode_all(plain(grads.fp8_sink))
+        finite = all_squares_finite(grads.params) & ~overflow
+
+        before = find_loss_scale(self.opt_state)
+        # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow,
+        # also of one that only the sink saw.
+        scaled = scaled_by(grads.params, before, +1)
+        scaled = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled)
+        tx = optax.with_extra_args_support(self.tx)
+        trained = self.params if has_master_weights(self.opt_state) else without_stored(self.params)
+        updates, opt_state = tx.update(scaled, self.opt_state, trained)
+        opt_state = keep_unless(finite, opt_state, self.opt_state)
+        params = keep_unless(finite, apply_updates(self.params, updates), self.params)
+
+        fp8 = keep_unless(finite, close_step(self.fp8, amaxes), self.fp8)
+        after = find_loss_scale(opt_state)
+        if before is not None and after is not None and fp8:
+            fp8 = rescale_grad_histories(fp8, after.loss_scale / before.loss_scale)
+
+        kept = {name: self.collections[name] for name in grads.collections}
+        collections = keep_unless(finite, grads.collections, kept)
+        return self.replace(
+            step=self.step + 1,
+            params=params,
+            fp8=fp8,
+            opt_state=opt_state,
+            collections={**self.collections, **collections},
+        )
+
+
+def scaled_by(grads: Any, loss_scale: Any, power: int) -> Any:
+    """`grads` times (+1) or divided by (-1) the loss scale, in f32; exact, it is a power of two."""
+    if loss_scale is None:
+        return grads
+    factor = loss_scale.loss_scale if power > 0 else 1.0 / loss_scale.loss_scale
+    return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+
+
+# What `repr` says. The trees may hold anything: shapes, shardings, placeholders.
+
+
+def _spelled_params(params: Any) -> str:
+    is_fp8 = lambda x: isinstance(x, ScaledArray)
+    leaves = jax.tree.leaves(params, is_leaf=is_fp8)
+    n = sum(math.prod(x.data.shape if is_fp8(x) else x.shape) for x in leaves if _has_shape(x))
+    n_fp8 = sum(map(is_fp8, leaves))
+    stored = f", {printing.counted(n_fp8, 'array')} in FP8" if n_fp8 else ""
+    return f"{printing.counted(n, 'parameter')} in {printing.tree(params)}{stored}"
+
+
+def _has_shape(x: Any) -> bool:
+    return printing.is_arraylike(x.data if isinstance(x, ScaledArray) else x)
+
+
+def _spelled_products(fp8: Any) -> str:
+    """The products of an ``fp8`` or ``fp8_sink`` collection; stacked layers count each."""
+    of_product = lambda path, role: [getattr(k, "key", None) for k in path[-2:]] == role
+    leaves = jax.tree_util.tree_leaves_with_path(fp8)
+    histories = [
+        x
+        for path, x in leaves
+        if of_product(path, ["grad", "amax_history"]) and printing.is_arraylike(x)
+    ]
+    if not histories:
+        return printing.tree(fp8)
+    lengths = sorted({x.shape[-1] for x in histories})
+    products = printing.counted(sum(math.prod(x.shape[:-1]) for x in histories), "product")
+    return f"{products} with amax histories of {' or '.join(map(str, lengths))} steps"
+
+
+def _spelled_optimizer(opt_state: Any) -> str:
+    is_scale = lambda x: isinstance(x, LossScaleState)
+    scales = filter(is_scale, jax.tree.leaves(opt_state, is_leaf=is_scale))
+    spelled = [f"loss scale {printing.number(scale.loss_scale)}" for scale in scales]
+    return "; ".join([printing.optimizer_state(opt_state), *spelled])

@@ -1,0 +1,162 @@
+"""`value_and_grad`: loss and gradients of one step, over all of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfp8.optim.loss_scaling import find_loss_scale
+from jfp8.optim.masters import (
+    carriers,
+    has_master_weights,
+    with_carriers,
+    without_stored,
+)
+from jfp8.scaling.sink import max_of_sinks
+from jfp8.training.histories import init_sinks
+from jfp8.training.hoist import split
+from jfp8.training.state import Gradients, TrainState, scaled_by
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, micro_batches: int = 1
+) -> Callable[[TrainState, Any], tuple[Any, Gradients]]:
+    """Like ``jax.value_and_grad``, for a `TrainState` and one batch.
+
+    The loss is multiplied by the loss scale, if the optimizer has one, and the returned loss and
+    gradient are free of it. The amaxes of the backward pass travel along in the gradient.
+
+    Args:
+      loss_fn: ``(variables, batch) -> (loss, mutated)``, with `has_aux` ``(loss, mutated, aux)``.
+        ``variables`` are the collections for ``model.apply``; ``mutated`` are the collections that
+        it returned as mutated, ``{}`` if none. Of those, the ones that the state holds are carried
+        over; return others, such as ``intermediates``, as ``aux``.
+      has_aux: whether `loss_fn` returns a third value.
+      micro_batches: split the batch's leading axis into this many parts, one after the other, and
+        average losses and gradients: the same step in less memory. All parts see the same scales,
+        and the histories get one entry, the largest amax. Weights are quantized once for all parts,
+        and gradients are summed in f32, in place.
+
+    Returns:
+      ``(state, batch) -> (loss, grads)``, or ``((loss, aux), grads)`` with `has_aux`; with several
+      micro-batches ``aux`` has a leading axis of that size.
+
+    Raises:
+      ValueError: `micro_batches` below 1 or not dividing the batch; `loss_fn` returns something
+        else than described.
+
+    >>> import jax, jax.numpy as jnp, jfp8, optax
+    >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
+    >>> loss_fn = lambda variables, x: (jnp.mean(model.apply(variables, x) ** 2), {})
+    >>> loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
+    >>> state.apply_gradients(grads).step
+    Array(1, dtype=int32)
+    """
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches must be an int of at least 1, got {micro_batches!r}.")
+
+    def compute(state: TrainState, batch: Any) -> tuple[Any, Gradients]:
+        loss_scale = find_loss_scale(state.opt_state)
+        sinks = init_sinks(state.fp8)
+        by_values = has_master_weights(state.opt_state)
+        differentiated = (carriers if by_values else without_stored)(state.params)
+
+        def scaled_loss(differentiated, sinks, fp8, collections, batch):
+            params = with_carriers(state.params, differentiated)
+            fp8 = {"fp8": fp8, "fp8_sink": sinks} if fp8 else {}
+            returned = loss_fn({"params": params, **fp8, **collections}, batch)
+            loss, mutated, aux = _unpacked(returned, has_aux)
+            if "fp8_sink" in mutated:
+                raise ValueError(
+                    "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the "
+                    "gradient, and no history would be kept up. Name the collections that are "
+                    "updated, e.g. model.apply(..., mutable=['batch_stats']), not mutable=True."
+                )
+            new = {name: mutated.get(name, value) for name, value in collections.items()}
+            loss = jnp.asarray(loss)
+            scaled = (
+                loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale.loss_scale
+            )
+            return scaled, (loss, new, aux)
+
+        gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
+        if micro_batches == 1:
+            (grads, sink), (loss, collections, aux) = gradient(
+                differentiated, sinks, state.fp8, state.collections, batch
+            )
+        else:
+            micro_batches_of = _split(batch, micro_batches)
+            first = jax.tree.map(lambda x: x[0], micro_batches_of)
+            # Weights are quantized here, once; the loop uses what is kept.
+            kept, compute_rest = split(
+                lambda known, varying: gradient(*known, *varying),
+                (differentiated, sinks, state.fp8),
+                (state.collections, first),
+            )
+
+            def accumulate(carry, micro_batch):
+                total, sink_so_far, collections = carry
+                (grads, sink), (loss, collections, aux) = compute_rest(
+                    kept, (collections, micro_batch)
+                )
+                total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+                return (total, jax.tree.map(max_of_sinks, sink_so_far, sink), collections), (
+                    loss,
+                    aux,
+                )
+
+            zeros = jax.tree.map(
+                lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
+                differentiated,
+            )
+            carry = (zeros, sinks, state.collections)
+            (grads, sink, collections), (losses, aux) = jax.lax.scan(
+                accumulate, carry, micro_batches_of
+            )
+            grads = jax.tree.map(lambda g: g / micro_batches, grads)
+            loss = jnp.mean(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
+
+        result = Gradients(scaled_by(grads, loss_scale, -1), sink, collections)
+        return ((loss, aux) if has_aux else loss), result
+
+    return compute
+
+
+def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any]:
+    """What `loss_fn` returned as (loss, mutated, aux), or an error that says what it should."""
+    wanted = "(loss, mutated, aux)" if has_aux else "(loss, mutated)"
+    if not isinstance(returned, tuple) or len(returned) != 2 + has_aux:
+        given = (
+            f"a tuple of {len(returned)}"
+            if isinstance(returned, tuple)
+            else type(returned).__name__
+        )
+        raise ValueError(
+            f"loss_fn must return {wanted} when has_aux={has_aux}, but returned {given}. mutated "
+            "are the collections that model.apply(..., mutable=[...]) returned, {} if none."
+        )
+    loss, mutated, aux = returned if has_aux else (*returned, None)
+    if not isinstance(mutated, Mapping):
+        raise ValueError(
+            f"loss_fn must return {wanted} with a dict of collections as mutated ({{}} if none), "
+            f"but that is {type(mutated).__name__}."
+        )
+    return loss, mutated, aux
+
+
+def _split(batch: Any, parts: int) -> Any:
+    def split(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        if leaf.ndim == 0 or leaf.shape[0] % parts:
+            raise ValueError(
+                f"micro_batches={parts} must divide the leading axis of every array of the batch, "
+                f"but one has shape {leaf.shape}."
+            )
+        return leaf.reshape(parts, leaf.shape[0] // parts, *leaf.shape[1:])
+
+    return jax.tree.map(split, batch)
