@@ -1,7 +1,8 @@
 """FP8 training for JAX and Flax.
 
-Import order is reading order: formats, arrays, scaling, quantizers, recipes, dot_general, linen,
-nnx, convert.
+The folders in the order of the data's way: tracing, scaling, quantizers, matmul, recipes, products,
+layers, collectives, optim, conversion, training, checkpoint, debug, plot. A file imports from its
+own folder and from those before it.
 """
 
 from jfp8 import (
@@ -16,7 +17,6 @@ from jfp8 import (
     recipes,
     scaling,
 )
-from jfp8._version import __version__
 from jfp8.conversion.models import autocast, convert
 from jfp8.conversion.products import Report, report
 from jfp8.conversion.selection import EDGES, Edge
@@ -51,6 +51,8 @@ from jfp8.training.histories import advance
 from jfp8.training.one_call import initialize
 from jfp8.training.state import Gradients, TrainState
 from jfp8.training.step import value_and_grad
+
+__version__ = "0.1.0"
 
 __all__ = [
     "E2M1FN",

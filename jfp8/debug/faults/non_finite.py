@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jfp8.debug.faults.evidence import OFTEN, at, percent
+from jfp8.debug.faults.evidence import OFTEN, at, percent, steps_of
 from jfp8.debug.faults.run import Finding, Run, Severity, step_of
 
 # Not finite
