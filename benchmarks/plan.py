@@ -6,9 +6,9 @@
 The model is the Transformer of `examples/lm`: per layer the kernels qkv, out, up and down, learned
 positions, and a table of embeddings besides the logits' kernel. `examples/train_sharded.py` divides
 it over devices in the same way. What is counted, and what is left out, stands beside each formula;
-`tests/test_plan.py` compares the bytes with compiled programs. Times are what arithmetic and wires
-need at the given rates and no more, so bounds, not forecasts. The default rates are peaks that
-NVIDIA publishes for the H200 SXM: for a forecast, give what you measured on your machine.
+`tests/papers/test_plan.py` compares the bytes with compiled programs. Times are what arithmetic and
+wires need at the given rates and no more, so bounds, not forecasts. The default rates are peaks
+that NVIDIA publishes for the H200 SXM: for a forecast, give what you measured on your machine.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ shutil.copytree(
 
 # In docstrings `name` is a name: of an argument, or of something of jfp8, which becomes a link.
 # Arguments are no targets, and the names of JAX and Flax would need their inventories, so that
-# nitpicky mode, which wants a target for everything, stays off; tests/test_docs.py looks for the
-# names of jfp8.
+# nitpicky mode, which wants a target for everything, stays off; tests/papers/test_docs.py looks for
+# the names of jfp8.
 default_role = "py:obj"
 nitpicky = False
 

@@ -16,7 +16,7 @@ import jax
 import pytest
 
 # A program for the command line, and what only a late JAX can import.
-collect_ignore = ["mutations.py", "interpreter.py"]
+collect_ignore = ["mutations.py", "support"]
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_x64", False)

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from planted_bugs import BUGS, Bug
+from support.planted_bugs import BUGS, Bug
 
 ROOT = Path(__file__).resolve().parents[1]
 TIME_LIMIT = 300  # seconds, for the test of one bug

@@ -1,0 +1,657 @@
+"""What the compilers for an H200 and a B200 make of jfp8: FP8 products, and little beside them.
+
+No GPU is needed, but the CUDA plugin of JAX in an environment of its own: ``.ci/compile_for_gpus``
+makes it, runs these tests, and prints the counts that they leave in the report. Elsewhere all are
+skipped. Nothing is executed or timed, and the autotuner, which needs a device, does not run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
+
+import jfp8
+from jfp8 import recipes
+from jfp8.scaling.formats import E4M3FN, E5M2
+from support.gpu_programs import DATA, SHARED_MEMORY, Hlo, Kernel, Program, compile_for, why_not
+
+if reason := why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+F8, F8_GRAD, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
+ROWS = (((1,), (1,)), ((), ()))  # both operands are rows: lhs @ rhs.T
+
+
+def of(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.fixture
+def compiled(record_property, request):
+    """`compile_for` that leaves the counts of the program in the report, under a name."""
+
+    def compile_and_record(program, target, f, *args):
+        result = compile_for(target, f, *args)
+        record_property("order", request.session.items.index(request.node))
+        record_property("program", program)
+        for name, count in result.row().items():
+            record_property(name, count)
+        assert_resources(result)
+        return result
+
+    return compile_and_record
+
+
+def assert_resources(program):
+    """What holds of every kernel of ours: nothing is spilled, and it fits the device."""
+    for kernel in program.kernels:
+        assert kernel.spilled == 0, kernel
+        assert 0 < kernel.registers <= 255, kernel
+        assert kernel.shared_memory <= SHARED_MEMORY, kernel
+
+
+def forward_and_backward(layer, shape, dtype=BF16):
+    """A function of (variables, x, cotangent) with its arguments: result and all gradients."""
+    x = of(shape, dtype)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    y = jax.eval_shape(layer.apply, variables, x)
+
+    def f(variables, x, dy):
+        histories = {name: variables[name] for name in variables if name == "fp8"}
+        others = {name: variables[name] for name in variables if name != "fp8"}
+        y, back = jax.vjp(lambda v, x: layer.apply({**v, **histories}, x), others, x)
+        return y, back(dy)
+
+    return f, (variables, x, of(y.shape, y.dtype))
+
+
+def gradients_of(product):
+    """`product` of two operands as a function of (x, w, cotangent): result and both gradients."""
+
+    def f(x, w, dy):
+        y, back = jax.vjp(product, x, w)
+        return y, *back(dy)
+
+    return f
+
+
+Dense = partial(jfp8.Dense, dtype=BF16, param_dtype=BF16)
+
+
+def assert_by_cublaslt(program, products, size, dtype="bf16"):
+    """All products are cuBLASLt's FP8 products, and leave nothing to do for kernels after them.
+
+    Args:
+      products: their number: a third are forward.
+      size: elements of the smallest result, from which on no array may be f32.
+      dtype: of all results.
+    """
+    hlo = program.hlo
+    assert len(hlo.f8_products) == products
+    assert hlo.other_products == []
+    assert not any(kernel.qgmma or kernel.other_mma for kernel in program.kernels)
+    assert {call.results[0].dtype for call in hlo.f8_products} == {dtype}
+    assert hlo.passes_over_outputs == []
+    if dtype != "f32":
+        assert hlo.f32_written(size) == []
+    fast = [call for call in hlo.f8_products if "F8_F32_FAST_ACCUM" in call.attributes]
+    assert 3 * len(fast) == products
+    assert all("ANY_F8_ANY_F8_F32" in call.attributes for call in hlo.f8_products)
+
+
+# The reader itself: programs that are known to be bad
+
+
+def scaled(q, k, scale, out=BF16, precision=lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32):
+    y = lax.dot_general(q, k, ROWS, precision=precision, preferred_element_type=out)
+    return y * scale.astype(out)
+
+
+SQUARE = (of((4096, 4096), F8), of((4096, 4096), F8), of((), F32))
+SIZE = 4096 * 4096
+
+
+def test_control_good_program():
+    hlo = compile_for("h200", scaled, *SQUARE).hlo
+    assert len(hlo.f8_products) == 1
+    assert hlo.other_products == hlo.passes_over_outputs == hlo.f8_transposes == []
+    assert hlo.f32_written(SIZE) == []
+    assert hlo.bytes_beside_products < 100
+
+
+def test_control_convert_of_an_f32_output():
+    f = lambda *args: scaled(*args, out=F32).astype(BF16)
+    hlo = compile_for("h200", f, *SQUARE).hlo
+    assert len(hlo.f8_products) == 1
+    assert len(hlo.passes_over_outputs) == 1
+    assert hlo.f32_written(SIZE) == hlo.f8_products
+    assert hlo.bytes_beside_products == SIZE * (4 + 2)
+
+
+def test_control_fp8_lost():
+    """Values that are dequantized before the product are multiplied in bf16, or in TF32."""
+    for dtype in (BF16, F32):
+
+        def f(q, k, scale, dtype=dtype):
+            decode = lambda q: q.astype(dtype) * scale.astype(dtype)
+            return lax.dot_general(decode(q), decode(k), ROWS)
+
+        hlo = compile_for("h200", f, *SQUARE).hlo
+        assert len(hlo.f8_products) == 0
+        assert len(hlo.other_products) == 1
+
+
+def test_control_transpose_of_f8():
+    """On Hopper the contraction must be the last dimension of both."""
+    f = lambda q, k, scale: scaled(q, k.T, scale)
+    hlo = compile_for("h200", f, *SQUARE).hlo
+    assert len(hlo.f8_products) == len(hlo.f8_transposes) == 1
+    assert hlo.bytes_beside_products == 2 * SIZE
+
+
+def test_control_library_products_and_loops():
+    """A bf16 product of cuBLAS, in a loop: it is found there, and counted once."""
+
+    def f(x, w):
+        preset = lax.DotAlgorithmPreset.BF16_BF16_F32
+        step = lambda _, x: lax.dot_general(x, w, ROWS, preset, BF16)
+        return lax.fori_loop(0, 3, step, x)
+
+    x = of((4096, 4096), BF16)
+    hlo = compile_for("h200", f, x, x).hlo
+    assert len(hlo.f8_products) == 0
+    assert len(hlo.other_products) == 1
+
+
+def test_control_spilled_registers(tmp_path):
+    """What ptxas reports of a kernel that is too large, and nvdisasm of its two products."""
+    reports = {
+        "ptxas": "ptxas info : Compiling entry function 'k_mosaic_gpu_kernel' for 'sm_90a'\n"
+        "0 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads\n"
+        "ptxas info : Used 168 registers, used 16 barriers, 1 bytes smem\n",
+        "sass_ctrl": "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR16], R24\nHGMMA.64x128x16.F32 R0",
+        "after_layout_inference.txt": "%c_i32 = arith.constant 163904 : i32\n"
+        "gpu.launch async dynamic_shared_memory_size %c_i32 {",
+    }
+    for suffix, text in reports.items():
+        (tmp_path / f"k_0.{suffix}").write_text(text)
+    products = (("QGMMA.64x128x32.F32.E4M3.E4M3",), ("HGMMA.64x128x16.F32",))
+    kernel = Kernel.read(tmp_path / "k_0")
+    assert kernel == Kernel("k", 168, 8 + 16, 163904, *products)
+    with pytest.raises(AssertionError, match="spilled=24"):
+        assert_resources(Program(Hlo(""), (kernel,)))
+
+
+# One scale per tensor: three calls of cuBLASLt
+
+
+PER_TENSOR = {
+    "delayed": recipes.DelayedScaling(),
+    "delayed, e4m3, powers of two": recipes.DelayedScaling(
+        fp8_format="E4M3", scale_rounding="power_of_two"
+    ),
+    "current": recipes.Float8CurrentScaling(),
+    "hybrid": recipes.Hybrid(),
+    "unscaled": recipes.Unscaled(),
+}
+
+
+@pytest.mark.parametrize("name", PER_TENSOR)
+def test_dense(name, compiled):
+    layer = Dense(4096, recipe=PER_TENSOR[name])
+    f, args = forward_and_backward(layer, (8192, 4096))
+    program = compiled(f"`Dense`, 8192×4096→4096, bias, {name}", "h200", f, *args)
+    assert_by_cublaslt(program, 3, 4096 * 4096)
+    assert program.hlo.f8_transposes == []
+
+
+def test_dense_without_bias(compiled):
+    f, args = forward_and_backward(Dense(4096, use_bias=False), (8192, 4096))
+    program = compiled("`Dense`, 8192×4096→4096, no bias, delayed", "h200", f, *args)
+    assert_by_cublaslt(program, 3, 4096 * 4096)
+
+
+def test_dense_with_leading_dimensions(compiled):
+    f, args = forward_and_backward(Dense(4096), (4, 2048, 4096))
+    program = compiled("`Dense`, 4×2048×4096→4096, bias, delayed", "h200", f, *args)
+    assert_by_cublaslt(program, 3, 4096 * 4096)
+    assert program.hlo.f8_transposes == []
+
+
+def test_dense_in_f32(compiled):
+    """Without a bias, which cuBLASLt adds to f8 products in bf16 only."""
+    f, args = forward_and_backward(jfp8.Dense(4096, use_bias=False), (8192, 4096), F32)
+    program = compiled("`Dense`, 8192×4096→4096, no bias, delayed, float32", "h200", f, *args)
+    assert_by_cublaslt(program, 3, 4096 * 4096, dtype="f32")
+
+
+def test_dense_with_f32_params(compiled):
+    """The gradient of the kernel may be converted, since it belongs to the f32 kernel."""
+    f, args = forward_and_backward(jfp8.Dense(4096, dtype=BF16), (8192, 4096))
+    program = compiled("`Dense`, 8192×4096→4096, bias, delayed, f32 params", "h200", f, *args)
+    hlo = program.hlo
+    assert len(hlo.f8_products) == 3
+    assert hlo.other_products == []
+    assert len(hlo.passes_over_outputs) <= 1
+    assert len(hlo.f32_written(4096 * 4096)) == 1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_statistics_leave_products_in_fp8(recipe):
+    """Tensors are quantized without fused kernels for them, and multiplied as ever."""
+    f, args = forward_and_backward(Dense(4096, recipe=jfp8.recipes.get(recipe)), (8192, 4096))
+    program = compile_for("h200", jfp8.debug.stats(f), *args)
+    assert program.hlo.other_products == []
+    if recipe == "block":
+        assert len(program.kernels) >= 3
+    else:
+        assert len(program.hlo.f8_products) == 3
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_odd_sizes(name, compiled):
+    """Padded inside. What is cut off a result is a pass over it, which also adds what was split."""
+    layer = Dense(777, recipe=PER_TENSOR[name])
+    f, args = forward_and_backward(layer, (1000, 333))
+    hlo = compiled(f"`Dense`, 1000×333→777, bias, {name}", "h200", f, *args).hlo
+    assert len(hlo.f8_products) == 3
+    assert hlo.other_products == []
+    assert hlo.f32_written(333 * 777) == hlo.split_products
+    assert len(hlo.passes_over_outputs) <= 3
+
+
+def test_batched_product(compiled):
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    f = gradients_of(lambda x, w: jfp8.scaled_dot_general(x, w, numbers))
+    args = (of((8, 2048, 1024), BF16), of((8, 1024, 512), BF16), of((8, 2048, 512), BF16))
+    program = compiled("`scaled_dot_general`, 8 of 2048×1024×512, current", "h200", f, *args)
+    assert_by_cublaslt(program, 3, 8 * 1024 * 512)
+
+
+def test_loop_over_layers(compiled):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return Dense(4096)(x), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = dict.fromkeys(("params", "fp8", "fp8_sink"), 0)
+            layers = nn.scan(Block, axes, split_rngs={"params": True}, length=4)
+            return layers()(x, None)[0]
+
+    f, args = forward_and_backward(Model(), (4096, 4096))
+    program = compiled("`nn.scan` over `Dense`, 4096×4096→4096, delayed", "h200", f, *args)
+    assert len(program.hlo.f8_products) == 3
+    assert program.hlo.other_products == []
+    assert {call.results[0].dtype for call in program.hlo.f8_products} == {"bf16"}
+    assert program.hlo.f32_written(4096 * 4096) == []
+
+
+def test_attention_projections(compiled):
+    """Four FP8 projections; the two products of attention itself stay in bf16."""
+    layer = nn.MultiHeadDotProductAttention(16, dtype=BF16, param_dtype=BF16)
+    layer = jfp8.convert(layer, recipes.DelayedScaling(), exempt=())
+    f, args = forward_and_backward(layer, (4, 1024, 2048))
+    name = "converted `nn.MultiHeadDotProductAttention`, 4×1024×2048, delayed"
+    hlo = compiled(name, "h200", f, *args).hlo
+    assert len(hlo.f8_products) == 4 * 3
+    assert {call.results[0].dtype for call in hlo.f8_products} == {"bf16"}
+    assert len(hlo.other_products) == 2 * 3
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_1x1_convolution(name, compiled):
+    """A product of matrices in another shape. The gradient of the kernel is one long sum."""
+    layer = jfp8.Conv(512, (1, 1), dtype=BF16, param_dtype=BF16, recipe=PER_TENSOR[name])
+    f, args = forward_and_backward(layer, (32, 32, 32, 512))
+    hlo = compiled(f"`Conv`, 1×1, 32×32×32×512→512, {name}", "h200", f, *args).hlo
+    assert len(hlo.f8_products) == 3
+    assert hlo.other_products == []
+    assert hlo.f32_written(512 * 512) == hlo.split_products
+    assert len(hlo.split_products) <= 1
+    assert len(hlo.passes_over_outputs) <= 1
+
+
+def test_transformer_layer(compiled):
+    layer = jfp8.linen.TransformerLayer(
+        2048, 8192, num_attention_heads=16, self_attn_mask_type="causal", dtype=BF16,
+        param_dtype=BF16,
+    )  # fmt: skip
+    f, args = forward_and_backward(layer, (2, 1024, 2048))
+    hlo = compiled("`TransformerLayer`, 2×1024×2048, delayed", "h200", f, *args).hlo
+    assert len(hlo.f8_products) == 4 * 3
+    assert {call.results[0].dtype for call in hlo.f8_products} == {"bf16"}
+    assert len(hlo.other_products) == 2 * 3
+
+
+def test_trap_small_products_stay_in_bf16(compiled):
+    f, args = forward_and_backward(Dense(256), (256, 256))
+    program = compiled("`Dense`, 256×256→256, bias, delayed", "h200", f, *args)
+    assert program.hlo.fp8_products == []
+    assert len(program.hlo.other_products) == 3
+
+
+# Several scales: kernels of our own
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block"])
+@pytest.mark.parametrize("shape", [(8192, 4096, 4096), (1000, 333, 777)], ids=str)
+def test_scales_by_row_and_block(name, shape, compiled):
+    m, k, n = shape
+    f, args = forward_and_backward(Dense(n, recipe=recipes.get(name)), (m, k))
+    program = compiled(f"`Dense`, {m}×{k}→{n}, bias, {name}", "h200", f, *args)
+    assert len(program.hlo.fp8_products) == 3
+    assert program.hlo.other_products == []
+    assert not any(kernel.other_mma for kernel in program.kernels)
+    if m % 128 == 0:
+        assert program.hlo.f32_written(k * n) == []
+
+
+@pytest.mark.parametrize("name", ["direct_e5m2", "mxfp8", "nvfp4"])
+def test_other_recipes(name, compiled):
+    """Where there is no FP8 product, it is one in 16 bits, which holds all values; never in f32."""
+    f, args = forward_and_backward(Dense(4096, recipe=recipes.get(name)), (8192, 4096))
+    program = compiled(f"`Dense`, 8192×4096→4096, bias, {name}", "h200", f, *args)
+    products = [p for p in program.hlo.other_products if not is_rotation(p)]
+    assert len(program.hlo.fp8_products) + len(products) == 3
+    for product in products:
+        assert program.hlo.factors(product) <= {"bf16", "f16", "f8e4m3fn", "f8e5m2"}
+
+
+def is_rotation(product):
+    """NVFP4's: by a matrix of 16x16."""
+    return 16 in product.results[0].shape
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_experts(name, compiled):
+    f = lambda x, w, sizes, dy: gradients_of(
+        lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipes.get(name))
+    )(x, w, dy)
+    args = (of((8192, 2048), BF16), of((8, 2048, 1024), BF16), of((8,), jnp.int32))
+    args = (*args, of((8192, 1024), BF16))
+    program = compiled(f"`scaled_ragged_dot`, 8192×2048→1024, 8 groups, {name}", "h200", f, *args)
+    assert len(program.hlo.fp8_products) == 3
+    assert program.hlo.other_products == []
+
+
+# The kernels, one by one
+
+
+def assert_tensor_cores(program, products=1):
+    """`products` of the kernels multiply, on FP8 tensor cores only."""
+    assert sum(bool(kernel.qgmma) for kernel in program.kernels) == products
+    assert len(program.hlo.fp8_products) == products
+    assert not any(kernel.other_mma for kernel in program.kernels)
+    assert program.hlo.other_products == []
+
+
+PAIRS = {"e4m3×e4m3": (F8, F8), "e5m2×e4m3": (F8_GRAD, F8), "e4m3×e5m2": (F8, F8_GRAD)}
+ALL_PAIRS = PAIRS | {"e5m2×e5m2": (F8_GRAD, F8_GRAD)}
+SUMS = {"fast sums": False, "promoted sums": True}
+
+
+@pytest.mark.parametrize(
+    ("pair", "sums"),
+    [(pair, "fast sums") for pair in ALL_PAIRS] + [(pair, "promoted sums") for pair in PAIRS],
+)
+def test_matmul(pair, sums, compiled):
+    from jfp8.matmul.hopper.kernel import matmul
+
+    m, n, k = 8192, 4096, 2048
+    f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=SUMS[sums])
+    a, b = ALL_PAIRS[pair]
+    args = (of((m, k), a), of((n, k), b), of((m,), F32), of((n,), F32))
+    program = compiled(f"kernel `matmul`, {pair}, {sums}", "h200", f, *args)
+    assert_tensor_cores(program)
+    types = pair.upper().split("×")
+    assert all(op.split(".")[3:5] == types for op in program.kernels[0].qgmma)
+    assert program.hlo.f32_written(m * n) == []
+    assert program.hlo.bytes_beside_products < 1e6
+
+
+@pytest.mark.parametrize("out", [BF16, F32], ids=lambda out: np.dtype(out).name)
+@pytest.mark.parametrize("columns", ["128×128", "1×128"])
+def test_block_matmul(columns, out, compiled):
+    from jfp8.matmul.hopper.kernel import block_matmul
+
+    m, n, k = 8192, 4096, 2048
+    f = lambda a, b, s, t: block_matmul(a, b, s, t, out)
+    scales = of((k // 128, n // 128 if columns == "128×128" else n), F32)
+    args = (of((m, k), F8), of((n, k), F8), of((k // 128, m), F32), scales)
+    name = f"kernel `block_matmul`, {columns} of b, {np.dtype(out).name}"
+    assert_tensor_cores(compiled(name, "h200", f, *args))
+
+
+@pytest.mark.parametrize("sums", SUMS)
+def test_matmul_of_ragged_shapes(sums, compiled):
+    from jfp8.matmul.hopper.kernel import matmul
+
+    f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=SUMS[sums])
+    args = (of((1000, 333), F8), of((777, 333), F8), of((), F32), of((777,), F32))
+    assert_tensor_cores(compiled(f"kernel `matmul`, 1000×333×777, {sums}", "h200", f, *args))
+
+
+@pytest.mark.parametrize("with_scales", [False, True])
+def test_grouped_matmul(with_scales, compiled):
+    from jfp8.matmul.hopper.grouped import grouped_matmul
+
+    tiles, groups, n, k = 64, 8, 4096, 2048
+    f = lambda a, b, group, s, t: grouped_matmul(a, b, group, s, t, BF16)
+    args = (of((tiles * 128, k), F8), of((groups, n, k), F8), of((tiles,), jnp.int32))
+    scales = (of((k // 128, tiles * 128), F32), of((groups, k // 128, n // 128), F32))
+    args = (*args, *(scales if with_scales else (None, None)))
+    how = "1×128 and 128×128" if with_scales else "no scales"
+    assert_tensor_cores(compiled(f"kernel `grouped_matmul`, {how}", "h200", f, *args))
+
+
+@pytest.mark.parametrize("with_scales", [False, True])
+def test_grouped_outer(with_scales, compiled):
+    from jfp8.matmul.hopper.grouped import grouped_outer
+
+    tiles, groups, n, k = 64, 8, 4096, 2048
+    f = lambda a, b, first, count, s, t: grouped_outer(a, b, first, count, s, t, BF16)
+    args = (of((k, tiles * 128), F8), of((n, tiles * 128), F8_GRAD))
+    args = (*args, of((groups,), jnp.int32), of((groups,), jnp.int32))
+    scales = (of((tiles, k), F32), of((tiles, n), F32))
+    args = (*args, *(scales if with_scales else (None, None)))
+    how = "1×128" if with_scales else "no scales"
+    assert_tensor_cores(compiled(f"kernel `grouped_outer`, {how}", "h200", f, *args))
+
+
+def in_one_read(program, x, *, written):
+    """One kernel of ours reads `x` and writes so many bytes; what else there is, is small."""
+    assert len(program.kernels) == 1
+    assert program.kernels[0].qgmma == ()
+    assert program.hlo.other_products == []
+    least = x.size * x.dtype.itemsize + written
+    assert (
+        least <= program.hlo.bytes_beside_products < 1.07 * least
+    )  # partial results, among others
+
+
+by_dtype = pytest.mark.parametrize(
+    "dtype", [BF16, jnp.float16, F32], ids=lambda dtype: np.dtype(dtype).name
+)
+
+
+@by_dtype
+@pytest.mark.parametrize("scales", ["one scale", "scales of rows and columns"])
+def test_quantize_both(scales, dtype, compiled):
+    from jfp8.matmul.hopper.quantize import quantize_both
+
+    x = of((8192, 4096), dtype)
+    sizes = ((), ()) if scales == "one scale" else ((8192,), (4096,))
+    f = lambda x, r, c: quantize_both(x, r, c, E5M2, with_amax=True)
+    name = f"kernel `quantize_both`, {x.dtype.name}, {scales}, with amax"
+    program = compiled(name, "h200", f, x, *(of(size, F32) for size in sizes))
+    in_one_read(program, x, written=2 * x.size)
+
+
+@by_dtype
+def test_amax(dtype, compiled):
+    """The read that may be left out is one branch of the same kernel."""
+    from jfp8.matmul.hopper.quantize import tensor_amax
+
+    x = of((8192, 4096), dtype)
+    name = f"kernel `tensor_amax`, {x.dtype.name}"
+    in_one_read(compiled(name, "h200", tensor_amax, x, of((), F32)), x, written=0)
+
+
+@by_dtype
+def test_row_and_column_amax(dtype, compiled):
+    from jfp8.matmul.hopper.quantize import row_and_column_amax
+
+    x = of((8192, 4096), dtype)
+    name = f"kernel `row_and_column_amax`, {x.dtype.name}"
+    in_one_read(compiled(name, "h200", row_and_column_amax, x), x, written=0)
+
+
+BLOCKS = {
+    "1×128, exact": (BF16, 128, None),
+    "1×128, powers of two": (BF16, 128, "power_of_two"),
+    "1×128, exact, from float32": (F32, 128, None),
+    "1×32, E8M0": (BF16, 32, "rceil"),
+    "1×32, E8M0, from float32": (F32, 32, "even"),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_quantize_rows_in_blocks(name, compiled):
+    from jfp8.matmul.hopper.quantize_blocks import quantize_rows_in_blocks
+
+    dtype, block, rounding = BLOCKS[name]
+    x = of((8192, 4096), dtype)
+    f = lambda x: quantize_rows_in_blocks(x, E4M3FN, block, rounding)
+    program = compiled(f"kernel `quantize_rows_in_blocks`, {name}", "h200", f, x)
+    scales = 2 * (x.size // block) * (4 if block == 128 else 1)
+    in_one_read(program, x, written=2 * x.size + scales)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("rounding", [None, "power_of_two"])
+def test_quantize_tiles(rounding, dtype, compiled):
+    from jfp8.matmul.hopper.quantize_blocks import quantize_tiles
+
+    x = of((4096, 8192), dtype)
+    name = f"kernel `quantize_tiles`, {x.dtype.name}, {rounding or 'exact'}"
+    program = compiled(name, "h200", lambda x: quantize_tiles(x, E4M3FN, rounding), x)
+    in_one_read(program, x, written=2 * x.size)
+
+
+# Blackwell
+
+
+@pytest.mark.parametrize("name", PER_TENSOR)
+def test_dense_on_blackwell(name, compiled):
+    f, args = forward_and_backward(Dense(4096, recipe=PER_TENSOR[name]), (8192, 4096))
+    program = compiled(f"B200: `Dense`, 8192×4096→4096, bias, {name}", "b200", f, *args)
+    assert_by_cublaslt(program, 3, 4096 * 4096)
+    assert program.kernels == ()  # wgmma is Hopper's
+
+
+def test_mx_on_blackwell(compiled):
+    f, args = forward_and_backward(Dense(4096, recipe=recipes.get("mxfp8")), (8192, 4096))
+    program = compiled("B200: `Dense`, 8192×4096→4096, bias, mxfp8", "b200", f, *args)
+    assert len(program.hlo.block_products) == 3
+    assert program.hlo.other_products == []
+    assert program.hlo.f32_written(4096 * 4096) == []
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_scaled_matmul_on_blackwell(pair, compiled):
+    from jfp8.matmul.blackwell.kernel import scaled_matmul
+
+    m, n, k = 8192, 4096, 2048
+    f = lambda a, b, s, t: scaled_matmul(a, b, s, t, BF16)
+    e8m0 = jnp.float8_e8m0fnu
+    a, b = PAIRS[pair]
+    args = (of((m, k), a), of((n, k), b), of((m, k // 32), e8m0), of((n, k // 32), e8m0))
+    hlo = compiled(f"B200: kernel `scaled_matmul`, MX, {pair}", "b200", f, *args).hlo
+    assert len(hlo.block_products) == 1
+    assert hlo.block_products[0].results[0].dtype == "bf16"
+    assert hlo.other_products == []
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block", "nvfp4", "direct_e5m2"])
+def test_other_recipes_on_blackwell(name, compiled):
+    """They compile: no kernel of Hopper's is asked for."""
+    f, args = forward_and_backward(Dense(4096, recipe=recipes.get(name)), (8192, 4096))
+    program = compiled(f"B200: `Dense`, 8192×4096→4096, bias, {name}", "b200", f, *args)
+    products = [p for p in program.hlo.other_products if not is_rotation(p)]
+    assert len(program.hlo.fp8_products) + len(products) == 3
+    assert program.kernels == ()
+
+
+# Eight GPUs.
+
+
+def eight_gpus():
+    """A mesh of eight H200, with `shard`, which makes abstract arrays on it."""
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology="1x1x8",
+        target_config=(DATA / "h200.txtpb").read_text(),
+    )
+    mesh = topologies.make_mesh(topology, (8,), ("fsdp",))
+    shard = lambda shape, dtype, *spec: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return use_abstract_mesh(
+        AbstractMesh((8,), ("fsdp",), (AxisType.Auto,), abstract_device=device)
+    ), shard
+
+
+def test_weights_of_eight_gpus_are_gathered_as_bytes():
+    """Under plain jit: one byte for each element, once in either loop; gradients are scattered."""
+    recipe, layers = recipes.get("current"), 4
+    specs = {name: PartitionSpec("fsdp") for name in ("wi", "wo")}
+    policy = jax.checkpoint_policies.save_only_these_names("fp8_saved")
+
+    def layer(x, params):
+        tree = {name: {"kernel": w} for name, w in params.items()}
+        whole = jfp8.gather_weights(tree, "fsdp", specs, recipe=recipe)
+        product = lambda x, name: jfp8.scaled_dot_general(
+            x, whole[name]["kernel"], (((1,), (0,)), ((), ())), recipe=recipe
+        )
+        return x + product(jnp.tanh(product(x, "wi")), "wo"), None
+
+    def loss(params, x):
+        x, _ = lax.scan(jax.checkpoint(layer, policy=policy, prevent_cse=False), x, params)
+        return jnp.mean(x.astype(F32) ** 2)
+
+    mesh, shard = eight_gpus()
+    params = {
+        "wi": shard((layers, 2048, 4096), F32, None, "fsdp"),
+        "wo": shard((layers, 4096, 2048), F32, None, "fsdp"),
+    }
+    shardings = jax.tree.map(lambda w: w.sharding, params)
+    with mesh:
+        step = jax.jit(jax.grad(loss), out_shardings=shardings)
+        found = step.trace(params, shard((16384, 2048), BF16, "fsdp")).lower().compile()
+    collectives = jfp8.debug.collective_bytes(found).collectives
+    elements = lambda op, dtype: sum(
+        c.elements for c in collectives if (c.op, c.dtype) == (op, dtype)
+    )
+    assert elements("all-gather", "u8") == 4 * 2048 * 4096
+    assert elements("all-gather", "f32") == elements("all-gather", "bf16") == 0
+    assert elements("reduce-scatter", "f32") == 2 * 2048 * 4096 // 8
+    assert elements("all-reduce", "f32") <= 1  # the loss

@@ -1,0 +1,236 @@
+"""The f8 products in Pallas, interpreted, against float64; and that they lower for CUDA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11, 2):
+    pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
+
+from jfp8.matmul.hopper import matmul
+from jfp8.matmul.hopper.tiles import SHARED_MEMORY, Tiles, candidates, default_tiles
+from support.interpreter import no_races
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+SMALL = Tiles(tile_n=128, stages=2, group=2)
+
+
+@pytest.fixture(autouse=True)
+def two_blocks(monkeypatch):
+    """A device so small that each block takes several tiles of the output."""
+    monkeypatch.setattr(matmul, "multiprocessors", lambda: 2)
+
+
+def interpreted(kernel, *operands, **options):
+    """The result of a kernel, in float64, after a check that none of its threads raced another."""
+    with no_races() as params:
+        y = jax.block_until_ready(kernel(*operands, **options, interpret=params))
+    return f64(y)
+
+
+def f64(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def normal(seed, shape, dtype=E4M3):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def scales(seed, shape):
+    """Not powers of two, over four orders of magnitude: a wrong one is noticed."""
+    return jnp.asarray(10 ** np.random.default_rng(seed).uniform(-2, 2, shape), F32)
+
+
+def blocks(scale, axis, size):
+    """Scales of 128 elements each, in float64, repeated for all of them."""
+    return np.repeat(f64(scale), 128, axis).take(np.arange(size), axis)
+
+
+def assert_product(y, a, b, out_dtype):
+    """``y = a @ b.T`` of scaled float64 operands, but for the roundings of the kernel.
+
+    Products of f8 are exact in f32. Each is part of at most K f32 additions, in any order, and is
+    multiplied by two scales or by their product: a relative 2^-24 for each. Then one rounding to
+    the output's dtype.
+    """
+    expected, magnitude = a @ b.T, np.abs(a) @ np.abs(b).T
+    assert y.shape == expected.shape
+    bound = (a.shape[1] + 3) * 2.0**-24 * magnitude
+    out = jnp.finfo(out_dtype)
+    bound += float(out.eps) / 2 * (np.abs(expected) + bound) + float(out.smallest_subnormal) / 2
+    assert np.all(np.abs(y - expected) <= bound)
+
+
+@pytest.mark.representative(3)
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "row_scales", "column_scales", "formats", "out_dtype"),
+    [
+        ((256, 384, 640), True, True, (E4M3, E5M2), BF16),  # 6 tiles of 5 steps, ring of 2
+        ((130, 200, 300), True, False, (E5M2, E4M3), F32),  # nothing divides; tiles overlap
+        ((1, 64, 16), False, True, (E4M3, E4M3), F16),
+    ],
+)
+def test_matmul(promote, shape, row_scales, column_scales, formats, out_dtype):
+    m, n, k = shape
+    a, b = normal(0, (m, k), formats[0]), normal(1, (n, k), formats[1])
+    row, column = scales(2, m if row_scales else ()), scales(3, n if column_scales else ())
+    row, column = row / 100, column / 100  # the range of f16
+    y = interpreted(matmul.matmul, a, b, row, column, out_dtype, promote=promote, tiles=SMALL)
+    scaled_a, scaled_b = f64(a) * f64(row).reshape(-1, 1), f64(b) * f64(column).reshape(-1, 1)
+    assert_product(y, scaled_a, scaled_b, out_dtype)
+
+
+def test_matmul_without_scales_and_with_default_tiles():
+    a, b, one = normal(0, (128, 128)), normal(1, (320, 128)), jnp.ones((), F32)
+    y = interpreted(matmul.matmul, a, b, one, one, F32, promote=False)
+    assert_product(y, f64(a), f64(b), F32)
+
+
+@pytest.mark.parametrize("by_tile", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "tile_n", "out_dtype"),
+    [
+        ((256, 320, 384), 192, BF16),  # the second tile overlaps the first, both straddle blocks
+        ((100, 200, 300), 128, F32),
+    ],
+)
+def test_block_matmul(by_tile, shape, tile_n, out_dtype):
+    (m, n, k), tiles = shape, Tiles(tile_n=tile_n, stages=2)
+    a, b = normal(0, (m, k)), normal(1, (n, k), E5M2)
+    k_blocks, n_blocks = -(-k // 128), -(-n // 128)
+    a_scale = scales(2, (k_blocks, m))
+    b_scale = scales(3, (k_blocks, n_blocks if by_tile else n))
+    y = interpreted(matmul.block_matmul, a, b, a_scale, b_scale, out_dtype, tiles=tiles)
+    scaled_a = f64(a) * blocks(a_scale.T, 1, k)
+    scaled_b = f64(b) * blocks(blocks(b_scale.T, 0, n) if by_tile else b_scale.T, 1, k)
+    assert_product(y, scaled_a, scaled_b, out_dtype)
+
+
+@pytest.mark.parametrize("tiles", [Tiles(64, 128, 2, cluster=2), Tiles(128, 128, 2)])
+def test_clusters_and_tall_tiles(tiles):
+    """The interpreter lets each block of a cluster copy for itself, but knows their barriers."""
+    a, b, row, column = normal(0, (300, 384)), normal(1, (256, 384)), scales(2, 300), scales(3, 256)
+    y = interpreted(matmul.matmul, a, b, row, column, F32, promote=False, tiles=tiles)
+    assert_product(y, f64(a) * f64(row)[:, None], f64(b) * f64(column)[:, None], F32)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
+def test_nan_and_infinity_stay_where_they_belong():
+    a, b = f64(normal(0, (128, 256))), f64(normal(1, (192, 256), E5M2))
+    a[3, 200], b[5, 7], b[100, 130] = np.nan, np.inf, -np.inf
+    a[9, 7] = 0.0  # 0 * inf
+    a[:, 130] = np.abs(a[:, 130]) + 1
+    with np.errstate(invalid="ignore"):
+        expected = a @ b.T
+    a, b, one = jnp.asarray(a, E4M3), jnp.asarray(b, E5M2), jnp.ones((), F32)
+    ones = jnp.ones((2, 128), F32), jnp.ones((2, 2), F32)
+    for y in (
+        interpreted(matmul.matmul, a, b, one, one, BF16, promote=True, tiles=SMALL),
+        interpreted(matmul.block_matmul, a, b, *ones, BF16, tiles=SMALL),
+    ):
+        np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+        np.testing.assert_array_equal(np.isposinf(y), np.isposinf(expected))
+        np.testing.assert_array_equal(np.isneginf(y), np.isneginf(expected))
+        assert np.isnan(y[3]).all()
+        assert np.isposinf(y[:, 5]).any()
+        assert np.isfinite(y[0, 0])
+
+
+def test_a_poisoned_scale_reaches_its_rows_only():
+    a, b = normal(0, (128, 256)), normal(1, (128, 256))
+    a_scale = jnp.ones((2, 128), F32).at[1, 70].set(jnp.nan)
+    y = interpreted(matmul.block_matmul, a, b, a_scale, jnp.ones((2, 1), F32), F32, tiles=SMALL)
+    np.testing.assert_array_equal(
+        np.isnan(y), np.broadcast_to(np.arange(128)[:, None] == 70, y.shape)
+    )
+
+
+@pytest.mark.parametrize("promote", [False, True])
+def test_largest_and_zero_operands(promote):
+    """57344 * 57344 * 256 fits f32, not f16."""
+    a = jnp.full((128, 256), 57344.0, E5M2).at[1].set(0.0)
+    one = jnp.ones((), F32)
+    expected = np.full((128, 64), 57344.0**2 * 256)
+    expected[1] = 0
+    y = interpreted(matmul.matmul, a, a[2:66], one, one, F32, promote=promote, tiles=SMALL)
+    np.testing.assert_array_equal(y, expected)
+    expected[expected > 0] = np.inf
+    y = interpreted(matmul.matmul, a, a[2:66], one, one, F16, promote=promote, tiles=SMALL)
+    np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (4, 0, 8), (4, 8, 0)])
+def test_empty(shape):
+    m, n, k = shape
+    a, b = jnp.zeros((m, k), E4M3), jnp.zeros((n, k), E4M3)
+    y = matmul.matmul(a, b, jnp.ones(m, F32), jnp.ones((), F32), BF16, promote=True)
+    np.testing.assert_array_equal(f64(y), np.zeros((m, n)))
+    assert y.dtype == BF16
+
+
+def lowered(kernel, *shapes_and_dtypes, **options):
+    args = [jax.ShapeDtypeStruct(*s) for s in shapes_and_dtypes]
+    f = jax.jit(lambda *xs: kernel(*xs, BF16, **options))
+    return f.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+KINDS = {
+    "running": lambda t, m, n, k: lowered(
+        matmul.matmul,
+        ((m, k), E4M3),
+        ((n, k), E5M2),
+        ((m,), F32),
+        ((n,), F32),
+        promote=False,
+        tiles=t,
+    ),
+    "promoted": lambda t, m, n, k: lowered(
+        matmul.matmul, ((m, k), E5M2), ((n, k), E4M3), ((m,), F32), ((), F32), promote=True, tiles=t
+    ),
+    "block": lambda t, m, n, k: lowered(
+        matmul.block_matmul,
+        ((m, k), E4M3),
+        ((n, k), E4M3),
+        ((k // 128, m), F32),
+        ((k // 128, n // 128), F32),
+        tiles=t,
+    ),
+    "block_columns": lambda t, m, n, k: lowered(
+        matmul.block_matmul,
+        ((m, k), E5M2),
+        ((n, k), E4M3),
+        ((k // 128, m), F32),
+        ((k // 128, n), F32),
+        tiles=t,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lowers_for_cuda(kind):
+    """The widest tiles, with the shared memory that they take: no padding, one kernel."""
+    text = KINDS[kind](candidates(kind)[-1], 1024, 1024, 1024)
+    assert text.count("mosaic_gpu_v2") == 1
+    assert "stablehlo.pad" not in text
+    assert "stablehlo.dot" not in text
+
+
+def test_a_tile_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="shared memory"):
+        KINDS["running"](Tiles(tile_n=256, stages=5), 1024, 1024, 1024)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_tiles_are_candidates(kind):
+    allowed = {(t.tile_m, t.tile_n, t.stages) for t in candidates(kind)}
+    wide = default_tiles(kind, 8192, 8192, 8192)
+    narrow = default_tiles(kind, 128, 512, 8192)
+    assert {(t.tile_m, t.tile_n, t.stages) for t in (wide, narrow)} <= allowed
+    assert narrow.tile_n < wide.tile_n  # rather more blocks than large ones
+    for t in candidates(kind):
+        assert t.stages * (2 * t.tile_m + t.tile_n) * 128 < SHARED_MEMORY

@@ -1,0 +1,502 @@
+"""Sums as tensor cores make them, bit for bit: held to results of mmaemu, and to big integers.
+
+`data/hopper_golden.npz` was made once, by `write_golden` below (seed 0), with mmaemu 0.1.0 from
+PyPI, torch 2.15.0 on a CPU, numpy 2.4.6 and Python 3.11. For the formats e4m3fn and e5m2 it holds
+
+* ``{format}_lhs``, ``{format}_rhs``: uint8[17, 1024], codes, one kind of data per row (`KINDS`);
+* ``{lhs format}_{rhs format}_fast``: uint32[8, 17, 17], f32 bits, for each K of `GOLDEN_K`, of
+  ``mmaemu.accumulate(lhs[:, :K], rhs[:, :K], use_fast_accum=True, profile="hopper", splitk=1)``;
+* ``{lhs format}_{rhs format}_every_128``: the same with ``use_fast_accum=False``;
+* ``scaled_float32_{fast | every_128}``, ``scaled_bfloat16_{fast | every_128}``: uint32 or
+  uint16[16, 16], bits of ``mmaemu.scaled_mm`` of the first 16 rows in e4m3fn, with the two scales
+  in ``scales``: f32[2].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8.matmul.emulate import f32_sums as emulate
+from jfp8.matmul.emulate.tensor_core_sums import dot_general
+
+DTYPES = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+MANTISSA_BITS = {"e4m3fn": 3, "e5m2": 2}
+PAIRS = [(lhs, rhs) for lhs in DTYPES for rhs in DTYPES]
+NAN = 0x7FFFFFFF  # the only NaN that tensor cores return
+GOLDEN = Path(__file__).parents[1] / "data" / "hopper_golden.npz"
+GOLDEN_K = (1, 31, 32, 33, 64, 128, 160, 1024)
+ROWS = (((1,), (1,)), ((), ()))  # both operands are rows: lhs @ rhs.T
+
+pairs = pytest.mark.parametrize("formats", PAIRS, ids="x".join)
+
+
+def f8(values, fmt="e4m3fn"):
+    return jnp.asarray(np.asarray(values, np.float32).astype(DTYPES[fmt]))
+
+
+def from_codes(codes, fmt):
+    return jnp.asarray(np.asarray(codes, np.uint8).view(DTYPES[fmt]))
+
+
+def random_codes(rng, shape, fmt, first=0, last=None):
+    """Finite codes of either sign with magnitudes from code `first` to `last`."""
+    last = {"e4m3fn": 0x7E, "e5m2": 0x7B}[fmt] if last is None else last
+    return (rng.integers(first, last + 1, shape) | (rng.integers(0, 2, shape) << 7)).astype(
+        np.uint8
+    )
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint32)
+
+
+def assert_same_bits(got, expected):
+    got, expected = bits(got), bits(expected)
+    assert got.shape == expected.shape
+    where = np.argwhere(got != expected)
+    assert not where.size, (
+        f"{len(where)} of {got.size} differ, first at {where[0]}: {got[tuple(where[0])]:#010x} "
+        f"instead of {expected[tuple(where[0])]:#010x}"
+    )
+
+
+# What mmaemu returns.
+
+KINDS = (
+    "normal", "normal", "positive normal", "positive wide", "wide", "wide", "tiny", "outliers",
+    "sparse", "zeros", "cancels in pairs", "cancels across blocks", "one large first", "integers",
+    "a NaN", "an infinity", "infinities of both signs",
+)  # fmt: skip
+
+
+def golden_codes(rng, fmt, side):
+    """uint8[17, 1024]. E4M3 has no infinities, and NaN takes their place."""
+    nan, inf = 0x7F, {"e4m3fn": 0x7F, "e5m2": 0x7C}[fmt]
+    normal = (rng.normal(size=(17, 1024)) * 40).astype(DTYPES[fmt]).view(np.uint8)
+    wide = random_codes(rng, (17, 1024), fmt)
+    tiny = random_codes(rng, (17, 1024), fmt, last=2 << MANTISSA_BITS[fmt])
+    x = {kind: normal[row].copy() for row, kind in enumerate(KINDS)}
+    x["positive normal"] &= 0x7F
+    x["positive wide"] = wide[3] & 0x7F
+    x["tiny"] = tiny[6]
+    x["outliers"] = np.where(np.arange(1024) % 97 == 40, wide[7], tiny[7])
+    x["sparse"] = np.where(rng.random(1024) < 0.05, wide[8], wide[8] & 0x80)
+    x["zeros"] = wide[9] & 0x80
+    x["cancels in pairs"] = wide[10].reshape(-1, 2)[:, :1].repeat(2, 1).ravel()
+    x["cancels across blocks"] = wide[11].reshape(-1, 2, 32)[:, :1].repeat(2, 1).ravel()
+    if side == "rhs":
+        x["cancels in pairs"][1::2] ^= 0x80
+        x["cancels across blocks"].reshape(-1, 2, 32)[:, 1] ^= 0x80
+    x["one large first"] = np.array([240] + 1023 * [1.875], DTYPES[fmt]).view(np.uint8)
+    x["integers"] = rng.integers(-4, 5, 1024).astype(DTYPES[fmt]).view(np.uint8)
+    x["a NaN"][40] = nan
+    x["an infinity"][20] = inf
+    x["infinities of both signs"][[5, 50]] = inf, inf | 0x80
+    rows = [normal[0], normal[1], x["positive normal"], x["positive wide"], wide[4], wide[5]]
+    return np.stack(rows + [x[kind] for kind in KINDS[6:]])
+
+
+def write_golden():
+    """Runs where torch and mmaemu are installed; no test calls it."""
+    import mmaemu
+    import torch
+
+    rng = np.random.default_rng(0)
+    out = {f"{f}_{side}": golden_codes(rng, f, side) for f in DTYPES for side in ("lhs", "rhs")}
+    dtypes = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    hopper = {"profile": "hopper", "splitk": 1}
+    for name, fast in (("fast", True), ("every_128", False)):
+        for lhs_format, rhs_format in PAIRS:
+            a = torch.from_numpy(out[f"{lhs_format}_lhs"]).view(dtypes[lhs_format])
+            b = torch.from_numpy(out[f"{rhs_format}_rhs"]).view(dtypes[rhs_format])
+            results = [
+                mmaemu.accumulate(a[:, :k], b[:, :k], use_fast_accum=fast, **hopper)
+                for k in GOLDEN_K
+            ]
+            out[f"{lhs_format}_{rhs_format}_{name}"] = bits(torch.stack(results))
+        scales = np.float32([0.0137, 31.7])
+        a, b = (torch.from_numpy(out[f"e4m3fn_{side}"][:16]) for side in ("lhs", "rhs"))
+        for dtype, lanes in ((torch.float32, np.uint32), (torch.bfloat16, np.uint16)):
+            y = mmaemu.scaled_mm(
+                a.view(torch.float8_e4m3fn),
+                b.view(torch.float8_e4m3fn).t(),
+                *(torch.tensor(s) for s in scales),
+                out_dtype=dtype,
+                use_fast_accum=fast,
+                **hopper,
+            )
+            key = f"scaled_{str(dtype).removeprefix('torch.')}_{name}"
+            out[key] = (
+                y.view(torch.int16 if lanes == np.uint16 else torch.int32).numpy().view(lanes)
+            )
+        out["scales"] = scales
+    np.savez_compressed(GOLDEN, **out)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN) as stored:
+        return dict(stored)
+
+
+# Compiling takes longer than comparing, and each pair is compiled anew for each number of blocks.
+@pytest.mark.representative(3)
+@pytest.mark.parametrize(
+    ("formats", "k"),
+    [(pair, k) for pair in PAIRS for k in GOLDEN_K if pair == PAIRS[0] or k in (33, 1024)],
+    ids=lambda value: str(value) if isinstance(value, int) else "x".join(value),
+)
+def test_equals_mmaemu(golden, formats, k):
+    lhs, rhs = (
+        from_codes(golden[f"{fmt}_{side}"][:, :k], fmt)
+        for fmt, side in zip(formats, ("lhs", "rhs"), strict=True)
+    )
+    expected = golden["_".join(formats) + "_fast"][GOLDEN_K.index(k)]
+    assert_same_bits(dot_general(lhs, rhs, ROWS), expected)
+
+
+def test_golden_results_are_worth_comparing_with(golden):
+    """They hold every class of value, and differ from exact sums and between the two ways."""
+    fast = golden["e5m2_e5m2_fast"].view(np.float32)
+    for found in (np.isnan(fast), fast == np.inf, fast == -np.inf, fast == 0, abs(fast) < 2**-20):
+        assert found.sum() > 10
+    values = [golden[f"e5m2_{side}"].view(DTYPES["e5m2"]).astype(float) for side in ("lhs", "rhs")]
+    with np.errstate(invalid="ignore"):
+        exact = values[0] @ values[1].T
+    assert (fast[-1] != exact).mean() > 0.5
+    for formats in PAIRS:
+        every_128, fast = (golden["_".join(formats) + "_" + n] for n in ("every_128", "fast"))
+        short = np.array(GOLDEN_K) <= 128
+        assert (every_128[short] == fast[short]).all()
+        assert (every_128[-1] != fast[-1]).mean() > 0.4
+
+
+@pytest.mark.parametrize("formats", [PAIRS[0], PAIRS[-1]], ids="x".join)
+def test_promoted_every_128_equals_mmaemu(golden, formats):
+    """One chain for each 128 of the contraction, and f32 sums of them in order."""
+    lhs, rhs = (
+        from_codes(golden[f"{fmt}_{side}"], fmt)
+        for fmt, side in zip(formats, ("lhs", "rhs"), strict=True)
+    )
+    total = np.zeros((17, 17), np.float32)
+    with np.errstate(invalid="ignore"):
+        for start in range(0, 1024, 128):
+            k = slice(start, start + 128)
+            total = total + np.asarray(dot_general(lhs[:, k], rhs[:, k], ROWS))
+    total = np.where(np.isnan(total), np.uint32(NAN).view(np.float32), total)
+    assert_same_bits(total, golden["_".join(formats) + "_every_128"][-1])
+
+
+# The model once more, in integers.
+
+
+def parts(code, fmt):
+    """Signed significand, and the exponent of its last bit; of a finite code."""
+    mantissa_bits, bias = MANTISSA_BITS[fmt], {"e4m3fn": 7, "e5m2": 15}[fmt]
+    field, mantissa = (code & 0x7F) >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+    significand = mantissa + ((1 << mantissa_bits) if field else 0)
+    return (-significand if code & 0x80 else significand), max(field, 1) - bias - mantissa_bits
+
+
+def cut(n, shift):
+    """`n` without its last `shift` bits, toward zero."""
+    return n if shift <= 0 else (abs(n) >> shift << shift) * (1 if n > 0 else -1)
+
+
+def chain(lhs, rhs, formats):
+    """One sum of products of codes. Fixed point: every number is an integer times 2^-100."""
+    acc = 0
+    for start in range(0, len(lhs), 32):
+        terms, exponents = [acc], [abs(acc).bit_length() - 1] if acc else []
+        for a, b in zip(lhs[start : start + 32], rhs[start : start + 32], strict=True):
+            (a, a_last), (b, b_last) = parts(a, formats[0]), parts(b, formats[1])
+            if a and b:
+                terms.append(a * b << (a_last + b_last + 100))
+                mantissa_bits = MANTISSA_BITS[formats[0]] + MANTISSA_BITS[formats[1]]
+                exponents.append(a_last + b_last + mantissa_bits + 100)
+        if exponents:
+            total = sum(cut(term, max(exponents) - 13) for term in terms)
+            acc = cut(total, abs(total).bit_length() - 14)
+    assert abs(acc) < 2**200
+    return acc / 2**100  # exact: 14 bits
+
+
+@pytest.mark.representative(8)
+@pairs
+@pytest.mark.parametrize("kind", ["wide", "narrow", "subnormal", "positive", "sparse"])
+def test_equals_the_model_in_integers(formats, kind):
+    rng = np.random.default_rng([PAIRS.index(formats), len(kind)])
+    codes = []
+    for fmt in formats:
+        x = random_codes(rng, (5, 71), fmt)
+        if kind == "narrow":
+            x = random_codes(rng, (5, 71), fmt, 0x30, 0x44)
+        elif kind == "subnormal":
+            x = np.where(rng.random(x.shape) < 0.1, x & 0x9F, random_codes(rng, x.shape, fmt, 0, 9))
+        elif kind == "positive":
+            x &= 0x7F
+        elif kind == "sparse":
+            x = np.where(rng.random(x.shape) < 0.3, x, 0x80)
+        codes.append(x.astype(np.uint8))
+    got = dot_general(*(from_codes(c, fmt) for c, fmt in zip(codes, formats, strict=True)), ROWS)
+    lhs, rhs = (c.tolist() for c in codes)
+    expected = np.float32([[chain(a, b, formats) for b in rhs] for a in lhs])
+    assert (expected != 0).sum() > 12
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.representative(2)
+@pairs
+def test_every_product_of_two_codes(formats):
+    """256 x 256 codes alone: exact, and IEEE's for NaN and infinities."""
+    codes = [np.arange(256, dtype=np.uint8).view(DTYPES[fmt]) for fmt in formats]
+    got = dot_general(*(jnp.asarray(c) for c in codes), (((), ()), ((), ())))
+    with np.errstate(invalid="ignore"):
+        expected = np.multiply.outer(*(c.astype(np.float32) for c in codes)) + np.float32(0)
+    expected = np.where(np.isnan(expected), np.uint32(NAN).view(np.float32), expected)
+    assert_same_bits(got, expected)
+
+
+# What the model does, one statement each.
+
+
+def dot(a, b, fmt="e5m2"):
+    """Sum of products of two lists of values, which `fmt` must hold."""
+    operands = f8(a, fmt), f8(b, fmt)
+    np.testing.assert_array_equal([np.asarray(x, np.float32) for x in operands], [a, b])
+    return dot_general(*operands, (((0,), (0,)), ((), ()))).item()
+
+
+def test_exact_where_14_bits_suffice():
+    x, w = np.random.default_rng(0).integers(-8, 9, (2, 5, 71))
+    assert abs(x @ w.T).max() > 256
+    np.testing.assert_array_equal(dot_general(f8(x), f8(w, "e5m2"), ROWS), x @ w.T)
+
+
+def test_terms_are_cut_toward_zero():
+    ulp = 2.0**-13
+    for sign in (1, -1):
+        assert dot([sign, sign * ulp], [1, 1]) == sign * (1 + ulp)
+        assert dot([sign, sign * 1.75 * ulp], [1, 1]) == sign * (1 + ulp)
+        assert dot([sign] + 31 * [sign * 0.875 * ulp], 32 * [1]) == sign
+
+
+def test_the_sum_is_cut_when_larger_products_follow():
+    first_block = [0.125] + 31 * [0]
+    assert dot([*first_block, 1024, -1024], 34 * [1]) == 0.125
+    assert dot([*first_block, 2048, -2048], 34 * [1]) == 0
+
+
+def test_a_block_is_32_products():
+    """Beside 2^14 a one is below the last bit, but a sum of 32 of them is not."""
+    assert dot(64 * [1] + [16384], 65 * [1]) == 16384 + 64
+    assert dot(63 * [1] + [16384], 64 * [1]) == 16384 + 32
+    assert dot([16384] + 64 * [1], 65 * [1]) == 16384
+
+
+def test_trap_products_are_not_normalized():
+    """1.75 * 1.75 = 3.0625 has a leading 2, but cuts the others at 2^-13; only the sum at 2^-12."""
+    ulp = 2.0**-13
+    assert dot([1.75, ulp], [1.75, 1]) == 3.0625
+    assert dot([1.75, ulp, ulp], [1.75, 1, 1]) == 3.0625 + 2 * ulp
+
+
+def test_trap_zero_products_have_no_exponent():
+    tiny = 2.0**-16
+    assert dot([57344, tiny, -0.0], [0, tiny, 57344]) == tiny**2
+
+
+def test_trap_subnormals_are_aligned_like_the_smallest_normal():
+    """0.875 as 2^-9 * 448 counts as 2^(-6 + 8), and cuts 2^-12; as 0.0625 * 14 it does not."""
+    assert dot([2.0**-9, 2.0**-9], [448, 0.125], "e4m3fn") == 0.875
+    assert dot([0.0625, 2.0**-9], [14, 0.125], "e4m3fn") == 0.875 + 2.0**-12
+
+
+def test_trap_zero_results_are_positive():
+    for a in ([0.0, -0.0], [-0.0, -0.0], [1, -1], [-(2.0**-16), 2.0**-16]):
+        assert bits(np.float32(dot(a, [1, 1]))) == 0
+
+
+def test_nan_and_infinities_as_in_ieee_arithmetic():
+    """Wherever they stand, and though zeros fill up the last block."""
+    x = np.ones((9, 70))
+    x[1, 69] = x[2, 0] = np.inf
+    x[3, 5] = x[4, [5, 60]] = -np.inf
+    x[5, 3], x[5, 60] = np.inf, -np.inf
+    x[6, 1] = np.nan
+    x[7, 2], x[8, 40] = np.inf, 0
+    w = np.ones((2, 70))
+    w[1, 2] = 0
+    inf, nan = np.inf, np.uint32(NAN).view(np.float32)
+    expected = [
+        [70, inf, inf, -inf, -inf, nan, nan, inf, 69],
+        [69, inf, inf, -inf, -inf, nan, nan, nan, 68],
+    ]
+    assert_same_bits(dot_general(f8(w, "e5m2"), f8(x, "e5m2"), ROWS), np.float32(expected))
+
+
+def test_trap_every_nan_is_the_same_nan():
+    codes = np.zeros((2, 40), np.uint8)
+    codes[:, 33] = 0x7F, 0xFF
+    got = dot_general(from_codes(codes, "e4m3fn"), f8(np.ones((1, 40))), ROWS)
+    assert_same_bits(got, np.full((2, 1), NAN, np.uint32))
+
+
+# Sums of many.
+
+
+def relative_errors(x, w, step=None):
+    """Error in units of sum |x w|, of one chain or of the f32 sum of chains of `step` products."""
+    k = x.shape[1]
+    got = np.zeros((len(x), len(w)), np.float32)
+    for start in range(0, k, step or k):
+        part = slice(start, start + (step or k))
+        got += np.asarray(dot_general(x[:, part], w[:, part], ROWS))
+    x, w = (np.asarray(v).astype(np.float64) for v in (x, w))
+    return (got - x @ w.T) / (abs(x) @ abs(w).T)
+
+
+def test_errors_of_normal_data():
+    """The largest of 64 x 64; it would be 1e-8 in f32. Promotion gains three bits."""
+    x, w = (f8(v) for v in np.random.default_rng(0).normal(size=(2, 64, 1024)) * 40)
+    fast, slow = (relative_errors(x, w, step) for step in (None, 128))
+    assert 1.5e-4 < abs(fast).max() < 4e-4
+    assert 2e-5 < abs(slow).max() < 6e-5
+    assert abs(fast.mean()) < 2e-6  # cut toward zero: no bias where signs are mixed
+
+
+def test_trap_positive_data_are_biased_low():
+    """A sum that only grows cuts more and more from what is added to it, unless promoted."""
+    x, w = (f8(abs(v)) for v in np.random.default_rng(0).normal(size=(2, 64, 1024)) * 40)
+    fast, slow = (relative_errors(x, w, step) for step in (None, 128))
+    assert fast.max() < -0.010
+    assert -0.016 < fast.mean() < -0.012
+    assert slow.max() < 0
+    assert -7e-4 < slow.mean() < -5e-4
+
+
+def test_symmetric_in_the_operands_and_in_the_sign():
+    rng = np.random.default_rng(0)
+    x, w = (from_codes(random_codes(rng, (5, 71), fmt), fmt) for fmt in DTYPES)
+    y = dot_general(x, w, ROWS)
+    assert (y != 0).all()
+    assert_same_bits(dot_general(w, x, ROWS), y.T)
+    assert_same_bits(dot_general(-x, w, ROWS), -y)
+
+
+def test_order_matters_between_blocks_only():
+    rng = np.random.default_rng(0)
+    x, w = (random_codes(rng, (8, 64), "e4m3fn") for _ in range(2))
+    within = np.concatenate([rng.permutation(32), 32 + rng.permutation(32)])
+    y, same, other = (
+        bits(dot_general(from_codes(x[:, p], "e4m3fn"), from_codes(w[:, p], "e4m3fn"), ROWS))
+        for p in (np.arange(64), within, rng.permutation(64))
+    )
+    assert (y == same).all()
+    assert (y != other).mean() > 0.2
+
+
+def test_zeros_behind_the_last_product_change_nothing():
+    rng = np.random.default_rng(0)
+    x, w = (random_codes(rng, (5, 71), fmt) for fmt in DTYPES)
+    y = dot_general(from_codes(x, "e4m3fn"), from_codes(w, "e5m2"), ROWS)
+    x = np.pad(x, ((0, 0), (0, 89)), constant_values=0x80)  # -0, times anything
+    w = np.concatenate([w, random_codes(rng, (5, 89), "e5m2")], axis=1)
+    assert_same_bits(dot_general(from_codes(x, "e4m3fn"), from_codes(w, "e5m2"), ROWS), y)
+
+
+# Shapes and transformations.
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize(
+    ("lhs_shape", "rhs_shape", "numbers"),
+    [
+        ((3, 5, 8, 2), (8, 4, 5), (((1, 2), (2, 0)), ((), ()))),
+        ((3, 5, 8, 2), (8, 4, 5), (((2, 1), (0, 2)), ((), ()))),  # the other order is another sum
+        ((40, 2, 3, 4), (4, 40, 3, 5), (((0,), (1,)), ((3, 2), (0, 2)))),
+        ((2, 40), (40, 2), [[[np.int64(1)], [0]], [[0], np.array([1])]]),
+        ((40,), (40,), (((0,), (0,)), ((), ()))),
+    ],
+)
+def test_dimension_numbers(lhs_shape, rhs_shape, numbers):
+    """Each element is the chain of the two rows that numpy picks for it."""
+    rng = np.random.default_rng(0)
+    lhs, rhs = random_codes(rng, lhs_shape, "e4m3fn"), random_codes(rng, rhs_shape, "e5m2")
+    got = dot_general(from_codes(lhs, "e4m3fn"), from_codes(rhs, "e5m2"), numbers)
+
+    (lc, rc), (lb, rb) = numbers
+    k = int(np.prod([lhs_shape[d] for d in lc]))
+    batch = [lhs_shape[d] for d in lb]
+    rows, free = [], []
+    for x, contract, of_batch in ((lhs, lc, lb), (rhs, rc, rb)):
+        x = np.moveaxis(x, [*of_batch, *contract], [*range(len(batch)), *range(-len(contract), 0)])
+        free.append(x.shape[len(batch) : x.ndim - len(contract)])
+        rows.append(x.reshape(int(np.prod(batch)), -1, k).tolist())
+    expected = [[[chain(u, v, list(DTYPES)) for v in b] for u in a] for a, b in zip(*rows)]
+    assert_same_bits(got, np.reshape(np.float32(expected), (*batch, *free[0], *free[1])))
+
+
+@pytest.mark.representative(2)
+@pytest.mark.parametrize(("m", "k", "n"), [(0, 5, 3), (4, 5, 0), (4, 0, 3), (1, 1, 1)])
+def test_empty_and_single(m, k, n):
+    y = dot_general(f8(np.ones((m, k))), f8(np.full((k, n), 2)), (((1,), (0,)), ((), ())))
+    assert y.dtype == jnp.float32
+    assert_same_bits(y, np.full((m, n), 2 * k, np.float32))
+
+
+def test_jit_and_vmap():
+    rng = np.random.default_rng(0)
+    x, w = (from_codes(random_codes(rng, (3, 5, 71), fmt), fmt) for fmt in DTYPES)
+    product = lambda x, w: dot_general(x, w, ROWS)
+    eager = np.stack([product(a, b) for a, b in zip(x, w)])
+    assert (eager[0] != eager[1]).any()
+    assert_same_bits(jnp.stack([jax.jit(product)(a, b) for a, b in zip(x, w)]), eager)
+    assert_same_bits(jax.vmap(product)(x, w), eager)
+
+
+def test_needs_no_promotion_of_dtypes_and_is_the_fast_accumulation_either_way():
+    rng = np.random.default_rng(0)
+    x, w = (from_codes(random_codes(rng, (5, 71), fmt), fmt) for fmt in DTYPES)
+    with jax.numpy_dtype_promotion("strict"):
+        y = dot_general(x, w, ROWS)
+    for fast in (True, False):
+        assert_same_bits(dot_general(x, w, ROWS, fast_accumulation=fast), y)
+    assert (y != emulate.dot_general(x, w, ROWS, fast_accumulation=True)).any()
+
+
+def test_no_outer_product_is_stored():
+    """Each of the 64 would take 256 KiB; the decoded operands take 160 KiB, the sums 256 KiB."""
+    x = jax.ShapeDtypeStruct((256, 64), jnp.float8_e4m3fn)
+    compiled = jax.jit(lambda x, w: dot_general(x, w, ROWS)).lower(x, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+
+
+def test_other_formats_are_refused():
+    x, f4 = f8(np.ones((2, 2))), jnp.ones((2, 2), jfp8.E2M1FN.dtype)
+    with pytest.raises(NotImplementedError, match="E4M3FN and E5M2, but .* E2M1FN and E4M3FN"):
+        dot_general(f4, x, ROWS)
+    with pytest.raises(TypeError, match="float32 stores none of jfp8's formats"):
+        dot_general(x, jnp.ones((2, 2)), ROWS)
+
+
+def test_sharded_over_a_mesh():
+    """Rows on four devices: the same bits, under jit and in shard_map."""
+    rng = np.random.default_rng(0)
+    x, w = (from_codes(random_codes(rng, (8, 71), fmt), fmt) for fmt in DTYPES)
+    expected = dot_general(x, w, ROWS)
+    product = lambda x, w: dot_general(x, w, ROWS)
+    rows, whole = jax.P("d"), jax.P()
+    explicit = jax.sharding.AxisType.Explicit  # where the sharding of a result is part of its type
+    with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(explicit,))):
+        x, w = jax.device_put(x, rows), jax.device_put(w, whole)
+        assert_same_bits(jax.jit(product)(x, w), expected)
+        sharded = jax.shard_map(product, in_specs=(rows, whole), out_specs=rows)
+        assert_same_bits(jax.jit(sharded)(x, w), expected)

@@ -1,0 +1,437 @@
+"""Everything public is documented, in docstrings and on pages; their code runs; the site builds.
+
+What a docstring has to say is checked by its sections, as `inspect` and `ast` see the code:
+
+  * every function: a first sentence; ``Args`` with an entry for every parameter, which says the
+    shape or dtype of arrays; ``Returns`` or ``Yields`` if it returns something; ``Raises`` with
+    every exception that its own code, or its private helpers in the same file, raise;
+  * what implements a rule that somebody else published: ``References``;
+  * functions of `jfp8` itself: an example;
+  * every class: ``Attributes`` (or ``Args``) with every field, and docstrings of public methods and
+    properties, which name every parameter.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import functools
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jfp8
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+GUIDES = sorted([*DOCS.glob("*.md"), *DOCS.glob("coming_from/*.md")])
+
+
+# What is public
+
+
+def modules() -> list[types.ModuleType]:
+    """`jfp8` and its public modules."""
+    named = [getattr(jfp8, name) for name in jfp8.__all__]
+    return [jfp8, *(m for m in named if isinstance(m, types.ModuleType))]
+
+
+def public() -> dict[str, Any]:
+    """Public things by their first name; a layer is `jfp8.Dense` and not `jfp8.linen.Dense`."""
+    found: dict[str, Any] = {}
+    for module in modules():
+        for name in module.__all__:
+            value = getattr(module, name)
+            is_new = not any(value is known for known in found.values())
+            if is_new and name != "__version__" and not isinstance(value, types.ModuleType):
+                found[f"{module.__name__}.{name}"] = value
+    return found
+
+
+PUBLIC = public()
+FUNCTIONS = {name: f for name, f in PUBLIC.items() if inspect.isfunction(f)}
+CLASSES = {name: c for name, c in PUBLIC.items() if inspect.isclass(c)}
+
+
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """Public methods and properties that the class itself defines."""
+    for name, value in vars(cls).items():
+        if isinstance(value, classmethod | staticmethod):
+            value = value.__func__
+        if isinstance(value, functools.cached_property):
+            value = value.func
+        is_method = inspect.isfunction(value) and value.__qualname__.startswith(f"{cls.__name__}.")
+        # Not what decorators such as flax.struct add.
+        is_own = is_method and value.__module__ == cls.__module__
+        if not name.startswith("_") and (is_own or isinstance(value, property)):
+            yield name, value
+
+
+# What a docstring says
+
+SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "References")
+
+
+def sections(thing: Any) -> dict[str, str]:
+    """The text of a docstring by section; what comes before the first one is under ``""``."""
+    found, current = {"": ""}, ""
+    for line in (inspect.getdoc(thing) or "").splitlines():
+        if line.removesuffix(":") in SECTIONS and line.endswith(":"):
+            current = line.removesuffix(":")
+            found[current] = ""
+        elif line.startswith(">>>"):
+            current = "Example"
+            found[current] = found.get(current, "") + line + "\n"
+        elif current and line and not line.startswith(" "):
+            current = ""
+        else:
+            found[current] += line + "\n"
+    return found
+
+
+def entries(section: str) -> dict[str, str]:
+    """``{"lhs": text, "rhs": text}`` of a section with ``lhs, rhs: text``."""
+    found: dict[str, str] = {}
+    for names, text in re.findall(
+        r"^  ([\w*][\w*, ]*):((?:.*)(?:\n(?:    .*|\s*$))*)", section, re.MULTILINE
+    ):
+        for name in names.split(","):
+            found[name.strip().lstrip("*")] = text
+    return found
+
+
+def parameters(function: Any) -> list[inspect.Parameter]:
+    found = inspect.signature(function).parameters.values()
+    return [p for p in found if p.name not in ("self", "cls")]
+
+
+# A shape or dtype, or where it is said.
+SHAPE = re.compile(
+    r"\b(f32|bf16|f16|f8|f4|e8m0|u32|u8|i32|int32|uint32|bool|scalar|float|number|array|arrays|key|"
+    r"tree|pytree|shape|see|as (in|of|for))\b|\["
+)
+
+
+def raised(function: Any, seen: frozenset[str] = frozenset()) -> set[str]:
+    """Exceptions in the code of a function, and in that of private helpers of the same module."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    found = set()
+    module = inspect.getmodule(function)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = getattr(node.exc.func, "id", "")
+            if isinstance(getattr(builtins, name, None), type):
+                found.add(name)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            helper = getattr(module, node.func.id, None)
+            name = node.func.id
+            if inspect.isfunction(helper) and name.startswith(("_check", "check_")):
+                if name not in seen:
+                    found |= raised(helper, seen | {name})
+    return found
+
+
+def missing_in_function(function: Any, *, is_method: bool = False) -> list[str]:
+    said = sections(function)
+    everything = inspect.getdoc(function) or ""
+    if not everything.strip():
+        return ["a docstring"]
+    missing = []
+    args = entries(said.get("Args", ""))
+    for p in parameters(function):
+        named = p.name in args or (is_method and re.search(rf"`{p.name}`", everything))
+        if not named:
+            missing.append(f"Args: {p.name}")
+        elif p.name in args and re.search(r"^(?!.*Callable).*\bArray(Like)?\b", str(p.annotation)):
+            if not SHAPE.search(args[p.name]):
+                missing.append(f"shape or dtype of {p.name}")
+    returns = inspect.signature(function).return_annotation not in (None, "None", "NoReturn")
+    if returns and not is_method and not {"Returns", "Yields"} & set(said):
+        missing.append("Returns")
+    for name in sorted(raised(function)):
+        if not re.search(rf"\b{name}\b", everything):
+            missing.append(f"Raises: {name}")
+    return missing
+
+
+def fields_of(cls: type) -> list[str]:
+    """Fields that the class itself adds, or what its own ``__init__`` takes."""
+    if hasattr(cls, "_fields"):
+        return list(cls._fields)
+    if "__init__" in vars(cls) and not dataclasses.is_dataclass(cls):
+        return [p.name for p in parameters(cls.__init__)]
+    own = vars(cls).get("__annotations__", {})
+    return [n for n, kind in own.items() if "ClassVar" not in str(kind) and not n.startswith("_")]
+
+
+def missing_in_class(cls: type) -> list[str]:
+    if not (cls.__doc__ or "").strip():
+        return ["a docstring"]
+    said = sections(cls)
+    documented = entries(said.get("Attributes", "")) | entries(said.get("Args", ""))
+    if inspect.isfunction(vars(cls).get("__init__")):
+        documented |= entries(sections(cls.__init__).get("Args", ""))
+    return [f"Attributes: {name}" for name in fields_of(cls) if name not in documented]
+
+
+# Fields that Flax gives to every module, and one of its own that jfp8's layers set.
+FLAX_FIELDS = {"parent", "name", "promote_dtype"}
+
+# What implements somebody else's rule, and says whose.
+PUBLISHED = [
+    *(f"jfp8.recipes.{recipe.__name__}" for recipe in jfp8.recipes.RECIPES),
+    "jfp8.Edge",
+    "jfp8.Format",
+    "jfp8.MoE",
+    "jfp8.cast",
+    "jfp8.collectives.pmean",
+    "jfp8.initialize",
+    "jfp8.loss_scale",
+    "jfp8.optim.Blocks",
+    "jfp8.optim.ScaledFloat16",
+    "jfp8.optim.adam",
+    "jfp8.optim.fp8_gradients",
+    "jfp8.optim.master_weights",
+    "jfp8.optim.stochastic_rounding",
+    "jfp8.quantizers.TwoLevel",
+    "jfp8.save_in_fp8",
+    "jfp8.scaling.scale_from_amax",
+]
+PUBLISHED.remove("jfp8.recipes.Unscaled")  # nobody's rule
+
+
+def every(things: dict[str, Any]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", sorted(things))
+
+
+@every({module.__name__: module for module in modules()})
+def test_a_module_says_what_it_is(name):
+    assert (importlib.import_module(name).__doc__ or "").strip()
+
+
+@every(FUNCTIONS)
+def test_a_function_says_what_it_takes_gives_and_raises(name):
+    missing = missing_in_function(FUNCTIONS[name])
+    if name.count(".") == 1 and ">>>" not in (inspect.getdoc(FUNCTIONS[name]) or ""):
+        missing.append("an example (>>>)")
+    assert not missing
+
+
+@every(CLASSES)
+def test_a_class_says_what_it_holds_and_does(name):
+    cls = CLASSES[name]
+    missing = set(missing_in_class(cls)) - {f"Attributes: {field}" for field in FLAX_FIELDS}
+    for member, value in members(cls):
+        function = value.fget if isinstance(value, property) else value
+        inherited = [getattr(getattr(base, member, None), "__doc__", None) for base in cls.__mro__]
+        if not function.__doc__ and any(inherited):
+            continue  # it does what its base says
+        missing |= {f"{member}: {m}" for m in missing_in_function(function, is_method=True)}
+    assert not missing
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_rules_have_their_source(name):
+    source = sections(PUBLIC[name]).get("References", "")
+    assert re.search(r"arXiv \d{4}\.\d{4,5}|OCP|Transformer Engine|torch|Toolkit|MS-AMP", source)
+
+
+COMPLETE = """Multiply.
+
+Args:
+  x: f32 array.
+  n: factor.
+
+Returns:
+  f32 array.
+
+Raises:
+  ValueError: `n` is zero.
+"""
+
+
+def test_the_rules_find_what_is_missing():
+    """Each of them, in a docstring that breaks it."""
+
+    def product(x: jax.Array, n: int) -> jax.Array:
+        if n == 0:
+            raise ValueError("n")
+        return x * n
+
+    for whole, part, expected in (
+        ("", "", []),
+        (COMPLETE, "", ["a docstring"]),
+        ("  n: factor.\n", "", ["Args: n"]),
+        ("x: f32 array", "x: it", ["shape or dtype of x"]),
+        ("Returns:\n  f32 array.\n", "", ["Returns"]),
+        ("ValueError", "TypeError", ["Raises: ValueError"]),
+    ):
+        product.__doc__ = COMPLETE.replace(whole, part, 1) if whole else COMPLETE
+        assert missing_in_function(product) == expected
+
+    class Pair:
+        """Two.
+
+        Attributes:
+          first: one.
+        """
+
+        first: int
+        second: int
+
+    assert missing_in_class(Pair) == ["Attributes: second"]
+
+
+# The pages of the API
+
+AUTO = re.compile(
+    r"^\.\. (?:auto(?:function|class|exception)|py:data|(currentmodule|automodule)):: (\S+)"
+)
+
+
+def documented() -> dict[str, Any]:
+    """What the pages of the API document, by name."""
+    found: dict[str, Any] = {}
+    for page in DOCS.glob("api/*.md"):
+        module = ""
+        for line in page.read_text().splitlines():
+            if match := AUTO.match(line):
+                kind, name = match.groups()
+                if kind == "currentmodule":
+                    module = name
+                elif kind == "automodule":
+                    found[name] = importlib.import_module(name)
+                else:
+                    assert f"{module}.{name}" not in found, f"{name} twice"
+                    found[f"{module}.{name}"] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def test_everything_public_is_on_a_page_of_the_api():
+    there = documented()
+    things = PUBLIC | {m.__name__: m for m in modules() if m is not jfp8}
+    missing = [n for n, thing in things.items() if not any(thing is t for t in there.values())]
+    assert not missing
+    unknown = [n for n, t in there.items() if not any(t is thing for thing in things.values())]
+    assert not unknown
+
+
+def test_names_in_docstrings_exist():
+    """Every `jfp8.something` in single backticks, also of methods."""
+    wrong = []
+    for module in [m for name, m in sys.modules.items() if name.startswith("jfp8.")]:
+        for reference in re.findall(r"(?<!`)`(jfp8(?:\.\w+)+)`", inspect.getsource(module)):
+            *path, last = reference.split(".")
+            try:
+                thing = functools.reduce(getattr, path[1:], jfp8)
+                known = hasattr(thing, last) or last in getattr(thing, "__annotations__", {})
+            except AttributeError:
+                known = False
+            if not known:
+                wrong.append(f"{module.__name__}: {reference}")
+    assert not wrong
+
+
+# The code on the pages
+
+OTHERS = (
+    "Transformer Engine",
+    "Qwix",
+    "MS-AMP",
+    "torchao",
+    "FP8 Emulation Toolkit",
+    "Accelerate",
+)
+NEWER = "# JAX 0.11.2 or later\n"
+
+
+def blocks_of(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def is_ours(code: str) -> bool:
+    """Code of other libraries begins with a comment that names them."""
+    return not code.startswith(tuple(f"# {name}" for name in OTHERS))
+
+
+# Those two make the devices that they need, so they run in processes of their own:
+# test_readme.py and test_sharded_examples.py.
+RUNNING = [
+    page
+    for page in GUIDES
+    if page.name not in ("memory.md", "scaling_out.md") and any(map(is_ours, blocks_of(page)))
+]
+each_running = pytest.mark.parametrize(
+    "page", RUNNING, ids=lambda page: str(page.relative_to(DOCS).with_suffix(""))
+)
+
+
+def test_pages_have_code():
+    without = {page.relative_to(DOCS).as_posix() for page in {*GUIDES} - {*RUNNING}}
+    elsewhere = {"memory.md", "scaling_out.md"}
+    tables = {"notebooks.md", "results.md", "promises.md", "coming_from/index.md"}
+    assert without == elsewhere | tables
+
+
+@pytest.mark.slow
+@each_running
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_rank_promotion("allow"):  # as for whoever copies it
+        scope = {"__name__": page.stem}
+        for number, code in enumerate(blocks_of(page)):
+            if is_ours(code) and not (code.startswith(NEWER) and jax.__version_info__ < (0, 11, 2)):
+                exec(compile(code, f"{page.name}, block {number}", "exec"), scope)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("coming_from/*.md")), ids=lambda page: page.stem)
+def test_a_page_for_newcomers_has_a_table_and_both_sides(page):
+    text = page.read_text()
+    if page.stem == "index":
+        others = {p.name for p in page.parent.glob("*.md")} - {"index.md"}
+        assert all(f"]({name})" in text for name in others)
+        return
+    rows = re.findall(r"^\| .*`.* \| .*\|$", text, re.MULTILINE)
+    assert len(rows) >= 8
+    assert re.search(r"\b\d+\.\d+", text.partition("|")[0]), "which version it is about"
+    theirs = [code for code in blocks_of(page) if not is_ours(code)]
+    ours = [code for code in blocks_of(page) if is_ours(code)]
+    for code in theirs:
+        ast.parse(code)
+    assert ours
+    assert theirs or page.stem == "flax"  # whose own code runs
+
+
+# The site
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    for name in ("sphinx", "myst_nb", "furo", "sphinx_copybutton"):
+        pytest.importorskip(name)
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-b", "html"]
+    done = subprocess.run(
+        [*command, str(DOCS), str(tmp_path)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    pages = {
+        path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")
+    }
+    assert {"index", "quickstart", "api/linen", "coming_from/qwix"} <= pages
+    notebooks = {f"notebooks/{path.stem}" for path in ROOT.glob("notebooks/*.ipynb")}
+    assert notebooks
+    assert notebooks <= pages
+    linen = (tmp_path / "api/linen.html").read_text()
+    assert 'id="jfp8.Dense"' in linen
+    assert "nn.Dense" in linen

@@ -1,0 +1,362 @@
+"""The other scripts of `examples/`: help for each, and a run of a few small steps."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import typing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization
+
+import jfp8
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SIZES = "--width=32 --layers=1 --heads=2 --seq-len=32 --batch-size=4 --eval-batches=4"
+SMALL = [*SIZES.split(), "--steps=12", "--lr=1e-2"]
+SCRIPTS = sorted(
+    path.stem
+    for path in EXAMPLES.glob("*.py")
+    if path.stem not in ("quickstart", "custom_quantizer")
+)
+
+
+def module(name: str) -> typing.Any:
+    """With the imports that `python examples/NAME.py` would find."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        return importlib.import_module(name)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Scripts write their results below the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_bytes(b"".join(Path(m.__file__).read_bytes() for m in (argparse, typing)))
+    return str(path)
+
+
+def figures_of(printed: str) -> dict[str, str]:
+    """What the line of results says: the same form in every script."""
+    (line,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    return dict(field.split("=") for field in line.split()[1:])
+
+
+def check_run(script: str, result: dict, printed: str, runs: set[str]) -> dict[str, str]:
+    """Every run learned, all from the same start, and the files and the line say what was."""
+    out = Path("runs", script)
+    assert sorted(Path().iterdir()) == [Path("runs")]
+    assert list(Path("runs").iterdir()) == [out]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "result.json").read_text()) == result
+    assert set(result["train_loss"]) == set(result["validation_loss"]) == runs
+    for run, losses in result["train_loss"].items():
+        assert len(losses) == result["arguments"]["steps"]
+        assert np.mean(losses[-3:]) < losses[0] - 0.5
+        assert losses[0] == pytest.approx(result["train_loss"]["f32"][0], rel=0.05)
+        assert run == "f32" or losses[0] != result["train_loss"]["f32"][0], f"{run} is not FP8"
+    figures = figures_of(printed)
+    assert figures["example"] == script
+    assert figures["metric"] == "validation_loss"
+    for run, loss in result["validation_loss"].items():
+        assert float(figures[run]) == pytest.approx(loss, rel=1e-5)
+    first, f32 = (
+        result["validation_loss"][run] for run in (next(iter(result["train_loss"])), "f32")
+    )
+    assert float(figures["gap_percent"]) == pytest.approx(100 * (first / f32 - 1), abs=1e-3)
+    assert abs(float(figures["gap_percent"])) < 5
+    return figures
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_has_examples_of_use(script, capsys):
+    with pytest.raises(SystemExit) as exit:
+        module(script).main(["--help"])
+    assert exit.value.code == 0
+    printed = capsys.readouterr().out
+    assert f"\n    python examples/{script}.py" in printed
+    assert "--out DIR" in printed
+    assert f"runs/{script}" in printed
+
+
+# ---- converting
+
+
+@pytest.mark.slow
+def test_a_converted_model_trains_as_it_did(text, capsys):
+    result = module("convert_model").main([*SMALL, "--data", text])
+    printed = capsys.readouterr().out
+    figures = check_run("convert_model", result, printed, {"fp8", "f32"})
+    assert "parameters of both: equal in names, shapes and values" in printed
+    # What `jfp8.report` prints, down to the layers inside of nn.scan, nn.remat and attention
+    assert "ScanCheckpointBlock_0/MultiHeadDotProductAttention_0/query  fprop" in printed
+    assert 0 < float(figures["fp8_percent_of_flops"]) < 100
+
+
+def test_the_plain_model_knows_nothing_of_fp8():
+    source = (EXAMPLES / "lm/plain_gpt.py").read_text()
+    assert "jfp8" not in source
+
+
+@pytest.mark.slow
+def test_a_layer_can_be_left_as_it_is(text, capsys):
+    script = module("convert_model")
+    fractions = {}
+    for pattern in ("*/Dense_1", "*/Dense_*"):
+        args = [*SMALL, "--data", text, "--steps=1", "--exempt", pattern]
+        fractions[pattern] = script.main(args)["fp8_percent_of_flops"]
+        assert f"high precision: exempt: {pattern!r}" in capsys.readouterr().out
+    assert fractions["*/Dense_*"] < fractions["*/Dense_1"]
+    with pytest.raises(SystemExit):
+        script.main([*SMALL, "--data", text, "--exempt", "decoder/*"])
+    assert "decoder/*" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers(text, capsys):
+    pytest.importorskip("transformers", reason="pip install 'jfp8[models]'")
+    with jax.numpy_rank_promotion("allow"):  # as its authors run it
+        result = module("convert_model").main([*SMALL, "--data", text, "--model=llama"])
+    printed = capsys.readouterr().out
+    check_run("convert_model", result, printed, {"fp8", "f32"})
+    assert "model/layers/0/mlp/gate_proj" in printed
+
+
+def test_a_model_that_is_not_installed(text, monkeypatch, capsys):
+    monkeypatch.setitem(module("sys").modules, "transformers.models.llama", None)
+    with pytest.raises(SystemExit):
+        module("convert_model").main([*SMALL, "--data", text, "--model=llama"])
+    assert "type  pip install 'jfp8[models]'" in capsys.readouterr().err
+
+
+# ---- NNX
+
+
+@pytest.mark.slow
+def test_an_nnx_model_trains_in_fp8(text, capsys):
+    result = module("train_nnx_lm").main([*SMALL, "--data", text])
+    printed = capsys.readouterr().out
+    figures = check_run("train_nnx_lm", result, printed, {"fp8", "f32"})
+    # Four products in a block, each with three histories of 16
+    parameters = 2 * 256 * 32 + 32 * 32 + 12 * 32**2 + 6 * 32
+    assert f"{parameters:,} parameters, and {4 * 3 * 16} numbers of FP8 state" in printed
+    assert "4 of 4 histories of gradients have entries" in printed
+    assert figures["grad_histories"] == "4"
+
+
+# ---- fine-tuning
+
+
+@pytest.mark.slow
+def test_fine_tuning_begins_with_the_checkpoint(text, capsys):
+    script = module("finetune")
+    argv = [*SMALL, "--pretrain-steps=12", "--data", text]
+    first = script.main(argv)
+    printed = capsys.readouterr().out
+    path = Path("runs/finetune/pretrained.msgpack")
+    assert f"parameters written to {path}" in printed
+    # Twelve steps on similar text bring the loss from ln 256 to about 3.6
+    assert first["f32_before"] < 4.5 < np.log(256)
+    assert first["fp8_before"] == pytest.approx(first["f32_before"], rel=0.02)
+    assert first["fp8_before"] != first["f32_before"]
+    for run in ("fp8", "f32"):
+        assert first["validation_loss"][run] < first[f"{run}_before"] - 0.1
+    assert abs(first["gap_percent"]) < 5
+    figures = figures_of(printed)
+    assert figures["example"] == "finetune"
+    assert float(figures["fp8_before"]) == pytest.approx(first["fp8_before"], rel=1e-5)
+
+    # The file goes on where it was, without pre-training, to the last bit.
+    again = script.main([*argv, "--from", str(path), "--out", "again"])
+    assert "pre-training" not in capsys.readouterr().out
+    assert again["train_loss"] == first["train_loss"]
+    assert sorted(p.name for p in Path("again").iterdir()) == ["loss.png", "result.json"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_stock_model_is_one_of_the_fp8_model():
+    """Names, shapes and dtypes are the same, so bytes of one load into the other."""
+    script = module("finetune")
+    args = script.make_parser().parse_args(SMALL)
+    f32, fp8 = (
+        script.make_state(args, recipe, 1e-3, 10)
+        for recipe in (None, jfp8.recipes.DelayedScaling())
+    )
+    changed = jax.tree.map(lambda p: p + 1, f32.params)
+    Path("params").write_bytes(serialization.to_bytes(changed))
+    loaded = script.load(fp8, Path("params"))
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, changed)
+    assert loaded.fp8
+    assert not any(leaf.any() for leaf in jax.tree.leaves(loaded.fp8)), "histories begin empty"
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--from no/such", "No such file"),
+        ("--from junk", "--from junk does not hold parameters of this model"),
+        ("--from wide", "--from wide holds parameters of other shapes: type the --width"),
+        ("--pretrain-steps 0", "--pretrain-steps: '0' is given, but it must be a whole number"),
+        ("--width 30 --heads 4", "--width 30 does not divide into --heads 4"),
+        ("--data no/such", "--data no/such does not exist"),
+        ("--seq-len 4096", "type --seq-len 4095 or less"),
+    ],
+)
+def test_a_mistake_is_told_with_what_to_type_instead(text, capsys, argv, message):
+    script = module("finetune")
+    Path("junk").write_bytes(b"hello")
+    if "wide" in argv:
+        args = script.make_parser().parse_args([*SMALL, "--width=64"])
+        wide = script.make_state(args, None, 1e-3, 10)
+        Path("wide").write_bytes(serialization.to_bytes(wide.params))
+    with pytest.raises(SystemExit) as exit:
+        script.main([*SMALL, "--data", text, *argv.split()])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_documentation_is_other_text():
+    corpus = module("lm.corpus")
+    english, code = corpus.load_documentation(None, 32), corpus.load(None, 32)
+    assert english.name == "Python's documentation"
+    assert len(english.periods) >= 4
+    # Code has docstrings too, so "the" is only a few times as frequent in English.
+    rate = lambda text, word: text.periods.tobytes().count(word) / text.periods.size
+    assert rate(english, b" the ") > 2 * rate(code, b" the ")
+    assert rate(code, b"self.") > 5 * rate(english, b"self.")
+
+
+# ---- a recipe of one's own
+
+
+@pytest.mark.slow
+def test_a_recipe_of_ones_own_trains(text, capsys):
+    result = module("custom_recipe").main([*SMALL, "--data", text])
+    printed = capsys.readouterr().out
+    check_run("custom_recipe", result, printed, {"own", "stock", "f32"})
+    assert result["own_product_error_percent"] < result["stock_product_error_percent"] / 2
+    assert '"recipe": "FourBits"' in printed
+
+
+def test_its_quantizer_is_what_it_says():
+    """Against NumPy: the scale, and the nearest of the eight magnitudes of e2m1."""
+    script = module("custom_recipe")
+    x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+    x[0, 0] = 30.0
+    y = jfp8.scaled_dot_general(
+        jnp.asarray(x),
+        jnp.eye(32),
+        (((1,), (0,)), ((), ())),
+        recipe=jfp8.recipes.PerOperand(
+            fprop=script.Product(script.Saturating(jfp8.E2M1FN, 2.0), None),
+            dgrad=script.Product(None, None),
+            wgrad=script.Product(None, None),
+        ),
+    )
+    scale = 2.0 * np.sqrt(np.mean(np.square(x, dtype=np.float64))) / 6
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = magnitudes[np.abs(np.abs(x)[..., None] / scale - magnitudes).argmin(axis=-1)]
+    np.testing.assert_allclose(y, np.sign(x) * nearest * scale, rtol=1e-6)
+    assert float(y[0, 0]) == pytest.approx(6 * scale)
+
+
+# ---- finding the tensor that breaks
+
+
+@pytest.mark.slow
+def test_the_tensor_that_breaks_is_found(text, capsys):
+    """Gradients of a loss that is multiplied by 1e-3 lie below 2^-17, where e5m2 ends."""
+    result = module("debug_training").main([*SMALL, "--data", text, "--every=4"])
+    printed = capsys.readouterr().out
+    assert result["first_fault"] == "vanishing_gradient"
+    assert result["first_tensor"] == "block_0/down grad"  # the first product of the backward pass
+    assert "-> Raise the loss scale" in printed
+    assert result["findings_after_repair"] == 0
+    figures = figures_of(printed)
+    assert figures["first_tensor"] == "block_0/down_grad"
+    losses = result["validation_loss"]
+    assert losses["broken"] > losses["f32"] + 0.3
+    assert losses["repaired"] == pytest.approx(losses["f32"], rel=0.05)
+    out = Path("runs/debug_training")
+    names = ["gradients.png", "loss.png", "result.json", "stats.jsonl"]
+    assert sorted(p.name for p in out.iterdir()) == names
+    rows = jfp8.debug.read_jsonl(out / "stats.jsonl")
+    assert {row.step for row in rows} == {0, 4, 8}
+    assert len(rows) == 3 * 12, "three tensors of four products in three steps"
+    down = [r for r in rows if r.path == "block_0/down" and r.tensor == "grad"]
+    assert min(row.underflow for row in down) > 0.9
+
+
+# ---- what the scripts share
+
+
+def test_the_line_of_results():
+    report = module("lm.report")
+    figures = {"fp8": 1 / 3, "gap": None, "tiny": 1e-9, "zero": 0.0, "steps": 10, "data": "a b"}
+    line = report.result_line("x", metric="loss", **figures)
+    expected = "metric=loss fp8=0.333333 tiny=1e-09 zero=0 steps=10 data=a_b"
+    assert line == f"RESULT example=x {expected}"
+
+
+def test_the_table():
+    report = module("lm.report")
+    labels = {"fp8": "FP8, delayed", "f32": "float32"}
+    lines = report.table(labels, {"fp8": 2.02, "f32": 2.0}, {"fp8": 12.6, "f32": 9.4}).splitlines()
+    assert lines[0].split() == ["validation", "loss", "relative", "gap", "ms", "per", "step"]
+    assert lines[1].split() == ["FP8,", "delayed", "2.0200", "+1.00", "%", "13"]
+    assert lines[2].split() == ["float32", "2.0000", "9"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_loop_takes_every_step_once():
+    """Of each run, in order, with the batch of that step; and says what each step returned."""
+    training = module("lm.training")
+    seen = {"a": [], "b": []}
+
+    def step_of(run):
+        def step(state, batch):
+            seen[run].append(batch)
+            return state + batch, {"loss": jnp.float32(state)}
+
+        return step
+
+    steps = {run: step_of(run) for run in seen}
+    states, numbers = training.train(steps, {"a": 0, "b": 100}, lambda step: step**2, 23)
+    assert seen == {run: [i**2 for i in range(23)] for run in seen}
+    total = sum(i**2 for i in range(23))
+    assert states == {"a": total, "b": 100 + total}
+    losses = {run: [n["loss"] for n in of_run] for run, of_run in numbers.items()}
+    assert losses["a"] == [sum(i**2 for i in range(n)) for n in range(23)]
+    assert losses["b"] == [100 + loss for loss in losses["a"]]
+    assert all(n["ms"] >= 0 for of_run in numbers.values() for n in of_run)
+
+
+def test_a_picture_of_three_runs():
+    """Its curves are running means, and below them is how far two lie above the third."""
+    report = module("lm.report")
+    losses = {run: np.linspace(4, 2, 100) * f for run, f in (("a", 1.1), ("b", 1.2), ("f32", 1))}
+    drawn = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report.plt, "close", lambda figure: drawn.setdefault("figure", figure))
+        names = {run: f"name of {run}" for run in losses}
+        report.draw(Path("x.png"), losses, names, "Title", names)
+    report.plt.close(drawn["figure"])
+    top, bottom = drawn["figure"].axes
+    assert [t.get_text() for t in top.get_legend().get_texts()] == list(names.values())
+    np.testing.assert_allclose(top.lines[2].get_ydata()[0], np.linspace(4, 2, 100)[:10].mean())
+    np.testing.assert_allclose(bottom.lines[0].get_ydata(), 10)
+    np.testing.assert_allclose(bottom.lines[2].get_ydata(), 20)
+    assert "float32" in bottom.get_ylabel()
+    assert top.get_title() == "Title"
+    assert Path("x.png").stat().st_size > 1000

@@ -1,0 +1,280 @@
+"""The examples are run as a stranger would run them, only with fewer and smaller steps."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SMALL = "--steps=24 --width=32 --layers=1 --heads=2 --seq-len=32 --batch-size=4 --eval-batches=4"
+
+
+@pytest.fixture(scope="module")
+def train_lm():
+    """The script as a module, with the imports that `python examples/train_lm.py` would find."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module("train_lm")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Two modules of the standard library: more than the one period of 80 KiB that is needed."""
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_bytes(b"".join(Path(m.__file__).read_bytes() for m in (argparse, typing)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def compared(train_lm, text, tmp_path_factory):
+    """One run of FP8 beside float32, which never stops; most tests below look at what it left."""
+    out = tmp_path_factory.mktemp("compared")
+    argv = [*SMALL.split(), "--compare", "--data", str(text), "--lr", "1e-2", "--loss-scale"]
+    argv += ["--checkpoint", str(out / "state.msgpack"), "--checkpoint-every", "7"]
+    return argv, out, train_lm.main([*argv, "--out", str(out)])
+
+
+def run_script(name: str, *argv: str, cwd: Path) -> str:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *argv],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def read_metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_quickstart_prints_a_falling_loss(tmp_path):
+    losses = [
+        float(line.split()[-1])
+        for line in run_script("quickstart.py", cwd=tmp_path).split("\n")[:-1]
+    ]
+    assert len(losses) == 6
+    assert losses[0] == pytest.approx(np.log(256), abs=0.3)  # knows nothing yet
+    assert losses[-1] < 3
+
+
+def test_quickstart_is_short_enough_to_be_read():
+    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 40
+
+
+def test_train_lm_is_a_plain_script_that_runs_from_any_folder(tmp_path):
+    help_text = run_script("train_lm.py", "--help", cwd=tmp_path)
+    for option in ("--recipe", "--compare", "--fp8-head", "--loss-multiplier", "--resume"):
+        assert option in help_text
+
+
+@pytest.mark.slow
+def test_both_losses_fall_and_stay_close(compared):
+    _, out, result = compared
+    lines = read_metrics(out)
+    assert [line["step"] for line in lines] == list(range(1, 25))
+    for run in ("fp8", "f32"):
+        losses = np.array([line["loss"][run] for line in lines])
+        assert np.isfinite(losses).all()
+        assert losses[-5:].mean() < losses[:5].mean() - 0.5
+        assert np.isfinite(result["validation_loss"][run])
+    fp8, f32 = lines[0]["loss"]["fp8"], lines[0]["loss"]["f32"]
+    assert fp8 == pytest.approx(f32, rel=0.02), "the same initial parameters and the same batch"
+    assert fp8 != f32, "and yet one of them in FP8"
+    assert abs(result["gap_percent"]) < 5
+
+
+@pytest.mark.slow
+def test_what_a_run_leaves_behind(compared):
+    argv, out, result = compared
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "result.json").read_text()) == result
+    assert result["arguments"]["width"] == 32
+    assert set(result["versions"]) == {"jfp8", "jax", "flax", "optax"}
+    # embedding and head, positions, one block of 12 width^2 and four norm vectors, the last norm
+    assert result["parameters"] == 2 * 256 * 32 + 32 * 32 + 12 * 32**2 + 4 * 32 + 2 * 32
+    last = read_metrics(out)[-1]
+    assert last["ms"]["fp8"] > 0
+    assert last["ms"]["f32"] > 0
+    assert last["loss_scale"] == {"fp8": 2.0**15, "f32": 2.0**15}
+    assert [p.name for p in out.iterdir() if "msgpack" in p.name] == ["state.msgpack"]
+
+
+@pytest.mark.slow
+def test_resume_gives_the_numbers_of_a_run_that_never_stopped(train_lm, compared, tmp_path, capsys):
+    argv, out, straight = compared
+    argv = [*argv, "--out", str(tmp_path), "--checkpoint", str(tmp_path / "state.msgpack")]
+
+    assert train_lm.main([*argv, "--stop-at", "11"]) is None
+    assert "stopped after step 11" in capsys.readouterr().out
+    assert len(read_metrics(tmp_path)) == 11
+    resumed = train_lm.main([*argv, "--resume"])
+    printed = capsys.readouterr().out
+    assert "relative gap" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    assert (
+        f"example=train_lm metric=validation_loss fp8={resumed['validation_loss']['fp8']:.6g}"
+        in line
+    )
+
+    def without_time(lines):
+        return [{k: v for k, v in line.items() if k != "ms"} for line in lines]
+
+    assert without_time(read_metrics(tmp_path)) == without_time(read_metrics(out))
+    assert resumed["validation_loss"] == straight["validation_loss"]
+    assert last_state(tmp_path) == last_state(out)
+
+
+def last_state(out: Path) -> list[tuple[str, bytes]]:
+    """Every number that the checkpoint in `out` holds, to the last bit."""
+    import jax
+    from flax import serialization
+
+    tree = serialization.msgpack_restore((out / "state.msgpack").read_bytes())["states"]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), np.asarray(leaf).tobytes()) for path, leaf in leaves]
+
+
+@pytest.mark.slow
+def test_float32_does_not_notice_a_loss_multiplier(train_lm, text, tmp_path):
+    argv = [
+        *SMALL.split(),
+        "--steps",
+        "8",
+        "--recipe",
+        "none",
+        "--data",
+        str(text),
+        "--out",
+        str(tmp_path),
+    ]
+    losses = []
+    for multiplier in ("1", "1e-3"):
+        train_lm.main([*argv, "--loss-multiplier", multiplier, "--micro-batches", "2"])
+        losses.append([line["loss"]["f32"] for line in read_metrics(tmp_path)])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_every_product_in_fp8_without_scales(train_lm, text, tmp_path):
+    argv = [*SMALL.split(), "--steps", "2", "--data", str(text), "--out", str(tmp_path)]
+    result = train_lm.main([*argv, "--recipe", "unscaled", "--fp8-head"])
+    assert result["gap_percent"] is None
+    assert np.isfinite(result["validation_loss"]["fp8"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--steps 0", "--steps: '0' is given, but it must be a whole number of 1 or more"),
+        ("--steps=-3", "--steps: '-3' is given, but it must be a whole number of 1 or more"),
+        ("--steps ten", "--steps: 'ten' is given, but it must be a whole number of 1 or more"),
+        ("--seed=-1", "--seed: '-1' is given, but it must be a whole number of 0 or more"),
+        ("--lr 0", "--lr: '0' is given, but it must be a finite number above 0"),
+        ("--lr nan", "--lr: 'nan' is given, but it must be a finite number above 0"),
+        ("--width 130 --heads 4", "--width 130 does not divide into --heads 4"),
+        ("--width 130 --heads 4", "Type --heads with one of 1, 2, 5, 10, 13, 26, 65, 130"),
+        ("--recipe delay", "invalid choice: 'delay' (choose from"),
+        ("--batch-size 8 --micro-batches 3", "--micro-batches 3: type --batch-size 9"),
+        ("--compare --recipe none", "--compare with --recipe none would train float32 twice"),
+        ("--fp8-head --recipe none", "--fp8-head with --recipe none has no FP8"),
+        ("--resume", "--resume needs a file for the state: add --checkpoint runs/train_lm/"),
+        ("--checkpoint-every 5", "--checkpoint-every needs a file for the state: add --checkpoint"),
+        ("--stop-at 5", "--stop-at needs a file for the state: add --checkpoint"),
+        ("--resume --checkpoint no/such.msgpack", "there is no checkpoint at no/such.msgpack"),
+        ("--resume --checkpoint small.txt", "small.txt is not a checkpoint of train_lm.py"),
+        ("--data no/such/text", "--data no/such/text does not exist: give a text file or a folder"),
+        ("--data small.txt", "--data small.txt has 11 bytes of text, but at least 81,920"),
+        ("--seq-len 4096", "type --seq-len 4095 or less"),
+        ("--batch-size 300 --data text.txt", "type --batch-size 31, or give more text"),
+        ("--out small.txt", "small.txt"),
+    ],
+)
+def test_a_mistake_is_told_with_what_to_type_instead(
+    train_lm, text, tmp_path, monkeypatch, capsys, argv, message
+):
+    monkeypatch.chdir(tmp_path)
+    Path("small.txt").write_text("hello world")
+    Path("text.txt").write_bytes(text.read_bytes()[:100_000])
+    with pytest.raises(SystemExit) as exit:
+        train_lm.main(argv.split())
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_resume_refuses_another_configuration(train_lm, compared, capsys):
+    argv, out, _ = compared
+    with pytest.raises(SystemExit):
+        train_lm.main([*argv, "--out", str(out), "--resume", "--width", "64", "--seed", "3"])
+    message = capsys.readouterr().err
+    assert "width was 32 and is 64" in message
+    assert "seed was 0 and is 3" in message
+    assert "Type the old values, or leave --resume out" in message
+
+
+@pytest.mark.parametrize("missing", ["tqdm", "matplotlib"])
+def test_a_missing_package_is_told_with_the_command_that_installs_it(
+    train_lm, monkeypatch, missing
+):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "lm.report")
+    monkeypatch.delattr(sys.modules["lm"], "report")
+    with pytest.raises(SystemExit, match=rf"needs {missing}: type  pip install 'jfp8\[examples\]'"):
+        runpy.run_path(str(EXAMPLES / "train_lm.py"))
+
+
+def test_training_windows_touch_no_held_out_byte(train_lm, tmp_path):
+    corpus = train_lm.corpus
+    path = tmp_path / "marked"
+    path.write_bytes((b"\0" * 19 * corpus.BLOCK + b"\1" * corpus.BLOCK) * 3 + b"\1" * corpus.BLOCK)
+    marked = corpus.load(str(path), seq_len=1000)
+    assert marked.periods.shape == (3, corpus.PERIOD)
+    for step in range(50):
+        assert not marked.train_batch(0, step, 8).any()
+    batches = marked.validation_batches(batch_size=4, count=100)
+    assert batches.shape == (3, 4, 1001)
+    assert batches.all()
+
+
+def test_a_batch_is_a_function_of_seed_and_step(train_lm, text):
+    corpus = train_lm.corpus.load(str(text), seq_len=32)
+    batch = corpus.train_batch(1, 2, 4)
+    assert batch.shape == (4, 33)
+    np.testing.assert_array_equal(batch, corpus.train_batch(1, 2, 4))
+    assert (batch != corpus.train_batch(2, 1, 4)).any()
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(train_lm, tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, letter in (("b/a.txt", b"b"), ("c.txt", b"c"), ("a.txt", b"a")):
+        (tmp_path / name).write_bytes(letter * 81_920)
+    periods = train_lm.corpus.load(str(tmp_path), seq_len=32).periods
+    assert bytes(periods[:, 0]) == b"abc"
+
+
+@pytest.mark.slow
+def test_custom_quantizer():
+    """The quantizer of one's own beats the library's where it is meant to."""
+    path = EXAMPLES / "custom_quantizer.py"
+    errors = runpy.run_path(str(path))["main"]()
+    current, clipped = errors.values()
+    assert 0 < clipped < current / 2
+    body = path.read_text().partition("class Clipped")[2].partition("def main")[0]
+    assert len(body.splitlines()) <= 30

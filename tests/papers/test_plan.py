@@ -1,0 +1,367 @@
+"""The planning calculator, against arrays and compiled programs at small sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+from jfp8.optim import Blocks, ScaledFloat16, adam, state_shardings
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH, LENGTH = 16, 64
+
+
+@pytest.fixture(scope="module")
+def plan():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("plan")
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        yield importlib.import_module("lm.model")
+
+
+@pytest.fixture(scope="module")
+def size(plan):
+    """Two layers of width 128: every array is a multiple of the blocks of 128."""
+    return plan.Model(width=128, layers=2, vocabulary=256, sequence=LENGTH, batch=BATCH)
+
+
+def transformer(lm, size, recipe=None, heads=8):
+    return lm.Transformer(size.width, size.layers, heads, size.sequence, recipe)
+
+
+def shapes_of(model):
+    return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))
+
+
+def loss_of(model, variables, tokens):
+    logits = model.apply(variables, tokens)
+    targets = jax.nn.one_hot(tokens, logits.shape[-1])
+    return optax.softmax_cross_entropy(logits, targets).mean()
+
+
+def mesh_of(**sizes):
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+
+
+TOKENS = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+
+
+OPS = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+COLLECTIVE = re.compile(rf"=\s*(.*?)\s({OPS})\(")
+SHAPE = re.compile(r"(bf16|f16|f32|s32|u32|u8|pred)\[([\d,]*)\]")
+ITEM = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "pred": 1}
+
+
+def sent(compiled, n, dtypes=None, trips=None):
+    """Bytes that one of `n` devices sends, in rings; the only loops run `trips` times."""
+    factor = {
+        "all-gather": (n - 1) / n,
+        "all-to-all": (n - 1) / n,
+        "all-reduce": 2 * (n - 1) / n,
+        "reduce-scatter": n - 1,
+        "collective-permute": 1,
+    }
+    text = compiled.as_text()
+    assert (" while(" in text) == (trips is not None)
+    total, times = 0.0, 1
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            times = 1 if line.startswith("ENTRY") else trips
+        found = COLLECTIVE.search(line)
+        for dtype, dims in SHAPE.findall(found[1]) if found else ():
+            elements = math.prod(int(d) for d in dims.split(",") if d)
+            if dtypes is None or dtype in dtypes:
+                total += times * factor[found[2]] * ITEM[dtype] * elements
+    return total
+
+
+def test_parameters_are_those_of_the_model(plan, lm, size):
+    for s in (size, plan.Model(96, 3, 256, 40, 4)):
+        params = shapes_of(transformer(lm, s))["params"]
+        assert sum(p.size for p in jax.tree.leaves(params)) == s.parameters
+
+
+# Memory
+
+
+def held_by_one_device(tree):
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("BF16", optax.adam(1e-3)),
+        ("ADAM", adam(1e-3)),
+        ("O2", adam(1e-3, mu=Blocks(), nu=ScaledFloat16())),
+    ],
+    ids=["f32 moments", "jfp8.optim.adam", "O2"],
+)
+def test_weights_and_moments_of_one_device(plan, lm, name, optimizer):
+    """Of real arrays on 8 devices. Small arrays keep f32 moments: here they are 0.3 % of all."""
+    s = plan.Model(width=512, layers=1, vocabulary=256, sequence=LENGTH, batch=1)
+    mesh = mesh_of(fsdp=4, tensor=2)
+
+    def sharding(path, p):
+        path = jax.tree_util.keystr(path, simple=True, separator="/")
+        if re.search("(qkv|up|head)/kernel", path):
+            return NamedSharding(mesh, P("fsdp", "tensor"))
+        return NamedSharding(mesh, P("tensor", "fsdp") if "kernel" in path else P("fsdp"))
+
+    model = transformer(lm, s)
+    shapes = shapes_of(model)["params"]
+    shardings = jax.tree_util.tree_map_with_path(sharding, shapes)
+    zeros = lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), shapes)
+    params = jax.jit(zeros, out_shardings=shardings)()
+    of_state = state_shardings(optimizer, shapes, shardings)
+    state = jax.jit(optimizer.init, out_shardings=of_state)(params)
+
+    planned = plan.memory(s, plan.Devices(fsdp=4, tensor=2), getattr(plan, name))
+    assert held_by_one_device(params) == planned["weights"] == planned["gradients"]
+    assert held_by_one_device(state) == pytest.approx(planned["moments"], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["PRODUCTS", "SAVED"])
+def test_activations_kept_for_the_backward_pass(plan, name):
+    """Of a layer in bf16: what `jax.vjp` holds, besides FP8 kernels and attention's own weights."""
+    saved = jfp8.E4M3FN if name == "SAVED" else None
+    s = plan.Model(width=256, layers=1, vocabulary=256, sequence=48, batch=3)
+    layer = jfp8.TransformerLayer(
+        hidden_size=s.width,
+        mlp_hidden_size=s.mlp * s.width,
+        num_attention_heads=8,
+        self_attn_mask_type="causal",
+        use_bias=False,
+        dtype=jnp.bfloat16,
+        saved_activations=saved,
+    )
+    x = jax.ShapeDtypeStruct((s.batch, s.sequence, s.width), jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    params = variables.pop("params")
+
+    def residuals(params, x, state):
+        forward = lambda params, x: layer.apply({"params": params, **state}, x)
+        return jax.tree.leaves(jax.vjp(forward, params, x)[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(params, x, variables).jaxpr
+    parameters = jaxpr.invars[: len(jax.tree.leaves(params))]
+    kept = [v.aval for v in set(jaxpr.outvars) - set(parameters)]
+    between_tokens = (s.sequence, s.sequence)
+    counted = sum(
+        a.size * a.dtype.itemsize
+        for a in kept
+        if between_tokens not in (a.shape[-2:], a.shape[2:4])
+    )
+    precision = getattr(plan, name)
+    planned = plan.saved_per_layer(s, plan.Devices(), precision)
+    assert counted == pytest.approx(planned + s.kernels * precision.kernels, rel=0.01)
+
+
+# Bytes on the wire. The oracle reads the compiled text by itself.
+
+
+def test_data_parallel_in_f32(plan, lm, size):
+    """One all-reduce of every gradient, and of the loss."""
+    model, mesh = transformer(lm, size), mesh_of(data=8)
+    whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    step = jax.jit(
+        jax.value_and_grad(partial(loss_of, model)),
+        in_shardings=(whole, divided),
+        out_shardings=whole,
+    )
+    counted = sent(step.lower(shapes_of(model), TOKENS).compile(), 8)
+    f32 = dataclasses.replace(plan.BF16, reduced=4)
+    planned = plan.wire(size, plan.Devices(data=8), f32)
+    assert planned["fsdp"] == planned["tensor"] == 0
+    assert counted == pytest.approx(planned["data"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_data_parallel_in_fp8(plan, lm, size):
+    """The same gradients as bytes in blocks; what else is sent is counted apart."""
+    model, mesh = transformer(lm, size), mesh_of(data=8)
+    gradient = jax.value_and_grad(partial(loss_of, model))
+    step = jax.jit(jfp8.data_parallel(gradient, "data", mesh=mesh))
+    compiled = step.lower(shapes_of(model), TOKENS).compile()
+    planned = plan.wire(size, plan.Devices(data=8), plan.O1)["data"]
+    assert sent(compiled, 8, {"u8"}) == pytest.approx(planned, rel=5e-3)
+    assert sent(compiled, 8) == pytest.approx(planned, rel=5e-3)
+    f32 = dataclasses.replace(plan.BF16, reduced=4)
+    assert planned < 0.27 * plan.wire(size, plan.Devices(data=8), f32)["data"]
+
+
+def fsdp_program(lm, size, gather):
+    """Every parameter lies in 8 parts; `gather` makes those of a layer whole in the loop."""
+    mesh = mesh_of(fsdp=8)
+    model = lm.Transformer(
+        size.width,
+        size.layers,
+        8,
+        size.sequence,
+        jfp8.recipes.Float8CurrentScaling(),
+        scan_layers=True,
+        gather=gather,
+    )
+    params = shapes_of(model)["params"]
+    specs = {name: jax.tree.map(lambda _: P("fsdp"), tree) for name, tree in params.items()}
+    specs["blocks"] = jax.tree.map(lambda _: P(None, "fsdp"), params["blocks"])
+
+    def loss(parts, tokens):
+        whole = {name: gather_f32(part) for name, part in parts.items() if name != "blocks"}
+        return loss_of(model, {"params": {**whole, "blocks": parts["blocks"]}}, tokens)
+
+    step = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=specs, check_vma=False
+    )
+    return jax.jit(step).lower(params, TOKENS).compile()
+
+
+def gather_f32(parts):
+    return jax.tree.map(lambda p: jax.lax.all_gather(p, "fsdp", tiled=True), parts)
+
+
+def gather_fp8(parts, gradients_as=None):
+    specs = jax.tree.map(lambda _: P("fsdp"), parts)
+    recipe = jfp8.recipes.Float8CurrentScaling()
+    return jfp8.gather_weights(parts, "fsdp", specs, recipe=recipe, gradients_as=gradients_as)
+
+
+@pytest.mark.slow
+def test_fsdp_in_f32(plan, lm, size):
+    counted = sent(fsdp_program(lm, size, gather_f32), 8, trips=size.layers)
+    f32 = dataclasses.replace(
+        plan.BF16, gathered=4, gathered_others=4, scattered=4, scattered_others=4
+    )
+    planned = plan.wire(size, plan.Devices(fsdp=8), f32)
+    assert counted == pytest.approx(planned["fsdp"], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradients_as", [None, jfp8.E4M3FN], ids=str)
+def test_fsdp_with_kernels_gathered_in_fp8(plan, lm, size, gradients_as):
+    """Of kernels a byte per element and direction; all else in f32 here."""
+    gather = partial(gather_fp8, gradients_as=gradients_as)
+    compiled = fsdp_program(lm, size, gather)
+    if gradients_as is None:
+        chosen = dataclasses.replace(plan.GATHER, scattered=4)
+    else:
+        chosen = plan.SCATTER
+    in_f32 = {"gathered_others": 4, "scattered_others": 4}
+    planned = plan.wire(size, plan.Devices(fsdp=8), dataclasses.replace(chosen, **in_f32))["fsdp"]
+    scattered = 0 if gradients_as is None else 1 + 4 / 128
+    in_bytes = (2 + scattered) * 7 / 8 * size.kernels
+    assert sent(compiled, 8, {"u8"}, size.layers) == in_bytes
+    assert sent(compiled, 8, trips=size.layers) == pytest.approx(planned, rel=0.01)
+
+
+def test_tensor_parallel(plan, lm, size):
+    """Sums of partial products: activations of the batch, (4 layers + 1) times."""
+    model, mesh = transformer(lm, size), mesh_of(tensor=8)
+
+    def spec(path, p):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if re.search("(qkv|up|head)/kernel", name):
+            return NamedSharding(mesh, P(None, "tensor"))
+        return NamedSharding(mesh, P("tensor") if re.search("(out|down)/kernel", name) else P())
+
+    variables = shapes_of(model)
+    shardings = jax.tree_util.tree_map_with_path(spec, variables)
+    whole = NamedSharding(mesh, P())
+    step = jax.jit(
+        jax.value_and_grad(partial(loss_of, model)),
+        in_shardings=(shardings, whole),
+        out_shardings=(whole, shardings),
+    )
+    counted = sent(step.lower(variables, TOKENS).compile(), 8)
+    f32 = dataclasses.replace(plan.BF16, exchanged=4)
+    planned = plan.wire(size, plan.Devices(tensor=8), f32)
+    assert planned["data"] == planned["fsdp"] == 0
+    assert counted == pytest.approx(planned["tensor"], rel=0.01)
+
+
+# Time
+
+
+def test_times_by_hand(plan):
+    """Round numbers: 48 k elements of kernels, 1024 tokens, everything at one unit per second."""
+    model = plan.Model(width=64, layers=1, vocabulary=100, sequence=32, batch=32)
+    assert model.kernels == 12 * 64**2 == 49152
+    unit = {"data": 1.0, "fsdp": 1.0, "tensor": 1.0}
+    devices = plan.Devices(data=2, fsdp=2, tensor=2)
+    bf16 = plan.seconds(model, devices, plan.BF16, plan.Rates(1.0, 2.0, 1.0, unit))
+    fp8 = plan.seconds(model, devices, plan.PRODUCTS, plan.Rates(1.0, 2.0, 1.0, unit))
+    layers, logits, attention = 6 * 49152 * 1024, 6 * 6400 * 1024, 6 * 1024 * 32 * 64
+    assert bf16["products"] == (layers + logits + attention) / 8
+    assert fp8["products"] == (layers / 2 + logits + attention) / 8
+
+    # Per device: kernels and logits in quarters, tables in halves; f32 and 16 bits.
+    tables = (100 + 32) * 64 + 3 * 2 * 64
+    share = (49152 + 6400) / 4 + tables / 2
+    assert bf16["optimizer"] == share * (2 * 4 + 4 + 2 * 8)
+    assert bf16["data"] == 2 * 1 / 2 * share * 2
+    whole = (49152 + 6400) / 2 + tables
+    assert bf16["fsdp"] == 1 / 2 * 2 * (2 * 49152 / 2 + 6400 / 2 + tables + whole)
+    assert bf16["tensor"] == 5 * 2 * 1 / 2 * (1024 / 4 * 64) * 2
+
+    sent = bf16["data"] + bf16["fsdp"] + bf16["tensor"]
+    assert bf16["in_turn"] == bf16["products"] + sent + bf16["optimizer"]
+    assert bf16["overlapped"] == bf16["products"] + bf16["tensor"] + bf16["optimizer"]
+    slow = plan.Rates(1.0, 2.0, 1.0, {**unit, "data": 1e-5})
+    waiting = plan.seconds(model, devices, plan.BF16, slow)
+    assert waiting["overlapped"] == pytest.approx(
+        bf16["data"] * 1e5 + bf16["fsdp"] + bf16["tensor"] + bf16["optimizer"]
+    )
+
+
+def test_one_device_sends_nothing(plan, size):
+    assert set(plan.wire(size, plan.Devices(), plan.BF16).values()) == {0.0}
+
+
+def test_the_command_line(plan, capsys):
+    sizes = "--width 4096 --layers 32 --vocabulary 32768 --sequence 4096 --batch 256 --fsdp 8"
+    plan.main([*sizes.split(), "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["parameters"] == 12 * 4096**2 * 32 + (2 * 32768 + 4096 + 65 * 2) * 4096
+    assert [row["precision"] for row in printed["plan"]] == [p.name for p in plan.PRECISIONS]
+    plan.main(sizes.split())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("6.73 G parameters, 1,048,576 tokens in a step, 8 devices")
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + len(plan.PRECISIONS)
+    assert len({line.count("|") for line in table}) == 1
+    bf16, *others = [row["memory"] for row in printed["plan"]]
+    assert f"{sum(bf16.values()) / 1e9:.1f} " in table[2]
+    assert all(sum(o.values()) < sum(bf16.values()) for o in others)
+
+
+def test_the_tables_of_the_page_are_what_the_commands_print(plan, capsys):
+    page = (ROOT / "docs/scaling_out.md").read_text()
+    commands = re.findall(r"\$ python benchmarks/plan\.py ((?:.*\\\n)*.*)\n", page)
+    assert len(commands) == 2
+    for command in commands:
+        plan.main(command.replace("\\\n", " ").split())
+        head, table = capsys.readouterr().out.strip().split("\n\n")
+        assert head in page
+        assert table in page

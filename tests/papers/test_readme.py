@@ -1,0 +1,85 @@
+"""What the README and the pages of docs show is what the repository holds."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jfp8
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+# Pages to read. Those of docs/api list names, which tests/test_docs.py looks after.
+GUIDES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/coming_from").glob("*.md")]
+PAGES = [ROOT / "README.md", *sorted(GUIDES)]
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def test_first_model_is_the_quickstart():
+    assert (ROOT / "examples/quickstart.py").read_text().strip() in README
+
+
+@pages
+def test_links_lead_somewhere(page):
+    targets = [t.partition("#")[0] for t in re.findall(r"\]\(([^)]+)\)", page.read_text())]
+    assert targets
+    missing = [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]
+    assert not missing
+
+
+@pages
+def test_names_exist(page):
+    """Every `jfp8.something` in the text is a public name."""
+    names = set(re.findall(r"\bjfp8\.(\w+)(?:\.(\w+))?", page.read_text()))
+    assert names
+    for first, second in names:
+        value = getattr(jfp8, first)
+        if second:
+            assert hasattr(value, second), f"jfp8.{first}.{second}"
+
+
+@pages
+def test_scripts_exist(page):
+    scripts = set(re.findall(r"(?:examples|benchmarks|notebooks)/\w+\.\w+", page.read_text()))
+    assert scripts or page.name in {"promises.md", "checkpoints.md"}
+    assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_every_recipe_has_a_section():
+    text = (ROOT / "docs/recipes.md").read_text()
+    for recipe in jfp8.recipes.RECIPES:
+        assert f"## `{recipe.__name__}`" in text
+        section = text.partition(f"## `{recipe.__name__}`")[2].partition("\n## ")[0]
+        equations = re.findall(r"^    (?:y|dx|dw) +=", section, re.MULTILINE)
+        assert len(equations) == 3, recipe.__name__
+        if recipe is not jfp8.recipes.Unscaled:
+            for item in ("**Hardware**", "**State**", "**Cost**", "**When**"):
+                assert item in section, (recipe.__name__, item)
+
+
+def test_the_recipe_of_the_docs_works():
+    """The last block of code is a recipe of one's own."""
+    text = (ROOT / "docs/recipes.md").read_text()
+    code = [c for c in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "PerOperand" in c][0]
+    scope = {"jfp8": jfp8}
+    exec(code, scope)
+    assert jfp8.recipes.from_json(scope["recipe"].to_json()) == scope["recipe"]
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_on_memory_runs_in_one_piece(tmp_path):
+    page = (ROOT / "docs/memory.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(blocks) >= 5
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks))
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,305 @@
+"""The examples on several devices and in several processes, with small models and few steps."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import typing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SIZES = "--width=64 --layers=2 --heads=4 --seq-len=32 --batch-size=16 --steps=6 --lr=1e-2"
+SMALL = SIZES.split()
+
+
+def module(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def train_sharded():
+    return module("train_sharded")
+
+
+@pytest.fixture(scope="module")
+def train_processes():
+    return module("train_processes")
+
+
+@pytest.fixture(scope="module")
+def sharding():
+    return module("lm.sharding")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_bytes(b"".join(Path(m.__file__).read_bytes() for m in (argparse, typing)))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Scripts write their results below the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def run_script(name, *argv, cwd):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *argv, "--out", str(cwd)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout, json.loads((cwd / "result.json").read_text())
+
+
+# Several devices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factors", [(1, 8, 1), (2, 1, 4)])
+def test_in_float32_the_losses_are_those_of_one_device(train_sharded, text, factors):
+    """But for the order of sums: each adds rounding errors of 2^-24, and six steps do not amplify
+    them by more than a factor of ten or so.
+    """
+    mesh = [f"--{name}={n}" for name, n in zip(("data", "fsdp", "tensor"), factors)]
+    result = train_sharded.main([*SMALL, *mesh, "--text", text, "--recipe=none", "--compare"])
+    assert tuple(result["mesh"].values()) == factors
+    assert result["losses"][-1] < result["losses"][0] - 0.5
+    assert result["single_device"]["first_loss_differs_by"] < 1e-6
+    assert result["single_device"]["any_loss_differs_by"] < 1e-5
+    assert result["devices_with_equal_histories"] == 0, "float32 has none"
+
+
+@pytest.mark.slow
+def test_in_fp8_the_losses_are_those_of_one_device(text, tmp_path):
+    """In the first step to rounding in f32. Then some values near the middle between two of FP8's
+    go to the other one: single amaxes move by a step of FP8, 1/8, the loss by far less.
+    """
+    printed, result = run_script(
+        "train_sharded.py", *SMALL, "--text", text, "--compare", cwd=tmp_path
+    )
+    assert "data 2 x fsdp 2 x tensor 2: 8 devices" in printed
+    assert "RESULT example=train_sharded metric=train_loss loss=" in printed
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert result["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert result["devices_with_equal_histories"] == 8
+    assert result["losses"][-1] < result["losses"][0] - 0.5
+    single = result["single_device"]
+    assert single["first_loss_differs_by"] < 1e-6
+    assert single["first_histories_differ_by"] < 1e-2
+    assert single["any_loss_differs_by"] < 5e-3
+    assert single["last_histories_differ_by"] < 1 / 8
+    # Kernels in quarters, the tables (256 + 32 rows) and 5 norms whole.
+    kernels, tables = (2 * 12 * 64 + 256) * 64, (256 + 32 + 5 * 2) * 64
+    parameters = result["bytes"]["parameters"]
+    assert parameters == {"all": 4 * (kernels + tables), "one_device": kernels + 4 * tables}
+    moments = result["bytes"]["optimizer state"]
+    assert moments["one_device"] == pytest.approx(2 * parameters["one_device"], abs=16)
+
+
+@pytest.mark.slow
+def test_fp8_beyond_the_products(train_sharded, text):
+    """Gradients and weights travel as bytes, moments are kept as bytes; the loss hardly notices."""
+    argv = [*SMALL, "--text", text, "--width=128", "--layers=1", "--scan-layers"]
+    plain = train_sharded.main(argv)
+    options = ["--fp8-gradients", "--fp8-gather", "--fp8-moments"]
+    fp8 = train_sharded.main([*argv, *options])
+    assert fp8["devices_with_equal_histories"] == 8
+    np.testing.assert_allclose(fp8["losses"][-1], plain["losses"][-1], rtol=0.05)
+
+    before, after = plain["bytes_sent_by_one_device"], fp8["bytes_sent_by_one_device"]
+    assert not any("u8" in name for name in before)
+    # Kernels are in quarters. Over data, twice half of what a device holds, in blocks of 128;
+    # over fsdp, half of a half of the kernels, forward and backward.
+    kernels, head, tables = 12 * 128**2, 256 * 128, (256 + 32 + 3 * 2) * 128
+    mean = (kernels / 4 + head / 4 + tables) * (1 + 4 / 128)
+    assert after["all-to-all u8"] == pytest.approx(mean / 2, rel=0.01)
+    assert after["all-gather u8"] == pytest.approx(mean / 2 + kernels / 2, rel=0.01)
+    assert sum(after.values()) < sum(before.values())
+
+    moments = [run["bytes"]["optimizer state"]["one_device"] for run in (plain, fp8)]
+    assert moments[1] < 0.4 * moments[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--data 3", "makes 12 devices, but there are 8"),
+        ("--fsdp 16", "type three factors of 8, for example --data 8 --fsdp 1 --tensor 1"),
+        ("--batch-size 6", "--batch-size 6 does not divide into --data 2 times --fsdp 2: type"),
+        ("--heads 5", "--width 128 does not divide into --heads 5"),
+        ("--heads 1", "Type --heads 2 and a --width that is a multiple of it"),
+        ("--fp8-gather --recipe none", "--fp8-gather with --recipe none would round the weights"),
+        ("--text no/such/text", "--text no/such/text does not exist"),
+        ("--recipe delay", "invalid choice: 'delay'"),
+    ],
+)
+def test_a_mistake_is_told_with_what_to_type_instead(train_sharded, capsys, argv, message):
+    with pytest.raises(SystemExit) as exit:
+        train_sharded.main(argv.split())
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_runs_in_one_piece(tmp_path):
+    page = (ROOT / "docs/scaling_out.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    (tmp_path / "page.py").write_text(code + "\nprint(float(loss), state.step)\n")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", tmp_path / "page.py"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "bytes sent by a device" in done.stdout
+    loss, step = done.stdout.split()[-2:]
+    assert 0 < float(loss) < 10
+    assert step == "1"
+
+
+# What they are made of
+
+
+def test_a_dimension_that_does_not_divide_stays_whole(sharding):
+    mesh = sharding.make_mesh(2, 2, 2)
+    tree = {
+        "block_0": {"qkv": {"kernel": jnp.zeros((6, 9))}, "down": {"kernel": jnp.zeros((8, 6))}},
+        "block_1": {"out": {"kernel": jnp.zeros((6, 6))}},
+        "blocks": {"up": {"kernel": jnp.zeros((3, 4, 8))}, "norm": {"scale": jnp.zeros((3, 4))}},
+        "embed": {"embedding": jnp.zeros((256, 8))},
+    }
+    specs = sharding.specs_of(tree, mesh)
+    assert specs["block_0"]["qkv"]["kernel"] == P("fsdp", None)
+    assert specs["block_0"]["down"]["kernel"] == P(("tensor", "fsdp"), None)
+    assert specs["block_1"]["out"]["kernel"] == P(None, None)
+    assert specs["blocks"]["up"]["kernel"] == P(None, "fsdp", "tensor")
+    assert all(axis is None for axis in specs["blocks"]["norm"]["scale"])
+    assert all(axis is None for axis in specs["embed"]["embedding"])
+
+
+def test_a_device_that_differs_is_found(sharding):
+    mesh = sharding.make_mesh(2, 2, 2)
+    everywhere = NamedSharding(mesh, P())
+
+    def replicated(of_device):
+        parts = [jax.device_put(jnp.float32(of_device(i)), d) for i, d in enumerate(jax.devices())]
+        return jax.make_array_from_single_device_arrays((), everywhere, parts)
+
+    same = {"history": replicated(lambda i: 1.5)}
+    assert sharding.assert_same_on_every_device(same) == 8
+    assert sharding.assert_same_in_every_process(same) == 1
+    assert sharding.assert_same_on_every_device({}) == 0
+    with pytest.raises(AssertionError, match="history"):
+        sharding.assert_same_on_every_device(
+            {
+                "history": replicated(
+                    lambda i: np.nextafter(1.5, 2, dtype=np.float32) if i == 7 else 1.5
+                )
+            }
+        )
+
+
+@pytest.mark.slow
+def test_scanned_layers_compute_what_layers_compute(train_sharded):
+    """With the same parameters, stacked. Its own are others for every layer."""
+    Transformer = train_sharded.Transformer
+    sizes = {"width": 32, "layers": 3, "heads": 2, "max_length": 16}
+    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 256)
+    model = Transformer(**sizes)
+    params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
+    blocks = [params[f"block_{i}"] for i in range(3)]
+    stacked = {name: p for name, p in params.items() if not name.startswith("block_")}
+    stacked["blocks"] = jax.tree.map(lambda *ps: jnp.stack(ps), *blocks)
+    of_scan = Transformer(**sizes, scan_layers=True)
+    scanned = jax.jit(of_scan.apply)({"params": stacked}, tokens)
+    expected = jax.jit(model.apply)({"params": params}, tokens)
+    np.testing.assert_allclose(scanned, expected, rtol=1e-5, atol=1e-5)
+    assert np.std(expected) > 0.1
+    own = jax.jit(of_scan.init)(jax.random.key(0), tokens)["params"]["blocks"]["up"]["kernel"]
+    assert own.shape == (3, 32, 128)
+    assert len({np.asarray(kernel).tobytes() for kernel in own}) == 3
+
+
+# Several processes
+
+
+@pytest.mark.slow
+def test_two_processes_agree_and_equal_one(text, tmp_path):
+    """Both have the same losses and histories to the last bit; one process the same loss to the
+    order of sums at first, and to what FP8 makes of it later.
+    """
+    small = ["--steps=4", "--layers=1", "--seq-len=32", "--text", text]
+    printed, result = run_script("train_processes.py", *small, cwd=tmp_path)
+    assert "equal to the last bit on all 4 devices of each of 2 processes" in printed
+    first, second = result["processes"]
+    alone = result["single_process"]
+    assert first["devices"] == second["devices"] == {"all": 8, "of_this_process": 4}
+    assert alone["devices"] == {"all": 8, "of_this_process": 8}
+    for figures in (first, second):
+        assert figures["equal_histories"]["devices_of_this_process"] == 4
+        assert figures["equal_histories"]["processes"] == 2
+        assert figures["equal_histories"]["bytes"] >= 4 * 3 * 16 * 4
+    assert result["losses_equal_in_both_processes"]
+    assert len(first["losses"]) == 4
+    assert first["losses"][-1] < first["losses"][0]
+    assert result["first_loss_differs_by"] < 1e-6
+    assert result["any_loss_differs_by"] < 5e-3
+
+
+def worker(train_processes, folder, name, code):
+    log = folder / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=output, stderr=subprocess.STDOUT
+        )
+    return train_processes.Worker(name, process, log, folder / f"{name}.json")
+
+
+SLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
+
+
+def test_a_process_that_fails_ends_the_others(train_processes, tmp_path, capsys):
+    workers = [
+        worker(train_processes, tmp_path, "0", SLEEP),
+        worker(train_processes, tmp_path, "1", "raise SystemExit('no such coordinator')"),
+    ]
+    start = time.monotonic()
+    with pytest.raises(SystemExit, match="a process failed"):
+        train_processes.wait(workers, 300)
+    assert time.monotonic() - start < 60
+    assert all(w.process.poll() is not None for w in workers)
+    assert "no such coordinator" in capsys.readouterr().out
+
+
+def test_the_clock_ends_processes_that_wait_for_each_other(train_processes, tmp_path, capsys):
+    workers = [worker(train_processes, tmp_path, str(i), SLEEP) for i in range(2)]
+    with pytest.raises(SystemExit, match="or 1 s were not enough"):
+        train_processes.wait(workers, 1)
+    assert all(w.process.poll() is not None for w in workers)
+    assert "process 1 ended" in capsys.readouterr().out

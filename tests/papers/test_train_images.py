@@ -1,0 +1,323 @@
+"""`examples/train_images.py`: its data, its convolution, and a run of a few steps."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import jfp8
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def train_images():
+    """The script as a module, with the imports that `python examples/train_images.py` finds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module("train_images")
+
+
+@pytest.fixture(scope="module")
+def data(train_images):
+    return train_images.data
+
+
+@pytest.fixture(scope="module")
+def model(train_images):
+    return importlib.import_module("images.model")
+
+
+def idx(array: np.ndarray) -> bytes:
+    """An IDX file, written as the MNIST page describes it."""
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+    return header + array.tobytes()
+
+
+def write_folder(folder: Path, train: int = 200, test: int = 40) -> dict[str, np.ndarray]:
+    """Four IDX files, two of them gzipped: images of 12 x 10 whose class is their brightest row."""
+    rng = np.random.default_rng(0)
+    written = {}
+    for name, count in (("train", train), ("t10k", test)):
+        labels = rng.integers(10, size=count).astype(np.uint8)
+        images = rng.integers(100, size=(count, 12, 10)).astype(np.uint8)
+        images[np.arange(count), labels] += 150
+        (folder / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(idx(labels))
+        written |= {f"{name}_images": images, f"{name}_labels": labels}
+    return written
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("idx")
+    write_folder(path)
+    return path
+
+
+# ---- data
+
+
+def test_a_folder_of_idx_files(data, tmp_path):
+    written = write_folder(tmp_path)
+    images = data.load(str(tmp_path))
+    assert images.name == str(tmp_path)
+    np.testing.assert_array_equal(images.train[0], written["train_images"])
+    np.testing.assert_array_equal(images.train[1], written["train_labels"])
+    np.testing.assert_array_equal(images.test[0], written["t10k_images"])
+    np.testing.assert_array_equal(images.test[1], written["t10k_labels"])
+
+
+def test_a_batch_is_a_function_of_seed_and_step(data, folder):
+    images = data.load(str(folder))
+    x, y = images.train_batch(1, 2, 64)
+    assert (x.shape, x.dtype, y.shape, y.dtype) == ((64, 12, 10, 1), np.float32, (64,), np.int32)
+    assert 0 <= x.min() < 0.1 < 0.9 < x.max() <= 1
+    np.testing.assert_array_equal(x[:, :, :, 0].mean(axis=2).argmax(axis=1), y)  # still pairs
+    np.testing.assert_array_equal(x, images.train_batch(1, 2, 64)[0])
+    for other in ((2, 1), (1, 3)):
+        assert (x != images.train_batch(*other, 64)[0]).any()
+
+
+def test_test_batches_hold_every_test_image_once(data, folder):
+    images = data.load(str(folder))
+    batches = list(images.test_batches(15))
+    assert [len(classes) for _, classes in batches] == [15, 15, 10]
+    np.testing.assert_array_equal(
+        np.concatenate([classes for _, classes in batches]), images.test[1]
+    )
+    np.testing.assert_array_equal(
+        np.concatenate([x for x, _ in batches])[..., 0], images.test[0].astype(np.float32) / 255
+    )
+
+
+def test_fashion_mnist_comes_before_the_digits(data, folder, monkeypatch):
+    monkeypatch.setattr(data, "FASHION_MNIST", folder)
+    assert data.load(None).name == "Fashion-MNIST"
+
+
+def test_digits(data, monkeypatch, tmp_path):
+    datasets = pytest.importorskip("sklearn.datasets")
+    monkeypatch.setattr(data, "FASHION_MNIST", tmp_path / "absent")
+    images = data.load(None)
+    assert images.name == "scikit-learn's digits"
+    source = datasets.load_digits()
+    assert images.train[0].shape == (1497, 8, 8)
+    assert images.test[0].shape == (300, 8, 8)
+    np.testing.assert_array_equal(images.test[1], source.target[::6])
+    np.testing.assert_allclose(images.test[0] / 255, source.images[::6] / 16, atol=0.5 / 255)
+    np.testing.assert_array_equal(images.train[1][:5], source.target[1:6])
+
+
+def test_no_images_at_all(train_images, data, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(data, "FASHION_MNIST", tmp_path / "absent")
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit):
+        train_images.main(["--out", str(tmp_path)])
+    message = capsys.readouterr().err
+    assert "apt-get install dataset-fashion-mnist" in message
+    assert "pip install 'jfp8[examples]'" in message
+    assert "--data" in message
+
+
+def test_a_folder_without_the_files(data, tmp_path):
+    with pytest.raises(ValueError, match=r"--data .* has no file train-images-idx3-ubyte: give a"):
+        data.load(str(tmp_path / "no such"))
+    write_folder(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(ValueError, match="has no file t10k-labels-idx1-ubyte: give a folder with"):
+        data.load(str(tmp_path))
+
+
+WHOLE = idx(np.zeros((2, 3, 4), np.uint8))
+NOT_IDX = {
+    "empty": b"",
+    "two bytes": b"\0\0",
+    "text": b"hello world, hello world",
+    "shorter than its own header": b"\0\0\x08\x03\0\0\0\x01",
+    "a byte missing": WHOLE[:-1],
+    "a byte too many": WHOLE + b"\0",
+    "float32": WHOLE.replace(b"\x08", b"\x0d"),
+    "cut gzip": gzip.compress(WHOLE)[:-9],
+}
+
+
+@pytest.mark.parametrize("content", NOT_IDX.values(), ids=NOT_IDX)
+def test_a_file_that_is_not_idx(data, tmp_path, content):
+    path = tmp_path / "images"
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match="images is not an IDX file of bytes, as it is or gzipped: it should hold"
+    ):
+        data.read_idx(path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (np.zeros(39), r"images of shape \(40, 12, 10\) and labels of shape \(39,\)"),
+        (np.full(40, 10), "the test set has the label 10, but the model knows the classes 0 to 9"),
+    ],
+)
+def test_labels_that_do_not_fit(data, tmp_path, labels, message):
+    write_folder(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels.astype(np.uint8)))
+    with pytest.raises(ValueError, match=message):
+        data.load(str(tmp_path))
+
+
+# ---- the model
+
+
+@pytest.mark.representative(1)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_conv_is_that_of_flax(model, size, stride):
+    """The same initial kernel, bit for bit, and the same products, forward and backward.
+
+    "SAME" pads an even and an odd side differently.
+    """
+    x = np.random.default_rng(0).normal(size=(2, 8, 7, 3)).astype(np.float32)
+    ours = model.Conv(5, size, stride)
+    flax = nn.Conv(5, (size, size), stride, use_bias=False)
+    variables, theirs = ours.init(jax.random.key(0), x), flax.init(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, variables, theirs)
+
+    (y, vjp), (expected, expected_vjp) = (
+        jax.vjp(layer.apply, variables, x) for layer in (ours, flax)
+    )
+    dy = np.random.default_rng(1).normal(size=expected.shape).astype(np.float32)
+    assert y.shape == expected.shape
+    # sums of at most 45 products, of 112 in the kernel's gradient
+    for a, b in zip(jax.tree.leaves((y, vjp(dy))), jax.tree.leaves((expected, expected_vjp(dy)))):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+
+
+def test_conv_in_fp8_has_the_parameters_of_float32_and_its_state(model):
+    x = np.random.default_rng(0).normal(size=(2, 8, 8, 16)).astype(np.float32)
+    variables = {
+        recipe: jax.jit(model.Conv(32, recipe=recipe).init)(jax.random.key(0), x)
+        for recipe in (None, jfp8.recipes.DelayedScaling())
+    }
+    f32, fp8 = variables.values()
+    jax.tree.map(np.testing.assert_array_equal, f32["params"], fp8["params"])
+    assert sorted(fp8) == ["fp8", "fp8_sink", "params"]
+
+    y, expected = (jax.jit(model.Conv(32, recipe=r).apply)(v, x) for r, v in variables.items())
+    error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
+    # e4m3 rounds by at most 2^-4, on average over a binade by about 2^-5.3, and there are two
+    assert 0.01 < error < 0.06
+
+
+def test_the_resnet_and_where_its_fp8_is(model):
+    resnet = model.ResNet(recipe=jfp8.recipes.DelayedScaling())
+    images = np.zeros((2, 28, 28, 1), np.float32)
+    variables = jax.eval_shape(lambda: resnet.init(jax.random.key(0), images, train=True))
+    parameters = sum(p.size for p in jax.tree.leaves(variables["params"]))
+    convolutions = 9 * (1 * 16 + 16 * 16 * 2 + 16 * 32 + 32 * 32 + 32 * 64 + 64 * 64)
+    assert parameters == convolutions + 16 * 32 + 32 * 64 + 650 + 2 * (3 * 16 + 2 * 32 + 2 * 64)
+    assert parameters == 77_562
+    fp8 = {f"{b}/{c}" for b, convs in variables["fp8"].items() for c in convs}
+    assert fp8 == {
+        *("block_0/conv_1", "block_0/conv_2"),
+        *("block_1/conv_1", "block_1/conv_2", "block_1/shortcut"),
+        *("block_2/conv_1", "block_2/conv_2", "block_2/shortcut"),
+    }
+
+
+@pytest.mark.representative(3)
+@pytest.mark.parametrize("recipe", jfp8.recipes.RECIPES, ids=lambda recipe: recipe.name)
+def test_its_shapes_suit_every_recipe(train_images, model, monkeypatch, recipe):
+    """A training step, traced and not compiled: neither 9 * 16 nor 16 is a multiple of 128."""
+    monkeypatch.setattr(train_images, "ResNet", functools.partial(model.ResNet, widths=(16,)))
+    args = train_images.make_parser().parse_args(["--recipe", recipe.name])
+    batch = (np.zeros((64, 28, 28, 1), np.float32), np.zeros(64, np.int32))
+    state = jax.eval_shape(lambda: train_images.make_state(args, "fp8", batch[0]))
+    after, loss = jax.eval_shape(
+        lambda state: train_images.train_step(state, batch, multiplier=1.0), state
+    )
+    assert loss.shape == ()
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+# ---- the script
+
+
+@pytest.mark.slow
+def test_a_short_run(train_images, model, folder, tmp_path, monkeypatch, capsys):
+    one_block = functools.partial(model.ResNet, widths=(8,))  # compiles sooner
+    monkeypatch.setattr(train_images, "ResNet", one_block)
+    argv = ["--compare", "--data", str(folder), "--steps", "20", "--lr", "1e-2", "--loss-scale"]
+    result = train_images.main([*argv, "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert f"images: {folder}, 200 to train on and 40 to test" in printed
+    assert "FP8, delayed" in printed
+    assert "points" in printed
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    (line,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    figures = dict(field.split("=") for field in line.split()[1:])
+    assert figures["example"] == "train_images"
+    assert float(figures["fp8"]) == pytest.approx(result["test_loss"]["fp8"], rel=1e-5)
+    assert float(figures["f32_accuracy"]) == pytest.approx(result["test_accuracy"]["f32"])
+
+    fp8, f32 = (result["train_loss"][run] for run in ("fp8", "f32"))
+    assert fp8[0] == pytest.approx(f32[0], rel=0.02), "the same initial parameters and batch"
+    assert fp8[0] != f32[0], "and yet one of them in FP8"
+    for losses in (fp8, f32):
+        assert np.isfinite(losses).all()
+        assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.3
+    assert np.isfinite(list(result["test_loss"].values())).all()
+    for accuracy in result["test_accuracy"].values():
+        assert accuracy * 40 / 100 == pytest.approx(round(accuracy * 40 / 100))  # of 40 images
+        assert 0 <= accuracy <= 100
+
+
+def test_test_loss_and_accuracy_are_means_over_all_images(train_images, data, folder, monkeypatch):
+    """A model whose logits are known: ten times the brightness of the row that is the class."""
+    monkeypatch.setattr(train_images, "TEST_BATCH_SIZE", 15)
+
+    def apply(variables, images, train):
+        assert not train
+        return 10 * images[:, :10, :, 0].mean(axis=2)
+
+    state = jfp8.TrainState.create(
+        apply_fn=apply, variables={"params": {}}, tx=train_images.optax.identity()
+    )
+    images = data.load(str(folder))
+    x, classes = images.test
+    logits = 10 * x[:, :10].astype(np.float64).mean(axis=2) / 255
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    loss, accuracy = train_images.evaluate(state, images)
+    assert loss == pytest.approx(-log_p[np.arange(len(classes)), classes].mean(), rel=1e-5)
+    assert accuracy == 100
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--steps 0", "--steps: '0' is given, but it must be a whole number of 1 or more"),
+        ("--recipe delay", "invalid choice: 'delay' (choose from"),
+        ("--compare --recipe none", "--compare with --recipe none would train float32 twice"),
+        ("--data no/such/folder", "--data no/such/folder has no file train-images-idx3-ubyte"),
+        ("--out FILE", "FILE"),
+    ],
+)
+def test_a_mistake_is_told_with_what_to_type_instead(
+    train_images, folder, tmp_path, monkeypatch, capsys, argv, message
+):
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("")
+    with pytest.raises(SystemExit) as exit:
+        train_images.main(["--data", str(folder), *argv.split()])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,267 @@
+"""The shape of the package: who may import whom, what an import costs, what is documented."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib.resources
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jfp8
+
+ROOT = Path(jfp8.__file__).parent
+
+# The rooms of the house in the order of the data's way: a room imports from those above it.
+ROOMS = """
+    tracing      what a program is traced for: the JAX at hand, the device, notes
+    scaling      formats, casts, arrays with a scale, amax histories
+    quantizers   how one operand becomes f8
+    matmul       products of f8 arrays: the backends, and the one file that chooses
+    recipes      which quantizer each operand of each product gets
+    products     differentiable products: fprop, dgrad, wgrad
+    layers       the same as layers of Linen and NNX
+    linen        the names of jfp8.linen
+    collectives  means and gathers in f8
+    optim        loss scaling, FP8 optimizer states
+    conversion   models that nobody edits, and a report of what became of them
+    training     steps, histories between them, data parallelism
+    nnx          the names of jfp8.nnx
+    checkpoint   files, upgrades, formats of others
+    debug        what FP8 did to each tensor
+    plot         pictures of it
+    __init__     the names of jfp8
+"""
+ORDER = [line.split()[0] for line in ROOMS.strip().splitlines()]
+
+# The only file that may reach into the private parts of JAX and Flax; and the only one elsewhere.
+PRIVATE_ALLOWED = "jfp8.tracing.compat"
+PRIVATE_ALLOWED_ELSEWHERE = "tests/support/interpreter"
+PRIVATE = ("jax._src", "jaxlib._", "flax.core.lift")
+
+
+def modules() -> dict[str, ast.Module]:
+    """The syntax of every file of jfp8, by its dotted name."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = ("jfp8", *path.relative_to(ROOT).with_suffix("").parts)
+        name = ".".join(parts).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+MODULES = modules()
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name that is imported, wherever it is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def imported_modules(tree: ast.AST, known: set[str]) -> set[str]:
+    """The modules among `known` that are imported. A name that is none is from its package."""
+    names = set(imported_names(tree))
+    return {name if name in known else name.rpartition(".")[0] for name in names} & known
+
+
+def room_of(module: str) -> str:
+    return (module.split(".") + ["__init__"])[1]
+
+
+ARROWS = {name: imported_modules(tree, set(MODULES)) - {name} for name, tree in MODULES.items()}
+
+
+def test_every_room_is_in_the_order():
+    assert {room_of(module) for module in MODULES} == set(ORDER)
+
+
+def test_rooms_import_from_those_above_them():
+    place = {room: i for i, room in enumerate(ORDER)}
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in ARROWS.items()
+        for other in others
+        if place[room_of(other)] > place[room_of(module)]
+    ]
+    assert not wrong
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    assert len(list(graphlib.TopologicalSorter(ARROWS).static_order())) == len(MODULES)
+
+
+def test_what_a_file_keeps_to_itself_is_not_imported():
+    private = [
+        f"{module} imports {name}"
+        for module, tree in MODULES.items()
+        for name in imported_names(tree)
+        if name.startswith("jfp8.") and any(p.startswith("_") for p in name.split(".")[1:])
+    ]
+    assert not private
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    functions = {name for name in jfp8.__all__ if inspect.isfunction(getattr(jfp8, name))}
+    assert functions
+    assert not functions & {name.removeprefix("jfp8.") for name in MODULES}
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("import a.b", {"a.b"}),
+        ("import a.b as c", {"a.b"}),
+        ("from a import b, c", {"a", "a.b"}),
+        ("from a.b import c", {"a.b"}),
+        ("def f():\n    from a.b import c", {"a.b"}),
+        ("import numpy\nfrom math import inf", set()),
+    ],
+)
+def test_the_import_reader_reads(line, found):
+    assert imported_modules(ast.parse(line), {"a", "a.b"}) == found
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Private names that are imported or stand in attribute chains such as `jax.numpy.sum`."""
+    chains = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {name for name in {*imported_names(tree), *chains} if name.startswith(PRIVATE)}
+
+
+def test_only_compat_touches_private_jax():
+    assert {name for name, tree in MODULES.items() if private_names(tree)} == {PRIVATE_ALLOWED}
+
+
+def test_one_file_elsewhere_uses_private_names():
+    checkout = Path(__file__).resolve().parents[1]
+    using = {
+        path.relative_to(checkout).with_suffix("").as_posix()
+        for folder in ("tests", "examples", "benchmarks", "docs")
+        for path in sorted((checkout / folder).rglob("*.py"))
+        if private_names(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert using == {PRIVATE_ALLOWED_ELSEWHERE}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"import {PRIVATE[0]}.core",
+        f"from {PRIVATE[0]} import core",
+        f"from jax import {PRIVATE[0].removeprefix('jax.')} as internals",
+        f"f({PRIVATE[0]}.core.Tracer)",
+        f"from {PRIVATE[1]}jax import x",
+        f"{PRIVATE[2]}.transform = None",
+        "from flax.core import lift",
+    ],
+)
+def test_the_private_reader_reads(line):
+    assert private_names(ast.parse(line))
+
+
+# Imports the third parties that jfp8 imports, then watches what jfp8 itself asks for.
+WATCHED_IMPORT = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        importlib.import_module(name.rpartition(".")[0])
+assert not [name for name in sys.modules if name.startswith("jfp8")]
+reads = []
+def watch(method):
+    def watched(self, *args):
+        reads.append((method.__name__, *args))
+        return method(self, *args)
+    return watched
+for name in ("__getitem__", "__iter__", "__len__"):
+    setattr(os._Environ, name, watch(getattr(os._Environ, name)))
+{import_jfp8}
+seen = list(reads)
+import jax
+# JAX refuses this once any device has been asked for.
+jax.config.update("jax_num_cpu_devices", 3)
+assert len(jax.devices("cpu")) == 3
+assert not seen, f"import jfp8 reads the environment: {{seen}}"
+"""
+
+
+def watched_import(import_jfp8: str) -> subprocess.CompletedProcess[str]:
+    names = {name for tree in MODULES.values() for name in imported_names(tree)}
+    third_parties = sorted(
+        name for name in names if name.split(".")[0] not in {"jfp8", *sys.stdlib_module_names}
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(ROOT.parent)
+    return subprocess.run(
+        [sys.executable, "-c", WATCHED_IMPORT.format(import_jfp8=import_jfp8), *third_parties],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_import_reads_no_environment_and_asks_for_no_device():
+    done = watched_import("import jfp8")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sin", "complaint"),
+    [
+        ("os.getenv('HOME')", "reads the environment"),
+        ("dict(os.environ)", "reads the environment"),
+        ("import jax.numpy; jax.numpy.zeros(3)", "before backends are initialized"),
+    ],
+)
+def test_the_watch_on_imports_sees(sin, complaint):
+    done = watched_import(f"import jfp8; {sin}")
+    assert done.returncode != 0
+    assert complaint in done.stderr
+
+
+def public_names() -> list[str]:
+    names = list(jfp8.__all__)
+    for module in (jfp8.recipes, jfp8.quantizers, jfp8.scaling, jfp8.linen, jfp8.optim):
+        short = module.__name__.removeprefix("jfp8.")
+        listed = getattr(module, "__all__", None) or [
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        ]
+        names += [f"{short}.{name}" for name in listed]
+    return names
+
+
+def own_docstring(value: object) -> str:
+    """What was written for `value`: not its base's docstring, nor a dataclass's generated one."""
+    doc = value.__doc__ or ""
+    generated = inspect.isclass(value) and doc.startswith(f"{value.__name__}(")
+    return "" if generated else doc
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_public_names_are_documented(name):
+    value: object = jfp8
+    for part in name.split("."):
+        value = getattr(value, part)
+    assert own_docstring(value).strip(), f"jfp8.{name} has no docstring"
+
+
+def test_public_names_are_listed_once():
+    assert len(set(jfp8.__all__)) == len(jfp8.__all__)
+
+
+def test_type_hints_ship():
+    assert importlib.resources.files("jfp8").joinpath("py.typed").is_file()
