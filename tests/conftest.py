@@ -1,13 +1,22 @@
 """What every test runs under: 8 virtual CPU devices, no silent rank promotion, 32-bit numbers."""
 
+import gc
 import importlib.util
 import os
+import zlib
 from collections import Counter
 
-# Read once, when JAX starts its CPU backend, so it stands before the first import of JAX.
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+# Read once, when JAX starts its CPU backend, so they stand before the first import of JAX. The
+# programs of tests run once, on small arrays: what LLVM would gain is less than what it takes.
+# A flag that is in the environment already stays as it is.
+FLAGS = {
+    "--xla_force_host_platform_device_count": 8,
+    "--xla_backend_optimization_level": 0,
+    "--xla_llvm_disable_expensive_passes": "true",
+}
+given = os.environ.get("XLA_FLAGS", "")
+missing = [f"{name}={value}" for name, value in FLAGS.items() if name not in given]
+os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +26,10 @@ import pytest
 
 # A program for the command line, and what only a late JAX can import.
 collect_ignore = ["mutations.py", "support"]
+
+# Traces make millions of objects and little garbage: looking for it takes an eighth of the time.
+# `few_memory_maps` collects it after each file.
+gc.disable()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_x64", False)
@@ -35,8 +48,18 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="I/N", help="only the I-th of N parts")
+
+
+def in_another_part(nodeid: str, part: str) -> bool:
+    """Whether a test is in another part than the one asked for, such as ``"2/4"``."""
+    index, parts = map(int, part.split("/"))
+    return zlib.crc32(nodeid.encode()) % parts != index - 1
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``representative(n)``: the first `n` cases of a test stand for the others, which are slow."""
     seen: Counter[str] = Counter()
     for item in items:
@@ -45,6 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[test] += 1
             if seen[test] > mark.args[0]:
                 item.add_marker(pytest.mark.slow)
+    part = config.getoption("--part")
+    items[:] = [item for item in items if not in_another_part(item.nodeid, part)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -61,5 +86,6 @@ MANY_MAPS = 25_000
 def few_memory_maps() -> Iterator[None]:
     """Drops compiled programs when there are many: each takes some maps of memory, for good."""
     yield
+    gc.collect()
     if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MANY_MAPS:
         jax.clear_caches()
