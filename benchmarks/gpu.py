@@ -22,21 +22,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpu_clocks import clocks
-from gpu_harness import Settings, supervise
-from gpu_tables import derive, table, targets
+from on_gpu.clocks import clocks
+from on_gpu.harness import Settings, supervise
+from on_gpu.tables import derive, table, targets
 
 # Most important first. The numbers are shares of the time, of which none lacks what it leaves over.
 SECTIONS = {
-    "checks": ("gpu_checks:checks", 20.0),
-    "ceilings": ("gpu_products:ceilings", 5.0),
-    "products": ("gpu_products:products", 22.0),
-    "linear": ("gpu_training:linear", 26.0),
-    "quantize": ("gpu_quantize:quantize", 10.0),
-    "block": ("gpu_training:block", 18.0),
-    "accumulation": ("gpu_products:accumulation", 5.0),
-    "memory": ("gpu_training:memory", 1.0),
-    "facts": ("gpu_products:facts", 4.0),
+    "checks": ("on_gpu.checks:checks", 20.0),
+    "ceilings": ("on_gpu.products:ceilings", 5.0),
+    "products": ("on_gpu.products:products", 22.0),
+    "linear": ("on_gpu.training:linear", 26.0),
+    "quantize": ("on_gpu.quantize:quantize", 10.0),
+    "block": ("on_gpu.training:block", 18.0),
+    "accumulation": ("on_gpu.products:accumulation", 5.0),
+    "memory": ("on_gpu.training:memory", 1.0),
+    "facts": ("on_gpu.products:facts", 4.0),
 }
 RESULTS = Path(__file__).parent / "results"
 # For a smoke test: nothing there runs long enough to be worth optimising.
@@ -53,7 +53,7 @@ def measure(
     outcome = supervise(
         {name: SECTIONS[name] for name in sections},
         settings,
-        start="gpu_timing:begin",
+        start="on_gpu.timing:begin",
         minutes=minutes,
         environment=ON_CPU if settings.smoke else None,
         log=log,

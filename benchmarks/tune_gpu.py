@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_harness import Case, Group, Record, Settings, Timed, supervise
+from on_gpu.harness import Case, Group, Record, Settings, Timed, supervise
 
-TABLE = Path(__file__).parent.parent / "jfp8" / "kernels" / "mosaic_gpu" / "tuned.json"
+TABLE = Path(__file__).parent.parent / "jfp8" / "matmul" / "hopper" / "tuned.json"
 PRODUCTS = ("running", "promoted", "block", "block_columns")
 QUANTIZE = ("quantize_both", "quantize_rows_in_blocks", "quantize_tiles", "row_and_column_amax")
 SHAPES = ("8192x8192x8192", "15872x16384x4096", "4096x4096x4096")
@@ -52,7 +52,7 @@ def tune(settings: Settings) -> Iterator[Group]:
 
 
 def _case(function: Callable[..., Any], cut: Any, arguments: Any, settings: Settings) -> Case:
-    from gpu_timing import chained
+    from on_gpu.timing import chained
 
     def prepare() -> Timed:
         called = functools.partial(function, cut)
@@ -63,8 +63,8 @@ def _case(function: Callable[..., Any], cut: Any, arguments: Any, settings: Sett
 
 def _product_cases(kind: Any, shape: tuple[int, ...], settings: Settings) -> Iterator[Case]:
     import jax.numpy as jnp
-    from gpu_checks import kernel
-    from gpu_timing import copies, random
+    from on_gpu.checks import kernel
+    from on_gpu.timing import copies, random
 
     from jfp8.matmul.hopper.tiles import candidates
 
@@ -92,8 +92,8 @@ def _product_cases(kind: Any, shape: tuple[int, ...], settings: Settings) -> Ite
 
 def _quantize_cases(name: str, shape: tuple[int, ...], settings: Settings) -> Iterator[Case]:
     import jax.numpy as jnp
-    from gpu_checks import kernel
-    from gpu_timing import copies, random
+    from on_gpu.checks import kernel
+    from on_gpu.timing import copies, random
 
     from jfp8.matmul.hopper.quantize import Sweep
     from jfp8.matmul.hopper.tiles import multiprocessors
@@ -182,7 +182,7 @@ def main() -> None:
     outcome = supervise(
         {"tune": ("tune_gpu:tune", 1.0)},
         settings,
-        start="gpu_timing:begin",
+        start="on_gpu.timing:begin",
         minutes=arguments.minutes - 0.25,
         environment={"JAX_PLATFORMS": "cpu"} if arguments.smoke else None,
         log=arguments.log,

@@ -125,7 +125,7 @@ def test_programs_of_layers_are_written(smoke):
 
 CASES = """
 import os, time
-from gpu_harness import Case, Group, Timed, running
+from on_gpu.harness import Case, Group, Timed, running
 
 def good():
     running()
@@ -162,7 +162,7 @@ def third(settings):
 DRIVER = """
 import json, pathlib, sys
 sys.path[:0] = [{folder!r}, {benchmarks!r}]
-from gpu_harness import Settings, supervise
+from on_gpu.harness import Settings, supervise
 import os
 os.environ["PYTHONPATH"] = {folder!r} + os.pathsep + os.environ["PYTHONPATH"]
 records = []
@@ -222,14 +222,14 @@ def test_the_clock_is_kept(records):
 def derive(records, on_gpu=True):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        import gpu_tables
+        import on_gpu.tables
     finally:
         sys.path.pop(0)
     for r in records:
         r.setdefault("uses", [])
         r.setdefault("baseline", "bf16")
-    limits = gpu_tables.derive(records, on_gpu)
-    return limits, gpu_tables.targets(records)
+    limits = on_gpu.tables.derive(records, on_gpu)
+    return limits, on_gpu.tables.targets(records)
 
 
 def product(name, ms, **facts):

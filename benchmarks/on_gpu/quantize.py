@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from gpu_checks import kernel
-from gpu_harness import Case, Group, Settings
-from gpu_timing import chained, copies, random
 
 import jfp8
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.granularity import Block
 from jfp8.scaling.scales import amax
+from on_gpu.checks import kernel
+from on_gpu.harness import Case, Group, Settings
+from on_gpu.timing import chained, copies, random
 
 
 def quantize(settings: Settings) -> Iterator[Group]:

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training import train_state
-from gpu_harness import Case, Group, Record, Settings, Timed, running
-from gpu_products import Shape, flax_op, name_of, shapes
-from gpu_timing import chained, copies, described, random, save
 
 import jfp8
 from jfp8.scaling.sink import init_sink
+from on_gpu.harness import Case, Group, Record, Settings, Timed, running
+from on_gpu.products import flax_op
+from on_gpu.shapes import Shape, name_of, shapes
+from on_gpu.timing import chained, copies, described, random, save
 
 NN = (((1,), (0,)), ((), ()))  # y[i, j] = sum_k x[i, k] w[k, j]
 

@@ -13,33 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen import fp8_ops
-from gpu_checks import kernel
-from gpu_harness import Case, Group, Record, Settings, Timed, running
-from gpu_timing import chained, copies, described, random
 from jax import lax
 
 import jfp8
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.granularity import Block, PerAxis
+from on_gpu.checks import kernel
+from on_gpu.harness import Case, Group, Record, Settings, Timed, running
+from on_gpu.shapes import Shape, name_of, shapes
+from on_gpu.timing import chained, copies, described, random
 
 NT = (((1,), (1,)), ((), ()))  # y[i, j] = sum_k a[i, k] b[j, k]
 FAST = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 FULL = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
-
-Shape = tuple[int, int, int]  # m, n, k
-
-
-def shapes(settings: Settings) -> list[Shape]:
-    """Most important first; the third is that of Transformer Engine's published figures."""
-    if settings.smoke:
-        return [(128, 128, 256)]
-    return [(8192, 8192, 8192), (15872, 16384, 4096), (4096, 4096, 4096)]
-
-
-def name_of(shape: Shape) -> str:
-    """As ``M x K x N``, the way Transformer Engine writes it."""
-    m, n, k = shape
-    return f"{m}x{k}x{n}"
 
 
 # Ceilings.

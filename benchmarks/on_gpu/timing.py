@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from common import environment
-from gpu_harness import Record, Settings, Timed, running
+
+from on_gpu.harness import Record, Settings, Timed, running
 
 CHAIN = 12  # calls in one dispatch, so that launching it from Python takes no share of the time
 COPIES = 4  # of each operand, in turn, so that none is found in L2 (60 MB) where it was left

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_harness import Case, Group, Record, Settings, running
 
 import jfp8
 from jfp8.scaling.arrays import expand_scale
@@ -25,6 +24,8 @@ from jfp8.scaling.formats import E4M3FN, E5M2, E8M0FNU, Format
 from jfp8.scaling.granularity import Block, PerAxis
 from jfp8.scaling.quantization import block_scale, quantize_with_scale
 from jfp8.scaling.scales import amax
+from on_gpu.harness import Case, Group, Record, Settings, running
+from on_gpu.shapes import name_of, shapes
 
 RUNS = 3  # one where kernels are interpreted
 _MODULES = ("quantize", "quantize_blocks", "matmul", "grouped")
@@ -449,8 +450,6 @@ def check_large(kind: str, m: int, n: int, k: int) -> Record:
 
 
 def large_cases(settings: Settings) -> Iterator[Case]:
-    from gpu_products import name_of, shapes
-
     for shape in shapes(settings):
         for kind in ("running", "promoted", "block")[: 1 if settings.smoke else 3]:
             name = "block_matmul" if kind == "block" else "matmul"

@@ -290,12 +290,12 @@ class _Worker:
     def __init__(
         self, plan: Record, settings: Settings, environment: dict[str, str] | None, log: Any
     ) -> None:
-        here = Path(__file__).parent
+        here = Path(__file__).parents[1]
         paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH")]
         self.settings, self.end, self.log = settings, plan["end"], log
         self.silence = settings.compiling
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "import sys, gpu_harness; gpu_harness.work(sys.argv[1])"]
+            [sys.executable, "-c", "import sys, on_gpu.harness; on_gpu.harness.work(sys.argv[1])"]
             + [json.dumps(plan)],
             stdout=subprocess.PIPE,
             stderr=log,
