@@ -28,8 +28,9 @@ import pytest
 collect_ignore = ["mutations.py", "support"]
 
 # Traces make millions of objects and little garbage: looking for it takes an eighth of the time.
-# `few_memory_maps` collects it after each file.
+# `little_garbage` does so when there are many new ones.
 gc.disable()
+MANY_OBJECTS = 5_000_000
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_x64", False)
@@ -86,6 +87,12 @@ MANY_MAPS = 25_000
 def few_memory_maps() -> Iterator[None]:
     """Drops compiled programs when there are many: each takes some maps of memory, for good."""
     yield
-    gc.collect()
     if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MANY_MAPS:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage() -> Iterator[None]:
+    yield
+    if gc.get_count()[0] > MANY_OBJECTS:
+        gc.collect()
