@@ -23,6 +23,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 # A program for the command line, and what only a late JAX can import.
 collect_ignore = ["mutations.py", "support"]
@@ -47,6 +48,25 @@ if importlib.util.find_spec("hypothesis"):
     settings.register_profile("default", reproducible, max_examples=25)
     settings.register_profile("thorough", reproducible, max_examples=100)
     settings.load_profile("default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs compiled once are found again, by the other workers and in the next run."""
+    if hasattr(config, "cache"):  # not with -p no:cacheprovider
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture
+def compiled_here() -> Iterator[None]:
+    """For tests that read a compiled program, whose text is another when it was found again."""
+    directory = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
