@@ -66,15 +66,7 @@ _DTYPES = {name: DTYPES[dtype] for dtype, name in _NAMES.items()}
 
 
 def write(state: dict[str, Any], file: BinaryIO) -> None:
-    """Write a state dict.
-
-    Args:
-      state: what `on_host` returned.
-      file: is open for writing.
-
-    Raises:
-      ValueError: a key with "/" in it; a complex128 array.
-    """
+    """Write what `on_host` returned; ``ValueError`` for a key with "/", and for complex128."""
     arrays, rest = {}, {}
     for path, leaf in flatten(state):
         name = _name(path)
@@ -104,14 +96,7 @@ def write(state: dict[str, Any], file: BinaryIO) -> None:
 
 
 def read(file: BufferedReader) -> dict[str, Any]:
-    """The state dict that a file holds.
-
-    Args:
-      file: is open for reading.
-
-    Raises:
-      ValueError: it is not of this format, or damaged.
-    """
+    """The state dict that a file holds; ``ValueError`` if it is of another format, or damaged."""
     entries, metadata, size = _header(file)
     ours = _ours(metadata)
     if ours["crc32"] and ours["crc32"].keys() != entries.keys():

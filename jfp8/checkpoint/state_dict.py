@@ -48,13 +48,9 @@ _LARGEST_BYTE = {
 
 
 def state_dict(tree: Any) -> Any:
-    """`tree` as nested dicts, with its leaves as they are.
+    """Any pytree that Flax can serialize, and NNX states in it, as nested dicts with string keys.
 
-    Args:
-      tree: any pytree that Flax can serialize, with NNX states in it or not.
-
-    Returns:
-      Nested dicts with string keys; random keys as uint32 arrays; a single leaf as it is.
+    Leaves stay as they are, but random keys become uint32 arrays. A single leaf stays one.
     """
     if isinstance(tree, nnx.State):
         tree = nnx.to_pure_dict(tree)
@@ -70,12 +66,6 @@ def state_dict(tree: Any) -> Any:
 
 def on_host(state: Any) -> dict[str, Any]:
     """The state dict `state` with numpy arrays for its arrays, checked to be one that can be saved.
-
-    Args:
-      state: what `state_dict` returned.
-
-    Returns:
-      A new state dict. Arrays may share memory with those of `state`.
 
     Raises:
       TypeError: a leaf is neither an array of one of `DTYPES` nor a number, a string or None.
@@ -122,16 +112,7 @@ def _of_host(path: Path, leaf: Any) -> Any:
 
 
 def array_of_bytes(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """The array whose bytes are `raw`.
-
-    Args:
-      raw: uint8[n].
-      dtype: one of `DTYPES`.
-      shape: what `check_shape` returned.
-
-    Raises:
-      ValueError: `raw` has another number of bytes; a byte that is no number of `dtype`.
-    """
+    """The array whose bytes are `raw`, uint8[n]; ``ValueError`` if they are none of its kind."""
     expected = math.prod(shape) * dtype.itemsize
     if raw.size != expected:
         raise ValueError(f"{dtype}{list(shape)} takes {expected} bytes, but there are {raw.size}")

@@ -25,15 +25,9 @@ _DEEPEST = 100
 
 
 def nested(tree: Any, path: Path = ()) -> Any:
-    """`tree` as nested dicts.
+    """`tree`, a state dict or any pytree, as nested dicts without empty ones; or the leaf itself.
 
-    Args:
-      tree: a state dict, or any pytree.
-      path: where it is in what the caller was given, for messages.
-
-    Returns:
-      Nested dicts without empty ones, with leaves of any type; or the leaf itself. NNX variables
-      become their values.
+    NNX variables become their values. Messages say the `path` of what the caller was given.
 
     Raises:
       ValueError: a key that is neither a string nor an int, or two of one name; more than 100
