@@ -6,7 +6,7 @@ Where a function calls a layer it passes what goes in and comes out through `mar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -43,6 +43,19 @@ def arrays_in(result: Any) -> list[Any]:
         elif hasattr(leaf, "__dict__"):
             found += [x for x in jax.tree.leaves(vars(leaf)) if isinstance(x, jax.Array)]
     return found
+
+
+def arrays_apart(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    """The arrays in `tree`, or their shapes; and what makes such a tree of others."""
+    leaves, structure = jax.tree.flatten(tree)
+    kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
+
+    def together(arrays: Any) -> Any:
+        new = dict(zip(places, arrays, strict=True))
+        return structure.unflatten(new.get(i, leaf) for i, leaf in enumerate(leaves))
+
+    return [leaves[i] for i in places], together
 
 
 def edge_layers(closed: ClosedJaxpr, n_parameters: int) -> tuple[frozenset[str], frozenset[str]]:

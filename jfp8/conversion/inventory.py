@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jfp8.conversion.edges import PRODUCTS, arrays_in, jaxprs_of
+from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
 from jfp8.conversion.nnx import layers_of
 from jfp8.conversion.product_rows import ProductRow, Report
 from jfp8.layers.linen.products import Product
@@ -118,20 +118,12 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
 
 def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:
     """The jaxpr of the gradient by the first argument, or of `forward` if it has none."""
-    leaves, structure = jax.tree.flatten(arguments)
-    is_array = [isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) for x in leaves]
-    n_params = len(jax.tree.leaves(arguments[0]))
+    params, whole_params = arrays_apart(arguments[0])
+    others, whole_others = arrays_apart(arguments[1:])
 
     def flat(params, others):
-        given, rest = iter(params), iter(others)
-        filled = [
-            next(given) if i < n_params else next(rest) if array else leaf
-            for i, (leaf, array) in enumerate(zip(leaves, is_array, strict=True))
-        ]
-        return forward(*jax.tree.unflatten(structure, filled))
+        return forward(whole_params(params), *whole_others(others))
 
-    params = leaves[:n_params]
-    others = [x for x, array in zip(leaves[n_params:], is_array[n_params:]) if array]
     narrow = any(np.dtype(x.dtype).itemsize == 1 for x in params)  # weights kept in FP8
     function = flat if narrow or not params else jax.value_and_grad(flat)
     with explaining():

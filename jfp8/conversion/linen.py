@@ -218,12 +218,7 @@ class _Edges:
 
 
 def _edges_of(
-    selection: Selection,
-    run: Callable[..., Any],
-    variables: Any,
-    rngs: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    selection: Selection, run: Callable[..., Any], variables: Any, rngs: Any, args: Any, kwargs: Any
 ) -> _Edges:
     """Found by tracing the model as it is once more, if the selection asks for edges."""
     if not any(isinstance(choice, Edge) for choice in selection.exempt + (selection.only or ())):
@@ -237,21 +232,14 @@ def _edges_of(
         return edges.mark_output(next_fun(*args, **kwargs), path)
 
     is_scaled = lambda x: isinstance(x, ScaledArray)
-    values = lambda x: x.dequantize() if is_scaled(x) else x
-    variables = jax.tree.map(values, variables, is_leaf=is_scaled)
-    leaves, structure = jax.tree.flatten((variables, rngs, args, kwargs))
-    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
-
-    def flat(arrays):
-        given = list(leaves)
-        for i, array in zip(traced, arrays, strict=True):
-            given[i] = array
-        return edges.arrays_in(run(*jax.tree.unflatten(structure, given)))
-
+    value = lambda x: x.dequantize() if is_scaled(x) else x
+    variables = jax.tree.map(value, variables, is_leaf=is_scaled)
+    arrays, together = edges.arrays_apart((variables, rngs, args, kwargs))
     with region.entered(_LOOKING), nn.intercept_methods(mark):
-        closed = jax.make_jaxpr(flat)([leaves[i] for i in traced])
-    n = len(jax.tree.leaves((variables, rngs)))  # `init` makes the parameters from the latter
-    return _Edges(*edges.edge_layers(closed, sum(i < n for i in traced)))
+        closed = jax.make_jaxpr(lambda arrays: edges.arrays_in(run(*together(arrays))))(arrays)
+    # `init` makes the parameters from random numbers.
+    parameters, _ = edges.arrays_apart((variables, rngs))
+    return _Edges(*edges.edge_layers(closed, len(parameters)))
 
 
 def _paths(params: Any, path: str = "") -> list[str]:
