@@ -107,14 +107,10 @@ def described(x: Any) -> str:
         names = sorted(x)[:3]
         return f"a dict with {', '.join(map(repr, names))}{', ...' if len(x) > 3 else ''}"
     if is_stored(x):
-        return f"{x.data.dtype}[{_spelled_shape(x.data)}] with scales"
+        return f"{described(x.data)} with scales"
     if hasattr(x, "dtype"):
-        return f"{x.dtype}[{_spelled_shape(x)}]"
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     return f"an object of Python's {type(x).__name__}"
-
-
-def _spelled_shape(x: Any) -> str:
-    return ",".join(map(str, x.shape))
 
 
 def _is_leaf(node: Any) -> bool:

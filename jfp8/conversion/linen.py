@@ -221,7 +221,7 @@ def _edges_of(
     selection: Selection, run: Callable[..., Any], variables: Any, rngs: Any, args: Any, kwargs: Any
 ) -> _Edges:
     """Found by tracing the model as it is once more, if the selection asks for edges."""
-    if not any(isinstance(choice, Edge) for choice in selection.exempt + (selection.only or ())):
+    if not any(isinstance(choice, Edge) for choice in selection.choices):
         return _Edges()
 
     def mark(next_fun, args, kwargs, context):

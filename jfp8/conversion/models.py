@@ -95,8 +95,7 @@ def convert_selected(
 
 def _convert_nnx(model: nnx.Module, selection: Selection) -> nnx.Module:
     layers = nnx_convert.layers_of(model)
-    paths = [path for path, _ in layers]
-    selection.check_patterns(paths)
+    selection.check_patterns([path for path, _ in layers])
     selection.check_types([layer for _, layer in layers])
     edges = _nnx_edges(model, layers)
     return nnx_convert.convert_module(
