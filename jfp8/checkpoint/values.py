@@ -61,19 +61,9 @@ class Leaves:
 
 
 def fitted(target: Any, saved: Any, path: Path, log: Log) -> Any:
-    """`saved` as the target keeps it.
+    """`saved`, of whichever form, with the form, shape and dtype of `target`, and on its devices.
 
-    Args:
-      target: a leaf of the target: an array or its shape, one of the forms above, a number.
-      saved: what a checkpoint has in its place: an array, one of the forms above, or its fields.
-      path: of the leaf.
-      log: is told what was changed, if anything was.
-
-    Returns:
-      A leaf of the type, shape and dtype of `target`, on its devices.
-
-    Raises:
-      ValueError: it cannot be made to fit; the message says why, not where.
+    `log` is told of changes. A ``ValueError`` says why `saved` cannot be made to fit, not where.
     """
     saved = _stored_form(saved)
     if is_stored(target):

@@ -103,31 +103,22 @@ class _Sources:
         together = set().union(*ins)
         if name == "name" and mark.startswith(_OUTPUT):
             return [{mark.removeprefix(_OUTPUT)}]
-        if name == "name" and mark.startswith(_INPUT):
-            self.used |= together
-            if not together - {_PARAMETER, _OTHER}:
-                self.first.add(mark.removeprefix(_INPUT))
-            return [{_OTHER}] * outs
-        if name in PRODUCTS:
+        is_input = name == "name" and mark.startswith(_INPUT)
+        if is_input and not together - {_PARAMETER, _OTHER}:
+            self.first.add(mark.removeprefix(_INPUT))
+        if is_input or name in PRODUCTS:
             self.used |= together
             return [{_OTHER}] * outs
-        inner = _called(eqn)
-        if inner is not None and len(inner.invars) == len(ins):
-            return self.of_jaxpr(inner, ins)
-        if any(jaxprs_of(eqn)):  # loops and branches: what is inside is not looked at one by one
+        bodies = list(jaxprs_of(eqn))
+        is_call = len(bodies) == 1 and name not in ("scan", "while", "cond")
+        if is_call and len(bodies[0].invars) == len(ins):
+            return self.of_jaxpr(bodies[0], ins)
+        if bodies:  # loops and branches: what is inside is not looked at one by one
             self.used |= together
-            for jaxpr in jaxprs_of(eqn):
+            for jaxpr in bodies:
                 self.of_jaxpr(jaxpr, [together | {_OTHER} for _ in jaxpr.invars])
             return [together | {_OTHER}] * outs
         return [together] * outs
-
-
-def _called(eqn: Any) -> Jaxpr | None:
-    """The jaxpr that the equation calls, once, with its own operands."""
-    if eqn.primitive.name in ("scan", "while", "cond"):
-        return None
-    found = list(jaxprs_of(eqn))
-    return found[0] if len(found) == 1 else None
 
 
 def jaxprs_of(eqn: Any) -> Iterable[Jaxpr]:

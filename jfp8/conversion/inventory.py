@@ -74,7 +74,7 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
 
 
 def report_of(closed: ClosedJaxpr) -> Report:
-    """The products of a program that was traced in the context `explain.explaining`."""
+    """The products of a program that was traced in the context `notes.explaining`."""
     return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))))
 
 
