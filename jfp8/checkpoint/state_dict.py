@@ -134,8 +134,7 @@ def check_shape(shape: Any) -> tuple[int, ...]:
 def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Paths and leaves of a state dict, empty dicts included, in order.
 
-    Raises:
-      ValueError: deeper than `MOST_DEPTH`; a key that is no string.
+    ``ValueError`` if it is deeper than `MOST_DEPTH`, or a key is no string.
     """
     if not isinstance(state, dict) or not state:
         yield path, state
@@ -151,8 +150,7 @@ def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def unflatten(leaves: Any) -> dict[str, Any]:
     """The state dict of pairs of paths and leaves.
 
-    Raises:
-      ValueError: a path twice, or one that goes through a leaf; deeper than `MOST_DEPTH`.
+    ``ValueError`` if a path is there twice, goes through a leaf, or is longer than `MOST_DEPTH`.
     """
     state: dict[str, Any] = {}
     inner: set[Path] = set()

@@ -194,7 +194,7 @@ class _Walk:
             follow_loss_scale(fp8, place, before, after, self.afresh, self.leaves)
 
 
-def _collections(state: Nested, path: Path = ()) -> tuple[Nested, dict[str, Path]]:
+def _collections(state: Nested, path: Path) -> tuple[Nested, dict[str, Path]]:
     """Collections of a model by their names, and where each is, whoever's training state it is.
 
     `jfp8.TrainState` has those but ``params`` and ``fp8`` in ``collections``; that of Flax has all
@@ -213,12 +213,9 @@ def _collections(state: Nested, path: Path = ()) -> tuple[Nested, dict[str, Path
 
 
 def _with_fresh_optimizer(target: Any, leaves: dict[Path, Any], saved: Any) -> Any:
-    """A training state of new parameters: the optimizer sees those, and no others.
+    """A training state of new `leaves`, of which the optimizer sees the parameters, and no others.
 
-    Args:
-      target: the training state.
-      leaves: all new leaves but those of the optimizer state.
-      saved: the parameters of the checkpoint, from which masters start.
+    Masters start from the `saved` parameters, before they were quantized.
     """
     new: Any = rebuilt(target.replace(opt_state=()), leaves)
     create = type(target).create

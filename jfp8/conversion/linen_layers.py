@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,25 +108,26 @@ def replace_products(
         x = args[0] if args else next(iter(kwargs.values()))
         path = path_of(layer)
         made = f"the layer was given its own {hook}" if own else choose(path, layer, x)
-        stock = layer.promote_dtype is flax_promote_dtype
+        attributes: dict[str, Any] = {}
+        if layer.promote_dtype is flax_promote_dtype:
+            attributes["promote_dtype"] = promote_values if isinstance(made, str) else promote_dtype
         if isinstance(made, str):
-            promote = {"promote_dtype": promote_values} if stock else {}
             with (
                 note("path", path),
                 note("layer", type(layer).__name__),
                 note("reason", made),
-                _set(layer, **promote),
+                _set(layer, **attributes),
             ):
                 return next_fun(*args, **kwargs)
-        made = dataclasses.replace(made, module=product)
+        run, made = next_fun, dataclasses.replace(made, module=product)
         if isinstance(given, ProductOf):
             made = dataclasses.replace(made, implementation=given.implementation)
-        promote = {"promote_dtype": promote_dtype} if stock else {}
         if isinstance(hook, str):
-            with _set(layer, **{f"{hook}_cls": made}, **promote):
-                return next_fun(*args, **kwargs)
-        with _set(layer, **promote):
-            return hook(layer, made, *args, **kwargs)
+            attributes[f"{hook}_cls"] = made
+        else:
+            run = functools.partial(hook, layer, made)
+        with _set(layer, **attributes):
+            return run(*args, **kwargs)
 
     return intercept
 

@@ -35,11 +35,7 @@ def line(i: int) -> dict[str, Any]:
 
 
 def axes_for(ax: Axes | None, width: float, height: float) -> Axes:
-    """`ax`, or new axes in a figure of `width` x `height` inches of their own.
-
-    Raises:
-      ImportError: matplotlib is missing.
-    """
+    """`ax`, or new axes in a figure of `width` x `height` inches of their own."""
     if ax is not None:
         return ax
     try:
