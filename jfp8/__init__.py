@@ -17,8 +17,9 @@ from jfp8 import (
     recipes,
     scaling,
 )
+from jfp8.conversion.inventory import report
 from jfp8.conversion.models import autocast, convert
-from jfp8.conversion.products import Report, report
+from jfp8.conversion.product_rows import Report
 from jfp8.conversion.selection import EDGES, Edge
 from jfp8.conversion.weights import quantize_params
 from jfp8.debug.sizes import Summary, summary

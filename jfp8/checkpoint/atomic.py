@@ -17,12 +17,7 @@ from typing import BinaryIO
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Make or replace the file `path` by what `write` writes.
-
-    Args:
-      path: the file.
-      write: is called with a file that is open for writing.
-    """
+    """Make or replace the file `path` by what `write` writes into the open file it is given."""
     _remove_leftovers(path)
     temporary = _beside(path)
     try:
@@ -41,11 +36,7 @@ def replace_directory(path: Path, write: Callable[[Path], None]) -> None:
     """Make or replace the folder `path` by the one that `write` makes.
 
     No folder with something in it can be replaced in one step. Between the two that it takes, the
-    old one is where `whole_directory` finds it.
-
-    Args:
-      path: the folder.
-      write: is called with the path of a folder that does not exist.
+    old one is where `whole_directory` finds it. `write` gets a path at which nothing is.
     """
     _remove_leftovers(path)
     temporary, previous = _beside(path), _previous(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 # Paths that a message spells out.
@@ -54,40 +55,33 @@ class Log:
             shown = found[: 2 * _MOST_NAMED]
             if len(found) > len(shown):
                 shown.append(f"  and {len(found) - len(shown)} more")
+            lines = ["The checkpoint does not fit the target.", *shown, *_hints(self.problems)]
+            raise ValueError("\n".join(lines))
+        changes, notes = (
+            [f"{what}{_listed(paths)}." for what, paths in found.items()]
+            for found in (self.changes, self.notes)
+        )
+        if strict and changes:
             raise ValueError(
-                "\n".join(["The checkpoint does not fit the target.", *shown, *_hints(self)])
+                "The checkpoint has other FP8 state than the target, and strict=True.\n"
+                + "".join(f"  {message}\n" for message in changes)
+                + "Leave strict out to have it changed, or restore into the model and the "
+                "optimizer that were saved."
             )
-        if strict and self.changes:
-            found = [f"  {message}" for message in _messages(self.changes)]
-            raise ValueError(
-                "\n".join(
-                    [
-                        "The checkpoint has other FP8 state than the target, and strict=True.",
-                        *found,
-                        "Leave strict out to have it changed, or restore into the model and the "
-                        "optimizer that were saved.",
-                    ]
-                )
-            )
-        for message in _messages(self.changes) + _messages(self.notes):
+        for message in changes + notes:
             warnings.warn(message, CheckpointChange, stacklevel=stacklevel + 1)
 
 
-def _messages(changes: dict[str, list[str]]) -> list[str]:
-    """One for each kind of change, with the paths."""
-    return [f"{what}{_listed(paths)}." for what, paths in changes.items()]
-
-
-def _hints(log: Log) -> list[str]:
-    """What to do about the problems."""
-    hints = []
-    if any("opt_state" in path.split("/") for path in log.problems):
+def _hints(problems: Iterable[str]) -> list[str]:
+    """What to do about problems at these paths."""
+    hints, in_optimizer = [], {"opt_state" in path.split("/") for path in problems}
+    if True in in_optimizer:
         hints.append(
             "Only the FP8 parts of an optimizer state are converted. Restore with the optimizer "
             "that was saved, or begin with a fresh one from the parameters alone: "
             'upgrade({"params": saved["params"]}, target).'
         )
-    if any("opt_state" not in path.split("/") for path in log.problems):
+    if False in in_optimizer:
         hints.append(
             "Only FP8 state is made up, dropped or converted. Restore into the model that was "
             "saved, or rename and reshape in the state dict first: "

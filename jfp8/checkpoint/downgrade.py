@@ -68,10 +68,9 @@ def downgrade(state: Any, *, dtype: jax.typing.DTypeLike = "float32") -> Any:
 
 def _high_precision(tree: Any, dtype: jax.typing.DTypeLike) -> Any:
     """`tree` with values for every `ScaledArray`, also where it has become a dict."""
-    if isinstance(found := from_fields(tree), ScaledArray):
-        tree = found
-    if isinstance(tree, ScaledArray):
-        return jax.tree.map(jax.numpy.asarray, tree).dequantize(dtype)
+    stored = tree if isinstance(tree, ScaledArray) else from_fields(tree)
+    if isinstance(stored, ScaledArray):
+        return jax.tree.map(jax.numpy.asarray, stored).dequantize(dtype)
     if isinstance(tree, Mapping):
         return {name: _high_precision(node, dtype) for name, node in tree.items()}
     return tree

@@ -49,13 +49,12 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     target = _resolved(path)
     file_format = _format_of(target)
     state = on_host(state_dict(tree))
-    if file_format is None:
-        orbax_directory.check_replaceable(target)
-    elif target.is_dir():
-        raise ValueError(f"{target} is a folder, so that no file of this name can be there.")
     target.parent.mkdir(parents=True, exist_ok=True)
     if file_format is None:
+        orbax_directory.check_replaceable(target)
         atomic.replace_directory(target, partial(orbax_directory.write, state))
+    elif target.is_dir():
+        raise ValueError(f"{target} is a folder, so that no file of this name can be there.")
     else:
         atomic.replace_file(target, partial(file_format.write, state))
 

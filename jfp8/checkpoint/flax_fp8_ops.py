@@ -32,7 +32,6 @@ from typing import Any
 
 from jfp8.checkpoint import histories
 from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.fp8_collections import filled
 from jfp8.checkpoint.tree import Nested, Path, described, nested
 
 COLLECTION = "_overwrite_with_gradient"
@@ -80,20 +79,16 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
             f"{COLLECTION!r}: ...}}; those of a Flax TrainState are state.params."
         )
     found = as_fp8(nested(variables[COLLECTION]), nested(target), (COLLECTION,), log)
-    collections = filled(target, found, log)
+    collections = histories.filled(target, found, log)
     log.close(strict=False, stacklevel=2)
     others = {name: node for name, node in variables.items() if name != COLLECTION}
     return {**others, **collections}
 
 
 def as_fp8(collection: Any, target: Any, path: Path, log: Log) -> Nested:
-    """Flax's collection in the layout of ``fp8``, with histories of the length that they have.
+    """Flax's `collection`, at `path`, in the layout of ``fp8``, with histories as long as it has.
 
-    Args:
-      collection: ``_overwrite_with_gradient``, nested dicts.
-      target: the collections of the target, nested dicts.
-      path: of `collection`, for messages.
-      log: is told what has no counterpart, and what is none of Flax's state.
+    `target` are collections of the model with jfp8. All are nested dicts.
     """
     return histories.renamed(_products(collection, path, (), log), target.get("fp8", {}), path, log)
 

@@ -11,6 +11,7 @@ They are recognised by this structure, whatever the layers are called.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.tree import Nested, Path, walk
+from jfp8.checkpoint.tree import Nested, Path, at, nested, rebuilt, walk
+from jfp8.checkpoint.values import placed
 from jfp8.scaling.sink import ROLES, WIDTH
 
 Tensors: TypeAlias = dict[str, np.ndarray]
@@ -41,15 +43,6 @@ def is_product(node: Any) -> bool:
     return all(map(_is_state, tensors)) or all(map(_is_history, tensors))
 
 
-def is_fp8_state(node: Any) -> bool:
-    """Whether there is nothing in `node` but histories and sinks."""
-    if not isinstance(node, dict):
-        return False
-    if is_product(node) or is_sink(node):
-        return True
-    return bool(node) and all(map(is_fp8_state, node.values()))
-
-
 def is_sink(node: Any) -> bool:
     """Whether `node` is the sink of one product: zeros, of which a checkpoint has no need."""
     if not isinstance(node, dict) or set(node) != {"amax"}:
@@ -57,30 +50,23 @@ def is_sink(node: Any) -> bool:
     return getattr(node["amax"], "shape", ())[-2:] == (len(ROLES), WIDTH)
 
 
-def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, np.ndarray]:
-    """The histories of one product, as `target` keeps them.
+def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
+    """The histories of one product, as `target` keeps them, by their paths.
 
-    Args:
-      target: a product; arrays or shapes.
-      saved: what the checkpoint has in its place: a product, None, or anything else.
-      path: of the product.
-      log: is told of what changes.
-
-    Returns:
-      An array for each leaf of `target`, by its path.
+    `saved` is what the checkpoint has in its place: a product, None, or anything else.
     """
-    empty = {(*path, *at): np.zeros(leaf.shape, np.float32) for at, leaf in walk(target)}
-    if not is_product(saved):
+    leaves = dict(walk(target, path))
+    found = {place: np.zeros(leaf.shape, np.float32) for place, leaf in leaves.items()}
+    wanted = {role: _history(target[role]).shape for role in ROLES}
+    alike = is_product(saved) and all(
+        np.shape(_history(saved[role]))[:-1] == wanted[role][:-1] for role in ROLES
+    )
+    if not alike:
         log.change(MISSING if saved is None else RESTARTED, path)
-        return empty
-    lengths = {role: _history(target[role]).shape for role in ROLES}
-    if any(np.shape(_history(saved[role]))[:-1] != lengths[role][:-1] for role in ROLES):
-        log.change(RESTARTED, path)
-        return empty
-    found = dict(empty)
-    for role in ROLES:
-        history, length = np.asarray(_history(saved[role]), np.float32), lengths[role][-1]
-        if not _is_clean(history):
+    for role in ROLES if alike else ():
+        tensor, length = saved[role], wanted[role][-1]
+        history = np.asarray(_history(tensor), np.float32)
+        if not np.all(np.isfinite(history) & (history >= 0)):
             log.change(CLEANED, (*path, role))
             history = newest_first(history)
         if history.shape[-1] > length:
@@ -89,12 +75,31 @@ def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, np.ndarr
         elif history.shape[-1] < length:
             more = f"{history.shape[-1]} entries get room for {length}"
             log.change(f"Amax histories of {more}", (*path, role))
-        place = (*path, role, HISTORY) if isinstance(target[role], dict) else (*path, role)
-        found[place] = resized(history, length)
-        if isinstance(target[role], dict) and isinstance(saved[role], dict):
-            running = np.asarray(saved[role][RUNNING], np.float32)
+        is_linen = isinstance(target[role], dict)
+        found[(*path, role, HISTORY) if is_linen else (*path, role)] = resized(history, length)
+        if is_linen and isinstance(tensor, dict):
+            running = np.asarray(tensor[RUNNING], np.float32)
             finite = np.isfinite(running) & (running > 0)
             found[(*path, role, RUNNING)] = np.where(finite, running, np.float32(0.0))
+    return {place: placed(array, leaves[place]) for place, array in found.items()}
+
+
+def filled(target: Mapping[str, Any], fp8: Nested, log: Log) -> dict[str, Any]:
+    """The collections ``fp8`` and ``fp8_sink``, if `target` has them, with histories.
+
+    `fp8` has the layout of ``target["fp8"]``; it may lack some histories, or have longer ones.
+    """
+    found: dict[str, Any] = {}
+    if "fp8" in target:
+        wanted = nested(target["fp8"])
+        leaves = dict(walk(wanted, ("fp8",)))  # of an NNX state, parameters as well
+        for path in product_paths(wanted):
+            leaves |= fitted(at(wanted, path), at(fp8, path), ("fp8", *path), log)
+        found["fp8"] = rebuilt(target["fp8"], {path[1:]: leaf for path, leaf in leaves.items()})
+    if "fp8_sink" in target:
+        sinks = dict(walk(nested(target["fp8_sink"])))
+        zeros = {p: placed(np.zeros(leaf.shape, np.float32), leaf) for p, leaf in sinks.items()}
+        found["fp8_sink"] = rebuilt(target["fp8_sink"], zeros)
     return found
 
 
@@ -133,12 +138,7 @@ def renamed(found: dict[Path, Tensors], target: Any, path: Path, log: Log) -> Ne
 
     Products are called otherwise there. Those of a module are matched in the order of their names
     with those that the same module has in the target, or else with those of its submodules.
-
-    Args:
-      found: histories by the path of the product there: that of its module, and a name.
-      target: nested dicts.
-      path: of that collection, for messages.
-      log: is told what has no counterpart.
+    `found` has them by the path of their module there, and a name.
     """
     ours = sorted(product_paths(target), key=_natural)
     theirs: dict[Path, list[Path]] = {}
@@ -183,10 +183,6 @@ def _natural(path: Path) -> list[list[int | str]]:
 
 def _history(tensor: Any) -> Any:
     return tensor[HISTORY] if isinstance(tensor, dict) else tensor
-
-
-def _is_clean(history: np.ndarray) -> bool:
-    return bool(np.all(np.isfinite(history) & (history >= 0)))
 
 
 def _is_state(tensor: Any) -> bool:

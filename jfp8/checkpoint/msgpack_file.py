@@ -33,24 +33,12 @@ _CHUNKED = "__msgpack_chunked_array__"
 
 
 def write(state: dict[str, Any], file: BinaryIO) -> None:
-    """Write a state dict.
-
-    Args:
-      state: what `on_host` returned.
-      file: is open for writing.
-    """
+    """Write what `on_host` returned."""
     file.write(serialization.to_bytes(state))
 
 
 def read(file: BinaryIO) -> dict[str, Any]:
-    """The state dict that a file holds.
-
-    Args:
-      file: is open for reading.
-
-    Raises:
-      ValueError: it holds something else.
-    """
+    """The state dict that a file holds; ``ValueError`` if it holds something else."""
     # No lists in a state dict: msgpack would take the memory for as many elements as one claims.
     state = _unpacked(file.read(), 0, ext_hook=_extension, object_pairs_hook=unique)
     if not isinstance(state, dict):

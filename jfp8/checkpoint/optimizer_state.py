@@ -49,10 +49,9 @@ def parts(state: Any, path: Path) -> list[Part]:
     kind = _kind(state)
     if kind == "own":
         return [Part("own", path, state)]
-    fields = {name: child for name, child in state.items() if name != "inner_state"}
-    if "inner_state" not in state:
-        return [Part(kind, path, fields)]
-    return [Part(kind, path, fields), *parts(state["inner_state"], (*path, "inner_state"))]
+    fields = dict(state)
+    inner = parts(fields.pop("inner_state", {}), (*path, "inner_state"))
+    return [Part(kind, path, fields), *inner]
 
 
 def is_composed(state: Any) -> bool:

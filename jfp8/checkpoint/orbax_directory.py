@@ -35,11 +35,7 @@ def check_replaceable(directory: Path) -> None:
 
 
 def write(state: dict[str, Any], directory: Path) -> None:
-    """Write a state dict.
-
-    Args:
-      state: what `on_host` returned.
-      directory: is made.
+    """Write what `on_host` returned into a new folder.
 
     Raises:
       ImportError: Orbax is not installed.
@@ -54,10 +50,7 @@ def write(state: dict[str, Any], directory: Path) -> None:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """The state dict that a folder holds, in one of jfp8 or another that Orbax wrote.
-
-    Args:
-      directory: is there.
+    """The state dict that a folder holds, one of jfp8 or another that Orbax wrote.
 
     Raises:
       ImportError: Orbax is not installed.

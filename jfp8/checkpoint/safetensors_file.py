@@ -66,15 +66,7 @@ _DTYPES = {name: DTYPES[dtype] for dtype, name in _NAMES.items()}
 
 
 def write(state: dict[str, Any], file: BinaryIO) -> None:
-    """Write a state dict.
-
-    Args:
-      state: what `on_host` returned.
-      file: is open for writing.
-
-    Raises:
-      ValueError: a key with "/" in it; a complex128 array.
-    """
+    """Write what `on_host` returned; ``ValueError`` for a key with "/", and for complex128."""
     arrays, rest = {}, {}
     for path, leaf in flatten(state):
         name = _name(path)
@@ -104,14 +96,7 @@ def write(state: dict[str, Any], file: BinaryIO) -> None:
 
 
 def read(file: BufferedReader) -> dict[str, Any]:
-    """The state dict that a file holds.
-
-    Args:
-      file: is open for reading.
-
-    Raises:
-      ValueError: it is not of this format, or damaged.
-    """
+    """The state dict that a file holds; ``ValueError`` if it is of another format, or damaged."""
     entries, metadata, size = _header(file)
     ours = _ours(metadata)
     if ours["crc32"] and ours["crc32"].keys() != entries.keys():
@@ -121,13 +106,18 @@ def read(file: BufferedReader) -> dict[str, Any]:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         try:
-            begin, end = _range(entry, end, size)
+            behind, (begin, end) = end, entry["data_offsets"]
+            if begin != behind or not begin <= end <= size:
+                raise ValueError(
+                    f"its data is said to be in bytes {begin} to {end}, but what comes before "
+                    f"ends at {behind}, and all data at {size}"
+                )
             dtype, shape = _type_of(entry, ours["dtypes"].get(name))
             raw = _read_bytes(file, end - begin)
             if ours["crc32"] and ours["crc32"][name] != _checksum(name, entry, raw):
                 raise ValueError("it is damaged: its checksum is another")
             if entry["dtype"] == "F4":
-                raw = _unpacked(raw)
+                raw = np.stack([raw & np.uint8(15), raw >> 4], axis=-1).reshape(-1)
             leaves.append((tuple(name.split("/")), array_of_bytes(raw, dtype, shape)))
         except ValueError as error:
             raise ValueError(f"{short(name)}: {error}") from error
@@ -160,10 +150,6 @@ def _bytes_of(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
 
 def _checksum(name: str, entry: dict[str, Any], raw: np.ndarray) -> int:
     return zlib.crc32(raw.data, zlib.crc32(f"{name} {entry['dtype']} {entry['shape']}".encode()))
-
-
-def _unpacked(raw: np.ndarray) -> np.ndarray:
-    return np.stack([raw & np.uint8(15), raw >> 4], axis=-1).reshape(-1)
 
 
 def _header(file: BufferedReader) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -216,17 +202,6 @@ def _parsed(text: str | bytes, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {short(found)}, not a dict")
     return found
-
-
-def _range(entry: dict[str, Any], expected: int, size: int) -> tuple[int, int]:
-    """Where the data of an array is, if that is just behind the one before."""
-    begin, end = entry["data_offsets"]
-    if begin != expected or not begin <= end <= size:
-        raise ValueError(
-            f"its data is said to be in bytes {begin} to {end}, but what comes before ends at "
-            f"{expected}, and all data at {size}"
-        )
-    return begin, end
 
 
 def _type_of(entry: dict[str, Any], hidden: Any) -> tuple[np.dtype, tuple[int, ...]]:

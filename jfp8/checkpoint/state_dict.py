@@ -48,13 +48,9 @@ _LARGEST_BYTE = {
 
 
 def state_dict(tree: Any) -> Any:
-    """`tree` as nested dicts, with its leaves as they are.
+    """Any pytree that Flax can serialize, and NNX states in it, as nested dicts with string keys.
 
-    Args:
-      tree: any pytree that Flax can serialize, with NNX states in it or not.
-
-    Returns:
-      Nested dicts with string keys; random keys as uint32 arrays; a single leaf as it is.
+    Leaves stay as they are, but random keys become uint32 arrays. A single leaf stays one.
     """
     if isinstance(tree, nnx.State):
         tree = nnx.to_pure_dict(tree)
@@ -70,12 +66,6 @@ def state_dict(tree: Any) -> Any:
 
 def on_host(state: Any) -> dict[str, Any]:
     """The state dict `state` with numpy arrays for its arrays, checked to be one that can be saved.
-
-    Args:
-      state: what `state_dict` returned.
-
-    Returns:
-      A new state dict. Arrays may share memory with those of `state`.
 
     Raises:
       TypeError: a leaf is neither an array of one of `DTYPES` nor a number, a string or None.
@@ -122,16 +112,7 @@ def _of_host(path: Path, leaf: Any) -> Any:
 
 
 def array_of_bytes(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """The array whose bytes are `raw`.
-
-    Args:
-      raw: uint8[n].
-      dtype: one of `DTYPES`.
-      shape: what `check_shape` returned.
-
-    Raises:
-      ValueError: `raw` has another number of bytes; a byte that is no number of `dtype`.
-    """
+    """The array whose bytes are `raw`, uint8[n]; ``ValueError`` if they are none of its kind."""
     expected = math.prod(shape) * dtype.itemsize
     if raw.size != expected:
         raise ValueError(f"{dtype}{list(shape)} takes {expected} bytes, but there are {raw.size}")
@@ -153,8 +134,7 @@ def check_shape(shape: Any) -> tuple[int, ...]:
 def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Paths and leaves of a state dict, empty dicts included, in order.
 
-    Raises:
-      ValueError: deeper than `MOST_DEPTH`; a key that is no string.
+    ``ValueError`` if it is deeper than `MOST_DEPTH`, or a key is no string.
     """
     if not isinstance(state, dict) or not state:
         yield path, state
@@ -170,8 +150,7 @@ def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def unflatten(leaves: Any) -> dict[str, Any]:
     """The state dict of pairs of paths and leaves.
 
-    Raises:
-      ValueError: a path twice, or one that goes through a leaf; deeper than `MOST_DEPTH`.
+    ``ValueError`` if a path is there twice, goes through a leaf, or is longer than `MOST_DEPTH`.
     """
     state: dict[str, Any] = {}
     inner: set[Path] = set()

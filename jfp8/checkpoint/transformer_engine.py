@@ -40,7 +40,6 @@ import numpy as np
 
 from jfp8.checkpoint import histories
 from jfp8.checkpoint.changes import Log, spelled
-from jfp8.checkpoint.fp8_collections import filled
 from jfp8.checkpoint.tree import Nested, Path, described, nested
 from jfp8.scaling.formats import E4M3FN, E5M2
 from jfp8.scaling.sink import ROLES
@@ -113,7 +112,7 @@ def from_transformer_engine(
             }
             found[_place(path, name, wanted)] = tensors
     fp8 = histories.renamed(found, wanted, (), log)
-    new = filled({"fp8": target}, fp8, log)["fp8"]
+    new = histories.filled({"fp8": target}, fp8, log)["fp8"]
     log.close(strict=False, stacklevel=2)
     return new
 
@@ -153,16 +152,17 @@ def _products(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
 
     Histories are rings f32[..., H], scales f32[..., 1] or None.
     """
-    if "fp8_meta_amax" in node:
-        return _rows(node, path, log)
-    if "amax_history_fwd" in node:
-        return _columns(node, path, log)
     found: dict[str, _Product] = {}
-    for name, ring in node.items():
-        if match := _NEW.fullmatch(name) or _OLD.fullmatch(name):
-            of_scale = name.replace("amax_history", "scale").replace("amax_", "scale_")
-            product = found.setdefault(match["product"], {})
-            product[_ROLE[match["tensor"]]] = (ring, node.get(of_scale))
+    if "fp8_meta_amax" in node:
+        found = _rows(node, path, log)
+    elif "amax_history_fwd" in node:
+        found = _columns(node, path, log)
+    else:
+        for name, ring in node.items():
+            if match := _NEW.fullmatch(name) or _OLD.fullmatch(name):
+                of_scale = name.replace("amax_history", "scale").replace("amax_", "scale_")
+                product = found.setdefault(match["product"], {})
+                product[_ROLE[match["tensor"]]] = (ring, node.get(of_scale))
     return {name: product for name, product in found.items() if _is_whole(product, path, log)}
 
 
@@ -173,21 +173,20 @@ def _rows(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
         log.problem(path, f"fp8_meta_amax is {described(rings)}, not float32[3n, H]")
         return {}
     row = lambda array, i: None if array is None else np.asarray(array)[..., i, :]
-    products = {
-        str(i): {
-            role: (row(rings, 3 * i + j), row(scales, 3 * i + j)) for j, role in enumerate(ROLES)
-        }
+    tensor = lambda i: (row(rings, i), row(scales, i))
+    return {
+        str(i): {role: tensor(3 * i + j) for j, role in enumerate(ROLES)}
         for i in range(rings.shape[-2] // 3)
     }
-    return {name: product for name, product in products.items() if _is_whole(product, path, log)}
 
 
 def _columns(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
     """Products whose tensors are columns of two arrays, forward and backward."""
-    forward, backward = node["amax_history_fwd"], node.get("amax_history_bwd")
-    count = _number_of_products(forward, backward)
-    if count is None:
-        given = f"{described(forward)} and {described(backward)}"
+    rings: Any = node["amax_history_fwd"], node.get("amax_history_bwd")
+    widths = [ring.shape[1] if getattr(ring, "ndim", 0) == 2 else None for ring in rings]
+    n = (widths[0] or 0) // 3
+    if widths != [3 * n, 2 * n]:
+        given = " and ".join(map(described, rings))
         log.problem(path, f"histories are {given}, not float32[H, 3n] and float32[H, 2n]")
         return {}
 
@@ -196,23 +195,14 @@ def _columns(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
         ring = np.asarray(node[f"amax_history_{direction}"])[:, i]
         return ring, None if scales is None else np.asarray(scales)[i : i + 1]
 
-    products = {
+    return {
         str(i): {
             "lhs": column("fwd", 3 * i),
             "rhs": column("fwd", 3 * i + 1),
             "grad": column("bwd", 2 * i),
         }
-        for i in range(count)
+        for i in range(n)
     }
-    return {name: product for name, product in products.items() if _is_whole(product, path, log)}
-
-
-def _number_of_products(forward: Any, backward: Any) -> int | None:
-    """The n of f32[H, 3n] and f32[H, 2n]; None if they are no such arrays."""
-    if getattr(forward, "ndim", 0) != 2 or getattr(backward, "ndim", 0) != 2:
-        return None
-    n, rest = divmod(forward.shape[1], 3)
-    return n if not rest and backward.shape[1] == 2 * n else None
 
 
 def _is_whole(product: _Product, path: Path, log: Log) -> bool:

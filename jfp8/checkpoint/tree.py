@@ -25,15 +25,9 @@ _DEEPEST = 100
 
 
 def nested(tree: Any, path: Path = ()) -> Any:
-    """`tree` as nested dicts.
+    """`tree`, a state dict or any pytree, as nested dicts without empty ones; or the leaf itself.
 
-    Args:
-      tree: a state dict, or any pytree.
-      path: where it is in what the caller was given, for messages.
-
-    Returns:
-      Nested dicts without empty ones, with leaves of any type; or the leaf itself. NNX variables
-      become their values.
+    NNX variables become their values. Messages say the `path` of what the caller was given.
 
     Raises:
       ValueError: a key that is neither a string nor an int, or two of one name; more than 100
@@ -113,14 +107,10 @@ def described(x: Any) -> str:
         names = sorted(x)[:3]
         return f"a dict with {', '.join(map(repr, names))}{', ...' if len(x) > 3 else ''}"
     if is_stored(x):
-        return f"{x.data.dtype}[{_spelled_shape(x.data)}] with scales"
+        return f"{described(x.data)} with scales"
     if hasattr(x, "dtype"):
-        return f"{x.dtype}[{_spelled_shape(x)}]"
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     return f"an object of Python's {type(x).__name__}"
-
-
-def _spelled_shape(x: Any) -> str:
-    return ",".join(map(str, x.shape))
 
 
 def _is_leaf(node: Any) -> bool:

@@ -11,7 +11,7 @@ The form of both sides follows from their structure: in a state dict ``{"data", 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -19,67 +19,83 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.tree import Path, described
-from jfp8.optim.storage import Blocks, ExpandedArray, HalfArray, ScaledFloat16
+from jfp8.checkpoint.tree import Path, described, walk
+from jfp8.optim.storage import Blocks, ExpandedArray, HalfArray, ScaledFloat16, Storage
 from jfp8.optim.stored_state import is_stored
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
 from jfp8.scaling.formats import E8M0FNU, FORMATS, format_of
-from jfp8.scaling.granularity import Block, ragged_block
+from jfp8.scaling.granularity import Block, PerTensor, ragged_block
 from jfp8.scaling.quantization import quantize, quantize_with_scale, two_level_scale
 from jfp8.scaling.scales import amax
 
 _DATA = tuple(fmt.dtype for fmt in FORMATS if fmt is not E8M0FNU)
 
 
-def fitted(target: Any, saved: Any, path: Path, log: Log) -> Any:
-    """`saved` as the target keeps it.
+@dataclass(frozen=True)
+class Leaves:
+    """The leaves of a new tree, as far as they have been made.
 
-    Args:
-      target: a leaf of the target: an array or its shape, one of the forms above, a number.
-      saved: what a checkpoint has in its place: an array, one of the forms above, or its fields.
-      path: of the leaf.
-      log: is told what was changed, if anything was.
-
-    Returns:
-      A leaf of the type, shape and dtype of `target`, on its devices.
-
-    Raises:
-      ValueError: it cannot be made to fit; the message says why, not where.
+    Attributes:
+      log: what was changed to make them, and what does not fit.
+      new: the leaves, by their paths in the target.
     """
-    saved = stored_form(saved)
+
+    log: Log
+    new: dict[Path, Any] = field(default_factory=dict)
+
+    def fit(self, target: Any, saved: Any, path: Path) -> None:
+        """Make the leaf at `path` of `saved`, None if the checkpoint lacks it."""
+        if saved is None:
+            self.log.problem(path, f"is missing; the target has {described(target)}")
+            return
+        try:
+            self.new[path] = fitted(target, saved, path, self.log)
+        except ValueError as error:
+            self.log.problem(path, str(error))
+
+    def zeros(self, target: Any, path: Path) -> None:
+        """Make zeros for every leaf of `target`, which is at `path`."""
+        for place, leaf in walk(target, path):
+            zero = np.zeros(np.shape(leaf), getattr(leaf, "dtype", None) or type(leaf))
+            self.fit(leaf, zero, place)
+
+
+def fitted(target: Any, saved: Any, path: Path, log: Log) -> Any:
+    """`saved`, of whichever form, with the form, shape and dtype of `target`, and on its devices.
+
+    `log` is told of changes. A ``ValueError`` says why `saved` cannot be made to fit, not where.
+    """
+    saved = _stored_form(saved)
     if is_stored(target):
+        if isinstance(target, ScaledArray):
+            target = replace(target, carrier=None)
         if _same_form(target, saved):
             return _moved(target, saved)
-        values = decoded(saved, path, log) if is_stored(saved) else _floats(target, saved)
+        values = _decoded(saved, path, log) if is_stored(saved) else _floats(target, saved)
         _check_shape(target, values)
-        if is_stored(saved):
-            log.change(f"Arrays saved as {_kind(saved)} are stored as {_kind(target)}", path)
-        else:
-            given = np.asarray(saved).dtype
-            log.change(f"Arrays saved in {given} are stored as {_kind(target)}", path)
-        return _moved(target, encoded(target, values, path, log))
+        given = f"as {_kind(saved)}" if is_stored(saved) else f"in {np.asarray(saved).dtype}"
+        log.change(f"Arrays saved {given} are stored as {_kind(target)}", path)
+        return _moved(target, _encoded(target, values, path, log))
     if is_stored(saved):
         if not hasattr(target, "dtype") or not _is_wide_float(target.dtype):
             raise ValueError(f"the target has {described(target)}, the checkpoint {_kind(saved)}")
-        values = decoded(saved, path, log)
+        values = _decoded(saved, path, log)
         _check_shape(target, values)
         log.change(f"Arrays saved as {_kind(saved)} become {target.dtype}", path)
         return placed(np.asarray(values).astype(target.dtype), target)
     return _plain(target, saved, path, log)
 
 
-def floats(saved: Any, path: Path, log: Log) -> np.ndarray:
+def floats(saved: Any) -> np.ndarray:
     """The f32 values of an array of a checkpoint, whatever its form."""
-    saved = stored_form(saved)
-    return np.asarray(decoded(saved, path, log) if is_stored(saved) else saved, np.float32)
+    saved = _stored_form(saved)
+    return np.asarray(_decoded(saved, (), Log()) if is_stored(saved) else saved, np.float32)
 
 
-def stored_form(saved: Any) -> Any:
-    """`saved` as what it was before it became a state dict; as it is if it was no dict.
-
-    Raises:
-      ValueError: a dict that stands for no array, or for one whose parts do not fit.
-    """
+def _stored_form(saved: Any) -> Any:
+    """`saved` as what it was before it became a state dict; ``ValueError`` if it was no array."""
+    if isinstance(saved, ScaledArray):
+        return replace(saved, carrier=None)
     if not isinstance(saved, dict):
         return saved
     found = from_fields(saved)
@@ -119,28 +135,29 @@ def _block(block: Any) -> tuple[int, ...] | None:
     return tuple(sizes.tolist())
 
 
-def decoded(saved: Any, path: Path, log: Log) -> jax.Array:
+def _decoded(saved: Any, path: Path, log: Log) -> jax.Array:
     """The f32 values that a stored array stands for."""
-    if isinstance(saved, HalfArray):
-        return ScaledFloat16().decode(_on_device(saved))
-    if isinstance(saved, ExpandedArray):
-        block = _only_block(saved, path, log)
-        storage = Blocks(format_of(saved.data.dtype), block, transform="expand")
-        return storage.decode(_on_device(saved))
-    return _on_device(replace(saved, carrier=None)).dequantize()
+    storage = _storage(saved, path, log)
+    saved = jax.tree.map(jnp.asarray, saved)
+    return saved.dequantize() if storage is None else storage.decode(saved)
 
 
-def encoded(target: Any, values: jax.typing.ArrayLike, path: Path, log: Log) -> Any:
+def _encoded(target: Any, values: jax.typing.ArrayLike, path: Path, log: Log) -> Any:
     """f32 `values` in the form of `target`, rounded to nearest."""
-    x = jnp.asarray(values, jnp.float32)
-    if isinstance(target, HalfArray):
-        return ScaledFloat16().encode(x, jnp.zeros((2,), jnp.uint32))
-    if isinstance(target, ExpandedArray):
-        block = _only_block(target, path, log)
-        storage = Blocks(format_of(target.data.dtype), block, transform="expand")
-        return storage.encode(x, jnp.zeros((2,), jnp.uint32))
-    q = _quantized(target, x)
-    return replace(q, block=target.block)
+    storage, x = _storage(target, path, log), jnp.asarray(values, jnp.float32)
+    if storage is None:
+        return replace(_quantized(target, x), block=target.block)
+    return storage.encode(x, jnp.zeros((2,), jnp.uint32))
+
+
+def _storage(stored: Any, path: Path, log: Log) -> Storage | None:
+    """What encodes arrays of this form; None for a `ScaledArray`."""
+    if isinstance(stored, HalfArray):
+        return ScaledFloat16()
+    if isinstance(stored, ExpandedArray):
+        block = _only_block(stored, path, log)
+        return Blocks(format_of(stored.data.dtype), block, transform="expand")
+    return None
 
 
 def _quantized(target: ScaledArray, values: jax.Array) -> ScaledArray:
@@ -152,17 +169,18 @@ def _quantized(target: ScaledArray, values: jax.Array) -> ScaledArray:
                 "of its own. Restore into the original parameters, and quantize those: "
                 "jfp8.quantize_params(params, recipe, stacked=...)"
             )
-        granularity = Block(tuple(max(b, 1) for b in target.block_sizes()))
-        scales, inverse = two_level_scale(
-            amax(values, granularity), fmt, format_of(scale.data.dtype)
-        )
+        granularity = _granularity(target)
+        largest = amax(values, granularity)
+        scales, inverse = two_level_scale(largest, fmt, format_of(scale.data.dtype))
         block = ragged_block(granularity, values.shape)
         return quantize_with_scale(values, scales, fmt, block=block, inverse=inverse)
     rounding = "rceil" if scale.dtype == E8M0FNU.dtype else _f32_rounding(scale)
-    if not scale.shape:
-        return quantize(values, fmt, scale_rounding=rounding)
-    granularity = Block(tuple(max(b, 1) for b in target.block_sizes()))
+    granularity = _granularity(target) if scale.shape else PerTensor()
     return quantize(values, fmt, granularity=granularity, scale_rounding=rounding)
+
+
+def _granularity(stored: ScaledArray) -> Block:
+    return Block(tuple(max(b, 1) for b in stored.block_sizes()))
 
 
 def _f32_rounding(scale: Any) -> Any:
@@ -203,33 +221,16 @@ def _only_block(stored: ExpandedArray, path: Path, log: Log) -> int | None:
 
 def _same_form(target: Any, saved: Any) -> bool:
     """Whether `saved` can be taken as it is, bit for bit."""
-    if type(target) is not type(saved):
+    if jax.tree.structure(target) != jax.tree.structure(saved):
         return False
-    if not isinstance(target, ScaledArray):
-        return all(map(_alike, target, saved))
-    if target.block != saved.block or not _alike(target.data, saved.data):
-        return False
-    if isinstance(target.scale, ScaledArray) or isinstance(saved.scale, ScaledArray):
-        return _same_form(target.scale, saved.scale)
-    return _alike(target.scale, saved.scale)
-
-
-def _alike(target: Any, saved: Any) -> bool:
-    return target.shape == saved.shape and target.dtype == saved.dtype
+    pairs = zip(jax.tree.leaves(target), jax.tree.leaves(saved), strict=True)
+    return all(t.shape == s.shape and t.dtype == s.dtype for t, s in pairs)
 
 
 def _moved(target: Any, stored: Any) -> Any:
     """`stored`, of the form of `target`, on its devices."""
-    if isinstance(stored, ScaledArray):
-        scale = stored.scale
-        moved = _moved if isinstance(scale, ScaledArray) else lambda t, s: placed(s, t)
-        return replace(
-            stored,
-            data=placed(stored.data, target.data),
-            scale=moved(target.scale, scale),
-            carrier=None,
-        )
-    return type(stored)(*(placed(s, t) for t, s in zip(target, stored, strict=True)))
+    leaves, form = jax.tree.flatten(target)
+    return form.unflatten(map(placed, jax.tree.leaves(stored), leaves))
 
 
 def _plain(target: Any, saved: Any, path: Path, log: Log) -> Any:
@@ -242,18 +243,18 @@ def _plain(target: Any, saved: Any, path: Path, log: Log) -> Any:
     given, wanted = np.dtype(saved.dtype), np.dtype(target.dtype)
     if given == wanted:
         return placed(saved, target)
-    host = np.asarray(saved)
-    if _is_integer(given) and _is_integer(wanted):
+    host, too_large = np.asarray(saved), f"saved as {given} with values that {wanted} does not hold"
+    if given.kind in "iu" and wanted.kind in "iu":
         limits = np.iinfo(wanted)
         if host.size and not limits.min <= int(host.min()) <= int(host.max()) <= limits.max:
-            raise ValueError(f"saved as {given} with values that {wanted} does not hold")
+            raise ValueError(too_large)
         return placed(host.astype(wanted), target)
     if not (_is_wide_float(given) and _is_wide_float(wanted)):
-        raise ValueError(f"the target has {described(target)}, the checkpoint {described(saved)}")
+        raise _other_kind(target, saved)
     with np.errstate(over="ignore"):
         new = host.astype(wanted)
     if np.any(np.isfinite(host) & ~np.isfinite(new)):
-        raise ValueError(f"saved as {given} with values that {wanted} does not hold")
+        raise ValueError(too_large)
     if jnp.promote_types(given, wanted) != wanted:
         log.note(f"Arrays saved in {given} are rounded to {wanted}", path)
     return placed(new, target)
@@ -266,7 +267,7 @@ def _number(target: Any, saved: Any) -> Any:
     kinds = {bool: "b", int: "iu", float: "f"}.get(type(target), "")
     if getattr(saved, "shape", None) == () and np.dtype(saved.dtype).kind in kinds:
         return type(target)(saved.item())
-    raise ValueError(f"the target has {described(target)}, the checkpoint {described(saved)}")
+    raise _other_kind(target, saved)
 
 
 def _array(target: Any, saved: Any) -> Any:
@@ -275,8 +276,10 @@ def _array(target: Any, saved: Any) -> Any:
         return np.asarray(saved)
     if isinstance(saved, float):
         return np.asarray(saved, np.float32)
-    if not isinstance(saved, np.ndarray | np.generic | jax.Array) or _is_object(saved):
-        raise ValueError(f"the target has {described(target)}, the checkpoint {described(saved)}")
+    if isinstance(saved, jax.Array):
+        return saved
+    if not isinstance(saved, np.ndarray | np.generic) or saved.dtype.hasobject or saved.dtype.names:
+        raise _other_kind(target, saved)
     return saved
 
 
@@ -284,7 +287,7 @@ def _floats(target: Any, saved: Any) -> np.ndarray:
     """The values that are to be stored like `target`, f32."""
     saved = _array(target, saved)
     if not _is_wide_float(np.dtype(saved.dtype)):
-        raise ValueError(f"the target has {described(target)}, the checkpoint {described(saved)}")
+        raise _other_kind(target, saved)
     return np.asarray(saved).astype(np.float32)
 
 
@@ -292,17 +295,18 @@ def _key(target: Any, saved: Any) -> jax.Array:
     """Random keys, which checkpoints hold as their bits."""
     saved = _array(target, saved)
     if not _is_key(saved):
-        implementation = jax.random.key_impl(target)
         bits = jax.eval_shape(jax.random.key_data, target)
         if saved.dtype != bits.dtype or saved.shape != bits.shape:
-            raise ValueError(
-                f"the target has {described(target)}, the checkpoint {described(saved)}"
-            )
-        saved = jax.random.wrap_key_data(saved, impl=implementation)
+            raise _other_kind(target, saved)
+        saved = jax.random.wrap_key_data(saved, impl=jax.random.key_impl(target))
     _check_shape(target, saved)
     if saved.dtype != target.dtype:
-        raise ValueError(f"the target has {described(target)}, the checkpoint {described(saved)}")
+        raise _other_kind(target, saved)
     return placed(saved, target)
+
+
+def _other_kind(target: Any, saved: Any) -> ValueError:
+    return ValueError(f"the target has {described(target)}, the checkpoint {described(saved)}")
 
 
 def placed(value: Any, like: Any) -> Any:
@@ -313,10 +317,6 @@ def placed(value: Any, like: Any) -> Any:
     if sharding is not None and getattr(like, "committed", True):
         return jax.device_put(value, sharding)
     return jnp.asarray(value)
-
-
-def _on_device(stored: Any) -> Any:
-    return jax.tree.map(jnp.asarray, stored)
 
 
 def _check_shape(target: Any, values: Any) -> None:
@@ -341,14 +341,6 @@ def _kind(stored: Any) -> str:
 def _is_key(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def _is_object(x: Any) -> bool:
-    return isinstance(x, np.ndarray | np.generic) and (x.dtype.hasobject or bool(x.dtype.names))
-
-
-def _is_integer(dtype: np.dtype) -> bool:
-    return dtype.kind in "iu"
 
 
 def _is_wide_float(dtype: Any) -> bool:

@@ -6,7 +6,7 @@ Where a function calls a layer it passes what goes in and comes out through `mar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -43,6 +43,19 @@ def arrays_in(result: Any) -> list[Any]:
         elif hasattr(leaf, "__dict__"):
             found += [x for x in jax.tree.leaves(vars(leaf)) if isinstance(x, jax.Array)]
     return found
+
+
+def arrays_apart(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    """The arrays in `tree`, or their shapes; and what makes such a tree of others."""
+    leaves, structure = jax.tree.flatten(tree)
+    kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
+
+    def together(arrays: Any) -> Any:
+        new = dict(zip(places, arrays, strict=True))
+        return structure.unflatten(new.get(i, leaf) for i, leaf in enumerate(leaves))
+
+    return [leaves[i] for i in places], together
 
 
 def edge_layers(closed: ClosedJaxpr, n_parameters: int) -> tuple[frozenset[str], frozenset[str]]:
@@ -90,31 +103,22 @@ class _Sources:
         together = set().union(*ins)
         if name == "name" and mark.startswith(_OUTPUT):
             return [{mark.removeprefix(_OUTPUT)}]
-        if name == "name" and mark.startswith(_INPUT):
-            self.used |= together
-            if not together - {_PARAMETER, _OTHER}:
-                self.first.add(mark.removeprefix(_INPUT))
-            return [{_OTHER}] * outs
-        if name in PRODUCTS:
+        is_input = name == "name" and mark.startswith(_INPUT)
+        if is_input and not together - {_PARAMETER, _OTHER}:
+            self.first.add(mark.removeprefix(_INPUT))
+        if is_input or name in PRODUCTS:
             self.used |= together
             return [{_OTHER}] * outs
-        inner = _called(eqn)
-        if inner is not None and len(inner.invars) == len(ins):
-            return self.of_jaxpr(inner, ins)
-        if any(jaxprs_of(eqn)):  # loops and branches: what is inside is not looked at one by one
+        bodies = list(jaxprs_of(eqn))
+        is_call = len(bodies) == 1 and name not in ("scan", "while", "cond")
+        if is_call and len(bodies[0].invars) == len(ins):
+            return self.of_jaxpr(bodies[0], ins)
+        if bodies:  # loops and branches: what is inside is not looked at one by one
             self.used |= together
-            for jaxpr in jaxprs_of(eqn):
+            for jaxpr in bodies:
                 self.of_jaxpr(jaxpr, [together | {_OTHER} for _ in jaxpr.invars])
             return [together | {_OTHER}] * outs
         return [together] * outs
-
-
-def _called(eqn: Any) -> Jaxpr | None:
-    """The jaxpr that the equation calls, once, with its own operands."""
-    if eqn.primitive.name in ("scan", "while", "cond"):
-        return None
-    found = list(jaxprs_of(eqn))
-    return found[0] if len(found) == 1 else None
 
 
 def jaxprs_of(eqn: Any) -> Iterable[Jaxpr]:

@@ -1,8 +1,4 @@
-"""FP8 in Linen models that nobody edits: their layers' products are replaced as they are called.
-
-Flax lets one intercept the calls of methods. Where a layer of Flax is about to run, its hook for a
-product is set; the layer, and with it its parameters, stays what it is.
-"""
+"""FP8 in Linen models that nobody edits: subclasses, in which calls of layers are intercepted."""
 
 from __future__ import annotations
 
@@ -11,167 +7,27 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import numpy as np
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
-from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
 from jfp8.conversion import edges
+from jfp8.conversion.linen_layers import is_layer, path_of, replace_products
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Edge, Selection
-from jfp8.layers.linen.attention import EinsumProduct
-from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
-from jfp8.layers.linen.products import (
-    ConvGeneralDilated,
-    DotGeneral,
-    Product,
-    ProductOf,
-    promote_dtype,
-    promote_values,
-)
+from jfp8.layers.linen.products import DotGeneral, ProductOf
 from jfp8.layers.linen.state_in_params import collections_into_params, collections_out_of_params
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.tracing.notes import note
 
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes
 
 # The region while a model is looked at: no cached trace of another is mistaken for this one.
 _LOOKING = Region(DelayedScaling(), enabled=False, selection="looking for the layers at the edges")
-
-
-def _own_call(layer: type[nn.Module]) -> Callable[..., Any]:
-    """The function that Flax runs for ``layer.__call__``, without what Flax wraps it in."""
-    return inspect.unwrap(layer.__call__)
-
-
-# How Flax runs each layer, and the hook that makes its product; None where there is no hook.
-HOOKS: dict[Callable[..., Any], tuple[type[Product], str | None]] = {
-    _own_call(nn.Dense): (DotGeneral, "dot_general"),
-    _own_call(nn.DenseGeneral): (DotGeneral, "dot_general"),
-    _own_call(nn.Conv): (ConvGeneralDilated, "conv_general_dilated"),
-    _own_call(nn.Einsum): (DotGeneral, None),
-    _own_call(nn.ConvTranspose): (ConvGeneralDilated, None),
-}
-_WITHOUT_HOOK = {
-    _own_call(nn.Einsum): apply_einsum,
-    _own_call(nn.ConvTranspose): apply_conv_transpose,
-}
-_ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
-_ATTENTION_HOOKS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
-
-
-def _function_of(context: nn.module.InterceptorContext) -> Any:
-    """The function that Flax is about to run."""
-    bound: Any = context.orig_method
-    return bound.func
-
-
-def is_layer(context: nn.module.InterceptorContext) -> bool:
-    """Whether this is the call of a layer with a product that could be FP8."""
-    # Of a lifted layer (nn.vmap, nn.remat) this is the call inside of the transformation.
-    function: Any = _function_of(context)
-    return function in HOOKS and not isinstance(context.module, nn.ConvLocal)
-
-
-def has_own_product(layer: nn.Module, hook: str | None) -> bool:
-    """Whether the layer was told what to compute its product with."""
-    if hook is None:
-        return False
-    given = getattr(layer, f"{hook}_cls")
-    ours = isinstance(given, ProductOf) and given.recipe is None
-    return getattr(layer, hook) is not None or not (given is None or ours)
-
-
-def path_of(module: nn.Module) -> str:
-    """``"Block_0/Dense_1"``."""
-    return "/".join(module.path)
-
-
-@contextlib.contextmanager
-def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in attributes}
-    for name, value in attributes.items():
-        object.__setattr__(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            object.__setattr__(module, name, value)
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a layer is called with, by position or by name."""
-    return args[0] if args else next(iter(kwargs.values()))
-
-
-def replace_products(
-    choose: Callable[[str, nn.Module, Any], ProductOf | str],
-    attention: Callable[[], ProductOf | None],
-) -> Callable[..., Any]:
-    """An interceptor under which layers compute their products with what `choose` gives.
-
-    Args:
-      choose: ``(path, layer, input) -> `` what makes the product, or why it stays Flax's.
-      attention: what makes the two products of attention.
-    """
-
-    def intercept(next_fun, args, kwargs, context):
-        layer, function = context.module, _function_of(context)
-        if function is _ATTENTION and (einsum := attention()) is not None:
-            free = [hook for hook in _ATTENTION_HOOKS if getattr(layer, hook) is None]
-            einsum = dataclasses.replace(einsum, module=EinsumProduct)
-            with _set(layer, **dict.fromkeys(free, einsum)):
-                return next_fun(*args, **kwargs)
-        if not is_layer(context):
-            return next_fun(*args, **kwargs)
-        product, hook = HOOKS[function]
-        made: Any
-        if has_own_product(layer, hook):
-            made = f"the layer was given its own {hook}"
-        else:
-            made = choose(path_of(layer), layer, _first(args, kwargs))
-        stock = layer.promote_dtype is flax_promote_dtype
-        if isinstance(made, str):
-            promote = {"promote_dtype": promote_values} if stock else {}
-            with (
-                note("path", path_of(layer)),
-                note("layer", type(layer).__name__),
-                note("reason", made),
-                _set(layer, **promote),
-            ):
-                return next_fun(*args, **kwargs)
-        given = None if hook is None else getattr(layer, f"{hook}_cls")
-        if isinstance(given, ProductOf):  # a layer of jfp8
-            made = dataclasses.replace(made, implementation=given.implementation)
-        made = dataclasses.replace(cast(ProductOf, made), module=product)
-        attributes: dict[str, Any] = {} if hook is None else {f"{hook}_cls": made}
-        if stock:
-            attributes["promote_dtype"] = promote_dtype
-        with _set(layer, **attributes):
-            if hook is None:
-                return _WITHOUT_HOOK[function](layer, made, *args, **kwargs)
-            return next_fun(*args, **kwargs)
-
-    return intercept
-
-
-@contextlib.contextmanager
-def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
-    """A region in which Flax's layers use `recipe`; see `jfp8.autocast`."""
-    here = Region(recipe, enabled)
-
-    def choose(path: str, layer: nn.Module, x: Any) -> ProductOf | str:
-        del path, layer, x
-        return ProductOf(DotGeneral, None, None) if region.current() == here else ""
-
-    with region.entered(here), nn.intercept_methods(replace_products(choose, lambda: None)):
-        yield
 
 
 def convert_module(
@@ -183,18 +39,14 @@ def convert_module(
     """
     fields = [f for f in dataclasses.fields(model) if f.init and f.name not in ("parent", "name")]
     arguments = {f.name: getattr(model, f.name) for f in fields}
-    cls = converted_class(original_class(type(model)), selection, on_init)
+    original = getattr(type(model), "jfp8_original", type(model))
+    cls = _converted_class(original, selection, on_init)
     return cls(**arguments, parent=None, name=model.name)
 
 
-def original_class(cls: type) -> type:
-    """The class that was converted, or `cls` itself."""
-    return getattr(cls, "jfp8_original", cls)
-
-
 @functools.cache
-def converted_class(
-    cls: type[nn.Module], selection: Selection, on_init: Callable[..., None] | None = None
+def _converted_class(
+    cls: type[nn.Module], selection: Selection, on_init: Callable[..., None] | None
 ) -> type[nn.Module]:
     """The subclass of `cls` that `convert_module` makes instances of."""
     namespace: dict[str, Any] = {
@@ -213,7 +65,7 @@ def converted_class(
 
 
 class _Converted:
-    """What `converted_class` adds to a class: the ways into a model from outside."""
+    """What `_converted_class` adds to a class: the ways into a model from outside."""
 
     jfp8_selection: ClassVar[Selection]
     jfp8_original: ClassVar[type[nn.Module]]
@@ -228,9 +80,7 @@ class _Converted:
         variables: Mapping[str, Any],
         *args: Any,
         rngs: Any = None,
-        method: Any = None,
         mutable: CollectionFilter = False,
-        capture_intermediates: Any = False,
         **kwargs: Any,
     ) -> Any:
         """``nn.Module.apply`` with FP8 products."""
@@ -238,15 +88,8 @@ class _Converted:
         selection.check_patterns(_paths(variables.get("params", {})))
 
         def run(variables, rngs, args, kwargs, mutable=mutable):
-            return self._original("apply")(
-                variables,
-                *args,
-                rngs=rngs,
-                method=method,
-                mutable=mutable,
-                capture_intermediates=capture_intermediates,
-                **kwargs,
-            )
+            apply = self._original("apply")
+            return apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
 
         if _inside(self):
             return run(variables, rngs, args, kwargs)
@@ -264,9 +107,7 @@ class _Converted:
         self,
         rngs: Any,
         *args: Any,
-        method: Any = None,
         mutable: CollectionFilter = _ALL_BUT_INTERMEDIATES,
-        capture_intermediates: Any = False,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """``nn.Module.init_with_output`` with FP8 products and their state."""
@@ -274,14 +115,8 @@ class _Converted:
 
         def run(variables, rngs, args, kwargs):
             del variables
-            return self._original("init_with_output")(
-                rngs,
-                *args,
-                method=method,
-                mutable=mutable,
-                capture_intermediates=capture_intermediates,
-                **kwargs,
-            )
+            init = self._original("init_with_output")
+            return init(rngs, *args, mutable=mutable, **kwargs)
 
         if _inside(self):
             return run({}, rngs, args, kwargs)
@@ -297,13 +132,13 @@ class _Converted:
 
 def _methods(cls: type[nn.Module]) -> list[str]:
     """The methods by which a model may be called from outside."""
-    names = []
-    for name, value in inspect.getmembers(cls, inspect.isfunction):
-        owned = getattr(nn.Module, name, None) is not value
-        public = name == "__call__" or not name.startswith("_")
-        if owned and public and name != "setup" and not getattr(value, "nowrap", False):
-            names.append(name)
-    return names
+    return [
+        name
+        for name, value in inspect.getmembers(cls, inspect.isfunction)
+        if getattr(nn.Module, name, None) is not value
+        and (name == "__call__" or not name.startswith("_"))
+        and not (name == "setup" or getattr(value, "nowrap", False))
+    ]
 
 
 def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
@@ -323,17 +158,10 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         found = _Edges()
         if not self.scope.path:  # what `bind` gives with something mutable: it runs in place
             unbound, variables = self.unbind()
-            plain = unbound._original("apply")
-            found = _edges_of(
-                type(self).jfp8_selection,
-                lambda variables, rngs, args, kwargs: plain(
-                    variables, *args, rngs=rngs, method=name, mutable=True, **kwargs
-                ),
-                variables,
-                {stream: rng.rng for stream, rng in self.scope.rngs.items()},
-                args,
-                kwargs,
-            )
+            rngs = {stream: rng.rng for stream, rng in self.scope.rngs.items()}
+            apply = functools.partial(unbound._original("apply"), method=name, mutable=True)
+            again = lambda v, rngs, args, kwargs: apply(v, *args, rngs=rngs, **kwargs)
+            found = _edges_of(type(self).jfp8_selection, again, variables, rngs, args, kwargs)
         with _intercepted(self, found, state_in_params=False):  # also a part of another model
             return run()
 
@@ -390,15 +218,10 @@ class _Edges:
 
 
 def _edges_of(
-    selection: Selection,
-    run: Callable[..., Any],
-    variables: Any,
-    rngs: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    selection: Selection, run: Callable[..., Any], variables: Any, rngs: Any, args: Any, kwargs: Any
 ) -> _Edges:
     """Found by tracing the model as it is once more, if the selection asks for edges."""
-    if not any(isinstance(choice, Edge) for choice in selection.exempt + (selection.only or ())):
+    if not any(isinstance(choice, Edge) for choice in selection.choices):
         return _Edges()
 
     def mark(next_fun, args, kwargs, context):
@@ -409,21 +232,14 @@ def _edges_of(
         return edges.mark_output(next_fun(*args, **kwargs), path)
 
     is_scaled = lambda x: isinstance(x, ScaledArray)
-    values = lambda x: x.dequantize() if is_scaled(x) else x
-    variables = jax.tree.map(values, variables, is_leaf=is_scaled)
-    leaves, structure = jax.tree.flatten((variables, rngs, args, kwargs))
-    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
-
-    def flat(arrays):
-        given = list(leaves)
-        for i, array in zip(traced, arrays, strict=True):
-            given[i] = array
-        return edges.arrays_in(run(*jax.tree.unflatten(structure, given)))
-
+    value = lambda x: x.dequantize() if is_scaled(x) else x
+    variables = jax.tree.map(value, variables, is_leaf=is_scaled)
+    arrays, together = edges.arrays_apart((variables, rngs, args, kwargs))
     with region.entered(_LOOKING), nn.intercept_methods(mark):
-        closed = jax.make_jaxpr(flat)([leaves[i] for i in traced])
-    n = len(jax.tree.leaves((variables, rngs)))  # `init` makes the parameters from the latter
-    return _Edges(*edges.edge_layers(closed, sum(i < n for i in traced)))
+        closed = jax.make_jaxpr(lambda arrays: edges.arrays_in(run(*together(arrays))))(arrays)
+    # `init` makes the parameters from random numbers.
+    parameters, _ = edges.arrays_apart((variables, rngs))
+    return _Edges(*edges.edge_layers(closed, len(parameters)))
 
 
 def _paths(params: Any, path: str = "") -> list[str]:

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import flax.linen as nn
 from flax import nnx
 
-from jfp8.conversion import linen as linen_convert
+from jfp8.conversion import linen, linen_layers
 from jfp8.conversion import nnx as nnx_convert
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Choice, Edge, Selection, select
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -84,7 +84,7 @@ def convert_selected(
                 "convert takes a model that is not bound to variables: convert the model first, "
                 "then call .bind or .apply."
             )
-        return cast(Model, linen_convert.convert_module(model, selection, on_init))
+        return cast(Model, linen.convert_module(model, selection, on_init))
     if isinstance(model, nnx.Module):
         return cast(Model, _convert_nnx(model, selection))
     raise TypeError(
@@ -95,8 +95,7 @@ def convert_selected(
 
 def _convert_nnx(model: nnx.Module, selection: Selection) -> nnx.Module:
     layers = nnx_convert.layers_of(model)
-    paths = [path for path, _ in layers]
-    selection.check_patterns(paths)
+    selection.check_patterns([path for path, _ in layers])
     selection.check_types([layer for _, layer in layers])
     edges = _nnx_edges(model, layers)
     return nnx_convert.convert_module(
@@ -167,5 +166,5 @@ def autocast(recipe: Recipe = DelayedScaling(), *, enabled: bool = True) -> Iter
     ...     bool((apply(variables, x) == y).all())
     False
     """
-    with linen_convert.in_region(check_recipe(recipe), bool(enabled)):
+    with linen_layers.in_region(check_recipe(recipe), bool(enabled)):
         yield

@@ -64,17 +64,18 @@ class Selection:
             return Decision(None, f"not among only={', '.join(map(_spelled, self.only))}")
         return Decision(self.recipe)
 
-    def patterns(self) -> list[str]:
-        """The patterns of paths in it."""
-        return [c for c in (*self.exempt, *(self.only or ())) if isinstance(c, str)]
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All that `exempt` and `only` hold."""
+        return (*self.exempt, *(self.only or ()))
 
     def check_patterns(self, paths: Iterable[str]) -> None:
         """Raise ``ValueError`` if a pattern matches none of `paths`, nor what is inside of one."""
         listed = sorted(set(paths))
-        for pattern in self.patterns():
-            if not any(_path_matches(pattern, path) for path in listed):
+        for choice in self.choices:
+            if isinstance(choice, str) and not any(_path_matches(choice, path) for path in listed):
                 raise ValueError(
-                    f"The pattern {pattern!r} matches no layer of the model. Layers: "
+                    f"The pattern {choice!r} matches no layer of the model. Layers: "
                     f"{', '.join(listed) or 'none'}. Patterns are those of paths, with * for "
                     'anything, such as "decoder/*" or "*/logits".'
                 )
@@ -82,7 +83,7 @@ class Selection:
     def check_types(self, layers: Iterable[Any]) -> None:
         """Raise ``ValueError`` if a type is that of none of `layers`."""
         found = list(layers)
-        for choice in (*self.exempt, *(self.only or ())):
+        for choice in self.choices:
             if isinstance(choice, type) and not any(isinstance(x, choice) for x in found):
                 names = ", ".join(sorted({type(x).__name__ for x in found}))
                 raise ValueError(

@@ -69,7 +69,8 @@ def quantize_params(
     check_recipe(recipe)
     selection = select(recipe, exempt, only)
     stacks = Selection(recipe, (stacked,) if isinstance(stacked, str) else tuple(stacked))
-    paths = [path for path, _ in _kernels(params, ())]
+    paths: list[str] = []
+    _mapped(params, (), lambda path, kernel: paths.append(path))
     selection.check_patterns(paths)
     stacks.check_patterns(paths)
     quantizer = recipe.products().fprop.rhs or Current(E4M3FN)
@@ -105,16 +106,6 @@ def _with_dims(scale: Any, ndim: int) -> Any:
     if isinstance(scale, ScaledArray):
         return replace(scale, scale=_with_dims(scale.scale, ndim))
     return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim))
-
-
-def _kernels(tree: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
-    found = []
-    for name, node in tree.items():
-        if isinstance(node, Mapping):
-            found += _kernels(node, (*path, str(name)))
-        elif is_kernel(name, node):
-            found.append(("/".join(path), node))
-    return found
 
 
 def is_kernel(name: Any, node: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jfp8.conversion.products import Report
+from jfp8.conversion.product_rows import Report
 from jfp8.debug.faults import FAULTS
 from jfp8.debug.faults.non_finite import non_finite
 from jfp8.debug.faults.run import Finding, Run

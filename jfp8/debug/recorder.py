@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jfp8.conversion.products import Report
+from jfp8.conversion.product_rows import Report
 from jfp8.debug.nnx_functions import has_nnx
 from jfp8.debug.records import TensorStats, write_jsonl
 from jfp8.debug.stats import Stats, stats

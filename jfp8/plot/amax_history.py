@@ -59,7 +59,8 @@ def amax_history(
     >>> [text.get_text() for text in ax.get_legend().get_texts()]
     ['amax', 'scale · 448, limit of E4M3FN', 'saturates: 1 of 4 steps']
     """
-    if _are_rows(amax):
+    several = amax if isinstance(amax, (list, tuple)) else (amax,)
+    if any(isinstance(a, TensorStats) for a in several):
         given = {"scale": scale, "fmt": fmt, "steps": steps}
         extra = [key for key, value in given.items() if value is not None]
         if extra:
@@ -73,42 +74,31 @@ def amax_history(
 
     ax = axes_for(ax, 7.0, 3.2)
     ax.set_yscale("log", base=2)
+    x, n = drawn.steps, len(drawn.steps)
     positive = np.where(np.isfinite(drawn.amax) & (drawn.amax > 0), drawn.amax, np.nan)
-    few = len(drawn.steps) <= 100
-    ax.plot(drawn.steps, positive, color=BLUE, marker="o" if few else "", ms=3.5, label="amax")
+    ax.plot(x, positive, color=BLUE, marker="o" if n <= 100 else "", ms=3.5, label="amax")
     if drawn.fmt is not None:
-        what = f"scale · {drawn.fmt.max:g}, limit of {drawn.fmt.name}"
-        ax.plot(
-            drawn.steps,
-            drawn.most,
-            color=BLACK,
-            linestyle=(0, (4, 1.5)),
-            drawstyle="steps-mid",
-            label=what,
-        )
+        limit = {"color": BLACK, "linestyle": (0, (4, 1.5)), "drawstyle": "steps-mid"}
+        label = f"scale · {drawn.fmt.max:g}, limit of {drawn.fmt.name}"
+        ax.plot(x, drawn.most, label=label, **limit)
         if np.any(drawn.least < drawn.most):
-            ax.fill_between(
-                drawn.steps,
-                drawn.least,
-                drawn.most,
-                step="mid",
-                color=BLACK,
-                alpha=0.15,
-                linewidth=0,
-                label="in other blocks",
-            )
-        where = f"saturates: {drawn.saturated.sum()} of {len(drawn.steps)} steps"
-        _mark(ax, drawn.steps, positive, drawn.saturated, "^", VERMILION, where)
-    zero = drawn.amax == 0
-    _mark(ax, drawn.steps, np.full(len(zero), 0.03), zero, "v", AMBER, "amax is 0", at_edge=True)
-    top = np.full(len(zero), 0.97)
-    _mark(ax, drawn.steps, top, drawn.nonfinite, "X", BLACK, "holds NaN or Inf", at_edge=True)
-    ax.set_xlabel("step")
-    ax.set_ylabel("magnitude")
+            band = {"color": BLACK, "alpha": 0.15, "linewidth": 0, "label": "in other blocks"}
+            ax.fill_between(x, drawn.least, drawn.most, step="mid", **band)
+    data, edge = ax.transData, ax.get_xaxis_transform()  # of the edge, heights are fractions
+    low, high = np.full(n, 0.03), np.full(n, 0.97)
+    saturates = f"saturates: {drawn.saturated.sum()} of {n} steps"
+    for where, heights, transform, marker, colour, label in (
+        (drawn.saturated, positive, data, "^", VERMILION, saturates),
+        (drawn.amax == 0, low, edge, "v", AMBER, "amax is 0"),
+        (drawn.nonfinite, high, edge, "X", BLACK, "holds NaN or Inf"),
+    ):
+        if where.any():
+            mark = {"color": colour, "ms": 7, "zorder": 4, "clip_on": False, "label": label}
+            ax.plot(x[where], heights[where], marker, transform=transform, **mark)
     ax.locator_params(axis="x", integer=True)
     ax.minorticks_off()
     _label_magnitudes(ax, np.concatenate([positive, drawn.least, drawn.most]))
-    tidy(ax)
+    tidy(ax, "step", "magnitude")
     legend_above(ax, columns=3, title=drawn.title)
     return ax
 
@@ -135,12 +125,6 @@ def _label_magnitudes(ax: Axes, heights: np.ndarray) -> None:
     if heights.size and np.ptp(np.log2(heights)) < 3:
         ax.yaxis.set_major_locator(LogLocator(2, (1, 1.25, 1.5, 1.75)))
         ax.yaxis.set_major_formatter("{x:.3g}")
-
-
-def _are_rows(amax: Any) -> bool:
-    if isinstance(amax, TensorStats):
-        return True
-    return isinstance(amax, (list, tuple)) and any(isinstance(a, TensorStats) for a in amax)
 
 
 def _of_rows(given: Any, name: str | None) -> _History:
@@ -206,31 +190,3 @@ def _of_arrays(amax: Any, scale: Any, fmt: Format | None, steps: Any, name: str 
     most = np.broadcast_to(scale * fmt.max, amax.shape)
     saturated = saturates(amax / scale, fmt) & ~nonfinite
     return _History(steps, amax, most, most, saturated, nonfinite, fmt)
-
-
-def _mark(
-    ax: Axes,
-    steps: np.ndarray,
-    heights: np.ndarray,
-    where: np.ndarray,
-    marker: str,
-    colour: str,
-    label: str,
-    at_edge: bool = False,
-) -> None:
-    """Markers at the steps `where` something is so, with `label`; nothing if it never is.
-
-    Heights are data; `at_edge`, they are fractions of the height of the axes.
-    """
-    if where.any():
-        ax.plot(
-            steps[where],
-            heights[where],
-            marker,
-            color=colour,
-            ms=7,
-            zorder=4,
-            label=label,
-            transform=ax.get_xaxis_transform() if at_edge else ax.transData,
-            clip_on=False,
-        )

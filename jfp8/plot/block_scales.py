@@ -60,9 +60,8 @@ def block_scales(q: ScaledArray, *, ax: Axes | None = None) -> Axes:
     positive = np.isfinite(scale) & (scale > 0)
     exponent = np.log2(np.where(positive, scale, 1.0))
     ax = axes_for(ax, 7.0, 3.6)
-    mesh = ax.pcolormesh(
-        columns, rows, np.ma.masked_array(exponent, ~positive), cmap="cividis", rasterized=True
-    )
+    masked = np.ma.masked_array(exponent, ~positive)
+    mesh = ax.pcolormesh(columns, rows, masked, cmap="cividis", rasterized=True)
     if positive.all() and exponent.min() == exponent.max():
         mesh.set_clim(exponent.min() - 1, exponent.max() + 1)
     ax.patch.set(hatch="xxxx", edgecolor="0.4")  # shows where nothing is drawn

@@ -110,11 +110,8 @@ def heat_map(
     _draw(ax, numbers, shown, tensor)
     _label_columns(ax, steps, merged)
     every = math.ceil(len(labels) / MAX_LABELS)
-    ax.set_yticks(
-        np.arange(0, len(labels), every) + 0.5,
-        labels[::every],
-        fontsize=8 if len(labels) <= 32 else 6.5,
-    )
+    size = 8 if len(labels) <= 32 else 6.5
+    ax.set_yticks(np.arange(0, len(labels), every) + 0.5, labels[::every], fontsize=size)
     ax.set_ylim(len(labels), 0)
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False)
@@ -161,8 +158,6 @@ def _merge_columns(
 ) -> tuple[np.ndarray, list[int], int]:
     """At most `MAX_COLUMNS` columns, each the worst of as many successive ones as the last says."""
     merged = math.ceil(len(steps) / MAX_COLUMNS)
-    if merged == 1:
-        return numbers, steps, 1
     missing = -len(steps) % merged
     padded = np.pad(numbers, ((0, 0), (0, missing)), constant_values=np.nan)
     parts = padded.reshape(len(numbers), -1, merged)
@@ -193,12 +188,8 @@ def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, tensor: str | None) -> N
 
     # pcolormesh hatches what is not finite, which only NaN shall be.
     numbers = np.where(np.isinf(numbers), np.where(numbers > 0, high, low), numbers)
-    mesh = ax.pcolormesh(
-        np.ma.masked_array(numbers, np.isnan(numbers)),
-        cmap=colours,
-        norm=norm,
-        rasterized=True,
-    )
+    masked = np.ma.masked_array(numbers, np.isnan(numbers))
+    mesh = ax.pcolormesh(masked, cmap=colours, norm=norm, rasterized=True)
     ax.patch.set(hatch="xxxx", edgecolor="0.6")  # shows where nothing is drawn
     bar = ax.figure.colorbar(mesh, ax=ax, extend=extend, aspect=25)
     gap = " " if len(unit) <= 10 else "\n"  # as long as a low map is high

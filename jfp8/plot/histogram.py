@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -95,10 +95,8 @@ def histogram(
     for share, mark, what in ((drawn.zeros, "$0$", "zeros"), (drawn.nonfinite, "x", "NaN or Inf")):
         if share:
             ax.plot([], [], " ", marker=mark, color="0.3", label=f"{what}: {percent(share)}")
-    ax.set_xlabel("magnitude, one bar for each power of two")
-    ax.set_ylabel(drawn.unit)
     ax.minorticks_off()
-    tidy(ax)
+    tidy(ax, "magnitude, one bar for each power of two", drawn.unit)
     if ax.get_legend_handles_labels()[0]:
         legend_above(ax, columns=3)
     return ax
@@ -189,37 +187,18 @@ def _shade(
     first = min([*ends, low * zero / 4]) / 2
     last = max([*ends, high * most * 4]) * 2
     under, over = percent(drawn.underflow), percent(drawn.overflow)
-    hatch = {"facecolor": "none", "linewidth": 0.0, "zorder": 3}
-    ax.axvspan(
-        first,
-        low * zero,
-        edgecolor=AMBER,
-        hatch="\\\\\\",
-        label=f"underflow, becomes 0: {under}",
-        **hatch,
-    )
-    ax.axvspan(
-        high * most,
-        last,
-        edgecolor=VERMILION,
-        hatch="///",
-        label=f"overflow, saturates: {over}",
-        **hatch,
-    )
-    ax.axvspan(
-        high * zero,
-        high * subnormal,
-        color=GREY,
-        alpha=0.25,
-        linewidth=0,
-        zorder=0.5,
-        label="subnormal, fewer bits",
-    )
+
+    def hatched(left: float, right: float, colour: str, hatch: str, **how: Any) -> None:
+        lines: dict[str, Any] = {"edgecolor": colour, "hatch": hatch, "linewidth": 0.0, "zorder": 3}
+        ax.axvspan(left, right, facecolor="none", **lines, **how)
+
+    hatched(first, low * zero, AMBER, "\\\\\\", label=f"underflow, becomes 0: {under}")
+    hatched(high * most, last, VERMILION, "///", label=f"overflow, saturates: {over}")
+    grey: dict[str, Any] = {"color": GREY, "alpha": 0.25, "linewidth": 0, "zorder": 0.5}
+    ax.axvspan(high * zero, high * subnormal, label="subnormal, fewer bits", **grey)
     if low < high:
-        some = {**hatch, "alpha": 0.45}
-        label = "in some blocks"
-        ax.axvspan(low * zero, high * zero, edgecolor=AMBER, hatch="\\", label=label, **some)
-        ax.axvspan(low * most, high * most, edgecolor=VERMILION, hatch="/", **some)
+        hatched(low * zero, high * zero, AMBER, "\\", label="in some blocks", alpha=0.45)
+        hatched(low * most, high * most, VERMILION, "/", alpha=0.45)
     for edge, colour in ((low * zero, AMBER), (high * most, VERMILION)):
         ax.axvline(edge, color=colour, linewidth=1.5)
     return [low * zero / 2, high * most * 2]

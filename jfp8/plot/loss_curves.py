@@ -73,7 +73,8 @@ def loss_curves(
     offset = len(ax.lines)  # on axes with curves, go on with the next style
     for i, (name, losses) in enumerate(curves.items()):
         style = line(offset + i)
-        smooth = _average(losses, window)
+        # f64[n, steps - window + 1], the mean of every `window` successive columns.
+        smooth = np.lib.stride_tricks.sliding_window_view(losses, window, axis=1).mean(axis=-1)
         at = steps[window - 1 :]
         finite = np.isfinite(smooth)
         seeds = np.ma.masked_invalid(smooth)  # of what is left in a step, and NaN if nothing is
@@ -90,14 +91,7 @@ def loss_curves(
             last = int(np.argmin(finite[seed])) - 1
             if last >= 0:
                 ax.plot(at[last], smooth[seed, last], "X", color=style["color"], ms=8, mec="white")
-    ax.set_xlabel("step")
-    ax.set_ylabel("loss" if window == 1 else f"loss, mean of {window} steps")
     ax.locator_params(axis="x", integer=True)
-    tidy(ax)
+    tidy(ax, "step", "loss" if window == 1 else f"loss, mean of {window} steps")
     ax.legend(frameon=False)
     return ax
-
-
-def _average(losses: np.ndarray, window: int) -> np.ndarray:
-    """f64[n, steps - window + 1], the mean of every `window` successive columns."""
-    return np.lib.stride_tricks.sliding_window_view(losses, window, axis=1).mean(axis=-1)

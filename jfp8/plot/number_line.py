@@ -63,14 +63,14 @@ def number_line(*formats: Format, limit: float | None = None, ax: Axes | None = 
         ax.vlines(values, row - half, row + half, color=BLUE, linewidth=1)
     if limit is None:
         ax.set_xscale("log", base=2)
-        ax.set_xlabel("positive values (logarithmic axis)")
+        what = "positive values (logarithmic axis)"
     else:
         ax.set_xlim(-1.03 * limit, 1.03 * limit)
-        ax.set_xlabel(f"values from {-limit:g} to {limit:g} (linear axis)")
+        what = f"values from {-limit:g} to {limit:g} (linear axis)"
     ax.set_yticks(range(len(formats)), [fmt.name for fmt in formats])
     ax.set_ylim(len(formats) - 0.5, -0.5)
     ax.minorticks_off()
-    tidy(ax)
+    tidy(ax, what)
     ax.grid(visible=False)
     return ax
 

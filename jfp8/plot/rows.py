@@ -11,12 +11,7 @@ from jfp8.scaling.formats import FORMATS, Format
 
 
 def check_rows(rows: Iterable[Any], function: str) -> tuple[TensorStats, ...]:
-    """`rows` as a tuple.
-
-    Raises:
-      TypeError: there is something else than rows among them.
-      ValueError: there are none.
-    """
+    """`rows` as a tuple; ``TypeError`` for anything else, ``ValueError`` if there are none."""
     if isinstance(rows, TensorStats):
         return (rows,)
     rows = tuple(rows)
@@ -36,11 +31,7 @@ def check_rows(rows: Iterable[Any], function: str) -> tuple[TensorStats, ...]:
 
 
 def steps_of(rows: Iterable[TensorStats]) -> list[int]:
-    """The steps that occur, in order; 0 alone if the rows do not name any.
-
-    Raises:
-      ValueError: some rows name their step and some do not.
-    """
+    """The steps that occur, in order; 0 alone if no row says its own; ``ValueError`` if some do."""
     steps = {row.step for row in rows}
     if steps == {None}:
         return [0]
@@ -54,11 +45,7 @@ def steps_of(rows: Iterable[TensorStats]) -> list[int]:
 
 
 def format_of_row(row: TensorStats) -> Format:
-    """The format that a row names.
-
-    Raises:
-      ValueError: jfp8 does not know it.
-    """
+    """The format that a row names; ``ValueError`` if jfp8 does not know it."""
     for fmt in FORMATS:
         if fmt.name == row.format:
             return fmt

@@ -35,11 +35,7 @@ def line(i: int) -> dict[str, Any]:
 
 
 def axes_for(ax: Axes | None, width: float, height: float) -> Axes:
-    """`ax`, or new axes in a figure of `width` x `height` inches of their own.
-
-    Raises:
-      ImportError: matplotlib is missing.
-    """
+    """`ax`, or new axes in a figure of `width` x `height` inches of their own."""
     if ax is not None:
         return ax
     try:
@@ -53,8 +49,10 @@ def axes_for(ax: Axes | None, width: float, height: float) -> Axes:
     return Figure((width, height), layout="constrained").add_subplot(axes_class=Picture)
 
 
-def tidy(ax: Axes) -> None:
-    """No frame above and to the right, and lines across, behind the data."""
+def tidy(ax: Axes, x: str, y: str = "") -> None:
+    """What the axes mean; no frame above and to the right, and lines across, behind the data."""
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_axisbelow(True)
     ax.grid(axis="y", alpha=0.3)

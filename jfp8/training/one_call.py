@@ -12,8 +12,8 @@ import jax
 import optax
 from flax import nnx
 
+from jfp8.conversion.inventory import report
 from jfp8.conversion.models import Model, convert_selected, nnx_decisions
-from jfp8.conversion.products import report
 from jfp8.conversion.selection import Choice, select
 from jfp8.optim.fp8_gradients import fp8_gradients
 from jfp8.optim.loss_scaling import loss_scale, skip_on_overflow, transformation

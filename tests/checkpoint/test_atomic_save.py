@@ -395,6 +395,30 @@ def test_a_folder_that_was_half_removed_is_never_found(directory, monkeypatch):
     assert [entry.name for entry in directory.iterdir()] == [NAME]
 
 
+@pytest.mark.parametrize(
+    ("there", "whole"),
+    [((), "new"), (("new",), "new"), (("previous",), "previous"), (("new", "previous"), "new")],
+)
+def test_the_previous_folder_stands_in_only_where_there_is_no_other(directory, there, whole):
+    """Killed before the new one has the name, and killed before the old one is removed."""
+    from jfp8.checkpoint import atomic
+
+    paths = {"new": directory / NAME, "previous": directory / f".{NAME}.previous"}
+    for name in there:
+        write_folder(1 + (name == "new"), paths[name])
+    assert atomic.whole_directory(paths["new"]) == paths[whole]
+
+    def fail(target):
+        raise Broken
+
+    with pytest.raises(Broken):
+        atomic.replace_directory(paths["new"], fail)
+    assert atomic.whole_directory(paths["new"]).exists() == bool(there)
+    if there:
+        generation = generation_of_folder(atomic.whole_directory(paths["new"]))
+        assert generation == 1 + ("new" in there)
+
+
 def test_only_leftovers_of_the_same_name_are_removed(directory):
     from jfp8.checkpoint import atomic
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.conversion.edges import arrays_in, edge_layers, mark_input, mark_output
 
@@ -79,6 +80,16 @@ def test_marks_take_trees_and_leave_what_is_no_array():
 )
 def test_returned_layers(end, expected):
     assert returned_by(end) == expected
+
+
+def test_names_that_a_model_gives_itself_are_no_layers():
+    """Else logits that a model names, for `jax.checkpoint`, would no longer be found."""
+
+    def model(p, x):
+        h = checkpoint_name(layer("a", checkpoint_name(x, "x"), p["w"]), "features")
+        return checkpoint_name(layer("b", h, p["w"]), "logits")
+
+    assert found(model, X) == ({"a"}, {"b"})
 
 
 def test_two_heads_are_two_ends():

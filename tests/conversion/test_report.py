@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.conversion.products import ProductRow
+from jfp8.conversion.product_rows import ProductRow
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
@@ -352,6 +352,20 @@ def test_attention(products):
     for name in ("query", "key", "value", "out"):
         assert projections[f"MultiHeadDotProductAttention_0/{name}", True, "fprop"] == 1
         assert projections[f"MultiHeadDotProductAttention_0/{name}", True, "wgrad"] == 1
+
+
+def test_an_attention_of_jfp8_that_is_the_whole_model():
+    r = report(jfp8.MultiHeadDotProductAttention(num_heads=2), jnp.ones((2, 5, 8)))
+    assert {row.path for row in r.rows if row.fp8} == {"query", "key", "value", "out"}
+    assert all("attention_products=True" in row.reason for row in r.unconverted)
+
+
+def test_products_of_the_library_itself_are_not_blamed_on_its_files():
+    """A router is in f32. Whoever reads the report looks for a line of the own program."""
+    r = report(jfp8.MoE(2, 16, recipe=CURRENT), jnp.ones((1, 4, 8)))
+    reasons = [row.reason for row in r.unconverted]
+    assert reasons
+    assert all(reason.startswith(NO_LAYER) and "moe.py" not in reason for reason in reasons)
 
 
 def test_why_layers_are_not_converted():

@@ -1015,7 +1015,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "flops_halved",
         "the report counts multiplications only",
-        "jfp8/conversion/products.py",
+        "jfp8/conversion/inventory.py",
         "flops = 2 * out.size * int(terms)",
         "flops = out.size * int(terms)",
         "conversion/test_report.py::test_rows_of_an_mlp",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from jfp8.conversion.products import ProductRow
+from jfp8.conversion.product_rows import ProductRow
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Edge
 from jfp8.debug.faults.evidence import percent, steps_of
 from jfp8.debug.faults.run import Finding, Run

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import html
-import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,9 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jfp8.conversion.edges import PRODUCTS, arrays_in, jaxprs_of
+from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
 from jfp8.conversion.nnx import layers_of
+from jfp8.conversion.product_rows import ProductRow, Report
 from jfp8.layers.linen.products import Product
 from jfp8.layers.nnx.hooks import annotate
 from jfp8.products.operand import ROTATION_NAME
@@ -30,112 +28,6 @@ from jfp8.tracing.notes import explaining, note, notes_of
 
 _F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
-
-
-@dataclass(frozen=True)
-class ProductRow:
-    """One product of the program.
-
-    Attributes:
-      path: of the layer that computes it; empty if none does.
-      layer: its type.
-      kind: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; of products in high precision ``"forward"`` or
-        ``"backward"``.
-      lhs, rhs, out: what is multiplied and what it gives, such as ``"e4m3fn[8,64]"``.
-      fp8: whether both operands are in a narrow format.
-      recipe: its name, if it has one.
-      implementation: what the default device computes it with: ``"emulate"``, or what `cuda` says
-        where that is an NVIDIA GPU; ``"jax"`` for products in high precision.
-      reason: why it is not FP8.
-      times: how often it is computed: iterations of loops.
-      flops: multiplications and additions, of all times together.
-      cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
-        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"``, or ``"bf16: "`` and the reason
-        why FP8 does not pay or is not to be had (see `matmul.on_cuda`).
-    """
-
-    path: str
-    layer: str
-    kind: str
-    lhs: str
-    rhs: str
-    out: str
-    fp8: bool
-    recipe: str
-    implementation: str
-    reason: str
-    times: int
-    flops: int
-    cuda: str = ""
-
-
-@dataclass(frozen=True, repr=False)
-class Report:
-    """What `report` found; prints as a table, and shows as one in Jupyter.
-
-    Attributes:
-      rows: every product, in the order of the program.
-    """
-
-    rows: tuple[ProductRow, ...]
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of all products."""
-        return sum(row.flops for row in self.rows)
-
-    @property
-    def fp8_fraction(self) -> float:
-        """The fraction of the FLOPs of all products that is FP8: 0 to 1."""
-        return sum(row.flops for row in self.rows if row.fp8) / max(self.flops, 1)
-
-    @property
-    def unconverted(self) -> tuple[ProductRow, ...]:
-        """The products in high precision."""
-        return tuple(row for row in self.rows if not row.fp8)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return {
-            "fp8_fraction": self.fp8_fraction,
-            "flops": self.flops,
-            "products": [dataclasses.asdict(row) for row in self.rows],
-        }
-
-    def to_json(self) -> str:
-        """The report as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    def summary(self) -> str:
-        """The report in one line."""
-        n = sum(row.times for row in self.rows)
-        fp8 = sum(row.times for row in self.rows if row.fp8)
-        return (
-            f"{100 * self.fp8_fraction:.1f} % of {_si(self.flops)}FLOPs are FP8: "
-            f"{fp8} of {n} products."
-        )
-
-    def __str__(self) -> str:
-        table = [_HEAD, *(_cells(row) for row in self.rows)]
-        widths = [max(len(cells[i]) for cells in table) for i in range(len(_HEAD))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip() for cells in table]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], self.summary()])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        cell = lambda tag, text: f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>"
-        body = [
-            f"<tr style='opacity:{1 if row.fp8 else 0.6}'>"
-            + "".join(cell("td", text) for text in _cells(row))
-            + "</tr>"
-            for row in self.rows
-        ]
-        head = "<tr>" + "".join(cell("th", text) for text in _HEAD) + "</tr>"
-        return f"<p><b>{self.summary()}</b></p><table>{head}{''.join(body)}</table>"
-
-
-_HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
 
 
 def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
@@ -182,7 +74,7 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
 
 
 def report_of(closed: ClosedJaxpr) -> Report:
-    """The products of a program that was traced in the context `explain.explaining`."""
+    """The products of a program that was traced in the context `notes.explaining`."""
     return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))))
 
 
@@ -191,7 +83,7 @@ def _linen_jaxpr(
 ) -> ClosedJaxpr:
     def locate(next_fun, args, kwargs, context):
         module = context.module
-        if isinstance(module, Product):
+        if module.scope is None or isinstance(module, Product):  # without: it is being made
             return next_fun(*args, **kwargs)
         with note("path", "/".join(module.path)), note("layer", type(module).__name__):
             return next_fun(*args, **kwargs)
@@ -226,20 +118,12 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
 
 def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:
     """The jaxpr of the gradient by the first argument, or of `forward` if it has none."""
-    leaves, structure = jax.tree.flatten(arguments)
-    is_array = [isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) for x in leaves]
-    n_params = len(jax.tree.leaves(arguments[0]))
+    params, whole_params = arrays_apart(arguments[0])
+    others, whole_others = arrays_apart(arguments[1:])
 
     def flat(params, others):
-        given, rest = iter(params), iter(others)
-        filled = [
-            next(given) if i < n_params else next(rest) if array else leaf
-            for i, (leaf, array) in enumerate(zip(leaves, is_array, strict=True))
-        ]
-        return forward(*jax.tree.unflatten(structure, filled))
+        return forward(whole_params(params), *whole_others(others))
 
-    params = leaves[:n_params]
-    others = [x for x, array in zip(leaves[n_params:], is_array[n_params:]) if array]
     narrow = any(np.dtype(x.dtype).itemsize == 1 for x in params)  # weights kept in FP8
     function = flat if narrow or not params else jax.value_and_grad(flat)
     with explaining():
@@ -290,7 +174,8 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     narrow = all(x.dtype in _F8 for x in (first, second))
     inside = list(_equations(eqn))
     flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
-    cuda = next((n["cuda"] for n in map(_notes, _all_equations(eqn)) if "cuda" in n), "emulate")
+    stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
+    cuda = next((n["cuda"] for n in map(notes_of, stacks) if "cuda" in n), "emulate")
     gpu = jax.default_backend() == "gpu"
     return ProductRow(
         path=notes.get("path", ""),
@@ -331,19 +216,14 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
 def _why_not(layer: str, eqn: Any) -> str:
     if "Attention" in layer:
         return "inside of attention (convert with attention_products=True)"
-    where = _source(eqn)
-    return f"computed by no layer that can be converted{f': {where}' if where else ''}"
-
-
-def _source(eqn: Any) -> str:
-    """``file:line`` of the innermost call outside of JAX, Flax and this library."""
-    trace = getattr(eqn.source_info, "traceback", None)
-    own = str(Path(__file__).parent)
-    for frame in getattr(trace, "frames", ()):
+    # The innermost call outside of JAX, Flax and this library.
+    where, own = "", str(Path(__file__).parents[1])
+    for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
         inside = any(f"/{name}/" in frame.file_name for name in ("jax", "flax", "jaxlib"))
         if not inside and not frame.file_name.startswith((own, "<")):
-            return f"{Path(frame.file_name).name}:{frame.line_num}"
-    return ""
+            where = f": {Path(frame.file_name).name}:{frame.line_num}"
+            break
+    return f"computed by no layer that can be converted{where}"
 
 
 def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
@@ -370,43 +250,18 @@ def _flops(eqn: Any) -> int:
     return 2 * lhs.shape[0] * rhs.size // max(rhs.shape[0], 1)  # a row meets one group
 
 
-def _equations(eqn: Any) -> Iterator[Any]:
-    """All equations inside of `eqn`; of branches for several platforms the first one's."""
+def _equations(eqn: Any, *, branches: bool = False) -> Iterator[Any]:
+    """All equations inside of `eqn`; without `branches` those of the first platform alone."""
     subs = list(jaxprs_of(eqn))
-    for sub in subs[:1] if eqn.primitive.name == "cond" else subs:
+    if eqn.primitive.name == "cond" and not branches:
+        subs = subs[:1]
+    for sub in subs:
         for inner in sub.eqns:
             yield inner
-            yield from _equations(inner)
-
-
-def _all_equations(eqn: Any) -> Iterator[Any]:
-    """All equations inside of `eqn`, those of branches for other platforms too."""
-    for sub in jaxprs_of(eqn):
-        for inner in sub.eqns:
-            yield inner
-            yield from _all_equations(inner)
-
-
-def _notes(eqn: Any) -> dict[str, str]:
-    return notes_of(str(eqn.source_info.name_stack))
+            yield from _equations(inner, branches=branches)
 
 
 def _spelled(aval: Any) -> str:
     dtype = np.dtype(aval.dtype)
     name = _F8.get(dtype, "").lower() or dtype.name.replace("float", "f")
     return f"{name}[{','.join(map(str, aval.shape))}]"
-
-
-def _cells(row: ProductRow) -> tuple[str, ...]:
-    layer = row.path or "(no layer)"
-    how = f"{row.recipe}, {row.implementation}" if row.fp8 else f"high precision: {row.reason}"
-    if row.cuda not in ("", row.implementation):
-        how += f"; on CUDA {row.cuda}"
-    return (layer, row.kind, row.lhs, row.rhs, row.out, str(row.times), _si(row.flops), how)
-
-
-def _si(n: int) -> str:
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g} {prefix}"
-    return f"{n} "

@@ -1,0 +1,145 @@
+"""The layers of Flax Linen, and what replaces their products as they are called.
+
+Flax lets one intercept the calls of methods. Where a layer of Flax is about to run, its hook for a
+product is set; the layer, and with it its parameters, stays what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+from flax.linen.dtypes import promote_dtype as flax_promote_dtype
+
+from jfp8.layers.linen.attention import EinsumProduct
+from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
+from jfp8.layers.linen.products import (
+    ConvGeneralDilated,
+    DotGeneral,
+    Product,
+    ProductOf,
+    promote_dtype,
+    promote_values,
+)
+from jfp8.recipes import in_effect as region
+from jfp8.recipes.in_effect import Region
+from jfp8.recipes.recipe import Recipe
+from jfp8.tracing.notes import note
+
+
+def _own_call(layer: type[nn.Module]) -> Callable[..., Any]:
+    """The function that Flax runs for ``layer.__call__``, without what Flax wraps it in."""
+    return inspect.unwrap(layer.__call__)
+
+
+# How Flax runs each layer, and the hook that makes its product; or what runs the layer instead.
+_HOOKS: dict[Callable[..., Any], tuple[type[Product], str | Callable[..., Any]]] = {
+    _own_call(nn.Dense): (DotGeneral, "dot_general"),
+    _own_call(nn.DenseGeneral): (DotGeneral, "dot_general"),
+    _own_call(nn.Conv): (ConvGeneralDilated, "conv_general_dilated"),
+    _own_call(nn.Einsum): (DotGeneral, apply_einsum),
+    _own_call(nn.ConvTranspose): (ConvGeneralDilated, apply_conv_transpose),
+}
+_ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
+_ATTENTION_HOOKS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+
+
+def _function_of(context: nn.module.InterceptorContext) -> Any:
+    """The function that Flax is about to run."""
+    bound: Any = context.orig_method
+    return bound.func
+
+
+def is_layer(context: nn.module.InterceptorContext) -> bool:
+    """Whether this is the call of a layer with a product that could be FP8."""
+    # Of a lifted layer (nn.vmap, nn.remat) this is the call inside of the transformation.
+    function: Any = _function_of(context)
+    return function in _HOOKS and not isinstance(context.module, nn.ConvLocal)
+
+
+def path_of(module: nn.Module) -> str:
+    """``"Block_0/Dense_1"``."""
+    return "/".join(module.path)
+
+
+@contextlib.contextmanager
+def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in attributes}
+    for name, value in attributes.items():
+        object.__setattr__(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(module, name, value)
+
+
+def replace_products(
+    choose: Callable[[str, nn.Module, Any], ProductOf | str],
+    attention: Callable[[], ProductOf | None],
+) -> Callable[..., Any]:
+    """An interceptor under which layers compute their products with what `choose` gives.
+
+    Args:
+      choose: ``(path, layer, input) -> `` what makes the product, or why it stays Flax's.
+      attention: what makes the two products of attention.
+    """
+
+    def intercept(next_fun, args, kwargs, context):
+        layer, function = context.module, _function_of(context)
+        if function is _ATTENTION and (einsum := attention()) is not None:
+            free = [hook for hook in _ATTENTION_HOOKS if getattr(layer, hook) is None]
+            einsum = dataclasses.replace(einsum, module=EinsumProduct)
+            with _set(layer, **dict.fromkeys(free, einsum)):
+                return next_fun(*args, **kwargs)
+        if not is_layer(context):
+            return next_fun(*args, **kwargs)
+        product, hook = _HOOKS[function]
+        given, own = None, False
+        if isinstance(hook, str):
+            given = getattr(layer, f"{hook}_cls")
+            ours = isinstance(given, ProductOf) and given.recipe is None  # a layer of jfp8
+            own = getattr(layer, hook) is not None or not (given is None or ours)
+        x = args[0] if args else next(iter(kwargs.values()))
+        path = path_of(layer)
+        made = f"the layer was given its own {hook}" if own else choose(path, layer, x)
+        attributes: dict[str, Any] = {}
+        if layer.promote_dtype is flax_promote_dtype:
+            attributes["promote_dtype"] = promote_values if isinstance(made, str) else promote_dtype
+        if isinstance(made, str):
+            with (
+                note("path", path),
+                note("layer", type(layer).__name__),
+                note("reason", made),
+                _set(layer, **attributes),
+            ):
+                return next_fun(*args, **kwargs)
+        run, made = next_fun, dataclasses.replace(made, module=product)
+        if isinstance(given, ProductOf):
+            made = dataclasses.replace(made, implementation=given.implementation)
+        if isinstance(hook, str):
+            attributes[f"{hook}_cls"] = made
+        else:
+            run = functools.partial(hook, layer, made)
+        with _set(layer, **attributes):
+            return run(*args, **kwargs)
+
+    return intercept
+
+
+@contextlib.contextmanager
+def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
+    """A region in which Flax's layers use `recipe`; see `jfp8.autocast`."""
+    here = Region(recipe, enabled)
+
+    def choose(path: str, layer: nn.Module, x: Any) -> ProductOf | str:
+        del path, layer, x
+        return ProductOf(DotGeneral, None, None) if region.current() == here else ""
+
+    with region.entered(here), nn.intercept_methods(replace_products(choose, lambda: None)):
+        yield

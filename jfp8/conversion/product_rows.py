@@ -1,0 +1,129 @@
+"""A product of a model as plain data, and a report of them all as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from dataclasses import dataclass
+from typing import Any
+
+_HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
+
+
+@dataclass(frozen=True)
+class ProductRow:
+    """One product of the program.
+
+    Attributes:
+      path: of the layer that computes it; empty if none does.
+      layer: its type.
+      kind: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; of products in high precision ``"forward"`` or
+        ``"backward"``.
+      lhs, rhs, out: what is multiplied and what it gives, such as ``"e4m3fn[8,64]"``.
+      fp8: whether both operands are in a narrow format.
+      recipe: its name, if it has one.
+      implementation: what the default device computes it with: ``"emulate"``, or what `cuda` says
+        where that is an NVIDIA GPU; ``"jax"`` for products in high precision.
+      reason: why it is not FP8.
+      times: how often it is computed: iterations of loops.
+      flops: multiplications and additions, of all times together.
+      cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
+        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"``, or ``"bf16: "`` and the reason
+        why FP8 does not pay or is not to be had (see `matmul.on_cuda`).
+    """
+
+    path: str
+    layer: str
+    kind: str
+    lhs: str
+    rhs: str
+    out: str
+    fp8: bool
+    recipe: str
+    implementation: str
+    reason: str
+    times: int
+    flops: int
+    cuda: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What `report` found; prints as a table, and shows as one in Jupyter.
+
+    Attributes:
+      rows: every product, in the order of the program.
+    """
+
+    rows: tuple[ProductRow, ...]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all products."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def fp8_fraction(self) -> float:
+        """The fraction of the FLOPs of all products that is FP8: 0 to 1."""
+        return sum(row.flops for row in self.rows if row.fp8) / max(self.flops, 1)
+
+    @property
+    def unconverted(self) -> tuple[ProductRow, ...]:
+        """The products in high precision."""
+        return tuple(row for row in self.rows if not row.fp8)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "fp8_fraction": self.fp8_fraction,
+            "flops": self.flops,
+            "products": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def summary(self) -> str:
+        """The report in one line."""
+        n = sum(row.times for row in self.rows)
+        fp8 = sum(row.times for row in self.rows if row.fp8)
+        return (
+            f"{100 * self.fp8_fraction:.1f} % of {_si(self.flops)}FLOPs are FP8: "
+            f"{fp8} of {n} products."
+        )
+
+    def __str__(self) -> str:
+        table = [_HEAD, *(_cells(row) for row in self.rows)]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(_HEAD))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip() for cells in table]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], self.summary()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        cell = lambda tag, text: f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>"
+        body = [
+            f"<tr style='opacity:{1 if row.fp8 else 0.6}'>"
+            + "".join(cell("td", text) for text in _cells(row))
+            + "</tr>"
+            for row in self.rows
+        ]
+        head = "<tr>" + "".join(cell("th", text) for text in _HEAD) + "</tr>"
+        return f"<p><b>{self.summary()}</b></p><table>{head}{''.join(body)}</table>"
+
+
+def _cells(row: ProductRow) -> tuple[str, ...]:
+    layer = row.path or "(no layer)"
+    how = f"{row.recipe}, {row.implementation}" if row.fp8 else f"high precision: {row.reason}"
+    if row.cuda not in ("", row.implementation):
+        how += f"; on CUDA {row.cuda}"
+    return (layer, row.kind, row.lhs, row.rhs, row.out, str(row.times), _si(row.flops), how)
+
+
+def _si(n: int) -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {prefix}"
+    return f"{n} "
