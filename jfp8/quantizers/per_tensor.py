@@ -7,29 +7,19 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jfp8.quantizers.quantizer import Context, Quantizer, check_has_nan
+from jfp8.quantizers.quantizer import Context, Quantizer, ScalesFromData, check_has_nan
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState, history_amax
-from jfp8.scaling.scales import (
-    ScaleRounding,
-    check_scale_rounding,
-    scale_from_amax,
-)
+from jfp8.scaling.scales import ScaleRounding, check_scale_rounding, scale_from_amax
 
 
 @dataclass(frozen=True, repr=False)
-class Current(Quantizer):
+class Current(ScalesFromData):
     """Per-tensor scale from the data at hand ("dynamic", "just-in-time").
 
     Attributes:
       scale_rounding: see `scaling.scale_from_amax`.
     """
-
-    scale_rounding: ScaleRounding = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_scale_rounding(self.scale_rounding)
 
     @property
     def one_for_both(self) -> bool:

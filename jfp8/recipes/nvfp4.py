@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.rotations import Hadamard
+from jfp8.recipes.fields import takes
 from jfp8.recipes.product import Product, Products
-from jfp8.recipes.recipe import Recipe, check_bool
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import E2M1FN
 
 __all__ = ["NVFP4BlockScaling"]
@@ -38,14 +39,9 @@ class NVFP4BlockScaling(Recipe):
 
     name: ClassVar[str] = "nvfp4"
 
-    stochastic_rounding: bool = True
-    random_hadamard: bool = True
-    two_dimensional_weights: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("stochastic_rounding", "random_hadamard", "two_dimensional_weights"):
-            check_bool(self, name)
+    stochastic_rounding: bool = takes(bool, True)
+    random_hadamard: bool = takes(bool, True)
+    two_dimensional_weights: bool = takes(bool, True)
 
     def products(self) -> Products:
         lhs = TwoLevel(E2M1FN, (16, 1))

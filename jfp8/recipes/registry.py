@@ -25,8 +25,8 @@ def get(name: str, **fields: Any) -> Recipe:
     """The recipe called `name`, with `fields` set.
 
     Args:
-      name: the `name` of a class of this module, such as ``"delayed"`` or ``"mxfp8"``, or the name
-        of the class.
+      name: the `name` of a recipe's class, such as ``"delayed"`` or ``"mxfp8"``, or that class's
+        own name.
       **fields: fields of that class.
 
     Returns:
