@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jfp8.conversion.products import Report
+from jfp8.conversion.tables import table_html
 from jfp8.debug.faults import FAULTS
 from jfp8.debug.faults.non_finite import non_finite
 from jfp8.debug.faults.run import Finding, Run
@@ -56,14 +57,12 @@ class Advice:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        cell = lambda tag, text: f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>"
-        head = ("", "tensor", "what happened", "what to do")
-        rows = ["<tr>" + "".join(cell("th", text) for text in head) + "</tr>"]
-        for f in self.findings:
-            cells = (f.severity, f"{f.tensor} ({f.fault})", f.evidence, f.remedy)
-            rows.append("<tr>" + "".join(cell("td", text) for text in cells) + "</tr>")
-        table = f"<table>{''.join(rows)}</table>" if self.findings else ""
-        return f"<p><b>{html.escape(self._headline())}</b></p>{table}"
+        table = [("", "tensor", "what happened", "what to do")]
+        table += [
+            (f.severity, f"{f.tensor} ({f.fault})", f.evidence, f.remedy) for f in self.findings
+        ]
+        shown = table_html(table) if self.findings else ""
+        return f"<p><b>{html.escape(self._headline())}</b></p>{shown}"
 
     def _headline(self) -> str:
         if not self.n_tensors:

@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
+from jfp8.conversion.tables import Table, table_html, table_lines
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
@@ -99,26 +100,13 @@ class Summary:
         return tuple(_together(group, path) for path, group in groups.items())
 
     def __str__(self) -> str:
-        table = self._table()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:]))]
-            ).rstrip()
-            for cells in table
-        ]
-        rule = "-" * max(map(len, lines))
-        return "\n".join([self._headline(), "", lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        head, *rows, total = table_lines(self._table(), numbers=True)
+        rule = "-" * max(map(len, (head, *rows, total)))
+        return "\n".join([self._headline(), "", head, rule, *rows, rule, total])
 
     def _repr_html_(self) -> str:
-        cell = lambda tag, text, i: (
-            f"<{tag} style='text-align:{'right' if i else 'left'}'>{html.escape(text)}</{tag}>"
-        )
-        head, *body = self._table()
-        rows = ["<tr>" + "".join(cell("th", c, i) for i, c in enumerate(head)) + "</tr>"]
-        for cells in body:
-            rows.append("<tr>" + "".join(cell("td", c, i) for i, c in enumerate(cells)) + "</tr>")
-        return f"<p><b>{html.escape(self._headline())}</b></p><table>{''.join(rows)}</table>"
+        table = table_html(self._table(), numbers=True)
+        return f"<p><b>{html.escape(self._headline())}</b></p>{table}"
 
     def _headline(self) -> str:
         total = self.total
@@ -133,7 +121,7 @@ class Summary:
             parts.append(f"optimizer state {_size(self.optimizer)}")
         return f"{self.model}: {'; '.join(parts)}"
 
-    def _table(self) -> list[tuple[str, ...]]:
+    def _table(self) -> Table:
         """Head, modules and total; columns of which the model has nothing are left out."""
         total = self.total
         columns: list[tuple[str, Any]] = [("parameters", lambda row: row.params)]

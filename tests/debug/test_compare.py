@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jfp8
+from jfp8.debug import ComparedProduct, Comparison, ProductError
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 ALL = {"exempt": ()}
@@ -238,6 +239,15 @@ def test_it_prints_and_shows_in_notebooks():
         assert part in text
         assert part in found._repr_html_()
     assert f"{100 * found.products[0].a.total:.3g} %" in text
+
+
+def test_a_nan_under_either_recipe_is_worst():
+    error = lambda total: ProductError(total, total, 0.0)
+    pairs = [(0.1, 0.1), (0.1, math.nan), (0.3, 0.2), (math.nan, 0.1)]
+    rows = [ComparedProduct(str(i), (), "fprop", *map(error, p)) for i, p in enumerate(pairs)]
+    recipe = jfp8.recipes.Float8CurrentScaling()
+    found = Comparison(recipe, recipe, tuple(rows), (), 0.0, 0.0, 0.0)
+    assert [row.path for row in found.worst(3)] == ["1", "3", "2"]
 
 
 def test_mistakes_are_explained():
