@@ -1,4 +1,7 @@
-"""The amax history of one tensor: its amaxes in earlier steps, from which delayed scales follow."""
+"""The amax history of one tensor: its amaxes in earlier steps, from which delayed scales follow.
+
+All functions take stacked states, too (leading axes from ``nn.scan`` or ``vmap``).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,6 @@ import jax.numpy as jnp
 AmaxState: TypeAlias = dict[str, jax.Array]
 """One operand's state: ``{"amax_history": f32[H], newest first, 0 = empty slot,
 "amax": f32[], running maximum of the optimizer step under way}``."""
-
-
-# Amax history. All functions take stacked states too (leading axes from nn.scan or vmap).
 
 
 def init_amax_state(history_len: int) -> AmaxState:

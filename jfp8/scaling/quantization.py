@@ -142,7 +142,7 @@ def quantize_with_scale(
         for factor in reciprocal_factors(scale):
             values = apply_scale(values, factor, block)
     if not isinstance(scale, ScaledArray) and scale.dtype == E8M0FNU.dtype:
-        values = _with_subnormals(values, x, scale, block)
+        values = _with_subnormal_inputs(values, x, scale, block)
     codes = encode(values, fmt, rounding, bits)
     if fmt.has_nan and inverse is None:
         # The cast saturates Inf; asking x itself tells it from a finite value that overflows.
@@ -150,7 +150,7 @@ def quantize_with_scale(
     return ScaledArray(codes_to_format(codes, fmt), scale, block)
 
 
-def _with_subnormals(
+def _with_subnormal_inputs(
     values: jax.Array, x: jax.Array, scale: jax.Array, block: tuple[int, ...] | None
 ) -> jax.Array:
     """`values` ``= x * 2^(127-c)``, where subnormal elements of `x` are taken from their integers.
