@@ -25,10 +25,6 @@ class Float8BlockScaling(Recipe):
     Attributes:
       fp8_format: ``"E4M3"`` for all, ``"HYBRID"`` (e5m2 gradients), or ``"E5M2"`` for all.
       scale_rounding: ``"power_of_two"`` (rounded up), or ``None`` for f32 quotients.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       DeepSeek-V3, arXiv 2412.19437 section 3.3; Transformer Engine, ``Float8BlockScaling``.
@@ -63,10 +59,6 @@ class MXFP8BlockScaling(Recipe):
       scale_rounding: ``"rceil"`` (rounds the scale up: nothing saturates), ``"floor"`` (the OCP
         text), ``"ceil"`` or ``"even"``; see `scaling.scale_from_amax`.
       two_dimensional_weights: 32x32 blocks for `rhs`, quantized once for both directions.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       OCP Microscaling Formats v1.0; arXiv 2506.08027; Transformer Engine, ``MXFP8BlockScaling``.

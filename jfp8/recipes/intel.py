@@ -69,10 +69,6 @@ class DirectE5M2(_Toolkit):
       quantize_outputs: quantize the three results too (before a bias is added).
       fused: layers whose results stay in high precision: patterns of paths, ``("*/logits",)``.
       stochastic_gradients: round gradients stochastically; else to nearest even.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       Intel FP8 Emulation Toolkit, ``mpemu/e5m2_emu.py``; arXiv 1905.12334. Its numbers differ where
@@ -89,16 +85,7 @@ class Hybrid(_Toolkit):
 
     ``scale = amax(x) / 448`` for weights, activations and outputs. Gradients are rounded
     stochastically and have no scale: train with `jfp8.loss_scale`. For 16-bit master weights see
-    `jfp8.optim.stochastic_rounding`.
-
-    Attributes:
-      quantize_outputs: quantize the three results too (before a bias is added).
-      fused: layers whose results stay in high precision: patterns of paths, ``("*/logits",)``.
-      stochastic_gradients: round gradients stochastically; else to nearest even.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
+    `jfp8.optim.stochastic_rounding`. The fields are those of `DirectE5M2`.
 
     References:
       Intel FP8 Emulation Toolkit, ``mpemu/hybrid_emu.py``, whose multiplying scale ends at 2^16.

@@ -28,10 +28,6 @@ class NVFP4BlockScaling(Recipe):
         data; see `scaled_dot_general`).
       random_hadamard: rotate both operands of wgrad by 16x16 Hadamard matrices with random signs.
       two_dimensional_weights: 16x16 blocks for `rhs`, quantized once for both directions.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       arXiv 2509.25149; Transformer Engine, ``NVFP4BlockScaling``, which rotates in bf16 (here f32).

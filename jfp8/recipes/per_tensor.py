@@ -27,10 +27,6 @@ class DelayedScaling(Recipe):
       amax_history_len: number of steps remembered.
       amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
       scale_rounding: ``None``, or ``"power_of_two"`` (rounded up).
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       Transformer Engine, ``common/recipe``, ``DelayedScaling``; arXiv 2209.05433.
@@ -65,10 +61,6 @@ class Float8CurrentScaling(Recipe):
     Attributes:
       fp8_format: ``"HYBRID"`` (e4m3 forward, e5m2 gradients), ``"E4M3"`` or ``"E5M2"`` for all.
       scale_rounding: ``None``, or ``"power_of_two"`` (rounded up).
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       Transformer Engine, ``common/recipe``, ``Float8CurrentScaling``.

@@ -40,6 +40,9 @@ class Recipe:
       fast_accumulation: the products, any of ``"fprop"``, ``"dgrad"`` and ``"wgrad"``, in which
         hardware may keep fewer bits of its sums, which is faster. None: as the recipe has it, in
         most ``("fprop",)``.
+
+    Raises:
+      TypeError, ValueError: a field, of any recipe, outside of the values that it takes.
     """
 
     name: ClassVar[str] = ""
@@ -54,7 +57,7 @@ class Recipe:
 
     def __new__(cls, *args: Any, **fields: Any) -> Recipe:
         """Refuse unknown fields with a message that lists the known ones."""
-        _check_fields(cls, fields)
+        _refuse_unknown(cls, fields)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -127,7 +130,7 @@ def _to_plain(value: Any) -> Any:
     return value
 
 
-def _check_fields(cls: type, fields: dict[str, Any]) -> None:
+def _refuse_unknown(cls: type, fields: dict[str, Any]) -> None:
     known = [f.name for f in dataclasses.fields(cls)]
     for name in fields:
         if name not in known:

@@ -27,10 +27,6 @@ class RowwiseScaling(Recipe):
       scale_rounding: ``"power_of_two"`` (rounded up), or ``None``.
       high_precision_wgrad: multiply the weight gradient in high precision. The weight then has one
         scale for all in dgrad, so that it need not be read along its other axis.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       torchao, ``float8/config.py``, ``rowwise`` and ``rowwise_with_gw_hp``.

@@ -22,10 +22,6 @@ class Unscaled(Recipe):
 
     Attributes:
       fp8_format: ``"HYBRID"`` (e4m3 forward, e5m2 gradients), ``"E4M3"`` or ``"E5M2"`` for all.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError: an unknown `fp8_format`.
     """
 
     name: ClassVar[str] = "unscaled"

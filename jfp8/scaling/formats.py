@@ -90,3 +90,12 @@ def format_of(dtype: np.dtype) -> Format:
             return fmt
     stored = ", ".join(f"{fmt.dtype} ({fmt.name})" for fmt in FORMATS)
     raise TypeError(f"{np.dtype(dtype)} stores none of jfp8's formats. Formats: {stored}.")
+
+
+def format_called(name: str | None) -> Format:
+    """The `Format` of that name; raises ``ValueError`` if there is none."""
+    for fmt in FORMATS:
+        if fmt.name == name:
+            return fmt
+    names = ", ".join(fmt.name for fmt in FORMATS)
+    raise ValueError(f"There is no format called {name!r}. Formats: {names}.")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jfp8.debug.faults.run import Severity
 from jfp8.debug.records import TensorStats
-from jfp8.scaling.formats import FORMATS, Format
+from jfp8.scaling.formats import Format, format_called
 
 # A tenth of the elements vanishes. In trainings of small language models that go well, under every
 # recipe in 8 bits, it is at most 1.1 % of any tensor in any step. Where it is half of them,
@@ -23,8 +23,6 @@ OFTEN = 0.1
 # Error of more than a quarter of the signal, by size. Rounding to nearest leaves 31 dB in E4M3, 25
 # in E5M2, and about 20 in E2M1; stochastic rounding 4 to 5 dB less.
 NOISY = 12.0
-
-FORMAT_CALLED = {fmt.name: fmt for fmt in FORMATS}
 
 
 def at_step(row: TensorStats) -> str:
@@ -55,7 +53,7 @@ def is_often(bad: Sequence[TensorStats], rows: Sequence[TensorStats]) -> bool:
 def vanishing_samples(tensor: Sequence[TensorStats]) -> list[TensorStats]:
     """The samples in which many elements become zero, if that is not an exception."""
     bad = [
-        row for row in tensor if row.underflow >= MANY_LOST and FORMAT_CALLED[row.format].bits >= 8
+        row for row in tensor if row.underflow >= MANY_LOST and format_called(row.format).bits >= 8
     ]
     return bad if is_often(bad, tensor) else []
 
@@ -108,7 +106,7 @@ def beyond_any_scale(row: TensorStats, fmt: Format | None = None) -> bool:
     That is ``amax / fmt.max``, under which what is below half of the smallest value becomes zero.
     If there are several scales, they are the best already.
     """
-    fmt = fmt or FORMAT_CALLED[row.format]
+    fmt = fmt or format_called(row.format)
     if row.scale_min != row.scale_max or not row.amax:
         return True
     binades = math.log2(fmt.max / fmt.smallest_subnormal) + 1

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jfp8.debug.faults.evidence import (
-    FORMAT_CALLED,
     MANY_LOST,
     NOISY,
     exponent_at,
@@ -21,6 +20,7 @@ from jfp8.debug.faults.evidence import (
 )
 from jfp8.debug.faults.run import Finding, Run
 from jfp8.debug.records import TensorStats
+from jfp8.scaling.formats import format_called
 from jfp8.scaling.printing import counted
 
 
@@ -57,7 +57,7 @@ def _gradients_without_scale(gradients: Sequence[Sequence[TensorStats]]) -> Iter
         cut = saturated_samples(tensor)
         if bad:
             worst = max(bad, key=lambda row: row.underflow)
-            end = round(math.log2(FORMAT_CALLED[worst.format].smallest_subnormal))
+            end = round(math.log2(format_called(worst.format).smallest_subnormal))
             evidence = (
                 f"{what_vanished(worst)} (SQNR "
                 f"{worst.sqnr:.0f} dB): most of it is around 2^{exponent_at(0.5, worst)}, and "
@@ -96,4 +96,4 @@ def _too_small_samples(gradient: Sequence[TensorStats]) -> list[TensorStats]:
 
 def _bits_to_keep(row: TensorStats) -> int:
     """By how many bits the tensor has to grow for 99 of 100 elements to become normal numbers."""
-    return max(0, FORMAT_CALLED[row.format].min_exponent - exponent_at(0.01, row))
+    return max(0, format_called(row.format).min_exponent - exponent_at(0.01, row))
