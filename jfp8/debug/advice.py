@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,13 @@ class Advice:
 
     def __str__(self) -> str:
         lines = [self._headline()]
-        for group in self._groups():
+        for fault in dict.fromkeys(finding.fault for finding in self.findings):
+            group = self.of(fault)
             printed = group[:_PRINTED]
             for finding, following in zip(printed, [*printed[1:], None], strict=True):
                 lines += [
                     "",
-                    f"{finding.severity}: {finding.tensor} ({finding.fault})",
+                    f"{finding.severity}: {finding.tensor} ({fault})",
                     f"  {finding.evidence}",
                 ]
                 if following is None or following.remedy != finding.remedy:
@@ -53,7 +54,7 @@ class Advice:
             if rest := group[_PRINTED:]:
                 more = ", ".join(f.tensor for f in rest[:_PRINTED])
                 more += f" and {len(rest) - _PRINTED} more" if len(rest) > _PRINTED else ""
-                lines += ["", f"  The same ({group[0].fault}): {more}."]
+                lines += ["", f"  The same ({fault}): {more}."]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -75,12 +76,6 @@ class Advice:
         count = lambda kind: sum(f.severity == kind for f in self.findings)
         found = [counted(count(kind), kind) for kind in _ORDER if count(kind)]
         return f"{', '.join(found)} ({seen})."
-
-    def _groups(self) -> list[Sequence[Finding]]:
-        groups: dict[str, list[Finding]] = {}
-        for finding in self.findings:
-            groups.setdefault(finding.fault, []).append(finding)
-        return list(groups.values())
 
 
 def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
@@ -134,14 +129,13 @@ def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
 
 
 def _checked(rows: Any) -> list[TensorStats]:
-    hint = (
-        "Pass stats.rows(step) of what jfp8.debug.stats returned, recorder.rows, or "
-        "jfp8.debug.read_jsonl(path)."
-    )
-    if isinstance(rows, (str, bytes)) or not isinstance(rows, Iterable):
-        raise TypeError(f"report takes rows of statistics, got {type(rows).__name__}. {hint}")
-    found = list(rows)
+    is_list = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes))
+    found = list(rows) if is_list else [rows]
     for row in found:
-        if not isinstance(row, TensorStats):
-            raise TypeError(f"report takes rows of statistics, got a {type(row).__name__}. {hint}")
+        if not isinstance(row, TensorStats) or not is_list:
+            raise TypeError(
+                f"report takes rows of statistics, got a {type(row).__name__}. Pass "
+                "stats.rows(step) of what jfp8.debug.stats returned, recorder.rows, or "
+                "jfp8.debug.read_jsonl(path)."
+            )
     return found

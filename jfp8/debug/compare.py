@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import flax.linen as nn
@@ -19,8 +20,8 @@ from jfp8.conversion.selection import Choice
 from jfp8.debug.by_layer import by_layer
 from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
 from jfp8.debug.measurement import Measurement
-from jfp8.debug.reading import Place, read
-from jfp8.products.observers import Observer, observing, tap
+from jfp8.debug.stats import Stats, observed
+from jfp8.products.observers import Observer, tap
 from jfp8.products.operation import Kind, Operation
 from jfp8.products.vjp import product_by
 from jfp8.recipes.product import Product, Products
@@ -28,8 +29,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.recipes.registry import get as get_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.tracing.compat import without_dead_code
-from jfp8.tracing.notes import explaining, notes_of, product_path
+from jfp8.tracing.notes import notes_of, product_path
 
 _PLAIN = Product(None, None)
 _PARTS = ("total", "cast", "product")  # of an error; see `ProductError`
@@ -113,13 +113,15 @@ def _values(operand: ScaledArray | jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Comparer(Observer):
-    """Taps every product."""
+    """Taps every product in high precision: others are of layers with a recipe of their own."""
 
     recipes: tuple[Recipe, Recipe]
 
     def multiplied(
         self, operation: Any, kind: Any, first: Any, second: Any, extra: Any, y: jax.Array
     ) -> jax.Array:
+        if isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
+            return y
         errors = _Errors(operation, kind, self.recipes)
         return tap(y, first, second, *extra, measure=errors)
 
@@ -150,7 +152,7 @@ def compare(
 
     Args:
       model: a Linen or NNX module: as Flax has it, converted, or with layers of jfp8. Which of its
-        layers take part is as for `jfp8.convert`.
+        layers take part is as for `jfp8.convert`; those with a recipe of their own keep it.
       recipe_a, recipe_b: recipes, or names of them.
       batch: what the model is called with: a tuple of arguments, a dict of named ones, or the only
         one.
@@ -195,24 +197,13 @@ def compare(
         raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
 
     loss_of, params = under(_HighPrecision())
-    leaves, structure = jax.tree.flatten(params)
-    gradient = lambda *leaves: jax.value_and_grad(loss_of)(jax.tree.unflatten(structure, leaves))
-    with observing(_Comparer(recipes)), explaining():
-        closed = without_dead_code(jax.make_jaxpr(gradient)(*leaves))
-    places: list[Place] = []
-
-    def measured(*leaves: jax.Array) -> Any:
-        outs, found = read(closed, leaves)
-        places[:] = [place for place, _ in found]
-        return outs, [vector for _, vector in found]
-
-    (loss, *reference), vectors = jax.jit(measured)(*leaves)
-    if not places:
+    measure = partial(observed, _Comparer(recipes), jax.value_and_grad(loss_of))
+    (loss, reference), seen = jax.jit(measure)(params)
+    if not seen.places:
         raise ValueError(
             "No product of the model is computed by a layer that takes part. jfp8.report lists its "
             "products, and why; exempt= and only= choose layers as in jfp8.convert."
         )
-    host = [np.asarray(v, np.float64) for v in jax.device_get(vectors)]
     by_name = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
     names = [
         jax.tree_util.keystr(path, simple=True, separator="/")
@@ -226,8 +217,8 @@ def compare(
         gradients.append(jax.tree.leaves(grads))
     return Comparison(
         *recipes,
-        tuple(_compared_products(places, host)),
-        tuple(map(_compared_gradient, names, reference, *gradients)),
+        tuple(_compared_products(seen)),
+        tuple(map(_compared_gradient, names, jax.tree.leaves(reference), *gradients)),
         float(loss),
         *losses,
     )
@@ -285,17 +276,15 @@ def _nnx_loss(
     return loss_of, params
 
 
-def _compared_products(places: Sequence[Place], vectors: Sequence[np.ndarray]) -> Any:
-    for place, vector in by_layer(places, vectors):
+def _compared_products(seen: Stats) -> Iterator[ComparedProduct]:
+    for place, index, vector in by_layer(seen.places, seen.vectors):
         measure = cast(_Errors, place.measure)
-        for index in np.ndindex(vector.shape[:-1]):
-            value = measure.named(vector[index])
-            errors = [
-                ProductError(*(_relative(value[f"{part}_{i}"], value["signal"]) for part in _PARTS))
-                for i in range(2)
-            ]
-            path = product_path(notes_of(place.stack))
-            yield ComparedProduct(path, index, measure.kind, *errors)
+        value = measure.named(vector)
+        errors = [
+            ProductError(*(_relative(value[f"{part}_{i}"], value["signal"]) for part in _PARTS))
+            for i in range(2)
+        ]
+        yield ComparedProduct(product_path(notes_of(place.stack)), index, measure.kind, *errors)
 
 
 def _relative(noise: float, signal: float) -> float:
