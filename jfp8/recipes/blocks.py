@@ -25,6 +25,7 @@ class Float8BlockScaling(Recipe):
     Attributes:
       fp8_format: ``"E4M3"`` for all, ``"HYBRID"`` (e5m2 gradients), or ``"E5M2"`` for all.
       scale_rounding: ``"power_of_two"`` (rounded up), or ``None`` for f32 quotients.
+      accumulation: see `Recipe`.
 
     References:
       DeepSeek-V3, arXiv 2412.19437 section 3.3; Transformer Engine, ``Float8BlockScaling``.

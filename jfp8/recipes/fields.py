@@ -8,12 +8,12 @@ from typing import Any
 
 
 def takes(allowed: Iterable[Any] | type[bool], default: Any) -> Any:
-    """A field for `check_fields`: it takes one of `allowed`; ``bool``; or any int of a range."""
+    """A field that takes one of `allowed`: some values, the ints of a range, or ``bool``."""
     return dataclasses.field(default=default, metadata={"allowed": allowed})
 
 
 def check_fields(recipe: Any) -> None:
-    """Raise unless each field of `recipe` that was made by `takes` has one of its values.
+    """Raise unless each field of `recipe` that says which values it takes has one of them.
 
     Raises:
       TypeError: no bool, or no int, where one is asked for.
