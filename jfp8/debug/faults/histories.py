@@ -16,7 +16,7 @@ from jfp8.debug.faults.evidence import (
     what_saturated,
     what_vanished,
 )
-from jfp8.debug.faults.run import Finding, Run, step_of, steps_of
+from jfp8.debug.faults.run import Finding, Run, found_in, step_of, steps_of
 from jfp8.debug.records import TensorStats
 
 # Nobody notices a history that predicts up to 3 bits (a factor of 8) too much: of E4M3's 17.8
@@ -40,7 +40,7 @@ def stale_history(run: Run) -> Iterator[Finding]:
             low, high = min(r.amax for r in same), max(r.amax for r in same)
             steps = steps_of(same)
             when = f" of steps {steps[0]} to {steps[-1]}" if steps else ""
-            yield Finding.of(
+            yield found_in(
                 same,
                 "error" if lost >= MANY_LOST or saturated_samples(tensor) else "warning",
                 "stale_history",
@@ -51,7 +51,7 @@ def stale_history(run: Run) -> Iterator[Finding]:
                 "or call jfp8.advance).",
             )
         elif alone and tensor[0].tensor in ("lhs", "rhs"):
-            yield Finding.of(
+            yield found_in(
                 tensor,
                 "note",
                 "empty_history",
@@ -85,7 +85,7 @@ def short_history(run: Run) -> Iterator[Finding]:
                 f"It grows faster than a history can tell: set margin={bits}, or use "
                 "Float8CurrentScaling(), which looks at the tensor itself."
             )
-        yield Finding.of(
+        yield found_in(
             cut,
             severity_of(worst, cut=True),
             "short_history",
@@ -103,7 +103,7 @@ def long_history(run: Run) -> Iterator[Finding]:
         if not tensor[0].history or i in stale or not bad:
             continue
         worst = max(bad, key=lambda row: row.underflow)
-        yield Finding.of(
+        yield found_in(
             bad,
             severity_of(worst),
             "long_history",

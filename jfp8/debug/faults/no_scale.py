@@ -18,7 +18,7 @@ from jfp8.debug.faults.evidence import (
     what_saturated,
     what_vanished,
 )
-from jfp8.debug.faults.run import Finding, Run
+from jfp8.debug.faults.run import Finding, Run, found_in
 from jfp8.debug.records import TensorStats
 from jfp8.scaling.formats import format_called
 from jfp8.scaling.printing import counted
@@ -35,7 +35,7 @@ def no_scale(run: Run) -> Iterator[Finding]:
             continue
         worst = max(vanishing or cut, key=lambda row: row.underflow + row.overflow)
         lost = f"{what_vanished(worst)}, cast without a scale."
-        yield Finding.of(
+        yield found_in(
             vanishing or cut,
             severity_of(worst, cut=not vanishing),
             "no_scale",
@@ -77,14 +77,14 @@ def _gradients_without_scale(gradients: Sequence[Sequence[TensorStats]]) -> Iter
                     "scale suits both this one and the largest gradient, which has "
                     + (f"room for 2^{room}." if room > 0 else "no room left.")
                 )
-            yield Finding.of(bad, severity_of(worst), "vanishing_gradient", evidence, remedy)
+            yield found_in(bad, severity_of(worst), "vanishing_gradient", evidence, remedy)
         elif cut:
             worst = min(cut, key=lambda row: row.headroom)
             remedy = (
                 f"Lower the loss scale by a factor of 2^{math.ceil(-worst.headroom)} at least, or "
                 "use a recipe with scales for gradients, such as DelayedScaling()."
             )
-            yield Finding.of(cut, "error", "saturated_gradient", what_saturated(worst), remedy)
+            yield found_in(cut, "error", "saturated_gradient", what_saturated(worst), remedy)
 
 
 def _too_small_samples(gradient: Sequence[TensorStats]) -> list[TensorStats]:

@@ -19,7 +19,7 @@ from jfp8.debug.faults.evidence import (
     vanishing_samples,
     what_vanished,
 )
-from jfp8.debug.faults.run import Finding, Run
+from jfp8.debug.faults.run import Finding, Run, found_in
 from jfp8.scaling.formats import E5M2
 
 
@@ -45,7 +45,7 @@ def outliers(run: Run) -> Iterator[Finding]:
                 "Use block scales, so that the largest elements cost only their neighbours: "
                 f"MXFP8BlockScaling() or Float8BlockScaling(); or {exempt}."
             )
-        yield Finding.of(
+        yield found_in(
             bad,
             severity_of(worst),
             "outliers",
@@ -65,7 +65,7 @@ def noise(run: Run) -> Iterator[Finding]:
         if said or len(bad) <= len(known) / 2:
             continue
         worst = min(bad, key=lambda row: row.sqnr)
-        yield Finding.of(
+        yield found_in(
             bad,
             "warning",
             "noise",

@@ -33,13 +33,6 @@ class Finding:
     evidence: str
     remedy: str
 
-    @staticmethod
-    def of(
-        rows: Sequence[TensorStats], severity: Severity, fault: str, evidence: str, remedy: str
-    ) -> Finding:
-        """A finding in samples of one tensor."""
-        return Finding(severity, fault, rows[0].name, steps_of(rows), evidence, remedy)
-
 
 @dataclass(frozen=True)
 class Run:
@@ -72,6 +65,13 @@ class Run:
 
 
 Fault = Callable[[Run], Iterator[Finding]]
+
+
+def found_in(
+    rows: Sequence[TensorStats], severity: Severity, fault: str, evidence: str, remedy: str
+) -> Finding:
+    """What was found in samples of one tensor."""
+    return Finding(severity, fault, rows[0].name, steps_of(rows), evidence, remedy)
 
 
 def steps_of(rows: Iterable[TensorStats]) -> tuple[int, ...]:
