@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 from dataclasses import dataclass
 from typing import Any
+
+from jfp8.conversion.tables import table_html, table_lines
 
 _HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
 
@@ -95,23 +96,15 @@ class Report:
         )
 
     def __str__(self) -> str:
-        table = [_HEAD, *(_cells(row) for row in self.rows)]
-        widths = [max(len(cells[i]) for cells in table) for i in range(len(_HEAD))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(cells, widths)).rstrip() for cells in table]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], self.summary()])
+        head, *lines = table_lines([_HEAD, *map(_cells, self.rows)])
+        return "\n".join([head, "-" * len(head), *lines, self.summary()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        cell = lambda tag, text: f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>"
-        body = [
-            f"<tr style='opacity:{1 if row.fp8 else 0.6}'>"
-            + "".join(cell("td", text) for text in _cells(row))
-            + "</tr>"
-            for row in self.rows
-        ]
-        head = "<tr>" + "".join(cell("th", text) for text in _HEAD) + "</tr>"
-        return f"<p><b>{self.summary()}</b></p><table>{head}{''.join(body)}</table>"
+        unconverted = [number for number, row in enumerate(self.rows, 1) if not row.fp8]
+        table = table_html([_HEAD, *map(_cells, self.rows)], faded=unconverted)
+        return f"<p><b>{self.summary()}</b></p>{table}"
 
 
 def _cells(row: ProductRow) -> tuple[str, ...]:

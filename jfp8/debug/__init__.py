@@ -7,7 +7,8 @@ from jfp8.debug.collective_bytes import (
     assert_collectives,
     collective_bytes,
 )
-from jfp8.debug.compare import ComparedGradient, ComparedProduct, Comparison, ProductError, compare
+from jfp8.debug.compare import compare
+from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
 from jfp8.debug.faults.run import Finding
 from jfp8.debug.recorder import Recorder
 from jfp8.debug.records import TensorStats, read_jsonl, write_jsonl

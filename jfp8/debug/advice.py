@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from jfp8.conversion.product_rows import Report
+from jfp8.conversion.tables import table_html
 from jfp8.debug.faults import FAULTS
 from jfp8.debug.faults.non_finite import non_finite
 from jfp8.debug.faults.run import Finding, Run
@@ -39,12 +40,13 @@ class Advice:
 
     def __str__(self) -> str:
         lines = [self._headline()]
-        for group in self._groups():
+        for fault in dict.fromkeys(finding.fault for finding in self.findings):
+            group = self.of(fault)
             printed = group[:_PRINTED]
             for finding, following in zip(printed, [*printed[1:], None], strict=True):
                 lines += [
                     "",
-                    f"{finding.severity}: {finding.tensor} ({finding.fault})",
+                    f"{finding.severity}: {finding.tensor} ({fault})",
                     f"  {finding.evidence}",
                 ]
                 if following is None or following.remedy != finding.remedy:
@@ -52,18 +54,16 @@ class Advice:
             if rest := group[_PRINTED:]:
                 more = ", ".join(f.tensor for f in rest[:_PRINTED])
                 more += f" and {len(rest) - _PRINTED} more" if len(rest) > _PRINTED else ""
-                lines += ["", f"  The same ({group[0].fault}): {more}."]
+                lines += ["", f"  The same ({fault}): {more}."]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        cell = lambda tag, text: f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>"
-        head = ("", "tensor", "what happened", "what to do")
-        rows = ["<tr>" + "".join(cell("th", text) for text in head) + "</tr>"]
-        for f in self.findings:
-            cells = (f.severity, f"{f.tensor} ({f.fault})", f.evidence, f.remedy)
-            rows.append("<tr>" + "".join(cell("td", text) for text in cells) + "</tr>")
-        table = f"<table>{''.join(rows)}</table>" if self.findings else ""
-        return f"<p><b>{html.escape(self._headline())}</b></p>{table}"
+        table = [("", "tensor", "what happened", "what to do")]
+        table += [
+            (f.severity, f"{f.tensor} ({f.fault})", f.evidence, f.remedy) for f in self.findings
+        ]
+        shown = table_html(table) if self.findings else ""
+        return f"<p><b>{html.escape(self._headline())}</b></p>{shown}"
 
     def _headline(self) -> str:
         if not self.n_tensors:
@@ -76,12 +76,6 @@ class Advice:
         count = lambda kind: sum(f.severity == kind for f in self.findings)
         found = [counted(count(kind), kind) for kind in _ORDER if count(kind)]
         return f"{', '.join(found)} ({seen})."
-
-    def _groups(self) -> list[Sequence[Finding]]:
-        groups: dict[str, list[Finding]] = {}
-        for finding in self.findings:
-            groups.setdefault(finding.fault, []).append(finding)
-        return list(groups.values())
 
 
 def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
@@ -135,14 +129,13 @@ def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
 
 
 def _checked(rows: Any) -> list[TensorStats]:
-    hint = (
-        "Pass stats.rows(step) of what jfp8.debug.stats returned, recorder.rows, or "
-        "jfp8.debug.read_jsonl(path)."
-    )
-    if isinstance(rows, (str, bytes)) or not isinstance(rows, Iterable):
-        raise TypeError(f"report takes rows of statistics, got {type(rows).__name__}. {hint}")
-    found = list(rows)
+    is_list = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes))
+    found = list(rows) if is_list else [rows]
     for row in found:
-        if not isinstance(row, TensorStats):
-            raise TypeError(f"report takes rows of statistics, got a {type(row).__name__}. {hint}")
+        if not isinstance(row, TensorStats) or not is_list:
+            raise TypeError(
+                f"report takes rows of statistics, got a {type(row).__name__}. Pass "
+                "stats.rows(step) of what jfp8.debug.stats returned, recorder.rows, or "
+                "jfp8.debug.read_jsonl(path)."
+            )
     return found

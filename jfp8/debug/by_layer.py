@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jfp8.debug.reading import Place
@@ -12,20 +13,21 @@ from jfp8.tracing.notes import notes_of, product_path
 
 
 def by_layer(
-    places: Sequence[Place], vectors: Sequence[np.ndarray]
-) -> Iterator[tuple[Place, np.ndarray]]:
-    """Measurements ``f64[*layers, W]``, in the order of the program.
+    places: Sequence[Place], vectors: Sequence[jax.Array]
+) -> Iterator[tuple[Place, tuple[int, ...], np.ndarray]]:
+    """Place, index among stacked layers, and measurement ``f64[W]``, in the order of the program.
 
     Several uses of a layer, and turns of loops, become one; but for loops that run over stacked
-    layers, which are leading axes. What is outside of layers stays as it is.
+    layers, which the index counts. What is outside of layers stays as it is.
 
     Args:
       places: where the measurements were made.
-      vectors: ``f64[*loops, W]`` for each.
+      vectors: ``f32[*loops, W]`` for each.
     """
+    on_host = [np.asarray(x, np.float64) for x in jax.device_get(vectors)]
     stacked = _stacked_loops(places)
     found: dict[tuple[Any, ...], tuple[Place, np.ndarray]] = {}
-    for place, vector in zip(places, vectors, strict=True):
+    for place, vector in zip(places, on_host, strict=True):
         if _is_computed_again(place):
             continue
         notes = notes_of(place.stack)
@@ -36,7 +38,9 @@ def by_layer(
             place, before = found[key]
             vector = place.measure.merged(np.stack([before, vector]), np)
         found[key] = (place, vector)
-    yield from found.values()
+    for place, vector in found.values():
+        for index in np.ndindex(vector.shape[:-1]):
+            yield place, index, vector[index]
 
 
 def _is_computed_again(place: Place) -> bool:

@@ -28,6 +28,7 @@ _SENT: dict[str, Callable[[int], float]] = {
     "collective-broadcast": lambda n: 1,
 }
 
+_HEADER_COUNTS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\((.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
@@ -137,7 +138,12 @@ def collective_bytes(compiled: Any) -> CollectiveBytes:
     >>> jfp8.debug.collective_bytes(compiled).total
     0.0
     """
-    text = compiled if isinstance(compiled, str) else _text_of(compiled)
+    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+        raise TypeError(
+            f"collective_bytes takes a compiled program or its text, got {type(compiled).__name__}."
+            " Pass jax.jit(f).lower(...).compile()."
+        )
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     if not text.lstrip().startswith("HloModule"):
         raise ValueError(
             "collective_bytes reads compiled programs, whose text starts with 'HloModule', but "
@@ -146,7 +152,7 @@ def collective_bytes(compiled: Any) -> CollectiveBytes:
         )
     lines = text.splitlines()
     tables = _SourceTables.read(lines)
-    everyone = _header_count(lines[0], "num_partitions") * _header_count(lines[0], "replica_count")
+    everyone = math.prod(map(int, _HEADER_COUNTS.findall(lines[0])))
     computations, entry = _computations(lines)
     times = _executions(computations, entry)
     found = []
@@ -191,15 +197,6 @@ def assert_collectives(
                 f"collectives of {sorted({c.dtype for c in others})}. The widest is\n{widest}\n"
                 f"of\n{found}"
             )
-
-
-def _text_of(compiled: Any) -> str:
-    if not hasattr(compiled, "as_text"):
-        raise TypeError(
-            f"collective_bytes takes a compiled program or its text, got {type(compiled).__name__}."
-            " Pass jax.jit(f).lower(...).compile()."
-        )
-    return compiled.as_text() or ""
 
 
 def _parts(
@@ -272,11 +269,6 @@ def _group_size(rest: str, everyone: int) -> int:
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(part or sizes[name]) for name, part in axes) if axes else everyone
     return everyone
-
-
-def _header_count(header: str, name: str) -> int:
-    found = re.search(rf"\b{name}=(\d+)", header)
-    return int(found[1]) if found else 1
 
 
 def _computations(lines: list[str]) -> tuple[dict[str, list[tuple[str, str, str]]], str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import flax.linen as nn
@@ -18,9 +18,10 @@ from jfp8.conversion.edges import arrays_in
 from jfp8.conversion.models import convert
 from jfp8.conversion.selection import Choice
 from jfp8.debug.by_layer import by_layer
+from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
 from jfp8.debug.measurement import Measurement
-from jfp8.debug.reading import Place, read
-from jfp8.products.observers import Observer, observing, tap
+from jfp8.debug.stats import Stats, observed
+from jfp8.products.observers import Observer, tap
 from jfp8.products.operation import Kind, Operation
 from jfp8.products.vjp import product_by
 from jfp8.recipes.product import Product, Products
@@ -28,10 +29,10 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.recipes.registry import get as get_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.tracing.compat import without_dead_code
-from jfp8.tracing.notes import explaining, notes_of, product_path
+from jfp8.tracing.notes import notes_of, product_path
 
 _PLAIN = Product(None, None)
+_PARTS = ("total", "cast", "product")  # of an error; see `ProductError`
 
 
 class _NothingQuantized(Products):
@@ -66,7 +67,7 @@ class _Errors(Measurement):
 
     powers: ClassVar[tuple[str, ...]] = (
         "signal",
-        *(f"{part}_{i}" for i in range(2) for part in ("total", "cast", "product")),
+        *(f"{part}_{i}" for i in range(2) for part in _PARTS),
     )
     maxima: ClassVar[tuple[str, ...]] = ("amax",)
 
@@ -112,134 +113,17 @@ def _values(operand: ScaledArray | jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Comparer(Observer):
-    """Taps every product."""
+    """Taps every product in high precision: others are of layers with a recipe of their own."""
 
     recipes: tuple[Recipe, Recipe]
 
     def multiplied(
         self, operation: Any, kind: Any, first: Any, second: Any, extra: Any, y: jax.Array
     ) -> jax.Array:
+        if isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
+            return y
         errors = _Errors(operation, kind, self.recipes)
         return tap(y, first, second, *extra, measure=errors)
-
-
-@dataclass(frozen=True)
-class ProductError:
-    """How far a product is from high precision, on the same inputs: relative Frobenius errors.
-
-    Attributes:
-      total: ``|y' - y| / |y|``, where ``y'`` is the product of the recipe.
-      cast: ``|y* - y| / |y|``, where ``y*`` is the product, in high precision, of what the recipe
-        makes of the operands: the part of the error that comes from rounding these.
-      product: ``|y' - y*| / |y|``: the part that comes from multiplying, that is from the
-        accumulation, and from quantizing results.
-    """
-
-    total: float
-    cast: float
-    product: float
-
-
-@dataclass(frozen=True)
-class ComparedProduct:
-    """One product of a layer under both recipes.
-
-    Attributes:
-      path, index: of the layer; see `TensorStats`.
-      product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
-      a, b: its errors.
-    """
-
-    path: str
-    index: tuple[int, ...]
-    product: str
-    a: ProductError
-    b: ProductError
-
-    @property
-    def layer(self) -> str:
-        """The path with its index: ``"blocks/Dense_0[3]"``."""
-        return self.path + "".join(f"[{i}]" for i in self.index)
-
-
-@dataclass(frozen=True)
-class ComparedGradient:
-    """The gradient by one parameter, of the whole model under each recipe.
-
-    Attributes:
-      path: of the parameter, ``"Dense_0/kernel"``.
-      error_a, error_b: relative Frobenius error against the gradient in high precision.
-      cosine_a, cosine_b: cosine of the angle to it.
-    """
-
-    path: str
-    error_a: float
-    error_b: float
-    cosine_a: float
-    cosine_b: float
-
-
-@dataclass(frozen=True, repr=False)
-class Comparison:
-    """What `compare` found; prints as a table, and shows as one in Jupyter.
-
-    Attributes:
-      recipe_a, recipe_b: the recipes.
-      products: every product, on the inputs that it has in high precision, in the order of the
-        program; the errors of one layer do not enter the next.
-      gradients: of the whole model, where they do.
-      loss, loss_a, loss_b: in high precision and under each recipe.
-    """
-
-    recipe_a: Recipe
-    recipe_b: Recipe
-    products: tuple[ComparedProduct, ...]
-    gradients: tuple[ComparedGradient, ...]
-    loss: float
-    loss_a: float
-    loss_b: float
-
-    def worst(self, n: int = 5) -> tuple[ComparedProduct, ...]:
-        """The `n` products with the largest total error under either recipe, the largest first."""
-        key = lambda row: -_as_number(max(row.a.total, row.b.total))
-        return tuple(sorted(self.products, key=key)[:n])
-
-    def __str__(self) -> str:
-        lines = [f"a = {self.recipe_a!r}", f"b = {self.recipe_b!r}", ""]
-        for head, rows in self._tables():
-            widths = [max(len(cells[i]) for cells in (head, *rows)) for i in range(len(head))]
-            spelled = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in (head, *rows)]
-            lines += [spelled[0], "-" * len(spelled[0]), *spelled[1:], ""]
-        return "\n".join([*lines, self._losses()])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        paragraph = lambda text: f"<p>{html.escape(text)}</p>"
-        parts = [paragraph(f"a = {self.recipe_a!r}"), paragraph(f"b = {self.recipe_b!r}")]
-        for head, rows in self._tables():
-            lines = [_html_line("th", head), *(_html_line("td", cells) for cells in rows)]
-            parts.append(f"<table>{''.join(lines)}</table>")
-        return "".join([*parts, paragraph(self._losses())])
-
-    def _tables(self) -> Sequence[tuple[tuple[str, ...], Sequence[tuple[str, ...]]]]:
-        parts = ("total", "cast", "product")
-        head = ("layer", "product", *(f"{part} {name}" for name in "ab" for part in parts))
-        rows = [
-            (row.layer or "(no layer)", row.product)
-            + tuple(_percent(getattr(error, part)) for error in (row.a, row.b) for part in parts)
-            for row in self.products
-        ]
-        gradient_head = ("gradient by", "error a", "error b", "cosine a", "cosine b")
-        gradients = [
-            (g.path, _percent(g.error_a), _percent(g.error_b))
-            + (f"{g.cosine_a:.5f}", f"{g.cosine_b:.5f}")
-            for g in self.gradients
-        ]
-        return (head, rows), (gradient_head, gradients)
-
-    def _losses(self) -> str:
-        return f"loss: {self.loss:.6g} in high precision, a {self.loss_a:.6g}, b {self.loss_b:.6g}"
 
 
 def compare(
@@ -268,7 +152,7 @@ def compare(
 
     Args:
       model: a Linen or NNX module: as Flax has it, converted, or with layers of jfp8. Which of its
-        layers take part is as for `jfp8.convert`.
+        layers take part is as for `jfp8.convert`; those with a recipe of their own keep it.
       recipe_a, recipe_b: recipes, or names of them.
       batch: what the model is called with: a tuple of arguments, a dict of named ones, or the only
         one.
@@ -313,26 +197,18 @@ def compare(
         raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
 
     loss_of, params = under(_HighPrecision())
-    leaves, structure = jax.tree.flatten(params)
-    gradient = lambda *leaves: jax.value_and_grad(loss_of)(jax.tree.unflatten(structure, leaves))
-    with observing(_Comparer(recipes)), explaining():
-        closed = without_dead_code(jax.make_jaxpr(gradient)(*leaves))
-    places: list[Place] = []
-
-    def measured(*leaves: jax.Array) -> Any:
-        outs, found = read(closed, leaves)
-        places[:] = [place for place, _ in found]
-        return outs, [vector for _, vector in found]
-
-    (loss, *reference), vectors = jax.jit(measured)(*leaves)
-    if not places:
+    measure = partial(observed, _Comparer(recipes), jax.value_and_grad(loss_of))
+    (loss, reference), seen = jax.jit(measure)(params)
+    if not seen.places:
         raise ValueError(
             "No product of the model is computed by a layer that takes part. jfp8.report lists its "
             "products, and why; exempt= and only= choose layers as in jfp8.convert."
         )
-    host = [np.asarray(v, np.float64) for v in jax.device_get(vectors)]
     by_name = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
-    names = ["/".join(_key(k) for k in path) for path, _ in jax.tree.leaves_with_path(by_name)]
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree.leaves_with_path(by_name)
+    ]
     losses, gradients = [], []
     for recipe in recipes:
         loss_of, params = under(recipe)
@@ -341,8 +217,8 @@ def compare(
         gradients.append(jax.tree.leaves(grads))
     return Comparison(
         *recipes,
-        tuple(_compared_products(places, host)),
-        tuple(map(_compared_gradient, names, reference, *gradients)),
+        tuple(_compared_products(seen)),
+        tuple(map(_compared_gradient, names, jax.tree.leaves(reference), *gradients)),
         float(loss),
         *losses,
     )
@@ -400,22 +276,15 @@ def _nnx_loss(
     return loss_of, params
 
 
-def _compared_products(places: Sequence[Place], vectors: Sequence[np.ndarray]) -> Any:
-    for place, vector in by_layer(places, vectors):
+def _compared_products(seen: Stats) -> Iterator[ComparedProduct]:
+    for place, index, vector in by_layer(seen.places, seen.vectors):
         measure = cast(_Errors, place.measure)
-        for index in np.ndindex(vector.shape[:-1]):
-            value = measure.named(vector[index])
-            errors = [
-                ProductError(
-                    *(
-                        _relative(value[f"{part}_{i}"], value["signal"])
-                        for part in ("total", "cast", "product")
-                    )
-                )
-                for i in range(2)
-            ]
-            path = product_path(notes_of(place.stack))
-            yield ComparedProduct(path, index, measure.kind, *errors)
+        value = measure.named(vector)
+        errors = [
+            ProductError(*(_relative(value[f"{part}_{i}"], value["signal"]) for part in _PARTS))
+            for i in range(2)
+        ]
+        yield ComparedProduct(product_path(notes_of(place.stack)), index, measure.kind, *errors)
 
 
 def _relative(noise: float, signal: float) -> float:
@@ -435,23 +304,3 @@ def _compared_gradient(path: str, reference: Any, a: Any, b: Any) -> ComparedGra
         return float(x @ r / norm) if norm else math.nan
 
     return ComparedGradient(path, error(a), error(b), cosine(a), cosine(b))
-
-
-def _key(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def _html_line(tag: str, cells: Sequence[str]) -> str:
-    style = "style='text-align:left'"
-    return f"<tr>{''.join(f'<{tag} {style}>{html.escape(c)}</{tag}>' for c in cells)}</tr>"
-
-
-def _as_number(error: float) -> float:
-    return math.inf if math.isnan(error) else error
-
-
-def _percent(error: float) -> str:
-    return f"{100 * error:.3g} %"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -46,17 +47,14 @@ class Measurement:
 
     def merged(self, vectors: Any, xp: Any = jnp) -> Any:
         """One vector for those along the first axis, by ``jax.numpy`` or ``numpy``."""
-        maxima = xp.max(vectors[..., self._maxima], axis=0)
-        sums = xp.sum(self._in_units_of(maxima[..., 0], vectors, xp), axis=0)
-        return self._joined(sums, maxima, xp)
+        return self._merged(vectors, partial(xp.max, axis=0), partial(xp.sum, axis=0), xp)
 
     def merged_over_devices(self, vector: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
         """One vector for those of all devices along some mesh axes."""
         if not axis_names:
             return vector
-        maxima = lax.pmax(vector[..., self._maxima], axis_names)
-        sums = lax.psum(self._in_units_of(maxima[..., 0], vector, jnp), axis_names)
-        return self._joined(sums, maxima, jnp)
+        largest = partial(lax.pmax, axis_name=axis_names)
+        return self._merged(vector, largest, partial(lax.psum, axis_name=axis_names), jnp)
 
     def nothing(self) -> jax.Array:
         """The vector of no elements."""
@@ -69,19 +67,14 @@ class Measurement:
         names = self.sums + self.powers + self.maxima
         return dict(zip(names, vector[: len(names)].tolist(), strict=True))
 
-    @property
-    def _maxima(self) -> slice:
+    def _merged(self, vectors: Any, largest: Any, total: Any, xp: Any) -> Any:
+        """What `largest` makes of the maxima, and `total` of the rest, powers in units of these."""
         start = len(self.sums) + len(self.powers)
-        return slice(start, start + len(self.maxima))
-
-    def _in_units_of(self, unit: Any, vectors: Any, xp: Any) -> Any:
-        """`vectors` with their powers in units of ``unit^2`` instead of their own."""
-        own = vectors[..., self._maxima.start]
+        stop = start + len(self.maxima)
+        maxima = largest(vectors[..., start:stop])
+        unit, own = maxima[..., 0], vectors[..., start]
         ratio = (own / xp.where(unit > 0, unit, 1.0)) ** 2
-        powers = vectors[..., len(self.sums) : self._maxima.start] * ratio[..., None]
-        sums, rest = vectors[..., : len(self.sums)], vectors[..., self._maxima.start :]
-        return xp.concatenate([sums, powers, rest], axis=-1)
-
-    def _joined(self, sums: Any, maxima: Any, xp: Any) -> Any:
-        before, after = sums[..., : self._maxima.start], sums[..., self._maxima.stop :]
-        return xp.concatenate([before, maxima, after], axis=-1)
+        powers = vectors[..., len(self.sums) : start] * ratio[..., None]
+        parts = [vectors[..., : len(self.sums)], powers, vectors[..., start:]]
+        sums = total(xp.concatenate(parts, axis=-1))
+        return xp.concatenate([sums[..., :start], maxima, sums[..., stop:]], axis=-1)

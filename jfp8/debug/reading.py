@@ -88,9 +88,9 @@ def _evaluated(
     last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
     last_use.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if isinstance(v, Var))
     found: Found = []
-    read = lambda v: _Value(v.val) if isinstance(v, Literal) else values[v]
+    value_of = lambda v: _Value(v.val) if isinstance(v, Literal) else values[v]
     for i, eqn in enumerate(jaxpr.eqns):
-        ins = list(map(read, eqn.invars))
+        ins = list(map(value_of, eqn.invars))
         here = f"{stack}/{eqn.source_info.name_stack}"
         if not _has_taps(eqn):
             outs = _with_origins(ins, evaluate(eqn, _arrays(ins)))
@@ -102,7 +102,7 @@ def _evaluated(
         for v in {v for v in eqn.invars if isinstance(v, Var)}:
             if last_use[v] == i:
                 del values[v]  # or all that a program computes would be alive until its end
-    return list(map(read, jaxpr.outvars)), found
+    return list(map(value_of, jaxpr.outvars)), found
 
 
 def _arrays(values: Sequence[_Value]) -> list[Any]:
@@ -156,11 +156,8 @@ def _merged_batch(measure: Any, vector_of: Any, *arrays: jax.Array) -> jax.Array
 def _read_call(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
     """Of an equation that calls one program once: what is in it takes its place."""
     (jaxpr,) = jaxprs_of(eqn)
-    consts: Sequence[Any] = ()
-    for value in eqn.params.values():
-        if isinstance(value, ClosedJaxpr):
-            consts = value.consts
-    return _evaluated(jaxpr, consts, ins, stack)
+    closed = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr)]
+    return _evaluated(jaxpr, closed[0].consts if closed else (), ins, stack)
 
 
 class _Body:
@@ -225,11 +222,8 @@ def _read_while(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], 
     condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
     body = _Body(eqn.params["body_jaxpr"].jaxpr, eqn.params["body_jaxpr"].consts, stack)
     arrays = _arrays(ins)
-    for_condition, fixed, carry = (
-        arrays[:n_cond],
-        arrays[n_cond:][:n_body],
-        arrays[n_cond + n_body :],
-    )
+    for_condition, rest = arrays[:n_cond], arrays[n_cond:]
+    fixed, carry = rest[:n_body], rest[n_body:]
     origins = [_origins(ins)] * (len(fixed) + len(carry))
     turn = lambda carry: body([*fixed, *carry], origins)
 

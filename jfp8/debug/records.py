@@ -101,19 +101,21 @@ class TensorStats:
         row["index"] = tuple(row["index"])
         row["exponents"] = {int(e): int(n) for e, n in row["exponents"].items()}
         for key, value in row.items():
-            if isinstance(value, str) and value in _SPELLED:
-                row[key] = _SPELLED[value]
+            if value in ("NaN", "Infinity", "-Infinity"):
+                row[key] = float(value)
         return cls(**row)
 
 
-_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NUMBERS: tuple[str, ...] = tuple(
+    field.name for field in dataclasses.fields(TensorStats) if field.type == "float"
+)
+"""The fields of a row that are one floating-point number."""
 
 
 def _json_number(value: Any) -> Any:
-    """JSON has no NaN and no Inf: they are spelled out, as strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    """JSON has no NaN and no Inf: they become strings, as Python would spell them."""
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    return json.dumps(value) if infinite else value
 
 
 def write_jsonl(path: str | Path, rows: Iterable[TensorStats]) -> None:

@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
+from jfp8.conversion.tables import Table, table_html, table_lines
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
@@ -58,15 +59,14 @@ class SummaryRow:
     fp8_state: Amount = Amount()
     other: Amount = Amount()
 
-    def plus(self, other: SummaryRow, path: str) -> SummaryRow:
-        """Both together, as the row of `path`."""
-        return SummaryRow(
-            path,
-            self.params + other.params,
-            self.params_in_fp8 + other.params_in_fp8,
-            self.fp8_state + other.fp8_state,
-            self.other + other.other,
-        )
+
+# The amounts of a row, and what they are called in a table.
+_COLUMNS = {
+    "params": "parameters",
+    "params_in_fp8": "of them in FP8",
+    "fp8_state": "FP8 state",
+    "other": "other",
+}
 
 
 @dataclass(frozen=True)
@@ -99,26 +99,13 @@ class Summary:
         return tuple(_together(group, path) for path, group in groups.items())
 
     def __str__(self) -> str:
-        table = self._table()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:]))]
-            ).rstrip()
-            for cells in table
-        ]
-        rule = "-" * max(map(len, lines))
-        return "\n".join([self._headline(), "", lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        head, *rows, total = table_lines(self._table(), numbers=True)
+        rule = "-" * max(map(len, (head, *rows, total)))
+        return "\n".join([self._headline(), "", head, rule, *rows, rule, total])
 
     def _repr_html_(self) -> str:
-        cell = lambda tag, text, i: (
-            f"<{tag} style='text-align:{'right' if i else 'left'}'>{html.escape(text)}</{tag}>"
-        )
-        head, *body = self._table()
-        rows = ["<tr>" + "".join(cell("th", c, i) for i, c in enumerate(head)) + "</tr>"]
-        for cells in body:
-            rows.append("<tr>" + "".join(cell("td", c, i) for i, c in enumerate(cells)) + "</tr>")
-        return f"<p><b>{html.escape(self._headline())}</b></p><table>{''.join(rows)}</table>"
+        table = table_html(self._table(), numbers=True)
+        return f"<p><b>{html.escape(self._headline())}</b></p>{table}"
 
     def _headline(self) -> str:
         total = self.total
@@ -133,26 +120,17 @@ class Summary:
             parts.append(f"optimizer state {_size(self.optimizer)}")
         return f"{self.model}: {'; '.join(parts)}"
 
-    def _table(self) -> list[tuple[str, ...]]:
+    def _table(self) -> Table:
         """Head, modules and total; columns of which the model has nothing are left out."""
         total = self.total
-        columns: list[tuple[str, Any]] = [("parameters", lambda row: row.params)]
-        if total.params_in_fp8.count:
-            columns.append(("of them in FP8", lambda row: row.params_in_fp8))
-        if total.fp8_state.count:
-            columns.append(("FP8 state", lambda row: row.fp8_state))
-        if total.other.count:
-            columns.append(("other", lambda row: row.other))
-        head = ["module"]
-        for name, _ in columns:
-            head += [name, "bytes"]
-        table = [tuple(head)]
+        columns = [kind for kind in _COLUMNS if kind == "params" or getattr(total, kind).count]
+        table = [["module"]]
+        for kind in columns:
+            table[0] += [_COLUMNS[kind], "bytes"]
         for row in (*self.at_depth(self.depth), total):
-            cells = [row.path or "(the model itself)"]
-            for _, amount in columns:
-                found = amount(row)
-                cells += [f"{found.count:,}", _size(found)] if found.count else ["", ""]
-            table.append(tuple(cells))
+            table.append([row.path or "(the model itself)"])
+            for amount in (getattr(row, kind) for kind in columns):
+                table[-1] += [f"{amount.count:,}", _size(amount)] if amount.count else ["", ""]
         return table
 
 
@@ -250,17 +228,18 @@ def _rows(variables: Iterable[_Variable]) -> tuple[SummaryRow, ...]:
     """One row for each module, FP8 state in that of the innermost module with parameters."""
     found = list(variables)
     with_params = {v.owner for v in found if v.kind == "params"}
-    rows: dict[tuple[str, ...], SummaryRow] = {}
+    rows: dict[tuple[str, ...], list[SummaryRow]] = {}
     for variable in found:
         owner, amount = variable.owner, _amount(variable.value)
         if variable.kind == "fp8_state":
             owners = (owner[:n] for n in range(len(owner), -1, -1))
             owner = next((o for o in owners if o in with_params), owner)
-        row = SummaryRow("/".join(owner), **{variable.kind: amount})
+        amounts = {variable.kind: amount}
         if variable.kind == "params" and _is_fp8(variable.value):
-            row = SummaryRow(row.path, params=amount, params_in_fp8=amount)
-        rows[owner] = rows.get(owner, SummaryRow("")).plus(row, row.path)
-    return tuple(sorted(rows.values(), key=_in_natural_order))
+            amounts["params_in_fp8"] = amount
+        rows.setdefault(owner, []).append(SummaryRow("", **amounts))
+    whole = (_together(group, "/".join(owner)) for owner, group in rows.items())
+    return tuple(sorted(whole, key=_in_natural_order))
 
 
 def _in_natural_order(row: SummaryRow) -> list[list[tuple[int, str]]]:
@@ -271,10 +250,9 @@ def _in_natural_order(row: SummaryRow) -> list[list[tuple[int, str]]]:
 
 
 def _together(rows: Iterable[SummaryRow], path: str) -> SummaryRow:
-    whole = SummaryRow(path)
-    for row in rows:
-        whole = whole.plus(row, path)
-    return whole
+    rows = tuple(rows)
+    add = lambda kind: sum((getattr(row, kind) for row in rows), Amount())
+    return SummaryRow(path, **{kind: add(kind) for kind in _COLUMNS})
 
 
 def _amount(value: Any) -> Amount:

@@ -174,12 +174,10 @@ class Stats:
                 "Stats.rows() needs numbers, but is called while JAX traces. Return the Stats from "
                 "the function, and call rows() outside of jax.jit."
             )
-        host = [np.asarray(x, np.float64) for x in jax.device_get(self.vectors)]
         return tuple(
-            _row(place, index, vector[index], step)
-            for place, vector in by_layer(self.places, host)
-            for index in np.ndindex(vector.shape[:-1])
-            if vector[index][0] > 0  # the count
+            _row(place, index, vector, step)
+            for place, index, vector in by_layer(self.places, self.vectors)
+            if vector[0] > 0  # the count
         )
 
 
@@ -227,14 +225,18 @@ def stats(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def with_stats(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
+        run = partial(observed, _Watcher())
         if has_nnx((args, kwargs)):
-            return calling(function, _observed, args, kwargs)
-        return _observed(function, *args, **kwargs)
+            return calling(function, run, args, kwargs)
+        return run(function, *args, **kwargs)
 
     return with_stats
 
 
-def _observed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Stats]:
+def observed(
+    observer: Observer, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Any, Stats]:
+    """``function(*args, **kwargs)``, and what is measured at the taps that `observer` sets."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
 
@@ -245,7 +247,7 @@ def _observed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[
         return function(*args, **kwargs)
 
     arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
-    with observing(_Watcher()), explaining():
+    with observing(observer), explaining():
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     closed = without_dead_code(closed)
     outs, found = read(closed, arrays)

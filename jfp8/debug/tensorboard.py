@@ -10,21 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jfp8.debug.records import TensorStats
-
-# The numbers of a row that are drawn over steps.
-SCALARS = (
-    "amax",
-    "scale_min",
-    "scale_max",
-    "underflow",
-    "overflow",
-    "nonfinite",
-    "rms",
-    "mse",
-    "sqnr",
-    "headroom",
-)
+from jfp8.debug.records import NUMBERS, TensorStats
 
 
 class TensorBoardWriter:
@@ -61,7 +47,7 @@ class TensorBoardWriter:
         """Write `rows`, such as ``Stats.rows(step)``; those without a step become step 0."""
         for row in rows:
             tag, step = _tag(row.name), row.step or 0
-            for name in SCALARS:
+            for name in NUMBERS:
                 value = getattr(row, name)
                 if math.isfinite(value):
                     self._writer.add_scalar(f"{name}/{tag}", value, step)

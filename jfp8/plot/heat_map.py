@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jfp8.debug.records import TensorStats
-from jfp8.plot.rows import NUMBERS, check_rows, steps_of
+from jfp8.debug.records import NUMBERS, TensorStats
+from jfp8.plot.rows import check_rows, steps_of
 from jfp8.plot.style import axes_for
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def heat_map(
       ImportError: matplotlib is missing.
 
     >>> import jfp8
-    >>> from jfp8.debug.records import TensorStats
+    >>> from jfp8.debug.records import NUMBERS, TensorStats
     >>> def row(step, path, underflow):
     ...     numbers = dict.fromkeys(("amax", "scale_min", "scale_max", "rms", "sqnr"), 1.0)
     ...     numbers |= dict.fromkeys(("overflow", "nonfinite", "mse", "headroom"), 0.0)

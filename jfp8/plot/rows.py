@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,9 +50,3 @@ def format_of_row(row: TensorStats) -> Format:
             return fmt
     names = ", ".join(fmt.name for fmt in FORMATS)
     raise ValueError(f"{row.name}: there is no format called {row.format!r}. Formats: {names}.")
-
-
-NUMBERS: tuple[str, ...] = tuple(
-    field.name for field in dataclasses.fields(TensorStats) if field.type == "float"
-)
-"""The fields of a row that are one floating-point number."""

@@ -6,26 +6,17 @@ from dataclasses import dataclass
 
 import jax
 
-from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.quantizers.quantizer import Context, Quantizer, ScalesFromData
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN, Format
 from jfp8.scaling.granularity import Block, ragged_block
 from jfp8.scaling.quantization import block_scale, two_level_scale
-from jfp8.scaling.scales import (
-    ScaleRounding,
-    amax,
-    check_scale_rounding,
-)
+from jfp8.scaling.scales import amax
 
 
 @dataclass(frozen=True, repr=False)
 class _InBlocks(Quantizer):
-    """What quantizers in blocks share.
-
-    Attributes:
-      block_size: elements of a block along the contraction, and along the free dimension. If both
-        are equal, either direction of contraction sees the same numbers.
-    """
+    """What quantizers in blocks share: the size of the blocks, and how they lie in an array."""
 
     block_size: tuple[int, int] = (32, 1)
 
@@ -59,7 +50,7 @@ class _InBlocks(Quantizer):
 
 
 @dataclass(frozen=True, repr=False)
-class Blockwise(_InBlocks):
+class Blockwise(ScalesFromData, _InBlocks):
     """One scale for every block of elements, from the data at hand.
 
     Attributes:
@@ -67,12 +58,6 @@ class Blockwise(_InBlocks):
         are equal, either direction of contraction sees the same numbers.
       scale_rounding: see `scaling.scale_from_amax`; None gives f32 scales.
     """
-
-    scale_rounding: ScaleRounding = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_scale_rounding(self.scale_rounding)
 
     @property
     def powers_of_two(self) -> bool:

@@ -7,33 +7,27 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jfp8.quantizers.quantizer import Context, Quantizer, check_has_nan
+from jfp8.quantizers.quantizer import Context, Quantizer, ScalesFromData, check_has_nan
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState, history_amax
-from jfp8.scaling.scales import (
-    ScaleRounding,
-    check_scale_rounding,
-    scale_from_amax,
-)
+from jfp8.scaling.scales import ScaleRounding, check_scale_rounding, scale_from_amax
+
+
+class _OneScale(Quantizer):
+    """Whatever a product sums over, the tensor is quantized alike."""
+
+    @property
+    def one_for_both(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, repr=False)
-class Current(Quantizer):
+class Current(_OneScale, ScalesFromData):
     """Per-tensor scale from the data at hand ("dynamic", "just-in-time").
 
     Attributes:
       scale_rounding: see `scaling.scale_from_amax`.
     """
-
-    scale_rounding: ScaleRounding = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_scale_rounding(self.scale_rounding)
-
-    @property
-    def one_for_both(self) -> bool:
-        return True
 
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         scale = scale_from_amax(context.amax, self.fmt, scale_rounding=self.scale_rounding)
@@ -41,7 +35,7 @@ class Current(Quantizer):
 
 
 @dataclass(frozen=True, repr=False)
-class Delayed(Quantizer):
+class Delayed(_OneScale):
     """Per-tensor scale from the amaxes of earlier steps.
 
     ``scale = max(history) / fmt.max * 2^margin``, or with ``algo="most_recent"`` from the newest
@@ -72,10 +66,6 @@ class Delayed(Quantizer):
                 raise ValueError(f"Delayed({name}={value!r}): must be an int of at least {least}.")
 
     @property
-    def one_for_both(self) -> bool:
-        return True
-
-    @property
     def history_len(self) -> int:
         return self.length
 
@@ -97,16 +87,12 @@ class Delayed(Quantizer):
 
 
 @dataclass(frozen=True, repr=False)
-class Unit(Quantizer):
+class Unit(_OneScale):
     """No scaling: the scale is 1, and what does not fit is lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_has_nan(self)
-
-    @property
-    def one_for_both(self) -> bool:
-        return True
 
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         return self.data_for(x, jnp.ones((), jnp.float32), context)

@@ -13,6 +13,7 @@ from jfp8.scaling.formats import Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
+from jfp8.scaling.scales import ScaleRounding, check_scale_rounding
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,7 @@ class Quantizer:
                 f"rounding={self.rounding!r} is unknown. Allowed: {', '.join(ROUNDINGS)}."
             )
 
-    def __repr__(self) -> str:
-        """The call that makes it, without the fields that have their default."""
-        return printing.changes(self)
+    __repr__ = printing.changes
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -121,6 +120,21 @@ class Quantizer:
             assert context.seed is not None  # whoever asks for stochastic rounding brings one
             bits = hash_bits(context.seed, x.shape)
         return quantize_with_scale(x, scale, self.fmt, self.rounding, bits, block, inverse)
+
+
+@dataclass(frozen=True, repr=False)
+class ScalesFromData(Quantizer):
+    """A `Quantizer` whose scales follow from the data at hand by `scaling.scale_from_amax`.
+
+    Attributes:
+      scale_rounding: see `scaling.scale_from_amax`; None gives f32 scales.
+    """
+
+    scale_rounding: ScaleRounding = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scale_rounding(self.scale_rounding)
 
 
 def check_has_nan(quantizer: Quantizer) -> None:

@@ -1,9 +1,9 @@
 """Recipes: which quantizer each operand of each of the three products gets.
 
-A file for each family of recipes; `get` finds one by its name.
+A file for each family of recipes; `get` finds one by its name. To add a recipe to a family, write
+its class and name it in ``__all__`` of that file.
 """
 
-from jfp8.recipes import blocks, intel, nvfp4, per_tensor, rowwise, unscaled
 from jfp8.recipes.blocks import *
 from jfp8.recipes.intel import *
 from jfp8.recipes.nvfp4 import *
@@ -16,5 +16,4 @@ from jfp8.recipes.rowwise import *
 from jfp8.recipes.unscaled import *
 
 __all__ = ["RECIPES", "PerOperand", "Product", "Products", "Recipe", "from_json", "get"]
-__all__ += per_tensor.__all__ + rowwise.__all__ + blocks.__all__ + nvfp4.__all__
-__all__ += intel.__all__ + unscaled.__all__
+__all__ += [recipe.__name__ for recipe in RECIPES]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from jfp8.matmul.job import Accumulation
+from jfp8.matmul.job import ACCUMULATIONS, Accumulation
 from jfp8.quantizers.blocks import Blockwise
+from jfp8.recipes.fields import takes
 from jfp8.recipes.product import Products, uniform
-from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, check_bool, check_choice
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe
 from jfp8.scaling.scales import ScaleRounding
 
 __all__ = ["Float8BlockScaling", "MXFP8BlockScaling"]
@@ -26,23 +27,17 @@ class Float8BlockScaling(Recipe):
       scale_rounding: ``"power_of_two"`` (rounded up), or ``None`` for f32 quotients.
       accumulation: see `Recipe`.
 
-    Raises:
-      ValueError, TypeError: a field outside of these values.
-
     References:
       DeepSeek-V3, arXiv 2412.19437 section 3.3; Transformer Engine, ``Float8BlockScaling``.
     """
 
     name: ClassVar[str] = "block"
 
-    fp8_format: Fp8Format = "E4M3"
-    scale_rounding: ScaleRounding = "power_of_two"
-    accumulation: Accumulation = field(default="f32_every_128", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
-        check_choice(self, "scale_rounding", (None, "power_of_two"))
+    fp8_format: Fp8Format = takes(FP8_FORMATS, "E4M3")
+    scale_rounding: ScaleRounding = takes((None, "power_of_two"), "power_of_two")
+    accumulation: Accumulation = field(
+        default="f32_every_128", kw_only=True, metadata={"allowed": ACCUMULATIONS}
+    )
 
     def products(self) -> Products:
         forward, backward = FP8_FORMATS[self.fp8_format]
@@ -65,10 +60,6 @@ class MXFP8BlockScaling(Recipe):
       scale_rounding: ``"rceil"`` (rounds the scale up: nothing saturates), ``"floor"`` (the OCP
         text), ``"ceil"`` or ``"even"``; see `scaling.scale_from_amax`.
       two_dimensional_weights: 32x32 blocks for `rhs`, quantized once for both directions.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       OCP Microscaling Formats v1.0; arXiv 2506.08027; Transformer Engine, ``MXFP8BlockScaling``.
@@ -76,15 +67,9 @@ class MXFP8BlockScaling(Recipe):
 
     name: ClassVar[str] = "mxfp8"
 
-    fp8_format: Fp8Format = "E4M3"
-    scale_rounding: ScaleRounding = "rceil"
-    two_dimensional_weights: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
-        check_choice(self, "scale_rounding", ("rceil", "floor", "ceil", "even"))
-        check_bool(self, "two_dimensional_weights")
+    fp8_format: Fp8Format = takes(FP8_FORMATS, "E4M3")
+    scale_rounding: ScaleRounding = takes(("rceil", "floor", "ceil", "even"), "rceil")
+    two_dimensional_weights: bool = takes(bool, False)
 
     def products(self) -> Products:
         forward, backward = FP8_FORMATS[self.fp8_format]

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from jfp8.quantizers.per_tensor import Current, Unit
 from jfp8.quantizers.quantizer import Quantizer
+from jfp8.recipes.fields import takes
 from jfp8.recipes.product import Product, Products
-from jfp8.recipes.recipe import Recipe, check_bool
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import E4M3FN, E5M2
 
 __all__ = ["DirectE5M2", "Hybrid"]
@@ -18,38 +19,30 @@ __all__ = ["DirectE5M2", "Hybrid"]
 
 @dataclass(frozen=True, repr=False)
 class _Toolkit(Recipe):
-    """What the recipes of Intel's FP8 Emulation Toolkit share: unscaled, stochastic gradients.
+    """What both recipes share: gradients in E5M2 without a scale, and results that are quantized.
 
-    Attributes:
-      quantize_outputs: quantize the three results too: the output like an activation, the gradients
-        like a gradient.
-      fused: layers whose output stays in high precision, since what follows is fused with them:
-        patterns of paths, such as ``("*/logits", "Block_*/query")``.
-      stochastic_gradients: round gradients stochastically; else to nearest even.
+    The output of a product is quantized like an activation, the gradients like a gradient; but not
+    those of `fused` layers, since what follows is fused with them.
     """
 
     needs_loss_scale: ClassVar[bool] = True
+    forward: ClassVar[Quantizer]
+    """The quantizer of weights, activations and outputs."""
 
-    quantize_outputs: bool = True
+    quantize_outputs: bool = takes(bool, True)
     fused: tuple[str, ...] = ()
-    stochastic_gradients: bool = True
+    stochastic_gradients: bool = takes(bool, True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_bool(self, "quantize_outputs")
-        check_bool(self, "stochastic_gradients")
         if not isinstance(self.fused, tuple) or not all(isinstance(p, str) for p in self.fused):
             raise TypeError(
                 f"{type(self).__name__}(fused={self.fused!r}): must be a tuple of patterns, such "
                 'as ("*/logits",).'
             )
 
-    def forward(self) -> Quantizer:
-        """The quantizer of weights, activations and outputs."""
-        raise NotImplementedError
-
     def products(self) -> Products:
-        forward = self.forward()
+        forward = self.forward
         grad = Unit(E5M2, rounding="stochastic" if self.stochastic_gradients else "nearest_even")
         y, d = (forward, grad) if self.quantize_outputs else (None, None)
         return Products(
@@ -76,10 +69,6 @@ class DirectE5M2(_Toolkit):
       quantize_outputs: quantize the three results too (before a bias is added).
       fused: layers whose results stay in high precision: patterns of paths, ``("*/logits",)``.
       stochastic_gradients: round gradients stochastically; else to nearest even.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       Intel FP8 Emulation Toolkit, ``mpemu/e5m2_emu.py``; arXiv 1905.12334. Its numbers differ where
@@ -87,9 +76,7 @@ class DirectE5M2(_Toolkit):
     """
 
     name: ClassVar[str] = "direct_e5m2"
-
-    def forward(self) -> Quantizer:
-        return Unit(E5M2)
+    forward: ClassVar[Quantizer] = Unit(E5M2)
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,22 +85,11 @@ class Hybrid(_Toolkit):
 
     ``scale = amax(x) / 448`` for weights, activations and outputs. Gradients are rounded
     stochastically and have no scale: train with `jfp8.loss_scale`. For 16-bit master weights see
-    `jfp8.optim.stochastic_rounding`.
-
-    Attributes:
-      quantize_outputs: quantize the three results too (before a bias is added).
-      fused: layers whose results stay in high precision: patterns of paths, ``("*/logits",)``.
-      stochastic_gradients: round gradients stochastically; else to nearest even.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
+    `jfp8.optim.stochastic_rounding`. The fields are those of `DirectE5M2`.
 
     References:
       Intel FP8 Emulation Toolkit, ``mpemu/hybrid_emu.py``, whose multiplying scale ends at 2^16.
     """
 
     name: ClassVar[str] = "hybrid"
-
-    def forward(self) -> Quantizer:
-        return Current(E4M3FN)
+    forward: ClassVar[Quantizer] = Current(E4M3FN)

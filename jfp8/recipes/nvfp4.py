@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.rotations import Hadamard
+from jfp8.recipes.fields import takes
 from jfp8.recipes.product import Product, Products
-from jfp8.recipes.recipe import Recipe, check_bool
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import E2M1FN
 
 __all__ = ["NVFP4BlockScaling"]
@@ -27,10 +28,6 @@ class NVFP4BlockScaling(Recipe):
         data; see `scaled_dot_general`).
       random_hadamard: rotate both operands of wgrad by 16x16 Hadamard matrices with random signs.
       two_dimensional_weights: 16x16 blocks for `rhs`, quantized once for both directions.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       arXiv 2509.25149; Transformer Engine, ``NVFP4BlockScaling``, which rotates in bf16 (here f32).
@@ -38,14 +35,9 @@ class NVFP4BlockScaling(Recipe):
 
     name: ClassVar[str] = "nvfp4"
 
-    stochastic_rounding: bool = True
-    random_hadamard: bool = True
-    two_dimensional_weights: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("stochastic_rounding", "random_hadamard", "two_dimensional_weights"):
-            check_bool(self, name)
+    stochastic_rounding: bool = takes(bool, True)
+    random_hadamard: bool = takes(bool, True)
+    two_dimensional_weights: bool = takes(bool, True)
 
     def products(self) -> Products:
         lhs = TwoLevel(E2M1FN, (16, 1))

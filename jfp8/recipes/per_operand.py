@@ -15,7 +15,6 @@ class PerOperand(Recipe):
 
     Attributes:
       fprop, dgrad, wgrad: the three products; see `Product` for the order of the operands.
-      accumulation: see `Recipe`.
 
     Raises:
       TypeError, ValueError: a combination that makes no sense; see `Product` and `Products`.

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from jfp8.quantizers.per_tensor import Current, Delayed
+from jfp8.recipes.fields import takes
 from jfp8.recipes.product import Products, uniform
-from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, check_choice, check_int
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe
 from jfp8.scaling.scales import ScaleRounding
 
 __all__ = ["DelayedScaling", "Float8CurrentScaling"]
@@ -26,10 +27,6 @@ class DelayedScaling(Recipe):
       amax_history_len: number of steps remembered.
       amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
       scale_rounding: ``None``, or ``"power_of_two"`` (rounded up).
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       Transformer Engine, ``common/recipe``, ``DelayedScaling``; arXiv 2209.05433.
@@ -37,19 +34,11 @@ class DelayedScaling(Recipe):
 
     name: ClassVar[str] = "delayed"
 
-    margin: int = 0
-    fp8_format: Fp8Format = "HYBRID"
-    amax_history_len: int = 16
-    amax_compute_algo: Literal["max", "most_recent"] = "max"
-    scale_rounding: ScaleRounding = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int(self, "margin", minimum=0, maximum=32)
-        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
-        check_int(self, "amax_history_len", minimum=1, maximum=1 << 20)
-        check_choice(self, "amax_compute_algo", ("max", "most_recent"))
-        check_choice(self, "scale_rounding", (None, "power_of_two"))
+    margin: int = takes(range(33), 0)
+    fp8_format: Fp8Format = takes(FP8_FORMATS, "HYBRID")
+    amax_history_len: int = takes(range(1, (1 << 20) + 1), 16)
+    amax_compute_algo: Literal["max", "most_recent"] = takes(("max", "most_recent"), "max")
+    scale_rounding: ScaleRounding = takes((None, "power_of_two"), None)
 
     def products(self) -> Products:
         forward, backward = (
@@ -72,10 +61,6 @@ class Float8CurrentScaling(Recipe):
     Attributes:
       fp8_format: ``"HYBRID"`` (e4m3 forward, e5m2 gradients), ``"E4M3"`` or ``"E5M2"`` for all.
       scale_rounding: ``None``, or ``"power_of_two"`` (rounded up).
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       Transformer Engine, ``common/recipe``, ``Float8CurrentScaling``.
@@ -83,13 +68,8 @@ class Float8CurrentScaling(Recipe):
 
     name: ClassVar[str] = "current"
 
-    fp8_format: Fp8Format = "HYBRID"
-    scale_rounding: ScaleRounding = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
-        check_choice(self, "scale_rounding", (None, "power_of_two"))
+    fp8_format: Fp8Format = takes(FP8_FORMATS, "HYBRID")
+    scale_rounding: ScaleRounding = takes((None, "power_of_two"), None)
 
     def products(self) -> Products:
         forward, backward = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jfp8.matmul.job import ACCUMULATIONS, Accumulation
+from jfp8.recipes.fields import check_fields
 from jfp8.recipes.product import Products
 from jfp8.scaling import printing
 from jfp8.scaling.formats import E4M3FN, E5M2, Format
@@ -30,7 +31,7 @@ FP8_FORMATS: dict[str, tuple[Format, Format]] = {
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """Base class of the recipes below. Abstract: use one of them, or ``recipes.get(name)``.
+    """Base class of all recipes. Abstract: use one of them, or ``recipes.get(name)``.
 
     Attributes:
       accumulation: how the emulated products round their sums, see `scaled_matmul`. ``"hopper"``
@@ -39,6 +40,9 @@ class Recipe:
       fast_accumulation: the products, any of ``"fprop"``, ``"dgrad"`` and ``"wgrad"``, in which
         hardware may keep fewer bits of its sums, which is faster. None: as the recipe has it, in
         most ``("fprop",)``.
+
+    Raises:
+      TypeError, ValueError: a field, of any recipe, outside of the values that it takes.
     """
 
     name: ClassVar[str] = ""
@@ -46,16 +50,18 @@ class Recipe:
     needs_loss_scale: ClassVar[bool] = False
     """Whether gradients have no scale of their own, and need a loss scale to stay in range."""
 
-    accumulation: Accumulation = field(default="f32", kw_only=True)
+    accumulation: Accumulation = field(
+        default="f32", kw_only=True, metadata={"allowed": ACCUMULATIONS}
+    )
     fast_accumulation: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **fields: Any) -> Recipe:
         """Refuse unknown fields with a message that lists the known ones."""
-        _check_fields(cls, fields)
+        _refuse_unknown(cls, fields)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        check_choice(self, "accumulation", ACCUMULATIONS)
+        check_fields(self)
         fast, kinds = self.fast_accumulation, ("fprop", "dgrad", "wgrad")
         if fast is not None and not (isinstance(fast, tuple) and all(k in kinds for k in fast)):
             raise ValueError(
@@ -124,7 +130,7 @@ def _to_plain(value: Any) -> Any:
     return value
 
 
-def _check_fields(cls: type, fields: dict[str, Any]) -> None:
+def _refuse_unknown(cls: type, fields: dict[str, Any]) -> None:
     known = [f.name for f in dataclasses.fields(cls)]
     for name in fields:
         if name not in known:
@@ -133,29 +139,3 @@ def _check_fields(cls: type, fields: dict[str, Any]) -> None:
             raise TypeError(
                 f"{cls.__name__} has no field {name!r}.{hint} Fields: {', '.join(known)}."
             )
-
-
-def check_choice(recipe: Recipe, name: str, allowed: tuple[Any, ...]) -> None:
-    """Raise ``ValueError`` unless the field `name` of `recipe` is one of `allowed`."""
-    value = getattr(recipe, name)
-    if value not in allowed:
-        listed = ", ".join(repr(a) for a in allowed)
-        raise ValueError(f"{type(recipe).__name__}({name}={value!r}): allowed are {listed}.")
-
-
-def check_bool(recipe: Recipe, name: str) -> None:
-    """Raise ``TypeError`` unless the field `name` of `recipe` is a bool."""
-    value = getattr(recipe, name)
-    if not isinstance(value, bool):
-        raise TypeError(f"{type(recipe).__name__}({name}={value!r}): must be True or False.")
-
-
-def check_int(recipe: Recipe, name: str, *, minimum: int, maximum: int) -> None:
-    """Raise unless the field `name` of `recipe` is an int from `minimum` to `maximum`."""
-    value = getattr(recipe, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{type(recipe).__name__}({name}={value!r}): must be an int.")
-    if not minimum <= value <= maximum:
-        raise ValueError(
-            f"{type(recipe).__name__}({name}={value}): must be from {minimum} to {maximum}."
-        )

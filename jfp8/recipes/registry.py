@@ -12,7 +12,7 @@ from jfp8.recipes import blocks, intel, nvfp4, per_tensor, rowwise, unscaled
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
-from jfp8.scaling import formats
+from jfp8.scaling.formats import format_called
 
 # Each family lists its recipes as what it exports.
 _FAMILIES = (per_tensor, rowwise, blocks, nvfp4, intel, unscaled)
@@ -25,8 +25,8 @@ def get(name: str, **fields: Any) -> Recipe:
     """The recipe called `name`, with `fields` set.
 
     Args:
-      name: the `name` of a class of this module, such as ``"delayed"`` or ``"mxfp8"``, or the name
-        of the class.
+      name: the `name` of a recipe's class, such as ``"delayed"`` or ``"mxfp8"``, or that class's
+        own name.
       **fields: fields of that class.
 
     Returns:
@@ -100,11 +100,7 @@ def _from_plain(value: Any, known: Sequence[type]) -> Any:
     fields = {name: _from_plain(v, known) for name, v in value.items() if name != "class"}
     name = value.get("class")
     if name == "Format":
-        for fmt in formats.FORMATS:
-            if fmt.name == fields.get("name"):
-                return fmt
-        names = ", ".join(fmt.name for fmt in formats.FORMATS)
-        raise ValueError(f"There is no format called {fields.get('name')!r}. Formats: {names}.")
+        return format_called(fields.get("name"))
     classes = [c for c in vars(quantizers).values() if isinstance(c, type)]
     classes = {c.__name__: c for c in (*classes, Product, Hadamard, *known)}
     if name not in classes:

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from jfp8.quantizers.per_tensor import Current
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.recipes.per_tensor import FP8_FORMATS, Fp8Format
+from jfp8.recipes.fields import takes
 from jfp8.recipes.product import Product, Products, uniform
-from jfp8.recipes.recipe import Recipe, check_bool, check_choice
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe
 from jfp8.scaling.scales import ScaleRounding
 
 __all__ = ["RowwiseScaling"]
@@ -27,10 +27,6 @@ class RowwiseScaling(Recipe):
       scale_rounding: ``"power_of_two"`` (rounded up), or ``None``.
       high_precision_wgrad: multiply the weight gradient in high precision. The weight then has one
         scale for all in dgrad, so that it need not be read along its other axis.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError, TypeError: a field outside of these values.
 
     References:
       torchao, ``float8/config.py``, ``rowwise`` and ``rowwise_with_gw_hp``.
@@ -38,15 +34,9 @@ class RowwiseScaling(Recipe):
 
     name: ClassVar[str] = "rowwise"
 
-    fp8_format: Fp8Format = "E4M3"
-    scale_rounding: ScaleRounding = "power_of_two"
-    high_precision_wgrad: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
-        check_choice(self, "scale_rounding", (None, "power_of_two"))
-        check_bool(self, "high_precision_wgrad")
+    fp8_format: Fp8Format = takes(FP8_FORMATS, "E4M3")
+    scale_rounding: ScaleRounding = takes((None, "power_of_two"), "power_of_two")
+    high_precision_wgrad: bool = takes(bool, False)
 
     def products(self) -> Products:
         forward, backward = (

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jfp8.quantizers.per_tensor import Unit
+from jfp8.recipes.fields import takes
 from jfp8.recipes.product import Products, uniform
-from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, check_choice
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe
 
 __all__ = ["Unscaled"]
 
@@ -21,20 +22,12 @@ class Unscaled(Recipe):
 
     Attributes:
       fp8_format: ``"HYBRID"`` (e4m3 forward, e5m2 gradients), ``"E4M3"`` or ``"E5M2"`` for all.
-      accumulation: see `Recipe`.
-
-    Raises:
-      ValueError: an unknown `fp8_format`.
     """
 
     name: ClassVar[str] = "unscaled"
     needs_loss_scale: ClassVar[bool] = True
 
-    fp8_format: Fp8Format = "HYBRID"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "fp8_format", tuple(FP8_FORMATS))
+    fp8_format: Fp8Format = takes(FP8_FORMATS, "HYBRID")
 
     def products(self) -> Products:
         forward, backward = (Unit(fmt) for fmt in FP8_FORMATS[self.fp8_format])

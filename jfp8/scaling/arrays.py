@@ -100,7 +100,7 @@ class ScaledArray:
         """Elements that share a scale, for each dimension; the scale must not be 0-d."""
         if self.block is not None:
             return self.block
-        shape = jnp.shape(self.scale.data if isinstance(self.scale, ScaledArray) else self.scale)
+        shape = jnp.shape(_innermost(self.scale))
         return tuple(n // max(m, 1) for n, m in zip(self.shape, shape, strict=True))
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
@@ -155,7 +155,7 @@ def _dequantize(
     q = ScaledArray(data, scale, block)
     values = scaled_values(q)
     if scale.dtype == E8M0FNU.dtype:
-        values = _with_subnormals(values, data, scale, block)
+        values = _with_subnormal_results(values, data, scale, block)
     return values.astype(dtype)
 
 
@@ -184,7 +184,7 @@ def scaled_values(q: ScaledArray) -> jax.Array:
     return values
 
 
-def _with_subnormals(
+def _with_subnormal_results(
     values: jax.Array, data: jax.Array, scale: jax.Array, block: tuple[int, ...] | None
 ) -> jax.Array:
     """`values`, with those below 2^-126 put together from integers.
@@ -232,31 +232,32 @@ def split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def check_scale_shape(q: ScaledArray) -> None:
     """Raise unless the scale of `q` is 0-d or fits its data dimension by dimension."""
-    shape, scale_shape = (
-        jnp.shape(q.data),
-        jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale),
-    )
+    shape, scale_shape = jnp.shape(q.data), jnp.shape(_innermost(q.scale))
     if not scale_shape:
         return
-    hint = "(An array that was quantized under jax.vmap has to be used under jax.vmap.)"
-    if q.block is not None:
-        if len(q.block) != len(shape) or scale_shape != tuple(
-            -(-n // b) for n, b in zip(shape, q.block, strict=True)
-        ):
-            raise ValueError(
-                f"A ScaledArray with data of shape {shape} in blocks of {q.block} cannot have a "
-                f"scale of shape {scale_shape}: each dimension needs ceil(size / block) scales. "
-                f"{hint}"
-            )
-        return
-    if len(scale_shape) != len(shape) or any(
-        n % m if m else n for m, n in zip(scale_shape, shape, strict=True)
-    ):
-        raise ValueError(
-            f"A ScaledArray with data of shape {shape} cannot have a scale of shape {scale_shape}: "
-            "the scale must be 0-d, or have as many dimensions as the data, each dividing the "
-            f"data's. {hint}"
+    if q.block is None:
+        fits = len(scale_shape) == len(shape) and not any(
+            n % m if m else n for m, n in zip(scale_shape, shape, strict=True)
         )
+        rule = "the scale must be 0-d, or have as many dimensions as the data, each dividing the "
+        rule += "data's"
+    else:
+        fits = len(q.block) == len(shape) and scale_shape == tuple(
+            -(-n // b) for n, b in zip(shape, q.block, strict=True)
+        )
+        rule = "each dimension needs ceil(size / block) scales"
+    if not fits:
+        blocks = "" if q.block is None else f" in blocks of {q.block}"
+        raise ValueError(
+            f"A ScaledArray with data of shape {shape}{blocks} cannot have a scale of shape "
+            f"{scale_shape}: {rule}. (An array that was quantized under jax.vmap has to be used "
+            "under jax.vmap.)"
+        )
+
+
+def _innermost(scale: Any) -> Any:
+    """The scale that varies with the blocks: of two levels the stored one."""
+    return scale.data if isinstance(scale, ScaledArray) else scale
 
 
 def apply_scale(
@@ -293,7 +294,7 @@ def expand_scale(
 
 
 def _spelled_scale(q: ScaledArray) -> str:
-    inner = q.scale.data if isinstance(q.scale, ScaledArray) else q.scale
+    inner = _innermost(q.scale)
     whole = f" x {printing.number(q.scale.scale)}" if isinstance(q.scale, ScaledArray) else ""
     if not printing.is_arraylike(inner) or not inner.shape:
         return f"scale {printing.number(inner)}{whole}"
@@ -352,10 +353,10 @@ def _host_scale(q: ScaledArray) -> np.ndarray | None:
 def _decoded_on_host(data: np.ndarray) -> np.ndarray:
     if data.dtype != E3M4.dtype:
         return data.astype(np.float32)
-    e, m = (data >> 4 & 7).astype(int), (data & 15) / 16
-    magnitude = np.where(e > 0, np.ldexp(1 + m, e - E3M4.bias), np.ldexp(m, 1 - E3M4.bias))
-    magnitude = np.where((data & 0x7F) == E3M4.nan_code, np.nan, magnitude)
-    return np.copysign(magnitude, np.where(data >> 7, -1.0, 1.0)).astype(np.float32)
+    pattern = data.astype(np.uint16)
+    halves = ((pattern & 0x80) << 8 | (pattern & 0x7F) << 6).view(np.float16)  # see `decode`
+    values = halves.astype(np.float32) * np.float32(2.0 ** (15 - E3M4.bias))
+    return np.where(data & 0x7F == E3M4.nan_code, np.float32(np.nan), values)
 
 
 # Flax's own serialization (msgpack) knows arrays and the containers registered with it.

@@ -9,7 +9,7 @@ with one rounding, and are equal on every backend.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,7 @@ from jfp8.scaling.formats import FORMATS, Format
 from jfp8.scaling.random_bits import random_bits
 
 Rounding = Literal["nearest_even", "toward_zero", "stochastic"]
-
-
-ROUNDINGS: tuple[str, ...] = ("nearest_even", "toward_zero", "stochastic")
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 
 def as_float_array(x: jax.typing.ArrayLike, what: str) -> jax.Array:

@@ -73,22 +73,14 @@ class Format:
 
 
 E4M3FN = Format("E4M3FN", np.dtype(ml_dtypes.float8_e4m3fn), 4, 3, 7, 448.0, 0x7E, 0x7F)
-
-
 E5M2 = Format("E5M2", np.dtype(ml_dtypes.float8_e5m2), 5, 2, 15, 57344.0, 0x7B, 0x7F)
 # Follows the conventions of E4M3FN. ml_dtypes' float8_e3m4 is another format (max 15.5, with Inf).
 E3M4 = Format("E3M4", np.dtype(np.uint8), 3, 4, 3, 30.0, 0x7E, 0x7F)
-
-
 E2M1FN = Format("E2M1FN", np.dtype(ml_dtypes.float4_e2m1fn), 2, 1, 1, 6.0, 0x7, 0x8, has_nan=False)
-
-
 E8M0FNU = Format(
     "E8M0FNU", np.dtype(ml_dtypes.float8_e8m0fnu), 8, 0, 127, 2.0**127, 254, 255, signed=False
 )
-
-
-FORMATS: tuple[Format, ...] = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
+FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
 
 
 def format_of(dtype: np.dtype) -> Format:
@@ -98,3 +90,12 @@ def format_of(dtype: np.dtype) -> Format:
             return fmt
     stored = ", ".join(f"{fmt.dtype} ({fmt.name})" for fmt in FORMATS)
     raise TypeError(f"{np.dtype(dtype)} stores none of jfp8's formats. Formats: {stored}.")
+
+
+def format_called(name: str | None) -> Format:
+    """The `Format` of that name; raises ``ValueError`` if there is none."""
+    for fmt in FORMATS:
+        if fmt.name == name:
+            return fmt
+    names = ", ".join(fmt.name for fmt in FORMATS)
+    raise ValueError(f"There is no format called {name!r}. Formats: {names}.")

@@ -1,4 +1,7 @@
-"""The amax history of one tensor: its amaxes in earlier steps, from which delayed scales follow."""
+"""The amax history of one tensor: its amaxes in earlier steps, from which delayed scales follow.
+
+All functions take stacked states, too (leading axes from ``nn.scan`` or ``vmap``).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,15 @@ AmaxState: TypeAlias = dict[str, jax.Array]
 "amax": f32[], running maximum of the optimizer step under way}``."""
 
 
-# Amax history. All functions take stacked states too (leading axes from nn.scan or vmap).
-
-
 def init_amax_state(history_len: int) -> AmaxState:
-    """An empty history: f32[history_len] zeros, and no amax seen in this step."""
+    """An empty history, and no amax seen in this step.
+
+    Args:
+      history_len: steps that it remembers.
+
+    Returns:
+      An `AmaxState` of zeros.
+    """
     return {
         "amax_history": jnp.zeros((history_len,), jnp.float32),
         "amax": jnp.zeros((), jnp.float32),
@@ -24,7 +31,15 @@ def init_amax_state(history_len: int) -> AmaxState:
 
 
 def history_amax(history: jax.Array, algo: str) -> jax.Array:
-    """The amax that a history predicts, f32 of the history's leading shape; 0 if it is empty."""
+    """The amax that a history predicts; 0 if it is empty.
+
+    Args:
+      history: ``f32[..., H]``, newest first.
+      algo: ``"max"`` of it, or its ``"most_recent"`` entry.
+
+    Returns:
+      ``f32[...]``.
+    """
     return jnp.max(history, axis=-1) if algo == "max" else history[..., 0]
 
 
@@ -33,6 +48,13 @@ def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
 
     Zero and non-finite values do not enter: they predict nothing, and one Inf would freeze the
     scale for as long as it stayed in the window.
+
+    Args:
+      history: ``f32[..., H]``, newest first.
+      amax: ``f32[...]``.
+
+    Returns:
+      An array like `history`.
     """
     amax = amax[..., None].astype(history.dtype)
     pushed = jnp.concatenate([amax, history[..., :-1]], axis=-1)

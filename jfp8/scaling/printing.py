@@ -129,14 +129,12 @@ def state_types(x: Any) -> str:
 
     ``"LossScaleState(ScaleByAdamState)"`` of ``loss_scale(adam(...))``.
     """
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        if not jax.tree.leaves(x):
-            return ""
-        inside = ", ".join(filter(None, (state_types(x[i]) for i in range(len(x)))))
-        return type(x).__name__ + (f"({inside})" if inside else "")
-    if isinstance(x, (tuple, list)):
-        return ", ".join(filter(None, map(state_types, x)))
-    return ""
+    if not isinstance(x, (tuple, list)) or not jax.tree.leaves(x):
+        return ""
+    inside = ", ".join(filter(None, (state_types(x[i]) for i in range(len(x)))))
+    if not hasattr(x, "_fields"):
+        return inside
+    return type(x).__name__ + (f"({inside})" if inside else "")
 
 
 def optimizer_state(x: Any) -> str:

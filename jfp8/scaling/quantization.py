@@ -103,9 +103,18 @@ def _quantize(x, scale, bits, fmt, granularity, scale_rounding, rounding) -> Sca
 def block_scale(
     x: jax.Array, fmt: Format, granularity: Block, scale_rounding: ScaleRounding = None
 ) -> tuple[jax.Array, tuple[int, ...] | None, jax.Array]:
-    """Scale of every block by its own amax, `ScaledArray.block`, and the reciprocals of the scales.
+    """Scale of every block by its own amax, ``amax / fmt.max``.
 
     A block with a NaN or an Inf in it becomes NaN as a whole: there is no scale that fits it.
+
+    Args:
+      x: ``f32 | bf16 | f16`` array.
+      fmt: format of the data.
+      granularity: the blocks.
+      scale_rounding: see `scaling.scale_from_amax`.
+
+    Returns:
+      ``(scale, block, inverse)``: f32 or e8m0 array; see `ScaledArray.block`; the reciprocals, f32.
     """
     scale = scale_from_amax(amax(x, granularity), fmt, scale_rounding=scale_rounding, poison=True)
     if scale.dtype == E8M0FNU.dtype:
@@ -130,8 +139,23 @@ def quantize_with_scale(
     """`quantize` with a scale at hand, unchecked and without a gradient.
 
     A multiplication by the explicit reciprocal, since XLA turns a division by a broadcast scale
-    into one anyway, on some backends. Whoever has it at hand passes it as `inverse`; non-finite
-    blocks are NaN in it.
+    into one anyway, on some backends.
+
+    Args:
+      x: ``f32 | bf16 | f16`` array.
+      scale: f32 or e8m0 array, or a `ScaledArray` of two levels, which needs `inverse`.
+      fmt: format of the data.
+      rounding: see `cast`.
+      bits: u32 array of the shape of `x`, for stochastic rounding.
+      block: see `ScaledArray`.
+      inverse: f32 array, the reciprocals of `scale` if they are at hand: NaN where a block has a
+        NaN or an Inf.
+
+    Returns:
+      `ScaledArray` of the shape of `x`.
+
+    Raises:
+      ValueError: the shape of `scale` does not fit that of `x`.
     """
     check_scale_shape(ScaledArray(x, scale, block))
     values = x.astype(jnp.float32)
@@ -142,7 +166,7 @@ def quantize_with_scale(
         for factor in reciprocal_factors(scale):
             values = apply_scale(values, factor, block)
     if not isinstance(scale, ScaledArray) and scale.dtype == E8M0FNU.dtype:
-        values = _with_subnormals(values, x, scale, block)
+        values = _with_subnormal_inputs(values, x, scale, block)
     codes = encode(values, fmt, rounding, bits)
     if fmt.has_nan and inverse is None:
         # The cast saturates Inf; asking x itself tells it from a finite value that overflows.
@@ -150,7 +174,7 @@ def quantize_with_scale(
     return ScaledArray(codes_to_format(codes, fmt), scale, block)
 
 
-def _with_subnormals(
+def _with_subnormal_inputs(
     values: jax.Array, x: jax.Array, scale: jax.Array, block: tuple[int, ...] | None
 ) -> jax.Array:
     """`values` ``= x * 2^(127-c)``, where subnormal elements of `x` are taken from their integers.

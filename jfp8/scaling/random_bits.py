@@ -8,15 +8,6 @@ import numpy as np
 from jax import lax
 
 
-def _murmur3_finalizer(h: jax.Array) -> jax.Array:
-    """The 32-bit finalizer of MurmurHash3: every input bit changes half of the output bits."""
-    h = h ^ (h >> 16)
-    h = h * np.uint32(0x85EBCA6B)
-    h = h ^ (h >> 13)
-    h = h * np.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
-
-
 def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Uniform random bits, about eight times cheaper on CPU than ``jax.random.bits``.
 
@@ -56,3 +47,12 @@ def hash_bits(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         index = index + iota * np.uint32(stride & 0xFFFFFFFF)
         stride *= shape[axis]
     return _murmur3_finalizer(_murmur3_finalizer(index + seed[0]) ^ seed[1])
+
+
+def _murmur3_finalizer(h: jax.Array) -> jax.Array:
+    """The 32-bit finalizer of MurmurHash3: every input bit changes half of the output bits."""
+    h = h ^ (h >> 16)
+    h = h * np.uint32(0x85EBCA6B)
+    h = h ^ (h >> 13)
+    h = h * np.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

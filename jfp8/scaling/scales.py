@@ -7,7 +7,7 @@ subnormals, both silently.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,10 @@ from jfp8.scaling.arrays import split_e8m0
 from jfp8.scaling.bits import codes_to_format
 from jfp8.scaling.casts import as_float_array
 from jfp8.scaling.formats import E8M0FNU, Format
-from jfp8.scaling.granularity import (
-    Granularity,
-    PerTensor,
-    ragged_block,
-    scale_shape,
-)
+from jfp8.scaling.granularity import Granularity, PerTensor, ragged_block, scale_shape
 
 ScaleRounding = Literal[None, "power_of_two", "rceil", "floor", "ceil", "even"]
-
-
-SCALE_ROUNDINGS: tuple[str | None, ...] = (None, "power_of_two", "rceil", "floor", "ceil", "even")
+SCALE_ROUNDINGS: tuple[str | None, ...] = get_args(ScaleRounding)
 
 # Beyond these, the scale or its reciprocal is an f32 subnormal, which XLA:CPU takes for zero.
 SMALLEST_SCALE, LARGEST_SCALE = np.float32(2.0**-126), np.float32(2.0**126)
@@ -156,10 +149,7 @@ def e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:
     without a division.
     """
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
-    if mode == "even":
-        rounded = bits + np.uint32(1 << (22 - fmt.mantissa_bits))
-    else:
-        rounded = bits
+    rounded = bits + np.uint32(1 << (22 - fmt.mantissa_bits)) if mode == "even" else bits
     exponent = (rounded >> 23).astype(jnp.int32)
     mantissa = bits & np.uint32(0x7FFFFF)
     max_mantissa = int(np.float32(fmt.max).view(np.uint32)) & 0x7FFFFF

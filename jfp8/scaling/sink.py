@@ -32,7 +32,11 @@ _VARIANCE_TOLERANCE = 2e-6
 
 
 def init_sink() -> jax.Array:
-    """The zeros to differentiate by."""
+    """The zeros to differentiate by.
+
+    Returns:
+      A sink, f32[3, 2050].
+    """
     return jnp.zeros((len(ROLES), WIDTH), jnp.float32)
 
 

@@ -14,9 +14,11 @@ import pytest
 from flax import nnx
 
 import jfp8
+from jfp8.debug import ComparedProduct, Comparison, ProductError
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 ALL = {"exempt": ()}
+TWO = ("current", "mxfp8")
 
 
 def normal(shape, seed=0):
@@ -238,6 +240,25 @@ def test_it_prints_and_shows_in_notebooks():
         assert part in text
         assert part in found._repr_html_()
     assert f"{100 * found.products[0].a.total:.3g} %" in text
+
+
+def test_layers_with_a_recipe_of_their_own_take_no_part():
+    x = normal((4, 8))
+    own = jfp8.Dense(8, recipe=jfp8.recipes.Float8CurrentScaling())
+    found = jfp8.debug.compare(nn.Sequential([own, nn.Dense(8)]), *TWO, x, **ALL)
+    assert {row.layer for row in found.products} == {"layers_1"}
+    assert {g.path.split("/")[0] for g in found.gradients} == {"layers_0", "layers_1"}
+    with pytest.raises(ValueError, match="No product of the model"):
+        jfp8.debug.compare(own, *TWO, x, **ALL)
+
+
+def test_a_nan_under_either_recipe_is_worst():
+    error = lambda total: ProductError(total, total, 0.0)
+    pairs = [(0.1, 0.1), (0.1, math.nan), (0.3, 0.2), (math.nan, 0.1)]
+    rows = [ComparedProduct(str(i), (), "fprop", *map(error, p)) for i, p in enumerate(pairs)]
+    recipe = jfp8.recipes.Float8CurrentScaling()
+    found = Comparison(recipe, recipe, tuple(rows), (), 0.0, 0.0, 0.0)
+    assert [row.path for row in found.worst(3)] == ["1", "3", "2"]
 
 
 def test_mistakes_are_explained():

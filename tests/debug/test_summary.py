@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jfp8
-from jfp8.debug.sizes import Amount, summary
+from jfp8.debug.sizes import Amount, SummaryRow, summary
 
 KEY = jax.random.key(0)
 # Of a product with histories of 16: for each of 3 tensors 16 amaxes and one more, and 2050 zeros
@@ -74,6 +74,29 @@ def test_rows_hold_the_state_of_their_products():
     assert row.fp8_state.count == HISTORIES + SINK
     assert of_path(found.rows, "Dense_0").fp8_state == Amount()
     assert of_path(found.rows, "BatchNorm_0").other.count == 16
+
+
+def test_the_bytes_of_a_row():
+    """By shapes and dtypes: f32, bf16, int8, f8 (e4m3fn), and e8m0 scales, each of its own size."""
+    fp8 = jfp8.quantize(jnp.ones((64, 96)), granularity=jfp8.Block((32, 1)), scale_rounding="rceil")
+    layer = {"kernel": fp8, "bias": jnp.zeros(96, jnp.bfloat16), "gain": jnp.zeros((5, 7))}
+    found = summary(
+        jfp8.Dense(96),
+        {
+            "params": {"a": layer, "b": {"kernel": jnp.zeros((3, 11), jnp.bfloat16)}},
+            "fp8": {"a": {"amax_history": jnp.zeros((3, 16)), "amax": jnp.zeros(3)}},
+            "batch_stats": {"a": {"seen": jnp.zeros(13, jnp.int8), "mean": jnp.zeros(17)}},
+        },
+    )
+    in_fp8 = 64 * 96 * 1 + 2 * 96 * 1  # one scale for 32 of a column
+    a = SummaryRow(
+        "a",
+        params=Amount(64 * 96 + 96 + 35, in_fp8 + 96 * 2 + 35 * 4),
+        params_in_fp8=Amount(64 * 96, in_fp8),
+        fp8_state=Amount(51, 51 * 4),
+        other=Amount(13 + 17, 13 * 1 + 17 * 4),
+    )
+    assert found.rows == (a, SummaryRow("b", params=Amount(33, 33 * 2)))
 
 
 def test_rows_are_in_natural_order():

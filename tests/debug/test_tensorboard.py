@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from jfp8.debug import TensorStats
-from jfp8.debug.tensorboard import SCALARS, TensorBoardWriter, write_tensorboard
+from jfp8.debug.records import NUMBERS
+from jfp8.debug.tensorboard import TensorBoardWriter, write_tensorboard
 
 
 def row(**changed):
@@ -65,16 +66,16 @@ def test_scalars(proto, tmp_path):
     write_tensorboard(tmp_path, [row(), row(step=20, amax=7.0)])
     found = values(proto, tmp_path)
     given = row()
-    for name in SCALARS:
+    for name in NUMBERS:
         scalar = found[f"{name}/decoder/Dense_0/lhs", 10].simple_value
         assert scalar == getattr(given, name)  # all of them are exact in f32
     assert found["amax/decoder/Dense_0/lhs", 20].simple_value == 7.0
-    assert len(found) == 2 * (len(SCALARS) + 1)
+    assert len(found) == 2 * (len(NUMBERS) + 1)
 
 
 def test_every_number_of_a_row_is_written():
     numbers = {name for name, value in row().to_dict().items() if isinstance(value, float)}
-    assert numbers == set(SCALARS)
+    assert numbers == set(NUMBERS)
 
 
 def test_histogram_of_exponents(proto, tmp_path):

@@ -446,7 +446,7 @@ def test_state(length):
 
 
 def test_the_base_class_is_abstract():
-    with pytest.raises(TypeError, match=r'Recipe is abstract.*"delayed" \(DelayedScaling\)'):
+    with pytest.raises(TypeError, match=r"Recipe is abstract.*recipes\.DelayedScaling\(\)"):
         Recipe().products()
 
 

@@ -14,15 +14,10 @@ without losing elements, `noise`. Which layers are in FP8 is another matter: `ed
 """
 
 from jfp8.debug.faults.coverage import edges_in_fp8, little_in_fp8
+from jfp8.debug.faults.histories import long_history, short_history, stale_history
+from jfp8.debug.faults.no_scale import no_scale
+from jfp8.debug.faults.precision import noise, outliers
 from jfp8.debug.faults.run import Fault
-from jfp8.debug.faults.scales import (
-    long_history,
-    no_scale,
-    noise,
-    outliers,
-    short_history,
-    stale_history,
-)
 
 FAULTS: tuple[Fault, ...] = (
     no_scale,

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 
 from jfp8.conversion.product_rows import ProductRow
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Edge
-from jfp8.debug.faults.evidence import percent, steps_of
-from jfp8.debug.faults.run import Finding, Run
-
-# What is in FP8
+from jfp8.debug.faults.evidence import percent
+from jfp8.debug.faults.run import Finding, Run, steps_of
 
 
 def edges_in_fp8(run: Run) -> Iterator[Finding]:
@@ -67,9 +65,6 @@ def little_in_fp8(run: Run) -> Iterator[Finding]:
             "Narrow it to the layers that need it: jfp8.report shows what each costs, and without "
             "exempt= only the edges of the model stay in high precision.",
         )
-
-
-# What the faults above are made of
 
 
 def _takes_images(row: ProductRow) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jfp8.debug.faults.run import Severity
 from jfp8.debug.records import TensorStats
-from jfp8.scaling.formats import FORMATS, Format
+from jfp8.scaling.formats import Format, format_called
 
 # A tenth of the elements vanishes. In trainings of small language models that go well, under every
 # recipe in 8 bits, it is at most 1.1 % of any tensor in any step. Where it is half of them,
@@ -20,31 +20,14 @@ CUT_IN_HALF = -1.0
 # So it is a fault in more than a tenth of the steps. Of 17 amaxes that are drawn alike, the newest
 # is the largest in 1 case of 17: a history of 16 saturates in 6 % of the steps, mostly by little.
 OFTEN = 0.1
-# Nobody notices a history that predicts up to 3 bits (a factor of 8) too much: of E4M3's 17.8
-# binades, and more of E5M2's, enough are left.
-TOO_MUCH_HEADROOM = 3.0
 # Error of more than a quarter of the signal, by size. Rounding to nearest leaves 31 dB in E4M3, 25
 # in E5M2, and about 20 in E2M1; stochastic rounding 4 to 5 dB less.
 NOISY = 12.0
 
 
-FORMAT_CALLED = {fmt.name: fmt for fmt in FORMATS}
-
-
-def steps_of(rows: Iterable[TensorStats]) -> tuple[int, ...]:
-    """The steps of these samples, in order, each once."""
-    return tuple(sorted({row.step for row in rows if row.step is not None}))
-
-
-def at(row: TensorStats) -> str:
+def at_step(row: TensorStats) -> str:
     """The step of a sample in words."""
     return "" if row.step is None else f" at step {row.step}"
-
-
-def between(rows: Sequence[TensorStats]) -> str:
-    """From which step to which, in words."""
-    steps = steps_of(rows)
-    return f" of steps {steps[0]} to {steps[-1]}" if steps else ""
 
 
 def percent(fraction: float) -> str:
@@ -57,40 +40,38 @@ def is_gradient(row: TensorStats) -> bool:
     return row.tensor in ("grad", "d_lhs", "d_rhs")
 
 
-def severity(row: TensorStats, cut: bool = False) -> Severity:
+def severity_of(row: TensorStats, cut: bool = False) -> Severity:
     """An error where most of the elements are lost, by saturation (`cut`) or as zeros."""
     return "error" if (row.overflow if cut else row.underflow) >= MOST_LOST else "warning"
 
 
-def often(bad: Sequence[TensorStats], rows: Sequence[TensorStats]) -> bool:
+def is_often(bad: Sequence[TensorStats], rows: Sequence[TensorStats]) -> bool:
     """Whether the bad samples are too many of all to be exceptions."""
     return len(bad) > OFTEN * len(rows)
 
 
-def vanishing_in(tensor: Sequence[TensorStats]) -> list[TensorStats]:
+def vanishing_samples(tensor: Sequence[TensorStats]) -> list[TensorStats]:
     """The samples in which many elements become zero, if that is not an exception."""
     bad = [
-        row for row in tensor if row.underflow >= MANY_LOST and FORMAT_CALLED[row.format].bits >= 8
+        row for row in tensor if row.underflow >= MANY_LOST and format_called(row.format).bits >= 8
     ]
-    return bad if often(bad, tensor) else []
+    return bad if is_often(bad, tensor) else []
 
 
-def too_small_in(gradient: Sequence[TensorStats]) -> list[TensorStats]:
-    """The samples in which a gradient without a scale becomes zero, or keeps next to no bits."""
-    bad = [row for row in gradient if row.underflow >= MANY_LOST or row.sqnr < NOISY]
-    bad = [row for row in bad if row.headroom > 0 and row.amax > 0]
-    return bad if often(bad, gradient) else []
-
-
-def cut_in(tensor: Sequence[TensorStats]) -> list[TensorStats]:
+def saturated_samples(tensor: Sequence[TensorStats]) -> list[TensorStats]:
     """The samples in which values were cut in half, or worse."""
     return [row for row in tensor if row.headroom <= CUT_IN_HALF]
 
 
-def cut_sentence(row: TensorStats) -> str:
+def what_vanished(row: TensorStats) -> str:
+    """What became zero, as the begin of a sentence."""
+    return f"{percent(row.underflow)} of it becomes zero{at_step(row)}"
+
+
+def what_saturated(row: TensorStats) -> str:
     """What saturated, in a sentence."""
     return (
-        f"Values up to {row.amax:.3g} are cut to {row.amax * 2**row.headroom:.3g}{at(row)}, "
+        f"Values up to {row.amax:.3g} are cut to {row.amax * 2**row.headroom:.3g}{at_step(row)}, "
         f"{percent(row.overflow)} of its elements."
     )
 
@@ -102,44 +83,21 @@ def has_no_scale(tensor: Sequence[TensorStats]) -> bool:
     )
 
 
-def follows_itself(tensor: Sequence[TensorStats]) -> bool:
-    """Whether the scale is a fixed part of the amax of the same step, while that moves."""
-    amaxes = [row.amax for row in tensor if row.amax > 0]
-    if len(amaxes) < 3 or max(amaxes) <= 1.01 * min(amaxes):
-        return False
-    ratios = [row.scale_max / row.amax for row in tensor if row.amax > 0]
-    return max(ratios) <= min(ratios) * (1 + 1e-5)
-
-
-def smallest(fmt: Format) -> int:
-    """The exponent of the smallest value of a format."""
-    return round(math.log2(fmt.smallest_subnormal))
-
-
-def fraction_from(row: TensorStats, exponent: float) -> float:
+def fraction_above(row: TensorStats, exponent: float) -> float:
     """The part of the elements but zero that is at least ``2^exponent``; within a bin, evenly."""
     total = sum(row.exponents.values())
     part = sum(n * min(max(e + 1 - exponent, 0.0), 1.0) for e, n in row.exponents.items())
     return part / total if total else 1.0
 
 
-def median(row: TensorStats) -> int:
-    """The exponent of the middle element but for zeros."""
-    return _quantile(row, 0.5)
-
-
-def _quantile(row: TensorStats, q: float) -> int:
+def exponent_at(quantile: float, row: TensorStats) -> int:
+    """The exponent below which that part of the elements is, zeros aside."""
     below, total = 0, sum(row.exponents.values())
     for exponent, n in sorted(row.exponents.items()):
         below += n
-        if below > q * total:
+        if below > quantile * total:
             return exponent
     return 0
-
-
-def bits_to_keep(row: TensorStats) -> int:
-    """By how many bits the tensor has to grow for 99 of 100 elements to become normal numbers."""
-    return max(0, FORMAT_CALLED[row.format].min_exponent - _quantile(row, 0.01))
 
 
 def beyond_any_scale(row: TensorStats, fmt: Format | None = None) -> bool:
@@ -148,8 +106,8 @@ def beyond_any_scale(row: TensorStats, fmt: Format | None = None) -> bool:
     That is ``amax / fmt.max``, under which what is below half of the smallest value becomes zero.
     If there are several scales, they are the best already.
     """
-    fmt = fmt or FORMAT_CALLED[row.format]
+    fmt = fmt or format_called(row.format)
     if row.scale_min != row.scale_max or not row.amax:
         return True
     binades = math.log2(fmt.max / fmt.smallest_subnormal) + 1
-    return 1 - fraction_from(row, math.log2(row.amax) - binades) >= MANY_LOST / 2
+    return 1 - fraction_above(row, math.log2(row.amax) - binades) >= MANY_LOST / 2

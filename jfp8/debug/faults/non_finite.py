@@ -1,13 +1,11 @@
-"""The fault of NaN and Inf."""
+"""The fault that comes before all others: NaN and Inf."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jfp8.debug.faults.evidence import OFTEN, at, percent, steps_of
-from jfp8.debug.faults.run import Finding, Run, Severity, step_of
-
-# Not finite
+from jfp8.debug.faults.evidence import OFTEN, at_step, is_gradient, percent
+from jfp8.debug.faults.run import Finding, Run, Severity, step_of, steps_of
 
 
 def non_finite(run: Run) -> Iterator[Finding]:
@@ -22,7 +20,7 @@ def non_finite(run: Run) -> Iterator[Finding]:
     all_steps = sorted({step_of(row) for tensor in run.tensors for row in tensor})
     others = f", and {len(in_step) - 1} more after it" if len(in_step) > 1 else ""
     evidence = (
-        f"{percent(source.nonfinite)} of its elements are NaN or Inf{at(source)}: the first "
+        f"{percent(source.nonfinite)} of its elements are NaN or Inf{at_step(source)}: the first "
         f"tensor in the program that has any{others}."
     )
     if len(steps) == 1 and steps[0] != all_steps[-1]:
@@ -31,7 +29,7 @@ def non_finite(run: Run) -> Iterator[Finding]:
     lasting = steps[-1] == all_steps[-1] and len(steps) > 1
     skip = " jfp8.TrainState and jfp8.skip_on_overflow skip such steps."
     severity: Severity = "error"
-    if source.tensor in ("grad", "d_lhs", "d_rhs"):
+    if is_gradient(source):
         once = not lasting and len(steps) <= OFTEN * len(all_steps)
         severity = "note" if once else "error"
         remedy = "The forward pass is finite, so the gradient overflowed: lower the loss scale."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -59,23 +57,6 @@ class Run:
         tensors = sorted(found.values(), key=lambda rows: rows[0].order)
         return Run(tuple(tuple(sorted(t, key=step_of)) for t in tensors), products)
 
-    def frozen(self) -> dict[int, list[TensorStats]]:
-        """The samples in which a scale stood still although its history should have moved it.
-
-        By position in `tensors`. Where a saturated value left no trace, that is certain. A scale
-        that is older than its history may be due to an amax that comes back, as in data of bytes:
-        then most tensors have to be alike, since those of weights and gradients do not repeat.
-        """
-        same = {
-            i: _same_scale(tensor)
-            for i, tensor in enumerate(self.tensors)
-            if tensor[0].history and tensor[0].step is not None
-        }
-        forgot = {i for i, rows in same.items() if _forgot(rows)}
-        all_of_them = forgot | {i for i, rows in same.items() if _outlived(rows)}
-        sure = all_of_them if len(all_of_them) > len(same) / 2 else forgot
-        return {i: same[i] for i in sure}
-
     def without_non_finite_steps(self) -> Run:
         """The run without the steps in which anything was not finite: nothing else is sure then."""
         bad = {row.step for tensor in self.tensors for row in tensor if row.nonfinite > 0}
@@ -86,29 +67,18 @@ class Run:
 Fault = Callable[[Run], Iterator[Finding]]
 
 
+def found_in(
+    rows: Sequence[TensorStats], severity: Severity, fault: str, evidence: str, remedy: str
+) -> Finding:
+    """What was found in samples of one tensor."""
+    return Finding(severity, fault, rows[0].name, steps_of(rows), evidence, remedy)
+
+
+def steps_of(rows: Iterable[TensorStats]) -> tuple[int, ...]:
+    """The steps of these samples, in order, each once."""
+    return tuple(sorted({row.step for row in rows if row.step is not None}))
+
+
 def step_of(row: TensorStats) -> int:
     """The step of a sample; -1 for one that has none."""
     return -1 if row.step is None else row.step
-
-
-def _same_scale(tensor: Sequence[TensorStats]) -> list[TensorStats]:
-    """The last samples in a row with one and the same scale, while the amax moves."""
-    same = list(itertools.takewhile(lambda r: r.scale_max == tensor[-1].scale_max, tensor[::-1]))
-    amaxes = [row.amax for row in same]
-    return same[::-1] if max(amaxes) > 1.01 * min(amaxes) else []
-
-
-def _forgot(same: Sequence[TensorStats]) -> bool:
-    """Whether a value that saturated did not raise the scale, as long as a history holds it."""
-    pairs = itertools.pairwise(same)
-    return any(a.headroom < -0.01 and step_of(b) - step_of(a) <= a.history for a, b in pairs)
-
-
-def _outlived(same: Sequence[TensorStats]) -> bool:
-    """Whether the scale is older than anything that its history remembers.
-
-    Powers of two tell nothing: there the same scale serves amaxes that differ.
-    """
-    if len(same) < 3 or math.frexp(same[0].scale_max)[0] == 0.5:
-        return False
-    return step_of(same[-1]) - step_of(same[0]) > same[0].history
