@@ -11,6 +11,7 @@ from flax.typing import Dtype, Initializer
 
 from jfp8.layers import transformer_math
 from jfp8.layers.linen.layers import DenseGeneral
+from jfp8.layers.options import product_options
 from jfp8.layers.transformer_math import LayerNormType
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
@@ -156,15 +157,7 @@ class LayerNormMLP(nn.Module):
         Returns:
           ``[..., features]``; or a pair of arrays, see `return_layernorm_output`.
         """
-        common = {
-            "use_bias": self.use_bias,
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "kernel_init": self.kernel_init,
-            "bias_init": self.bias_init,
-            "recipe": self.recipe,
-            "implementation": self.implementation,
-        }
+        common = product_options(self)
         projections = transformer_math.projections_of(self.activation)
         hidden, normalized = LayerNormDense(
             (projections, self.intermediate_dim),

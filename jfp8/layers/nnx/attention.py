@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
@@ -84,9 +83,7 @@ class DotProductAttention(nnx.Module):
             )
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         if is_causal:
-            earlier = transformer_math.causal_mask(query.shape[-3], key.shape[-3])
-            earlier = earlier.reshape((1,) * (query.ndim - 2) + earlier.shape)
-            mask = earlier if mask is None else jnp.logical_and(earlier, mask)
+            mask = transformer_math.and_causal(mask, query.shape[-3], key.shape[-3])
 
         def dropout(weights: jax.Array) -> jax.Array:
             if module is not None:
