@@ -26,7 +26,7 @@ from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
     DotGeneral,
-    Product,
+    ProductModule,
     ProductOf,
     promote_dtype,
     promote_values,
@@ -51,7 +51,7 @@ def _own_call(layer: type[nn.Module]) -> Callable[..., Any]:
 
 
 # How Flax runs each layer, and the hook that makes its product; None where there is no hook.
-HOOKS: dict[Callable[..., Any], tuple[type[Product], str | None]] = {
+HOOKS: dict[Callable[..., Any], tuple[type[ProductModule], str | None]] = {
     _own_call(nn.Dense): (DotGeneral, "dot_general"),
     _own_call(nn.DenseGeneral): (DotGeneral, "dot_general"),
     _own_call(nn.Conv): (ConvGeneralDilated, "conv_general_dilated"),

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8.conversion.edges import PRODUCTS, arrays_in, jaxprs_of
 from jfp8.conversion.nnx import layers_of
-from jfp8.layers.linen.products import Product
+from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.nnx.hooks import annotate
 from jfp8.products.operand import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
@@ -191,7 +191,7 @@ def _linen_jaxpr(
 ) -> ClosedJaxpr:
     def locate(next_fun, args, kwargs, context):
         module = context.module
-        if isinstance(module, Product):
+        if isinstance(module, ProductModule):
             return next_fun(*args, **kwargs)
         with note("path", "/".join(module.path)), note("layer", type(module).__name__):
             return next_fun(*args, **kwargs)

@@ -12,7 +12,7 @@ from flax.typing import Dtype, Initializer
 from jax import lax
 
 from jfp8.layers import transformer_math
-from jfp8.layers.linen.products import Product, promote_dtype
+from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.matmul.choice import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
@@ -21,12 +21,12 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
 
 
-class RaggedDot(Product):
+class RaggedDot(ProductModule):
     """An FP8 ``ragged_dot`` with its state.
 
     The state is that of every product. Its history for "rhs" records the largest amax of all
     groups, and is not read: each group's matrix is scaled by its own amax. For the attributes see
-    `Product`.
+    `ProductModule`.
     """
 
     @nn.compact

@@ -26,7 +26,7 @@ from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.notes import note
 
 
-class Product(nn.Module):
+class ProductModule(nn.Module):
     """What the modules of this file share: the recipe, and where the state is.
 
     Attributes:
@@ -78,7 +78,7 @@ class Product(nn.Module):
         """The path of the layer that has this product, and the path of the product in it."""
         module: Any = self
         depth = len(self.path)
-        while depth and isinstance(module, Product):
+        while depth and isinstance(module, ProductModule):
             module, depth = module.parent, depth - 1
         return "/".join(self.path[:depth]), "/".join(self.path[depth:])
 
@@ -143,11 +143,11 @@ class Product(nn.Module):
             self.put_variable(*self._place("fp8", role), stored)
 
 
-class DotGeneral(Product):
+class DotGeneral(ProductModule):
     """An FP8 ``dot_general`` with its state, for ``nn.Dense(dot_general_cls=DotGeneral)``.
 
     Use ``functools.partial(DotGeneral, recipe=...)`` for another recipe than the default. For the
-    attributes see `Product`.
+    attributes see `ProductModule`.
     """
 
     @nn.compact
@@ -182,11 +182,11 @@ class DotGeneral(Product):
         return self._multiply(quantized, plain, lhs, rhs)
 
 
-class ConvGeneralDilated(Product):
+class ConvGeneralDilated(ProductModule):
     """FP8 ``conv_general_dilated`` with its state, for ``nn.Conv(conv_general_dilated_cls=...)``.
 
     Use ``functools.partial(ConvGeneralDilated, recipe=...)`` for another recipe than the default.
-    For the attributes see `Product`.
+    For the attributes see `ProductModule`.
     """
 
     @nn.compact
@@ -207,10 +207,7 @@ class ConvGeneralDilated(Product):
 
         Args:
           lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.
-          window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
-            feature_group_count: as for ``jax.lax.conv_general_dilated``.
           precision: of the convolution where FP8 is disabled (see `jfp8.autocast`).
-          preferred_element_type: dtype of the result.
         """
         how = {
             "window_strides": window_strides,
@@ -232,12 +229,16 @@ class ConvGeneralDilated(Product):
 class ProductOf:
     """Makes the product of a layer. Unlike a partial it compares by value, for ``nn.jit``."""
 
-    module: type[Product]
+    module: type[ProductModule]
     recipe: Recipe | None
     implementation: Implementation
     state_in_params: bool = False
 
-    def __call__(self) -> Product:
+    def __post_init__(self) -> None:
+        if self.recipe is not None:
+            check_recipe(self.recipe)
+
+    def __call__(self) -> ProductModule:
         return self.module(
             recipe=self.recipe,
             implementation=self.implementation,
