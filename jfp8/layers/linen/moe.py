@@ -205,24 +205,21 @@ class MoE(nn.Module):
         loss = routing.load_balancing_loss(routed)
         self.sow("intermediates", "load_balancing_loss", loss)
 
-        def dense(features: int, name: str) -> ExpertDense:
-            return ExpertDense(
-                self.num_experts,
-                features,
-                dtype=self.dtype,
-                param_dtype=self.param_dtype,
-                kernel_init=self.kernel_init,
-                recipe=self.recipe,
-                implementation=self.implementation,
-                name=name,
-            )
-
+        dense = partial(
+            ExpertDense,
+            self.num_experts,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            recipe=self.recipe,
+            implementation=self.implementation,
+        )
         x = routing.to_experts(tokens, routed)
-        hidden = dense(projections * self.intermediate_dim, "wi")(x, routed.group_sizes)
+        hidden = dense(projections * self.intermediate_dim, name="wi")(x, routed.group_sizes)
         hidden = hidden.reshape(-1, projections, self.intermediate_dim)
         hidden = transformer_math.activate(
             hidden, self.activation, saved_activations=self.saved_activations
         )
-        y = dense(features, "wo")(hidden, routed.group_sizes)
+        y = dense(features, name="wo")(hidden, routed.group_sizes)
         y = routing.from_experts(y, routed).astype(y.dtype).reshape(inputs.shape)
         return (y, loss) if self.return_load_balancing_loss else y

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.notes import note
+
+
+def _own_kernel_shape(layer: Any) -> tuple[int, ...]:
+    return tuple(layer.kernel_shape)
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,11 @@ class Hook:
     name: str
     product: type[Product]
     stock: tuple[Any, ...]
-    kernel_shape: Callable[[Any], tuple[int, ...]]
+    kernel_shape: Callable[[Any], tuple[int, ...]] = _own_kernel_shape
     hooked: type[nnx.Module] | None = None
 
+
+_CONV = Hook("conv_general_dilated", ConvGeneralDilated, (lax.conv_general_dilated,))
 
 HOOKS: dict[type[nnx.Module], Hook] = {
     nnx.Linear: Hook(
@@ -50,25 +56,9 @@ HOOKS: dict[type[nnx.Module], Hook] = {
         (None, lax.dot_general),
         lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
     ),
-    nnx.Conv: Hook(
-        "conv_general_dilated",
-        ConvGeneralDilated,
-        (lax.conv_general_dilated,),
-        lambda layer: tuple(layer.kernel_shape),
-    ),
-    nnx.ConvTranspose: Hook(
-        "conv_general_dilated",
-        ConvGeneralDilated,
-        (lax.conv_general_dilated,),
-        lambda layer: tuple(layer.kernel_shape),
-        hooked=HookedConvTranspose,
-    ),
-    nnx.Einsum: Hook(
-        "einsum_op",
-        EinsumOp,
-        (jnp.einsum,),
-        lambda layer: tuple(layer.kernel_shape),
-    ),
+    nnx.Conv: _CONV,
+    nnx.ConvTranspose: replace(_CONV, hooked=HookedConvTranspose),
+    nnx.Einsum: Hook("einsum_op", EinsumOp, (jnp.einsum,)),
 }
 
 
