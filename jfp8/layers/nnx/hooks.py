@@ -67,8 +67,11 @@ def hook_of(layer: Any) -> Hook | None:
     return next((hook for kind, hook in HOOKS.items() if isinstance(layer, kind)), None)
 
 
-def is_stock(layer: Any, hook: Hook) -> bool:
-    """Whether `layer` still computes its product as Flax does."""
+def has_stock_product(layer: Any) -> bool:
+    """Whether `layer` is of a kind with a hook, and still computes its product as Flax does."""
+    hook = hook_of(layer)
+    if hook is None:
+        return False
     if hook.hooked is not None and not isinstance(layer, hook.hooked):
         return type(layer) in HOOKS
     given = getattr(layer, hook.name)
@@ -77,18 +80,15 @@ def is_stock(layer: Any, hook: Hook) -> bool:
 
 
 def install(
-    layer: Any,
-    hook: Hook,
-    *,
-    recipe: Recipe | None,
-    implementation: Implementation = None,
-    path: str = "",
+    layer: Any, *, recipe: Recipe | None, implementation: Implementation = None, path: str = ""
 ) -> None:
-    """Make `layer` compute its product in FP8 from now on.
+    """Make `layer`, of a kind with a hook, compute its product in FP8 from now on.
 
     Raises:
       ValueError: the layer is stacked along another axis than the leading ones.
     """
+    hook = hook_of(layer)
+    assert hook is not None
     shape, single = tuple(layer.kernel.get_value().shape), hook.kernel_shape(layer)
     leading = shape[: len(shape) - len(single)]
     if shape != (*leading, *single):

@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 
 from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
-from jfp8.layers.nnx.hooks import hook_of, install, is_stock
+from jfp8.layers.nnx.hooks import has_stock_product, hook_of, install
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 
@@ -23,15 +23,13 @@ class Fp8Layer:
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        hook = hook_of(self)
-        assert hook is not None
-        if not is_stock(self, hook):
-            name = type(self).__name__
+        hook, name = hook_of(self), type(self).__name__
+        if hook is not None and not has_stock_product(self):
             raise ValueError(
                 f"jfp8.nnx.{name} computes its product itself, so it does not take {hook.name}. "
                 f"Pass recipe=..., or use flax.nnx.{name}."
             )
-        install(self, hook, recipe=recipe, implementation=implementation)
+        install(self, recipe=recipe, implementation=implementation)
 
 
 class Linear(Fp8Layer, nnx.Linear):
