@@ -1,4 +1,4 @@
-"""Options of layers: what is allowed, and those that go to every product inside of a layer."""
+"""Options of layers: what is allowed, and which of them a layer passes on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+# Of a normalisation, and of each product.
+NORM_OPTIONS = ("layernorm_type", "epsilon", "zero_centered_gamma", "saved_activations")
 PRODUCT_OPTIONS = (
     "use_bias",
     "dtype",
@@ -18,9 +20,9 @@ PRODUCT_OPTIONS = (
 )
 
 
-def product_options(layer: Any) -> dict[str, Any]:
-    """The `PRODUCT_OPTIONS` of a layer that passes them on."""
-    return {name: getattr(layer, name) for name in PRODUCT_OPTIONS}
+def options_of(layer: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The options of `layer` that have these names, to be passed on."""
+    return {name: getattr(layer, name) for name in names}
 
 
 def check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:

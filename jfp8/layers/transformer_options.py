@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import transformer_math
-from jfp8.layers.options import check_option, product_options
+from jfp8.layers.options import PRODUCT_OPTIONS, check_option, options_of
 from jfp8.layers.position_math import GroupMethod, Rotary
 from jfp8.layers.transformer_math import LayerNormType
 from jfp8.matmul.choice import Implementation
@@ -104,8 +104,8 @@ class TransformerOptions(Architecture):
         """The mask of the self attention, of which the call was `given` a part."""
         return transformer_math.and_causal(given, length, length) if self.is_causal else given
 
-    def norm_options(self) -> dict[str, Any]:
-        """What each normalised product takes beside `product_options`."""
+    def normalization(self) -> dict[str, Any]:
+        """What the layers with a normalisation are told of it."""
         return {
             "layernorm_type": self.layernorm_type,
             "epsilon": self.layernorm_epsilon,
@@ -118,10 +118,19 @@ class TransformerOptions(Architecture):
         return {
             "num_attention_heads": self.num_attention_heads,
             "num_gqa_groups": self.num_gqa_groups or self.num_attention_heads,
-            "norm": self.norm_options(),
-            "dense": product_options(self),
+            "norm": self.normalization(),
+            "dense": options_of(self, PRODUCT_OPTIONS),
             "attention_dropout": self.attention_dropout,
             "attention_products": self.attention_products,
+        }
+
+    def mlp_options(self) -> dict[str, Any]:
+        """What the MLP takes."""
+        return {
+            "activation": self.mlp_activation,
+            "intermediate_dropout_rate": self.intermediate_dropout,
+            **self.normalization(),
+            **options_of(self, PRODUCT_OPTIONS),
         }
 
     def rotary(self) -> Rotary | None:

@@ -49,9 +49,7 @@ class EinsumProduct(ProductModule):
         Raises:
           ValueError: not two operands and a result.
         """
-        dot_general = ProductOf(
-            DotGeneral, self.recipe, self.implementation, self.state_in_params
-        )()
+        dot_general = DotGeneral(self.recipe, self.implementation, self.state_in_params)
         return einsum.as_dot_general(
             einsum.parse(equation, lhs.ndim, rhs.ndim),
             lhs,

@@ -15,7 +15,6 @@ from jfp8.layers import position_math, transformer_math
 from jfp8.layers.linen.attention import EinsumProduct
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.layers.linen.layers import DenseGeneral
-from jfp8.layers.options import product_options
 from jfp8.layers.position_math import Rotary
 from jfp8.layers.transformer_options import Architecture, TransformerOptions
 
@@ -242,13 +241,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
                 x, encoded, mask=encoder_decoder_mask, deterministic=fixed
             )
             x = plus(x, y)
-        y = LayerNormMLP(
-            self.mlp_hidden_size,
-            activation=self.mlp_activation,
-            intermediate_dropout_rate=self.intermediate_dropout,
-            deterministic=fixed,
-            **self.norm_options(),
-            **product_options(self),
-            name="mlp",
-        )(x)
-        return plus(x, y)
+        mlp = LayerNormMLP(
+            self.mlp_hidden_size, deterministic=fixed, **self.mlp_options(), name="mlp"
+        )
+        return plus(x, mlp(x))

@@ -9,13 +9,11 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jfp8.layers import transformer_math
-from jfp8.layers.nnx.hooks import hook_of, install
+from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.products import EinsumOp
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
-
-PROJECTIONS = ("query", "key", "value", "out")
 
 
 class DotProductAttention(nnx.Module):
@@ -119,9 +117,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     Args:
       args, kwargs: as for ``nnx.MultiHeadAttention``.
       recipe, implementation: see `Linear`.
-      attention_products: compute the two products of attention itself in FP8 too: of queries and
-        keys, and of the weights and values. Their operands are no weights, and errors in the first
-        go through the softmax: try it, and compare.
+      attention_products: as for `jfp8.linen.MultiHeadDotProductAttention`.
 
     Raises:
       ValueError: an argument for a product, or `attention_products` with an ``attention_fn``.
@@ -149,11 +145,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 f"{', '.join(given)}. Pass recipe=..., or use flax.nnx.MultiHeadAttention."
             )
         super().__init__(*args, **kwargs)
-        for name in PROJECTIONS:
-            projection = getattr(self, name)
-            hook = hook_of(projection)
-            assert hook is not None
-            install(projection, hook, recipe=recipe, implementation=implementation)
+        for name in ("query", "key", "value", "out"):
+            install(getattr(self, name), recipe=recipe, implementation=implementation)
         if attention_products:
             if not has_stock_attention(self):
                 raise ValueError(

@@ -12,7 +12,7 @@ from flax.typing import Initializer
 
 from jfp8.layers import transformer_math
 from jfp8.layers.nnx.layers import LinearGeneral
-from jfp8.layers.options import PRODUCT_OPTIONS, check_names, check_option
+from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_names, check_option, options_of
 from jfp8.layers.transformer_math import LayerNormType
 from jfp8.scaling.formats import Format
 
@@ -71,14 +71,7 @@ class LayerNormLinear(LinearGeneral):
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
         normalized = transformer_math.normalize(
-            inputs,
-            scale,
-            bias,
-            axes=self.axis,
-            epsilon=self.epsilon,
-            layernorm_type=self.layernorm_type,
-            zero_centered_gamma=self.zero_centered_gamma,
-            saved_activations=self.saved_activations,
+            inputs, scale, bias, axes=self.axis, **options_of(self, NORM_OPTIONS)
         )
         dtype = dtypes.canonicalize_dtype(inputs, scale, bias, dtype=self.dtype)
         normalized = normalized.astype(dtype)
@@ -95,13 +88,12 @@ class LayerNormMLP(nnx.Module):
 
     Args:
       in_features: features of the input and the result.
-      intermediate_dim, activation, intermediate_dropout_rate, layernorm_type, epsilon,
-        zero_centered_gamma, return_layernorm_output, saved_activations: as for
+      intermediate_dim, activation, intermediate_dropout_rate, return_layernorm_output: as for
         `jfp8.linen.LayerNormMLP`.
       rngs: stream ``params`` for initial values, ``dropout`` for dropout.
-      options: of both products, with the defaults of ``flax.nnx.Linear``: ``use_bias``, ``dtype``,
-        ``param_dtype``, ``kernel_init``, ``bias_init``; ``recipe`` and ``implementation`` as for
-        `Linear`.
+      options: as for `LayerNormLinear`: ``layernorm_type``, ``epsilon``, ``zero_centered_gamma``,
+        ``saved_activations``; and, of both products, ``use_bias``, ``dtype``, ``param_dtype``,
+        ``kernel_init``, ``bias_init``, ``recipe``, ``implementation``.
 
     Raises:
       ValueError: unknown `activation` or `layernorm_type`; the message lists the known ones.
@@ -121,31 +113,23 @@ class LayerNormMLP(nnx.Module):
         *,
         activation: str = "gelu",
         intermediate_dropout_rate: float = 0.0,
-        layernorm_type: LayerNormType = "layernorm",
-        epsilon: float = 1e-6,
-        zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False,
-        saved_activations: Format | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        check_names(LayerNormMLP, options, PRODUCT_OPTIONS)
+        check_names(LayerNormMLP, options, (*NORM_OPTIONS, *PRODUCT_OPTIONS))
         self.activation = activation
         self.return_layernorm_output = return_layernorm_output
-        self.saved_activations = saved_activations
         self.wi = LayerNormLinear(
             in_features,
             (transformer_math.projections_of(activation), intermediate_dim),
-            layernorm_type=layernorm_type,
-            epsilon=epsilon,
-            zero_centered_gamma=zero_centered_gamma,
             return_layernorm_output=True,
-            saved_activations=saved_activations,
             **options,
             rngs=rngs,
         )
         self.dropout = dropout_or_none(intermediate_dropout_rate, rngs)
-        self.wo = LinearGeneral(intermediate_dim, in_features, **options, rngs=rngs)
+        dense = {name: value for name, value in options.items() if name in PRODUCT_OPTIONS}
+        self.wo = LinearGeneral(intermediate_dim, in_features, **dense, rngs=rngs)
 
     def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> Any:
         """Apply the block.
@@ -159,7 +143,7 @@ class LayerNormMLP(nnx.Module):
         """
         hidden, normalized = self.wi(inputs)
         hidden = transformer_math.activate(
-            hidden, self.activation, saved_activations=self.saved_activations
+            hidden, self.activation, saved_activations=self.wi.saved_activations
         )
         if self.dropout is not None:
             hidden = self.dropout(hidden, deterministic=deterministic)

@@ -14,7 +14,7 @@ from jfp8.layers import position_math, transformer_math
 from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP, dropout_or_none
 from jfp8.layers.nnx.layers import LinearGeneral
 from jfp8.layers.nnx.products import EinsumOp
-from jfp8.layers.options import check_names, product_options
+from jfp8.layers.options import check_names
 from jfp8.layers.position_math import Rotary
 from jfp8.layers.transformer_options import OPTIONS, TransformerOptions
 
@@ -47,11 +47,7 @@ class RelativePositionBiases(nnx.Module):
         self.rel_embedding = nnx.Param(embedding_init(rngs.params(), shape, param_dtype))
 
     def __call__(self, query_length: int, key_length: int, bidirectional: bool = True) -> jax.Array:
-        """The biases, ``[1, heads, query_length, key_length]``.
-
-        Args:
-          bidirectional: whether keys after a query have distances of their own.
-        """
+        """See `jfp8.linen.RelativePositionBiases`."""
         return position_math.relative_position_bias(
             self.rel_embedding.get_value().astype(self.dtype),
             query_length,
@@ -201,15 +197,7 @@ class TransformerLayer(TransformerOptions, nnx.Module):
         if self.layer_type == "decoder":
             features = hidden_size if encoded_features is None else encoded_features
             self.encoder_decoder_attention = attention(encoded_features=features)
-        self.mlp = LayerNormMLP(
-            hidden_size,
-            mlp_hidden_size,
-            activation=self.mlp_activation,
-            intermediate_dropout_rate=self.intermediate_dropout,
-            **self.norm_options(),
-            **product_options(self),
-            rngs=rngs,
-        )
+        self.mlp = LayerNormMLP(hidden_size, mlp_hidden_size, **self.mlp_options(), rngs=rngs)
         self.dropout = dropout_or_none(self.hidden_dropout, rngs)
 
     def __call__(
