@@ -26,8 +26,9 @@ class LayerNormLinear(LinearGeneral):
     Args:
       in_features, out_features, rngs, kwargs: as for `LinearGeneral`. The input is normalised over
         its ``axis``, what the product sums over.
-      layernorm_type, epsilon, zero_centered_gamma, scale_init, ln_bias_init,
-        return_layernorm_output, saved_activations: as for `jfp8.linen.LayerNormDense`.
+      layernorm_type, epsilon, zero_centered_gamma, scale_init, ln_bias_init: as for
+        `jfp8.linen.LayerNormDense`.
+      return_layernorm_output, saved_activations: likewise.
 
     Raises:
       ValueError: unknown `layernorm_type`; a hook for the product.

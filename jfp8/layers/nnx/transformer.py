@@ -64,8 +64,8 @@ class LayerNormAttention(nnx.Module):
 
     Args:
       hidden_size: features of the input and the result.
-      num_attention_heads, num_gqa_groups, norm, dense, attention_dropout, attention_products,
-        rotary: as for Linen's.
+      num_attention_heads, num_gqa_groups, norm, dense, rotary: as for Linen's.
+      attention_dropout, attention_products: likewise.
       encoded_features: features of the second input; None: there is none.
     """
 
