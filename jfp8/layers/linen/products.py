@@ -101,7 +101,7 @@ class ProductModule(nn.Module):
         if not self._is_mutable("fp8") or (self.state_in_params and not self.is_initializing()):
             return None
         for role in ROLES:
-            self._make("fp8", role, empty[role])
+            self._put("fp8", role, empty[role])
         return empty
 
     @nn.nowrap
@@ -110,7 +110,7 @@ class ProductModule(nn.Module):
         place = self._place("fp8_sink", "amax")
         if self.is_initializing():
             if self._is_mutable("fp8_sink") and recipe.init_state() is not None:
-                self._make("fp8_sink", "amax", init_sink())
+                self._put("fp8_sink", "amax", init_sink())
             return None
         if self.is_mutable_collection("fp8_sink") or not self.has_variable(*place):
             return None
@@ -122,9 +122,9 @@ class ProductModule(nn.Module):
         return from_params(value, collection) if self.state_in_params else value
 
     @nn.nowrap
-    def _make(self, collection: str, name: str, value: Any) -> None:
+    def _put(self, collection: str, name: str, value: Any) -> None:
         stored = into_params(value) if self.state_in_params else value
-        self.variable(*self._place(collection, name), lambda: stored)
+        self.put_variable(*self._place(collection, name), stored)
 
     @nn.nowrap
     def _record(self, state: dict[str, AmaxState], observed: Observed, *, pushing: bool) -> None:
@@ -139,8 +139,7 @@ class ProductModule(nn.Module):
                 updated = {**state[role], "amax_history": history}
             else:
                 updated = observe(state[role], amax)
-            stored = into_params(updated) if self.state_in_params else updated
-            self.put_variable(*self._place("fp8", role), stored)
+            self._put("fp8", role, updated)
 
 
 class DotGeneral(ProductModule):
