@@ -275,18 +275,10 @@ def grouped_query_attention(
             f"{heads} heads of the query cannot share {groups} heads of keys and values evenly. "
             "The former must be a multiple of the latter."
         )
-    wide = jnp.promote_types(query.dtype, jnp.float32)
     grouped = (*batch, groups, heads // groups, q_length, k_length)
-    every_head = (*batch, heads, q_length, k_length)
 
     def attend(value, query, key, mask, bias, dropout_args) -> jax.Array:
-        query = query.reshape(*batch, q_length, groups, heads // groups, depth)
-        scores = scores_einsum("...qgrd,...kgd->...grqk", query, key, preferred_element_type=wide)
-        scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
-        if bias is not None:
-            scores += jnp.broadcast_to(bias, every_head).astype(wide)
-        if mask is not None:
-            scores = jnp.where(jnp.broadcast_to(mask, every_head), scores, jnp.finfo(wide).min)
+        scores = _scores(query, key, mask, bias, scores_einsum)
         weights = dropout(jax.nn.softmax(scores), *dropout_args).astype(value.dtype)
         context = context_einsum("...grqk,...kgd->...qgrd", weights.reshape(grouped), value)
         return context.reshape(*batch, q_length, heads, depth)
@@ -294,3 +286,25 @@ def grouped_query_attention(
     if saved_activations is not None and scores_einsum is context_einsum is jnp.einsum:
         attend = save_in_fp8(attend, fmt=saved_activations)
     return attend(value, query, key, mask, bias, dropout_args)
+
+
+def _scores(
+    query: jax.Array,
+    key: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    einsum: EinsumFunction,
+) -> jax.Array:
+    """What attention takes the softmax of: ``[..., H, q, k]``, in float32 at least."""
+    *batch, q_length, heads, depth = query.shape
+    k_length, groups = key.shape[-3:-1]
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    every_head = (*batch, heads, q_length, k_length)
+    query = query.reshape(*batch, q_length, groups, heads // groups, depth)
+    scores = einsum("...qgrd,...kgd->...grqk", query, key, preferred_element_type=wide)
+    scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
+    if bias is not None:
+        scores += jnp.broadcast_to(bias, every_head).astype(wide)
+    if mask is not None:
+        scores = jnp.where(jnp.broadcast_to(mask, every_head), scores, jnp.finfo(wide).min)
+    return scores

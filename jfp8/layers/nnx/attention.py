@@ -88,13 +88,7 @@ class DotProductAttention(nnx.Module):
                 module.sow(nnx.Intermediate, "attention_weights", weights.astype(query.dtype))
             if deterministic or dropout_rate == 0.0:
                 return weights
-            if dropout_rng is None:
-                raise ValueError("dropout_rate needs a dropout_rng, or deterministic=True.")
-            shape = list(weights.shape)
-            if broadcast_dropout:
-                shape[:-2] = [1] * (weights.ndim - 2)
-            keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
-            return weights * (keep.astype(weights.dtype) / (1.0 - dropout_rate))
+            return _dropped(weights, dropout_rng, dropout_rate, broadcast_dropout)
 
         return transformer_math.grouped_query_attention(
             query,
@@ -106,6 +100,17 @@ class DotProductAttention(nnx.Module):
             scores_einsum=self.scores,
             context_einsum=self.context,
         )
+
+
+def _dropped(weights: jax.Array, key: jax.Array | None, rate: float, broadcast: bool) -> jax.Array:
+    """`weights` after the dropout of ``flax.nnx.dot_product_attention``."""
+    if key is None:
+        raise ValueError("dropout_rate needs a dropout_rng, or deterministic=True.")
+    shape = list(weights.shape)
+    if broadcast:
+        shape[:-2] = [1] * (weights.ndim - 2)
+    keep = jax.random.bernoulli(key, 1.0 - rate, shape)
+    return weights * (keep.astype(weights.dtype) / (1.0 - rate))
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
