@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
 from jfp8.conversion.nnx import layers_of
 from jfp8.conversion.product_rows import ProductRow, Report
-from jfp8.layers.linen.products import Product
+from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.nnx.hooks import annotate
 from jfp8.products.operand import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
@@ -83,7 +83,7 @@ def _linen_jaxpr(
 ) -> ClosedJaxpr:
     def locate(next_fun, args, kwargs, context):
         module = context.module
-        if module.scope is None or isinstance(module, Product):  # without: it is being made
+        if module.scope is None or isinstance(module, ProductModule):  # without: it is being made
             return next_fun(*args, **kwargs)
         with note("path", "/".join(module.path)), note("layer", type(module).__name__):
             return next_fun(*args, **kwargs)

@@ -21,7 +21,7 @@ from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
     DotGeneral,
-    Product,
+    ProductModule,
     ProductOf,
     promote_dtype,
     promote_values,
@@ -38,7 +38,7 @@ def _own_call(layer: type[nn.Module]) -> Callable[..., Any]:
 
 
 # How Flax runs each layer, and the hook that makes its product; or what runs the layer instead.
-_HOOKS: dict[Callable[..., Any], tuple[type[Product], str | Callable[..., Any]]] = {
+_HOOKS: dict[Callable[..., Any], tuple[type[ProductModule], str | Callable[..., Any]]] = {
     _own_call(nn.Dense): (DotGeneral, "dot_general"),
     _own_call(nn.DenseGeneral): (DotGeneral, "dot_general"),
     _own_call(nn.Conv): (ConvGeneralDilated, "conv_general_dilated"),

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jfp8.layers.nnx.attention import has_stock_attention, install_attention
-from jfp8.layers.nnx.hooks import hook_of, install, is_stock
+from jfp8.layers.nnx.hooks import has_stock_product, install
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 
@@ -37,9 +37,7 @@ def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
     ['layers/0']
     """
     return [
-        ("/".join(map(str, path)), node)
-        for path, node in _nodes(module)
-        if (hook := hook_of(node)) is not None and is_stock(node, hook)
+        ("/".join(map(str, path)), node) for path, node in _nodes(module) if has_stock_product(node)
     ]
 
 
@@ -81,11 +79,10 @@ def convert_module(
     how: dict[str, Any] = {"implementation": implementation}
     for path, node in _nodes(module):
         name = "/".join(map(str, path))
-        hook = hook_of(node)
-        if hook is not None and is_stock(node, hook):
+        if has_stock_product(node):
             recipe = decide(name, node)
             if recipe is not None:
-                install(_at(converted, path), hook, recipe=recipe, path=name, **how)
+                install(_at(converted, path), recipe=recipe, path=name, **how)
         elif attention_products and isinstance(node, nnx.MultiHeadAttention):
             recipe = decide(name, node) if has_stock_attention(node) else None
             if recipe is not None:

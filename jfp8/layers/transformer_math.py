@@ -7,25 +7,20 @@ little to compute again is not kept for the backward pass, only its input, in FP
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8.layers.options import check_option
+from jfp8.layers.position_math import Rotary, rotary_embedding
 from jfp8.products.saved_activations import save_in_fp8
 from jfp8.scaling.formats import Format
 
 LayerNormType = Literal["layernorm", "rmsnorm"]
-GroupMethod = Literal["consecutive", "alternate"]
 EinsumFunction = Callable[..., jax.Array]
-
-
-def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Raise ``ValueError`` unless `value`, given for `name`, is one of `allowed`."""
-    if value not in allowed:
-        choices = ", ".join(map(repr, allowed))
-        raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
 
 
 def _keeping_inputs(f: Callable[..., jax.Array], saved: Format | None) -> Callable[..., jax.Array]:
@@ -66,7 +61,7 @@ def normalize(
     References:
       arXiv 1607.06450 (LayerNorm), 1910.07467 (RMSNorm).
     """
-    check_choice("layernorm_type", layernorm_type, ("layernorm", "rmsnorm"))
+    check_option("layernorm_type", layernorm_type, ("layernorm", "rmsnorm"))
     axes = tuple(axis % x.ndim for axis in axes)
 
     def run(x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -114,7 +109,7 @@ def projections_of(activation: str) -> int:
     Raises:
       ValueError: unknown `activation`; the message lists the known ones.
     """
-    check_choice("activation", activation, tuple(ACTIVATIONS))
+    check_option("activation", activation, tuple(ACTIVATIONS))
     return len(ACTIVATIONS[activation])
 
 
@@ -175,6 +170,62 @@ def causal_mask(query_length: int, key_length: int) -> jax.Array:
     return jnp.arange(query_length)[:, None] >= jnp.arange(key_length)[None, :]
 
 
+def and_causal(mask: jax.Array | None, query_length: int, key_length: int) -> jax.Array:
+    """`mask`, and besides it `causal_mask`."""
+    causal = causal_mask(query_length, key_length)
+    if mask is None:
+        return causal
+    # Flax makes masks of floats, too.
+    causal, mask = jnp.broadcast_arrays(causal, jnp.asarray(mask, bool))
+    return causal & mask
+
+
+def plus_bias(relative: jax.Array, given: jax.Array | None) -> jax.Array:
+    """The sum of two biases of attention scores, of which the second may be missing."""
+    if given is None:
+        return relative
+    relative, given = jnp.broadcast_arrays(relative, given)
+    return relative + given
+
+
+def projected_attention(
+    query: jax.Array,
+    keys_values: jax.Array,
+    *,
+    rotary: Rotary | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
+    """`grouped_query_attention` of what projections made for each of ``G`` groups.
+
+    Args:
+      query: ``[..., q, G, H / G, depth]``.
+      keys_values: ``[..., k, G, 2, depth]``.
+      rotary: windows and group method of a `rotary_embedding`; None: there is none.
+      dropout_rate, dropout_key: as for `drop`.
+      options: as for `grouped_query_attention`.
+
+    Returns:
+      ``[..., q, H, depth]``.
+    """
+    *leading, groups, shared_by, depth = query.shape
+    query = query.reshape(*leading, groups * shared_by, depth)
+    key, value = keys_values[..., 0, :], keys_values[..., 1, :]
+    if rotary is not None:
+        windows, method = rotary
+        turn = partial(rotary_embedding, windows=windows, group_method=method)
+        query, key = turn(query), turn(key)
+    return grouped_query_attention(
+        query,
+        key,
+        value,
+        dropout=partial(drop, rate=dropout_rate),
+        dropout_args=(dropout_key,),
+        **options,
+    )
+
+
 def grouped_query_attention(
     query: jax.Array,
     key: jax.Array,
@@ -224,18 +275,10 @@ def grouped_query_attention(
             f"{heads} heads of the query cannot share {groups} heads of keys and values evenly. "
             "The former must be a multiple of the latter."
         )
-    wide = jnp.promote_types(query.dtype, jnp.float32)
     grouped = (*batch, groups, heads // groups, q_length, k_length)
-    every_head = (*batch, heads, q_length, k_length)
 
     def attend(value, query, key, mask, bias, dropout_args) -> jax.Array:
-        query = query.reshape(*batch, q_length, groups, heads // groups, depth)
-        scores = scores_einsum("...qgrd,...kgd->...grqk", query, key, preferred_element_type=wide)
-        scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
-        if bias is not None:
-            scores += jnp.broadcast_to(bias, every_head).astype(wide)
-        if mask is not None:
-            scores = jnp.where(jnp.broadcast_to(mask, every_head), scores, jnp.finfo(wide).min)
+        scores = _scores(query, key, mask, bias, scores_einsum)
         weights = dropout(jax.nn.softmax(scores), *dropout_args).astype(value.dtype)
         context = context_einsum("...grqk,...kgd->...qgrd", weights.reshape(grouped), value)
         return context.reshape(*batch, q_length, heads, depth)
@@ -245,119 +288,23 @@ def grouped_query_attention(
     return attend(value, query, key, mask, bias, dropout_args)
 
 
-def rotary_embedding(
-    x: jax.Array,
-    positions: jax.Array | None = None,
-    *,
-    windows: tuple[float, float] = (1, 10_000),
-    group_method: GroupMethod = "consecutive",
+def _scores(
+    query: jax.Array,
+    key: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    einsum: EinsumFunction,
 ) -> jax.Array:
-    """Rotary position embedding: pairs of features turn by an angle that grows with the position.
-
-    Pair ``i`` of ``depth / 2`` turns by ``position / (lo * (hi / lo)^(2 i / depth))``, where
-    ``lo, hi`` are the `windows`. The product of a query and a key then depends on the distance
-    between them only.
-
-    Args:
-      x: ``[..., length, heads, depth]``, with an even depth.
-      positions: ``[length]``, or with leading dimensions of `x`; default: 0, 1, 2 ...
-      windows: shortest and longest wavelength, in units of ``2 pi`` positions.
-      group_method: which features are pairs: ``"consecutive"`` ones, ``(2 i, 2 i + 1)``, or
-        ``"alternate"``, ``(i, i + depth / 2)``.
-
-    Returns:
-      Array of the shape and dtype of `x`.
-
-    Raises:
-      ValueError: unknown `group_method`, or an odd depth.
-
-    References:
-      arXiv 2104.09864, which pairs consecutive features; Llama's and GPT-NeoX's weights are for
-      ``"alternate"``.
-    """
-    check_choice("group_method", group_method, ("consecutive", "alternate"))
-    length, _, depth = x.shape[-3:]
-    if depth % 2:
-        raise ValueError(f"Rotary embedding turns pairs of features, but there are {depth}.")
-    shortest, longest = windows
-    wavelengths = shortest * (longest / shortest) ** (np.arange(0, depth, 2) / depth)
-    if positions is None:
-        positions = jnp.arange(length)
-    leading = (1,) * (x.ndim - 2 - positions.ndim)
-    positions = positions.reshape(*leading, *positions.shape, 1, 1)
-    angles = positions / wavelengths.astype(np.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if group_method == "consecutive":
-        a, b = wide[..., 0::2], wide[..., 1::2]
-        turned = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
-    else:
-        a, b = jnp.split(wide, 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-    return turned.astype(x.dtype)
-
-
-def relative_position_buckets(
-    distances: np.ndarray,
-    *,
-    bidirectional: bool,
-    num_buckets: int = 32,
-    max_distance: int = 128,
-) -> np.ndarray:
-    """The bucket of each distance, as T5 has them.
-
-    One half of the buckets is for exact distances, the other for ranges that grow in proportion up
-    to `max_distance`; the last one is for all beyond. If `bidirectional`, one half of all is for
-    keys before the query and one for keys after it; otherwise keys after it share bucket 0.
-
-    Args:
-      distances: integers: position of the key minus position of the query.
-
-    Returns:
-      Integers of the same shape, ``0 <= bucket < num_buckets``.
-
-    References:
-      arXiv 1910.10683; ``_relative_position_bucket`` of Mesh TensorFlow and T5X.
-    """
-    backwards, first = -np.asarray(distances), np.zeros_like(distances)
-    if bidirectional:
-        num_buckets //= 2
-        first = np.where(backwards < 0, num_buckets, 0)
-        backwards = np.abs(backwards)
-    backwards = np.maximum(backwards, 0)
-    exact = num_buckets // 2
-    # The published rule's epsilon: a distance on the border belongs to the farther bucket.
-    ratio = np.maximum(backwards, 1) / exact + np.finfo(np.float32).eps
-    steps = np.log(ratio) / np.log(max_distance / exact) * (num_buckets - exact)
-    ranged = np.minimum(exact + steps.astype(np.int64), num_buckets - 1)
-    return first + np.where(backwards < exact, backwards, ranged)
-
-
-def relative_position_bias(
-    table: jax.Array,
-    query_length: int,
-    key_length: int,
-    *,
-    bidirectional: bool,
-    max_distance: int = 128,
-) -> jax.Array:
-    """The bias of attention scores that `table` holds for the distance of each query and key.
-
-    Args:
-      table: ``[heads, num_buckets]``; see `relative_position_buckets`.
-
-    Returns:
-      ``[heads, query_length, key_length]``.
-    """
-    # There are far fewer distances than pairs: look up the former once.
-    distances = np.arange(1 - query_length, key_length)
-    buckets = relative_position_buckets(
-        distances,
-        bidirectional=bidirectional,
-        num_buckets=table.shape[-1],
-        max_distance=max_distance,
-    )
-    by_distance = table[:, buckets]
-    pairs = jnp.arange(key_length)[None, :] - jnp.arange(query_length)[:, None]
-    return by_distance[:, pairs + (query_length - 1)]
+    """What attention takes the softmax of: ``[..., H, q, k]``, in float32 at least."""
+    *batch, q_length, heads, depth = query.shape
+    k_length, groups = key.shape[-3:-1]
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    every_head = (*batch, heads, q_length, k_length)
+    query = query.reshape(*batch, q_length, groups, heads // groups, depth)
+    scores = einsum("...qgrd,...kgd->...grqk", query, key, preferred_element_type=wide)
+    scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
+    if bias is not None:
+        scores += jnp.broadcast_to(bias, every_head).astype(wide)
+    if mask is not None:
+        scores = jnp.where(jnp.broadcast_to(mask, every_head), scores, jnp.finfo(wide).min)
+    return scores

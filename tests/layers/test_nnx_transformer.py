@@ -148,6 +148,10 @@ def test_mistakes():
         jfp8.nnx.LayerNormLinear(D, 4, layernorm_type="batch", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="encoded_features is for"):
         make(encoded_features=4)
+    with pytest.raises(TypeError, match="no option 'actvation'. Did you mean 'mlp_act"):
+        make(actvation="gelu")
+    with pytest.raises(TypeError, match="LayerNormMLP has no option 'precision'.*activation, "):
+        jfp8.nnx.LayerNormMLP(D, 16, precision=None, rngs=nnx.Rngs(0))
     x = jnp.ones((1, 5, D))
     with pytest.raises(ValueError, match="give `encoded` to the call"):
         make(layer_type="decoder")(x)

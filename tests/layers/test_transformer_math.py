@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jfp8.layers import transformer_math
+from jfp8.layers import position_math, transformer_math
 
 F32_EPS = 2.0**-23
 
@@ -357,7 +357,7 @@ PAIRS = {
 @pytest.mark.parametrize("windows", [(1, 10_000), (2, 500.0)])
 def test_rotary_embedding(method, windows):
     x = normal((2, 30, 3, 8))
-    y = transformer_math.rotary_embedding(jnp.asarray(x), windows=windows, group_method=method)
+    y = position_math.rotary_embedding(jnp.asarray(x), windows=windows, group_method=method)
     expected = turned(x.astype(np.float64), np.arange(30), windows, PAIRS[method])
     # Angles up to 30 are rounded to 2^-20, and turn by that.
     assert_close(y, expected, ulps=32)
@@ -370,7 +370,7 @@ def test_rotary_embedding_of_given_positions(method):
     """Of two packed sequences, positions start anew; they may differ along the batch."""
     x = normal((2, 6, 3, 8))
     positions = np.array([[0, 1, 2, 0, 1, 2], [3, 1, 4, 1, 5, 9]])
-    turn = lambda x, p: transformer_math.rotary_embedding(
+    turn = lambda x, p: position_math.rotary_embedding(
         jnp.asarray(x), jnp.asarray(p), group_method=method
     )
     expected = turned(x.astype(np.float64), positions, (1, 10_000), PAIRS[method])
@@ -382,7 +382,7 @@ def test_rotary_embedding_of_given_positions(method):
 @pytest.mark.parametrize("method", PAIRS)
 def test_rotated_products_depend_on_the_distance_only(method):
     query, key = (jnp.asarray(np.tile(normal((1, 1, 16), s), (12, 1, 1))) for s in (0, 1))
-    query, key = (transformer_math.rotary_embedding(a, group_method=method) for a in (query, key))
+    query, key = (position_math.rotary_embedding(a, group_method=method) for a in (query, key))
     products = np.asarray(query[:, 0] @ key[:, 0].T, np.float64)
     for distance in (-3, 0, 2):
         along = np.diagonal(products, distance)
@@ -392,7 +392,7 @@ def test_rotated_products_depend_on_the_distance_only(method):
 
 def test_rotary_embedding_computes_bf16_in_f32():
     x = jnp.asarray(normal((1, 200, 2, 8)), jnp.bfloat16)
-    y = transformer_math.rotary_embedding(x)
+    y = position_math.rotary_embedding(x)
     assert y.dtype == jnp.bfloat16
     expected = turned(np.asarray(x, np.float64), np.arange(200), (1, 10_000), PAIRS["consecutive"])
     assert_close(y, expected, ulps=0.6, dtype=jnp.bfloat16)
@@ -400,10 +400,10 @@ def test_rotary_embedding_computes_bf16_in_f32():
 
 def test_rotary_embedding_refuses_what_it_cannot_turn():
     with pytest.raises(ValueError, match="turns pairs of features, but there are 7"):
-        transformer_math.rotary_embedding(jnp.ones((3, 2, 7)))
+        position_math.rotary_embedding(jnp.ones((3, 2, 7)))
     words = "group_method must be one of 'consecutive', 'alternate'; got 'half'"
     with pytest.raises(ValueError, match=words):
-        transformer_math.rotary_embedding(jnp.ones((3, 2, 8)), group_method="half")
+        position_math.rotary_embedding(jnp.ones((3, 2, 8)), group_method="half")
 
 
 def bucket(distance, bidirectional, num_buckets, max_distance) -> int:
@@ -429,7 +429,7 @@ def bucket(distance, bidirectional, num_buckets, max_distance) -> int:
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (20, 160), (8, 100)])
 def test_relative_position_buckets(bidirectional, num_buckets, max_distance):
     distances = np.arange(-300, 301)
-    buckets = transformer_math.relative_position_buckets(
+    buckets = position_math.relative_position_buckets(
         distances,
         bidirectional=bidirectional,
         num_buckets=num_buckets,
@@ -447,7 +447,7 @@ def test_relative_position_buckets(bidirectional, num_buckets, max_distance):
 @pytest.mark.parametrize("lengths", [(4, 4), (3, 7), (7, 3), (1, 5)])
 def test_relative_position_bias(bidirectional, lengths):
     table = normal((2, 8))
-    bias = transformer_math.relative_position_bias(
+    bias = position_math.relative_position_bias(
         jnp.asarray(table), *lengths, bidirectional=bidirectional, max_distance=5
     )
     assert bias.shape == (2, *lengths)
@@ -457,7 +457,7 @@ def test_relative_position_bias(bidirectional, lengths):
 
 
 def test_the_gradient_of_a_relative_position_bias_counts_its_pairs():
-    sum_of = lambda table: transformer_math.relative_position_bias(
+    sum_of = lambda table: position_math.relative_position_bias(
         table, 4, 4, bidirectional=True, max_distance=8
     ).sum()
     counts = jax.grad(sum_of)(jnp.zeros((1, 8)))

@@ -844,7 +844,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "strides_for_dilation",
         "a transposed convolution takes its strides for the dilation of its kernel",
-        "jfp8/layers/linen/layers.py",
+        "jfp8/layers/conv_transpose.py",
         "strides, dilation = spread(layer.strides), spread(layer.kernel_dilation)",
         "dilation, strides = spread(layer.strides), spread(layer.kernel_dilation)",
         "products/test_conv_transpose.py::test_layer_is_flax_where_fp8_holds_the_values",

@@ -11,22 +11,21 @@ import jax
 from flax.typing import PRNGKey
 
 from jfp8.layers.linen.layers import own_product
-from jfp8.layers.linen.products import DotGeneral, Product, ProductOf, promote_dtype
+from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf, promote_dtype
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 
 EINSUM_HOOKS = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
 
 
-class EinsumProduct(Product):
+class EinsumProduct(ProductModule):
     """An FP8 einsum of two operands with its state, for the products inside of attention.
 
     ``nn.MultiHeadDotProductAttention(qk_attn_weights_einsum_cls=EinsumProduct,
     attn_weights_value_einsum_cls=EinsumProduct)`` computes both with it. For the attributes see
-    `Product`.
+    `ProductModule`.
     """
 
     @nn.compact
@@ -50,9 +49,7 @@ class EinsumProduct(Product):
         Raises:
           ValueError: not two operands and a result.
         """
-        dot_general = ProductOf(
-            DotGeneral, self.recipe, self.implementation, self.state_in_params
-        )()
+        dot_general = DotGeneral(self.recipe, self.implementation, self.state_in_params)
         return einsum.as_dot_general(
             einsum.parse(equation, lhs.ndim, rhs.ndim),
             lhs,
@@ -119,8 +116,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 f"attention_products=True needs an attention_fn whose products can be replaced, as "
                 f"in nn.dot_product_attention; {self.attention_fn} takes no {hook}."
             )
-        recipe = None if self.recipe is None else check_recipe(self.recipe)
-        return ProductOf(EinsumProduct, recipe, self.implementation)
+        return ProductOf(EinsumProduct, self.recipe, self.implementation)
 
     @nn.compact
     def __call__(

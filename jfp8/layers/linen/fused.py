@@ -11,6 +11,7 @@ from flax.typing import Dtype, Initializer
 
 from jfp8.layers import transformer_math
 from jfp8.layers.linen.layers import DenseGeneral
+from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, options_of
 from jfp8.layers.transformer_math import LayerNormType
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
@@ -80,16 +81,7 @@ class LayerNormDense(DenseGeneral):
         bias = None
         if self.layernorm_type == "layernorm":
             bias = self.param("ln_bias", self.ln_bias_init, shape, self.param_dtype)
-        y = transformer_math.normalize(
-            x,
-            scale,
-            bias,
-            axes=axes,
-            epsilon=self.epsilon,
-            layernorm_type=self.layernorm_type,
-            zero_centered_gamma=self.zero_centered_gamma,
-            saved_activations=self.saved_activations,
-        )
+        y = transformer_math.normalize(x, scale, bias, axes=axes, **options_of(self, NORM_OPTIONS))
         return y.astype(nn.dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype))
 
 
@@ -156,24 +148,13 @@ class LayerNormMLP(nn.Module):
         Returns:
           ``[..., features]``; or a pair of arrays, see `return_layernorm_output`.
         """
-        common = {
-            "use_bias": self.use_bias,
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "kernel_init": self.kernel_init,
-            "bias_init": self.bias_init,
-            "recipe": self.recipe,
-            "implementation": self.implementation,
-        }
+        dense = options_of(self, PRODUCT_OPTIONS)
         projections = transformer_math.projections_of(self.activation)
         hidden, normalized = LayerNormDense(
             (projections, self.intermediate_dim),
-            layernorm_type=self.layernorm_type,
-            epsilon=self.epsilon,
-            zero_centered_gamma=self.zero_centered_gamma,
             return_layernorm_output=True,
-            saved_activations=self.saved_activations,
-            **common,
+            **options_of(self, NORM_OPTIONS),
+            **dense,
             name="wi",
         )(inputs)
         hidden = transformer_math.activate(
@@ -182,5 +163,5 @@ class LayerNormMLP(nn.Module):
         if self.intermediate_dropout_rate:
             fixed = nn.merge_param("deterministic", self.deterministic, deterministic)
             hidden = nn.Dropout(self.intermediate_dropout_rate, deterministic=fixed)(hidden)
-        y = DenseGeneral(inputs.shape[-1], **common, name="wo")(hidden)
+        y = DenseGeneral(inputs.shape[-1], **dense, name="wo")(hidden)
         return (y, normalized) if self.return_layernorm_output else y

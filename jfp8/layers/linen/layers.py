@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
 import jax
 
+from jfp8.layers.conv_transpose import convolve_transposed
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
     DotGeneral,
-    Product,
+    ProductModule,
     ProductOf,
     promote_dtype,
 )
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
-from jfp8.products.conv_transpose import conv_transpose
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
-from jfp8.scaling.arrays import ScaledArray
 
 
-def own_product(layer: Any, product: type[Product], hook: str) -> ProductOf:
+def own_product(layer: Any, product: type[ProductModule], hook: str) -> ProductOf:
     """What `layer` computes its product with, or an error if it was told to use something else.
 
     `hook` is Flax's name for a function; ``{hook}_cls`` for what makes one.
@@ -38,11 +37,19 @@ def own_product(layer: Any, product: type[Product], hook: str) -> ProductOf:
             f"jfp8.{name} computes its product itself, so it takes neither {hook} nor "
             f"{hook}_cls. Pass recipe=..., or use flax.linen.{flax.__name__} with {hook}_cls."
         )
-    recipe = None if layer.recipe is None else check_recipe(layer.recipe)
-    return ProductOf(product, recipe, layer.implementation)
+    return ProductOf(product, layer.recipe, layer.implementation)
 
 
-class Dense(nn.Dense):
+@dataclass(eq=False, repr=False)
+class Fp8Layer:
+    """The fields that the layers of this file have besides those of Flax's."""
+
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+    promote_dtype: Callable[..., Any] = promote_dtype
+
+
+class Dense(Fp8Layer, nn.Dense):
     """``flax.linen.Dense`` with its product, forward and backward, in FP8.
 
     Takes every argument of ``nn.Dense`` but ``dot_general`` and ``dot_general_cls``; the ``params``
@@ -60,48 +67,29 @@ class Dense(nn.Dense):
     ['fp8', 'fp8_sink', 'params']
     """
 
-    recipe: Recipe | None = None
-    implementation: Implementation = None
-    promote_dtype: Callable[..., Any] = promote_dtype
-
     def __post_init__(self) -> None:
         self.dot_general_cls = own_product(self, DotGeneral, "dot_general")
         super().__post_init__()
 
 
-class DenseGeneral(nn.DenseGeneral):
+class DenseGeneral(Fp8Layer, nn.DenseGeneral):
     """``flax.linen.DenseGeneral`` with its product, forward and backward, in FP8.
 
-    Takes every argument of ``nn.DenseGeneral`` but ``dot_general`` and ``dot_general_cls``; the
-    ``params`` are those of ``nn.DenseGeneral``, with the same initial values for the same key.
-
-    Attributes:
-      recipe, implementation: see `Dense`.
+    Takes every argument of ``nn.DenseGeneral`` but ``dot_general`` and ``dot_general_cls``, and
+    the `recipe` and `implementation` of `Dense`.
     """
-
-    recipe: Recipe | None = None
-    implementation: Implementation = None
-    promote_dtype: Callable[..., Any] = promote_dtype
 
     def __post_init__(self) -> None:
         self.dot_general_cls = own_product(self, DotGeneral, "dot_general")
         super().__post_init__()
 
 
-class Conv(nn.Conv):
+class Conv(Fp8Layer, nn.Conv):
     """``flax.linen.Conv`` with its convolution, forward and backward, in FP8.
 
     Takes every argument of ``nn.Conv`` but ``conv_general_dilated`` and
-    ``conv_general_dilated_cls``; the ``params`` are those of ``nn.Conv``, with the same initial
-    values for the same key.
-
-    Attributes:
-      recipe, implementation: see `Dense`.
+    ``conv_general_dilated_cls``, and the `recipe` and `implementation` of `Dense`.
     """
-
-    recipe: Recipe | None = None
-    implementation: Implementation = None
-    promote_dtype: Callable[..., Any] = promote_dtype
 
     def __post_init__(self) -> None:
         self.conv_general_dilated_cls = own_product(
@@ -110,19 +98,11 @@ class Conv(nn.Conv):
         super().__post_init__()
 
 
-class ConvTranspose(nn.ConvTranspose):
+class ConvTranspose(Fp8Layer, nn.ConvTranspose):
     """``flax.linen.ConvTranspose`` with its convolution, forward and backward, in FP8.
 
-    Takes every argument of ``nn.ConvTranspose``; the ``params`` are those of ``nn.ConvTranspose``,
-    with the same initial values for the same key.
-
-    Attributes:
-      recipe, implementation: see `Dense`.
+    Takes every argument of ``nn.ConvTranspose``, and the `recipe` and `implementation` of `Dense`.
     """
-
-    recipe: Recipe | None = None
-    implementation: Implementation = None
-    promote_dtype: Callable[..., Any] = promote_dtype
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -135,19 +115,11 @@ class ConvTranspose(nn.ConvTranspose):
         return apply_conv_transpose(self, product, inputs)
 
 
-class Einsum(nn.Einsum):
+class Einsum(Fp8Layer, nn.Einsum):
     """``flax.linen.Einsum`` with its product, forward and backward, in FP8.
 
-    Takes every argument of ``nn.Einsum``; the ``params`` are those of ``nn.Einsum``, with the same
-    initial values for the same key.
-
-    Attributes:
-      recipe, implementation: see `Dense`.
+    Takes every argument of ``nn.Einsum``, and the `recipe` and `implementation` of `Dense`.
     """
-
-    recipe: Recipe | None = None
-    implementation: Implementation = None
-    promote_dtype: Callable[..., Any] = promote_dtype
 
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
@@ -195,40 +167,11 @@ def apply_conv_transpose(
     """What ``nn.ConvTranspose.__call__`` does, with its product made by `product`."""
     size = layer.kernel_size
     window = (size,) if isinstance(size, int) else tuple(size)
-    spread = lambda x: (x or 1,) * len(window) if x is None or isinstance(x, int) else tuple(x)
-    strides, dilation = spread(layer.strides), spread(layer.kernel_dilation)
-    padding = nn.linear.canonicalize_padding(layer.padding, len(window))
-    batch, image = inputs.shape[: -len(window) - 1], inputs.shape[-len(window) - 1 :]
-    inputs = inputs.reshape(-1, *image)
-
-    channels = (image[-1], layer.features)
+    channels = (inputs.shape[-1], layer.features)
     shape = (*window, *(reversed(channels) if layer.transpose_kernel else channels))
-    if layer.mask is not None and layer.mask.shape != shape:
-        raise ValueError(
-            f"mask must have the shape of the kernel, {shape}, not {layer.mask.shape}."
-        )
     kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
-    if layer.mask is not None:
-        kernel = (kernel.dequantize() if isinstance(kernel, ScaledArray) else kernel) * layer.mask
     bias = None
     if layer.use_bias:
         bias = layer.param("bias", layer.bias_init, (layer.features,), layer.param_dtype)
-    lhs, rhs, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    assert lhs is not None  # promotion keeps what is given
-    assert rhs is not None
-    y = conv_transpose(
-        lhs,
-        rhs,
-        strides,
-        padding,
-        dilation,
-        layer.transpose_kernel,
-        functools.partial(
-            product(),
-            precision=layer.precision,
-            preferred_element_type=layer.preferred_element_type,
-        ),
-    )
-    if bias is not None:
-        y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
-    return y.reshape(*batch, *y.shape[1:])
+    promote = functools.partial(layer.promote_dtype, dtype=layer.dtype)
+    return convolve_transposed(layer, inputs, kernel, bias, promote=promote, convolve=product())

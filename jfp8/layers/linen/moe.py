@@ -12,7 +12,7 @@ from flax.typing import Dtype, Initializer
 from jax import lax
 
 from jfp8.layers import transformer_math
-from jfp8.layers.linen.products import Product, promote_dtype
+from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.matmul.choice import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
@@ -21,12 +21,12 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
 
 
-class RaggedDot(Product):
+class RaggedDot(ProductModule):
     """An FP8 ``ragged_dot`` with its state.
 
     The state is that of every product. Its history for "rhs" records the largest amax of all
     groups, and is not read: each group's matrix is scaled by its own amax. For the attributes see
-    `Product`.
+    `ProductModule`.
     """
 
     @nn.compact
@@ -205,24 +205,21 @@ class MoE(nn.Module):
         loss = routing.load_balancing_loss(routed)
         self.sow("intermediates", "load_balancing_loss", loss)
 
-        def dense(features: int, name: str) -> ExpertDense:
-            return ExpertDense(
-                self.num_experts,
-                features,
-                dtype=self.dtype,
-                param_dtype=self.param_dtype,
-                kernel_init=self.kernel_init,
-                recipe=self.recipe,
-                implementation=self.implementation,
-                name=name,
-            )
-
+        dense = partial(
+            ExpertDense,
+            self.num_experts,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            recipe=self.recipe,
+            implementation=self.implementation,
+        )
         x = routing.to_experts(tokens, routed)
-        hidden = dense(projections * self.intermediate_dim, "wi")(x, routed.group_sizes)
+        hidden = dense(projections * self.intermediate_dim, name="wi")(x, routed.group_sizes)
         hidden = hidden.reshape(-1, projections, self.intermediate_dim)
         hidden = transformer_math.activate(
             hidden, self.activation, saved_activations=self.saved_activations
         )
-        y = dense(features, "wo")(hidden, routed.group_sizes)
+        y = dense(features, name="wo")(hidden, routed.group_sizes)
         y = routing.from_experts(y, routed).astype(y.dtype).reshape(inputs.shape)
         return (y, loss) if self.return_load_balancing_loss else y

@@ -26,7 +26,7 @@ from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.notes import note
 
 
-class Product(nn.Module):
+class ProductModule(nn.Module):
     """What the modules of this file share: the recipe, and where the state is.
 
     Attributes:
@@ -78,7 +78,7 @@ class Product(nn.Module):
         """The path of the layer that has this product, and the path of the product in it."""
         module: Any = self
         depth = len(self.path)
-        while depth and isinstance(module, Product):
+        while depth and isinstance(module, ProductModule):
             module, depth = module.parent, depth - 1
         return "/".join(self.path[:depth]), "/".join(self.path[depth:])
 
@@ -101,7 +101,7 @@ class Product(nn.Module):
         if not self._is_mutable("fp8") or (self.state_in_params and not self.is_initializing()):
             return None
         for role in ROLES:
-            self._make("fp8", role, empty[role])
+            self._put("fp8", role, empty[role])
         return empty
 
     @nn.nowrap
@@ -110,7 +110,7 @@ class Product(nn.Module):
         place = self._place("fp8_sink", "amax")
         if self.is_initializing():
             if self._is_mutable("fp8_sink") and recipe.init_state() is not None:
-                self._make("fp8_sink", "amax", init_sink())
+                self._put("fp8_sink", "amax", init_sink())
             return None
         if self.is_mutable_collection("fp8_sink") or not self.has_variable(*place):
             return None
@@ -122,9 +122,9 @@ class Product(nn.Module):
         return from_params(value, collection) if self.state_in_params else value
 
     @nn.nowrap
-    def _make(self, collection: str, name: str, value: Any) -> None:
+    def _put(self, collection: str, name: str, value: Any) -> None:
         stored = into_params(value) if self.state_in_params else value
-        self.variable(*self._place(collection, name), lambda: stored)
+        self.put_variable(*self._place(collection, name), stored)
 
     @nn.nowrap
     def _record(self, state: dict[str, AmaxState], observed: Observed, *, pushing: bool) -> None:
@@ -139,15 +139,14 @@ class Product(nn.Module):
                 updated = {**state[role], "amax_history": history}
             else:
                 updated = observe(state[role], amax)
-            stored = into_params(updated) if self.state_in_params else updated
-            self.put_variable(*self._place("fp8", role), stored)
+            self._put("fp8", role, updated)
 
 
-class DotGeneral(Product):
+class DotGeneral(ProductModule):
     """An FP8 ``dot_general`` with its state, for ``nn.Dense(dot_general_cls=DotGeneral)``.
 
     Use ``functools.partial(DotGeneral, recipe=...)`` for another recipe than the default. For the
-    attributes see `Product`.
+    attributes see `ProductModule`.
     """
 
     @nn.compact
@@ -182,11 +181,11 @@ class DotGeneral(Product):
         return self._multiply(quantized, plain, lhs, rhs)
 
 
-class ConvGeneralDilated(Product):
+class ConvGeneralDilated(ProductModule):
     """FP8 ``conv_general_dilated`` with its state, for ``nn.Conv(conv_general_dilated_cls=...)``.
 
     Use ``functools.partial(ConvGeneralDilated, recipe=...)`` for another recipe than the default.
-    For the attributes see `Product`.
+    For the attributes see `ProductModule`.
     """
 
     @nn.compact
@@ -207,10 +206,7 @@ class ConvGeneralDilated(Product):
 
         Args:
           lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.
-          window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
-            feature_group_count: as for ``jax.lax.conv_general_dilated``.
           precision: of the convolution where FP8 is disabled (see `jfp8.autocast`).
-          preferred_element_type: dtype of the result.
         """
         how = {
             "window_strides": window_strides,
@@ -232,12 +228,16 @@ class ConvGeneralDilated(Product):
 class ProductOf:
     """Makes the product of a layer. Unlike a partial it compares by value, for ``nn.jit``."""
 
-    module: type[Product]
+    module: type[ProductModule]
     recipe: Recipe | None
     implementation: Implementation
     state_in_params: bool = False
 
-    def __call__(self) -> Product:
+    def __post_init__(self) -> None:
+        if self.recipe is not None:
+            check_recipe(self.recipe)
+
+    def __call__(self) -> ProductModule:
         return self.module(
             recipe=self.recipe,
             implementation=self.implementation,

@@ -12,6 +12,7 @@ from typing import Any
 import flax.core
 import jax
 from flax.core.scope import CollectionFilter, in_filter
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jfp8.scaling.sink import ROLES, WIDTH
 
@@ -54,69 +55,43 @@ def collections_into_params(
 
     They stay where they are as well, for layers of jfp8 that look there.
     """
-    params = variables.get("params", {})
+    params = _flat(variables.get("params", {}), keep_empty_nodes=True)
     for collection in ("fp8", "fp8_sink"):
         if collection == "fp8_sink" and in_filter(mutable, collection):
             continue
-        params = _with_state(params, flax.core.unfreeze(variables.get(collection, {})), collection)
-    return {**variables, "params": params}
-
-
-def _with_state(params: Mapping[str, Any], state: Any, collection: str) -> dict[str, Any]:
-    merged = dict(params)
-    for name, node in state.items():
-        if collection == "fp8" and _is_state(node):
-            leading = node["amax"].ndim
-        elif collection == "fp8_sink" and not isinstance(node, Mapping):
-            leading = node.ndim - 2
-        else:
-            merged[name] = _with_state(params.get(name, {}), node, collection)
-            continue
-        merged[place_in_params(collection, name)[1]] = into_params(node, leading)
-    return merged
-
-
-def _is_state(node: Any) -> bool:
-    """Whether `node` is the state of one tensor, rather than a module that is called like one."""
-    return set(node) == {"amax_history", "amax"} and not isinstance(node["amax"], Mapping)
+        for (*path, name), node in _flat(variables.get(collection, {})).items():
+            leading = node["amax"].ndim if collection == "fp8" else node.ndim - 2
+            _, stored = place_in_params(collection, name)
+            params[(*path, stored)] = into_params(node, leading)
+    return {**variables, "params": unflatten_dict(params)}
 
 
 def collections_out_of_params(
     variables: Mapping[str, Any], mutable: CollectionFilter
 ) -> dict[str, Any]:
     """`variables` with the state back in its collections; of these, those that are `mutable`."""
-    params = flax.core.unfreeze(variables.get("params", {}))
-    params, state = _without_state(params)
-    found = {**variables, "params": params}
-    for collection, tree in state.items():
-        if tree:
-            found[collection] = _deep_update(found.get(collection, {}), tree)
+    params: dict[tuple[str, ...], Any] = {}
+    state: dict[str, dict[tuple[str, ...], Any]] = {"fp8": {}, "fp8_sink": {}}
+    for path, node in _flat(variables.get("params", {}), keep_empty_nodes=True).items():
+        collection, _, variable = path[-1].removeprefix("@").partition(".")
+        if path[-1].startswith("@") and collection in state:
+            array = node["amax"] if collection == "fp8" else node
+            value = from_params(node, collection, array.ndim - 1)
+            state[collection][(*path[:-1], variable)] = value
+        else:
+            params[path] = node
+    found = {**variables, "params": unflatten_dict(params)}
+    for collection, flat in state.items():
+        if flat:
+            found[collection] = unflatten_dict({**_flat(found.get(collection, {})), **flat})
     return {name: tree for name, tree in found.items() if tree and in_filter(mutable, name)}
 
 
-def _without_state(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    kept: dict[str, Any] = {}
-    state: dict[str, Any] = {"fp8": {}, "fp8_sink": {}}
-    for name, node in params.items():
-        collection, _, variable = name.removeprefix("@").partition(".")
-        if name.startswith("@") and collection in state:
-            array = node["amax"] if collection == "fp8" else node
-            state[collection][variable] = from_params(node, collection, array.ndim - 1)
-        elif isinstance(node, dict):
-            inner, found = _without_state(node)
-            for collection, tree in found.items():
-                if tree:
-                    state[collection][name] = tree
-            if inner or not node:
-                kept[name] = inner
-        else:
-            kept[name] = node
-    return kept, state
+def _flat(tree: Any, **options: Any) -> dict[tuple[str, ...], Any]:
+    """Paths and leaves of `tree`, where the state of one tensor is one leaf."""
+    return flatten_dict(flax.core.unfreeze(tree), is_leaf=lambda _, x: _is_state(x), **options)
 
 
-def _deep_update(tree: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(tree)
-    for name, node in new.items():
-        both = isinstance(node, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _deep_update(merged[name], node) if both else node
-    return merged
+def _is_state(node: Any) -> bool:
+    """Whether `node` is the state of one tensor, rather than a module that is called like one."""
+    return set(node) == {"amax_history", "amax"} and not isinstance(node["amax"], Mapping)

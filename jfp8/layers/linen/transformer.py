@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jfp8.layers import transformer_math
+from jfp8.layers import position_math, transformer_math
 from jfp8.layers.linen.attention import EinsumProduct
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.layers.linen.layers import DenseGeneral
-from jfp8.layers.transformer_math import GroupMethod, LayerNormType, check_choice
-from jfp8.matmul.choice import Implementation
-from jfp8.recipes.recipe import Recipe
-from jfp8.scaling.formats import Format
+from jfp8.layers.position_math import Rotary
+from jfp8.layers.transformer_options import Architecture, TransformerOptions
 
 
 class RelativePositionBiases(nn.Module):
@@ -28,7 +27,7 @@ class RelativePositionBiases(nn.Module):
 
     Attributes:
       num_attention_heads: heads of the query.
-      num_buckets, max_distance: see `jfp8.layers.transformer_math.relative_position_buckets`.
+      num_buckets, max_distance: see `jfp8.layers.position_math.relative_position_buckets`.
       embedding_init: of the table.
       dtype: of the result; None: `param_dtype`.
       param_dtype: of the table.
@@ -50,7 +49,7 @@ class RelativePositionBiases(nn.Module):
         """
         shape = (self.num_attention_heads, self.num_buckets)
         table = self.param("rel_embedding", self.embedding_init, shape, self.param_dtype)
-        return transformer_math.relative_position_bias(
+        return position_math.relative_position_bias(
             table.astype(self.dtype or self.param_dtype),
             query_length,
             key_length,
@@ -68,8 +67,9 @@ class LayerNormAttention(nn.Module):
     inputs there are two products, ``query`` and ``kv``, and only the queries' input is normalised.
 
     Attributes:
-      num_attention_heads, num_gqa_groups, attention_dropout, attention_products, rotary: see
-        `TransformerLayer`; the last is that of `rotary_embedding`, or None for no embedding.
+      num_attention_heads, num_gqa_groups, attention_dropout, attention_products: see
+        `TransformerLayer`.
+      rotary: windows and group method of a `rotary_embedding`; None: there is none.
       norm: the arguments of `LayerNormDense` for the normalisation.
       dense: the arguments of `DenseGeneral` for all products.
     """
@@ -80,7 +80,7 @@ class LayerNormAttention(nn.Module):
     dense: dict[str, Any]
     attention_dropout: float = 0.0
     attention_products: bool = False
-    rotary: dict[str, Any] | None = None
+    rotary: Rotary | None = None
 
     @nn.compact
     def __call__(
@@ -93,22 +93,15 @@ class LayerNormAttention(nn.Module):
         deterministic: bool = True,
     ) -> jax.Array:
         """``[..., q, hidden_size]``, from `inputs` of that shape and, if given, `encoded`."""
-        *batch, length, hidden_size = inputs.shape
-        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        hidden_size, heads, groups = inputs.shape[-1], self.num_attention_heads, self.num_gqa_groups
         depth, shared_by = hidden_size // heads, heads // groups
         projected = partial(LayerNormDense, **self.norm, **self.dense)
         if encoded is None:
-            features = (groups, shared_by + 2, depth)
-            qkv = projected(features, name="qkv")(inputs)
+            qkv = projected((groups, shared_by + 2, depth), name="qkv")(inputs)
             query, keys_values = jnp.split(qkv, [shared_by], axis=-2)
         else:
             query = projected((groups, shared_by, depth), name="query")(inputs)
             keys_values = DenseGeneral((groups, 2, depth), **self.dense, name="kv")(encoded)
-        query = query.reshape(*batch, length, heads, depth)
-        key, value = keys_values[..., 0, :], keys_values[..., 1, :]
-        if self.rotary is not None:
-            rotated = partial(transformer_math.rotary_embedding, **self.rotary)
-            query, key = rotated(query), rotated(key)
 
         dropout_key = None
         if self.attention_dropout and not deterministic:
@@ -117,22 +110,28 @@ class LayerNormAttention(nn.Module):
         if self.attention_products:
             how = {name: self.dense[name] for name in ("recipe", "implementation")}
             einsum = lambda name: EinsumProduct(**how, name=name)
-        context = transformer_math.grouped_query_attention(
+        context = transformer_math.projected_attention(
             query,
-            key,
-            value,
+            keys_values,
+            rotary=self.rotary,
             mask=mask,
             bias=bias,
-            dropout=partial(transformer_math.drop, rate=self.attention_dropout),
-            dropout_args=(dropout_key,),
+            dropout_rate=self.attention_dropout,
+            dropout_key=dropout_key,
             scores_einsum=einsum("scores"),
             context_einsum=einsum("context"),
-            saved_activations=self.norm.get("saved_activations"),
+            saved_activations=self.norm["saved_activations"],
         )
         return DenseGeneral(hidden_size, axis=(-2, -1), **self.dense, name="out")(context)
 
 
-class TransformerLayer(nn.Module):
+# A field of Linen's alone, at its place among those that may be given by position.
+@dataclass(eq=False, repr=False)
+class _Deterministic(Architecture):
+    deterministic: bool | None = None
+
+
+class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
     """A layer of a Transformer: attention, attention to an encoder's output, and an MLP. ::
 
         x = x + dropout(attention(normalize(x)))
@@ -164,7 +163,7 @@ class TransformerLayer(nn.Module):
         the residual, of attention's weights, and within the MLP; random stream ``dropout``.
       enable_rotary_pos_emb: turn queries and keys of the self attention by their positions.
       rotary_pos_emb_windows, rotary_pos_emb_group_method: see
-        `jfp8.layers.transformer_math.rotary_embedding`.
+        `jfp8.layers.position_math.rotary_embedding`.
       enable_relative_embedding: add `RelativePositionBiases` to the scores of the self attention.
       use_bias, dtype, param_dtype, kernel_init, bias_init: of all products; see
         ``flax.linen.Dense``.
@@ -185,34 +184,6 @@ class TransformerLayer(nn.Module):
     >>> sorted(variables["params"]), sorted(variables["params"]["self_attention"])
     (['mlp', 'self_attention'], ['out', 'qkv'])
     """
-
-    hidden_size: int = 512
-    mlp_hidden_size: int = 2048
-    num_attention_heads: int = 8
-    num_gqa_groups: int | None = None
-    layer_type: Literal["encoder", "decoder"] = "encoder"
-    self_attn_mask_type: Literal["causal", "no_mask"] | None = None
-    layernorm_type: LayerNormType = "layernorm"
-    layernorm_epsilon: float = 1e-6
-    zero_centered_gamma: bool = False
-    mlp_activation: str = "gelu"
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    intermediate_dropout: float = 0.0
-    enable_rotary_pos_emb: bool = False
-    rotary_pos_emb_windows: tuple[float, float] = (1, 10_000)
-    rotary_pos_emb_group_method: GroupMethod = "consecutive"
-    enable_relative_embedding: bool = False
-    use_bias: bool = True
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    kernel_init: Initializer = nn.linear.default_kernel_init
-    bias_init: Initializer = nn.initializers.zeros
-    deterministic: bool | None = None
-    attention_products: bool = False
-    saved_activations: Format | None = None
-    recipe: Recipe | None = None
-    implementation: Implementation = None
 
     @nn.compact
     def __call__(
@@ -239,29 +210,29 @@ class TransformerLayer(nn.Module):
         Returns:
           Array of the shape and dtype of `inputs`.
         """
-        self._check(inputs, encoded, encoder_decoder_mask)
+        self.check_options()
+        self.check_inputs(inputs, encoded, encoder_decoder_mask)
         rates = (self.hidden_dropout, self.attention_dropout, self.intermediate_dropout)
         # Only asked for if there is any dropout.
         fixed = not any(rates) or nn.merge_param("deterministic", self.deterministic, deterministic)
-        norm, dense, rotary = self._norm(), self._dense(), self._rotary()
-        attention = partial(
-            LayerNormAttention,
-            self.num_attention_heads,
-            self.num_gqa_groups or self.num_attention_heads,
-            norm=norm,
-            dense=dense,
-            attention_dropout=self.attention_dropout,
-            attention_products=self.attention_products,
-        )
+        attention = partial(LayerNormAttention, **self.attention_options())
         length = inputs.shape[-2]
-        mask, bias = self._mask(attention_mask, length), self._bias(attention_bias, length)
+        mask, bias = self.self_attention_mask(attention_mask, length), attention_bias
+        if self.enable_relative_embedding:
+            relative = RelativePositionBiases(
+                self.num_attention_heads,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                name="relpos_bias",
+            )(length, length, bidirectional=not self.is_causal)
+            bias = transformer_math.plus_bias(relative, bias)
 
         def plus(x: jax.Array, y: jax.Array) -> jax.Array:
             y = nn.Dropout(self.hidden_dropout, deterministic=fixed)(y)
             return x + y.astype(x.dtype)
 
         x = inputs
-        y = attention(rotary=rotary, name="self_attention")(
+        y = attention(rotary=self.rotary(), name="self_attention")(
             x, mask=mask, bias=bias, deterministic=fixed
         )
         x = plus(x, y)
@@ -270,100 +241,7 @@ class TransformerLayer(nn.Module):
                 x, encoded, mask=encoder_decoder_mask, deterministic=fixed
             )
             x = plus(x, y)
-        y = LayerNormMLP(
-            self.mlp_hidden_size,
-            activation=self.mlp_activation,
-            intermediate_dropout_rate=self.intermediate_dropout,
-            deterministic=fixed,
-            **norm,
-            **dense,
-            name="mlp",
-        )(x)
-        return plus(x, y)
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether no query of the self attention may attend to a key after it."""
-        if self.self_attn_mask_type is None:
-            return self.layer_type == "decoder"
-        return self.self_attn_mask_type == "causal"
-
-    def _mask(self, given: jax.Array | None, length: int) -> jax.Array | None:
-        """The mask of the self attention."""
-        if not self.is_causal:
-            return given
-        causal = transformer_math.causal_mask(length, length)
-        if given is None:
-            return causal
-        # Flax makes masks of floats, too.
-        causal, given = jnp.broadcast_arrays(causal, jnp.asarray(given, bool))
-        return causal & given
-
-    def _bias(self, given: jax.Array | None, length: int) -> jax.Array | None:
-        """The bias of the self attention's scores."""
-        if not self.enable_relative_embedding:
-            return given
-        relative = RelativePositionBiases(
-            self.num_attention_heads,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            name="relpos_bias",
-        )(length, length, bidirectional=not self.is_causal)
-        if given is None:
-            return relative
-        relative, given = jnp.broadcast_arrays(relative, given)
-        return relative + given
-
-    def _rotary(self) -> dict[str, Any] | None:
-        """The arguments of `rotary_embedding`."""
-        if not self.enable_rotary_pos_emb:
-            return None
-        return {
-            "windows": self.rotary_pos_emb_windows,
-            "group_method": self.rotary_pos_emb_group_method,
-        }
-
-    def _norm(self) -> dict[str, Any]:
-        return {
-            "layernorm_type": self.layernorm_type,
-            "epsilon": self.layernorm_epsilon,
-            "zero_centered_gamma": self.zero_centered_gamma,
-            "saved_activations": self.saved_activations,
-        }
-
-    def _dense(self) -> dict[str, Any]:
-        names = ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init")
-        return {name: getattr(self, name) for name in (*names, "recipe", "implementation")}
-
-    def _check(
-        self, inputs: jax.Array, encoded: jax.Array | None, encoder_decoder_mask: jax.Array | None
-    ) -> None:
-        check_choice("layer_type", self.layer_type, ("encoder", "decoder"))
-        mask_types = ("causal", "no_mask", None)
-        check_choice("self_attn_mask_type", self.self_attn_mask_type, mask_types)
-        if inputs.ndim < 2 or inputs.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"inputs must be [..., length, hidden_size={self.hidden_size}]; got {inputs.shape}."
-            )
-        heads, groups = self.num_attention_heads, self.num_gqa_groups
-        if self.hidden_size % heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} must be a multiple of "
-                f"num_attention_heads={heads}, which share it."
-            )
-        if groups is not None and (groups < 1 or heads % groups):
-            raise ValueError(
-                f"num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}: each "
-                "group of queries shares one head of keys and values."
-            )
-        if self.layer_type == "decoder" and encoded is None:
-            raise ValueError(
-                'layer_type="decoder" attends to an encoder\'s output: give `encoded` to the call. '
-                'For a decoder-only model use layer_type="encoder" with '
-                'self_attn_mask_type="causal".'
-            )
-        if self.layer_type == "encoder" and not (encoded is None and encoder_decoder_mask is None):
-            raise ValueError(
-                '`encoded` and `encoder_decoder_mask` are for layer_type="decoder"; this layer is '
-                'an "encoder" and would ignore them.'
-            )
+        mlp = LayerNormMLP(
+            self.mlp_hidden_size, deterministic=fixed, **self.mlp_options(), name="mlp"
+        )
+        return plus(x, mlp(x))

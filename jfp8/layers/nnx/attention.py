@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jfp8.layers import transformer_math
-from jfp8.layers.nnx.hooks import hook_of, install
+from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.products import EinsumOp
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
-
-PROJECTIONS = ("query", "key", "value", "out")
 
 
 class DotProductAttention(nnx.Module):
@@ -84,22 +81,14 @@ class DotProductAttention(nnx.Module):
             )
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         if is_causal:
-            earlier = transformer_math.causal_mask(query.shape[-3], key.shape[-3])
-            earlier = earlier.reshape((1,) * (query.ndim - 2) + earlier.shape)
-            mask = earlier if mask is None else jnp.logical_and(earlier, mask)
+            mask = transformer_math.and_causal(mask, query.shape[-3], key.shape[-3])
 
         def dropout(weights: jax.Array) -> jax.Array:
             if module is not None:
                 module.sow(nnx.Intermediate, "attention_weights", weights.astype(query.dtype))
             if deterministic or dropout_rate == 0.0:
                 return weights
-            if dropout_rng is None:
-                raise ValueError("dropout_rate needs a dropout_rng, or deterministic=True.")
-            shape = list(weights.shape)
-            if broadcast_dropout:
-                shape[:-2] = [1] * (weights.ndim - 2)
-            keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
-            return weights * (keep.astype(weights.dtype) / (1.0 - dropout_rate))
+            return _dropped(weights, dropout_rng, dropout_rate, broadcast_dropout)
 
         return transformer_math.grouped_query_attention(
             query,
@@ -113,6 +102,17 @@ class DotProductAttention(nnx.Module):
         )
 
 
+def _dropped(weights: jax.Array, key: jax.Array | None, rate: float, broadcast: bool) -> jax.Array:
+    """`weights` after the dropout of ``flax.nnx.dot_product_attention``."""
+    if key is None:
+        raise ValueError("dropout_rate needs a dropout_rng, or deterministic=True.")
+    shape = list(weights.shape)
+    if broadcast:
+        shape[:-2] = [1] * (weights.ndim - 2)
+    keep = jax.random.bernoulli(key, 1.0 - rate, shape)
+    return weights * (keep.astype(weights.dtype) / (1.0 - rate))
+
+
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """``flax.nnx.MultiHeadAttention`` with its projections, forward and backward, in FP8.
 
@@ -122,9 +122,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     Args:
       args, kwargs: as for ``nnx.MultiHeadAttention``.
       recipe, implementation: see `Linear`.
-      attention_products: compute the two products of attention itself in FP8 too: of queries and
-        keys, and of the weights and values. Their operands are no weights, and errors in the first
-        go through the softmax: try it, and compare.
+      attention_products: as for `jfp8.linen.MultiHeadDotProductAttention`.
 
     Raises:
       ValueError: an argument for a product, or `attention_products` with an ``attention_fn``.
@@ -152,11 +150,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 f"{', '.join(given)}. Pass recipe=..., or use flax.nnx.MultiHeadAttention."
             )
         super().__init__(*args, **kwargs)
-        for name in PROJECTIONS:
-            projection = getattr(self, name)
-            hook = hook_of(projection)
-            assert hook is not None
-            install(projection, hook, recipe=recipe, implementation=implementation)
+        for name in ("query", "key", "value", "out"):
+            install(getattr(self, name), recipe=recipe, implementation=implementation)
         if attention_products:
             if not has_stock_attention(self):
                 raise ValueError(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
-from flax.nnx.nn.linear import canonicalize_padding
 from jax import lax
 
-from jfp8.products.conv_transpose import conv_transpose
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.layers.conv_transpose import convolve_transposed
 
 
 class HookedConvTranspose(nnx.ConvTranspose):
@@ -38,34 +35,11 @@ class HookedConvTranspose(nnx.ConvTranspose):
         Args:
           inputs: ``[*batch, *space, features]``.
         """
-        rank = len(self.kernel_size)
-        spread = lambda x: (x or 1,) * rank if x is None or isinstance(x, int) else tuple(x)
-        batch, image = inputs.shape[: -rank - 1], inputs.shape[-rank - 1 :]
-        if self.mask is not None and self.mask.shape != self.kernel_shape:
-            raise ValueError(
-                f"mask must have the shape of the kernel, {self.kernel_shape}, not "
-                f"{self.mask.shape}."
-            )
-        kernel = self.kernel.get_value()
-        if self.mask is not None:
-            kernel = (
-                kernel.dequantize() if isinstance(kernel, ScaledArray) else kernel
-            ) * self.mask
-        bias = None if self.bias is None else self.bias.get_value()
-        inputs, kernel, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
-        y = conv_transpose(
-            inputs.reshape(-1, *image),
-            kernel,
-            spread(self.strides),
-            canonicalize_padding(self.padding, rank),
-            spread(self.kernel_dilation),
-            self.transpose_kernel,
-            functools.partial(
-                self.conv_general_dilated,
-                precision=self.precision,
-                preferred_element_type=self.preferred_element_type,
-            ),
+        return convolve_transposed(
+            self,
+            inputs,
+            self.kernel.get_value(),
+            None if self.bias is None else self.bias.get_value(),
+            promote=lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype),
+            convolve=self.conv_general_dilated,
         )
-        if bias is not None:
-            y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
-        return y.reshape(*batch, *y.shape[1:])

@@ -6,41 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
-from flax.typing import Dtype, Initializer
+from flax.typing import Initializer
 
 from jfp8.layers import transformer_math
 from jfp8.layers.nnx.layers import LinearGeneral
-from jfp8.layers.transformer_math import LayerNormType, check_choice
-from jfp8.matmul.choice import Implementation
-from jfp8.recipes.recipe import Recipe
+from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_names, check_option, options_of
+from jfp8.layers.transformer_math import LayerNormType
 from jfp8.scaling.formats import Format
-
-default_kernel_init = nnx.initializers.lecun_normal()
 
 
 class LayerNormLinear(LinearGeneral):
     """`LinearGeneral` of a normalised input: ``y = normalize(x) . kernel + bias``.
 
-    The normalised input is quantized once, for fprop and for wgrad. Several projections of one
-    activation are one product with one kernel, ``out_features=(3, 64)``, and share that too.
-
-    The parameters are ``scale`` and ``ln_bias`` of the shape of `in_features`, ``kernel`` and
-    ``bias``, named and shaped as those of `jfp8.linen.LayerNormDense`.
+    The parameters, ``scale``, ``ln_bias``, ``kernel`` and ``bias``, are named and shaped as those
+    of `jfp8.linen.LayerNormDense`.
 
     Args:
-      in_features, out_features, axis, dtype, param_dtype, rngs, kwargs: as for `LinearGeneral`.
-        The input is normalised over `axis`, what the product sums over.
-      layernorm_type: ``"layernorm"`` or ``"rmsnorm"``; the latter has no ``ln_bias``.
-      epsilon: added to the variance, or to the mean square.
-      zero_centered_gamma: multiply by ``1 + scale``, which weight decay draws to 1.
-      scale_init: of ``scale``; None: such that the factor starts as 1.
-      ln_bias_init: of ``ln_bias``.
-      return_layernorm_output: return ``(y, normalized)``, the second in high precision.
-      saved_activations: keep the input of the normalisation in this format for the backward pass,
-        with a scale for every few elements; None: in high precision. See `jfp8.save_in_fp8`.
+      in_features, out_features, rngs, kwargs: as for `LinearGeneral`. The input is normalised over
+        its ``axis``, what the product sums over.
+      layernorm_type, epsilon, zero_centered_gamma, scale_init, ln_bias_init: as for
+        `jfp8.linen.LayerNormDense`.
+      return_layernorm_output, saved_activations: likewise.
 
     Raises:
       ValueError: unknown `layernorm_type`; a hook for the product.
@@ -67,7 +55,7 @@ class LayerNormLinear(LinearGeneral):
         rngs: nnx.Rngs,
         **kwargs: Any,
     ) -> None:
-        check_choice("layernorm_type", layernorm_type, ("layernorm", "rmsnorm"))
+        check_option("layernorm_type", layernorm_type, ("layernorm", "rmsnorm"))
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self.layernorm_type = layernorm_type
         self.epsilon = epsilon
@@ -84,14 +72,7 @@ class LayerNormLinear(LinearGeneral):
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
         normalized = transformer_math.normalize(
-            inputs,
-            scale,
-            bias,
-            axes=self.axis,
-            epsilon=self.epsilon,
-            layernorm_type=self.layernorm_type,
-            zero_centered_gamma=self.zero_centered_gamma,
-            saved_activations=self.saved_activations,
+            inputs, scale, bias, axes=self.axis, **options_of(self, NORM_OPTIONS)
         )
         dtype = dtypes.canonicalize_dtype(inputs, scale, bias, dtype=self.dtype)
         normalized = normalized.astype(dtype)
@@ -104,28 +85,20 @@ class LayerNormMLP(nnx.Module):
 
         y = dropout(activation(normalize(x) . wi)) . wo
 
-    The projections that a gated activation multiplies are one product, with a kernel
-    ``[in, 2, intermediate_dim]``; it is ``[in, 1, intermediate_dim]`` otherwise. The parameters,
-    ``wi/{scale, ln_bias, kernel, bias}`` and ``wo/{kernel, bias}``, are those of
-    `jfp8.linen.LayerNormMLP`.
+    The parameters are those of `jfp8.linen.LayerNormMLP`.
 
     Args:
       in_features: features of the input and the result.
-      intermediate_dim: features between the products.
-      activation: ``"gelu"``, ``"silu"``, ``"relu"``, ``"squared_relu"``, or gated, ``"geglu"``,
-        ``"swiglu"``, ``"reglu"``; see `jfp8.layers.transformer_math.activate`.
-      intermediate_dropout_rate: of an ``nnx.Dropout`` after the activation.
-      layernorm_type, epsilon, zero_centered_gamma: see `LayerNormLinear`.
-      use_bias, dtype, param_dtype, kernel_init, bias_init: of both products; see
-        ``flax.nnx.Linear``.
-      return_layernorm_output: return ``(y, normalized)``, the second in high precision.
-      saved_activations: keep the inputs of the normalisation and of the activation in this format
-        for the backward pass; see `LayerNormLinear`.
-      recipe, implementation: see `Linear`.
+      intermediate_dim, activation, intermediate_dropout_rate, return_layernorm_output: as for
+        `jfp8.linen.LayerNormMLP`.
       rngs: stream ``params`` for initial values, ``dropout`` for dropout.
+      options: as for `LayerNormLinear`: ``layernorm_type``, ``epsilon``, ``zero_centered_gamma``,
+        ``saved_activations``; and, of both products, ``use_bias``, ``dtype``, ``param_dtype``,
+        ``kernel_init``, ``bias_init``, ``recipe``, ``implementation``.
 
     Raises:
       ValueError: unknown `activation` or `layernorm_type`; the message lists the known ones.
+      TypeError: an unknown option; likewise.
 
     >>> import jax.numpy as jnp, jfp8
     >>> from flax import nnx
@@ -141,45 +114,23 @@ class LayerNormMLP(nnx.Module):
         *,
         activation: str = "gelu",
         intermediate_dropout_rate: float = 0.0,
-        layernorm_type: LayerNormType = "layernorm",
-        epsilon: float = 1e-6,
-        zero_centered_gamma: bool = False,
-        use_bias: bool = True,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = nnx.initializers.zeros,
         return_layernorm_output: bool = False,
-        saved_activations: Format | None = None,
-        recipe: Recipe | None = None,
-        implementation: Implementation = None,
         rngs: nnx.Rngs,
+        **options: Any,
     ) -> None:
-        common: dict[str, Any] = {
-            "use_bias": use_bias,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "kernel_init": kernel_init,
-            "bias_init": bias_init,
-            "recipe": recipe,
-            "implementation": implementation,
-            "rngs": rngs,
-        }
+        check_names(LayerNormMLP, options, (*NORM_OPTIONS, *PRODUCT_OPTIONS))
         self.activation = activation
         self.return_layernorm_output = return_layernorm_output
-        self.saved_activations = saved_activations
         self.wi = LayerNormLinear(
             in_features,
             (transformer_math.projections_of(activation), intermediate_dim),
-            layernorm_type=layernorm_type,
-            epsilon=epsilon,
-            zero_centered_gamma=zero_centered_gamma,
             return_layernorm_output=True,
-            saved_activations=saved_activations,
-            **common,
+            **options,
+            rngs=rngs,
         )
         self.dropout = dropout_or_none(intermediate_dropout_rate, rngs)
-        self.wo = LinearGeneral(intermediate_dim, in_features, **common)
+        dense = {name: value for name, value in options.items() if name in PRODUCT_OPTIONS}
+        self.wo = LinearGeneral(intermediate_dim, in_features, **dense, rngs=rngs)
 
     def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> Any:
         """Apply the block.
@@ -193,7 +144,7 @@ class LayerNormMLP(nnx.Module):
         """
         hidden, normalized = self.wi(inputs)
         hidden = transformer_math.activate(
-            hidden, self.activation, saved_activations=self.saved_activations
+            hidden, self.activation, saved_activations=self.wi.saved_activations
         )
         if self.dropout is not None:
             hidden = self.dropout(hidden, deterministic=deterministic)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.notes import note
+
+
+def _own_kernel_shape(layer: Any) -> tuple[int, ...]:
+    return tuple(layer.kernel_shape)
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,11 @@ class Hook:
     name: str
     product: type[Product]
     stock: tuple[Any, ...]
-    kernel_shape: Callable[[Any], tuple[int, ...]]
+    kernel_shape: Callable[[Any], tuple[int, ...]] = _own_kernel_shape
     hooked: type[nnx.Module] | None = None
 
+
+_CONV = Hook("conv_general_dilated", ConvGeneralDilated, (lax.conv_general_dilated,))
 
 HOOKS: dict[type[nnx.Module], Hook] = {
     nnx.Linear: Hook(
@@ -50,25 +56,9 @@ HOOKS: dict[type[nnx.Module], Hook] = {
         (None, lax.dot_general),
         lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
     ),
-    nnx.Conv: Hook(
-        "conv_general_dilated",
-        ConvGeneralDilated,
-        (lax.conv_general_dilated,),
-        lambda layer: tuple(layer.kernel_shape),
-    ),
-    nnx.ConvTranspose: Hook(
-        "conv_general_dilated",
-        ConvGeneralDilated,
-        (lax.conv_general_dilated,),
-        lambda layer: tuple(layer.kernel_shape),
-        hooked=HookedConvTranspose,
-    ),
-    nnx.Einsum: Hook(
-        "einsum_op",
-        EinsumOp,
-        (jnp.einsum,),
-        lambda layer: tuple(layer.kernel_shape),
-    ),
+    nnx.Conv: _CONV,
+    nnx.ConvTranspose: replace(_CONV, hooked=HookedConvTranspose),
+    nnx.Einsum: Hook("einsum_op", EinsumOp, (jnp.einsum,)),
 }
 
 
@@ -77,8 +67,11 @@ def hook_of(layer: Any) -> Hook | None:
     return next((hook for kind, hook in HOOKS.items() if isinstance(layer, kind)), None)
 
 
-def is_stock(layer: Any, hook: Hook) -> bool:
-    """Whether `layer` still computes its product as Flax does."""
+def has_stock_product(layer: Any) -> bool:
+    """Whether `layer` is of a kind with a hook, and still computes its product as Flax does."""
+    hook = hook_of(layer)
+    if hook is None:
+        return False
     if hook.hooked is not None and not isinstance(layer, hook.hooked):
         return type(layer) in HOOKS
     given = getattr(layer, hook.name)
@@ -87,18 +80,15 @@ def is_stock(layer: Any, hook: Hook) -> bool:
 
 
 def install(
-    layer: Any,
-    hook: Hook,
-    *,
-    recipe: Recipe | None,
-    implementation: Implementation = None,
-    path: str = "",
+    layer: Any, *, recipe: Recipe | None, implementation: Implementation = None, path: str = ""
 ) -> None:
-    """Make `layer` compute its product in FP8 from now on.
+    """Make `layer`, of a kind with a hook, compute its product in FP8 from now on.
 
     Raises:
       ValueError: the layer is stacked along another axis than the leading ones.
     """
+    hook = hook_of(layer)
+    assert hook is not None
     shape, single = tuple(layer.kernel.get_value().shape), hook.kernel_shape(layer)
     leading = shape[: len(shape) - len(single)]
     if shape != (*leading, *single):

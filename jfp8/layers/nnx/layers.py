@@ -7,30 +7,37 @@ from typing import Any
 from flax import nnx
 
 from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
-from jfp8.layers.nnx.hooks import hook_of, install, is_stock
+from jfp8.layers.nnx.hooks import has_stock_product, hook_of, install
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 
 
-def _install_own(layer: Any, recipe: Recipe | None, implementation: Implementation) -> None:
-    """Give `layer` its product, or an error if it was told to use something else."""
-    hook = hook_of(layer)
-    assert hook is not None
-    if not is_stock(layer, hook):
-        name = type(layer).__name__
-        raise ValueError(
-            f"jfp8.nnx.{name} computes its product itself, so it does not take {hook.name}. Pass "
-            f"recipe=..., or use flax.nnx.{name}."
-        )
-    install(layer, hook, recipe=recipe, implementation=implementation)
+class Fp8Layer:
+    """What the layers of this file add to Flax's: a product of their own."""
+
+    def __init__(
+        self,
+        *args: Any,
+        recipe: Recipe | None = None,
+        implementation: Implementation = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        hook, name = hook_of(self), type(self).__name__
+        if hook is not None and not has_stock_product(self):
+            raise ValueError(
+                f"jfp8.nnx.{name} computes its product itself, so it does not take {hook.name}. "
+                f"Pass recipe=..., or use flax.nnx.{name}."
+            )
+        install(self, recipe=recipe, implementation=implementation)
 
 
-class Linear(nnx.Linear):
+class Linear(Fp8Layer, nnx.Linear):
     """``flax.nnx.Linear`` with its product, forward and backward, in FP8.
 
     Takes every argument of ``nnx.Linear`` but ``dot_general``; the ``nnx.Param`` state is that of
     ``nnx.Linear``, with the same initial values for the same `rngs`. The kernel may be a
-    `ScaledArray`.
+    `ScaledArray`. The other layers do likewise.
 
     Args:
       args, kwargs: as for ``nnx.Linear``.
@@ -45,100 +52,34 @@ class Linear(nnx.Linear):
     (2, 4)
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        recipe: Recipe | None = None,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        _install_own(self, recipe, implementation)
 
-
-class LinearGeneral(nnx.LinearGeneral):
+class LinearGeneral(Fp8Layer, nnx.LinearGeneral):
     """``flax.nnx.LinearGeneral`` with its product, forward and backward, in FP8.
 
-    Takes every argument of ``nnx.LinearGeneral`` but ``dot_general`` and ``dot_general_cls``; the
-    ``nnx.Param`` state is the same, with the same initial values for the same `rngs`.
-
-    Args:
-      args, kwargs: as for ``nnx.LinearGeneral``.
-      recipe, implementation: see `Linear`.
+    Takes every argument of ``nnx.LinearGeneral`` but ``dot_general`` and ``dot_general_cls``, and
+    the `recipe` and `implementation` of `Linear`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        recipe: Recipe | None = None,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        _install_own(self, recipe, implementation)
 
-
-class Conv(nnx.Conv):
+class Conv(Fp8Layer, nnx.Conv):
     """``flax.nnx.Conv`` with its convolution, forward and backward, in FP8.
 
-    Takes every argument of ``nnx.Conv`` but ``conv_general_dilated``; the ``nnx.Param`` state is
-    the same, with the same initial values for the same `rngs`.
-
-    Args:
-      args, kwargs: as for ``nnx.Conv``.
-      recipe, implementation: see `Linear`.
+    Takes every argument of ``nnx.Conv`` but ``conv_general_dilated``, and the `recipe` and
+    `implementation` of `Linear`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        recipe: Recipe | None = None,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        _install_own(self, recipe, implementation)
 
-
-class ConvTranspose(HookedConvTranspose):
+class ConvTranspose(Fp8Layer, HookedConvTranspose):
     """``flax.nnx.ConvTranspose`` with its convolution, forward and backward, in FP8.
 
-    Takes every argument of ``nnx.ConvTranspose``; the ``nnx.Param`` state is the same, with the
-    same initial values for the same `rngs`.
-
-    Args:
-      args, kwargs: as for ``nnx.ConvTranspose``.
-      recipe, implementation: see `Linear`.
+    Takes every argument of ``nnx.ConvTranspose``, and the `recipe` and `implementation` of
+    `Linear`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        recipe: Recipe | None = None,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        _install_own(self, recipe, implementation)
 
-
-class Einsum(nnx.Einsum):
+class Einsum(Fp8Layer, nnx.Einsum):
     """``flax.nnx.Einsum`` with its product, forward and backward, in FP8.
 
-    Takes every argument of ``nnx.Einsum`` but ``einsum_op``; the ``nnx.Param`` state is the same,
-    with the same initial values for the same `rngs`.
-
-    Args:
-      args, kwargs: as for ``nnx.Einsum``.
-      recipe, implementation: see `Linear`.
+    Takes every argument of ``nnx.Einsum`` but ``einsum_op``, and the `recipe` and `implementation`
+    of `Linear`.
     """
-
-    def __init__(
-        self,
-        *args: Any,
-        recipe: Recipe | None = None,
-        implementation: Implementation = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        _install_own(self, recipe, implementation)

@@ -219,13 +219,9 @@ class DotGeneral(Product):
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
+        """``jax.lax.dot_general`` in FP8, with the arguments of `jfp8.linen.DotGeneral`.
 
         Args:
-          lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
-          dimension_numbers: as for ``jax.lax.dot_general``.
-          precision: of the product where FP8 is disabled (see `jfp8.autocast`).
-          preferred_element_type: dtype of the result.
           out_sharding: of the result, for meshes with explicit axes.
         """
         how: dict[str, Any] = {
@@ -258,14 +254,9 @@ class ConvGeneralDilated(Product):
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """``jax.lax.conv_general_dilated`` in FP8; see `jfp8.scaled_conv_general_dilated`.
+        """Like ``jax.lax.conv_general_dilated``; see `jfp8.linen.ConvGeneralDilated`.
 
         Args:
-          lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
-          window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
-            feature_group_count: as for ``jax.lax.conv_general_dilated``.
-          precision: of the convolution where FP8 is disabled (see `jfp8.autocast`).
-          preferred_element_type: dtype of the result.
           out_sharding: of the result, for meshes with explicit axes.
         """
         how: dict[str, Any] = {
@@ -300,13 +291,9 @@ class EinsumOp(Product):
         preferred_element_type: jax.typing.DTypeLike | None = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """``jax.numpy.einsum(equation, lhs, rhs)`` in FP8; see `jfp8.scaled_dot_general`.
+        """``jnp.einsum(equation, lhs, rhs)`` in FP8; see `jfp8.linen.EinsumProduct`.
 
         Args:
-          equation: two operands and "->", such as "abc,cd->abd".
-          lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
-          precision: of the product where FP8 is disabled (see `jfp8.autocast`).
-          preferred_element_type: dtype of the result.
           out_sharding: of the result, for meshes with explicit axes.
 
         Raises:

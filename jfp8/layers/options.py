@@ -1,0 +1,48 @@
+"""Options of layers: what is allowed, and which of them a layer passes on."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+# Of a normalisation, and of each product.
+NORM_OPTIONS = ("layernorm_type", "epsilon", "zero_centered_gamma", "saved_activations")
+PRODUCT_OPTIONS = (
+    "use_bias",
+    "dtype",
+    "param_dtype",
+    "kernel_init",
+    "bias_init",
+    "recipe",
+    "implementation",
+)
+
+
+def options_of(layer: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The options of `layer` that have these names, to be passed on."""
+    return {name: getattr(layer, name) for name in names}
+
+
+def check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise ``ValueError`` unless `value`, given for `name`, is one of `allowed`."""
+    if value not in allowed:
+        choices = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
+
+
+def check_names(layer: type, given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raise ``TypeError`` unless all `given` to the rest of a constructor are `allowed`.
+
+    The message also lists the parameters that the constructor of `layer` names itself.
+    """
+    written = list(inspect.signature(layer.__init__).parameters)[1:-1]  # not self, nor the rest
+    known = list(dict.fromkeys((*written, *allowed)))
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(
+                f"{layer.__name__} has no option {name!r}.{hint} Options: {', '.join(known)}."
+            )

@@ -1,0 +1,132 @@
+"""How attention learns where its queries and keys are: turned features, or a bias of the scores."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.layers.options import check_option
+
+GroupMethod = Literal["consecutive", "alternate"]
+Rotary = tuple[tuple[float, float], GroupMethod]  # the options of `rotary_embedding`
+
+
+def rotary_embedding(
+    x: jax.Array,
+    positions: jax.Array | None = None,
+    *,
+    windows: tuple[float, float] = (1, 10_000),
+    group_method: GroupMethod = "consecutive",
+) -> jax.Array:
+    """Rotary position embedding: pairs of features turn by an angle that grows with the position.
+
+    Pair ``i`` of ``depth / 2`` turns by ``position / (lo * (hi / lo)^(2 i / depth))``, where
+    ``lo, hi`` are the `windows`. The product of a query and a key then depends on the distance
+    between them only.
+
+    Args:
+      x: ``[..., length, heads, depth]``, with an even depth.
+      positions: ``[length]``, or with leading dimensions of `x`; default: 0, 1, 2 ...
+      windows: shortest and longest wavelength, in units of ``2 pi`` positions.
+      group_method: which features are pairs: ``"consecutive"`` ones, ``(2 i, 2 i + 1)``, or
+        ``"alternate"``, ``(i, i + depth / 2)``.
+
+    Returns:
+      Array of the shape and dtype of `x`.
+
+    Raises:
+      ValueError: unknown `group_method`, or an odd depth.
+
+    References:
+      arXiv 2104.09864, which pairs consecutive features; Llama's and GPT-NeoX's weights are for
+      ``"alternate"``.
+    """
+    check_option("group_method", group_method, ("consecutive", "alternate"))
+    length, _, depth = x.shape[-3:]
+    if depth % 2:
+        raise ValueError(f"Rotary embedding turns pairs of features, but there are {depth}.")
+    shortest, longest = windows
+    wavelengths = shortest * (longest / shortest) ** (np.arange(0, depth, 2) / depth)
+    if positions is None:
+        positions = jnp.arange(length)
+    leading = (1,) * (x.ndim - 2 - positions.ndim)
+    positions = positions.reshape(*leading, *positions.shape, 1, 1)
+    angles = positions / wavelengths.astype(np.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if group_method == "consecutive":
+        a, b = wide[..., 0::2], wide[..., 1::2]
+        turned = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
+    else:
+        a, b = jnp.split(wide, 2, axis=-1)
+        turned = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def relative_position_buckets(
+    distances: np.ndarray,
+    *,
+    bidirectional: bool,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+) -> np.ndarray:
+    """The bucket of each distance, as T5 has them.
+
+    One half of the buckets is for exact distances, the other for ranges that grow in proportion up
+    to `max_distance`; the last one is for all beyond. If `bidirectional`, one half of all is for
+    keys before the query and one for keys after it; otherwise keys after it share bucket 0.
+
+    Args:
+      distances: integers: position of the key minus position of the query.
+
+    Returns:
+      Integers of the same shape, ``0 <= bucket < num_buckets``.
+
+    References:
+      arXiv 1910.10683; ``_relative_position_bucket`` of Mesh TensorFlow and T5X.
+    """
+    backwards, first = -np.asarray(distances), np.zeros_like(distances)
+    if bidirectional:
+        num_buckets //= 2
+        first = np.where(backwards < 0, num_buckets, 0)
+        backwards = np.abs(backwards)
+    backwards = np.maximum(backwards, 0)
+    exact = num_buckets // 2
+    # The published rule's epsilon: a distance on the border belongs to the farther bucket.
+    ratio = np.maximum(backwards, 1) / exact + np.finfo(np.float32).eps
+    steps = np.log(ratio) / np.log(max_distance / exact) * (num_buckets - exact)
+    ranged = np.minimum(exact + steps.astype(np.int64), num_buckets - 1)
+    return first + np.where(backwards < exact, backwards, ranged)
+
+
+def relative_position_bias(
+    table: jax.Array,
+    query_length: int,
+    key_length: int,
+    *,
+    bidirectional: bool,
+    max_distance: int = 128,
+) -> jax.Array:
+    """The bias of attention scores that `table` holds for the distance of each query and key.
+
+    Args:
+      table: ``[heads, num_buckets]``; see `relative_position_buckets`.
+
+    Returns:
+      ``[heads, query_length, key_length]``.
+    """
+    # There are far fewer distances than pairs: look up the former once.
+    distances = np.arange(1 - query_length, key_length)
+    buckets = relative_position_buckets(
+        distances,
+        bidirectional=bidirectional,
+        num_buckets=table.shape[-1],
+        max_distance=max_distance,
+    )
+    by_distance = table[:, buckets]
+    pairs = jnp.arange(key_length)[None, :] - jnp.arange(query_length)[:, None]
+    return by_distance[:, pairs + (query_length - 1)]

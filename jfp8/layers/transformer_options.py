@@ -1,0 +1,143 @@
+"""What a Transformer layer may be told, in Linen and in NNX alike: names, defaults, checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
+
+from jfp8.layers import transformer_math
+from jfp8.layers.options import PRODUCT_OPTIONS, check_option, options_of
+from jfp8.layers.position_math import GroupMethod, Rotary
+from jfp8.layers.transformer_math import LayerNormType
+from jfp8.matmul.choice import Implementation
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.formats import Format
+
+
+# Modules inherit from these classes, so they are neither frozen nor compared: Flax does both.
+@dataclass(eq=False, repr=False)
+class Architecture:
+    """What a Transformer layer computes; see `jfp8.linen.TransformerLayer` for each option."""
+
+    hidden_size: int = 512
+    mlp_hidden_size: int = 2048
+    num_attention_heads: int = 8
+    num_gqa_groups: int | None = None
+    layer_type: Literal["encoder", "decoder"] = "encoder"
+    self_attn_mask_type: Literal["causal", "no_mask"] | None = None
+    layernorm_type: LayerNormType = "layernorm"
+    layernorm_epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    mlp_activation: str = "gelu"
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    intermediate_dropout: float = 0.0
+    enable_rotary_pos_emb: bool = False
+    rotary_pos_emb_windows: tuple[float, float] = (1, 10_000)
+    rotary_pos_emb_group_method: GroupMethod = "consecutive"
+    enable_relative_embedding: bool = False
+    use_bias: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = jax.nn.initializers.lecun_normal()
+    bias_init: Initializer = jax.nn.initializers.zeros
+
+
+@dataclass(eq=False, repr=False)
+class TransformerOptions(Architecture):
+    """All options of a Transformer layer, and what follows from them."""
+
+    attention_products: bool = False
+    saved_activations: Format | None = None
+    recipe: Recipe | None = None
+    implementation: Implementation = None
+
+    def check_options(self) -> None:
+        """Raise ``ValueError`` for an unknown name, or sizes that do not fit."""
+        check_option("layer_type", self.layer_type, ("encoder", "decoder"))
+        mask_types = ("causal", "no_mask", None)
+        check_option("self_attn_mask_type", self.self_attn_mask_type, mask_types)
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        if self.hidden_size % heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of "
+                f"num_attention_heads={heads}, which share it."
+            )
+        if groups is not None and (groups < 1 or heads % groups):
+            raise ValueError(
+                f"num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}: each "
+                "group of queries shares one head of keys and values."
+            )
+
+    def check_inputs(
+        self, inputs: jax.Array, encoded: jax.Array | None, encoder_decoder_mask: jax.Array | None
+    ) -> None:
+        """Raise ``ValueError`` unless the layer may be called with these arrays."""
+        if inputs.ndim < 2 or inputs.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"inputs must be [..., length, hidden_size={self.hidden_size}]; got {inputs.shape}."
+            )
+        if self.layer_type == "decoder" and encoded is None:
+            raise ValueError(
+                'layer_type="decoder" attends to an encoder\'s output: give `encoded` to the call. '
+                'For a decoder-only model use layer_type="encoder" with '
+                'self_attn_mask_type="causal".'
+            )
+        if self.layer_type == "encoder" and not (encoded is None and encoder_decoder_mask is None):
+            raise ValueError(
+                '`encoded` and `encoder_decoder_mask` are for layer_type="decoder"; this layer is '
+                'an "encoder" and would ignore them.'
+            )
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query of the self attention may attend to a key after it."""
+        if self.self_attn_mask_type is None:
+            return self.layer_type == "decoder"
+        return self.self_attn_mask_type == "causal"
+
+    def self_attention_mask(self, given: jax.Array | None, length: int) -> jax.Array | None:
+        """The mask of the self attention, of which the call was `given` a part."""
+        return transformer_math.and_causal(given, length, length) if self.is_causal else given
+
+    def normalization(self) -> dict[str, Any]:
+        """What the layers with a normalisation are told of it."""
+        return {
+            "layernorm_type": self.layernorm_type,
+            "epsilon": self.layernorm_epsilon,
+            "zero_centered_gamma": self.zero_centered_gamma,
+            "saved_activations": self.saved_activations,
+        }
+
+    def attention_options(self) -> dict[str, Any]:
+        """What both attentions take."""
+        return {
+            "num_attention_heads": self.num_attention_heads,
+            "num_gqa_groups": self.num_gqa_groups or self.num_attention_heads,
+            "norm": self.normalization(),
+            "dense": options_of(self, PRODUCT_OPTIONS),
+            "attention_dropout": self.attention_dropout,
+            "attention_products": self.attention_products,
+        }
+
+    def mlp_options(self) -> dict[str, Any]:
+        """What the MLP takes."""
+        return {
+            "activation": self.mlp_activation,
+            "intermediate_dropout_rate": self.intermediate_dropout,
+            **self.normalization(),
+            **options_of(self, PRODUCT_OPTIONS),
+        }
+
+    def rotary(self) -> Rotary | None:
+        """The rotary embedding of the self attention."""
+        if not self.enable_rotary_pos_emb:
+            return None
+        return self.rotary_pos_emb_windows, self.rotary_pos_emb_group_method
+
+
+OPTIONS = tuple(field.name for field in fields(TransformerOptions))
