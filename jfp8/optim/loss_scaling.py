@@ -20,6 +20,7 @@ do not. An overflowing step must leave no trace: how exactly depends on what wra
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfp8.optim.wrapping import transformation, widened
 from jfp8.scaling import printing
 
 
@@ -112,21 +114,9 @@ def loss_scale(
     >>> jfp8.scale_loss(2.0, state)
     Array(65536., dtype=float32)
     """
-    _check_power_of_two(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        min_scale=min_scale,
-        max_scale=max_scale,
+    schedule = _Schedule(
+        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
     )
-    # Within these 1 / S is normal in f32; XLA may multiply by it, and flushes subnormals to zero.
-    _check_order("2**-126", 2.0**-126, "min_scale", min_scale)
-    _check_order("max_scale", max_scale, "2**126", 2.0**126)
-    _check_order("min_scale", min_scale, "init_scale", init_scale)
-    _check_order("init_scale", init_scale, "max_scale", max_scale)
-    _check_order("1", 1, "growth_factor", growth_factor)
-    _check_order("backoff_factor", backoff_factor, "1", 1)
-    _check_interval(growth_interval)
     if on_overflow not in ("zero", "pass"):
         raise ValueError(f"on_overflow={on_overflow!r} is unknown. Allowed: 'zero', 'pass'.")
     if inner is not None and on_overflow == "pass":
@@ -153,31 +143,85 @@ def loss_scale(
     ) -> tuple[optax.Updates, LossScaleState]:
         finite = all_finite(updates)
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
-        inner_state: Any = ()
+        new_inner: Any = ()
         if wrapped is not None:
             finite &= all_squares_finite(unscaled)
-            unscaled, inner_state = wrapped.update(
-                unscaled, state.inner_state, params, **extra_args
-            )
-            inner_state = _select(finite, inner_state, state.inner_state)
+            unscaled, new_inner = wrapped.update(unscaled, state.inner_state, params, **extra_args)
+            keep = lambda new, old: jnp.where(finite, new, old)
+            new_inner = jax.tree.map(keep, new_inner, state.inner_state)
         if on_overflow == "zero":
             unscaled = _zero_unless(finite, unscaled)
+        return unscaled, schedule.after(state, finite)._replace(inner_state=new_inner)
 
+    return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
+
+
+# optax.inject_hyperparams calls `loss_scale` with arrays, which may be traced: not checked.
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """How the loss scale moves; see `loss_scale`."""
+
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    max_scale: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "growth_interval":
+                _check_power_of_two(name, value)
+        # Within these 1 / S is normal in f32; XLA may multiply by it, and flushes subnormals to 0.
+        _check_order("2**-126", 2.0**-126, "min_scale", self.min_scale)
+        _check_order("max_scale", self.max_scale, "2**126", 2.0**126)
+        _check_order("min_scale", self.min_scale, "init_scale", self.init_scale)
+        _check_order("init_scale", self.init_scale, "max_scale", self.max_scale)
+        _check_order("1", 1, "growth_factor", self.growth_factor)
+        _check_order("backoff_factor", self.backoff_factor, "1", 1)
+        n = self.growth_interval
+        whole = isinstance(n, int | np.integer) and not isinstance(n, bool)
+        if not isinstance(n, jax.Array) and not (whole and n >= 1):
+            raise ValueError(f"loss_scale(growth_interval={n!r}): must be an int of at least 1.")
+
+    def after(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+        """`state` after a step whose gradients were `finite` or not."""
         tracker = jnp.where(finite, state.growth_tracker + 1, 0)
-        grow = tracker >= growth_interval
-        grown = jnp.where(
-            grow, jnp.minimum(state.loss_scale * growth_factor, max_scale), state.loss_scale
-        )
-        fallen = jnp.maximum(state.loss_scale * backoff_factor, min_scale)
-        return unscaled, LossScaleState(
+        grow = tracker >= self.growth_interval
+        grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
+        grown = jnp.where(grow, grown, state.loss_scale)
+        fallen = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
+        return LossScaleState(
             loss_scale=jnp.where(finite, grown, fallen).astype(jnp.float32),
             growth_tracker=jnp.where(grow, 0, tracker).astype(jnp.int32),
             grads_finite=finite,
             overflow_count=state.overflow_count + jnp.where(finite, 0, 1).astype(jnp.int32),
-            inner_state=inner_state,
+            inner_state=state.inner_state,
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def _check_power_of_two(name: str, value: Any) -> None:
+    if isinstance(value, jax.Array):
+        return
+    if not _is_number(value) or not 0 < value < math.inf or math.frexp(value)[0] != 0.5:
+        raise ValueError(
+            f"loss_scale({name}={value!r}): must be a power of two, so that scaling is exact; "
+            "for example 2.0**15."
+        )
+
+
+def _check_order(low_name: str, low: Any, high_name: str, high: Any) -> None:
+    if _is_number(low) and _is_number(high) and low > high:
+        raise ValueError(
+            f"loss_scale: {low_name} must not exceed {high_name}, but {low_name} = {low} and "
+            f"{high_name} = {high}."
+        )
 
 
 def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -245,7 +289,8 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
 
 def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
     """The `LossScaleState` inside `opt_state`, None if there is none; ``ValueError`` if several."""
-    found = [leaf for leaf in _leaves_with_loss_scales(opt_state) if _is_loss_scale(leaf)]
+    leaves = jax.tree.leaves(opt_state, is_leaf=_is_loss_scale)
+    found = [leaf for leaf in leaves if _is_loss_scale(leaf)]
     if len(found) > 1:
         raise ValueError(
             f"opt_state holds {len(found)} loss scales; the loss can only be multiplied by one. "
@@ -295,70 +340,5 @@ def _is_loss_scale(node: Any) -> bool:
     return isinstance(node, LossScaleState)
 
 
-def _leaves_with_loss_scales(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=_is_loss_scale)
-
-
-def _select(finite: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
-
 def _zero_unless(finite: jax.Array, updates: Any) -> Any:
     return jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
-
-
-def widened(params: Any) -> Any:
-    """16-bit arrays as f32, so that moments start in f32. optax also passes placeholders: kept."""
-
-    def widen(leaf: Any) -> Any:
-        narrow = isinstance(leaf, jax.Array | np.ndarray) and leaf.dtype.itemsize < 4
-        return (
-            leaf.astype(jnp.float32)
-            if narrow and jnp.issubdtype(leaf.dtype, jnp.floating)
-            else leaf
-        )
-
-    return jax.tree.map(widen, params)
-
-
-# optax.inject_hyperparams calls `loss_scale` with arrays, which may be traced: not checked.
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def _check_power_of_two(**values: Any) -> None:
-    for name, value in values.items():
-        if isinstance(value, jax.Array):
-            continue
-        if not _is_number(value) or not 0 < value < math.inf or math.frexp(value)[0] != 0.5:
-            raise ValueError(
-                f"loss_scale({name}={value!r}): must be a power of two, so that scaling is exact; "
-                "for example 2.0**15."
-            )
-
-
-def _check_order(low_name: str, low: Any, high_name: str, high: Any) -> None:
-    if _is_number(low) and _is_number(high) and low > high:
-        raise ValueError(
-            f"loss_scale: {low_name} must not exceed {high_name}, but {low_name} = {low} and "
-            f"{high_name} = {high}."
-        )
-
-
-def _check_interval(value: Any) -> None:
-    if isinstance(value, jax.Array):
-        return
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"loss_scale(growth_interval={value!r}): must be an int of at least 1.")
-
-
-def transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-    """`tx` with support for extra arguments; optax.MultiSteps is one by its methods alone."""
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"{function} wraps an optax transformation such as optax.adam(1e-3), got {tx!r}. "
-            "Settings are passed by name: loss_scale(init_scale=2.0**15)."
-        )
-    return optax.with_extra_args_support(tx)

@@ -29,7 +29,7 @@ from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.arrays import ScaledArray, is_scaled_array
 from jfp8.scaling.bits import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.scales import amax
@@ -106,7 +106,9 @@ def gather_weights(
     check_recipe(recipe)
     selection = select(recipe, exempt, only)
     quantizer = recipe.products().fprop.rhs
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_stored)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=is_scaled_array
+    )
     ways = [
         _way(x, axes, axis_name, gradients_as)
         for (_, x), axes in zip(paths_and_leaves, _specs_of(params, specs), strict=True)
@@ -202,8 +204,8 @@ def _specs_of(params: Any, specs: Any) -> list[Any]:
     """The spec of each leaf of `params`; None if there are no `specs`."""
     is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
     if specs is None:
-        return [None] * len(jax.tree.leaves(params, is_leaf=_is_stored))
-    of_leaves = lambda spec, part: jax.tree.map(lambda _: spec, part, is_leaf=_is_stored)
+        return [None] * len(jax.tree.leaves(params, is_leaf=is_scaled_array))
+    of_leaves = lambda spec, part: jax.tree.map(lambda _: spec, part, is_leaf=is_scaled_array)
     spread = jax.tree.map(of_leaves, specs, params, is_leaf=is_spec)
     return jax.tree.leaves(spread, is_leaf=is_spec)
 
@@ -228,7 +230,7 @@ def _chosen(
         i
         for i, layer in layers.items()
         if ways[i] is not None
-        and not _is_stored(leaves[i])
+        and not is_scaled_array(leaves[i])
         and selection.decide(layer, leaves[i], None).recipe is not None
     ]
 
@@ -268,10 +270,6 @@ def _gather_stored(q: ScaledArray, way: _Way) -> ScaledArray:
     codes = way.gather(codes_of(q.data))
     carrier = None if q.carrier is None else _carrier(way, q.carrier)
     return ScaledArray(codes_to_format(codes, q.format), scale, None, carrier)
-
-
-def _is_stored(node: Any) -> bool:
-    return isinstance(node, ScaledArray)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

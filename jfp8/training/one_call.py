@@ -15,11 +15,13 @@ from flax import nnx
 from jfp8.conversion.models import Model, convert_selected, nnx_decisions
 from jfp8.conversion.products import report
 from jfp8.conversion.selection import Choice, select
+from jfp8.optim.blocks import Blocks
 from jfp8.optim.fp8_gradients import fp8_gradients
-from jfp8.optim.loss_scaling import loss_scale, skip_on_overflow, transformation
+from jfp8.optim.loss_scaling import loss_scale, skip_on_overflow
 from jfp8.optim.masters import has_master_weights
-from jfp8.optim.storage import Blocks, ScaledFloat16
+from jfp8.optim.storage import ScaledFloat16
 from jfp8.optim.stored_state import StoredState, store_state
+from jfp8.optim.wrapping import transformation
 from jfp8.recipes import registry as recipes
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe

@@ -13,12 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jfp8.optim.fp8_params import apply_updates, without_stored
 from jfp8.optim.loss_scaling import LossScaleState, all_squares_finite, find_loss_scale, keep_unless
-from jfp8.optim.masters import (
-    apply_updates,
-    has_master_weights,
-    without_stored,
-)
+from jfp8.optim.masters import has_master_weights
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.training.histories import (

@@ -8,13 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
 from jfp8.optim.loss_scaling import find_loss_scale
-from jfp8.optim.masters import (
-    carriers,
-    has_master_weights,
-    with_carriers,
-    without_stored,
-)
+from jfp8.optim.masters import has_master_weights
 from jfp8.scaling.sink import max_of_sinks
 from jfp8.training.histories import init_sinks
 from jfp8.training.hoist import split
