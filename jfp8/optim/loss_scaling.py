@@ -278,13 +278,13 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
     >>> jfp8.scale_loss(0.5, tx.init({"w": jnp.zeros(2)}))
     Array(4., dtype=float32)
     """
-    state = find_loss_scale(opt_state)
-    if state is None:
+    factor = loss_scale_in(opt_state)
+    if factor is None:
         raise ValueError(
             "opt_state holds no loss scale. Make the optimizer with one: "
             "optax.chain(jfp8.loss_scale(), optax.adam(1e-3))."
         )
-    return jnp.asarray(loss).astype(jnp.float32) * state.loss_scale
+    return multiplied(jnp.asarray(loss), factor)
 
 
 def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
@@ -297,6 +297,19 @@ def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
             "Put a single loss_scale() around or in front of all optimizers."
         )
     return found[0] if found else None
+
+
+def loss_scale_in(opt_state: optax.OptState) -> jax.Array | None:
+    """S of `find_loss_scale`, None if there is none."""
+    state = find_loss_scale(opt_state)
+    return None if state is None else state.loss_scale
+
+
+def multiplied(tree: Any, factor: jax.typing.ArrayLike | None) -> Any:
+    """`tree` times `factor` in f32: exact for a loss scale or its reciprocal. None: as it is."""
+    if factor is None:
+        return tree
+    return jax.tree.map(lambda x: x.astype(jnp.float32) * factor, tree)
 
 
 def all_finite(tree: Any) -> jax.Array:

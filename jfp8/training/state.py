@@ -14,18 +14,23 @@ import jax.numpy as jnp
 import optax
 
 from jfp8.optim.fp8_params import apply_updates, without_stored
-from jfp8.optim.loss_scaling import LossScaleState, all_squares_finite, find_loss_scale, keep_unless
+from jfp8.optim.loss_scaling import (
+    LossScaleState,
+    all_squares_finite,
+    keep_unless,
+    loss_scale_in,
+    multiplied,
+)
 from jfp8.optim.masters import has_master_weights
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.training.histories import (
     Collections,
+    as_dicts,
     close_step,
     decode_all,
     init_sinks,
-    plain,
     rescale_grad_histories,
-    spelled_collections,
 )
 
 
@@ -57,7 +62,7 @@ class Gradients:
         if self.fp8_sink:
             parts.append(f"fp8_sink=({_spelled_products(self.fp8_sink)})")
         if self.collections:
-            parts.append(f"collections=({spelled_collections(self.collections)})")
+            parts.append(f"collections=({_spelled_collections(self.collections)})")
         return f"Gradients({', '.join(parts)})"
 
 
@@ -92,7 +97,7 @@ class TrainState(flax.struct.PyTreeNode):
             parts.append(f"fp8=({_spelled_products(self.fp8)})")
         parts.append(f"opt_state=({_spelled_optimizer(self.opt_state)})")
         if self.collections:
-            parts.append(f"collections=({spelled_collections(self.collections)})")
+            parts.append(f"collections=({_spelled_collections(self.collections)})")
         lines = "".join(f"\n  {part}," for part in parts)
         return f"{type(self).__name__}({lines}\n)"
 
@@ -114,7 +119,7 @@ class TrainState(flax.struct.PyTreeNode):
         Raises:
           ValueError: `variables` has no ``params``, or its ``fp8_sink`` does not match its ``fp8``.
         """
-        collections = plain(variables)
+        collections = as_dicts(variables)
         if "params" not in collections:
             raise ValueError(
                 f"variables has the collections {sorted(collections)}, but no 'params'. Pass all "
@@ -162,6 +167,7 @@ class TrainState(flax.struct.PyTreeNode):
         Raises:
           TypeError: `grads` is not a `Gradients` although there are histories to keep up.
         """
+        before = loss_scale_in(self.opt_state)
         if not isinstance(grads, Gradients):
             if self.fp8:
                 raise TypeError(
@@ -169,14 +175,13 @@ class TrainState(flax.struct.PyTreeNode):
                     f"fp8 histories up, but got {type(grads).__name__}. Compute the gradients with "
                     "jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
-            grads = Gradients(scaled_by(grads, find_loss_scale(self.opt_state), -1), {}, {})
-        amaxes, overflow = decode_all(plain(grads.fp8_sink))
+            grads = Gradients(multiplied(grads, None if before is None else 1.0 / before), {}, {})
+        amaxes, overflow = decode_all(as_dicts(grads.fp8_sink))
         finite = all_squares_finite(grads.params) & ~overflow
 
-        before = find_loss_scale(self.opt_state)
         # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow,
         # also of one that only the sink saw.
-        scaled = scaled_by(grads.params, before, +1)
+        scaled = multiplied(grads.params, before)
         scaled = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled)
         tx = optax.with_extra_args_support(self.tx)
         trained = self.params if has_master_weights(self.opt_state) else without_stored(self.params)
@@ -185,9 +190,9 @@ class TrainState(flax.struct.PyTreeNode):
         params = keep_unless(finite, apply_updates(self.params, updates), self.params)
 
         fp8 = keep_unless(finite, close_step(self.fp8, amaxes), self.fp8)
-        after = find_loss_scale(opt_state)
+        after = loss_scale_in(opt_state)
         if before is not None and after is not None and fp8:
-            fp8 = rescale_grad_histories(fp8, after.loss_scale / before.loss_scale)
+            fp8 = rescale_grad_histories(fp8, after / before)
 
         kept = {name: self.collections[name] for name in grads.collections}
         collections = keep_unless(finite, grads.collections, kept)
@@ -198,14 +203,6 @@ class TrainState(flax.struct.PyTreeNode):
             opt_state=opt_state,
             collections={**self.collections, **collections},
         )
-
-
-def scaled_by(grads: Any, loss_scale: Any, power: int) -> Any:
-    """`grads` times (+1) or divided by (-1) the loss scale, in f32; exact, it is a power of two."""
-    if loss_scale is None:
-        return grads
-    factor = loss_scale.loss_scale if power > 0 else 1.0 / loss_scale.loss_scale
-    return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
 
 
 # What `repr` says. The trees may hold anything: shapes, shardings, placeholders.
@@ -245,3 +242,7 @@ def _spelled_optimizer(opt_state: Any) -> str:
     scales = filter(is_scale, jax.tree.leaves(opt_state, is_leaf=is_scale))
     spelled = [f"loss scale {printing.number(scale.loss_scale)}" for scale in scales]
     return "; ".join([printing.optimizer_state(opt_state), *spelled])
+
+
+def _spelled_collections(collections: Any) -> str:
+    return "; ".join(f"{name}: {printing.tree(value)}" for name, value in collections.items())
