@@ -10,7 +10,7 @@ precision; its gradient takes the way of `ScaledArray.carrier`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -162,12 +162,12 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
     axes = [d for d, entry in enumerate(entries) if set(entry) & set(names)]
     if not axes:
         return None
-    if len(axes) > 1:
+    axis, *others = axes
+    if others:
         raise ValueError(
             f"An array with the spec {spec} is spread over {axis_name!r} along several of its "
             "dimensions; gather_weights takes one."
         )
-    (axis,) = axes
     if not isinstance(gradients_as, Format | None):
         gradients_as = np.dtype(gradients_as)
     if AxisType.Manual in types:
@@ -183,21 +183,18 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
             f"gradients_as={gradients_as} needs jax.shard_map: elsewhere the compiler sums the "
             "gradients, in their own dtype. Use gradients_as=jnp.bfloat16 or None."
         )
-    spread = PartitionSpec(*map(_entry, entries))
-    whole = PartitionSpec(*(_entry(n for n in e if n not in names) for e in entries))
+    spread = _spec(entries)
+    whole = _spec([tuple(n for n in entry if n not in names) for entry in entries])
     if AxisType.Explicit in types:
-        return _ByResharding(axis, gradients_as, spread, whole)
+        return _ByLayout(gradients_as, spread, whole, explicit=True)
     if own_mesh is not None:
-        return _ByConstraints(
-            axis, gradients_as, NamedSharding(own_mesh, spread), NamedSharding(own_mesh, whole)
-        )
-    return _ByConstraints(axis, gradients_as, spread, whole)
+        spread, whole = NamedSharding(own_mesh, spread), NamedSharding(own_mesh, whole)
+    return _ByLayout(gradients_as, spread, whole, explicit=False)
 
 
-def _entry(names: Iterable[str]) -> str | tuple[str, ...] | None:
-    """Axes of the mesh as an entry of a ``PartitionSpec``."""
-    names = tuple(names)
-    return names if len(names) > 1 else names[0] if names else None
+def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """For each dimension the axes of the mesh, as a ``PartitionSpec`` spells them."""
+    return PartitionSpec(*(e if len(e) > 1 else e[0] if e else None for e in entries))
 
 
 def _specs_of(params: Any, specs: Any) -> list[Any]:
@@ -294,41 +291,21 @@ _carrier.defvjp(_carrier_fwd, _carrier_bwd)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """Of one array, over some axes of the mesh.
+class _ByCollectives:
+    """In ``jax.shard_map``, where arrays are the parts of this device.
 
     Attributes:
       axis: of the array, which is spread over the devices.
       gradients_as: see `gather_weights`.
+      names: axes of the mesh.
     """
 
     axis: int
     gradients_as: Format | np.dtype | None
-
-    def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
-        """f32[n], none of them negative."""
-        return amaxes
-
-    def zeros(self, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def gather_scale(self, scale: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def scatter(self, whole: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _ByCollectives(_Way):
-    """In ``jax.shard_map``, where arrays are the parts of this device."""
-
     names: tuple[str, ...]
 
     def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
+        """f32[n], none of them negative."""
         # As integers, since XLA:CPU drops NaN from the maximum of floats over devices.
         bits = lax.pmax(lax.bitcast_convert_type(amaxes, jnp.uint32), self.names)
         return lax.bitcast_convert_type(bits, jnp.float32)
@@ -345,61 +322,50 @@ class _ByCollectives(_Way):
         return self.gather(scale) if scale.ndim else scale
 
     def scatter(self, whole: jax.Array) -> jax.Array:
+        how = {"scatter_dimension": self.axis}
         if isinstance(self.gradients_as, Format):
-            return reduce_scatter(
-                whole, self.names, scatter_dimension=self.axis, fmt=self.gradients_as
-            )
+            return reduce_scatter(whole, self.names, fmt=self.gradients_as, **how)
         rounded = whole if self.gradients_as is None else whole.astype(self.gradients_as)
-        part = lax.psum_scatter(rounded, self.names, scatter_dimension=self.axis, tiled=True)
+        part = lax.psum_scatter(rounded, self.names, tiled=True, **how)
         return part.astype(whole.dtype)
 
 
 @dataclass(frozen=True)
-class _BySpecs(_Way):
+class _ByLayout:
     """Where arrays are the wholes, and other devices have other parts of them.
 
     Attributes:
       spread, whole: how the array is laid out over the devices, before and after.
+      explicit: whether the layout is part of the type of an array, or the compiler's to choose.
     """
 
+    gradients_as: np.dtype | None
     spread: PartitionSpec | NamedSharding
     whole: PartitionSpec | NamedSharding
+    explicit: bool
+
+    def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
+        return amaxes
+
+    def zeros(self, x: jax.Array) -> jax.Array:
+        zeros = jnp.zeros(x.shape, x.dtype)
+        return self._laid_out(zeros, self.whole) if self.explicit else zeros
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        if not self.explicit:  # with the other alone the compiler would gather first, and cast then
+            x = self._laid_out(x, self.spread)
+        return self._laid_out(x, self.whole)
 
     def gather_scale(self, scale: jax.Array) -> jax.Array:
         return scale  # small, and brought where it is needed
 
     def scatter(self, whole: jax.Array) -> jax.Array:
         rounded = whole if self.gradients_as is None else whole.astype(self.gradients_as)
-        return self.laid_out(rounded, self.spread).astype(whole.dtype)
+        return self._laid_out(rounded, self.spread).astype(whole.dtype)
 
-    def laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _ByConstraints(_BySpecs):
-    """Where the compiler spreads arrays."""
-
-    def zeros(self, x: jax.Array) -> jax.Array:
-        return jnp.zeros(x.shape, x.dtype)
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        # With the second one alone the compiler would gather first, and cast then.
-        return self.laid_out(self.laid_out(x, self.spread), self.whole)
-
-    def laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
-        return lax.with_sharding_constraint(x, spec)
+    def _laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
+        place = jax.sharding.reshard if self.explicit else lax.with_sharding_constraint
+        return place(x, spec)
 
 
-@dataclass(frozen=True)
-class _ByResharding(_BySpecs):
-    """Where the layout over the devices is part of the type of an array."""
-
-    def zeros(self, x: jax.Array) -> jax.Array:
-        return self.laid_out(jnp.zeros(x.shape, x.dtype), self.whole)
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        return self.laid_out(x, self.whole)
-
-    def laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
-        return jax.sharding.reshard(x, spec)
+_Way = _ByCollectives | _ByLayout
