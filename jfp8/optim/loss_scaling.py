@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfp8.optim.wrapping import transformation, widened
+from jfp8.optim.wrapping import states_of, transformation, widened
 from jfp8.scaling import printing
 
 
@@ -289,8 +289,7 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
 
 def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
     """The `LossScaleState` inside `opt_state`, None if there is none; ``ValueError`` if several."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=_is_loss_scale)
-    found = [leaf for leaf in leaves if _is_loss_scale(leaf)]
+    found = states_of(LossScaleState, opt_state)
     if len(found) > 1:
         raise ValueError(
             f"opt_state holds {len(found)} loss scales; the loss can only be multiplied by one. "

@@ -26,7 +26,7 @@ from jax import lax
 
 from jfp8.optim.fp8_params import update_by_lot, update_to
 from jfp8.optim.storage import Float, ScaledFloat16, Storage, round_to_16_bits
-from jfp8.optim.wrapping import seed_words, transformation, widened
+from jfp8.optim.wrapping import seed_words, states_of, transformation, widened
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray, apply_scale, is_scaled_array, scaled_values
 from jfp8.scaling.random_bits import fold_in, hash_bits
@@ -207,7 +207,7 @@ def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptSt
     >>> jfp8.optim.init_masters(tx.init(working), params).masters["w"]
     Array([0.3, 1. ], dtype=float32)
     """
-    found = _states(opt_state)
+    found = states_of(MasterWeightsState, opt_state)
     if len(found) != 1:
         raise ValueError(
             f"opt_state holds {len(found)} master_weights; init_masters needs exactly one: "
@@ -220,32 +220,26 @@ def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptSt
         plain = isinstance(stored, jax.Array | np.ndarray)
         return _first(Float(stored.dtype) if plain else ScaledFloat16(), _values(value))
 
+    is_state = lambda node: isinstance(node, MasterWeightsState)
+
     def restart(node: Any) -> Any:
-        if not _is_state(node):
+        if not is_state(node):
             return node
         leaves, structure = _flatten(params)
         masters = structure.flatten_up_to(node.masters)
         started = [start(p, m) for p, m in zip(leaves, masters, strict=True)]
         return node._replace(masters=structure.unflatten(started))
 
-    return jax.tree.map(restart, opt_state, is_leaf=_is_state)
+    return jax.tree.map(restart, opt_state, is_leaf=is_state)
 
 
 def has_master_weights(opt_state: optax.OptState) -> bool:
     """Whether `opt_state` is that of an optimizer that trains FP8 parameters."""
-    return bool(_states(opt_state))
+    return bool(states_of(MasterWeightsState, opt_state))
 
 
 def _flatten(params: Any) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
     return jax.tree.flatten(params, is_leaf=is_scaled_array)
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, MasterWeightsState)
-
-
-def _states(opt_state: Any) -> list[MasterWeightsState]:
-    return [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(leaf)]
 
 
 def _beside(p: Any, storage: Storage | None) -> Storage | None:

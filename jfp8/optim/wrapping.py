@@ -1,13 +1,15 @@
-"""What the transformations share that wrap another one, and show it parameters in f32."""
+"""What transformations share that wrap another one: checks, inputs in f32, seeds, states."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+State = TypeVar("State")
 
 
 def transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -29,6 +31,12 @@ def widened(params: Any) -> Any:
         return leaf.astype(jnp.float32) if floating else leaf
 
     return jax.tree.map(widen, params)
+
+
+def states_of(kind: type[State], opt_state: Any) -> list[State]:
+    """The states of type `kind` in `opt_state`; of nested ones the outermost."""
+    is_kind = lambda node: isinstance(node, kind)
+    return [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=is_kind) if is_kind(leaf)]
 
 
 def seed_words(seed: jax.typing.ArrayLike) -> jax.Array:

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jfp8.collectives.exchange import reduce_scatter
-from jfp8.conversion.selection import Choice, Selection, select
+from jfp8.conversion.selection import Choice, select
 from jfp8.conversion.weights import is_kernel
 from jfp8.quantizers.per_tensor import Current
 from jfp8.quantizers.quantizer import Context, Quantizer
@@ -106,16 +106,27 @@ def gather_weights(
     check_recipe(recipe)
     selection = select(recipe, exempt, only)
     quantizer = recipe.products().fprop.rhs
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(
-        params, is_leaf=is_scaled_array
-    )
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_scaled_array)
+    leaves = [x for _, x in with_paths]
     ways = [
-        _way(x, axes, axis_name, gradients_as)
-        for (_, x), axes in zip(paths_and_leaves, _specs_of(params, specs), strict=True)
+        _way(x, spec, axis_name, gradients_as)
+        for x, spec in zip(leaves, _specs_of(params, specs), strict=True)
     ]
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths_and_leaves]
-    leaves = [x for _, x in paths_and_leaves]
-    in_fp8 = _chosen(names, leaves, ways, selection, quantizer)
+    kernels = {}  # the layers that they belong to, by their places among the leaves
+    for i, (path, x) in enumerate(with_paths):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layer, _, leaf = name.removesuffix("/value").rpartition("/")
+        if is_kernel(leaf, x):
+            kernels[i] = layer
+    selection.check_patterns(list(kernels.values()))
+    in_fp8 = [
+        i
+        for i, layer in kernels.items()
+        if quantizer is not None
+        and ways[i] is not None
+        and not is_scaled_array(leaves[i])
+        and selection.decide(layer, leaves[i], None).recipe is not None
+    ]
 
     # One maximum over the devices for all of them together.
     amaxes = {i: amax(leaves[i]) for i in in_fp8}
@@ -205,31 +216,6 @@ def _specs_of(params: Any, specs: Any) -> list[Any]:
     of_leaves = lambda spec, part: jax.tree.map(lambda _: spec, part, is_leaf=is_scaled_array)
     spread = jax.tree.map(of_leaves, specs, params, is_leaf=is_spec)
     return jax.tree.leaves(spread, is_leaf=is_spec)
-
-
-def _chosen(
-    names: Sequence[str],
-    leaves: Sequence[jax.Array],
-    ways: Sequence[_Way | None],
-    selection: Selection,
-    quantizer: Quantizer | None,
-) -> list[int]:
-    """Which leaves travel in FP8: kernels that have somewhere to go."""
-    layers = {}
-    for i, (name, x) in enumerate(zip(names, leaves, strict=True)):
-        layer, _, leaf = name.removesuffix("/value").rpartition("/")
-        if is_kernel(leaf, x):
-            layers[i] = layer
-    selection.check_patterns(list(layers.values()))
-    if quantizer is None:
-        return []
-    return [
-        i
-        for i, layer in layers.items()
-        if ways[i] is not None
-        and not is_scaled_array(leaves[i])
-        and selection.decide(layer, leaves[i], None).recipe is not None
-    ]
 
 
 def _gather_bytes(x: jax.Array, way: _Way, largest: jax.Array, quantizer: Quantizer) -> ScaledArray:

@@ -22,8 +22,9 @@ from jfp8.optim.loss_scaling import (
     multiplied,
 )
 from jfp8.optim.masters import has_master_weights
+from jfp8.optim.wrapping import states_of
 from jfp8.scaling import printing
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.arrays import ScaledArray, is_scaled_array
 from jfp8.training.histories import (
     Collections,
     as_dicts,
@@ -60,7 +61,7 @@ class Gradients:
         """What is in it, by size."""
         parts = [f"params=({printing.tree(self.params)})"]
         if self.fp8_sink:
-            parts.append(f"fp8_sink=({_spelled_products(self.fp8_sink)})")
+            parts.append(f"fp8_sink=({printing.tree(self.fp8_sink)})")
         if self.collections:
             parts.append(f"collections=({_spelled_collections(self.collections)})")
         return f"Gradients({', '.join(parts)})"
@@ -209,26 +210,21 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def _spelled_params(params: Any) -> str:
-    is_fp8 = lambda x: isinstance(x, ScaledArray)
-    leaves = jax.tree.leaves(params, is_leaf=is_fp8)
-    n = sum(math.prod(x.data.shape if is_fp8(x) else x.shape) for x in leaves if _has_shape(x))
-    n_fp8 = sum(map(is_fp8, leaves))
+    leaves = jax.tree.leaves(params, is_leaf=is_scaled_array)
+    n_fp8 = sum(map(is_scaled_array, leaves))
+    arrays = [x.data if isinstance(x, ScaledArray) else x for x in leaves]
+    n = sum(math.prod(x.shape) for x in arrays if printing.is_arraylike(x))
     stored = f", {printing.counted(n_fp8, 'array')} in FP8" if n_fp8 else ""
     return f"{printing.counted(n, 'parameter')} in {printing.tree(params)}{stored}"
 
 
-def _has_shape(x: Any) -> bool:
-    return printing.is_arraylike(x.data if isinstance(x, ScaledArray) else x)
-
-
 def _spelled_products(fp8: Any) -> str:
-    """The products of an ``fp8`` or ``fp8_sink`` collection; stacked layers count each."""
-    of_product = lambda path, role: [getattr(k, "key", None) for k in path[-2:]] == role
-    leaves = jax.tree_util.tree_leaves_with_path(fp8)
+    """The products of an ``fp8`` collection; stacked layers count each."""
     histories = [
         x
-        for path, x in leaves
-        if of_product(path, ["grad", "amax_history"]) and printing.is_arraylike(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(fp8)
+        if [getattr(k, "key", None) for k in path[-2:]] == ["grad", "amax_history"]
+        and printing.is_arraylike(x)
     ]
     if not histories:
         return printing.tree(fp8)
@@ -238,8 +234,7 @@ def _spelled_products(fp8: Any) -> str:
 
 
 def _spelled_optimizer(opt_state: Any) -> str:
-    is_scale = lambda x: isinstance(x, LossScaleState)
-    scales = filter(is_scale, jax.tree.leaves(opt_state, is_leaf=is_scale))
+    scales = states_of(LossScaleState, opt_state)
     spelled = [f"loss scale {printing.number(scale.loss_scale)}" for scale in scales]
     return "; ".join([printing.optimizer_state(opt_state), *spelled])
 
