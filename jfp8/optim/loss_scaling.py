@@ -2,19 +2,7 @@
 
 The loss is multiplied by a power of two ``S`` so that small gradients survive narrow formats, and
 the gradients are divided by it again. ``S`` grows while gradients stay finite and falls when they
-do not. An overflowing step must leave no trace: how exactly depends on what wraps what.
-
-  ============================================  ===================================================
-  composition                                   a step with non-finite gradients
-  ============================================  ===================================================
-  ``chain(loss_scale(), adam(lr))``             ``S`` falls; Adam sees a zero gradient: its count
-                                                advances, its moments decay by one step, and
-                                                momentum still moves the parameters. The elements
-                                                of a chain cannot stop one another.
-  ``loss_scale(adam(lr))``                      exact: ``S`` falls, nothing else changes
-  ``skip_on_overflow(chain(loss_scale(), ..))`` exact, with any elements in any order
-  `jfp8.TrainState` with any of these           exact, amax histories included
-  ============================================  ===================================================
+do not. An overflowing step must leave no trace: `loss_scale` says what wraps what for that.
 """
 
 from __future__ import annotations
@@ -76,10 +64,11 @@ def loss_scale(
     would turn the zeros into NaN. For the same reason keep parameters that a bare chain's optimizer
     is initialized with in f32; the wrapping form initializes `inner` in f32 by itself.
 
-    A literal ``optax.chain(jfp8.loss_scale(), optax.adam(1e-3))`` works, but an overflowing step is
-    not skipped exactly: Adam sees a zero gradient, so its count advances, and its momentum decays
-    and still moves the parameters. For exact skips pass the optimizer as `inner`, wrap the chain in
-    `skip_on_overflow`, or use `jfp8.TrainState`. Put it before gradient clipping. With
+    The elements of a chain cannot stop one another: in ``optax.chain(jfp8.loss_scale(),
+    optax.adam(1e-3))`` an overflowing step is not skipped exactly. Adam sees a zero gradient, so
+    its count advances, and its momentum decays and still moves the parameters. For exact skips pass
+    the optimizer as `inner`, wrap the chain in `skip_on_overflow`, or use `jfp8.TrainState`, which
+    keeps the amax histories as well. Put it before gradient clipping. With
     ``optax.MultiSteps`` put it outside, in a form that lets MultiSteps drop the micro-step:
     ``optax.chain(loss_scale(on_overflow="pass"), optax.MultiSteps(adam, k,
     should_skip_update_fn=optax.skip_not_finite))``; inside, MultiSteps multiplies an infinite

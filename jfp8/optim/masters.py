@@ -1,16 +1,7 @@
 """Parameters in 8 or 16 bits that are trained: a working copy, and where its lower bits go.
 
 A step changes a weight by less than the spacing of a narrow format. Rounded to nearest the change
-is lost; it has to be kept in a wider master, or arrive by lot. ::
-
-    parameter in params          master=None             "bfloat16"   "float16_scaled"   "float32"
-    FP8, `ScaledArray`           1 byte, by lot          1 + 2        1 + 2              1 + 4
-    bf16 or f16 array            2 bytes, by lot         the same     2 + 2              2 + 4
-    f32 array                    4 bytes, its own master
-
-"By lot" is stochastic rounding: up with the probability of the remainder, right on average. So is
-the bfloat16 master rounded. The others are rounded to nearest: beside a float32 master nothing is
-lost, while "float16_scaled", MS-AMP's, loses steps of less than 2^-12 of the weight.
+is lost; it has to be kept in a wider master, or arrive by lot.
 """
 
 from __future__ import annotations
@@ -68,6 +59,15 @@ def master_weights(
         m <- round(m + u),   u = inner(gradient, m)      m: the master, or the parameter itself
         p <- round(m)                                    p: what is in params
 
+        parameter in params     master=None             "bfloat16"   "float16_scaled"   "float32"
+        FP8, `ScaledArray`      1 byte, by lot          1 + 2        1 + 2              1 + 4
+        bf16 or f16 array       2 bytes, by lot         the same     2 + 2              2 + 4
+        f32 array               4 bytes, its own master
+
+    "By lot" is stochastic rounding: up with the probability of the remainder, right on average. So
+    is the bfloat16 master rounded. The others are rounded to nearest: beside a float32 master
+    nothing is lost, while "float16_scaled", MS-AMP's, loses steps of less than 2^-12 of the weight.
+
     `inner` sees the masters, and keeps its state, in f32. FP8 parameters are `ScaledArray` with f32
     scales, such as `jfp8.quantize_params` makes. Their scales move by powers of two, when the
     largest element leaves its binade: then all other codes stay what they are unless they are
@@ -84,7 +84,7 @@ def master_weights(
 
     Args:
       inner: the optimizer, such as ``optax.adamw(1e-3)``.
-      master: what is kept beside parameters that are narrower than it: see the table above.
+      master: what is kept beside parameters that are narrower than it.
       seed: of the random bits, which also depend on the step, the leaf and the element.
 
     Returns:

@@ -158,7 +158,7 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
 
 
 def _split(batch: Any, parts: int) -> Any:
-    def split(leaf: Any) -> jax.Array:
+    def reshaped(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
         if leaf.ndim == 0 or leaf.shape[0] % parts:
             raise ValueError(
@@ -167,4 +167,4 @@ def _split(batch: Any, parts: int) -> Any:
             )
         return leaf.reshape(parts, leaf.shape[0] // parts, *leaf.shape[1:])
 
-    return jax.tree.map(split, batch)
+    return jax.tree.map(reshaped, batch)

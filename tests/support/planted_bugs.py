@@ -568,8 +568,8 @@ BUGS: tuple[Bug, ...] = (
         "moments_swapped",
         "the storage of the first moment is used for the second, and the other way round",
         "jfp8/optim/adam.py",
-        "return Moments(mu or DEFAULT.mu, nu or DEFAULT.nu)",
-        "return Moments(nu or DEFAULT.nu, mu or DEFAULT.mu)",
+        "Moments(mu or DEFAULT.mu, nu or DEFAULT.nu)",
+        "Moments(nu or DEFAULT.nu, mu or DEFAULT.mu)",
         "optim/test_adam.py::test_each_moment_can_be_chosen_alone",
     ),
     Bug(
