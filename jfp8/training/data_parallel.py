@@ -156,13 +156,10 @@ def _without(specs: Any, names: tuple[Any, ...]) -> tuple[Any, set[Any]]:
     left: set[Any] = set()
 
     def strip(spec: PartitionSpec) -> PartitionSpec:
-        kept = []
-        for entry in spec:
-            axes = entry if isinstance(entry, tuple) else (entry,)
-            axes = tuple(axis for axis in axes if axis is not None and axis not in names)
-            left.update(axes)
-            kept.append(axes or None)
-        return PartitionSpec(*kept)
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        kept = [tuple(axis for axis in e if axis not in (None, *names)) for e in entries]
+        left.update(*kept)
+        return PartitionSpec(*(axes or None for axes in kept))
 
     stripped = jax.tree.map(strip, specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
     return stripped, left
