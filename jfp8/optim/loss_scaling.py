@@ -8,6 +8,7 @@ do not. An overflowing step must leave no trace: `loss_scale` says what wraps wh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -131,16 +132,16 @@ def loss_scale(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
         finite = all_finite(updates)
-        unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
+        updates = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
         new_inner: Any = ()
         if wrapped is not None:
-            finite &= all_squares_finite(unscaled)
-            unscaled, new_inner = wrapped.update(unscaled, state.inner_state, params, **extra_args)
+            finite &= all_squares_finite(updates)
+            updates, new_inner = wrapped.update(updates, state.inner_state, params, **extra_args)
             keep = lambda new, old: jnp.where(finite, new, old)
             new_inner = jax.tree.map(keep, new_inner, state.inner_state)
         if on_overflow == "zero":
-            unscaled = _zero_unless(finite, unscaled)
-        return unscaled, schedule.after(state, finite)._replace(inner_state=new_inner)
+            updates = _zero_unless(finite, updates)
+        return updates, schedule.after(state, finite)._replace(inner_state=new_inner)
 
     return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
 
@@ -273,7 +274,7 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
             "opt_state holds no loss scale. Make the optimizer with one: "
             "optax.chain(jfp8.loss_scale(), optax.adam(1e-3))."
         )
-    return multiplied(jnp.asarray(loss), factor)
+    return scaled(jnp.asarray(loss), factor)
 
 
 def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
@@ -293,20 +294,21 @@ def loss_scale_in(opt_state: optax.OptState) -> jax.Array | None:
     return None if state is None else state.loss_scale
 
 
-def multiplied(tree: Any, factor: jax.typing.ArrayLike | None) -> Any:
-    """`tree` times `factor` in f32: exact for a loss scale or its reciprocal. None: as it is."""
-    if factor is None:
+def scaled(tree: Any, loss_scale: jax.typing.ArrayLike | None) -> Any:
+    """`tree` times the loss scale, in f32; as it is if there is none."""
+    if loss_scale is None:
         return tree
-    return jax.tree.map(lambda x: x.astype(jnp.float32) * factor, tree)
+    return jax.tree.map(lambda x: x.astype(jnp.float32) * loss_scale, tree)
+
+
+def unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
+    """`tree` divided by the loss scale, in f32; exact, it is a power of two."""
+    return tree if loss_scale is None else scaled(tree, 1.0 / loss_scale)
 
 
 def all_finite(tree: Any) -> jax.Array:
     """bool[]: whether no floating leaf of `tree` holds an Inf or NaN."""
-    finite = jnp.ones((), bool)
-    for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            finite &= jnp.all(jnp.isfinite(leaf))
-    return finite
+    return _holds(jnp.isfinite, tree)
 
 
 # Its square, which optimizers average, and sums of a few such squares are finite in f32.
@@ -318,11 +320,16 @@ def all_squares_finite(tree: Any) -> jax.Array:
 
     The square of a larger gradient is Inf, and stays in a second moment for ever.
     """
-    small = jnp.ones((), bool)
+    return _holds(lambda x: jnp.abs(x).astype(jnp.float32) <= LARGEST_GRADIENT, tree)
+
+
+def _holds(condition: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
+    """bool[]: whether `condition` holds for all elements of all floating leaves."""
+    holds = jnp.ones((), bool)
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            small &= jnp.all(jnp.abs(leaf).astype(jnp.float32) <= LARGEST_GRADIENT)
-    return small
+            holds &= jnp.all(condition(leaf))
+    return holds
 
 
 def keep_unless(finite: jax.Array, new: Any, old: Any) -> Any:

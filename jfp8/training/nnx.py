@@ -12,7 +12,7 @@ from flax import nnx
 from flax.nnx import filterlib
 
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
-from jfp8.optim.loss_scaling import all_finite, keep_unless, multiplied
+from jfp8.optim.loss_scaling import all_finite, keep_unless, scaled
 from jfp8.scaling.history import push_amax
 from jfp8.scaling.sink import ROLES
 from jfp8.training.histories import decode_all, rescaled, zero_sink
@@ -92,7 +92,7 @@ def value_and_grad(
                 for path in with_sink:
                     here[path].fp8_sink = None
             loss, aux = returned if has_aux else (returned, None)
-            return multiplied(loss, loss_scale), (loss, aux)
+            return scaled(loss, loss_scale), (loss, aux)
 
         sinks = [zero_sink(before[path]["grad"]) for path in with_sink]
         (_, (loss, aux)), (cotangents, *grads) = nnx.value_and_grad(

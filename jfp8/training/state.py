@@ -19,7 +19,8 @@ from jfp8.optim.loss_scaling import (
     all_squares_finite,
     keep_unless,
     loss_scale_in,
-    multiplied,
+    scaled,
+    unscaled,
 )
 from jfp8.optim.masters import has_master_weights
 from jfp8.optim.wrapping import states_of
@@ -176,17 +177,16 @@ class TrainState(flax.struct.PyTreeNode):
                     f"fp8 histories up, but got {type(grads).__name__}. Compute the gradients with "
                     "jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
-            grads = Gradients(multiplied(grads, None if before is None else 1.0 / before), {}, {})
+            grads = Gradients(unscaled(grads, before), {}, {})
         amaxes, overflow = decode_all(as_dicts(grads.fp8_sink))
         finite = all_squares_finite(grads.params) & ~overflow
 
         # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow,
         # also of one that only the sink saw.
-        scaled = multiplied(grads.params, before)
-        scaled = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled)
+        taken = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled(grads.params, before))
         tx = optax.with_extra_args_support(self.tx)
         trained = self.params if has_master_weights(self.opt_state) else without_stored(self.params)
-        updates, opt_state = tx.update(scaled, self.opt_state, trained)
+        updates, opt_state = tx.update(taken, self.opt_state, trained)
         opt_state = keep_unless(finite, opt_state, self.opt_state)
         params = keep_unless(finite, apply_updates(self.params, updates), self.params)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
-from jfp8.optim.loss_scaling import loss_scale_in, multiplied
+from jfp8.optim.loss_scaling import loss_scale_in, scaled, unscaled
 from jfp8.optim.masters import has_master_weights
 from jfp8.scaling.sink import max_of_sinks
 from jfp8.training.histories import Collections, init_sinks
@@ -67,7 +67,7 @@ def value_and_grad(
         if micro_batches > 1:
             gradient = partial(_over_micro_batches, gradient, micro_batches)
         (grads, sink), (loss, collections, aux) = gradient(*known, state.collections, batch)
-        grads = multiplied(grads, None if loss_scale is None else 1.0 / loss_scale)
+        grads = unscaled(grads, loss_scale)
         return ((loss, aux) if has_aux else loss), Gradients(grads, sink, collections)
 
     return compute
@@ -97,7 +97,7 @@ def _scaled_loss(
         )
     new = {name: mutated.get(name, value) for name, value in collections.items()}
     loss = jnp.asarray(loss)
-    return multiplied(loss, loss_scale), (loss, new, aux)
+    return scaled(loss, loss_scale), (loss, new, aux)
 
 
 def _over_micro_batches(
