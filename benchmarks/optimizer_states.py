@@ -36,7 +36,8 @@ import optax
 
 import jfp8
 from jfp8.optim.adam import DEFAULT, PRESETS, Moments, adamw
-from jfp8.optim.storage import Blocks, Float, Storage
+from jfp8.optim.blocks import Blocks
+from jfp8.optim.storage import Float, Storage
 from jfp8.scaling.random_bits import fold_in
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,7 +20,8 @@ import numpy as np
 
 from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.tree import Path, described, walk
-from jfp8.optim.storage import Blocks, ExpandedArray, HalfArray, ScaledFloat16, Storage
+from jfp8.optim.blocks import Blocks, ExpandedArray
+from jfp8.optim.storage import HalfArray, ScaledFloat16, Storage
 from jfp8.optim.stored_state import is_stored
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
 from jfp8.scaling.formats import E8M0FNU, FORMATS, format_of

@@ -1,4 +1,4 @@
-"""Collectives that exchange bytes and sum in f32: mean, sum and gather."""
+"""Mean, sum and gather over devices that exchange records of bytes; see `jfp8.collectives`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pmean(
       tree: arrays of any shapes. Arrays that are not floating, or of 64 bits, and those of at most
         ``block / 4`` elements or so are left to ``jax.lax.pmean``.
       axis_name: one name, or a tuple of names.
-      fmt: format on the wire, of 8 bits: one of `jfp8.formats`, `E2M5`, or two, such as `FINEST`.
+      fmt: format on the wire, of 8 bits: `jfp8.E4M3FN`, `E2M5`, ..., or two, such as `FINEST`.
       block: elements that share a scale; ``4 / block`` bytes per element more on the wire.
       rounding: see `jfp8.cast`. Rounded to nearest, the mean is off by half a step at most in
         either rounding; ``"stochastic"`` is right on average over draws instead.

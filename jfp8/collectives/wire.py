@@ -20,21 +20,14 @@ from jfp8.scaling.random_bits import fold_in, hash_bits, seed_of
 AxisName: TypeAlias = Any
 """What `jax.lax` takes: the name of a mapped axis, or a tuple of several."""
 
-
 E2M5 = Format("E2M5", np.dtype(np.uint8), 2, 5, 1, 7.75, 0x7E, 0x7F)
 """Two bits of exponent and five of mantissa: -31.5 dB become -43. Only for the wire."""
-
 
 FINEST: tuple[Format, Format] = (E4M3FN, E2M5)
 """As `fmt` of a collective: the better one for every block."""
 
-
 MIN_SIZE = 2**12
 """Below 16 KiB of f32, the time of a collective is that of its start, not of its bytes."""
-
-
-SCALE_BYTES = 4
-
 
 _ON_WIRE = (*(f for f in FORMATS if f.bits == 8 and f.signed), E2M5)
 
@@ -88,8 +81,8 @@ class Wire:
 
     @property
     def record(self) -> int:
-        """Bytes in a record."""
-        return self.block + SCALE_BYTES
+        """Bytes in a record: the codes, and a scale in f32."""
+        return self.block + 4
 
     def pays(self, sizes: list[int], multiple: int = 1) -> bool:
         """Whether arrays of `sizes`, in a multiple of some number of records, are below f32."""

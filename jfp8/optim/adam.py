@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jfp8.optim.storage import Blocks, Float, ScaledFloat16, Storage
+from jfp8.optim.blocks import Blocks
+from jfp8.optim.storage import Float, ScaledFloat16, Storage
 from jfp8.optim.stored_state import store_state
 
 
@@ -54,16 +55,9 @@ def scale_by_adam(
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
-
-    Raises:
-      ValueError, TypeError: see `adam`.
-
-    References:
-      See `adam`.
     """
     inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
-    moments = choose_moments("scale_by_adam", preset, mu, nu, mu_dtype)
-    return store_state(inner, moments._asdict(), seed=seed)
+    return store_state(inner, _moments("scale_by_adam", preset, mu, nu, mu_dtype), seed=seed)
 
 
 def adam(
@@ -120,15 +114,13 @@ def adam(
     References:
       MS-AMP, ``LBAdam``; torchao, ``AdamFp8``; COAT, arXiv 2410.19313.
 
-    >>> import jax, jax.numpy as jnp
-    >>> from jfp8.optim.adam import adam
-    >>> state = adam(1e-3).init({"w": jnp.ones((64, 256))})
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> state = jfp8.optim.adam(1e-3).init({"w": jnp.ones((64, 256))})
     >>> sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / (64 * 256)
     2.06298828125
     """
     inner = optax.adam(learning_rate, b1, b2, eps, eps_root, nesterov=nesterov)
-    moments = choose_moments("adam", preset, mu, nu, mu_dtype)
-    return store_state(inner, moments._asdict(), seed=seed)
+    return store_state(inner, _moments("adam", preset, mu, nu, mu_dtype), seed=seed)
 
 
 def adamw(
@@ -155,23 +147,16 @@ def adamw(
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
-
-    Raises:
-      ValueError, TypeError: see `adam`.
-
-    References:
-      See `adam`.
     """
     inner = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, None, weight_decay, mask, nesterov=nesterov
     )
-    moments = choose_moments("adamw", preset, mu, nu, mu_dtype)
-    return store_state(inner, moments._asdict(), seed=seed)
+    return store_state(inner, _moments("adamw", preset, mu, nu, mu_dtype), seed=seed)
 
 
-def choose_moments(
-    function: str, preset: str | None, mu: Storage | None, nu: Storage | None, mu_dtype: Any = None
-) -> Moments:
+def _moments(
+    function: str, preset: str | None, mu: Storage | None, nu: Storage | None, mu_dtype: Any
+) -> dict[str, Storage]:
     """The storages that the arguments of `function` name, or an error that tells how to."""
     if mu_dtype is not None:
         if mu is not None:
@@ -181,7 +166,7 @@ def choose_moments(
             )
         mu = Float(mu_dtype)
     if preset is None:
-        return Moments(mu or DEFAULT.mu, nu or DEFAULT.nu)
+        return Moments(mu or DEFAULT.mu, nu or DEFAULT.nu)._asdict()
     if preset not in PRESETS:
         raise ValueError(
             f"{function}(preset={preset!r}) is unknown. Allowed: {', '.join(map(repr, PRESETS))}, "
@@ -194,4 +179,4 @@ def choose_moments(
             f"{function}(preset={preset!r}, {', '.join(named)}): a preset names both storages. "
             f"Leave preset out, and name what you keep of it: {PRESETS[preset]}."
         )
-    return PRESETS[preset]
+    return PRESETS[preset]._asdict()

@@ -2,24 +2,14 @@
 
 The loss is multiplied by a power of two ``S`` so that small gradients survive narrow formats, and
 the gradients are divided by it again. ``S`` grows while gradients stay finite and falls when they
-do not. An overflowing step must leave no trace: how exactly depends on what wraps what.
-
-  ============================================  ===================================================
-  composition                                   a step with non-finite gradients
-  ============================================  ===================================================
-  ``chain(loss_scale(), adam(lr))``             ``S`` falls; Adam sees a zero gradient: its count
-                                                advances, its moments decay by one step, and
-                                                momentum still moves the parameters. The elements
-                                                of a chain cannot stop one another.
-  ``loss_scale(adam(lr))``                      exact: ``S`` falls, nothing else changes
-  ``skip_on_overflow(chain(loss_scale(), ..))`` exact, with any elements in any order
-  `jfp8.TrainState` with any of these           exact, amax histories included
-  ============================================  ===================================================
+do not. An overflowing step must leave no trace: `loss_scale` says what wraps what for that.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -27,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfp8.optim.wrapping import states_of, transformation, widened
 from jfp8.scaling import printing
 
 
@@ -74,10 +65,11 @@ def loss_scale(
     would turn the zeros into NaN. For the same reason keep parameters that a bare chain's optimizer
     is initialized with in f32; the wrapping form initializes `inner` in f32 by itself.
 
-    A literal ``optax.chain(jfp8.loss_scale(), optax.adam(1e-3))`` works, but an overflowing step is
-    not skipped exactly: Adam sees a zero gradient, so its count advances, and its momentum decays
-    and still moves the parameters. For exact skips pass the optimizer as `inner`, wrap the chain in
-    `skip_on_overflow`, or use `jfp8.TrainState`. Put it before gradient clipping. With
+    The elements of a chain cannot stop one another: in ``optax.chain(jfp8.loss_scale(),
+    optax.adam(1e-3))`` an overflowing step is not skipped exactly. Adam sees a zero gradient, so
+    its count advances, and its momentum decays and still moves the parameters. For exact skips pass
+    the optimizer as `inner`, wrap the chain in `skip_on_overflow`, or use `jfp8.TrainState`, which
+    keeps the amax histories as well. Put it before gradient clipping. With
     ``optax.MultiSteps`` put it outside, in a form that lets MultiSteps drop the micro-step:
     ``optax.chain(loss_scale(on_overflow="pass"), optax.MultiSteps(adam, k,
     should_skip_update_fn=optax.skip_not_finite))``; inside, MultiSteps multiplies an infinite
@@ -112,21 +104,9 @@ def loss_scale(
     >>> jfp8.scale_loss(2.0, state)
     Array(65536., dtype=float32)
     """
-    _check_power_of_two(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        min_scale=min_scale,
-        max_scale=max_scale,
+    schedule = _Schedule(
+        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
     )
-    # Within these 1 / S is normal in f32; XLA may multiply by it, and flushes subnormals to zero.
-    _check_order("2**-126", 2.0**-126, "min_scale", min_scale)
-    _check_order("max_scale", max_scale, "2**126", 2.0**126)
-    _check_order("min_scale", min_scale, "init_scale", init_scale)
-    _check_order("init_scale", init_scale, "max_scale", max_scale)
-    _check_order("1", 1, "growth_factor", growth_factor)
-    _check_order("backoff_factor", backoff_factor, "1", 1)
-    _check_interval(growth_interval)
     if on_overflow not in ("zero", "pass"):
         raise ValueError(f"on_overflow={on_overflow!r} is unknown. Allowed: 'zero', 'pass'.")
     if inner is not None and on_overflow == "pass":
@@ -152,32 +132,86 @@ def loss_scale(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
         finite = all_finite(updates)
-        unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
-        inner_state: Any = ()
+        updates = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
+        new_inner: Any = ()
         if wrapped is not None:
-            finite &= all_squares_finite(unscaled)
-            unscaled, inner_state = wrapped.update(
-                unscaled, state.inner_state, params, **extra_args
-            )
-            inner_state = _select(finite, inner_state, state.inner_state)
+            finite &= all_squares_finite(updates)
+            updates, new_inner = wrapped.update(updates, state.inner_state, params, **extra_args)
+            keep = lambda new, old: jnp.where(finite, new, old)
+            new_inner = jax.tree.map(keep, new_inner, state.inner_state)
         if on_overflow == "zero":
-            unscaled = _zero_unless(finite, unscaled)
+            updates = _zero_unless(finite, updates)
+        return updates, schedule.after(state, finite)._replace(inner_state=new_inner)
 
+    return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
+
+
+# optax.inject_hyperparams calls `loss_scale` with arrays, which may be traced: not checked.
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """How the loss scale moves; see `loss_scale`."""
+
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    max_scale: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "growth_interval":
+                _check_power_of_two(name, value)
+        # Within these 1 / S is normal in f32; XLA may multiply by it, and flushes subnormals to 0.
+        _check_order("2**-126", 2.0**-126, "min_scale", self.min_scale)
+        _check_order("max_scale", self.max_scale, "2**126", 2.0**126)
+        _check_order("min_scale", self.min_scale, "init_scale", self.init_scale)
+        _check_order("init_scale", self.init_scale, "max_scale", self.max_scale)
+        _check_order("1", 1, "growth_factor", self.growth_factor)
+        _check_order("backoff_factor", self.backoff_factor, "1", 1)
+        n = self.growth_interval
+        whole = isinstance(n, int | np.integer) and not isinstance(n, bool)
+        if not isinstance(n, jax.Array) and not (whole and n >= 1):
+            raise ValueError(f"loss_scale(growth_interval={n!r}): must be an int of at least 1.")
+
+    def after(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+        """`state` after a step whose gradients were `finite` or not."""
         tracker = jnp.where(finite, state.growth_tracker + 1, 0)
-        grow = tracker >= growth_interval
-        grown = jnp.where(
-            grow, jnp.minimum(state.loss_scale * growth_factor, max_scale), state.loss_scale
-        )
-        fallen = jnp.maximum(state.loss_scale * backoff_factor, min_scale)
-        return unscaled, LossScaleState(
+        grow = tracker >= self.growth_interval
+        grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
+        grown = jnp.where(grow, grown, state.loss_scale)
+        fallen = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
+        return LossScaleState(
             loss_scale=jnp.where(finite, grown, fallen).astype(jnp.float32),
             growth_tracker=jnp.where(grow, 0, tracker).astype(jnp.int32),
             grads_finite=finite,
             overflow_count=state.overflow_count + jnp.where(finite, 0, 1).astype(jnp.int32),
-            inner_state=inner_state,
+            inner_state=state.inner_state,
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def _check_power_of_two(name: str, value: Any) -> None:
+    if isinstance(value, jax.Array):
+        return
+    if not _is_number(value) or not 0 < value < math.inf or math.frexp(value)[0] != 0.5:
+        raise ValueError(
+            f"loss_scale({name}={value!r}): must be a power of two, so that scaling is exact; "
+            "for example 2.0**15."
+        )
+
+
+def _check_order(low_name: str, low: Any, high_name: str, high: Any) -> None:
+    if _is_number(low) and _is_number(high) and low > high:
+        raise ValueError(
+            f"loss_scale: {low_name} must not exceed {high_name}, but {low_name} = {low} and "
+            f"{high_name} = {high}."
+        )
 
 
 def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -234,18 +268,18 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
     >>> jfp8.scale_loss(0.5, tx.init({"w": jnp.zeros(2)}))
     Array(4., dtype=float32)
     """
-    state = find_loss_scale(opt_state)
-    if state is None:
+    factor = loss_scale_in(opt_state)
+    if factor is None:
         raise ValueError(
             "opt_state holds no loss scale. Make the optimizer with one: "
             "optax.chain(jfp8.loss_scale(), optax.adam(1e-3))."
         )
-    return jnp.asarray(loss).astype(jnp.float32) * state.loss_scale
+    return scaled(jnp.asarray(loss), factor)
 
 
 def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
     """The `LossScaleState` inside `opt_state`, None if there is none; ``ValueError`` if several."""
-    found = [leaf for leaf in _leaves_with_loss_scales(opt_state) if _is_loss_scale(leaf)]
+    found = states_of(LossScaleState, opt_state)
     if len(found) > 1:
         raise ValueError(
             f"opt_state holds {len(found)} loss scales; the loss can only be multiplied by one. "
@@ -254,13 +288,27 @@ def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
     return found[0] if found else None
 
 
+def loss_scale_in(opt_state: optax.OptState) -> jax.Array | None:
+    """S of `find_loss_scale`, None if there is none."""
+    state = find_loss_scale(opt_state)
+    return None if state is None else state.loss_scale
+
+
+def scaled(tree: Any, loss_scale: jax.typing.ArrayLike | None) -> Any:
+    """`tree` times the loss scale, in f32; as it is if there is none."""
+    if loss_scale is None:
+        return tree
+    return jax.tree.map(lambda x: x.astype(jnp.float32) * loss_scale, tree)
+
+
+def unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
+    """`tree` divided by the loss scale, in f32; exact, it is a power of two."""
+    return tree if loss_scale is None else scaled(tree, 1.0 / loss_scale)
+
+
 def all_finite(tree: Any) -> jax.Array:
     """bool[]: whether no floating leaf of `tree` holds an Inf or NaN."""
-    finite = jnp.ones((), bool)
-    for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            finite &= jnp.all(jnp.isfinite(leaf))
-    return finite
+    return _holds(jnp.isfinite, tree)
 
 
 # Its square, which optimizers average, and sums of a few such squares are finite in f32.
@@ -272,11 +320,16 @@ def all_squares_finite(tree: Any) -> jax.Array:
 
     The square of a larger gradient is Inf, and stays in a second moment for ever.
     """
-    small = jnp.ones((), bool)
+    return _holds(lambda x: jnp.abs(x).astype(jnp.float32) <= LARGEST_GRADIENT, tree)
+
+
+def _holds(condition: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
+    """bool[]: whether `condition` holds for all elements of all floating leaves."""
+    holds = jnp.ones((), bool)
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            small &= jnp.all(jnp.abs(leaf).astype(jnp.float32) <= LARGEST_GRADIENT)
-    return small
+            holds &= jnp.all(condition(leaf))
+    return holds
 
 
 def keep_unless(finite: jax.Array, new: Any, old: Any) -> Any:
@@ -295,70 +348,5 @@ def _is_loss_scale(node: Any) -> bool:
     return isinstance(node, LossScaleState)
 
 
-def _leaves_with_loss_scales(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=_is_loss_scale)
-
-
-def _select(finite: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
-
 def _zero_unless(finite: jax.Array, updates: Any) -> Any:
     return jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
-
-
-def widened(params: Any) -> Any:
-    """16-bit arrays as f32, so that moments start in f32. optax also passes placeholders: kept."""
-
-    def widen(leaf: Any) -> Any:
-        narrow = isinstance(leaf, jax.Array | np.ndarray) and leaf.dtype.itemsize < 4
-        return (
-            leaf.astype(jnp.float32)
-            if narrow and jnp.issubdtype(leaf.dtype, jnp.floating)
-            else leaf
-        )
-
-    return jax.tree.map(widen, params)
-
-
-# optax.inject_hyperparams calls `loss_scale` with arrays, which may be traced: not checked.
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def _check_power_of_two(**values: Any) -> None:
-    for name, value in values.items():
-        if isinstance(value, jax.Array):
-            continue
-        if not _is_number(value) or not 0 < value < math.inf or math.frexp(value)[0] != 0.5:
-            raise ValueError(
-                f"loss_scale({name}={value!r}): must be a power of two, so that scaling is exact; "
-                "for example 2.0**15."
-            )
-
-
-def _check_order(low_name: str, low: Any, high_name: str, high: Any) -> None:
-    if _is_number(low) and _is_number(high) and low > high:
-        raise ValueError(
-            f"loss_scale: {low_name} must not exceed {high_name}, but {low_name} = {low} and "
-            f"{high_name} = {high}."
-        )
-
-
-def _check_interval(value: Any) -> None:
-    if isinstance(value, jax.Array):
-        return
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"loss_scale(growth_interval={value!r}): must be an int of at least 1.")
-
-
-def transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-    """`tx` with support for extra arguments; optax.MultiSteps is one by its methods alone."""
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"{function} wraps an optax transformation such as optax.adam(1e-3), got {tx!r}. "
-            "Settings are passed by name: loss_scale(init_scale=2.0**15)."
-        )
-    return optax.with_extra_args_support(tx)

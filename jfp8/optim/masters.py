@@ -1,23 +1,12 @@
 """Parameters in 8 or 16 bits that are trained: a working copy, and where its lower bits go.
 
 A step changes a weight by less than the spacing of a narrow format. Rounded to nearest the change
-is lost; it has to be kept in a wider master, or arrive by lot. ::
-
-    parameter in params          master=None             "bfloat16"   "float16_scaled"   "float32"
-    FP8, `ScaledArray`           1 byte, by lot          1 + 2        1 + 2              1 + 4
-    bf16 or f16 array            2 bytes, by lot         the same     2 + 2              2 + 4
-    f32 array                    4 bytes, its own master
-
-"By lot" is stochastic rounding: up with the probability of the remainder, right on average. So is
-the bfloat16 master rounded. The others are rounded to nearest: beside a float32 master nothing is
-lost, while "float16_scaled", MS-AMP's, loses steps of less than 2^-12 of the weight.
+is lost; it has to be kept in a wider master, or arrive by lot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
@@ -26,18 +15,12 @@ import numpy as np
 import optax
 from jax import lax
 
-from jfp8.optim.loss_scaling import transformation, widened
-from jfp8.optim.stochastic_rounding import round_to_16_bits
-from jfp8.optim.storage import Float, ScaledFloat16, Storage
+from jfp8.optim.fp8_params import update_by_lot, update_to
+from jfp8.optim.storage import Float, ScaledFloat16, Storage, round_to_16_bits
+from jfp8.optim.wrapping import seed_words, states_of, transformation, widened
 from jfp8.scaling import printing
-from jfp8.scaling.arrays import ScaledArray, apply_scale, scaled_values
-from jfp8.scaling.bits import codes_of, codes_to_format, decode
-from jfp8.scaling.formats import format_of
-from jfp8.scaling.granularity import Block
-from jfp8.scaling.quantization import quantize_with_scale
+from jfp8.scaling.arrays import ScaledArray, apply_scale, is_scaled_array, scaled_values
 from jfp8.scaling.random_bits import fold_in, hash_bits
-from jfp8.scaling.scales import LARGEST_SCALE, SMALLEST_SCALE, amax, reciprocal, scale_from_amax
-from jfp8.tracing.compat import vary_like
 
 Master = Literal[None, "bfloat16", "float16_scaled", "float32"]
 
@@ -68,23 +51,6 @@ class MasterWeightsState(NamedTuple):
         return printing.named_state(self)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=[])
-@dataclass(frozen=True)
-class StoredUpdate:
-    """The update of a `ScaledArray`: differences of bit patterns, modulo 2^8 and 2^32.
-
-    `apply_updates` adds them. The result is exact, and zeros leave every bit as it is, so that
-    whatever replaces the updates of a skipped step by zeros skips this one, too.
-
-    Attributes:
-      data: uint8, of the codes.
-      scale: uint32, of the f32 scales.
-    """
-
-    data: jax.Array
-    scale: jax.Array
-
-
 def master_weights(
     inner: optax.GradientTransformation, master: Master = None, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
@@ -92,6 +58,15 @@ def master_weights(
 
         m <- round(m + u),   u = inner(gradient, m)      m: the master, or the parameter itself
         p <- round(m)                                    p: what is in params
+
+        parameter in params     master=None             "bfloat16"   "float16_scaled"   "float32"
+        FP8, `ScaledArray`      1 byte, by lot          1 + 2        1 + 2              1 + 4
+        bf16 or f16 array       2 bytes, by lot         the same     2 + 2              2 + 4
+        f32 array               4 bytes, its own master
+
+    "By lot" is stochastic rounding: up with the probability of the remainder, right on average. So
+    is the bfloat16 master rounded. The others are rounded to nearest: beside a float32 master
+    nothing is lost, while "float16_scaled", MS-AMP's, loses steps of less than 2^-12 of the weight.
 
     `inner` sees the masters, and keeps its state, in f32. FP8 parameters are `ScaledArray` with f32
     scales, such as `jfp8.quantize_params` makes. Their scales move by powers of two, when the
@@ -109,7 +84,7 @@ def master_weights(
 
     Args:
       inner: the optimizer, such as ``optax.adamw(1e-3)``.
-      master: what is kept beside parameters that are narrower than it: see the table above.
+      master: what is kept beside parameters that are narrower than it.
       seed: of the random bits, which also depend on the step, the leaf and the element.
 
     Returns:
@@ -134,28 +109,44 @@ def master_weights(
     >>> jfp8.optim.apply_updates(params, updates)["w"].dequantize().tolist()
     [0.75, 1.75, 448.0]
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"master_weights(seed={seed!r}): must be an int.")
     if master not in _STORAGES:
         allowed = ", ".join(map(repr, get_args(Master)))
         raise ValueError(f"master_weights(master={master!r}) is unknown. Allowed: {allowed}.")
-    wrapped = transformation("master_weights", inner)
-    storage = _STORAGES[master]
-    words = np.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
+    tx = Rounded("master_weights", transformation("master_weights", inner), _STORAGES[master], seed)
+    return optax.GradientTransformationExtraArgs(tx.init, cast(Any, tx.update))
 
-    def init_fn(params: optax.Params) -> MasterWeightsState:
+
+@dataclass(frozen=True)
+class Rounded:
+    """A transformation in f32, and what it makes of the parameters rounded to their formats.
+
+    Attributes:
+      function: the public function that this is for.
+      inner: the transformation.
+      storage: how masters are kept beside the parameters; None without masters.
+      seed: of the random bits.
+    """
+
+    function: str
+    inner: optax.GradientTransformationExtraArgs
+    storage: Storage | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"{self.function}(seed={self.seed!r}): must be an int.")
+
+    def init(self, params: optax.Params) -> MasterWeightsState:
         leaves, structure = _flatten(params)
-        values = [_values(p) for p in leaves]
-        masters = [
-            optax.MaskedNode() if (beside := _beside(p, storage)) is None else _encoded(beside, v)
-            for p, v in zip(leaves, values, strict=True)
-        ]
-        wide = structure.unflatten(values)
+        wide = [_values(p) for p in leaves]
+        masters = [_first(_beside(p, self.storage), x) for p, x in zip(leaves, wide, strict=True)]
+        inner_state = self.inner.init(structure.unflatten(wide))
         return MasterWeightsState(
-            jnp.zeros((), jnp.uint32), structure.unflatten(masters), wrapped.init(wide)
+            jnp.zeros((), jnp.uint32), structure.unflatten(masters), inner_state
         )
 
-    def update_fn(
+    def update(
+        self,
         updates: optax.Updates,
         state: MasterWeightsState,
         params: optax.Params | None = None,
@@ -163,69 +154,31 @@ def master_weights(
     ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
             raise ValueError(
-                "master_weights needs the parameters it changes: call "
+                f"{self.function} needs the parameters it changes: call "
                 "tx.update(grads, state, params)."
             )
         leaves, structure = _flatten(params)
-        kept = [_beside(p, storage) for p in leaves]
+        kept = [_beside(p, self.storage) for p in leaves]
         masters = structure.flatten_up_to(state.masters)
-        for p, beside, stored in zip(leaves, kept, masters, strict=True):
-            _check_state(p, beside, stored)
-        wide = [
-            _values(p) if beside is None else beside.decode(stored)
-            for p, beside, stored in zip(leaves, kept, masters, strict=True)
-        ]
-        updates, inner_state = wrapped.update(
+        wide = [_wide(*leaf) for leaf in zip(leaves, kept, masters, strict=True)]
+        updates, inner_state = self.inner.update(
             widened(updates), state.inner_state, structure.unflatten(wide), **extra_args
         )
-        step_seed = fold_in(jnp.asarray(words), state.count)
-        changes: list[Any] = []
-        for i, (p, u) in enumerate(zip(leaves, structure.flatten_up_to(updates), strict=True)):
-            leaf_seed, beside = fold_in(step_seed, np.uint32(i)), kept[i]
+        changes = structure.flatten_up_to(updates)
+        step_seed = fold_in(seed_words(self.seed), state.count)
+        for i, (p, beside, u) in enumerate(zip(leaves, kept, changes, strict=True)):
             if not hasattr(u, "dtype"):  # a placeholder of optax.masked
-                changes.append(u)
-            elif beside is None:
-                changes.append(_by_lot(p, u, leaf_seed))
+                continue
+            leaf_seed = fold_in(step_seed, np.uint32(i))
+            if beside is None:
+                changes[i] = _by_lot(p, u, leaf_seed)
             else:
                 masters[i] = beside.encode(wide[i] + u.astype(jnp.float32), leaf_seed)
-                changes.append(_to_nearest(p, beside.decode(masters[i])))
+                changes[i] = _to_nearest(p, beside.decode(masters[i]))
         new_state = MasterWeightsState(
             state.count + np.uint32(1), structure.unflatten(masters), inner_state
         )
         return structure.unflatten(changes), new_state
-
-    return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
-
-
-def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
-    """``optax.apply_updates`` that also takes FP8 parameters, whose updates are `StoredUpdate`.
-
-    Args:
-      params: parameters, some of them `ScaledArray`.
-      updates: what an optimizer made by `master_weights` returned for them; with
-        ``optax.MaskedNode()`` for a `ScaledArray` it stays as it is.
-
-    Returns:
-      The new parameters, in the types of `params`.
-
-    Raises:
-      TypeError: a `ScaledArray` with any other update.
-    """
-
-    def apply(p: Any, u: Any) -> Any:
-        if not isinstance(p, ScaledArray):
-            return optax.apply_updates(p, u)
-        if isinstance(u, optax.MaskedNode):
-            return p
-        if not isinstance(u, StoredUpdate):
-            raise TypeError(
-                f"A parameter of shape {p.shape} is stored in FP8; its update is no StoredUpdate. "
-                "An array, added and rounded to nearest, would mostly be lost. Wrap the optimizer: "
-                "jfp8.optim.master_weights(tx)."
-            )
-        return _changed(p, u)
-
-    return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None or _is_stored(x))
 
 
 def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
@@ -254,7 +207,7 @@ def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptSt
     >>> jfp8.optim.init_masters(tx.init(working), params).masters["w"]
     Array([0.3, 1. ], dtype=float32)
     """
-    found = _states(opt_state)
+    found = states_of(MasterWeightsState, opt_state)
     if len(found) != 1:
         raise ValueError(
             f"opt_state holds {len(found)} master_weights; init_masters needs exactly one: "
@@ -265,86 +218,28 @@ def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptSt
         if isinstance(stored, optax.MaskedNode):
             return stored
         plain = isinstance(stored, jax.Array | np.ndarray)
-        return _encoded(Float(stored.dtype) if plain else ScaledFloat16(), _values(value))
+        return _first(Float(stored.dtype) if plain else ScaledFloat16(), _values(value))
+
+    is_state = lambda node: isinstance(node, MasterWeightsState)
 
     def restart(node: Any) -> Any:
-        if not _is_state(node):
+        if not is_state(node):
             return node
         leaves, structure = _flatten(params)
         masters = structure.flatten_up_to(node.masters)
         started = [start(p, m) for p, m in zip(leaves, masters, strict=True)]
         return node._replace(masters=structure.unflatten(started))
 
-    return jax.tree.map(restart, opt_state, is_leaf=_is_state)
+    return jax.tree.map(restart, opt_state, is_leaf=is_state)
 
 
 def has_master_weights(opt_state: optax.OptState) -> bool:
     """Whether `opt_state` is that of an optimizer that trains FP8 parameters."""
-    return bool(_states(opt_state))
-
-
-def carriers(params: optax.Params) -> Any:
-    """What to differentiate by: `params` with f32 zeros in the place of every `ScaledArray`.
-
-    Args:
-      params: pytree of arrays and `ScaledArray`.
-
-    Returns:
-      The same tree without a `ScaledArray`, every array of the shape of what it stands for.
-
-    >>> import jax, jax.numpy as jnp, jfp8
-    >>> params = {"w": jfp8.quantize(jnp.ones((2, 3))), "b": jnp.zeros(3)}
-    >>> f = lambda c: jnp.sum(jfp8.optim.with_carriers(params, c)["w"].dequantize() ** 2)
-    >>> jax.grad(f)(jfp8.optim.carriers(params))["w"][0]
-    Array([2., 2., 2.], dtype=float32)
-    """
-    return _map_stored(lambda q: vary_like(jnp.zeros(q.shape, jnp.float32), q.data), params)
-
-
-def with_carriers(params: optax.Params, differentiated: Any) -> optax.Params:
-    """`params` for the model: arrays of `differentiated`, or as `ScaledArray.carrier` what is one.
-
-    A `ScaledArray` with ``optax.MaskedNode()`` in `differentiated` stays frozen.
-
-    Args:
-      params: pytree of arrays and `ScaledArray`.
-      differentiated: what `carriers` returned, or what JAX traces in its place.
-
-    Returns:
-      A tree like `params`.
-    """
-
-    def attach(p: Any, c: Any) -> Any:
-        if not _is_stored(p):
-            return c
-        return p if isinstance(c, optax.MaskedNode) else replace(p, carrier=c)
-
-    return jax.tree.map(attach, params, differentiated, is_leaf=_is_stored)
-
-
-def without_stored(params: optax.Params) -> Any:
-    """`params` with ``optax.MaskedNode()`` for every `ScaledArray`: what others can train."""
-    return _map_stored(lambda q: optax.MaskedNode(), params)
-
-
-def _map_stored(function: Callable[[ScaledArray], Any], params: Any) -> Any:
-    return jax.tree.map(lambda p: function(p) if _is_stored(p) else p, params, is_leaf=_is_stored)
-
-
-def _is_stored(node: Any) -> bool:
-    return isinstance(node, ScaledArray)
+    return bool(states_of(MasterWeightsState, opt_state))
 
 
 def _flatten(params: Any) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
-    return jax.tree.flatten(params, is_leaf=_is_stored)
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, MasterWeightsState)
-
-
-def _states(opt_state: Any) -> list[MasterWeightsState]:
-    return [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(leaf)]
+    return jax.tree.flatten(params, is_leaf=is_scaled_array)
 
 
 def _beside(p: Any, storage: Storage | None) -> Storage | None:
@@ -356,8 +251,10 @@ def _beside(p: Any, storage: Storage | None) -> Storage | None:
     return storage if has_16_bits and storage != _STORAGES["bfloat16"] else None
 
 
-def _encoded(storage: Storage, value: jax.Array) -> Any:
+def _first(storage: Storage | None, value: jax.Array) -> Any:
     """The first master: to nearest, there is nothing yet to be right on average."""
+    if storage is None:
+        return optax.MaskedNode()
     nearest = Float(storage.dtype) if isinstance(storage, Float) else storage
     return nearest.encode(value, jnp.zeros((2,), jnp.uint32))
 
@@ -378,7 +275,8 @@ def _values(p: Any) -> Any:
     return scaled_values(p)
 
 
-def _check_state(p: Any, beside: Storage | None, stored: Any) -> None:
+def _wide(p: Any, beside: Storage | None, stored: Any) -> Any:
+    """The master of `p`."""
     if (beside is None) != isinstance(stored, optax.MaskedNode):
         raise ValueError(
             f"master_weights: the state was made for another parameter than this {p.dtype} array "
@@ -386,15 +284,13 @@ def _check_state(p: Any, beside: Storage | None, stored: Any) -> None:
             "(jfp8.loss_scale(inner) widens 16-bit parameters first; put it in front instead: "
             "jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), master_weights(...))).)"
         )
+    return _values(p) if beside is None else beside.decode(stored)
 
 
 def _by_lot(p: Any, u: jax.Array, seed: jax.Array) -> Any:
-    """The update that takes `p` to ``p + u`` rounded stochastically."""
+    """The update that takes `p` to ``p + u`` rounded stochastically; of f32 `u` itself."""
     if isinstance(p, ScaledArray):
-        in_units = decode(p.data) + apply_scale(
-            u.astype(jnp.float32), reciprocal(_scale(p)), p.block
-        )
-        return _difference(p, _stored(p, in_units, "stochastic", hash_bits(seed, p.shape)))
+        return update_by_lot(p, u, seed)
     dtype = jnp.result_type(p)
     if dtype not in (jnp.bfloat16, jnp.float16):
         return u
@@ -406,41 +302,9 @@ def _by_lot(p: Any, u: jax.Array, seed: jax.Array) -> Any:
 def _to_nearest(p: Any, value: jax.Array) -> Any:
     """The update that takes `p` to `value` rounded to nearest."""
     if isinstance(p, ScaledArray):
-        in_units = apply_scale(value, reciprocal(_scale(p)), p.block)
-        return _difference(p, _stored(p, in_units, "nearest_even", None))
+        return update_to(p, value)
     if p.dtype == jnp.bfloat16:  # a pair of casts might be taken out by XLA
         rounded = lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
     else:  # of float16 that would flush subnormals
         rounded = value.astype(p.dtype).astype(jnp.float32)
     return rounded - p.astype(jnp.float32)
-
-
-def _stored(
-    p: ScaledArray, in_units: jax.Array, rounding: str, bits: jax.Array | None
-) -> ScaledArray:
-    """`in_units`, in units of the scales of `p`, with scales that follow by powers of two."""
-    fmt = format_of(p.data.dtype)
-    largest = amax(in_units, None if _scale(p).ndim == 0 else Block(p.block_sizes()))
-    factor = scale_from_amax(largest, fmt, scale_rounding="power_of_two")
-    moved = _scale(p) * factor
-    factor = jnp.where((moved >= SMALLEST_SCALE) & (moved <= LARGEST_SCALE), factor, 1.0)
-    q = quantize_with_scale(in_units, factor, fmt, rounding, bits, p.block)
-    return replace(q, scale=_scale(p) * factor)
-
-
-def _difference(old: ScaledArray, new: ScaledArray) -> StoredUpdate:
-    return StoredUpdate(codes_of(new.data) - codes_of(old.data), _bits(new) - _bits(old))
-
-
-def _changed(p: ScaledArray, u: StoredUpdate) -> ScaledArray:
-    scale = lax.bitcast_convert_type(_bits(p) + u.scale, jnp.float32)
-    return replace(p, data=codes_to_format(codes_of(p.data) + u.data, p.format), scale=scale)
-
-
-def _bits(q: ScaledArray) -> jax.Array:
-    return lax.bitcast_convert_type(_scale(q), jnp.uint32)
-
-
-def _scale(q: ScaledArray) -> jax.Array:
-    assert not isinstance(q.scale, ScaledArray)  # init has refused two-level scales
-    return q.scale

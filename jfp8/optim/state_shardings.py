@@ -10,8 +10,8 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfp8.optim.loss_scaling import transformation
 from jfp8.optim.stored_state import is_stored
+from jfp8.optim.wrapping import transformation
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: Any) -> Any:

@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 
-from jfp8.optim.loss_scaling import transformation, widened
+from jfp8.optim.masters import MasterWeightsState, Rounded
+from jfp8.optim.wrapping import transformation
 from jfp8.scaling import printing
-from jfp8.scaling.random_bits import fold_in, hash_bits
+from jfp8.scaling.arrays import is_scaled_array
 
 
 class StochasticRoundingState(NamedTuple):
@@ -68,12 +66,12 @@ def stochastic_rounding(
     >>> optax.apply_updates(params, updates)["w"].dtype
     dtype(bfloat16)
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"stochastic_rounding(seed={seed!r}): must be an int.")
     wrapped = transformation("stochastic_rounding", inner)
+    tx = Rounded("stochastic_rounding", wrapped, None, seed)
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
-        return StochasticRoundingState(jnp.zeros((), jnp.uint32), wrapped.init(widened(params)))
+        state = tx.init(params)
+        return StochasticRoundingState(state.count, state.inner_state)
 
     def update_fn(
         updates: optax.Updates,
@@ -81,58 +79,9 @@ def stochastic_rounding(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, StochasticRoundingState]:
-        if params is None:
-            raise ValueError(
-                "stochastic_rounding needs the parameters it rounds: call "
-                "tx.update(grads, state, params)."
-            )
-        wide = widened(params)
-        updates, inner_state = wrapped.update(
-            widened(updates), state.inner_state, wide, **extra_args
-        )
-        step_seed = fold_in(
-            jnp.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], jnp.uint32), state.count
-        )
-        leaves, structure = jax.tree.flatten(params)
-        of_leaves = structure.flatten_up_to(updates)
-        rounded = [
-            _update(p, u, fold_in(step_seed, np.uint32(i)))
-            for i, (p, u) in enumerate(zip(leaves, of_leaves, strict=True))
-        ]
-        new_state = StochasticRoundingState(state.count + np.uint32(1), inner_state)
-        return structure.unflatten(rounded), new_state
+        none = jax.tree.map(lambda p: optax.MaskedNode(), params, is_leaf=is_scaled_array)
+        full = MasterWeightsState(state.count, none, state.inner_state)
+        updates, full = tx.update(updates, full, params, **extra_args)
+        return updates, StochasticRoundingState(full.count, full.inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
-
-
-def _update(p: jax.Array, u: Any, seed: jax.Array) -> Any:
-    """The f32 update that takes `p` to ``round(p + u)``."""
-    if not hasattr(u, "dtype"):  # a placeholder of optax.masked
-        return u
-    dtype = jnp.result_type(p)
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return u
-    wide = p.astype(jnp.float32)
-    new = round_to_16_bits(wide + u.astype(jnp.float32), dtype, hash_bits(seed, p.shape))
-    return new - wide
-
-
-def round_to_16_bits(x: jax.Array, dtype: np.dtype, bits: jax.Array) -> jax.Array:
-    """`x`, f32, rounded stochastically to the values of bf16 or f16, saturating; stays f32.
-
-    ``P(up) = remainder / ulp``, subnormals of f16 included. Inf and NaN stay as they are.
-    """
-    pattern = lax.bitcast_convert_type(x, jnp.uint32)
-    sign, magnitude = pattern & np.uint32(0x80000000), pattern & np.uint32(0x7FFFFFFF)
-    drop = np.uint32(16 if dtype == jnp.bfloat16 else 13)
-    mask = np.uint32((1 << drop) - 1)
-    largest = np.float32(jnp.finfo(dtype).max).view(np.uint32)
-    rounded = jnp.minimum((magnitude + (bits & mask)) & ~mask, largest)
-    y = lax.bitcast_convert_type(sign | rounded, jnp.float32)
-    if dtype == jnp.float16:  # below 2^-14 its step is fixed, at 2^-24
-        smallest_normal = np.float32(2.0**-14)
-        fixed = jnp.minimum(jnp.abs(x), smallest_normal) * np.float32(2.0 ** (24 + 13))
-        steps = (fixed.astype(jnp.int32).astype(jnp.uint32) + (bits & mask)) >> drop
-        subnormal = steps.astype(jnp.float32) * np.float32(2.0**-24)
-        y = jnp.where(jnp.abs(x) < smallest_normal, jnp.copysign(subnormal, x), y)
-    return jnp.where(jnp.isfinite(x), y, x)

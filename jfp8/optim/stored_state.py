@@ -13,8 +13,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from jfp8.optim.loss_scaling import transformation, widened
-from jfp8.optim.storage import ExpandedArray, HalfArray, Storage
+from jfp8.optim.blocks import ExpandedArray
+from jfp8.optim.storage import HalfArray, Storage
+from jfp8.optim.wrapping import seed_words, transformation, widened
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.random_bits import fold_in
@@ -69,105 +70,103 @@ def store_state(
       ValueError: ``init`` finds no field of one of the names.
 
     >>> import jax.numpy as jnp, optax
-    >>> from jfp8.optim.storage import Blocks
-    >>> from jfp8.optim.stored_state import store_state
+    >>> from jfp8.optim import Blocks, store_state
     >>> tx = store_state(optax.lion(1e-4), {"mu": Blocks()})
     >>> tx.init({"w": jnp.ones((64, 256))}).inner_state[0].mu["w"].data.dtype
     dtype(float8_e4m3fn)
     """
-    wrapped = transformation("store_state", inner)
     for name, storage in storages.items():
         if not isinstance(storage, Storage):
             raise TypeError(
                 f"store_state(storages={{{name!r}: {storage!r}}}): must be a Storage such as "
                 "Blocks(), ScaledFloat16() or Float(jnp.bfloat16)."
             )
+    wrapper = _Wrapper(transformation("store_state", inner), storages, min_size, seed)
+    return optax.GradientTransformationExtraArgs(wrapper.init, cast(Any, wrapper.update))
 
-    def storage_of(path: jax.tree_util.KeyPath, leaf: Any) -> Storage | None:
-        shape = getattr(leaf, "shape", None)  # optax also passes placeholders
-        if shape is None or len(shape) < 2 or math.prod(shape) < min_size:
-            return None
-        names = (getattr(key, "name", None) for key in path)
-        return next((storages[name] for name in names if name in storages), None)
 
-    def decode(state: Any) -> Any:
-        def decode_leaf(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-            storage = storage_of(path, leaf)
-            return storage.decode(leaf) if storage else leaf
+@dataclasses.dataclass(frozen=True)
+class _Wrapper:
+    """See `store_state`."""
 
-        return jax.tree_util.tree_map_with_path(decode_leaf, state, is_leaf=is_stored)
+    inner: optax.GradientTransformationExtraArgs
+    storages: Mapping[str, Storage]
+    min_size: int
+    seed: jax.typing.ArrayLike
 
-    def measure(wide: Any) -> list[tuple[jax.Array, ...]]:
-        """Of each leaf what its storage measures."""
-        leaves = jax.tree_util.tree_leaves_with_path(wide)
-        found = [(storage_of(path, leaf), leaf) for path, leaf in leaves]
-        return [storage.measure(leaf) if storage else () for storage, leaf in found]
-
-    def round_(wide: Any, measured: list[tuple[jax.Array, ...]], count: jax.Array) -> Any:
-        seed_of_step = fold_in(_seed_words(seed), count)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(wide)
-        rounded = []
-        for i, (path, leaf) in enumerate(leaves):
-            if storage := storage_of(path, leaf):
-                leaf = storage.round(leaf, measured[i], fold_in(seed_of_step, np.uint32(i)))
-            rounded.append(leaf)
-        return structure.unflatten(rounded)
-
-    def init_fn(params: optax.Params) -> StoredState:
+    def init(self, params: optax.Params) -> StoredState:
         # Behind a barrier each, or XLA would compute the scales of zeros while it compiles.
-        wide = jax.tree.map(_opaque, wrapped.init(widened(params)))
+        opaque = lambda x: lax.optimization_barrier(x) if isinstance(x, jax.Array) else x
+        wide = jax.tree.map(opaque, self.inner.init(widened(params)))
         fields = _field_names(wide)
-        if missing := sorted(set(storages) - fields):
+        if missing := sorted(set(self.storages) - fields):
             raise ValueError(
                 f"store_state(storages=...) names {missing}, but the state of inner has no such "
                 f"field. It has {sorted(fields)}; those with one leaf per parameter can be stored."
             )
         count = jnp.zeros((), jnp.uint32)
-        return StoredState(count, round_(wide, measure(wide), count))
+        return StoredState(count, self._round(wide, self._measure(wide), count))
 
-    def update_fn(
+    def update(
+        self,
         updates: optax.Updates,
         state: StoredState,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, StoredState]:
         def step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            return wrapped.update(
-                widened(updates), decode(inner_state), widened(params), **extra_args
-            )
+            wide = self._decode(inner_state)
+            return self.inner.update(widened(updates), wide, widened(params), **extra_args)
 
         # Rounding needs the scale of a block before its first element, so the state is computed
         # again for each thing that is measured, and once more to be rounded. Computed once, XLA
         # would write it out in f32 and read it back. Barriers keep it from seeing that they agree.
         inputs = (updates, state.inner_state, params)
-        passes = [measure(step(*inputs)[1])]
+        passes = [self._measure(step(*inputs)[1])]
         for _ in range(1, max(map(len, passes[0]), default=0)):
             inputs = jax.tree.map(lax.optimization_barrier, inputs)
-            passes.append(measure(step(*inputs)[1]))
+            passes.append(self._measure(step(*inputs)[1]))
         measured = [
             tuple(p[i][j] for j, p in enumerate(passes[: len(m)])) for i, m in enumerate(passes[0])
         ]
         updates, wide = step(*jax.tree.map(lax.optimization_barrier, inputs))
         count = state.count + np.uint32(1)
-        return updates, StoredState(count, round_(wide, measured, count))
+        return updates, StoredState(count, self._round(wide, measured, count))
 
-    return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
+    def _storage_of(self, path: jax.tree_util.KeyPath, leaf: Any) -> Storage | None:
+        shape = getattr(leaf, "shape", None)  # optax also passes placeholders
+        if shape is None or len(shape) < 2 or math.prod(shape) < self.min_size:
+            return None
+        names = (getattr(key, "name", None) for key in path)
+        return next((self.storages[name] for name in names if name in self.storages), None)
+
+    def _decode(self, state: Any) -> Any:
+        def decode(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+            storage = self._storage_of(path, leaf)
+            return storage.decode(leaf) if storage else leaf
+
+        return jax.tree_util.tree_map_with_path(decode, state, is_leaf=is_stored)
+
+    def _measure(self, wide: Any) -> list[tuple[jax.Array, ...]]:
+        """Of each leaf what its storage measures."""
+        leaves = jax.tree_util.tree_leaves_with_path(wide)
+        found = [(self._storage_of(path, leaf), leaf) for path, leaf in leaves]
+        return [storage.measure(leaf) if storage else () for storage, leaf in found]
+
+    def _round(self, wide: Any, measured: list[tuple[jax.Array, ...]], count: jax.Array) -> Any:
+        seed_of_step = fold_in(seed_words(self.seed), count)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(wide)
+        rounded = []
+        for i, (path, leaf) in enumerate(leaves):
+            if storage := self._storage_of(path, leaf):
+                leaf = storage.round(leaf, measured[i], fold_in(seed_of_step, np.uint32(i)))
+            rounded.append(leaf)
+        return structure.unflatten(rounded)
 
 
 def is_stored(node: Any) -> bool:
     """Whether `node` of a state stands for one array in the form of several."""
     return isinstance(node, ScaledArray | HalfArray | ExpandedArray)
-
-
-def _opaque(leaf: Any) -> Any:
-    return lax.optimization_barrier(leaf) if isinstance(leaf, jax.Array) else leaf
-
-
-def _seed_words(seed: jax.typing.ArrayLike) -> jax.Array:
-    """uint32[2]. (optax.inject_hyperparams makes an array of the seed.)"""
-    if isinstance(seed, int):
-        return jnp.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], jnp.uint32)
-    return jnp.stack([jnp.asarray(seed).astype(jnp.uint32), jnp.zeros((), jnp.uint32)])
 
 
 def _field_names(tree: Any) -> set[str]:

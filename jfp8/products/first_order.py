@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 
 
-@jax.custom_jvp
-def first_order_only(x: jax.Array) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def first_order_only(
+    x: jax.Array, of: str = "FP8 products", instead: str = "nn.Dense"
+) -> jax.Array:
     """`x`, where only a second derivative would differentiate it: that of f8 bytes is zero."""
+    del of, instead
     return x
 
 
 @first_order_only.defjvp
-def _refuse_second_order(primals, tangents):
+def _refuse_second_order(of, instead, primals, tangents):
     raise TypeError(
-        "Second derivatives of FP8 products are not supported: the backward pass works on f8 "
-        "bytes, through which nothing can be differentiated. Use nn.Dense where you need them."
+        f"Second derivatives of {of} are not supported: the backward pass works on f8 bytes, "
+        f"through which nothing can be differentiated. Use {instead} where you need them."
     )

@@ -108,6 +108,11 @@ class ScaledArray:
         return dequantize(self, dtype)
 
 
+def is_scaled_array(node: Any) -> bool:
+    """For trees in which a `ScaledArray` counts as one leaf: ``is_leaf=is_scaled_array``."""
+    return isinstance(node, ScaledArray)
+
+
 def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
     """The values ``data * scale``, multiplied in f32 and rounded once to `dtype`.
 

@@ -22,8 +22,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jfp8.collectives import exchange as collectives
 from jfp8.collectives.wire import AxisName
-from jfp8.scaling.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax
-from jfp8.training.histories import Collections, rescale_grad_histories
+from jfp8.scaling.sink import BINS, ROLES, decode_amax, encode_amax
+from jfp8.training.histories import Collections, in_one_array, rescale_grad_histories
 from jfp8.training.state import Gradients, TrainState
 
 
@@ -156,13 +156,10 @@ def _without(specs: Any, names: tuple[Any, ...]) -> tuple[Any, set[Any]]:
     left: set[Any] = set()
 
     def strip(spec: PartitionSpec) -> PartitionSpec:
-        kept = []
-        for entry in spec:
-            axes = entry if isinstance(entry, tuple) else (entry,)
-            axes = tuple(axis for axis in axes if axis is not None and axis not in names)
-            left.update(axes)
-            kept.append(axes or None)
-        return PartitionSpec(*kept)
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        kept = [tuple(axis for axis in e if axis not in (None, *names)) for e in entries]
+        left.update(*kept)
+        return PartitionSpec(*(axes or None for axes in kept))
 
     stripped = jax.tree.map(strip, specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
     return stripped, left
@@ -187,10 +184,9 @@ def _max_of_sinks(sinks: Collections, axis_name: AxisName, n: int) -> Collection
 
     A sum of the sinks would read as a bound of them, and be thousands of times as long.
     """
-    leaves, structure = jax.tree.flatten(sinks)
-    if not leaves:
+    if not jax.tree.leaves(sinks):
         return sinks
-    rows = jnp.concatenate([leaf.reshape(-1, len(ROLES), WIDTH) for leaf in leaves])
+    rows, back = in_one_array(sinks)
     amax, overflow = decode_amax(rows)
     seen = jnp.any(rows[..., :BINS] > 0, axis=-1)
     # All finite, so that the maximum drops no NaN.
@@ -199,11 +195,7 @@ def _max_of_sinks(sinks: Collections, axis_name: AxisName, n: int) -> Collection
     unit = jnp.array([1.0 / n if role == "grad" else 1.0 for role in ROLES], jnp.float32)
     rows = jnp.where(seen[..., None] > 0, encode_amax(amax * unit[None]), 0.0)
     rows = rows.at[..., BINS - 1].max(overflow)  # the bin of NaN
-
-    sizes = np.cumsum([leaf.size // (len(ROLES) * WIDTH) for leaf in leaves])
-    parts = jnp.split(rows, sizes[:-1].tolist())
-    merged = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
-    return jax.tree.unflatten(structure, merged)
+    return back(rows)
 
 
 def _device_count(mesh: Mesh | AbstractMesh, names: tuple[Any, ...]) -> int:

@@ -10,7 +10,7 @@ precision; its gradient takes the way of `ScaledArray.carrier`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,14 +22,14 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jfp8.collectives.exchange import reduce_scatter
-from jfp8.conversion.selection import Choice, Selection, select
+from jfp8.conversion.selection import Choice, select
 from jfp8.conversion.weights import is_kernel
 from jfp8.quantizers.per_tensor import Current
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.arrays import ScaledArray, is_scaled_array
 from jfp8.scaling.bits import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.scales import amax
@@ -106,14 +106,27 @@ def gather_weights(
     check_recipe(recipe)
     selection = select(recipe, exempt, only)
     quantizer = recipe.products().fprop.rhs
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_stored)
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_scaled_array)
+    leaves = [x for _, x in with_paths]
     ways = [
-        _way(x, axes, axis_name, gradients_as)
-        for (_, x), axes in zip(paths_and_leaves, _specs_of(params, specs), strict=True)
+        _way(x, spec, axis_name, gradients_as)
+        for x, spec in zip(leaves, _specs_of(params, specs), strict=True)
     ]
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths_and_leaves]
-    leaves = [x for _, x in paths_and_leaves]
-    in_fp8 = _chosen(names, leaves, ways, selection, quantizer)
+    kernels = {}  # the layers that they belong to, by their places among the leaves
+    for i, (path, x) in enumerate(with_paths):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layer, _, leaf = name.removesuffix("/value").rpartition("/")
+        if is_kernel(leaf, x):
+            kernels[i] = layer
+    selection.check_patterns(list(kernels.values()))
+    in_fp8 = [
+        i
+        for i, layer in kernels.items()
+        if quantizer is not None
+        and ways[i] is not None
+        and not is_scaled_array(leaves[i])
+        and selection.decide(layer, leaves[i], None).recipe is not None
+    ]
 
     # One maximum over the devices for all of them together.
     amaxes = {i: amax(leaves[i]) for i in in_fp8}
@@ -160,12 +173,12 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
     axes = [d for d, entry in enumerate(entries) if set(entry) & set(names)]
     if not axes:
         return None
-    if len(axes) > 1:
+    axis, *others = axes
+    if others:
         raise ValueError(
             f"An array with the spec {spec} is spread over {axis_name!r} along several of its "
             "dimensions; gather_weights takes one."
         )
-    (axis,) = axes
     if not isinstance(gradients_as, Format | None):
         gradients_as = np.dtype(gradients_as)
     if AxisType.Manual in types:
@@ -181,56 +194,28 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
             f"gradients_as={gradients_as} needs jax.shard_map: elsewhere the compiler sums the "
             "gradients, in their own dtype. Use gradients_as=jnp.bfloat16 or None."
         )
-    spread = PartitionSpec(*map(_entry, entries))
-    whole = PartitionSpec(*(_entry(n for n in e if n not in names) for e in entries))
+    spread = _spec(entries)
+    whole = _spec([tuple(n for n in entry if n not in names) for entry in entries])
     if AxisType.Explicit in types:
-        return _ByResharding(axis, gradients_as, spread, whole)
+        return _ByLayout(gradients_as, spread, whole, explicit=True)
     if own_mesh is not None:
-        return _ByConstraints(
-            axis, gradients_as, NamedSharding(own_mesh, spread), NamedSharding(own_mesh, whole)
-        )
-    return _ByConstraints(axis, gradients_as, spread, whole)
+        spread, whole = NamedSharding(own_mesh, spread), NamedSharding(own_mesh, whole)
+    return _ByLayout(gradients_as, spread, whole, explicit=False)
 
 
-def _entry(names: Iterable[str]) -> str | tuple[str, ...] | None:
-    """Axes of the mesh as an entry of a ``PartitionSpec``."""
-    names = tuple(names)
-    return names if len(names) > 1 else names[0] if names else None
+def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """For each dimension the axes of the mesh, as a ``PartitionSpec`` spells them."""
+    return PartitionSpec(*(e if len(e) > 1 else e[0] if e else None for e in entries))
 
 
 def _specs_of(params: Any, specs: Any) -> list[Any]:
     """The spec of each leaf of `params`; None if there are no `specs`."""
     is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
     if specs is None:
-        return [None] * len(jax.tree.leaves(params, is_leaf=_is_stored))
-    of_leaves = lambda spec, part: jax.tree.map(lambda _: spec, part, is_leaf=_is_stored)
+        return [None] * len(jax.tree.leaves(params, is_leaf=is_scaled_array))
+    of_leaves = lambda spec, part: jax.tree.map(lambda _: spec, part, is_leaf=is_scaled_array)
     spread = jax.tree.map(of_leaves, specs, params, is_leaf=is_spec)
     return jax.tree.leaves(spread, is_leaf=is_spec)
-
-
-def _chosen(
-    names: Sequence[str],
-    leaves: Sequence[jax.Array],
-    ways: Sequence[_Way | None],
-    selection: Selection,
-    quantizer: Quantizer | None,
-) -> list[int]:
-    """Which leaves travel in FP8: kernels that have somewhere to go."""
-    layers = {}
-    for i, (name, x) in enumerate(zip(names, leaves, strict=True)):
-        layer, _, leaf = name.removesuffix("/value").rpartition("/")
-        if is_kernel(leaf, x):
-            layers[i] = layer
-    selection.check_patterns(list(layers.values()))
-    if quantizer is None:
-        return []
-    return [
-        i
-        for i, layer in layers.items()
-        if ways[i] is not None
-        and not _is_stored(leaves[i])
-        and selection.decide(layer, leaves[i], None).recipe is not None
-    ]
 
 
 def _gather_bytes(x: jax.Array, way: _Way, largest: jax.Array, quantizer: Quantizer) -> ScaledArray:
@@ -270,10 +255,6 @@ def _gather_stored(q: ScaledArray, way: _Way) -> ScaledArray:
     return ScaledArray(codes_to_format(codes, q.format), scale, None, carrier)
 
 
-def _is_stored(node: Any) -> bool:
-    return isinstance(node, ScaledArray)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _carrier(way: _Way, x: jax.Array) -> jax.Array:
     """Zeros of the shape of the whole, which nobody reads: for the sake of their cotangent."""
@@ -296,41 +277,21 @@ _carrier.defvjp(_carrier_fwd, _carrier_bwd)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """Of one array, over some axes of the mesh.
+class _ByCollectives:
+    """In ``jax.shard_map``, where arrays are the parts of this device.
 
     Attributes:
       axis: of the array, which is spread over the devices.
       gradients_as: see `gather_weights`.
+      names: axes of the mesh.
     """
 
     axis: int
     gradients_as: Format | np.dtype | None
-
-    def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
-        """f32[n], none of them negative."""
-        return amaxes
-
-    def zeros(self, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def gather_scale(self, scale: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def scatter(self, whole: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _ByCollectives(_Way):
-    """In ``jax.shard_map``, where arrays are the parts of this device."""
-
     names: tuple[str, ...]
 
     def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
+        """f32[n], none of them negative."""
         # As integers, since XLA:CPU drops NaN from the maximum of floats over devices.
         bits = lax.pmax(lax.bitcast_convert_type(amaxes, jnp.uint32), self.names)
         return lax.bitcast_convert_type(bits, jnp.float32)
@@ -347,61 +308,50 @@ class _ByCollectives(_Way):
         return self.gather(scale) if scale.ndim else scale
 
     def scatter(self, whole: jax.Array) -> jax.Array:
+        how = {"scatter_dimension": self.axis}
         if isinstance(self.gradients_as, Format):
-            return reduce_scatter(
-                whole, self.names, scatter_dimension=self.axis, fmt=self.gradients_as
-            )
+            return reduce_scatter(whole, self.names, fmt=self.gradients_as, **how)
         rounded = whole if self.gradients_as is None else whole.astype(self.gradients_as)
-        part = lax.psum_scatter(rounded, self.names, scatter_dimension=self.axis, tiled=True)
+        part = lax.psum_scatter(rounded, self.names, tiled=True, **how)
         return part.astype(whole.dtype)
 
 
 @dataclass(frozen=True)
-class _BySpecs(_Way):
+class _ByLayout:
     """Where arrays are the wholes, and other devices have other parts of them.
 
     Attributes:
       spread, whole: how the array is laid out over the devices, before and after.
+      explicit: whether the layout is part of the type of an array, or the compiler's to choose.
     """
 
+    gradients_as: np.dtype | None
     spread: PartitionSpec | NamedSharding
     whole: PartitionSpec | NamedSharding
+    explicit: bool
+
+    def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
+        return amaxes
+
+    def zeros(self, x: jax.Array) -> jax.Array:
+        zeros = jnp.zeros(x.shape, x.dtype)
+        return self._laid_out(zeros, self.whole) if self.explicit else zeros
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        if not self.explicit:  # with the other alone the compiler would gather first, and cast then
+            x = self._laid_out(x, self.spread)
+        return self._laid_out(x, self.whole)
 
     def gather_scale(self, scale: jax.Array) -> jax.Array:
         return scale  # small, and brought where it is needed
 
     def scatter(self, whole: jax.Array) -> jax.Array:
         rounded = whole if self.gradients_as is None else whole.astype(self.gradients_as)
-        return self.laid_out(rounded, self.spread).astype(whole.dtype)
+        return self._laid_out(rounded, self.spread).astype(whole.dtype)
 
-    def laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _ByConstraints(_BySpecs):
-    """Where the compiler spreads arrays."""
-
-    def zeros(self, x: jax.Array) -> jax.Array:
-        return jnp.zeros(x.shape, x.dtype)
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        # With the second one alone the compiler would gather first, and cast then.
-        return self.laid_out(self.laid_out(x, self.spread), self.whole)
-
-    def laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
-        return lax.with_sharding_constraint(x, spec)
+    def _laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
+        place = jax.sharding.reshard if self.explicit else lax.with_sharding_constraint
+        return place(x, spec)
 
 
-@dataclass(frozen=True)
-class _ByResharding(_BySpecs):
-    """Where the layout over the devices is part of the type of an array."""
-
-    def zeros(self, x: jax.Array) -> jax.Array:
-        return self.laid_out(jnp.zeros(x.shape, x.dtype), self.whole)
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        return self.laid_out(x, self.whole)
-
-    def laid_out(self, x: jax.Array, spec: PartitionSpec | NamedSharding) -> jax.Array:
-        return jax.sharding.reshard(x, spec)
+_Way = _ByCollectives | _ByLayout

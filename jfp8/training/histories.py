@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.scaling import printing
 from jfp8.scaling.history import end_step, observe
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax
 
@@ -45,25 +44,35 @@ def advance(fp8: Collections, sink_cotangent: Collections) -> Collections:
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:3]
     Array([1., 0., 0.], dtype=float32)
     """
-    amaxes, _ = decode_all(plain(sink_cotangent))
-    return close_step(plain(fp8), amaxes)
+    amaxes, _ = decode_all(as_dicts(sink_cotangent))
+    return close_step(as_dicts(fp8), amaxes)
 
 
-def decode_all(sinks: Collections) -> tuple[Collections, jax.Array]:
-    """Every sink f32[..., 3, 2050] decoded to amaxes f32[..., 3], and whether any overflowed.
+def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
+    """Every sink f32[..., 3, 2050] decoded to amaxes f32[..., 3], and whether any overflowed."""
+    if not jax.tree.leaves(sinks):
+        return sinks, jnp.zeros((), bool)
+    rows, back = in_one_array(sinks)
+    amax, overflow = decode_amax(rows)
+    return back(amax), jnp.any(overflow)
 
-    All at once: hundreds of small programs of the same shape would take long to compile.
+
+def in_one_array(sinks: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    """All sinks f32[..., 3, 2050] as one f32[n, 3, 2050], and the way back, of any array[n, ...].
+
+    Hundreds of small programs of the same shape would take long to compile.
     """
     leaves, structure = jax.tree.flatten(sinks)
-    if not leaves:
-        return sinks, jnp.zeros((), bool)
     leading = [leaf.shape[:-2] for leaf in leaves]
-    rows = jnp.concatenate([leaf.reshape(-1, len(ROLES), WIDTH) for leaf in leaves])
-    amax, overflow = decode_amax(rows)
     ends = np.cumsum([math.prod(shape) for shape in leading]).tolist()
-    parts = jnp.split(amax, ends[:-1])
-    decoded = [part.reshape(*shape, len(ROLES)) for part, shape in zip(parts, leading, strict=True)]
-    return jax.tree.unflatten(structure, decoded), jnp.any(overflow)
+
+    def back(rows: jax.Array) -> Any:
+        parts = jnp.split(rows, ends[:-1])
+        rest = rows.shape[1:]
+        shaped = [part.reshape(*at, *rest) for part, at in zip(parts, leading, strict=True)]
+        return structure.unflatten(shaped)
+
+    return jnp.concatenate([leaf.reshape(-1, len(ROLES), WIDTH) for leaf in leaves]), back
 
 
 def close_step(fp8: Any, amaxes: Any, path: tuple[str, ...] = ()) -> Any:
@@ -84,9 +93,9 @@ def close_step(fp8: Any, amaxes: Any, path: tuple[str, ...] = ()) -> Any:
     return {k: close_step(node, amaxes.get(k, {}), (*path, k)) for k, node in fp8.items()}
 
 
-def plain(tree: Mapping[str, Any]) -> dict[str, Any]:
+def as_dicts(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dicts, whatever mappings (Flax's FrozenDict, say) `tree` is made of."""
-    return {k: plain(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+    return {k: as_dicts(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
 def _is_product(node: Any) -> bool:
@@ -105,12 +114,13 @@ def init_sinks(fp8: Collections) -> Collections:
 
     Leading axes of the histories (stacked layers) become leading axes of the sinks.
     """
-
-    def zeros(product: Any) -> Any:
-        leading = product[ROLES[0]]["amax_history"].shape[:-1]
-        return {"amax": jnp.zeros((*leading, len(ROLES), WIDTH), jnp.float32)}
-
+    zeros = lambda product: {"amax": zero_sink(product[ROLES[0]]["amax_history"])}
     return _map_products(zeros, fp8)
+
+
+def zero_sink(history: jax.Array) -> jax.Array:
+    """The sink of a product one of whose histories is f32[..., H]: zeros f32[..., 3, 2050]."""
+    return jnp.zeros((*history.shape[:-1], len(ROLES), WIDTH), jnp.float32)
 
 
 def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
@@ -118,15 +128,17 @@ def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
 
     Gradients carry the loss scale, so their history must follow it, or every growth saturates.
     """
-    largest = np.float32(np.finfo(np.float32).max)
 
     def rescale(product: Any) -> Any:
-        grad = jax.tree.map(lambda a: jnp.minimum(a * ratio, largest), product["grad"])
+        grad = jax.tree.map(lambda amaxes: rescaled(amaxes, ratio), product["grad"])
         return {**product, "grad": grad}
 
     return _map_products(rescale, fp8)
 
 
-def spelled_collections(collections: Any) -> str:
-    """Collections as a repr shows them."""
-    return "; ".join(f"{name}: {printing.tree(value)}" for name, value in collections.items())
+def rescaled(amaxes: jax.Array, factor: jax.typing.ArrayLike | None) -> jax.Array:
+    """`amaxes` times `factor`, if there is one, and finite."""
+    if factor is None:
+        return amaxes
+    largest = np.float32(np.finfo(np.float32).max)
+    return jnp.minimum(amaxes * factor, largest).astype(amaxes.dtype)

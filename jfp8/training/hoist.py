@@ -103,7 +103,8 @@ def _plan(jaxpr: Jaxpr, roots: Sequence[Root]) -> _Plan:
     def is_small(v: Var) -> bool:
         largest = root[v] or 0
         small = _dtype(v) in _NARROW or 2 * _bytes(v) < largest
-        return v in made_by and largest > 0 and small and not _is_mask(v)
+        is_mask = str(_dtype(v)) == "bool"
+        return v in made_by and largest > 0 and small and not is_mask
 
     def is_kept(v: Var) -> bool:
         source: Any = v
@@ -146,10 +147,10 @@ def _reached(
 def _body_roots(eqn: JaxprEqn, ins: Sequence[Root]) -> tuple[Jaxpr, list[Root]] | None:
     """The body of an equation that calls one, and the roots of its inputs."""
     if eqn.primitive.name == "scan":
-        n_consts, n_carry = scan_sizes(eqn)
+        consts, carry, xs = _scan_arguments(eqn, ins)
         length = max(eqn.params["length"], 1)
-        xs = [None if n is None else n // length for n in ins[n_consts + n_carry :]]
-        return body_of(eqn)[0], [*ins[:n_consts], *[None] * n_carry, *xs]
+        of_a_turn = [None if n is None else n // length for n in xs]
+        return body_of(eqn)[0], [*consts, *[None] * len(carry), *of_a_turn]
     if eqn.primitive.name in ("jit", "pjit", "checkpoint", "remat2"):
         return body_of(eqn)[0], list(ins)
     return None
@@ -224,13 +225,11 @@ def _values(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any]) -> dic
     return values
 
 
-def _scan_arguments(eqn: JaxprEqn, arguments: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _scan_arguments(eqn: JaxprEqn, arguments: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    """Those of a scan that its body reads in each turn, that it carries, and that it scans over."""
     n_consts, n_carry = scan_sizes(eqn)
-    return (
-        arguments[:n_consts],
-        arguments[n_consts : n_consts + n_carry],
-        arguments[n_consts + n_carry :],
-    )
+    start = n_consts + n_carry
+    return arguments[:n_consts], arguments[n_consts:start], arguments[start:]
 
 
 # Narrow arrays are kept as uint8: where XLA:CPU stores f8 across a loop it widens it to f16.
@@ -246,10 +245,6 @@ def _from_bytes(x: jax.Array, v: Var) -> jax.Array:
 
 def _dtype(v: Var) -> Any:
     return getattr(v.aval, "dtype", None)
-
-
-def _is_mask(v: Var) -> bool:
-    return str(_dtype(v)) == "bool"
 
 
 def _bytes(v: Var) -> int:

@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx import filterlib
 
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
-from jfp8.optim.loss_scaling import all_finite, keep_unless
+from jfp8.optim.loss_scaling import all_finite, keep_unless, scaled
 from jfp8.scaling.history import push_amax
-from jfp8.scaling.sink import ROLES, WIDTH
-from jfp8.training.histories import decode_all
+from jfp8.scaling.sink import ROLES
+from jfp8.training.histories import decode_all, rescaled, zero_sink
 
 Path = tuple[Any, ...]
 
@@ -87,35 +85,44 @@ def value_and_grad(
             here = _training_products(args)
             for path, sink in zip(with_sink, sinks, strict=True):
                 here[path].fp8_sink = Fp8Sink(sink)
-                here[path].set_histories({"grad": _scaled(before[path]["grad"], loss_scale)})
+                here[path].set_histories({"grad": rescaled(before[path]["grad"], loss_scale)})
             try:
                 returned = f(*args)
             finally:
                 for path in with_sink:
                     here[path].fp8_sink = None
             loss, aux = returned if has_aux else (returned, None)
-            scaled = loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale
-            return scaled, (loss, aux)
+            return scaled(loss, loss_scale), (loss, aux)
 
-        sinks = [_zeros(products[path]) for path in with_sink]
+        sinks = [zero_sink(before[path]["grad"]) for path in with_sink]
         (_, (loss, aux)), (cotangents, *grads) = nnx.value_and_grad(
             f_with_sinks, argnums=(0, *shifted), has_aux=True, graph=True, graph_updates=True
         )(sinks, *args)
 
-        decoded, overflow = decode_all({"amaxes": cotangents})
+        decoded, overflow = decode_all(cotangents)
         finite = all_finite((loss, grads)) & ~overflow
-        after = {path: product.histories() for path, product in products.items()}
-        for path, amaxes in zip(with_sink, decoded["amaxes"], strict=True):
-            for row, role in enumerate(ROLES):
-                amax = amaxes[..., row]
-                if role == "grad" and loss_scale is not None:
-                    amax = amax / loss_scale
-                after[path][role] = push_amax(before[path][role], amax)
+        amaxes = dict(zip(with_sink, decoded, strict=True))
         for path, product in products.items():
-            product.set_histories(keep_unless(finite, after[path], before[path]))
+            after = product.histories()
+            if path in amaxes:
+                after = _pushed(before[path], amaxes[path], loss_scale)
+            product.set_histories(keep_unless(finite, after, before[path]))
         return (loss, aux) if has_aux else loss, grads[0] if single else tuple(grads)
 
     return compute
+
+
+def _pushed(
+    histories: dict[str, jax.Array], amaxes: jax.Array, loss_scale: jax.typing.ArrayLike | None
+) -> dict[str, jax.Array]:
+    """Histories of a product with the amaxes f32[..., 3] of the scaled loss in front."""
+    new = {}
+    for row, role in enumerate(ROLES):
+        amax = amaxes[..., row]
+        if role == "grad" and loss_scale is not None:
+            amax = amax / loss_scale
+        new[role] = push_amax(histories[role], amax)
+    return new
 
 
 def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -150,16 +157,3 @@ def _trained_modules(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> 
             if isinstance(node, nnx.Variable) and predicate(path, node):
                 found.update((entry.argnum, *path[:end]) for end in range(len(path)))
     return found
-
-
-def _zeros(product: Product) -> jax.Array:
-    leading = product.histories()[ROLES[0]].shape[:-1]
-    return jnp.zeros((*leading, len(ROLES), WIDTH), jnp.float32)
-
-
-def _scaled(history: jax.Array, loss_scale: jax.typing.ArrayLike | None) -> jax.Array:
-    """A history of gradients of the loss as that of gradients of the scaled loss."""
-    if loss_scale is None:
-        return history
-    largest = np.float32(np.finfo(np.float32).max)
-    return jnp.minimum(history * loss_scale, largest).astype(history.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -15,27 +16,15 @@ from flax import nnx
 from jfp8.conversion.inventory import report
 from jfp8.conversion.models import Model, convert_selected, nnx_decisions
 from jfp8.conversion.selection import Choice, select
-from jfp8.optim.fp8_gradients import fp8_gradients
-from jfp8.optim.loss_scaling import loss_scale, skip_on_overflow, transformation
+from jfp8.optim import Blocks, ScaledFloat16, fp8_gradients, loss_scale, skip_on_overflow
 from jfp8.optim.masters import has_master_weights
-from jfp8.optim.storage import Blocks, ScaledFloat16
 from jfp8.optim.stored_state import StoredState, store_state
-from jfp8.recipes import registry as recipes
+from jfp8.optim.wrapping import states_of, transformation
+from jfp8.recipes import registry
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 
 OptLevel = Literal["O0", "O1", "O2"]
-
-_DEFAULTS = {
-    "recipe": DelayedScaling(),
-    "opt_level": "O0",
-    "axis_name": None,
-    "exempt": None,
-    "only": None,
-    "output_fused": (),
-    "verbose": False,
-}
 
 # By the names of optax: the first moment (of sgd and others it is called trace), and the second.
 _MOMENTS = {"mu": Blocks(), "trace": Blocks(), "nu": ScaledFloat16()}
@@ -128,21 +117,15 @@ def initialize(
     converted = convert_selected(model, selection, _print_report if settings["verbose"] else None)
     if settings["verbose"] and isinstance(model, nnx.Module):
         print("\n".join(f"{path}: {how}" for path, how in nnx_decisions(model, selection)))
-    return converted, _optimizer(tx, level, chosen.needs_loss_scale, settings["axis_name"])
-
-
-def _optimizer(
-    tx: optax.GradientTransformation, level: str, needs_loss_scale: bool, axis_name: Any
-) -> optax.GradientTransformation:
     if level == "O2":
         tx = _with_stored_moments(tx)
-    if needs_loss_scale:
+    if chosen.needs_loss_scale:
         tx = skip_on_overflow(optax.chain(loss_scale(), tx))
     if level != "O0":
         # In front of the loss scale, which then sees the same mean on all devices, and skips the
         # same steps. It is a power of two, and so the codes are those of unscaled gradients.
-        tx = optax.chain(fp8_gradients(axis_name=axis_name), tx)
-    return tx
+        tx = optax.chain(fp8_gradients(axis_name=settings["axis_name"]), tx)
+    return converted, tx
 
 
 def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -157,27 +140,22 @@ def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTran
                 "master_weights. Keep that of its inner optimizer so, and use O1: "
                 "master_weights(jfp8.optim.adamw(1e-3, preset='msamp_o2'))."
             )
-        if _has_stored_state(state):
+        if states_of(StoredState, state):
             raise ValueError(
                 "opt_level='O2' keeps moments in few bits, but those of tx are so already. Use O1."
             )
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
         fields = {getattr(key, "name", None) for path in paths for key in path}
         present = {name: storage for name, storage in _MOMENTS.items() if name in fields}
-        try:
-            return store_state(tx, present or _MOMENTS).init(params)
-        except ValueError as error:
+        if not present:
             raise ValueError(
                 "opt_level='O2' keeps the moments of tx in few bits, but it has none. Use O1, or "
-                f"an optimizer that has them, such as optax.adamw(1e-3). ({error})"
-            ) from error
+                "an optimizer that has them, such as optax.adamw(1e-3). It has the fields "
+                f"{sorted(filter(None, fields))}."
+            )
+        return store_state(tx, present).init(params)
 
     return optax.GradientTransformationExtraArgs(init, store_state(tx, _MOMENTS).update)
-
-
-def _has_stored_state(state: Any) -> bool:
-    is_stored_state = lambda node: isinstance(node, StoredState)
-    return any(map(is_stored_state, jax.tree.leaves(state, is_leaf=is_stored_state)))
 
 
 def _settings(config: Mapping[str, Any] | str | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -191,12 +169,13 @@ def _settings(config: Mapping[str, Any] | str | None, given: dict[str, Any]) -> 
             "config must be a dict, or the text of a JSON or YAML file that holds one, such as "
             f'{{"mixed_precision": "fp8", "recipe": "delayed"}}; got {parsed!r}.'
         )
+    defaults = inspect.signature(initialize).parameters
     for name, value in parsed.items():
         if name not in settings:
             close = difflib.get_close_matches(str(name), settings, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"config has no key {name!r}.{hint} Keys: {', '.join(settings)}.")
-        if name in given and given[name] != _DEFAULTS[name]:
+        if name in given and given[name] != defaults[name].default:
             raise ValueError(f"{name} is given twice: in config, and as an argument.")
         settings[name] = value
     if settings["mixed_precision"] not in ("fp8", "no"):
@@ -226,7 +205,7 @@ def _parsed(text: str) -> Any:
 
 def _recipe(given: Any) -> Recipe:
     if isinstance(given, str):
-        return recipes.get(given)
+        return registry.get(given)
     if isinstance(given, Mapping):
         fields = dict(given)
         name = fields.pop("name", None)
@@ -235,8 +214,8 @@ def _recipe(given: Any) -> Recipe:
                 'A recipe in a config is a name, or {"name": "delayed", field: value, ...}; got '
                 f"{given!r}."
             )
-        return recipes.get(name, **fields)
-    return check_recipe(given)
+        return registry.get(name, **fields)
+    return registry.check_recipe(given)
 
 
 def _with_fused(recipe: Recipe, fused: str | Sequence[str]) -> Recipe:
@@ -253,5 +232,5 @@ def _with_fused(recipe: Recipe, fused: str | Sequence[str]) -> Recipe:
 
 
 def _print_report(model: Any, variables: Any, *inputs: Any, **kwargs: Any) -> None:
-    shapes = jax.eval_shape(lambda: (variables, inputs))
-    print(report(model, *(shapes[0], *shapes[1]), **kwargs))
+    variables, inputs = jax.eval_shape(lambda: (variables, inputs))
+    print(report(model, variables, *inputs, **kwargs))

@@ -13,22 +13,26 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfp8.optim.loss_scaling import LossScaleState, all_squares_finite, find_loss_scale, keep_unless
-from jfp8.optim.masters import (
-    apply_updates,
-    has_master_weights,
-    without_stored,
+from jfp8.optim.fp8_params import apply_updates, without_stored
+from jfp8.optim.loss_scaling import (
+    LossScaleState,
+    all_squares_finite,
+    keep_unless,
+    loss_scale_in,
+    scaled,
+    unscaled,
 )
+from jfp8.optim.masters import has_master_weights
+from jfp8.optim.wrapping import states_of
 from jfp8.scaling import printing
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.arrays import ScaledArray, is_scaled_array
 from jfp8.training.histories import (
     Collections,
+    as_dicts,
     close_step,
     decode_all,
     init_sinks,
-    plain,
     rescale_grad_histories,
-    spelled_collections,
 )
 
 
@@ -58,9 +62,9 @@ class Gradients:
         """What is in it, by size."""
         parts = [f"params=({printing.tree(self.params)})"]
         if self.fp8_sink:
-            parts.append(f"fp8_sink=({_spelled_products(self.fp8_sink)})")
+            parts.append(f"fp8_sink=({printing.tree(self.fp8_sink)})")
         if self.collections:
-            parts.append(f"collections=({spelled_collections(self.collections)})")
+            parts.append(f"collections=({_spelled_collections(self.collections)})")
         return f"Gradients({', '.join(parts)})"
 
 
@@ -95,7 +99,7 @@ class TrainState(flax.struct.PyTreeNode):
             parts.append(f"fp8=({_spelled_products(self.fp8)})")
         parts.append(f"opt_state=({_spelled_optimizer(self.opt_state)})")
         if self.collections:
-            parts.append(f"collections=({spelled_collections(self.collections)})")
+            parts.append(f"collections=({_spelled_collections(self.collections)})")
         lines = "".join(f"\n  {part}," for part in parts)
         return f"{type(self).__name__}({lines}\n)"
 
@@ -117,7 +121,7 @@ class TrainState(flax.struct.PyTreeNode):
         Raises:
           ValueError: `variables` has no ``params``, or its ``fp8_sink`` does not match its ``fp8``.
         """
-        collections = plain(variables)
+        collections = as_dicts(variables)
         if "params" not in collections:
             raise ValueError(
                 f"variables has the collections {sorted(collections)}, but no 'params'. Pass all "
@@ -165,6 +169,7 @@ class TrainState(flax.struct.PyTreeNode):
         Raises:
           TypeError: `grads` is not a `Gradients` although there are histories to keep up.
         """
+        before = loss_scale_in(self.opt_state)
         if not isinstance(grads, Gradients):
             if self.fp8:
                 raise TypeError(
@@ -172,25 +177,23 @@ class TrainState(flax.struct.PyTreeNode):
                     f"fp8 histories up, but got {type(grads).__name__}. Compute the gradients with "
                     "jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
-            grads = Gradients(scaled_by(grads, find_loss_scale(self.opt_state), -1), {}, {})
-        amaxes, overflow = decode_all(plain(grads.fp8_sink))
+            grads = Gradients(unscaled(grads, before), {}, {})
+        amaxes, overflow = decode_all(as_dicts(grads.fp8_sink))
         finite = all_squares_finite(grads.params) & ~overflow
 
-        before = find_loss_scale(self.opt_state)
         # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow,
         # also of one that only the sink saw.
-        scaled = scaled_by(grads.params, before, +1)
-        scaled = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled)
+        taken = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled(grads.params, before))
         tx = optax.with_extra_args_support(self.tx)
         trained = self.params if has_master_weights(self.opt_state) else without_stored(self.params)
-        updates, opt_state = tx.update(scaled, self.opt_state, trained)
+        updates, opt_state = tx.update(taken, self.opt_state, trained)
         opt_state = keep_unless(finite, opt_state, self.opt_state)
         params = keep_unless(finite, apply_updates(self.params, updates), self.params)
 
         fp8 = keep_unless(finite, close_step(self.fp8, amaxes), self.fp8)
-        after = find_loss_scale(opt_state)
+        after = loss_scale_in(opt_state)
         if before is not None and after is not None and fp8:
-            fp8 = rescale_grad_histories(fp8, after.loss_scale / before.loss_scale)
+            fp8 = rescale_grad_histories(fp8, after / before)
 
         kept = {name: self.collections[name] for name in grads.collections}
         collections = keep_unless(finite, grads.collections, kept)
@@ -203,38 +206,25 @@ class TrainState(flax.struct.PyTreeNode):
         )
 
 
-def scaled_by(grads: Any, loss_scale: Any, power: int) -> Any:
-    """`grads` times (+1) or divided by (-1) the loss scale, in f32; exact, it is a power of two."""
-    if loss_scale is None:
-        return grads
-    factor = loss_scale.loss_scale if power > 0 else 1.0 / loss_scale.loss_scale
-    return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
-
-
 # What `repr` says. The trees may hold anything: shapes, shardings, placeholders.
 
 
 def _spelled_params(params: Any) -> str:
-    is_fp8 = lambda x: isinstance(x, ScaledArray)
-    leaves = jax.tree.leaves(params, is_leaf=is_fp8)
-    n = sum(math.prod(x.data.shape if is_fp8(x) else x.shape) for x in leaves if _has_shape(x))
-    n_fp8 = sum(map(is_fp8, leaves))
+    leaves = jax.tree.leaves(params, is_leaf=is_scaled_array)
+    n_fp8 = sum(map(is_scaled_array, leaves))
+    arrays = [x.data if isinstance(x, ScaledArray) else x for x in leaves]
+    n = sum(math.prod(x.shape) for x in arrays if printing.is_arraylike(x))
     stored = f", {printing.counted(n_fp8, 'array')} in FP8" if n_fp8 else ""
     return f"{printing.counted(n, 'parameter')} in {printing.tree(params)}{stored}"
 
 
-def _has_shape(x: Any) -> bool:
-    return printing.is_arraylike(x.data if isinstance(x, ScaledArray) else x)
-
-
 def _spelled_products(fp8: Any) -> str:
-    """The products of an ``fp8`` or ``fp8_sink`` collection; stacked layers count each."""
-    of_product = lambda path, role: [getattr(k, "key", None) for k in path[-2:]] == role
-    leaves = jax.tree_util.tree_leaves_with_path(fp8)
+    """The products of an ``fp8`` collection; stacked layers count each."""
     histories = [
         x
-        for path, x in leaves
-        if of_product(path, ["grad", "amax_history"]) and printing.is_arraylike(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(fp8)
+        if [getattr(k, "key", None) for k in path[-2:]] == ["grad", "amax_history"]
+        and printing.is_arraylike(x)
     ]
     if not histories:
         return printing.tree(fp8)
@@ -244,7 +234,10 @@ def _spelled_products(fp8: Any) -> str:
 
 
 def _spelled_optimizer(opt_state: Any) -> str:
-    is_scale = lambda x: isinstance(x, LossScaleState)
-    scales = filter(is_scale, jax.tree.leaves(opt_state, is_leaf=is_scale))
+    scales = states_of(LossScaleState, opt_state)
     spelled = [f"loss scale {printing.number(scale.loss_scale)}" for scale in scales]
     return "; ".join([printing.optimizer_state(opt_state), *spelled])
+
+
+def _spelled_collections(collections: Any) -> str:
+    return "; ".join(f"{name}: {printing.tree(value)}" for name, value in collections.items())

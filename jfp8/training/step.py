@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jfp8.optim.loss_scaling import find_loss_scale
-from jfp8.optim.masters import (
-    carriers,
-    has_master_weights,
-    with_carriers,
-    without_stored,
-)
+from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
+from jfp8.optim.loss_scaling import loss_scale_in, scaled, unscaled
+from jfp8.optim.masters import has_master_weights
 from jfp8.scaling.sink import max_of_sinks
-from jfp8.training.histories import init_sinks
+from jfp8.training.histories import Collections, init_sinks
 from jfp8.training.hoist import split
-from jfp8.training.state import Gradients, TrainState, scaled_by
+from jfp8.training.state import Gradients, TrainState
 
 
 def value_and_grad(
@@ -61,70 +58,81 @@ def value_and_grad(
         raise ValueError(f"micro_batches must be an int of at least 1, got {micro_batches!r}.")
 
     def compute(state: TrainState, batch: Any) -> tuple[Any, Gradients]:
-        loss_scale = find_loss_scale(state.opt_state)
-        sinks = init_sinks(state.fp8)
+        loss_scale = loss_scale_in(state.opt_state)
         by_values = has_master_weights(state.opt_state)
         differentiated = (carriers if by_values else without_stored)(state.params)
-
-        def scaled_loss(differentiated, sinks, fp8, collections, batch):
-            params = with_carriers(state.params, differentiated)
-            fp8 = {"fp8": fp8, "fp8_sink": sinks} if fp8 else {}
-            returned = loss_fn({"params": params, **fp8, **collections}, batch)
-            loss, mutated, aux = _unpacked(returned, has_aux)
-            if "fp8_sink" in mutated:
-                raise ValueError(
-                    "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the "
-                    "gradient, and no history would be kept up. Name the collections that are "
-                    "updated, e.g. model.apply(..., mutable=['batch_stats']), not mutable=True."
-                )
-            new = {name: mutated.get(name, value) for name, value in collections.items()}
-            loss = jnp.asarray(loss)
-            scaled = (
-                loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale.loss_scale
-            )
-            return scaled, (loss, new, aux)
-
+        known = (differentiated, init_sinks(state.fp8), state.fp8)
+        scaled_loss = partial(_scaled_loss, loss_fn, has_aux, loss_scale, state.params)
         gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
-        if micro_batches == 1:
-            (grads, sink), (loss, collections, aux) = gradient(
-                differentiated, sinks, state.fp8, state.collections, batch
-            )
-        else:
-            micro_batches_of = _split(batch, micro_batches)
-            first = jax.tree.map(lambda x: x[0], micro_batches_of)
-            # Weights are quantized here, once; the loop uses what is kept.
-            kept, compute_rest = split(
-                lambda known, varying: gradient(*known, *varying),
-                (differentiated, sinks, state.fp8),
-                (state.collections, first),
-            )
-
-            def accumulate(carry, micro_batch):
-                total, sink_so_far, collections = carry
-                (grads, sink), (loss, collections, aux) = compute_rest(
-                    kept, (collections, micro_batch)
-                )
-                total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-                return (total, jax.tree.map(max_of_sinks, sink_so_far, sink), collections), (
-                    loss,
-                    aux,
-                )
-
-            zeros = jax.tree.map(
-                lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
-                differentiated,
-            )
-            carry = (zeros, sinks, state.collections)
-            (grads, sink, collections), (losses, aux) = jax.lax.scan(
-                accumulate, carry, micro_batches_of
-            )
-            grads = jax.tree.map(lambda g: g / micro_batches, grads)
-            loss = jnp.mean(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
-
-        result = Gradients(scaled_by(grads, loss_scale, -1), sink, collections)
-        return ((loss, aux) if has_aux else loss), result
+        if micro_batches > 1:
+            gradient = partial(_over_micro_batches, gradient, micro_batches)
+        (grads, sink), (loss, collections, aux) = gradient(*known, state.collections, batch)
+        grads = unscaled(grads, loss_scale)
+        return ((loss, aux) if has_aux else loss), Gradients(grads, sink, collections)
 
     return compute
+
+
+def _scaled_loss(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    loss_scale: jax.Array | None,
+    params: Any,
+    differentiated: Any,
+    sinks: Collections,
+    fp8: Collections,
+    collections: Collections,
+    batch: Any,
+) -> tuple[jax.Array, tuple[jax.Array, Collections, Any]]:
+    """The loss times the loss scale, and ``(loss, collections, aux)``."""
+    variables = {"params": with_carriers(params, differentiated)}
+    if fp8:
+        variables |= {"fp8": fp8, "fp8_sink": sinks}
+    loss, mutated, aux = _unpacked(loss_fn({**variables, **collections}, batch), has_aux)
+    if "fp8_sink" in mutated:
+        raise ValueError(
+            "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the gradient, "
+            "and no history would be kept up. Name the collections that are updated, e.g. "
+            "model.apply(..., mutable=['batch_stats']), not mutable=True."
+        )
+    new = {name: mutated.get(name, value) for name, value in collections.items()}
+    loss = jnp.asarray(loss)
+    return scaled(loss, loss_scale), (loss, new, aux)
+
+
+def _over_micro_batches(
+    gradient: Callable[..., Any],
+    micro_batches: int,
+    differentiated: Any,
+    sinks: Collections,
+    fp8: Collections,
+    collections: Collections,
+    batch: Any,
+) -> Any:
+    """What `gradient` gives, averaged over parts of the batch that are taken in turns."""
+    parts = _split(batch, micro_batches)
+    # Weights are quantized here, once; the loop uses what is kept.
+    kept, compute_rest = split(
+        lambda known, varying: gradient(*known, *varying),
+        (differentiated, sinks, fp8),
+        (collections, jax.tree.map(lambda x: x[0], parts)),
+    )
+
+    def accumulate(carry: Any, part: Any) -> tuple[Any, Any]:
+        total, sink_so_far, collections = carry
+        (grads, sink), (loss, collections, aux) = compute_rest(kept, (collections, part))
+        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+        sink_so_far = jax.tree.map(max_of_sinks, sink_so_far, sink)
+        return (total, sink_so_far, collections), (loss, aux)
+
+    zeros = jax.tree.map(
+        lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), differentiated
+    )
+    carry = (zeros, sinks, collections)
+    (grads, sink, collections), (losses, aux) = jax.lax.scan(accumulate, carry, parts)
+    grads = jax.tree.map(lambda g: g / micro_batches, grads)
+    loss = jnp.mean(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
+    return (grads, sink), (loss, collections, aux)
 
 
 def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any]:
@@ -150,7 +158,7 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
 
 
 def _split(batch: Any, parts: int) -> Any:
-    def split(leaf: Any) -> jax.Array:
+    def reshaped(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
         if leaf.ndim == 0 or leaf.shape[0] % parts:
             raise ValueError(
@@ -159,4 +167,4 @@ def _split(batch: Any, parts: int) -> Any:
             )
         return leaf.reshape(parts, leaf.shape[0] // parts, *leaf.shape[1:])
 
-    return jax.tree.map(split, batch)
+    return jax.tree.map(reshaped, batch)

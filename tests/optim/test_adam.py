@@ -15,7 +15,8 @@ import optax
 import pytest
 
 from jfp8.optim.adam import DEFAULT, PRESETS, adam, adamw, scale_by_adam
-from jfp8.optim.storage import Blocks, Float, ScaledFloat16
+from jfp8.optim.blocks import Blocks
+from jfp8.optim.storage import Float, ScaledFloat16
 
 SHAPE = (16, 512)  # rows of whole blocks, so that flattened ones are the same
 E4M3 = ml_dtypes.float8_e4m3fn

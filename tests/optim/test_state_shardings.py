@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jfp8
 from jfp8.optim.adam import PRESETS, adam, adamw
+from jfp8.optim.blocks import Blocks
 from jfp8.optim.state_shardings import state_shardings
-from jfp8.optim.storage import Blocks
 from jfp8.optim.stored_state import store_state
 
 P = PartitionSpec

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jfp8
-from jfp8.optim.stochastic_rounding import round_to_16_bits
+from jfp8.optim.storage import round_to_16_bits
 
 DROPPED = {jnp.bfloat16: 16, jnp.float16: 13}  # mantissa bits that f32 has more
 both = pytest.mark.parametrize("dtype", DROPPED, ids=["bf16", "f16"])

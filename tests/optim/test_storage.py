@@ -15,15 +15,8 @@ import numpy as np
 import pytest
 
 from jfp8 import E4M3FN, E5M2
-from jfp8.optim.storage import (
-    Blocks,
-    ExpandedArray,
-    Float,
-    HalfArray,
-    ScaledFloat16,
-    Storage,
-    _outwards,
-)
+from jfp8.optim.blocks import Blocks, ExpandedArray, _outwards
+from jfp8.optim.storage import Float, HalfArray, ScaledFloat16, Storage
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.random_bits import fold_in
 

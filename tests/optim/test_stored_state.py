@@ -18,7 +18,8 @@ import pytest
 import jfp8
 from jfp8 import E4M3FN
 from jfp8.optim.adam import DEFAULT, PRESETS, adam, adamw
-from jfp8.optim.storage import Blocks, ExpandedArray, Float, ScaledFloat16
+from jfp8.optim.blocks import Blocks, ExpandedArray
+from jfp8.optim.storage import Float, ScaledFloat16
 from jfp8.optim.stored_state import StoredState, is_stored, store_state
 from jfp8.scaling.arrays import ScaledArray
 

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec
 
 import jfp8
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, Block, PerAxis, ScaledArray, recipes
-from jfp8.optim.storage import ExpandedArray, HalfArray
+from jfp8.optim.blocks import ExpandedArray
+from jfp8.optim.storage import HalfArray
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.quantizers.rotations import Hadamard

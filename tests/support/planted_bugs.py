@@ -485,8 +485,8 @@ BUGS: tuple[Bug, ...] = (
         "histories_against_the_loss_scale",
         "histories of gradients fall when the loss scale grows",
         "jfp8/training/state.py",
-        "after.loss_scale / before.loss_scale",
-        "before.loss_scale / after.loss_scale",
+        "after / before",
+        "before / after",
         "training/test_train.py::TestPromise5NonFiniteNumbers::test_gradient_histories_follow_the_loss_scale_exactly"
         "[2.0]",
     ),
@@ -494,8 +494,8 @@ BUGS: tuple[Bug, ...] = (
         "loss_scale_not_divided_out",
         "gradients are those of the scaled loss",
         "jfp8/training/step.py",
-        "result = Gradients(scaled_by(grads, loss_scale, -1), sink, collections)",
-        "result = Gradients(scaled_by(grads, None, -1), sink, collections)",
+        "grads = unscaled(grads, loss_scale)",
+        "grads = unscaled(grads, None)",
         "training/test_train.py::TestApplyGradients::test_the_update_is_that_of_the_optimizer",
     ),
     Bug(
@@ -536,31 +536,31 @@ BUGS: tuple[Bug, ...] = (
         "grows_one_step_late",
         "the loss scale grows a step later than asked for",
         "jfp8/optim/loss_scaling.py",
-        "grow = tracker >= growth_interval",
-        "grow = tracker > growth_interval",
+        "grow = tracker >= self.growth_interval",
+        "grow = tracker > self.growth_interval",
         "optim/test_loss_scaling.py::test_grows_on_the_nth_finite_step_and_not_before[1]",
     ),
     Bug(
         "scale_without_a_floor",
         "a burst of overflows takes the loss scale below its minimum",
         "jfp8/optim/loss_scaling.py",
-        "jnp.maximum(state.loss_scale * backoff_factor, min_scale)",
-        "state.loss_scale * backoff_factor",
+        "jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)",
+        "state.loss_scale * self.backoff_factor",
         "optim/test_loss_scaling.py::test_state_machine[big factors overshoot both bounds-0.5]",
     ),
     Bug(
         "inf_passes_the_check",
         "the finite check finds NaN, but not Inf",
         "jfp8/optim/loss_scaling.py",
-        "finite &= jnp.all(jnp.isfinite(leaf))",
-        "finite &= ~jnp.any(jnp.isnan(leaf))",
+        "_holds(jnp.isfinite, tree)",
+        "_holds(lambda x: ~jnp.isnan(x), tree)",
         "optim/test_loss_scaling.py::test_any_single_nonfinite_element_counts[w-index0-float32-inf]",
     ),
     Bug(
         "skipped_step_counts",
         "the state of the optimizer moves on in a step that is skipped",
         "jfp8/optim/loss_scaling.py",
-        "            inner_state = _select(finite, inner_state, state.inner_state)\n",
+        "            new_inner = jax.tree.map(keep, new_inner, state.inner_state)\n",
         "",
         "optim/test_loss_scaling.py::test_a_skipped_step_is_exact[loss_scale(adam)]",
     ),
@@ -568,8 +568,8 @@ BUGS: tuple[Bug, ...] = (
         "moments_swapped",
         "the storage of the first moment is used for the second, and the other way round",
         "jfp8/optim/adam.py",
-        "return Moments(mu or DEFAULT.mu, nu or DEFAULT.nu)",
-        "return Moments(nu or DEFAULT.nu, mu or DEFAULT.mu)",
+        "Moments(mu or DEFAULT.mu, nu or DEFAULT.nu)",
+        "Moments(nu or DEFAULT.nu, mu or DEFAULT.mu)",
         "optim/test_adam.py::test_each_moment_can_be_chosen_alone",
     ),
     Bug(
@@ -588,8 +588,8 @@ BUGS: tuple[Bug, ...] = (
         "        count = state.count + np.uint32(1)\n",
         "        _, wide = step(*jax.tree.map(lax.optimization_barrier, inputs))\n"
         "        count = state.count + np.uint32(1)\n"
-        "        updates, _ = wrapped.update(\n"
-        "            widened(updates), decode(round_(wide, measured, count)), widened(params)\n"
+        "        updates, _ = self.inner.update(\n"
+        "            widened(updates), self._decode(self._round(wide, measured, count)), widened(params)\n"
         "        )\n",
         "optim/test_stored_state.py::test_updates_follow_from_moments_that_are_not_rounded",
     ),
@@ -604,7 +604,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "square_without_a_sign",
         "the square of a stored root loses the sign of first moments",
-        "jfp8/optim/storage.py",
+        "jfp8/optim/blocks.py",
         "values * jnp.abs(values) if",
         "values * values if",
         "optim/test_storage.py::test_errors_are_those_of_the_format[Blocks(transform='sqrt')]",
@@ -612,7 +612,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "lot_by_the_roots",
         "what a transform spaces unevenly is rounded up half of the time",
-        "jfp8/optim/storage.py",
+        "jfp8/optim/blocks.py",
         "up = uniform * (high - low) < jnp.abs(x) - low",
         "up = uniform * (high - low) < (high - low) / 2",
         "optim/test_storage.py::test_stochastic_rounding_is_right_on_average"
@@ -621,7 +621,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "largest_rounded_down",
         "the maximum of a block is cut to bf16, and its largest element overflows",
-        "jfp8/optim/storage.py",
+        "jfp8/optim/blocks.py",
         "up = (jnp.minimum(up, np.uint32(0x7FFF0000)) + low) & high",
         "up = jnp.minimum(up, np.uint32(0x7FFF0000)) & high",
         "optim/test_storage.py::test_coat_expansion_in_float64[v-E4M3FN]",
@@ -646,7 +646,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "small_updates_lost",
         "weights without a master are rounded to nearest, so that small updates are lost",
-        "jfp8/optim/masters.py",
+        "jfp8/optim/fp8_params.py",
         '_stored(p, in_units, "stochastic", hash_bits(seed, p.shape))',
         '_stored(p, in_units, "nearest_even", None)',
         "optim/test_masters.py::TestWhatArrives::test_500_updates_of_1e_5_on_e4m3_only_weights[None]",
@@ -654,7 +654,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scale_moves_backwards",
         "the scale of a stored weight falls when its largest element grows",
-        "jfp8/optim/masters.py",
+        "jfp8/optim/fp8_params.py",
         "return replace(q, scale=_scale(p) * factor)",
         "return replace(q, scale=_scale(p) / factor)",
         "optim/test_masters.py::TestScales::test_scales_follow_by_powers_of_two[4.5-2.0]",
@@ -662,7 +662,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "half_added_always",
         "bf16 parameters are rounded to nearest where stochastic rounding was asked for",
-        "jfp8/optim/stochastic_rounding.py",
+        "jfp8/optim/storage.py",
         "rounded = jnp.minimum((magnitude + (bits & mask)) & ~mask, largest)",
         "rounded = jnp.minimum((magnitude + (mask >> 1)) & ~mask, largest)",
         "optim/test_stochastic_rounding.py::test_the_mean_over_all_words_is_exact_for_normals"
@@ -869,16 +869,16 @@ BUGS: tuple[Bug, ...] = (
         "nnx_rolls_a_bad_step",
         "histories of an NNX model roll on a step with NaN in it",
         "jfp8/training/nnx.py",
-        "product.set_histories(keep_unless(finite, after[path], before[path]))",
-        "product.set_histories(after[path])",
+        "product.set_histories(keep_unless(finite, after, before[path]))",
+        "product.set_histories(after)",
         "training/test_nnx_state.py::test_trap_nonfinite_amax_never_enters[inf-gradient]",
     ),
     Bug(
         "nnx_keeps_the_loss_scale",
         "histories of gradients are kept with the loss scale in them",
         "jfp8/training/nnx.py",
-        "                    amax = amax / loss_scale\n",
-        "                    amax = amax / 1\n",
+        "            amax = amax / loss_scale\n",
+        "            amax = amax / 1\n",
         "training/test_nnx_state.py::test_trap_a_changed_loss_scale_does_not_saturate",
     ),
     Bug(

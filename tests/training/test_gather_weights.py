@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
-from jfp8.training import gather_weights
+from jfp8.training.gather_weights import gather_weights
 
 CURRENT = recipes.get("current")
 MATRICES = (((1,), (0,)), ((), ()))

@@ -6,7 +6,6 @@ The reference is the same step without the split: the whole gradient in each tur
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from math import prod
 
@@ -36,7 +35,7 @@ def without_split(function, known, varying):
 @pytest.fixture
 def never_split(monkeypatch):
     """What makes `value_and_grad` quantize weights in each turn."""
-    return lambda: monkeypatch.setattr(sys.modules["jfp8.train"], "split", without_split)
+    return lambda: monkeypatch.setattr(jfp8.training.step, "split", without_split)
 
 
 class Block(nn.Module):

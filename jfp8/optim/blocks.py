@@ -1,0 +1,284 @@
+"""A moment of an optimizer in FP8, with a scale, or a maximum and a power, for every block.
+
+Rounded to nearest in FP8, an element moves only if a step changes it by half a spacing, 3 % and
+more. A second moment with b2 = 0.999 decays by 0.1 % per step, and freezes. ``"stochastic"``
+rounding moves it with the probability of the remainder, which is right on average.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.optim.storage import Storage
+from jfp8.scaling import printing
+from jfp8.scaling.arrays import ScaledArray, apply_scale, scaled_values
+from jfp8.scaling.bits import codes_to_format, decode, encode
+from jfp8.scaling.formats import E4M3FN, Format
+from jfp8.scaling.quantization import quantize_with_scale
+from jfp8.scaling.random_bits import hash_bits
+from jfp8.scaling.scales import (
+    LARGEST_SCALE,
+    SCALE_ROUNDINGS,
+    SMALLEST_SCALE,
+    ScaleRounding,
+    reciprocal_factors,
+    scale_from_amax,
+)
+
+Transform = Literal[None, "sqrt", "expand"]
+ROUNDINGS = ("nearest_even", "stochastic")
+TRANSFORMS: tuple[str | None, ...] = (None, "sqrt", "expand")
+
+# Limits of "expand". Squares of gradients that span more than 48 binades come from gradients that
+# f32 could not even add. To follow them would cost the other elements of the block their precision.
+LARGEST_POWER, MOST_BINADES = np.float32(16), np.float32(48)
+
+
+class ExpandedArray(NamedTuple):
+    """What ``Blocks(transform="expand")`` keeps: ``|x| ~= amax * (|data| / fmt.max)^(1 / power)``.
+
+    Attributes:
+      data: f8 array of the shape of ``x``, with its signs.
+      amax: bf16, largest magnitude of each block, rounded up, of the leading dimensions of ``x``;
+        NaN if an element of the block was not finite.
+      power: bf16 of the same shape, multiples of 1/16.
+    """
+
+    data: jax.Array
+    amax: jax.Array
+    power: jax.Array
+
+    def __repr__(self) -> str:
+        """Shapes, not the elements."""
+        blocks = f"amax {printing.array(self.amax)}, power {printing.array(self.power)}"
+        return f"ExpandedArray({printing.array(self.data)}, {blocks})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values."""
+        return self.data.shape
+
+
+@dataclass(frozen=True, repr=False)
+class Blocks(Storage):
+    """FP8 with one scale for every block of elements along the last axis. ::
+
+        None:       data = fmt(x / scale)               scale = amax / fmt.max
+        "sqrt":     data = fmt(sqrt|x| / scale)         scale = sqrt(amax) / fmt.max
+        "expand":   data = fmt(fmt.max * (|x| / amax)^power)
+
+    all with the sign of ``x``. The power of ``"expand"`` stretches what the block spans, from its
+    smallest magnitude but zero to its largest, over what the format spans::
+
+        power = floor(16 * log2(fmt.max^2 / 2) / log2(max / min)) / 16, and 16 at the most
+
+    with the maximum rounded up to bf16 and the minimum down. Elements beyond 2^-48 of the maximum
+    do not count as the minimum, and are stored as the smallest value.
+
+    Data has the shape of the array and scales have its leading dimensions, so that a sharding of
+    the array applies to both. The last block of a row may be shorter.
+
+    With ``rounding="stochastic"`` the decoded value is right on average: between the two
+    neighbours, which a transform spaces unevenly, one is drawn by the distances of the values.
+
+    Attributes:
+      fmt: format of the data.
+      block: elements of a block; None for one scale for the whole array.
+      rounding: ``"nearest_even"`` or ``"stochastic"``.
+      transform: what happens to magnitudes before rounding.
+      scale_rounding: of the scales, as in `jfp8.quantize`; not for ``"expand"``, which has none.
+
+    References:
+      torchao ``OptimStateFp8`` (blocks of 256); COAT, arXiv 2410.19313, section 4.1 ("dynamic range
+      expansion", there with ``c = sqrt(max * min)`` kept as well, which cancels out).
+
+    >>> import jax.numpy as jnp
+    >>> from jfp8.optim import Blocks
+    >>> kept = Blocks(block=4).encode(jnp.arange(12.0).reshape(2, 6), jnp.zeros(2, jnp.uint32))
+    >>> kept.data.shape, kept.scale.shape, kept.block
+    ((2, 6), (2, 2), (1, 4))
+    """
+
+    fmt: Format = E4M3FN
+    block: int | None = 128
+    rounding: Literal["nearest_even", "stochastic"] = "nearest_even"
+    transform: Transform = None
+    scale_rounding: ScaleRounding = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fmt, Format) or not self.fmt.signed or not self.fmt.has_nan:
+            raise TypeError(
+                f"Blocks(fmt={self.fmt!r}): must be a jfp8.Format with a sign and a NaN, such as "
+                "jfp8.E4M3FN or jfp8.E5M2."
+            )
+        if self.block is not None and (type(self.block) is not int or self.block < 1):
+            raise ValueError(
+                f"Blocks(block={self.block!r}): must be a number of elements along the last axis, "
+                "for example 128, or None for one scale for the whole array."
+            )
+        for name, allowed in (
+            ("rounding", ROUNDINGS),
+            ("transform", TRANSFORMS),
+            ("scale_rounding", SCALE_ROUNDINGS),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"Blocks({name}={value!r}) is unknown. Allowed: {', '.join(map(repr, allowed))}"
+                )
+        if self.transform == "expand" and self.scale_rounding is not None:
+            raise ValueError(
+                f"Blocks(transform='expand', scale_rounding={self.scale_rounding!r}): expansion "
+                "keeps the amax of a block as it is. Drop one of the two."
+            )
+
+    def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Largest magnitude of each block of `x`, and smallest but zero for ``"expand"``."""
+        largest = _largest(x, self.block)
+        return (largest, _smallest(x, self.block)) if self.transform == "expand" else (largest,)
+
+    def round(
+        self, x: jax.Array, measured: tuple[jax.Array, ...], seed: jax.Array
+    ) -> ScaledArray | ExpandedArray:
+        bits = hash_bits(seed, x.shape) if self.rounding == "stochastic" else None
+        if self.transform == "expand":
+            return self._expand(x, measured, bits)
+        return self._scale(x, measured[0], bits)
+
+    def decode(self, stored: ScaledArray | ExpandedArray) -> jax.Array:
+        if isinstance(stored, ExpandedArray):
+            return self._contract(stored)
+        values = scaled_values(stored)
+        return values * jnp.abs(values) if self.transform == "sqrt" else values
+
+    def _scale(self, x: jax.Array, largest: jax.Array, bits: jax.Array | None) -> ScaledArray:
+        fmt, block = self.fmt, self._block_of(x)
+        if block is not None and x.shape[-1] % block[-1] == 0:
+            block = None  # which the shape of the scales says as well
+        root = self.transform == "sqrt"
+        scale = scale_from_amax(
+            jnp.sqrt(largest) if root else largest,
+            fmt,
+            scale_rounding=self.scale_rounding,
+            poison=True,
+        )
+        source = jnp.copysign(jnp.sqrt(jnp.abs(x)), x) if root else x
+        if not root or bits is None:
+            return quantize_with_scale(source, scale, fmt, self.rounding, bits, block)
+        y = jnp.abs(source)
+        for factor in reciprocal_factors(scale):
+            y = apply_scale(y, factor, block)
+        q = ScaledArray(source, scale, block)
+        return replace(q, data=self._drawn(x, y, q, bits))
+
+    def _expand(
+        self, x: jax.Array, measured: tuple[jax.Array, ...], bits: jax.Array | None
+    ) -> ExpandedArray:
+        fmt, block = self.fmt, self._block_of(x)
+        smallest, largest = _outwards(measured[1], measured[0])
+        finite = jnp.isfinite(largest)
+        # So that its reciprocal is a normal number, and a block of zeros has one.
+        largest = jnp.where(largest < SMALLEST_SCALE, 1.0, jnp.minimum(largest, LARGEST_SCALE))
+        binades = jnp.log2(largest) - jnp.log2(smallest)  # the quotient could overflow
+        spanned = np.float32(16 * np.log2(fmt.max**2 / 2))
+        power = jnp.floor(spanned / jnp.clip(binades, 0.1, MOST_BINADES)) / 16
+        power = jnp.minimum(power, LARGEST_POWER)
+
+        relative = apply_scale(jnp.abs(x), np.float32(1.0) / largest, block)
+        y = np.float32(fmt.max) * jnp.exp2(apply_scale(jnp.log2(relative), power, block))
+        # Zero stands for zero alone: a second moment of zero beside a first one that is not would
+        # make the update infinite.
+        y = jnp.where(jnp.abs(x) < SMALLEST_SCALE, 0.0, jnp.maximum(y, fmt.smallest_subnormal))
+        kept = jnp.where(finite, largest, jnp.nan).astype(jnp.bfloat16)
+        q = ExpandedArray(x, kept, power.astype(jnp.bfloat16))  # both exact in bf16
+        if bits is not None:
+            return q._replace(data=self._drawn(x, y, q, bits))
+        return q._replace(data=_with_sign(encode(y, fmt), x, fmt))
+
+    def _contract(self, stored: ExpandedArray) -> jax.Array:
+        y, block = decode(stored.data), self._block_of(stored.data)
+        largest, power = stored.amax.astype(jnp.float32), stored.power.astype(jnp.float32)
+        relative = jnp.abs(y) * np.float32(1 / self.fmt.max)
+        relative = jnp.exp2(apply_scale(jnp.log2(relative), np.float32(1.0) / power, block))
+        return jnp.copysign(apply_scale(relative, largest, block), y)
+
+    def _drawn(
+        self, x: jax.Array, y: jax.Array, q: ScaledArray | ExpandedArray, bits: jax.Array
+    ) -> jax.Array:
+        """Data of `x`, whose transformed magnitudes are `y`, rounded up or down by lot.
+
+        The lot is drawn by the distances of the decoded values: ``P(up) = (|x| - low) / (high -
+        low)``. Distances of the ``y`` would decode to too large a mean, as roots are concave.
+        """
+
+        def value(codes: jax.Array) -> jax.Array:
+            data = codes_to_format(codes, self.fmt)
+            return self.decode(
+                q._replace(data=data) if isinstance(q, ExpandedArray) else replace(q, data=data)
+            )
+
+        below = encode(y, self.fmt, "toward_zero")
+        below = jnp.minimum(below, np.uint8(self.fmt.max_code - 1))
+        low, high = value(below), value(below + np.uint8(1))
+        uniform = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+        up = uniform * (high - low) < jnp.abs(x) - low
+        return _with_sign(below + up.astype(jnp.uint8), x, self.fmt)
+
+    def _block_of(self, x: jax.Array) -> tuple[int, ...] | None:
+        return None if self.block is None else (1,) * (x.ndim - 1) + (self.block,)
+
+
+def _largest(x: jax.Array, block: int | None) -> jax.Array:
+    """Largest magnitude of each block along the last axis (None: of the array), NaN above Inf."""
+    bits, axes = _magnitudes(x, block)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=axes, initial=np.uint32(0)), jnp.float32)
+
+
+def _smallest(x: jax.Array, block: int | None) -> jax.Array:
+    """Smallest magnitude but zero; 0 of zeros."""
+    bits, axes = _magnitudes(x, block)
+    one = np.uint32(1)  # less of it, zeros wrap around to the largest integer
+    bits = jnp.min(bits - one, axis=axes, initial=np.uint32(0xFFFFFFFF)) + one
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _magnitudes(x: jax.Array, block: int | None) -> tuple[jax.Array, tuple[int, ...]]:
+    """Bits of ``|x|``, which order like it, and the axes of them that make up a block.
+
+    Integers, because a maximum of floats drops NaN on XLA:CPU.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7FFFFFFF)
+    if block is None:
+        return bits, tuple(range(x.ndim))
+    missing = -x.shape[-1] % block
+    if missing:
+        bits = jnp.pad(bits, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    # In two dimensions of at most 32 where possible: longer ones XLA:CPU reduces in steps, and
+    # writes out what the first of them reads.
+    rows = math.gcd(block, 32)
+    return bits.reshape(*x.shape[:-1], -1, rows, block // rows), (x.ndim, x.ndim + 1)
+
+
+def _outwards(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rounded to bf16, one down and the other up."""
+    low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
+    down = lax.bitcast_convert_type(smallest, jnp.uint32) & high
+    up = lax.bitcast_convert_type(largest, jnp.uint32)
+    up = (jnp.minimum(up, np.uint32(0x7FFF0000)) + low) & high  # NaN does not grow into the sign
+    return (
+        lax.bitcast_convert_type(down, jnp.float32),
+        lax.bitcast_convert_type(up, jnp.float32),
+    )
+
+
+def _with_sign(codes: jax.Array, x: jax.Array, fmt: Format) -> jax.Array:
+    """Data of the magnitudes `codes` with the signs of `x`."""
+    sign = lax.bitcast_convert_type(x, jnp.uint32) >> 31 << (fmt.bits - 1)
+    return codes_to_format(codes | sign.astype(jnp.uint8), fmt)

@@ -1,0 +1,46 @@
+"""What transformations share that wrap another one: checks, inputs in f32, seeds, states."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+State = TypeVar("State")
+
+
+def transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+    """`tx` with support for extra arguments; optax.MultiSteps is one by its methods alone."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"{function} wraps an optax transformation such as optax.adam(1e-3), got {tx!r}. "
+            "Settings are passed by name: loss_scale(init_scale=2.0**15)."
+        )
+    return optax.with_extra_args_support(tx)
+
+
+def widened(params: Any) -> Any:
+    """16-bit arrays as f32, so that moments start in f32. optax also passes placeholders: kept."""
+
+    def widen(leaf: Any) -> Any:
+        narrow = isinstance(leaf, jax.Array | np.ndarray) and leaf.dtype.itemsize < 4
+        floating = narrow and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(jnp.float32) if floating else leaf
+
+    return jax.tree.map(widen, params)
+
+
+def states_of(kind: type[State], opt_state: Any) -> list[State]:
+    """The states of type `kind` in `opt_state`; of nested ones the outermost."""
+    is_kind = lambda node: isinstance(node, kind)
+    return [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=is_kind) if is_kind(leaf)]
+
+
+def seed_words(seed: jax.typing.ArrayLike) -> jax.Array:
+    """uint32[2]. (optax.inject_hyperparams makes an array of the seed.)"""
+    if isinstance(seed, int):
+        return jnp.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], jnp.uint32)
+    return jnp.stack([jnp.asarray(seed).astype(jnp.uint32), jnp.zeros((), jnp.uint32)])
