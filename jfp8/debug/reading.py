@@ -47,7 +47,7 @@ class Place:
 
     Attributes:
       measure: what is measured.
-      stack: names of the scopes that it is in, with the notes of `jfp8.explain`.
+      stack: names of the scopes that it is in, with the notes for `jfp8.report`.
       number: counts taps in the order of the program.
       loops: those around it, the outermost first; leading axes of the measurement.
       origins: what the weight is made of, if one is tapped; empty outside of the program.

@@ -34,7 +34,7 @@ class ScaledArray:
     Transformer Engine, torchao and MS-AMP store).
 
     Invariants, checked where the array is used (a transformed pytree may hold anything):
-      * ``data.dtype`` stores one of the formats of `jfp8.formats`;
+      * ``data.dtype`` stores the codes of one `jfp8.Format`;
       * ``scale`` is 0-d, or has ``data.ndim`` dimensions. Element ``i`` of a dimension belongs to
         scale ``i // b``, where ``b`` is the entry of `block`, or ``n / m`` if `block` is None: the
         ``m`` scales of a dimension of size ``n`` then have to divide it;
