@@ -24,7 +24,7 @@ from typing import Any
 
 from gpu_harness import Case, Group, Record, Settings, Timed, supervise
 
-TABLE = Path(__file__).parent.parent / "jfp8" / "kernels" / "mosaic_gpu" / "tuned.json"
+TABLE = Path(__file__).parent.parent / "jfp8" / "matmul" / "hopper" / "tuned.json"
 PRODUCTS = ("running", "promoted", "block", "block_columns")
 QUANTIZE = ("quantize_both", "quantize_rows_in_blocks", "quantize_tiles", "row_and_column_amax")
 SHAPES = ("8192x8192x8192", "15872x16384x4096", "4096x4096x4096")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation, check_implementation
+from jfp8.matmul.choice import Implementation, by_platform, check_implementation
 from jfp8.matmul.job import scale_products
 from jfp8.products.dot_general import (
     as_lhs,
@@ -42,7 +42,6 @@ from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.bits import decode
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.notes import note
 
 
 def scaled_conv_general_dilated(
@@ -230,14 +229,11 @@ class Convolution(Operation):
 
         # XLA has no FP8 convolution. Every f8 value is a bf16 value, so on GPUs the tensor cores of
         # bf16 give exact products; on CPUs f32 is faster.
-        def cuda(a, b):
-            with note("cuda", "bf16: there is no FP8 convolution"):
-                return self._of_values(kind, *_values(a, b, jnp.bfloat16))
-
-        y = lax.platform_dependent(
+        y = by_platform(
+            lambda a, b: self._of_values(kind, *_values(a, b, jnp.bfloat16)),
+            "bf16: there is no FP8 convolution",
+            lambda a, b: self._of_values(kind, *_values(a, b, jnp.float32)),
             *(x.data if isinstance(x, ScaledArray) else x for x in (first, second)),
-            cuda=cuda,
-            default=lambda a, b: self._of_values(kind, *_values(a, b, jnp.float32)),
         )
         for scale in scales:
             y = y * scale

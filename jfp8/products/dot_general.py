@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.choice import Implementation, check_implementation
-from jfp8.matmul.dimensions import as_matrices, check_dimension_numbers, matrix_sizes, out_shape
+from jfp8.matmul.dimensions import Numbers, as_matrices, check_dimension_numbers, layout_of
 from jfp8.products.contraction_last import contraction_last
 from jfp8.products.dot import Dot
 from jfp8.products.explicit_sharding import has_explicit_axes, with_result_like
@@ -130,7 +130,7 @@ def observed_dot_general(
         )
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
-    shape = out_shape(lhs.shape, rhs.shape, dimension_numbers)
+    shape = layout_of(lhs.shape, rhs.shape, dimension_numbers).shape
     if recipe.products().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
         # the borders of the dimensions that make them up.
@@ -138,7 +138,7 @@ def observed_dot_general(
         lhs, rhs, dimension_numbers = as_matrices(lhs, rhs, dimension_numbers)
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     operation: Operation = Dot(dimension_numbers, (lhs.shape, rhs.shape), dtypes, implementation)
-    m, n, k = matrix_sizes(lhs.shape, rhs.shape, dimension_numbers)
+    m, n, k = layout_of(lhs.shape, rhs.shape, dimension_numbers).sizes
     faster = None
     if not dimension_numbers[1][0] and not isinstance(rhs, ScaledArray):
         faster = contraction_last((m, n, k), dtypes, recipe, implementation)
@@ -157,7 +157,7 @@ def observed_dot_general(
 def _plain_matrices(
     lhs: jax.Array,
     rhs: jax.Array,
-    dimension_numbers: lax.DotDimensionNumbers,
+    dimension_numbers: Numbers,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> tuple[jax.Array, jax.Array]:
     """The operands as ``[m, k]`` and ``[k, n]``, with zeros up to these `shapes`."""

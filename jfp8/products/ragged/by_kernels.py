@@ -27,27 +27,26 @@ from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import Gpu
 from jfp8.tracing.notes import note
 
-BLOCK = 128  # rows of a tile, and what the kernels sum before they scale
+BLOCK = mosaic.BLOCK  # rows of a tile, and what the kernels sum before they scale
 
 
 def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> str | None:
     """Why `GroupedKernels` cannot compute what `recipe` says, on `gpu`; None if it can."""
-    reason = mosaic.why_no_kernels(gpu)
+    reason = mosaic.BACKEND.why_not_on(gpu)
     if reason is not None:
         return reason
     if isinstance(rhs, ScaledArray):
         return "grouped products with matrices that are kept in FP8"
-    if recipe.accumulation not in ("f32", "f32_every_128"):
-        return (
-            f"accumulation={recipe.accumulation!r}: it computes real products, not models of them"
-        )
+    reason = mosaic.BACKEND.why_not_sums(recipe.accumulation)
+    if reason is not None:
+        return reason
     products = recipe.products()
     if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
         return "grouped products of rotated operands"
     for role, (first, second) in products.by_role().items():
         if first is None or first != second or not has_kernel(first):
             return f"a grouped product whose {role} is quantized as {first}, {second}"
-        in_blocks = first.block in ((BLOCK, 1), (BLOCK, BLOCK))
+        in_blocks = first.block in mosaic.BACKEND.blocks
         if not (in_blocks or first.one_for_both):
             return f"a grouped product whose {role} is quantized as {first}"
         if in_blocks and (role == "rhs") != (first.block == (BLOCK, BLOCK)):

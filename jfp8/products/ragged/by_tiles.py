@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -10,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation
-from jfp8.matmul.job import scale_products, scale_shape_of, to_output
+from jfp8.matmul.choice import Implementation, tiles_or_groups
+from jfp8.matmul.job import scale_products, to_output, varies_along
 from jfp8.products.dot import Dot
 from jfp8.products.operation import Kind, Operand, Operation
 from jfp8.quantizers.quantizer import Context, Quantizer
@@ -22,7 +21,6 @@ from jfp8.scaling.formats import Format, format_of
 from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.notes import note
 
 
 @dataclass(frozen=True)
@@ -84,25 +82,14 @@ class GroupedDot(Operation):
         def by_groups(first: Operand, second: Operand) -> jax.Array:
             return self._by_groups(kind, first, second, group, padded_sizes)
 
-        if self.implementation == "emulate" or (
-            self.implementation is None and accumulation != "f32"
-        ):
-            y = by_tiles(first, second)
-        elif accumulation != "f32":
-            raise NotImplementedError(
-                f"implementation='xla' does not support accumulation={accumulation!r}: it computes "
-                "real products, not models of them. Use implementation=None or 'emulate'."
-            )
-        elif self.implementation == "xla":
-            with note("cuda", "bf16: JAX's own ragged product"):
-                y = by_groups(first, second)
-        else:
-
-            def cuda(first: Operand, second: Operand) -> jax.Array:
-                with note("cuda", "bf16: no FP8 kernel for these groups on this GPU"):
-                    return by_groups(first, second)
-
-            y = lax.platform_dependent(first, second, cuda=cuda, default=by_tiles)
+        y = tiles_or_groups(
+            by_tiles,
+            by_groups,
+            first,
+            second,
+            accumulation=accumulation,
+            implementation=self.implementation,
+        )
         return y.astype(dtype)
 
     def _by_tiles(
@@ -143,7 +130,7 @@ class GroupedDot(Operation):
         factors: list[jax.Array] = []
         precision = None
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
-            if not _varies_along(first, in_sum) and not _varies_along(second, in_second_sum):
+            if not varies_along(first, in_sum) and not varies_along(second, in_second_sum):
                 factors = _factors(kind, first, second, group)
                 # Every stored value is a bf16 value, so the tensor cores of bf16 are exact.
                 first, second = (decode(q.data).astype(jnp.bfloat16) for q in (first, second))
@@ -186,11 +173,6 @@ def _factors(
     if kind != "wgrad":
         of_columns = (s[group] if s.ndim and s.shape[0] > 1 else s for s in of_columns)
     return scale_products(tuple(of_rows), tuple(of_columns))
-
-
-def _varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
-    shape = scale_shape_of(q)
-    return bool(shape) and any(shape[d] != 1 for d in dims)
 
 
 class _Stack:

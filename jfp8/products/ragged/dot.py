@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import SMALL_PRODUCT, Implementation, check_implementation
+from jfp8.matmul.choice import Implementation, check_implementation, grouped_kernels
 from jfp8.matmul.job import scale_shape_of
 from jfp8.products.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
 from jfp8.products.operation import Observed, Operand, Operation
@@ -34,7 +34,6 @@ from jfp8.scaling.bits import decode
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.device import current_gpu
 
 # Rows of a tile, where the recipe leaves it open: enough for the matrix units, and for groups much
 # smaller than that, no more than a quarter of what a group has on average.
@@ -142,7 +141,8 @@ def _observed(recipe, implementation, out_dtype, lhs, rhs, sizes, state, sink, k
     m, (groups, _, n) = lhs.shape[0], rhs.shape
     lhs, rhs, sizes = same_varying_axes((lhs, rhs, sizes))
     rhs, scales = _frozen_groups(rhs, recipe)
-    by_kernels = _by_kernels(recipe, implementation, m, rhs)
+    why_not = functools.partial(why_not_grouped_kernels, recipe, rhs)
+    by_kernels = grouped_kernels(why_not, (m, n, rhs.shape[1]), implementation)
     tiles = lay_out(sizes, m, _TILE if by_kernels else _tile_height(recipe, m, groups))
     rows = take_rows(lhs, tiles.rows, tiles.slots)
     kind = GroupedKernels if by_kernels else GroupedDot
@@ -161,23 +161,6 @@ def _observed(recipe, implementation, out_dtype, lhs, rhs, sizes, state, sink, k
     )
     y = take_rows(y.reshape(tiles.rows.size, n), tiles.slots, tiles.rows.reshape(-1))
     return y, observed
-
-
-def _by_kernels(recipe: Recipe, implementation: Implementation, m: int, rhs: Operand) -> bool:
-    """Whether the Pallas kernels for Hopper compute the product, or an error."""
-    if implementation not in (None, "mosaic_gpu"):
-        return False
-    gpu = current_gpu()
-    reason = why_not_grouped_kernels(recipe, rhs, gpu)
-    if implementation is None:
-        _, k, n = rhs.shape
-        return gpu is not None and reason is None and m * k * n >= SMALL_PRODUCT
-    if reason is not None:
-        raise NotImplementedError(
-            f"implementation='mosaic_gpu' does not support {reason}. "
-            "Use implementation=None or 'emulate'."
-        )
-    return True
 
 
 def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Array:
