@@ -21,7 +21,7 @@ from jfp8.debug.by_layer import by_layer
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.reading import Place, read
 from jfp8.products.observers import Observer, observing, tap
-from jfp8.products.operation import Kind, Operation
+from jfp8.products.operation import Kind, Operation, Sums
 from jfp8.products.vjp import product_by
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe
@@ -70,24 +70,23 @@ class _Errors(Measurement):
     )
     maxima: ClassVar[tuple[str, ...]] = ("amax",)
 
-    operation: Operation
+    operation: jax.tree_util.PyTreeDef
     kind: Kind
     recipes: tuple[Recipe, Recipe]
 
     def __call__(
-        self, y: jax.Array, first: jax.Array, second: jax.Array, *extra: jax.Array
+        self, y: jax.Array, first: jax.Array, second: jax.Array, *arrays: jax.Array
     ) -> jax.Array:
+        operation: Operation = self.operation.unflatten(arrays)
         with jax.default_matmul_precision("highest"):
-            multiply = lambda a, b: self.operation.multiply(self.kind, a, b, _PLAIN, "f32", extra)
+            multiply = lambda a, b: operation.multiply(self.kind, a, b, Sums())
             y = multiply(first, second).astype(jnp.float32)
             amax = jnp.max(jnp.abs(y), initial=0.0)
             to_units = 1.0 / jnp.maximum(amax, np.finfo(np.float32).tiny)
             power = lambda x: jnp.sum((x * to_units) ** 2)
             powers = [power(y)]
             for recipe in self.recipes:
-                of_recipe, *operands = product_by(
-                    recipe, self.operation, self.kind, first, second, extra
-                )
+                of_recipe, *operands = product_by(recipe, operation, self.kind, first, second)
                 of_recipe = of_recipe.astype(jnp.float32)
                 represented = multiply(*map(_values, operands)).astype(jnp.float32)
                 powers += [
@@ -117,10 +116,10 @@ class _Comparer(Observer):
     recipes: tuple[Recipe, Recipe]
 
     def multiplied(
-        self, operation: Any, kind: Any, first: Any, second: Any, extra: Any, y: jax.Array
+        self, operation: Any, kind: Any, first: Any, second: Any, y: jax.Array
     ) -> jax.Array:
-        errors = _Errors(operation, kind, self.recipes)
-        return tap(y, first, second, *extra, measure=errors)
+        arrays, structure = jax.tree.flatten(operation)
+        return tap(y, first, second, *arrays, measure=_Errors(structure, kind, self.recipes))
 
 
 @dataclass(frozen=True)

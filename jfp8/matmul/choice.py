@@ -101,9 +101,17 @@ def product(
     """A product by the backend that is named, or by the best of whatever it is compiled for.
 
     Raises:
+      ValueError: the model of a tensor core of formats that it does not multiply.
       NotImplementedError: the backend that is named cannot compute it.
     """
     facts, gpu = facts_of(lhs, rhs, job), current_gpu()
+    modelled = job.accumulation.startswith("hopper")
+    if modelled and not HARDWARE_FORMATS.issuperset(facts.formats):
+        raise ValueError(
+            f"accumulation={job.accumulation!r} is that of tensor cores which multiply E4M3FN and "
+            f"E5M2, but the operands are {lhs.format.name} and {rhs.format.name}. "
+            "Use accumulation='f32'."
+        )
     if implementation is not None:
         backend = BY_NAME[implementation]
         check_not_refused(implementation, backend.why_not(facts, gpu))

@@ -9,7 +9,7 @@ from jax import lax
 
 from jfp8.matmul.choice import Implementation, check_implementation, product
 from jfp8.matmul.dimensions import check_dimension_numbers
-from jfp8.matmul.job import ACCUMULATIONS, HARDWARE_FORMATS, Job
+from jfp8.matmul.job import ACCUMULATIONS, Job
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
 
 
@@ -86,12 +86,6 @@ def scaled_matmul(
     if accumulation not in ACCUMULATIONS:
         allowed = ", ".join(map(repr, ACCUMULATIONS))
         raise ValueError(f"accumulation={accumulation!r} is unknown. Allowed: {allowed}.")
-    if accumulation.startswith("hopper") and not {lhs.format, rhs.format} <= HARDWARE_FORMATS:
-        raise ValueError(
-            f"accumulation={accumulation!r} is that of tensor cores which multiply E4M3FN and "
-            f"E5M2, but the operands are {lhs.format.name} and {rhs.format.name}. "
-            "Use accumulation='f32'."
-        )
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     dtype = np.dtype(preferred_element_type)
     job = Job(dimension_numbers, dtype, accumulation, fast_accumulation, powers_of_two)

@@ -32,11 +32,10 @@ from jfp8.products.dot_general import (
     values_of,
 )
 from jfp8.products.explicit_sharding import has_explicit_axes, with_result_like
-from jfp8.products.operation import Kind, Observed, Operand, Operation
+from jfp8.products.operation import Kind, Observed, Operand, Operation, Sums
 from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import Window, window_of
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
@@ -161,13 +160,13 @@ def observed_conv_general_dilated(
     )
     window.check(lhs, rhs, feature_group_count)
     options: dict[str, Any] = {"recipe": recipe, "state": state, "sink": sink, "key": key}
-    quantizers = recipe.products().quantizers()
+    quantizers = recipe.resolved().quantizers()
     one_scale = all(q.block is None and q.one_for_both for q in quantizers)
     pointwise = feature_group_count == 1 and window.is_pointwise(rhs.shape)
     in_high_precision = not isinstance(rhs, ScaledArray)
     if (
         not one_scale
-        or recipe.products().matrices
+        or recipe.resolved().matrices
         or recipe.accumulation != "f32"
         or (pointwise and in_high_precision)
     ):
@@ -186,25 +185,23 @@ def observed_conv_general_dilated(
             "other than those with 1x1 kernels. Use implementation=None."
         )
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
-    operation = Convolution(window, feature_group_count, (lhs.shape, rhs.shape), dtypes)
+    operation = Convolution((lhs.shape, rhs.shape), dtypes, window, feature_group_count)
     return multiply_quantized(operation, lhs, rhs, **options)
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Convolution(Operation):
     """A convolution of operands with these shapes, each with a single scale.
 
     Attributes:
+      shapes, dtypes: see `Operation`.
       window: how the kernel moves.
       groups: number of feature groups.
-      shapes: of lhs and rhs.
-      dtypes: of lhs, rhs and y.
     """
 
     window: Window
     groups: int
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[np.dtype, np.dtype, np.dtype]
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         numbers = self.window.dimension_numbers
@@ -215,16 +212,8 @@ class Convolution(Operation):
             "wgrad": ((n, *space), (numbers.out_spec[0], *numbers.out_spec[2:])),
         }[kind]
 
-    def multiply(
-        self,
-        kind: Kind,
-        first: Operand,
-        second: Operand,
-        how: Product,
-        accumulation: str,
-        extra: tuple[jax.Array, ...],
-    ) -> jax.Array:
-        del how, accumulation, extra
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        del sums  # in f32
         scales = scale_products(*(_scales(operand) for operand in (first, second)))
 
         # XLA has no FP8 convolution. Every f8 value is a bf16 value, so on GPUs the tensor cores of
@@ -237,7 +226,7 @@ class Convolution(Operation):
         )
         for scale in scales:
             y = y * scale
-        return y.astype(self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]])
+        return y.astype(self.dtype_of(kind))
 
     def _of_values(self, kind: Kind, first: jax.Array, second: jax.Array) -> jax.Array:
         if kind == "fprop":

@@ -131,13 +131,13 @@ def observed_dot_general(
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     shape = layout_of(lhs.shape, rhs.shape, dimension_numbers).shape
-    if recipe.products().matrices:
+    if recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
         # the borders of the dimensions that make them up.
         rhs = values_of(rhs)
         lhs, rhs, dimension_numbers = as_matrices(lhs, rhs, dimension_numbers)
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
-    operation: Operation = Dot(dimension_numbers, (lhs.shape, rhs.shape), dtypes, implementation)
+    operation: Operation = Dot((lhs.shape, rhs.shape), dtypes, dimension_numbers, implementation)
     m, n, k = layout_of(lhs.shape, rhs.shape, dimension_numbers).sizes
     faster = None
     if not dimension_numbers[1][0] and not isinstance(rhs, ScaledArray):
@@ -145,7 +145,7 @@ def observed_dot_general(
     if faster is not None:
         assert not isinstance(rhs, ScaledArray)
         operation = faster
-        lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers, faster.dot.shapes)
+        lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers, faster.shapes)
     y, observed = multiply_quantized(
         operation, lhs, rhs, recipe=recipe, state=state, sink=sink, key=key
     )

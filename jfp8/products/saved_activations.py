@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jfp8.products.first_order import first_order_only
 from jfp8.products.residuals import SAVED
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.bits import codes_of, codes_to_format
@@ -29,6 +30,11 @@ from jfp8.scaling.formats import E4M3FN, Format
 from jfp8.scaling.granularity import Block, ragged_block
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
+
+_SECOND_ORDER = (
+    "Second derivatives of what save_in_fp8 returns are not supported: the backward pass works on "
+    "FP8 codes, through which nothing can be differentiated. Use the function as it was."
+)
 
 BLOCK = 32
 """Elements that share a scale: few enough for an outlier to take its own."""
@@ -148,7 +154,7 @@ def _apply(how, x, rest):
 
 
 def _forward(how, x, rest):
-    x = _first_order_only(x)
+    x = first_order_only(x, _SECOND_ORDER)
     # XLA would put off the codes until they are needed, and hold x until then.
     x, q = lax.optimization_barrier((x, _encode(x, how)))
     kept = jax.tree.map(lambda array: checkpoint_name(array, how.name), q)
@@ -162,17 +168,3 @@ def _backward(how, residuals, dy):
 
 
 _apply.defvjp(_forward, _backward)
-
-
-@jax.custom_jvp
-def _first_order_only(x: jax.Array) -> jax.Array:
-    """`x`, where only a second derivative would differentiate it: that of codes is zero."""
-    return x
-
-
-@_first_order_only.defjvp
-def _refuse_second_order(primals, tangents):
-    raise TypeError(
-        "Second derivatives of what save_in_fp8 returns are not supported: the backward pass works "
-        "on FP8 codes, through which nothing can be differentiated. Use the function as it was."
-    )

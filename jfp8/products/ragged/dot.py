@@ -21,7 +21,7 @@ from jax import lax
 from jfp8.matmul.choice import Implementation, check_implementation, grouped_kernels
 from jfp8.matmul.job import scale_shape_of
 from jfp8.products.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
-from jfp8.products.operation import Observed, Operand, Operation
+from jfp8.products.operation import Observed, Operand
 from jfp8.products.ragged.by_kernels import GroupedKernels, why_not_grouped_kernels
 from jfp8.products.ragged.by_tiles import GroupedDot
 from jfp8.products.ragged.tiles import lay_out, take_rows
@@ -146,14 +146,13 @@ def _observed(recipe, implementation, out_dtype, lhs, rhs, sizes, state, sink, k
     tiles = lay_out(sizes, m, _TILE if by_kernels else _tile_height(recipe, m, groups))
     rows = take_rows(lhs, tiles.rows, tiles.slots)
     kind = GroupedKernels if by_kernels else GroupedDot
-    operation: Operation = kind((rows.shape, rhs.shape), dtypes, implementation)
+    operation = kind(
+        (rows.shape, rhs.shape), dtypes, implementation, tiles.group, tiles.padded_sizes, scales
+    )
     y, observed = multiply_quantized(
         operation,
         rows,
         rhs,
-        tiles.group,
-        tiles.padded_sizes,
-        *scales,
         recipe=recipe,
         state=state,
         sink=sink,
@@ -195,7 +194,7 @@ def _tile_height(recipe: Recipe, m: int, groups: int) -> int:
     It makes no difference to the numbers but in the order of f32 sums, unless they depend on how
     far a sum goes: then it is 128.
     """
-    products = recipe.products()
+    products = recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     along_rows = [q.block[1] for q in (fprop.lhs, dgrad.lhs) if q is not None and q.block]
     along_rows += [q.block[0] for q in (wgrad.lhs, wgrad.rhs) if q is not None and q.block]
@@ -211,24 +210,24 @@ def _tile_height(recipe: Recipe, m: int, groups: int) -> int:
     return -(-height // multiple) * multiple
 
 
-def _frozen_groups(rhs: Operand, recipe: Recipe) -> tuple[Operand, tuple[jax.Array, ...]]:
+def _frozen_groups(rhs: Operand, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
     """`rhs` as `multiply_quantized` takes it, and scales, one for each group, to use instead.
 
     A `ScaledArray` with a scale for each group goes there with a single one, which makes its amax
     that of the largest group, and is taken as it is where a recipe has no reason against that.
     """
     if not isinstance(rhs, ScaledArray):
-        return rhs, ()
-    products = recipe.products()
+        return rhs, None
+    products = recipe.resolved()
     uses = ((products.fprop, products.fprop.rhs), (products.dgrad, products.dgrad.rhs))
     fits = all(q is not None and q.fmt == rhs.format and p.rotation is None for p, q in uses)
     shape = scale_shape_of(rhs)
     if not fits or isinstance(rhs.scale, ScaledArray) or math.prod(shape[1:]) != 1:
-        return values_of(rhs), ()
+        return values_of(rhs), None
     if math.prod(shape) == 1:
-        return replace(rhs, scale=rhs.scale.reshape(()), block=None), ()
+        return replace(rhs, scale=rhs.scale.reshape(()), block=None), None
     if shape[0] != rhs.shape[0]:
-        return values_of(rhs), ()
+        return values_of(rhs), None
     largest, stored = amax(scaled_values(rhs)), amax(decode(rhs.data))
     scale = jnp.where(stored > 0, largest / jnp.where(stored > 0, stored, 1.0), 1.0)
-    return replace(rhs, scale=scale, block=None), (lax.stop_gradient(rhs.scale),)
+    return replace(rhs, scale=scale, block=None), lax.stop_gradient(rhs.scale)
