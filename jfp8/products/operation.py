@@ -8,8 +8,11 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
+from jfp8.matmul.choice import Implementation, check_implementation
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 
@@ -17,6 +20,35 @@ Kind = Literal["fprop", "dgrad", "wgrad"]
 
 
 Operand = ScaledArray | jax.Array
+
+
+class State(NamedTuple):
+    """What products know of earlier steps and of chance; for the fields see `scaled_dot_general`.
+
+    Attributes:
+      histories: what is called ``state`` there.
+    """
+
+    histories: dict[str, AmaxState] | None = None
+    sink: jax.Array | None = None
+    key: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class How:
+    """How products are computed, whatever they are; for the fields see `scaled_dot_general`.
+
+    Raises:
+      TypeError: no recipe.
+      ValueError: unknown `implementation`.
+    """
+
+    recipe: Recipe
+    implementation: Implementation = None
+
+    def __post_init__(self) -> None:
+        check_recipe(self.recipe)
+        check_implementation(self.implementation)
 
 
 class Observed(NamedTuple):

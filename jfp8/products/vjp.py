@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jfp8.products.first_order import first_order_only
 from jfp8.products.observers import observer
 from jfp8.products.operand import QuantizedOperand, quantized_output
-from jfp8.products.operation import Kind, Observed, Operand, Operation, Sums, Use
+from jfp8.products.operation import Kind, Observed, Operand, Operation, State, Sums, Use
 from jfp8.products.residuals import SAVED, SAVED_WEIGHT, Kept, restore, save
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
@@ -61,38 +61,36 @@ class _Residuals(NamedTuple):
     """What the backward pass is given, beside the gradient.
 
     Attributes:
-      operation: with the arrays that it needs.
       lhs: as wgrad takes it; None if there is none.
       rhs: as dgrad takes it.
       history: the gradient's; None: its scale is that of the data at hand.
       seen: the amaxes of the forward pass, if somebody asks for them by a sink.
       seed: see `_Operands`.
+      operation: with the arrays that it needs.
     """
 
-    operation: Operation
     lhs: Kept
     rhs: Kept
     history: AmaxState | None
     seen: Observed | None
     seed: jax.Array | None
+    operation: Operation
 
 
 def multiply_quantized(
     operation: Operation,
     lhs: jax.Array,
     rhs: Operand,
-    *,
     recipe: Recipe,
-    state: dict[str, AmaxState] | None = None,
-    sink: jax.Array | None = None,
-    key: jax.Array | None = None,
+    state: State,
 ) -> tuple[jax.Array, Observed]:
     """`operation` of `lhs` and `rhs` as `recipe` says, and the amaxes that it saw on the way.
 
     The amaxes have no gradient. The gradient by an `rhs` that is a `ScaledArray` goes to its
-    carrier, if it has one. For the other arguments see `scaled_dot_general`.
+    carrier, if it has one.
     """
-    _check_state(recipe, state)
+    histories, sink, key = state
+    _check_state(recipe, histories)
     if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
         raise ValueError(
             f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
@@ -102,7 +100,7 @@ def multiply_quantized(
     carrier = None
     if isinstance(rhs, ScaledArray):
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
-    operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(state), sink, seed)
+    operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
     operation, operands = same_varying_axes((operation, operands))
     return _multiply(recipe, carrier is not None, operation, operands)
 
@@ -140,11 +138,11 @@ def _forward(recipe, carried, operation, operands, and_backward=True):
     # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else observed
-    return (y, observed), _Residuals(operation, kept_lhs, kept_rhs, grad_state, seen, seed)
+    return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, operation)
 
 
 def _backward(recipe, carried, residuals, cotangents):
-    operation, lhs, rhs, history, seen, seed = residuals
+    lhs, rhs, history, seen, seed, operation = residuals
     products = recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
     q_lhs = restore(lhs, wgrad.lhs and wgrad.lhs.fmt)

@@ -18,17 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation, check_implementation, grouped_kernels
+from jfp8.matmul.choice import Implementation, grouped_kernels
 from jfp8.matmul.job import scale_shape_of
 from jfp8.products.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
-from jfp8.products.operation import Observed, Operand
+from jfp8.products.operation import How, Observed, Operand, State
 from jfp8.products.ragged.by_kernels import GroupedKernels, why_not_grouped_kernels
 from jfp8.products.ragged.by_tiles import GroupedDot
 from jfp8.products.ragged.tiles import lay_out, take_rows
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.bits import decode
 from jfp8.scaling.history import AmaxState
@@ -99,44 +98,31 @@ def scaled_ragged_dot(
     >>> [round(y) for y in scaled_ragged_dot(x, w, jnp.array([3, 1]))[:, 0].tolist()]
     [2, 2, 2, 6, 0]
     """
-    y, _ = observed_ragged_dot(
-        lhs,
-        rhs,
-        group_sizes,
-        recipe=recipe,
-        state=state,
-        sink=sink,
-        key=key,
-        preferred_element_type=preferred_element_type,
-        implementation=implementation,
-    )
-    return y
+    how, states = How(recipe, implementation), State(state, sink, key)
+    result = {"preferred_element_type": preferred_element_type}
+    return observed_ragged_dot(lhs, rhs, group_sizes, how, states, **result)[0]
 
 
 def observed_ragged_dot(
     lhs: jax.typing.ArrayLike,
     rhs: jax.typing.ArrayLike | ScaledArray,
     group_sizes: jax.typing.ArrayLike,
+    how: How,
+    state: State,
     *,
-    recipe: Recipe,
-    state: dict[str, AmaxState] | None = None,
-    sink: jax.Array | None = None,
-    key: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    implementation: Implementation = None,
 ) -> tuple[jax.Array, Observed]:
     """`scaled_ragged_dot`, and the amaxes it saw on the way; they have no gradient."""
-    check_recipe(recipe)
-    check_implementation(implementation)
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     sizes = _check_group_sizes(lhs, rhs, group_sizes)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
-    return _observed(recipe, implementation, out_dtype, lhs, rhs, sizes, state, sink, key)
+    return _observed(how, out_dtype, lhs, rhs, sizes, state)
 
 
 # Compiled in one piece also where nothing around it is: it consists of very many operations.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _observed(recipe, implementation, out_dtype, lhs, rhs, sizes, state, sink, key):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _observed(how, out_dtype, lhs, rhs, sizes, state):
+    recipe, implementation = how.recipe, how.implementation
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     m, (groups, _, n) = lhs.shape[0], rhs.shape
     lhs, rhs, sizes = same_varying_axes((lhs, rhs, sizes))
@@ -149,15 +135,7 @@ def _observed(recipe, implementation, out_dtype, lhs, rhs, sizes, state, sink, k
     operation = kind(
         (rows.shape, rhs.shape), dtypes, implementation, tiles.group, tiles.padded_sizes, scales
     )
-    y, observed = multiply_quantized(
-        operation,
-        rows,
-        rhs,
-        recipe=recipe,
-        state=state,
-        sink=sink,
-        key=key,
-    )
+    y, observed = multiply_quantized(operation, rows, rhs, recipe, state)
     y = take_rows(y.reshape(tiles.rows.size, n), tiles.slots, tiles.rows.reshape(-1))
     return y, observed
 
