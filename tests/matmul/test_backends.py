@@ -212,3 +212,25 @@ def test_e5m2_by_e5m2():
 def test_formats_without_tensor_cores():
     narrow = q(LARGE, fmt=jfp8.E2M1FN)
     assert name_of(narrow, narrow, HOPPER) == "bf16: no tensor cores for E2M1FN x E2M1FN"
+
+
+def test_the_choice_says_why_each_better_backend_is_not_taken():
+    mx = (
+        q(LARGE, jfp8.Block((1, 32)), "rceil"),
+        q(LARGE, jfp8.Block((32, 1)), "rceil"),
+    )
+    facts = facts_of(*mx, job())
+    choice = choose(facts, Gpu("NVIDIA L4", (8, 9), whole=True))
+    assert choice.backend.name == "bf16"
+    assert list(choice.refused) == ["mosaic_gpu", "cudnn", "xla"]
+    assert "NVIDIA L4: block-scaled products" in choice.refused["cudnn"]
+    assert "vary along the contraction" in choice.refused["xla"]
+    assert all(f"{name}: {why}" in str(choice) for name, why in choice.refused.items())
+    assert choose(facts, BLACKWELL).backend.name == "cudnn"
+    assert list(choose(facts, BLACKWELL).refused) == ["mosaic_gpu"]
+
+
+@pytest.mark.parametrize("gpu", [None, HOPPER, BLACKWELL])
+def test_models_of_hardware_are_emulated_everywhere(gpu):
+    facts = facts_of(q(LARGE), q(LARGE), job(accumulation="hopper"))
+    assert str(choose(facts, gpu)) == "emulate"
