@@ -79,16 +79,9 @@ class GroupedDot(Grouped):
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
         if self.scales is not None and isinstance(second, ScaledArray):
             second = ScaledArray(second.data, self.scales)
-
-        def by_tiles(first: Operand, second: Operand) -> jax.Array:
-            return self._by_tiles(kind, first, second, sums)
-
-        def by_groups(first: Operand, second: Operand) -> jax.Array:
-            return self._by_groups(kind, first, second)
-
         y = tiles_or_groups(
-            by_tiles,
-            by_groups,
+            lambda a, b: self._by_tiles(kind, a, b, sums),
+            lambda a, b: self._by_groups(kind, a, b),
             first,
             second,
             accumulation=sums.accumulation,
