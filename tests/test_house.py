@@ -111,6 +111,23 @@ def test_what_a_file_keeps_to_itself_is_not_imported():
     assert not private
 
 
+# Who may ask for the GPU: the one place that chooses, and casts, which come before it and have to
+# know whether a processor converts to FP8 by itself. (The platform does not tell: some GPUs do.)
+ASKS_FOR_THE_GPU = {"jfp8.tracing.device", "jfp8.matmul.choice", "jfp8.scaling.bits"}
+
+
+def test_one_place_chooses_by_the_gpu():
+    """No other file has the name, be it imported, called or taken from a module."""
+    asking = {
+        module
+        for module, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if "current_gpu" in (getattr(node, "name", None), getattr(node, "attr", None))
+        or getattr(node, "id", None) == "current_gpu"
+    }
+    assert asking == ASKS_FOR_THE_GPU
+
+
 def test_no_module_has_the_name_of_a_public_function():
     functions = {name for name in jfp8.__all__ if inspect.isfunction(getattr(jfp8, name))}
     assert functions

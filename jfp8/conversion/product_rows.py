@@ -30,8 +30,8 @@ class ProductRow:
       times: how often it is computed: iterations of loops.
       flops: multiplications and additions, of all times together.
       cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
-        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"``, or ``"bf16: "`` and the reason
-        why FP8 does not pay or is not to be had (see `matmul.on_cuda`).
+        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"`` or ``"bf16"``; and after a colon
+        the reason why each of those that would be better is not (see `choice.choose`).
     """
 
     path: str

@@ -22,7 +22,7 @@ from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison,
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.stats import Stats, observed
 from jfp8.products.observers import Observer, tap
-from jfp8.products.operation import Kind, Operation
+from jfp8.products.operation import Kind, Operation, Sums
 from jfp8.products.vjp import product_by
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe
@@ -71,24 +71,23 @@ class _Errors(Measurement):
     )
     maxima: ClassVar[tuple[str, ...]] = ("amax",)
 
-    operation: Operation
+    structure: jax.tree_util.PyTreeDef  # of the operation
     kind: Kind
     recipes: tuple[Recipe, Recipe]
 
     def __call__(
-        self, y: jax.Array, first: jax.Array, second: jax.Array, *extra: jax.Array
+        self, y: jax.Array, first: jax.Array, second: jax.Array, *arrays: jax.Array
     ) -> jax.Array:
+        operation: Operation = self.structure.unflatten(arrays)
         with jax.default_matmul_precision("highest"):
-            multiply = lambda a, b: self.operation.multiply(self.kind, a, b, _PLAIN, "f32", extra)
+            multiply = lambda a, b: operation.multiply(self.kind, a, b, Sums())
             y = multiply(first, second).astype(jnp.float32)
             amax = jnp.max(jnp.abs(y), initial=0.0)
             to_units = 1.0 / jnp.maximum(amax, np.finfo(np.float32).tiny)
             power = lambda x: jnp.sum((x * to_units) ** 2)
             powers = [power(y)]
             for recipe in self.recipes:
-                of_recipe, *operands = product_by(
-                    recipe, self.operation, self.kind, first, second, extra
-                )
+                of_recipe, *operands = product_by(recipe, operation, self.kind, first, second)
                 of_recipe = of_recipe.astype(jnp.float32)
                 represented = multiply(*map(_values, operands)).astype(jnp.float32)
                 powers += [
@@ -118,12 +117,12 @@ class _Comparer(Observer):
     recipes: tuple[Recipe, Recipe]
 
     def multiplied(
-        self, operation: Any, kind: Any, first: Any, second: Any, extra: Any, y: jax.Array
+        self, operation: Any, kind: Any, first: Any, second: Any, y: jax.Array
     ) -> jax.Array:
         if isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
             return y
-        errors = _Errors(operation, kind, self.recipes)
-        return tap(y, first, second, *extra, measure=errors)
+        arrays, structure = jax.tree.flatten(operation)
+        return tap(y, first, second, *arrays, measure=_Errors(structure, kind, self.recipes))
 
 
 def compare(

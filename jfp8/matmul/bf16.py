@@ -9,14 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.job import (
-    Job,
-    factors_of,
-    multiply,
-    scale_dtype,
-    times,
-    varies_along_sum,
-)
+from jfp8.matmul.backend import Backend
+from jfp8.matmul.dimensions import Numbers
+from jfp8.matmul.job import Job, factors_of, multiply, scale_dtype, times, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.bits import decode
 
@@ -45,7 +40,7 @@ def in_bf16(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
 def exact_product(
     lhs: jax.Array,
     rhs: jax.Array,
-    dimension_numbers: lax.DotDimensionNumbers,
+    dimension_numbers: Numbers,
     factors: Sequence[jax.Array],
     dtype: np.dtype,
 ) -> jax.Array:
@@ -63,3 +58,6 @@ def _without_outer_scale(q: ScaledArray) -> tuple[ScaledArray, jax.Array | None]
         return q, None
     one = jnp.ones((), jnp.float32)
     return ScaledArray(q.data, ScaledArray(q.scale.data, one), q.block), q.scale.scale
+
+
+BACKEND = Backend("bf16", in_bf16, accumulations=("f32",))

@@ -1,45 +1,34 @@
-"""Which backend computes a product."""
+"""Which backend computes a product: the one place that asks for the GPU and prefers one to another.
+
+A backend is a value in `ON_CUDA`, which says what it can beside what it does. To add one, write a
+file or folder with such a value, and name it here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from jfp8.matmul.bf16 import in_bf16
-from jfp8.matmul.blackwell.product import by_blackwell, why_not_blackwell
-from jfp8.matmul.dimensions import matrix_sizes
-from jfp8.matmul.emulate.product import emulated
-from jfp8.matmul.hopper.product import by_mosaic, why_not_mosaic
-from jfp8.matmul.job import HARDWARE_FORMATS, Job, varies_along_sum
-from jfp8.matmul.xla import f8_by_xla, why_not_f8_by_xla
+from jfp8.matmul import bf16, xla
+from jfp8.matmul.backend import Backend, Blocks, Facts, facts_of
+from jfp8.matmul.blackwell import product as blackwell
+from jfp8.matmul.emulate import product as emulate
+from jfp8.matmul.hopper import product as hopper
+from jfp8.matmul.job import HARDWARE_FORMATS, Job
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.formats import E5M2
+from jfp8.scaling.formats import E5M2, Format
 from jfp8.tracing.device import Gpu, current_gpu
 from jfp8.tracing.notes import note
 
 Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
 
-
-Backend = Callable[[ScaledArray, ScaledArray, Job], jax.Array]
-
-
-IMPLEMENTATIONS: dict[str, Backend] = {
-    "emulate": emulated,
-    "xla": f8_by_xla,
-    "mosaic_gpu": by_mosaic,
-}
-
-
-WHY_NOT: dict[str, Callable[[ScaledArray, ScaledArray, Job], str | None]] = {
-    "emulate": lambda lhs, rhs, job: None,
-    "xla": why_not_f8_by_xla,
-    "mosaic_gpu": why_not_mosaic,
-}
+# The first that can is taken; before them, those that are `first_for` such scales.
+ON_CUDA = (hopper.BACKEND, blackwell.BACKEND, xla.BACKEND, bf16.BACKEND)
+BY_NAME = {b.name: b for b in (emulate.BACKEND, xla.BACKEND, hopper.BACKEND)}
 
 # Multiplications below which a matrix product is faster in bf16 than in FP8 with all that comes
 # with it, by a model of time and not yet measured: break-even is between 750^3 and 1300^3 at the
@@ -47,25 +36,21 @@ WHY_NOT: dict[str, Callable[[ScaledArray, ScaledArray, Job], str | None]] = {
 SMALL_PRODUCT = 512**3
 
 
-def by_platform(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
-    """The product by the best backend of the platform that the program is compiled for."""
-    if job.accumulation.startswith("hopper"):
-        return emulated(lhs, rhs, job)  # a model of hardware, not hardware
-    backend, why = on_cuda(lhs, rhs, job, current_gpu())
+class Choice(NamedTuple):
+    """What is to compute a product on CUDA, and why none of those does that would come before."""
 
-    def cuda(lhs, rhs):
-        with note("cuda", why):
-            return backend(lhs, rhs, job)
+    backend: Backend
+    refused: dict[str, str]
 
-    reference = lambda lhs, rhs: emulated(lhs, rhs, job)
-    # AMD's and Google's compilers take f8 arrays, and multiply them as well as the chip can.
-    reason = why_not_f8_by_xla(lhs, rhs, job)
-    other = reference if reason else lambda lhs, rhs: f8_by_xla(lhs, rhs, job)
-    return lax.platform_dependent(lhs, rhs, cuda=cuda, rocm=other, tpu=other, default=reference)
+    def __str__(self) -> str:
+        reasons = [f"{name}: {why}" for name, why in self.refused.items()]
+        if len(reasons) == 1:
+            reasons = list(self.refused.values())
+        return ": ".join(filter(None, (self.backend.name, ", ".join(reasons))))
 
 
-def on_cuda(lhs: ScaledArray, rhs: ScaledArray, job: Job, gpu: Gpu | None) -> tuple[Backend, str]:
-    """The backend for an NVIDIA GPU, and its name or the reason why it is not FP8.
+def choose(facts: Facts, gpu: Gpu | None) -> Choice:
+    """What computes a product on an NVIDIA GPU; None is one of which nothing is known.
 
     1. Formats that tensor cores do not take: bf16, in which all stored values are exact.
     2. If the GPU is known: bf16 also for products of fewer than `SMALL_PRODUCT` multiplications,
@@ -73,37 +58,202 @@ def on_cuda(lhs: ScaledArray, rhs: ScaledArray, job: Job, gpu: Gpu | None) -> tu
     3. One scale per operand: cuBLASLt, by XLA. Scales by row, and in blocks of 128: Pallas kernels
        on Hopper. In blocks of 32: cuDNN on Blackwell.
     4. Otherwise scales by row after cuBLASLt's product, and blocks in bf16.
+
+    Models of hardware are emulated everywhere.
     """
-    job = replace(job, accumulation="f32")  # of sums in hardware, which are promoted on the way
-    if not {lhs.format, rhs.format} <= HARDWARE_FORMATS:
-        return in_bf16, f"bf16: no tensor cores for {lhs.format.name} x {rhs.format.name}"
+    if facts.accumulation.startswith("hopper"):
+        return Choice(emulate.BACKEND, {})
+    facts = replace(facts, accumulation="f32")  # of sums in hardware, promoted on the way
+    why_no_f8 = _why_no_f8(facts, gpu)
+    if why_no_f8 is not None:
+        return Choice(bf16.BACKEND, {"f8": why_no_f8})
+    refused: dict[str, str] = {}
+    for backend in sorted(ON_CUDA, key=lambda b: facts.granularity not in b.first_for):
+        if gpu is None and backend.gpus is not None:
+            continue
+        reason = backend.why_not(facts, gpu)
+        if reason is None and facts.formats == (E5M2, E5M2):
+            reason = backend.why_not_e5m2
+        if reason is None:
+            return Choice(backend, refused)
+        refused[backend.name] = reason
+    raise AssertionError("bf16 takes everything")
+
+
+def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
+    if not HARDWARE_FORMATS.issuperset(facts.formats):
+        return "no tensor cores for {} x {}".format(*(fmt.name for fmt in facts.formats))
     if gpu is not None and not gpu.multiplies_f8:
-        return in_bf16, f"bf16: {gpu.kind} has no FP8 tensor cores"
-    m, n, k = matrix_sizes(lhs.shape, rhs.shape, job.dimension_numbers)
-    if gpu is not None and m * n * k < SMALL_PRODUCT:
-        return in_bf16, "bf16: FP8 does not pay for a product this small"
-    in_blocks = varies_along_sum(lhs, rhs, job)
-    by_row = any(
-        jnp.ndim(q.scale) if not isinstance(q.scale, ScaledArray) else 1 for q in (lhs, rhs)
+        return f"{gpu.kind} has no FP8 tensor cores"
+    if gpu is not None and _small(facts.sizes):
+        return "FP8 does not pay for a product this small"
+    return None
+
+
+def _small(sizes: tuple[int, int, int]) -> bool:
+    m, n, k = sizes
+    return m * n * k < SMALL_PRODUCT
+
+
+def product(
+    lhs: ScaledArray, rhs: ScaledArray, job: Job, implementation: Implementation
+) -> jax.Array:
+    """A product by the backend that is named, or by the best of whatever it is compiled for.
+
+    Raises:
+      ValueError: the model of a tensor core of formats that it does not multiply.
+      NotImplementedError: the backend that is named cannot compute it.
+    """
+    facts, gpu = facts_of(lhs, rhs, job), current_gpu()
+    modelled = job.accumulation.startswith("hopper")
+    if modelled and not HARDWARE_FORMATS.issuperset(facts.formats):
+        raise ValueError(
+            f"accumulation={job.accumulation!r} is that of tensor cores which multiply E4M3FN and "
+            f"E5M2, but the operands are {lhs.format.name} and {rhs.format.name}. "
+            "Use accumulation='f32'."
+        )
+    if implementation is not None:
+        backend = BY_NAME[implementation]
+        check_not_refused(implementation, backend.why_not(facts, gpu))
+        with note("cuda", implementation):
+            return backend.multiply(lhs, rhs, job)
+    choice = choose(facts, gpu)
+    reference = lambda lhs, rhs: emulate.emulated(lhs, rhs, job)
+    by_xla = lambda lhs, rhs: xla.f8_by_xla(lhs, rhs, job)
+    if choice.backend is emulate.BACKEND:
+        return reference(lhs, rhs)
+    return by_platform(
+        lambda lhs, rhs: choice.backend.multiply(lhs, rhs, job),
+        str(choice),
+        reference,
+        lhs,
+        rhs,
+        # AMD's and Google's compilers take f8 arrays, and multiply them as well as the chip can.
+        others=reference if xla.BACKEND.why_not(facts, gpu) else by_xla,
     )
-    # XLA knows no product of these two, though Hopper has one.
-    both_e5m2 = lhs.format == rhs.format == E5M2
-    ours = in_blocks or by_row or both_e5m2
-    if gpu is not None and ours and why_not_mosaic(lhs, rhs, job, gpu) is None:
-        return by_mosaic, "mosaic_gpu"
-    if gpu is not None and in_blocks and why_not_blackwell(lhs, rhs, job, gpu) is None:
-        return by_blackwell, "cudnn"
-    if in_blocks:
-        return in_bf16, "bf16: no kernel for these blocks of scales on this GPU"
-    if both_e5m2:
-        return in_bf16, "bf16: XLA has no product of e5m2 by e5m2"
-    return f8_by_xla, "xla"
+
+
+def by_platform(
+    cuda: Callable[..., jax.Array],
+    why: str,
+    default: Callable[..., jax.Array],
+    *operands: Any,
+    others: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """``cuda(*operands)`` where the program is compiled for CUDA, `default` elsewhere.
+
+    Args:
+      cuda: what a CUDA compiler is given.
+      why: what `jfp8.report` says about it.
+      default: what other compilers are given.
+      operands: of either.
+      others: what the compilers for AMD's GPUs and for TPUs are given; None: `default`.
+    """
+
+    def noted(*operands: Any) -> jax.Array:
+        with note("cuda", why):
+            return cuda(*operands)
+
+    branches = {"cuda": noted} if others is None else {"cuda": noted, "rocm": others, "tpu": others}
+    return lax.platform_dependent(*operands, **branches, default=default)
+
+
+def contraction_last(
+    sizes: tuple[int, int, int],
+    formats: Set[Format],
+    blocks: Set[Blocks],
+    accumulation: str,
+    implementation: Implementation,
+) -> Backend | None:
+    """For which backend matrices are quantized and stored with the contraction last, if for any.
+
+    For Hopper's, kernels quantize as well. None: not for products that are not computed in FP8 on
+    the current GPU, nor for arrays that the compiler divides among devices: it keeps apart
+    dimensions that matrices put together.
+
+    Args:
+      sizes: ``(m, n, k)``.
+      formats: of everything that is quantized.
+      blocks: of scales that vary along the sum.
+      accumulation, implementation: see `scaled_matmul`.
+    """
+    gpu = current_gpu()
+    kernels = implementation != "xla" and hopper.BACKEND.why_not_on(gpu) is None
+    if implementation == "mosaic_gpu":
+        if not kernels:
+            return None  # and the product says why
+    elif implementation == "emulate" or gpu is None or not gpu.whole or not gpu.multiplies_f8:
+        return None
+    if 0 in sizes or (implementation is None and _small(sizes)):
+        return None
+    # Without a GPU at hand these are kernels for Hopper.
+    major = hopper.BACKEND.gpus if gpu is None else gpu.capability and gpu.capability[0]
+    multiplied = {block for b in ON_CUDA if b.gpus == major for block in b.blocks}
+    if (
+        accumulation.startswith("hopper")
+        or not formats <= HARDWARE_FORMATS
+        or not blocks <= multiplied
+    ):
+        return None
+    return hopper.BACKEND if kernels else xla.BACKEND
+
+
+def grouped_kernels(
+    why_not: Callable[[Gpu | None], str | None],
+    sizes: tuple[int, int, int],
+    implementation: Implementation,
+) -> bool:
+    """Whether the kernels for Hopper compute a grouped product.
+
+    Args:
+      why_not: what they cannot do of it on a GPU.
+      sizes: ``(m, n, k)`` of all groups together.
+      implementation: see `scaled_ragged_dot`.
+
+    Raises:
+      NotImplementedError: they are asked for and cannot.
+    """
+    if implementation not in (None, hopper.BACKEND.name):
+        return False
+    gpu = current_gpu()
+    reason = why_not(gpu)
+    if implementation is None:
+        return gpu is not None and reason is None and not _small(sizes)
+    check_not_refused(implementation, reason)
+    return True
+
+
+def tiles_or_groups(
+    by_tiles: Callable[..., jax.Array],
+    by_groups: Callable[..., jax.Array],
+    *operands: Any,
+    accumulation: str,
+    implementation: Implementation,
+) -> jax.Array:
+    """A grouped product without kernels: a loop over tiles, or JAX's own of values in bf16."""
+    if implementation == "emulate" or (implementation is None and accumulation != "f32"):
+        return by_tiles(*operands)
+    if implementation is None:
+        why = "bf16: no FP8 kernel for these groups on this GPU"
+        return by_platform(by_groups, why, by_tiles, *operands)
+    check_not_refused(implementation, xla.BACKEND.why_not_sums(accumulation))
+    with note("cuda", "bf16: JAX's own ragged product"):
+        return by_groups(*operands)
+
+
+def check_not_refused(implementation: str, reason: str | None) -> None:
+    """Raise ``NotImplementedError`` if there is a reason why a backend cannot compute a product."""
+    if reason is not None:
+        raise NotImplementedError(
+            f"implementation={implementation!r} does not support {reason}. "
+            "Use implementation=None or 'emulate'."
+        )
 
 
 def check_implementation(implementation: str | None) -> None:
     """Raise ``ValueError`` unless `implementation` is None or names a backend."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        allowed = ", ".join(map(repr, IMPLEMENTATIONS))
+    if implementation is not None and implementation not in BY_NAME:
+        allowed = ", ".join(map(repr, BY_NAME))
         raise ValueError(
             f"implementation={implementation!r} is unknown. Allowed: {allowed}, or None, which "
             "picks one for the platform."

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 from jax import lax
+
+Numbers: TypeAlias = tuple[
+    tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
+]
 
 
 def check_dimension_numbers(
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
     dimension_numbers: lax.DotDimensionNumbers,
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]:
+) -> Numbers:
     """`dimension_numbers` as tuples of non-negative ints, checked against the shapes.
 
     Raises:
@@ -56,15 +63,49 @@ def free_dims(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple
     return tuple(d for d in range(ndim) if d not in contract and d not in batch)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where the dimensions of two operands go in their product.
+
+    Attributes:
+      lhs_free, rhs_free: the dimensions that are neither contracted nor batch dimensions.
+      sizes: ``(m, n, k)`` of each matrix product: lhs free, rhs free, contracted.
+      shape: of the product: batch, lhs free, rhs free dimensions.
+    """
+
+    lhs_free: tuple[int, ...]
+    rhs_free: tuple[int, ...]
+    sizes: tuple[int, int, int]
+    shape: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], numbers: Numbers) -> Layout:
+    """The layout of a product with these checked dimension numbers."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    lhs_free = free_dims(len(lhs_shape), lhs_contract, lhs_batch)
+    rhs_free = free_dims(len(rhs_shape), rhs_contract, rhs_batch)
+    batch, rows, columns, summed = (
+        tuple(shape[d] for d in dims)
+        for shape, dims in (
+            (lhs_shape, lhs_batch),
+            (lhs_shape, lhs_free),
+            (rhs_shape, rhs_free),
+            (lhs_shape, lhs_contract),
+        )
+    )
+    sizes = (math.prod(rows), math.prod(columns), math.prod(summed))
+    return Layout(lhs_free, rhs_free, sizes, (*batch, *rows, *columns))
+
+
 def as_matrices(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
-) -> tuple[jax.Array, jax.Array, lax.DotDimensionNumbers]:
+    lhs: jax.Array, rhs: jax.Array, numbers: Numbers
+) -> tuple[jax.Array, jax.Array, Numbers]:
     """Operands with one batch dimension at most, one free and one contracting dimension."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = free_dims(lhs.ndim, lhs_contract, lhs_batch)
-    rhs_free = free_dims(rhs.ndim, rhs_contract, rhs_batch)
-    lhs, lhs_k = _grouped(lhs, lhs_batch, lhs_free, lhs_contract)
-    rhs, rhs_k = _grouped(rhs, rhs_batch, rhs_free, rhs_contract)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    layout = layout_of(lhs.shape, rhs.shape, numbers)
+    lhs, lhs_k = _grouped(lhs, lhs_batch, layout.lhs_free, lhs_contract)
+    rhs, rhs_k = _grouped(rhs, rhs_batch, layout.rhs_free, rhs_contract)
     batch = ((0,), (0,)) if lhs_batch else ((), ())
     return lhs, rhs, (((lhs_k,), (rhs_k,)), batch)
 
@@ -90,32 +131,3 @@ def _grouped(
 def to_last(x: jax.Array, axis: int) -> jax.Array:
     """`x` with its last two dimensions exchanged, unless `axis` is the last."""
     return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
-
-
-def out_shape(
-    lhs_shape: Sequence[int],
-    rhs_shape: Sequence[int],
-    dimension_numbers: lax.DotDimensionNumbers,
-) -> tuple[int, ...]:
-    """The shape of the product: batch, lhs free, rhs free dimensions."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = free_dims(len(lhs_shape), lhs_contract, lhs_batch)
-    rhs_free = free_dims(len(rhs_shape), rhs_contract, rhs_batch)
-    batch = tuple(lhs_shape[d] for d in lhs_batch)
-    return (*batch, *(lhs_shape[d] for d in lhs_free), *(rhs_shape[d] for d in rhs_free))
-
-
-def matrix_sizes(
-    lhs_shape: Sequence[int],
-    rhs_shape: Sequence[int],
-    dimension_numbers: lax.DotDimensionNumbers,
-) -> tuple[int, int, int]:
-    """``(m, n, k)`` of each matrix product: lhs free, rhs free, contracted."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = free_dims(len(lhs_shape), lhs_contract, lhs_batch)
-    rhs_free = free_dims(len(rhs_shape), rhs_contract, rhs_batch)
-    return (
-        math.prod(lhs_shape[d] for d in lhs_free),
-        math.prod(rhs_shape[d] for d in rhs_free),
-        math.prod(lhs_shape[d] for d in lhs_contract),
-    )

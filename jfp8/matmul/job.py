@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.dimensions import free_dims
+from jfp8.matmul.dimensions import Numbers, layout_of
 from jfp8.scaling.arrays import ScaledArray, expand_scale, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2
 
@@ -71,7 +71,7 @@ def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:
     return jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale)
 
 
-HARDWARE_FORMATS = {E4M3FN, E5M2}
+HARDWARE_FORMATS = frozenset({E4M3FN, E5M2})
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Job:
       accumulation, fast_accumulation, powers_of_two: see `scaled_matmul`.
     """
 
-    dimension_numbers: lax.DotDimensionNumbers
+    dimension_numbers: Numbers
     dtype: np.dtype
     accumulation: str
     fast_accumulation: bool
@@ -99,23 +99,24 @@ def scale_dtype(q: ScaledArray) -> np.dtype:
 def varies_along_sum(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> bool:
     """Whether a scale of either operand cannot leave the sum."""
     (lhs_contract, rhs_contract), _ = job.dimension_numbers
-    return _varies_along(lhs, lhs_contract) or _varies_along(rhs, rhs_contract)
+    return varies_along(lhs, lhs_contract) or varies_along(rhs, rhs_contract)
 
 
-def _varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
+def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
+    """Whether the scale of `q` is not the same all along these dimensions."""
     shape = scale_shape_of(q)
     return bool(shape) and any(shape[d] != 1 for d in dims)
 
 
 def factors_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> list[jax.Array]:
     """What to multiply a product of the stored values by: scales that left the sum."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
-    lhs_free = free_dims(lhs.ndim, lhs_contract, lhs_batch)
-    rhs_free = free_dims(rhs.ndim, rhs_contract, rhs_batch)
+    _, (lhs_batch, rhs_batch) = job.dimension_numbers
+    layout = layout_of(lhs.shape, rhs.shape, job.dimension_numbers)
+    rows, columns = layout.lhs_free, layout.rhs_free
     lhs_scales, rhs_scales = scale_as_f32_pair(lhs), scale_as_f32_pair(rhs)
     return scale_products(
-        tuple(to_output(s, lhs, lhs_batch, lhs_free, 0, len(rhs_free)) for s in lhs_scales),
-        tuple(to_output(s, rhs, rhs_batch, rhs_free, len(lhs_free), 0) for s in rhs_scales),
+        tuple(to_output(s, lhs, lhs_batch, rows, 0, len(columns)) for s in lhs_scales),
+        tuple(to_output(s, rhs, rhs_batch, columns, len(rows), 0) for s in rhs_scales),
     )
 
 

@@ -7,17 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import (
-    IMPLEMENTATIONS,
-    WHY_NOT,
-    Implementation,
-    by_platform,
-    check_implementation,
-)
+from jfp8.matmul.choice import Implementation, check_implementation, product
 from jfp8.matmul.dimensions import check_dimension_numbers
-from jfp8.matmul.job import ACCUMULATIONS, HARDWARE_FORMATS, Job
+from jfp8.matmul.job import ACCUMULATIONS, Job
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
-from jfp8.tracing.notes import note
 
 
 def scaled_matmul(
@@ -54,7 +47,7 @@ def scaled_matmul(
         the operands are exact in bf16. Scales in E8M0 are so without it.
       implementation: ``"emulate"``: f32 arithmetic on any device, the reference. ``"xla"``: f8
         operands for XLA, FP8 tensor cores on CUDA. ``"mosaic_gpu"``: Pallas kernels for Hopper.
-        None: the best for the platform that the program is compiled for (see `on_cuda`), emulate
+        None: the best for the platform that the program is compiled for (see `choose`), emulate
         on CPUs. Which one that is, `jfp8.report` shows.
 
     Returns:
@@ -93,22 +86,7 @@ def scaled_matmul(
     if accumulation not in ACCUMULATIONS:
         allowed = ", ".join(map(repr, ACCUMULATIONS))
         raise ValueError(f"accumulation={accumulation!r} is unknown. Allowed: {allowed}.")
-    if accumulation.startswith("hopper") and not {lhs.format, rhs.format} <= HARDWARE_FORMATS:
-        raise ValueError(
-            f"accumulation={accumulation!r} is that of tensor cores which multiply E4M3FN and "
-            f"E5M2, but the operands are {lhs.format.name} and {rhs.format.name}. "
-            "Use accumulation='f32'."
-        )
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     dtype = np.dtype(preferred_element_type)
     job = Job(dimension_numbers, dtype, accumulation, fast_accumulation, powers_of_two)
-    if implementation is None:
-        return by_platform(lhs, rhs, job)
-    reason = WHY_NOT[implementation](lhs, rhs, job)
-    if reason is not None:
-        raise NotImplementedError(
-            f"implementation={implementation!r} does not support {reason}. "
-            "Use implementation=None or 'emulate'."
-        )
-    with note("cuda", implementation):
-        return IMPLEMENTATIONS[implementation](lhs, rhs, job)
+    return product(lhs, rhs, job, implementation)

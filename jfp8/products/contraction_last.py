@@ -16,39 +16,40 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jfp8.matmul.choice import SMALL_PRODUCT, Implementation
-from jfp8.matmul.hopper.product import why_no_kernels
-from jfp8.matmul.job import HARDWARE_FORMATS
+from jfp8.matmul import choice
+from jfp8.matmul.choice import Implementation
+from jfp8.matmul.hopper import product as hopper
 from jfp8.products.both_ways import has_kernel, quantize_both_ways, transposed
-from jfp8.products.dot import Dot
-from jfp8.products.operation import Kind, Operand, Operation, Use
-from jfp8.recipes.product import Product
+from jfp8.products.dot import multiply_operands
+from jfp8.products.operation import Kind, Operand, Operation, Sums, Use
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.device import Gpu, current_gpu
 
-_PLAIN = (((1,), (0,)), ((), ()))
 _BOTH_LAST = (((1,), (1,)), ((), ()))
+TILE = 128  # of the kernels; what is no multiple gets zeros, once, where it is still unquantized
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class ContractionLast(Operation):
     """``lhs[m, k] . rhs[k, n]`` and its gradients, of plain matrices.
 
     Attributes:
-      dot: the same products of operands as they come.
+      shapes, dtypes: see `Operation`.
+      implementation: see `scaled_matmul`.
       kernels: whether Pallas kernels may quantize.
     """
 
-    dot: Dot
+    implementation: Implementation
     kernels: bool
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.dot.contracting(kind)
+        return {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[kind]
 
     def terms(self, kind: Kind) -> int:
-        return self.dot.terms(kind)
+        (m, k), (_, n) = self.shapes
+        return {"fprop": k, "dgrad": n, "wgrad": m}[kind]
 
     def quantize_for_both(
         self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
@@ -68,22 +69,9 @@ class ContractionLast(Operation):
             return operand
         return transposed(operand) if isinstance(operand, ScaledArray) else operand.T
 
-    def multiply(
-        self,
-        kind: Kind,
-        first: Operand,
-        second: Operand,
-        how: Product,
-        accumulation: str,
-        extra: tuple[jax.Array, ...],
-    ) -> jax.Array:
-        del extra
-        lhs_dtype, rhs_dtype, y_dtype = self.dot.dtypes
-        dtype = {"fprop": y_dtype, "dgrad": lhs_dtype, "wgrad": rhs_dtype}[kind]
-        return self.dot.product(first, second, _BOTH_LAST, dtype, how, accumulation)
-
-
-TILE = 128  # of the kernels; what is no multiple gets zeros, once, where it is still unquantized
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        dtype = self.dtype_of(kind)
+        return multiply_operands(first, second, _BOTH_LAST, dtype, sums, self.implementation)
 
 
 def contraction_last(
@@ -95,39 +83,15 @@ def contraction_last(
     """The operation for ``(m, n, k)``, if the program is traced for a GPU where it is faster.
 
     It may be for larger matrices, with zeros behind the values.
-
-    Not for products that are not computed in FP8 there, nor for arrays that the compiler divides
-    among devices: it keeps apart dimensions that matrices put together.
     """
-    m, n, k = sizes
-    gpu = current_gpu()
-    if implementation == "emulate" or recipe.accumulation.startswith("hopper"):
-        return None
-    asked_for = implementation == "mosaic_gpu"
-    if not asked_for and (gpu is None or not gpu.whole or not gpu.multiplies_f8):
-        return None
-    if 0 in sizes or (implementation is None and m * n * k < SMALL_PRODUCT):
-        return None
-    if not _fits(recipe, gpu):
-        return None
-    kernels = implementation != "xla" and why_no_kernels(gpu) is None
-    if kernels:
-        m, n, k = (-(-size // TILE) * TILE for size in sizes)
-    dot = Dot(_PLAIN, ((m, k), (k, n)), dtypes, implementation)
-    return ContractionLast(dot, kernels)
-
-
-def _fits(recipe: Recipe, gpu: Gpu | None) -> bool:
-    """Whether the tensor cores of `gpu` multiply what `recipe` makes."""
-    products = recipe.products()
-    quantizers = products.quantizers()
+    products = recipe.resolved()
     if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
-        return False
-    if not {q.fmt for q in quantizers} <= HARDWARE_FORMATS:
-        return False
-    blocks = {q.block for q in quantizers} - {None}
-    if not blocks:
-        return True
-    if gpu is None or gpu.hopper:
-        return blocks <= {(128, 1), (128, 128)}
-    return gpu.capability is not None and gpu.capability[0] == 10 and blocks <= {(32, 1), (32, 32)}
+        return None
+    quantizers = products.quantizers()
+    formats, blocks = {q.fmt for q in quantizers}, {q.block for q in quantizers if q.block}
+    backend = choice.contraction_last(sizes, formats, blocks, recipe.accumulation, implementation)
+    if backend is None:
+        return None
+    kernels = backend is hopper.BACKEND
+    m, n, k = (-(-size // TILE) * TILE for size in sizes) if kernels else sizes
+    return ContractionLast(((m, k), (k, n)), dtypes, implementation, kernels)

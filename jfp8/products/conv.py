@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation, check_implementation
+from jfp8.matmul.choice import Implementation, by_platform
 from jfp8.matmul.job import scale_products
 from jfp8.products.dot_general import (
     as_lhs,
@@ -32,17 +32,14 @@ from jfp8.products.dot_general import (
     values_of,
 )
 from jfp8.products.explicit_sharding import has_explicit_axes, with_result_like
-from jfp8.products.operation import Kind, Observed, Operand, Operation
+from jfp8.products.operation import How, Kind, Observed, Operand, Operation, State, Sums
 from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import Window, window_of
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.bits import decode
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.notes import note
 
 
 def scaled_conv_general_dilated(
@@ -91,7 +88,9 @@ def scaled_conv_general_dilated(
     ... ).shape
     (1, 4, 4, 4)
     """
-    y, _ = observed_conv_general_dilated(
+    how = How(recipe, implementation)
+    lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    window = window_of(
         lhs,
         rhs,
         window_strides,
@@ -100,112 +99,64 @@ def scaled_conv_general_dilated(
         rhs_dilation,
         dimension_numbers,
         feature_group_count,
-        recipe=recipe,
-        state=state,
-        sink=sink,
-        key=key,
-        preferred_element_type=preferred_element_type,
-        implementation=implementation,
     )
-    return y
+    result = {"preferred_element_type": preferred_element_type}
+    return observed_convolution(lhs, rhs, window, how, State(state, sink, key), **result)[0]
 
 
-def observed_conv_general_dilated(
-    lhs: jax.typing.ArrayLike,
-    rhs: jax.typing.ArrayLike | ScaledArray,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    feature_group_count: int = 1,
+def observed_convolution(
+    lhs: jax.Array,
+    rhs: jax.Array | ScaledArray,
+    window: Window,
+    how: How,
+    state: State,
     *,
-    recipe: Recipe,
-    state: dict[str, AmaxState] | None = None,
-    sink: jax.Array | None = None,
-    key: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    implementation: Implementation = None,
     out_sharding: Any = None,
 ) -> tuple[jax.Array, Observed]:
     """`scaled_conv_general_dilated`, and the amaxes it saw on the way; they have no gradient."""
-    check_recipe(recipe)
-    check_implementation(implementation)
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    result = {"preferred_element_type": preferred_element_type}
     if has_explicit_axes():
-        how: dict[str, Any] = {
-            "window_strides": window_strides,
-            "padding": padding,
-            "lhs_dilation": lhs_dilation,
-            "rhs_dilation": rhs_dilation,
-            "dimension_numbers": dimension_numbers,
-            "feature_group_count": feature_group_count,
-        }
-        return with_result_like(
-            functools.partial(lax.conv_general_dilated, **how, out_sharding=out_sharding),
-            functools.partial(
-                observed_conv_general_dilated,
-                **how,
-                recipe=recipe,
-                preferred_element_type=preferred_element_type,
-                implementation=implementation,
-            ),
-            lhs,
-            rhs,
-            state=state,
-            sink=sink,
-            key=key,
-        )
+        reference = functools.partial(window.convolve, out_sharding=out_sharding)
+        function = functools.partial(observed_convolution, window=window, how=how, **result)
+        return with_result_like(reference, function, lhs, rhs, state)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
-    window = window_of(
-        lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers
-    )
-    window.check(lhs, rhs, feature_group_count)
-    options: dict[str, Any] = {"recipe": recipe, "state": state, "sink": sink, "key": key}
-    quantizers = recipe.products().quantizers()
-    one_scale = all(q.block is None and q.one_for_both for q in quantizers)
-    pointwise = feature_group_count == 1 and window.is_pointwise(rhs.shape)
+    window.check(lhs, rhs)
+    products = how.recipe.resolved()
+    one_scale = all(q.block is None and q.one_for_both for q in products.quantizers())
     in_high_precision = not isinstance(rhs, ScaledArray)
     if (
         not one_scale
-        or recipe.products().matrices
-        or recipe.accumulation != "f32"
-        or (pointwise and in_high_precision)
+        or products.matrices
+        or how.recipe.accumulation != "f32"
+        or (window.is_pointwise(rhs.shape) and in_high_precision)
     ):
         as_dot = lambda patches, kernel, numbers: observed_dot_general(
-            patches,
-            kernel,
-            numbers,
-            preferred_element_type=out_dtype,
-            implementation=implementation,
-            **options,
+            patches, kernel, numbers, how, state, preferred_element_type=out_dtype
         )
-        return _over_patches(lhs, values_of(rhs), window, feature_group_count, as_dot)
-    if implementation == "mosaic_gpu":
+        return _over_patches(lhs, values_of(rhs), window, as_dot)
+    if how.implementation == "mosaic_gpu":
         raise NotImplementedError(
             "implementation='mosaic_gpu' does not support convolutions with one scale per tensor, "
             "other than those with 1x1 kernels. Use implementation=None."
         )
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
-    operation = Convolution(window, feature_group_count, (lhs.shape, rhs.shape), dtypes)
-    return multiply_quantized(operation, lhs, rhs, **options)
+    operation = Convolution((lhs.shape, rhs.shape), dtypes, window)
+    return multiply_quantized(operation, lhs, rhs, how.recipe, state)
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Convolution(Operation):
     """A convolution of operands with these shapes, each with a single scale.
 
     Attributes:
+      shapes, dtypes: see `Operation`.
       window: how the kernel moves.
-      groups: number of feature groups.
-      shapes: of lhs and rhs.
-      dtypes: of lhs, rhs and y.
     """
 
     window: Window
-    groups: int
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[np.dtype, np.dtype, np.dtype]
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         numbers = self.window.dimension_numbers
@@ -216,42 +167,31 @@ class Convolution(Operation):
             "wgrad": ((n, *space), (numbers.out_spec[0], *numbers.out_spec[2:])),
         }[kind]
 
-    def multiply(
-        self,
-        kind: Kind,
-        first: Operand,
-        second: Operand,
-        how: Product,
-        accumulation: str,
-        extra: tuple[jax.Array, ...],
-    ) -> jax.Array:
-        del how, accumulation, extra
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        del sums  # in f32
         scales = scale_products(*(_scales(operand) for operand in (first, second)))
 
         # XLA has no FP8 convolution. Every f8 value is a bf16 value, so on GPUs the tensor cores of
         # bf16 give exact products; on CPUs f32 is faster.
-        def cuda(a, b):
-            with note("cuda", "bf16: there is no FP8 convolution"):
-                return self._of_values(kind, *_values(a, b, jnp.bfloat16))
-
-        y = lax.platform_dependent(
+        y = by_platform(
+            lambda a, b: self._of_values(kind, *_values(a, b, jnp.bfloat16)),
+            "bf16: there is no FP8 convolution",
+            lambda a, b: self._of_values(kind, *_values(a, b, jnp.float32)),
             *(x.data if isinstance(x, ScaledArray) else x for x in (first, second)),
-            cuda=cuda,
-            default=lambda a, b: self._of_values(kind, *_values(a, b, jnp.float32)),
         )
         for scale in scales:
             y = y * scale
-        return y.astype(self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]])
+        return y.astype(self.dtype_of(kind))
 
     def _of_values(self, kind: Kind, first: jax.Array, second: jax.Array) -> jax.Array:
         if kind == "fprop":
-            return self.window.convolve(first, second, self.groups)
+            return self.window.convolve(first, second)
         convolve: Callable[[jax.Array], jax.Array]
         if kind == "dgrad":
-            convolve = lambda lhs: self.window.convolve(lhs, second, self.groups)
+            convolve = lambda lhs: self.window.convolve(lhs, second)
             shape, cotangent = self.shapes[0], first
         else:
-            convolve = lambda rhs: self.window.convolve(first, rhs, self.groups)
+            convolve = lambda rhs: self.window.convolve(first, rhs)
             shape, cotangent = self.shapes[1], second
         of = jax.ShapeDtypeStruct(shape, first.dtype)
         (gradient,) = jax.linear_transpose(convolve, of)(cotangent.astype(jnp.float32))
@@ -276,11 +216,10 @@ def _over_patches(
     lhs: jax.Array,
     rhs: jax.Array,
     window: Window,
-    groups: int,
     dot: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Observed]],
 ) -> tuple[jax.Array, Observed]:
     """The convolution as one product: patches [n, space, groups, k * c] x [groups, k * c, o]."""
-    numbers = window.dimension_numbers
+    numbers, groups = window.dimension_numbers, window.groups
     channels_last = lambda spec: (spec[0], *spec[2:], spec[1])
     image = lhs.transpose(channels_last(numbers.lhs_spec))
     kernel = rhs.transpose(*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])

@@ -11,16 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation, check_implementation
-from jfp8.matmul.dimensions import as_matrices, check_dimension_numbers, matrix_sizes, out_shape
+from jfp8.matmul.choice import Implementation
+from jfp8.matmul.dimensions import Numbers, as_matrices, check_dimension_numbers, layout_of
 from jfp8.products.contraction_last import contraction_last
 from jfp8.products.dot import Dot
 from jfp8.products.explicit_sharding import has_explicit_axes, with_result_like
-from jfp8.products.operation import Observed, Operand, Operation
+from jfp8.products.operation import How, Observed, Operand, Operation, State
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape, dequantize
 from jfp8.scaling.casts import as_float_array
 from jfp8.scaling.history import AmaxState
@@ -78,16 +77,14 @@ def scaled_dot_general(
     >>> jax.grad(loss)(w).shape
     (3, 4)
     """
+    how = How(recipe, implementation)
     y, _ = observed_dot_general(
         lhs,
         rhs,
         dimension_numbers,
-        recipe=recipe,
-        state=state,
-        sink=sink,
-        key=key,
+        how,
+        State(state, sink, key),
         preferred_element_type=preferred_element_type,
-        implementation=implementation,
         out_sharding=out_sharding,
     )
     return y
@@ -97,58 +94,41 @@ def observed_dot_general(
     lhs: jax.typing.ArrayLike,
     rhs: jax.typing.ArrayLike | ScaledArray,
     dimension_numbers: lax.DotDimensionNumbers,
+    how: How,
+    state: State,
     *,
-    recipe: Recipe,
-    state: dict[str, AmaxState] | None = None,
-    sink: jax.Array | None = None,
-    key: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    implementation: Implementation = None,
     out_sharding: Any = None,
 ) -> tuple[jax.Array, Observed]:
     """`scaled_dot_general`, and the amaxes it saw on the way; they have no gradient."""
-    check_recipe(recipe)
-    check_implementation(implementation)
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     if has_explicit_axes():
-        return with_result_like(
-            partial(
-                lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding
-            ),
-            partial(
-                observed_dot_general,
-                dimension_numbers=dimension_numbers,
-                recipe=recipe,
-                preferred_element_type=preferred_element_type,
-                implementation=implementation,
-            ),
-            lhs,
-            rhs,
-            state=state,
-            sink=sink,
-            key=key,
-        )
+        what: dict[str, Any] = {"dimension_numbers": dimension_numbers}
+        result = {"preferred_element_type": preferred_element_type}
+        reference = partial(lax.dot_general, **what, out_sharding=out_sharding)
+        function = partial(observed_dot_general, **what, how=how, **result)
+        return with_result_like(reference, function, lhs, rhs, state)
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
-    shape = out_shape(lhs.shape, rhs.shape, dimension_numbers)
-    if recipe.products().matrices:
+    shape = layout_of(lhs.shape, rhs.shape, dimension_numbers).shape
+    if how.recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
         # the borders of the dimensions that make them up.
         rhs = values_of(rhs)
         lhs, rhs, dimension_numbers = as_matrices(lhs, rhs, dimension_numbers)
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
-    operation: Operation = Dot(dimension_numbers, (lhs.shape, rhs.shape), dtypes, implementation)
-    m, n, k = matrix_sizes(lhs.shape, rhs.shape, dimension_numbers)
+    operation: Operation = Dot(
+        (lhs.shape, rhs.shape), dtypes, dimension_numbers, how.implementation
+    )
+    m, n, k = layout_of(lhs.shape, rhs.shape, dimension_numbers).sizes
     faster = None
     if not dimension_numbers[1][0] and not isinstance(rhs, ScaledArray):
-        faster = contraction_last((m, n, k), dtypes, recipe, implementation)
+        faster = contraction_last((m, n, k), dtypes, how.recipe, how.implementation)
     if faster is not None:
         assert not isinstance(rhs, ScaledArray)
         operation = faster
-        lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers, faster.dot.shapes)
-    y, observed = multiply_quantized(
-        operation, lhs, rhs, recipe=recipe, state=state, sink=sink, key=key
-    )
+        lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers, faster.shapes)
+    y, observed = multiply_quantized(operation, lhs, rhs, how.recipe, state)
     if faster is not None:
         y = y[:m, :n]
     return y.reshape(shape), observed
@@ -157,7 +137,7 @@ def observed_dot_general(
 def _plain_matrices(
     lhs: jax.Array,
     rhs: jax.Array,
-    dimension_numbers: lax.DotDimensionNumbers,
+    dimension_numbers: Numbers,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> tuple[jax.Array, jax.Array]:
     """The operands as ``[m, k]`` and ``[k, n]``, with zeros up to these `shapes`."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jfp8.products.operation import Observed, Operand
+from jfp8.products.operation import Observed, Operand, State
 from jfp8.scaling.arrays import ScaledArray
 
 
@@ -29,15 +29,14 @@ def with_result_like(
     function: Callable[..., tuple[jax.Array, Observed]],
     lhs: jax.Array,
     rhs: Operand,
-    **others: Any,
+    state: State,
 ) -> tuple[jax.Array, Observed]:
-    """``function(lhs, rhs, **others)``, laid out over the devices like ``reference(lhs, rhs)``.
+    """``function(lhs, rhs, state=state)``, laid out over the devices like ``reference(lhs, rhs)``.
 
     Args:
       reference: JAX's own operation, of the values of `lhs` and `rhs`; it is not computed.
       function: of arrays none of whose axes are explicit inside of it.
-      lhs, rhs: the operands.
-      others: pytrees of arrays.
+      lhs, rhs, state: what it is given.
 
     Raises:
       jax.errors.ShardingTypeError: JAX cannot tell from the operands how the result is laid out.
@@ -48,6 +47,6 @@ def with_result_like(
     # Arrays that nobody has laid out have no sharding.
     layouts = (jax.eval_shape(widened, lhs, data).sharding or everywhere, everywhere)
     automatic: Callable[..., Any] = jax.sharding.auto_axes(
-        lambda lhs, rhs, others: function(lhs, rhs, **others), out_sharding=layouts
+        lambda lhs, rhs, state: function(lhs, rhs, state=state), out_sharding=layouts
     )
-    return automatic(lhs, rhs, others)
+    return automatic(lhs, rhs, state)

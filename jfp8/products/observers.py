@@ -38,10 +38,10 @@ class Observer:
         return q
 
     def multiplied(
-        self, operation: Any, kind: str, first: Any, second: Any, extra: Any, y: jax.Array
+        self, operation: Any, kind: str, first: Any, second: Any, y: jax.Array
     ) -> jax.Array:
         """Called with a product ``y``, what it is computed by, and of; what is returned is used."""
-        del operation, kind, first, second, extra
+        del operation, kind, first, second
         return y
 
 

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
+import numpy as np
 
+from jfp8.matmul.choice import Implementation, check_implementation
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 
@@ -16,6 +20,35 @@ Kind = Literal["fprop", "dgrad", "wgrad"]
 
 
 Operand = ScaledArray | jax.Array
+
+
+class State(NamedTuple):
+    """What products know of earlier steps and of chance; for the fields see `scaled_dot_general`.
+
+    Attributes:
+      histories: what is called ``state`` there.
+    """
+
+    histories: dict[str, AmaxState] | None = None
+    sink: jax.Array | None = None
+    key: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class How:
+    """How products are computed, whatever they are; for the fields see `scaled_dot_general`.
+
+    Raises:
+      TypeError: no recipe.
+      ValueError: unknown `implementation`.
+    """
+
+    recipe: Recipe
+    implementation: Implementation = None
+
+    def __post_init__(self) -> None:
+        check_recipe(self.recipe)
+        check_implementation(self.implementation)
 
 
 class Observed(NamedTuple):
@@ -41,13 +74,33 @@ class Use(NamedTuple):
     contracting: tuple[int, ...]
 
 
+class Sums(NamedTuple):
+    """How one of the three products is summed; see `scaled_matmul`."""
+
+    accumulation: str = "f32"
+    fast_accumulation: bool = False
+    powers_of_two: bool = False
+
+
 @dataclass(frozen=True)
 class Operation:
-    """A bilinear operation ``y = lhs . rhs`` on arrays of certain shapes: static and hashable.
+    """A bilinear operation ``y = lhs . rhs`` on arrays of certain shapes: a pytree.
 
     Its operands are `ScaledArray`s, or plain arrays where a recipe leaves them in high precision:
-    ``(lhs, rhs)`` for fprop, ``(grad, rhs)`` for dgrad, ``(lhs, grad)`` for wgrad.
+    ``(lhs, rhs)`` for fprop, ``(grad, rhs)`` for dgrad, ``(lhs, grad)`` for wgrad. Its leaves, if
+    it has some, are arrays that it needs beside them, neither quantized nor differentiated.
+
+    Attributes:
+      shapes: of lhs and rhs.
+      dtypes: of lhs, rhs and y.
     """
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]
+
+    def dtype_of(self, kind: Kind) -> np.dtype:
+        """Of the result of one product: y, or what it is the gradient by."""
+        return self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]]
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The dimensions of both operands that the product sums over."""
@@ -82,14 +135,6 @@ class Operation:
         del contracting
         return operand
 
-    def multiply(
-        self,
-        kind: Kind,
-        first: Operand,
-        second: Operand,
-        how: Product,
-        accumulation: str,
-        extra: tuple[jax.Array, ...],
-    ) -> jax.Array:
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
         """One of the three, in the dtype and layout of `y`, or of what it is the gradient by."""
         raise NotImplementedError

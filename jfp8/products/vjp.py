@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jfp8.products.first_order import first_order_only
 from jfp8.products.observers import observer
 from jfp8.products.operand import QuantizedOperand, quantized_output
-from jfp8.products.operation import Kind, Observed, Operand, Operation, Use
-from jfp8.products.residuals import SAVED, SAVED_WEIGHT, restore, save
-from jfp8.quantizers.quantizer import Quantizer
+from jfp8.products.operation import Kind, Observed, Operand, Operation, State, Sums, Use
+from jfp8.products.residuals import SAVED, SAVED_WEIGHT, Kept, restore, save
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
@@ -38,45 +38,80 @@ from jfp8.tracing.compat import same_varying_axes
 PRODUCT_NAME = "jfp8_"
 
 
+class _Operands(NamedTuple):
+    """What a product is computed of; also its cotangents.
+
+    Attributes:
+      lhs: in high precision.
+      rhs: the same, or a weight that is only kept in FP8.
+      carrier: that of such a weight, if it has one, to which its gradient goes.
+      histories, sink: see `scaled_dot_general`.
+      seed: uint32[2] for stochastic rounding, if a key was given.
+    """
+
+    lhs: jax.Array | None
+    rhs: Operand | None
+    carrier: jax.Array | None = None
+    histories: dict[str, AmaxState] | None = None
+    sink: jax.Array | None = None
+    seed: jax.Array | None = None
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass is given, beside the gradient.
+
+    Attributes:
+      lhs: as wgrad takes it; None if there is none.
+      rhs: as dgrad takes it.
+      history: the gradient's; None: its scale is that of the data at hand.
+      seen: the amaxes of the forward pass, if somebody asks for them by a sink.
+      seed: see `_Operands`.
+      operation: with the arrays that it needs.
+    """
+
+    lhs: Kept
+    rhs: Kept
+    history: AmaxState | None
+    seen: Observed | None
+    seed: jax.Array | None
+    operation: Operation
+
+
 def multiply_quantized(
     operation: Operation,
     lhs: jax.Array,
     rhs: Operand,
-    *extra: jax.Array,
     recipe: Recipe,
-    state: dict[str, AmaxState] | None = None,
-    sink: jax.Array | None = None,
-    key: jax.Array | None = None,
+    state: State,
 ) -> tuple[jax.Array, Observed]:
     """`operation` of `lhs` and `rhs` as `recipe` says, and the amaxes that it saw on the way.
 
     The amaxes have no gradient. The gradient by an `rhs` that is a `ScaledArray` goes to its
-    carrier, if it has one. `extra` are operands that are neither quantized nor differentiated. For
-    the other arguments see `scaled_dot_general`.
+    carrier, if it has one.
     """
-    _check_state(recipe, state)
+    histories, sink, key = state
+    _check_state(recipe, histories)
     if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
         raise ValueError(
             f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
             f"jfp8.scaling.init_sink(); got {sink.dtype} of shape {sink.shape}."
         )
-    seed = seed_of(key) if key is not None and recipe.products().stochastic else None
+    seed = seed_of(key) if key is not None and recipe.resolved().stochastic else None
     carrier = None
     if isinstance(rhs, ScaledArray):
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
-    operands = (lhs, rhs, carrier, lax.stop_gradient(state), sink, seed, extra)
-    static = (operation, recipe, carrier is not None)
-    return _multiply(static, *same_varying_axes(operands))
+    operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
+    operation, operands = same_varying_axes((operation, operands))
+    return _multiply(recipe, carrier is not None, operation, operands)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(static, lhs, rhs, carrier, state, sink, seed, extra):
-    return _forward(static, lhs, rhs, carrier, state, sink, seed, extra, and_backward=False)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(recipe, carried, operation, operands):
+    return _forward(recipe, carried, operation, operands, and_backward=False)[0]
 
 
-def _forward(static, lhs, rhs, carrier, state, sink, seed, extra, and_backward=True):
-    operation, recipe, carried = static
-    del carrier
+def _forward(recipe, carried, operation, operands, and_backward=True):
+    lhs, rhs, _, state, sink, seed = operands
     products = recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     in_bytes = isinstance(rhs, ScaledArray)
@@ -96,43 +131,41 @@ def _forward(static, lhs, rhs, carrier, state, sink, seed, extra, and_backward=T
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
     lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
-    y = _product(operation, recipe, "fprop", fprop, q_lhs, q_rhs, extra)
+    y = _product(operation, recipe, "fprop", q_lhs, q_rhs)
     y = quantized_output("fprop", fprop, "y", y, seed)
 
     observed = Observed(lhs_amax, rhs_amax)
     # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else observed
-    residuals = (kept_lhs, kept_rhs, grad_state, seen, seed, extra)
-    return (y, observed), residuals
+    return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, operation)
 
 
-def _backward(static, residuals, cotangents):
-    operation, recipe, carried = static
+def _backward(recipe, carried, residuals, cotangents):
+    lhs, rhs, history, seen, seed, operation = residuals
     products = recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
-    lhs_bytes, rhs_bytes, grad_state, seen, seed, extra = residuals
-    q_lhs = restore(lhs_bytes, wgrad.lhs and wgrad.lhs.fmt)
-    q_rhs = restore(rhs_bytes, dgrad.rhs and dgrad.rhs.fmt)
+    q_lhs = restore(lhs, wgrad.lhs and wgrad.lhs.fmt)
+    q_rhs = restore(rhs, dgrad.rhs and dgrad.rhs.fmt)
     dy = first_order_only(cotangents[0])
-    g = QuantizedOperand("grad", dy, grad_state, seed, operation)
+    g = QuantizedOperand("grad", dy, history, seed, operation)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
     again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again) if q_lhs is not None else None
     q_dy, q_dy_again, grad_amax = g.quantized(Use("dgrad", dgrad, dgrad.lhs, g_sum), again)
     assert q_rhs is not None
-    d_lhs = _product(operation, recipe, "dgrad", dgrad, q_dy, q_rhs, extra)
+    d_lhs = _product(operation, recipe, "dgrad", q_dy, q_rhs)
     d_lhs = quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed)
     d_rhs = None
     if q_lhs is not None:
         assert q_dy_again is not None
-        d_rhs = _product(operation, recipe, "wgrad", wgrad, q_lhs, q_dy_again, extra)
+        d_rhs = _product(operation, recipe, "wgrad", q_lhs, q_dy_again)
         d_rhs = quantized_output("wgrad", wgrad, "d_rhs", d_rhs, seed)
     d_sink = None
     if seen is not None:
         d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax]))
     d_rhs, d_carrier = (None, d_rhs) if carried else (d_rhs, None)
-    return d_lhs, d_rhs, d_carrier, None, d_sink, None, None
+    return None, _Operands(d_lhs, d_rhs, d_carrier, sink=d_sink)
 
 
 _multiply.defvjp(_forward, _backward)
@@ -154,19 +187,13 @@ def _named(operand: Operand, kept: Operand | None, name: str) -> tuple[Operand, 
 
 
 def _product(
-    operation: Operation,
-    recipe: Recipe,
-    kind: Kind,
-    how: Product,
-    first: Operand,
-    second: Operand,
-    extra: tuple[jax.Array, ...],
+    operation: Operation, recipe: Recipe, kind: Kind, first: Operand, second: Operand
 ) -> jax.Array:
     """One of the three products, under a name by which it is found in jaxprs and profiles."""
-    call = _called(kind, operation.terms(kind))
-    y = call(operation, how, _accumulation(recipe, how), first, second, extra)
+    multiply = _called(kind, operation.terms(kind))
+    y = multiply(_sums(recipe, kind), first, second, operation)
     if (watching := observer()) is not None:
-        y = watching.multiplied(operation, kind, first, second, extra, y)
+        y = watching.multiplied(operation, kind, first, second, y)
     return y
 
 
@@ -178,26 +205,21 @@ _OPERANDS: dict[Kind, tuple[str, str]] = {
 
 
 def product_by(
-    recipe: Recipe,
-    operation: Operation,
-    kind: Kind,
-    first: jax.Array,
-    second: jax.Array,
-    extra: tuple[jax.Array, ...],
+    recipe: Recipe, operation: Operation, kind: Kind, first: jax.Array, second: jax.Array
 ) -> tuple[jax.Array, Operand, Operand]:
     """One of the three products of arrays in high precision, as `recipe` computes it.
 
     By itself, without state. Also what its operands became.
     """
     how: Product = getattr(recipe.resolved(), kind)
-    roles, sums = _OPERANDS[kind], operation.contracting(kind)
-
-    def quantized(i: int, x: jax.Array, quantizer: Quantizer | None) -> Operand:
-        operand = QuantizedOperand(roles[i], x, None, None, operation)
-        return operand.quantized(Use(kind, how, quantizer, sums[i]), None)[0]
-
-    q_first, q_second = quantized(0, first, how.lhs), quantized(1, second, how.rhs)
-    y = operation.multiply(kind, q_first, q_second, how, _accumulation(recipe, how), extra)
+    given = zip((first, second), _OPERANDS[kind], (how.lhs, how.rhs), operation.contracting(kind))
+    q_first, q_second = (
+        QuantizedOperand(role, x, None, None, operation).quantized(
+            Use(kind, how, quantizer, sums), None
+        )[0]
+        for x, role, quantizer, sums in given
+    )
+    y = operation.multiply(kind, q_first, q_second, _sums(recipe, kind))
     return quantized_output(kind, how, "y", y, None), q_first, q_second
 
 
@@ -205,18 +227,21 @@ def product_by(
 def _called(kind: Kind, terms: int | None) -> Callable[..., jax.Array]:
     """``operation.multiply`` as a function of JAX's called ``jfp8_<kind>_<terms>``."""
 
-    def multiply(operation, how, accumulation, first, second, extra):
-        return operation.multiply(kind, first, second, how, accumulation, extra)
+    def multiply(sums, first, second, operation):
+        return operation.multiply(kind, first, second, sums)
 
     multiply.__name__ = f"{PRODUCT_NAME}{kind}" + ("" if terms is None else f"_{terms}")
-    return jax.jit(multiply, static_argnums=(0, 1, 2))
+    return jax.jit(multiply, static_argnums=0)
 
 
-def _accumulation(recipe: Recipe, product: Product) -> str:
-    """What the hardware does under ``"hopper"``: promote where fast sums are not allowed."""
+@functools.cache
+def _sums(recipe: Recipe, kind: Kind) -> Sums:
+    product: Product = getattr(recipe.resolved(), kind)
+    accumulation: str = recipe.accumulation
+    # What the hardware does: promote where fast sums are not allowed.
     if recipe.accumulation == "hopper" and not product.fast_accumulation:
-        return "hopper_every_128"
-    return recipe.accumulation
+        accumulation = "hopper_every_128"
+    return Sums(accumulation, product.fast_accumulation, product.powers_of_two)
 
 
 def _check_state(recipe: Recipe, state: dict[str, AmaxState] | None) -> None:

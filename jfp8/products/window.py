@@ -20,6 +20,7 @@ class Window:
     Attributes:
       strides, padding, lhs_dilation, rhs_dilation: one entry for each spatial dimension.
       dimension_numbers: where each operand has its batch, feature and spatial dimensions.
+      groups: number of feature groups.
     """
 
     strides: tuple[int, ...]
@@ -27,8 +28,9 @@ class Window:
     lhs_dilation: tuple[int, ...]
     rhs_dilation: tuple[int, ...]
     dimension_numbers: lax.ConvDimensionNumbers
+    groups: int
 
-    def convolve(self, lhs: jax.Array, rhs: jax.Array, groups: int) -> jax.Array:
+    def convolve(self, lhs: jax.Array, rhs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The convolution of plain arrays, with f32 sums."""
         return lax.conv_general_dilated(
             lhs,
@@ -38,21 +40,22 @@ class Window:
             self.lhs_dilation,
             self.rhs_dilation,
             self.dimension_numbers,
-            groups,
+            self.groups,
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
+            out_sharding=out_sharding,
         )
 
     def is_pointwise(self, kernel: Sequence[int]) -> bool:
         """Whether it is a matrix product: the kernel covers one pixel, and sees each pixel once."""
         taps = [kernel[d] for d in self.dimension_numbers.rhs_spec[2:]]
         edges = [n for pair in self.padding for n in pair]
-        return {*taps, *self.strides, *self.lhs_dilation} <= {1} and not any(edges)
+        return {self.groups, *taps, *self.strides, *self.lhs_dilation} <= {1} and not any(edges)
 
-    def check(self, lhs: jax.Array, rhs: Operand, groups: int) -> None:
+    def check(self, lhs: jax.Array, rhs: Operand) -> None:
         """Raise what JAX does about shapes that do not fit."""
         shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
-        jax.eval_shape(lambda a, b: self.convolve(a, b, groups), *shapes)
+        jax.eval_shape(self.convolve, *shapes)
 
 
 def window_of(
@@ -63,6 +66,7 @@ def window_of(
     lhs_dilation: Sequence[int] | None,
     rhs_dilation: Sequence[int] | None,
     dimension_numbers: Any,
+    groups: int = 1,
 ) -> Window:
     """The window that the arguments of `scaled_conv_general_dilated` describe."""
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
@@ -80,4 +84,4 @@ def window_of(
         kernel = [dilated(rhs.shape[i], d) for i, d in zip(numbers.rhs_spec[2:], rhs_dilation)]
         padding = lax.padtype_to_pads(image, kernel, strides, padding)
     pads = tuple((int(low), int(high)) for low, high in padding)
-    return Window(tuple(strides), pads, lhs_dilation, rhs_dilation, numbers)
+    return Window(tuple(strides), pads, lhs_dilation, rhs_dilation, numbers, groups)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -85,15 +86,7 @@ class Recipe:
 
     def resolved(self) -> Products:
         """`products`, with what `fast_accumulation` says about them."""
-        products, fast = self.products(), self.fast_accumulation
-        if fast is None:
-            return products
-        return Products(
-            **{
-                kind: dataclasses.replace(product, fast_accumulation=kind in fast)
-                for kind, product in vars(products).items()
-            }
-        )
+        return _resolved(self)
 
     def for_layer(self, path: str) -> Recipe:
         """The recipe of the layer at `path` (``"Block_0/Dense_1"``); most make no difference."""
@@ -113,6 +106,19 @@ class Recipe:
     def to_json(self) -> str:
         """The recipe as a JSON object, ``{"recipe": class name, field: value, ...}``."""
         return json.dumps({"recipe": type(self).__name__, **_to_plain(vars(self))})
+
+
+@functools.cache
+def _resolved(recipe: Recipe) -> Products:
+    products, fast = recipe.products(), recipe.fast_accumulation
+    if fast is None:
+        return products
+    return Products(
+        **{
+            kind: dataclasses.replace(product, fast_accumulation=kind in fast)
+            for kind, product in vars(products).items()
+        }
+    )
 
 
 # JSON: a dataclass becomes {"class": its name, field: value, ...}, a format its name.

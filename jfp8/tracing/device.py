@@ -75,6 +75,12 @@ def current_gpu() -> Gpu | None:
     return Gpu(device.device_kind, capability, in_shard_map or jax.device_count() == 1)
 
 
+def device_kind() -> str:
+    """The name of the device that JAX traces for, such as ``"NVIDIA H200"``; see `current_gpu`."""
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.devices()[0].device_kind if described is None else described.device_kind
+
+
 def _capability_of(kind: str) -> tuple[int, int] | None:
     """What a device of this kind says itself, or what its name tells if there is none here."""
     if jax.default_backend() == "gpu":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,9 @@ from jax import lax
 
 import jfp8
 from jfp8.matmul import xla
+from jfp8.matmul.backend import facts_of
 from jfp8.matmul.bf16 import in_bf16
-from jfp8.matmul.choice import SMALL_PRODUCT, on_cuda
+from jfp8.matmul.choice import SMALL_PRODUCT, choose
 from jfp8.matmul.emulate.product import emulated
 from jfp8.matmul.job import Job, factors_of
 from jfp8.quantizers.blocks import TwoLevel
@@ -134,8 +137,8 @@ def test_what_cuda_is_given_computes_the_product(shapes, numbers, axes, dtype, m
         )
         for s, axis in zip(shapes, axes, strict=True)
     )
-    factors = factors_of(lhs, rhs, job(numbers))
-    y = xla.cuda(lhs.data, rhs.data, numbers, factors, np.dtype(dtype), fast_accumulation=True)
+    of_numbers = replace(job(numbers, dtype), fast_accumulation=True)
+    y = xla.cuda(lhs.data, rhs.data, factors_of(lhs, rhs, of_numbers), of_numbers)
     assert y.dtype == dtype
     a, b = (np.asarray(q.dequantize(), np.float64) for q in (lhs, rhs))
     expected, size = a @ b, abs(a) @ abs(b)
@@ -156,7 +159,7 @@ def q(shape, granularity=None, scale_rounding=None, fmt=jfp8.E4M3FN):
 
 
 def name_of(lhs, rhs, gpu):
-    return on_cuda(lhs, rhs, job(powers_of_two=True), gpu)[1]
+    return str(choose(facts_of(lhs, rhs, job(powers_of_two=True)), gpu))
 
 
 LARGE = (1024, 1024)
@@ -209,3 +212,25 @@ def test_e5m2_by_e5m2():
 def test_formats_without_tensor_cores():
     narrow = q(LARGE, fmt=jfp8.E2M1FN)
     assert name_of(narrow, narrow, HOPPER) == "bf16: no tensor cores for E2M1FN x E2M1FN"
+
+
+def test_the_choice_says_why_each_better_backend_is_not_taken():
+    mx = (
+        q(LARGE, jfp8.Block((1, 32)), "rceil"),
+        q(LARGE, jfp8.Block((32, 1)), "rceil"),
+    )
+    facts = facts_of(*mx, job())
+    choice = choose(facts, Gpu("NVIDIA L4", (8, 9), whole=True))
+    assert choice.backend.name == "bf16"
+    assert list(choice.refused) == ["mosaic_gpu", "cudnn", "xla"]
+    assert "NVIDIA L4: block-scaled products" in choice.refused["cudnn"]
+    assert "vary along the contraction" in choice.refused["xla"]
+    assert all(f"{name}: {why}" in str(choice) for name, why in choice.refused.items())
+    assert choose(facts, BLACKWELL).backend.name == "cudnn"
+    assert list(choose(facts, BLACKWELL).refused) == ["mosaic_gpu"]
+
+
+@pytest.mark.parametrize("gpu", [None, HOPPER, BLACKWELL])
+def test_models_of_hardware_are_emulated_everywhere(gpu):
+    facts = facts_of(q(LARGE), q(LARGE), job(accumulation="hopper"))
+    assert str(choose(facts, gpu)) == "emulate"

@@ -10,7 +10,7 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
-from jfp8.matmul.hopper import matmul
+from jfp8.matmul.hopper import kernel as matmul
 from jfp8.matmul.hopper.tiles import SHARED_MEMORY, Tiles, candidates, default_tiles
 from support.interpreter import no_races
 

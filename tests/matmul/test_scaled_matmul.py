@@ -13,7 +13,7 @@ import pytest
 
 import jfp8
 from jfp8 import ScaledArray, quantize, scaled_matmul
-from jfp8.matmul.choice import IMPLEMENTATIONS
+from jfp8.matmul.choice import BY_NAME
 from jfp8.scaling.bits import codes_to_format
 
 E4M3, E5M2 = jfp8.E4M3FN, jfp8.E5M2
@@ -450,7 +450,7 @@ def test_error_not_scaled(which):
 
 
 def test_error_unknown_implementation_lists_the_known_ones():
-    assert set(IMPLEMENTATIONS) == {"emulate", "xla", "mosaic_gpu"}
+    assert set(BY_NAME) == {"emulate", "xla", "mosaic_gpu"}
     with pytest.raises(
         ValueError, match=r"implementation='cuda' is unknown.*'emulate', 'xla'.*None"
     ):

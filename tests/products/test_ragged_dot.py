@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import ScaledArray, quantizers, recipes
+from jfp8.products.operation import How, State
 from jfp8.products.ragged.dot import observed_ragged_dot, scaled_ragged_dot
 from jfp8.products.ragged.tiles import lay_out
 from jfp8.quantizers.rotations import Hadamard
@@ -301,7 +302,7 @@ def test_rows_of_no_group_influence_nothing():
     @jax.jit
     def run(lhs, dy):
         def product(lhs, rhs, sink):
-            return observed_ragged_dot(lhs, rhs, sizes, recipe=recipe, state=state, sink=sink)
+            return observed_ragged_dot(lhs, rhs, sizes, How(recipe), State(state, sink))
 
         y, vjp, observed = jax.vjp(product, lhs, rhs, sink, has_aux=True)
         return y, observed, vjp(dy)
@@ -434,7 +435,7 @@ def test_rhs_of_stored_bytes_is_used_as_it_is(scales):
     @jax.jit
     def run(lhs, q):
         product = lambda lhs, q, sink: observed_ragged_dot(
-            lhs, q, jnp.array(sizes), recipe=Float8CurrentScaling(), sink=sink
+            lhs, q, jnp.array(sizes), How(Float8CurrentScaling()), State(sink=sink)
         )
         y, vjp, observed = jax.vjp(product, lhs, q, init_sink(), has_aux=True)
         return y, vjp(dy), observed

@@ -376,17 +376,17 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "gradient_in_the_dtype_of_y",
         "the gradient by lhs is rounded to the dtype of the result",
-        "jfp8/products/dot.py",
-        "return (dgrad, d_lhs, lhs_dtype) if",
-        "return (dgrad, d_lhs, y_dtype) if",
+        "jfp8/products/operation.py",
+        '{"fprop": 2, "dgrad": 0, "wgrad": 1}',
+        '{"fprop": 2, "dgrad": 2, "wgrad": 1}',
         "products/test_dot_general.py::test_dtypes[bfloat16-float32-None-float32]",
     ),
     Bug(
         "wrong_transposition",
         "the weight gradient is laid out by a permutation instead of its inverse",
         "jfp8/products/dot.py",
-        "        tuple(np.argsort(d_rhs_dims).tolist()),\n",
-        "        d_rhs_dims,\n",
+        "d_rhs_order = tuple(np.argsort(d_rhs_dims).tolist())",
+        "d_rhs_order = d_rhs_dims",
         "products/test_dot_general.py::test_fake_quantization_oracle[permuted contraction]",
     ),
     Bug(

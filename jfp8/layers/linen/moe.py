@@ -48,7 +48,7 @@ class RaggedDot(ProductModule):
           preferred_element_type: dtype of the result.
         """
         how = {"group_sizes": group_sizes, "preferred_element_type": preferred_element_type}
-        quantized = partial(observed_ragged_dot, **how, implementation=self.implementation)
+        quantized = partial(observed_ragged_dot, **how)
         plain = partial(lax.ragged_dot, **how, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs)
 

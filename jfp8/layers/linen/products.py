@@ -14,9 +14,10 @@ from jax import lax
 
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.matmul.choice import Implementation
-from jfp8.products.conv import observed_conv_general_dilated
+from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
-from jfp8.products.operation import Observed
+from jfp8.products.operation import How, Observed, State
+from jfp8.products.window import window_of
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -68,7 +69,8 @@ class ProductModule(nn.Module):
         state, sink = self._read_state(recipe), self._read_sink(recipe)
         layer, product = self._place_in_model()
         with note("path", layer), note("product", product), note("recipe", recipe.name):
-            y, observed = quantized(lhs, rhs, recipe=recipe, state=state, sink=sink, key=key)
+            how = How(recipe, self.implementation)
+            y, observed = quantized(lhs, rhs, how=how, state=State(state, sink, key))
         if state is not None and self._is_mutable("fp8") and not self.is_initializing():
             self._record(state, observed, pushing=sink is None)
         return y
@@ -170,7 +172,6 @@ class DotGeneral(ProductModule):
             observed_dot_general,
             dimension_numbers=dimension_numbers,
             preferred_element_type=preferred_element_type,
-            implementation=self.implementation,
         )
         plain = partial(
             lax.dot_general,
@@ -217,9 +218,21 @@ class ConvGeneralDilated(ProductModule):
             "feature_group_count": feature_group_count,
             "preferred_element_type": preferred_element_type,
         }
-        quantized = partial(
-            observed_conv_general_dilated, **how, implementation=self.implementation
-        )
+
+        def quantized(lhs: Any, rhs: Any, **given: Any) -> tuple[jax.Array, Observed]:
+            window = window_of(
+                lhs,
+                rhs,
+                window_strides,
+                padding,
+                lhs_dilation,
+                rhs_dilation,
+                dimension_numbers,
+                feature_group_count,
+            )
+            preferred = {"preferred_element_type": preferred_element_type}
+            return observed_convolution(lhs, rhs, window, **preferred, **given)
+
         plain = partial(lax.conv_general_dilated, **how, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs)
 

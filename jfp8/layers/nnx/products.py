@@ -14,9 +14,10 @@ from jax import lax
 
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
-from jfp8.products.conv import observed_conv_general_dilated
+from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
-from jfp8.products.operation import Observed
+from jfp8.products.operation import How, Observed, State
+from jfp8.products.window import window_of
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -127,8 +128,9 @@ class Product(nnx.Module):
             if state is not None and self.fp8_sink is not None:
                 sink = self.fp8_sink.get_value()
             with note("recipe", recipe.name):
+                how = How(recipe, self.implementation)
                 y, observed = quantized(
-                    lhs, rhs, recipe=recipe, state=state, sink=sink, out_sharding=out_sharding
+                    lhs, rhs, how=how, state=State(state, sink), out_sharding=out_sharding
                 )
             if state is not None and sink is None and not self.use_running_average:
                 self._record(state, observed)
@@ -228,7 +230,7 @@ class DotGeneral(Product):
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
         }
-        quantized = partial(observed_dot_general, **how, implementation=self.implementation)
+        quantized = partial(observed_dot_general, **how)
         plain = partial(lax.dot_general, **how, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs, out_sharding)
 
@@ -268,9 +270,21 @@ class ConvGeneralDilated(Product):
             "feature_group_count": feature_group_count,
             "preferred_element_type": preferred_element_type,
         }
-        quantized = partial(
-            observed_conv_general_dilated, **how, implementation=self.implementation
-        )
+
+        def quantized(lhs: Any, rhs: Any, **given: Any) -> tuple[jax.Array, Observed]:
+            window = window_of(
+                lhs,
+                rhs,
+                window_strides,
+                padding,
+                lhs_dilation,
+                rhs_dilation,
+                dimension_numbers,
+                feature_group_count,
+            )
+            preferred = {"preferred_element_type": preferred_element_type}
+            return observed_convolution(lhs, rhs, window, **preferred, **given)
+
         plain = partial(lax.conv_general_dilated, **how, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs, out_sharding)
 
@@ -305,9 +319,7 @@ class EinsumOp(Product):
             spec, seen = options.pop("out_sharding"), []
 
             def dot_general(lhs: Any, rhs: Any, numbers: Any) -> jax.Array:
-                y, observed = observed_dot_general(
-                    lhs, rhs, numbers, **preferred, implementation=self.implementation, **options
-                )
+                y, observed = observed_dot_general(lhs, rhs, numbers, **preferred, **options)
                 seen.append(observed)
                 return y
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.matmul.dimensions import free_dims
+from jfp8.matmul.dimensions import Numbers, free_dims, layout_of
 from jfp8.matmul.emulate import f32_sums, tensor_core_sums
 from jfp8.matmul.job import multiply, scale_products, scale_shape_of, to_output
 from jfp8.scaling.arrays import ScaledArray, expand_scale, scale_as_f32_pair, scaled_values
@@ -19,7 +19,7 @@ from jfp8.tracing.compat import same_varying_axes
 def dot_in_chunks(
     lhs: ScaledArray,
     rhs: ScaledArray,
-    dimension_numbers: lax.DotDimensionNumbers,
+    dimension_numbers: Numbers,
     accumulation: str,
 ) -> jax.Array:
     """``y = sum_c scale_c * (sum_{k in c} lhs_k rhs_k)``, over chunks ``c`` of the contraction.
@@ -33,14 +33,9 @@ def dot_in_chunks(
         lhs, rhs, dimension_numbers = _with_one_contraction(lhs, rhs, dimension_numbers)
         return dot_in_chunks(lhs, rhs, dimension_numbers, accumulation)
     (lhs_axis,), (rhs_axis,) = lhs_contract, rhs_contract
-    lhs_free = free_dims(lhs.ndim, lhs_contract, lhs_batch)
-    rhs_free = free_dims(rhs.ndim, rhs_contract, rhs_batch)
-    shape = (
-        *(lhs.shape[d] for d in lhs_batch),
-        *(lhs.shape[d] for d in lhs_free),
-        *(rhs.shape[d] for d in rhs_free),
-    )
-    total = same_varying_axes((jnp.zeros(shape, jnp.float32), lhs.data, rhs.data))[0]
+    layout = layout_of(lhs.shape, rhs.shape, dimension_numbers)
+    lhs_free, rhs_free = layout.lhs_free, layout.rhs_free
+    total = same_varying_axes((jnp.zeros(layout.shape, jnp.float32), lhs.data, rhs.data))[0]
     k = lhs.shape[lhs_axis]
     if k == 0:
         return total
@@ -79,8 +74,8 @@ def dot_in_chunks(
 
 
 def _with_one_contraction(
-    lhs: ScaledArray, rhs: ScaledArray, dimension_numbers: lax.DotDimensionNumbers
-) -> tuple[ScaledArray, ScaledArray, lax.DotDimensionNumbers]:
+    lhs: ScaledArray, rhs: ScaledArray, dimension_numbers: Numbers
+) -> tuple[ScaledArray, ScaledArray, Numbers]:
     """The same product with all contracted dimensions merged into one, the last."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs = _merged_last(lhs, lhs_batch, lhs_contract)

@@ -6,15 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jfp8.matmul.backend import Backend
 from jfp8.matmul.emulate.chunks import dot_in_chunks
 from jfp8.matmul.emulate.f32_sums import dot_general
-from jfp8.matmul.job import (
-    Job,
-    factors_of,
-    multiply,
-    times,
-    varies_along_sum,
-)
+from jfp8.matmul.job import Job, factors_of, multiply, times, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 
 
@@ -36,3 +31,6 @@ def emulated(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
             lhs.data, rhs.data, job.dimension_numbers, fast_accumulation=job.fast_accumulation
         )
     return times(product, factors_of(lhs, rhs, job)).astype(job.dtype)
+
+
+BACKEND = Backend("emulate", emulated)

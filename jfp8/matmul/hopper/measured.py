@@ -11,15 +11,12 @@ import importlib.resources
 import json
 from typing import Any
 
-from jfp8.tracing.device import current_gpu
+from jfp8.tracing.device import device_kind
 
 
 def measured(kernel: str, *shape: int) -> dict[str, Any] | None:
     """Fields of the fastest tiles for arrays like these on the current GPU, if anybody looked."""
-    gpu = current_gpu()
-    if gpu is None:
-        return None
-    entry = _table().get(gpu.kind, {}).get(kernel, {}).get(shape_class(shape))
+    entry = _table().get(device_kind(), {}).get(kernel, {}).get(shape_class(shape))
     return None if entry is None else entry["tiles"]
 
 

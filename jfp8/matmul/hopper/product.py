@@ -14,18 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.matmul.dimensions import as_matrices, free_dims, out_shape, to_last
-from jfp8.matmul.job import (
-    HARDWARE_FORMATS,
-    Job,
-    scale_dtype,
-    scale_shape_of,
-    to_output,
-    varies_along_sum,
-)
+from jfp8.matmul.backend import Backend
+from jfp8.matmul.dimensions import as_matrices, free_dims, layout_of, to_last
+from jfp8.matmul.job import HARDWARE_FORMATS, Job, to_output, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.device import Gpu, current_gpu
+from jfp8.tracing.device import Gpu
 from jfp8.tracing.refusal import on_cuda_only
 
 BLOCK = 128  # along the contraction: what the kernels sum before they scale
@@ -48,42 +42,6 @@ def why_no_kernels(gpu: Gpu | None) -> str | None:
             "kernel. Call it inside of jax.shard_map, where each device sees its own part"
         )
     return None
-
-
-def why_not_mosaic(
-    lhs: ScaledArray, rhs: ScaledArray, job: Job, gpu: Gpu | None = None
-) -> str | None:
-    """What `by_mosaic` cannot do, None if it can do it all; for `gpu`, or for the current one."""
-    reason = why_no_kernels(current_gpu() if gpu is None else gpu)
-    if reason is not None:
-        return reason
-    if job.accumulation not in ("f32", "f32_every_128"):
-        return f"accumulation={job.accumulation!r}: it computes real products, not models of them"
-    if not {lhs.format, rhs.format} <= HARDWARE_FORMATS:
-        return f"operands in {lhs.format.name} and {rhs.format.name}"
-    if any(scale_dtype(q) != np.float32 for q in (lhs, rhs)):
-        return "scales that are not stored in float32"
-    if varies_along_sum(lhs, rhs, job):
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
-        for q, contract, batch in ((lhs, lhs_contract, lhs_batch), (rhs, rhs_contract, rhs_batch)):
-            if not _in_blocks_of_128(q, contract, batch):
-                return (
-                    "scales that vary along the contraction in other blocks than 1x128 and "
-                    f"128x128 (lhs scale {scale_shape_of(lhs)}, rhs scale {scale_shape_of(rhs)})"
-                )
-    return None
-
-
-def _in_blocks_of_128(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> bool:
-    if len(contract) != 1 or len(batch) > 1 or q.ndim != len(batch) + 2:
-        return False
-    shape = scale_shape_of(q)
-    if not shape:
-        return True
-    (free,) = free_dims(q.ndim, contract, batch)
-    along, across = q.block_sizes()[contract[0]], q.block_sizes()[free]
-    by_batch = all(shape[d] in (1, q.shape[d]) for d in batch)
-    return by_batch and along % BLOCK == 0 and (across == 1 or across % BLOCK == 0)
 
 
 def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
@@ -109,7 +67,7 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
             scales = [0 if s.ndim else None for s in (a_scale, b_scale)]
             product = jax.vmap(product, in_axes=(0, 0, *scales))
         y = product(a, b, a_scale, b_scale)
-        return y.reshape(out_shape(lhs.shape, rhs.shape, job.dimension_numbers))
+        return y.reshape(layout_of(lhs.shape, rhs.shape, job.dimension_numbers).shape)
 
     return run(kernel, lhs, rhs)
 
@@ -123,6 +81,19 @@ def run(kernel: Callable[..., jax.Array], *operands: ScaledArray) -> jax.Array:
         "platform. Use implementation=None or 'emulate', which give the same numbers."
     )
     return on_cuda_only(kernel, reason, *operands)
+
+
+BACKEND = Backend(
+    "mosaic_gpu",
+    by_mosaic,
+    formats=HARDWARE_FORMATS,
+    blocks=frozenset({(BLOCK, 1), (BLOCK, BLOCK)}),
+    multiples=True,
+    scale_dtype=np.float32,
+    accumulations=("f32", "f32_every_128"),
+    gpus=9,
+    why_not_on=why_no_kernels,
+)
 
 
 def _row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> jax.Array:

@@ -348,10 +348,7 @@ def quantize_both(
             largest[0][lax.axis_index("block"), :] = f32_magnitude(amax, x.dtype)
         finish()
 
-    out = [
-        jax.ShapeDtypeStruct((rows, columns), fmt.dtype),
-        jax.ShapeDtypeStruct((columns, rows), fmt.dtype),
-    ]
+    out = [jax.ShapeDtypeStruct(s, fmt.dtype) for s in ((rows, columns), (columns, rows))]
     if with_amax:
         out.append(jax.ShapeDtypeStruct((blocks(x, sweep), sweep.rows), jnp.int32))
     q, q_t, *largest = run(
@@ -364,7 +361,5 @@ def quantize_both(
         sweep=sweep,
         interpret=interpret,
     )
-    q, q_t = q[:m, :n], q_t[:n, :m]
-    if not with_amax:
-        return q, q_t, None
-    return q, q_t, lax.bitcast_convert_type(jnp.max(largest[0]), jnp.float32)
+    amax = lax.bitcast_convert_type(jnp.max(largest[0]), jnp.float32) if with_amax else None
+    return q[:m, :n], q_t[:n, :m], amax

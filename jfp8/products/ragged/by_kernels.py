@@ -13,41 +13,37 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jfp8.matmul.choice import Implementation
 from jfp8.matmul.hopper import product as mosaic
 from jfp8.products.both_ways import has_kernel, quantize_both_ways
-from jfp8.products.operation import Kind, Operand, Operation, Use
-from jfp8.products.ragged.by_tiles import GroupedDot
-from jfp8.recipes.product import Product
+from jfp8.products.operation import Kind, Operand, Sums, Use
+from jfp8.products.ragged.by_tiles import Grouped, grouped_operation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import Gpu
 from jfp8.tracing.notes import note
 
-BLOCK = 128  # rows of a tile, and what the kernels sum before they scale
+BLOCK = mosaic.BLOCK  # rows of a tile, and what the kernels sum before they scale
 
 
 def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> str | None:
     """Why `GroupedKernels` cannot compute what `recipe` says, on `gpu`; None if it can."""
-    reason = mosaic.why_no_kernels(gpu)
+    reason = mosaic.BACKEND.why_not_on(gpu)
     if reason is not None:
         return reason
     if isinstance(rhs, ScaledArray):
         return "grouped products with matrices that are kept in FP8"
-    if recipe.accumulation not in ("f32", "f32_every_128"):
-        return (
-            f"accumulation={recipe.accumulation!r}: it computes real products, not models of them"
-        )
-    products = recipe.products()
+    reason = mosaic.BACKEND.why_not_sums(recipe.accumulation)
+    if reason is not None:
+        return reason
+    products = recipe.resolved()
     if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
         return "grouped products of rotated operands"
     for role, (first, second) in products.by_role().items():
         if first is None or first != second or not has_kernel(first):
             return f"a grouped product whose {role} is quantized as {first}, {second}"
-        in_blocks = first.block in ((BLOCK, 1), (BLOCK, BLOCK))
+        in_blocks = first.block in mosaic.BACKEND.blocks
         if not (in_blocks or first.one_for_both):
             return f"a grouped product whose {role} is quantized as {first}"
         if in_blocks and (role == "rhs") != (first.block == (BLOCK, BLOCK)):
@@ -55,27 +51,10 @@ def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> st
     return None
 
 
+@grouped_operation
 @dataclass(frozen=True)
-class GroupedKernels(Operation):
-    """What `GroupedDot` computes, for tiles of 128 rows.
-
-    Attributes:
-      shapes, dtypes, implementation: as for `GroupedDot`.
-    """
-
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[np.dtype, np.dtype, np.dtype]
-    implementation: Implementation
-
-    @property
-    def _reference(self) -> GroupedDot:
-        return GroupedDot(self.shapes, self.dtypes, "emulate")
-
-    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self._reference.contracting(kind)
-
-    def terms(self, kind: Kind) -> int:
-        return self._reference.terms(kind)
+class GroupedKernels(Grouped):
+    """What `GroupedDot` computes, for tiles of 128 rows."""
 
     def quantize_for_both(
         self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
@@ -91,22 +70,13 @@ class GroupedKernels(Operation):
         both = quantize_both_ways(quantizer, x.reshape(-1, x.shape[-1]), state)
         return both.straight, both.transposed, both.amax
 
-    def multiply(
-        self,
-        kind: Kind,
-        first: Operand,
-        second: Operand,
-        how: Product,
-        accumulation: str,
-        extra: tuple[jax.Array, ...],
-    ) -> jax.Array:
-        del how, accumulation
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        del sums  # promoted every 128
         assert isinstance(first, ScaledArray)
         assert isinstance(second, ScaledArray)
-        group, padded_sizes = extra
-        count = padded_sizes // BLOCK
+        count = self.padded_sizes // BLOCK
         tiles, height, _ = self.shapes[0]
-        dtype = self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]]
+        dtype = self.dtype_of(kind)
 
         def kernel(first: ScaledArray, second: ScaledArray) -> jax.Array:
             from jfp8.matmul.hopper import grouped
@@ -119,7 +89,7 @@ class GroupedKernels(Operation):
                         first.data, second.data, starts, count, *scales, dtype
                     )
                 # Tiles after the last group are not multiplied.
-                needed = jnp.where(jnp.arange(tiles) < jnp.sum(count), group, -1)
+                needed = jnp.where(jnp.arange(tiles) < jnp.sum(count), self.group, -1)
                 scales = _scales_of_tiles(first, second)
                 y = grouped.grouped_matmul(first.data, second.data, needed, *scales, dtype)
                 return y.reshape(tiles, height, y.shape[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass, replace
 
 import jax
@@ -10,37 +10,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation
-from jfp8.matmul.job import scale_products, scale_shape_of, to_output
+from jfp8.matmul.choice import Implementation, tiles_or_groups
+from jfp8.matmul.job import scale_products, to_output, varies_along
 from jfp8.products.dot import Dot
-from jfp8.products.operation import Kind, Operand, Operation
+from jfp8.products.operation import Kind, Operand, Operation, Sums
 from jfp8.quantizers.quantizer import Context, Quantizer
-from jfp8.recipes.product import Product
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.scaling.bits import codes_of, codes_to_format, decode
 from jfp8.scaling.formats import Format, format_of
 from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.notes import note
 
 
 @dataclass(frozen=True)
-class GroupedDot(Operation):
-    """The product of each tile of rows with the matrix of its group.
-
-    ``y[t] = lhs[t] . rhs[group[t]]``. Beside the operands it takes the group of each tile, the
-    rows of all tiles of each group, and, for an rhs that came quantized, a scale for each group.
+class Grouped(Operation):
+    """What both ways of computing grouped products have. ``y[t] = lhs[t] . rhs[group[t]]``.
 
     Attributes:
       shapes: of lhs ``[t, h, k]`` and rhs ``[g, k, n]``.
       dtypes: of lhs, rhs and y.
       implementation: see `scaled_ragged_dot`.
+      group: i32[t], the group of each tile.
+      padded_sizes: i32[g], the rows of all tiles of each group.
+      scales: for an rhs that came quantized with one for each group, these: f32[g, 1, 1].
     """
 
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[np.dtype, np.dtype, np.dtype]
     implementation: Implementation
+    group: jax.Array
+    padded_sizes: jax.Array
+    scales: jax.Array | None = None
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return {"fprop": ((2,), (1,)), "dgrad": ((2,), (2,)), "wgrad": ((1,), (1,))}[kind]
@@ -49,6 +48,19 @@ class GroupedDot(Operation):
         """As many as there are; in wgrad on average, the zeros that fill up tiles included."""
         (tiles, height, k), (groups, _, n) = self.shapes
         return {"fprop": k, "dgrad": n, "wgrad": tiles * height // groups}[kind]
+
+
+grouped_operation = functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["group", "padded_sizes", "scales"],
+    meta_fields=["shapes", "dtypes", "implementation"],
+)
+
+
+@grouped_operation
+@dataclass(frozen=True)
+class GroupedDot(Grouped):
+    """The product of each tile of rows with the matrix of its group."""
 
     def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
         """As the quantizer says; rhs group by group, each by its own amax and without history."""
@@ -64,62 +76,26 @@ class GroupedDot(Operation):
         block = None if q.block is None else (1, *q.block)
         return ScaledArray(q.data, with_all_dims(q.scale, x.ndim), block)
 
-    def multiply(
-        self,
-        kind: Kind,
-        first: Operand,
-        second: Operand,
-        how: Product,
-        accumulation: str,
-        extra: tuple[jax.Array, ...],
-    ) -> jax.Array:
-        group, padded_sizes, *scales = extra
-        if scales and isinstance(second, ScaledArray):
-            second = ScaledArray(second.data, scales[0])
-        dtype = self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]]
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        if self.scales is not None and isinstance(second, ScaledArray):
+            second = ScaledArray(second.data, self.scales)
+        y = tiles_or_groups(
+            lambda a, b: self._by_tiles(kind, a, b, sums),
+            lambda a, b: self._by_groups(kind, a, b),
+            first,
+            second,
+            accumulation=sums.accumulation,
+            implementation=self.implementation,
+        )
+        return y.astype(self.dtype_of(kind))
 
-        def by_tiles(first: Operand, second: Operand) -> jax.Array:
-            return self._by_tiles(kind, first, second, how, accumulation, group)
-
-        def by_groups(first: Operand, second: Operand) -> jax.Array:
-            return self._by_groups(kind, first, second, group, padded_sizes)
-
-        if self.implementation == "emulate" or (
-            self.implementation is None and accumulation != "f32"
-        ):
-            y = by_tiles(first, second)
-        elif accumulation != "f32":
-            raise NotImplementedError(
-                f"implementation='xla' does not support accumulation={accumulation!r}: it computes "
-                "real products, not models of them. Use implementation=None or 'emulate'."
-            )
-        elif self.implementation == "xla":
-            with note("cuda", "bf16: JAX's own ragged product"):
-                y = by_groups(first, second)
-        else:
-
-            def cuda(first: Operand, second: Operand) -> jax.Array:
-                with note("cuda", "bf16: no FP8 kernel for these groups on this GPU"):
-                    return by_groups(first, second)
-
-            y = lax.platform_dependent(first, second, cuda=cuda, default=by_tiles)
-        return y.astype(dtype)
-
-    def _by_tiles(
-        self,
-        kind: Kind,
-        first: Operand,
-        second: Operand,
-        how: Product,
-        accumulation: str,
-        group: jax.Array,
-    ) -> jax.Array:
+    def _by_tiles(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
         """One tile after the other, each an ordinary product; f32."""
         (_, height, k), (groups, _, n) = self.shapes
-        f32 = np.dtype(np.float32)
-        dot = Dot((((1,), (0,)), ((), ())), ((height, k), (k, n)), (f32, f32, f32), "emulate")
+        group, f32 = self.group, np.dtype(np.float32)
+        dot = Dot(((height, k), (k, n)), (f32, f32, f32), (((1,), (0,)), ((), ())), "emulate")
         tiles, others = _Stack(first), _Stack(second)
-        product = lambda a, b: dot.multiply(kind, a, b, how, accumulation, ())
+        product = lambda a, b: dot.multiply(kind, a, b, sums)
         indices = jnp.arange(group.shape[0])
         if kind != "wgrad":
             return lax.map(lambda i: product(tiles[i], others[group[i]]), indices)
@@ -131,9 +107,7 @@ class GroupedDot(Operation):
         zeros, *_ = same_varying_axes((zeros, first, second, group))
         return lax.scan(add, zeros, indices)[0]
 
-    def _by_groups(
-        self, kind: Kind, first: Operand, second: Operand, group: jax.Array, sizes: jax.Array
-    ) -> jax.Array:
+    def _by_groups(self, kind: Kind, first: Operand, second: Operand) -> jax.Array:
         """JAX's own ragged product, over all tiles of a group at once; f32."""
         in_sum, in_second_sum = {
             "fprop": ((2,), (1,)),
@@ -143,8 +117,8 @@ class GroupedDot(Operation):
         factors: list[jax.Array] = []
         precision = None
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
-            if not _varies_along(first, in_sum) and not _varies_along(second, in_second_sum):
-                factors = _factors(kind, first, second, group)
+            if not varies_along(first, in_sum) and not varies_along(second, in_second_sum):
+                factors = _factors(kind, first, second, self.group)
                 # Every stored value is a bf16 value, so the tensor cores of bf16 are exact.
                 first, second = (decode(q.data).astype(jnp.bfloat16) for q in (first, second))
         if isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
@@ -160,14 +134,14 @@ class GroupedDot(Operation):
         y = lax.ragged_dot_general(
             first,
             second,
-            sizes,
+            self.padded_sizes,
             lax.RaggedDotDimensionNumbers((sums, ([], [])), [0], [] if kind == "wgrad" else [0]),
             precision=precision,
             preferred_element_type=jnp.float32,
         )
         if kind != "wgrad":
             # Nobody says what a ragged product has in the rows of tiles that are not needed.
-            needed = jnp.arange(y.shape[0])[:, None] < jnp.sum(sizes)
+            needed = jnp.arange(y.shape[0])[:, None] < jnp.sum(self.padded_sizes)
             y = jnp.where(needed, y, 0.0).reshape(tiles, height, y.shape[-1])
         for factor in factors:
             y = y * factor
@@ -186,11 +160,6 @@ def _factors(
     if kind != "wgrad":
         of_columns = (s[group] if s.ndim and s.shape[0] > 1 else s for s in of_columns)
     return scale_products(tuple(of_rows), tuple(of_columns))
-
-
-def _varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
-    shape = scale_shape_of(q)
-    return bool(shape) and any(shape[d] != 1 for d in dims)
 
 
 class _Stack:

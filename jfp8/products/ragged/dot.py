@@ -18,23 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import SMALL_PRODUCT, Implementation, check_implementation
+from jfp8.matmul.choice import Implementation, grouped_kernels
 from jfp8.matmul.job import scale_shape_of
 from jfp8.products.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
-from jfp8.products.operation import Observed, Operand, Operation
+from jfp8.products.operation import How, Observed, Operand, State
 from jfp8.products.ragged.by_kernels import GroupedKernels, why_not_grouped_kernels
 from jfp8.products.ragged.by_tiles import GroupedDot
 from jfp8.products.ragged.tiles import lay_out, take_rows
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.bits import decode
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.device import current_gpu
 
 # Rows of a tile, where the recipe leaves it open: enough for the matrix units, and for groups much
 # smaller than that, no more than a quarter of what a group has on average.
@@ -100,84 +98,46 @@ def scaled_ragged_dot(
     >>> [round(y) for y in scaled_ragged_dot(x, w, jnp.array([3, 1]))[:, 0].tolist()]
     [2, 2, 2, 6, 0]
     """
-    y, _ = observed_ragged_dot(
-        lhs,
-        rhs,
-        group_sizes,
-        recipe=recipe,
-        state=state,
-        sink=sink,
-        key=key,
-        preferred_element_type=preferred_element_type,
-        implementation=implementation,
-    )
-    return y
+    how, states = How(recipe, implementation), State(state, sink, key)
+    result = {"preferred_element_type": preferred_element_type}
+    return observed_ragged_dot(lhs, rhs, group_sizes, how, states, **result)[0]
 
 
 def observed_ragged_dot(
     lhs: jax.typing.ArrayLike,
     rhs: jax.typing.ArrayLike | ScaledArray,
     group_sizes: jax.typing.ArrayLike,
+    how: How,
+    state: State,
     *,
-    recipe: Recipe,
-    state: dict[str, AmaxState] | None = None,
-    sink: jax.Array | None = None,
-    key: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    implementation: Implementation = None,
 ) -> tuple[jax.Array, Observed]:
     """`scaled_ragged_dot`, and the amaxes it saw on the way; they have no gradient."""
-    check_recipe(recipe)
-    check_implementation(implementation)
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     sizes = _check_group_sizes(lhs, rhs, group_sizes)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
-    return _observed(recipe, implementation, out_dtype, lhs, rhs, sizes, state, sink, key)
+    return _observed(how, out_dtype, lhs, rhs, sizes, state)
 
 
 # Compiled in one piece also where nothing around it is: it consists of very many operations.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _observed(recipe, implementation, out_dtype, lhs, rhs, sizes, state, sink, key):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _observed(how, out_dtype, lhs, rhs, sizes, state):
+    recipe, implementation = how.recipe, how.implementation
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     m, (groups, _, n) = lhs.shape[0], rhs.shape
     lhs, rhs, sizes = same_varying_axes((lhs, rhs, sizes))
     rhs, scales = _frozen_groups(rhs, recipe)
-    by_kernels = _by_kernels(recipe, implementation, m, rhs)
+    why_not = functools.partial(why_not_grouped_kernels, recipe, rhs)
+    by_kernels = grouped_kernels(why_not, (m, n, rhs.shape[1]), implementation)
     tiles = lay_out(sizes, m, _TILE if by_kernels else _tile_height(recipe, m, groups))
     rows = take_rows(lhs, tiles.rows, tiles.slots)
     kind = GroupedKernels if by_kernels else GroupedDot
-    operation: Operation = kind((rows.shape, rhs.shape), dtypes, implementation)
-    y, observed = multiply_quantized(
-        operation,
-        rows,
-        rhs,
-        tiles.group,
-        tiles.padded_sizes,
-        *scales,
-        recipe=recipe,
-        state=state,
-        sink=sink,
-        key=key,
+    operation = kind(
+        (rows.shape, rhs.shape), dtypes, implementation, tiles.group, tiles.padded_sizes, scales
     )
+    y, observed = multiply_quantized(operation, rows, rhs, recipe, state)
     y = take_rows(y.reshape(tiles.rows.size, n), tiles.slots, tiles.rows.reshape(-1))
     return y, observed
-
-
-def _by_kernels(recipe: Recipe, implementation: Implementation, m: int, rhs: Operand) -> bool:
-    """Whether the Pallas kernels for Hopper compute the product, or an error."""
-    if implementation not in (None, "mosaic_gpu"):
-        return False
-    gpu = current_gpu()
-    reason = why_not_grouped_kernels(recipe, rhs, gpu)
-    if implementation is None:
-        _, k, n = rhs.shape
-        return gpu is not None and reason is None and m * k * n >= SMALL_PRODUCT
-    if reason is not None:
-        raise NotImplementedError(
-            f"implementation='mosaic_gpu' does not support {reason}. "
-            "Use implementation=None or 'emulate'."
-        )
-    return True
 
 
 def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Array:
@@ -212,7 +172,7 @@ def _tile_height(recipe: Recipe, m: int, groups: int) -> int:
     It makes no difference to the numbers but in the order of f32 sums, unless they depend on how
     far a sum goes: then it is 128.
     """
-    products = recipe.products()
+    products = recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     along_rows = [q.block[1] for q in (fprop.lhs, dgrad.lhs) if q is not None and q.block]
     along_rows += [q.block[0] for q in (wgrad.lhs, wgrad.rhs) if q is not None and q.block]
@@ -228,24 +188,24 @@ def _tile_height(recipe: Recipe, m: int, groups: int) -> int:
     return -(-height // multiple) * multiple
 
 
-def _frozen_groups(rhs: Operand, recipe: Recipe) -> tuple[Operand, tuple[jax.Array, ...]]:
+def _frozen_groups(rhs: Operand, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
     """`rhs` as `multiply_quantized` takes it, and scales, one for each group, to use instead.
 
     A `ScaledArray` with a scale for each group goes there with a single one, which makes its amax
     that of the largest group, and is taken as it is where a recipe has no reason against that.
     """
     if not isinstance(rhs, ScaledArray):
-        return rhs, ()
-    products = recipe.products()
+        return rhs, None
+    products = recipe.resolved()
     uses = ((products.fprop, products.fprop.rhs), (products.dgrad, products.dgrad.rhs))
     fits = all(q is not None and q.fmt == rhs.format and p.rotation is None for p, q in uses)
     shape = scale_shape_of(rhs)
     if not fits or isinstance(rhs.scale, ScaledArray) or math.prod(shape[1:]) != 1:
-        return values_of(rhs), ()
+        return values_of(rhs), None
     if math.prod(shape) == 1:
-        return replace(rhs, scale=rhs.scale.reshape(()), block=None), ()
+        return replace(rhs, scale=rhs.scale.reshape(()), block=None), None
     if shape[0] != rhs.shape[0]:
-        return values_of(rhs), ()
+        return values_of(rhs), None
     largest, stored = amax(scaled_values(rhs)), amax(decode(rhs.data))
     scale = jnp.where(stored > 0, largest / jnp.where(stored > 0, stored, 1.0), 1.0)
-    return replace(rhs, scale=scale, block=None), (lax.stop_gradient(rhs.scale),)
+    return replace(rhs, scale=scale, block=None), lax.stop_gradient(rhs.scale)

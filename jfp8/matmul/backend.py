@@ -1,0 +1,157 @@
+"""What a backend can, and the facts of a product by which one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jfp8.matmul.dimensions import free_dims, layout_of
+from jfp8.matmul.job import (
+    ACCUMULATIONS,
+    Job,
+    scale_dtype,
+    scale_shape_of,
+    varies_along,
+)
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.formats import FORMATS, Format
+from jfp8.tracing.device import Gpu
+
+Granularity = Literal["tensor", "rows", "blocks"]
+Blocks = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choice of a backend depends on. Each pair is that of lhs and of rhs.
+
+    Attributes:
+      formats: of the data.
+      scale_dtypes: that the scales of blocks are stored in.
+      scale_shapes: of the scales, for messages.
+      granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that leave the sum;
+        ``"blocks"``: an operand has scales that vary along it.
+      blocks: how many elements share a scale, along the sum and across it: ``(0, 0)`` if all do,
+        None if the operand is no matrix nor a batch of them, or has scales of two levels.
+      sizes: ``(m, n, k)``.
+      accumulation: see `scaled_matmul`.
+    """
+
+    formats: tuple[Format, Format]
+    scale_dtypes: tuple[np.dtype, np.dtype]
+    scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    granularity: Granularity
+    blocks: tuple[Blocks | None, Blocks | None]
+    sizes: tuple[int, int, int]
+    accumulation: str
+
+
+def facts_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> Facts:
+    """The facts of a product of two operands at hand."""
+    contract, batch = job.dimension_numbers
+    shapes = scale_shape_of(lhs), scale_shape_of(rhs)
+    granularity: Granularity = "tensor"
+    if any(shapes) or any(isinstance(q.scale, ScaledArray) for q in (lhs, rhs)):
+        granularity = "rows"
+    if varies_along(lhs, contract[0]) or varies_along(rhs, contract[1]):
+        granularity = "blocks"
+    return Facts(
+        formats=(lhs.format, rhs.format),
+        scale_dtypes=(scale_dtype(lhs), scale_dtype(rhs)),
+        scale_shapes=shapes,
+        granularity=granularity,
+        blocks=(_block(lhs, contract[0], batch[0]), _block(rhs, contract[1], batch[1])),
+        sizes=layout_of(lhs.shape, rhs.shape, job.dimension_numbers).sizes,
+        accumulation=job.accumulation,
+    )
+
+
+def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) -> Blocks | None:
+    """How many elements of a matrix share a scale along the sum and across it; see `Facts`."""
+    shape = scale_shape_of(q)
+    if len(contract) != 1 or len(batch) > 1 or q.ndim != len(batch) + 2:
+        return None
+    if isinstance(q.scale, ScaledArray):
+        return None
+    if not shape:
+        return 0, 0
+    if any(shape[d] not in (1, q.shape[d]) for d in batch):
+        return None
+    (free,) = free_dims(q.ndim, contract, batch)
+    return q.block_sizes()[contract[0]], q.block_sizes()[free]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to multiply two `ScaledArray`s, and what it can.
+
+    Attributes:
+      name: how it is asked for, and called in reports.
+      multiply: ``multiply(lhs, rhs, job)``. It holds no policy, and need not look at what the
+        fields below exclude.
+      formats: of operands.
+      granularities: of scales, see `Facts`.
+      blocks: of scales that vary along the sum, ``(along it, across it)``; empty: any.
+      multiples: whether it takes larger blocks as several of `blocks`.
+      scale_dtype: that scales have to be stored in; None: any.
+      accumulations: that it can be asked for.
+      why_not_e5m2: why it is not chosen to multiply e5m2 by e5m2, if it is not.
+      first_for: the granularities for which it is better than those that stand before it.
+      gpus: major compute capability of the GPUs that it is for; None: any.
+      why_not_on: why it does not run on a GPU; None if it does. None is taken for one of `gpus`.
+    """
+
+    name: str
+    multiply: Callable[[ScaledArray, ScaledArray, Job], jax.Array]
+    formats: frozenset[Format] = frozenset(FORMATS)
+    granularities: frozenset[Granularity] = frozenset(("tensor", "rows", "blocks"))
+    blocks: frozenset[Blocks] = frozenset()
+    multiples: bool = False
+    scale_dtype: Any = None
+    accumulations: tuple[str, ...] = ACCUMULATIONS
+    why_not_e5m2: str | None = None
+    first_for: frozenset[Granularity] = frozenset()
+    gpus: int | None = None
+    why_not_on: Callable[[Gpu | None], str | None] = lambda gpu: None
+
+    def why_not(self, facts: Facts, gpu: Gpu | None) -> str | None:
+        """What it cannot do of a product, on `gpu`; None if it can do it all."""
+        reason = self.why_not_on(gpu) or self.why_not_sums(facts.accumulation)
+        if reason is not None:
+            return reason
+        if not self.formats.issuperset(facts.formats):
+            return f"operands in {facts.formats[0].name} and {facts.formats[1].name}"
+        if self.scale_dtype is not None and any(d != self.scale_dtype for d in facts.scale_dtypes):
+            return f"scales that are not stored in {np.dtype(self.scale_dtype).name}"
+        shapes = "lhs scale {}, rhs scale {}".format(*facts.scale_shapes)
+        if facts.granularity not in self.granularities:
+            return f"scales that {_PLACES[facts.granularity]} ({shapes})"
+        if facts.granularity == "blocks" and not all(map(self._takes, facts.blocks)):
+            known = " and ".join(f"{across}x{along}" for along, across in sorted(self.blocks))
+            return f"scales that vary along the contraction in other blocks than {known} ({shapes})"
+        return None
+
+    def why_not_sums(self, accumulation: str) -> str | None:
+        """Why it does not round sums like that; None if it does."""
+        if accumulation in self.accumulations:
+            return None
+        return f"accumulation={accumulation!r}: it computes real products, not models of them"
+
+    def _takes(self, block: Blocks | None) -> bool:
+        if not self.blocks or block is None or not self.multiples:
+            return not self.blocks or block in self.blocks
+        along, across = block
+        return any(
+            along % a == 0 and (across == b or (b > 1 and across % b == 0)) for a, b in self.blocks
+        )
+
+
+_PLACES = {
+    "tensor": "are one for each operand",
+    "rows": "do not vary along the contraction",
+    "blocks": "vary along the contraction and so cannot leave the sum",
+}
