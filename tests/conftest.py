@@ -45,7 +45,8 @@ if importlib.util.find_spec("hypothesis"):
     reproducible = settings(
         derandomize=True, database=None, deadline=None, suppress_health_check=unhurried
     )
-    settings.register_profile("default", reproducible, max_examples=25)
+    settings.register_profile("default", reproducible, max_examples=8)
+    settings.register_profile("full", reproducible, max_examples=25)
     settings.register_profile("thorough", reproducible, max_examples=100)
     settings.load_profile("default")
 
@@ -81,7 +82,7 @@ def in_another_part(nodeid: str, part: str) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``representative(n)``: the first `n` cases of a test stand for the others, which are slow."""
+    """Marks as slow what `representative` tests leave out, and doctests; keeps one part of all."""
     seen: Counter[str] = Counter()
     for item in items:
         for mark in item.iter_markers("representative"):
@@ -89,6 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[test] += 1
             if seen[test] > mark.args[0]:
                 item.add_marker(pytest.mark.slow)
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker(pytest.mark.slow)
     part = config.getoption("--part")
     items[:] = [item for item in items if not in_another_part(item.nodeid, part)]
 

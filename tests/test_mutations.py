@@ -74,6 +74,7 @@ def test_the_bugs_are_many_and_everywhere(mutations):
     assert folders >= {f"jfp8/{room}" for room in rooms}
 
 
+@pytest.mark.slow
 def test_each_changes_one_place_and_leaves_python(mutations):
     for bug in mutations.BUGS:
         source = (SOURCES / bug.file).read_text()
@@ -82,6 +83,7 @@ def test_each_changes_one_place_and_leaves_python(mutations):
         assert ast.dump(ast.parse(planted)) != program_of(SOURCES / bug.file), bug.name
 
 
+@pytest.mark.slow
 def test_each_names_a_test_of_the_default_suite(mutations):
     for bug in mutations.BUGS:
         file, *path = bug.test.partition("[")[0].split("::")
@@ -103,6 +105,7 @@ def test_a_place_that_is_not_there_once_is_told(bug, checkout, old, times):
         bug(old, "").planted((checkout / "jfp8/__init__.py").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "test", "verdict", "by"),
     [
@@ -121,6 +124,7 @@ def test_only_a_test_that_fails_has_caught_a_bug(
     assert (checkout / "jfp8/__init__.py").read_text() == "HALF = 1 / 2\nTHIRD = 1 / 3\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("news", "code", "caught"), [({"1 / 2": "2"}, 0, 1), ({"1 / 2": "2", "1 / 3": "3"}, 1, 1)]
 )
@@ -134,6 +138,7 @@ def test_the_summary(mutations, bug, checkout, monkeypatch, capsys, news, code, 
     assert summary["not_caught"] == ["a_bug"] * (len(bugs) - caught)
 
 
+@pytest.mark.slow
 def test_tests_have_to_pass_without_a_bug(mutations, bug, checkout, monkeypatch, capsys):
     (checkout / "jfp8/__init__.py").write_text("HALF = 1 // 2\n")
     monkeypatch.setattr(mutations, "BUGS", [bug("1 // 2", "1 / 2")])
@@ -260,6 +265,7 @@ def test_a_seed_draws_the_same_each_time(random_mutants):
     assert random_mutants.mutants(sources, 10, seed=1) == drawn[:10]
 
 
+@pytest.mark.slow
 def test_a_random_bug_is_caught_or_survives(mutations, checkout, monkeypatch, capsys):
     (checkout / "jfp8/__init__.py").write_text(
         "def twice(x):\n    return x + x\n\n\ndef squared(x):\n    return x * x\n"

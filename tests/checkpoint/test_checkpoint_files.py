@@ -829,6 +829,7 @@ def test_every_damage_to_a_folder_is_refused(directory):
     assert "are not those" in folder_refusal(directory / "copy")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads
 def test_damaged_folders_without_checksums_end_in_a_value_error_or_a_state(directory):
     """As Orbax writes them by itself. Its own checks find some of the damage."""

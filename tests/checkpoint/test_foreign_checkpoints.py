@@ -106,6 +106,7 @@ def jfp8_model(length):
     return jfp8.convert(nn.Sequential(layers()), recipe, only=["layers_0"], exempt=())
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("length", [LENGTH, 3, 20])
 def test_flax_histories_newest_first(flax_run, length):
@@ -133,6 +134,7 @@ def test_flax_histories_newest_first(flax_run, length):
     assert float(fp8["lhs"]["amax_history"][0]) == x_amax
 
 
+@pytest.mark.slow
 def test_flax_scales_of_the_next_step(flax_run):
     """What Flax uses in its next step is what follows from the imported history."""
     _, after = flax_run

@@ -161,6 +161,7 @@ def adam_of(state):
 # The same on both sides
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ALL)
 def test_the_same_is_taken_over_bit_for_bit(name):
@@ -175,6 +176,7 @@ def test_the_same_is_taken_over_bit_for_bit(name):
     assert int(restored.step) == 3
 
 
+@pytest.mark.slow
 def test_shapes_are_target_enough():
     state, saved = saved_of("O2")
     target = jax.eval_shape(lambda x: x, fresh(OPTIMIZERS["O2"]))
@@ -183,6 +185,7 @@ def test_shapes_are_target_enough():
     assert_same(jax.tree.leaves(restored), jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_arrays_go_where_those_of_the_target_are():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     divided = NamedSharding(mesh, PartitionSpec("data"))
@@ -322,6 +325,7 @@ def test_the_step_under_way_is_kept():
     assert_same(restored["fp8_sink"], variables["fp8_sink"])
 
 
+@pytest.mark.slow
 def test_delayed_to_blocks_and_back():
     mx = jfp8.recipes.MXFP8BlockScaling()
     state, _ = trained(fresh())
@@ -418,6 +422,7 @@ def test_parameters_are_quantized_as_quantize_params_does(recipe, dtype):
     assert "become float32: params/layers_0/kernel, params/layers_2/kernel." in messages[0]
 
 
+@pytest.mark.slow
 def test_fp8_parameters_of_another_recipe_are_quantized_again():
     params = saved_plain()[0].params
     mx = jfp8.quantize_params(params, RECIPES["mxfp8"])

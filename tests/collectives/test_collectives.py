@@ -106,6 +106,7 @@ def test_the_mean_is_rounded_twice_and_summed_in_f32(fmt, dtype, largest, check_
     np.testing.assert_array_equal(result, expected if check_vma else np.tile(expected, (N, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("block", [32, 100, 256])
 def test_blocks_of_other_sizes(block):
@@ -116,6 +117,7 @@ def test_blocks_of_other_sizes(block):
     np.testing.assert_array_equal(np.asarray(result)[0], expected)
 
 
+@pytest.mark.slow
 def test_every_size_is_padded_and_cut_right():
     sizes = (34, 127, 128, 129, 1023, 1024, 1025, 8 * 128 * 3 + 5)
     tree = {size: integers(size, seed=size) for size in sizes}
@@ -125,6 +127,7 @@ def test_every_size_is_padded_and_cut_right():
         np.testing.assert_array_equal(result[size], np.tile(expected, (N, 1)))
 
 
+@pytest.mark.slow
 def test_all_devices_get_the_same_bits():
     x = gaussian(20000)
     for options in ({}, {"rounding": "stochastic", "key": jax.random.key(0)}):
@@ -133,11 +136,13 @@ def test_all_devices_get_the_same_bits():
         assert np.abs(result).max() > 1
 
 
+@pytest.mark.slow
 def test_iid_gaussian_gradients_keep_28_decibels():
     x = gaussian(65536)
     assert decibels(x.astype(np.float64).mean(0), on_devices(pmean)(x)[0]) >= 28
 
 
+@pytest.mark.slow
 def test_heavy_tailed_gradients_of_varying_magnitude_keep_40_decibels():
     """The energy is in the largest elements of blocks, which the scales of blocks keep exact."""
     rng = np.random.default_rng(0)
@@ -162,6 +167,7 @@ def heavy_tails(rng):
     return shared * (1 + 0.5 * rng.normal(size=(N, 65536)))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "gradients",
@@ -187,6 +193,7 @@ def test_the_finest_formats_keep_40_decibels(gradients):
     assert gradients is not heavy_tails or fine < 40
 
 
+@pytest.mark.slow
 def test_the_finest_formats_send_as_much_as_one():
     x = jnp.zeros((N, 65536))
     found = collective_bytes(on_devices(lambda x: collectives.pmean(x, "d")).lower(x).compile())
@@ -203,6 +210,7 @@ def test_every_code_of_e2m5():
     assert np.nanmax(values) == collectives.E2M5.max
 
 
+@pytest.mark.slow
 def test_magnitudes_of_blocks_cost_nothing():
     """What scales do: the error of a block does not depend on that of other blocks."""
     x = gaussian(65536)
@@ -212,6 +220,7 @@ def test_magnitudes_of_blocks_cost_nothing():
     np.testing.assert_array_equal(mean(x * magnitude)[0], mean(x)[0] * magnitude)
 
 
+@pytest.mark.slow
 def test_bytes_are_a_quarter_of_f32_in_one_exchange_and_one_gather():
     x = {"w": jnp.zeros((N, 512, 384)), "b": jnp.zeros((N, 384))}
     compiled = on_devices(pmean).lower(x).compile()
@@ -236,6 +245,7 @@ def test_trap_f8_on_the_wire_is_widened_inside_of_a_loop_too():
     assert found.total == 3 * 2 * 7 / 8 * 512 * 132
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("bad", "fmt", "check_vma"),
@@ -258,11 +268,13 @@ def test_trap_what_is_not_finite_on_one_device_reaches_all(bad, fmt, check_vma):
     np.testing.assert_array_equal(result[:, elsewhere], np.tile(clean[elsewhere], (len(result), 1)))
 
 
+@pytest.mark.slow
 def test_a_sum_beyond_f32_shows():
     x = np.full((N, 4096), 3e38, np.float32)
     assert not np.isfinite(on_devices(pmean)(x)).any()
 
 
+@pytest.mark.slow
 def test_trap_saturation_when_devices_agree():
     """Sums of codes saturate when all devices hold the same; sums in f32 do not."""
     x = np.tile(integers(4096)[:1], (N, 1))
@@ -271,6 +283,7 @@ def test_trap_saturation_when_devices_agree():
     np.testing.assert_array_equal(result[::2], x[0, ::2])
 
 
+@pytest.mark.slow
 def test_trap_a_small_gradient_keeps_its_precision_beside_a_large_one():
     """No block crosses from one leaf into the next."""
     x = {"a": 1e6 * gaussian(1000), "b": 1e-6 * gaussian(1000, 1), "c": 1e6 * gaussian(1000, 2)}
@@ -279,6 +292,7 @@ def test_trap_a_small_gradient_keeps_its_precision_beside_a_large_one():
         assert decibels(leaf.astype(np.float64).mean(0), result[name][0]) > 27, name
 
 
+@pytest.mark.slow
 def test_zeros_stay_zero_and_have_their_sign():
     x = np.zeros((N, 8192), np.float32)
     np.testing.assert_array_equal(on_devices(pmean)(x), x)
@@ -293,6 +307,7 @@ def stochastic(draws: int, f):
     return on_devices(all_draws)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, collectives.FINEST])
 def test_stochastic_rounding_is_unbiased_over_draws(fmt):
@@ -348,6 +363,7 @@ def test_small_trees_are_averaged_in_f32():
             assert near > 120 if exact or name == "more" else 25 < near < 60
 
 
+@pytest.mark.slow
 def test_leaves_too_small_for_a_block_travel_in_f32():
     """A bias of 8 elements would be 132 bytes as a block, and 32 as it is."""
     small = {f"b{i}": gaussian(8, i) for i in range(40)}
@@ -366,6 +382,7 @@ def test_never_more_bytes_than_f32():
     assert found.total <= 2 * 7 / 8 * 130 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @both_modes
 def test_several_axes(check_vma):
@@ -404,6 +421,7 @@ def test_16_bit_gradients_keep_their_dtype_and_sum_in_f32(dtype):
         assert decibels(np.asarray(leaf, np.float64).mean(0), result[name][0]) > 28
 
 
+@pytest.mark.slow
 def test_what_is_not_floating_is_left_to_lax():
     tree = {"w": gaussian(8192), "count": np.arange(N * 300).reshape(N, 300)}
     result = on_devices(pmean)(tree)
@@ -413,6 +431,7 @@ def test_what_is_not_floating_is_left_to_lax():
     assert (np.asarray(expected) != 0).any()
 
 
+@pytest.mark.slow
 @both_modes
 def test_empty_trees_and_leaves(check_vma):
     """JAX 0.11.2 crashes while it compiles such an all-reduce."""
@@ -432,6 +451,7 @@ def test_what_does_not_vary_is_its_own_mean():
     assert collective_bytes(jax.jit(same).lower(w).compile()).collectives == ()
 
 
+@pytest.mark.slow
 def test_leaves_that_vary_over_different_axes():
     """The mean of what is shared along another axis is shared along it, too."""
     x = integers(8192, n=4)
@@ -543,6 +563,7 @@ def test_reduce_scatter_keeps_the_dtype_and_sums_16_bits_in_f32():
         np.testing.assert_array_equal(result, np.full((N, 1024), 60000, np.float16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_reduce_scatter_and_all_gather_keep_what_is_not_finite(bad):
     x = gaussian(8192)
@@ -583,6 +604,7 @@ def test_all_gather_sends_bytes_and_keeps_the_dtype():
     np.testing.assert_array_equal(whole[3], np.arange(N * 4).reshape(N, 4))
 
 
+@pytest.mark.slow
 def test_axes_of_vmap_and_pmap():
     x = integers(6000)
     expected = rounded(rounded(x).sum(0) / np.float32(N))
@@ -591,6 +613,7 @@ def test_axes_of_vmap_and_pmap():
         np.testing.assert_array_equal(result, np.tile(expected, (N, 1)))
 
 
+@pytest.mark.slow
 def test_explicit_axes():
     mesh = jax.make_mesh((N,), ("d",), axis_types=(AxisType.Explicit,))
     x = integers(6000)

@@ -253,6 +253,7 @@ def case(request):
     return MODELS[request.param]
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_fp8_forward_and_backward(name):
@@ -265,6 +266,7 @@ def test_every_product_is_fp8_forward_and_backward(name):
         assert stock["plain"] == n
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", [n for n in MODELS if n not in ("jit", "remat", "stacked")])
 def test_parameters_are_those_of_the_model_and_histories_move(name):
@@ -458,6 +460,7 @@ def test_methods(setup_model):
         )
 
 
+@pytest.mark.slow
 def test_bind_and_unbind(setup_model):
     model, variables = setup_model
     bound = model.bind(variables)
@@ -488,6 +491,7 @@ def test_bind_uses_histories_of_lifted_layers(name):
     )
 
 
+@pytest.mark.slow
 def test_init_with_output(setup_model):
     model, _ = setup_model
     y, variables = model.init_with_output(KEY, X)
@@ -560,6 +564,7 @@ def test_patterns_begin_at_the_converted_part():
     assert set(jax.eval_shape(model.init, KEY, X)["fp8"]["inner"]) == {"Dense_0", "Dense_2"}
 
 
+@pytest.mark.slow
 def test_converted_parts_with_recipes_of_their_own():
     class Two(nn.Module):
         a: nn.Module
@@ -591,6 +596,7 @@ def converted_layers(model, *inputs, **kwargs) -> set[str]:
 EVERYTHING = {"Conv_0", "Conv_1", "Conv_2", "Dense_0"}
 
 
+@pytest.mark.slow
 @pytest.mark.representative(8)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
@@ -669,6 +675,7 @@ def test_an_einsum_that_gets_its_equation_with_the_call():
     assert converted_layers(Model(), X) == {"Einsum_0"}
 
 
+@pytest.mark.slow
 def test_tied_logits_and_logits_with_a_bias_of_their_own():
     class Tied(nn.Module):
         @nn.compact
@@ -693,6 +700,7 @@ class OwnProduct(nn.Module):
         return own_dot_general(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{"dot_general": own_dot_general}, {"dot_general_cls": OwnProduct}]
 )
@@ -710,6 +718,7 @@ def test_a_layer_with_a_product_of_its_own_keeps_it(given):
     np.testing.assert_array_equal(alone.apply(variables, X), 2 * nn.Dense(8).apply(variables, X))
 
 
+@pytest.mark.slow
 def test_layers_of_jfp8_keep_recipe_and_implementation():
     model = nn.Sequential(
         [
@@ -737,6 +746,7 @@ def has_f8_dot(model, variables) -> bool:
     return any("dot_general" in t and "f8E4M3FN>" in t.split("->")[0] for t in text.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("attention_products", [False, True])
 def test_attention_products(attention_products):
@@ -759,6 +769,7 @@ def test_attention_products(attention_products):
         assert_histories_moved(trained(converted, variables, SEQUENCES).fp8, 4 + n)
 
 
+@pytest.mark.slow
 def test_modules_named_like_operands():
     class Gated(nn.Module):
         def setup(self):
@@ -789,6 +800,7 @@ def test_subclasses_of_layers():
     assert converted_layers(Model(), X, only=nn.Dense) == {"Dense_0", "Scaled_0"}
 
 
+@pytest.mark.slow
 def test_boxed_parameters():
     class Model(nn.Module):
         @nn.compact
@@ -825,6 +837,7 @@ def test_layers_stacked_along_another_axis():
     assert products(converted, X)["fprop"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [nn.WeightNorm])
 def test_functions_of_parameters_do_not_see_the_state(norm):
     class Model(nn.Module):
@@ -842,6 +855,7 @@ def test_functions_of_parameters_do_not_see_the_state(norm):
 # Values, caches and errors.
 
 
+@pytest.mark.slow
 def test_the_original_is_untouched():
     model = Compact()
     before = products(model, X)
@@ -871,6 +885,7 @@ def test_models_are_values():
     assert make(8).copy() == make(8)
 
 
+@pytest.mark.slow
 def test_converting_again_replaces_the_recipe():
     once = jfp8.convert(Compact(), DELAYED)
     assert jfp8.convert(once, CURRENT) == jfp8.convert(Compact(), CURRENT)
@@ -889,6 +904,7 @@ class Jitted(nn.Module):
         return nn.Dense(3)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("model", [Compact(), Jitted()], ids=["compact", "nn.jit"])
 def test_no_trace_of_another_recipe_is_used(model):

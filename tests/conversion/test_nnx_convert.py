@@ -86,6 +86,7 @@ IN_A_LAYER = [f"attention/{name}" for name in ("query", "key", "value", "out")] 
 # What is listed, and what is asked for.
 
 
+@pytest.mark.slow
 def test_layers_in_the_order_of_definition():
     model = LanguageModel(nnx.Rngs(0))
     found = layers_of(model)
@@ -129,6 +130,7 @@ def test_containers():
     assert 1e-3 < np.linalg.norm(y - reference) / np.linalg.norm(reference) < 0.15
 
 
+@pytest.mark.slow
 def test_decide_is_asked_for_each_layer_and_obeyed():
     model, asked = Block(nnx.Rngs(0)), []
 
@@ -183,6 +185,7 @@ def test_layers_that_are_none():
 # What comes out.
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("made_by", ["constructor", "nnx.jit"])
 def test_it_is_the_hand_made_model_and_the_original_is_untouched(made_by):
@@ -219,6 +222,7 @@ def test_it_is_the_hand_made_model_and_the_original_is_untouched(made_by):
     np.testing.assert_array_equal(call(model, x), reference)
 
 
+@pytest.mark.slow
 def test_checkpoints_interchange():
     model, x = LanguageModel(nnx.Rngs(0)), jnp.arange(6).reshape(1, 6)
     converted = convert_module(LanguageModel(nnx.Rngs(1)), everything)
@@ -232,6 +236,7 @@ def test_checkpoints_interchange():
     assert nnx.to_pure_dict(nnx.state(back)).keys() == saved.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "layer",

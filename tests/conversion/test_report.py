@@ -99,6 +99,7 @@ def test_an_unconverted_model_has_no_fp8():
     }
 
 
+@pytest.mark.slow
 def test_gradients_are_counted_where_the_input_has_parameters_before_it():
     r = report(jfp8.convert(Mlp(), DelayedScaling(), exempt=()), X)
     assert counted(r, "path", "kind", "recipe") == {
@@ -173,6 +174,7 @@ def test_loops_in_loops_multiply():
     assert {row.path for row in r.rows} == {"outer/inner/dense"}
 
 
+@pytest.mark.slow
 def test_rematerialised_products_run_again():
     class Model(nn.Module):
         @nn.compact
@@ -186,6 +188,7 @@ def test_rematerialised_products_run_again():
     assert found["Dense_0", "forward"] == 1
 
 
+@pytest.mark.slow
 def test_vmap_multiplies_flops():
     class Experts(nn.Module):
         @nn.compact
@@ -281,6 +284,7 @@ class Raw(nn.Module):
         return jnp.dot(x, w)  # RAW 3
 
 
+@pytest.mark.slow
 def test_raw_products_are_listed_with_their_place_and_never_as_fp8():
     r = report(jfp8.convert(Raw(), DelayedScaling()), X)
     assert {row.path for row in r.rows if row.fp8} == {"Dense_0"}
@@ -305,6 +309,7 @@ def test_products_of_quantized_values_in_the_users_own_code_are_not_fp8():
     assert report(Fake(), X).fp8_fraction == 0
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
 def test_remat_in_a_loop_brings_constants_as_large_as_operands(name):
@@ -368,6 +373,7 @@ def test_products_of_the_library_itself_are_not_blamed_on_its_files():
     assert all(reason.startswith(NO_LAYER) and "moe.py" not in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_why_layers_are_not_converted():
     class Own(nn.Module):
         @nn.compact
@@ -398,6 +404,7 @@ def test_disabled_region():
     assert reasons["layers_0"] == reasons["layers_1"] == "FP8 is disabled in this region"
 
 
+@pytest.mark.slow
 def test_region():
     model = nn.Sequential([nn.Dense(8), jfp8.Dense(8), jfp8.Dense(8, recipe=RowwiseScaling())])
     variables = jax.eval_shape(model.init, KEY, X)
@@ -425,6 +432,7 @@ def test_a_product_counts_as_fp8_only_if_both_operands_are_narrow():
     assert (wgrad[-1].lhs, wgrad[-1].rhs) == ("f32[4,8]", "f32[4,16]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["lhs", "rhs"])
 def test_one_operand_in_high_precision_beside_scales_that_are_narrow(half):
     """The E8M0 scales of the other operand are no operand."""
@@ -466,6 +474,7 @@ def test_flops_are_those_of_the_product_whatever_computes_it(recipe, operands):
     assert r.fp8_fraction == 1
 
 
+@pytest.mark.slow
 def test_arrays_and_shapes_give_the_same_report():
     model = jfp8.convert(Mlp(), DelayedScaling())
     variables = jax.jit(model.init)(KEY, X)
@@ -477,6 +486,7 @@ def test_arrays_and_shapes_give_the_same_report():
     assert expected.fp8_fraction > 0.5
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind():
     """The notes of a report are not in what is traced after it, nor reused from before it."""
     model = jfp8.convert(Mlp(), CURRENT)

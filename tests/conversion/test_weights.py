@@ -38,6 +38,7 @@ def leaves_by_path(tree):
     return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
 
 
+@pytest.mark.slow
 def test_kernels_become_bytes_and_a_scale_and_nothing_else_changes():
     params = Mlp().init(KEY, X)["params"]
     before, after = leaves_by_path(params), leaves_by_path(jfp8.quantize_params(params))
@@ -67,6 +68,7 @@ def test_a_converted_model_gives_the_same_numbers_from_fp8_weights(name):
     assert 1e-3 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.5
 
 
+@pytest.mark.slow
 def test_exempt_layers_compute_with_the_values_of_fp8_weights():
     model = jfp8.convert(Mlp(), exempt="*")
     params = jfp8.quantize_params(Mlp().init(KEY, X)["params"])
@@ -87,6 +89,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
 def test_every_layer_takes_them(case):
@@ -144,6 +147,7 @@ def test_fine_tuning_moves_what_is_left():
     assert loss(free) < 0.9 * before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("array", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 def test_bf16_checkpoints(array):
     """As a checkpoint is read, too: arrays of numpy have a `.data`, which is a buffer."""

@@ -188,6 +188,7 @@ def test_nothing_is_wrong_with_a_good_language_model(name):
     assert len({row.name for row in rows}) >= 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_steps_that_differ_a_lot_are_no_fault(seed):
     """Delayed scaling that saturates single values in single steps, as it does in trainings."""
@@ -252,6 +253,7 @@ def test_a_branch_whose_gradient_dies():
     assert report(mended).findings == ()
 
 
+@pytest.mark.slow
 def test_a_loss_scale_that_is_too_large():
     advice = report(train(TOOLKIT, 5, loss_scale=2.0**32))
     finding = first(advice)
@@ -318,6 +320,7 @@ def test_an_empty_history():
     assert {"Dense_0 lhs", "Dense_1 lhs"} <= tensors(advice.findings)
 
 
+@pytest.mark.slow
 def test_a_history_that_forgets_too_soon():
     """Every sixth batch is 16 times as large, and the history holds 3 steps."""
     recipe = recipes.DelayedScaling(amax_history_len=3)
@@ -378,6 +381,7 @@ def test_a_weight_that_is_nan():
     assert finding.remedy.startswith("The weight itself is not finite")
 
 
+@pytest.mark.slow
 def test_a_gradient_that_overflows():
     finding = first(
         report(train(recipes.Float8CurrentScaling(), 4, loss_scale=2.0**127, factor=1e3))
@@ -657,6 +661,7 @@ def test_errors_say_what_to_pass(rows):
         report([], products="model")
 
 
+@pytest.mark.slow
 def test_thousands_of_rows_take_no_time():
     bad = {1: 400, **{-e: 6 for e in range(20, 120)}}
     rows = [

@@ -35,6 +35,7 @@ def one(instruction: str, **where: str) -> Collective:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("collective", "op", "out", "sent"),
     [

@@ -68,6 +68,7 @@ def test_steps_that_are_not_sampled_run_the_given_program():
     assert len(calls) == 2  # traced once with statistics, and once without
 
 
+@pytest.mark.slow
 def test_no_step_waits_for_the_host():
     """What a sample measures is fetched when the next one has been started, or is asked for."""
     state, step, batches = setup()

@@ -116,6 +116,7 @@ def test_current_scaling_against_ml_dtypes():
     assert rows[2].amax == 1.0
 
 
+@pytest.mark.slow
 def test_unscaled_overflow_counts_what_saturates_only():
     """Up to half an ulp above the largest value, a cast rounds to it as it should."""
     x = np.array([[448.0, 463.0, 464.0, 465.0, 1e6, -1e6, 2.0**-10, 2.0**-9]], np.float32)
@@ -128,6 +129,7 @@ def test_unscaled_overflow_counts_what_saturates_only():
     check(row, x, 1.0)
 
 
+@pytest.mark.slow
 def test_nonfinite_elements_are_counted_and_left_out_of_the_rest():
     x = normal((16, 8))
     x[3, 2], x[4, 4], x[5, 5] = np.inf, -np.inf, np.nan
@@ -139,6 +141,7 @@ def test_nonfinite_elements_are_counted_and_left_out_of_the_rest():
     check(row, x, 1.0)
 
 
+@pytest.mark.slow
 def test_a_tie_above_the_largest_value_goes_to_the_even_side():
     x = np.array([[57344.0, 61439.0, 61440.0, 61441.0]], np.float32)
     recipe = jfp8.recipes.DirectE5M2()
@@ -146,6 +149,7 @@ def test_a_tie_above_the_largest_value_goes_to_the_even_side():
     assert only(seen.rows(), "lhs").overflow == 2 / 4
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1.0, 1e25])
 def test_squares_neither_overflow_nor_vanish(magnitude):
@@ -156,6 +160,7 @@ def test_squares_neither_overflow_nor_vanish(magnitude):
     assert 25 < row.sqnr < 40
 
 
+@pytest.mark.slow
 def test_zeros_have_no_exponent_and_no_noise():
     _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(
         np.zeros((4, 8), np.float32), normal((8, 4))
@@ -166,6 +171,7 @@ def test_zeros_have_no_exponent_and_no_noise():
     assert math.isnan(row.sqnr)
 
 
+@pytest.mark.slow
 def test_block_scales_have_a_range_and_one_headroom():
     x = normal((64, 64)) * np.logspace(-6, 0, 64, dtype=np.float32)[:, None]
     recipe = jfp8.recipes.MXFP8BlockScaling()
@@ -183,6 +189,7 @@ def test_block_scales_have_a_range_and_one_headroom():
     assert fprop.sqnr == pytest.approx(sqnr, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_two_level_scales():
     x = normal((32, 64))
     _, seen = stats_of(jfp8.recipes.NVFP4BlockScaling())(x, normal((64, 32), 1))
@@ -192,6 +199,7 @@ def test_two_level_scales():
     assert 17 < row.sqnr < 24  # of normal data in 16-blocks of four bits
 
 
+@pytest.mark.slow
 def test_rows_and_columns_have_a_row_each():
     x = normal((16, 32))
     x[3] *= 100
@@ -201,11 +209,13 @@ def test_rows_and_columns_have_a_row_each():
     assert by_column.scale_min > by_row.scale_min * 3  # every column has an outlier
 
 
+@pytest.mark.slow
 def test_stochastic_results_of_products_are_seen_too():
     _, seen = stats_of(jfp8.recipes.Hybrid())(normal((16, 32)), normal((32, 8)))
     assert {"y", "d_lhs"} & {r.tensor for r in seen.rows()}
 
 
+@pytest.mark.slow
 def test_large_tensors_have_a_sampled_histogram_and_exact_sums():
     x = normal((512, 256))
     _, seen = stats_of(jfp8.recipes.Float8CurrentScaling())(x, normal((256, 8), 1))
@@ -283,6 +293,7 @@ def test_a_tap_alone_is_the_identity():
 # Where it is measured
 
 
+@pytest.mark.slow
 def test_every_tensor_of_every_layer_in_the_order_of_the_program():
     model, state = model_and_state()
     _, seen = jax.jit(jfp8.debug.stats(train_step(model)))(state, normal((16, 32)))
@@ -603,6 +614,7 @@ def test_functions_of_no_layer_have_rows_of_their_own():
     assert [r.tensor for r in seen.rows()] == ["lhs", "rhs", "lhs", "rhs"]
 
 
+@pytest.mark.slow
 def test_stats_are_a_pytree_of_arrays():
     recipe = jfp8.recipes.get("current")
     run = jax.jit(

@@ -57,6 +57,7 @@ def test_linen_totals():
     assert total.params_in_fp8 == Amount()
 
 
+@pytest.mark.slow
 def test_rows_hold_the_state_of_their_products():
     found = summary(Model(), variables())
     assert [row.path for row in found.rows] == [
@@ -116,6 +117,7 @@ def test_depth_adds_up_what_is_inside():
         assert sum(row.params.count for row in found.at_depth(depth)) == PARAMS
 
 
+@pytest.mark.slow
 def test_parameters_in_fp8_have_the_bytes_that_they_take():
     params = {"kernel": jnp.ones((64, 96)), "bias": jnp.zeros(96)}
     model = jfp8.Dense(96, recipe=jfp8.recipes.MXFP8BlockScaling())
@@ -148,6 +150,7 @@ def test_shapes_instead_of_arrays():
     assert summary(Model(), shapes) == summary(Model(), variables())
 
 
+@pytest.mark.slow
 def test_boxed_parameters():
     kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
 

@@ -85,6 +85,7 @@ def assert_three_f8_products(found, forward=E4M3, backward=E5M2, out="f32"):
         assert "accumulation_type = f32" in dot.algorithm
 
 
+@pytest.mark.slow
 @implementations
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_three_f8_products(dtype, implementation):
@@ -97,6 +98,7 @@ def test_three_f8_products(dtype, implementation):
     assert_three_f8_products(dots(lowered(f, *args)), out=out)
 
 
+@pytest.mark.slow
 @implementations
 def test_batched_products(implementation):
     numbers = (((2,), (1,)), ((0,), (0,)))
@@ -104,6 +106,7 @@ def test_batched_products(implementation):
     assert_three_f8_products(dots(lowered(f, *args)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "forward", "backward"),
     [
@@ -132,6 +135,7 @@ def test_trap_e5m2_by_e5m2_runs_in_bf16(recipe):
     assert {(d.lhs, d.rhs, d.out, d.algorithm) for d in products} == {("bf16", "bf16", "f32", None)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()],
@@ -184,6 +188,7 @@ def test_a_recipe_chooses_where_sums_may_be_fast(chosen, fast):
     assert [dot.fast for dot in dots(lowered(f, *args))] == fast
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
 @pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.RowwiseScaling()], ids=str)
 def test_other_accelerators_are_given_f8_and_no_algorithm(recipe, platform):
@@ -222,6 +227,7 @@ def layer_and_gradients(layer, collections, dtype=jnp.float32):
 COLLECTIONS = [("params",), ("params", "fp8"), ("params", "fp8", "fp8_sink")]
 
 
+@pytest.mark.slow
 @implementations
 @pytest.mark.parametrize("collections", COLLECTIONS, ids=len)
 def test_dense(collections, implementation):
@@ -230,6 +236,7 @@ def test_dense(collections, implementation):
     assert_three_f8_products(dots(lowered(f, *args)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [
@@ -247,6 +254,7 @@ def test_layers(layer):
     assert_three_f8_products(dots(lowered(f, *args)), out=out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda block: block, nn.remat], ids=["scan", "scan and remat"])
 def test_scanned_layers(wrap):
     """The loops hold one layer's products. Remat quantizes again, but repeats no product."""
@@ -285,6 +293,7 @@ def test_trap_presets_are_refused_on_cpu():
     assert len(dots(lowered(f, x))) == 1  # and this is how CUDA sees it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [None, "xla", "emulate"])
 def test_cpu_lowering_names_no_algorithm_and_runs(implementation):
     f, args = product_and_gradients(implementation=implementation)

@@ -125,6 +125,7 @@ KEYS, VALUES = normal((2, 5, 12), 1), normal((2, 5, 10), 2)
 # Drop-in.
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "options",
@@ -155,6 +156,7 @@ def test_parameters_are_those_of_flax(options):
     assert cosine(y, expected) > 1 - bound**2 / 2
 
 
+@pytest.mark.slow
 def test_decoding_step_by_step_is_that_of_flax():
     options = {"num_heads": 2, "decode": True}
     layers = MultiHeadDotProductAttention(**options), nn.MultiHeadDotProductAttention(**options)
@@ -172,6 +174,7 @@ def test_decoding_step_by_step_is_that_of_flax():
     assert relative_error(ours["cached_key"], theirs["cached_key"]) < 0.06
 
 
+@pytest.mark.slow
 def test_dropout_draws_as_in_flax():
     options = {"num_heads": 2, "dropout_rate": 0.5, "use_bias": False}
     stock = nn.MultiHeadDotProductAttention(**options)
@@ -185,6 +188,7 @@ def test_dropout_draws_as_in_flax():
     assert relative_error(y, apply(ours, params, X, deterministic=True)) > 0.3
 
 
+@pytest.mark.slow
 def test_captured_intermediates_are_those_of_flax():
     """Each projection ran once."""
     params = init(nn.MultiHeadDotProductAttention(2), X)
@@ -286,6 +290,7 @@ def test_state_is_of_each_product():
     assert 1 / X.shape[1] <= newest("EinsumProduct_1", "lhs") <= 1
 
 
+@pytest.mark.slow
 def test_kernels_may_be_scaled_arrays():
     """Bytes that were rounded before give what the layer's own rounding gives."""
     layer = MultiHeadDotProductAttention(2)
@@ -380,6 +385,7 @@ EQUATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(("equation", "a_shape", "b_shape"), EQUATIONS)
 def test_einsum_product(equation, a_shape, b_shape):
@@ -398,6 +404,7 @@ def test_einsum_product(equation, a_shape, b_shape):
         assert value.shape == expected.shape
 
 
+@pytest.mark.slow
 def test_einsum_product_in_a_given_dtype():
     a, b = normal((3, 4)).astype(jnp.bfloat16), normal((4, 5), 1).astype(jnp.bfloat16)
     einsum = lambda a, b, **how: EinsumProduct().apply({}, "ab,bc->ac", a, b, **how)
@@ -409,6 +416,7 @@ def test_einsum_product_in_a_given_dtype():
     np.testing.assert_array_equal(y.astype(jnp.bfloat16), call())
 
 
+@pytest.mark.slow
 def test_einsum_product_for_the_hooks_of_flax():
     """By hand, in a layer of Flax. The recipe keeps no state."""
     make = functools.partial(EinsumProduct, recipe=MXFP8BlockScaling())

@@ -66,6 +66,7 @@ def relative_error(a, b) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 def test_same_numbers_as_its_values_where_format_and_scale_agree(product):
     function, x, w = product
@@ -76,6 +77,7 @@ def test_same_numbers_as_its_values_where_format_and_scale_agree(product):
         assert np.any(ours)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 def test_gradient_by_the_input_is_that_of_quantized_operands(product):
     """Against plain products of what ml_dtypes rounds."""
@@ -98,6 +100,7 @@ def test_gradient_by_the_input_is_that_of_quantized_operands(product):
     assert relative_error(grad, vjp(dy)[0]) > 1e-2
 
 
+@pytest.mark.slow
 def test_no_gradient_by_the_weight_and_no_product_for_one(product):
     function, x, w = product
     q = jfp8.quantize(w)
@@ -131,6 +134,7 @@ def test_bytes_are_used_as_they_are(product):
     assert shifts(text) < shifts(again)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "recipe"),
@@ -153,6 +157,7 @@ def test_other_recipes_quantize_its_values(name, recipe):
     assert relative_error(ours[0], jax.jit(function)(x, q)) > 1e-3  # not what its bytes give
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("granularity", [jfp8.PerAxis(0), jfp8.PerAxis(1), jfp8.Block((8, 16))])
 def test_weights_with_several_scales(granularity):
@@ -170,6 +175,7 @@ def test_a_scale_with_one_entry_is_one_scale():
     np.testing.assert_array_equal(jax.jit(dot)(X, flat), jax.jit(dot)(X, q))
 
 
+@pytest.mark.slow
 def test_delayed_scaling_leaves_its_bytes_alone():
     """The history would give another scale; the bytes have theirs."""
     q = jfp8.quantize(W)
@@ -181,6 +187,7 @@ def test_delayed_scaling_leaves_its_bytes_alone():
     assert np.any(run(state) != run({**state, "lhs": history(50.0)}))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_result_has_the_dtype_of_the_input(dtype):
@@ -225,6 +232,7 @@ def run(model, params, x):
     return jax.jit(apply)(params, x)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 def test_layers_take_kernels_that_are_scaled_arrays(layer):
     ours, stock, x, params = layer
@@ -265,6 +273,7 @@ class Model(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(("stacked", "mutable"), [(False, False), (True, False), (True, ["fp8"])])
 def test_whole_models_forward_and_with_histories(stacked, mutable):
@@ -293,6 +302,7 @@ def on_grid_in_jax(w):
     return ScaledArray(data, jnp.float32(2.0**-7))
 
 
+@pytest.mark.slow
 def test_fine_tuning_what_is_not_frozen():
     """The gradient by biases and norms, past frozen kernels: a plain optax loop."""
     model = jfp8.convert(Model(), CURRENT)

@@ -136,6 +136,7 @@ DENSE_CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("case", DENSE_CASES)
 def test_dense_is_normalisation_and_product_of_rounded_operands(case):
@@ -166,6 +167,7 @@ def test_dense_is_normalisation_and_product_of_rounded_operands(case):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -194,6 +196,7 @@ def test_dense_starts_as_the_layers_of_flax_would(kind, zero_centered):
     assert relative_error(y, expected) < 5e-3
 
 
+@pytest.mark.slow
 def test_dense_can_give_the_normalised_input():
     x = normal((5, 16)) + 1
     layer = LayerNormDense(4, return_layernorm_output=True, ln_bias_init=nn.initializers.ones)
@@ -236,6 +239,7 @@ def quantizations(function, *args) -> list[tuple[int, ...]]:
     return shapes
 
 
+@pytest.mark.slow
 def test_a_normalised_activation_is_quantized_once_for_all_that_read_it():
     x = normal((5, 16))
     fused = LayerNormDense((3, 8))
@@ -291,6 +295,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("activation", FORMULAS)
 def test_mlp_is_its_formula_with_rounded_operands(activation):
@@ -326,6 +331,7 @@ def test_mlp_is_its_formula_with_rounded_operands(activation):
 X = normal((5, 16))
 
 
+@pytest.mark.slow
 def test_mlp_passes_its_fields_on():
     recipe = DelayedScaling(amax_history_len=3)
     mlp = LayerNormMLP(8, use_bias=False, param_dtype=jnp.bfloat16, recipe=recipe)
@@ -340,6 +346,7 @@ def test_mlp_passes_its_fields_on():
     assert sorted(jax.eval_shape(stateless.init, KEY, X)) == ["params"]
 
 
+@pytest.mark.slow
 def test_mlp_can_give_the_normalised_input():
     mlp = LayerNormMLP(8, return_layernorm_output=True)
     params = init(mlp, X)
@@ -348,6 +355,7 @@ def test_mlp_can_give_the_normalised_input():
     np.testing.assert_array_equal(y, apply(mlp.clone(return_layernorm_output=False), params, X))
 
 
+@pytest.mark.slow
 def test_mlp_in_bf16_is_close_to_f32():
     mlp = LayerNormMLP(64, activation="swiglu")
     params = {"params": init(mlp, X)["params"]}
@@ -359,6 +367,7 @@ def test_mlp_in_bf16_is_close_to_f32():
     assert 1e-4 < relative_error(y, expected) < 0.05
 
 
+@pytest.mark.slow
 def test_mlp_drops_what_is_between_the_products():
     """A quarter of it, and the rest grows by 4/3; only if it is not deterministic."""
     mlp = LayerNormMLP(2048, intermediate_dropout_rate=0.25, activation="relu", use_bias=False)
@@ -389,6 +398,7 @@ def test_mlp_lists_the_activations_it_knows():
         LayerNormMLP(8, activation="swish").init(KEY, X)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_of_an_mlp_keeps_bytes():
     """Beside the inputs: one byte per operand of a product, and bf16 before the activation."""
     mlp = LayerNormMLP(64, activation="swiglu", dtype=jnp.bfloat16)

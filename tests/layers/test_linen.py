@@ -167,6 +167,7 @@ def case_id(case) -> str:
     return f"{name}{args} {given} of {shape}"
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_layer_is_flax_with_quantized_operands(case):
@@ -200,6 +201,7 @@ def test_layer_is_flax_with_quantized_operands(case):
     assert_is_product(y, equation, fake_quantize(x, E4M3), fake_quantize(kernel, E4M3), plus=bias)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("case", [c for c in CASES if c[0] != "Einsum"][::5], ids=case_id)
 def test_dot_general_cls_is_the_same_layer(case):
@@ -257,6 +259,7 @@ def test_einsum_equation_may_come_with_the_call():
     assert_trees_equal(late.apply(variables, X, equation), early.apply(variables, X))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("equation", "shape", "x_shape"),
@@ -294,6 +297,7 @@ def test_einsum_refuses_what_is_no_product(equation, words):
         jfp8.Einsum((5, 5), equation).init(KEY, jnp.ones((5, 5)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["Dense", "DenseGeneral"])
 def test_empty_batch(layer):
     model = getattr(jfp8, layer)(4)
@@ -308,6 +312,7 @@ def test_empty_batch(layer):
     assert history(updated["fp8"], "rhs")[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_with_our_products_keeps_flax_parameters(masked):
@@ -339,6 +344,7 @@ def test_attention_with_our_products_keeps_flax_parameters(masked):
     np.testing.assert_array_equal(history(fp8["out"], "rhs"), [out_kernel, 0, 0, 0])
 
 
+@pytest.mark.slow
 def test_gradients_are_products_of_quantized_tensors():
     """dgrad and wgrad of a layer with a batch dimension and a permuted result."""
     layer = jfp8.Einsum((3, 5, 6), "bgi,gij->jbg")
@@ -479,6 +485,7 @@ class TracedModel(nn.Module):
 JittedTraced = nn.jit(Traced)
 
 
+@pytest.mark.slow
 def test_nn_jit_does_not_retrace():
     variables = TracedModel().init(KEY, X)
     y, _ = TracedModel().apply(variables, X, mutable=["fp8"])
@@ -580,18 +587,21 @@ class TestPromise2CollectionsDecideWhatIsDelayed:
             current, delayed = fake_quantize(t, fmt), fake_quantize(t, fmt, self.AMAX[role])
             assert relative_error(delayed, current) > 0.02
 
+    @pytest.mark.slow
     def test_params_alone_is_current_scaling(self):
         self.check(["params"], delayed=())
 
     def test_with_fp8_activations_and_weights_are_delayed(self):
         self.check(["params", "fp8"], delayed=("lhs", "rhs"))
 
+    @pytest.mark.slow
     def test_with_the_sink_gradients_are_delayed_too(self):
         self.check(["params", "fp8", "fp8_sink"], delayed=ROLES)
 
     def test_a_sink_without_histories_is_current_scaling(self):
         self.check(["params", "fp8_sink"], delayed=())
 
+    @pytest.mark.slow
     def test_recipe_fields_reach_the_layer(self):
         recipe = DelayedScaling(margin=1, fp8_format="E5M2", amax_compute_algo="most_recent")
         # "most_recent" sees an eighth of the maximum, the margin doubles it.
@@ -636,6 +646,7 @@ def jitted_with_gradient(params, state, x):
 class TestPromise3LikeBatchStats:
     PEAKS = (2.0, 3.0, 50.0, 4.0, 5.0, 1.5, 6.0, 2.5, 3.5)  # a spike; histories hold four entries
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "loop", [only_fp8, all_collections, everything_mutable, jitted_with_gradient]
     )
@@ -778,6 +789,7 @@ def unstacked(tree):
 class TestPromise4RightUnderTransformations:
     """A layer that is used once gets its exact amax; reuse costs at most a factor of 9/8."""
 
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("jit", [False, True])
     def test_single_use_is_exact(self, jit):
@@ -789,6 +801,7 @@ class TestPromise4RightUnderTransformations:
             fp8 = step(variables, x, dy)
             assert_newest(fp8, lhs=np.float32(7.7), rhs=kernel, grad=amax(dy))
 
+    @pytest.mark.slow
     def test_the_next_step_uses_it(self):
         variables = dense_variables()
         variables["fp8"] = step_of(lambda v: weighted_sum(DENSE, v))(variables)
@@ -798,6 +811,7 @@ class TestPromise4RightUnderTransformations:
         assert_is_product(y, MATRIX, fake_quantize(x, E4M3, amax(X)), q_w)
         assert_is_product(vjp(dy)[0], "aj,ij->ai", q_dy, q_w)
 
+    @pytest.mark.slow
     def test_histories_roll_once_per_step(self):
         variables, dy_amaxes = dense_variables(), []
         step = step_of(functools.partial(weighted_sum, DENSE))
@@ -808,6 +822,7 @@ class TestPromise4RightUnderTransformations:
         np.testing.assert_array_equal(history(variables["fp8"], "grad"), dy_amaxes)
         np.testing.assert_array_equal(history(variables["fp8"], "lhs"), [amax(X)] * 4)
 
+    @pytest.mark.slow
     def test_remat_is_exact_and_counts_once(self):
         model = nn.remat(jfp8.Dense)(4)
         variables = model.init(KEY, X)
@@ -824,6 +839,7 @@ class TestPromise4RightUnderTransformations:
         updates = jax.jit(jax.grad(loss, has_aux=True))(params)[1]
         assert_newest(updates["fp8"], lhs=amax(X), rhs=kernel)
 
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("how", ["scan", "scan of remat"])
     def test_scan_over_stacked_layers_equals_the_loop(self, how):
@@ -858,6 +874,7 @@ class TestPromise4RightUnderTransformations:
     XS = jnp.stack([peaking((8, 16), p, i) for i, p in enumerate(PEAKS)])
     DYS = jnp.stack([peaking((8, 4), p, i) for i, p in enumerate(PEAKS)]) * 2.0**-20
 
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("how", ["calls", "scan", "scan of remat", "nn.vmap", "jax.vmap"])
     def test_reuse_bounds_the_maximum(self, how):
@@ -877,6 +894,7 @@ class TestPromise4RightUnderTransformations:
         q_x = fake_quantize(4 * self.XS, E4M3, history(fp8, "lhs")[0])
         assert_is_product(y, "uai,ij->uaj", q_x, fake_quantize(kernel, E4M3))
 
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("mutable", [False, True])
     def test_experts_have_histories_of_their_own(self, mutable):

@@ -144,6 +144,7 @@ def test_block_is_that_of_every_expert_for_every_token(k, activation, renormaliz
     assert 0.01 < error(y, exact) < 0.1
 
 
+@pytest.mark.slow
 def test_a_disabled_region_computes_in_high_precision():
     model, params = made()
     x = tokens()
@@ -153,6 +154,7 @@ def test_a_disabled_region_computes_in_high_precision():
     assert error(y, exact) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("expert", [0, EXPERTS - 1])
 def test_no_token_is_dropped_when_all_choose_the_same_expert(expert):
@@ -169,6 +171,7 @@ def test_no_token_is_dropped_when_all_choose_the_same_expert(expert):
     assert error(y, expected) < 2e-3
 
 
+@pytest.mark.slow
 def test_order_of_tokens_makes_no_difference():
     model, params = made()
     x = tokens()
@@ -177,6 +180,7 @@ def test_order_of_tokens_makes_no_difference():
     np.testing.assert_allclose(reordered, y[order], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_leading_dimensions_count_tokens():
     model, params = made()
     x = tokens((2, 3, TOKENS // 6, FEATURES))
@@ -232,6 +236,7 @@ def test_gradients_of_the_way_there_and_back_are_exact():
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_load_balancing_loss():
     """The formula of the Switch Transformer, in numpy; 1 where all is even."""
     logits = tokens((40, EXPERTS))
@@ -252,6 +257,7 @@ def test_load_balancing_loss():
     assert float(loss(logits - 100 * gradient)) < float(loss(jnp.asarray(logits)))
 
 
+@pytest.mark.slow
 def test_loss_is_sown():
     model, params = made()
     x = tokens()
@@ -303,6 +309,7 @@ def test_variables():
     assert sorted(leaves_called(variables["fp8"], "amax_history")) == expected
 
 
+@pytest.mark.slow
 def test_each_expert_starts_like_a_dense_layer_of_its_own():
     layer = ExpertDense(64, 32)
     init = jax.jit(layer.init)
@@ -329,6 +336,7 @@ def ragged_case():
     return x, w, jnp.array([7, 0, 11])
 
 
+@pytest.mark.slow
 def test_mutable_histories_are_kept_up_by_apply():
     x, w, sizes = ragged_case()
     model = RaggedDot(DelayedScaling(amax_history_len=3))
@@ -427,6 +435,7 @@ def test_histories_hold_what_training_saw():
         assert float(newest) == pytest.approx(float(jnp.max(jnp.abs(kernel))), rel=0.02)
 
 
+@pytest.mark.slow
 def test_training_follows_the_high_precision_one():
     variables, _, losses = trained()
     with jfp8.autocast(enabled=False):
@@ -446,6 +455,7 @@ def test_scan_and_remat_train_as_unrolled_layers_do():
     np.testing.assert_allclose(losses[:5], scanned, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_vmap_over_blocks():
     """An ensemble: parameters and tokens of each."""
     model, params = made()
@@ -486,6 +496,7 @@ def test_saved_activations():
     assert 0 < error(ours["wi"]["kernel"], theirs["wi"]["kernel"]) < 0.1
 
 
+@pytest.mark.slow
 def test_dtypes():
     model, params = made(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
@@ -497,6 +508,7 @@ def test_dtypes():
     assert error(y, expected) < 0.06
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["block", "nvfp4"])
 def test_other_recipes(name):
@@ -507,6 +519,7 @@ def test_other_recipes(name):
     assert 0.01 < error(y, exact) < (0.35 if name == "nvfp4" else 0.2)
 
 
+@pytest.mark.slow
 def test_errors():
     x = jnp.ones((2, FEATURES))
     with pytest.raises(ValueError, match="activation must be one of 'gelu', .*; got 'tanh'"):

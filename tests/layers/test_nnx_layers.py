@@ -121,6 +121,7 @@ def expected(stock, x, dy, x_amax=None, w_amax=None, dy_amax=None):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_drop_in(name):
@@ -139,6 +140,7 @@ def test_drop_in(name):
     np.testing.assert_allclose(y, reference, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_forward_and_gradients_are_those_of_fake_quantization(name):
@@ -189,6 +191,7 @@ def test_products_as_hooks_of_flax_layers():
     np.testing.assert_array_equal(call(layer, x), call(made(jfp8.nnx, "Einsum"), x))
 
 
+@pytest.mark.slow
 def test_regions_and_recipes():
     x, e5m2 = input_of("Linear"), DelayedScaling(fp8_format="E5M2")
     default, own = made(jfp8.nnx, "Linear"), made(jfp8.nnx, "Linear", recipe=e5m2)
@@ -219,6 +222,7 @@ def test_a_region_reaches_a_jitted_call():
     assert distance(plain, call(made(nnx, "Linear"), x)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), jfp8.recipes.get("mxfp8")])
 def test_recipes_without_state(recipe):
@@ -237,6 +241,7 @@ def test_recipes_without_state(recipe):
     jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["Linear", "Conv", "ConvTranspose", "Einsum"])
 def test_dtypes(name):
@@ -255,6 +260,7 @@ def test_dtypes(name):
     assert low.kernel.get_value().dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_trap_float16_sums_do_not_overflow():
     """Sums of scaled operands reach 448^2 a term: they must not be taken in f16."""
     layer = jfp8.nnx.Linear(64, 64, dtype=jnp.float16, rngs=nnx.Rngs(0))

@@ -355,6 +355,7 @@ def quantizations(function, *args) -> list[tuple[int, ...]]:
     return shapes
 
 
+@pytest.mark.slow
 def test_every_activation_is_quantized_once():
     layer = TransformerLayer(**SIZES, layer_type="decoder", mlp_activation="swiglu")
     params = random_params(layer, X, ENCODED)
@@ -379,6 +380,7 @@ def changed_at(x, *place):
     return x.at[place].add(normal(x[place].shape, 8))
 
 
+@pytest.mark.slow
 def test_groups_of_queries_are_copies_of_keys_and_values():
     grouped = TransformerLayer(**SIZES, num_gqa_groups=2, self_attn_mask_type="causal")
     params = random_params(grouped, X)
@@ -417,6 +419,7 @@ def test_the_future_has_no_influence(cross):
     assert np.all(np.any(past != y, axis=-1)), "but the past has"
 
 
+@pytest.mark.slow
 def test_the_future_gets_no_gradient():
     """Current scales do couple the tokens, but nothing flows through a scale."""
     layer = TransformerLayer(**SIZES, self_attn_mask_type="causal")
@@ -426,6 +429,7 @@ def test_the_future_gets_no_gradient():
     assert np.all(np.any(dx[:, :3] != 0, axis=-1))
 
 
+@pytest.mark.slow
 def test_an_encoder_sees_everything_unless_it_is_told_otherwise():
     layer = TransformerLayer(**SIZES, recipe=Unscaled())
     params = {"params": random_params(layer, X)}
@@ -437,6 +441,7 @@ def test_an_encoder_sees_everything_unless_it_is_told_otherwise():
     np.testing.assert_array_equal(masked, expected)
 
 
+@pytest.mark.slow
 def test_masks_are_true_where_attention_may_go():
     """As in Flax, and the opposite of Transformer Engine's."""
     layer = TransformerLayer(**SIZES, recipe=Unscaled())
@@ -478,6 +483,7 @@ def test_a_causal_layer_spends_no_buckets_on_the_future(mask_type, used):
 # Dropout.
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("rate", ["hidden_dropout", "attention_dropout", "intermediate_dropout"])
 def test_each_dropout_drops(rate):

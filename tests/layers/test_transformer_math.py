@@ -56,6 +56,7 @@ def test_normalize(kind, zero_centered, epsilon):
     assert_close(y, normalized(x, scale, bias, (-1,), epsilon, kind, zero_centered))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @pytest.mark.parametrize("axes", [(-1,), (1,), (-2, -1), (-1, -2), (0, 2), (2, 0)])
 def test_normalize_over_other_axes(axes):
@@ -74,6 +75,7 @@ def test_normalize_over_other_axes(axes):
     assert_close(y, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_normalize_is_flax(kind):
     x = normal((4, 16))
@@ -84,6 +86,7 @@ def test_normalize_is_flax(kind):
     assert_close(y, layer.apply({"params": params}, x))
 
 
+@pytest.mark.slow
 def test_normalize_computes_bf16_in_f32():
     x = jnp.asarray(normal((4, 64)) + 30, jnp.bfloat16)
     scale, bias = jnp.ones(64, jnp.bfloat16), jnp.zeros(64, jnp.bfloat16)
@@ -92,6 +95,7 @@ def test_normalize_computes_bf16_in_f32():
     assert_close(y, normalized(x, 1.0, 0.0, (-1,), 1e-6, "layernorm", False))
 
 
+@pytest.mark.slow
 def test_trap_the_variance_does_not_cancel():
     """E[x^2] - E[x]^2 would lose it all: the mean is 10000 standard deviations."""
     x = normal((2, 256)) + np.float32(1e4)
@@ -101,6 +105,7 @@ def test_trap_the_variance_does_not_cancel():
     np.testing.assert_allclose(y, expected, rtol=0, atol=2.0**-10)
 
 
+@pytest.mark.slow
 def test_normalize_has_the_gradient_of_the_formula():
     x, scale, bias, dy = normal((3, 8)), normal(8, 1), normal(8, 2), normal((3, 8), 3)
 
@@ -166,6 +171,7 @@ def test_activations(name, dtype):
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=rtol, atol=50 * F32_EPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMULAS)
 def test_activations_have_the_slope_of_their_formulas(name):
     n, formula = FORMULAS[name]
@@ -277,6 +283,7 @@ def test_nothing_to_attend_to_is_the_mean():
     assert_close(y[0, 1], value[0].astype(np.float64).mean(0))
 
 
+@pytest.mark.slow
 def test_attention_is_flax():
     query, key, value = map(jnp.asarray, heads_of(4))
     mask = nn.make_attention_mask(jnp.ones((2, 3)), jnp.ones((2, 5)).at[:, 3:].set(0))
@@ -284,6 +291,7 @@ def test_attention_is_flax():
     assert_close(y, nn.dot_product_attention(query, key, value, mask=mask), ulps=16)
 
 
+@pytest.mark.slow
 def test_the_softmax_of_bf16_is_in_f32():
     heads = [jnp.asarray(4 * a, jnp.bfloat16) for a in heads_of(2, depth=64)]
     seen = []
@@ -298,6 +306,7 @@ def test_the_softmax_of_bf16_is_in_f32():
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=0, atol=2.0**-7 * 12)
 
 
+@pytest.mark.slow
 def test_dropout_is_of_the_weights():
     query, key, value = map(jnp.asarray, heads_of(2))
     only = lambda w: w * jnp.zeros(5).at[3].set(1.0).reshape(1, 1, 1, 5)
@@ -364,6 +373,7 @@ def test_rotary_embedding(method, windows):
     np.testing.assert_array_equal(y[:, 0], x[:, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("method", PAIRS)
 def test_rotary_embedding_of_given_positions(method):
@@ -442,6 +452,7 @@ def test_relative_position_buckets(bidirectional, num_buckets, max_distance):
     assert set(expected) == (used - {num_buckets // 2} if bidirectional else used)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("lengths", [(4, 4), (3, 7), (7, 3), (1, 5)])

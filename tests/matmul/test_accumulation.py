@@ -128,6 +128,7 @@ def assert_close(y, expected, k):
     assert (abs(y - expected) <= 2 * chunks * UNIT_ROUNDOFF * abs(expected).max()).all()
 
 
+@pytest.mark.slow
 @pytest.mark.representative(5)
 @layouts
 @pytest.mark.parametrize(("k", "batch"), [(384, ()), (300, (3,))], ids=str)
@@ -137,6 +138,7 @@ def test_f32_every_128(layout, k, batch):
     assert_close(y, every_128(lhs, rhs), k)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @pytest.mark.parametrize(
     "blocks",
@@ -154,6 +156,7 @@ def test_f32_every_128_with_finer_scales(blocks, k, batch):
     assert abs(y).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("lhs_block", "rhs_block"),
@@ -207,6 +210,7 @@ def test_chunks_run_over_merged_contracting_dimensions():
     np.testing.assert_array_equal(y, a @ b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", ["f32_every_128", "hopper", "hopper_every_128"])
 def test_empty_sums_and_results(accumulation):
     for m, k, n in ((3, 0, 2), (0, 200, 2), (3, 200, 0)):
@@ -216,6 +220,7 @@ def test_empty_sums_and_results(accumulation):
         np.testing.assert_array_equal(y, np.zeros((m, n)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", ["f32_every_128", "hopper", "hopper_every_128"])
 def test_non_finite_scales_and_data_show(accumulation):
     lhs, rhs = pair(LAYOUTS["1x128 and 128x128"], 4, 300, 130)
@@ -233,6 +238,7 @@ def test_non_finite_scales_and_data_show(accumulation):
     np.testing.assert_array_equal(np.isnan(y), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("accumulation", ["f32_every_128", "hopper_every_128"])
 def test_transformations(accumulation):
@@ -253,6 +259,7 @@ def test_transformations(accumulation):
     np.testing.assert_array_equal(jax.jit(sharded)(lhs, rhs), expected)
 
 
+@pytest.mark.slow
 def test_result_dtype_is_rounded_once():
     lhs, rhs = pair(LAYOUTS["1x128 both"], 8, 256, 3)
     options = {"dimension_numbers": PLAIN, "accumulation": "f32_every_128"}
@@ -266,6 +273,7 @@ def test_result_dtype_is_rounded_once():
 NAMES = {"fast": "hopper", "every_128": "hopper_every_128"}
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("lhs", "rhs", "mode"), [("e4m3fn", "e4m3fn", "fast"), ("e5m2", "e4m3fn", "every_128")]
@@ -290,6 +298,7 @@ def random_f8(shape, seed, dtype=E4M3):
     return jnp.asarray(x.astype(np.float32).astype(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [7])
 def test_hopper_with_one_block_is_one_chain_times_its_scale(k):
     lhs, rhs = random_f8((6, k), 0), random_f8((k, 5), 1)
@@ -329,6 +338,7 @@ def test_hopper_is_promoted_every_128_and_wherever_a_scale_changes(k, length):
         np.testing.assert_array_equal(y, total)
 
 
+@pytest.mark.slow
 def test_errors_of_the_modes_are_those_measured():
     """N(0, 40^2) in E4M3, K = 1024: at most 2.8e-4 of sum|ab| fast, 4e-5 promoted, 2e-8 in f32.
 
@@ -380,6 +390,7 @@ def test_recipe_is_fast_forward_and_promoted_backward():
         assert not np.array_equal(results[i], matmul(*quantized, numbers, accumulation=other))
 
 
+@pytest.mark.slow
 def test_recipe_accumulates_in_f32_every_128():
     """The default of the block recipe, and a choice for others."""
     assert recipes.Float8BlockScaling().accumulation == "f32_every_128"

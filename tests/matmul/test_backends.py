@@ -51,6 +51,7 @@ def of_two_levels():
     return quantize(x, 1), quantize(w, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("backend", [emulated, in_bf16])
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ def test_values_with_any_scale_take_three_products_in_bf16():
     assert "num_primitive_operations" not in text  # promised, and then one product is exact
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @pytest.mark.parametrize(
     ("shapes", "numbers"),
@@ -111,6 +113,7 @@ def test_odd_sizes_are_padded_inside(shapes, numbers):
     assert all(n % 16 == 0 for n in (*lhs_shape[batch:], *rhs_shape[batch:]))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(

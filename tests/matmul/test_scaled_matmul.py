@@ -130,6 +130,7 @@ def assert_close_to_float64(y, lhs, rhs, numbers=PLAIN):
 # Numbers
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @implementations
 @cases
@@ -147,6 +148,7 @@ def test_any_dimension_numbers_exactly(case, implementation):
     np.testing.assert_array_equal(y, expected)
 
 
+@pytest.mark.slow
 @implementations
 @pairs
 def test_every_product_of_two_codes(formats, implementation):
@@ -160,6 +162,7 @@ def test_every_product_of_two_codes(formats, implementation):
     assert np.isfinite(y).sum() >= (256 - 8) ** 2
 
 
+@pytest.mark.slow
 @pytest.mark.representative(6)
 @implementations
 @pairs
@@ -171,6 +174,7 @@ def test_float64_oracle(formats, implementation):
     assert_close_to_float64(matmul(lhs, rhs, implementation=implementation), lhs, rhs)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pairs
 def test_implementations_agree(formats):
@@ -185,6 +189,7 @@ def test_implementations_agree(formats):
     assert (abs(y["xla"] - y["emulate"]) <= bound).all()
 
 
+@pytest.mark.slow
 @implementations
 @pytest.mark.parametrize("fast", [True, False])
 def test_fast_accumulation_is_a_licence_for_hardware_only(implementation, fast):
@@ -196,6 +201,7 @@ def test_fast_accumulation_is_a_licence_for_hardware_only(implementation, fast):
     assert y.item() == 256 * 256 + 4095
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @implementations
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -229,6 +235,7 @@ def test_trap_zero_times_the_product_of_huge_scales(implementation):
     np.testing.assert_array_equal(y, [[0, 0], [np.inf, np.inf]])
 
 
+@pytest.mark.slow
 @implementations
 def test_trap_f16_accumulator_overflow(implementation):
     """448 * 448 * 256 is 784 times what f16 holds; with the scales it fits."""
@@ -238,6 +245,7 @@ def test_trap_f16_accumulator_overflow(implementation):
     np.testing.assert_array_equal(y, np.full((2, 2), 784, np.float16))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @implementations
 @pairs
@@ -303,6 +311,7 @@ def test_scale_layouts(layout, implementation):
     assert_close_to_float64(y, lhs, rhs, BATCHED)
 
 
+@pytest.mark.slow
 @implementations
 def test_two_level_scales(implementation):
     rng = np.random.default_rng(7)
@@ -321,6 +330,7 @@ CONTRACTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @pytest.mark.parametrize("kind", ["f32", "e8m0"])
 @pytest.mark.parametrize("layout", CONTRACTED)
@@ -337,6 +347,7 @@ def test_scales_along_the_contraction(layout, kind):
         scaled_matmul(lhs, rhs, BATCHED, implementation="xla")
 
 
+@pytest.mark.slow
 @pytest.mark.representative(11)
 @implementations
 @pytest.mark.parametrize(
@@ -353,6 +364,7 @@ def test_trap_e8m0_codes_at_the_ends_survive(lhs_code, rhs_code, implementation)
     assert y == (exact if exact < 2.0**128 else np.inf)
 
 
+@pytest.mark.slow
 @implementations
 def test_e8m0_nan_scale_is_nan_where_it_applies(implementation):
     lhs = ScaledArray(jnp.ones((3, 4), E4M3.dtype), e8m0([[127], [255], [128]]))
@@ -361,6 +373,7 @@ def test_e8m0_nan_scale_is_nan_where_it_applies(implementation):
     np.testing.assert_array_equal(y, [[4, 4], [np.nan, np.nan], [8, 8]])
 
 
+@pytest.mark.slow
 @implementations
 def test_nan_stays_in_its_row(implementation):
     lhs = ScaledArray(jnp.ones((3, 70), E4M3.dtype).at[1, 50].set(jnp.nan), jnp.float32(1))
@@ -369,6 +382,7 @@ def test_nan_stays_in_its_row(implementation):
     np.testing.assert_array_equal(y, [[70, 70], [np.nan, np.nan], [70, 70]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(0, 1), (1, 0), (0, 0)])
 def test_empty_contraction_with_scales_per_axis(axes):
     """A scale has size 1 along a dimension that it does not vary along, also if that is empty."""
@@ -380,6 +394,7 @@ def test_empty_contraction_with_scales_per_axis(axes):
         np.testing.assert_array_equal(y, np.zeros((4, 3)))
 
 
+@pytest.mark.slow
 def test_quantize_then_multiply():
     """The way of the data from end to end, against numpy's product of what was quantized."""
     rng = np.random.default_rng(9)
@@ -409,6 +424,7 @@ def test_jit_equals_eager(implementation):
     assert abs(eager).min() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @implementations
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
@@ -533,6 +549,7 @@ def test_e3m4_operands():
         scaled_matmul(lhs, rhs, (((1,), (1,)), ((), ())), implementation="xla")
 
 
+@pytest.mark.slow
 def test_four_bit_operands():
     """No f8 product takes E2M1: the reference computes it, "xla" says that it does not."""
     rng = np.random.default_rng(12)

@@ -147,6 +147,7 @@ def golden():
 
 
 # Compiling takes longer than comparing, and each pair is compiled anew for each number of blocks.
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("formats", "k"),
@@ -178,6 +179,7 @@ def test_golden_results_are_worth_comparing_with(golden):
         assert (every_128[-1] != fast[-1]).mean() > 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formats", [PAIRS[0], PAIRS[-1]], ids="x".join)
 def test_promoted_every_128_equals_mmaemu(golden, formats):
     """One chain for each 128 of the contraction, and f32 sums of them in order."""
@@ -228,6 +230,7 @@ def chain(lhs, rhs, formats):
     return acc / 2**100  # exact: 14 bits
 
 
+@pytest.mark.slow
 @pytest.mark.representative(8)
 @pairs
 @pytest.mark.parametrize("kind", ["wide", "narrow", "subnormal", "positive", "sparse"])
@@ -252,6 +255,7 @@ def test_equals_the_model_in_integers(formats, kind):
     assert_same_bits(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pairs
 def test_every_product_of_two_codes(formats):
@@ -294,6 +298,7 @@ def test_the_sum_is_cut_when_larger_products_follow():
     assert dot([*first_block, 2048, -2048], 34 * [1]) == 0
 
 
+@pytest.mark.slow
 def test_a_block_is_32_products():
     """Beside 2^14 a one is below the last bit, but a sum of 32 of them is not."""
     assert dot(64 * [1] + [16384], 65 * [1]) == 16384 + 64
@@ -313,6 +318,7 @@ def test_trap_zero_products_have_no_exponent():
     assert dot([57344, tiny, -0.0], [0, tiny, 57344]) == tiny**2
 
 
+@pytest.mark.slow
 def test_trap_subnormals_are_aligned_like_the_smallest_normal():
     """0.875 as 2^-9 * 448 counts as 2^(-6 + 8), and cuts 2^-12; as 0.0625 * 14 it does not."""
     assert dot([2.0**-9, 2.0**-9], [448, 0.125], "e4m3fn") == 0.875
@@ -324,6 +330,7 @@ def test_trap_zero_results_are_positive():
         assert bits(np.float32(dot(a, [1, 1]))) == 0
 
 
+@pytest.mark.slow
 def test_nan_and_infinities_as_in_ieee_arithmetic():
     """Wherever they stand, and though zeros fill up the last block."""
     x = np.ones((9, 70))
@@ -342,6 +349,7 @@ def test_nan_and_infinities_as_in_ieee_arithmetic():
     assert_same_bits(dot_general(f8(w, "e5m2"), f8(x, "e5m2"), ROWS), np.float32(expected))
 
 
+@pytest.mark.slow
 def test_trap_every_nan_is_the_same_nan():
     codes = np.zeros((2, 40), np.uint8)
     codes[:, 33] = 0x7F, 0xFF
@@ -363,6 +371,7 @@ def relative_errors(x, w, step=None):
     return (got - x @ w.T) / (abs(x) @ abs(w).T)
 
 
+@pytest.mark.slow
 def test_errors_of_normal_data():
     """The largest of 64 x 64; it would be 1e-8 in f32. Promotion gains three bits."""
     x, w = (f8(v) for v in np.random.default_rng(0).normal(size=(2, 64, 1024)) * 40)
@@ -391,6 +400,7 @@ def test_symmetric_in_the_operands_and_in_the_sign():
     assert_same_bits(dot_general(-x, w, ROWS), -y)
 
 
+@pytest.mark.slow
 def test_order_matters_between_blocks_only():
     rng = np.random.default_rng(0)
     x, w = (random_codes(rng, (8, 64), "e4m3fn") for _ in range(2))
@@ -403,6 +413,7 @@ def test_order_matters_between_blocks_only():
     assert (y != other).mean() > 0.2
 
 
+@pytest.mark.slow
 def test_zeros_behind_the_last_product_change_nothing():
     rng = np.random.default_rng(0)
     x, w = (random_codes(rng, (5, 71), fmt) for fmt in DTYPES)
@@ -415,6 +426,7 @@ def test_zeros_behind_the_last_product_change_nothing():
 # Shapes and transformations.
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("lhs_shape", "rhs_shape", "numbers"),
@@ -444,6 +456,7 @@ def test_dimension_numbers(lhs_shape, rhs_shape, numbers):
     assert_same_bits(got, np.reshape(np.float32(expected), (*batch, *free[0], *free[1])))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 5, 3), (4, 5, 0), (4, 0, 3), (1, 1, 1)])
 def test_empty_and_single(m, k, n):
@@ -452,6 +465,7 @@ def test_empty_and_single(m, k, n):
     assert_same_bits(y, np.full((m, n), 2 * k, np.float32))
 
 
+@pytest.mark.slow
 def test_jit_and_vmap():
     rng = np.random.default_rng(0)
     x, w = (from_codes(random_codes(rng, (3, 5, 71), fmt), fmt) for fmt in DTYPES)
@@ -462,6 +476,7 @@ def test_jit_and_vmap():
     assert_same_bits(jax.vmap(product)(x, w), eager)
 
 
+@pytest.mark.slow
 def test_needs_no_promotion_of_dtypes_and_is_the_fast_accumulation_either_way():
     rng = np.random.default_rng(0)
     x, w = (from_codes(random_codes(rng, (5, 71), fmt), fmt) for fmt in DTYPES)
@@ -487,6 +502,7 @@ def test_other_formats_are_refused():
         dot_general(x, jnp.ones((2, 2)), ROWS)
 
 
+@pytest.mark.slow
 def test_sharded_over_a_mesh():
     """Rows on four devices: the same bits, under jit and in shard_map."""
     rng = np.random.default_rng(0)

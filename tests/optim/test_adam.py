@@ -106,6 +106,7 @@ def train(tx, steps: int):
     return np.asarray(params), state
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("preset", "theirs", "differ"),
@@ -133,6 +134,7 @@ def test_presets_are_the_rules_of_their_libraries(preset, theirs, differ):
     assert np.linalg.norm((params - expected)[finite]) < 0.01 * moved
 
 
+@pytest.mark.slow
 def test_coat_is_as_precise_with_extremes_in_bf16():
     x = gradients(0)
 
@@ -146,6 +148,7 @@ def test_coat_is_as_precise_with_extremes_in_bf16():
     assert error(np.asarray(ours)) < 1.03 * published
 
 
+@pytest.mark.slow
 def test_trap_torchao_divides_by_zero_where_others_do_not():
     """A block whose gradients differ by 10^4: small second moments are stored as zero."""
     size = np.where(np.arange(512) % 2 == 0, 1.0, 1e-4)

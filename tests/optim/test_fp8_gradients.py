@@ -45,6 +45,7 @@ def test_one_scale_for_each_array(fmt, dtype):
         assert 1 < len(np.unique(np.abs(ours[name]))) < 128
 
 
+@pytest.mark.slow
 def test_a_scale_for_each_block():
     """Where magnitudes vary by orders along a row, one scale flushes what a block's keeps."""
     g = normal((8, 256)) * np.float32(10.0) ** -np.repeat([0, 7], 128)[None]
@@ -56,6 +57,7 @@ def test_a_scale_for_each_block():
     assert not np.any(apply(fp8_gradients(), {"g": g})["g"][:, 128:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_trap_the_largest_gradients_do_not_become_infinite(dtype):
     """448 times a power of two may lie beyond the dtype, after the check for finite gradients."""
@@ -87,6 +89,7 @@ def test_16_bits_hold_what_comes_out(dtype):
     np.testing.assert_array_equal(np.asarray(ours, np.float32), rounded(np.asarray(g, np.float32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("granularity", [jfp8.PerTensor(), jfp8.Block((128,))])
 def test_a_saturating_cast_does_not_hide_what_is_not_finite(bad, granularity):
@@ -106,6 +109,7 @@ def test_a_loss_scale_does_not_show():
         np.testing.assert_array_equal(apply(tx, scaled)["w"], expected)
 
 
+@pytest.mark.slow
 def test_sums_of_micro_batches_stay_wide():
     """64 gradients, summed in f32 and rounded once; an FP8 sum loses 14 dB."""
     mean, noise = normal((64, 256)), normal((64, 64, 256), 1)
@@ -142,6 +146,7 @@ def test_sums_of_micro_batches_stay_wide():
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_mean_over_devices_travels_in_bytes(check_vma):
@@ -167,6 +172,7 @@ def test_the_mean_over_devices_travels_in_bytes(check_vma):
     assert not any("f32[128,256]" in line for line in text.splitlines() if "all-reduce(" in line)
 
 
+@pytest.mark.slow
 def test_a_bad_gradient_on_one_device_reaches_all():
     grads = normal((8, 128, 256))
     grads[3, 5, 6] = np.inf
@@ -175,6 +181,7 @@ def test_a_bad_gradient_on_one_device_reaches_all():
     assert np.all(np.isnan(jax.jit(mean)(grads)[:, 5, 6]))
 
 
+@pytest.mark.slow
 def test_in_front_of_what_trains_fp8_weights():
     params = {"w": jfp8.quantize(jnp.asarray(normal((16, 16))))}
     tx = optax.chain(fp8_gradients(), master_weights(optax.sgd(1.0), "float32"))

@@ -211,6 +211,7 @@ def test_the_count_restarts_at_the_ceiling_too():
     assert states.loss_scale.tolist() == [4.0] * 4
 
 
+@pytest.mark.slow
 def test_agrees_with_gradscaler():
     """torch's `_amp_update_scale_`: no floor, and a growth to infinity is not taken.
 
@@ -265,6 +266,7 @@ def test_any_single_nonfinite_element_counts(leaf, index, dtype, bad):
     assert_same(updates, jax.tree.map(np.zeros_like, PARAMS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4095, 4096, 100_000])
 def test_trap_nan_in_a_large_array(size):
     """XLA:CPU's float maximum loses NaN from 4096 elements on; the finite check must not use it."""
@@ -283,6 +285,7 @@ def test_all_finite_looks_past_integers_and_empty_trees():
 # Unscaling -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [0, 1, 15, 24, -20, 100])
 @pytest.mark.parametrize("jit", [False, True])
 def test_unscaling_is_exact(exponent, jit):
@@ -309,6 +312,7 @@ def test_unscaling_is_exact_at_both_limits_of_f32(limit):
         assert updates == 1.5 * 2.0 ** (exponent // 2 - exponent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_overflow", ["zero", "pass"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_updates_are_f32(dtype, on_overflow):
@@ -338,6 +342,7 @@ ADAM_IN_F16 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tx", "param_dtype"), ADAM_IN_F16.values(), ids=ADAM_IN_F16.keys())
 def test_trap_adam_makes_nan_of_f16_zeros(tx, param_dtype):
     """eps = 1e-8 is 0 in f16, so that Adam in f16 computes 0 / 0 where a gradient is zero.
@@ -368,6 +373,7 @@ def test_trap_adam_makes_nan_of_f16_zeros(tx, param_dtype):
     assert params["w"].dtype == param_dtype
 
 
+@pytest.mark.slow
 def test_adam_alone_in_f16_shows_why():
     """The same gradient without jfp8: if this starts to pass, the trap above has gone."""
     tx = optax.adam(LEARNING_RATE)
@@ -451,6 +457,7 @@ def test_a_skipped_step_is_exact(tx, plain):
         assert scaler.growth_tracker == STEPS - 1 - BAD_STEP
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("plain", [adam(), clipped_adam(), adamw()], ids=["adam", "clip", "adamw"])
 def test_pass_and_apply_if_finite_skip_exactly(plain):
@@ -520,6 +527,7 @@ def test_burst_of_overflows_from_the_first_step(burst):
         np.testing.assert_allclose(chain, LEARNING_RATE / 2, rtol=0.1)  # "about half"
 
 
+@pytest.mark.slow
 def test_trap_apply_if_finite_accepts_nan_after_a_burst():
     """optax gives up skipping after `max_consecutive_errors`: with 'pass' it has to be huge."""
     gradients = make_gradients()
@@ -555,6 +563,7 @@ MULTI_STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("tx", MULTI_STEPS.values(), ids=MULTI_STEPS.keys())
 def test_multi_steps_drops_the_bad_micro_step(tx):
@@ -574,6 +583,7 @@ def test_multi_steps_drops_the_bad_micro_step(tx):
     assert (scaler.loss_scale, scaler.overflow_count) == (2.0**14, 1)
 
 
+@pytest.mark.slow
 def test_trap_loss_scale_inside_multi_steps():
     """MultiSteps multiplies an infinite accumulator by zero: once NaN, always NaN."""
     tx = optax.MultiSteps(optax.chain(jfp8.loss_scale(), adam()), 2).gradient_transformation()
@@ -583,6 +593,7 @@ def test_trap_loss_scale_inside_multi_steps():
     assert scales[-1] == 2.0**11  # four optimizer steps, all of them overflows
 
 
+@pytest.mark.slow
 def test_trap_skip_not_finite_around_loss_scale_never_backs_off():
     tx = optax.MultiSteps(
         optax.chain(jfp8.loss_scale(), adam()), 2, should_skip_update_fn=optax.skip_not_finite
@@ -599,6 +610,7 @@ STATEFUL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @pytest.mark.parametrize("tx", STATEFUL.values(), ids=STATEFUL.keys())
 def test_train_state_skips_exactly_with_any_of_them(tx):
@@ -710,6 +722,7 @@ CONTAINERS = {
 in_containers = pytest.mark.parametrize("tx", CONTAINERS.values(), ids=CONTAINERS.keys())
 
 
+@pytest.mark.slow
 @pytest.mark.representative(7)
 @in_containers
 def test_runs_under_jit_and_scan_with_stable_types(tx):
@@ -753,6 +766,7 @@ def test_optax_tree_get_finds_the_state(tx):
     assert jfp8.scale_loss(2.0, state) == 16.0
 
 
+@pytest.mark.slow
 @pytest.mark.representative(12)
 @in_containers
 def test_trap_jmp_forgets_fields_under_jit(tx):
@@ -834,6 +848,7 @@ def test_init_does_not_read_parameters(tx):
     assert jax.tree.map(lambda s: s.dtype, shapes) == jax.tree.map(lambda a: a.dtype, state)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @in_containers
 def test_checkpoint_round_trip(tx):
@@ -880,6 +895,7 @@ def test_scaled_loss_follows_the_state():
     assert jfp8.scale_loss(-1.5, state) == -1.5 * 2.0**13
 
 
+@pytest.mark.slow
 def test_hand_written_loop_has_the_gradients_of_the_unscaled_loss():
     """Through `scale_loss` and back: what the README shows, against plain Adam."""
     tx, plain = optax.chain(jfp8.loss_scale(), adam()), adam()

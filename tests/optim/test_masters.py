@@ -138,6 +138,7 @@ class TestWhatArrives:
         assert error_of_mean < 2e-4
         assert abs(gained.mean() - self.STEPS * self.RATE) < 5 * error_of_mean
 
+    @pytest.mark.slow
     def test_the_control_rounded_to_nearest_stands_still(self):
         q = quantized(normal(self.SHAPE))
         w, scale = values(q), np.asarray(q.scale)
@@ -145,6 +146,7 @@ class TestWhatArrives:
             w = ((w + np.float32(self.RATE)) / scale).astype(E4M3).astype(np.float32) * scale
         assert (w - values(q)).mean() < 0.02 * self.STEPS * self.RATE
 
+    @pytest.mark.slow
     def test_float16_scaled_loses_steps_below_half_its_spacing(self):
         """As MS-AMP does: weights of 2^-7 and more do not move by 2^-20, smaller ones do."""
         w = np.repeat(np.float32([1.0, 2.0**-7, 2.0**-9]), 40)
@@ -155,6 +157,7 @@ class TestWhatArrives:
         moved = (values(params["w"]) - m).reshape(3, 40) * 2**20
         np.testing.assert_array_equal(moved, np.repeat([[0], [0], [100]], 40, axis=1))
 
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2])
     def test_by_lot_to_one_of_the_two_neighbours_in_proportion(self, fmt):
@@ -208,6 +211,7 @@ class TestMasters:
         assert np.all(scales[-1] > np.asarray(q.scale))
         assert params["w"].block == q.block
 
+    @pytest.mark.slow
     def test_float16_scaled_is_msamp_s(self):
         """f16(m * s) with s = 2^floor(log2(65504 / max|m|)), to nearest."""
         q = quantized(normal((24, 50)))
@@ -267,6 +271,7 @@ class TestMasters:
         assert np.all(np.asarray(ours["w"]) == np.float16(np.float32(value)))
         assert np.all(ours["w"] != 0)
 
+    @pytest.mark.slow
     def test_what_is_stored_beside(self):
         """Bytes of a weight and its master, for each of them."""
         size = 64 * 64
@@ -304,6 +309,7 @@ class TestMasters:
 
 
 class TestScales:
+    @pytest.mark.slow
     def test_a_weight_that_is_not_updated_keeps_its_byte_while_others_move(self):
         """Scales of the newest amax would round all weights again in every step."""
         w = normal((64, 128))
@@ -336,6 +342,7 @@ class TestScales:
             if factor < 1:  # finer subnormals: what was held is held
                 np.testing.assert_array_equal(ours[:-1], values(q)[:-1])
 
+    @pytest.mark.slow
     def test_weights_that_begin_as_zeros_take_the_scale_of_the_first_update(self):
         q = quantized(np.zeros((8, 8)))
         grads = {"w": jnp.asarray(normal((8, 8)))}
@@ -346,6 +353,7 @@ class TestScales:
             big = np.abs(exact) > np.abs(exact).max() / 1000
             np.testing.assert_allclose(values(params["w"])[big], exact[big], rtol=rounding)
 
+    @pytest.mark.slow
     @pytest.mark.representative(2)
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     @all_masters
@@ -409,6 +417,7 @@ class TestComposition:
         ),
     }
 
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("name", WRAPPED)
     @pytest.mark.parametrize("master", [None, "float16_scaled"])
@@ -434,6 +443,7 @@ class TestComposition:
         with pytest.raises(ValueError, match=r"bfloat16 array of shape \(3,\).*skip_on_overflow"):
             tx.update({"w": jnp.ones(3)}, tx.init(params), params)
 
+    @pytest.mark.slow
     def test_micro_steps_inside_leave_every_bit_until_the_last(self):
         tx = master_weights(optax.MultiSteps(optax.adam(1e-2), 3))
         params = working()
@@ -471,6 +481,7 @@ class TestComposition:
         np.testing.assert_array_equal(after["b"], np.zeros(4))
         np.testing.assert_array_equal(after["c"], np.full(2, 2.0))  # optax.masked passes it on
 
+    @pytest.mark.slow
     def test_bits_differ_by_step_leaf_and_seed_and_repeat_with_the_seed(self):
         start = np.full((32, 32), 1.5, np.float32)
         start[0, 0] = 448
@@ -630,6 +641,7 @@ class TestTrainState:
         assert losses[-1] < 0.02 * losses[0]
         assert losses[-1] < reference[-1] + 0.01 * reference[0]
 
+    @pytest.mark.slow
     def test_frozen_without_master_weights(self):
         """Adam's 0 / (0 + eps) in FP8 is NaN: the bytes must not reach it."""
         tx = jfp8.loss_scale(optax.adamw(1e-2, weight_decay=0.1))
@@ -640,6 +652,7 @@ class TestTrainState:
         assert np.any(state.params["Dense_0"]["bias"])
         assert losses[-1] < 0.95 * losses[0]
 
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("master", [None, "float16_scaled"])
     def test_an_overflow_leaves_every_bit(self, master):
@@ -653,6 +666,7 @@ class TestTrainState:
         assert_same(after.opt_state[1], state.opt_state[1])
         assert after.opt_state[0].loss_scale == state.opt_state[0].loss_scale / 2
 
+    @pytest.mark.slow
     def test_by_hand_with_carriers(self):
         """A loop of one's own takes the same steps."""
         tx = master_weights(optax.adam(1e-2), "bfloat16")

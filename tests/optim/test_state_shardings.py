@@ -93,6 +93,7 @@ def test_sharded_and_whole_runs_agree_bit_for_bit(mesh, preset):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow
 def test_a_step_on_shards_gathers_no_moments(mesh):
     """Blocks that lie within a shard need nobody else."""
     tx = adam(1e-2)
@@ -111,6 +112,7 @@ def test_a_step_on_shards_gathers_no_moments(mesh):
         assert f" {name}-start(" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "wrap",

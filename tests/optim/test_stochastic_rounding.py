@@ -42,6 +42,7 @@ def test_subnormals_of_f16_are_rounded_on_their_own_grid(value):
     assert abs(outcomes.mean() - np.float32(value)) < 2.0**-24 * 2.0**-13
 
 
+@pytest.mark.slow
 @both
 def test_what_is_not_finite_stays_and_the_largest_saturates(dtype):
     largest = float(ml_dtypes.finfo(dtype).max)
@@ -81,6 +82,7 @@ def test_updates_too_small_for_the_grid_arrive_on_average(dtype):
     assert abs(gained.var() / 5.86 - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_apply_updates_gives_a_value_of_the_grid_next_to_the_exact_one():
     rng = np.random.default_rng(0)
     p = jnp.asarray(rng.normal(size=5000), jnp.bfloat16)
@@ -106,6 +108,7 @@ def test_other_parameters_are_left_alone():
     assert int(state.count) == 3
 
 
+@pytest.mark.slow
 def test_bits_differ_by_step_leaf_and_seed_and_repeat_with_the_seed():
     params = {name: jnp.full((64,), 1.0, jnp.bfloat16) for name in "ab"}
 
@@ -122,6 +125,7 @@ def test_bits_differ_by_step_leaf_and_seed_and_repeat_with_the_seed():
     assert np.any((second["a"] - first["a"]) != (first["a"] - 1))
 
 
+@pytest.mark.slow
 def test_a_skipped_step_changes_nothing():
     tx = jfp8.loss_scale(jfp8.optim.stochastic_rounding(optax.adam(1e-2)))
     params = {"w": jnp.ones(8, jnp.bfloat16)}

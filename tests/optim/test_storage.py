@@ -81,6 +81,7 @@ def cast(x, fmt) -> np.ndarray:
 # The published rules -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [128, 100, None], ids=str)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_plain_blocks_are_amax_over_max_bit_for_bit(fmt, block):
@@ -119,6 +120,7 @@ def msamp_scale(amax, largest) -> float:
     return np.ldexp(1.0, int(exponent) - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-24, 1e-12, 1e-4, 1.0, 3e7])
 def test_msamp_rule_a_bit_for_bit(size):
     x = moments(size=size)
@@ -205,6 +207,7 @@ def test_coat_expansion_in_float64(fmt, square):
     assert differ <= total * 0.005
 
 
+@pytest.mark.slow
 def test_trap_a_zero_is_no_minimum():
     """In COAT's kernel one zero in a group takes k from 1.9 to 0.1, and the error up tenfold."""
     storage = Blocks(transform="expand")
@@ -217,6 +220,7 @@ def test_trap_a_zero_is_no_minimum():
     assert round_trip(storage, with_zero)[0, 0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.representative(5)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("value", [1.0, 0.75, -3e-12, 2.0**-60])
@@ -234,6 +238,7 @@ def test_expansion_of_one_element_and_of_none():
     np.testing.assert_array_equal(round_trip(Blocks(transform="expand"), x), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_expansion_over_more_than_it_can_span(fmt):
     """Small ones become larger, never zero; those within 2^40 keep their size."""
@@ -309,6 +314,7 @@ def test_float16_with_a_scale_is_nearly_exact():
     assert np.all(np.abs(decoded.astype(np.float64) - x) <= bound)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(6)
 @pytest.mark.parametrize("storage", STORAGES, ids=repr)
 def test_zeros_stay_zeros(storage):
@@ -331,6 +337,7 @@ def test_trap_nonfinite_is_never_read_back_as_finite(storage):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.representative(5)
 @pytest.mark.parametrize("storage", BLOCKS, ids=repr)
 def test_a_bad_block_is_bad_alone(storage):
@@ -345,6 +352,7 @@ def test_a_bad_block_is_bad_alone(storage):
     np.testing.assert_array_equal(finite, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("storage", BLOCKS, ids=repr)
 def test_trap_the_largest_does_not_overflow(storage):
@@ -365,6 +373,7 @@ def test_data_has_the_shape_and_scales_the_leading_dimensions(storage):
     assert set(of_blocks) == {() if storage.block is None else (2, 3, 3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("storage", "kind"),
     [
@@ -414,6 +423,7 @@ def test_stochastic_rounding_is_right_on_average(storage):
     assert abs(np.mean((values.mean(0) - x) / steps)) < 5 * 0.5 / np.sqrt(draws * x.size)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("storage", [*STOCHASTIC, Float(jnp.bfloat16, stochastic=True)], ids=repr)
 def test_the_seed_decides(storage):
@@ -454,6 +464,7 @@ def second_moment(storage, start, square_of_odd, steps=4000):
 EXACT_DECAY = 0.999**4000 + 0.01 * (1 - 0.999**4000)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("transform", [None, "sqrt", "expand"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
@@ -468,6 +479,7 @@ def test_trap_a_second_moment_freezes_when_rounded_to_nearest(fmt, transform):
     assert moved[ODD].max() < 0.9
 
 
+@pytest.mark.slow
 def test_expansion_is_the_least_noisy_of_those_that_move():
     sd = {
         storage: second_moment(storage, 1, 0.01)[ODD].std()
@@ -477,6 +489,7 @@ def test_expansion_is_the_least_noisy_of_those_that_move():
     assert min(sd, key=sd.get) == Blocks(rounding="stochastic", transform="expand")
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test_trap_a_block_that_spans_two_gradient_scales(rounding):

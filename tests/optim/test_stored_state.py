@@ -62,6 +62,7 @@ def stored_leaves(state) -> list[Any]:
 # What it does --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("make", [optax.adam, optax.adamw, optax.lamb])
 def test_with_f32_storage_nothing_changes(make):
@@ -99,6 +100,7 @@ def test_updates_follow_from_moments_that_are_not_rounded():
     assert np.all(error <= 1.001 * np.maximum(2.0**-4 * np.abs(m), 2.0**-10 * scale))
 
 
+@pytest.mark.slow
 def test_large_arrays_are_stored_and_vectors_and_small_ones_are_not():
     _, state = train(store_state(optax.adam(1e-2), MOMENTS), 1)
     (moments, _) = state.inner_state
@@ -116,6 +118,7 @@ def test_large_arrays_are_stored_and_vectors_and_small_ones_are_not():
     assert len(stored_leaves(state)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("inner", "storages", "count"),
@@ -159,6 +162,7 @@ class Momentum:
     empty: Any = ()
 
 
+@pytest.mark.slow
 def test_fields_of_dataclasses_are_found():
     inner = optax.GradientTransformation(
         lambda params: {"deeper": Momentum(jax.tree.map(jnp.zeros_like, params))},
@@ -176,6 +180,7 @@ def inject(**arguments):
     return optax.inject_hyperparams(adam)(**arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("tx", "plain"),
@@ -210,6 +215,7 @@ def test_works_inside_of(tx, plain):
         assert np.linalg.norm(p - e) < 0.1 * np.linalg.norm(e - s) + 1e-12
 
 
+@pytest.mark.slow
 def test_multi_transform_with_a_label_that_nothing_has():
     labels = {"w": "a", "deep": "a"}
     tx = optax.multi_transform({"a": adam(1e-3), "b": adam(1e-3)}, labels)
@@ -234,6 +240,7 @@ def test_trap_a_finite_gradient_leaves_no_infinite_moment(make, wrap, huge):
     assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(updates))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "tx",
@@ -274,6 +281,7 @@ def test_a_skipped_step_leaves_no_trace(tx):
     assert stored[0][0].count == 3
 
 
+@pytest.mark.slow
 def test_train_state_skips_exactly():
     state = jfp8.TrainState.create(
         apply_fn=lambda variables, x: x, variables={"params": normal(99)}, tx=adam(1e-3)
@@ -288,6 +296,7 @@ def test_train_state_skips_exactly():
     assert np.asarray(moved.opt_state.count) == 2
 
 
+@pytest.mark.slow
 def test_trap_bf16_parameters_get_f32_moments():
     """optax (and torchao) make moments of the dtype of the parameters."""
     params = normal(99, jnp.bfloat16)
@@ -322,6 +331,7 @@ def test_tree_map_params_finds_the_moments():
 # The same again ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("preset", [None, *PRESETS])
 def test_restored_from_a_checkpoint_it_goes_on_bit_for_bit(preset):

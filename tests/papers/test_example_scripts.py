@@ -200,6 +200,7 @@ def test_a_checkpoint_of_the_stock_model_is_one_of_the_fp8_model():
     assert not any(leaf.any() for leaf in jax.tree.leaves(loaded.fp8)), "histories begin empty"
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("argv", "message"),
@@ -249,6 +250,7 @@ def test_a_recipe_of_ones_own_trains(text, capsys):
     assert '"recipe": "FourBits"' in printed
 
 
+@pytest.mark.slow
 def test_its_quantizer_is_what_it_says():
     """Against NumPy: the scale, and the nearest of the eight magnitudes of e2m1."""
     script = module("custom_recipe")

@@ -78,6 +78,7 @@ def test_quickstart_is_short_enough_to_be_read():
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 40
 
 
+@pytest.mark.slow
 def test_train_lm_is_a_plain_script_that_runs_from_any_folder(tmp_path):
     help_text = run_script("train_lm.py", "--help", cwd=tmp_path)
     for option in ("--recipe", "--compare", "--fp8-head", "--loss-multiplier", "--resume"):
@@ -179,6 +180,7 @@ def test_every_product_in_fp8_without_scales(train_lm, text, tmp_path):
     assert np.isfinite(result["validation_loss"]["fp8"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -96,6 +96,7 @@ def sent(compiled, n, dtypes=None, trips=None):
     return total
 
 
+@pytest.mark.slow
 def test_parameters_are_those_of_the_model(plan, lm, size):
     for s in (size, plan.Model(96, 3, 256, 40, 4)):
         params = shapes_of(transformer(lm, s))["params"]
@@ -109,6 +110,7 @@ def held_by_one_device(tree):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
@@ -182,6 +184,7 @@ def test_activations_kept_for_the_backward_pass(plan, name):
 # Bytes on the wire. The oracle reads the compiled text by itself.
 
 
+@pytest.mark.slow
 def test_data_parallel_in_f32(plan, lm, size):
     """One all-reduce of every gradient, and of the loss."""
     model, mesh = transformer(lm, size), mesh_of(data=8)
@@ -276,6 +279,7 @@ def test_fsdp_with_kernels_gathered_in_fp8(plan, lm, size, gradients_as):
     assert sent(compiled, 8, trips=size.layers) == pytest.approx(planned, rel=0.01)
 
 
+@pytest.mark.slow
 def test_tensor_parallel(plan, lm, size):
     """Sums of partial products: activations of the batch, (4 layers + 1) times."""
     model, mesh = transformer(lm, size), mesh_of(tensor=8)

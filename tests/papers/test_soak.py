@@ -36,6 +36,7 @@ def assert_nothing_broke(result):
     assert 0 <= excess <= huge + result["steps_skipped_without_faults"] + 2
 
 
+@pytest.mark.slow
 def test_a_short_run():
     result = soak.soak(600, "delayed", "O2", seed=0)
     assert_nothing_broke(result)
@@ -68,6 +69,7 @@ def test_the_committed_result():
 class TestOfWhatIsCounted:
     """A soak that finds nothing must be one that would find something."""
 
+    @pytest.mark.slow
     def test_every_fault_is_in_the_operand_that_is_named(self):
         x = jax.numpy.arange(1.0, 13.0).reshape(3, 4)
         for place in soak.PLACES:

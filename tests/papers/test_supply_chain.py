@@ -122,6 +122,7 @@ def sins(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: f.stem)
 def test_nothing_runs_code_or_opens_connections(file):
     assert not sins(file.read_text(encoding="utf-8"))
@@ -186,11 +187,13 @@ def watch(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_no_network_no_process_no_pickle():
     done = watch(TRAINS)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sin",
     [

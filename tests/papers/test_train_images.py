@@ -105,6 +105,7 @@ def test_fashion_mnist_comes_before_the_digits(data, folder, monkeypatch):
     assert data.load(None).name == "Fashion-MNIST"
 
 
+@pytest.mark.slow
 def test_digits(data, monkeypatch, tmp_path):
     datasets = pytest.importorskip("sklearn.datasets")
     monkeypatch.setattr(data, "FASHION_MNIST", tmp_path / "absent")
@@ -178,6 +179,7 @@ def test_labels_that_do_not_fit(data, tmp_path, labels, message):
 # ---- the model
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("stride", [1, 2])
@@ -202,6 +204,7 @@ def test_conv_is_that_of_flax(model, size, stride):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_conv_in_fp8_has_the_parameters_of_float32_and_its_state(model):
     x = np.random.default_rng(0).normal(size=(2, 8, 8, 16)).astype(np.float32)
     variables = {
@@ -218,6 +221,7 @@ def test_conv_in_fp8_has_the_parameters_of_float32_and_its_state(model):
     assert 0.01 < error < 0.06
 
 
+@pytest.mark.slow
 def test_the_resnet_and_where_its_fp8_is(model):
     resnet = model.ResNet(recipe=jfp8.recipes.DelayedScaling())
     images = np.zeros((2, 28, 28, 1), np.float32)
@@ -234,6 +238,7 @@ def test_the_resnet_and_where_its_fp8_is(model):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @pytest.mark.parametrize("recipe", jfp8.recipes.RECIPES, ids=lambda recipe: recipe.name)
 def test_its_shapes_suit_every_recipe(train_images, model, monkeypatch, recipe):

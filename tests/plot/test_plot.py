@@ -114,6 +114,7 @@ def test_draws_on_the_axes_it_is_given(name):
     assert not right.has_data()
 
 
+@pytest.mark.slow
 def test_importing_jfp8_plot_does_not_import_matplotlib():
     code = "import sys, jfp8.plot; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -320,6 +321,7 @@ def test_histogram_of_four_bits():
     assert legend(ax)[1:3] == ["underflow, becomes 0: 12.5 %", "overflow, saturates: 25.0 %"]
 
 
+@pytest.mark.slow
 def test_histogram_takes_the_scale_that_quantize_takes():
     x = skewed(1000)
     ax = jfp8.plot.histogram(x, jfp8.E4M3FN)
@@ -443,6 +445,7 @@ def test_amax_history_marks_zeros_and_nonfinite():
     assert ax._repr_png_()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [1.05, 1.5, 4.0, 2.0**10, 2.0**40])
 @pytest.mark.parametrize("size", [1e-7, 0.9, 3e4])
 def test_amax_history_has_several_numbers_on_its_axis(size, spread):
@@ -614,6 +617,7 @@ def many_rows(layers=100, steps=3):
             yield row(10 * step, path, order=i, underflow=i / layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [3, 32, 33, 64, 65, 100, 400])
 def test_heat_map_labels_do_not_touch(layers):
     ax = jfp8.plot.heat_map(list(many_rows(layers)))
@@ -641,6 +645,7 @@ def test_heat_map_shortens_long_names_in_the_middle():
     assert labels[3].endswith("query_key_value_3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [5, 19, 200, 10**6])
 @pytest.mark.parametrize("count", [2, 11, 57, 200])
 def test_heat_map_steps_do_not_touch(count, last):
@@ -775,6 +780,7 @@ def test_block_scales_are_those_of_the_blocks():
     assert ax.figure.axes[1].get_ylabel() == "log2(scale)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("height", [1.5, 2.2, 3.6, 8.0])
 def test_block_scales_names_whole_powers_of_two(height):
     x = MATRIX * np.ldexp(np.float32(1), -3 * np.arange(8))[:, None]

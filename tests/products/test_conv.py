@@ -156,6 +156,7 @@ def test_bf16_in_and_out():
     np.testing.assert_allclose(np.asarray(y, np.float32), plain(*values), rtol=2.0**-8, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_nan_and_inf_show():
     lhs, rhs, _, _, fp8 = operands(CASES["3x3"])
     for bad in (np.nan, np.inf):

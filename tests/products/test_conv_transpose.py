@@ -115,6 +115,7 @@ def fake_quantize(x, dtype):
     return (np.asarray(x) * (np.float32(1) / scale)).astype(dtype).astype(np.float32) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["same", "circular", "transposed", "valid, no bias"])
 def test_values_and_gradients_are_those_of_fake_quantization(name):
@@ -141,6 +142,7 @@ def test_values_and_gradients_are_those_of_fake_quantization(name):
         assert error(grad, other) > 1e-2  # e5m2 has 2 bits
 
 
+@pytest.mark.slow
 def test_it_keeps_its_histories():
     model = jfp8.ConvTranspose(4, (3, 3), strides=(2, 2))
     x = jax.random.normal(KEY, (2, 4, 4, 3))

@@ -240,6 +240,7 @@ def test_fake_quantization_oracle(case):
         assert all(abs(result).max() > 0 for result in results[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("implementation", ["emulate", "xla"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -269,6 +270,7 @@ def test_state_without_sink_uses_current_scaling_for_gradients():
     assert_matches(results, oracle(*operands, CASES["dense"][2], FORMATS["HYBRID"], scales))
 
 
+@pytest.mark.slow
 def test_no_state_is_current_scaling_whatever_the_sink():
     operands = random_operands(CASES["dense"])
     numbers = CASES["dense"][2]
@@ -280,6 +282,7 @@ def test_no_state_is_current_scaling_whatever_the_sink():
     assert_matches(with_sink[:3], expected)
 
 
+@pytest.mark.slow
 def test_close_to_the_f32_product():
     """The oracle shares the rule with the code; the plain product shares nothing with it."""
     operands = random_operands(((80, 70), (70, 64), PLAIN), seed=2)
@@ -306,6 +309,7 @@ def test_jit_equals_eager():
     np.testing.assert_array_equal(keyed, eager[0])
 
 
+@pytest.mark.slow
 def test_vmap_equals_loop():
     """Under vmap every example has its own scales, of operands and of gradients."""
     rng = np.random.default_rng(4)
@@ -326,6 +330,7 @@ def test_vmap_equals_loop():
         assert all(abs(b[i]).max() > 0 for b in batched)
 
 
+@pytest.mark.slow
 def test_scan_and_remat_give_the_same_gradient():
     x, w, dy = random_operands(((8, 8), (8, 8), PLAIN), seed=5, sizes=(1.0, 1.0, 1.0))
 
@@ -346,6 +351,7 @@ def test_scan_and_remat_give_the_same_gradient():
         assert error.max() <= 4 * UNIT * abs(unrolled).max()
 
 
+@pytest.mark.slow
 def test_same_weight_twice():
     """The gradients of the two uses add, and each of them is the oracle's."""
     x, w, dy = random_operands(((6, 6), (6, 6), PLAIN), seed=6, sizes=(1.0, 1.0, 1.0))
@@ -398,6 +404,7 @@ def test_dtypes(lhs_dtype, rhs_dtype, preferred, result):
     assert all(abs(r).max() > 0 for r in results)
 
 
+@pytest.mark.slow
 def test_trap_f16_overflows_before_the_scales():
     """448 * 448 * 512 is Inf in float16 (Flax: Inf from K = 256 on); the product itself is 512."""
     ones = jnp.ones((512, 512), F16)
@@ -407,6 +414,7 @@ def test_trap_f16_overflows_before_the_scales():
         np.testing.assert_array_equal(result, 512)
 
 
+@pytest.mark.slow
 def test_trap_scales_stay_f32_with_bf16_operands():
     """Scales rounded to bf16 would be off by up to 2^-9 each, on every element alike."""
     value = 1.37
@@ -460,6 +468,7 @@ def test_trap_zero_tensor_gives_zero(which):
             assert abs(results[i]).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2.0**-126, 1e-37, 1e-30, 1e-20, 1e20, 1e30, 4e37])
 def test_trap_extreme_amax(size):
     """MAX / amax overflows f32 below 1e-36, and 1 / scale is subnormal, hence 0, above 2^126.
@@ -478,6 +487,7 @@ def test_trap_extreme_amax(size):
     assert all(abs(r).max() > 0 for r in results)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", ROLES)
@@ -510,6 +520,7 @@ def test_trap_non_finite_elements_show_where_they_count(which, bad):
     assert overflow.tolist() == [role == which for role in ROLES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_non_finite_elements_show_under_every_recipe(recipe):
     """Also under a scale from the history, where a saturating cast would hide them."""
@@ -533,6 +544,7 @@ def test_non_finite_elements_show_under_every_recipe(recipe):
     assert nan[2].sum() == 17 + 33 - 1  # a row from lhs, a column from dy
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize(
     "case",
@@ -560,6 +572,7 @@ def test_empty_operands(case):
 # Straight through
 
 
+@pytest.mark.slow
 def test_gradient_flows_through_saturated_elements():
     """A history that knows only 1 saturates 10; the gradient is still that of the identity."""
     recipe = recipes.DelayedScaling(amax_history_len=1)
@@ -646,6 +659,7 @@ def test_delayed_scaling_over_steps():
     assert saturated == 3  # the scale is one step late: at 30, at Inf, and at 5 after 0.1
 
 
+@pytest.mark.slow
 def test_delayed_scaling_of_constant_data_is_current_scaling():
     """The fixed point: when the history holds the amax, delayed and current are bitwise equal."""
     operands = random_operands(((5, 7), (7, 4), PLAIN), seed=13)
@@ -677,6 +691,7 @@ def test_trap_cold_start():
     np.testing.assert_array_equal(unscaled[1], 0)
 
 
+@pytest.mark.slow
 def test_cold_start_knows_the_step_under_way():
     """An empty history still has the running maximum, so a later micro-batch scales no finer."""
     recipe = recipes.DelayedScaling()
@@ -716,6 +731,7 @@ def test_sink_of_two_uses_bounds_both():
     assert amaxes[1] == amax_of(w)  # equal amaxes stay exact
 
 
+@pytest.mark.slow
 def test_sink_does_not_change_values():
     operands = random_operands(CASES["dense"])
     numbers = CASES["dense"][2]
@@ -727,6 +743,7 @@ def test_sink_does_not_change_values():
 # Sharding: the state gives every device the same scales, and the sink collects over all of them
 
 
+@pytest.mark.slow
 def test_shard_map_sums_gradients_and_sinks():
     lhs, rhs, dy = random_operands(((16, 6), (6, 4), PLAIN), seed=17, sizes=(1.0, 1.0, 1.0))
     recipe = recipes.DelayedScaling(amax_history_len=2)
@@ -754,6 +771,7 @@ def test_shard_map_sums_gradients_and_sinks():
     assert (amaxes <= np.multiply(largest, 9 / 8)).all()
 
 
+@pytest.mark.slow
 def test_sharded_jit_uses_the_amax_of_all_devices():
     operands = random_operands(((16, 6), (6, 4), PLAIN), seed=18, sizes=(1.0, 1.0, 1.0))
     operands[0] = operands[0].at[3].mul(100)  # device 1 sees what the others do not
@@ -768,6 +786,7 @@ def test_sharded_jit_uses_the_amax_of_all_devices():
 # What the backward pass keeps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_state", [False, True])
 def test_residuals_are_bytes(with_state):
     """Four products of 256 x 256: at most 0.30 of what the same products keep in f32."""
@@ -798,6 +817,7 @@ def test_residuals_are_bytes(with_state):
     assert sum(leaf.nbytes for leaf in f8) <= 0.30 * sum(leaf.nbytes for leaf in f32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_residuals_of_narrow_operands_are_bytes(dtype):
     x = jnp.ones((32, 32), dtype)
@@ -848,6 +868,7 @@ def test_error_float64(which):
             scaled_dot_general(**operands, dimension_numbers=PLAIN)
 
 
+@pytest.mark.slow
 def test_x64_mode_changes_nothing_for_f32():
     recipe = recipes.DelayedScaling(amax_history_len=2)
     operands = random_operands(CASES["dense"])

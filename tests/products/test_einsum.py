@@ -55,6 +55,7 @@ def test_ellipses_are_spelled_out_from_the_right():
     assert parse("...x,xy->...y", 1, 2) == Terms("x", "xy", "y")
 
 
+@pytest.mark.slow
 @pytest.mark.representative(9)
 @pytest.mark.parametrize(
     ("equation", "lhs", "rhs"),

@@ -206,6 +206,7 @@ def oracle(name, lhs, rhs, sizes, dy):
 TOLERANCE = {"direct_e5m2": 3e-3, "hybrid": 3e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "implementation"),
@@ -244,6 +245,7 @@ def test_any_sizes(name, sizes):
     assert np.all(np.any(np.asarray(actual[2]), axis=(1, 2)) == used)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 3, 2), (3, 0, 2), (3, 2, 0)])
 def test_empty_operands(m, k, n):
@@ -253,6 +255,7 @@ def test_empty_operands(m, k, n):
     assert not any(np.any(x) for x in (y, d_lhs, d_rhs))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
 def test_one_group_is_an_ordinary_product(name):
@@ -292,6 +295,7 @@ def test_every_row_of_a_group_has_one_place_in_a_tile_of_the_group(height):
         assert tiles.padded_sizes.tolist() == [-(-size // height) * height for size in sizes]
 
 
+@pytest.mark.slow
 def test_rows_of_no_group_influence_nothing():
     """Whatever is in them: their results and gradients are zero, and no amax sees them."""
     lhs, rhs, dy = operands(m=64, groups=3)
@@ -339,6 +343,7 @@ def test_nan_stays_in_its_row_and_in_its_group():
     assert np.all(np.isfinite(d_rhs[1:]))
 
 
+@pytest.mark.slow
 def test_group_sizes_beyond_the_rows_do_not_crash():
     lhs, rhs, dy = operands(m=48, groups=3)
     y, *_ = value_and_gradients(lhs, rhs, (20, 40, 9), dy)
@@ -367,6 +372,7 @@ def test_an_outlier_in_one_group_does_not_cost_the_others_precision():
     assert error_of_others(jfp8.quantize(rhs)) == 1.0
 
 
+@pytest.mark.slow
 def test_histories_are_those_of_lhs_and_grad():
     """Twice the amax in a history doubles the scale, of lhs and grad; that of rhs is not read."""
     lhs, rhs, dy = operands(m=64, groups=2)
@@ -495,6 +501,7 @@ def test_high_precision_operands():
         assert error(d_rhs, expected[2]) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("accumulation", ["f32_every_128", "hopper"])
 def test_sums_are_rounded_as_in_an_ordinary_product(accumulation):
@@ -532,6 +539,7 @@ def test_rotation_along_rows_stays_within_a_group():
 # Dtypes, transformations, devices.
 
 
+@pytest.mark.slow
 def test_dtypes():
     lhs, rhs, dy = operands(m=48, groups=3)
     sizes = (10, 20, 9)
@@ -560,6 +568,7 @@ def test_vmap_equals_loop():
             assert error(a[i], b) < 1e-6
 
 
+@pytest.mark.slow
 def test_shard_map_over_tokens():
     """Each device has its own tokens; the gradient of the replicated matrices is their sum."""
     lhs, rhs, dy = operands(m=64, groups=2)

@@ -141,6 +141,7 @@ def test_the_forward_pass_does_not_change(dtype, compiled):
         assert [d.dtype for d in vjp(y)] == [a.dtype for a in args]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_nothing_is_kept_but_bytes(dtype):
     x = normal(64, 256, dtype=dtype)
@@ -185,6 +186,7 @@ def test_trap_outliers_take_the_scale_of_their_neighbours():
     assert sqnr(rmsnorm_vjp(rounded, ones, dy)[0], exact[0]) < 40
 
 
+@pytest.mark.slow
 @pytest.mark.representative(9)
 @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2, jfp8.E3M4, jfp8.E2M1FN], ids=repr)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -267,6 +269,7 @@ def test_transformations_keep_to_the_loop():
     np.testing.assert_allclose(both(batched)[0], both(plain)[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("sharded", ["first", "rest"])
@@ -290,6 +293,7 @@ def test_shard_map(sharded, check_vma):
         assert np.linalg.norm(a) > 0.1
 
 
+@pytest.mark.slow
 def test_policies_of_checkpoint_keep_the_codes_by_their_name():
     def block(x, w):
         return x + save_in_fp8(jax.nn.silu)(x @ w, *()) @ w
@@ -411,6 +415,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["dense", "swiglu", "layer"])
 def test_layers_compute_the_same(name):
@@ -427,6 +432,7 @@ def test_layers_compute_the_same(name):
     assert np.linalg.norm(np.asarray(y, np.float32)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_of_layers_hardly_move(name):
@@ -487,6 +493,7 @@ def test_nnx_drops_the_same_weights():
     assert not np.array_equal(first, other)
 
 
+@pytest.mark.slow
 def test_an_mlp_keeps_bytes():
     """One byte for each operand of a product and for each input of what is between them."""
     mlp = LayerNormMLP(128, activation="swiglu", saved_activations=jfp8.E4M3FN)
@@ -618,6 +625,7 @@ def test_a_policy_that_keeps_codes_only_gives_the_same_gradients_in_less_memory(
     assert np.linalg.norm(got) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11),
     reason="XLA:CPU drops optimization barriers before it fuses",

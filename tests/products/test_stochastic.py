@@ -67,6 +67,7 @@ def same(a, b) -> bool:
 # Each element becomes one of its two neighbours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "fmt"),
     [(HYBRID, E5M2), (recipes.DirectE5M2(quantize_outputs=False), E5M2)],
@@ -90,6 +91,7 @@ def test_unscaled_gradients_become_one_of_their_neighbours(recipe, fmt):
     assert 0.3 < up[subnormal].mean() < 0.7
 
 
+@pytest.mark.slow
 def test_the_share_rounded_up_is_the_fraction():
     """1 + f/4 between the neighbours 1 and 1.25 of e5m2, for a fraction f of each row."""
     fractions = np.linspace(0, 1, N + 1)[:-1].astype(np.float32)
@@ -119,6 +121,7 @@ def test_reproducible_from_the_key(recipe):
         assert same(one, other)  # a raw key is the same key
 
 
+@pytest.mark.slow
 @SOME
 def test_without_a_key_the_data_decides(recipe):
     """Reproducible, the same tensor rounded the same way every time, and documented."""
@@ -135,6 +138,7 @@ def test_without_a_key_the_data_decides(recipe):
     assert "None: from the data alone" in scaled_dot_general.__doc__
 
 
+@pytest.mark.slow
 def test_other_recipes_do_not_care_about_the_key():
     for recipe in (recipes.Float8CurrentScaling(), recipes.Hybrid(stochastic_gradients=False)):
         args = (normal(0), normal(1), normal(2))
@@ -157,6 +161,7 @@ def test_operands_use_different_bits(key):
         assert differ(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])
 @pytest.mark.parametrize("tensor", ["lhs", "rhs", "grad"])
@@ -172,6 +177,7 @@ def test_both_directions_use_different_bits(tensor, key):
     assert differ(one, other)
 
 
+@pytest.mark.slow
 def test_quantized_once_is_rounded_once():
     """Per tensor, and in square blocks, both products take the same numbers."""
     x = normal()
@@ -185,6 +191,7 @@ def test_quantized_once_is_rounded_once():
         assert same(y, d_lhs.T)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])
 def test_scan_iterations_and_examples_differ_if_their_data_do(key):
@@ -258,6 +265,7 @@ def unrotated(z):
     return x.reshape(z.shape).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("name", UNBIASED)
 def test_the_mean_gradient_is_that_of_the_unrounded_one(name):
@@ -312,6 +320,7 @@ def weight_gradients(params, dy, rngs, *, model=None):
     return grads["first"]["kernel"], grads["second"]["kernel"]
 
 
+@pytest.mark.slow
 def test_layers_draw_from_the_stream_fp8():
     """Two layers get different bits from it, the same key gives the same result."""
     params = TwoLayers().init(jax.random.key(0), EYE)["params"]  # no stream is required
@@ -327,6 +336,7 @@ def test_layers_draw_from_the_stream_fp8():
         assert differ(one, other)
 
 
+@pytest.mark.slow
 def test_layers_do_without_the_stream():
     """Then the data decides, and equal gradients of two layers are rounded alike."""
     params = TwoLayers().init(jax.random.key(0), EYE)["params"]
@@ -338,6 +348,7 @@ def test_layers_do_without_the_stream():
     assert same(first, weight_gradients(params, dy, others)[0])
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_round_stochastically_leave_the_stream_alone():
     """Or adding such a layer would change the numbers of all others."""
 
@@ -386,6 +397,7 @@ def random_sizes(jaxpr) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [recipes.Hybrid(), recipes.DirectE5M2(), recipes.NVFP4BlockScaling()],

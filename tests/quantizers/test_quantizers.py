@@ -180,6 +180,7 @@ def assert_quantized(q, x, fmt, granularity):
 # Scales and data.
 
 
+@pytest.mark.slow
 @pytest.mark.representative(8)
 @data_formats
 @granularities
@@ -193,6 +194,7 @@ def test_quantize(fmt, granularity):
     )
 
 
+@pytest.mark.slow
 @dtypes
 @pytest.mark.parametrize("granularity", [PerTensor(), Block((1, 16))], ids=str)
 def test_quantize_takes_16_bit_inputs(dtype, granularity):
@@ -211,6 +213,7 @@ def test_the_largest_element_of_a_block_becomes_the_largest_value(granularity):
     assert np.all(block_amax(data, granularity) == 448)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @hypothesis.given(
     st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), max_size=3),
@@ -227,6 +230,7 @@ def test_quantize_any_shape(dimensions, fmt):
     assert values.shape == q.shape == shape
 
 
+@pytest.mark.slow
 @pytest.mark.representative(8)
 @pytest.mark.parametrize("granularity", [*GRANULARITIES[:4], Block((1, 2))], ids=str)
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)], ids=str)
@@ -237,6 +241,7 @@ def test_quantize_of_empty_arrays(granularity, shape):
     assert q.dequantize().shape == shape
 
 
+@pytest.mark.slow
 def test_quantize_of_scalars_and_zeros():
     q = quantize(-3.0)
     assert (q.shape, q.scale.shape, float(q.dequantize())) == ((), (), -3.0)
@@ -257,6 +262,7 @@ def test_f8_inputs_are_quantized_by_value():
 # Rounded scales.
 
 
+@pytest.mark.slow
 @data_formats
 def test_power_of_two_scales_multiply_exactly(fmt):
     """Quantizing is then rounding on a grid, and dequantizing adds no error."""
@@ -277,6 +283,7 @@ def test_power_of_two_scales_multiply_exactly(fmt):
     assert_bitwise(again, values)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(5)
 @pytest.mark.parametrize("fmt", [E4M3FN, E2M1FN], ids=lambda f: f.name)
 @pytest.mark.parametrize("mode", E8M0_MODES)
@@ -307,6 +314,7 @@ def test_e8m0_scales(fmt, mode):
     assert_within_half_a_step(for_bound, kept, fmt, scale)
 
 
+@pytest.mark.slow
 @data_formats
 def test_trap_zero_blocks_get_the_smallest_scale(fmt):
     """Code 0 is 2^-127, an f32 subnormal: a division by it gave NaN or Inf."""
@@ -319,6 +327,7 @@ def test_trap_zero_blocks_get_the_smallest_scale(fmt):
     assert np.all(np.isfinite(values))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @data_formats
 def test_trap_extreme_e8m0_scales_quantize_exactly(fmt):
@@ -341,6 +350,7 @@ def test_trap_constant_factors_are_multiplied_first(code):
     np.testing.assert_array_equal(np.asarray(q.data).astype(np.float64), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @pytest.mark.parametrize("scale_rounding", [None, "power_of_two"])
 @data_formats
@@ -376,6 +386,7 @@ def test_given_scales_saturate_what_is_beyond(fmt):
     np.testing.assert_array_equal(np.asarray(tiny.data).astype(np.float32), np.sign(x) * fmt.max)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_shape", [(), (1, 1), (8, 1), (1, 64), (4, 16), (8, 64)], ids=str)
 def test_given_scales_of_every_layout(scale_shape):
     scale = np.random.default_rng(3).uniform(0.01, 0.1, scale_shape).astype(np.float32)
@@ -442,6 +453,7 @@ def test_trap_nan_spoils_its_block_and_no_other(block, fmt, scale_rounding, bad)
     assert_bitwise(np.asarray(values)[~lost], np.asarray(clean_values)[~lost])
 
 
+@pytest.mark.slow
 @pytest.mark.representative(15)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("scale_rounding", [None, "power_of_two", *E8M0_MODES])
@@ -455,6 +467,7 @@ def test_e2m1_keeps_nan_in_the_scale(bad, scale_rounding):
     np.testing.assert_array_equal(np.isnan(values), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("mode", E8M0_MODES)
 def test_mx_blocks_with_nan_become_nan(bad, mode):
@@ -476,6 +489,7 @@ def test_mx_blocks_with_nan_become_nan(bad, mode):
 # Rounding modes.
 
 
+@pytest.mark.slow
 def test_toward_zero_never_grows():
     x = sample()
     q, values = there_and_back(x, E4M3FN, scale_rounding="power_of_two", rounding="toward_zero")
@@ -486,6 +500,7 @@ def test_toward_zero_never_grows():
     assert np.any(values != np.asarray(quantize(x, scale_rounding="power_of_two").dequantize()))
 
 
+@pytest.mark.slow
 def test_stochastic_quantization_is_unbiased():
     x = sample(shape=(64, 512))
     options = {"scale_rounding": "power_of_two", "rounding": "stochastic"}
@@ -528,6 +543,7 @@ def test_vmap_quantizes_each_as_if_it_were_alone(granularity, scale_rounding):
     assert_bitwise(values, [dequantize(ScaledArray(*q)) for q in zip(*mapped)])
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @granularities
 def test_eager_agrees_with_jit(granularity):
@@ -562,6 +578,7 @@ def test_sharding_changes_nothing(granularity):
 # Gradients.
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @data_formats
 @pytest.mark.parametrize("granularity", [PerTensor(), Block((2, 8))], ids=str)
@@ -645,6 +662,7 @@ def call(quantizer, x, observed=None, state=None, contracting=(1,), seed=None):
     return quantizer(x, Context(contracting, observed, state, seed))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @data_formats
 def test_current_uses_the_amax_at_hand(fmt):
@@ -654,6 +672,7 @@ def test_current_uses_the_amax_at_hand(fmt):
     assert_same_data(rounded.data, jit_quantize(X, fmt, scale_rounding="power_of_two").data)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(12)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize(
@@ -681,6 +700,7 @@ def test_delayed_rounds_its_scale():
     assert float(q.scale) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_delayed_shows_what_is_not_finite(bad):
     x = X.copy()
@@ -770,6 +790,7 @@ ALL_QUANTIZERS = [
 all_quantizers = pytest.mark.parametrize("quantizer", ALL_QUANTIZERS, ids=str)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @all_quantizers
 @pytest.mark.parametrize("shape", [(64, 64), (33, 70)], ids=str)
@@ -799,6 +820,7 @@ def test_properties_of_quantizers(quantizer):
     assert quantizer.one_for_both == (square or per_tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("quantizer", ALL_QUANTIZERS[3:8], ids=str)
@@ -868,6 +890,7 @@ def mx_blocks(dtype) -> np.ndarray:
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("block", [(1, 32), (32, 1)], ids=str)
 @pytest.mark.parametrize("mode", E8M0_MODES)
@@ -906,6 +929,7 @@ def test_trap_f32_subnormals_survive_mx_blocks():
     assert np.count_nonzero(values) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 1, 127, 253, 254, 255])
 @data_formats
 def test_given_mx_scales(fmt, code):
@@ -940,6 +964,7 @@ def test_mx_of_a_block_is_a_sum_of_fractions(mode):
         assert Fraction(data) == max(min(nearest, 448), -448)
 
 
+@pytest.mark.slow
 def test_trap_columns_are_not_rows_turned():
     """Each direction is quantized from high precision: another one's values are rounded twice."""
     x = sample(shape=(64, 64))
@@ -953,6 +978,7 @@ def test_trap_columns_are_not_rows_turned():
     assert error < 0.8 * of_twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", E8M0_MODES)
 def test_trap_floor_saturates_the_top_of_a_block(mode):
     """By the OCP's own rule whatever is above 1.75 * 2^e is cut: 12% off, in every such block."""
@@ -975,6 +1001,7 @@ CUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("block", "shape"), [(block, shape) for block in CUT for shape in CUT[block]], ids=str
@@ -998,6 +1025,7 @@ def test_a_block_cut_short_is_a_block_with_zeros(block, shape):
     assert np.all(np.asarray(values)[x != 0] != 0) or x.size > 10
 
 
+@pytest.mark.slow
 def test_ragged_blocks_under_vmap():
     x = sample(shape=(3, 5, 40))
     each = lambda x: quantize(x, granularity=Block((2, 32)), scale_rounding="rceil")
@@ -1016,6 +1044,7 @@ def test_ragged_blocks_under_vmap():
 # Tiles with scales in f32 (DeepSeek's layout).
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (128, 1)], ids=str)
 def test_tiles_by_the_rule_of_current_scaling(block):
     """``amax / max`` of every tile, 1 of one without anything in it, 2^-126 at the least."""
@@ -1031,6 +1060,7 @@ def test_tiles_by_the_rule_of_current_scaling(block):
     assert_within_half_a_step(x, values, E4M3FN, scale, slack=2.0**-126)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda f: f.name)
 def test_tiles_with_scales_rounded_to_powers_of_two(fmt, block):
@@ -1091,6 +1121,7 @@ def nvfp4_case(case) -> np.ndarray:
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @pytest.mark.parametrize("contracting", [0, 1])
 @pytest.mark.parametrize("size", [(16, 1), (16, 16)], ids=str)
@@ -1140,6 +1171,7 @@ def test_trap_two_level_data_is_divided_by_the_rounded_scale():
     np.testing.assert_array_equal(codes(call(TwoLevel(E2M1FN, (16, 1)), x).data), codes(data))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
 def test_trap_divisions_of_two_level_scales_are_not_rewritten(how):
@@ -1172,6 +1204,7 @@ def test_two_level_of_extreme_tensors(top):
         assert np.linalg.norm(values - x) < 0.15 * np.linalg.norm(x.astype(np.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_fmt", [E5M2, E3M4], ids=lambda f: f.name)
 def test_two_level_with_other_scale_formats(scale_fmt):
     x = sample(shape=(16, 64))
@@ -1186,6 +1219,7 @@ def test_two_level_with_other_scale_formats(scale_fmt):
 # E3M4, stored in bytes.
 
 
+@pytest.mark.slow
 @pytest.mark.representative(6)
 @granularities
 @pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero", "stochastic"])
@@ -1203,6 +1237,7 @@ def test_quantize_to_e3m4(granularity, rounding):
     assert_bitwise(values, rounded * spread(scale, x.shape))
 
 
+@pytest.mark.slow
 def test_e3m4_keeps_nan():
     x = np.array([1.0, np.nan, -np.inf, -30.0], np.float32)
     q = quantize(x, E3M4, scale=1.0)
@@ -1226,6 +1261,7 @@ def seeds(n) -> np.ndarray:
     return np.random.default_rng(7).integers(0, 2**32, (n, 2)).astype(np.uint32)
 
 
+@pytest.mark.slow
 @stochastic
 def test_stochastic_quantizers_are_unbiased(quantizer):
     """The mean over many seeds is x, element by element and over all of them, within 5 sigma."""
@@ -1244,6 +1280,7 @@ def test_stochastic_quantizers_are_unbiased(quantizer):
     assert abs(np.sum(error[inside])) < 5 * np.sqrt(np.sum(np.square(sigma[inside])))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @stochastic
 def test_stochastic_quantizers_follow_their_seed(quantizer):
@@ -1261,6 +1298,7 @@ def test_stochastic_quantizers_follow_their_seed(quantizer):
     assert 0.1 < np.mean(codes(nearest.data) != one) < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2, E2M1FN], ids=lambda f: f.name)
 def test_stochastic_quantization_is_exact_over_all_draws(fmt):

@@ -56,6 +56,7 @@ def test_the_signs_are_those_of_transformer_engine():
     assert Hadamard().signs == DEFAULT
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @lengths
 def test_the_matrix_is_orthogonal(n):
@@ -67,6 +68,7 @@ def test_the_matrix_is_orthogonal(n):
         np.testing.assert_array_equal(np.sign(m[:, 0]), SIGNS[n])  # the first column of H is ones
 
 
+@pytest.mark.slow
 @pytest.mark.representative(12)
 @lengths
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2])
@@ -94,6 +96,7 @@ def test_small_arrays(shape):
     np.testing.assert_allclose(y, rotated(x, DEFAULT, axis), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("k", [16, 64, 50, 7])
 def test_the_product_stays(k):
@@ -134,6 +137,7 @@ def rotating(quantizer, **options):
     return lambda x, w: scaled_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("k", [64, 50])
 @pytest.mark.parametrize(

@@ -422,6 +422,7 @@ def check_against_oracle(variant, m, k, n, dtype):
         assert len(np.unique(rounded)) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @variants
 def test_ragged_matrices(variant):
@@ -429,12 +430,14 @@ def test_ragged_matrices(variant):
     check_against_oracle(variant, 150, 200, 91, np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("variant", MAIN[1:])
 def test_bf16(variant):
     check_against_oracle(variant, 150, 200, 91, ml_dtypes.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("variant", ["block", "nvfp4, nearest"])
 def test_whole_blocks(variant):
@@ -445,6 +448,7 @@ def relative_error(result, exact) -> float:
     return np.linalg.norm(f64(result) - exact) / np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @main_variants
 def test_close_to_the_exact_product(variant):
@@ -463,6 +467,7 @@ def test_close_to_the_exact_product(variant):
 # e. Accuracy
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("recipe", "decibels"),
@@ -545,6 +550,7 @@ def case_operands(case, seed=0):
 IN_TURN = ("current", "rowwise", "block", "mxfp8, 2d, hybrid", "per operand")
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("variant", "case"),
@@ -563,6 +569,7 @@ def test_dimension_numbers(variant, case):
     assert_matches(results, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @main_variants
 def test_dimension_numbers_change_no_bits(variant):
@@ -590,6 +597,7 @@ def test_jit_equals_eager(name):
     assert_same([scaled_dot_general(lhs, rhs, PLAIN, recipe=recipe)], [y], recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @each_path
 def test_vmap_equals_loop(recipe):
@@ -601,6 +609,7 @@ def test_vmap_equals_loop(recipe):
     assert_same(batched, [jnp.stack(parts) for parts in zip(*loop)], recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @each_path
 def test_scan_and_remat_equal_the_loop(recipe):
@@ -620,6 +629,7 @@ def test_scan_and_remat_equal_the_loop(recipe):
     assert_same(scanned(*operands), [jnp.stack(parts) for parts in zip(*loop)], recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @each_path
 def test_gradients_of_two_uses_add(recipe):
@@ -642,6 +652,7 @@ def make_mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @every_recipe
 def test_sharded_jit_equals_unsharded(recipe):
@@ -656,6 +667,7 @@ def test_sharded_jit_equals_unsharded(recipe):
     assert_same(results, value_and_grads(lhs, rhs, dy, recipe=recipe), recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @every_recipe
 def test_shard_map_is_a_product_per_device(recipe):
@@ -687,6 +699,7 @@ def block_of_weights(variant, index, size):
     return slice(start, min(start + free, size))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(6)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 @pytest.mark.parametrize("tensor", ["lhs", "rhs", "grad"])
@@ -718,6 +731,7 @@ def test_non_finite_elements_show_where_they_count(variant, tensor, bad):
         np.testing.assert_array_equal(~np.isfinite(f64(result)), where, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(10)
 @every_recipe
 @pytest.mark.parametrize("tensor", [0, 1, 2], ids=["lhs", "rhs", "grad"])
@@ -777,6 +791,7 @@ def test_quantized_once_where_once_will_do(variant, monkeypatch):
     assert len(shapes) == QUANTIZATIONS[variant]
 
 
+@pytest.mark.slow
 @pytest.mark.representative(8)
 @variants
 def test_residuals_are_bytes_but_for_what_stays_in_high_precision(variant):
@@ -834,6 +849,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "layer"),
@@ -1018,6 +1034,7 @@ BACKENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("variant", BACKENDS)
 def test_xla_equals_emulate(variant):

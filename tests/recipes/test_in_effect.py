@@ -47,6 +47,7 @@ def differ(a, b) -> bool:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b)) > 1e-3
 
 
+@pytest.mark.slow
 def test_layers_compute_fp8_inside_and_not_outside():
     assert recipes_of() == both("")
     with jfp8.autocast(CURRENT):
@@ -55,6 +56,7 @@ def test_layers_compute_fp8_inside_and_not_outside():
     assert recipes_of() == both("")
 
 
+@pytest.mark.slow
 def test_values_are_those_of_a_converted_model():
     converted = jfp8.convert(MLP, CURRENT, exempt=())
     run = lambda model: jax.jit(jax.grad(lambda v: jnp.sin(model.apply(v, X)).sum()))(VARIABLES)
@@ -69,6 +71,7 @@ def test_default_recipe_is_delayed_scaling():
         assert recipes_of() == both("delayed")
 
 
+@pytest.mark.slow
 def test_trap_an_already_jitted_function_is_traced_again():
     """Elsewhere a context manager does nothing to an `apply` that was already jitted."""
     traces = []
@@ -97,6 +100,7 @@ def test_trap_an_already_jitted_function_is_traced_again():
     assert len(traces) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @pytest.mark.parametrize("lift", ["remat", "jit", "scan", "vmap", "attention"])
 def test_trap_layers_inside_of_transformations_are_not_missed(lift):
@@ -151,6 +155,7 @@ def test_trap_functions_of_jax_are_not_patched():
         assert "f8" not in str(jax.make_jaxpr(jnp.dot)(X, w))
 
 
+@pytest.mark.slow
 def test_trap_names_and_parameters_are_kept():
     with jfp8.autocast(DELAYED):
         variables = jax.jit(MLP.init)(KEY, X)
@@ -166,6 +171,7 @@ def test_trap_unknown_recipes_are_refused():
     assert region.current() is None
 
 
+@pytest.mark.slow
 def test_nested_regions():
     with jfp8.autocast(CURRENT):
         assert recipes_of() == both("current")
@@ -180,6 +186,7 @@ def test_nested_regions():
     assert recipes_of() == both("")
 
 
+@pytest.mark.slow
 def test_disabled_regions():
     apply = jax.jit(MLP.apply)
     outside = apply(VARIABLES, X)
@@ -228,6 +235,7 @@ def test_each_thread_has_its_own_regions():
     }
 
 
+@pytest.mark.slow
 def test_as_a_decorator():
     @jfp8.autocast(CURRENT)
     def here():
@@ -289,6 +297,7 @@ def test_layers_of_jfp8_keep_their_implementation():
         assert True not in operands(jfp8.Dense(8))
 
 
+@pytest.mark.slow
 def test_disabled_layers_of_jfp8_are_flax_layers():
     model, stock = jfp8.Dense(8), nn.Dense(8)
     variables = model.init(KEY, X)
@@ -299,6 +308,7 @@ def test_disabled_layers_of_jfp8_are_flax_layers():
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.slow
 def test_converted_models_keep_their_recipe():
     model = jfp8.convert(MLP, CURRENT, exempt="Dense_1")
     with jfp8.autocast(ROWWISE):
@@ -329,6 +339,7 @@ def test_a_region_inside_of_a_converted_model():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_model_initialized_inside_trains_with_delayed_scaling(stacked):

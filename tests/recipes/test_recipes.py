@@ -914,6 +914,7 @@ def test_json_of_a_users_own_classes():
         recipes.from_json('{"recipe": "nope"}', known=[MyRecipe])
 
 
+@pytest.mark.slow
 def test_a_users_own_quantizer_multiplies():
     recipe = per_operand(fprop=Product(Shifted(E4M3FN, -2), Shifted(E4M3FN, 1)))
     x, w = jnp.array([[0.3, 2.0, 1000.0]]), jnp.array([[1.1], [-3.0], [0.5]])
@@ -955,6 +956,7 @@ def test_recipes_of_ones_own_are_static_arguments(case):
 # As static arguments of jit
 
 
+@pytest.mark.slow
 @pytest.mark.representative(13)
 @samples
 def test_equal_recipes_share_a_trace(recipe):

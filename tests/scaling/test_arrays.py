@@ -108,6 +108,7 @@ def test_a_round_trip_returns_every_field(q):
     assert paths[0] == ".data"
 
 
+@pytest.mark.slow
 @samples
 def test_properties(q):
     assert q.shape == q.data.shape
@@ -130,6 +131,7 @@ def test_a_pytree_may_hold_anything():
 # Values.
 
 
+@pytest.mark.slow
 @data_formats
 @pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-126, 1e30])
 def test_dequantize_multiplies_in_f32(fmt, scale):
@@ -145,6 +147,7 @@ def test_dequantize_multiplies_in_f32(fmt, scale):
         assert np.all(np.signbit(values[tiny]) == np.signbit(expected[tiny]))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @data_formats
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -158,6 +161,7 @@ def test_dequantize_rounds_once_to_the_dtype(fmt, dtype):
     assert np.any(product.astype(dtype) != data.astype(dtype) * scale.astype(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("how", ["eager", "jit", "constant scale"])
 @data_formats
@@ -186,6 +190,7 @@ def test_trap_extreme_e8m0_scales(fmt, how):
     np.testing.assert_array_equal(values[subnormal], exact[subnormal])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @data_formats
 def test_trap_subnormals_in_narrow_dtypes(fmt, dtype):
@@ -228,6 +233,7 @@ def test_trap_constant_factors_are_multiplied_first(shape):
         np.testing.assert_array_equal(np.asarray(values, np.float64), expected)
 
 
+@pytest.mark.slow
 def test_e8m0_scale_nan_makes_its_block_nan():
     data = jnp.ones((3, 4), E4M3FN.dtype)
     values = dequantize(ScaledArray(data, e8m0([[127], [255], [128]])))
@@ -235,6 +241,7 @@ def test_e8m0_scale_nan_makes_its_block_nan():
     assert np.all(np.isnan(dequantize(ScaledArray(data, e8m0(255)))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "scale_shape"),
     [
@@ -363,6 +370,7 @@ def test_a_scale_for_all_ignores_the_block():
     assert_bitwise(dequantize(q), np.full((3, 40), 0.5, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["f32", "e8m0"])
 def test_two_level_scale(inner):
     """``data * (scale.data * scale.scale)``: NVFP4's block scales in E4M3 under one in f32."""
@@ -375,6 +383,7 @@ def test_two_level_scale(inner):
         assert_bitwise(function(q), expected)
 
 
+@pytest.mark.slow
 def test_vmap_of_dequantize():
     data, scale = sample_data(E4M3FN, 3, 4, 6), sample_scale(3, 2, 3)
     stacked = ScaledArray(jnp.asarray(data), jnp.asarray(scale))
@@ -417,6 +426,7 @@ def test_gradient_of_nan_stays_nan():
 # Errors.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "scale_shape"),
     [((4, 6), (4,)), ((4, 6), (6,)), ((4, 6), (4, 1, 1)), ((4, 6), (3, 1)), ((4, 6), (8, 6))]
@@ -434,6 +444,7 @@ def test_scales_that_do_not_divide_the_data(shape, scale_shape):
         dequantize(two_level)
 
 
+@pytest.mark.slow
 def test_an_array_quantized_under_vmap_is_pointed_out():
     q = jax.vmap(lambda d: ScaledArray(d, jnp.float32(2)))(jnp.ones((3, 4), E4M3FN.dtype))
     with pytest.raises(ValueError, match=r"jax\.vmap has to be used under jax\.vmap"):

@@ -331,6 +331,7 @@ def test_round_to_format_gives_the_values_of_cast(fmt, dtype, rounding):
     assert_same(round_to_format(x, fmt, rounding=rounding), expected, x)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @all_formats
 @roundings
@@ -361,6 +362,7 @@ def test_e8m0_codes_that_are_special():
     assert dict(zip(table, result.tolist(), strict=True)) == table
 
 
+@pytest.mark.slow
 @dtypes
 @roundings
 def test_e8m0_takes_negative_zero_for_zero(dtype, rounding):
@@ -381,6 +383,7 @@ def test_e8m0_is_that_of_ml_dtypes_but_for_its_defect():
     assert set(ours[defect]) == {0}
 
 
+@pytest.mark.slow
 @roundings
 def test_e2m1_has_no_code_for_nan(rounding):
     """Like ml_dtypes, NaN becomes -0 and -NaN becomes +0; `round_to_format` keeps NaN."""
@@ -394,6 +397,7 @@ def test_e2m1_has_no_code_for_nan(rounding):
 # Traps of other casts.
 
 
+@pytest.mark.slow
 @pytest.mark.representative(9)
 @signed_formats
 @roundings
@@ -411,6 +415,7 @@ def test_trap_plain_casts_do_not_saturate(fmt, rounding):
     np.testing.assert_array_equal(wide, expected)
 
 
+@pytest.mark.slow
 @signed_formats
 @pytest.mark.parametrize("via", [jnp.bfloat16, jnp.float16])
 def test_trap_double_rounding(fmt, via):
@@ -437,6 +442,7 @@ def test_trap_reduce_precision_knows_neither_448_nor_subnormals():
     assert round_to_format(x, E5M2).tolist() == x.tolist()
 
 
+@pytest.mark.slow
 @formats_of_ml_dtypes(signed=True)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_trap_round_trips_are_not_elided(fmt, dtype):
@@ -503,6 +509,7 @@ def test_stochastic_rounding_is_exact_over_all_draws(fmt, dtype):
         assert largest_count == (ups or draws), value
 
 
+@pytest.mark.slow
 @pytest.mark.representative(4)
 @all_formats
 @dtypes
@@ -522,6 +529,7 @@ def test_stochastic_rounding_stays_between_the_neighbours(fmt, dtype):
         assert_same(jit_round(x, fmt, rounding="stochastic", key=KEY), expected, x)
 
 
+@pytest.mark.slow
 @all_formats
 def test_stochastic_rounding_follows_the_key(fmt):
     x = np.linspace(1, 2, 2**16, dtype=np.float32)
@@ -588,6 +596,7 @@ def test_gradient_of_round_to_format_is_the_identity(fmt, rounding):
     assert np.any(np.asarray(expected) != x)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @dtypes
 def test_gradients_outside_of_jit_and_in_the_dtype_of_the_input(dtype):
@@ -652,6 +661,7 @@ def test_codes_of_e3m4_have_no_gradient(rounding):
 # Shapes and kinds of input.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fmt", "rounding"),
     [(E2M1FN, "nearest_even"), *((E4M3FN, rounding) for rounding in ROUNDINGS)],
@@ -672,6 +682,7 @@ def test_shapes(fmt, rounding, shape):
         assert_same(y, nearest_codes(x, fmt).view(fmt.dtype).reshape(shape))
 
 
+@pytest.mark.slow
 def test_numbers_and_numpy_arrays():
     assert cast(0.3, E4M3FN).shape == ()
     assert float(cast(0.3, E4M3FN)) == float(cast(np.float32(0.3), E4M3FN)) == 0.3125
@@ -682,6 +693,7 @@ def test_numbers_and_numpy_arrays():
         assert round_to_format(x, E4M3FN).dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.representative(13)
 @pytest.mark.parametrize("source", OF_ML_DTYPES, ids=lambda f: f.name)
 @all_formats

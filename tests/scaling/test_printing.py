@@ -56,6 +56,7 @@ def test_blocks_cut_short():
     )
 
 
+@pytest.mark.slow
 def test_two_levels_of_scales():
     x = jnp.tile(jnp.array([6.0, 3.0]), 16)[None]
     q = TwoLevel(E2M1FN, (16, 1))(x, Context((1,), amax(x)))

@@ -88,6 +88,7 @@ def test_elements_at_a_distance_are_not_correlated(bits, distance):
     assert abs(correlation) < 5 / np.sqrt(len(a))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [
@@ -116,6 +117,7 @@ def test_random_bits_are_those_of_the_seed(bits):
     np.testing.assert_array_equal(jax.jit(hash_bits, static_argnums=1)(seed, (N,)), bits)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("word", [0, 1, 0x3F800000, 0xFFFFFFFF])
 def test_a_folded_seed_is_not_correlated(bits, word):
@@ -168,6 +170,7 @@ def test_raw_keys_are_keys():
     assert np.any(np.asarray(raw) != np.asarray(random_bits(KEY, (5,))))
 
 
+@pytest.mark.slow
 def test_jit_and_vmap_agree_with_eager():
     keys = jax.random.split(KEY, 3)
     eager = np.stack([random_bits(key, (7, 9)) for key in keys])
@@ -176,6 +179,7 @@ def test_jit_and_vmap_agree_with_eager():
     assert len(np.unique(eager)) == eager.size
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y"), P(("x", "y"))], ids=str)
 def test_sharding_changes_nothing_and_moves_nothing(spec):

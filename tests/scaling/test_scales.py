@@ -55,6 +55,7 @@ def assert_bitwise(actual, expected):
 # amax.
 
 
+@pytest.mark.slow
 @pytest.mark.representative(9)
 @pytest.mark.parametrize("size", [1, 7, 4095, 4096, 5000, 2**20])
 @dtypes
@@ -71,6 +72,7 @@ def test_trap_maximum_drops_nan(size, dtype):
     assert np.isnan(jit_amax(x))
 
 
+@pytest.mark.slow
 def test_trap_maximum_drops_nan_along_an_axis():
     x = normals(np.float32, 3, 8192)
     x[1, 5000] = np.nan
@@ -81,6 +83,7 @@ def test_trap_maximum_drops_nan_along_an_axis():
     assert np.isnan(blocks).tolist() == [[False, False], [False, True], [False, False]]
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("granularity", [None, PerAxis(0), PerAxis(1), Block((2, 64))], ids=str)
 def test_amax_of_a_sharded_array_is_global(granularity):
@@ -127,6 +130,7 @@ def test_amax_per_axis(dtype, granularity, axes):
     assert_bitwise(jit_amax(x, granularity), expected.astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "full"), [((8,), (1, 1, 8)), ((3, 4), (1, 3, 4)), ((4, 1, 2), (4, 1, 2))], ids=str
 )
@@ -142,6 +146,7 @@ def test_amax_per_block(block, full):
     assert_bitwise(amax(x, Block(block)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("shape", "block"),
@@ -231,6 +236,7 @@ def all_binades(*, mantissas=None) -> np.ndarray:
     return from_bits(np.concatenate([grid.ravel(), anything]))
 
 
+@pytest.mark.slow
 @pytest.mark.representative(6)
 @data_formats
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap", "one by one"])
@@ -281,6 +287,7 @@ def test_trap_scale_and_reciprocal_are_normal(fmt, margin, scale_rounding):
         assert np.max(s) <= 2.0**126
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_rounding", [None, "power_of_two"])
 @pytest.mark.parametrize("margin", [0, 3])
 @data_formats
@@ -309,6 +316,7 @@ def test_poison_makes_the_scale_of_a_bad_amax_nan(fmt, margin, scale_rounding):
     np.testing.assert_array_equal(plain[:3], [np.nan if known else 1.0] * 3)
 
 
+@pytest.mark.slow
 @data_formats
 def test_power_of_two_scales_round_up(fmt):
     """The smallest power of two with ``amax <= scale * max``: nothing new saturates.
@@ -325,6 +333,7 @@ def test_power_of_two_scales_round_up(fmt):
         assert np.all((a > wide / 2 * fmt.max) | (wide == 2.0**-126))
 
 
+@pytest.mark.slow
 @data_formats
 def test_power_of_two_scales_with_margin(fmt):
     a = np.geomspace(1e-25, 1e25, 100).astype(np.float32)
@@ -362,6 +371,7 @@ def mx_code(a: float, fmt, mode: str) -> int:
     return max(log2_floor(x) - emax + 127, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(11)
 @data_formats
 @pytest.mark.parametrize("mode", E8M0_MODES)
@@ -418,6 +428,7 @@ def test_rceil_is_the_rule_of_other_libraries():
     np.testing.assert_array_equal(codes[normal], theirs[normal])
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @data_formats
 def test_e8m0_round_up_is_the_power_of_two(fmt):
@@ -444,6 +455,7 @@ def test_e8m0_scale_of_zero_is_the_smallest(fmt, mode):
     assert code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", E8M0_MODES)
 def test_e8m0_margin_is_added_to_the_code(mode):
     a = all_binades(mantissas=[0, 0x123456])
@@ -457,6 +469,7 @@ def test_e8m0_margin_is_added_to_the_code(mode):
         np.testing.assert_array_equal(codes, np.where(plain == 255, 255, clipped))
 
 
+@pytest.mark.slow
 def test_trap_floor_of_log2_is_off_by_one():
     """``floor(log2(x))`` in f32 is wrong at some powers of two and just below nearly all."""
     exponents = np.arange(-118, 127)
@@ -467,6 +480,7 @@ def test_trap_floor_of_log2_is_off_by_one():
         np.testing.assert_array_equal(codes, np.maximum(expected - 8 + 127, 0))
 
 
+@pytest.mark.slow
 def test_trap_exp2_is_not_a_power_of_two():
     """jnp.exp2 misses most powers of two; the scales are made from bits."""
     exponents = np.arange(-117, 119)
@@ -576,6 +590,7 @@ def test_history_amax():
     assert float(history_amax(history[0], "most_recent")) == 1
 
 
+@pytest.mark.slow
 def test_stacked_states_are_independent():
     """Leading axes, as nn.scan and vmap make them; each member as if it were alone."""
     history = jnp.arange(1.0, 25.0).reshape(2, 3, 4)

@@ -67,10 +67,12 @@ def test_layout():
     assert row[BINS:].tolist() == [1.25, 1.25**2]
 
 
+@pytest.mark.slow
 def test_nothing_seen_is_zero():
     assert read(init_sink()[0]) == (0.0, False)
 
 
+@pytest.mark.slow
 def test_single_use_is_exact_in_every_binade():
     """Both ends of every bin, of every power of two from 2^-126 to the largest number."""
     exponents = np.arange(1, 255, dtype=np.uint32)[:, None] << 23
@@ -161,6 +163,7 @@ def test_equal_amaxes_stay_exact(value, n):
     assert abs(amax - value) <= ULP * value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divisor", [3, 7, 65536, 4e6, 1e-3])
 def test_rescaled_single_use_is_exact_to_an_ulp(divisor):
     """Averages over micro-batches, tokens, a loss scale: in every binade."""
@@ -273,6 +276,7 @@ def test_max_of_sinks_does_not_grow_with_repetition():
 # Stacked sinks, sharded sinks
 
 
+@pytest.mark.slow
 def test_leading_axes():
     """nn.scan and vmap stack sinks; each row is its own."""
     values = np.float32([[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [0, np.inf, 12]]])

@@ -204,6 +204,7 @@ def test_only_bytes_are_sent():
     assert collective_bytes(in_floats).total > 3.4 * collective_bytes(in_bytes).total
 
 
+@pytest.mark.slow
 def test_overflow_on_one_device_skips_the_step_on_all():
     state = trained(jfp8.Dense)
     batch = make_batch(seed=7)
@@ -239,6 +240,7 @@ def test_trap_an_overflow_that_only_a_sink_saw_reaches_all():
     assert not merged["b"]["c"].any()  # took no part
 
 
+@pytest.mark.slow
 def test_aux_is_averaged():
     state = trained(nn.Dense)
     batch = make_batch()
@@ -267,6 +269,7 @@ def test_training_follows_the_run_on_one_device():
     np.testing.assert_allclose(losses[-1][1], losses[-1][0], rtol=0.01)
 
 
+@pytest.mark.slow
 def test_plain_functions_of_parameters():
     """Scalars of the batch go to all devices."""
 
@@ -332,6 +335,7 @@ def test_specs_may_name_the_batch_axis():
     assert decibels(jax.grad(loss)(jnp.ones((128, 64)), x), grads) >= 28
 
 
+@pytest.mark.slow
 def test_several_batch_axes_and_the_mesh_in_force():
     loss = lambda w, x: jnp.mean((x @ w) ** 2)
     w, x = jnp.ones((128, 64)), make_batch()["x"]
@@ -355,6 +359,7 @@ def test_explicit_axes():
     assert decibels(jax.grad(loss)(w, x), grads) >= 28
 
 
+@pytest.mark.slow
 def test_trap_plain_jit_sends_gradients_in_f32():
     """What this module is for."""
     state, single = trained(jfp8.Dense), on_one_device(jfp8.Dense)

@@ -331,6 +331,7 @@ def test_bfloat16_parameters_keep_their_dtype():
     assert all(np.abs(g.astype(np.float32)).max() > 0 for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_layers_that_are_exempt_travel_in_high_precision():
     params, x = make_params(), normal(0, (16, 64))
     *_, program = run("constraints", params, x, recipe=CURRENT, exempt="wo", compiled=True)
@@ -338,6 +339,7 @@ def test_layers_that_are_exempt_travel_in_high_precision():
     assert ("u8", 128 * 32) not in gathers(program)
 
 
+@pytest.mark.slow
 def test_state_of_an_nnx_model():
     model = jfp8.nnx.Linear(64, 128, recipe=CURRENT, rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -384,6 +386,7 @@ def test_weights_stored_in_fp8_travel_as_they_are(kind):
     assert relative(grad, expected) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),

@@ -179,6 +179,7 @@ def test_the_same_step_bit_for_bit_with_no_weight_quantized_inside_of_the_loop(
             assert quantizing(inside(reference, depth)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("lift", ["plain", "scan"])
 def test_one_byte_is_kept_for_each_element_of_a_weight(lift):
@@ -219,6 +220,7 @@ def test_gradients_of_bf16_parameters_are_summed_in_f32():
     assert grad[0, 0] == (256 + (n - 1)) / n
 
 
+@pytest.mark.slow
 def test_callbacks_in_the_loss_run_in_each_turn():
     seen = []
 
@@ -315,6 +317,7 @@ def test_what_varies_is_not_kept():
     assert jax.tree.leaves(kept) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2, jfp8.E2M1FN], ids=lambda f: f.name)
 def test_formats_survive(fmt):
     def function(w, x):
@@ -353,6 +356,7 @@ def test_branches_and_while_loops():
     rest_and_kept(function, jax.random.normal(KEY, (8, 8)), jnp.ones((2, 8)))
 
 
+@pytest.mark.slow
 def test_under_vmap_and_shard_map():
     from jax.sharding import Mesh
     from jax.sharding import PartitionSpec as P

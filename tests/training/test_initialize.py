@@ -31,6 +31,7 @@ def recipe_of(model):
     return type(model).jfp8_selection.recipe
 
 
+@pytest.mark.slow
 def test_the_model_is_converted_and_the_optimizer_left_alone():
     tx = optax.adam(1e-3)
     model, same = jfp8.initialize(MODEL, tx)
@@ -56,6 +57,7 @@ def test_recipes_by_name_and_fields(given, expected):
 CONFIG = {"mixed_precision": "fp8", "recipe": "current", "exempt": ["layers_2", "layers_4"]}
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "config",
@@ -170,6 +172,7 @@ def optimizer(level, tx, **options):
     return jfp8.initialize(MODEL, tx, opt_level=level, **options)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", ["delayed", "hybrid"])  # without and with a loss scale
 def test_o1_gives_the_optimizer_gradients_of_weights_in_fp8(recipe):
@@ -187,6 +190,7 @@ def test_o1_gives_the_optimizer_gradients_of_weights_in_fp8(recipe):
     assert np.any(seen[0]["w"] != gradients(0)["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_is_skipped_exactly(level):
@@ -204,6 +208,7 @@ def test_an_overflow_is_skipped_exactly(level):
     assert len(inner(state)) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "fields"),
     [
@@ -277,6 +282,7 @@ def test_levels_in_configs():
         assert mu["w"].data.dtype == E4M3
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", ["delayed", "hybrid"])
 def test_axis_name_averages_local_gradients_and_all_devices_skip_the_same_steps(recipe):

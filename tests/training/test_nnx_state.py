@@ -88,6 +88,7 @@ def assert_same(a, b):
 # Calls.
 
 
+@pytest.mark.slow
 def test_a_call_in_training_records_lhs_and_rhs():
     layer, x = linear(), normal(1, (4, D))
     wanted = {"lhs": [0.0] * 3, "rhs": [0.0] * 3, "grad": [0.0] * 3}
@@ -124,6 +125,7 @@ def test_views_evaluate():
     assert not layer.dot_general.use_running_average
 
 
+@pytest.mark.slow
 def test_params_are_those_of_flax_and_the_rest_has_its_own_types():
     ours, stock = MLP(nnx.Rngs(0)), MLP(nnx.Rngs(0), nnx)
     assert_same(nnx.state(ours, nnx.Param), nnx.state(stock, nnx.Param))
@@ -148,6 +150,7 @@ def test_a_step_computes_what_flax_does():
     assert_same(grads, wanted)
 
 
+@pytest.mark.slow
 def test_a_step_records_all_three():
     layer, x, dy = linear(), normal(1, (4, D)), normal(2, (4, D), 1e-3)
     f = nnx.jit(jfp8.nnx.value_and_grad(lambda layer, x, dy: (layer(x) * dy).sum()))
@@ -160,6 +163,7 @@ def test_a_step_records_all_three():
     assert found["grad"] == pytest.approx([3 * amax(dy), amax(dy), 0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_leaves_batch_statistics_dropout_and_structure_right():
     model, x = MLP(nnx.Rngs(0)), normal(1, (4, D))
     graphdef = nnx.graphdef(model)
@@ -228,6 +232,7 @@ def test_two_models_in_one_step():
     assert not np.any(histories(teacher)[("dot_general", "lhs")])
 
 
+@pytest.mark.slow
 def test_models_inside_of_containers():
     models, x = {"a": linear(), "b": [linear()]}, normal(1, (4, D))
     f = lambda models, x: (models["b"][0](models["a"](x)) ** 2).mean()
@@ -269,6 +274,7 @@ def test_training_on_par_with_flax():
         assert losses[name] == pytest.approx(losses["flax"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_one_trace_for_all_steps():
     traces = []
 
@@ -333,6 +339,7 @@ def test_scan_over_stacked_layers(differentiate, remat):
         assert not history[:, 1:].any()
 
 
+@pytest.mark.slow
 def test_ensembles_and_batches_under_vmap():
     x = normal(1, (5, D))
     ensemble = stacked()
@@ -371,6 +378,7 @@ def test_per_example_gradients():
     assert 1e-3 < error < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_trap_a_shared_layer_is_a_maximum_not_a_sum(remat):
@@ -394,6 +402,7 @@ def test_trap_a_shared_layer_is_a_maximum_not_a_sum(remat):
     assert newest(layer.dot_general)["lhs"] == [3, 2, 0]
 
 
+@pytest.mark.slow
 def test_a_layer_at_two_places_of_a_model():
     class Tied(nnx.Module):
         def __init__(self):
@@ -413,6 +422,7 @@ def test_a_layer_at_two_places_of_a_model():
     assert copy.first is copy.second
 
 
+@pytest.mark.slow
 def test_scan_with_shared_weights():
     """`value_and_grad` sees all iterations."""
     layer, x = linear(), normal(1, (4, D))
@@ -430,6 +440,7 @@ def test_scan_with_shared_weights():
     assert 1.5**2 <= found["grad"][0] <= 1.2 * 1.5**2
 
 
+@pytest.mark.slow
 def test_functional_training_with_split_and_merge():
     x = normal(1, (4, D))
     graphdef, param, rest = nnx.split(Block(nnx.Rngs(0)), nnx.Param, ...)
@@ -473,6 +484,7 @@ def test_copies_have_histories_of_their_own():
     assert newest(copy.dot_general)["lhs"][:2] == [2 * amax(x), amax(x)]
 
 
+@pytest.mark.slow
 def test_checkpoints():
     """As NNX's guide has them: a pure dict of arrays, and back."""
     model, x = Block(nnx.Rngs(0)), normal(1, (4, D))
@@ -511,6 +523,7 @@ def gradient_of_kernel(x, dy, grad_amax):
     return fake(x, e4m3, amax(x)).T @ fake(dy, e5m2, grad_amax)
 
 
+@pytest.mark.slow
 def test_trap_stale_scales_in_a_default_loop():
     """``nnx.grad`` knows no sinks, so a history of gradients must not count there: it is stale."""
     layer, x, dy = linear(), normal(1, (16, D)), normal(2, (16, D))
@@ -530,6 +543,7 @@ def test_trap_stale_scales_in_a_default_loop():
     assert np.all(layer.dot_general.histories()["lhs"] > 0)
 
 
+@pytest.mark.slow
 def test_trap_silent_non_update():
     """Scales change after two steps in either kind of loop."""
     for differentiate in (nnx.value_and_grad, jfp8.nnx.value_and_grad):
@@ -573,6 +587,7 @@ def test_trap_nonfinite_amax_never_enters(where, bad):
     assert found["rhs"][0] == amax(layer.kernel.get_value())
 
 
+@pytest.mark.slow
 def test_trap_step_zero_neither_flushes_nor_saturates():
     layer, x, dy = linear(), normal(1, (16, D), 1e4), normal(2, (16, D), 2e-7)
     f = lambda layer, x, dy: (layer(x) * dy).sum()
@@ -604,6 +619,7 @@ def test_trap_a_changed_loss_scale_does_not_saturate(ratio):
     assert np.linalg.norm(old - wanted) / np.linalg.norm(wanted) < 1e-5
 
 
+@pytest.mark.slow
 def test_trap_the_optimizer_sees_no_state():
     """Weight decay, clipping and moments are those of the model without FP8."""
     ours, stock = Block(nnx.Rngs(0)), Block(nnx.Rngs(0), nnx)
@@ -618,6 +634,7 @@ def test_trap_the_optimizer_sees_no_state():
     assert_same(histories(ours), before)
 
 
+@pytest.mark.slow
 def test_trap_frozen_layers_cost_no_backward_pass():
     """A sink would force one: only what is trained gets any."""
 
@@ -679,6 +696,7 @@ def test_trap_stacked_state_that_is_not_lifted():
     assert np.all(histories(blocks)["up", "dot_general", "grad"][:, 0] > 0)
 
 
+@pytest.mark.slow
 def test_trap_forward_differentiation_says_no():
     layer, x = linear(), normal(1, (4, D))
     layer.eval()
@@ -695,6 +713,7 @@ def test_trap_a_history_of_another_length():
     assert short.dot_general.histories()["lhs"].shape == (4,)
 
 
+@pytest.mark.slow
 def test_averages_over_devices_keep_the_maximum():
     """SPMD: a sharded batch gives the histories of the whole one."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -179,6 +179,7 @@ normed_step = step_with(squared_error(NORMED), jit=True)
 
 
 class TestCreate:
+    @pytest.mark.slow
     def test_fields(self):
         model, tx = Mlp(normed=True), optax.adam(1e-3)
         variables = dict(initial(model))
@@ -192,6 +193,7 @@ class TestCreate:
         assert state.apply_fn == model.apply
         assert state.tx is tx
 
+    @pytest.mark.slow
     def test_variables_are_what_apply_takes(self):
         state = create(Mlp(normed=True))
         assert set(state.variables) == {"params", "fp8", "batch_stats"}
@@ -244,6 +246,7 @@ def sinks_for(fp8):
 
 
 class TestValueAndGrad:
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("dense", [nn.Dense, jfp8.Dense])
     def test_equals_jax_value_and_grad_bit_for_bit(self, dense):
@@ -267,6 +270,7 @@ class TestValueAndGrad:
             assert amax(grads.params["Dense_0"]["kernel"]) > 0
             state = state.apply_gradients(grads)
 
+    @pytest.mark.slow
     def test_aux_comes_back(self):
         def loss_fn(variables, batch):
             y = DENSE.apply(variables, batch["x"])
@@ -279,6 +283,7 @@ class TestValueAndGrad:
         np.testing.assert_array_equal(aux["y"], DENSE.apply(state.variables, batch["x"]))
         assert aux["n"] == 3
 
+    @pytest.mark.slow
     def test_aux_of_micro_batches_is_stacked(self):
         def loss_fn(variables, batch):
             return linear_loss(variables, batch)[0], {}, jnp.max(batch["x"])
@@ -344,6 +349,7 @@ class TestValueAndGrad:
 
 
 class TestApplyGradients:
+    @pytest.mark.slow
     @pytest.mark.parametrize("raw", [False, True])
     def test_a_model_without_fp8_trains_as_with_plain_optax(self, raw):
         model, tx = Mlp(nn.Dense), optax.adamw(1e-2)
@@ -378,6 +384,7 @@ class TestApplyGradients:
         with pytest.raises(TypeError, match=words):
             state.apply_gradients(jax.tree.map(jnp.zeros_like, state.params))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Unscaled()])
     def test_recipes_without_state_train(self, recipe):
         model = jfp8.Dense(4, recipe=recipe)
@@ -401,6 +408,7 @@ class TestApplyGradients:
         np.testing.assert_allclose(loss, np.sum(y * np.asarray(batch["c"])), rtol=1e-5)
         assert amax(dw) > 1
 
+    @pytest.mark.slow
     def test_batch_stats_move_and_micro_batches_move_them_in_turn(self):
         loss_fn, state, batch = squared_error(NORMED), create(NORMED), batch_of()
         apply = jax.jit(functools.partial(NORMED.apply, mutable=["batch_stats"]))
@@ -427,6 +435,7 @@ class TestApplyGradients:
             state, _ = step(state, batch)
             assert_same(state, expected)
 
+    @pytest.mark.slow
     def test_bf16_parameters_stay_bf16(self):
         model = jfp8.Dense(4, param_dtype=jnp.bfloat16)
         state = create(model, optax.chain(jfp8.loss_scale(), optax.sgd(0.1)))
@@ -444,6 +453,7 @@ class TestPromise4OneEntryAndOneScalePerStep:
     PEAKS = (2.0, 3.0, 4.1, 7.9)
     TX = optax.chain(jfp8.loss_scale(init_scale=2.0**10), optax.sgd(2.0**-8))
 
+    @pytest.mark.slow
     def test_micro_batches_share_one_entry_which_is_the_exact_maximum(self):
         batch = linear_batch(self.PEAKS, self.PEAKS[::-1], rows=2)
         state, step = create(tx=self.TX), step_with(linear_loss, jit=True, micro_batches=4)
@@ -470,6 +480,7 @@ class TestPromise4OneEntryAndOneScalePerStep:
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * amax(b))
             assert amax(b) > 0.01
 
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("divisor", [4, 1, 2.0**20])
     def test_gradients_accumulated_by_hand(self, divisor):
@@ -522,6 +533,7 @@ class TestPromise4OneEntryAndOneScalePerStep:
         grads = jfp8.value_and_grad(linear_loss)(state, batch)[1]
         return state.apply_gradients(lax.pmean(grads, "d"))
 
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize(
         "how",
@@ -592,6 +604,7 @@ class TestPromise4OneEntryAndOneScalePerStep:
             assert np.all(np.count_nonzero(stacked, axis=1) == 2)
             assert np.count_nonzero(history(fp8["head"], role)) == 2
 
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize("model_parallel", [False, True])
     def test_spmd_gives_the_state_of_one_device(self, model_parallel):
@@ -772,6 +785,7 @@ class TestPromise5NonFiniteNumbers:
         assert_same(after.fp8, state.fp8)
         assert scale_of(after) == scale_of(state) / 2
 
+    @pytest.mark.slow
     def test_one_bad_micro_batch_skips_the_step(self):
         state, step = (
             create(tx=jfp8.loss_scale(adam())),
@@ -810,6 +824,7 @@ class TestPromise5NonFiniteNumbers:
         expected = jfp8.value_and_grad(linear_loss)(steady, batch)[1]
         assert_same(grads.params, expected.params)
 
+    @pytest.mark.slow
     def test_a_burst_of_overflows_is_survived(self):
         """float16 gradients overflow at 65504; S starts 2^11 times too high."""
         model = Mlp(functools.partial(jfp8.Dense, dtype=jnp.float16))
@@ -829,6 +844,7 @@ class TestPromise5NonFiniteNumbers:
         assert losses[-1] < 0.7 * losses[0]
         assert optax.tree.get(state.opt_state, "count") == 30 - overflows
 
+    @pytest.mark.slow
     def test_the_scale_grows_and_stops_at_its_bound(self):
         tx = optax.chain(jfp8.loss_scale(growth_interval=2, max_scale=2.0**17), adam())
         state, plain = create(tx=tx), create(tx=adam())
@@ -843,6 +859,7 @@ class TestPromise5NonFiniteNumbers:
 
 
 class TestPromise6StepZero:
+    @pytest.mark.slow
     @pytest.mark.parametrize("collections", [("params",), ("params", "fp8"), None])
     def test_neither_flushes_gradients_nor_saturates_activations(self, collections):
         """e5m2 without a scale loses everything below 2^-17 = 7.6e-6, e4m3 all above 448."""
@@ -874,6 +891,7 @@ class TestPromise6StepZero:
 
 
 class TestPromise7OptimizersNeverSeeState:
+    @pytest.mark.slow
     @pytest.mark.representative(3)
     @pytest.mark.parametrize(
         "tx",
@@ -930,6 +948,7 @@ class TestPromise7OptimizersNeverSeeState:
 class TestMechanics:
     TX = optax.chain(jfp8.loss_scale(), optax.adam(1e-2))
 
+    @pytest.mark.slow
     def test_one_trace_for_many_steps_and_donation(self):
         traces, loss_fn = [], squared_error(Mlp())
 
@@ -948,6 +967,7 @@ class TestMechanics:
         assert state.step == 4
         assert all(np.count_nonzero(history(state.fp8, r, i)) == 4 for r in ROLES for i in (0, 1))
 
+    @pytest.mark.slow
     def test_a_scan_over_steps_is_the_loop(self):
         batches = [linear_batch(c_peaks=(p,)) for p in (0.1, 0.2, 0.3)]
         state = looped = create(tx=self.TX)
@@ -982,6 +1002,7 @@ class TestMechanics:
 class TestAdvance:
     """The explicit form of the same step."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mutable", [False, True])
     def test_a_hand_written_loop_is_the_train_state(self, mutable):
         tx, model = optax.adam(1e-2), Mlp()

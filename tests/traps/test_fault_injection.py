@@ -129,6 +129,7 @@ def assert_finite(tree):
 
 
 class TestNotFinite:
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize(("recipe", "level"), PAIRS)
     def test_a_step_leaves_no_trace_and_the_report_says_where(self, recipe, level):
@@ -176,6 +177,7 @@ class TestNotFinite:
 
 
 class TestExtremes:
+    @pytest.mark.slow
     @pytest.mark.representative(1)
     @pytest.mark.parametrize(("recipe", "level"), PAIRS)
     def test_training_recovers(self, recipe, level):
@@ -201,6 +203,7 @@ class TestExtremes:
             assert_finite((after.params, after.opt_state, after.fp8))
             assert np.mean(losses[-10:]) < 1.25 * expected, (place, kind)
 
+    @pytest.mark.slow
     def test_trap_two_spikes_in_one_product_do_not_stop_training(self):
         """The product of their scales is Inf, and times zero NaN: no step would ever be taken."""
         state, run = created("delayed", "O2")[0], many_steps("delayed", "O2")
@@ -254,6 +257,7 @@ def with_loss_scale(state, scale):
 
 
 class TestBursts:
+    @pytest.mark.slow
     def test_fifty_steps_in_a_row(self):
         """The loss scale falls to its end, nothing else moves, and training goes on bit for bit."""
         tx = jfp8.loss_scale(optax.adam(3e-3), growth_interval=2)
@@ -276,6 +280,7 @@ class TestBursts:
         assert_same_bits(trained_part(state, 1.0), trained_part(clean, 1.0))
         assert loss_scale_of(state) == 2.0**20
 
+    @pytest.mark.slow
     def test_a_loss_scale_that_is_far_too_high(self):
         """It falls, step by step without a trace, until the scaled loss is a number of float32."""
         tx = jfp8.loss_scale(optax.adam(3e-3), max_scale=2.0**126)
@@ -317,6 +322,7 @@ class TestBursts:
         assert finding.remedy.startswith("Lower the loss scale by a factor of 2^")
 
 
+@pytest.mark.slow
 def test_one_bad_micro_batch_of_four_skips_the_step():
     state, loss_fn = tiny("delayed", jfp8.loss_scale(optax.adam(3e-3)))
 
@@ -381,6 +387,7 @@ def under_shard_map(loss_fn):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("parallel", [under_jit, under_data_parallel, under_shard_map])
@@ -411,6 +418,7 @@ def test_one_device_with_bad_data_makes_all_skip(parallel, recipe):
 # Nothing at all
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_empty_batch(recipe):
@@ -444,6 +452,7 @@ def expert_products(x, w, sizes, dy, recipe):
     return y, *vjp(dy)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_without_tokens(recipe):

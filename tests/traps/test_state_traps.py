@@ -135,6 +135,7 @@ class Mapped(nn.Module):
         return nn.vmap(jfp8.Dense, variable_axes=axes, split_rngs=split)(4)(xs)
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("how", ["jax.vmap", "nn.vmap", "nn.scan"])
 def test_trap_b_mapped_and_scanned_reuse_does_not_add_amaxes(how):
@@ -155,6 +156,7 @@ def test_trap_b_mapped_and_scanned_reuse_does_not_add_amaxes(how):
 DEVICE_PEAKS = (1.0, 2.0, 3.0, 9.0)  # their mean is 3.75, their sum 15
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("reduce", [lax.psum, lax.pmean])
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -182,6 +184,7 @@ def test_trap_c_devices(reduce, check_vma):
     assert_one_entry(fp8, "rhs", amax(variables["params"]["kernel"]), exact=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divisor", [1, 4, 65536, 4e6])
 def test_trap_d_gradient_accumulation(divisor):
     """The mean of {1, 2, 3, 8} is 3.5; a token count divides further. The amax stays 8."""
@@ -214,6 +217,7 @@ def test_trap_d_a_mean_within_one_power_of_two_is_not_below_the_maximum():
         assert np.float32(high) * (1 - 1.4e-3) <= found <= np.float32(high) * 1.125
 
 
+@pytest.mark.slow
 def test_trap_e_dynamic_scale_divides_the_cotangent():
     """Flax's DynamicScale divides all gradients by 2^16: amaxes do not notice."""
     variables, x, dy = DENSE.init(KEY, filled(1.0)), filled(5.3), filled(0.7, (8, 4))
@@ -231,6 +235,7 @@ def test_trap_e_dynamic_scale_divides_the_cotangent():
     np.testing.assert_array_equal(grads["kernel"], expected["kernel"])
 
 
+@pytest.mark.slow
 @pytest.mark.representative(1)
 @pytest.mark.parametrize("growth_interval", [1, 2])
 def test_trap_f_a_doubled_loss_scale_does_not_saturate_gradients(growth_interval):
@@ -248,6 +253,7 @@ def test_trap_f_a_doubled_loss_scale_does_not_saturate_gradients(growth_interval
     np.testing.assert_array_equal(history(state.fp8, "grad")[:5], [scale] * 4 + [0.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("role", ["lhs", "grad"])
 def test_trap_g_one_non_finite_amax_does_not_freeze_the_scale(bad, role):
@@ -274,6 +280,7 @@ def test_trap_h_step_zero():
     assert_close_to_stock(DENSE.apply(state.variables, x), x @ state.params["kernel"])
 
 
+@pytest.mark.slow
 def test_trap_i_float16_does_not_overflow_before_the_scales():
     """256 products of 448 times 448 are 5e7, where float16 ends at 65504."""
     model, x = jfp8.Dense(4, dtype=jnp.float16), jnp.ones((8, 256), jnp.float16)
@@ -412,6 +419,7 @@ class Backbone(nn.Module):
         return jfp8.Dense(4, name="head", implementation="emulate")(x)
 
 
+@pytest.mark.slow
 def test_trap_m_frozen_layers_cost_no_backward_pass():
     """A sink forces the backward pass through its layer; without it, there is none."""
     variables, x = Backbone().init(KEY, filled(1.0)), filled(1.0)
@@ -443,6 +451,7 @@ def test_trap_m_frozen_layers_cost_no_backward_pass():
 # What Flax and JAX cannot do, and the way around it.
 
 
+@pytest.mark.slow
 def test_trap_constraint_1_shared_scan_records_through_the_sink():
     """Flax cannot carry a mutable collection through a scan with shared weights, and says so."""
     xs = jnp.stack([filled(p, seed=i) for i, p in enumerate((2.0, 3.0, 1.0))])
@@ -465,6 +474,7 @@ def test_trap_constraint_2_shared_vmap_records_through_the_sink():
     assert_one_entry(fp8, "lhs", 3.0)
 
 
+@pytest.mark.slow
 def test_trap_constraint_3_operands_that_vary_over_different_axes():
     """Under shard_map x varies along one mesh axis, the weights along another."""
     mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -20,6 +20,7 @@ def strict():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.representative(3)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
@@ -32,6 +33,7 @@ def test_casts(fmt, rounding):
     assert kept.dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
 def test_quantize_and_multiply(scale_rounding):
@@ -70,6 +72,7 @@ def test_train_step(dtype, micro_batches):
     assert state.step == 1
 
 
+@pytest.mark.slow
 def test_plain_loop():
     model = jfp8.Dense(5)
     variables = model.init(jax.random.key(0), X)

@@ -589,6 +589,7 @@ RELEASED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", RELEASED)
 def test_the_code_is_as_released(package):
     """Each file has the hash that its package was published with."""
