@@ -186,7 +186,7 @@ def array_paths(tree: Any) -> int:
     return sum(isinstance(leaf, np.ndarray) for leaf in by_path(tree).values())
 
 
-@pytest.mark.representative(19)
+@pytest.mark.slow
 @each_format
 @pytest.mark.parametrize("state", STATES)
 def test_every_state_comes_back_bit_for_bit(directory, state, name):
@@ -261,6 +261,7 @@ def test_what_is_no_array_comes_back(directory, name):
     assert_same_bits(checkpoint.load(directory / name), expected_state(tree))
 
 
+@pytest.mark.slow
 @each_format
 def test_arrays_of_several_devices_come_whole(directory, name):
     assert jax.device_count() == 8
@@ -1045,6 +1046,7 @@ def test_training_goes_on_bit_for_bit(directory):
         assert serialization.to_bytes(resumed) == serialization.to_bytes(state)
 
 
+@pytest.mark.slow
 def test_training_of_an_nnx_model_goes_on_bit_for_bit(directory):
     """With the random state of a dropout."""
     pytest.importorskip("orbax.checkpoint")

@@ -107,7 +107,6 @@ def jfp8_model(length):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("length", [LENGTH, 3, 20])
 def test_flax_histories_newest_first(flax_run, length):
     _, after = flax_run

@@ -162,7 +162,6 @@ def adam_of(state):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ALL)
 def test_the_same_is_taken_over_bit_for_bit(name):
     state, saved = saved_of(name)
@@ -210,6 +209,7 @@ def test_arrays_go_where_those_of_the_target_are():
 # From a plain model, and back
 
 
+@pytest.mark.slow
 def test_a_plain_training_state_becomes_one_of_fp8_and_trains():
     """The next loss is that of the plain model up to FP8, and falls as its does."""
     plain, saved = saved_plain()
@@ -253,6 +253,7 @@ def test_downgraded_variables_give_the_logits_of_the_plain_model(of):
     assert float(jnp.std(logits)) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["state", "state dict"])
 def test_downgraded_fp8_parameters_have_the_values_of_their_bytes(of):
     state, saved = saved_of("masters")

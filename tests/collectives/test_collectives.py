@@ -107,7 +107,6 @@ def test_the_mean_is_rounded_twice_and_summed_in_f32(fmt, dtype, largest, check_
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("block", [32, 100, 256])
 def test_blocks_of_other_sizes(block):
     x = np.random.default_rng(3).integers(-400, 401, (N, 7000)).astype(np.float32)
@@ -168,7 +167,6 @@ def heavy_tails(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "gradients",
     [
@@ -235,6 +233,7 @@ def test_bytes_are_a_quarter_of_f32_in_one_exchange_and_one_gather():
     assert found.total <= 0.27 * exact.total
 
 
+@pytest.mark.slow
 def test_trap_f8_on_the_wire_is_widened_inside_of_a_loop_too():
     def loop(x):
         return lax.scan(lambda c, _: (pmean(c), None), x, length=3)[0]
@@ -246,7 +245,6 @@ def test_trap_f8_on_the_wire_is_widened_inside_of_a_loop_too():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("bad", "fmt", "check_vma"),
     [
@@ -308,7 +306,6 @@ def stochastic(draws: int, f):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, collectives.FINEST])
 def test_stochastic_rounding_is_unbiased_over_draws(fmt):
     x = gaussian(2048)
@@ -340,6 +337,7 @@ def test_stochastic_rounding_draws_other_bits_on_every_device():
     assert 0.9 < error.std() / (alone.std() / np.sqrt(N)) < 1.1
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_draws_other_bits_in_every_leaf():
     """With the same bits in the first rounding, errors would be correlated by a ninth."""
     x = gaussian(32768)
@@ -383,7 +381,6 @@ def test_never_more_bytes_than_f32():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @both_modes
 def test_several_axes(check_vma):
     x = integers(6000)
@@ -468,6 +465,7 @@ def test_leaves_that_vary_over_different_axes():
     np.testing.assert_array_equal(result[1], halves.reshape(-1))
 
 
+@pytest.mark.slow
 def test_trap_check_vma_sums_gradients_by_shared_parameters_by_itself():
     """Such a gradient is a sum that f32 carried; with pcast it is the device's own."""
     w, x = jnp.ones(8192), jnp.asarray(integers(8192))
@@ -525,7 +523,7 @@ def test_cotangents_travel_in_their_own_dtype():
     }
 
 
-@pytest.mark.representative(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dimension", "mean", "check_vma"),
     [

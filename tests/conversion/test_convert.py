@@ -254,7 +254,6 @@ def case(request):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_fp8_forward_and_backward(name):
     model, x, _, expected = MODELS[name]
@@ -267,7 +266,6 @@ def test_every_product_is_fp8_forward_and_backward(name):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", [n for n in MODELS if n not in ("jit", "remat", "stacked")])
 def test_parameters_are_those_of_the_model_and_histories_move(name):
     model, x, layers, _ = MODELS[name]
@@ -480,7 +478,7 @@ def test_bind_with_mutable_histories(setup_model):
     assert_same(bound.variables["fp8"], mutated["fp8"])
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stacked", "remat"])
 def test_bind_uses_histories_of_lifted_layers(name):
     model, x, _, _ = MODELS[name]
@@ -505,6 +503,7 @@ def test_init_with_output(setup_model):
     assert_same(variables["params"], Setup().init(KEY, X, method="encode")["params"])
 
 
+@pytest.mark.slow
 def test_shapes_without_arrays(setup_model):
     model, variables = setup_model
     shapes = jax.eval_shape(model.init, KEY, X)
@@ -513,6 +512,7 @@ def test_shapes_without_arrays(setup_model):
     assert "layers_0" in model.tabulate(KEY, X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutable", [True, ["params"], "fp8", nn.DenyList("fp8"), ["losses"], []])
 def test_mutable_is_obeyed(setup_model, mutable):
     model, variables = setup_model
@@ -597,7 +597,6 @@ EVERYTHING = {"Conv_0", "Conv_1", "Conv_2", "Dense_0"}
 
 
 @pytest.mark.slow
-@pytest.mark.representative(8)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -747,7 +746,6 @@ def has_f8_dot(model, variables) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("attention_products", [False, True])
 def test_attention_products(attention_products):
     class Model(nn.Module):
@@ -784,6 +782,7 @@ def test_modules_named_like_operands():
     assert_histories_moved(trained(model, variables, X).fp8, 4)
 
 
+@pytest.mark.slow
 def test_subclasses_of_layers():
     class Scaled(nn.Dense):
         def __call__(self, x):
@@ -905,7 +904,6 @@ class Jitted(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("model", [Compact(), Jitted()], ids=["compact", "nn.jit"])
 def test_no_trace_of_another_recipe_is_used(model):
     """Conversions of one model in one process, in any order, and the model itself."""

@@ -146,6 +146,7 @@ def test_a_layer_used_twice_is_not_the_end():
     assert found(model, X)[1] == set()
 
 
+@pytest.mark.slow
 def test_constants_are_made_of_nothing():
     mask = jnp.tri(3)
     model = lambda p, x: jnp.where(mask[:2] > 0, layer("a", x * mask[:2], p["w"]), -1e9)

@@ -96,6 +96,7 @@ def test_layers_in_the_order_of_definition():
     assert found[4][1] is model.layers[0].mlp.layers[0]
 
 
+@pytest.mark.slow
 def test_many_layers_are_in_the_order_of_numbers():
     """Not in that of their names, where 10 comes before 2."""
     model = nnx.Sequential(*[nnx.Linear(1, 1, rngs=nnx.Rngs(0)) for _ in range(12)])
@@ -104,6 +105,7 @@ def test_many_layers_are_in_the_order_of_numbers():
     assert [path for path, _ in layers_of(nnx.clone(model))] == wanted
 
 
+@pytest.mark.slow
 def test_containers():
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -186,7 +188,6 @@ def test_layers_that_are_none():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("made_by", ["constructor", "nnx.jit"])
 def test_it_is_the_hand_made_model_and_the_original_is_untouched(made_by):
     make = lambda: Block(nnx.Rngs(0))
@@ -237,7 +238,6 @@ def test_checkpoints_interchange():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "layer",
     [

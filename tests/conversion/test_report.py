@@ -133,6 +133,7 @@ class Deep(nn.Module):
         return nn.Dense(3, name="head")(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lift", ["scan", "shared"])
 def test_products_in_loops_count_as_often_as_they_run(lift):
     r = report(jfp8.convert(Deep(lift), CURRENT), X)
@@ -266,6 +267,7 @@ def test_what_a_gpu_computes_products_with():
     assert "emulate; on CUDA bf16: FP8 does not pay for a product this small" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "emulate"])
 def test_an_implementation_that_is_named_is_what_runs(implementation):
     layer = jfp8.Dense(16, implementation=implementation)
@@ -310,7 +312,6 @@ def test_products_of_quantized_values_in_the_users_own_code_are_not_fp8():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
 def test_remat_in_a_loop_brings_constants_as_large_as_operands(name):
     """Partial evaluation hands a product what it was compiled with as further operands."""
@@ -393,6 +394,7 @@ def test_why_layers_are_not_converted():
     assert {row.path: row.reason for row in r.rows}["Dense_2"] == "not among only='Dense_1'"
 
 
+@pytest.mark.slow
 def test_disabled_region():
     model = jfp8.convert(nn.Sequential([nn.Dense(8), jfp8.Dense(8), nn.Dense(4)]), CURRENT)
     assert report(model, X).fp8_fraction > 0.5
@@ -419,6 +421,7 @@ def test_region():
     assert recipes == {"layers_0": "current", "layers_1": "current", "layers_2": "rowwise"}
 
 
+@pytest.mark.slow
 def test_a_product_counts_as_fp8_only_if_both_operands_are_narrow():
     recipe = RowwiseScaling(high_precision_wgrad=True)
     r = report(jfp8.convert(Mlp(), recipe, exempt=()), X)
@@ -526,6 +529,7 @@ def report_of(model, variables, *args, **kwargs):
     return sorted({row.path for row in rows})
 
 
+@pytest.mark.slow
 def test_a_jitted_block_used_twice_is_counted_twice():
     """Where the first one is: Flax traces its class once."""
 

@@ -90,7 +90,6 @@ LAYERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
 def test_every_layer_takes_them(case):
     layer, shape = case

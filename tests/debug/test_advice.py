@@ -264,6 +264,7 @@ def test_a_loss_scale_that_is_too_large():
     assert report(mended).findings == ()
 
 
+@pytest.mark.slow
 def test_activations_without_a_scale():
     rows = train(recipes.Unscaled(), 5, data=lambda i, x: x * 2.0**12)
     finding = next(f for f in report(rows).findings if f.tensor == "Dense_0 lhs")

@@ -242,6 +242,7 @@ def test_it_prints_and_shows_in_notebooks():
     assert f"{100 * found.products[0].a.total:.3g} %" in text
 
 
+@pytest.mark.slow
 def test_layers_with_a_recipe_of_their_own_take_no_part():
     x = normal((4, 8))
     own = jfp8.Dense(8, recipe=jfp8.recipes.Float8CurrentScaling())

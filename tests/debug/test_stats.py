@@ -150,7 +150,6 @@ def test_a_tie_above_the_largest_value_goes_to_the_even_side():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1.0, 1e25])
 def test_squares_neither_overflow_nor_vanish(magnitude):
     x = normal((32, 16)) * np.float32(magnitude)

@@ -100,6 +100,7 @@ def test_the_bytes_of_a_row():
     assert found.rows == (a, SummaryRow("b", params=Amount(33, 33 * 2)))
 
 
+@pytest.mark.slow
 def test_rows_are_in_natural_order():
     model = nn.Sequential([jfp8.Dense(8) for _ in range(12)])
     found = summary(model, jax.eval_shape(model.init, KEY, X))

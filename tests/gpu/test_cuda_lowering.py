@@ -124,6 +124,7 @@ def test_recipes(recipe, forward, backward):
     assert_three_f8_products(dots(lowered(f, *args)), forward, backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", [recipes.DirectE5M2(), recipes.DelayedScaling(fp8_format="E5M2")], ids=str
 )
@@ -158,6 +159,7 @@ def test_blocks_on_a_gpu_that_is_not_known(recipe):
     assert len(products) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, False])
 @implementations
 def test_scaled_matmul(implementation, fast):
@@ -200,6 +202,7 @@ def test_other_accelerators_are_given_f8_and_no_algorithm(recipe, platform):
         assert (dot.lhs[:2], dot.rhs[:2], dot.out, dot.algorithm) == ("f8", "f8", "f32", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
 def test_blocks_on_other_accelerators_are_the_reference(platform):
     x = jfp8.quantize(jnp.ones((16, 256)), granularity=jfp8.Block((1, 128)))
@@ -341,6 +344,7 @@ def test_trap_quantize_dequantize_is_not_what_the_compiler_sees():
     assert (dot.lhs, dot.rhs, dot.algorithm) == ("f32", "f32", None)
 
 
+@pytest.mark.slow
 def test_one_trace_lowers_to_either_platform():
     """The choice is made at lowering, not by whatever device traced the program."""
     f, args = product_and_gradients()

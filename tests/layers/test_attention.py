@@ -126,7 +126,6 @@ KEYS, VALUES = normal((2, 5, 12), 1), normal((2, 5, 10), 2)
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -200,6 +199,7 @@ def test_captured_intermediates_are_those_of_flax():
     assert stock == ours == dict.fromkeys(PROJECTIONS, 1)
 
 
+@pytest.mark.slow
 def test_attention_weights_are_sown():
     layer = MultiHeadDotProductAttention(2)
     params = init(nn.MultiHeadDotProductAttention(2), X)
@@ -302,6 +302,7 @@ def test_kernels_may_be_scaled_arrays():
     assert np.any(y)
 
 
+@pytest.mark.slow
 def test_disabled_it_is_the_layer_of_flax():
     layer = MultiHeadDotProductAttention(2, attention_products=True)
     params = init(nn.MultiHeadDotProductAttention(2), X)
@@ -386,7 +387,6 @@ EQUATIONS = [
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(("equation", "a_shape", "b_shape"), EQUATIONS)
 def test_einsum_product(equation, a_shape, b_shape):
     a, b = normal(a_shape), normal(b_shape, 1)

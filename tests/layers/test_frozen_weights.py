@@ -67,7 +67,6 @@ def relative_error(a, b) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 def test_same_numbers_as_its_values_where_format_and_scale_agree(product):
     function, x, w = product
     q = on_grid(w)
@@ -78,7 +77,6 @@ def test_same_numbers_as_its_values_where_format_and_scale_agree(product):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 def test_gradient_by_the_input_is_that_of_quantized_operands(product):
     """Against plain products of what ml_dtypes rounds."""
     function, x, w = product
@@ -135,7 +133,6 @@ def test_bytes_are_used_as_they_are(product):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
@@ -158,7 +155,6 @@ def test_other_recipes_quantize_its_values(name, recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("granularity", [jfp8.PerAxis(0), jfp8.PerAxis(1), jfp8.Block((8, 16))])
 def test_weights_with_several_scales(granularity):
     """One scale is not enough for them: their values are quantized as the recipe says."""
@@ -169,6 +165,7 @@ def test_weights_with_several_scales(granularity):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_scale_with_one_entry_is_one_scale():
     q = jfp8.quantize(W)
     flat = ScaledArray(q.data, q.scale.reshape(1, 1))
@@ -188,7 +185,6 @@ def test_delayed_scaling_leaves_its_bytes_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_result_has_the_dtype_of_the_input(dtype):
     y, grad = jax.jit(lambda: value_and_gradient(dot, X.astype(dtype), jfp8.quantize(W)))()
@@ -233,7 +229,6 @@ def run(model, params, x):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 def test_layers_take_kernels_that_are_scaled_arrays(layer):
     ours, stock, x, params = layer
     q = on_grid(params["kernel"])
@@ -274,7 +269,6 @@ class Model(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(("stacked", "mutable"), [(False, False), (True, False), (True, ["fp8"])])
 def test_whole_models_forward_and_with_histories(stacked, mutable):
     model = jfp8.convert(Model(stacked), DELAYED)

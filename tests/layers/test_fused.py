@@ -137,7 +137,6 @@ DENSE_CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("case", DENSE_CASES)
 def test_dense_is_normalisation_and_product_of_rounded_operands(case):
     fields, shape, equation = DENSE_CASES[case]
@@ -168,7 +167,6 @@ def test_dense_is_normalisation_and_product_of_rounded_operands(case):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_dense_starts_as_the_layers_of_flax_would(kind, zero_centered):
@@ -206,6 +204,7 @@ def test_dense_can_give_the_normalised_input():
     np.testing.assert_array_equal(y, apply(layer.clone(return_layernorm_output=False), params, x))
 
 
+@pytest.mark.slow
 def test_dense_takes_the_initialisers_it_is_given():
     layer = LayerNormDense(
         4,
@@ -296,7 +295,6 @@ FORMULAS = {
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("activation", FORMULAS)
 def test_mlp_is_its_formula_with_rounded_operands(activation):
     gated = activation.endswith("glu")

@@ -168,7 +168,6 @@ def case_id(case) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_layer_is_flax_with_quantized_operands(case):
     """Same parameters, stock checkpoints run, close to stock and equal to the oracle."""
@@ -202,7 +201,6 @@ def test_layer_is_flax_with_quantized_operands(case):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("case", [c for c in CASES if c[0] != "Einsum"][::5], ids=case_id)
 def test_dot_general_cls_is_the_same_layer(case):
     name, args, kwargs, shape, _ = case
@@ -219,7 +217,7 @@ def test_dot_general_cls_is_the_same_layer(case):
     assert amax(y) > 0
 
 
-@pytest.mark.representative(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "equation", "x_shape", "sum_lhs", "sum_rhs", "rest"),
     [
@@ -260,7 +258,6 @@ def test_einsum_equation_may_come_with_the_call():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     ("equation", "shape", "x_shape"),
     [
@@ -313,7 +310,6 @@ def test_empty_batch(layer):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_with_our_products_keeps_flax_parameters(masked):
     products = functools.partial(DotGeneral, recipe=DelayedScaling(amax_history_len=4))
@@ -525,6 +521,7 @@ def weighted_sum(model, variables, x=X, dy=DY):
 
 
 class TestPromise1TwoCollections:
+    @pytest.mark.slow
     def test_init_makes_empty_histories_and_zero_sinks(self):
         variables = dense_variables()
         assert sorted(variables) == ["fp8", "fp8_sink", "params"]
@@ -679,6 +676,7 @@ class TestPromise3LikeBatchStats:
         q_x, q_w = fake_quantize(8 * X, E4M3, amax(X)), fake_quantize(params["kernel"], E4M3)
         assert_is_product(y, MATRIX, q_x, q_w)  # saturated: evaluation does not look ahead
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     def test_non_finite_amaxes_do_not_enter(self, bad):
         state, params = flax.core.pop(dense_variables(), "params")
@@ -790,7 +788,6 @@ class TestPromise4RightUnderTransformations:
     """A layer that is used once gets its exact amax; reuse costs at most a factor of 9/8."""
 
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize("jit", [False, True])
     def test_single_use_is_exact(self, jit):
         variables = dense_variables()
@@ -840,7 +837,6 @@ class TestPromise4RightUnderTransformations:
         assert_newest(updates["fp8"], lhs=amax(X), rhs=kernel)
 
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize("how", ["scan", "scan of remat"])
     def test_scan_over_stacked_layers_equals_the_loop(self, how):
         loop, scan = Deep("loop"), Deep(how)
@@ -875,7 +871,6 @@ class TestPromise4RightUnderTransformations:
     DYS = jnp.stack([peaking((8, 4), p, i) for i, p in enumerate(PEAKS)]) * 2.0**-20
 
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize("how", ["calls", "scan", "scan of remat", "nn.vmap", "jax.vmap"])
     def test_reuse_bounds_the_maximum(self, how):
         if how == "jax.vmap":
@@ -895,7 +890,6 @@ class TestPromise4RightUnderTransformations:
         assert_is_product(y, "uai,ij->uaj", q_x, fake_quantize(kernel, E4M3))
 
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize("mutable", [False, True])
     def test_experts_have_histories_of_their_own(self, mutable):
         model = nn.vmap(jfp8.Dense, variable_axes=STACKED, split_rngs={"params": True})(4)
@@ -914,6 +908,7 @@ class TestPromise4RightUnderTransformations:
         q_w = [fake_quantize(kernel, E4M3) for kernel in kernels]
         assert_is_product(y, "eai,eij->eaj", np.stack(q_x), np.stack(q_w))
 
+    @pytest.mark.slow
     def test_a_layer_called_twice_like_batch_stats_remembers_both(self):
         xs = jnp.stack([peaking((8, 16), 3.0), peaking((8, 16), 2.0)])
         variables = Reused("calls").init(KEY, xs)

@@ -155,7 +155,6 @@ def test_a_disabled_region_computes_in_high_precision():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("expert", [0, EXPERTS - 1])
 def test_no_token_is_dropped_when_all_choose_the_same_expert(expert):
     model, params = made(num_experts_per_token=1)
@@ -268,6 +267,7 @@ def test_loss_is_sown():
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_router_computes_in_high_precision(dtype):
     """Logits that differ by 2^-11 of their size are told apart, beside a token of outliers."""
@@ -509,7 +509,6 @@ def test_dtypes():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["block", "nvfp4"])
 def test_other_recipes(name):
     model, params = made(recipe=recipes.get(name))

@@ -122,7 +122,6 @@ def expected(stock, x, dy, x_amax=None, w_amax=None, dy_amax=None):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_drop_in(name):
     """Same parameters, bit for bit, about the same output; and in a region without FP8 the same."""
@@ -141,7 +140,6 @@ def test_drop_in(name):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_forward_and_gradients_are_those_of_fake_quantization(name):
     ours, stock, x = made(jfp8.nnx, name), made(nnx, name), input_of(name)
@@ -153,7 +151,7 @@ def test_forward_and_gradients_are_those_of_fake_quantization(name):
         assert distance(found[key], value) < 2e-6, key
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Linear", "Conv", "Einsum"])
 def test_histories_set_the_scales(name):
     """Those of lhs and rhs with any differentiation; that of gradients only with a sink."""
@@ -223,7 +221,6 @@ def test_a_region_reaches_a_jitted_call():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), jfp8.recipes.get("mxfp8")])
 def test_recipes_without_state(recipe):
     layer = jfp8.nnx.Linear(32, 32, recipe=recipe, rngs=nnx.Rngs(0))
@@ -242,7 +239,6 @@ def test_recipes_without_state(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["Linear", "Conv", "ConvTranspose", "Einsum"])
 def test_dtypes(name):
     x = input_of(name)
@@ -285,7 +281,7 @@ def test_a_mask_of_a_convolution_is_kept():
             ours(x)
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Linear", "Conv", "ConvTranspose", "Einsum"])
 def test_a_kernel_may_be_a_scaled_array(name):
     """One byte for each weight, and what its own quantization would have given."""

@@ -484,7 +484,6 @@ def test_a_causal_layer_spends_no_buckets_on_the_future(mask_type, used):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("rate", ["hidden_dropout", "attention_dropout", "intermediate_dropout"])
 def test_each_dropout_drops(rate):
     layer = TransformerLayer(**SIZES, **{rate: 0.5})

@@ -57,7 +57,6 @@ def test_normalize(kind, zero_centered, epsilon):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @pytest.mark.parametrize("axes", [(-1,), (1,), (-2, -1), (-1, -2), (0, 2), (2, 0)])
 def test_normalize_over_other_axes(axes):
     """The parameters have the axes' sizes in the axes' order."""
@@ -156,6 +155,7 @@ def test_every_activation_has_a_formula_here():
     assert set(transformer_math.ACTIVATIONS) == set(FORMULAS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_activations(name, dtype):
@@ -374,7 +374,6 @@ def test_rotary_embedding(method, windows):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("method", PAIRS)
 def test_rotary_embedding_of_given_positions(method):
     """Of two packed sequences, positions start anew; they may differ along the batch."""
@@ -453,7 +452,6 @@ def test_relative_position_buckets(bidirectional, num_buckets, max_distance):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("lengths", [(4, 4), (3, 7), (7, 3), (1, 5)])
 def test_relative_position_bias(bidirectional, lengths):

@@ -129,7 +129,6 @@ def assert_close(y, expected, k):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(5)
 @layouts
 @pytest.mark.parametrize(("k", "batch"), [(384, ()), (300, (3,))], ids=str)
 def test_f32_every_128(layout, k, batch):
@@ -139,7 +138,6 @@ def test_f32_every_128(layout, k, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(4)
 @pytest.mark.parametrize(
     "blocks",
     [((1, 32), (32, 1), "e8m0"), ((1, 32), (32, 32), "e8m0"), ((1, 64), None, "e8m0")],
@@ -157,7 +155,6 @@ def test_f32_every_128_with_finer_scales(blocks, k, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("lhs_block", "rhs_block"),
     [(None, None), ((1, None), (None, 1)), (None, (None, 1))],
@@ -239,7 +236,6 @@ def test_non_finite_scales_and_data_show(accumulation):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("accumulation", ["f32_every_128", "hopper_every_128"])
 def test_transformations(accumulation):
     """Eager, under vmap, and under shard_map, where the loop's carry has to vary over devices.
@@ -274,7 +270,6 @@ NAMES = {"fast": "hopper", "every_128": "hopper_every_128"}
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("lhs", "rhs", "mode"), [("e4m3fn", "e4m3fn", "fast"), ("e5m2", "e4m3fn", "every_128")]
 )
@@ -311,7 +306,7 @@ def test_hopper_with_one_block_is_one_chain_times_its_scale(k):
         np.testing.assert_array_equal(y, chain * (np.asarray(a_scale) * np.float32(0.3)))
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "k"), [(32, 300), (128, 300)])
 def test_hopper_is_promoted_every_128_and_wherever_a_scale_changes(k, length):
     """Bitwise the f32 sum of the scaled chains of each stretch."""

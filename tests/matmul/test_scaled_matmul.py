@@ -131,7 +131,6 @@ def assert_close_to_float64(y, lhs, rhs, numbers=PLAIN):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(4)
 @implementations
 @cases
 def test_any_dimension_numbers_exactly(case, implementation):
@@ -163,7 +162,6 @@ def test_every_product_of_two_codes(formats, implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(6)
 @implementations
 @pairs
 def test_float64_oracle(formats, implementation):
@@ -175,7 +173,6 @@ def test_float64_oracle(formats, implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pairs
 def test_implementations_agree(formats):
     """Only the order of the additions may differ, and for None on a CPU not even that."""
@@ -202,7 +199,6 @@ def test_fast_accumulation_is_a_licence_for_hardware_only(implementation, fast):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @implementations
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_results_are_the_f32_result_rounded_once(dtype, implementation):
@@ -216,6 +212,7 @@ def test_narrow_results_are_the_f32_result_rounded_once(dtype, implementation):
     assert len(np.unique(y)) > 100
 
 
+@pytest.mark.slow
 @implementations
 def test_trap_bf16_rounds_after_the_scales(implementation):
     """257 * 3: rounding the accumulator first would give 256 * 3 = 768; 771 rounds to 772."""
@@ -225,6 +222,7 @@ def test_trap_bf16_rounds_after_the_scales(implementation):
     assert y.item() == 772
 
 
+@pytest.mark.slow
 @implementations
 def test_trap_zero_times_the_product_of_huge_scales(implementation):
     """Of 2^100 and 2^60 that is Inf in f32, and 0 times Inf is NaN. What is not zero is Inf."""
@@ -246,7 +244,6 @@ def test_trap_f16_accumulator_overflow(implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @implementations
 @pairs
 def test_trap_product_of_f8_arrays_is_f32(formats, implementation):
@@ -331,7 +328,6 @@ CONTRACTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @pytest.mark.parametrize("kind", ["f32", "e8m0"])
 @pytest.mark.parametrize("layout", CONTRACTED)
 def test_scales_along_the_contraction(layout, kind):
@@ -348,7 +344,6 @@ def test_scales_along_the_contraction(layout, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(11)
 @implementations
 @pytest.mark.parametrize(
     ("lhs_code", "rhs_code"),
@@ -425,7 +420,6 @@ def test_jit_equals_eager(implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @implementations
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
 def test_vmap_equals_loop(in_axes, implementation):
@@ -513,6 +507,7 @@ def test_error_dimension_numbers(numbers, words):
         scaled_matmul(*operands(), numbers)
 
 
+@pytest.mark.slow
 @implementations
 @pytest.mark.parametrize("scale_shape", [(3, 1), (4,), (1, 4), (4, 1, 1), (0, 1)])
 def test_error_scale_shape(scale_shape, implementation):

@@ -148,7 +148,6 @@ def golden():
 
 # Compiling takes longer than comparing, and each pair is compiled anew for each number of blocks.
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("formats", "k"),
     [(pair, k) for pair in PAIRS for k in GOLDEN_K if pair == PAIRS[0] or k in (33, 1024)],
@@ -231,7 +230,6 @@ def chain(lhs, rhs, formats):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(8)
 @pairs
 @pytest.mark.parametrize("kind", ["wide", "narrow", "subnormal", "positive", "sparse"])
 def test_equals_the_model_in_integers(formats, kind):
@@ -256,7 +254,6 @@ def test_equals_the_model_in_integers(formats, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pairs
 def test_every_product_of_two_codes(formats):
     """256 x 256 codes alone: exact, and IEEE's for NaN and infinities."""
@@ -292,6 +289,7 @@ def test_terms_are_cut_toward_zero():
         assert dot([sign] + 31 * [sign * 0.875 * ulp], 32 * [1]) == sign
 
 
+@pytest.mark.slow
 def test_the_sum_is_cut_when_larger_products_follow():
     first_block = [0.125] + 31 * [0]
     assert dot([*first_block, 1024, -1024], 34 * [1]) == 0.125
@@ -391,6 +389,7 @@ def test_trap_positive_data_are_biased_low():
     assert -7e-4 < slow.mean() < -5e-4
 
 
+@pytest.mark.slow
 def test_symmetric_in_the_operands_and_in_the_sign():
     rng = np.random.default_rng(0)
     x, w = (from_codes(random_codes(rng, (5, 71), fmt), fmt) for fmt in DTYPES)
@@ -427,7 +426,6 @@ def test_zeros_behind_the_last_product_change_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("lhs_shape", "rhs_shape", "numbers"),
     [
@@ -457,7 +455,6 @@ def test_dimension_numbers(lhs_shape, rhs_shape, numbers):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 5, 3), (4, 5, 0), (4, 0, 3), (1, 1, 1)])
 def test_empty_and_single(m, k, n):
     y = dot_general(f8(np.ones((m, k))), f8(np.full((k, n), 2)), (((1,), (0,)), ((), ())))
@@ -487,6 +484,7 @@ def test_needs_no_promotion_of_dtypes_and_is_the_fast_accumulation_either_way():
     assert (y != emulate.dot_general(x, w, ROWS, fast_accumulation=True)).any()
 
 
+@pytest.mark.slow
 def test_no_outer_product_is_stored():
     """Each of the 64 would take 256 KiB; the decoded operands take 160 KiB, the sums 256 KiB."""
     x = jax.ShapeDtypeStruct((256, 64), jnp.float8_e4m3fn)

@@ -107,7 +107,6 @@ def train(tx, steps: int):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("preset", "theirs", "differ"),
     [

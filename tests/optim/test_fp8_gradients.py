@@ -147,7 +147,6 @@ MESH = Mesh(np.array(jax.devices()), ("data",))
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_mean_over_devices_travels_in_bytes(check_vma):
     grads = {"w": normal((8, 128, 256)), "b": normal((8, 256), 1)}

@@ -241,6 +241,7 @@ def test_agrees_with_gradscaler():
             assert (states.loss_scale[i], states.growth_tracker[i]) == (scale, tracker)
 
 
+@pytest.mark.slow
 def test_defaults():
     state = jfp8.loss_scale().init(make_params())
     assert (state.loss_scale, state.growth_tracker, state.overflow_count) == (2.0**15, 0, 0)
@@ -301,6 +302,7 @@ def test_unscaling_is_exact(exponent, jit):
     np.testing.assert_array_equal(updates, (scaled / scale).astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["min_scale", "max_scale"])
 def test_unscaling_is_exact_at_both_limits_of_f32(limit):
     """1 / S must be normal, since XLA may multiply by it and flushes subnormals to zero."""
@@ -458,7 +460,6 @@ def test_a_skipped_step_is_exact(tx, plain):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("plain", [adam(), clipped_adam(), adamw()], ids=["adam", "clip", "adamw"])
 def test_pass_and_apply_if_finite_skip_exactly(plain):
     """The same with optax alone, which compiles: equal bits of equal code, and close to `plain`."""
@@ -502,6 +503,7 @@ def test_nonfinite_updates_destroy_a_chain_that_does_not_expect_them():
     assert np.isnan(params["b"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("burst", [1, 4, 10])
 def test_burst_of_overflows_from_the_first_step(burst):
     """A chain's first good step is too small: Adam corrects the bias of `burst` steps too many."""
@@ -564,7 +566,6 @@ MULTI_STEPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("tx", MULTI_STEPS.values(), ids=MULTI_STEPS.keys())
 def test_multi_steps_drops_the_bad_micro_step(tx):
     gradients = make_gradients()
@@ -611,7 +612,6 @@ STATEFUL = {
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @pytest.mark.parametrize("tx", STATEFUL.values(), ids=STATEFUL.keys())
 def test_train_state_skips_exactly_with_any_of_them(tx):
     """`apply_gradients` takes gradients of the unscaled loss, and rolls back what tx did not."""
@@ -723,7 +723,6 @@ in_containers = pytest.mark.parametrize("tx", CONTAINERS.values(), ids=CONTAINER
 
 
 @pytest.mark.slow
-@pytest.mark.representative(7)
 @in_containers
 def test_runs_under_jit_and_scan_with_stable_types(tx):
     """Nine steps, the sixth an overflow: grown on the fourth, fallen on the sixth."""
@@ -767,7 +766,6 @@ def test_optax_tree_get_finds_the_state(tx):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(12)
 @in_containers
 def test_trap_jmp_forgets_fields_under_jit(tx):
     """JMP's tree_flatten drops min_loss_scale, so that a floor of 4 is 1 after one jit."""
@@ -849,7 +847,6 @@ def test_init_does_not_read_parameters(tx):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(4)
 @in_containers
 def test_checkpoint_round_trip(tx):
     if tx is CONTAINERS["named_chain"]:
@@ -878,6 +875,7 @@ def test_checkpoint_names_fields():
 # scale_loss and the gradients that come of it ----------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_scaled_loss_is_f32(dtype):
     """60 * 2^15 overflows f16."""

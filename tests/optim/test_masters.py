@@ -158,7 +158,6 @@ class TestWhatArrives:
         np.testing.assert_array_equal(moved, np.repeat([[0], [0], [100]], 40, axis=1))
 
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2])
     def test_by_lot_to_one_of_the_two_neighbours_in_proportion(self, fmt):
         exact = np.float32(1.7) * np.ones((64, 512), np.float32)
@@ -282,6 +281,7 @@ class TestMasters:
             assert sum(x.nbytes for x in large) == beside * size
             assert params["w"].data.nbytes == size
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("master", ["bfloat16", "float16_scaled", "float32"])
     def test_masters_start_from_what_was_there_before_rounding(self, master):
         w = {"w": jnp.asarray(normal((32, 16))), "b": jnp.zeros(16)}
@@ -354,7 +354,6 @@ class TestScales:
             np.testing.assert_allclose(values(params["w"])[big], exact[big], rtol=rounding)
 
     @pytest.mark.slow
-    @pytest.mark.representative(2)
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     @all_masters
     def test_what_is_not_finite_stays_visible(self, bad, master):
@@ -366,6 +365,7 @@ class TestScales:
 
 
 class TestUpdates:
+    @pytest.mark.slow
     def test_are_differences_of_bits_and_zeros_change_nothing(self):
         """Also codes of NaN and -0, and scales that no arithmetic survives."""
         codes = np.arange(256, dtype=np.uint8)
@@ -418,7 +418,6 @@ class TestComposition:
     }
 
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize("name", WRAPPED)
     @pytest.mark.parametrize("master", [None, "float16_scaled"])
     def test_a_skipped_step_leaves_every_bit(self, name, master):
@@ -653,7 +652,6 @@ class TestTrainState:
         assert losses[-1] < 0.95 * losses[0]
 
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize("master", [None, "float16_scaled"])
     def test_an_overflow_leaves_every_bit(self, master):
         tx = optax.chain(jfp8.loss_scale(), master_weights(optax.adam(1e-2), master))

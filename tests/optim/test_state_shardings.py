@@ -113,7 +113,6 @@ def test_a_step_on_shards_gathers_no_moments(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -98,6 +98,7 @@ def test_plain_blocks_are_amax_over_max_bit_for_bit(fmt, block):
         assert np.asarray(kept.scale)[where] == np.abs(part).max() / np.float32(fmt.max)
 
 
+@pytest.mark.slow
 def test_torchao_in_rows_of_whole_blocks():
     """codes = e4m3(x / scale), scale = clip(amax, 1e-12) / 448, per 256 flattened elements."""
     x = moments((8, 512))
@@ -138,6 +139,7 @@ def test_msamp_rule_a_bit_for_bit(size):
     )
 
 
+@pytest.mark.slow
 def test_trap_exp2_is_no_power_of_two():
     """Every power of two as the scale; jnp.exp2 of an integer is wrong for most of them."""
     exponents = np.arange(-109, 111)
@@ -151,6 +153,7 @@ def test_trap_exp2_is_no_power_of_two():
         np.testing.assert_array_equal(np.asarray(kept.data, np.float32), largest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", [Blocks(block=None), ScaledFloat16()], ids=["fp8", "f16"])
 def test_trap_msamp_scale_after_inf(storage):
     """MS-AMP takes 1 / previous scale when the amax is inf, and trains on."""
@@ -221,7 +224,6 @@ def test_trap_a_zero_is_no_minimum():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(5)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("value", [1.0, 0.75, -3e-12, 2.0**-60])
 def test_trap_expansion_of_equal_elements(fmt, value):
@@ -232,6 +234,7 @@ def test_trap_expansion_of_equal_elements(fmt, value):
     np.testing.assert_allclose(round_trip(storage, x), x, rtol=1 / 64)
 
 
+@pytest.mark.slow
 def test_expansion_of_one_element_and_of_none():
     x = np.zeros((2, 128), np.float32)
     x[0, 17] = -0.5
@@ -252,6 +255,7 @@ def test_expansion_over_more_than_it_can_span(fmt):
     assert np.all(np.log2(decoded) >= np.maximum(exponents, -58) - 1)
 
 
+@pytest.mark.slow
 def test_extremes_are_numpys():
     rng = np.random.default_rng(1)
     x = rng.integers(0, 2**32, (64, 96), dtype=np.uint32).view(np.float32)
@@ -315,14 +319,13 @@ def test_float16_with_a_scale_is_nearly_exact():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(6)
 @pytest.mark.parametrize("storage", STORAGES, ids=repr)
 def test_zeros_stay_zeros(storage):
     decoded = round_trip(storage, np.zeros((3, 200), np.float32))
     np.testing.assert_array_equal(decoded.view(np.uint32), 0)
 
 
-@pytest.mark.representative(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES, ids=repr)
 def test_trap_nonfinite_is_never_read_back_as_finite(storage):
     """Also not in 4096 elements and more, whose float maximum drops NaN on XLA:CPU."""
@@ -338,7 +341,6 @@ def test_trap_nonfinite_is_never_read_back_as_finite(storage):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(5)
 @pytest.mark.parametrize("storage", BLOCKS, ids=repr)
 def test_a_bad_block_is_bad_alone(storage):
     x = moments()
@@ -353,7 +355,6 @@ def test_a_bad_block_is_bad_alone(storage):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("storage", BLOCKS, ids=repr)
 def test_trap_the_largest_does_not_overflow(storage):
     """A cast to e4m3fn beyond 464 is NaN, to e5m2 beyond 61440 inf; and a scale that rounds down
@@ -363,7 +364,7 @@ def test_trap_the_largest_does_not_overflow(storage):
     np.testing.assert_allclose(decoded, x, rtol=0.01)
 
 
-@pytest.mark.representative(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", BLOCKS, ids=repr)
 def test_data_has_the_shape_and_scales_the_leading_dimensions(storage):
     kept = encode(storage, np.ones((2, 3, 300), np.float32))
@@ -424,7 +425,6 @@ def test_stochastic_rounding_is_right_on_average(storage):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("storage", [*STOCHASTIC, Float(jnp.bfloat16, stochastic=True)], ids=repr)
 def test_the_seed_decides(storage):
     x = moments()
@@ -465,7 +465,6 @@ EXACT_DECAY = 0.999**4000 + 0.01 * (1 - 0.999**4000)
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("transform", [None, "sqrt", "expand"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_trap_a_second_moment_freezes_when_rounded_to_nearest(fmt, transform):
@@ -490,7 +489,6 @@ def test_expansion_is_the_least_noisy_of_those_that_move():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test_trap_a_block_that_spans_two_gradient_scales(rounding):
     """Plain E4M3 stores a second moment of zero, beside a first one that is not."""

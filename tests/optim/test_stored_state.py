@@ -63,7 +63,6 @@ def stored_leaves(state) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("make", [optax.adam, optax.adamw, optax.lamb])
 def test_with_f32_storage_nothing_changes(make):
     params, state = train(store_state(make(1e-2), PLAIN))
@@ -119,7 +118,6 @@ def test_large_arrays_are_stored_and_vectors_and_small_ones_are_not():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("inner", "storages", "count"),
     [
@@ -181,7 +179,6 @@ def inject(**arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("tx", "plain"),
     [
@@ -241,7 +238,6 @@ def test_trap_a_finite_gradient_leaves_no_infinite_moment(make, wrap, huge):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "tx",
     [
@@ -332,7 +328,6 @@ def test_tree_map_params_finds_the_moments():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("preset", [None, *PRESETS])
 def test_restored_from_a_checkpoint_it_goes_on_bit_for_bit(preset):
     tx = adam(1e-2, preset=preset)

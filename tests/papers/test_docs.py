@@ -220,6 +220,7 @@ def test_a_module_says_what_it_is(name):
     assert (importlib.import_module(name).__doc__ or "").strip()
 
 
+@pytest.mark.slow
 @every(FUNCTIONS)
 def test_a_function_says_what_it_takes_gives_and_raises(name):
     missing = missing_in_function(FUNCTIONS[name])

@@ -201,7 +201,6 @@ def test_a_checkpoint_of_the_stock_model_is_one_of_the_fp8_model():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

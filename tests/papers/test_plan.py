@@ -111,7 +111,6 @@ def held_by_one_device(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
@@ -145,6 +144,7 @@ def test_weights_and_moments_of_one_device(plan, lm, name, optimizer):
     assert held_by_one_device(state) == pytest.approx(planned["moments"], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["PRODUCTS", "SAVED"])
 def test_activations_kept_for_the_backward_pass(plan, name):
     """Of a layer in bf16: what `jax.vjp` holds, besides FP8 kernels and attention's own weights."""

@@ -186,6 +186,7 @@ def test_the_code_of_the_page_runs_in_one_piece(tmp_path):
 # What they are made of
 
 
+@pytest.mark.slow
 def test_a_dimension_that_does_not_divide_stays_whole(sharding):
     mesh = sharding.make_mesh(2, 2, 2)
     tree = {

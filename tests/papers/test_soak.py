@@ -84,6 +84,7 @@ class TestOfWhatIsCounted:
                 np.testing.assert_array_equal(soak.hurt(x, other, given), x)
                 np.testing.assert_array_equal(soak.hurt(x, place, soak.NOTHING), x)
 
+    @pytest.mark.slow
     def test_gradients_are_hurt_on_their_way_back_only(self):
         x = jax.numpy.ones((2, 3))
         fault = soak.injected("Dense_0 grad", "65504", element=4)

@@ -180,7 +180,6 @@ def test_labels_that_do_not_fit(data, tmp_path, labels, message):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_conv_is_that_of_flax(model, size, stride):
@@ -239,7 +238,6 @@ def test_the_resnet_and_where_its_fp8_is(model):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @pytest.mark.parametrize("recipe", jfp8.recipes.RECIPES, ids=lambda recipe: recipe.name)
 def test_its_shapes_suit_every_recipe(train_images, model, monkeypatch, recipe):
     """A training step, traced and not compiled: neither 9 * 16 nor 16 is a multiple of 128."""
@@ -287,6 +285,7 @@ def test_a_short_run(train_images, model, folder, tmp_path, monkeypatch, capsys)
         assert 0 <= accuracy <= 100
 
 
+@pytest.mark.slow
 def test_test_loss_and_accuracy_are_means_over_all_images(train_images, data, folder, monkeypatch):
     """A model whose logits are known: ten times the brightness of the row that is the class."""
     monkeypatch.setattr(train_images, "TEST_BATCH_SIZE", 15)

@@ -82,6 +82,7 @@ def test_axes_say_what_they_show(name):
     assert ax.get_ylabel() or [label.get_text() for label in ax.get_yticklabels()]
 
 
+@pytest.mark.slow
 @each_picture
 def test_jupyter_shows_the_axes_as_a_picture(name):
     ax = PICTURES[name]()
@@ -352,6 +353,7 @@ def test_histogram_of_nan_and_inf():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", [None, jfp8.E5M2])
 @pytest.mark.parametrize("value", [0.0, np.nan])
 def test_histogram_of_nothing_but_zeros_or_nan(fmt, value):
@@ -813,6 +815,7 @@ def test_block_scales_of_other_granularities(granularity):
     assert corners(ax)[1][-1] == 8
 
 
+@pytest.mark.slow
 def test_block_scales_of_two_levels():
     recipe = jfp8.recipes.NVFP4BlockScaling()
     context = jfp8.quantizers.Context(contracting=(1,), amax=jnp.max(jnp.abs(MATRIX)))
@@ -825,6 +828,7 @@ def test_block_scales_of_two_levels():
     np.testing.assert_allclose(2.0 ** mapped(ax), amax / 6, rtol=1 / 15)
 
 
+@pytest.mark.slow
 def test_block_scales_hatch_blocks_of_nan():
     x = MATRIX.copy()
     x[0, 5] = np.nan

@@ -100,7 +100,7 @@ def test_all_three_convolutions_are_those_of_fake_quantized_operands(case):
     assert error(actual[0], plain(lhs, rhs)) > 1e-3  # it was quantized
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @cases
 @pytest.mark.parametrize("name", ["rowwise", "block", "mxfp8"])
 def test_finer_scales_run_over_the_matrices_of_patches(case, name):

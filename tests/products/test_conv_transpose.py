@@ -116,7 +116,6 @@ def fake_quantize(x, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["same", "circular", "transposed", "valid, no bias"])
 def test_values_and_gradients_are_those_of_fake_quantization(name):
     """The layer is linear in each operand, so its gradients are those of quantized operands.

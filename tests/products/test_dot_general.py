@@ -241,7 +241,6 @@ def test_fake_quantization_oracle(case):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("implementation", ["emulate", "xla"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_recipes_and_implementations(recipe, implementation):
@@ -429,6 +428,7 @@ def test_trap_scales_stay_f32_with_bf16_operands():
 # Values at the ends of the range
 
 
+@pytest.mark.slow
 def test_trap_division_rewritten_to_multiplication():
     """XLA may turn ``x / s`` into ``x * (1/s)``, one ulp off for half of the elements.
 
@@ -452,6 +452,7 @@ def test_trap_division_rewritten_to_multiplication():
     np.testing.assert_array_equal(y, (data * scale).astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ROLES)
 def test_trap_zero_tensor_gives_zero(which):
     """A zero amax would give a scale of 0 or a reciprocal of Inf, and then 0 * Inf = NaN."""
@@ -488,7 +489,6 @@ def test_trap_extreme_amax(size):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(4)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", ROLES)
 def test_trap_non_finite_elements_show_where_they_count(which, bad):
@@ -545,7 +545,6 @@ def test_non_finite_elements_show_under_every_recipe(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -586,6 +585,7 @@ def test_gradient_flows_through_saturated_elements():
     np.testing.assert_allclose(dw, [[1.0], [0.5]], rtol=4 * UNIT)  # x as it was multiplied
 
 
+@pytest.mark.slow
 def test_no_forward_mode():
     x = jnp.ones((2, 2))
     with pytest.raises(TypeError, match="forward-mode"):
@@ -714,6 +714,7 @@ def test_sink_tells_the_three_amaxes_exactly():
     assert not overflow.any()
 
 
+@pytest.mark.slow
 def test_sink_of_two_uses_bounds_both():
     """JAX adds the cotangents; what is read is between the larger amax and 9/8 of it."""
     x, w, dy = random_operands(((6, 6), (6, 6), PLAIN), seed=16, sizes=(1.0, 1.0, 1.0))

@@ -56,7 +56,6 @@ def test_ellipses_are_spelled_out_from_the_right():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(9)
 @pytest.mark.parametrize(
     ("equation", "lhs", "rhs"),
     [
@@ -127,6 +126,7 @@ def test_sizes_that_differ():
         einsum("ab,bc->ac", integers((2, 3)), integers((4, 5)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equation", ["ab,bc->ac", "ab,bc->a"])
 def test_frozen_operands(equation):
     """A `ScaledArray` goes into the product as it is, unless dimensions of it are summed before."""

@@ -110,6 +110,7 @@ def test_an_ambiguous_layout_is_an_error_of_jax():
         jfp8.scaled_dot_general(x, w, MATRICES)
 
 
+@pytest.mark.slow
 @explicit_mesh
 def test_nnx_layers_backward():
     """Sums over a spread batch dimension, whose layout JAX refuses to guess."""

@@ -207,7 +207,6 @@ TOLERANCE = {"direct_e5m2": 3e-3, "hybrid": 3e-3}
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -246,7 +245,6 @@ def test_any_sizes(name, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 3, 2), (3, 0, 2), (3, 2, 0)])
 def test_empty_operands(m, k, n):
     lhs, rhs, dy = operands(m, k, n, groups=2)
@@ -256,7 +254,6 @@ def test_empty_operands(m, k, n):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
 def test_one_group_is_an_ordinary_product(name):
     lhs, rhs, dy = operands(m=100, groups=1)
@@ -407,6 +404,7 @@ def test_histories_are_those_of_lhs_and_grad():
     assert error(d_lhs, unread) < 1e-6
 
 
+@pytest.mark.slow
 def test_equal_groups_round_apart_stochastically():
     q = quantizers.Current(jfp8.E4M3FN, rounding="stochastic")
     plain = quantizers.Current(jfp8.E4M3FN)
@@ -502,7 +500,6 @@ def test_high_precision_operands():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("accumulation", ["f32_every_128", "hopper"])
 def test_sums_are_rounded_as_in_an_ordinary_product(accumulation):
     """150 rows, so that sums over rows are promoted once in between."""
@@ -524,6 +521,7 @@ def test_sums_are_rounded_as_in_an_ordinary_product(accumulation):
         assert error(y, exact[:150]) > 1e-5
 
 
+@pytest.mark.slow
 def test_rotation_along_rows_stays_within_a_group():
     """NVFP4's rotation mixes 16 rows, but not those of two groups."""
     lhs, rhs, dy = operands(m=48, groups=3)
@@ -619,6 +617,7 @@ def test_what_is_kept_for_the_backward_pass_is_bytes():
     assert all(x.dtype in (jnp.uint8, jnp.int32) for x in large)
 
 
+@pytest.mark.slow
 def test_cuda_gets_ragged_products_of_bf16():
     lhs, rhs, dy = operands(m=64, groups=2)
 

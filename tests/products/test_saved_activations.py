@@ -187,7 +187,6 @@ def test_trap_outliers_take_the_scale_of_their_neighbours():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(9)
 @pytest.mark.parametrize("fmt", [jfp8.E4M3FN, jfp8.E5M2, jfp8.E3M4, jfp8.E2M1FN], ids=repr)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows_in_the_gradient(bad, fmt):
@@ -270,7 +269,6 @@ def test_transformations_keep_to_the_loop():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("sharded", ["first", "rest"])
 def test_shard_map(sharded, check_vma):
@@ -321,6 +319,7 @@ def test_policies_of_checkpoint_keep_the_codes_by_their_name():
 # What is refused.
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_are_refused():
     g, x = save_in_fp8(jnp.tanh), normal(64)
     with pytest.raises(TypeError, match="forward-mode"):
@@ -416,7 +415,6 @@ LAYERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", ["dense", "swiglu", "layer"])
 def test_layers_compute_the_same(name):
     x = normal(4, 12, 64)
@@ -433,7 +431,6 @@ def test_layers_compute_the_same(name):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_of_layers_hardly_move(name):
     """Seen between products in high precision: in FP8 they round gradients far more than this."""

@@ -107,7 +107,7 @@ def test_the_share_rounded_up_is_the_fraction():
 # The same where it should be, different where it must
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @SOME
 def test_reproducible_from_the_key(recipe):
     dy, key = normal(), jax.random.key(3)
@@ -162,7 +162,6 @@ def test_operands_use_different_bits(key):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])
 @pytest.mark.parametrize("tensor", ["lhs", "rhs", "grad"])
 def test_both_directions_use_different_bits(tensor, key):
@@ -192,7 +191,6 @@ def test_quantized_once_is_rounded_once():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["no key", "key"])
 def test_scan_iterations_and_examples_differ_if_their_data_do(key):
     """One key for all of them: no key is threaded through scan, vmap or shard_map."""
@@ -266,7 +264,6 @@ def unrotated(z):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("name", UNBIASED)
 def test_the_mean_gradient_is_that_of_the_unrounded_one(name):
     """Over keys: each element within 5 standard errors, and their mean square as it should be.

@@ -181,7 +181,6 @@ def assert_quantized(q, x, fmt, granularity):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(8)
 @data_formats
 @granularities
 def test_quantize(fmt, granularity):
@@ -231,7 +230,6 @@ def test_quantize_any_shape(dimensions, fmt):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(8)
 @pytest.mark.parametrize("granularity", [*GRANULARITIES[:4], Block((1, 2))], ids=str)
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)], ids=str)
 def test_quantize_of_empty_arrays(granularity, shape):
@@ -284,7 +282,6 @@ def test_power_of_two_scales_multiply_exactly(fmt):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(5)
 @pytest.mark.parametrize("fmt", [E4M3FN, E2M1FN], ids=lambda f: f.name)
 @pytest.mark.parametrize("mode", E8M0_MODES)
 def test_e8m0_scales(fmt, mode):
@@ -328,7 +325,6 @@ def test_trap_zero_blocks_get_the_smallest_scale(fmt):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @data_formats
 def test_trap_extreme_e8m0_scales_quantize_exactly(fmt):
     """Every code but NaN as a given scale; the reciprocal of 254, 2^-127, is not a normal f32."""
@@ -340,6 +336,7 @@ def test_trap_extreme_e8m0_scales_quantize_exactly(fmt):
     assert_bitwise(q.dequantize(), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 253, 254])
 def test_trap_constant_factors_are_multiplied_first(code):
     """XLA turns ``(x * 2^-63) * 2^-64`` into ``x * 2^-127``, and so into zero, if it knows both."""
@@ -351,7 +348,6 @@ def test_trap_constant_factors_are_multiplied_first(code):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(4)
 @pytest.mark.parametrize("scale_rounding", [None, "power_of_two"])
 @data_formats
 def test_trap_extreme_magnitudes(fmt, scale_rounding):
@@ -372,6 +368,7 @@ def test_trap_extreme_magnitudes(fmt, scale_rounding):
 # What does not fit, and what is no number.
 
 
+@pytest.mark.slow
 @data_formats
 def test_given_scales_saturate_what_is_beyond(fmt):
     x = np.array([1.0, 2.9, 3.1, 1e5, 1e30, FLT_MAX], np.float32)
@@ -454,7 +451,6 @@ def test_trap_nan_spoils_its_block_and_no_other(block, fmt, scale_rounding, bad)
 
 
 @pytest.mark.slow
-@pytest.mark.representative(15)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("scale_rounding", [None, "power_of_two", *E8M0_MODES])
 def test_e2m1_keeps_nan_in_the_scale(bad, scale_rounding):
@@ -544,7 +540,6 @@ def test_vmap_quantizes_each_as_if_it_were_alone(granularity, scale_rounding):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(4)
 @granularities
 def test_eager_agrees_with_jit(granularity):
     x = sample()
@@ -579,7 +574,6 @@ def test_sharding_changes_nothing(granularity):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(4)
 @data_formats
 @pytest.mark.parametrize("granularity", [PerTensor(), Block((2, 8))], ids=str)
 def test_gradient_is_straight_through(fmt, granularity):
@@ -629,6 +623,7 @@ def test_scales_have_no_gradient():
     assert float(d_scale) == 0
 
 
+@pytest.mark.slow
 def test_jvp_of_quantize_rounds_the_tangent():
     x, dx = jnp.array([1.0, 7.0, -3.0]), jnp.array([0.3, -2.0, 1.0])
     q, tangent = jax.jvp(quantize, (x,), (dx,))
@@ -663,7 +658,6 @@ def call(quantizer, x, observed=None, state=None, contracting=(1,), seed=None):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @data_formats
 def test_current_uses_the_amax_at_hand(fmt):
     for state in (None, state_of(7.0, 8.0)):
@@ -673,7 +667,6 @@ def test_current_uses_the_amax_at_hand(fmt):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(12)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda f: f.name)
 @pytest.mark.parametrize(
     ("options", "state", "amax"),
@@ -791,7 +784,6 @@ all_quantizers = pytest.mark.parametrize("quantizer", ALL_QUANTIZERS, ids=str)
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @all_quantizers
 @pytest.mark.parametrize("shape", [(64, 64), (33, 70)], ids=str)
 def test_one_for_both_tells_the_truth(quantizer, shape):
@@ -821,7 +813,6 @@ def test_properties_of_quantizers(quantizer):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("quantizer", ALL_QUANTIZERS[3:8], ids=str)
 def test_quantizers_of_ragged_and_empty_arrays(quantizer, axis):
@@ -891,7 +882,6 @@ def mx_blocks(dtype) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("block", [(1, 32), (32, 1)], ids=str)
 @pytest.mark.parametrize("mode", E8M0_MODES)
 @data_formats
@@ -913,6 +903,7 @@ def test_mx_blocks(fmt, mode, block):
         assert len(np.unique(code)) > 15
 
 
+@pytest.mark.slow
 def test_trap_f32_subnormals_survive_mx_blocks():
     """XLA:CPU takes them for zero in every float operation; code 0 is made for them."""
     x = np.ldexp(np.arange(32.0), -149).astype(np.float32)
@@ -943,6 +934,7 @@ def test_given_mx_scales(fmt, code):
     assert_bitwise(values, exact_values(np.asarray(q.data), np.full_like(x, code, int)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["rceil", "floor"])
 def test_mx_of_a_block_is_a_sum_of_fractions(mode):
     """Once more in rational numbers, without any float: scale, nearest even, saturation."""
@@ -1002,7 +994,6 @@ CUT = {
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("block", "shape"), [(block, shape) for block in CUT for shape in CUT[block]], ids=str
 )
@@ -1122,7 +1113,6 @@ def nvfp4_case(case) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.representative(4)
 @pytest.mark.parametrize("contracting", [0, 1])
 @pytest.mark.parametrize("size", [(16, 1), (16, 16)], ids=str)
 @pytest.mark.parametrize(
@@ -1146,6 +1136,7 @@ def test_two_level(case, size, contracting):
         assert np.linalg.norm(values - x) < 0.15 * np.linalg.norm(x)
 
 
+@pytest.mark.slow
 def test_trap_two_level_scales_that_underflow():
     """Under an outlier other blocks' scales round to zero: 0 * Inf would make them NaN."""
     x = sample(shape=(4, 64))
@@ -1172,7 +1163,6 @@ def test_trap_two_level_data_is_divided_by_the_rounded_scale():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap"])
 def test_trap_divisions_of_two_level_scales_are_not_rewritten(how):
     """XLA turns ``a / constant`` and ``1 / (s / S)`` into products, which are off by an ulp."""
@@ -1193,6 +1183,7 @@ def test_trap_divisions_of_two_level_scales_are_not_rewritten(how):
     assert_bitwise(inverse, np.float32(1) / (narrow / tensor))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top", [1e-45, 1e-38, 2e-38, 1e-36, 3e38], ids=str)
 def test_two_level_of_extreme_tensors(top):
     """Finite whatever the magnitude, and accurate from 2^-115 on: S ends at 2^126."""
@@ -1220,7 +1211,6 @@ def test_two_level_with_other_scale_formats(scale_fmt):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(6)
 @granularities
 @pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero", "stochastic"])
 def test_quantize_to_e3m4(granularity, rounding):
@@ -1281,7 +1271,6 @@ def test_stochastic_quantizers_are_unbiased(quantizer):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @stochastic
 def test_stochastic_quantizers_follow_their_seed(quantizer):
     """Equal bytes from an equal seed, eagerly, compiled and mapped; others from another."""
@@ -1299,7 +1288,6 @@ def test_stochastic_quantizers_follow_their_seed(quantizer):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2, E2M1FN], ids=lambda f: f.name)
 def test_stochastic_quantization_is_exact_over_all_draws(fmt):
     """With every value of the random bits once, the mean of a normal value is x, exactly."""

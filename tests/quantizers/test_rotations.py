@@ -57,7 +57,6 @@ def test_the_signs_are_those_of_transformer_engine():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @lengths
 def test_the_matrix_is_orthogonal(n):
     rotation = Hadamard(SIGNS[n])
@@ -69,7 +68,6 @@ def test_the_matrix_is_orthogonal(n):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(12)
 @lengths
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2])
 def test_any_axis_of_any_size(n, axis):
@@ -87,6 +85,7 @@ def test_narrow_arrays_are_rotated_in_f32(dtype):
     assert_close(Hadamard()(x, 1), rotated(x, DEFAULT, 1), x, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(0, 16), (4, 0), (1, 1), (5,)], ids=str)
 def test_small_arrays(shape):
     x = sample(*shape)
@@ -97,7 +96,6 @@ def test_small_arrays(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("k", [16, 64, 50, 7])
 def test_the_product_stays(k):
     """``(a R) (b R)^T = a b^T``, for f32 to within its rounding."""
@@ -117,6 +115,7 @@ def test_an_outlier_is_spread_over_its_stretch():
     assert not y[0, 32:].any()
 
 
+@pytest.mark.slow
 def test_transformations_agree():
     x = sample(3, 4, 40)
     rotate = lambda x: Hadamard()(x, 1)
@@ -138,7 +137,6 @@ def rotating(quantizer, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("k", [64, 50])
 @pytest.mark.parametrize(
     "quantizer", [Current(E4M3FN), Blockwise(E4M3FN, (32, 1), "rceil")], ids=["tensor", "blocks"]

@@ -423,7 +423,6 @@ def check_against_oracle(variant, m, k, n, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @variants
 def test_ragged_matrices(variant):
     """Sizes that no block divides, some over and some below 128."""
@@ -431,14 +430,12 @@ def test_ragged_matrices(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("variant", MAIN[1:])
 def test_bf16(variant):
     check_against_oracle(variant, 150, 200, 91, ml_dtypes.bfloat16)
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("variant", ["block", "nvfp4, nearest"])
 def test_whole_blocks(variant):
     check_against_oracle(variant, 256, 384, 128, np.float32)
@@ -449,7 +446,6 @@ def relative_error(result, exact) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @main_variants
 def test_close_to_the_exact_product(variant):
     """The oracle shares the rules with the code; this product shares nothing with it."""
@@ -468,7 +464,6 @@ def test_close_to_the_exact_product(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("recipe", "decibels"),
     [
@@ -551,7 +546,6 @@ IN_TURN = ("current", "rowwise", "block", "mxfp8, 2d, hybrid", "per operand")
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("variant", "case"),
     [("nvfp4, nearest", case) for case in CASES]
@@ -570,7 +564,6 @@ def test_dimension_numbers(variant, case):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @main_variants
 def test_dimension_numbers_change_no_bits(variant):
     """Transposed and split operands give the results of the matrices, transposed and split."""
@@ -598,7 +591,6 @@ def test_jit_equals_eager(name):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @each_path
 def test_vmap_equals_loop(recipe):
     """Each example has its own scales, and its own random bits."""
@@ -610,7 +602,6 @@ def test_vmap_equals_loop(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @each_path
 def test_scan_and_remat_equal_the_loop(recipe):
     operands = layer_operands(3)
@@ -630,7 +621,6 @@ def test_scan_and_remat_equal_the_loop(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @each_path
 def test_gradients_of_two_uses_add(recipe):
     x, w, dy = layer_operands()
@@ -653,7 +643,6 @@ def make_mesh():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @every_recipe
 def test_sharded_jit_equals_unsharded(recipe):
     """Rows of lhs and grad over 8 devices, columns of rhs: each is a contraction somewhere."""
@@ -668,7 +657,6 @@ def test_sharded_jit_equals_unsharded(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @every_recipe
 def test_shard_map_is_a_product_per_device(recipe):
     """Replicated weights get the sum of the gradients of all devices."""
@@ -700,7 +688,6 @@ def block_of_weights(variant, index, size):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(6)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 @pytest.mark.parametrize("tensor", ["lhs", "rhs", "grad"])
 @pytest.mark.parametrize("variant", [*MAIN, "rowwise", "mxfp8", "direct_e5m2, nearest", "unscaled"])
@@ -732,7 +719,6 @@ def test_non_finite_elements_show_where_they_count(variant, tensor, bad):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(10)
 @every_recipe
 @pytest.mark.parametrize("tensor", [0, 1, 2], ids=["lhs", "rhs", "grad"])
 def test_zeros_give_zeros(recipe, tensor):
@@ -745,7 +731,7 @@ def test_zeros_give_zeros(recipe, tensor):
         assert (abs(result).max() == 0) == (i in vanish), NAMES[i]
 
 
-@pytest.mark.representative(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [(name, (4, 0, 3)) for name in ALL]
@@ -792,7 +778,6 @@ def test_quantized_once_where_once_will_do(variant, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(8)
 @variants
 def test_residuals_are_bytes_but_for_what_stays_in_high_precision(variant):
     recipe, _ = VARIANTS[variant]
@@ -850,7 +835,6 @@ LAYERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "layer"),
     [(name, "Dense") for name in ALL]
@@ -1035,7 +1019,6 @@ BACKENDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("variant", BACKENDS)
 def test_xla_equals_emulate(variant):
     operands = layer_operands()

@@ -66,6 +66,7 @@ def test_values_are_those_of_a_converted_model():
     assert differ(inside["params"]["Dense_1"]["kernel"], run(MLP)["params"]["Dense_1"]["kernel"])
 
 
+@pytest.mark.slow
 def test_default_recipe_is_delayed_scaling():
     with jfp8.autocast():
         assert recipes_of() == both("delayed")
@@ -101,7 +102,6 @@ def test_trap_an_already_jitted_function_is_traced_again():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(4)
 @pytest.mark.parametrize("lift", ["remat", "jit", "scan", "vmap", "attention"])
 def test_trap_layers_inside_of_transformations_are_not_missed(lift):
     """Elsewhere, swapping ``lax.dot_general`` misses these."""
@@ -340,7 +340,6 @@ def test_a_region_inside_of_a_converted_model():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_model_initialized_inside_trains_with_delayed_scaling(stacked):
     class Model(nn.Module):

@@ -433,6 +433,7 @@ def test_other_recipes_treat_all_layers_alike(cls):
     assert recipe.for_layer("Block_0/logits") is recipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 5, 1024])
 def test_state(length):
     state = DelayedScaling(amax_history_len=length).init_state()
@@ -957,7 +958,6 @@ def test_recipes_of_ones_own_are_static_arguments(case):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(13)
 @samples
 def test_equal_recipes_share_a_trace(recipe):
     traces = []

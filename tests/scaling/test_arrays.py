@@ -96,6 +96,7 @@ def assert_identical(a: ScaledArray, b: ScaledArray):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.mark.slow
 @samples
 def test_a_round_trip_returns_every_field(q):
     assert_identical(jax.jit(lambda q: q)(q), q)
@@ -148,7 +149,6 @@ def test_dequantize_multiplies_in_f32(fmt, scale):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @data_formats
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_dequantize_rounds_once_to_the_dtype(fmt, dtype):
@@ -162,7 +162,6 @@ def test_dequantize_rounds_once_to_the_dtype(fmt, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("how", ["eager", "jit", "constant scale"])
 @data_formats
 def test_trap_extreme_e8m0_scales(fmt, how):
@@ -220,6 +219,7 @@ def test_e3m4_is_stored_in_bytes(code):
     assert_bitwise(jit_dequantize(plain), e3m4_values().astype(np.float32) * np.float32(0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_trap_constant_factors_are_multiplied_first(shape):
     """XLA turns ``(x * 2^-63) * 2^-64`` into ``x * 2^-127``, and so into zero, if it knows both."""
@@ -325,7 +325,7 @@ def test_the_last_block_may_be_cut_short(shape, scale_shape, block, kind):
     assert_bitwise(jit_dequantize(q), expected.astype(np.float32))
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "scale_shape", "block"), RAGGED[2:5:2], ids=str)
 def test_block_survives_transformations(shape, scale_shape, block):
     """It is static: part of the tree's structure, and so of the key of `jit`'s cache."""
@@ -397,6 +397,7 @@ def test_vmap_of_dequantize():
 # Gradients.
 
 
+@pytest.mark.slow
 @data_formats
 def test_gradient_of_dequantize_is_straight_through(fmt):
     """The cotangent of the values, saturated and rounded to the format; the scale gets none."""
@@ -416,6 +417,7 @@ def test_gradient_of_dequantize_is_straight_through(fmt):
         assert_bitwise(d_q.scale, np.zeros(2, np.float32))
 
 
+@pytest.mark.slow
 def test_gradient_of_nan_stays_nan():
     data = jnp.ones(2, E4M3FN.dtype)
     _, pull = jax.vjp(lambda d: dequantize(ScaledArray(d, jnp.float32(2))), data)

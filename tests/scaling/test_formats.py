@@ -280,6 +280,7 @@ def test_decode_gives_the_value_of_every_code(fmt, jit):
     assert_same(decoded, widened(every_code(fmt), fmt))
 
 
+@pytest.mark.slow
 @all_formats
 def test_codes_to_format_keeps_the_bits(fmt):
     patterns = jnp.arange(2**fmt.bits, dtype=jnp.uint8)
@@ -332,7 +333,6 @@ def test_round_to_format_gives_the_values_of_cast(fmt, dtype, rounding):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @all_formats
 @roundings
 def test_eager_jit_and_vmap_agree(fmt, rounding):
@@ -398,7 +398,6 @@ def test_e2m1_has_no_code_for_nan(rounding):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(9)
 @signed_formats
 @roundings
 def test_trap_plain_casts_do_not_saturate(fmt, rounding):
@@ -431,6 +430,7 @@ def test_trap_double_rounding(fmt, via):
     assert round_to_format(x, fmt).tolist() == [1 + step, 1 + step]
 
 
+@pytest.mark.slow
 def test_trap_reduce_precision_knows_neither_448_nor_subnormals():
     x = jnp.array([300.0, 448.0, 2.0**-9, 5 * 2.0**-9])
     expected = [288.0, 448.0, 2.0**-9, 5 * 2.0**-9]
@@ -510,7 +510,6 @@ def test_stochastic_rounding_is_exact_over_all_draws(fmt, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(4)
 @all_formats
 @dtypes
 def test_stochastic_rounding_stays_between_the_neighbours(fmt, dtype):
@@ -597,7 +596,6 @@ def test_gradient_of_round_to_format_is_the_identity(fmt, rounding):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @dtypes
 def test_gradients_outside_of_jit_and_in_the_dtype_of_the_input(dtype):
     x = jnp.linspace(-5, 5, 8, dtype=dtype)
@@ -611,7 +609,7 @@ def test_gradients_outside_of_jit_and_in_the_dtype_of_the_input(dtype):
     assert_same(pull(w.astype(E5M2.dtype))[0], w.astype(E5M2.dtype).astype(dtype))
 
 
-@pytest.mark.representative(2)
+@pytest.mark.slow
 @formats_of_ml_dtypes(signed=True)
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test_gradient_of_cast_is_straight_through(fmt, rounding):
@@ -638,7 +636,7 @@ def test_gradient_of_cast_is_straight_through(fmt, rounding):
     assert_same(gradients(x, off_grid)[0], off_grid.astype(fmt.dtype).astype(np.float32))
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @roundings
 def test_codes_of_e3m4_have_no_gradient(rounding):
     """They are integers to JAX: what depends on them is constant, and grad does not mind."""
@@ -694,7 +692,6 @@ def test_numbers_and_numpy_arrays():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(13)
 @pytest.mark.parametrize("source", OF_ML_DTYPES, ids=lambda f: f.name)
 @all_formats
 def test_f8_inputs_are_exact(fmt, source):

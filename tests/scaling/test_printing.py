@@ -297,6 +297,7 @@ def test_train_state_after_a_step_and_inside_of_one():
     )
 
 
+@pytest.mark.slow
 def test_train_state_of_fp8_parameters():
     params = jfp8.quantize_params(new_state().params)
     text = repr(new_state(optax.sgd(0.1), params=params))

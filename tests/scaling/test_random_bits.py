@@ -49,6 +49,7 @@ def test_the_hash_is_that_of_murmur3():
     assert dict(zip(known, np.asarray(hashed).tolist(), strict=True)) == known
 
 
+@pytest.mark.slow
 def test_bits_are_the_hash_of_the_index_and_the_key(bits):
     def finalizer(h):
         h = h ^ (h >> np.uint32(16))
@@ -118,7 +119,6 @@ def test_random_bits_are_those_of_the_seed(bits):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("word", [0, 1, 0x3F800000, 0xFFFFFFFF])
 def test_a_folded_seed_is_not_correlated(bits, word):
     """Neither with the seed it came from nor with that of the next word, even of a zero seed."""
@@ -164,6 +164,7 @@ def test_shapes_beyond_32_bits_of_index_can_be_traced():
     assert jax.eval_shape(lambda: random_bits(KEY, shape)).shape == shape
 
 
+@pytest.mark.slow
 def test_raw_keys_are_keys():
     raw = random_bits(jax.random.PRNGKey(7), (5,))
     np.testing.assert_array_equal(raw, random_bits(jax.random.key(7), (5,)))
@@ -180,7 +181,6 @@ def test_jit_and_vmap_agree_with_eager():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y"), P(("x", "y"))], ids=str)
 def test_sharding_changes_nothing_and_moves_nothing(spec):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))

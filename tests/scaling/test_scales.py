@@ -56,7 +56,6 @@ def assert_bitwise(actual, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(9)
 @pytest.mark.parametrize("size", [1, 7, 4095, 4096, 5000, 2**20])
 @dtypes
 def test_trap_maximum_drops_nan(size, dtype):
@@ -84,7 +83,6 @@ def test_trap_maximum_drops_nan_along_an_axis():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("granularity", [None, PerAxis(0), PerAxis(1), Block((2, 64))], ids=str)
 def test_amax_of_a_sharded_array_is_global(granularity):
     mesh = Mesh(np.array(jax.devices()), ("x",))
@@ -101,6 +99,7 @@ def test_amax_of_a_sharded_array_is_global(granularity):
         assert not np.all(np.isfinite(expected))
 
 
+@pytest.mark.slow
 def test_trap_subnormals_are_not_flushed_by_amax():
     """XLA:CPU reads f32 subnormals as zero in a float maximum."""
     x = from_bits([0, 0x80000001, 7, 0x80000003])
@@ -147,7 +146,6 @@ def test_amax_per_block(block, full):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("shape", "block"),
     [
@@ -176,6 +174,7 @@ def test_amax_of_a_block_that_is_cut_short(shape, block):
         assert np.argwhere(np.isnan(poisoned)).tolist() == [[n - 1 for n in poisoned.shape]]
 
 
+@pytest.mark.slow
 def test_amax_of_nothing_is_zero():
     for dtype in DTYPES:
         assert_bitwise(amax(np.zeros((0, 4), dtype)), np.float32(0))
@@ -237,7 +236,6 @@ def all_binades(*, mantissas=None) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.representative(6)
 @data_formats
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap", "one by one"])
 def test_trap_division_becomes_multiplication(fmt, how):
@@ -372,7 +370,6 @@ def mx_code(a: float, fmt, mode: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.representative(11)
 @data_formats
 @pytest.mark.parametrize("mode", E8M0_MODES)
 def test_e8m0_scales(fmt, mode):
@@ -429,7 +426,6 @@ def test_rceil_is_the_rule_of_other_libraries():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @data_formats
 def test_e8m0_round_up_is_the_power_of_two(fmt):
     a = np.geomspace(1e-30, 1e30, 200).astype(np.float32)
@@ -438,6 +434,7 @@ def test_e8m0_round_up_is_the_power_of_two(fmt):
     assert_bitwise(np.asarray(e8m0).astype(np.float32), f32)
 
 
+@pytest.mark.slow
 @data_formats
 @pytest.mark.parametrize("mode", E8M0_MODES)
 @pytest.mark.parametrize("margin", [0, 5, -5])
@@ -448,6 +445,7 @@ def test_trap_nan_wraps_to_code_zero(fmt, mode, margin):
     assert codes.tolist() == 4 * [255]
 
 
+@pytest.mark.slow
 @data_formats
 @pytest.mark.parametrize("mode", E8M0_MODES)
 def test_e8m0_scale_of_zero_is_the_smallest(fmt, mode):
@@ -513,6 +511,7 @@ def test_reciprocal_is_divided():
         assert_bitwise(function(s), np.float32(1) / s)
 
 
+@pytest.mark.slow
 def test_trap_e8m0_reciprocals():
     """254 - c for every code; 1 / 2^127 is an f32 subnormal, so it comes as two factors."""
     codes = np.arange(256, dtype=np.uint8)

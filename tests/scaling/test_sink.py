@@ -57,6 +57,7 @@ def close_floats(draw, most):
 # One amax
 
 
+@pytest.mark.slow
 def test_layout():
     assert ROLES == ("lhs", "rhs", "grad")
     assert init_sink().shape == (3, WIDTH) == (3, BINS + 2)
@@ -145,6 +146,7 @@ def test_trap_mean_of_one_binade(values, how):
     assert max(values) <= amax <= max(values) * 9 / 8
 
 
+@pytest.mark.slow
 def test_trap_one_large_among_many():
     """512 devices, one of them with the larger amax of the bin: harmless below 3.5 per cent."""
     for largest in np.linspace(1.0, 1.1249, 60):
@@ -200,6 +202,7 @@ def test_overflow_is_flagged(bad):
     assert read(encode([bad])[0]) == (0.0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @drawn
 @given(values=close_floats(most=6), position=st.integers(0, 5), n=st.sampled_from([1, 4, 65536]))
@@ -211,6 +214,7 @@ def test_overflow_hides_no_finite_maximum(bad, values, position, n):
     assert max(values) <= amax <= max(values) * 9 / 8
 
 
+@pytest.mark.slow
 def test_nan_bit_patterns_are_all_overflow():
     patterns = np.array([0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x7FA12345], np.uint32)
     amax, overflow = decode(encode(patterns.view(np.float32)))
@@ -233,6 +237,7 @@ def test_max_of_sinks_is_exact():
         assert not overflow.any()
 
 
+@pytest.mark.slow
 @drawn
 @given(st.lists(st.tuples(*[st.one_of(st.just(0.0), normal_floats)] * 3), min_size=1, max_size=5))
 def test_max_of_sinks_accumulates_exactly(steps):
@@ -292,6 +297,7 @@ def test_leading_axes():
     assert 5 <= amax[0, 1, 1] <= 5 * 9 / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", [jax.lax.psum, jax.lax.pmean])
 def test_trap_collectives_average_amaxes(collective):
     """The mean of the amaxes 2 to 9 would be 5.5; their histogram still bounds 9."""

@@ -169,6 +169,7 @@ def test_histories_are_those_of_one_device(micro_batches):
     assert all(moved["Dense_0"]["DotGeneral_0"][role]["amax_history"] for role in ("lhs", "grad"))
 
 
+@pytest.mark.slow
 def test_the_first_histories_are_right_too():
     state, batch = fresh(jfp8.Dense), make_batch()
     for compute in (on_one_device(jfp8.Dense), parallel(gradients(jfp8.Dense))):

@@ -278,7 +278,7 @@ def test_linen_layers_in_a_scan():
     assert sorted(gathers(program)) == [("u8", 64 * 128)] * 4
 
 
-@pytest.mark.representative(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_tensor_parallel_axes_stay(kind):
     mesh = mesh_of(kind, (4, 2), ("fsdp", "model"))
@@ -387,7 +387,6 @@ def test_weights_stored_in_fp8_travel_as_they_are(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [

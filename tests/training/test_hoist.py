@@ -180,7 +180,6 @@ def test_the_same_step_bit_for_bit_with_no_weight_quantized_inside_of_the_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("lift", ["plain", "scan"])
 def test_one_byte_is_kept_for_each_element_of_a_weight(lift):
     """Besides its scale."""
@@ -328,6 +327,7 @@ def test_formats_survive(fmt):
     rest_and_kept(function, jnp.linspace(-3, 3, 64).reshape(8, 8), jnp.ones(3))
 
 
+@pytest.mark.slow
 def test_random_keys_integers_and_results_that_are_known():
     def function(known, x):
         noise = jax.random.normal(known["key"], x.shape)
@@ -338,12 +338,14 @@ def test_random_keys_integers_and_results_that_are_known():
     assert result["same"] == 5
 
 
+@pytest.mark.slow
 def test_constants_closed_over():
     table = jax.random.normal(KEY, (8, 8))
     function = lambda w, x: x @ (quantized(w)[0].astype(jnp.float32) + table)
     rest_and_kept(function, jnp.ones((8, 8)), jnp.ones((2, 8)))
 
 
+@pytest.mark.slow
 def test_branches_and_while_loops():
     def function(w, x):
         data, scale = quantized(w)

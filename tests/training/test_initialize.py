@@ -58,7 +58,6 @@ CONFIG = {"mixed_precision": "fp8", "recipe": "current", "exempt": ["layers_2", 
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -173,7 +172,6 @@ def optimizer(level, tx, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", ["delayed", "hybrid"])  # without and with a loss scale
 def test_o1_gives_the_optimizer_gradients_of_weights_in_fp8(recipe):
     """Unscaled, and those of the bias as they are."""
@@ -191,7 +189,6 @@ def test_o1_gives_the_optimizer_gradients_of_weights_in_fp8(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_is_skipped_exactly(level):
     tx = optimizer(level, optax.adamw(1e-2), recipe="hybrid")
@@ -234,6 +231,7 @@ def test_o2_keeps_moments_of_any_optimizer_in_one_and_two_bytes(tx, fields):
     assert held < sum(fields.values()) + 0.2
 
 
+@pytest.mark.slow
 def test_o2_follows_adam():
     """The first update exactly, since moments are rounded after it; later ones nearly."""
     grads = [gradients(seed) for seed in range(6)]
@@ -283,7 +281,6 @@ def test_levels_in_configs():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", ["delayed", "hybrid"])
 def test_axis_name_averages_local_gradients_and_all_devices_skip_the_same_steps(recipe):
     """In shard_map: one overflowing device must not go its own way."""

@@ -215,6 +215,7 @@ def test_signature_of_value_and_grad():
         by_name(model, x=x)
 
 
+@pytest.mark.slow
 def test_two_models_in_one_step():
     """Both are differentiated by; a third, in evaluation, records nothing."""
     a, b, teacher, x = linear(), linear(), linear(), normal(1, (4, D))
@@ -379,7 +380,6 @@ def test_per_example_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_trap_a_shared_layer_is_a_maximum_not_a_sum(remat):
     """Called twice, with inputs 2 and 3: a step has one entry of 3, not of 5."""
@@ -684,6 +684,7 @@ def test_trap_jax_transformations_of_a_model_from_outside():
     assert jax.vmap(layer)(x).shape == (4, D)
 
 
+@pytest.mark.slow
 def test_trap_stacked_state_that_is_not_lifted():
     x, axes = normal(1, (4, D)), nnx.StateAxes({nnx.Param: 0, ...: None})
     f = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
@@ -704,6 +705,7 @@ def test_trap_forward_differentiation_says_no():
         jax.jvp(layer, (x,), (x,))
 
 
+@pytest.mark.slow
 def test_trap_a_history_of_another_length():
     layer = linear()
     with jfp8.autocast(jfp8.recipes.DelayedScaling(amax_history_len=4)):

@@ -202,6 +202,7 @@ class TestCreate:
         assert set(create(jfp8.Dense(4, recipe=Unscaled())).variables) == {"params"}
         assert set(create(nn.Dense(4)).variables) == {"params"}
 
+    @pytest.mark.slow
     def test_frozen_dicts_and_a_missing_sink_are_fine(self):
         variables = dict(initial(DENSE))
         without = {name: c for name, c in variables.items() if name != "fp8_sink"}
@@ -215,6 +216,7 @@ class TestCreate:
         with pytest.raises(ValueError, match=words):
             jfp8.TrainState.create(apply_fn=DENSE.apply, variables=params, tx=optax.sgd(1.0))
 
+    @pytest.mark.slow
     def test_a_sink_of_another_lift_is_refused(self):
         class Scanned(nn.Module):
             @nn.compact
@@ -247,7 +249,6 @@ def sinks_for(fp8):
 
 class TestValueAndGrad:
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize("dense", [nn.Dense, jfp8.Dense])
     def test_equals_jax_value_and_grad_bit_for_bit(self, dense):
         """A loss scale is a power of two: neither the loss nor the gradient shows it."""
@@ -424,6 +425,7 @@ class TestApplyGradients:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
         assert differ(after.collections, state.collections)
 
+    @pytest.mark.slow
     def test_a_mutable_fp8_collection_in_loss_fn_counts_once(self):
         def loss_fn(variables, batch):
             y, mutated = DENSE.apply(variables, batch["x"], mutable=["fp8"])
@@ -481,7 +483,6 @@ class TestPromise4OneEntryAndOneScalePerStep:
             assert amax(b) > 0.01
 
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize("divisor", [4, 1, 2.0**20])
     def test_gradients_accumulated_by_hand(self, divisor):
         """The sum or mean of whole `Gradients`, as any accumulation loop makes it."""
@@ -534,7 +535,6 @@ class TestPromise4OneEntryAndOneScalePerStep:
         return state.apply_gradients(lax.pmean(grads, "d"))
 
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize(
         "how",
         [
@@ -605,7 +605,6 @@ class TestPromise4OneEntryAndOneScalePerStep:
             assert np.count_nonzero(history(fp8["head"], role)) == 2
 
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize("model_parallel", [False, True])
     def test_spmd_gives_the_state_of_one_device(self, model_parallel):
         """Under jit the arrays are the logical ones, whatever device holds which part of them."""
@@ -883,6 +882,7 @@ class TestPromise6StepZero:
         stock = np.asarray(x @ state.params["kernel"], np.float64)
         assert np.linalg.norm(y - stock) < 0.06 * np.linalg.norm(stock)
 
+    @pytest.mark.slow
     def test_the_control_without_scales_loses_both(self):
         model = jfp8.Dense(4, recipe=Unscaled())
         state, c = create(model), jnp.full((8, 4), 2e-6)
@@ -892,7 +892,6 @@ class TestPromise6StepZero:
 
 class TestPromise7OptimizersNeverSeeState:
     @pytest.mark.slow
-    @pytest.mark.representative(3)
     @pytest.mark.parametrize(
         "tx",
         [
@@ -936,6 +935,7 @@ class TestPromise7OptimizersNeverSeeState:
             moved = np.asarray(state.params[name], np.float64) - after.params[name]
             np.testing.assert_allclose(moved, np.asarray(g, np.float64) / norm, atol=3e-7)
 
+    @pytest.mark.slow
     def test_weight_decay_leaves_histories_alone(self):
         decayed = create(tx=optax.adamw(0.0, weight_decay=1e6))
         state = create(tx=optax.sgd(0.0))
@@ -1055,6 +1055,7 @@ class TestAdvance:
         assert history(fp8["Dense_0"], "lhs")[0] == amax(normal((8, 16)))
         assert np.count_nonzero(history(fp8["Dense_0"], "lhs")) == 1
 
+    @pytest.mark.slow
     def test_zero_and_non_finite_amaxes_leave_the_history(self):
         variables, _ = self.cotangent()
         x = normal((8, 16))

@@ -130,7 +130,6 @@ def assert_finite(tree):
 
 class TestNotFinite:
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize(("recipe", "level"), PAIRS)
     def test_a_step_leaves_no_trace_and_the_report_says_where(self, recipe, level):
         state, step = created(recipe, level)[0], observed_step(recipe, level)
@@ -178,7 +177,6 @@ class TestNotFinite:
 
 class TestExtremes:
     @pytest.mark.slow
-    @pytest.mark.representative(1)
     @pytest.mark.parametrize(("recipe", "level"), PAIRS)
     def test_training_recovers(self, recipe, level):
         """12 faults of all kinds, each alone: 92 or more steps later the loss is what it would be.
@@ -388,7 +386,6 @@ def under_shard_map(loss_fn):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("parallel", [under_jit, under_data_parallel, under_shard_map])
 def test_one_device_with_bad_data_makes_all_skip(parallel, recipe):
@@ -419,7 +416,6 @@ def test_one_device_with_bad_data_makes_all_skip(parallel, recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_empty_batch(recipe):
     """No rows: gradients are zero, histories get no entry but the weight's, the next step works."""
@@ -453,7 +449,6 @@ def expert_products(x, w, sizes, dy, recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_without_tokens(recipe):
     """They get no gradient, and bad numbers in their weights reach nobody."""

@@ -136,7 +136,6 @@ class Mapped(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("how", ["jax.vmap", "nn.vmap", "nn.scan"])
 def test_trap_b_mapped_and_scanned_reuse_does_not_add_amaxes(how):
     """Three times an amax of 3 is 3, not 6 or 9."""
@@ -157,7 +156,6 @@ DEVICE_PEAKS = (1.0, 2.0, 3.0, 9.0)  # their mean is 3.75, their sum 15
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("reduce", [lax.psum, lax.pmean])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_trap_c_devices(reduce, check_vma):
@@ -202,6 +200,7 @@ def test_trap_d_gradient_accumulation(divisor):
     assert_one_entry(jfp8.advance(variables["fp8"], single), "lhs", 1.0, exact=True)
 
 
+@pytest.mark.slow
 def test_trap_d_a_mean_within_one_power_of_two_is_not_below_the_maximum():
     """A histogram with powers of two for bins and a mean of mantissas would read 6.0."""
     variables = DENSE.init(KEY, filled(1.0))
@@ -236,7 +235,6 @@ def test_trap_e_dynamic_scale_divides_the_cotangent():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(1)
 @pytest.mark.parametrize("growth_interval", [1, 2])
 def test_trap_f_a_doubled_loss_scale_does_not_saturate_gradients(growth_interval):
     """With x the identity, dw is dy: an element of 1.0 must come back as 1.0, not 0.5."""
@@ -359,6 +357,7 @@ class Normed(nn.Module):
         return jfp8.Dense(4)(x)
 
 
+@pytest.mark.slow
 def test_trap_k_decay_and_clip_do_not_touch_state():
     """Over the full dict adamw would make a history of -0.1, and a clip would count it."""
     batch = {"x": filled(1000.0), "dy": filled(0.5, (8, 4))}
@@ -374,6 +373,7 @@ def test_trap_k_decay_and_clip_do_not_touch_state():
     np.testing.assert_array_equal(after_clipped.params["kernel"], after_free.params["kernel"])
 
 
+@pytest.mark.slow
 def test_trap_k_other_collections_are_not_dropped():
     def loss_fn(variables, batch):
         y, mutated = Normed().apply(variables, batch["x"], mutable=["batch_stats"])
@@ -505,6 +505,7 @@ def test_trap_constraint_3_operands_that_vary_over_different_axes():
     assert_one_entry(fp8, "rhs", amax(kernel))
 
 
+@pytest.mark.slow
 def test_trap_constraint_5_the_scale_of_every_product_changes_within_two_steps():
     """Silent non-update is the commonest failure, so watch all the products of a model."""
 

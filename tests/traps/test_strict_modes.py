@@ -21,7 +21,6 @@ def strict():
 
 
 @pytest.mark.slow
-@pytest.mark.representative(3)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_casts(fmt, rounding):
@@ -34,7 +33,6 @@ def test_casts(fmt, rounding):
 
 
 @pytest.mark.slow
-@pytest.mark.representative(2)
 @pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
 def test_quantize_and_multiply(scale_rounding):
     @jax.jit
