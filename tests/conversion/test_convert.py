@@ -469,6 +469,7 @@ def test_bind_and_unbind(setup_model):
     np.testing.assert_array_equal(unbound.apply(again, X), bound(X))
 
 
+@pytest.mark.slow
 def test_bind_with_mutable_histories(setup_model):
     model, variables = setup_model
     variables = {k: variables[k] for k in ("params", "fp8")}

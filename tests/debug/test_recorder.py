@@ -78,6 +78,7 @@ def test_no_step_waits_for_the_host():
     assert {row.step for row in record.rows} == {0}
 
 
+@pytest.mark.slow
 def test_nnx_steps():
     model = jfp8.nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(1e-1), wrt=nnx.Param)

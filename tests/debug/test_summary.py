@@ -107,6 +107,7 @@ def test_rows_are_in_natural_order():
     assert [row.path for row in found.rows] == [f"layers_{i}" for i in range(12)]
 
 
+@pytest.mark.slow
 def test_depth_adds_up_what_is_inside():
     found = summary(Model(), variables(), depth=1)
     block = of_path(found.at_depth(1), "Block_0")

@@ -253,6 +253,7 @@ def test_arguments_arrive_where_optax_takes_them(ours, optaxs):
     assert jax.tree.structure(state.inner_state) == jax.tree.structure(expected_state)
 
 
+@pytest.mark.slow
 def test_mu_dtype_is_short_for_a_storage():
     _, state = train(adam(1e-2, mu_dtype=jnp.bfloat16), 1)
     assert state.inner_state[0].mu.dtype == jnp.bfloat16

@@ -308,6 +308,7 @@ def test_trap_bf16_parameters_get_f32_moments():
     assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_tree_map_params_finds_the_moments():
     """It calls ``init`` with placeholders."""
     params = normal(99)

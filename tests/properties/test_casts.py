@@ -186,6 +186,7 @@ def test_the_chance_of_rounding_up_is_the_remainder(fmt, dtype):
         np.testing.assert_array_equal(drawn, down + (word >= draws(fmt) - ups) | sign)
 
 
+@pytest.mark.representative(5)
 @formats
 @dtypes
 def test_stochastic_casts_use_the_words_of_their_key(fmt, dtype):
@@ -200,6 +201,7 @@ def test_stochastic_casts_use_the_words_of_their_key(fmt, dtype):
         np.testing.assert_array_equal(as_f32(wide), values.astype(np.float32))
 
 
+@pytest.mark.representative(2)
 @formats
 def test_every_code_of_every_format_is_rounded_stochastically(fmt):
     """As inputs; that they are rounded to nearest is in `test_formats.py`."""

@@ -336,6 +336,7 @@ def test_states_of_anything(leaf):
         assert len(text) < 700
 
 
+@pytest.mark.slow
 def test_two_loss_scales_print():
     tx = optax.chain(jfp8.loss_scale(), jfp8.loss_scale(init_scale=2.0))
     state = new_state()
