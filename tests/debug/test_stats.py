@@ -266,6 +266,7 @@ def test_results_are_those_of_the_step_itself(recipe):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_here")
 def test_off_the_compiled_program_is_the_same():
     """Also of a function that has been traced with statistics before."""
     model, state = model_and_state()
