@@ -84,7 +84,7 @@ def state_shardings(state: jfp8.TrainState, mesh: Mesh) -> jfp8.TrainState:
 
 def gradient_function(
     args: argparse.Namespace, mesh: Mesh, specs: Any
-) -> Callable[[jfp8.TrainState, jax.Array], tuple[jax.Array, jfp8.training.state.Gradients]]:
+) -> Callable[[jfp8.TrainState, jax.Array], tuple[jax.Array, jfp8.Gradients]]:
     """``(state, windows) -> (loss, grads)``: means over all parts of the batch."""
 
     def compute(state: jfp8.TrainState, windows: jax.Array):

@@ -17,8 +17,6 @@ from jfp8.scaling.arrays import ScaledArray, expand_scale, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2
 
 Accumulation = Literal["f32", "f32_every_128", "hopper", "hopper_every_128"]
-
-
 ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)
 
 

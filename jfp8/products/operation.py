@@ -17,8 +17,6 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
-
-
 Operand = ScaledArray | jax.Array
 
 
