@@ -178,12 +178,12 @@ def contraction_last(
       accumulation, implementation: see `scaled_matmul`.
     """
     gpu = current_gpu()
+    if implementation != "mosaic_gpu":
+        if implementation == "emulate" or gpu is None or not gpu.whole or not gpu.multiplies_f8:
+            return None
     kernels = implementation != "xla" and hopper.BACKEND.why_not_on(gpu) is None
-    if implementation == "mosaic_gpu":
-        if not kernels:
-            return None  # and the product says why
-    elif implementation == "emulate" or gpu is None or not gpu.whole or not gpu.multiplies_f8:
-        return None
+    if implementation == "mosaic_gpu" and not kernels:
+        return None  # and the product says why
     if 0 in sizes or (implementation is None and _small(sizes)):
         return None
     # Without a GPU at hand these are kernels for Hopper.

@@ -31,7 +31,7 @@ from jfp8.products.dot_general import (
     value_dtype,
     values_of,
 )
-from jfp8.products.explicit_sharding import has_explicit_axes, with_result_like
+from jfp8.products.explicit_sharding import with_result_like
 from jfp8.products.operation import How, Kind, Observed, Operand, Operation, State, Sums
 from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import Window, window_of
@@ -40,6 +40,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.bits import decode
 from jfp8.scaling.history import AmaxState
+from jfp8.tracing.device import has_explicit_axes
 
 
 def scaled_conv_general_dilated(

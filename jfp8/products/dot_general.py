@@ -15,7 +15,7 @@ from jfp8.matmul.choice import Implementation
 from jfp8.matmul.dimensions import Numbers, as_matrices, check_dimension_numbers, layout_of
 from jfp8.products.contraction_last import contraction_last
 from jfp8.products.dot import Dot
-from jfp8.products.explicit_sharding import has_explicit_axes, with_result_like
+from jfp8.products.explicit_sharding import with_result_like
 from jfp8.products.operation import How, Observed, Operand, Operation, State
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -23,6 +23,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape, dequantize
 from jfp8.scaling.casts import as_float_array
 from jfp8.scaling.history import AmaxState
+from jfp8.tracing.device import has_explicit_axes
 
 
 def scaled_dot_general(

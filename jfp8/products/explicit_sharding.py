@@ -13,15 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jfp8.products.operation import Observed, Operand, State
 from jfp8.scaling.arrays import ScaledArray
-
-
-def has_explicit_axes() -> bool:
-    """Whether the mesh in effect has axes that are part of the types of arrays."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def with_result_like(

@@ -45,17 +45,13 @@ class Observer:
         return y
 
 
-_context = jax.make_user_context(None)
+OBSERVER = jax.make_user_context(None)
+"""Its ``value`` is who observes, if anybody does: asked at every product."""
 
 
 def observing(observer: Observer) -> AbstractContextManager[object]:
     """A context in which `observer` is shown every product. Nothing traced before is reused."""
-    return _context(observer)
-
-
-def observer() -> Observer | None:
-    """Who observes, if anybody does."""
-    return _context.value
+    return OBSERVER(observer)
 
 
 def tap(x: jax.Array, *others: jax.Array, measure: Any, batched: int = 0) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.products.observers import observer
+from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Kind, Operand, Operation, Use
 from jfp8.quantizers.quantizer import Context
 from jfp8.recipes.product import Product
@@ -36,7 +36,7 @@ class QuantizedOperand:
         self, first: Use, second: Use | None
     ) -> tuple[Operand, Operand | None, jax.Array]:
         """The tensor as its first product takes it, as its second one does, and its amax."""
-        if not isinstance(self.x, ScaledArray) and observer() is None:
+        if not isinstance(self.x, ScaledArray) and OBSERVER.value is None:
             at_once = self.operation.quantize_for_both(self.role, self.x, first, second, self.state)
             if at_once is not None:
                 return at_once
@@ -76,7 +76,7 @@ class QuantizedOperand:
             seed = _seed_for(f"{self.role}{contracting}", of_tensor, self.seed)
         at = Context(contracting, largest, self.state, seed)
         q = self.operation.quantize(self.role, x, quantizer, at)
-        watching = observer()
+        watching = OBSERVER.value
         return q if watching is None else watching.quantized(self.role, kinds, quantizer, x, q)
 
 
@@ -108,7 +108,7 @@ def quantized_output(
     largest = amax(y)
     bits = _seed_for(f"{role}()", largest, seed) if product.output.stochastic else None
     q = product.output(y, Context((), largest, None, bits))
-    if (watching := observer()) is not None:
+    if (watching := OBSERVER.value) is not None:
         q = watching.quantized(role, kind, product.output, y, q)
     return scaled_values(q).astype(y.dtype)
 

@@ -45,7 +45,8 @@ class How:
     implementation: Implementation = None
 
     def __post_init__(self) -> None:
-        check_recipe(self.recipe)
+        if not isinstance(self.recipe, Recipe):
+            check_recipe(self.recipe)  # raises, and lists the recipes that there are
         check_implementation(self.implementation)
 
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.products.first_order import first_order_only
-from jfp8.products.observers import observer
+from jfp8.products.observers import OBSERVER
 from jfp8.products.operand import QuantizedOperand, quantized_output
 from jfp8.products.operation import Kind, Observed, Operand, Operation, State, Sums, Use
 from jfp8.products.residuals import SAVED, SAVED_WEIGHT, Kept, restore, save
@@ -192,7 +192,7 @@ def _product(
     """One of the three products, under a name by which it is found in jaxprs and profiles."""
     multiply = _called(kind, operation.terms(kind))
     y = multiply(_sums(recipe, kind), first, second, operation)
-    if (watching := observer()) is not None:
+    if (watching := OBSERVER.value) is not None:
         y = watching.multiplied(operation, kind, first, second, y)
     return y
 

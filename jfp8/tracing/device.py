@@ -1,4 +1,4 @@
-"""Which GPU a program is traced for: all that the choice of a kernel may depend on."""
+"""Which GPU and which kind of mesh a program is traced for."""
 
 from __future__ import annotations
 
@@ -79,6 +79,11 @@ def device_kind() -> str:
     """The name of the device that JAX traces for, such as ``"NVIDIA H200"``; see `current_gpu`."""
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0].device_kind if described is None else described.device_kind
+
+
+def has_explicit_axes() -> bool:
+    """Whether the mesh in effect has axes that are part of the types of arrays."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def _capability_of(kind: str) -> tuple[int, int] | None:
