@@ -21,8 +21,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfp8.products.first_order import first_order_only
-from jfp8.products.residuals import SAVED
+from jfp8.products.vjp import SAVED, first_order_only
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.bits import codes_of, codes_to_format
 from jfp8.scaling.casts import as_float_array

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfp8.products.first_order import first_order_only
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operand import QuantizedOperand, quantized_output
 from jfp8.products.operation import Kind, Observed, Operand, Operation, State, Sums, Use
-from jfp8.products.residuals import SAVED, SAVED_WEIGHT, Kept, restore, save
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.bits import codes_of, codes_to_format
+from jfp8.scaling.formats import Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
@@ -36,6 +36,15 @@ from jfp8.tracing.compat import same_varying_axes
 
 # How products and rotations are called in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
+
+# Under these names, which policies of ``jax.checkpoint`` know, the backward pass keeps its bytes:
+# ``nn.remat(Block, policy=jax.checkpoint_policies.save_only_these_names("fp8_saved"))`` keeps one
+# for each element of an activation, and computes all else again: weights are quantized, or gathered
+# from other devices, a second time.
+SAVED = "fp8_saved"
+SAVED_WEIGHT = "fp8_saved_weight"
+
+Kept = ScaledArray | jax.Array | None
 
 
 class _Operands(NamedTuple):
@@ -184,6 +193,41 @@ def _named(operand: Operand, kept: Operand | None, name: str) -> tuple[Operand, 
     again = restore(saved, fmt)
     assert again is not None
     return again, saved
+
+
+def save(q: Kept, name: str) -> Kept:
+    """`q`, with its data as uint8 codes, under a name.
+
+    Codes, since XLA:CPU widens f8 arrays to f16 where it stores them across a loop.
+    """
+    if isinstance(q, ScaledArray):
+        q = ScaledArray(codes_of(q.data), q.scale, q.block)
+    return jax.tree.map(lambda x: checkpoint_name(x, name), q)
+
+
+def restore(q: Kept, fmt: Format | None) -> Kept:
+    """What `save` was given, whose data was in `fmt`; None: it was no `ScaledArray`."""
+    if not isinstance(q, ScaledArray):
+        return q
+    assert fmt is not None
+    return ScaledArray(codes_to_format(q.data, fmt), q.scale, q.block)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def first_order_only(
+    x: jax.Array, of: str = "FP8 products", instead: str = "nn.Dense"
+) -> jax.Array:
+    """`x`, where only a second derivative would differentiate it: that of f8 bytes is zero."""
+    del of, instead
+    return x
+
+
+@first_order_only.defjvp
+def _refuse_second_order(of, instead, primals, tangents):
+    raise TypeError(
+        f"Second derivatives of {of} are not supported: the backward pass works on f8 bytes, "
+        f"through which nothing can be differentiated. Use {instead} where you need them."
+    )
 
 
 def _product(

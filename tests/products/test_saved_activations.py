@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 import jfp8
 from jfp8.layers import transformer_math
 from jfp8.linen import LayerNormDense, LayerNormMLP, TransformerLayer
-from jfp8.products.residuals import SAVED
 from jfp8.products.saved_activations import BLOCK, save_in_fp8
+from jfp8.products.vjp import SAVED
 
 KEY = jax.random.key(3)
 

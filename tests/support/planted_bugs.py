@@ -526,7 +526,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "residuals_without_a_name",
         "bytes for the backward pass have no name, and no policy keeps them",
-        "jfp8/products/residuals.py",
+        "jfp8/products/vjp.py",
         "lambda x: checkpoint_name(x, name), q)",
         "lambda x: x, q)",
         "products/test_dot_general.py::test_policies_keep_the_bytes_of_products_by_their_names",
