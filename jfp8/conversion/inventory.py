@@ -20,7 +20,7 @@ from jfp8.conversion.nnx import layers_of
 from jfp8.conversion.product_rows import ProductRow, Report
 from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.nnx.hooks import annotate
-from jfp8.products.operand import ROTATION_NAME
+from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.scaling import formats
 from jfp8.tracing.compat import without_dead_code

@@ -22,8 +22,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.products.observers import OBSERVER
-from jfp8.products.operand import QuantizedOperand, quantized_output
-from jfp8.products.operation import Kind, Observed, Operand, Operation, State, Sums, Use
+from jfp8.products.operation import (
+    Kind,
+    Observed,
+    Operand,
+    Operation,
+    QuantizedOperand,
+    State,
+    Sums,
+    Use,
+    quantized_output,
+)
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray

@@ -344,7 +344,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "key_reused",
         "all operands are rounded by the same random bits",
-        "jfp8/products/operand.py",
+        "jfp8/products/operation.py",
         "word = np.uint32(zlib.crc32(use.encode()))",
         "word = np.uint32(0)",
         "products/test_stochastic.py::test_operands_use_different_bits[no key]",
@@ -352,7 +352,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "one_direction_for_both",
         "an operand with scales by row is quantized once for both of its products",
-        "jfp8/products/operand.py",
+        "jfp8/products/operation.py",
         "any_direction = first.quantizer is None or first.quantizer.one_for_both",
         "any_direction = True",
         "recipes/test_all_recipes.py::test_both_directions_are_quantized_from_high_precision[rowwise-lhs]",
@@ -360,7 +360,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "amax_before_the_rotation",
         "rotated values are scaled by the amax of those before the rotation",
-        "jfp8/products/operand.py",
+        "jfp8/products/operation.py",
         "                x = product.rotation(x, axis)\n            largest = amax(x)\n",
         "                x = product.rotation(x, axis)\n",
         "quantizers/test_rotations.py::test_trap_rotated_values_exceed_the_amax_of_the_tensor",
