@@ -23,16 +23,22 @@ from jax import lax
 
 from jfp8.matmul.choice import Implementation, by_platform
 from jfp8.matmul.job import scale_products
-from jfp8.products.dot_general import (
+from jfp8.products.dot_general import observed_dot_general
+from jfp8.products.explicit_sharding import with_result_like
+from jfp8.products.operation import (
+    How,
+    Kind,
+    Observed,
+    Operand,
+    Operation,
+    State,
+    Sums,
     as_lhs,
     as_operand,
     check_out_dtype,
-    observed_dot_general,
     value_dtype,
     values_of,
 )
-from jfp8.products.explicit_sharding import with_result_like
-from jfp8.products.operation import How, Kind, Observed, Operand, Operation, State, Sums
 from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import Window, window_of
 from jfp8.recipes.per_tensor import DelayedScaling

@@ -1,27 +1,46 @@
-"""`scaled_dot_general`: ``jax.lax.dot_general`` with quantized operands, forward and backward."""
+"""`scaled_dot_general`: ``jax.lax.dot_general`` with quantized operands, forward and backward.
+
+It is computed as the operation `Dot`, or as `ContractionLast` where that is faster.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.matmul import choice
 from jfp8.matmul.choice import Implementation
 from jfp8.matmul.dimensions import Numbers, as_matrices, check_dimension_numbers, layout_of
-from jfp8.products.contraction_last import contraction_last
-from jfp8.products.dot import Dot
+from jfp8.matmul.hopper import product as hopper
+from jfp8.matmul.job import Job, multiply
+from jfp8.products.both_ways import has_kernel, quantize_both_ways, transposed
 from jfp8.products.explicit_sharding import with_result_like
-from jfp8.products.operation import How, Observed, Operand, Operation, State
+from jfp8.products.operation import (
+    How,
+    Kind,
+    Observed,
+    Operand,
+    Operation,
+    State,
+    Sums,
+    Use,
+    as_lhs,
+    as_operand,
+    check_out_dtype,
+    value_dtype,
+    values_of,
+)
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
-from jfp8.scaling.arrays import ScaledArray, check_scale_shape, dequantize
-from jfp8.scaling.casts import as_float_array
+from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import has_explicit_axes
 
@@ -135,6 +154,181 @@ def observed_dot_general(
     return y.reshape(shape), observed
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Dot(Operation):
+    """``dot_general`` of operands with these shapes.
+
+    Attributes:
+      shapes, dtypes: see `Operation`.
+      dimension_numbers: checked.
+      implementation: see `scaled_matmul`.
+    """
+
+    dimension_numbers: Numbers
+    implementation: Implementation
+
+    def _product(self, kind: Kind) -> _DotProduct:
+        return _three_products(self.shapes, self.dimension_numbers)[kind]
+
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self._product(kind).numbers[0]
+
+    def terms(self, kind: Kind) -> int:
+        return self._product(kind).terms
+
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        numbers, order, _ = self._product(kind)
+        y = multiply_operands(
+            first, second, numbers, self.dtype_of(kind), sums, self.implementation
+        )
+        return y if order is None else y.transpose(order)
+
+
+def multiply_operands(
+    lhs: Operand,
+    rhs: Operand,
+    numbers: Numbers,
+    dtype: np.dtype,
+    sums: Sums,
+    implementation: Implementation,
+) -> jax.Array:
+    """``dot_general`` of operands that may be quantized or not, in `dtype`."""
+    if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
+        return choice.product(lhs, rhs, Job(numbers, dtype, *sums), implementation)
+    precision = None
+    if isinstance(lhs, ScaledArray):
+        lhs, precision = scaled_values(lhs), lax.Precision.HIGHEST
+    if isinstance(rhs, ScaledArray):
+        rhs, precision = scaled_values(rhs), lax.Precision.HIGHEST
+    common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    return multiply(lhs.astype(common), rhs.astype(common), numbers, precision).astype(dtype)
+
+
+class _DotProduct(NamedTuple):
+    """One of the three products.
+
+    Attributes:
+      numbers: its dimension numbers.
+      order: the transposition that follows it, if one does.
+      terms: how many products each element of the result sums.
+    """
+
+    numbers: Numbers
+    order: tuple[int, ...] | None
+    terms: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _three_products(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
+) -> dict[Kind, _DotProduct]:
+    """fprop, dgrad and wgrad.
+
+    The output ``y`` has the batch dimensions first, then those free in lhs, then those free in rhs.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    layout = layout_of(*shapes, numbers)
+    m, n, k = layout.sizes
+    lhs_free, rhs_free = layout.lhs_free, layout.rhs_free
+    n_batch, n_lhs = len(lhs_batch), len(lhs_free)
+    y_dims = tuple(range(len(layout.shape)))
+    y_batch, y_lhs, y_rhs = y_dims[:n_batch], y_dims[n_batch:][:n_lhs], y_dims[n_batch + n_lhs :]
+
+    # dgrad contracts what is free in rhs and gives: batch, lhs free, rhs contracting in rhs' order.
+    # wgrad contracts what is free in lhs and gives: batch, lhs contracting in lhs' order, rhs free.
+    by_rhs = np.argsort(rhs_contract).tolist()
+    by_lhs = np.argsort(lhs_contract).tolist()
+    d_lhs_dims = lhs_batch + lhs_free + tuple(lhs_contract[i] for i in by_rhs)
+    d_rhs_dims = rhs_batch + tuple(rhs_contract[i] for i in by_lhs) + rhs_free
+    d_lhs_order = tuple(np.argsort(d_lhs_dims).tolist())
+    d_rhs_order = tuple(np.argsort(d_rhs_dims).tolist())
+    return {
+        "fprop": _DotProduct(numbers, None, k),
+        "dgrad": _DotProduct(((y_rhs, rhs_free), (y_batch, rhs_batch)), d_lhs_order, n),
+        "wgrad": _DotProduct(((lhs_free, y_lhs), (lhs_batch, y_batch)), d_rhs_order, m),
+    }
+
+
+_BOTH_LAST = (((1,), (1,)), ((), ()))
+TILE = 128  # of the kernels; what is no multiple gets zeros, once, where it is still unquantized
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class ContractionLast(Operation):
+    """``lhs[m, k] . rhs[k, n]`` and its gradients, of plain matrices with the contraction last. ::
+
+        fprop  y [m, n] = q(lhs)  [m, k] . q(rhs)^T [n, k]
+        dgrad  dx[m, k] = q(dy)   [m, n] . q(rhs)   [k, n]
+        wgrad  dw[k, n] = q(lhs)^T[k, m] . q(dy)^T  [n, m]
+
+    So NVIDIA's tensor cores take operands of 8 bits. Each tensor is needed both straight and
+    transposed, and the transposed bytes are made where the tensor is read to be quantized: later
+    they would have to be read and written once more.
+
+    Attributes:
+      shapes, dtypes: see `Operation`.
+      implementation: see `scaled_matmul`.
+      kernels: whether Pallas kernels may quantize.
+    """
+
+    implementation: Implementation
+    kernels: bool
+
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[kind]
+
+    def terms(self, kind: Kind) -> int:
+        (m, k), (_, n) = self.shapes
+        return {"fprop": k, "dgrad": n, "wgrad": m}[kind]
+
+    def quantize_for_both(
+        self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
+    ) -> tuple[Operand, Operand | None, jax.Array] | None:
+        del role
+        if not self.kernels or second is None or first.quantizer != second.quantizer:
+            return None
+        if first.quantizer is None or not has_kernel(first.quantizer):
+            return None
+        both = quantize_both_ways(first.quantizer, x, state)
+        along_rows = first.contracting == (1,)
+        straight, other = both.straight, both.transposed
+        return (straight, other, both.amax) if along_rows else (other, straight, both.amax)
+
+    def laid_out(self, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+        if contracting == (1,):
+            return operand
+        return transposed(operand) if isinstance(operand, ScaledArray) else operand.T
+
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        dtype = self.dtype_of(kind)
+        return multiply_operands(first, second, _BOTH_LAST, dtype, sums, self.implementation)
+
+
+def contraction_last(
+    sizes: tuple[int, int, int],
+    dtypes: tuple[np.dtype, np.dtype, np.dtype],
+    recipe: Recipe,
+    implementation: Implementation,
+) -> ContractionLast | None:
+    """The operation for ``(m, n, k)``, if the program is traced for a GPU where it is faster.
+
+    It may be for larger matrices, with zeros behind the values.
+    """
+    products = recipe.resolved()
+    if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
+        return None
+    quantizers = products.quantizers()
+    formats, blocks = {q.fmt for q in quantizers}, {q.block for q in quantizers if q.block}
+    backend = choice.contraction_last(sizes, formats, blocks, recipe.accumulation, implementation)
+    if backend is None:
+        return None
+    kernels = backend is hopper.BACKEND
+    m, n, k = (-(-size // TILE) * TILE for size in sizes) if kernels else sizes
+    return ContractionLast(((m, k), (k, n)), dtypes, implementation, kernels)
+
+
 def _plain_matrices(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -152,48 +346,3 @@ def _grown(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if x.shape == shape:
         return x
     return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])
-
-
-def as_lhs(x: jax.typing.ArrayLike) -> jax.Array:
-    """`x` as a floating array, or an error."""
-    if isinstance(x, ScaledArray):
-        raise TypeError(
-            "lhs is a ScaledArray, but only rhs may be one: a weight that is kept in FP8. Pass "
-            "lhs.dequantize(), or multiply two ScaledArrays with jfp8.scaled_matmul."
-        )
-    return as_float_array(x, "lhs")
-
-
-def as_operand(x: jax.typing.ArrayLike | ScaledArray, what: str) -> Operand:
-    """`x`, if it is a `ScaledArray` whose scale fits; else as a floating array, or an error."""
-    if not isinstance(x, ScaledArray):
-        return as_float_array(x, what)
-    check_scale_shape(x)
-    return x
-
-
-def values_of(x: Operand) -> jax.Array:
-    """`x` as an array: the values of a `ScaledArray`, whose bytes get no gradient."""
-    if not isinstance(x, ScaledArray):
-        return x
-    return dequantize(replace(x, data=lax.stop_gradient(x.data)))
-
-
-def value_dtype(x: Operand) -> np.dtype:
-    """The dtype of the gradient by the values of `x`."""
-    if not isinstance(x, ScaledArray):
-        return np.dtype(x.dtype)
-    return np.dtype(np.float32) if x.carrier is None else np.dtype(x.carrier.dtype)
-
-
-def check_out_dtype(
-    preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: Operand
-) -> np.dtype:
-    """The dtype of a product: `preferred`, which must be floating, or that of the operands."""
-    arrays = [x for x in (lhs, rhs) if not isinstance(x, ScaledArray)]
-    out_dtype = preferred or jnp.result_type(*arrays)
-    if not jnp.issubdtype(out_dtype, jnp.floating):
-        raise TypeError(
-            f"preferred_element_type must be a floating dtype, got {np.dtype(out_dtype)}."
-        )
-    return np.dtype(out_dtype)

@@ -6,7 +6,7 @@ There are three products, fprop, dgrad and wgrad, and each tensor takes part in 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import jax
@@ -20,7 +20,8 @@ from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.arrays import ScaledArray, check_scale_shape, dequantize, scaled_values
+from jfp8.scaling.casts import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax
@@ -247,3 +248,51 @@ def _with_one_scale(q: ScaledArray) -> ScaledArray | None:
     if isinstance(q.scale, ScaledArray) or jnp.size(q.scale) != 1:
         return None
     return ScaledArray(q.data, q.scale.reshape(()))
+
+
+# Operands as users give them.
+
+
+def as_lhs(x: jax.typing.ArrayLike) -> jax.Array:
+    """`x` as a floating array, or an error."""
+    if isinstance(x, ScaledArray):
+        raise TypeError(
+            "lhs is a ScaledArray, but only rhs may be one: a weight that is kept in FP8. Pass "
+            "lhs.dequantize(), or multiply two ScaledArrays with jfp8.scaled_matmul."
+        )
+    return as_float_array(x, "lhs")
+
+
+def as_operand(x: jax.typing.ArrayLike | ScaledArray, what: str) -> Operand:
+    """`x`, if it is a `ScaledArray` whose scale fits; else as a floating array, or an error."""
+    if not isinstance(x, ScaledArray):
+        return as_float_array(x, what)
+    check_scale_shape(x)
+    return x
+
+
+def values_of(x: Operand) -> jax.Array:
+    """`x` as an array: the values of a `ScaledArray`, whose bytes get no gradient."""
+    if not isinstance(x, ScaledArray):
+        return x
+    return dequantize(replace(x, data=lax.stop_gradient(x.data)))
+
+
+def value_dtype(x: Operand) -> np.dtype:
+    """The dtype of the gradient by the values of `x`."""
+    if not isinstance(x, ScaledArray):
+        return np.dtype(x.dtype)
+    return np.dtype(np.float32) if x.carrier is None else np.dtype(x.carrier.dtype)
+
+
+def check_out_dtype(
+    preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: Operand
+) -> np.dtype:
+    """The dtype of a product: `preferred`, which must be floating, or that of the operands."""
+    arrays = [x for x in (lhs, rhs) if not isinstance(x, ScaledArray)]
+    out_dtype = preferred or jnp.result_type(*arrays)
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        raise TypeError(
+            f"preferred_element_type must be a floating dtype, got {np.dtype(out_dtype)}."
+        )
+    return np.dtype(out_dtype)

@@ -384,7 +384,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "wrong_transposition",
         "the weight gradient is laid out by a permutation instead of its inverse",
-        "jfp8/products/dot.py",
+        "jfp8/products/dot_general.py",
         "d_rhs_order = tuple(np.argsort(d_rhs_dims).tolist())",
         "d_rhs_order = d_rhs_dims",
         "products/test_dot_general.py::test_fake_quantization_oracle[permuted contraction]",

@@ -20,8 +20,17 @@ from jax import lax
 
 from jfp8.matmul.choice import Implementation, grouped_kernels
 from jfp8.matmul.job import scale_shape_of
-from jfp8.products.dot_general import as_lhs, as_operand, check_out_dtype, value_dtype, values_of
-from jfp8.products.operation import How, Observed, Operand, State
+from jfp8.products.operation import (
+    How,
+    Observed,
+    Operand,
+    State,
+    as_lhs,
+    as_operand,
+    check_out_dtype,
+    value_dtype,
+    values_of,
+)
 from jfp8.products.ragged.by_kernels import GroupedKernels, why_not_grouped_kernels
 from jfp8.products.ragged.by_tiles import GroupedDot
 from jfp8.products.ragged.tiles import lay_out, take_rows
