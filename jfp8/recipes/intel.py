@@ -9,9 +9,7 @@ from typing import ClassVar
 
 from jfp8.quantizers.per_tensor import Current, Unit
 from jfp8.quantizers.quantizer import Quantizer
-from jfp8.recipes.fields import takes
-from jfp8.recipes.product import Product, Products
-from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.recipe import Product, Products, Recipe, takes
 from jfp8.scaling.formats import E4M3FN, E5M2
 
 __all__ = ["DirectE5M2", "Hybrid"]

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jfp8.quantizers.per_tensor import Unit
-from jfp8.recipes.fields import takes
-from jfp8.recipes.product import Products, uniform
-from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Products, Recipe, takes, uniform
 
 __all__ = ["Unscaled"]
 

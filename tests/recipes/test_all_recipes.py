@@ -29,7 +29,7 @@ from jfp8.quantizers.per_tensor import Current, Unit
 from jfp8.quantizers.quantizer import Quantizer
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_operand import PerOperand
-from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Product
 
 PLAIN = (((1,), (0,)), ((), ()))
 UNIT_ROUNDOFF = 2.0**-24  # of f32
