@@ -9,8 +9,15 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jfp8.matmul.dimensions import free_dims, layout_of
-from jfp8.matmul.job import ACCUMULATIONS, Job, scale_dtype, scale_shape_of, varies_along
+from jfp8.matmul.job import (
+    ACCUMULATIONS,
+    Job,
+    free_dims,
+    layout_of,
+    scale_dtype,
+    scale_shape_of,
+    varies_along,
+)
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FORMATS, Format
 from jfp8.tracing.device import Gpu

@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.backend import Backend
-from jfp8.matmul.dimensions import Numbers
-from jfp8.matmul.job import Job, factors_of, multiply, scale_dtype, times, varies_along_sum
+from jfp8.matmul.job import Job, Numbers, factors_of, multiply, scale_dtype, times, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.bits import decode
 

@@ -1,23 +1,170 @@
-"""What is to be computed of two `ScaledArray`s, and their scales as the result has them."""
+"""What is to be computed of two `ScaledArray`s; dimensions and scales as their product has them."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.dimensions import Numbers, layout_of
 from jfp8.scaling.arrays import ScaledArray, expand_scale, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2
 
+Numbers: TypeAlias = tuple[
+    tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
+]
+
 Accumulation = Literal["f32", "f32_every_128", "hopper", "hopper_every_128"]
 ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)
+
+HARDWARE_FORMATS = frozenset({E4M3FN, E5M2})
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be computed of two operands; see `scaled_matmul`.
+
+    Attributes:
+      dimension_numbers: checked.
+      dtype: of the result.
+      accumulation, fast_accumulation, powers_of_two: see `scaled_matmul`.
+    """
+
+    dimension_numbers: Numbers
+    dtype: np.dtype
+    accumulation: str
+    fast_accumulation: bool
+    powers_of_two: bool
+
+
+# Products of arrays of any shape as products of (batches of) matrices.
+
+
+def check_dimension_numbers(
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    dimension_numbers: lax.DotDimensionNumbers,
+) -> Numbers:
+    """`dimension_numbers` as tuples of non-negative ints, checked against the shapes.
+
+    Raises:
+      ValueError: not of the form ``((lc, rc), (lb, rb))``, a dimension that does not exist or is
+        named twice, or paired dimensions of different sizes; the message names both.
+    """
+    try:
+        (lc, rc), (lb, rb) = dimension_numbers
+        lc, rc, lb, rb = (tuple(map(operator.index, dims)) for dims in (lc, rc, lb, rb))
+    except (TypeError, ValueError):
+        raise ValueError(
+            "dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, "
+            f"rhs_batch)), four sequences of ints; got {dimension_numbers!r}."
+        ) from None
+    shapes = f"lhs has shape {tuple(lhs_shape)} and rhs {tuple(rhs_shape)}"
+    for name, dims, shape in (("lhs", lc + lb, lhs_shape), ("rhs", rc + rb, rhs_shape)):
+        if any(not 0 <= d < len(shape) for d in dims) or len(set(dims)) != len(dims):
+            raise ValueError(
+                f"dimension_numbers name {name} dimensions {dims}, which must be distinct and from "
+                f"0 to {len(shape) - 1}; {shapes}."
+            )
+    for kind, left, right in (("contracting", lc, rc), ("batch", lb, rb)):
+        if len(left) != len(right):
+            raise ValueError(
+                f"dimension_numbers pair {len(left)} {kind} dimensions of lhs {left} with "
+                f"{len(right)} of rhs {right}; {shapes}."
+            )
+        for a, b in zip(left, right, strict=True):
+            if lhs_shape[a] != rhs_shape[b]:
+                raise ValueError(
+                    f"{kind} dimension {a} of lhs has size {lhs_shape[a]}, but dimension {b} of "
+                    f"rhs, with which it is paired, has size {rhs_shape[b]}; {shapes}."
+                )
+    return (lc, rc), (lb, rb)
+
+
+def free_dims(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions that are neither contracted nor batch dimensions."""
+    return tuple(d for d in range(ndim) if d not in contract and d not in batch)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the dimensions of two operands go in their product.
+
+    Attributes:
+      lhs_free, rhs_free: the dimensions that are neither contracted nor batch dimensions.
+      sizes: ``(m, n, k)`` of each matrix product: lhs free, rhs free, contracted.
+      shape: of the product: batch, lhs free, rhs free dimensions.
+    """
+
+    lhs_free: tuple[int, ...]
+    rhs_free: tuple[int, ...]
+    sizes: tuple[int, int, int]
+    shape: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], numbers: Numbers) -> Layout:
+    """The layout of a product with these checked dimension numbers."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    lhs_free = free_dims(len(lhs_shape), lhs_contract, lhs_batch)
+    rhs_free = free_dims(len(rhs_shape), rhs_contract, rhs_batch)
+    batch, rows, columns, summed = (
+        tuple(shape[d] for d in dims)
+        for shape, dims in (
+            (lhs_shape, lhs_batch),
+            (lhs_shape, lhs_free),
+            (rhs_shape, rhs_free),
+            (lhs_shape, lhs_contract),
+        )
+    )
+    sizes = (math.prod(rows), math.prod(columns), math.prod(summed))
+    return Layout(lhs_free, rhs_free, sizes, (*batch, *rows, *columns))
+
+
+def as_matrices(
+    lhs: jax.Array, rhs: jax.Array, numbers: Numbers
+) -> tuple[jax.Array, jax.Array, Numbers]:
+    """Operands with one batch dimension at most, one free and one contracting dimension."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    layout = layout_of(lhs.shape, rhs.shape, numbers)
+    lhs, lhs_k = _grouped(lhs, lhs_batch, layout.lhs_free, lhs_contract)
+    rhs, rhs_k = _grouped(rhs, rhs_batch, layout.rhs_free, rhs_contract)
+    batch = ((0,), (0,)) if lhs_batch else ((), ())
+    return lhs, rhs, (((lhs_k,), (rhs_k,)), batch)
+
+
+def _grouped(
+    x: jax.Array, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
+) -> tuple[jax.Array, int]:
+    """`x` with each of three groups of dimensions merged into one, and where `contract` went.
+
+    The batch dimension comes first, or is missing if there is none; the other two are left in the
+    order that they have, and made if they are missing. Nothing is transposed unless a group is not
+    in order or not in one piece.
+    """
+    matrix = sorted((tuple(free), tuple(contract)))
+    groups = [tuple(batch), *matrix] if batch else matrix
+    order = [d for group in groups for d in group]
+    x = x if order == sorted(order) else x.transpose(order)
+    sizes = iter(x.shape)
+    x = x.reshape([math.prod(next(sizes) for _ in group) for group in groups])
+    return x, len(groups) - 1 if groups[-1] == tuple(contract) else len(groups) - 2
+
+
+def to_last(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with its last two dimensions exchanged, unless `axis` is the last."""
+    return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
+
+
+# Scales as the result has them, and products that are multiplied by them.
 
 
 def to_output(
@@ -67,26 +214,6 @@ def multiply(
 def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:
     """The shape of the scale of `q`, two-level or not."""
     return jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale)
-
-
-HARDWARE_FORMATS = frozenset({E4M3FN, E5M2})
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be computed of two operands; see `scaled_matmul`.
-
-    Attributes:
-      dimension_numbers: checked.
-      dtype: of the result.
-      accumulation, fast_accumulation, powers_of_two: see `scaled_matmul`.
-    """
-
-    dimension_numbers: Numbers
-    dtype: np.dtype
-    accumulation: str
-    fast_accumulation: bool
-    powers_of_two: bool
 
 
 def scale_dtype(q: ScaledArray) -> np.dtype:

@@ -11,8 +11,15 @@ from jax import lax
 
 from jfp8.matmul.backend import Backend
 from jfp8.matmul.bf16 import exact_product
-from jfp8.matmul.dimensions import Numbers, as_matrices, layout_of
-from jfp8.matmul.job import HARDWARE_FORMATS, Job, factors_of, times
+from jfp8.matmul.job import (
+    HARDWARE_FORMATS,
+    Job,
+    Numbers,
+    as_matrices,
+    factors_of,
+    layout_of,
+    times,
+)
 from jfp8.scaling.arrays import ScaledArray
 
 # What cuBLASLt wants all sizes of an FP8 product to be multiples of.

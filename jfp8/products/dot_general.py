@@ -17,9 +17,8 @@ from jax import lax
 
 from jfp8.matmul import choice
 from jfp8.matmul.choice import Implementation
-from jfp8.matmul.dimensions import Numbers, as_matrices, check_dimension_numbers, layout_of
 from jfp8.matmul.hopper import product as hopper
-from jfp8.matmul.job import Job, multiply
+from jfp8.matmul.job import Job, Numbers, as_matrices, check_dimension_numbers, layout_of, multiply
 from jfp8.products.both_ways import has_kernel, quantize_both_ways, transposed
 from jfp8.products.explicit_sharding import with_result_like
 from jfp8.products.operation import (

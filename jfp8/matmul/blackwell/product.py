@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.matmul.backend import Backend
-from jfp8.matmul.dimensions import as_matrices, free_dims, layout_of, to_last
-from jfp8.matmul.job import HARDWARE_FORMATS, Job
+from jfp8.matmul.job import HARDWARE_FORMATS, Job, as_matrices, free_dims, layout_of, to_last
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.tracing.device import Gpu

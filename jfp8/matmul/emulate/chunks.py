@@ -9,9 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.matmul.dimensions import Numbers, free_dims, layout_of
 from jfp8.matmul.emulate import f32_sums, tensor_core_sums
-from jfp8.matmul.job import multiply, scale_products, scale_shape_of, to_output
+from jfp8.matmul.job import (
+    Numbers,
+    free_dims,
+    layout_of,
+    multiply,
+    scale_products,
+    scale_shape_of,
+    to_output,
+)
 from jfp8.scaling.arrays import ScaledArray, expand_scale, scale_as_f32_pair, scaled_values
 from jfp8.tracing.compat import same_varying_axes
 

@@ -15,8 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.matmul.backend import Backend
-from jfp8.matmul.dimensions import as_matrices, free_dims, layout_of, to_last
-from jfp8.matmul.job import HARDWARE_FORMATS, Job, to_output, varies_along_sum
+from jfp8.matmul.job import (
+    HARDWARE_FORMATS,
+    Job,
+    as_matrices,
+    free_dims,
+    layout_of,
+    to_last,
+    to_output,
+    varies_along_sum,
+)
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.device import Gpu
