@@ -408,7 +408,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "no_promotion_every_128",
         "sums that should be promoted every 128 products go on to the end",
-        "jfp8/matmul/emulate/chunks.py",
+        "jfp8/matmul/emulate/product.py",
         'length = 128 if accumulation.endswith("every_128") else k',
         "length = k",
         "matmul/test_accumulation.py::test_chunks_are_visible",

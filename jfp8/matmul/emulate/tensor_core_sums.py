@@ -46,8 +46,6 @@ def dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: lax.DotDimensionNumbers,
-    *,
-    fast_accumulation: bool = True,
 ) -> jax.Array:
     """f32 product of two f8 arrays, not yet scaled: one chain over the whole contraction.
 
@@ -62,7 +60,6 @@ def dot_general(
     >>> dot_general(a, a, (((0,), (0,)), ((), ())))  # bits below 2^(16-13) are cut off
     Array(65536., dtype=float32)
     """
-    del fast_accumulation  # this is what it licenses
     formats = (format_of(lhs.dtype), format_of(rhs.dtype))
     if not {E4M3FN, E5M2}.issuperset(formats):
         raise NotImplementedError(
