@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.scaling.bits import codes_of, codes_to_format, decode
-from jfp8.scaling.casts import ROUNDINGS, Rounding
+from jfp8.scaling.casts import ROUNDINGS, Rounding, codes_of, codes_to_format, decode
 from jfp8.scaling.formats import E4M3FN, FORMATS, Format
 from jfp8.scaling.granularity import Block
 from jfp8.scaling.quantization import block_scale, quantize_with_scale

@@ -12,7 +12,7 @@ from jax import lax
 from jfp8.matmul.backend import Backend
 from jfp8.matmul.job import Job, Numbers, factors_of, multiply, scale_dtype, times, varies_along_sum
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.scaling.bits import decode
+from jfp8.scaling.casts import decode
 
 
 def in_bf16(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:

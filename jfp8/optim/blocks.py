@@ -19,7 +19,7 @@ from jax import lax
 from jfp8.optim.storage import Storage
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray, apply_scale, scaled_values
-from jfp8.scaling.bits import codes_to_format, decode, encode
+from jfp8.scaling.casts import codes_to_format, decode, encode
 from jfp8.scaling.formats import E4M3FN, Format
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits

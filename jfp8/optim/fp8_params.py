@@ -13,7 +13,7 @@ import optax
 from jax import lax
 
 from jfp8.scaling.arrays import ScaledArray, apply_scale, is_scaled_array
-from jfp8.scaling.bits import codes_of, codes_to_format, decode
+from jfp8.scaling.casts import codes_of, codes_to_format, decode
 from jfp8.scaling.formats import format_of
 from jfp8.scaling.granularity import Block
 from jfp8.scaling.quantization import quantize_with_scale

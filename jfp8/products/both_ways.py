@@ -21,7 +21,7 @@ from jfp8.quantizers.per_tensor import Current, Delayed, Unit
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.bits import codes_to_format
+from jfp8.scaling.casts import codes_to_format
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.scaling.granularity import Block, ragged_block
 from jfp8.scaling.history import AmaxState

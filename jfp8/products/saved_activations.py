@@ -23,8 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.products.vjp import SAVED, first_order_only
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.scaling.bits import codes_of, codes_to_format
-from jfp8.scaling.casts import as_float_array
+from jfp8.scaling.casts import as_float_array, codes_of, codes_to_format
 from jfp8.scaling.formats import E4M3FN, Format
 from jfp8.scaling.granularity import Block, ragged_block
 from jfp8.scaling.quantization import quantize_with_scale

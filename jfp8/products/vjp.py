@@ -35,7 +35,7 @@ from jfp8.products.operation import (
 )
 from jfp8.recipes.recipe import Product, Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.bits import codes_of, codes_to_format
+from jfp8.scaling.casts import codes_of, codes_to_format
 from jfp8.scaling.formats import Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.random_bits import seed_of

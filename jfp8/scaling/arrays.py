@@ -13,8 +13,7 @@ from flax import serialization
 from jax import lax
 
 from jfp8.scaling import printing
-from jfp8.scaling.bits import codes_to_format, decode, encode
-from jfp8.scaling.casts import straight_through
+from jfp8.scaling.casts import codes_to_format, decode, encode, straight_through
 from jfp8.scaling.formats import E3M4, E8M0FNU, Format, format_of
 
 # Elements of which `repr` computes the values.

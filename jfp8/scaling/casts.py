@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.scaling.bits import codes_to_format, decode, encode, round_to_grid
-from jfp8.scaling.formats import FORMATS, Format
+from jfp8.scaling.formats import E4M3FN, E5M2, FORMATS, Format, format_of
 from jfp8.scaling.random_bits import random_bits
+from jfp8.tracing.device import current_gpu
 
 Rounding = Literal["nearest_even", "toward_zero", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
@@ -171,3 +171,151 @@ def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
     if not jnp.issubdtype(y.dtype, jnp.floating):  # E3M4's bytes
         return y, np.zeros(y.shape, jax.dtypes.float0)
     return y, x_dot.astype(y.dtype)
+
+
+# From values to codes of a format and back, by their bits. No argument is checked here.
+
+
+def encode(
+    x: jax.Array, fmt: Format, rounding: str = "nearest_even", bits: jax.Array | None = None
+) -> jax.Array:
+    """Codes (``uint8``) of `x` in `fmt`, saturating; `bits` are the words for stochastic rounding.
+
+    The magnitude of a normal value is its own bit pattern, rounded in integers where the format's
+    mantissa ends. A subnormal has a fixed grid instead, on which one float addition rounds.
+    """
+    if not fmt.signed:
+        return _encode_power_of_two(x, rounding, bits)
+    if rounding == "nearest_even" and fmt in (E4M3FN, E5M2) and _hardware_converts():
+        return convert(x, fmt)
+    # bf16 is rounded in 16-bit lanes, twice as many per instruction; all else goes through f32.
+    if x.dtype != jnp.bfloat16 or rounding != "nearest_even":
+        x = x.astype(jnp.float32)
+    lane, width = (np.uint16, 7) if x.dtype == jnp.bfloat16 else (np.uint32, 23)
+    pattern = lax.bitcast_convert_type(x, lane)
+    magnitude = pattern & lane((1 << (width + 8)) - 1)
+    infinity = lane(0xFF << width)
+    first_normal = lane((fmt.min_exponent + 127) << width)
+    shift = width - fmt.mantissa_bits  # mantissa bits that are rounded away
+    rebias = (127 - fmt.bias) << fmt.mantissa_bits
+
+    if rounding == "nearest_even":
+        odd = (magnitude >> shift) & lane(1)
+        normal = (magnitude + odd + lane((1 << (shift - 1)) - 1)) >> shift
+        # Adding a power of two whose ulp is the subnormal step rounds to that step, ties to even;
+        # the low bits of the sum are the code.
+        magic = np.float32(2.0 ** (23 + fmt.min_exponent - fmt.mantissa_bits))
+        total = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)) + magic, jnp.uint32)
+        subnormal = (total - magic.view(np.uint32)).astype(lane)
+    else:
+        drawn = lane(0) if bits is None else bits & lane((1 << shift) - 1)
+        normal = (magnitude + drawn) >> shift
+        # `shift` more bits than the code has; min() keeps the conversion of normals in range.
+        step = np.float32(2.0 ** (fmt.mantissa_bits - fmt.min_exponent + shift))
+        fixed = jnp.minimum(jnp.abs(x) * step, np.float32(2.0**width))
+        subnormal = (fixed.astype(jnp.int32).astype(lane) + drawn) >> shift
+
+    code = jnp.where(magnitude >= first_normal, normal - lane(rebias), subnormal)
+    code = jnp.minimum(code, lane(fmt.max_code))
+    sign = (pattern >> (width + 8)) << (fmt.bits - 1)
+    signed = jnp.where(magnitude > infinity, lane(fmt.nan_code), code) ^ sign
+    return signed.astype(jnp.uint8)
+
+
+def _hardware_converts() -> bool:
+    gpu = current_gpu()
+    return gpu is not None and gpu.multiplies_f8
+
+
+def convert(x: jax.Array, fmt: Format) -> jax.Array:
+    """`encode` to nearest even by the instructions of a processor that has them for `fmt`.
+
+    XLA's own conversion does not saturate e4m3fn, and says nothing about the sign of a NaN.
+    """
+    x = x.astype(jnp.float32)
+    sign = lax.bitcast_convert_type(x, jnp.uint32) >> 31 << (fmt.bits - 1)
+    limited = jnp.clip(x, -np.float32(fmt.max), np.float32(fmt.max)).astype(fmt.dtype)
+    code = lax.bitcast_convert_type(limited, jnp.uint8)
+    return jnp.where(jnp.isnan(x), np.uint8(fmt.nan_code) ^ sign.astype(jnp.uint8), code)
+
+
+def _encode_power_of_two(x: jax.Array, rounding: str, bits: jax.Array | None) -> jax.Array:
+    """E8M0 codes: the f32 exponent field, rounded by the mantissa below it.
+
+    Code 0 (2^-127) is an f32 subnormal, whose leading one sits in the mantissa field: doubling the
+    pattern puts it where a hidden bit would be, so that both cases round by the same rule.
+    """
+    pattern = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    exponent = (pattern >> 23) & np.uint32(0xFF)  # -0 counts as zero, other negatives below
+    mantissa = pattern & np.uint32(0x7FFFFF)
+    # Subnormals from 2^-127 up: value = 2^-127 * (1 + fraction). Below it everything is 2^-127.
+    fraction = jnp.where(
+        exponent > 0,
+        mantissa,
+        (jnp.maximum(mantissa, np.uint32(0x400000)) - np.uint32(0x400000)) << 1,
+    )
+    if rounding == "nearest_even":
+        up = fraction >= np.uint32(0x400000)
+    elif rounding == "toward_zero":
+        up = jnp.zeros(x.shape, bool)
+    else:
+        assert bits is not None
+        up = fraction + (bits & np.uint32(0x7FFFFF)) >= np.uint32(1 << 23)
+    code = jnp.minimum(exponent + up.astype(jnp.uint32), np.uint32(254))
+    invalid = (pattern > np.uint32(0x7F800000)) & (pattern != np.uint32(0x80000000))
+    return jnp.where(invalid, np.uint32(255), code).astype(jnp.uint8)
+
+
+def codes_to_format(codes: jax.Array, fmt: Format) -> jax.Array:
+    """Reinterpret ``uint8`` codes as ``fmt.dtype``."""
+    if fmt.bits < 8:
+        codes = codes.astype(jnp.uint4)
+    return lax.bitcast_convert_type(codes, fmt.dtype)
+
+
+def codes_of(data: jax.Array) -> jax.Array:
+    """The ``uint8`` codes of an array stored in one of the formats."""
+    if format_of(data.dtype).bits < 8:
+        return lax.bitcast_convert_type(data, jnp.uint4).astype(jnp.uint8)
+    return lax.bitcast_convert_type(data, jnp.uint8)
+
+
+def round_to_grid(x: jax.Array, fmt: Format) -> jax.Array:
+    """Values of `fmt` nearest to `x`, in f32, without leaving the float registers.
+
+    ``(a + g) - g`` rounds ``a`` to the ulp of ``g``, nearest even; ``g`` is the power of two whose
+    ulp is the step of `fmt` at ``a``. XLA does not reassociate it.
+    """
+    x = x.astype(jnp.float32)
+    pattern = lax.bitcast_convert_type(x, jnp.uint32)
+    a = jnp.minimum(jnp.abs(x), np.float32(fmt.max))  # before g is derived from it
+    binade = lax.bitcast_convert_type(a, jnp.uint32) & np.uint32(0x7F800000)
+    binade = jnp.maximum(binade, np.uint32((fmt.min_exponent + 127) << 23))
+    g = lax.bitcast_convert_type(binade + np.uint32((23 - fmt.mantissa_bits) << 23), jnp.float32)
+    rounded = lax.bitcast_convert_type((a + g) - g, jnp.uint32)
+    return lax.bitcast_convert_type(rounded | (pattern & np.uint32(0x80000000)), jnp.float32)
+
+
+def decode(data: jax.Array) -> jax.Array:
+    """Exact f32 values of an array stored in one of the formats.
+
+    A code is a float16 pattern once sign and mantissa are shifted into place, subnormals included;
+    only the exponent's bias is off, by a power of two. Processors convert float16 natively, while
+    XLA:CPU takes three times as long for ``astype`` from an f8 type.
+    """
+    fmt = format_of(data.dtype)
+    if not fmt.signed:
+        return data.astype(jnp.float32)
+    code = codes_of(data).astype(jnp.uint16)
+    sign, magnitude = code >> (fmt.bits - 1), code & np.uint16((1 << (fmt.bits - 1)) - 1)
+    pattern = (sign << 15) | (magnitude << (10 - fmt.mantissa_bits))
+    values = lax.bitcast_convert_type(pattern, jnp.float16).astype(jnp.float32)
+    if fmt.bias == 15:  # float16's own, and with it its Inf and NaN
+        return values
+    # In integers: XLA would multiply a factor here with the scale that comes next, and overflow.
+    rebias = np.uint32((15 - fmt.bias) << 23)
+    rebiased = lax.bitcast_convert_type(values, jnp.uint32) + rebias
+    values = jnp.where(magnitude == 0, values, lax.bitcast_convert_type(rebiased, jnp.float32))
+    if not fmt.has_nan:
+        return values
+    return jnp.where(magnitude > np.uint16(fmt.max_code), jnp.nan, values)

@@ -10,8 +10,14 @@ import numpy as np
 from jax import lax
 
 from jfp8.scaling.arrays import ScaledArray, apply_scale, check_scale_shape
-from jfp8.scaling.bits import codes_to_format, decode, encode
-from jfp8.scaling.casts import Rounding, check_cast_arguments, straight_through
+from jfp8.scaling.casts import (
+    Rounding,
+    check_cast_arguments,
+    codes_to_format,
+    decode,
+    encode,
+    straight_through,
+)
 from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format
 from jfp8.scaling.granularity import Block, Granularity, PerTensor, ragged_block
 from jfp8.scaling.scales import (

@@ -15,8 +15,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.scaling.arrays import split_e8m0
-from jfp8.scaling.bits import codes_to_format
-from jfp8.scaling.casts import as_float_array
+from jfp8.scaling.casts import as_float_array, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.granularity import Granularity, PerTensor, ragged_block, scale_shape
 

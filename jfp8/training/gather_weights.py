@@ -30,7 +30,7 @@ from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, is_scaled_array
-from jfp8.scaling.bits import codes_of, codes_to_format
+from jfp8.scaling.casts import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import vary_like

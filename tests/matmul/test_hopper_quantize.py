@@ -16,7 +16,7 @@ from jfp8.matmul.hopper.quantize_blocks import (
     quantize_rows_in_blocks,
     quantize_tiles,
 )
-from jfp8.scaling.bits import codes_of, decode
+from jfp8.scaling.casts import codes_of, decode
 from support.interpreter import no_races
 
 SMALL = Sweep(rows=64, columns=64, blocks=4)

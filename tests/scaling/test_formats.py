@@ -20,7 +20,7 @@ from jax import lax
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, ScaledArray, cast, quantize, round_to_format
 from jfp8.scaling import formats
-from jfp8.scaling.bits import codes_of, codes_to_format, convert, decode, encode
+from jfp8.scaling.casts import codes_of, codes_to_format, convert, decode, encode
 
 FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
 SIGNED = FORMATS[:4]

@@ -46,7 +46,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "missing_clip",
         "values beyond the largest wrap around to other codes instead of saturating",
-        "jfp8/scaling/bits.py",
+        "jfp8/scaling/casts.py",
         "    code = jnp.minimum(code, lane(fmt.max_code))\n",
         "",
         "scaling/test_formats.py::test_cast_rounds_to_nearest[float32-E4M3FN]",
@@ -54,7 +54,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "ties_round_up",
         "rounding to nearest takes ties up instead of to even",
-        "jfp8/scaling/bits.py",
+        "jfp8/scaling/casts.py",
         "(magnitude + odd + lane((1 << (shift - 1)) - 1)) >> shift",
         "(magnitude + lane(1 << (shift - 1))) >> shift",
         "scaling/test_formats.py::test_cast_rounds_to_nearest[float32-E4M3FN]",
@@ -62,7 +62,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "toward_zero_rounds_to_nearest",
         "rounding toward zero adds half a step first",
-        "jfp8/scaling/bits.py",
+        "jfp8/scaling/casts.py",
         "drawn = lane(0) if bits is None",
         "drawn = lane(1 << (shift - 1)) if bits is None",
         "scaling/test_formats.py::test_cast_rounds_toward_zero[bfloat16-E5M2]",
@@ -70,7 +70,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "biased_stochastic_rounding",
         "stochastic rounding draws from half of the step, so that it mostly rounds down",
-        "jfp8/scaling/bits.py",
+        "jfp8/scaling/casts.py",
         "bits & lane((1 << shift) - 1)",
         "bits & lane((1 << (shift - 1)) - 1)",
         "scaling/test_formats.py::test_stochastic_rounding_is_exact_over_all_draws[E4M3FN-bfloat16]",
@@ -78,7 +78,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "unsaturated_fake_quantization",
         "fake quantization keeps values that the format does not reach",
-        "jfp8/scaling/bits.py",
+        "jfp8/scaling/casts.py",
         "    a = jnp.minimum(jnp.abs(x), np.float32(fmt.max))  # before g is derived from it\n",
         "    a = jnp.abs(x)\n",
         "scaling/test_formats.py::test_round_to_format_gives_the_values_of_cast"
@@ -87,7 +87,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "nan_decodes_to_a_number",
         "the code of NaN is read as a value beyond the largest",
-        "jfp8/scaling/bits.py",
+        "jfp8/scaling/casts.py",
         "    return jnp.where(magnitude > np.uint16(fmt.max_code), jnp.nan, values)\n",
         "    return values\n",
         "scaling/test_formats.py::test_decode_gives_the_value_of_every_code[True-E4M3FN]",

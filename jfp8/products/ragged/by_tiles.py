@@ -16,7 +16,7 @@ from jfp8.products.dot_general import Dot
 from jfp8.products.operation import Kind, Operand, Operation, Sums
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
-from jfp8.scaling.bits import codes_of, codes_to_format, decode
+from jfp8.scaling.casts import codes_of, codes_to_format, decode
 from jfp8.scaling.formats import Format, format_of
 from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax
