@@ -44,8 +44,8 @@ from jfp8.products.saved_activations import save_in_fp8
 from jfp8.scaling.arrays import ScaledArray, dequantize
 from jfp8.scaling.casts import cast, round_to_format
 from jfp8.scaling.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format
-from jfp8.scaling.granularity import Block, PerAxis, PerTensor
 from jfp8.scaling.quantization import quantize
+from jfp8.scaling.scales import Block, PerAxis, PerTensor
 from jfp8.training.data_parallel import data_parallel
 from jfp8.training.gather_weights import gather_weights
 from jfp8.training.histories import advance

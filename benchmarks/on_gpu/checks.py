@@ -21,9 +21,8 @@ import numpy as np
 import jfp8
 from jfp8.scaling.arrays import expand_scale
 from jfp8.scaling.formats import E4M3FN, E5M2, E8M0FNU, Format
-from jfp8.scaling.granularity import Block, PerAxis
 from jfp8.scaling.quantization import block_scale, quantize_with_scale
-from jfp8.scaling.scales import amax
+from jfp8.scaling.scales import Block, PerAxis, amax
 from on_gpu.harness import Case, Group, Record, Settings, running
 from on_gpu.shapes import name_of, shapes
 

@@ -9,9 +9,8 @@ import jax
 from jfp8.quantizers.quantizer import Context, Quantizer, ScalesFromData
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN, Format
-from jfp8.scaling.granularity import Block, ragged_block
 from jfp8.scaling.quantization import block_scale, two_level_scale
-from jfp8.scaling.scales import amax
+from jfp8.scaling.scales import Block, amax, ragged_block
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,12 +19,15 @@ from jfp8.scaling.casts import (
     straight_through,
 )
 from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format
-from jfp8.scaling.granularity import Block, Granularity, PerTensor, ragged_block
 from jfp8.scaling.scales import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
+    Block,
+    Granularity,
+    PerTensor,
     ScaleRounding,
     amax,
+    ragged_block,
     reciprocal,
     reciprocal_factors,
     scale_from_amax,
