@@ -113,7 +113,7 @@ def test_what_a_file_keeps_to_itself_is_not_imported():
 
 # Who may ask for the GPU: the one place that chooses, and casts, which come before it and have to
 # know whether a processor converts to FP8 by itself. (The platform does not tell: some GPUs do.)
-ASKS_FOR_THE_GPU = {"jfp8.tracing.device", "jfp8.matmul.choice", "jfp8.scaling.casts"}
+ASKS_FOR_THE_GPU = {"jfp8.tracing.context", "jfp8.matmul.choice", "jfp8.scaling.casts"}
 
 
 def test_one_place_chooses_by_the_gpu():

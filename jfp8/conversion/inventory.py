@@ -24,7 +24,7 @@ from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.scaling import formats
 from jfp8.tracing.compat import without_dead_code
-from jfp8.tracing.notes import explaining, note, notes_of
+from jfp8.tracing.context import explaining, note, notes_of
 
 _F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}

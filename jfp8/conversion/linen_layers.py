@@ -29,7 +29,7 @@ from jfp8.layers.linen.products import (
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
-from jfp8.tracing.notes import note
+from jfp8.tracing.context import note
 
 
 def _own_call(layer: type[nn.Module]) -> Callable[..., Any]:

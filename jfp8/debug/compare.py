@@ -28,7 +28,7 @@ from jfp8.recipes.recipe import Product, Products, Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.recipes.registry import get as get_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.tracing.notes import notes_of, product_path
+from jfp8.tracing.context import notes_of, product_path
 
 _PLAIN = Product(None, None)
 _PARTS = ("total", "cast", "product")  # of an error; see `ProductError`

@@ -26,7 +26,7 @@ from jfp8.quantizers.quantizer import Quantizer
 from jfp8.scaling.arrays import ScaledArray, apply_scale, scale_as_f32_pair, scaled_values
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import without_dead_code
-from jfp8.tracing.notes import explaining, notes_of, product_path
+from jfp8.tracing.context import explaining, notes_of, product_path
 
 SAMPLE = 16384  # elements that a histogram is made of, at most
 

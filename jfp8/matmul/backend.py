@@ -20,7 +20,7 @@ from jfp8.matmul.job import (
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FORMATS, Format
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.context import Gpu
 
 Granularity = Literal["tensor", "rows", "blocks"]
 Blocks = tuple[int, int]

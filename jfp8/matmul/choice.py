@@ -21,8 +21,7 @@ from jfp8.matmul.hopper import product as hopper
 from jfp8.matmul.job import HARDWARE_FORMATS, Job
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E5M2, Format
-from jfp8.tracing.device import Gpu, current_gpu
-from jfp8.tracing.notes import note
+from jfp8.tracing.context import Gpu, current_gpu, note
 
 Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
 

@@ -46,7 +46,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.casts import decode
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.device import has_explicit_axes
+from jfp8.tracing.context import has_explicit_axes
 
 
 def scaled_conv_general_dilated(

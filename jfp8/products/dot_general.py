@@ -41,7 +41,7 @@ from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.device import has_explicit_axes
+from jfp8.tracing.context import has_explicit_axes
 
 
 def scaled_dot_general(

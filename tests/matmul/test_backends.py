@@ -20,7 +20,7 @@ from jfp8.matmul.job import Job, factors_of
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.scales import amax
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.context import Gpu
 
 PLAIN = (((1,), (0,)), ((), ()))
 HOPPER = Gpu("NVIDIA H200", (9, 0), whole=True)

@@ -24,7 +24,7 @@ from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState, observe, push_amax
 from jfp8.scaling.sink import ROLES, init_sink
-from jfp8.tracing.notes import note
+from jfp8.tracing.context import note
 
 
 class ProductModule(nn.Module):

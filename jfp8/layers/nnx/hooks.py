@@ -15,7 +15,7 @@ from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, P
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.tracing.notes import note
+from jfp8.tracing.context import note
 
 
 def _own_kernel_shape(layer: Any) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState, push_amax
 from jfp8.scaling.sink import ROLES
-from jfp8.tracing.notes import note
+from jfp8.tracing.context import note
 
 
 class Fp8State(nnx.Variable):

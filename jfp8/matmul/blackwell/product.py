@@ -11,7 +11,7 @@ from jfp8.matmul.backend import Backend
 from jfp8.matmul.job import HARDWARE_FORMATS, Job, as_matrices, free_dims, layout_of, to_last
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E8M0FNU
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.context import Gpu
 
 BLOCK = 32
 

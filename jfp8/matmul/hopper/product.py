@@ -27,7 +27,7 @@ from jfp8.matmul.job import (
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.device import Gpu
+from jfp8.tracing.context import Gpu
 from jfp8.tracing.refusal import on_cuda_only
 
 BLOCK = 128  # along the contraction: what the kernels sum before they scale
