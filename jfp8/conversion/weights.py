@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jfp8.conversion.selection import Choice, Selection, select
-from jfp8.quantizers.per_tensor import Current
-from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.quantizers.quantizer import Context, Current, Quantizer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe

@@ -17,8 +17,7 @@ from jax import lax
 
 from jfp8.matmul.job import HARDWARE_FORMATS
 from jfp8.quantizers.blocks import Blockwise
-from jfp8.quantizers.per_tensor import Current, Delayed, Unit
-from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import codes_to_format

@@ -7,8 +7,7 @@ import fnmatch
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jfp8.quantizers.per_tensor import Current, Unit
-from jfp8.quantizers.quantizer import Quantizer
+from jfp8.quantizers.quantizer import Current, Quantizer, Unit
 from jfp8.recipes.recipe import Product, Products, Recipe, takes
 from jfp8.scaling.formats import E4M3FN, E5M2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jfp8.quantizers.per_tensor import Current, Delayed
+from jfp8.quantizers.quantizer import Current, Delayed
 from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Products, Recipe, takes, uniform
 from jfp8.scaling.scales import ScaleRounding
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jfp8.quantizers.per_tensor import Unit
+from jfp8.quantizers.quantizer import Unit
 from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Products, Recipe, takes, uniform
 
 __all__ = ["Unscaled"]

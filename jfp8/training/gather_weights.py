@@ -24,8 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jfp8.collectives.exchange import reduce_scatter
 from jfp8.conversion.selection import Choice, select
 from jfp8.conversion.weights import is_kernel
-from jfp8.quantizers.per_tensor import Current
-from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.quantizers.quantizer import Context, Current, Quantizer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe

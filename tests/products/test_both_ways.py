@@ -10,8 +10,7 @@ import pytest
 import jfp8
 from jfp8.products.both_ways import has_kernel, quantize_both_ways, transposed
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
-from jfp8.quantizers.per_tensor import Current, Delayed, Unit
-from jfp8.quantizers.quantizer import Context
+from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.scales import amax
 

@@ -33,8 +33,7 @@ from jfp8 import (
     round_to_format,
 )
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
-from jfp8.quantizers.per_tensor import Current, Delayed, Unit
-from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.history import init_amax_state
 from jfp8.scaling.quantization import quantize_with_scale, two_level_scale

@@ -11,7 +11,7 @@ import pytest
 
 from jfp8 import E4M3FN, scaled_dot_general
 from jfp8.quantizers.blocks import Blockwise
-from jfp8.quantizers.per_tensor import Current
+from jfp8.quantizers.quantizer import Current
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.recipe import Product

@@ -25,8 +25,7 @@ from jax.sharding import PartitionSpec as P
 import jfp8
 from jfp8 import recipes, scaled_dot_general
 from jfp8.quantizers.blocks import Blockwise
-from jfp8.quantizers.per_tensor import Current, Unit
-from jfp8.quantizers.quantizer import Quantizer
+from jfp8.quantizers.quantizer import Current, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.recipe import Product

@@ -16,8 +16,7 @@ import pytest
 import jfp8
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, recipes
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
-from jfp8.quantizers.per_tensor import Current, Delayed, Unit
-from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.blocks import Float8BlockScaling, MXFP8BlockScaling

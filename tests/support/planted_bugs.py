@@ -254,7 +254,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cold_start",
         "an empty history gives the scale of nothing instead of that of the data",
-        "jfp8/quantizers/per_tensor.py",
+        "jfp8/quantizers/quantizer.py",
         'jnp.where(expected > 0, expected, jnp.maximum(observed, state["amax"]))',
         "expected",
         "products/test_dot_general.py::test_trap_cold_start",

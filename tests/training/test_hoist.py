@@ -19,7 +19,7 @@ from jax import lax
 
 import jfp8
 from jfp8 import recipes
-from jfp8.quantizers.per_tensor import Current
+from jfp8.quantizers.quantizer import Current
 from jfp8.training.hoist import split
 
 KEY = jax.random.key(0)
