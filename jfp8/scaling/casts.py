@@ -306,8 +306,8 @@ def decode(data: jax.Array) -> jax.Array:
     fmt = format_of(data.dtype)
     if not fmt.signed:
         return data.astype(jnp.float32)
-    code = codes_of(data).astype(jnp.uint16)
-    sign, magnitude = code >> (fmt.bits - 1), code & np.uint16((1 << (fmt.bits - 1)) - 1)
+    code, without_sign = codes_of(data).astype(jnp.uint16), fmt.bits - 1
+    sign, magnitude = code >> without_sign, code & np.uint16((1 << without_sign) - 1)
     pattern = (sign << 15) | (magnitude << (10 - fmt.mantissa_bits))
     values = lax.bitcast_convert_type(pattern, jnp.float16).astype(jnp.float32)
     if fmt.bias == 15:  # float16's own, and with it its Inf and NaN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -83,6 +84,7 @@ E8M0FNU = Format(
 FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
 
 
+@functools.cache
 def format_of(dtype: np.dtype) -> Format:
     """The `Format` stored by `dtype`; raises ``TypeError`` for any other dtype."""
     for fmt in FORMATS:
