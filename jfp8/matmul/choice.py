@@ -118,7 +118,7 @@ def product(
             return backend.multiply(lhs, rhs, job)
     choice = choose(facts, gpu)
     reference = lambda lhs, rhs: emulate.emulated(lhs, rhs, job)
-    by_xla = lambda lhs, rhs: xla.f8_by_xla(lhs, rhs, job)
+    by_xla = lambda lhs, rhs: xla.f8_elsewhere(lhs, rhs, job)
     if choice.backend is emulate.BACKEND:
         return reference(lhs, rhs)
     return by_platform(

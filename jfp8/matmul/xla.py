@@ -37,12 +37,22 @@ def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
     def on_cuda(lhs, rhs, *factors):
         return cuda(lhs, rhs, factors, job)
 
-    def elsewhere(lhs, rhs, *factors):
-        y = lax.dot_general(lhs, rhs, job.dimension_numbers, preferred_element_type=jnp.float32)
-        return times(y, factors).astype(job.dtype)
+    def on_another(lhs, rhs, *factors):
+        return elsewhere(lhs, rhs, factors, job)
 
     operands = (lhs.data, rhs.data, *factors_of(lhs, rhs, job))
-    return lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
+    return lax.platform_dependent(*operands, cuda=on_cuda, default=on_another)
+
+
+def f8_elsewhere(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """`f8_by_xla` where it is known that the program is compiled for something else than CUDA."""
+    return elsewhere(lhs.data, rhs.data, factors_of(lhs, rhs, job), job)
+
+
+def elsewhere(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job) -> jax.Array:
+    """``dot_general(lhs, rhs) * factors`` of two f8 arrays, in whatever way a compiler has."""
+    y = lax.dot_general(lhs, rhs, job.dimension_numbers, preferred_element_type=jnp.float32)
+    return times(y, factors).astype(job.dtype)
 
 
 def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job) -> jax.Array:
