@@ -119,7 +119,8 @@ def multiply_quantized(
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
     operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
     operation, operands = same_varying_axes((operation, operands))
-    return _multiply(recipe, carrier is not None, operation, operands)
+    y, observed = _multiply(recipe, carrier is not None, operation, operands)
+    return y, lax.stop_gradient(observed)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -14,7 +14,7 @@ from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import ROUNDINGS, Rounding
 from jfp8.scaling.formats import Format
-from jfp8.scaling.history import AmaxState, history_amax
+from jfp8.scaling.history import AmaxState, ended_steps, history_amax, running_amax
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import ScaleRounding, check_scale_rounding, scale_from_amax
@@ -180,8 +180,8 @@ class Delayed(_OneScale):
     """Per-tensor scale from the amaxes of earlier steps.
 
     ``scale = max(history) / fmt.max * 2^margin``, or with ``algo="most_recent"`` from the newest
-    entry. Before the history has an entry it is the current amax (or the maximum of the step so
-    far, if larger), so that the first step neither saturates nor flushes.
+    entry. Before the history has an entry it is the current amax, so that the first step neither
+    saturates nor flushes. The maximum of the step so far takes the place of either where larger.
 
     Attributes:
       margin: powers of two of headroom.
@@ -211,14 +211,15 @@ class Delayed(_OneScale):
         return self.length
 
     def expected(self, state: AmaxState) -> jax.Array:
-        """The amax that the history in `state` predicts, f32[]; 0 if it is empty."""
-        return history_amax(state["amax_history"], self.algo)
+        """The amax that the history in `state` predicts, f32[]; 0 if no step has ended."""
+        return history_amax(ended_steps(state), self.algo)
 
     def scale(self, observed: jax.Array, state: AmaxState | None) -> jax.Array:
         """The scale, f32[], that `state` predicts, or else that of the amax `observed`."""
         if state is not None:
             expected = self.expected(state)
-            observed = jnp.where(expected > 0, expected, jnp.maximum(observed, state["amax"]))
+            observed = jnp.where(expected > 0, expected, observed)
+            observed = jnp.maximum(observed, running_amax(state))
         return scale_from_amax(
             observed, self.fmt, margin=self.margin, scale_rounding=self.scale_rounding
         )

@@ -1,5 +1,9 @@
 """The amax history of one tensor: its amaxes in earlier steps, from which delayed scales follow.
 
+A step is *under way* from the first amax that is seen in it to `end_step`. However many uses of the
+tensor there are in between, it gets one entry, the largest; and since the scale covers that, too, a
+step that nobody ends costs precision, but saturates nothing.
+
 All functions take stacked states, too (leading axes from ``nn.scan`` or ``vmap``).
 """
 
@@ -12,7 +16,8 @@ import jax.numpy as jnp
 
 AmaxState: TypeAlias = dict[str, jax.Array]
 """One operand's state: ``{"amax_history": f32[H], newest first, 0 = empty slot,
-"amax": f32[], running maximum of the optimizer step under way}``."""
+"amax": f32[], running maximum of the step under way, 0 if there is none}``. A negative running
+maximum is in the history already, as its newest entry."""
 
 
 def init_amax_state(history_len: int) -> AmaxState:
@@ -61,15 +66,44 @@ def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
     return jnp.where((amax > 0) & jnp.isfinite(amax), pushed, history)
 
 
+def running_amax(state: AmaxState) -> jax.Array:
+    """The largest amax of the step under way, f32[...]; 0 if there is no such step."""
+    return jnp.abs(state["amax"])
+
+
+def ended_steps(state: AmaxState) -> jax.Array:
+    """The history of the steps that have ended, f32[..., H]: without that of the step under way."""
+    history = state["amax_history"]
+    older = jnp.concatenate([history[..., 1:], jnp.zeros_like(history[..., :1])], axis=-1)
+    return jnp.where(_is_in_history(state), older, history)
+
+
 def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
     """`state` with `amax` folded into the maximum of the step under way (non-finite: ignored)."""
     seen = jnp.where(jnp.isfinite(amax), amax, 0.0)
-    return {**state, "amax": jnp.maximum(state["amax"], seen)}
+    return {
+        "amax_history": ended_steps(state),
+        "amax": jnp.maximum(running_amax(state), seen),
+    }
+
+
+def record(state: AmaxState, amax: jax.Array) -> AmaxState:
+    """`observe`, for loops that may never end a step: the maximum is an entry at once."""
+    seen = observe(state, amax)
+    return {
+        "amax_history": push_amax(seen["amax_history"], seen["amax"]),
+        "amax": -seen["amax"],
+    }
 
 
 def end_step(state: AmaxState) -> AmaxState:
-    """Close the step under way: its maximum becomes the newest entry of the history."""
+    """End the step under way: its maximum becomes the newest entry of the history."""
     return {
-        "amax_history": push_amax(state["amax_history"], state["amax"]),
+        "amax_history": push_amax(ended_steps(state), running_amax(state)),
         "amax": jnp.zeros_like(state["amax"]),
     }
+
+
+def _is_in_history(state: AmaxState) -> jax.Array:
+    """Whether the newest entry is that of the step under way, bool[..., 1]."""
+    return state["amax"][..., None] < 0

@@ -1,4 +1,4 @@
-"""The few places where JAX versions differ; the only file that may look inside."""
+"""The few places where JAX versions differ; the only file that may look inside of it, or Flax."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import flax.linen
 import jax
+from flax.core import Scope
 from jax import lax
-from jax._src import config
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax._src import config, core
+from jax.extend.core import ClosedJaxpr, Jaxpr, get_opaque_trace_state
 from jax.interpreters import partial_eval
 
 
@@ -83,3 +85,23 @@ def kernels_are_interpreted() -> bool:
     """Whether Pallas kernels are interpreted, as `plgpu.force_gpu_interpret_mode` makes them."""
     context = getattr(config, "pallas_tpu_interpret_mode_context_manager", None)
     return context is not None and context.value is not None
+
+
+def trace_state() -> Any:
+    """Equal to what another call gives in the same trace of the same function, and nowhere else."""
+    return get_opaque_trace_state()
+
+
+def is_eager() -> bool:
+    """Whether operations are computed at once: nothing is being traced."""
+    return core.trace_state_clean()
+
+
+def outermost_scope() -> Scope | None:
+    """The scope that the running ``apply`` has made: the root of all but those of lifted modules.
+
+    None outside of a Linen module.
+    """
+    modules = flax.linen.module._context.module_stack
+    outermost = modules[1] if len(modules) > 1 else None
+    return None if outermost is None or outermost.scope is None else outermost.scope.root

@@ -16,17 +16,18 @@ from jfp8.scaling.sink import ROLES, WIDTH, decode_amax
 Collections = dict[str, Any]
 
 
-def advance(fp8: Collections, sink_cotangent: Collections) -> Collections:
-    """Close an optimizer step: fold in the amaxes that the step saw, and roll every history once.
+def advance(fp8: Collections, sink_cotangent: Collections | None = None) -> Collections:
+    """End an optimizer step: every history gets one entry, the largest amax that the step saw.
 
-    For hand-written loops; `TrainState.apply_gradients` does it by itself. Differentiate the loss
-    by the ``fp8_sink`` collection, accumulate and average its cotangent with the other gradients if
-    you do that, and call this once per optimizer step. Skip the call when you skip the step.
+    For hand-written loops; `TrainState.apply_gradients` does it by itself. Make ``fp8`` mutable, for
+    the amaxes of activations and weights, and differentiate the loss by the ``fp8_sink``
+    collection, for those of gradients: accumulate and average its cotangent with the other
+    gradients if you do that. Call this once per optimizer step, and not when you skip the step.
 
     Args:
       fp8: the ``fp8`` collection: the one given to ``apply``, or the one it returned as mutated.
       sink_cotangent: the gradient by the ``fp8_sink`` collection. A product that is missing from it
-        (a frozen layer) keeps what `fp8` itself recorded.
+        (a frozen layer) keeps what `fp8` itself recorded. None: all do.
 
     Returns:
       The new ``fp8`` collection, of the same structure. Non-finite amaxes do not enter it, and a
@@ -38,13 +39,17 @@ def advance(fp8: Collections, sink_cotangent: Collections) -> Collections:
     >>> import jax, jax.numpy as jnp, jfp8
     >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
     >>> v = model.init(jax.random.key(0), x)
-    >>> loss = lambda params, sink: model.apply({**v, "params": params, "fp8_sink": sink}, x).sum()
-    >>> grads, cotangent = jax.grad(loss, argnums=(0, 1))(v["params"], v["fp8_sink"])
-    >>> fp8 = jfp8.advance(v["fp8"], cotangent)
+    >>> def loss(params, sink, fp8):
+    ...     variables = {"params": params, "fp8": fp8, "fp8_sink": sink}
+    ...     y, mutated = model.apply(variables, x, mutable=["fp8"])
+    ...     return y.sum(), mutated["fp8"]
+    >>> gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    >>> (grads, cotangent), fp8 = gradient(v["params"], v["fp8_sink"], v["fp8"])
+    >>> fp8 = jfp8.advance(fp8, cotangent)
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:3]
     Array([1., 0., 0.], dtype=float32)
     """
-    amaxes, _ = decode_all(as_dicts(sink_cotangent))
+    amaxes, _ = decode_all(as_dicts(sink_cotangent or {}))
     return close_step(as_dicts(fp8), amaxes)
 
 

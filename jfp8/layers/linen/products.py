@@ -22,8 +22,9 @@ from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.history import AmaxState, observe, push_amax
+from jfp8.scaling.history import AmaxState, end_step, observe, record
 from jfp8.scaling.sink import ROLES, init_sink
+from jfp8.tracing.compat import outermost_scope
 from jfp8.tracing.context import note
 
 
@@ -67,13 +68,33 @@ class ProductModule(nn.Module):
         if recipe.products().stochastic and self.has_rng("fp8"):
             key = self.make_rng("fp8")
         state, sink = self._read_state(recipe), self._read_sink(recipe)
+        records = state is not None and self._is_mutable("fp8") and not self.is_initializing()
+        if state is not None and sink is None and not (records and self._is_used_again()):
+            # What `record` has written is the last step's.
+            state = {role: end_step(amaxes) for role, amaxes in state.items()}
         layer, product = self._place_in_model()
         with note("path", layer), note("product", product), note("recipe", recipe.name):
             how = How(recipe, self.implementation)
             y, observed = quantized(lhs, rhs, how=how, state=State(state, sink, key))
-        if state is not None and self._is_mutable("fp8") and not self.is_initializing():
-            self._record(state, observed, pushing=sink is None)
+        if state is not None and records:
+            self._record(state, observed, record if sink is None else observe)
         return y
+
+    @nn.nowrap
+    def _is_used_again(self) -> bool:
+        """Whether this ``apply`` has used the product before, or may have.
+
+        It may have within a lifted transformation, whose body may be traced once and run twice.
+        """
+        assert self.scope is not None
+        outermost = outermost_scope()
+        if outermost is not self.scope.root:
+            return True
+        mark = f"{self.scope.path_text} has recorded"
+        if outermost.name_reserved(mark):
+            return True
+        outermost.reserve(mark)
+        return False
 
     @nn.nowrap
     def _place_in_model(self) -> tuple[str, str]:
@@ -129,19 +150,19 @@ class ProductModule(nn.Module):
         self.put_variable(*self._place(collection, name), stored)
 
     @nn.nowrap
-    def _record(self, state: dict[str, AmaxState], observed: Observed, *, pushing: bool) -> None:
+    def _record(
+        self,
+        state: dict[str, AmaxState],
+        observed: Observed,
+        how: Callable[[AmaxState, jax.Array], AmaxState],
+    ) -> None:
         """Write the amaxes of lhs and rhs into the mutable ``fp8`` collection.
 
-        Without a sink this call is the step (`pushing`); with one, `advance` will close the step,
-        and reads the running maximum.
+        Args:
+          how: without a sink this ``apply`` is the step; with one `advance` will end the step.
         """
         for role, amax in zip(Observed._fields, observed, strict=True):
-            if pushing:
-                history = push_amax(state[role]["amax_history"], amax)
-                updated = {**state[role], "amax_history": history}
-            else:
-                updated = observe(state[role], amax)
-            self._put("fp8", role, updated)
+            self._put("fp8", role, how(state[role], amax))
 
 
 class DotGeneral(ProductModule):

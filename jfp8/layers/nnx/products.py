@@ -23,8 +23,9 @@ from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.history import AmaxState, push_amax
+from jfp8.scaling.history import AmaxState, observe, push_amax
 from jfp8.scaling.sink import ROLES
+from jfp8.tracing.compat import is_eager, trace_state
 from jfp8.tracing.context import note
 
 
@@ -33,6 +34,25 @@ class Fp8State(nnx.Variable):
 
     Stacked layers have their leading axes in front.
     """
+
+    __slots__ = ("_step",)  # no attribute of the graph: the next trace has variables of its own
+
+    def step_under_way(self) -> AmaxState:
+        """The steps before this one, and the largest amax that it has recorded so far.
+
+        All calls in one trace of the function that ``nnx.grad`` or ``nnx.jit`` was given are one
+        step. Outside of any, each call is.
+        """
+        trace, state = getattr(self, "_step", (None, None))
+        if trace is not None and trace == trace_state():
+            return state
+        return {"amax_history": self.get_value(), "amax": jnp.zeros(())}
+
+    def set_step(self, state: AmaxState) -> None:
+        """Remember what `step_under_way` is to give, for as long as this trace lasts."""
+        if not is_eager():
+            object.__setattr__(self, "_step", (trace_state(), state))
+
 
 
 class Fp8Sink(nnx.Variable):
@@ -45,8 +65,10 @@ class Fp8Sink(nnx.Variable):
 class Product(nnx.Module):
     """What the modules of this file share: the recipe and the state.
 
-    In training, each call pushes the amaxes of lhs and rhs into their histories, as ``BatchNorm``
-    updates its statistics, and gradients use current scaling: nobody would learn their amax. With
+    In training, calls record the amaxes of lhs and rhs, as ``BatchNorm`` updates its statistics:
+    all calls in one trace of ``nnx.grad`` or ``nnx.jit`` are one step, whose largest amax becomes an
+    entry of the history. Outside of transformations each call is a step. Gradients use current
+    scaling: nobody would learn their amax. With
     a sink (see `jfp8.nnx.value_and_grad`) a call records nothing, all three amaxes leave as the
     gradient of the sink, and gradients use their history.
 
@@ -151,20 +173,16 @@ class Product(nnx.Module):
                 "nnx.scan(..., in_axes=(nnx.Carry, 0)), or name it, nnx.StateAxes({(nnx.Param, "
                 "jfp8.nnx.Fp8State, jfp8.nnx.Fp8Sink): 0, ...: None})."
             )
-        # A call of `value_and_grad` is a whole step, so there is none under way.
-        return {
-            role: {"amax_history": history, "amax": jnp.zeros(())}
-            for role, history in histories.items()
-        }
+        return {role: self.fp8[role].step_under_way() for role in ROLES}
 
     def _record(self, state: dict[str, AmaxState], observed: Observed) -> None:
-        """Push the amaxes of lhs and rhs into their histories."""
-        seen = zip(Observed._fields, observed, strict=True)
+        """Make the largest amaxes of the step under way the newest entries of lhs and rhs."""
         # A filter by path may differentiate by histories, too.
-        new = {
-            role: _push(*lax.stop_gradient((state[role]["amax_history"], amax)))
-            for role, amax in seen
+        seen = {
+            role: lax.stop_gradient(observe(state[role], amax))
+            for role, amax in zip(Observed._fields, observed, strict=True)
         }
+        new = {role: _push(step["amax_history"], step["amax"]) for role, step in seen.items()}
         try:
             self.set_histories(new)
         except errors.TraceContextError as error:
@@ -176,6 +194,8 @@ class Product(nnx.Module):
                 "copy=True). Or record nothing: model.eval(), or nnx.view(model, "
                 "use_running_average=True)."
             ) from error
+        for role, step in seen.items():
+            self.fp8[role].set_step(step)
 
     def _name(self) -> str:
         return f"{type(self).__name__} at {self.path!r}" if self.path else type(self).__name__
