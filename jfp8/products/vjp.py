@@ -33,6 +33,7 @@ from jfp8.products.operation import (
     Use,
     quantized_output,
 )
+from jfp8.products.uses import begin_use, end_use
 from jfp8.recipes.recipe import Product, Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import codes_of, codes_to_format
@@ -119,16 +120,21 @@ def multiply_quantized(
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
     operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
     operation, operands = same_varying_axes((operation, operands))
-    y, observed = _multiply(recipe, carrier is not None, operation, operands)
+    use = None if sink is None else begin_use(sink)
+    y, observed = _multiply(recipe, carrier is not None, use, operation, operands)
+    if use is not None:
+        end_use(use, *observed)
     return y, lax.stop_gradient(observed)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(recipe, carried, operation, operands):
-    return _forward(recipe, carried, operation, operands, and_backward=False)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _multiply(recipe, carried, use, operation, operands):
+    return _forward(recipe, carried, use, operation, operands, and_backward=False)[0]
 
 
-def _forward(recipe, carried, operation, operands, and_backward=True):
+def _forward(recipe, carried, use, operation, operands, and_backward=True):
+    if use is not None and and_backward:
+        use.linearized = True
     lhs, rhs, _, state, sink, seed = operands
     products = recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
@@ -159,7 +165,9 @@ def _forward(recipe, carried, operation, operands, and_backward=True):
     return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, operation)
 
 
-def _backward(recipe, carried, residuals, cotangents):
+def _backward(recipe, carried, use, residuals, cotangents):
+    if use is not None:
+        use.differentiated = True
     lhs, rhs, history, seen, seed, operation = residuals
     products = recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jfp8.scaling.history import end_step, observe
-from jfp8.scaling.sink import ROLES, WIDTH, decode_amax
+from jfp8.scaling.history import end_step, observe, running_amax
+from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
 
 Collections = dict[str, Any]
 
@@ -126,6 +127,15 @@ def init_sinks(fp8: Collections) -> Collections:
 def zero_sink(history: jax.Array) -> jax.Array:
     """The sink of a product one of whose histories is f32[..., H]: zeros f32[..., 3, 2050]."""
     return jnp.zeros((*history.shape[:-1], len(ROLES), WIDTH), jnp.float32)
+
+
+def add_recorded(sinks: Any, fp8: Any) -> Any:
+    """Cotangents of sinks with the amaxes that a forward pass has recorded in a mutable ``fp8``."""
+    if not _is_product(fp8):
+        return {k: add_recorded(v, fp8[k]) if k in fp8 else v for k, v in sinks.items()}
+    amaxes = jnp.stack([running_amax(fp8[role]) for role in ROLES], axis=-1)
+    rows = jnp.where(amaxes[..., None] > 0, encode_amax(amaxes), 0.0)
+    return {"amax": sinks["amax"] + lax.stop_gradient(rows)}
 
 
 def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:

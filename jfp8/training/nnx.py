@@ -13,6 +13,7 @@ from flax.nnx import filterlib
 
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.loss_scaling import all_finite, keep_unless, scaled
+from jfp8.products.uses import Uses, noting_uses
 from jfp8.scaling.history import push_amax
 from jfp8.scaling.sink import ROLES
 from jfp8.training.histories import decode_all, rescaled, zero_sink
@@ -80,6 +81,7 @@ def value_and_grad(
         before = {path: product.histories() for path, product in products.items()}
         trained = _trained_modules(args, wanted)
         with_sink = [path for path in products if path[:-1] in trained]
+        noted: list[Uses] = []
 
         def f_with_sinks(sinks: list[jax.Array], *args: Any) -> Any:
             here = _training_products(args)
@@ -87,25 +89,28 @@ def value_and_grad(
                 here[path].fp8_sink = Fp8Sink(sink)
                 here[path].set_histories({"grad": rescaled(before[path]["grad"], loss_scale)})
             try:
-                returned = f(*args)
+                with noting_uses(sinks) as uses:
+                    returned = f(*args)
             finally:
                 for path in with_sink:
                     here[path].fp8_sink = None
+            noted.append(uses)
             loss, aux = returned if has_aux else (returned, None)
-            return scaled(loss, loss_scale), (loss, aux)
+            return scaled(loss, loss_scale), (loss, aux, uses.amaxes())
 
         sinks = [zero_sink(before[path]["grad"]) for path in with_sink]
-        (_, (loss, aux)), (cotangents, *grads) = nnx.value_and_grad(
+        (_, (loss, aux, amaxes)), (cotangents, *grads) = nnx.value_and_grad(
             f_with_sinks, argnums=(0, *shifted), has_aux=True, graph=True, graph_updates=True
         )(sinks, *args)
 
-        decoded, overflow = decode_all(cotangents)
+        (uses,) = noted
+        decoded, overflow = decode_all(uses.into(cotangents, amaxes))
         finite = all_finite((loss, grads)) & ~overflow
-        amaxes = dict(zip(with_sink, decoded, strict=True))
+        seen = dict(zip(with_sink, decoded, strict=True))
         for path, product in products.items():
             after = product.histories()
-            if path in amaxes:
-                after = _pushed(before[path], amaxes[path], loss_scale)
+            if path in seen:
+                after = _pushed(before[path], seen[path], loss_scale)
             product.set_histories(keep_unless(finite, after, before[path]))
         return (loss, aux) if has_aux else loss, grads[0] if single else tuple(grads)
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
 from jfp8.optim.loss_scaling import loss_scale_in, scaled, unscaled
 from jfp8.optim.masters import has_master_weights
+from jfp8.products.uses import Uses, noting_uses
 from jfp8.scaling.sink import max_of_sinks
-from jfp8.training.histories import Collections, init_sinks
+from jfp8.training.histories import Collections, add_recorded, as_dicts, init_sinks
 from jfp8.training.hoist import split
 from jfp8.training.state import Gradients, TrainState
 
@@ -62,13 +63,32 @@ def value_and_grad(
         by_values = has_master_weights(state.opt_state)
         differentiated = (carriers if by_values else without_stored)(state.params)
         known = (differentiated, init_sinks(state.fp8), state.fp8)
-        scaled_loss = partial(_scaled_loss, loss_fn, has_aux, loss_scale, state.params)
-        gradient = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
+        gradient = _gradient(partial(_scaled_loss, loss_fn, has_aux, loss_scale, state.params))
         if micro_batches > 1:
             gradient = partial(_over_micro_batches, gradient, micro_batches)
         (grads, sink), (loss, collections, aux) = gradient(*known, state.collections, batch)
         grads = unscaled(grads, loss_scale)
         return ((loss, aux) if has_aux else loss), Gradients(grads, sink, collections)
+
+    return compute
+
+
+def _gradient(scaled_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """That of a loss like `_scaled_loss`, by parameters and sinks; with what the loss returns."""
+
+    def compute(differentiated: Any, sinks: Collections, *others: Any) -> Any:
+        noted: list[Uses] = []
+
+        def noting(differentiated: Any, sinks: Collections) -> Any:
+            with noting_uses(sinks) as uses:
+                loss, (aux, recorded) = scaled_loss(differentiated, sinks, *others)
+            noted.append(uses)
+            return loss, (aux, recorded, uses.amaxes())
+
+        gradient = jax.grad(noting, argnums=(0, 1), has_aux=True)
+        (grads, cotangents), (aux, recorded, amaxes) = gradient(differentiated, sinks)
+        (uses,) = noted
+        return (grads, add_recorded(uses.into(cotangents, amaxes), recorded)), aux
 
     return compute
 
@@ -83,8 +103,8 @@ def _scaled_loss(
     fp8: Collections,
     collections: Collections,
     batch: Any,
-) -> tuple[jax.Array, tuple[jax.Array, Collections, Any]]:
-    """The loss times the loss scale, and ``(loss, collections, aux)``."""
+) -> tuple[jax.Array, tuple[tuple[jax.Array, Collections, Any], Collections]]:
+    """The loss times the loss scale, ``(loss, collections, aux)``, and what ``fp8`` recorded."""
     variables = {"params": with_carriers(params, differentiated)}
     if fp8:
         variables |= {"fp8": fp8, "fp8_sink": sinks}
@@ -97,7 +117,7 @@ def _scaled_loss(
         )
     new = {name: mutated.get(name, value) for name, value in collections.items()}
     loss = jnp.asarray(loss)
-    return scaled(loss, loss_scale), (loss, new, aux)
+    return scaled(loss, loss_scale), ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
 
 
 def _over_micro_batches(

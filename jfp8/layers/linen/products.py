@@ -17,6 +17,7 @@ from jfp8.matmul.choice import Implementation
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import How, Observed, State
+from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
@@ -73,7 +74,8 @@ class ProductModule(nn.Module):
             # What `record` has written is the last step's.
             state = {role: end_step(amaxes) for role, amaxes in state.items()}
         layer, product = self._place_in_model()
-        with note("path", layer), note("product", product), note("recipe", recipe.name):
+        notes = note("path", layer), note("product", product), note("recipe", recipe.name)
+        with notes[0], notes[1], notes[2], uses_of("/".join(self.path)):
             how = How(recipe, self.implementation)
             y, observed = quantized(lhs, rhs, how=how, state=State(state, sink, key))
         if state is not None and records:

@@ -17,6 +17,7 @@ from jfp8.products import einsum
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import How, Observed, State
+from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -149,7 +150,7 @@ class Product(nnx.Module):
             sink = None
             if state is not None and self.fp8_sink is not None:
                 sink = self.fp8_sink.get_value()
-            with note("recipe", recipe.name):
+            with note("recipe", recipe.name), uses_of(self.path):
                 how = How(recipe, self.implementation)
                 y, observed = quantized(
                     lhs, rhs, how=how, state=State(state, sink), out_sharding=out_sharding

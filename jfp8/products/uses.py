@@ -1,0 +1,131 @@
+"""Uses of products that the loss is not differentiated through, such as behind ``stop_gradient``.
+
+Their amaxes do not come back by the sink, because JAX leaves out their backward pass. While a loss
+is traced to be differentiated, each use is noted; once it has been, those whose backward pass was
+not traced are known. What they saw then leaves beside the loss, and no program has more in it than
+these need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfp8.scaling.sink import encode_amax
+from jfp8.tracing.compat import trace_state
+
+
+@dataclass(eq=False)
+class Use:
+    """A product that is traced with a sink.
+
+    Attributes:
+      sink: that of its state.
+      layer: where it is in its model; "" if nobody said.
+      amaxes: of lhs and rhs, if they can leave: not from the body of a ``scan``, or the like.
+      linearized: whether JAX has traced what its backward pass would need.
+      differentiated: whether its backward pass has been traced.
+    """
+
+    sink: jax.Array
+    layer: str
+    amaxes: jax.Array | None = None
+    linearized: bool = False
+    differentiated: bool = False
+
+
+@dataclass(eq=False)
+class Uses:
+    """Those of the products of one loss.
+
+    Attributes:
+      sinks: by which the loss is differentiated, as it sees them.
+      trace: that of the loss.
+      found: in the order in which they are traced.
+    """
+
+    sinks: list[jax.Array]
+    trace: Any
+    found: list[Use] = field(default_factory=list)
+
+    def amaxes(self) -> list[jax.Array]:
+        """Those that can leave, f32[2] each: to be returned beside the loss."""
+        return [use.amaxes for use in self.found if use.amaxes is not None]
+
+    def into(self, cotangents: Any, amaxes: Sequence[jax.Array]) -> Any:
+        """`cotangents` of the sinks with what the backward pass did not bring.
+
+        Args:
+          amaxes: what `amaxes` gave, after differentiation.
+        """
+        leaves, structure = jax.tree.flatten(cotangents)
+        able = [use for use in self.found if use.amaxes is not None]
+        self._warn_of([use for use in self.found if use.amaxes is None])
+        for use, seen in zip(able, amaxes, strict=True):
+            if not use.differentiated:
+                (i,) = (i for i, sink in enumerate(self.sinks) if sink is use.sink)
+                leaves[i] = leaves[i].at[:2].add(encode_amax(seen))
+        return structure.unflatten(leaves)
+
+    @staticmethod
+    def _warn_of(unable: Sequence[Use]) -> None:
+        lost = {use.layer for use in unable if use.linearized and not use.differentiated}
+        if lost:
+            warnings.warn(
+                f"The amax histories of {sorted(lost)} are not kept up for uses that the loss is "
+                "not differentiated through (behind stop_gradient, or without effect), because they "
+                "are inside of nn.scan, nn.remat or the like. Record them in the forward pass: y, "
+                "mutated = model.apply(variables, x, mutable=['fp8']), and return mutated from the "
+                "loss function.",
+                stacklevel=2,
+            )
+
+
+_noting: ContextVar[Uses | None] = ContextVar("jfp8_uses", default=None)
+_layer: ContextVar[str] = ContextVar("jfp8_layer", default="")
+
+
+@contextlib.contextmanager
+def noting_uses(sinks: Any) -> Iterator[Uses]:
+    """A context in which the uses of products with one of these `sinks` are noted."""
+    uses = Uses(jax.tree.leaves(sinks), trace_state())
+    token = _noting.set(uses)
+    try:
+        yield uses
+    finally:
+        _noting.reset(token)
+
+
+@contextlib.contextmanager
+def uses_of(layer: str) -> Iterator[None]:
+    """A context whose uses are those of a `layer`."""
+    token = _layer.set(layer)
+    try:
+        yield
+    finally:
+        _layer.reset(token)
+
+
+def begin_use(sink: jax.Array) -> Use | None:
+    """A use of a product with this `sink`, if uses are noted."""
+    uses = _noting.get()
+    if uses is None:
+        return None
+    uses.found.append(Use(sink, _layer.get()))
+    return uses.found[-1]
+
+
+def end_use(use: Use, lhs: jax.Array, rhs: jax.Array) -> None:
+    """Note which amaxes it saw, f32[] each."""
+    uses = _noting.get()
+    if uses is None or trace_state() != uses.trace:
+        return
+    if any(sink is use.sink for sink in uses.sinks):
+        use.amaxes = jax.lax.stop_gradient(jnp.stack([lhs, rhs]))
