@@ -23,7 +23,7 @@ from jfp8.tracing.compat import trace_state
 
 
 @dataclass(eq=False)
-class Use:
+class ProductUse:
     """A product that is traced with a sink.
 
     Attributes:
@@ -53,7 +53,7 @@ class Uses:
 
     sinks: list[jax.Array]
     trace: Any
-    found: list[Use] = field(default_factory=list)
+    found: list[ProductUse] = field(default_factory=list)
 
     def amaxes(self) -> list[jax.Array]:
         """Those that can leave, f32[2] each: to be returned beside the loss."""
@@ -75,7 +75,7 @@ class Uses:
         return structure.unflatten(leaves)
 
     @staticmethod
-    def _warn_of(unable: Sequence[Use]) -> None:
+    def _warn_of(unable: Sequence[ProductUse]) -> None:
         lost = {use.layer for use in unable if use.linearized and not use.differentiated}
         if lost:
             warnings.warn(
@@ -113,16 +113,16 @@ def uses_of(layer: str) -> Iterator[None]:
         _layer.reset(token)
 
 
-def begin_use(sink: jax.Array) -> Use | None:
+def begin_use(sink: jax.Array) -> ProductUse | None:
     """A use of a product with this `sink`, if uses are noted."""
     uses = _noting.get()
     if uses is None:
         return None
-    uses.found.append(Use(sink, _layer.get()))
+    uses.found.append(ProductUse(sink, _layer.get()))
     return uses.found[-1]
 
 
-def end_use(use: Use, lhs: jax.Array, rhs: jax.Array) -> None:
+def end_use(use: ProductUse, lhs: jax.Array, rhs: jax.Array) -> None:
     """Note which amaxes it saw, f32[] each."""
     uses = _noting.get()
     if uses is None or trace_state() != uses.trace:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
@@ -120,6 +121,8 @@ def multiply_quantized(
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
     operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
     operation, operands = same_varying_axes((operation, operands))
+    if sink is not None and histories is not None:
+        histories = jax.tree.map(partial(_no_parameter, sink), histories)
     use = None if sink is None else begin_use(sink)
     y, observed = _multiply(recipe, carrier is not None, use, operation, operands)
     if use is not None:
@@ -245,6 +248,28 @@ def _refuse_second_order(of, instead, primals, tangents):
         f"Second derivatives of {of} are not supported: the backward pass works on f8 bytes, "
         f"through which nothing can be differentiated. Use {instead} where you need them."
     )
+
+
+@jax.custom_jvp
+def _no_parameter(sink: jax.Array, history: jax.Array) -> jax.Array:
+    """A `history`, where it and the sink are not both differentiated by, as parameters are."""
+    del sink
+    return history
+
+
+def _refuse_state_as_parameters(primals, tangents):
+    if not any(isinstance(t, SymbolicZero) for t in tangents):
+        raise TypeError(
+            "The loss is differentiated by the collections 'fp8' and 'fp8_sink' as if they were "
+            "parameters, and an optimizer would change them. Give it the parameters alone, "
+            "variables['params'], and let jfp8.TrainState.create(apply_fn=model.apply, "
+            "variables=variables, tx=tx) with jfp8.value_and_grad keep the rest; or see "
+            "jfp8.advance for a loop of your own."
+        )
+    return primals[1], jnp.zeros_like(primals[1])
+
+
+_no_parameter.defjvp(_refuse_state_as_parameters, symbolic_zeros=True)
 
 
 def _product(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.optim.loss_scaling import keep_unless
 from jfp8.scaling.history import end_step, observe, running_amax
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
 
@@ -81,14 +82,17 @@ def in_one_array(sinks: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     return jnp.concatenate([leaf.reshape(-1, len(ROLES), WIDTH) for leaf in leaves]), back
 
 
-def close_step(fp8: Any, amaxes: Any, path: tuple[str, ...] = ()) -> Any:
-    """`advance` of amaxes that are decoded already."""
+def close_step(
+    fp8: Any, amaxes: Any, path: tuple[str, ...] = (), ends: jax.Array | None = None
+) -> Any:
+    """`advance` of amaxes that are decoded already; bool[] `ends` says whether the step ends."""
     if _is_product(fp8):
         new = dict(fp8)
         if "amax" in amaxes:
             for row, role in enumerate(ROLES):
                 new[role] = observe(fp8[role], amaxes["amax"][..., row])
-        return {role: end_step(state) for role, state in new.items()}
+        ended = {role: end_step(state) for role, state in new.items()}
+        return ended if ends is None else keep_unless(ends, ended, new)
     unknown = sorted(set(amaxes) - set(fp8))
     if unknown:
         where = "/".join(path) or "the top"
@@ -96,7 +100,7 @@ def close_step(fp8: Any, amaxes: Any, path: tuple[str, ...] = ()) -> Any:
             f"sink_cotangent has {unknown} at {where}, which the fp8 collection lacks; it has "
             f"{sorted(fp8)}. Pass the two collections of the same model."
         )
-    return {k: close_step(node, amaxes.get(k, {}), (*path, k)) for k, node in fp8.items()}
+    return {k: close_step(node, amaxes.get(k, {}), (*path, k), ends) for k, node in fp8.items()}
 
 
 def as_dicts(tree: Mapping[str, Any]) -> dict[str, Any]:

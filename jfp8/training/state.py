@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -162,6 +163,8 @@ class TrainState(flax.struct.PyTreeNode):
         2^62, so that optimizers could not square it, the step is skipped: parameters, optimizer
         state, histories and other collections stay as they are, bit for bit; only `step` counts on
         and the loss scale falls. When the loss scale changes, the histories of gradients follow it.
+        While ``optax.MultiSteps`` accumulates gradients, the histories wait for its last micro-step,
+        and get the largest amax of them all.
 
         Args:
           grads: what `value_and_grad` returned, averaged over devices or not.
@@ -190,7 +193,8 @@ class TrainState(flax.struct.PyTreeNode):
         opt_state = keep_unless(finite, opt_state, self.opt_state)
         params = keep_unless(finite, apply_updates(self.params, updates), self.params)
 
-        fp8 = keep_unless(finite, close_step(self.fp8, amaxes), self.fp8)
+        ends = _steps_end(self.opt_state, opt_state)
+        fp8 = keep_unless(finite, close_step(self.fp8, amaxes, ends=ends), self.fp8)
         after = loss_scale_in(opt_state)
         if before is not None and after is not None and fp8:
             fp8 = rescale_grad_histories(fp8, after / before)
@@ -204,6 +208,16 @@ class TrainState(flax.struct.PyTreeNode):
             opt_state=opt_state,
             collections={**self.collections, **collections},
         )
+
+
+def _steps_end(before: optax.OptState, after: optax.OptState) -> jax.Array | None:
+    """Whether an update was the last of those that ``optax.MultiSteps`` accumulates, bool[].
+
+    None: nothing accumulates, so every update is a step.
+    """
+    states = zip(*(states_of(optax.MultiStepsState, s) for s in (before, after)), strict=True)
+    counted = [old.gradient_step != new.gradient_step for old, new in states]
+    return functools.reduce(jnp.logical_or, counted) if counted else None
 
 
 # What `repr` says. The trees may hold anything: shapes, shardings, placeholders.
