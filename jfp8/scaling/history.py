@@ -13,6 +13,9 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from jfp8.tracing.compat import axes_apart
 
 AmaxState: TypeAlias = dict[str, jax.Array]
 """One operand's state: ``{"amax_history": f32[H], newest first, 0 = empty slot,
@@ -79,12 +82,23 @@ def ended_steps(state: AmaxState) -> jax.Array:
 
 
 def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
-    """`state` with `amax` folded into the maximum of the step under way (non-finite: ignored)."""
-    seen = jnp.where(jnp.isfinite(amax), amax, 0.0)
+    """`state` with `amax` folded into the maximum of the step under way (non-finite: ignored).
+
+    Devices that see parts of the tensor, in ``jax.shard_map`` or ``jax.pmap``, agree on the largest
+    amax of all. Where JAX keeps track of what varies over the axes of the mesh, a state that itself
+    varies over one (each device has a layer of its own) is left alone.
+    """
+    seen = largest_of_devices(jnp.where(jnp.isfinite(amax), amax, 0.0), state["amax_history"])
     return {
         "amax_history": ended_steps(state),
         "amax": jnp.maximum(running_amax(state), seen),
     }
+
+
+def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The maximum of `x` over the devices that share `like`; see `observe`."""
+    axes = axes_apart(x, like)
+    return lax.pmax(x, axes) if axes else x
 
 
 def record(state: AmaxState, amax: jax.Array) -> AmaxState:

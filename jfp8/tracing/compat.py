@@ -47,6 +47,18 @@ def same_varying_axes(tree: Any) -> Any:
     return jax.tree.map(widen, tree)
 
 
+def axes_apart(x: jax.Array, other: jax.Array) -> tuple[Any, ...]:
+    """Mesh axes of enclosing ``shard_map`` or ``pmap`` over which `x` may differ, unlike `other`.
+
+    Where JAX does not keep track of that (``check_vma=False``), all of them.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not manual or not config._check_vma.value:
+        return tuple(manual)
+    apart = varying_axes(x) - varying_axes(other)
+    return tuple(axis for axis in manual if axis in apart)
+
+
 def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """`x` made to vary over all mesh axes over which `other` does."""
     missing = tuple(varying_axes(other) - varying_axes(x))

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import filterlib
 
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.loss_scaling import all_finite, keep_unless, scaled
 from jfp8.products.uses import Uses, noting_uses
-from jfp8.scaling.history import push_amax
+from jfp8.scaling.history import end_step, largest_of_devices, observe
 from jfp8.scaling.sink import ROLES
 from jfp8.training.histories import decode_all, rescaled, zero_sink
 
@@ -105,13 +106,14 @@ def value_and_grad(
 
         (uses,) = noted
         decoded, overflow = decode_all(uses.into(cotangents, amaxes))
-        finite = all_finite((loss, grads)) & ~overflow
+        failed = ~all_finite((loss, grads)) | overflow
         seen = dict(zip(with_sink, decoded, strict=True))
         for path, product in products.items():
             after = product.histories()
             if path in seen:
                 after = _pushed(before[path], seen[path], loss_scale)
-            product.set_histories(keep_unless(finite, after, before[path]))
+            anywhere = largest_of_devices(failed.astype(jnp.float32), before[path]["lhs"]) > 0
+            product.set_histories(keep_unless(~anywhere, after, before[path]))
         return (loss, aux) if has_aux else loss, grads[0] if single else tuple(grads)
 
     return compute
@@ -126,7 +128,8 @@ def _pushed(
         amax = amaxes[..., row]
         if role == "grad" and loss_scale is not None:
             amax = amax / loss_scale
-        new[role] = push_amax(histories[role], amax)
+        state = {"amax_history": histories[role], "amax": jnp.zeros_like(amax)}
+        new[role] = end_step(observe(state, amax))["amax_history"]
     return new
 
 
