@@ -4,7 +4,8 @@ from jfp8.optim.adam import adam, adamw, scale_by_adam
 from jfp8.optim.blocks import Blocks
 from jfp8.optim.fp8_gradients import fp8_gradients
 from jfp8.optim.fp8_params import StoredUpdate, apply_updates, carriers, with_carriers
-from jfp8.optim.loss_scaling import LossScaleState, loss_scale, scale_loss, skip_on_overflow
+from jfp8.optim.loss_scale_state import LossScaleState
+from jfp8.optim.loss_scaling import loss_scale, scale_loss, skip_on_overflow
 from jfp8.optim.masters import MasterWeightsState, init_masters, master_weights
 from jfp8.optim.state_shardings import state_shardings
 from jfp8.optim.stochastic_rounding import StochasticRoundingState, stochastic_rounding

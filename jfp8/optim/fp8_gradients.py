@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jfp8.collectives import exchange as collectives
+from jfp8.optim.wrapping import AnyScaleState
 from jfp8.scaling.formats import E4M3FN, Format
 from jfp8.scaling.quantization import quantize
 from jfp8.scaling.scales import Granularity, PerTensor
@@ -76,13 +77,15 @@ def fp8_gradients(
         largest = jnp.finfo(g.dtype).max
         return jnp.clip(q.dequantize(g.dtype), -largest, largest)
 
-    def update(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         del params
         if axis_name is not None:
-            return collectives.pmean(updates, axis_name, fmt=fmt or collectives.FINEST)
-        return jax.tree.map(rounded, updates)
+            return collectives.pmean(updates, axis_name, fmt=fmt or collectives.FINEST), state
+        return jax.tree.map(rounded, updates), state
 
-    return optax.stateless(update)
+    return optax.GradientTransformation(lambda params: AnyScaleState(), update)
 
 
 def _is_weight_gradient(g: Any) -> bool:

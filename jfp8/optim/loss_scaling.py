@@ -10,37 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfp8.optim.wrapping import states_of, transformation, widened
-from jfp8.scaling import printing
-
-
-class LossScaleState(NamedTuple):
-    """State of `loss_scale`; ``optax.tree.get(opt_state, "loss_scale")`` finds it in any chain.
-
-    Attributes:
-      loss_scale: f32[], what the loss is multiplied by; a power of two.
-      growth_tracker: i32[], finite steps since the scale last changed.
-      grads_finite: bool[], whether the last gradients were all finite.
-      overflow_count: i32[], number of steps that were not.
-      inner_state: state of the wrapped transformation, ``()`` without one.
-    """
-
-    loss_scale: jax.Array
-    growth_tracker: jax.Array
-    grads_finite: jax.Array
-    overflow_count: jax.Array
-    inner_state: Any
-
-    def __repr__(self) -> str:
-        """Its numbers, and what is inside by type and size."""
-        return printing.named_state(self)
+from jfp8.optim.loss_scale_state import (
+    LossScaleState,
+    Mark,
+    warn_if_not_read,
+    loss_scale_in,
+    warn_if_misplaced,
+)
+from jfp8.optim.wrapping import transformation, widened
 
 
 def loss_scale(
@@ -54,13 +38,24 @@ def loss_scale(
     max_scale: float = 2.0**24,
     on_overflow: Literal["zero", "pass"] = "zero",
 ) -> optax.GradientTransformationExtraArgs:
-    """Divide gradients by a loss scale that adapts itself. ::
+    """Divide gradients by a loss scale that adapts itself; not needed in f32 and bf16. ::
 
         if all gradients are finite:   updates = grads / S;   tracker += 1
             if tracker == growth_interval:   S = min(S * growth_factor, max_scale);   tracker = 0
         else:   updates = 0;   S = max(S * backoff_factor, min_scale);   tracker = 0
 
-    Multiply the loss with `scale_loss` (`jfp8.value_and_grad` does it by itself). The division is
+    It is for f16, and for recipes whose gradients have no scale of their own (``DirectE5M2``,
+    ``Hybrid``, ``Unscaled``). All other recipes, the default among them, scale gradients by
+    themselves: leave it out where parameters and activations are f32 or bf16.
+
+    Multiply the loss with `scale_loss` (`jfp8.value_and_grad` does it by itself). Whoever does
+    neither divides gradients that nobody multiplied, so ``update`` warns if the scale of its state
+    was never read, outside of ``jit`` or while a function was traced. Every reading counts, that of
+    ``optax.tree.get(opt_state, "loss_scale")`` too, and once is enough, so that loops whose
+    gradients and updates are compiled apart are left alone. It says nothing about states that come
+    from a file. A compiled step holds nothing of this.
+
+    The division is
     done in f32 and the updates are f32: f16 gradients times 2^-15 would underflow in f16, and Adam
     would turn the zeros into NaN. For the same reason keep parameters that a bare chain's optimizer
     is initialized with in f32; the wrapping form initializes `inner` in f32 by itself.
@@ -69,8 +64,14 @@ def loss_scale(
     optax.adam(1e-3))`` an overflowing step is not skipped exactly. Adam sees a zero gradient, so
     its count advances, and its momentum decays and still moves the parameters. For exact skips pass
     the optimizer as `inner`, wrap the chain in `skip_on_overflow`, or use `jfp8.TrainState`, which
-    keeps the amax histories as well. Put it before gradient clipping. With
-    ``optax.MultiSteps`` put it outside, in a form that lets MultiSteps drop the micro-step:
+    keeps the amax histories as well.
+
+    Put it in front of everything, gradient clipping above all: a clip before it sees gradients of
+    the scaled loss, and leaves updates that are thousands of times too small. `scale_loss` and
+    `jfp8.TrainState` warn of what stands in front, and raise if it covers one group of an
+    ``optax.multi_transform`` while others are trained. They know by the order of the states in a
+    chain; in an ``optax.named_chain``, whose states are sorted by name under ``jit``, they cannot.
+    With ``optax.MultiSteps`` put it outside, in a form that lets MultiSteps drop the micro-step:
     ``optax.chain(loss_scale(on_overflow="pass"), optax.MultiSteps(adam, k,
     should_skip_update_fn=optax.skip_not_finite))``; inside, MultiSteps multiplies an infinite
     accumulator by zero, which never becomes finite again.
@@ -92,7 +93,8 @@ def loss_scale(
     Raises:
       ValueError: scales or factors that are not powers of two (which would make unscaling inexact),
         bounds that exclude `init_scale`, a growth factor below 1 or a backoff factor above it, an
-        interval below 1, unknown `on_overflow`, or ``on_overflow="pass"`` with `inner`.
+        interval below 1, unknown `on_overflow`, or ``on_overflow="pass"`` with `inner`. In
+        ``update``: nobody read the loss scale.
 
     References:
       Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2;
@@ -115,6 +117,7 @@ def loss_scale(
             "inner= the step is skipped instead. Drop one of the two."
         )
     wrapped = None if inner is None else transformation("loss_scale", inner)
+    mark = Mark("unknown" if schedule.is_always_1 else "no")
 
     def init_fn(params: optax.Params) -> LossScaleState:
         return LossScaleState(
@@ -123,7 +126,7 @@ def loss_scale(
             grads_finite=jnp.ones((), bool),
             overflow_count=jnp.zeros((), jnp.int32),
             inner_state=() if wrapped is None else wrapped.init(widened(params)),
-        )
+        ).marked(mark)
 
     def update_fn(
         updates: optax.Updates,
@@ -131,6 +134,7 @@ def loss_scale(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
+        warn_if_not_read(state)
         finite = all_finite(updates)
         updates = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
         new_inner: Any = ()
@@ -176,6 +180,12 @@ class _Schedule:
         if not isinstance(n, jax.Array) and not (whole and n >= 1):
             raise ValueError(f"loss_scale(growth_interval={n!r}): must be an int of at least 1.")
 
+    @property
+    def is_always_1(self) -> bool:
+        """Whether there is nothing to multiply a loss by."""
+        bounds = (self.min_scale, self.max_scale)
+        return all(_is_number(bound) and bound == 1 for bound in bounds)
+
     def after(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
         """`state` after a step whose gradients were `finite` or not."""
         tracker = jnp.where(finite, state.growth_tracker + 1, 0)
@@ -183,12 +193,11 @@ class _Schedule:
         grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
         grown = jnp.where(grow, grown, state.loss_scale)
         fallen = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
-        return LossScaleState(
+        return state._replace(
             loss_scale=jnp.where(finite, grown, fallen).astype(jnp.float32),
             growth_tracker=jnp.where(grow, 0, tracker).astype(jnp.int32),
             grads_finite=finite,
             overflow_count=state.overflow_count + jnp.where(finite, 0, 1).astype(jnp.int32),
-            inner_state=state.inner_state,
         )
 
 
@@ -231,7 +240,9 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
     >>> import jax.numpy as jnp, jfp8, optax
     >>> tx = jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), optax.adam(1e-3)))
     >>> params = {"w": jnp.zeros(2)}
-    >>> updates, state = tx.update({"w": jnp.array([1.0, jnp.inf])}, tx.init(params), params)
+    >>> state = tx.init(params)
+    >>> grads = {"w": jfp8.scale_loss(1.0, state) * jnp.array([1.0, jnp.inf])}
+    >>> updates, state = tx.update(grads, state, params)
     >>> updates["w"], optax.tree.get(state, "count")
     (Array([0., 0.], dtype=float32), Array(0, dtype=int32))
     """
@@ -261,13 +272,18 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
       f32[]. (A product in f16 would overflow.)
 
     Raises:
-      ValueError: there is no `loss_scale` in it, or more than one.
+      ValueError: there is no `loss_scale` in it, more than one, or one that covers a group of an
+        ``optax.multi_transform`` while others are trained.
+
+    Warns:
+      UserWarning: something stands in front of it that may depend on the size of gradients.
 
     >>> import jax.numpy as jnp, jfp8, optax
     >>> tx = jfp8.loss_scale(optax.sgd(0.1), init_scale=8.0)
     >>> jfp8.scale_loss(0.5, tx.init({"w": jnp.zeros(2)}))
     Array(4., dtype=float32)
     """
+    warn_if_misplaced(opt_state, stacklevel=2)
     factor = loss_scale_in(opt_state)
     if factor is None:
         raise ValueError(
@@ -275,23 +291,6 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
             "optax.chain(jfp8.loss_scale(), optax.adam(1e-3))."
         )
     return scaled(jnp.asarray(loss), factor)
-
-
-def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
-    """The `LossScaleState` inside `opt_state`, None if there is none; ``ValueError`` if several."""
-    found = states_of(LossScaleState, opt_state)
-    if len(found) > 1:
-        raise ValueError(
-            f"opt_state holds {len(found)} loss scales; the loss can only be multiplied by one. "
-            "Put a single loss_scale() around or in front of all optimizers."
-        )
-    return found[0] if found else None
-
-
-def loss_scale_in(opt_state: optax.OptState) -> jax.Array | None:
-    """S of `find_loss_scale`, None if there is none."""
-    state = find_loss_scale(opt_state)
-    return None if state is None else state.loss_scale
 
 
 def scaled(tree: Any, loss_scale: jax.typing.ArrayLike | None) -> Any:

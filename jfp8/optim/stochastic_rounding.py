@@ -62,7 +62,9 @@ def stochastic_rounding(
     >>> import jax.numpy as jnp, jfp8, optax
     >>> tx = jfp8.loss_scale(jfp8.optim.stochastic_rounding(optax.adam(1e-3)))
     >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
-    >>> updates, state = tx.update({"w": jnp.ones(3)}, tx.init(params), params)
+    >>> state = tx.init(params)
+    >>> grads = {"w": jfp8.scale_loss(1.0, state) * jnp.ones(3)}
+    >>> updates, state = tx.update(grads, state, params)
     >>> optax.apply_updates(params, updates)["w"].dtype
     dtype(bfloat16)
     """

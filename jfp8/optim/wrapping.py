@@ -39,6 +39,12 @@ def states_of(kind: type[State], opt_state: Any) -> list[State]:
     return [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=is_kind) if is_kind(leaf)]
 
 
+class AnyScaleState(optax.EmptyState):
+    """State of a stateless element that does the same at every loss scale: it may be in front."""
+
+    __slots__ = ()
+
+
 def seed_words(seed: jax.typing.ArrayLike) -> jax.Array:
     """uint32[2]. (optax.inject_hyperparams makes an array of the seed.)"""
     if isinstance(seed, int):

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
+from jfp8.optim.loss_scale_state import find_loss_scale
 from jfp8.optim.loss_scaling import keep_unless
 from jfp8.scaling.history import end_step, observe, running_amax
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
@@ -18,25 +20,37 @@ from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
 Collections = dict[str, Any]
 
 
-def advance(fp8: Collections, sink_cotangent: Collections | None = None) -> Collections:
+def advance(
+    fp8: Collections,
+    sink_cotangent: Collections | None = None,
+    *,
+    opt_states: tuple[optax.OptState, optax.OptState] | None = None,
+) -> Collections:
     """End an optimizer step: every history gets one entry, the largest amax that the step saw.
 
     For hand-written loops; `TrainState.apply_gradients` does it by itself. Make ``fp8`` mutable, for
     the amaxes of activations and weights, and differentiate the loss by the ``fp8_sink``
     collection, for those of gradients: accumulate and average its cotangent with the other
-    gradients if you do that. Call this once per optimizer step, and not when you skip the step.
+    gradients if you do that. Call this once per optimizer step. Without `opt_states`, skip the call
+    when you skip the step.
 
     Args:
       fp8: the ``fp8`` collection: the one given to ``apply``, or the one it returned as mutated.
       sink_cotangent: the gradient by the ``fp8_sink`` collection. A product that is missing from it
         (a frozen layer) keeps what `fp8` itself recorded. None: all do.
+      opt_states: the optimizer's state before and after this step. With a `jfp8.loss_scale` in it,
+        pass them: gradients are S times as large, and when S changes, their histories follow it,
+        which `advance` cannot know by itself. Each growth of S would saturate gradients in the step
+        after it. And a step that was not finite then changes nothing else. Without a loss scale
+        they make no difference.
 
     Returns:
       The new ``fp8`` collection, of the same structure. Non-finite amaxes do not enter it, and a
       tensor that was all zero or did not take part keeps its history.
 
     Raises:
-      ValueError: `sink_cotangent` has a product that `fp8` lacks.
+      ValueError: `sink_cotangent` has a product that `fp8` lacks; one of `opt_states` has a loss
+        scale and the other has none.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
@@ -51,8 +65,22 @@ def advance(fp8: Collections, sink_cotangent: Collections | None = None) -> Coll
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:3]
     Array([1., 0., 0.], dtype=float32)
     """
-    amaxes, _ = decode_all(as_dicts(sink_cotangent or {}))
-    return close_step(as_dicts(fp8), amaxes)
+    amaxes, overflow = decode_all(as_dicts(sink_cotangent or {}))
+    old = as_dicts(fp8)
+    new = close_step(old, amaxes)
+    if opt_states is None:
+        return new
+    before, after = map(find_loss_scale, opt_states)
+    if before is None and after is None:
+        return new
+    if before is None or after is None:
+        raise ValueError(
+            "advance(opt_states=...): only one of the two states has a loss scale. Pass those of "
+            "one optimizer: opt_states=(opt_state, new_opt_state), of "
+            "updates, new_opt_state = tx.update(grads, opt_state, params)."
+        )
+    kept = keep_unless(after.grads_finite & ~overflow, new, old)
+    return rescale_grad_histories(kept, after.loss_scale / before.loss_scale)
 
 
 def decode_all(sinks: Any) -> tuple[Any, jax.Array]:

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import optax
 
 from jfp8.optim.fp8_params import apply_updates, without_stored
-from jfp8.optim.loss_scaling import (
+from jfp8.optim.loss_scale_state import (
     LossScaleState,
-    all_squares_finite,
-    keep_unless,
+    warn_if_not_read,
+    find_loss_scale,
     loss_scale_in,
-    scaled,
-    unscaled,
+    warn_if_misplaced,
 )
+from jfp8.optim.loss_scaling import all_squares_finite, keep_unless, scaled, unscaled
 from jfp8.optim.masters import has_master_weights
 from jfp8.optim.wrapping import states_of
 from jfp8.scaling import printing
@@ -109,8 +109,9 @@ class TrainState(flax.struct.PyTreeNode):
         cls,
         *,
         apply_fn: Callable[..., Any],
-        variables: Mapping[str, Any],
+        variables: Mapping[str, Any] | None = None,
         tx: optax.GradientTransformation,
+        **unknown: Any,
     ) -> TrainState:
         """The state before the first step.
 
@@ -118,10 +119,19 @@ class TrainState(flax.struct.PyTreeNode):
           apply_fn: ``model.apply``.
           variables: what ``model.init`` returned.
           tx: optimizer; it sees nothing but ``params``, and of those only what is trained.
+          unknown: refused, with the call to write.
 
         Raises:
+          TypeError: another argument, such as the ``params`` of Flax's ``TrainState.create``.
           ValueError: `variables` has no ``params``, or its ``fp8_sink`` does not match its ``fp8``.
         """
+        if unknown or variables is None:
+            raise TypeError(
+                "TrainState.create takes apply_fn, variables and tx, but got "
+                f"{', '.join(sorted(unknown)) or 'no variables'}. Histories stand beside the "
+                "parameters in what model.init returned, so pass all of it: "
+                "jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)."
+            )
         collections = as_dicts(variables)
         if "params" not in collections:
             raise ValueError(
@@ -140,6 +150,7 @@ class TrainState(flax.struct.PyTreeNode):
         opt_state = tx.init(without_stored(params))
         if has_master_weights(opt_state):
             opt_state = tx.init(params)
+        warn_if_misplaced(opt_state, stacklevel=2)
         return cls(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -167,12 +178,15 @@ class TrainState(flax.struct.PyTreeNode):
         and get the largest amax of them all.
 
         Args:
-          grads: what `value_and_grad` returned, averaged over devices or not.
+          grads: what `value_and_grad` returned, averaged over devices or not. Without histories
+            (``fp8`` is ``{}``) also gradients by ``params`` of the loss times its loss scale, if
+            there is one.
 
         Raises:
+          ValueError: `grads` is not a `Gradients`, and nothing has multiplied the loss by the loss
+            scale of the optimizer.
           TypeError: `grads` is not a `Gradients` although there are histories to keep up.
         """
-        before = loss_scale_in(self.opt_state)
         if not isinstance(grads, Gradients):
             if self.fp8:
                 raise TypeError(
@@ -180,7 +194,10 @@ class TrainState(flax.struct.PyTreeNode):
                     f"fp8 histories up, but got {type(grads).__name__}. Compute the gradients with "
                     "jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
-            grads = Gradients(unscaled(grads, before), {}, {})
+            if (found := find_loss_scale(self.opt_state)) is not None:
+                warn_if_not_read(found)
+            grads = Gradients(unscaled(grads, loss_scale_in(self.opt_state)), {}, {})
+        before = loss_scale_in(self.opt_state)
         amaxes, overflow = decode_all(as_dicts(grads.fp8_sink))
         finite = all_squares_finite(grads.params) & ~overflow
 
@@ -249,7 +266,7 @@ def _spelled_products(fp8: Any) -> str:
 
 def _spelled_optimizer(opt_state: Any) -> str:
     scales = states_of(LossScaleState, opt_state)
-    spelled = [f"loss scale {printing.number(scale.loss_scale)}" for scale in scales]
+    spelled = [f"loss scale {printing.number(scale[0])}" for scale in scales]
     return "; ".join([printing.optimizer_state(opt_state), *spelled])
 
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
-from jfp8.optim.loss_scaling import loss_scale_in, scaled, unscaled
+from jfp8.optim.loss_scale_state import loss_scale_in
+from jfp8.optim.loss_scaling import scaled, unscaled
 from jfp8.optim.masters import has_master_weights
 from jfp8.products.uses import Uses, noting_uses
 from jfp8.scaling.sink import max_of_sinks
@@ -21,7 +24,7 @@ from jfp8.training.state import Gradients, TrainState
 
 def value_and_grad(
     loss_fn: Callable[..., Any], *, has_aux: bool = False, micro_batches: int = 1
-) -> Callable[[TrainState, Any], tuple[Any, Gradients]]:
+) -> Callable[..., tuple[Any, Gradients]]:
     """Like ``jax.value_and_grad``, for a `TrainState` and one batch.
 
     The loss is multiplied by the loss scale, if the optimizer has one, and the returned loss and
@@ -30,8 +33,9 @@ def value_and_grad(
     Args:
       loss_fn: ``(variables, batch) -> (loss, mutated)``, with `has_aux` ``(loss, mutated, aux)``.
         ``variables`` are the collections for ``model.apply``; ``mutated`` are the collections that
-        it returned as mutated, ``{}`` if none. Of those, the ones that the state holds are carried
-        over; return others, such as ``intermediates``, as ``aux``.
+        it returned as mutated, ``{}`` if none; ``loss`` alone says that, too. Of those, the ones
+        that the state holds are carried over; return others, such as ``intermediates``, as ``aux``.
+        The batch may be several arguments, ``(variables, x, y)``.
       has_aux: whether `loss_fn` returns a third value.
       micro_batches: split the batch's leading axis into this many parts, one after the other, and
         average losses and gradients: the same step in less memory. All parts see the same scales,
@@ -40,9 +44,11 @@ def value_and_grad(
 
     Returns:
       ``(state, batch) -> (loss, grads)``, or ``((loss, aux), grads)`` with `has_aux`; with several
-      micro-batches ``aux`` has a leading axis of that size.
+      micro-batches ``aux`` has a leading axis of that size. It takes as many arguments for the
+      batch as `loss_fn`.
 
     Raises:
+      TypeError: the first argument is not a `TrainState`.
       ValueError: `micro_batches` below 1 or not dividing the batch; `loss_fn` returns something
         else than described.
 
@@ -58,7 +64,9 @@ def value_and_grad(
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches must be an int of at least 1, got {micro_batches!r}.")
 
-    def compute(state: TrainState, batch: Any) -> tuple[Any, Gradients]:
+    def compute(state: TrainState, *batch: Any, **named: Any) -> tuple[Any, Gradients]:
+        if not isinstance(state, TrainState):
+            raise TypeError(_instead_of_state(state))
         loss_scale = loss_scale_in(state.opt_state)
         by_values = has_master_weights(state.opt_state)
         differentiated = (carriers if by_values else without_stored)(state.params)
@@ -66,7 +74,9 @@ def value_and_grad(
         gradient = _gradient(partial(_scaled_loss, loss_fn, has_aux, loss_scale, state.params))
         if micro_batches > 1:
             gradient = partial(_over_micro_batches, gradient, micro_batches)
-        (grads, sink), (loss, collections, aux) = gradient(*known, state.collections, batch)
+        (grads, sink), (loss, collections, aux) = gradient(
+            *known, state.collections, (batch, named)
+        )
         grads = unscaled(grads, loss_scale)
         return ((loss, aux) if has_aux else loss), Gradients(grads, sink, collections)
 
@@ -105,10 +115,11 @@ def _scaled_loss(
     batch: Any,
 ) -> tuple[jax.Array, tuple[tuple[jax.Array, Collections, Any], Collections]]:
     """The loss times the loss scale, ``(loss, collections, aux)``, and what ``fp8`` recorded."""
+    args, named = batch
     variables = {"params": with_carriers(params, differentiated)}
     if fp8:
         variables |= {"fp8": fp8, "fp8_sink": sinks}
-    loss, mutated, aux = _unpacked(loss_fn({**variables, **collections}, batch), has_aux)
+    loss, mutated, aux = _unpacked(loss_fn({**variables, **collections}, *args, **named), has_aux)
     if "fp8_sink" in mutated:
         raise ValueError(
             "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the gradient, "
@@ -157,6 +168,8 @@ def _over_micro_batches(
 
 def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any]:
     """What `loss_fn` returned as (loss, mutated, aux), or an error that says what it should."""
+    if not has_aux and isinstance(returned, jax.Array | np.ndarray | np.generic | int | float):
+        return returned, {}, None
     wanted = "(loss, mutated, aux)" if has_aux else "(loss, mutated)"
     if not isinstance(returned, tuple) or len(returned) != 2 + has_aux:
         given = (
@@ -175,6 +188,23 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
             f"but that is {type(mutated).__name__}."
         )
     return loss, mutated, aux
+
+
+def _instead_of_state(given: Any) -> str:
+    """What to write, where `given` is not a `TrainState`."""
+    if isinstance(given, nnx.Module):
+        return (
+            f"jfp8.value_and_grad got an NNX model, {type(given).__name__}. Use "
+            "jfp8.nnx.value_and_grad(lambda model, x: ...)(model, x)."
+        )
+    return (
+        f"jfp8.value_and_grad(loss_fn) takes a jfp8.TrainState first, got {type(given).__name__}. "
+        "Make one of all that model.init returned:\n"
+        "    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)\n"
+        "    loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)\n"
+        "In a loop without it use jax.value_and_grad, by params and by the 'fp8_sink' collection "
+        "that jfp8.advance takes."
+    )
 
 
 def _split(batch: Any, parts: int) -> Any:

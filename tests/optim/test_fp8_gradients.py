@@ -106,6 +106,7 @@ def test_a_loss_scale_does_not_show():
     expected = rounded(np.asarray(g["w"]))
     scale, round_ = jfp8.loss_scale(), fp8_gradients()
     for tx in (optax.chain(scale, round_), optax.chain(round_, scale)):
+        assert jfp8.scale_loss(1.0, tx.init(g)) == 2.0**15
         np.testing.assert_array_equal(apply(tx, scaled)["w"], expected)
 
 

@@ -423,6 +423,7 @@ class TestComposition:
     def test_a_skipped_step_leaves_every_bit(self, name, master):
         tx = self.WRAPPED[name](master_weights(optax.adam(1e-2), master))
         params = working()
+        optax.tree.get_all_with_path(tx.init(params), "loss_scale")  # gradients are scaled by hand
         good = {"w": jnp.asarray(normal((64, 32), 5)), "b": jnp.ones(32)}
         params, state = run(tx, params, [good])
         after, new_state = stepping(tx)(params, state, bad_gradient((64, 32)))
@@ -439,8 +440,10 @@ class TestComposition:
     def test_loss_scale_around_wider_masters_of_16_bits_is_refused(self):
         tx = jfp8.loss_scale(master_weights(optax.sgd(1.0), "float32"))
         params = {"w": jnp.ones(3, jnp.bfloat16)}
+        state = tx.init(params)
+        grads = {"w": jfp8.scale_loss(1.0, state) * jnp.ones(3)}
         with pytest.raises(ValueError, match=r"bfloat16 array of shape \(3,\).*skip_on_overflow"):
-            tx.update({"w": jnp.ones(3)}, tx.init(params), params)
+            tx.update(grads, state, params)
 
     @pytest.mark.slow
     def test_micro_steps_inside_leave_every_bit_until_the_last(self):

@@ -199,7 +199,7 @@ def inject(**arguments):
             optax.adam(optax.linear_schedule(1e-3, 0, 9)),
         ),
         (optax.MultiSteps(adam(1e-3), 2), optax.MultiSteps(optax.adam(1e-3), 2)),
-        (jfp8.loss_scale(adam(1e-3), init_scale=1.0), optax.adam(1e-3)),
+        (jfp8.loss_scale(adam(1e-3), init_scale=1.0, max_scale=1.0), optax.adam(1e-3)),
         (adam(1e-3, seed=2**40 + 1), optax.adam(1e-3)),
     ],
     ids=["chain", "masked", "multi", "inject", "schedule", "steps", "loss_scale", "seed"],
@@ -226,6 +226,7 @@ def test_multi_transform_with_a_label_that_nothing_has():
 def test_trap_a_finite_gradient_leaves_no_infinite_moment(make, wrap, huge):
     """Its square is Inf in f32, and one Inf spoils all that share a scale with it."""
     tx, params = wrap(make(1e-3)), normal(99)
+    optax.tree.get_all_with_path(tx.init(params), "loss_scale")  # gradients are scaled by hand
     update = jax.jit(tx.update)
     _, state = update(normal(0), tx.init(params), params)
     spoiled = jax.tree.map(lambda g: g.at[..., 0].set(huge), normal(1))
@@ -251,6 +252,7 @@ def test_a_skipped_step_leaves_no_trace(tx):
     """Bit for bit, count and random bits included: as if the step had never been."""
     params = normal(99)
     state = jax.jit(tx.init)(params)
+    optax.tree.get_all_with_path(state, "loss_scale")  # gradients are scaled by hand
     update = jax.jit(tx.update)
 
     def run(gradients):

@@ -161,6 +161,7 @@ def rounded(g) -> np.ndarray:
 
 def steps(tx, grads, params=PARAMS):
     state, update = tx.init(params), jax.jit(tx.update)
+    optax.tree.get_all_with_path(state, "loss_scale")  # gradients are scaled by hand
     for g in grads:
         updates, state = update(g, state, params)
         params = optax.apply_updates(params, updates)

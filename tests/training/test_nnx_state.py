@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -617,6 +619,35 @@ def test_trap_a_changed_loss_scale_does_not_saturate(ratio):
     np.testing.assert_allclose(new, ratio * old, rtol=1e-5, atol=1e-4 * ratio * amax(old))
     wanted = 2.0**12 * gradient_of_kernel(x, dy, amax(dy))
     assert np.linalg.norm(old - wanted) / np.linalg.norm(wanted) < 1e-5
+
+
+def test_trap_a_loss_scale_in_nnx_optimizer():
+    """The loss that nobody scales is refused: the kernel moved by 6e-6 instead of 0.1."""
+    # A width of its own, so that no structure of another test plays a part.
+    model = jfp8.nnx.Linear(D, 7, rngs=nnx.Rngs(0))
+    x, y = normal(1, (4, D)), normal(2, (4, 7))
+    f = lambda model: jnp.mean((model(x) - y) ** 2)
+    _, tx = jfp8.initialize(
+        nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), optax.sgd(1.0), recipe="hybrid"
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @functools.partial(nnx.jit, static_argnames="scaled")
+    def step(model, optimizer, scaled):
+        scale = jfp8.scale_loss(1.0, optimizer.opt_state) if scaled else None
+        _, grads = jfp8.nnx.value_and_grad(f, loss_scale=scale)(model)
+        optimizer.update(model, grads)
+
+    with pytest.warns(
+        UserWarning, match=r"nothing has(.|\n)*jfp8\.nnx\.value_and_grad\(loss_fn, l"
+    ):
+        step(model, optimizer, scaled=False)
+
+    before = np.asarray(model.kernel[...])
+    step(model, optimizer, scaled=True)
+    gradient = 2 / y.size * np.asarray(x).T @ (np.asarray(x) @ before - np.asarray(y))
+    moved = before - np.asarray(model.kernel[...])
+    assert np.linalg.norm(moved - gradient) < 0.1 * np.linalg.norm(gradient)  # E4M3, E5M2
 
 
 @pytest.mark.slow

@@ -1,0 +1,223 @@
+"""`LossScaleState`: the numbers of a loss scale, and whether anybody has looked at them.
+
+A loss scale has two halves. The loss is multiplied by S where it is differentiated, and the
+gradients are divided by S in the optimizer. The second without the first is a learning rate that
+is 32768 times too small, and nothing in the numbers shows it. So each state carries a `Mark`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import optax
+
+from jfp8.optim.wrapping import AnyScaleState, states_of
+from jfp8.scaling import printing
+
+
+class Mark:
+    """Whether somebody has read the loss scale of a state: static data of the state's structure.
+
+    Whoever multiplies a loss by S has read S, of a state with this very mark: outside of ``jit``,
+    or while a function was traced. All states of a transformation share a mark, as do those that
+    are made of them. A mark equals every other, so that for JAX two structures never differ by it.
+
+    A function that was compiled for the state of another optimizer may be called with this one, and
+    nothing is traced then. But JAX compares the two structures, also on other occasions: perhaps
+    what was read of the one is used for the other.
+
+    Attributes:
+      read: ``"unknown"`` in states that were made by hand, or come from a file or elsewhere.
+    """
+
+    __slots__ = ("read",)
+
+    def __init__(self, read: Literal["no", "perhaps", "yes", "unknown"] = "unknown") -> None:
+        self.read = read
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mark):
+            return NotImplemented
+        for one, another in ((self, other), (other, self)):
+            if one.read == "no" and another.read == "yes":
+                one.read = "perhaps"
+        return True
+
+    def __hash__(self) -> int:
+        return hash(Mark)
+
+    def __repr__(self) -> str:
+        return "Mark()"
+
+    def __reduce__(self) -> tuple[type[Mark], tuple[()]]:
+        return Mark, ()
+
+
+class _Fields(NamedTuple):
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    grads_finite: jax.Array
+    overflow_count: jax.Array
+    inner_state: Any
+
+
+class LossScaleState(_Fields):
+    """State of `loss_scale`; ``optax.tree.get(opt_state, "loss_scale")`` finds it in any chain.
+
+    A named tuple that knows whether its loss scale was ever read: if not, no loss can have been
+    multiplied by it, and the optimizer warns.
+
+    Attributes:
+      loss_scale: f32[], what the loss is multiplied by; a power of two.
+      growth_tracker: i32[], finite steps since the scale last changed.
+      grads_finite: bool[], whether the last gradients were all finite.
+      overflow_count: i32[], number of steps that were not.
+      inner_state: state of the wrapped transformation, ``()`` without one.
+    """
+
+    if not TYPE_CHECKING:  # to a type checker it is the field that it was
+
+        @property
+        def loss_scale(self) -> jax.Array:
+            """S. To read it is to take care of it."""
+            self.mark.read = "yes"
+            return self[0]
+
+    @property
+    def mark(self) -> Mark:
+        """Whether S was read; of a state that was made by hand that is unknown."""
+        return self.__dict__.setdefault("_mark", Mark())
+
+    def marked(self, mark: Mark) -> LossScaleState:
+        """The same numbers with `mark`."""
+        new = LossScaleState(*self)
+        new.__dict__["_mark"] = mark
+        return new
+
+    def _replace(self, **fields: Any) -> LossScaleState:
+        return super()._replace(**fields).marked(self.mark)
+
+    def __repr__(self) -> str:
+        """Its numbers, and what is inside by type and size."""
+        return printing.named_state(self)
+
+
+def _with_names(state: LossScaleState) -> tuple[Any, Mark]:
+    keys = map(jax.tree_util.GetAttrKey, LossScaleState._fields)
+    return tuple(zip(keys, state, strict=True)), state.mark
+
+
+jax.tree_util.register_pytree_with_keys(
+    LossScaleState,
+    _with_names,
+    lambda mark, fields: LossScaleState(*fields).marked(mark),
+    lambda state: (tuple(state), state.mark),
+)
+
+
+def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
+    """The `LossScaleState` inside `opt_state`, None if there is none.
+
+    Raises:
+      ValueError: there are several, or it covers some of the parameters and others are trained.
+    """
+    found = states_of(LossScaleState, opt_state)
+    if len(found) > 1:
+        raise ValueError(
+            f"opt_state holds {len(found)} loss scales; the loss can only be multiplied by one. "
+            "Put a single loss_scale() around or in front of all optimizers."
+        )
+    if found:
+        _misplaced(opt_state)
+    return found[0] if found else None
+
+
+def loss_scale_in(opt_state: optax.OptState) -> jax.Array | None:
+    """S of `find_loss_scale`, None if there is none."""
+    state = find_loss_scale(opt_state)
+    return None if state is None else state.loss_scale
+
+
+def warn_if_not_read(state: LossScaleState) -> None:
+    """Warns, once, if it seems that nobody has multiplied a loss by the scale in `state`.
+
+    No error: gradients that were made up to try an optimizer, say, are scaled by nobody's loss.
+    """
+    unless = {
+        "no": "",
+        "perhaps": " (If a function did it that was compiled for another optimizer of the same "
+        "structure, which cannot be seen here, nothing is wrong.)",
+    }.get(state.mark.read)
+    if unless is not None:
+        state.mark.read = "unknown"
+        warnings.warn(_NOT_READ + unless, UserWarning, stacklevel=3)
+
+
+_NOT_READ = """\
+loss_scale() divides the gradients by its scale S (32768 at first), but nothing has multiplied the \
+loss by S: every update would be that much too small. In your loop differentiate
+    jfp8.scale_loss(loss, opt_state)
+instead of loss; or compute gradients with jfp8.value_and_grad(loss_fn)(state, batch) for a \
+jfp8.TrainState; or those of an NNX model with
+    scale = jfp8.scale_loss(1.0, optimizer.opt_state)
+    jfp8.nnx.value_and_grad(loss_fn, loss_scale=scale)(model, batch)
+In float32 and bfloat16, recipes that scale gradients, as the default does, need no loss scale: \
+then leave loss_scale() out."""
+
+
+def warn_if_misplaced(opt_state: optax.OptState, stacklevel: int) -> None:
+    """Warns if something in front of the loss scale may depend on the size of gradients."""
+    if find_loss_scale(opt_state) is not None:
+        for message in _misplaced(opt_state):
+            warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
+
+
+def _misplaced(node: Any, rest_is_frozen: bool = False) -> list[str]:
+    """Where gradients of the scaled loss may reach more than the loss scale in `node`."""
+    if isinstance(node, LossScaleState):
+        return []
+    parts = _children(node.inner_states if hasattr(node, "inner_states") else node)
+    here = next(i for i, part in enumerate(parts) if states_of(LossScaleState, part))
+    others = parts[:here] + parts[here + 1 :]
+    if hasattr(node, "inner_states"):
+        if not all(map(_is_frozen, others)):
+            raise ValueError(
+                "The loss scale covers one group of a multi_transform only, and the other groups "
+                "would train with gradients of the scaled loss. Put it in front of all: "
+                "optax.chain(jfp8.loss_scale(), optax.multi_transform(...))."
+            )
+        return _misplaced(*_children(parts[here]))
+    found = []
+    if type(node) is tuple and any(map(_may_depend_on_scale, parts[:here])):
+        found.append(
+            "In front of loss_scale() stands another transformation (its state is "
+            f"{' and '.join(type(part).__name__ for part in parts[:here])}), which sees gradients "
+            "of the scaled loss: a clip there leaves updates thousands of times too small. Put "
+            "loss_scale() first: optax.chain(jfp8.loss_scale(), optax.clip_by_global_norm(1.0), "
+            "...). If what it does is the same at every scale, as a mean over devices is, "
+            "nothing is wrong."
+        )
+    if isinstance(node, optax.MaskedState) and not rest_is_frozen:
+        found.append(
+            "loss_scale() stands inside of an optax.masked: what the mask leaves out keeps "
+            "gradients of the scaled loss. Put it in front: "
+            "optax.chain(jfp8.loss_scale(), optax.masked(...))."
+        )
+    return found + _misplaced(parts[here], rest_is_frozen=any(map(_is_frozen, others)))
+
+
+def _children(node: Any) -> list[Any]:
+    return jax.tree.leaves(node, is_leaf=lambda part: part is not node)
+
+
+def _is_frozen(state: Any) -> bool:
+    """Whether `state` is that of an optax.set_to_zero behind a mask."""
+    return isinstance(state, optax.MaskedState) and type(state.inner_state) is optax.EmptyState
+
+
+def _may_depend_on_scale(state: Any) -> bool:
+    if type(state) is tuple:
+        return any(map(_may_depend_on_scale, state))
+    return isinstance(state, tuple) and not isinstance(state, AnyScaleState)

@@ -1,0 +1,252 @@
+"""A loss scale of which only one half is used, or that stands at the wrong place, is noticed.
+
+Oracles: the same training without a loss scale, and which loops are right by construction.
+Structures of earlier tests must not play a part, so that parameters are named after the test.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfp8
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+Y = X @ np.ones((4, 2), np.float32)
+NOT_SCALED = r"nothing has multiplied the loss by S(.|\n)*jfp8\.scale_loss\(loss, opt_state\)"
+
+
+def chain():
+    return optax.chain(jfp8.loss_scale(), optax.sgd(0.25))
+
+
+def loss_fn(params):
+    (w,) = params.values()
+    return jnp.mean((X @ w - Y) ** 2)
+
+
+def begin(name):
+    return {name: jnp.zeros((4, 2))}
+
+
+def step_of(tx, scaled):
+    def step(params, state):
+        loss = (lambda p: jfp8.scale_loss(loss_fn(p), state)) if scaled else loss_fn
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def scanned(step):
+    body = lambda carry, _: (step(*carry), None)
+    return lambda *carry: jax.lax.scan(body, carry, None, length=1)[0]
+
+
+WRAPPED = {
+    "eager": lambda step: step,
+    "jit": jax.jit,
+    "scan": scanned,
+    "vmap": lambda step: (
+        lambda *args: jax.vmap(step, axis_size=1)(*jax.tree.map(lambda x: x[None], args))
+    ),
+}
+in_loops = pytest.mark.parametrize("loop", list(WRAPPED))
+
+
+@in_loops
+def test_trap_a_loss_that_nobody_scales(loop):
+    """Every update would be 32768 times too small: loss 15.37 where SGD has 0.0002."""
+    tx, params = chain(), begin(f"unscaled {loop}")
+    with pytest.warns(UserWarning, match=NOT_SCALED):
+        WRAPPED[loop](step_of(tx, scaled=False))(params, tx.init(params))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jfp8.loss_scale(optax.sgd(0.25)),
+        jfp8.skip_on_overflow(chain()),
+        optax.MultiSteps(chain(), 2),
+        optax.chain(optax.inject_hyperparams(jfp8.loss_scale)(init_scale=4.0), optax.sgd(0.25)),
+        optax.chain(jfp8.loss_scale(), jfp8.optim.master_weights(optax.sgd(0.25))),
+    ],
+    ids=["inner", "skip", "multi_steps", "inject_hyperparams", "masters"],
+)
+def test_wrappers_hide_no_unscaled_loss(tx, request):
+    params = begin(request.node.callspec.id)
+    state = tx.init(params)
+    assert "32768" in repr(state) or "inject" in request.node.callspec.id  # is not reading S
+    update = lambda: jax.eval_shape(tx.update, jax.grad(loss_fn)(params), state, params)
+    with pytest.warns(UserWarning, match=NOT_SCALED):
+        update()
+    jfp8.scale_loss(1.0, state)
+    update()
+
+
+@in_loops
+def test_a_scaled_loss_is_trained_as_without_a_loss_scale(loop):
+    (tx, plain), params = (chain(), optax.sgd(0.25)), begin(f"scaled {loop}")
+    expected, _ = WRAPPED[loop](step_of(plain, scaled=False))(params, plain.init(params))
+    actual, _ = WRAPPED[loop](step_of(tx, scaled=True))(params, tx.init(params))
+    # 2^15 commutes with every rounding; XLA may contract products with sums.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), actual, expected)
+
+
+def test_the_number_may_be_read_by_any_name():
+    """A loop of its own: S leaves as a number, gradients are compiled apart from updates."""
+    params = begin("by name")
+    gradient = jax.jit(lambda params, s: jax.grad(lambda p: s * loss_fn(p))(params))
+    for read in (lambda s: s[0].loss_scale, lambda s: optax.tree.get(s, "loss_scale")):
+        tx = chain()
+        state, update = tx.init(params), jax.jit(tx.update)
+        for _ in range(2):
+            _, state = update(gradient(params, read(state)), state)
+
+
+def test_a_function_compiled_for_another_optimizer_may_have_scaled_the_loss():
+    """It is not traced again, so nobody can know, and the warning says so."""
+    params = begin("compiled before")
+    traces = []
+
+    @jax.jit
+    def gradient(params, state):
+        traces.append(1)
+        return jax.grad(lambda p: jfp8.scale_loss(loss_fn(p), state))(params)
+
+    tx = chain()
+    state = tx.init(params)
+    tx.update(gradient(params, state), state)
+    tx = chain()
+    state = tx.init(params)
+    with pytest.warns(UserWarning, match=NOT_SCALED):
+        _, state = tx.update(gradient(params, state), state)
+    tx.update(gradient(params, state), state)
+    assert traces == [1]
+
+
+def test_states_are_equal_whether_their_scale_was_read_or_not():
+    params = begin("equal")
+    read, unread = chain().init(params), chain().init(params)
+    jfp8.scale_loss(1.0, read)
+    structure = jax.tree.structure(unread)
+    for other in (read, pickle.loads(pickle.dumps(unread)), jax.eval_shape(chain().init, params)):
+        assert jax.tree.structure(other) == structure
+        assert hash(jax.tree.structure(other)) == hash(structure)
+    jax.tree.map(np.testing.assert_array_equal, read, unread)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(read)]
+    assert paths[:2] == ["[0].loss_scale", "[0].growth_tracker"]  # as of any named tuple
+
+
+def test_one_trace_for_all_steps():
+    tx, params = chain(), begin("one trace")
+    traces = []
+
+    def step(params, state):
+        traces.append(1)
+        return step_of(tx, scaled=True)(params, state)
+
+    step = jax.jit(step, donate_argnums=1)
+    state = jax.jit(tx.init)(params)
+    for _ in range(3):
+        params, state = step(params, state)
+    assert traces == [1]
+
+
+def test_where_it_cannot_be_known_nothing_is_said():
+    """A scale that is always 1, states from elsewhere, states made by hand."""
+    params = begin("unknown")
+    gradient = jax.grad(loss_fn)(params)
+    jfp8.loss_scale(init_scale=1.0, max_scale=1.0).update(
+        gradient, jfp8.loss_scale(init_scale=1.0, max_scale=1.0).init(params)
+    )
+    tx = jfp8.loss_scale()
+    for state in (
+        pickle.loads(pickle.dumps(tx.init(params))),
+        jfp8.LossScaleState(*tx.init(params)),
+    ):
+        tx.update(gradient, state)
+
+
+# At the wrong place ------------------------------------------------------------------------------
+
+SGD, ADAM = optax.sgd(0.25), optax.adam(0.25)
+FROZEN = optax.set_to_zero()
+CLIP = optax.clip_by_global_norm(1.0)
+SCALED = optax.chain(jfp8.loss_scale(), SGD)
+TWO = {"w": np.ones(2, np.float32), "v": np.ones(3, np.float32)}
+
+
+def groups(w, v):
+    return optax.multi_transform({"a": w, "b": v}, {"w": "a", "v": "b"})
+
+
+@pytest.mark.parametrize(
+    "tx", [groups(SCALED, SGD), groups(ADAM, SCALED), optax.chain(CLIP, groups(SCALED, ADAM))]
+)
+def test_trap_a_loss_scale_for_one_group(tx):
+    """The other group would get gradients 32768 times too large: parameters of 3e6."""
+    match = r"one group of a multi_transform(.|\n)*optax\.chain\(jfp8\.loss_scale\(\), optax\.multi"
+    with pytest.raises(ValueError, match=match):
+        jfp8.scale_loss(1.0, tx.init(TWO))
+    with pytest.raises(ValueError, match=match):
+        jfp8.TrainState.create(apply_fn=None, variables={"params": TWO}, tx=tx)
+
+
+@pytest.mark.parametrize(
+    ("tx", "warning"),
+    [
+        (
+            optax.chain(CLIP, SCALED),
+            r"In front of loss_scale.*jfp8\.loss_scale\(\), optax\.clip_by",
+        ),
+        (optax.chain(CLIP, jfp8.skip_on_overflow(SCALED)), "In front of loss_scale"),
+        (optax.MultiSteps(optax.chain(optax.chain(CLIP), jfp8.loss_scale(SGD)), 2), "In front of"),
+        (groups(optax.chain(CLIP, SCALED), FROZEN), "In front of loss_scale"),
+        (
+            optax.masked(SCALED, {"w": True, "v": False}),
+            r"optax\.chain\(jfp8.loss_scale\(\), optax.m",
+        ),
+    ],
+)
+def test_trap_something_in_front_of_the_loss_scale(tx, warning):
+    """A clip in front sees gradients 32768 times too large, and stops training."""
+    state = tx.init(TWO)
+    for call in (
+        lambda: jfp8.scale_loss(1.0, state),
+        lambda: jfp8.TrainState.create(apply_fn=None, variables={"params": TWO}, tx=tx),
+    ):
+        with pytest.warns(UserWarning, match=warning) as caught:
+            call()
+        assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(jfp8.loss_scale(), CLIP, groups(SGD, ADAM)),
+        groups(SCALED, FROZEN),
+        optax.chain(
+            optax.masked(SCALED, {"w": True, "v": False}),
+            optax.masked(FROZEN, {"w": False, "v": True}),
+        ),
+        optax.chain(
+            jfp8.optim.fp8_gradients(), jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), CLIP))
+        ),
+        jfp8.initialize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), ADAM, opt_level="O1", recipe="hybrid")[
+            1
+        ],
+    ],
+)
+def test_at_the_right_place_nothing_is_said(tx):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jfp8.scale_loss(1.0, tx.init(TWO)) == 2.0**15
+        jfp8.TrainState.create(apply_fn=None, variables={"params": TWO}, tx=tx)
