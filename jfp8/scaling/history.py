@@ -110,6 +110,11 @@ def record(state: AmaxState, amax: jax.Array) -> AmaxState:
     }
 
 
+def end_recorded(state: AmaxState) -> AmaxState:
+    """`end_step` of a step whose maximum `record` has written already; any other goes on."""
+    return {**state, "amax": jnp.maximum(state["amax"], 0.0)}
+
+
 def end_step(state: AmaxState) -> AmaxState:
     """End the step under way: its maximum becomes the newest entry of the history."""
     return {

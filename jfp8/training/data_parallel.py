@@ -51,16 +51,16 @@ def data_parallel(
             return state.apply_gradients(grads), loss
 
     The loss has to be a mean over the batch, so that the mean over devices is that of the whole
-    batch. The histories of a `TrainState` are kept in units of the whole batch's loss: they are
-    those of a run on one device, and go on on any number of them. An overflow on one device skips
-    the step on all.
+    batch. The histories of a `TrainState`, wherever it is in the state, are kept in units of the
+    whole batch's loss: they are those of a run on one device, and go on on any number of them. An
+    overflow on one device skips the step on all.
 
     The state is the same on all devices along `axis_name` (what is sharded along it is gathered
     first), random keys in it too. `grad_fn` may call ``jax.lax.axis_index(axis_name)``.
 
     Args:
       grad_fn: ``(state, batch) -> (loss, grads)`` or ``((loss, aux), grads)``: what
-        `jfp8.value_and_grad` or ``jax.value_and_grad`` return.
+        `jfp8.value_and_grad` or ``jax.value_and_grad`` return, or such gradients in a tree.
       axis_name: axis of the mesh that divides the batch, or a tuple of axes.
       mesh: the mesh; default that of ``jax.set_mesh``.
       specs: how parameters, and so gradients, are sharded along other axes of the mesh (tensor
@@ -73,12 +73,13 @@ def data_parallel(
     Returns:
       ``(state, batch) -> (loss, grads)``, or ``((loss, aux), grads)``. The batch's arrays are
       divided along their leading axis; scalars go to every device. ``aux`` is averaged, as are the
-      floating arrays of collections such as ``batch_stats``.
+      floating arrays of collections such as ``batch_stats``. What cannot be, integers and arrays
+      with an entry for each example, is refused.
 
     Raises:
-      TypeError: the state is an NNX model.
+      TypeError: the state is an NNX model, or has one in it.
       ValueError: there is no mesh, or none with `axis_name`; an array of the batch that the number
-        of devices does not divide.
+        of devices does not divide; an ``aux`` that cannot be averaged.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
@@ -102,10 +103,11 @@ def data_parallel(
         )(grads)
 
     def compute(state: Any, batch: Any) -> tuple[Any, Any]:
-        if isinstance(state, nnx.Module):
+        is_model = lambda node: isinstance(node, nnx.Module)
+        for node in filter(is_model, jax.tree.leaves(state, is_leaf=is_model)):
             raise TypeError(
                 f"data_parallel takes arrays as its state, but got an NNX model, "
-                f"{type(state).__name__}, whose histories it could not update. Use "
+                f"{type(node).__name__}, whose histories it could not update. Use "
                 "jfp8.collectives.pmean in an nnx.shard_map, or a Linen model with jfp8.TrainState."
             )
         here = jax.sharding.get_abstract_mesh() if mesh is None else mesh
@@ -137,18 +139,63 @@ def _on_one_device(
     batch: Any,
 ) -> tuple[Any, Any]:
     # The mean over 1 / n of the batch has n times the gradients of the mean over all of it.
-    if isinstance(state, TrainState):
-        state = state.replace(fp8=rescale_grad_histories(state.fp8, jnp.float32(n)))
+    def in_units_of_this_device(node: Any) -> Any:
+        if not isinstance(node, TrainState):
+            return node
+        return node.replace(fp8=rescale_grad_histories(node.fp8, jnp.float32(n)))
+
+    def combined(grads: Any, params: Any) -> Any:
+        if not isinstance(grads, Gradients):
+            return params
+        return replace(
+            grads,
+            params=params,
+            fp8_sink=_max_of_sinks(grads.fp8_sink, axis_name, n),
+            collections=jax.tree.map(lambda x: _mean_of_state(x, axis_name), grads.collections),
+        )
+
+    is_state = lambda node: isinstance(node, TrainState)
+    state = jax.tree.map(in_units_of_this_device, state, is_leaf=is_state)
     value, grads = grad_fn(state, batch)
+    _check_value(value, batch, axis_name)
     value = jax.tree.map(lambda x: _mean_of_value(x, axis_name), value)
-    if not isinstance(grads, Gradients):
-        return value, mean(grads)
-    return value, replace(
+    is_gradients = lambda node: isinstance(node, Gradients)
+    params = mean(_params_of(grads))
+    return value, jax.tree.map(combined, grads, params, is_leaf=is_gradients)
+
+
+def _params_of(grads: Any) -> Any:
+    """`grads` with gradients by parameters alone in place of every `Gradients`."""
+    return jax.tree.map(
+        lambda node: node.params if isinstance(node, Gradients) else node,
         grads,
-        params=mean(grads.params),
-        fp8_sink=_max_of_sinks(grads.fp8_sink, axis_name, n),
-        collections=jax.tree.map(lambda x: _mean_of_state(x, axis_name), grads.collections),
+        is_leaf=lambda node: isinstance(node, Gradients),
     )
+
+
+def _check_value(value: Any, batch: Any, axis_name: AxisName) -> None:
+    """Raise ``ValueError`` for what a mean over devices would make something else of."""
+    examples = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
+    for path, x in jax.tree_util.tree_leaves_with_path(value):
+        name, shape = f"(loss, aux){jax.tree_util.keystr(path)}", jnp.shape(x)
+        if isinstance(x, bool | int | float):
+            continue  # the same on all devices
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            raise ValueError(
+                f"data_parallel averages what grad_fn returns over devices, but {name} is "
+                f"{jnp.result_type(x)}, and a mean is not. Return the mean over the batch as "
+                f"float32; or sum it over devices in the loss function, and return "
+                f"jax.lax.psum(x, {axis_name!r}).astype(jnp.float32), which no mean changes."
+            )
+        # With micro-batches a leading axis of those stands in front.
+        if examples & {shape[:1] and shape[0], shape[1:] and shape[0] * shape[1]}:
+            raise ValueError(
+                f"data_parallel averages what grad_fn returns over devices, but {name} has shape "
+                f"{shape}, which looks like one entry for each of the {sorted(examples)} examples "
+                "of a device: their mean over devices would mix examples. Return a mean over the "
+                f"batch, or gather them in the loss function: jax.lax.all_gather(x, {axis_name!r}, "
+                "tiled=True). If it is no entry for each example, return x[None]."
+            )
 
 
 def _without(specs: Any, names: tuple[Any, ...]) -> tuple[Any, set[Any]]:
@@ -166,11 +213,10 @@ def _without(specs: Any, names: tuple[Any, ...]) -> tuple[Any, set[Any]]:
 
 
 def _mean_of_value(x: Any, axis_name: AxisName) -> jax.Array:
-    """The mean in f32; of integers and truth values, too."""
+    """The mean in f32."""
     x = jnp.asarray(x)
-    floating = jnp.issubdtype(x.dtype, jnp.inexact)
     mean = lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis_name)
-    return mean.astype(x.dtype) if floating else mean
+    return mean.astype(x.dtype)
 
 
 def _mean_of_state(x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -59,7 +59,7 @@ def make_batch(size: int = 64, seed: int = 0):
 def loss_fn(variables, batch, dense, has_aux=False):
     y, mutated = Model(dense).apply(variables, batch["x"], mutable=["batch_stats"])
     errors = (y - batch["y"]) ** 2
-    aux = {"largest": jnp.max(errors), "below_one": errors < 1}
+    aux = {"largest": jnp.max(errors), "below_one": jnp.mean(errors < 1, axis=0)}
     loss = jnp.mean(errors)
     return (loss, mutated, aux) if has_aux else (loss, mutated)
 
@@ -251,8 +251,60 @@ def test_aux_is_averaged():
     np.testing.assert_allclose(loss, errors.mean(), rtol=1e-6)
     parts = errors.reshape(N, -1)
     np.testing.assert_allclose(aux["largest"], parts.max(1).mean(), rtol=1e-6)
-    below = (errors < 1).reshape(N, N, 32).mean(0)
-    np.testing.assert_allclose(aux["below_one"], below, rtol=1e-6)
+    np.testing.assert_allclose(aux["below_one"], (errors < 1).mean(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aux", "words"),
+    [
+        (lambda x: x, r"shape \(8, 128\), which looks like one entry for each of the \[8\] examples"),
+        (lambda x: x.reshape(2, 4, 128), r"all_gather\(x, 'data', tiled=True\)"),
+        (lambda x: {"n": (x > 0).sum()}, r"\['n'\] is int32(.|\n)*jax.lax.psum\(x, 'data'\)"),
+        (lambda x: x[:, 0] > 0, "is bool, and a mean is not"),
+    ],
+    ids=["examples", "micro-batches", "count", "mask"],
+)
+def test_trap_an_aux_that_no_mean_is(aux, words):
+    """Predictions of 64 examples came back as 8 blends of 8; counts as fractions."""
+    loss = lambda params, batch: (jnp.mean(batch["x"] @ params), aux(batch["x"]))
+    grad_fn = jfp8.data_parallel(jax.value_and_grad(loss, has_aux=True), "data", mesh=MESH)
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(grad_fn, jnp.ones((128, 32)), make_batch())
+
+
+def test_what_every_device_has_alike_may_be_returned():
+    def loss(params, batch):
+        x = batch["x"]
+        count = jax.lax.psum((x > 0).sum(), "data").astype(jnp.float32)
+        return jnp.mean(x @ params), (count, jax.lax.all_gather(x, "data", tiled=True), len(x))
+
+    grad_fn = jfp8.data_parallel(jax.value_and_grad(loss, has_aux=True), "data", mesh=MESH)
+    batch = make_batch()
+    (_, (count, x, rows)), _ = jax.jit(grad_fn)(jnp.ones((128, 32)), batch)
+    assert (count, rows) == ((batch["x"] > 0).sum(), 8)
+    np.testing.assert_allclose(x, batch["x"], rtol=1e-6)  # eight, divided by 8
+
+
+@pytest.mark.parametrize("holder", ["tuple", "dict", "two"])
+def test_trap_states_inside_of_something_are_states(holder):
+    """Their histories of gradients were read in units of the whole batch: norms 0.41 to 0.71."""
+    state, batch = trained(jfp8.Dense), make_batch(seed=3)
+    grad_fn = gradients(jfp8.Dense)
+    _, expected = parallel(grad_fn)(state, batch)
+    key = jax.random.key(0)
+    put, take = {
+        "tuple": (lambda s: (s, key), lambda carry: carry[0]),
+        "dict": (lambda s: {"state": s, "key": key}, lambda carry: carry["state"]),
+        "two": (lambda s: {"student": s, "teacher": s}, lambda carry: carry["student"]),
+    }[holder]
+
+    def inside(carry, batch):
+        loss, grads = grad_fn(take(carry), batch)
+        return loss, {"of": grads, "norm": jnp.float32(1)}
+
+    _, actual = parallel(inside)(put(state), batch)
+    assert actual["norm"] == 1
+    jax.tree.map(np.testing.assert_array_equal, actual["of"], expected)
 
 
 @pytest.mark.slow

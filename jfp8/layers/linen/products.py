@@ -23,7 +23,7 @@ from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.history import AmaxState, end_step, observe, record
+from jfp8.scaling.history import AmaxState, end_recorded, observe, record
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.compat import outermost_scope
 from jfp8.tracing.context import note
@@ -70,9 +70,8 @@ class ProductModule(nn.Module):
             key = self.make_rng("fp8")
         state, sink = self._read_state(recipe), self._read_sink(recipe)
         records = state is not None and self._is_mutable("fp8") and not self.is_initializing()
-        if state is not None and sink is None and not (records and self._is_used_again()):
-            # What `record` has written is the last step's.
-            state = {role: end_step(amaxes) for role, amaxes in state.items()}
+        if state is not None and not (records and self._is_used_again()):
+            state = {role: end_recorded(amaxes) for role, amaxes in state.items()}
         layer, product = self._place_in_model()
         notes = note("path", layer), note("product", product), note("recipe", recipe.name)
         with notes[0], notes[1], notes[2], uses_of("/".join(self.path)):
