@@ -20,7 +20,7 @@ Model = TypeVar("Model", nn.Module, nnx.Module)
 
 def convert(
     model: Model,
-    recipe: Recipe = DelayedScaling(),
+    recipe: Recipe | str = DelayedScaling(),
     *,
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
@@ -95,7 +95,7 @@ def convert_selected(
 
 
 @contextlib.contextmanager
-def autocast(recipe: Recipe = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
+def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
     """A region in which the Linen layers that are called compute FP8 products.
 
     In it, Flax's own layers (see `convert`) and layers of jfp8 without a recipe use `recipe`. A

@@ -98,7 +98,7 @@ class Selection:
 
 
 def select(
-    recipe: Recipe,
+    recipe: Recipe | str,
     exempt: Choice | Sequence[Choice] | None,
     only: Choice | Sequence[Choice] | None,
     attention_products: bool = False,

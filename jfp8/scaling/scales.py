@@ -17,7 +17,7 @@ from jax import lax
 from jfp8.scaling.arrays import split_e8m0
 from jfp8.scaling.bits import codes_to_format
 from jfp8.scaling.casts import as_float_array
-from jfp8.scaling.formats import E8M0FNU, Format
+from jfp8.scaling.formats import E8M0FNU, Format, FormatLike, as_format
 from jfp8.scaling.granularity import Granularity, PerTensor, ragged_block, scale_shape
 
 ScaleRounding = Literal[None, "power_of_two", "rceil", "floor", "ceil", "even"]
@@ -85,7 +85,7 @@ def check_scale_rounding(scale_rounding: Any) -> None:
 
 def scale_from_amax(
     amax: jax.Array,
-    fmt: Format,
+    fmt: FormatLike,
     *,
     margin: int = 0,
     scale_rounding: ScaleRounding = None,
@@ -120,6 +120,7 @@ def scale_from_amax(
     References:
       OCP Microscaling Formats v1.0 section 6.3 (floor); arXiv 2506.08027 (round up).
     """
+    fmt = as_format(fmt)
     check_scale_rounding(scale_rounding)
     if scale_rounding not in (None, "power_of_two"):
         code = e8m0_code(amax, fmt, scale_rounding)

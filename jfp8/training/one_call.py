@@ -206,8 +206,6 @@ def _parsed(text: str) -> Any:
 
 
 def _recipe(given: Any) -> Recipe:
-    if isinstance(given, str):
-        return registry.get(given)
     if isinstance(given, Mapping):
         fields = dict(given)
         name = fields.pop("name", None)

@@ -86,7 +86,11 @@ def is_stacked(layer: Any) -> bool:
 
 
 def install(
-    layer: Any, *, recipe: Recipe | None, implementation: Implementation = None, path: str = ""
+    layer: Any,
+    *,
+    recipe: Recipe | str | None,
+    implementation: Implementation = None,
+    path: str = "",
 ) -> None:
     """Make `layer`, of a kind with a hook, compute its product in FP8 from now on.
 

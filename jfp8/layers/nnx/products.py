@@ -64,7 +64,7 @@ class Product(nnx.Module):
     def __init__(
         self,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         implementation: Implementation = None,
         path: str = "",
         leading: Sequence[int] = (),
