@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.scaling.casts import ROUNDINGS, Rounding, codes_of, codes_to_format, decode
-from jfp8.scaling.formats import E4M3FN, FORMATS, Format
+from jfp8.scaling.formats import E4M3FN, FORMATS, Format, as_format
 from jfp8.scaling.quantization import block_scale, quantize_with_scale
 from jfp8.scaling.random_bits import fold_in, hash_bits, seed_of
 from jfp8.scaling.scales import Block
@@ -49,10 +49,10 @@ class Wire:
     rounding: Rounding = "nearest_even"
 
     def __post_init__(self) -> None:
-        formats = self.formats
-        if len(formats) not in (1, 2) or not all(
-            isinstance(f, Format) and f in _ON_WIRE for f in formats
-        ):
+        given = self.fmt if isinstance(self.fmt, tuple) else (self.fmt,)
+        formats = tuple(as_format(f, known=(*FORMATS, E2M5)) for f in given)
+        object.__setattr__(self, "fmt", formats if isinstance(self.fmt, tuple) else formats[0])
+        if len(formats) not in (1, 2) or not all(f in _ON_WIRE for f in formats):
             allowed = ", ".join(f.name for f in _ON_WIRE)
             raise TypeError(
                 f"fmt must be a format of one byte with a sign, one of {allowed}, or two of them; "

@@ -16,10 +16,11 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
-from jfp8.conversion.nnx import layers_of
-from jfp8.conversion.product_rows import ProductRow, Report
+from jfp8.conversion.nnx import nodes_of
+from jfp8.conversion.nnx_models import note_place
+from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, ProductRow, Report
 from jfp8.layers.linen.products import ProductModule
-from jfp8.layers.nnx.hooks import annotate
+from jfp8.layers.linen.transformer import LayerNormAttention
 from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.scaling import formats
@@ -85,7 +86,12 @@ def _linen_jaxpr(
         module = context.module
         if module.scope is None or isinstance(module, ProductModule):  # without: it is being made
             return next_fun(*args, **kwargs)
-        with note("path", "/".join(module.path)), note("layer", type(module).__name__):
+        attends = isinstance(module, (nn.MultiHeadDotProductAttention, LayerNormAttention))
+        with (
+            note("path", "/".join(module.path)),
+            note("layer", type(module).__name__),
+            note("reason", INSIDE_OF_ATTENTION if attends else ""),
+        ):
             return next_fun(*args, **kwargs)
 
     streams = {"params", "dropout", "fp8", *kwargs.pop("rngs", {})}
@@ -109,8 +115,8 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
 
     def forward(params, rest, inputs, kwargs):
         copy = nnx.merge(graph, params, rest, copy=True)
-        for path, layer in layers_of(copy):
-            annotate(layer, path)
+        for path, node in list(nodes_of(copy)):
+            note_place(node, "/".join(map(str, path)))
         return _total(copy(*inputs, **kwargs))
 
     return _traced(forward, (params, rest, inputs, kwargs))
@@ -207,15 +213,14 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
         fp8=False,
         recipe="",
         implementation="jax",
-        reason=notes.get("reason") or _why_not(notes.get("layer", ""), eqn),
+        reason=notes.get("reason") or _why_not(eqn),
         times=times,
         flops=times * _flops(eqn),
     )
 
 
-def _why_not(layer: str, eqn: Any) -> str:
-    if "Attention" in layer:
-        return "inside of attention (convert with attention_products=True)"
+def _why_not(eqn: Any) -> str:
+    """Of a product that no layer has a reason for."""
     # The innermost call outside of JAX, Flax and this library.
     where, own = "", str(Path(__file__).parents[1])
     for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
@@ -245,9 +250,24 @@ def _flops(eqn: Any) -> int:
         (contract, _), _ = eqn.params["dimension_numbers"]
         return 2 * out.size * math.prod(lhs.shape[d] for d in contract)
     if eqn.primitive.name == "conv_general_dilated":
-        numbers = eqn.params["dimension_numbers"]
-        return 2 * out.size * (rhs.size // max(rhs.shape[numbers.rhs_spec[0]], 1))
+        return _conv_flops(lhs.shape, rhs.shape, out.shape, eqn.params["dimension_numbers"])
     return 2 * lhs.shape[0] * rhs.size // max(rhs.shape[0], 1)  # a row meets one group
+
+
+def _conv_flops(lhs: Any, rhs: Any, out: Any, numbers: jax.lax.ConvDimensionNumbers) -> int:
+    """2 * batch * features * channels * (pairs of the two smallest of image, kernel and result).
+
+    Along each dimension of space. What is multiplied there are triples of a pixel, a tap and a
+    result, and any two of these determine the third. Of a convolution that makes images no larger
+    this is the usual 2 * results * taps * channels; its gradients, and transposed convolutions,
+    permute the three sizes, and the zeros between elements that JAX writes them with add nothing.
+    """
+    (batch, features, *out_space) = numbers.out_spec
+    lhs_space, (_, channels, *taps) = numbers.lhs_spec[2:], numbers.rhs_spec
+    flops = 2 * out[batch] * out[features] * rhs[channels]
+    for i, k, o in zip(lhs_space, taps, out_space, strict=True):
+        flops *= math.prod(sorted((lhs[i], rhs[k], out[o]))[:2])
+    return flops
 
 
 def _equations(eqn: Any, *, branches: bool = False) -> Iterator[Any]:

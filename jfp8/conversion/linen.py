@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import numpy as np
+from flax.core import meta
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 
 from jfp8.conversion import edges
 from jfp8.conversion.linen_layers import is_layer, path_of, replace_products
-from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Edge, Selection
-from jfp8.layers.linen.products import DotGeneral, ProductOf
+from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
+from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
+from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
 from jfp8.layers.linen.state_in_params import collections_into_params, collections_out_of_params
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
@@ -96,8 +98,10 @@ class _Converted:
         found = _edges_of(selection, run, variables, rngs, args, kwargs)
         records = "fp8" in variables and in_filter(mutable, "fp8")
         inner = union_filters(mutable, ["params"]) if records else mutable
-        with _intercepted(self, found, state_in_params=True):
+        with _intercepted(self, found, state_in_params=True) as met:
             out = run(collections_into_params(variables, mutable), rngs, args, kwargs, inner)
+        if kwargs.get("method") is None:
+            met.warn(self, variables.get("params", {}))
         if mutable is False:
             return out
         y, mutated = out
@@ -121,11 +125,14 @@ class _Converted:
         if _inside(self):
             return run({}, rngs, args, kwargs)
         found = _edges_of(cls.jfp8_selection, run, {}, rngs, args, kwargs)
-        with _intercepted(self, found, state_in_params=True) as layers:
+        with _intercepted(self, found, state_in_params=True) as met:
             y, variables = run({}, rngs, args, kwargs)
         variables = collections_out_of_params(variables, mutable)
         cls.jfp8_selection.check_patterns(_paths(variables.get("params", {})))
-        cls.jfp8_selection.check_types(layers)
+        params = variables.get("params", {})
+        if met.knows_all(params):
+            cls.jfp8_selection.check_types(met.layers)
+        met.warn(self, params)
         cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
 
@@ -174,23 +181,61 @@ def _inside(model: Any) -> bool:
     return here is not None and here.selection in (type(model).jfp8_selection, _LOOKING.selection)
 
 
+@dataclasses.dataclass
+class _Met:
+    """What was called in a model.
+
+    Attributes:
+      layers: those that the selection was asked about.
+      kinds: the types of all modules, by path.
+      seen: see `Seen`.
+    """
+
+    layers: list[nn.Module] = dataclasses.field(default_factory=list)
+    kinds: dict[str, type] = dataclasses.field(default_factory=dict)
+    seen: Seen = dataclasses.field(default_factory=Seen)
+
+    def knows_all(self, params: Any) -> bool:
+        """Whether all modules with parameters were called where that could be seen.
+
+        A method under ``nn.jit`` is not traced again, and what is called in it not met again.
+        """
+        return all(path in self.kinds for path in _shapes(params))
+
+    def warn(self, model: Any, params: Any) -> None:
+        """Warn, once, if nothing of `model`, which was called as a whole, became FP8."""
+        here, warned = region.current(), "_jfp8_warned"
+        disabled = here is not None and not here.enabled
+        if disabled or warned in vars(model) or not self.knows_all(params):
+            return
+        kinds = {path: kind for path, kind in self.kinds.items() if path not in self.seen.stayed}
+        self.seen.own = own_parameters(kinds, _shapes(params))
+        if warn_of_nothing(model, self.seen, "linen"):
+            object.__setattr__(model, warned, True)
+
+
 @contextlib.contextmanager
-def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterator[list[nn.Module]]:
-    """Inside, the layers of `model` compute FP8 products. Gives a list that they are added to."""
+def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterator[_Met]:
+    """Inside, the layers of `model` compute FP8 products. Gives what is met there, as it is met."""
     selection: Selection = type(model).jfp8_selection
     outer = region.current()
     here = Region(selection.recipe, outer is None or outer.enabled, selection, found)
     depth = () if model.scope is None else model.scope.path
-    layers: list[nn.Module] = []
+    met = _Met()
 
-    def choose(path: str, layer: nn.Module, x: Any) -> ProductOf | str:
+    def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
         if region.current() != here:
-            return ""
-        layers.append(layer)
+            return own
         inner = "/".join(layer.path[len(depth) :])
-        decision = selection.decide(inner, layer, found.edge_of(inner, layer, x))
+        if own:
+            decision = Decision(None, own)
+        else:
+            met.layers.append(layer)
+            decision = selection.decide(inner, layer, found.edge_of(inner, layer, x))
         if decision.recipe is None:
+            met.seen.stayed[inner] = (type(layer), decision)
             return decision.reason
+        met.seen.converted = True
         return ProductOf(DotGeneral, decision.recipe, None, state_in_params)
 
     def attention() -> ProductOf | None:
@@ -198,8 +243,16 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
             return None
         return ProductOf(DotGeneral, selection.recipe, None, state_in_params)
 
-    with region.entered(here), nn.intercept_methods(replace_products(choose, attention)):
-        yield layers
+    def watch(next_fun, args, kwargs, context):
+        module = context.module
+        if module.scope is not None:
+            met.kinds["/".join(module.path[len(depth) :])] = type(module)
+            met.seen.converted |= isinstance(module, ProductModule)
+        return next_fun(*args, **kwargs)
+
+    products = replace_products(choose, attention)
+    with region.entered(here), nn.intercept_methods(watch), nn.intercept_methods(products):
+        yield met
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +293,17 @@ def _edges_of(
     # `init` makes the parameters from random numbers.
     parameters, _ = edges.arrays_apart((variables, rngs))
     return _Edges(*edges.edge_layers(closed, len(parameters)))
+
+
+def _shapes(params: Any, path: str = "") -> dict[str, dict[str, tuple[int, ...]]]:
+    """The shapes of the parameters of each module that has some of its own."""
+    own, found = {}, {}
+    for name, node in meta.unbox(params).items():
+        if isinstance(node, Mapping):
+            found |= _shapes(node, f"{path}/{name}".lstrip("/"))
+        else:
+            own[name] = np.shape(node)
+    return ({path: own} if own else {}) | found
 
 
 def _paths(params: Any, path: str = "") -> list[str]:

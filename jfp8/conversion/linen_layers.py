@@ -80,13 +80,14 @@ def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
 
 
 def replace_products(
-    choose: Callable[[str, nn.Module, Any], ProductOf | str],
+    choose: Callable[[str, nn.Module, Any, str], ProductOf | str],
     attention: Callable[[], ProductOf | None],
 ) -> Callable[..., Any]:
     """An interceptor under which layers compute their products with what `choose` gives.
 
     Args:
-      choose: ``(path, layer, input) -> `` what makes the product, or why it stays Flax's.
+      choose: ``(path, layer, input, own) -> `` what makes the product, or why it stays as it is.
+        `own` says that the layer was given a product, which it then keeps; or is empty.
       attention: what makes the two products of attention.
     """
 
@@ -107,7 +108,7 @@ def replace_products(
             own = getattr(layer, hook) is not None or not (given is None or ours)
         x = args[0] if args else next(iter(kwargs.values()))
         path = path_of(layer)
-        made = f"the layer was given its own {hook}" if own else choose(path, layer, x)
+        made = choose(path, layer, x, f"the layer was given its own {hook}" if own else "")
         attributes: dict[str, Any] = {}
         if layer.promote_dtype is flax_promote_dtype:
             attributes["promote_dtype"] = promote_values if isinstance(made, str) else promote_dtype
@@ -137,9 +138,11 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
     """A region in which Flax's layers use `recipe`; see `jfp8.autocast`."""
     here = Region(recipe, enabled)
 
-    def choose(path: str, layer: nn.Module, x: Any) -> ProductOf | str:
+    def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
         del path, layer, x
-        return ProductOf(DotGeneral, None, None) if region.current() == here else ""
+        if own or region.current() != here:
+            return own
+        return ProductOf(DotGeneral, None, None)
 
     with region.entered(here), nn.intercept_methods(replace_products(choose, lambda: None)):
         yield

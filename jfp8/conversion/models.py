@@ -9,9 +9,8 @@ from typing import TypeVar, cast
 import flax.linen as nn
 from flax import nnx
 
-from jfp8.conversion import linen, linen_layers
-from jfp8.conversion import nnx as nnx_convert
-from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Choice, Edge, Selection, select
+from jfp8.conversion import linen, linen_layers, nnx_models
+from jfp8.conversion.selection import Choice, Selection, select
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -21,7 +20,7 @@ Model = TypeVar("Model", nn.Module, nnx.Module)
 
 def convert(
     model: Model,
-    recipe: Recipe = DelayedScaling(),
+    recipe: Recipe | str = DelayedScaling(),
     *,
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
@@ -35,7 +34,9 @@ def convert(
     projections of attention, wherever they are: under ``setup`` or ``compact``, inside of
     ``nn.scan``, ``nn.vmap``, ``nn.remat`` and ``nn.jit``. A layer that was given its own product
     (``dot_general=``) keeps it. Products that no layer computes (``x @ w``, ``jnp.einsum``) stay in
-    high precision: `jfp8.report` lists them.
+    high precision: `jfp8.report` lists them. If no product becomes FP8, and not because `exempt` or
+    `only` say so, a ``UserWarning`` says what stayed and why: for an NNX model at once, for a Linen
+    model when ``init`` or ``apply`` first traces it.
 
     State is as for `jfp8.Dense`: ``init`` gives ``fp8`` and ``fp8_sink`` besides ``params``. Where
     ``nn.scan`` or ``nn.vmap`` share weights, ``apply(..., mutable=["fp8"])`` is refused by Flax:
@@ -50,8 +51,8 @@ def convert(
         (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
         Default: `jfp8.EDGES`, the first convolution of an image model and the final logits, which
         the literature keeps in high precision; in an NNX model they are the first convolution and
-        the last linear layer that the model itself holds. ``()`` exempts none;
-        ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
+        the last linear layer that the model itself holds, unless it is a stack of layers. ``()``
+        exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
       only: convert these layers and no others, given like `exempt`, of which nothing is then the
         default.
       attention_products: convert the products of queries with keys and of weights with values, too.
@@ -86,55 +87,15 @@ def convert_selected(
             )
         return cast(Model, linen.convert_module(model, selection, on_init))
     if isinstance(model, nnx.Module):
-        return cast(Model, _convert_nnx(model, selection))
+        return cast(Model, nnx_models.convert_model(model, selection))
     raise TypeError(
         f"model must be an instance of a Flax Linen or NNX module, got {model!r}. Convert the "
         "model, not its class or its parameters: jfp8.convert(MyModel(...), recipe)."
     )
 
 
-def _convert_nnx(model: nnx.Module, selection: Selection) -> nnx.Module:
-    layers = nnx_convert.layers_of(model)
-    selection.check_patterns([path for path, _ in layers])
-    selection.check_types([layer for _, layer in layers])
-    edges = _nnx_edges(model, layers)
-    return nnx_convert.convert_module(
-        model,
-        lambda path, layer: selection.decide(path, layer, edges.get(path)).recipe,
-        attention_products=selection.attention_products,
-    )
-
-
-def nnx_decisions(model: nnx.Module, selection: Selection) -> list[tuple[str, str]]:
-    """The layers of an NNX model, and what becomes of each: its recipe, or why it has none."""
-    layers = nnx_convert.layers_of(model)
-    edges = _nnx_edges(model, layers)
-    decided = [(path, selection.decide(path, layer, edges.get(path))) for path, layer in layers]
-    return [(path, repr(d.recipe) if d.recipe else d.reason) for path, d in decided]
-
-
-def _nnx_edges(model: nnx.Module, layers: list[tuple[str, nnx.Module]]) -> dict[str, Edge]:
-    """The layers at the edges of a model, by where they are in it: nothing is traced.
-
-    The image enters by the first convolution, if it has at most 4 input channels. Logits leave by
-    the last linear layer that the model itself holds, or else by the last of all that is no part of
-    a stack of layers.
-    """
-    edges: dict[str, Edge] = {}
-    convolutions = [(path, layer) for path, layer in layers if isinstance(layer, nnx.Conv)]
-    if convolutions and convolutions[0][1].in_features <= MAX_IMAGE_CHANNELS:
-        edges[convolutions[0][0]] = Edge.IMAGE_INPUT
-    linear = [path for path, layer in layers if isinstance(layer, (nnx.Linear, nnx.LinearGeneral))]
-    depth = 2 if isinstance(model, nnx.Sequential) else 1
-    own = [path for path in linear if path.count("/") < depth]
-    single = [path for path in linear if not any(part.isdigit() for part in path.split("/"))]
-    if own or single:
-        edges[(own or single)[-1]] = Edge.LOGITS
-    return edges
-
-
 @contextlib.contextmanager
-def autocast(recipe: Recipe = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
+def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
     """A region in which the Linen layers that are called compute FP8 products.
 
     In it, Flax's own layers (see `convert`) and layers of jfp8 without a recipe use `recipe`. A

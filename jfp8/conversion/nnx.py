@@ -36,9 +36,8 @@ def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
     >>> [path for path, _ in jfp8.nnx.layers_of(model)]
     ['layers/0']
     """
-    return [
-        ("/".join(map(str, path)), node) for path, node in _nodes(module) if has_stock_product(node)
-    ]
+    nodes = nodes_of(module)
+    return [("/".join(map(str, path)), node) for path, node in nodes if has_stock_product(node)]
 
 
 def convert_module(
@@ -77,7 +76,7 @@ def convert_module(
     """
     converted = nnx.clone(module, graph=True)
     how: dict[str, Any] = {"implementation": implementation}
-    for path, node in _nodes(module):
+    for path, node in nodes_of(module):
         name = "/".join(map(str, path))
         if has_stock_product(node):
             recipe = decide(name, node)
@@ -90,7 +89,7 @@ def convert_module(
     return converted
 
 
-def _nodes(module: nnx.Module) -> Iterator[tuple[Path, Any]]:
+def nodes_of(module: nnx.Module) -> Iterator[tuple[Path, Any]]:
     """The modules in `module`, and their paths, in the order of definition."""
     # What only a static attribute holds is no part of the graph: a copy would share it.
     in_graph = {id(node) for _, node in nnx.iter_modules(module, graph=True)}

@@ -9,6 +9,7 @@ from typing import Any
 
 from jfp8.conversion.tables import table_html, table_lines
 
+INSIDE_OF_ATTENTION = "inside of attention (convert with attention_products=True)"
 _HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
 
 

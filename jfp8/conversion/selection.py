@@ -33,10 +33,15 @@ EDGES: tuple[Choice, ...] = (Edge.IMAGE_INPUT, Edge.LOGITS)
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of a layer: its recipe, or None and the reason."""
+    """What became of a layer: its recipe, or None and the reason.
+
+    Attributes:
+      chosen: whether it has none because the user named it, or others.
+    """
 
     recipe: Recipe | None
     reason: str = ""
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,9 @@ class Selection:
         """Whether the layer at `path` is converted. `edge` says at which edge it is, if at any."""
         for choice in self.exempt:
             if _matches(choice, path, layer, edge):
-                return Decision(None, f"exempt: {_spelled(choice)}")
+                return Decision(None, f"exempt: {_spelled(choice)}", not isinstance(choice, Edge))
         if self.only is not None and not any(_matches(c, path, layer, edge) for c in self.only):
-            return Decision(None, f"not among only={', '.join(map(_spelled, self.only))}")
+            return Decision(None, f"not among only={', '.join(map(_spelled, self.only))}", True)
         return Decision(self.recipe)
 
     @property
@@ -93,7 +98,7 @@ class Selection:
 
 
 def select(
-    recipe: Recipe,
+    recipe: Recipe | str,
     exempt: Choice | Sequence[Choice] | None,
     only: Choice | Sequence[Choice] | None,
     attention_products: bool = False,

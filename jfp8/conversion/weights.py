@@ -22,7 +22,7 @@ from jfp8.scaling.scales import amax
 
 def quantize_params(
     params: Any,
-    recipe: Recipe = DelayedScaling(),
+    recipe: Recipe | str = DelayedScaling(),
     *,
     exempt: Choice | Sequence[Choice] = (),
     only: Choice | Sequence[Choice] | None = None,
@@ -65,7 +65,7 @@ def quantize_params(
         raise TypeError(
             f"params must be nested dicts, variables['params'], got {type(params).__name__}."
         )
-    check_recipe(recipe)
+    recipe = check_recipe(recipe)
     selection = select(recipe, exempt, only)
     stacks = Selection(recipe, (stacked,) if isinstance(stacked, str) else tuple(stacked))
     paths: list[str] = []

@@ -26,7 +26,6 @@ from jfp8.products.operation import Kind, Operation, Sums
 from jfp8.products.vjp import product_by
 from jfp8.recipes.recipe import Product, Products, Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.recipes.registry import get as get_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.tracing.context import notes_of, product_path
 
@@ -176,7 +175,7 @@ def compare(
     >>> [(row.layer, row.product, row.a.total < row.b.total) for row in found.products]
     [('layers_0', 'fprop', True), ('layers_0', 'wgrad', True)]
     """
-    recipes = (_recipe(recipe_a), _recipe(recipe_b))
+    recipes = (check_recipe(recipe_a), check_recipe(recipe_b))
     if isinstance(batch, Mapping):
         arguments, kwargs = (), {**batch, **kwargs}
     else:
@@ -220,10 +219,6 @@ def compare(
         float(loss),
         *losses,
     )
-
-
-def _recipe(given: Recipe | str) -> Recipe:
-    return get_recipe(given) if isinstance(given, str) else check_recipe(given)
 
 
 def _half_mean_square(outputs: Any) -> jax.Array:

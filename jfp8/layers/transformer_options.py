@@ -53,7 +53,7 @@ class TransformerOptions(Architecture):
 
     attention_products: bool = False
     saved_activations: Format | None = None
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
     implementation: Implementation = None
 
     def check_options(self) -> None:

@@ -20,7 +20,7 @@ from jfp8.optim.storage import Storage
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray, apply_scale, scaled_values
 from jfp8.scaling.casts import codes_to_format, decode, encode
-from jfp8.scaling.formats import E4M3FN, Format
+from jfp8.scaling.formats import E4M3FN, Format, as_format
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import (
@@ -113,7 +113,8 @@ class Blocks(Storage):
     scale_rounding: ScaleRounding = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fmt, Format) or not self.fmt.signed or not self.fmt.has_nan:
+        object.__setattr__(self, "fmt", as_format(self.fmt))
+        if not self.fmt.signed or not self.fmt.has_nan:
             raise TypeError(
                 f"Blocks(fmt={self.fmt!r}): must be a jfp8.Format with a sign and a NaN, such as "
                 "jfp8.E4M3FN or jfp8.E5M2."

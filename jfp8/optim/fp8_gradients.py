@@ -10,13 +10,13 @@ import optax
 
 from jfp8.collectives import exchange as collectives
 from jfp8.optim.wrapping import AnyScaleState
-from jfp8.scaling.formats import E4M3FN, Format
+from jfp8.scaling.formats import E4M3FN, FormatLike, as_format
 from jfp8.scaling.quantization import quantize
 from jfp8.scaling.scales import Granularity, PerTensor
 
 
 def fp8_gradients(
-    fmt: Format | None = None,
+    fmt: FormatLike | None = None,
     *,
     granularity: Granularity = PerTensor(),
     axis_name: Any = None,
@@ -60,8 +60,7 @@ def fp8_gradients(
     >>> tx.update({"w": jnp.array([[0.3, 448.0]])}, tx.init({}))[0]
     {'w': Array([[3.125e-01, 4.480e+02]], dtype=float32)}
     """
-    if not isinstance(fmt, Format | None):
-        raise TypeError(f"fp8_gradients(fmt={fmt!r}): must be a jfp8.Format such as jfp8.E4M3FN.")
+    fmt = None if fmt is None else as_format(fmt)
     if axis_name is not None and granularity != PerTensor():
         raise ValueError(
             f"fp8_gradients(granularity={granularity!r}, axis_name={axis_name!r}): averaged over "

@@ -20,9 +20,9 @@ import optax
 from jfp8.optim.loss_scale_state import (
     LossScaleState,
     Mark,
-    warn_if_not_read,
     loss_scale_in,
     warn_if_misplaced,
+    warn_if_not_read,
 )
 from jfp8.optim.wrapping import transformation, widened
 

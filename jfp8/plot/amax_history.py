@@ -12,7 +12,7 @@ from jfp8.debug.records import TensorStats
 from jfp8.plot.limits import saturates
 from jfp8.plot.rows import check_rows, format_of_row, steps_of
 from jfp8.plot.style import AMBER, BLACK, BLUE, VERMILION, axes_for, legend_above, tidy
-from jfp8.scaling.formats import Format
+from jfp8.scaling.formats import Format, FormatLike, as_format
 
 if TYPE_CHECKING:
     import jax
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def amax_history(
     amax: jax.typing.ArrayLike | Iterable[TensorStats],
     scale: jax.typing.ArrayLike | None = None,
-    fmt: Format | None = None,
+    fmt: FormatLike | None = None,
     *,
     steps: jax.typing.ArrayLike | None = None,
     name: str | None = None,
@@ -70,6 +70,7 @@ def amax_history(
             )
         drawn = _of_rows(amax, name)
     else:
+        fmt = None if fmt is None else as_format(fmt)
         drawn = _of_arrays(amax, scale, fmt, steps, name)
 
     ax = axes_for(ax, 7.0, 3.2)
@@ -172,7 +173,7 @@ def _of_arrays(amax: Any, scale: Any, fmt: Format | None, steps: Any, name: str 
     if scale is None and fmt is None:
         none = np.zeros(len(amax), bool)
         return _History(steps, amax, np.zeros(0), np.zeros(0), none, nonfinite, None)
-    if scale is None or not isinstance(fmt, Format):
+    if scale is None or fmt is None:
         raise ValueError(
             "What a scale can hold is scale * fmt.max, which needs both: "
             "amax_history(amax, scale, jfp8.E4M3FN)."

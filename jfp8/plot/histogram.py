@@ -14,7 +14,7 @@ from jfp8.plot.limits import halfway_above_max, halfway_to_zero, saturates
 from jfp8.plot.rows import format_of_row
 from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, axes_for, legend_above, percent, tidy
 from jfp8.scaling.casts import as_float_array, check_cast_arguments
-from jfp8.scaling.formats import Format
+from jfp8.scaling.formats import Format, FormatLike, as_format
 
 if TYPE_CHECKING:
     import jax
@@ -25,7 +25,7 @@ SMALLEST_EXPONENT = -127  # of all f32 subnormals, as in TensorStats.exponents
 
 def histogram(
     x: jax.typing.ArrayLike | TensorStats,
-    fmt: Format | None = None,
+    fmt: FormatLike | None = None,
     scale: float | None = None,
     *,
     ax: Axes | None = None,
@@ -73,7 +73,7 @@ def histogram(
             )
         drawn = _of_row(x)
     else:
-        drawn = _of_array(x, fmt, scale)
+        drawn = _of_array(x, None if fmt is None else as_format(fmt), scale)
 
     ax = axes_for(ax, 7.0, 3.2)
     ax.set_xscale("log", base=2)
@@ -157,7 +157,7 @@ def _of_array(x: jax.typing.ArrayLike, fmt: Format | None, scale: float | None) 
             f"scale={scale!r} without a format: a scale moves the tensor into the range of one. "
             f"Name it: histogram(x, jfp8.E4M3FN, scale={scale!r})."
         )
-    check_cast_arguments(x, fmt, "nearest_even", None)
+    check_cast_arguments(x, "nearest_even", None)
     if not fmt.signed:
         raise TypeError(f"{fmt.name} has no sign and no zero: it holds scales, not data.")
     if scale is None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jfp8.plot.style import BLUE, axes_for, tidy
-from jfp8.scaling.formats import FORMATS, Format
+from jfp8.scaling.formats import Format, FormatLike, as_format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def number_line(*formats: Format, limit: float | None = None, ax: Axes | None = None) -> Axes:
+def number_line(*formats: FormatLike, limit: float | None = None, ax: Axes | None = None) -> Axes:
     """All values of `formats`, a row of strokes for each format; subnormal values are half as high.
 
     Args:
@@ -40,17 +40,14 @@ def number_line(*formats: Format, limit: float | None = None, ax: Axes | None = 
             "number_line draws the values of formats, but got none. Name them: "
             "jfp8.plot.number_line(jfp8.E4M3FN, jfp8.E5M2)."
         )
-    for fmt in formats:
-        if not isinstance(fmt, Format):
-            names = ", ".join(f"jfp8.{f.name}" for f in FORMATS)
-            raise TypeError(f"number_line takes formats, any of {names}; got {fmt!r}.")
+    drawn = [as_format(fmt, "a format of number_line") for fmt in formats]
     if limit is not None and not limit > 0:
         raise ValueError(
             f"limit={limit!r}: must be a positive number, the end of a linear axis from -limit to "
             "limit; or None for a logarithmic axis."
         )
-    ax = axes_for(ax, 7.0, 0.9 + 0.55 * len(formats))
-    for row, fmt in enumerate(formats):
+    ax = axes_for(ax, 7.0, 0.9 + 0.55 * len(drawn))
+    for row, fmt in enumerate(drawn):
         values = positive_values(fmt)
         # E8M0FNU, without sign and zero, has no subnormals.
         half = np.where(fmt.signed & (values < fmt.smallest_normal), 0.19, 0.38)
@@ -67,8 +64,8 @@ def number_line(*formats: Format, limit: float | None = None, ax: Axes | None = 
     else:
         ax.set_xlim(-1.03 * limit, 1.03 * limit)
         what = f"values from {-limit:g} to {limit:g} (linear axis)"
-    ax.set_yticks(range(len(formats)), [fmt.name for fmt in formats])
-    ax.set_ylim(len(formats) - 0.5, -0.5)
+    ax.set_yticks(range(len(drawn)), [fmt.name for fmt in drawn])
+    ax.set_ylim(len(drawn) - 0.5, -0.5)
     ax.minorticks_off()
     tidy(ax, what)
     ax.grid(visible=False)

@@ -43,6 +43,7 @@ from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import Window, window_of
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.casts import decode
 from jfp8.scaling.history import AmaxState
@@ -59,7 +60,7 @@ def scaled_conv_general_dilated(
     dimension_numbers: Any = None,
     feature_group_count: int = 1,
     *,
-    recipe: Recipe = DelayedScaling(),
+    recipe: Recipe | str = DelayedScaling(),
     state: dict[str, AmaxState] | None = None,
     sink: jax.Array | None = None,
     key: jax.Array | None = None,
@@ -95,7 +96,7 @@ def scaled_conv_general_dilated(
     ... ).shape
     (1, 4, 4, 4)
     """
-    how = How(recipe, implementation)
+    how = How(check_recipe(recipe), implementation)
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     window = window_of(
         lhs,

@@ -39,6 +39,7 @@ from jfp8.products.operation import (
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.context import has_explicit_axes
@@ -49,7 +50,7 @@ def scaled_dot_general(
     rhs: jax.typing.ArrayLike | ScaledArray,
     dimension_numbers: lax.DotDimensionNumbers,
     *,
-    recipe: Recipe = DelayedScaling(),
+    recipe: Recipe | str = DelayedScaling(),
     state: dict[str, AmaxState] | None = None,
     sink: jax.Array | None = None,
     key: jax.Array | None = None,
@@ -96,7 +97,7 @@ def scaled_dot_general(
     >>> jax.grad(loss)(w).shape
     (3, 4)
     """
-    how = How(recipe, implementation)
+    how = How(check_recipe(recipe), implementation)
     y, _ = observed_dot_general(
         lhs,
         rhs,

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jfp8.products.vjp import SAVED, first_order_only
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.casts import as_float_array, codes_of, codes_to_format
-from jfp8.scaling.formats import E4M3FN, Format
+from jfp8.scaling.formats import E4M3FN, Format, FormatLike, as_format
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.scales import Block, amax, ragged_block, reciprocal, scale_from_amax
 
@@ -33,7 +33,7 @@ BLOCK = 32
 
 
 def save_in_fp8(
-    f: Callable[..., Any], *, fmt: Format = E4M3FN, block: int = BLOCK, name: str = SAVED
+    f: Callable[..., Any], *, fmt: FormatLike = E4M3FN, block: int = BLOCK, name: str = SAVED
 ) -> Callable[..., Any]:
     """`f`, which keeps its first argument in FP8 for the backward pass. ::
 
@@ -76,7 +76,8 @@ def save_in_fp8(
     References:
       COAT, arXiv 2410.19313, section 5: what layers keep, in groups of elements.
     """
-    if not isinstance(fmt, Format) or not fmt.signed:
+    fmt = as_format(fmt)
+    if not fmt.signed:
         raise TypeError(f"fmt must be a jfp8.Format with a sign, like jfp8.E4M3FN; got {fmt!r}.")
     if not isinstance(block, int) or isinstance(block, bool) or block < 1:
         raise ValueError(f"block must be how many elements share a scale, like 32; got {block!r}.")

@@ -80,10 +80,10 @@ class Uses:
         if lost:
             warnings.warn(
                 f"The amax histories of {sorted(lost)} are not kept up for uses that the loss is "
-                "not differentiated through (behind stop_gradient, or without effect), because they "
-                "are inside of nn.scan, nn.remat or the like. Record them in the forward pass: y, "
-                "mutated = model.apply(variables, x, mutable=['fp8']), and return mutated from the "
-                "loss function.",
+                "not differentiated through (behind stop_gradient, or without effect), because "
+                "they are inside of nn.scan, nn.remat or the like. Record them in the forward "
+                "pass: y, mutated = model.apply(variables, x, mutable=['fp8']), and return mutated "
+                "from the loss function.",
                 stacklevel=2,
             )
 

@@ -8,7 +8,7 @@ import jax
 
 from jfp8.quantizers.quantizer import Context, Quantizer, ScalesFromData
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.formats import E4M3FN, Format
+from jfp8.scaling.formats import E4M3FN, Format, as_format
 from jfp8.scaling.quantization import block_scale, two_level_scale
 from jfp8.scaling.scales import Block, amax, ragged_block
 
@@ -89,8 +89,9 @@ class TwoLevel(_InBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fmt = self.scale_fmt
-        if not isinstance(fmt, Format) or not fmt.signed or not fmt.has_nan:
+        fmt = as_format(self.scale_fmt, "scale_fmt")
+        object.__setattr__(self, "scale_fmt", fmt)
+        if not fmt.signed or not fmt.has_nan:
             raise ValueError(
                 f"scale_fmt={fmt!r}: must be a format with a sign and a NaN, for blocks that hold "
                 "one, such as jfp8.E4M3FN."

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import ROUNDINGS, Rounding
-from jfp8.scaling.formats import Format
+from jfp8.scaling.formats import Format, as_format
 from jfp8.scaling.history import AmaxState, ended_steps, history_amax, running_amax
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
@@ -57,8 +57,7 @@ class Quantizer:
     rounding: Rounding = field(default="nearest_even", kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fmt, Format):
-            raise TypeError(f"fmt must be a jfp8.Format such as jfp8.E4M3FN, got {self.fmt!r}.")
+        object.__setattr__(self, "fmt", as_format(self.fmt))
         if self.rounding not in ROUNDINGS:
             raise ValueError(
                 f"rounding={self.rounding!r} is unknown. Allowed: {', '.join(ROUNDINGS)}."

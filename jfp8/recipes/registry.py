@@ -82,12 +82,14 @@ def _from_fields(fields: Any, known: Sequence[type]) -> Recipe:
 
 
 def check_recipe(recipe: Any) -> Recipe:
-    """`recipe`, if it is one; else a ``TypeError`` that says how to make one."""
+    """`recipe`, or the one of that name with its defaults; else an error that says what to give."""
     if isinstance(recipe, Recipe):
         return recipe
+    if isinstance(recipe, str):
+        return get(recipe)
     raise TypeError(
         f"recipe must be a recipe object such as jfp8.recipes.DelayedScaling(), got {recipe!r}. "
-        f'By name: jfp8.recipes.get("delayed"); names: {_names()}.'
+        f'Or a name, as for jfp8.recipes.get("delayed"); names: {_names()}.'
     )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.scaling.formats import E4M3FN, E5M2, FORMATS, Format, format_of
+from jfp8.scaling.formats import E4M3FN, E5M2, Format, FormatLike, as_format, format_of
 from jfp8.scaling.random_bits import random_bits
 from jfp8.tracing.context import current_gpu
 
@@ -42,7 +42,7 @@ def as_float_array(x: jax.typing.ArrayLike, what: str) -> jax.Array:
 
 def cast(
     x: jax.typing.ArrayLike,
-    fmt: Format,
+    fmt: FormatLike,
     *,
     rounding: Rounding = "nearest_even",
     key: jax.Array | None = None,
@@ -59,7 +59,7 @@ def cast(
 
     Args:
       x: ``f32 | bf16 | f16`` array of any shape (or an f8 array, whose values are exact).
-      fmt: target format.
+      fmt: target format; or its name, ``"e4m3"``, or its dtype.
       rounding: ``"nearest_even"`` (ties to even), ``"toward_zero"``, or ``"stochastic"`` (rounds up
         with the probability of the remainder: unbiased for every value inside the range).
       key: JAX random key; needed by, and only used for, ``"stochastic"``.
@@ -79,13 +79,14 @@ def cast(
     >>> jfp8.cast(jnp.array([0.3, 500.0, -jnp.inf, jnp.nan]), jfp8.E4M3FN).tolist()
     [0.3125, 448.0, -448.0, nan]
     """
-    x, bits = check_cast_arguments(x, fmt, rounding, key)
+    fmt = as_format(fmt)
+    x, bits = check_cast_arguments(x, rounding, key)
     return _cast(x, bits, fmt, rounding)
 
 
 def round_to_format(
     x: jax.typing.ArrayLike,
-    fmt: Format,
+    fmt: FormatLike,
     *,
     rounding: Rounding = "nearest_even",
     key: jax.Array | None = None,
@@ -96,7 +97,7 @@ def round_to_format(
 
     Args:
       x: ``f32 | bf16 | f16`` array of any shape.
-      fmt: target format.
+      fmt: target format; or its name, ``"e4m3"``, or its dtype.
       rounding: as for `cast`.
       key: as for `cast`.
 
@@ -111,7 +112,8 @@ def round_to_format(
     >>> jfp8.round_to_format(jnp.array([0.3, 500.0]), jfp8.E5M2).tolist()
     [0.3125, 512.0]
     """
-    x, bits = check_cast_arguments(x, fmt, rounding, key)
+    fmt = as_format(fmt)
+    x, bits = check_cast_arguments(x, rounding, key)
     if x.dtype == jnp.float16 and not fmt.signed:
         raise TypeError(
             f"{fmt.name} reaches from 2^-127 to 2^127, which float16 cannot hold. "
@@ -121,12 +123,9 @@ def round_to_format(
 
 
 def check_cast_arguments(
-    x: jax.typing.ArrayLike, fmt: Format, rounding: str, key: jax.Array | None
+    x: jax.typing.ArrayLike, rounding: str, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Validated input and, for stochastic rounding, one random word per element."""
-    if not isinstance(fmt, Format):
-        names = ", ".join(f"jfp8.{f.name}" for f in FORMATS)
-        raise TypeError(f"fmt must be a jfp8.Format, one of {names}; got {fmt!r}.")
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding={rounding!r} is unknown. Allowed: {', '.join(ROUNDINGS)}.")
     x = as_float_array(x, "x")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -101,3 +103,41 @@ def format_called(name: str | None) -> Format:
             return fmt
     names = ", ".join(fmt.name for fmt in FORMATS)
     raise ValueError(f"There is no format called {name!r}. Formats: {names}.")
+
+
+FormatLike = Format | str | jax.typing.DTypeLike
+"""What names a format: a `Format`, ``"e4m3fn"`` or ``"e4m3"``, ``jnp.float8_e4m3fn``."""
+
+
+def as_format(given: FormatLike, name: str = "fmt", known: Sequence[Format] = FORMATS) -> Format:
+    """The `Format` that `given`, an argument called `name`, means.
+
+    The dtype of bytes stands for no format, and ``float8_e4m3`` and ``float8_e3m4`` of ml_dtypes,
+    which have an Inf, are other formats than ``"e4m3"`` and ``"e3m4"``.
+
+    Raises:
+      TypeError, ValueError: something else; a name or a dtype of no format among `known`.
+
+    >>> from jfp8.scaling.formats import as_format
+    >>> as_format("e4m3"), as_format(np.dtype("float8_e5m2"))
+    (Format(E4M3FN), Format(E5M2))
+    """
+    if isinstance(given, Format):
+        return given
+    names = ", ".join(f"jfp8.{fmt.name}" if fmt in FORMATS else fmt.name for fmt in known)
+    allowed = f'one of {names}, its name such as "e4m3fn", or its dtype such as jnp.float8_e4m3fn'
+    if isinstance(given, str):
+        short = given.lower()
+        for fmt in known:
+            full = fmt.name.lower()  # "e4m3fn"; a dtype is called "float8_e4m3fn"
+            if short in (full, full[:4]) or (short == fmt.dtype.name != "uint8"):
+                return fmt
+        raise ValueError(f"{name}={given!r}: there is no such format. It must be {allowed}.")
+    try:
+        dtype = np.dtype(given)  # pyrefly: ignore
+    except TypeError:
+        dtype = None
+    for fmt in known:
+        if dtype is not None and dtype != np.uint8 and fmt.dtype == dtype:
+            return fmt
+    raise TypeError(f"{name} must be a jfp8.Format, {allowed}; got {given!r}.")

@@ -18,7 +18,7 @@ from jfp8.scaling.casts import (
     encode,
     straight_through,
 )
-from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format
+from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format, FormatLike, as_format
 from jfp8.scaling.scales import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -36,7 +36,7 @@ from jfp8.scaling.scales import (
 
 def quantize(
     x: jax.typing.ArrayLike,
-    fmt: Format = E4M3FN,
+    fmt: FormatLike = E4M3FN,
     *,
     granularity: Granularity = PerTensor(),
     scale: jax.typing.ArrayLike | None = None,
@@ -54,7 +54,7 @@ def quantize(
 
     Args:
       x: ``f32 | bf16 | f16`` array of any shape.
-      fmt: format of the data.
+      fmt: format of the data; or its name, ``"e4m3"``, or its dtype.
       granularity: which elements share a scale: ``PerTensor()``, ``PerAxis(axis)`` or
         ``Block(shape)``.
       scale: use this scale instead (a "static" or "delayed" one): a positive number, or an f32 or
@@ -79,7 +79,8 @@ def quantize(
     ((2, 1), Array([[ 1.  , -4.  ],
            [ 0.5 ,  0.25]], dtype=float32))
     """
-    x, bits = check_cast_arguments(x, fmt, rounding, key)
+    fmt = as_format(fmt)
+    x, bits = check_cast_arguments(x, rounding, key)
     if not fmt.signed:
         raise TypeError(f"{fmt.name} has no sign and no zero: it holds scales, not data.")
     if scale is not None:

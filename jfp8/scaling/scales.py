@@ -18,7 +18,7 @@ from jax import lax
 
 from jfp8.scaling.arrays import split_e8m0
 from jfp8.scaling.casts import as_float_array, codes_to_format
-from jfp8.scaling.formats import E8M0FNU, Format
+from jfp8.scaling.formats import E8M0FNU, Format, FormatLike, as_format
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def check_scale_rounding(scale_rounding: Any) -> None:
 
 def scale_from_amax(
     amax: jax.Array,
-    fmt: Format,
+    fmt: FormatLike,
     *,
     margin: int = 0,
     scale_rounding: ScaleRounding = None,
@@ -215,6 +215,7 @@ def scale_from_amax(
     References:
       OCP Microscaling Formats v1.0 section 6.3 (floor); arXiv 2506.08027 (round up).
     """
+    fmt = as_format(fmt)
     check_scale_rounding(scale_rounding)
     if scale_rounding not in (None, "power_of_two"):
         code = e8m0_code(amax, fmt, scale_rounding)

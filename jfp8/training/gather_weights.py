@@ -42,7 +42,7 @@ def gather_weights(
     axis_name: Axes,
     specs: Any = None,
     *,
-    recipe: Recipe = DelayedScaling(),
+    recipe: Recipe | str = DelayedScaling(),
     exempt: Choice | Sequence[Choice] = (),
     only: Choice | Sequence[Choice] | None = None,
     gradients_as: Format | jax.typing.DTypeLike | None = None,
@@ -102,7 +102,7 @@ def gather_weights(
     ...     jax.tree.map(jnp.shape, jax.jit(jax.grad(loss))(params))
     {'bias': (4,), 'kernel': (8, 4)}
     """
-    check_recipe(recipe)
+    recipe = check_recipe(recipe)
     selection = select(recipe, exempt, only)
     quantizer = recipe.products().fprop.rhs
     with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_scaled_array)

@@ -28,8 +28,8 @@ def advance(
 ) -> Collections:
     """End an optimizer step: every history gets one entry, the largest amax that the step saw.
 
-    For hand-written loops; `TrainState.apply_gradients` does it by itself. Make ``fp8`` mutable, for
-    the amaxes of activations and weights, and differentiate the loss by the ``fp8_sink``
+    For hand-written loops; `TrainState.apply_gradients` does it by itself. Make ``fp8`` mutable,
+    for the amaxes of activations and weights, and differentiate the loss by the ``fp8_sink``
     collection, for those of gradients: accumulate and average its cotangent with the other
     gradients if you do that. Call this once per optimizer step. Without `opt_states`, skip the call
     when you skip the step.

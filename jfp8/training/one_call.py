@@ -14,7 +14,8 @@ import optax
 from flax import nnx
 
 from jfp8.conversion.inventory import report
-from jfp8.conversion.models import Model, convert_selected, nnx_decisions
+from jfp8.conversion.models import Model, convert_selected
+from jfp8.conversion.nnx_models import decisions
 from jfp8.conversion.selection import Choice, select
 from jfp8.optim import Blocks, ScaledFloat16, fp8_gradients, loss_scale, skip_on_overflow
 from jfp8.optim.masters import has_master_weights
@@ -116,7 +117,8 @@ def initialize(
     selection = select(chosen, settings["exempt"], settings["only"])
     converted = convert_selected(model, selection, _print_report if settings["verbose"] else None)
     if settings["verbose"] and isinstance(model, nnx.Module):
-        print("\n".join(f"{path}: {how}" for path, how in nnx_decisions(model, selection)))
+        found = decisions(model, selection).items()
+        print("\n".join(f"{path}: {repr(d.recipe) if d.recipe else d.reason}" for path, d in found))
     if level == "O2":
         tx = _with_stored_moments(tx)
     if chosen.needs_loss_scale:
@@ -204,8 +206,6 @@ def _parsed(text: str) -> Any:
 
 
 def _recipe(given: Any) -> Recipe:
-    if isinstance(given, str):
-        return registry.get(given)
     if isinstance(given, Mapping):
         fields = dict(given)
         name = fields.pop("name", None)

@@ -17,10 +17,10 @@ import optax
 from jfp8.optim.fp8_params import apply_updates, without_stored
 from jfp8.optim.loss_scale_state import (
     LossScaleState,
-    warn_if_not_read,
     find_loss_scale,
     loss_scale_in,
     warn_if_misplaced,
+    warn_if_not_read,
 )
 from jfp8.optim.loss_scaling import all_squares_finite, keep_unless, scaled, unscaled
 from jfp8.optim.masters import has_master_weights
@@ -174,8 +174,8 @@ class TrainState(flax.struct.PyTreeNode):
         2^62, so that optimizers could not square it, the step is skipped: parameters, optimizer
         state, histories and other collections stay as they are, bit for bit; only `step` counts on
         and the loss scale falls. When the loss scale changes, the histories of gradients follow it.
-        While ``optax.MultiSteps`` accumulates gradients, the histories wait for its last micro-step,
-        and get the largest amax of them all.
+        While ``optax.MultiSteps`` accumulates, the histories wait for its last micro-step, and get
+        the largest amax of them all.
 
         Args:
           grads: what `value_and_grad` returned, averaged over devices or not. Without histories

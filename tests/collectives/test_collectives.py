@@ -628,7 +628,7 @@ def test_explicit_axes():
         (lambda x: pmean(x, fmt=jfp8.E2M1FN), TypeError, "E4M3FN, E5M2, .*got Format\\(E2M1FN\\)"),
         (lambda x: pmean(x, fmt=()), TypeError, "or two of them; got \\(\\)"),
         (lambda x: pmean(x, fmt=jfp8.E8M0FNU), TypeError, "with a sign.*E8M0FNU"),
-        (lambda x: pmean(x, fmt="e4m3"), TypeError, "got 'e4m3'"),
+        (lambda x: pmean(x, fmt="e4m4"), ValueError, "fmt='e4m4': there is no such format.*E2M5"),
         (lambda x: pmean(x, block=0), ValueError, "block=0 must be a positive int"),
         (lambda x: pmean(x, rounding="up"), ValueError, "rounding='up' is unknown. Allowed: near"),
         (lambda x: pmean(x, rounding="stochastic"), ValueError, "Pass key=jax.random.key"),

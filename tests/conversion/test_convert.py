@@ -895,6 +895,82 @@ def test_converting_again_replaces_the_recipe():
     assert products(again, X) == {"fprop": 2, "dgrad": 2, "wgrad": 2, "plain": 2}
 
 
+class OwnEinsum(nn.Module):
+    """A home-made layer, as models of today have them."""
+
+    @nn.compact
+    def __call__(self, x):
+        return jnp.einsum("bd,df->bf", x, self.param("w", nn.initializers.normal(), (8, 8)))
+
+
+class HomeMade(nn.Module):
+    """Nothing in it is a layer of Flax with a product, but the head."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(5):
+            x = x + OwnEinsum()(nn.LayerNorm()(x))
+        return nn.Dense(3)(x)
+
+
+def test_a_conversion_of_nothing_says_what_it_saw_once():
+    model = jfp8.convert(HomeMade(), CURRENT)
+    with pytest.warns(UserWarning, match="No product of HomeMade is FP8") as caught:
+        variables = jax.eval_shape(model.init, KEY, X)
+    jax.eval_shape(model.apply, variables, X)
+    assert jfp8.report(model, variables, X).fp8_fraction == 0
+    (warning,) = caught
+    text = str(warning.message)
+    assert warning.filename == __file__
+    assert "Dense at 'Dense_0': exempt: a layer whose result the model returns" in text
+    assert "OwnEinsum at 'OwnEinsum_3', 'w' (8, 8); and 1 more." in text
+    assert "jfp8.linen.EinsumProduct" in text
+    assert "LayerNorm" not in text
+    with pytest.warns(UserWarning, match="No product of HomeMade is FP8"):
+        jax.eval_shape(jfp8.convert(HomeMade(), CURRENT).apply, variables, X)
+
+
+JittedBlock = nn.jit(Block)
+
+
+class Partly(nn.Module):
+    """A part of it is home-made, the other is Flax's under ``nn.jit``."""
+
+    @nn.compact
+    def __call__(self, x):
+        return OwnEinsum()(JittedBlock(name="block")(x)[0])
+
+    @nn.compact
+    def encode(self, x):
+        return OwnEinsum(name="OwnEinsum_0")(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (HomeMade(), {"exempt": nn.Dense}),
+        (HomeMade(), {"only": lambda path, layer: False}),
+        (HomeMade(), {"exempt": ()}),
+        (nn.Sequential([jfp8.Dense(8), nn.relu]), {}),
+        (Partly(), {}),
+    ],
+    ids=["exempt", "only", "head", "layers of jfp8", "nn.jit"],
+)
+def test_who_chose_it_or_has_fp8_is_not_warned(model, options):
+    model = jfp8.convert(model, CURRENT, **options)
+    for _ in range(2):  # what is under nn.jit is traced in the first alone
+        variables = jax.eval_shape(model.init, KEY, X)
+        jax.eval_shape(model.apply, variables, X)
+
+
+def test_a_part_of_a_model_or_a_region_without_fp8_is_not_warned():
+    model = jfp8.convert(Partly(), CURRENT)
+    variables = jax.eval_shape(model.init, KEY, X)
+    jax.eval_shape(partial(model.apply, method="encode"), variables, X)
+    with jfp8.autocast(enabled=False):
+        jax.eval_shape(jfp8.convert(HomeMade(), CURRENT).init, KEY, X)
+
+
 class Jitted(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -930,8 +1006,9 @@ def test_types_are_found_in_jitted_blocks_each_time():
         def __call__(self, x):
             return nn.jit(Block)(name="one")(x)[0]
 
-    model = jfp8.convert(Model(), DELAYED, only=nn.Dense)
-    assert jax.eval_shape(model.init, KEY, X) == jax.eval_shape(model.init, KEY, X)
+    for made in (Model(), Partly()):  # Flax traces the block of the second in the first call alone
+        model = jfp8.convert(made, DELAYED, only=nn.Dense)
+        assert jax.eval_shape(model.init, KEY, X) == jax.eval_shape(model.init, KEY, X)
 
 
 @pytest.mark.parametrize(
@@ -939,7 +1016,6 @@ def test_types_are_found_in_jitted_blocks_each_time():
     [
         (lambda: jfp8.convert(Compact), "instance of a Flax Linen or NNX module, got <class"),
         (lambda: jfp8.convert({"params": {}}), "not its class or its parameters"),
-        (lambda: jfp8.convert(Compact(), "delayed"), "recipe"),
         (lambda: jfp8.convert(Compact(), DelayedScaling), "recipe"),
         (lambda: jfp8.convert(Compact(), exempt=3), "exempt=3: must be patterns of paths"),
         (lambda: jfp8.convert(Compact(), only=[3]), r"only=\[3\]: must be patterns of paths"),

@@ -341,6 +341,145 @@ def test_stacked_layers():
     np.testing.assert_array_equal(found[..., 0], np.full((2, 3), np.abs(x).max()))
 
 
+class Scanned(nnx.Module):
+    """Layers in one array, scanned over: Flax's own example of it."""
+
+    def __init__(self, rngs, layers=3):
+        make = nnx.vmap(lambda rngs: nnx.Linear(D, D, use_bias=False, rngs=rngs))
+        self.layers = nnx.split_rngs(splits=layers)(make)(rngs)
+
+    def __call__(self, x):
+        body = nnx.scan(
+            lambda x, layer: nnx.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        return body(x, self.layers)
+
+
+def test_a_stack_of_layers_is_no_edge_of_a_model():
+    """All of it becomes FP8; each layer has its own histories, and trains as if it stood alone.
+
+    The oracle is the same model unrolled, in f32: a weight's amax is exact, and what comes into the
+    first layer is; in the others an error of at most 2^-4 of each product's operands adds up.
+    """
+    model, x = Scanned(nnx.Rngs(0)), normal(0, (4, D))
+    weights = model.layers.kernel.get_value()
+
+    def unrolled(weights, x):
+        seen = []
+        for w in weights:
+            seen.append(jnp.abs(x).max())
+            x = jnp.tanh(x @ w)
+        return (x**2).mean(), jnp.stack(seen)
+
+    (wanted, amaxes), gradients = jax.jit(jax.value_and_grad(unrolled, has_aux=True))(weights, x)
+    converted = jfp8.convert(model)
+    step = nnx.jit(jfp8.nnx.value_and_grad(loss_of))
+    loss, grads = step(converted, x)
+    assert float(loss) == pytest.approx(float(wanted), rel=0.1)
+    error = grads.layers.kernel.get_value() - gradients
+    norm = lambda a: np.sqrt(np.sum(np.square(a), axis=(1, 2)))
+    assert np.all(norm(error) > 1e-3 * norm(gradients))  # each of the three in FP8
+    assert np.all(norm(error) < 0.15 * norm(gradients))
+    found = histories(converted)
+    np.testing.assert_array_equal(
+        found["layers", "dot_general", "rhs"][:, 0], jnp.abs(weights).max((1, 2))
+    )
+    np.testing.assert_allclose(found["layers", "dot_general", "lhs"][:, 0], amaxes, rtol=0.1)
+    assert found["layers", "dot_general", "lhs"][0, 0] == amaxes[0]
+    rows = jfp8.report(converted, x).rows
+    assert [(row.path, row.fp8, row.times) for row in rows] == [("layers", True, 3)] * 3
+
+
+def test_a_stack_of_convolutions_takes_no_images():
+    make = nnx.vmap(lambda rngs: nnx.Conv(3, 3, (3,), rngs=rngs))
+    model = nnx.Dict(layers=nnx.split_rngs(splits=2)(make)(nnx.Rngs(0)))
+    assert isinstance(
+        jfp8.convert(model)["layers"].conv_general_dilated, jfp8.nnx.ConvGeneralDilated
+    )
+
+
+class Home(nnx.Module):
+    """Multiplies by itself: no layer of Flax does."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(rngs.params.normal((D, D)))
+        self.more = nnx.List([nnx.Param(rngs.params.normal((D, D))), nnx.Param(jnp.ones((1, D)))])
+
+    def __call__(self, x):
+        return jnp.einsum("bd,df->bf", x, self.w[...]) @ self.more[0][...] * self.more[1][...]
+
+
+class Mixed(nnx.Module):
+    """A product of each kind that stays in high precision, for a reason of its own."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(D, D, use_bias=False, rngs=rngs)
+        self.own = nnx.Linear(D, D, dot_general=functools.partial(jax.lax.dot_general), rngs=rngs)
+        self.home = Home(rngs)
+        self.attention = nnx.MultiHeadAttention(2, D, decode=False, rngs=rngs)
+        self.transposed = nnx.ConvTranspose(D, D, (1,), rngs=rngs)
+        self.ours = jfp8.nnx.Linear(D, D, recipe=Float8CurrentScaling(), rngs=rngs)
+        self.head = nnx.Linear(D, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.home(self.own(self.up(x)))[None]
+        return self.head(self.ours(self.transposed(self.attention(x))))
+
+
+def test_a_report_has_a_reason_for_every_product():
+    model, x = Mixed(nnx.Rngs(0)), normal(0, (3, D))
+    before = nnx.graphdef(model)
+    converted = jfp8.convert(model, exempt=(*jfp8.EDGES, "transposed", "up"))
+    r = jfp8.report(converted, x)
+    by_path = {}
+    for row in r.rows:
+        by_path.setdefault((row.path, row.layer), set()).add(row.reason)
+    raw = by_path.pop(("home", "Home"))
+    assert all(reason.startswith("computed by no layer that can be conv") for reason in raw)
+    assert all("test_nnx_convert.py:" in reason for reason in raw)
+    attention = {
+        (f"attention/{n}", "LinearGeneral"): {""} for n in ("query", "key", "value", "out")
+    }
+    assert by_path == {
+        ("up", "Linear"): {"exempt: 'up'"},
+        ("own", "Linear"): {"the layer was given its own dot_general"},
+        ("attention", "MultiHeadAttention"): {
+            "inside of attention (convert with attention_products=True)"
+        },
+        **attention,
+        ("transposed", "ConvTranspose"): {"exempt: 'transposed'"},
+        ("ours", "Linear"): {""},
+        ("head", "Linear"): {"exempt: a layer whose result the model returns: the final logits"},
+    }
+    left = nnx.graphdef(converted)
+    plain = {row.reason for row in jfp8.report(model, x).rows if row.path in ("up", "head")}
+    assert plain == {"not converted"}
+    assert (nnx.graphdef(model), nnx.graphdef(converted)) == (before, left)
+
+
+def test_a_conversion_of_nothing_says_what_it_saw():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([Home(rngs) for _ in range(6)])
+            self.norm, self.embed = nnx.LayerNorm(D, rngs=rngs), nnx.Embed(9, D, rngs=rngs)
+            self.head = nnx.Linear(D, 4, rngs=rngs)
+
+    model = Model(nnx.Rngs(0))
+    with pytest.warns(UserWarning, match="No product of Model is FP8") as caught:
+        jfp8.convert(model)
+    (warning,) = caught
+    text = str(warning.message)
+    assert warning.filename == __file__
+    assert "Linear at 'head': exempt: a layer whose result the model returns" in text
+    assert "Home at 'blocks/3', 'more/0' (16, 16), 'more/1' (1, 16), 'w' (16, 16); and" in text
+    assert "jfp8.nnx.EinsumOp" in text
+    assert "norm" not in text
+    assert "embed" not in text
+    jfp8.convert(model, exempt="head")  # the user's own choice
+    jfp8.convert(model, exempt=())
+    jfp8.convert(nnx.Sequential(jfp8.nnx.Linear(D, D, rngs=nnx.Rngs(0)), nnx.relu))
+
+
 def test_layers_stacked_along_another_axis_are_refused():
     make = nnx.vmap(lambda rngs: nnx.Linear(4, 5, use_bias=False, rngs=rngs), in_axes=0, out_axes=2)
     with pytest.raises(ValueError, match=r"\(4, 5, 3\).*leading axes"):

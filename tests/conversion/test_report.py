@@ -236,6 +236,49 @@ def test_convolutions():
     assert flops["Conv_1", "wgrad"] == flops["Conv_1", "fprop"]
 
 
+class Windows(nn.Module):
+    """A convolution, in high precision or FP8, after something that makes its dgrad necessary."""
+
+    layer: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return self.layer(nn.LayerNorm()(x)).sum()
+
+
+@pytest.mark.parametrize(
+    ("layer", "windows"),
+    [
+        (nn.Conv(16, (3, 3), strides=2), 4 * 4),
+        (nn.Conv(16, (3, 3), strides=2, padding="VALID"), 3 * 3),
+        (nn.Conv(16, (3, 3), padding="VALID", feature_group_count=2), 6 * 6 / 2),
+        (nn.Conv(16, (3, 3), padding="VALID", kernel_dilation=2), 4 * 4),
+        (nn.ConvTranspose(16, (3, 3), strides=(2, 2), padding="VALID"), 8 * 8),
+    ],
+    ids=["strided", "strided VALID", "grouped VALID", "dilated VALID", "transposed"],
+)
+def test_the_three_products_of_a_convolution_count_alike(layer, windows):
+    """2 * results * taps * channels; of a transposed one, whose windows are pixels, 2 * pixels.
+
+    JAX writes gradients with zeros between elements and around images, which nobody multiplies. XLA
+    counts the same where no window hangs over the edge of the image.
+    """
+    x = jnp.ones((1, 8, 8, 8))
+    layer = layer.clone(use_bias=False)
+    model = Windows(layer)
+    variables = jax.eval_shape(model.init, KEY, x)
+    expected = 2 * windows * 16 * 9 * 8
+    if layer.padding == "VALID":
+        alone = jax.jit(layer.apply).lower({"params": variables["params"]["layer"]}, x)
+        assert alone.cost_analysis()["flops"] == expected
+    rows = jfp8.report(model, variables, x).rows
+    assert [row.flops for row in rows] == [expected] * 3
+    rows = jfp8.report(jfp8.convert(model, CURRENT, exempt=()), variables, x).rows
+    assert {row.kind: row.flops for row in rows} == dict.fromkeys(
+        ["fprop", "dgrad", "wgrad"], expected
+    )
+
+
 @pytest.mark.slow
 def test_what_a_gpu_computes_products_with():
     """Also where there is none: the one that an abstract mesh describes, or any."""

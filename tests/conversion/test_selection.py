@@ -118,7 +118,8 @@ def test_what_is_no_choice(name, bad):
 
 def test_a_recipe_is_needed():
     with pytest.raises(TypeError, match="recipe"):
-        select("delayed", None, None)
+        select(DelayedScaling, None, None)
+    assert select("delayed", None, None).recipe == DelayedScaling()
 
 
 @pytest.mark.parametrize("name", ["exempt", "only"])

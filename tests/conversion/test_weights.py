@@ -175,6 +175,6 @@ def test_errors():
     with pytest.raises(TypeError, match="params must be nested dicts"):
         jfp8.quantize_params(jnp.ones((2, 2)))
     with pytest.raises(TypeError, match="recipe must be a recipe object"):
-        jfp8.quantize_params(params, "delayed")
+        jfp8.quantize_params(params, jfp8.recipes.DelayedScaling)
     with pytest.raises(ValueError, match="in FP8 already"):
         jfp8.quantize_params(jfp8.quantize_params(params))

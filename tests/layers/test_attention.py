@@ -370,9 +370,9 @@ def test_what_would_silently_stay_in_high_precision_is_refused():
         MultiHeadDotProductAttention(2, attention_fn=attention_fn, attention_products=True)
 
 
-def test_a_recipe_by_name_is_refused():
+def test_a_class_of_recipes_is_no_recipe():
     with pytest.raises(TypeError, match="recipe must be a recipe object"):
-        MultiHeadDotProductAttention(2, recipe="delayed")
+        MultiHeadDotProductAttention(2, recipe=DelayedScaling)
 
 
 # The product alone.

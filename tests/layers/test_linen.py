@@ -393,15 +393,22 @@ def test_a_product_of_the_users_own_is_refused(layer, argument):
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_a_recipe_by_name_is_refused(layer):
+def test_a_class_of_recipes_is_no_recipe(layer):
     with pytest.raises(TypeError, match=r'recipe must be a recipe object.*get\("delayed"\)'):
-        layer(recipe="delayed").init(KEY, X)
+        layer(recipe=DelayedScaling).init(KEY, X)
 
 
-def test_a_recipe_by_name_is_refused_by_dot_general_too():
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_a_recipe_by_name(layer):
+    text = lambda recipe: str(jax.make_jaxpr(layer(recipe=recipe).init)(KEY, X))
+    assert text("delayed") == text(DelayedScaling()) != text("current")
+    with pytest.raises(ValueError, match="no recipe called 'delaid'.*\"delayed\""):
+        layer(recipe="delaid").init(KEY, X)
+
+
+def test_a_recipe_by_name_in_dot_general():
     product = functools.partial(DotGeneral, recipe="delayed")
-    with pytest.raises(TypeError, match=r'recipe must be a recipe object.*get\("delayed"\)'):
-        nn.Dense(4, dot_general_cls=product).init(KEY, X)
+    assert "fp8" in jax.eval_shape(nn.Dense(4, dot_general_cls=product).init, KEY, X)
 
 
 def test_an_unknown_implementation_is_refused():

@@ -526,6 +526,6 @@ def test_errors():
     with pytest.raises(ValueError, match="experts_per_token=6 must be from 1 to"):
         MoE(EXPERTS, HIDDEN, num_experts_per_token=6).init(KEY, x)
     with pytest.raises(TypeError, match="recipe must be a recipe object"):
-        MoE(EXPERTS, HIDDEN, recipe="delayed").init(KEY, x)
+        MoE(EXPERTS, HIDDEN, recipe=DelayedScaling).init(KEY, x)
     with pytest.raises(ValueError, match="implementation='triton' is unknown"):
         MoE(EXPERTS, HIDDEN, implementation="triton").init(KEY, x)

@@ -192,8 +192,8 @@ def test_in_front_of_what_trains_fp8_weights():
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"fp8_gradients\(fmt='E4M3'\): must be a jfp8.Format"):
-        fp8_gradients("E4M3")
+    with pytest.raises(TypeError, match="fmt must be a jfp8.Format"):
+        fp8_gradients(8)
     with pytest.raises(ValueError, match="blocks of jfp8.collectives.pmean. Drop one of the two"):
         fp8_gradients(granularity=jfp8.Block((128,)), axis_name="data")
     with pytest.raises(TypeError, match="granularity must be PerTensor"):

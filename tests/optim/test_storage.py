@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jfp8 import E4M3FN, E5M2
+from jfp8 import E4M3FN, E5M2, E8M0FNU
 from jfp8.optim.blocks import Blocks, ExpandedArray, _outwards
 from jfp8.optim.storage import Float, HalfArray, ScaledFloat16, Storage
 from jfp8.scaling.arrays import ScaledArray
@@ -511,7 +511,7 @@ def test_trap_a_block_that_spans_two_gradient_scales(rounding):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Blocks(fmt=jnp.float8_e4m3fn), TypeError, "must be a jfp8.Format with a sign"),
+        (lambda: Blocks(fmt=E8M0FNU), TypeError, "must be a jfp8.Format with a sign"),
         (lambda: Blocks(block=0), ValueError, "block=0.*number of elements along the last axis"),
         (lambda: Blocks(block=(1, 128)), ValueError, "or None for one scale"),
         (lambda: Blocks(rounding="up"), ValueError, "'up'.*Allowed: 'nearest_even', 'stochastic'"),

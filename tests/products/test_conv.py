@@ -172,9 +172,7 @@ def test_errors():
     with pytest.raises(ValueError, match=r"padding='SAME' with lhs_dilation=\(2, 1\)"):
         scaled_conv_general_dilated(lhs, rhs, (1, 1), "SAME", (2, 1), dimension_numbers=NHWC)
     with pytest.raises(TypeError, match="recipe must be a recipe object"):
-        scaled_conv_general_dilated(
-            lhs, rhs, (1, 1), "SAME", dimension_numbers=NHWC, recipe="delayed"
-        )
+        scaled_conv_general_dilated(lhs, rhs, (1, 1), "SAME", dimension_numbers=NHWC, recipe=3)
     with pytest.raises((TypeError, ValueError), match="feature"):
         scaled_conv_general_dilated(lhs[..., 1:], rhs, (1, 1), "SAME", dimension_numbers=NHWC)
     with pytest.raises(ValueError, match="takes neither conv_general_dilated"):

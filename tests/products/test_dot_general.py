@@ -954,7 +954,7 @@ def test_error_unknown_implementation():
         scaled_dot_general(LHS, RHS, PLAIN, implementation="mosaic")
 
 
-@pytest.mark.parametrize("recipe", ["delayed", None, recipes.DelayedScaling], ids=str)
+@pytest.mark.parametrize("recipe", [None, recipes.DelayedScaling], ids=str)
 def test_error_recipe_is_no_recipe(recipe):
     words = r'must be a recipe object.*recipes\.get\("delayed"\).*"current"'
     with pytest.raises(TypeError, match=words):

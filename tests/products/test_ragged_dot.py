@@ -674,7 +674,7 @@ def test_arguments_of_the_wrong_kind():
     with pytest.raises(TypeError, match="lhs"):
         scaled_ragged_dot(jnp.ones((4, 3), jnp.int32), w, sizes)
     with pytest.raises(TypeError, match="recipe must be a recipe object"):
-        scaled_ragged_dot(x, w, sizes, recipe="delayed")
+        scaled_ragged_dot(x, w, sizes, recipe=3)
     with pytest.raises(ValueError, match="implementation='triton' is unknown"):
         scaled_ragged_dot(x, w, sizes, implementation="triton")
     with pytest.raises(TypeError, match="preferred_element_type must be a floating"):

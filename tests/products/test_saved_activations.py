@@ -353,7 +353,7 @@ def test_a_closure_over_traced_arrays_is_refused():
 @pytest.mark.parametrize(
     ("how", "x", "error", "words"),
     [
-        ({"fmt": "E4M3FN"}, None, TypeError, "a jfp8.Format with a sign.*got 'E4M3FN'"),
+        ({"fmt": 8}, None, TypeError, "fmt must be a jfp8.Format.*got 8"),
         ({"fmt": jfp8.E8M0FNU}, None, TypeError, "with a sign.*E8M0FNU"),
         ({"block": 0}, None, ValueError, "how many elements share a scale, like 32; got 0"),
         ({"block": True}, None, ValueError, "got True"),

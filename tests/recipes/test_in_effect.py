@@ -165,8 +165,8 @@ def test_trap_names_and_parameters_are_kept():
 
 
 def test_trap_unknown_recipes_are_refused():
-    for bad in ("delayed", None, DelayedScaling):
-        with pytest.raises(TypeError, match="recipe"), jfp8.autocast(bad):
+    for bad, error in (("delaid", ValueError), (None, TypeError), (DelayedScaling, TypeError)):
+        with pytest.raises(error, match="recipe"), jfp8.autocast(bad):
             pass
     assert region.current() is None
 

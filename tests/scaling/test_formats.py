@@ -733,9 +733,29 @@ def test_errors_say_what_to_pass(function):
         function(x, E4M3FN, rounding="nearest")
     with pytest.raises(ValueError, match=r"stochastic.*key is None.*key=jax\.random\.key"):
         function(x, E4M3FN, rounding="stochastic")
-    for wrong in (jnp.float8_e4m3fn, "E4M3FN", None, np.dtype(ml_dtypes.float8_e5m2)):
+    for wrong in (3, None, jnp.uint8, jnp.float32, np.dtype(ml_dtypes.float8_e4m3)):
         with pytest.raises(TypeError, match=r"jfp8\.Format, one of jfp8\.E4M3FN, .*got"):
             function(x, wrong)
+
+
+SPELLINGS = ["e4m3", "e4m3fn", "E4M3FN", "float8_e4m3fn", jnp.float8_e4m3fn]
+SPELLINGS += [np.dtype(ml_dtypes.float8_e4m3fn), E4M3FN]
+
+
+@pytest.mark.parametrize("given", SPELLINGS, ids=str)
+def test_a_format_by_name_and_by_dtype(given):
+    assert formats.as_format(given) is E4M3FN
+    x = np.float32([0.3, 500.0])
+    assert cast(x, given).dtype == ml_dtypes.float8_e4m3fn
+    assert round_to_format(x, given).tolist() == [0.3125, 448.0]
+    assert quantize(x, given).format is E4M3FN
+
+
+@pytest.mark.parametrize("other", ["float8_e4m3", "float8_e3m4", "e4m3fnuz", "uint8", "e4", ""])
+def test_names_of_other_formats_are_no_names(other):
+    """Those of ml_dtypes with an Inf: E4M3 up to 240, E3M4 up to 15.5."""
+    with pytest.raises(ValueError, match=r"there is no such format.*jfp8\.E4M3FN"):
+        formats.as_format(other)
 
 
 @roundings

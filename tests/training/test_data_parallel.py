@@ -257,7 +257,7 @@ def test_aux_is_averaged():
 @pytest.mark.parametrize(
     ("aux", "words"),
     [
-        (lambda x: x, r"shape \(8, 128\), which looks like one entry for each of the \[8\] examples"),
+        (lambda x: x, r"shape \(8, 128\), which looks like one entry for each of the \[8\]"),
         (lambda x: x.reshape(2, 4, 128), r"all_gather\(x, 'data', tiled=True\)"),
         (lambda x: {"n": (x > 0).sum()}, r"\['n'\] is int32(.|\n)*jax.lax.psum\(x, 'data'\)"),
         (lambda x: x[:, 0] > 0, "is bool, and a mean is not"),

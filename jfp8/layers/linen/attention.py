@@ -83,7 +83,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     True
     """
 
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
     implementation: Implementation = None
     attention_products: bool = False
 

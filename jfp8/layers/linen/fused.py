@@ -134,7 +134,7 @@ class LayerNormMLP(nn.Module):
     bias_init: Initializer = nn.initializers.zeros
     return_layernorm_output: bool = False
     saved_activations: Format | None = None
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
     implementation: Implementation = None
 
     @nn.compact

@@ -44,7 +44,7 @@ def own_product(layer: Any, product: type[ProductModule], hook: str) -> ProductO
 class Fp8Layer:
     """The fields that the layers of this file have besides those of Flax's."""
 
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
     implementation: Implementation = None
     promote_dtype: Callable[..., Any] = promote_dtype
 

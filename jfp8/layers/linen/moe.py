@@ -71,7 +71,7 @@ class ExpertDense(nn.Module):
     param_dtype: Dtype = jnp.float32
     precision: Any = None
     kernel_init: Initializer = nn.linear.default_kernel_init
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
     implementation: Implementation = None
 
     @nn.compact
@@ -175,7 +175,7 @@ class MoE(nn.Module):
     kernel_init: Initializer = nn.linear.default_kernel_init
     router_init: Initializer = nn.linear.default_kernel_init
     saved_activations: Format | None = None
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
     implementation: Implementation = None
 
     @nn.compact

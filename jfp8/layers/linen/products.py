@@ -40,7 +40,7 @@ class ProductModule(nn.Module):
         are lifted to; `jfp8.convert` moves it there and back.
     """
 
-    recipe: Recipe | None = None
+    recipe: Recipe | str | None = None
     implementation: Implementation = None
     state_in_params: bool = False
 
@@ -264,13 +264,13 @@ class ProductOf:
     """Makes the product of a layer. Unlike a partial it compares by value, for ``nn.jit``."""
 
     module: type[ProductModule]
-    recipe: Recipe | None
+    recipe: Recipe | str | None
     implementation: Implementation
     state_in_params: bool = False
 
     def __post_init__(self) -> None:
         if self.recipe is not None:
-            check_recipe(self.recipe)
+            object.__setattr__(self, "recipe", check_recipe(self.recipe))
 
     def __call__(self) -> ProductModule:
         return self.module(

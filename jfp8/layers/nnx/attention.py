@@ -14,6 +14,7 @@ from jfp8.layers.nnx.products import EinsumOp
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 
 
 class DotProductAttention(nnx.Module):
@@ -29,7 +30,7 @@ class DotProductAttention(nnx.Module):
     def __init__(
         self,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         implementation: Implementation = None,
         path: str = "",
         leading: tuple[int, ...] = (),
@@ -40,7 +41,7 @@ class DotProductAttention(nnx.Module):
             path=f"{path}/{name}" if path else "",
             leading=leading,
         )
-        self.recipe = recipe
+        self.recipe = None if recipe is None else check_recipe(recipe)
         self.scores = inside("scores")
         self.context = inside("context")
 
@@ -137,7 +138,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def __init__(
         self,
         *args: Any,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         implementation: Implementation = None,
         attention_products: bool = False,
         **kwargs: Any,
@@ -169,7 +170,7 @@ def has_stock_attention(layer: nnx.MultiHeadAttention) -> bool:
 def install_attention(
     layer: nnx.MultiHeadAttention,
     *,
-    recipe: Recipe | None,
+    recipe: Recipe | str | None,
     implementation: Implementation = None,
     path: str = "",
 ) -> None:

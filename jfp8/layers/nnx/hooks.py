@@ -15,7 +15,6 @@ from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, P
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.tracing.context import note
 
 
 def _own_kernel_shape(layer: Any) -> tuple[int, ...]:
@@ -79,8 +78,19 @@ def has_stock_product(layer: Any) -> bool:
     return as_flax and getattr(layer, f"{hook.name}_cls", None) is None
 
 
+def is_stacked(layer: Any) -> bool:
+    """Whether `layer`, of a kind with a hook, is several in one, as made under ``nnx.vmap``."""
+    hook = hook_of(layer)
+    assert hook is not None
+    return len(layer.kernel.get_value().shape) > len(hook.kernel_shape(layer))
+
+
 def install(
-    layer: Any, *, recipe: Recipe | None, implementation: Implementation = None, path: str = ""
+    layer: Any,
+    *,
+    recipe: Recipe | str | None,
+    implementation: Implementation = None,
+    path: str = "",
 ) -> None:
     """Make `layer`, of a kind with a hook, compute its product in FP8 from now on.
 
@@ -103,21 +113,6 @@ def install(
     # The attribute held a function, and was static.
     setattr(layer, hook.name, nnx.data(product))
     layer.promote_dtype = SparingScaledArrays(layer.promote_dtype)
-
-
-def annotate(layer: Any, path: str) -> None:
-    """Make the product of a stock `layer` say, while `jfp8.report` looks, where it is."""
-    hook = hook_of(layer)
-    if hook is None or hook.hooked is not None:
-        return
-    stock = next(function for function in hook.stock if function is not None)
-
-    def annotated(*args: Any, **kwargs: Any) -> Any:
-        name = type(layer).__name__
-        with note("path", path), note("layer", name), note("reason", "not converted"):
-            return stock(*args, **kwargs)
-
-    setattr(layer, hook.name, annotated)
 
 
 @dataclass(frozen=True)

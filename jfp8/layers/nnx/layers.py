@@ -18,7 +18,7 @@ class Fp8Layer:
     def __init__(
         self,
         *args: Any,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         implementation: Implementation = None,
         **kwargs: Any,
     ) -> None:

@@ -55,7 +55,6 @@ class Fp8State(nnx.Variable):
             object.__setattr__(self, "_step", (trace_state(), state))
 
 
-
 class Fp8Sink(nnx.Variable):
     """Zeros ``f32[..., 3, 2050]``, whose gradient carries the amaxes of one product.
 
@@ -67,8 +66,8 @@ class Product(nnx.Module):
     """What the modules of this file share: the recipe and the state.
 
     In training, calls record the amaxes of lhs and rhs, as ``BatchNorm`` updates its statistics:
-    all calls in one trace of ``nnx.grad`` or ``nnx.jit`` are one step, whose largest amax becomes an
-    entry of the history. Outside of transformations each call is a step. Gradients use current
+    all calls in one trace of ``nnx.grad`` or ``nnx.jit`` are one step, whose largest amax becomes
+    an entry of the history. Outside of transformations each call is a step. Gradients use current
     scaling: nobody would learn their amax. With
     a sink (see `jfp8.nnx.value_and_grad`) a call records nothing, all three amaxes leave as the
     gradient of the sink, and gradients use their history.
@@ -87,7 +86,7 @@ class Product(nnx.Module):
     def __init__(
         self,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         implementation: Implementation = None,
         path: str = "",
         leading: Sequence[int] = (),

@@ -37,6 +37,7 @@ from jfp8.products.ragged.tiles import lay_out, take_rows
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.casts import decode
 from jfp8.scaling.history import AmaxState
@@ -53,7 +54,7 @@ def scaled_ragged_dot(
     rhs: jax.typing.ArrayLike | ScaledArray,
     group_sizes: jax.typing.ArrayLike,
     *,
-    recipe: Recipe = DelayedScaling(),
+    recipe: Recipe | str = DelayedScaling(),
     state: dict[str, AmaxState] | None = None,
     sink: jax.Array | None = None,
     key: jax.Array | None = None,
@@ -107,7 +108,7 @@ def scaled_ragged_dot(
     >>> [round(y) for y in scaled_ragged_dot(x, w, jnp.array([3, 1]))[:, 0].tolist()]
     [2, 2, 2, 6, 0]
     """
-    how, states = How(recipe, implementation), State(state, sink, key)
+    how, states = How(check_recipe(recipe), implementation), State(state, sink, key)
     result = {"preferred_element_type": preferred_element_type}
     return observed_ragged_dot(lhs, rhs, group_sizes, how, states, **result)[0]
 

@@ -1,0 +1,154 @@
+"""NNX models as wholes: which of their layers become FP8, and what a report says of the others."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from typing import Any
+
+from flax import nnx
+
+from jfp8.conversion.nnx import convert_module, layers_of, nodes_of
+from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
+from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION
+from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
+from jfp8.layers.nnx.attention import has_stock_attention
+from jfp8.layers.nnx.hooks import has_stock_product, hook_of, is_stacked
+from jfp8.layers.nnx.products import Product
+from jfp8.layers.nnx.transformer import LayerNormAttention
+from jfp8.tracing.context import note
+
+# Of a layer that was left as it is: the reason, for reports.
+_REASON = "jfp8_stays"
+# While a report is made: the path, the type and the reason.
+_PLACE = "jfp8_place"
+
+
+def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
+    """`model` with FP8 products as `selection` says; see `jfp8.convert`."""
+    layers = layers_of(model)
+    selection.check_patterns([path for path, _ in layers])
+    selection.check_types([layer for _, layer in layers])
+    decided = decisions(model, selection)
+    converted = convert_module(
+        model,
+        lambda path, layer: (decided.get(path) or selection.decide(path, layer, None)).recipe,
+        attention_products=selection.attention_products,
+    )
+    for path, node in nodes_of(converted):
+        decision = decided.get("/".join(map(str, path)))
+        if has_stock_product(node) and decision is not None:
+            setattr(node, _REASON, decision.reason)
+    warn_of_nothing(model, _seen(converted, decided), "nnx")
+    return converted
+
+
+def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
+    """What becomes of each layer of an NNX model, by its path."""
+    layers = layers_of(model)
+    edges = _edges(model, layers)
+    return {path: selection.decide(path, layer, edges.get(path)) for path, layer in layers}
+
+
+def _edges(model: nnx.Module, layers: list[tuple[str, nnx.Module]]) -> dict[str, Edge]:
+    """The layers at the edges of a model, by where they are in it: nothing is traced.
+
+    The image enters by the first convolution, if it has at most 4 input channels. Logits leave by
+    the last linear layer that the model itself holds, or else by the last of all that is no part of
+    a list of layers. Layers that are stacked are in the middle of a model.
+    """
+    edges: dict[str, Edge] = {}
+    convolutions = [(path, layer) for path, layer in layers if isinstance(layer, nnx.Conv)]
+    if convolutions and not is_stacked(convolutions[0][1]):
+        path, first = convolutions[0]
+        if first.in_features <= MAX_IMAGE_CHANNELS:
+            edges[path] = Edge.IMAGE_INPUT
+    kinds = (nnx.Linear, nnx.LinearGeneral)
+    linear = [path for path, x in layers if isinstance(x, kinds) and not is_stacked(x)]
+    depth = 2 if isinstance(model, nnx.Sequential) else 1
+    own = [path for path in linear if path.count("/") < depth]
+    single = [path for path in linear if not any(part.isdigit() for part in path.split("/"))]
+    if own or single:
+        edges[(own or single)[-1]] = Edge.LOGITS
+    return edges
+
+
+def _seen(converted: nnx.Module, decided: dict[str, Decision]) -> Seen:
+    """What is in a model that was converted."""
+    nodes = {tuple(map(str, path)): node for path, node in nodes_of(converted)}
+    seen = Seen(any(isinstance(node, Product) for node in nodes.values()))
+    for path, node in nodes.items():
+        name = "/".join(path)
+        if (reason := _reason(node)) is not None:
+            seen.stayed[name] = (type(node), decided.get(name) or Decision(None, reason))
+    kinds: dict[str, type] = {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(converted, nnx.Param)):
+        path = tuple(map(str, path))
+        depth = _owner_depth(nodes, path)
+        node, value = nodes.get(path[:depth]), variable.get_value()
+        if node is not None and hook_of(node) is None and hasattr(value, "shape"):
+            place = "/".join(path[:depth])
+            kinds[place] = type(node)
+            shapes.setdefault(place, {})["/".join(path[depth:])] = tuple(value.shape)
+    seen.own = own_parameters(kinds, shapes)
+    return seen
+
+
+def _owner_depth(nodes: dict[tuple[str, ...], Any], path: tuple[str, ...]) -> int:
+    """How many parts of the path of a Variable are that of the module that uses it."""
+    for depth in range(len(path) - 1, 0, -1):
+        node = nodes.get(path[:depth])
+        if node is not None and not isinstance(node, (nnx.List, nnx.Dict)):
+            return depth
+    return 0
+
+
+def _reason(node: Any) -> str | None:
+    """Why the product of a layer is not FP8; None if it may be, or if there is none."""
+    hook = hook_of(node)
+    if hook is None:
+        return None
+    if has_stock_product(node):
+        return getattr(node, _REASON, "not converted")
+    for name in (hook.name, f"{hook.name}_cls"):
+        given = getattr(node, name, None)
+        if isinstance(given, Product):
+            return None
+        if given is not None and not any(given is stock for stock in hook.stock):
+            return f"the layer was given its own {hook.name}"
+    return f"{type(node).__name__} computes its own product"
+
+
+def note_place(node: Any, path: str) -> None:
+    """Make the module `node` say, while `jfp8.report` looks, where it is and why it stays."""
+    kind = type(node)
+    if not isinstance(node, nnx.Module) or isinstance(node, Product) or not callable(node):
+        return
+    reason = _reason(node) or ""
+    if isinstance(node, nnx.MultiHeadAttention):
+        given = "the layer was given its own attention_fn"
+        reason = INSIDE_OF_ATTENTION if has_stock_attention(node) else given
+    if isinstance(node, LayerNormAttention):
+        reason = INSIDE_OF_ATTENTION
+    object.__setattr__(node, "__class__", _noting(kind))
+    setattr(node, _PLACE, (path, kind.__name__, reason))
+
+
+@functools.cache
+def _noting(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """A subclass of `kind` whose calls carry the notes that an instance has."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        path, layer, reason = getattr(self, _PLACE)
+        with note("path", path), note("layer", layer), note("reason", reason):
+            original: Any = kind.__call__  # or what nnx.jit made of it
+            return original.__get__(self, kind)(*args, **kwargs)
+
+    namespace = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    with warnings.catch_warnings():  # what Flax says about annotations, it said about `kind`
+        warnings.simplefilter("ignore")
+        flags = {"pytree": kind._pytree__is_pytree}
+        noting = types.new_class(kind.__name__, (kind,), flags, lambda body: body.update(namespace))
+    return noting

@@ -1,0 +1,112 @@
+"""The warning of a conversion that changed nothing: what it saw, and why each part stayed."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import flax
+import jax
+
+from jfp8.conversion.selection import Decision
+
+_LISTED = 4  # of a kind
+_NOT_THE_USER = tuple(str(Path(file).parent) for file in (jax.__file__, flax.__file__)) + (
+    str(Path(__file__).parents[1]),
+)
+_CURES = {
+    "linen": "jfp8.linen.DotGeneral or jfp8.linen.EinsumProduct",
+    "nnx": "jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp",
+}
+
+
+@dataclass
+class Seen:
+    """What a conversion met in a model.
+
+    Attributes:
+      converted: whether any product is FP8.
+      stayed: layers that kept their own product: the path, the type, and why.
+      own: modules that are no layers of Flax or jfp8, with parameters of at least two dimensions:
+        the path, the type, and the parameters with their shapes.
+    """
+
+    converted: bool = False
+    stayed: dict[str, tuple[type, Decision]] = field(default_factory=dict)
+    own: dict[str, tuple[type, dict[str, tuple[int, ...]]]] = field(default_factory=dict)
+
+
+def warn_of_nothing(model: Any, seen: Seen, api: Literal["linen", "nnx"]) -> bool:
+    """A ``UserWarning`` if no product of `model` is FP8, and nobody asked for that.
+
+    Returns:
+      Whether it was given.
+    """
+    if seen.converted or any(decision.chosen for _, decision in seen.stayed.values()):
+        return False
+    said = []
+    if seen.stayed:
+        layers = [
+            f"{_named(path, kind)}: {decision.reason}"
+            for path, (kind, decision) in seen.stayed.items()
+        ]
+        edges = any(decision.reason.startswith("exempt: ") for _, decision in seen.stayed.values())
+        cure = " exempt=() exempts none." if edges else ""
+        said.append(f"Layers that it looked at, and why they stay: {_listed(layers)}.{cure}")
+    else:
+        said.append("The model has no layer of Flax with a product.")
+    if seen.own:
+        spelled = lambda own: ", ".join(f"{name!r} {shape}" for name, shape in own.items())
+        modules = [
+            f"{_named(path, kind)}, {spelled(own)}" for path, (kind, own) in seen.own.items()
+        ]
+        said.append(
+            "Modules with parameters of their own, by which they multiply themselves (jnp.einsum, "
+            f"@): {_listed(modules)}. convert takes Flax's layers only: use {_CURES[api]} in them."
+        )
+    warnings.warn(
+        f"No product of {type(model).__name__} is FP8: jfp8.convert changed nothing. "
+        f"{' '.join(said)} jfp8.report lists every product.",
+        UserWarning,
+        stacklevel=_user_level(),
+    )
+    return True
+
+
+def own_parameters(
+    kinds: Mapping[str, type], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+) -> dict[str, tuple[type, dict[str, tuple[int, ...]]]]:
+    """Of modules by path, those that are neither Flax's nor jfp8's, and their larger parameters."""
+    found = {}
+    for path, parameters in shapes.items():
+        kind = kinds.get(path)
+        large = {name: shape for name, shape in parameters.items() if len(shape) >= 2}
+        if kind is not None and large and not is_known(kind):
+            found[path] = (kind, large)
+    return found
+
+
+def is_known(kind: type) -> bool:
+    """Whether Flax or jfp8 made this class of modules."""
+    return kind.__module__.split(".")[0] in ("flax", "jfp8")
+
+
+def _named(path: str, kind: type) -> str:
+    return f"{kind.__name__} at {path!r}" if path else f"{kind.__name__}, the model itself"
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = len(items) - _LISTED
+    return "; ".join(items[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _user_level() -> int:
+    """How far up the caller of `warn_of_nothing` is who is neither JAX, Flax nor jfp8."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
+        frame, level = frame.f_back, level + 1
+    return level
