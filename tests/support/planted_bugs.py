@@ -964,6 +964,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     # Checkpoints
     Bug(
+        "strict_lets_an_optimizer_start_afresh",
+        "restore(strict=True) of parameters alone resets the optimizer without a word",
+        "jfp8/checkpoint/upgrade.py",
+        'log.change("Parameters alone: the step is 0, the optimizer starts afresh", path)',
+        "pass",
+        "checkpoint/test_upgrade.py::test_strict_refuses_a_fresh_optimizer",
+    ),
+    Bug(
         "oldest_entries_kept",
         "a history that is cut short keeps its oldest entries",
         "jfp8/checkpoint/histories.py",
