@@ -972,6 +972,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     # Checkpoints
     Bug(
+        "compare_leaves_recipes_alone",
+        "debug.compare compares nothing of a layer that has a recipe of its own",
+        "jfp8/recipes/in_effect.py",
+        "    if is_overridden():\n",
+        "    if is_overridden() and own is None:\n",
+        "debug/test_compare.py::test_layers_with_a_recipe_of_their_own_take_part[linen_layer]",
+    ),
+    Bug(
         "strict_lets_an_optimizer_start_afresh",
         "restore(strict=True) of parameters alone resets the optimizer without a word",
         "jfp8/checkpoint/upgrade.py",
