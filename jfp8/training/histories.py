@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.scaling.history import end_step, observe
+from jfp8.scaling.history import as_dicts, end_step, observe
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax
 
 Collections = dict[str, Any]
@@ -91,11 +91,6 @@ def close_step(fp8: Any, amaxes: Any, path: tuple[str, ...] = ()) -> Any:
             f"{sorted(fp8)}. Pass the two collections of the same model."
         )
     return {k: close_step(node, amaxes.get(k, {}), (*path, k)) for k, node in fp8.items()}
-
-
-def as_dicts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts, whatever mappings (Flax's FrozenDict, say) `tree` is made of."""
-    return {k: as_dicts(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
 def _is_product(node: Any) -> bool:
