@@ -20,5 +20,8 @@ def first_order_only(
 def _refuse_second_order(of, instead, primals, tangents):
     raise TypeError(
         f"Second derivatives of {of} are not supported: the backward pass works on f8 bytes, "
-        f"through which nothing can be differentiated. Use {instead} where you need them."
+        f"through which nothing can be differentiated. Use {instead} where you need them. If you "
+        "do not: JAX also takes one where a function that is differentiated calls jax.vjp, "
+        "jax.grad or nn.vjp itself, even if nothing but the value is used. Then compute the value "
+        "outside of that call, and pass jax.lax.stop_gradient of inputs and parameters into it."
     )
