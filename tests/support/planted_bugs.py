@@ -996,6 +996,22 @@ BUGS: tuple[Bug, ...] = (
         "optim/test_storage.py::test_arrays_without_elements[(0, 4)-Blocks()]",
     ),
     Bug(
+        "rowwise_outliers_are_told_to_stay",
+        "advice on an outlier under scales by row is that nothing is finer, though blocks are",
+        "jfp8/debug/faults/precision.py",
+        'if worst.recipe == "mxfp8":',
+        "if worst.scale_min != worst.scale_max:",
+        "debug/test_advice_followed.py::test_a_recipe_that_is_advised_helps[outlier channel, rowwise]",
+    ),
+    Bug(
+        "dead_operands_are_well",
+        "an operand in which all is zero passes for one with which nothing is wrong",
+        "jfp8/debug/faults/__init__.py",
+        "    dead,\n    no_scale,",
+        "    no_scale,",
+        "debug/test_advice.py::test_a_tensor_of_zeros_is_dead[lhs]",
+    ),
+    Bug(
         "compare_leaves_recipes_alone",
         "debug.compare compares nothing of a layer that has a recipe of its own",
         "jfp8/recipes/in_effect.py",
