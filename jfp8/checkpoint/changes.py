@@ -1,4 +1,4 @@
-"""What an upgrade does to FP8 state, one message for each kind of change."""
+"""What an upgrade changes, one message for each kind of change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _MOST_NAMED = 4
 
 
 class CheckpointChange(UserWarning):
-    """A checkpoint was changed to fit its target: FP8 state is new, dropped or converted.
+    """A checkpoint was changed to fit its target.
+
+    FP8 state is new, dropped or converted, the optimizer starts afresh, or arrays lose bits.
 
     Turn it into an error for one call by ``strict=True``, or for all by
     ``warnings.simplefilter("error", CheckpointChange)``.
@@ -23,22 +25,16 @@ class Log:
     """What an upgrade has found so far.
 
     Attributes:
-      changes: of each kind of change of FP8 state the paths that it befell, in order.
-      notes: the same of changes that have nothing to do with FP8.
+      changes: of each kind of change the paths that it befell, in order.
       problems: of each path what does not fit, and cannot be made to.
     """
 
     changes: dict[str, list[str]] = field(default_factory=dict)
-    notes: dict[str, list[str]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
 
     def change(self, what: str, path: tuple[str, ...]) -> None:
-        """`what` happened to the FP8 state at `path`."""
+        """`what` happened to what is at `path`."""
         self.changes.setdefault(what, []).append(spelled(path))
-
-    def note(self, what: str, path: tuple[str, ...]) -> None:
-        """`what` happened at `path`, whether there is FP8 state or not."""
-        self.notes.setdefault(what, []).append(spelled(path))
 
     def problem(self, path: tuple[str, ...], what: str) -> None:
         """`path` does not fit: `what` is there."""
@@ -57,18 +53,15 @@ class Log:
                 shown.append(f"  and {len(found) - len(shown)} more")
             lines = ["The checkpoint does not fit the target.", *shown, *_hints(self.problems)]
             raise ValueError("\n".join(lines))
-        changes, notes = (
-            [f"{what}{_listed(paths)}." for what, paths in found.items()]
-            for found in (self.changes, self.notes)
-        )
+        changes = [f"{what}{_listed(paths)}." for what, paths in self.changes.items()]
         if strict and changes:
             raise ValueError(
-                "The checkpoint has other FP8 state than the target, and strict=True.\n"
+                "The checkpoint does not have the state of the target, and strict=True.\n"
                 + "".join(f"  {message}\n" for message in changes)
                 + "Leave strict out to have it changed, or restore into the model and the "
                 "optimizer that were saved."
             )
-        for message in changes + notes:
+        for message in changes:
             warnings.warn(message, CheckpointChange, stacklevel=stacklevel + 1)
 
 

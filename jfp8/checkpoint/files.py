@@ -113,7 +113,8 @@ def restore(path: str | os.PathLike[str], target: Any, *, strict: bool = False) 
       path: as for `save`.
       target: a state like the saved one, or one to which it is brought: see `upgrade`. Its arrays
         may be ``jax.ShapeDtypeStruct``; of these only shape and dtype are read.
-      strict: refuse a checkpoint whose FP8 state differs, instead of a warning for each difference.
+      strict: refuse a checkpoint that would have to be changed, instead of a warning for each kind
+        of change.
 
     Returns:
       A tree of the structure of `target`.

@@ -70,14 +70,15 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
       target: a training state, the collections of a model, an NNX state, or any pytree; of arrays
         or ``jax.ShapeDtypeStruct``. It says what the result looks like, and where it is: on the
         host, or on the devices of its shardings. New states are those of the target.
-      strict: raise instead of changing FP8 state.
+      strict: raise instead of changing anything.
 
     Returns:
       The new tree.
 
     Raises:
       ValueError: something that is not FP8 state is missing, is too much, or has another shape or
-        kind of dtype; with `strict`, also if FP8 state differs. The message names the paths.
+        kind of dtype; with `strict`, also where there would be a warning. The message names the
+        paths.
 
     Warns:
       CheckpointChange: once for each kind of change.
@@ -181,7 +182,7 @@ class _Walk:
             {} if optimizer is None else side.pop(optimizer, {}) for side in (given, wanted)
         )
         if self.afresh and path == ():
-            log.note("Parameters alone: the step is 0, the optimizer starts afresh", path)
+            log.change("Parameters alone: the step is 0, the optimizer starts afresh", path)
             given = {"step": 0, **given}
         elif optimizer is not None:
             params = Parameters(given.get("params", {}), masters(before))

@@ -256,7 +256,7 @@ def _plain(target: Any, saved: Any, path: Path, log: Log) -> Any:
     if np.any(np.isfinite(host) & ~np.isfinite(new)):
         raise ValueError(too_large)
     if jnp.promote_types(given, wanted) != wanted:
-        log.note(f"Arrays saved in {given} are rounded to {wanted}", path)
+        log.change(f"Arrays saved in {given} are rounded to {wanted}", path)
     return placed(new, target)
 
 

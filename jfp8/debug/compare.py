@@ -24,6 +24,7 @@ from jfp8.debug.stats import Stats, observed
 from jfp8.products.observers import Observer, tap
 from jfp8.products.operation import Kind, Operation, Sums
 from jfp8.products.vjp import product_by
+from jfp8.recipes.in_effect import overriding
 from jfp8.recipes.recipe import Product, Products, Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
@@ -110,7 +111,7 @@ def _values(operand: ScaledArray | jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Comparer(Observer):
-    """Taps every product in high precision: others are of layers with a recipe of their own."""
+    """Taps every product in high precision: others are of weights that are only kept in FP8."""
 
     recipes: tuple[Recipe, Recipe]
 
@@ -148,8 +149,9 @@ def compare(
     Recipes with a history have none here: their scales are those of the data at hand.
 
     Args:
-      model: a Linen or NNX module: as Flax has it, converted, or with layers of jfp8. Which of its
-        layers take part is as for `jfp8.convert`; those with a recipe of their own keep it.
+      model: a Linen or NNX module: as Flax has it, converted, or with layers of jfp8. Which of
+        Flax's layers take part is as for `jfp8.convert`; those of jfp8 all do, under the two
+        recipes even if they have one of their own.
       recipe_a, recipe_b: recipes, or names of them.
       batch: what the model is called with: a tuple of arguments, a dict of named ones, or the only
         one.
@@ -186,10 +188,12 @@ def compare(
     if isinstance(model, nn.Module):
         given = _linen_variables(model, variables, arguments, kwargs)
         under = lambda recipe: _linen_loss(
-            convert(model, recipe, **how), given, arguments, kwargs, loss_fn
+            convert(model, recipe, **how), recipe, given, arguments, kwargs, loss_fn
         )
     elif isinstance(model, nnx.Module):
-        under = lambda recipe: _nnx_loss(convert(model, recipe, **how), arguments, kwargs, loss_fn)
+        under = lambda recipe: _nnx_loss(
+            convert(model, recipe, **how), recipe, arguments, kwargs, loss_fn
+        )
     else:
         raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
 
@@ -244,27 +248,35 @@ def _linen_variables(
 
 
 def _linen_loss(
-    model: nn.Module, variables: Mapping[str, Any], arguments: Any, kwargs: Any, loss_fn: Any
+    model: nn.Module,
+    recipe: Recipe,
+    variables: Mapping[str, Any],
+    arguments: Any,
+    kwargs: Any,
+    loss_fn: Any,
 ) -> tuple[Callable[[Any], jax.Array], Any]:
     others = {k: v for k, v in variables.items() if k != "params"}
     how: dict[str, Any] = {"rngs": {"dropout": jax.random.key(1)}, **kwargs}
 
     def loss_of(params: Any) -> jax.Array:
         given = {"params": params, **others}
-        outputs, _ = model.apply(given, *arguments, mutable=list(others), **how)
+        with overriding(recipe):
+            outputs, _ = model.apply(given, *arguments, mutable=list(others), **how)
         return loss_fn(outputs)
 
     return loss_of, variables["params"]
 
 
 def _nnx_loss(
-    model: nnx.Module, arguments: Any, kwargs: Any, loss_fn: Any
+    model: nnx.Module, recipe: Recipe, arguments: Any, kwargs: Any, loss_fn: Any
 ) -> tuple[Callable[[Any], jax.Array], Any]:
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss_of(params: Any) -> jax.Array:
         copy = nnx.merge(graph, params, rest, copy=True)
-        return loss_fn(copy(*arguments, **kwargs))
+        with overriding(recipe):
+            outputs = copy(*arguments, **kwargs)
+        return loss_fn(outputs)
 
     return loss_of, params
 

@@ -258,13 +258,14 @@ def _magnitudes(x: jax.Array, block: int | None) -> tuple[jax.Array, tuple[int, 
     bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7FFFFFFF)
     if block is None:
         return bits, tuple(range(x.ndim))
-    missing = -x.shape[-1] % block
+    blocks = -(-x.shape[-1] // block)
+    missing = blocks * block - x.shape[-1]
     if missing:
         bits = jnp.pad(bits, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
     # In two dimensions of at most 32 where possible: longer ones XLA:CPU reduces in steps, and
     # writes out what the first of them reads.
     rows = math.gcd(block, 32)
-    return bits.reshape(*x.shape[:-1], -1, rows, block // rows), (x.ndim, x.ndim + 1)
+    return bits.reshape(*x.shape[:-1], blocks, rows, block // rows), (x.ndim, x.ndim + 1)
 
 
 def _outwards(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ backward pass keeps is the f8 bytes and their scales, not the operands.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -39,7 +39,7 @@ from jfp8.recipes.recipe import Product, Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import codes_of, codes_to_format
 from jfp8.scaling.formats import Format
-from jfp8.scaling.history import AmaxState
+from jfp8.scaling.history import AmaxState, as_dicts
 from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
 from jfp8.tracing.compat import same_varying_axes
@@ -109,7 +109,9 @@ def multiply_quantized(
     carrier, if it has one.
     """
     histories, sink, key = state
-    _check_state(recipe, histories)
+    if histories is not None:
+        histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
+        _check_state(recipe, histories)
     if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
         raise ValueError(
             f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
@@ -246,7 +248,10 @@ def first_order_only(
 def _refuse_second_order(of, instead, primals, tangents):
     raise TypeError(
         f"Second derivatives of {of} are not supported: the backward pass works on f8 bytes, "
-        f"through which nothing can be differentiated. Use {instead} where you need them."
+        f"through which nothing can be differentiated. Use {instead} where you need them. If you "
+        "do not: JAX also takes one where a function that is differentiated calls jax.vjp, "
+        "jax.grad or nn.vjp itself, even if nothing but the value is used. Then compute the value "
+        "outside of that call, and pass jax.lax.stop_gradient of inputs and parameters into it."
     )
 
 
@@ -330,23 +335,27 @@ def _sums(recipe: Recipe, kind: Kind) -> Sums:
     return Sums(accumulation, product.fast_accumulation, product.powers_of_two)
 
 
-def _check_state(recipe: Recipe, state: dict[str, AmaxState] | None) -> None:
+def _check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
     """Raise ``ValueError`` if `state` is not what ``recipe.init_state()`` would give."""
-    if state is None:
-        return
     expected = jax.eval_shape(recipe.init_state)
     if expected is None:
         raise ValueError(
             f"{recipe} keeps no state, but a state was given: it belongs to another recipe. "
             "Pass state=None (in a model: leave the 'fp8' collection out)."
         )
-    if jax.tree.structure(state) != jax.tree.structure(expected) or any(
-        jnp.shape(a) != b.shape
-        for a, b in zip(*map(jax.tree.leaves, (state, expected)), strict=True)
-    ):
-        given = jax.tree.map(jnp.shape, state)
+    given, needed = (
+        [(jax.tree_util.keystr(path), jnp.shape(leaf)) for path, leaf in leaves]
+        for leaves in map(jax.tree.leaves_with_path, (state, expected))
+    )
+    if given == needed and jax.tree.structure(state) == jax.tree.structure(expected):
+        return
+    if [shape for _, shape in given] == [shape for _, shape in needed]:
         raise ValueError(
-            f"The state belongs to another recipe than {recipe}: it has shapes {given}, but "
-            f"{jax.tree.map(lambda leaf: leaf.shape, expected)} are needed. "
-            "Make a new one with recipe.init_state()."
+            f"The state has the shapes that {recipe} needs, but another structure: it has "
+            f"{given[0][0]} where {needed[0][0]} is needed. Arrays in boxes of metadata, "
+            "nn.Partitioned for example, have to be taken out: flax.linen.meta.unbox(state)."
         )
+    raise ValueError(
+        f"The state belongs to another recipe than {recipe}: it has shapes {dict(given)}, but "
+        f"{dict(needed)} are needed. Make a new one with recipe.init_state()."
+    )

@@ -16,6 +16,7 @@ from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 
 _context = jax.make_user_context(None)
+_override = jax.make_user_context(None)
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,23 @@ def current() -> Region | None:
     return _context.value
 
 
+def overriding(recipe: Recipe) -> AbstractContextManager[object]:
+    """A context manager inside of which all layers use `recipe`, also those with their own."""
+    return _override(recipe)
+
+
+def is_overridden() -> bool:
+    """Whether recipes are overridden, so that the state of layers belongs to other ones."""
+    return _override.value is not None
+
+
 def recipe_in_effect(own: Recipe | None) -> Recipe | None:
     """The recipe of a layer whose own recipe is `own`, or None: high precision."""
     region = current()
     if region is not None and not region.enabled:
         return None
+    if is_overridden():
+        return _override.value
     if own is not None:
         return own
     return DelayedScaling() if region is None else region.recipe

@@ -9,7 +9,8 @@ All functions take stacked states, too (leading axes from ``nn.scan`` or ``vmap`
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,11 @@ AmaxState: TypeAlias = dict[str, jax.Array]
 """One operand's state: ``{"amax_history": f32[H], newest first, 0 = empty slot,
 "amax": f32[], running maximum of the step under way, 0 if there is none}``. A negative running
 maximum is in the history already, as its newest entry."""
+
+
+def as_dicts(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts, whatever mappings (Flax's FrozenDict, say) `tree` is made of."""
+    return {k: as_dicts(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
 def init_amax_state(history_len: int) -> AmaxState:

@@ -5,13 +5,13 @@ them. An amax sent that way comes back as a sum or a mean. A histogram does not:
 any positive combination of one-hot vectors is the union of their bins, so the highest bin in use
 still bounds the true maximum after sums over uses and devices, means over micro-batches, rescaling.
 
-A sink is ``f32[..., 3, 2050]``: a row each for lhs, rhs and grad. In a row,
-  * ``[:2048]`` counts amaxes by the leading 12 bits of their f32 pattern without the sign: eight
-    bins to a power of two, so that the upper edge of a bin is at most 9/8 of what is in it; the
-    last eight bins hold Inf and NaN;
-  * ``[2048:]`` sums ``r`` and ``r**2``, with ``r`` in [1, 2) the mantissa of the amax. If only one
-    bin is in use and ``r`` had no variance, there was a single amax (or equal ones), whatever it
-    was rescaled by: it is ``mean(r) * 2^e``, exactly.
+A sink is ``f32[..., 3, 2050]``: a row each for lhs, rhs and grad. In a row, an amax sets
+  * one of ``[:2030]``, by the leading 12 bits of its f32 pattern without the sign: eight bins to a
+    power of two. The first bin holds zeros, the last one Inf and NaN;
+  * in ``[2030:]`` each of its other 20 bits that is 1, the lowest first.
+
+The highest bin in use, with the bits in use by any amax, is the largest amax itself if all are
+equal, and else not below it and still in its bin: at most 9/8 of it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 from jax import lax
 
 ROLES = ("lhs", "rhs", "grad")  # the rows, in order
-BINS = 2048
-WIDTH = BINS + 2
 _SHIFT = 20  # bin = bits >> 20: the exponent and three bits of the mantissa
-_FIRST_NONFINITE = 0x7F800000 >> _SHIFT
-# Above the rounding of single uses (7e-7, for rescalings from 1e-7 to 1e3), and small enough that
-# an average it lets pass lies within 1.4e-3 * sqrt(n - 1) of the maximum, which f8 cannot resolve.
-_VARIANCE_TOLERANCE = 2e-6
+WIDTH = 2050
+BINS = WIDTH - _SHIFT
+# Bin 1 begins at 1.5 * 2^-126. What normal numbers there are below it share that bin: there is no
+# room for bins of their own.
+_FIRST = (0x00C00000 >> _SHIFT) - 1
+_SMALLEST_NORMAL, _INF = np.uint32(0x00800000), np.uint32(0x7F800000)
 
 
 def init_sink() -> jax.Array:
@@ -43,9 +43,12 @@ def init_sink() -> jax.Array:
 def encode_amax(amax: jax.Array) -> jax.Array:
     """A row for each amax: f32[...] -> f32[..., 2050]."""
     bits = lax.bitcast_convert_type(jnp.abs(amax), jnp.uint32)[..., None]
-    one_hot = _along_last(jnp.arange(BINS, dtype=jnp.uint32), bits.ndim) == bits >> _SHIFT
-    r = lax.bitcast_convert_type((bits & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000), jnp.float32)
-    return jnp.concatenate([one_hot.astype(jnp.float32), r, r * r], axis=-1)
+    is_zero, is_finite = bits < _SMALLEST_NORMAL, bits < _INF  # arithmetic flushes subnormals
+    position = jnp.clip((bits >> _SHIFT).astype(jnp.int32) - _FIRST, 1, BINS - 1)
+    one_hot = _along_last(jnp.arange(BINS), bits.ndim) == jnp.where(is_zero, 0, position)
+    others = bits >> _along_last(jnp.arange(_SHIFT, dtype=jnp.uint32), bits.ndim) & np.uint32(1)
+    others = jnp.where(is_finite & ~is_zero, others, np.uint32(0))
+    return jnp.concatenate([one_hot.astype(jnp.float32), others.astype(jnp.float32)], axis=-1)
 
 
 def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -55,30 +58,18 @@ def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
       row: f32[..., 2050], a cotangent of a sink row after any sums, means and positive rescalings.
 
     Returns:
-      ``(amax, overflow)``: f32[...], exact for a single use, otherwise at most 9/8 above the true
-      maximum, 0 if nothing finite was seen; bool[...].
+      ``(amax, overflow)``: f32[...], exact for a single use and for equal ones, otherwise not below
+      the true maximum and at most 9/8 of it, 0 if nothing finite was seen; bool[...]. (Below 1.5 *
+      2^-126, where f32 ends, at most 1.63 of it.)
     """
-    histogram, tail = row[..., :BINS], row[..., BINS:]
-    used = histogram > 0
-    index = _along_last(jnp.arange(BINS), row.ndim)
-    finite = used & (index < _FIRST_NONFINITE)
-    top = jnp.max(jnp.where(finite, index, 0), axis=-1)
-    overflow = jnp.any(used & (index >= _FIRST_NONFINITE), axis=-1)
-
-    upper_edge = ((top + 1) << _SHIFT).astype(jnp.uint32)
-    upper_edge = jnp.minimum(upper_edge, np.uint32(0x7F7FFFFF))  # the last one would be Inf
-    bound = lax.bitcast_convert_type(upper_edge, jnp.float32)
-
-    count = jnp.sum(histogram, axis=-1)
-    safe_count = jnp.where(count > 0, count, 1.0)
-    r, r_squared = tail[..., 0] / safe_count, tail[..., 1] / safe_count
-    single = jnp.sum(used, axis=-1) == 1
-    single &= jnp.abs(r_squared - r * r) < _VARIANCE_TOLERANCE
-    power = lax.bitcast_convert_type(((top >> 3) << 23).astype(jnp.uint32), jnp.float32)
-    largest = np.float32(np.finfo(np.float32).max)
-    amax = jnp.where(single, jnp.minimum(r * power, largest), bound)
-    # Bins 0 to 7 hold zero and subnormals, which arithmetic flushes to zero.
-    return jnp.where(top < 8, 0.0, amax), overflow
+    used = row > 0
+    position = _along_last(jnp.arange(BINS), row.ndim)
+    top = jnp.max(jnp.where(used[..., : BINS - 1], position[..., : BINS - 1], 0), axis=-1)
+    powers = _along_last(np.uint32(1) << jnp.arange(_SHIFT, dtype=jnp.uint32), row.ndim)
+    others = jnp.sum(jnp.where(used[..., BINS:], powers, np.uint32(0)), axis=-1, dtype=jnp.uint32)
+    pattern = (top + _FIRST).astype(jnp.uint32) << _SHIFT | others
+    amax = lax.bitcast_convert_type(jnp.where(top > 0, pattern, np.uint32(0)), jnp.float32)
+    return amax, used[..., BINS - 1]
 
 
 def max_of_sinks(first: jax.Array, second: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax import lax
 
 from jfp8.optim.loss_scale_state import find_loss_scale
 from jfp8.optim.loss_scaling import keep_unless
-from jfp8.scaling.history import end_step, observe, running_amax
+from jfp8.scaling.history import as_dicts, end_step, observe, running_amax
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
 
 Collections = dict[str, Any]
@@ -129,11 +129,6 @@ def close_step(
             f"{sorted(fp8)}. Pass the two collections of the same model."
         )
     return {k: close_step(node, amaxes.get(k, {}), (*path, k), ends) for k, node in fp8.items()}
-
-
-def as_dicts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts, whatever mappings (Flax's FrozenDict, say) `tree` is made of."""
-    return {k: as_dicts(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
 def _is_product(node: Any) -> bool:

@@ -27,9 +27,9 @@ from jfp8.optim.masters import has_master_weights
 from jfp8.optim.wrapping import states_of
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray, is_scaled_array
+from jfp8.scaling.history import as_dicts
 from jfp8.training.histories import (
     Collections,
-    as_dicts,
     close_step,
     decode_all,
     init_sinks,

@@ -676,6 +676,15 @@ def test_strict_refuses_changes():
     upgrade(saved, fresh(), strict=True)
 
 
+def test_strict_refuses_a_fresh_optimizer():
+    """Parameters and histories fit; what the optimizer has learned is not there."""
+    state, _ = saved_of("plain")
+    saved = {"params": state.params, "fp8": state.fp8}
+    with pytest.raises(ValueError, match="strict=True.\n  Parameters alone: the step is 0"):
+        upgrade(saved, fresh(), strict=True)
+    assert kinds(told(upgrade, saved, fresh())[1]) == ["Parameters alone"]
+
+
 def changed_at(tree, path, value):
     if not path:
         return value
@@ -844,6 +853,8 @@ def test_bfloat16_is_told():
     new, messages = told(upgrade, params, {"params": narrow})
     assert kinds(messages) == ["Arrays saved in float32 are rounded to bfloat16"]
     assert_same(new["params"], narrow)
+    with pytest.raises(ValueError, match="strict=True.\n  Arrays saved in float32 are rounded"):
+        upgrade(params, {"params": narrow}, strict=True)
     wide, messages = told(upgrade, {"params": narrow}, {"params": params}, strict=True)
     assert messages == []
     assert wide["params"]["layers_0"]["kernel"].dtype == jnp.float32

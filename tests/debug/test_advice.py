@@ -596,7 +596,21 @@ def test_gradients_that_e5m2_would_hold():
 def test_outliers_under_fine_scales():
     bad = row(underflow=0.25, exponents={1: 750, -24: 250}, scale_min=1e-4)
     (finding,) = report([bad]).findings
-    assert finding.remedy.startswith("Its scales are fine-grained already: exempt the layer")
+    assert finding.remedy.startswith("Try MXFP8BlockScaling()")
+    (finding,) = report([dataclasses.replace(bad, recipe="mxfp8")]).findings
+    assert finding.remedy.startswith("No recipe has finer scales with this range: exempt")
+
+
+@pytest.mark.parametrize("tensor", ["lhs", "rhs", "grad"])
+def test_a_tensor_of_zeros_is_dead(tensor):
+    """In one sample that may be how a training begins; in several it is not."""
+    nothing = {"amax": 0.0, "exponents": {}, "sqnr": math.nan, "scale_min": 1.0, "scale_max": 1.0}
+    zeros = [row(step=i, tensor=tensor, **nothing) for i in range(3)]
+    (finding,) = report(zeros).findings
+    assert (finding.fault, finding.severity, finding.steps) == ("dead", "warning", (0, 1, 2))
+    both = [dataclasses.replace(zeros[0], products=name) for name in ("fprop", "wgrad")]
+    assert [f.severity for f in report(both).findings] == ["note"]  # of one tensor, in one sample
+    assert report([*zeros, row(step=3, tensor=tensor)]).findings == ()
 
 
 def test_stacked_layers_are_told_apart():

@@ -233,6 +233,14 @@ def test_nnx_models():
 
 
 @pytest.mark.slow
+def linen_layer(recipe):
+    return jfp8.Dense(8, recipe=recipe)
+
+
+def nnx_layer(recipe):
+    return jfp8.nnx.Linear(8, 8, recipe=recipe, rngs=nnx.Rngs(0))
+
+
 def test_it_prints_and_shows_in_notebooks():
     found = jfp8.debug.compare(Net(), "current", "mxfp8", normal((8, 16)))
     text = str(found)
@@ -242,16 +250,21 @@ def test_it_prints_and_shows_in_notebooks():
     assert f"{100 * found.products[0].a.total:.3g} %" in text
 
 
-@pytest.mark.slow
-def test_layers_with_a_recipe_of_their_own_take_no_part():
+@pytest.mark.parametrize("make", [linen_layer, nnx_layer])
+def test_layers_with_a_recipe_of_their_own_take_part(make):
+    """They are compared under the two recipes: as the same layer without one is."""
     x = normal((4, 8))
-    own = jfp8.Dense(8, recipe=jfp8.recipes.Float8CurrentScaling())
-    found = jfp8.debug.compare(nn.Sequential([own, nn.Dense(8)]), *TWO, x, **ALL)
-    assert {row.layer for row in found.products} == {"layers_1"}
-    assert {g.path.split("/")[0] for g in found.gradients} == {"layers_0", "layers_1"}
-    exempt = pytest.warns(UserWarning, match="No product of One is FP8.*final logits")
-    with exempt, pytest.raises(ValueError, match="No product of the model"):
-        jfp8.debug.compare(own, *TWO, x, **ALL)
+    own = jfp8.debug.compare(make(jfp8.recipes.DelayedScaling(margin=3)), *TWO, x, **ALL)
+    without = jfp8.debug.compare(make(None), *TWO, x, **ALL)
+    assert [row.product for row in own.products] == ["fprop", "wgrad"]
+    assert own == without
+
+
+def test_partly_quantized_layers_show_each_product_once():
+    """This recipe leaves wgrad in high precision, and that alone was once compared."""
+    own = linen_layer(jfp8.recipes.RowwiseScaling(high_precision_wgrad=True))
+    found = jfp8.debug.compare(own, "current", "mxfp8", normal((4, 8)))
+    assert [row.product for row in found.products] == ["fprop", "wgrad"]
 
 
 def test_a_nan_under_either_recipe_is_worst():

@@ -434,6 +434,48 @@ def test_state_of_another_recipe_is_refused():
         jfp8.Dense(4, recipe=Float8CurrentScaling()).apply(variables, x)
 
 
+def test_frozen_and_boxed_state_is_read_as_what_is_in_it():
+    """Flax hands out FrozenDicts in some lifted loops; metadata of NNX or meshes comes in boxes."""
+    x = normal((8, 16))
+    layer = jfp8.Dense(4)
+    variables = layer.init(KEY, x)
+    apply = jax.jit(functools.partial(layer.apply, mutable=["fp8"]))
+    _, state = apply({k: v for k, v in variables.items() if k != "fp8_sink"}, x)
+    variables = {"params": variables["params"], **state}
+    y, expected = apply(variables, 2 * x)
+    assert amax(expected["fp8"]["DotGeneral_0"]["lhs"]["amax_history"]) == amax(2 * x)
+
+    frozen_y, frozen = apply(flax.core.freeze(variables), 2 * x)
+    np.testing.assert_array_equal(frozen_y, y)
+    np.testing.assert_array_equal(*map(np.hstack, map(jax.tree.leaves, (frozen, expected))))
+    boxed = jax.tree.map(lambda a: nn.Partitioned(a, (None,) * a.ndim), variables["fp8"])
+    boxed_y, new = apply({**variables, "fp8": boxed}, 2 * x)
+    np.testing.assert_array_equal(boxed_y, y)
+    assert jax.tree.structure(new["fp8"]) == jax.tree.structure(boxed)  # for the next step
+    np.testing.assert_array_equal(*map(np.hstack, map(jax.tree.leaves, (new, expected))))
+
+
+def test_a_lifted_while_loop_equals_the_loop():
+    """It hands its body FrozenDicts."""
+    x, layer = normal((8, 16)), jfp8.Dense(16)
+
+    class Looped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = jfp8.Dense(16)
+            if self.is_initializing():
+                return dense(x)
+            body = lambda dense, carry: (carry[0] + 1, dense(carry[1]))
+            return nn.while_loop(lambda _, carry: carry[0] < 3, body, dense, (0, x))[1]
+
+    variables = Looped().init(KEY, x)
+    own = {name: tree["Dense_0"] for name, tree in variables.items()}
+    y = x
+    for _ in range(3):
+        y = layer.apply(own, y)
+    np.testing.assert_array_equal(Looped().apply(variables, x), y)
+
+
 def test_a_sink_of_another_shape_is_refused():
     x = normal((8, 16))
     variables = jfp8.Dense(4).init(KEY, x)

@@ -505,6 +505,15 @@ def test_trap_a_block_that_spans_two_gradient_scales(rounding):
         np.testing.assert_allclose(v[~ODD].mean(), 1 - 0.999**4000, rtol=0.03)
 
 
+@pytest.mark.parametrize(
+    "storage", [Blocks(), Blocks(block=None), Blocks(transform="expand")], ids=str
+)
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 3)], ids=str)
+def test_arrays_without_elements(storage, shape):
+    kept = jax.eval_shape(storage.encode, jnp.zeros(shape), SEED)
+    assert kept.data.shape == jax.eval_shape(storage.decode, kept).shape == shape
+
+
 # Mistakes ------------------------------------------------------------------------------------
 
 

@@ -961,6 +961,26 @@ def test_error_recipe_is_no_recipe(recipe):
         scaled_dot_general(LHS, RHS, PLAIN, recipe=recipe)
 
 
+def test_error_a_gradient_inside_of_what_is_differentiated():
+    """JAX differentiates the rule of the inner gradient, also for the value; the cure is named."""
+    product = partial(scaled_dot_general, rhs=RHS, dimension_numbers=PLAIN)
+
+    def inner(lhs):
+        y, _ = jax.vjp(product, lhs)
+        return jnp.sum(y)
+
+    with pytest.raises(TypeError, match=r"Second derivatives.*compute the value outside.*stop_gr"):
+        jax.grad(inner)(LHS)
+
+    def outside(lhs):
+        _, pull = jax.vjp(product, jax.lax.stop_gradient(lhs))
+        return jnp.sum(product(lhs)) + jnp.sum(pull(jnp.ones((2, 4)))[0])
+
+    alone = lambda lhs: jnp.sum(product(lhs))
+    both = jax.jit(lambda lhs: (jax.grad(outside)(lhs), jax.grad(alone)(lhs)))
+    np.testing.assert_array_equal(*both(LHS))
+
+
 def test_error_result_dtype():
     with pytest.raises(TypeError, match="preferred_element_type must be a floating dtype.*int32"):
         scaled_dot_general(LHS, RHS, PLAIN, preferred_element_type=jnp.int32)

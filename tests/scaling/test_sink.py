@@ -14,10 +14,7 @@ from jfp8.scaling.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax, init
 
 TINY = np.float32(2.0**-126)  # the smallest normal number
 LARGEST = np.finfo(np.float32).max
-ULP = 2.0**-23
-# A mean of n equal weights whose spread is below what the moments notice lies this close to the
-# largest: sqrt(2e-6 * (n - 1)), relative to the mantissa, which is at least 1.
-UNNOTICED = 1.4143e-3
+SMALLEST = np.float32(1.5 * TINY)  # below it normal numbers share a bin
 
 drawn = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -42,7 +39,7 @@ def read(row):
     return float(amax), bool(overflow)
 
 
-normal_floats = st.floats(float(TINY), float(LARGEST), width=32, allow_subnormal=False)
+normal_floats = st.floats(float(SMALLEST), float(LARGEST), width=32, allow_subnormal=False)
 
 
 @st.composite
@@ -60,12 +57,14 @@ def close_floats(draw, most):
 @pytest.mark.slow
 def test_layout():
     assert ROLES == ("lhs", "rhs", "grad")
-    assert init_sink().shape == (3, WIDTH) == (3, BINS + 2)
+    assert init_sink().shape == (3, WIDTH) == (3, BINS + 20)
     assert init_sink().dtype == jnp.float32
     assert not init_sink().any()
     row = encode([5.0])[0]
-    assert np.flatnonzero(row).tolist() == [(127 + 2) * 8 + 2, BINS, BINS + 1]  # 5 = 2^2 * 1.25
-    assert row[BINS:].tolist() == [1.25, 1.25**2]
+    assert np.flatnonzero(row).tolist() == [(127 + 2) * 8 + 2 - 11]  # 5 = 2^2 * 1.25
+    row = encode([5.0 + 4 * 2.0**-23])[0]
+    assert np.flatnonzero(row).tolist() == [(127 + 2) * 8 + 2 - 11, BINS]
+    assert set(row) == {0.0, 1.0}
 
 
 @pytest.mark.slow
@@ -83,6 +82,7 @@ def test_single_use_is_exact_in_every_binade():
     values = (exponents | mantissas).view(np.float32).ravel()
     assert values.min() == TINY
     assert values.max() == LARGEST
+    values = values[values >= SMALLEST]
     amax, overflow = decode(encode(values))
     np.testing.assert_array_equal(amax, values)
     assert not overflow.any()
@@ -98,19 +98,26 @@ def test_single_use_is_exact(value):
 def test_zero_and_subnormal_are_zero(value):
     """Arithmetic on XLA:CPU flushes subnormals, so as an amax they are none."""
     assert read(encode([value])[0]) == (0.0, False)
-    assert read(encode([value, 3.0]).sum(0)) == (3.25, False)  # the upper edge of [3, 3.25)
+    assert read(encode([value, 3.0]).sum(0)) == (3.0, False)
+
+
+@pytest.mark.parametrize("mantissa", [0, 1, 0x155555, 0x3FFFFF])
+def test_the_smallest_numbers_are_not_read_as_less(mantissa):
+    value = float(np.uint32(1 << 23 | mantissa).view(np.float32))
+    amax, overflow = read(encode([value])[0])
+    assert max(value, 1.5 * 2.0**-126) <= amax <= 1.625 * value
+    assert not overflow
 
 
 # Combinations: what sums over uses and devices, means and rescalings leave
 
 
 def assert_bounds(row, values):
-    """The exact maximum from below, up to the unnoticed spread; 9/8 of it from above."""
+    """Not below the exact maximum, and at most 9/8 of it."""
     amax, overflow = read(row)
     largest = max(values)
     assert not overflow
-    slack = UNNOTICED * np.sqrt(len(values) - 1) + 4 * ULP
-    assert largest * (1 - slack) <= amax <= min(largest * 9 / 8, float(LARGEST))
+    assert largest <= amax <= min(largest * 9 / 8, float(LARGEST))
 
 
 @drawn
@@ -128,13 +135,11 @@ def test_combinations_over_the_whole_range(values, factor):
 
 
 @drawn
-@given(close_floats(most=2), st.floats(0.125, 8.0, width=32), st.floats(0.125, 8.0, width=32))
-def test_unequal_weights_bound_the_maximum(values, first, second):
-    """With weights 1 to 64 a spread of 8 sqrt(2e-6) may pass unnoticed."""
+@given(close_floats(most=2), st.floats(2.0**-30, 2.0**30), st.floats(2.0**-30, 2.0**30))
+def test_trap_unequal_weights_hide_no_maximum(values, first, second):
+    """One use among 10,000, or of a micro-batch with few tokens: no weight is too small."""
     one, other = encode(values)
-    amax, overflow = read(np.float32(first) * one + np.float32(second) * other)
-    assert not overflow
-    assert max(values) * (1 - 8 * UNNOTICED - 4 * ULP) <= amax <= max(values) * 9 / 8
+    assert_bounds(np.float32(first) * one + np.float32(second) * other, values)
 
 
 @pytest.mark.parametrize("values", [(4.1, 7.9), (4.05, 4.45), (7.9, 4.1, 4.1, 4.1), (1.0, 1.12)])
@@ -146,36 +151,21 @@ def test_trap_mean_of_one_binade(values, how):
     assert max(values) <= amax <= max(values) * 9 / 8
 
 
-@pytest.mark.slow
-def test_trap_one_large_among_many():
-    """512 devices, one of them with the larger amax of the bin: harmless below 3.5 per cent."""
-    for largest in np.linspace(1.0, 1.1249, 60):
-        values = np.full(512, 1.0)
-        values[100] = largest
-        amax, _ = read(encode(values).mean(0, dtype=np.float32))
-        assert largest * (1 - 0.035) <= amax <= largest * 9 / 8
+@pytest.mark.parametrize("n", [512, 10_000])
+def test_trap_one_large_among_many(n):
+    """One device, or one use, with a larger amax of the same bin."""
+    for largest in np.linspace(1.0, 1.1249, 9):
+        row = (n - 1) * encode([1.0])[0] + encode([largest])[0]
+        assert_bounds(row, [1.0, float(np.float32(largest))])
+        assert_bounds(row / np.float32(n), [1.0, float(np.float32(largest))])
 
 
 @drawn
-@given(normal_floats, st.integers(2, 1000))
-def test_equal_amaxes_stay_exact(value, n):
-    """A weight that two products share has one amax; 1 ulp for the sums and the division."""
+@given(normal_floats, st.floats(2.0**-60, 2.0**60))
+def test_equal_amaxes_stay_exact(value, factor):
+    """A weight that two products share; averages over micro-batches and tokens, a loss scale."""
     row = encode([value])[0]
-    amax, _ = read(row * np.float32(n))
-    assert abs(amax - value) <= ULP * value
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("divisor", [3, 7, 65536, 4e6, 1e-3])
-def test_rescaled_single_use_is_exact_to_an_ulp(divisor):
-    """Averages over micro-batches, tokens, a loss scale: in every binade."""
-    rng = np.random.default_rng(0)
-    exponents = np.arange(-126, 128)
-    values = (rng.uniform(1, 1.99, exponents.size) * 2.0**exponents).astype(np.float32)
-    values[-1] = LARGEST
-    amax, overflow = decode(encode(values) / np.float32(divisor))
-    assert (abs(np.asarray(amax, np.float64) - values) <= ULP * 2.0**exponents).all()
-    assert not overflow.any()
+    assert read((row + row) * np.float32(factor)) == (value, False)
 
 
 def test_largest_number_is_bounded_by_itself():
@@ -187,11 +177,9 @@ def test_largest_number_is_bounded_by_itself():
 @drawn
 @given(normal_floats)
 def test_trap_sink_cast_to_bf16(value):
-    """Rounded moments are noise: a bound is left, or the mantissa to the 8 bits that bf16 has."""
+    """Zeros and ones are the same in any dtype."""
     row = encode([value])[0].astype(ml_dtypes.bfloat16).astype(np.float32)
-    amax, overflow = read(row)
-    assert not overflow
-    assert value * (1 - 2.0**-8) <= amax <= value * 9 / 8
+    assert read(row) == (value, False)
 
 
 # Overflow

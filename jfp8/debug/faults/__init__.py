@@ -8,18 +8,20 @@ A fault is a function ``Run -> findings``. Elements are lost because the scale o
     comes from a history that remembers a spike       `long_history`
     is as good as one scale can be                    `outliers`
 
-Before any of it the tensor has to be finite, `non_finite`, and a tensor may lose too many bits
-without losing elements, `noise`. Which layers are in FP8 is another matter: `edges_in_fp8`,
-`little_in_fp8`.
+Before any of it the tensor has to be finite, `non_finite`, and to hold something, `dead`. And a
+tensor may lose too many bits without losing elements, `noise`. Which layers are in FP8 is another
+matter: `edges_in_fp8`, `little_in_fp8`.
 """
 
 from jfp8.debug.faults.coverage import edges_in_fp8, little_in_fp8
+from jfp8.debug.faults.dead import dead
 from jfp8.debug.faults.histories import long_history, short_history, stale_history
 from jfp8.debug.faults.no_scale import no_scale
 from jfp8.debug.faults.precision import noise, outliers
 from jfp8.debug.faults.run import Fault
 
 FAULTS: tuple[Fault, ...] = (
+    dead,
     no_scale,
     stale_history,
     short_history,

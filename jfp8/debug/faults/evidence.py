@@ -12,7 +12,7 @@ from jfp8.scaling.formats import Format, format_called
 # A tenth of the elements vanishes. In trainings of small language models that go well, under every
 # recipe in 8 bits, it is at most 1.1 % of any tensor in any step. Where it is half of them,
 # gradients no longer arrive. (In E2M1 all below a 24th of the largest of a block becomes zero, more
-# often than not: up to 29 % there, and nothing to be found in it. Its noise tells.)
+# often than not: up to 29 % there, and nothing to be found in it. There half of them are many.)
 MANY_LOST, MOST_LOST = 0.1, 0.5
 # Values cut to half of themselves or less. Under delayed scaling that happens in good trainings,
 # too, in single steps, since no history knows the future.
@@ -52,9 +52,8 @@ def is_often(bad: Sequence[TensorStats], rows: Sequence[TensorStats]) -> bool:
 
 def vanishing_samples(tensor: Sequence[TensorStats]) -> list[TensorStats]:
     """The samples in which many elements become zero, if that is not an exception."""
-    bad = [
-        row for row in tensor if row.underflow >= MANY_LOST and format_called(row.format).bits >= 8
-    ]
+    many = MANY_LOST if format_called(tensor[0].format).bits >= 8 else MOST_LOST
+    bad = [row for row in tensor if row.underflow >= many]
     return bad if is_often(bad, tensor) else []
 
 

@@ -81,7 +81,7 @@ def _gradients_without_scale(gradients: Sequence[Sequence[TensorStats]]) -> Iter
         elif cut:
             worst = min(cut, key=lambda row: row.headroom)
             remedy = (
-                f"Lower the loss scale by a factor of 2^{math.ceil(-worst.headroom)} at least, or "
+                f"Lower the loss scale by a factor of 2^{_bits_above(gradients)} at least, or "
                 "use a recipe with scales for gradients, such as DelayedScaling()."
             )
             yield found_in(cut, "error", "saturated_gradient", what_saturated(worst), remedy)
@@ -92,6 +92,20 @@ def _too_small_samples(gradient: Sequence[TensorStats]) -> list[TensorStats]:
     bad = [row for row in gradient if row.underflow >= MANY_LOST or row.sqnr < NOISY]
     bad = [row for row in bad if row.headroom > 0 and row.amax > 0]
     return bad if is_often(bad, gradient) else []
+
+
+def _bits_above(gradients: Sequence[Sequence[TensorStats]]) -> int:
+    """By how many bits all gradients have to shrink for none to saturate.
+
+    Results of products are stored, too (``d_lhs``, ``d_rhs``): of gradients that were cut they came
+    out smaller than they are, and both cuts count.
+    """
+    bits = {True: 0, False: 0}
+    for tensor in gradients:
+        highest = min((row.headroom for row in tensor), default=0.0)
+        stored = tensor[0].tensor != "grad"
+        bits[stored] = max(bits[stored], math.ceil(-highest))
+    return sum(bits.values())
 
 
 def _bits_to_keep(row: TensorStats) -> int:

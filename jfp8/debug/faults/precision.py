@@ -22,6 +22,16 @@ from jfp8.debug.faults.evidence import (
 from jfp8.debug.faults.run import Finding, Run, found_in
 from jfp8.scaling.formats import E5M2
 
+# What is finer than the scales of a recipe that has several.
+_FINER = {
+    "rowwise": "Its scales serve whole rows: use block scales, so that the largest elements cost "
+    "only their neighbours: MXFP8BlockScaling() (32 of them) or Float8BlockScaling() (128)",
+    "block": "Its scales serve blocks of 128: use MXFP8BlockScaling(), whose blocks are of 32",
+    "nvfp4": "Its blocks share the range of one scale for the tensor: use MXFP8BlockScaling(), "
+    "whose blocks have a range of their own",
+}
+_PERHAPS_FINER = "Try MXFP8BlockScaling(), whose scales serve 32 elements, if its own serve more"
+
 
 def outliers(run: Run) -> Iterator[Finding]:
     """Tensors that span more than their format does: the largest elements cost the others."""
@@ -33,8 +43,10 @@ def outliers(run: Run) -> Iterator[Finding]:
         spread = math.log2(worst.amax) - exponent_at(0.5, worst)
         top = fraction_above(worst, math.log2(worst.amax) - 8)
         exempt = f'exempt the layer: jfp8.convert(..., exempt=(*jfp8.EDGES, "{worst.path}"))'
-        if worst.scale_min != worst.scale_max:
-            remedy = f"Its scales are fine-grained already: {exempt}."
+        if worst.recipe == "mxfp8":
+            remedy = f"No recipe has finer scales with this range: {exempt}."
+        elif worst.scale_min != worst.scale_max or worst.recipe in _FINER:
+            remedy = f"{_FINER.get(worst.recipe, _PERHAPS_FINER)}; or {exempt}."
         elif is_gradient(worst) and not beyond_any_scale(worst, E5M2):
             remedy = (
                 f'Give gradients the range of E5M2 (fp8_format="HYBRID"), use block scales '

@@ -9,6 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from flax.core import meta, unfreeze
 from flax.linen import dtypes
 from jax import lax
 
@@ -142,13 +143,16 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _get(self, collection: str, name: str) -> Any:
-        value = self.get_variable(*self._place(collection, name))
+        value = meta.unbox(self.get_variable(*self._place(collection, name)))
         return from_params(value, collection) if self.state_in_params else value
 
     @nn.nowrap
     def _put(self, collection: str, name: str, value: Any) -> None:
         stored = into_params(value) if self.state_in_params else value
-        self.put_variable(*self._place(collection, name), stored)
+        place = self._place(collection, name)
+        if self.has_variable(*place):  # in boxes, if the arrays were in some
+            stored = meta.replace_boxed(unfreeze(self.get_variable(*place)), stored)
+        self.put_variable(*place, stored)
 
     @nn.nowrap
     def _record(

@@ -19,7 +19,7 @@ from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
-from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -159,7 +159,7 @@ class Product(nnx.Module):
             return y
 
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
-        if self.fp8 is None:
+        if self.fp8 is None or is_overridden():
             return None
         # A region may bring a recipe that keeps no state, for as long as it lasts.
         if self.recipe is None and recipe.init_state() is None:

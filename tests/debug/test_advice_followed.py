@@ -1,0 +1,190 @@
+"""What the advice of `debug.report` is worth: a fault is planted, and the advice is followed.
+
+The number that the fault is about has to fall: against NumPy in float64, the relative error of the
+product in which the fault shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8 import recipes
+from jfp8.debug.advice import report
+
+ROWS, IN, OUT = 64, 256, 32
+RNG = np.random.default_rng(0)
+X, W, DY = (
+    RNG.normal(size=shape).astype(np.float32) for shape in ((ROWS, IN), (IN, OUT), (ROWS, OUT))
+)
+CHANNEL = 7
+
+
+def with_outlier(x, factor, axis):
+    """`x` with one row or column that is larger by `factor`."""
+    x = x.copy()
+    np.moveaxis(x, axis, 0)[CHANNEL] *= np.float32(factor)
+    return x
+
+
+def without(x, axis):
+    """`x` with zeros where it meets the outlier, so that only the rest is in the product."""
+    return with_outlier(x, 0.0, axis)
+
+
+@functools.cache
+def layer(recipe):
+    """A layer that computes its three products, with statistics; None: in high precision."""
+    model = nn.Sequential([jfp8.Dense(OUT, use_bias=False, recipe=recipe)])
+
+    def products(x, w, dy):
+        with jfp8.autocast(enabled=recipe is not None):
+            apply = lambda x, w: model.apply({"params": {"layers_0": {"kernel": w}}}, x)
+            y, pull = jax.vjp(apply, x, w)
+        return (y, *pull(dy))
+
+    return jax.jit(jfp8.debug.stats(products))
+
+
+def measured(recipe, x, w, dy):
+    """Statistics, and the relative errors of y, dx and dw."""
+    found, seen = layer(recipe)(x, w, dy)
+    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+    exact = (x @ w, dy @ w.T, x.T @ dy)
+    errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
+    return seen.rows(), errors
+
+
+def advised(remedy):
+    """The recipe that a remedy names first; None if it says to leave the layer out of FP8."""
+    named = re.search(r"(\w+Scaling)\(\)", remedy)
+    if named is None:
+        assert "exempt the layer" in remedy
+        return None
+    return getattr(recipes, named[1])()
+
+
+CHANNEL_OF_X = (with_outlier(X, 2.0**20, 1), without(W, 0), DY)
+TOKEN = (with_outlier(X, 2.0**20, 0), W, without(DY, 0))
+CHANNEL_OF_DY = (X, without(W, 1), with_outlier(DY, 2.0**36, 1))
+# The inputs, which of y, dx and dw suffers, and by how much less after the advice.
+FAULTS = {
+    "outlier channel, one scale": (recipes.Float8CurrentScaling(), CHANNEL_OF_X, 0, 3),
+    "outlier channel, rowwise": (recipes.RowwiseScaling(), CHANNEL_OF_X, 0, 2.5),
+    "outlier channel, blocks of 128": (recipes.Float8BlockScaling(), CHANNEL_OF_X, 0, 1.8),
+    "outlier channel, nvfp4": (recipes.NVFP4BlockScaling(), CHANNEL_OF_X, 0, 3),
+    "outlier token, rowwise": (recipes.RowwiseScaling(), TOKEN, 2, 1.3),
+    "outlier channel of the gradient, mxfp8": (recipes.MXFP8BlockScaling(), CHANNEL_OF_DY, 1, 1e3),
+    "activations without a scale": (recipes.DirectE5M2(), (X * 1e-6, W, DY), 0, 10),
+    "saturated gradients": (recipes.DirectE5M2(), (X, W, DY * 1e6), 1, 5),
+}
+QUICK = ("outlier channel, rowwise", "outlier channel, blocks of 128")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAULTS],
+)
+def test_a_recipe_that_is_advised_helps(fault):
+    recipe, inputs, product, factor = FAULTS[fault]
+    rows, errors = measured(recipe, *inputs)
+    finding = report(rows).findings[0]
+    other = advised(finding.remedy)
+    assert (other is None) == (recipe == recipes.MXFP8BlockScaling())  # nothing is finer
+    better_rows, better = measured(other, *inputs)
+    assert errors[product] > factor * better[product], (finding.remedy, errors, better)
+    lost = lambda rows: max([r.underflow + r.overflow for r in rows], default=0.0)
+    assert lost(better_rows) < lost(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "verb"), [(1e-8, "Raise"), (1e6, "Lower")])
+def test_a_loss_scale_that_is_advised_helps(size, verb):
+    """The factor that the remedy names leaves the error of gradients around 1: of rounding."""
+    rows, errors = measured(recipes.DirectE5M2(), X, W, DY * np.float32(size))
+    remedy = report(rows).findings[0].remedy
+    found = re.match(rf"{verb} the loss scale by a factor of 2\^(\d+)", remedy)
+    assert found, remedy
+    factor = np.float32(2.0 ** (int(found[1]) if verb == "Raise" else -int(found[1])))
+    _, better = measured(recipes.DirectE5M2(), X, W, DY * np.float32(size) * factor)
+    _, rounding = measured(recipes.DirectE5M2(), X, W, DY)
+    assert min(errors[1:]) > 0.9
+    np.testing.assert_allclose(better, rounding, rtol=0.05)
+
+
+def test_a_dead_operand_is_found_under_any_recipe():
+    for recipe in (recipes.RowwiseScaling(), recipes.Float8BlockScaling()):
+        _, seen = layer(recipe)(np.zeros_like(X), W, DY)
+        (finding,) = report(seen.rows()).findings
+        assert (finding.fault, finding.tensor) == ("dead", "layers_0 lhs (fprop)")
+        assert "zero before they are cast" in finding.remedy
+        _, seen = layer(recipe)(X, W, DY)
+        assert report(seen.rows()).findings == ()
+
+
+@functools.cache
+def delayed(recipe):
+    dense = jfp8.Dense(OUT, use_bias=False, recipe=recipe)
+    variables = dense.init(jax.random.key(0), X)
+    fp8 = {"fp8": variables["fp8"]}
+    step = lambda fp8, x: dense.apply({"params": {"kernel": W}, **fp8}, x, mutable=["fp8"])
+    return fp8, jax.jit(jfp8.debug.stats(step))
+
+
+def steps(recipe, sizes):
+    """Statistics, and the largest error of y, of steps whose inputs have these sizes."""
+    fp8, step = delayed(recipe)
+    rows, worst = (), 0.0
+    for i, size in enumerate(sizes):
+        (y, fp8), seen = step(fp8, X * np.float32(size))
+        rows += seen.rows(step=i)
+        exact = X.astype(np.float64) * np.float32(size) @ W.astype(np.float64)
+        if i > 1:
+            worst = max(worst, np.linalg.norm(y - exact) / np.linalg.norm(exact))
+    return rows, worst
+
+
+SPIKES = [32.0 if i % 6 == 0 else 1.0 for i in range(24)]
+HISTORIES = {
+    "too short": (recipes.DelayedScaling(amax_history_len=4), SPIKES, "short_history"),
+    "growing": (recipes.DelayedScaling(), [4.0**i for i in range(12)], "short_history"),
+    "too long": (recipes.DelayedScaling(), [2.0**24] + [1.0] * 12, "long_history"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", HISTORIES)
+def test_a_history_that_is_advised_helps(fault):
+    recipe, sizes, name = HISTORIES[fault]
+    rows, error = steps(recipe, sizes)
+    (finding,) = [f for f in report(rows).findings if "lhs" in f.tensor]
+    assert finding.fault == name
+    for setting in ("amax_history_len", "margin"):
+        if found := re.search(rf"{setting}(?:=|, to )(\d+)", finding.remedy):
+            better = recipes.DelayedScaling(**{setting: int(found[1])})
+            assert steps(better, sizes)[1] < 0.5 * error
+    if "Float8CurrentScaling()" in finding.remedy:
+        rows, better = current_steps(sizes)
+        assert better < 0.5 * error
+
+
+def current_steps(sizes):
+    found = [measured(recipes.Float8CurrentScaling(), X * np.float32(s), W, DY) for s in sizes]
+    return [row for rows, _ in found for row in rows], max(errors[0] for _, errors in found)
+
+
+def test_a_weight_that_stays_zero_is_told_of_its_layer():
+    rows = []
+    for i in range(2):
+        _, seen = layer(recipes.Float8BlockScaling())(X, jnp.zeros_like(W), DY)
+        rows += seen.rows(step=i)
+    (finding,) = report(rows).findings
+    assert (finding.fault, finding.severity) == ("dead", "warning")
+    assert finding.remedy.startswith("A weight that starts at zero")
