@@ -28,14 +28,14 @@ class ProductUse:
 
     Attributes:
       sink: that of its state.
-      layer: where it is in its model; "" if nobody said.
+      layer: where it is in its model; "" if nobody said, None if it records by itself.
       amaxes: of lhs and rhs, if they can leave: not from the body of a ``scan``, or the like.
       linearized: whether JAX has traced what its backward pass would need.
       differentiated: whether its backward pass has been traced.
     """
 
     sink: jax.Array
-    layer: str
+    layer: str | None
     amaxes: jax.Array | None = None
     linearized: bool = False
     differentiated: bool = False
@@ -76,7 +76,8 @@ class Uses:
 
     @staticmethod
     def _warn_of(unable: Sequence[ProductUse]) -> None:
-        lost = {use.layer for use in unable if use.linearized and not use.differentiated}
+        unseen = [use for use in unable if use.linearized and not use.differentiated]
+        lost = {use.layer for use in unseen if use.layer is not None}
         if lost:
             warnings.warn(
                 f"The amax histories of {sorted(lost)} are not kept up for uses that the loss is "
@@ -89,7 +90,7 @@ class Uses:
 
 
 _noting: ContextVar[Uses | None] = ContextVar("jfp8_uses", default=None)
-_layer: ContextVar[str] = ContextVar("jfp8_layer", default="")
+_layer: ContextVar[str | None] = ContextVar("jfp8_layer", default="")
 
 
 @contextlib.contextmanager
@@ -104,8 +105,8 @@ def noting_uses(sinks: Any) -> Iterator[Uses]:
 
 
 @contextlib.contextmanager
-def uses_of(layer: str) -> Iterator[None]:
-    """A context whose uses are those of a `layer`."""
+def uses_of(layer: str | None) -> Iterator[None]:
+    """A context whose uses are those of a `layer`; None: of one that records by itself."""
     token = _layer.set(layer)
     try:
         yield

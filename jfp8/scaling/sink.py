@@ -55,14 +55,16 @@ def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The amax that a row holds, and whether a non-finite one was among it.
 
     Args:
-      row: f32[..., 2050], a cotangent of a sink row after any sums, means and positive rescalings.
+      row: f32[..., 2050], a cotangent of a sink row after any sums, means and rescalings, and
+        negated or not. Of what has entries of both signs, as noise has, nothing can be said.
 
     Returns:
       ``(amax, overflow)``: f32[...], exact for a single use and for equal ones, otherwise not below
-      the true maximum and at most 9/8 of it, 0 if nothing finite was seen; bool[...]. (Below 1.5 *
-      2^-126, where f32 ends, at most 1.63 of it.)
+      the true maximum and at most 9/8 of it, 0 if nothing finite was seen, or nothing can be said;
+      bool[...]. (Below 1.5 * 2^-126, where f32 ends, at most 1.63 of it.)
     """
-    used = row > 0
+    unmixed = ~(jnp.any(row > 0, axis=-1) & jnp.any(row < 0, axis=-1))
+    used = (row != 0) & unmixed[..., None]
     position = _along_last(jnp.arange(BINS), row.ndim)
     top = jnp.max(jnp.where(used[..., : BINS - 1], position[..., : BINS - 1], 0), axis=-1)
     powers = _along_last(np.uint32(1) << jnp.arange(_SHIFT, dtype=jnp.uint32), row.ndim)

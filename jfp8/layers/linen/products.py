@@ -75,7 +75,7 @@ class ProductModule(nn.Module):
             state = {role: end_recorded(amaxes) for role, amaxes in state.items()}
         layer, product = self._place_in_model()
         notes = note("path", layer), note("product", product), note("recipe", recipe.name)
-        with notes[0], notes[1], notes[2], uses_of("/".join(self.path)):
+        with notes[0], notes[1], notes[2], uses_of(None if records else "/".join(self.path)):
             how = How(recipe, self.implementation)
             y, observed = quantized(lhs, rhs, how=how, state=State(state, sink, key))
         if state is not None and records:

@@ -1,0 +1,343 @@
+"""Loops that people write, and what becomes of the histories in them.
+
+The model of most of them uses a layer twice, the second time with inputs 100 times as large: where
+a scale is that of the first use, the second one saturates, and its norm is 2 times that of the
+first instead of 100 times.
+"""
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jfp8
+
+X = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+LARGEST = np.float32(100) * np.max(np.abs(X))
+KEY = jax.random.key(0)
+N = 8
+MESH = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
+
+
+class Twice(nn.Module):
+    """Two uses of one layer.
+
+    Attributes:
+      how: ``"remat"``, ``"while"``, ``"cond"``: inside of what.
+      stop: whether the second one is behind ``stop_gradient``.
+    """
+
+    how: str = "calls"
+    stop: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(jfp8.Dense) if self.how == "remat" else jfp8.Dense
+        dense = layer(16, use_bias=False, name="dense")
+        first = dense(x)
+        if self.how == "while" and not self.is_initializing():
+            turn = lambda mdl, carry: (carry[0] + 1, 10 * carry[1], mdl(10 * carry[1]))
+            again = lambda mdl, carry: carry[0] < 2
+            state = (0, x, first)
+            second = nn.while_loop(again, turn, dense, state, carry_variables="fp8")[2]
+        elif self.how == "cond" and not self.is_initializing():
+            second = nn.cond(
+                x[0, 0] < 1e9, lambda mdl, x: mdl(100 * x), lambda mdl, x: mdl(x), dense, x
+            )
+        else:
+            second = dense(100 * x)
+        return first, jax.lax.stop_gradient(second) if self.stop else second
+
+
+def ratio(outputs):
+    """The norm of the second use over that of the first: 100, up to the rounding of FP8."""
+    first, second = map(np.linalg.norm, outputs)
+    return second / first
+
+
+def lhs(fp8, n=4):
+    return np.asarray(fp8["dense"]["DotGeneral_0"]["lhs"]["amax_history"][:n])
+
+
+def squares(outputs):
+    return sum(jnp.mean(y**2) for y in outputs)
+
+
+def entries(newest, n, length=4):
+    return [newest] * n + [0] * (length - n)
+
+
+class TestOneEntryForAllUses:
+    @pytest.mark.parametrize("ends", [False, True])
+    @pytest.mark.parametrize("how", ["calls", "remat", "while", "cond"])
+    def test_trap_a_mutable_collection(self, how, ends):
+        """Was 2.07 in the first step. If all uses are inside of nn.remat, nobody ends a step."""
+        model = Twice(how)
+        variables = model.init(KEY, X)
+        params, fp8 = variables["params"], variables["fp8"]
+        apply = jax.jit(
+            lambda fp8, x: model.apply({"params": params, "fp8": fp8}, x, mutable=["fp8"])
+        )
+        for step in (1, 2, 3):
+            outputs, mutated = apply(fp8, X)
+            fp8 = jfp8.advance(mutated["fp8"]) if ends else mutated["fp8"]
+            assert ratio(outputs) == pytest.approx(100, rel=0.02)
+            rolls = ends or how != "remat"
+            np.testing.assert_allclose(lhs(fp8), entries(LARGEST, step if rolls else 1), rtol=1e-6)
+
+    def test_trap_more_uses_than_the_history_is_long(self):
+        """18 uses pushed the largest out of a window of 16, for ever."""
+        model = nn.Sequential([jfp8.Dense(16, use_bias=False)] * 18)
+        variables = model.init(KEY, X)
+        _, mutated = model.apply(variables | {"fp8_sink": {}}, X, mutable=["fp8"])
+        (product,) = jax.tree.leaves(mutated["fp8"], is_leaf=lambda node: "lhs" in node)
+        assert np.count_nonzero(product["lhs"]["amax_history"]) == 1
+
+    def test_evaluation_reads_what_was_recorded(self):
+        """And records nothing: 50 times the largest saturates."""
+        model = Twice()
+        variables = model.init(KEY, X)
+        _, mutated = model.apply(variables, X, mutable=["fp8", "fp8_sink"])
+        outputs = model.apply({**variables, **mutated}, 50 * X)
+        assert ratio(outputs) < 10
+
+    def test_an_open_step_is_read_as_a_running_maximum(self):
+        """Micro-batches of one step, with sinks: the scale covers those before."""
+        variables = Twice().init(KEY, X)
+        for scale in (1, 0.5):
+            _, mutated = Twice().apply(variables, scale * X, mutable=["fp8"])
+            variables = {**variables, **mutated}
+            assert not np.any(lhs(variables["fp8"]))
+        np.testing.assert_allclose(lhs(jfp8.advance(variables["fp8"])), entries(LARGEST, 1))
+
+    def test_trap_nnx(self):
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.dense = jfp8.nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+
+            def __call__(self, x):
+                return self.dense(x), self.dense(100 * x)
+
+        model = Model(nnx.Rngs(0))
+
+        @nnx.jit
+        def step(model, x):
+            loss = lambda model, x: (squares(outputs := model(x)), outputs)
+            return nnx.value_and_grad(loss, has_aux=True)(model, x)[0][1]
+
+        for i in (1, 2):
+            assert ratio(step(model, X)) == pytest.approx(100, rel=0.02)
+            found = model.dense.dot_general.histories()["lhs"][:4]
+            np.testing.assert_allclose(found, entries(LARGEST, i), rtol=1e-6)
+        nnx.split(nnx.clone(model))  # what one trace knows is no part of the graph
+
+    def test_trap_multi_steps_are_one_step(self):
+        """Was one entry for each micro-step: a window of 16 was 4 steps."""
+        model = jfp8.Dense(4)
+        tx = optax.MultiSteps(optax.sgd(0.1), 3)
+        state = jfp8.TrainState.create(apply_fn=None, variables=model.init(KEY, X), tx=tx)
+        loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
+
+        @jax.jit
+        def step(state, x):
+            return state.apply_gradients(jfp8.value_and_grad(loss_fn)(state, x)[1])
+
+        for i, factor in enumerate((1, 4, 2, 3, 1, 1)):
+            state = step(state, factor * X)
+            found = state.fp8["DotGeneral_0"]["lhs"]["amax_history"][:2] / np.max(np.abs(X))
+            expected = ([0, 0], [4, 0], [3, 4])[(i + 1) // 3]
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+class TestUsesThatAreNotDifferentiatedThrough:
+    @pytest.mark.parametrize(("how", "mutable"), [("calls", False), ("remat", True)])
+    def test_trap_train_state(self, how, mutable):
+        """Was 100, 2.07, 2.07: their amaxes do not leave by the backward pass."""
+        model = Twice(how, stop=True)
+        state = jfp8.TrainState.create(
+            apply_fn=None, variables=model.init(KEY, X), tx=optax.sgd(0.0)
+        )
+
+        def loss_fn(variables, x):
+            outputs = model.apply(variables, x, mutable=["fp8"] if mutable else [])
+            return squares(outputs[0]), outputs[1], outputs[0]
+
+        @jax.jit
+        def step(state, x):
+            (_, outputs), grads = jfp8.value_and_grad(loss_fn, has_aux=True)(state, x)
+            return state.apply_gradients(grads), outputs
+
+        for i in (1, 2):
+            state, outputs = step(state, X)
+            assert ratio(outputs) == pytest.approx(100, rel=0.02)
+            found = lhs(state.fp8)[:i]
+            assert np.all((LARGEST <= found * (1 + 1e-6)) & (found <= LARGEST * 9 / 8))
+
+    def test_trap_inside_of_remat_it_is_said(self):
+        model = Twice("remat", stop=True)
+        state = jfp8.TrainState.create(
+            apply_fn=None, variables=model.init(KEY, X), tx=optax.sgd(0.0)
+        )
+        gradient = jfp8.value_and_grad(lambda variables, x: squares(model.apply(variables, x)))
+        with pytest.warns(UserWarning, match=r"\['dense/DotGeneral_0'\] are not kept.*mutable="):
+            jax.eval_shape(gradient, state, X)
+
+    @pytest.mark.parametrize("how", ["calls", "remat", "cond"])
+    def test_where_all_are_nothing_is_said_and_nothing_is_added(self, how):
+        model = Twice(how)
+        state = jfp8.TrainState.create(
+            apply_fn=None, variables=model.init(KEY, X), tx=optax.sgd(0.0)
+        )
+        loss = lambda variables, x: squares(model.apply(variables, x))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ours = jax.make_jaxpr(jfp8.value_and_grad(loss))(state, X)
+        by_hand = lambda params, sink: loss(
+            {"params": params, "fp8": state.fp8, "fp8_sink": sink}, X
+        )
+        sinks = model.init(KEY, X)["fp8_sink"]
+        plain = jax.make_jaxpr(jax.value_and_grad(by_hand, argnums=(0, 1)))(state.params, sinks)
+        count = lambda closed: str(closed).count("u32[2")  # what encodes amaxes
+        assert count(ours) == count(plain) > 0
+
+    def test_trap_nnx(self):
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.dense = jfp8.nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+
+            def __call__(self, x):
+                return self.dense(x), jax.lax.stop_gradient(self.dense(100 * x))
+
+        model = Model(nnx.Rngs(0))
+
+        @nnx.jit
+        def step(model, x):
+            loss = lambda model, x: (squares(outputs := model(x)), outputs)
+            return jfp8.nnx.value_and_grad(loss, has_aux=True)(model, x)[0][1]
+
+        for _ in range(2):
+            assert ratio(step(model, X)) == pytest.approx(100, rel=0.02)
+
+
+class TestStateIsNoParameter:
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+    def test_trap_the_train_state_of_flax(self, wrap):
+        """It trained the sink as if it were weights: with clipping, loss 0.617 instead of 0.03."""
+        model = nn.Sequential([jfp8.Dense(16), nn.remat(jfp8.Dense)(4)])
+        state = train_state.TrainState.create(
+            apply_fn=model.apply, params=model.init(KEY, X), tx=optax.sgd(0.1)
+        )
+        with pytest.raises(TypeError, match=r"variables\['params'\].*jfp8.TrainState.create"):
+            wrap(jax.grad(lambda params: jnp.sum(state.apply_fn(params, X))))(state.params)
+
+    def test_with_the_parameters_alone_it_trains(self):
+        model = jfp8.Dense(4)
+        state = train_state.TrainState.create(
+            apply_fn=model.apply, params=model.init(KEY, X)["params"], tx=optax.sgd(0.1)
+        )
+        loss = lambda params: jnp.mean(state.apply_fn({"params": params}, X) ** 2)
+        after = state.apply_gradients(grads=jax.grad(loss)(state.params))
+        assert loss(after.params) < 0.99 * loss(state.params)
+
+    @pytest.mark.parametrize("factor", [-1.0, -3.0, 0.25])
+    def test_trap_gradients_times_a_factor_keep_their_amaxes(self, factor):
+        model = jfp8.Dense(4)
+        state = jfp8.TrainState.create(
+            apply_fn=None, variables=model.init(KEY, X), tx=optax.sgd(0.1)
+        )
+        _, grads = jfp8.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2))(state, X)
+        after = state.apply_gradients(jax.tree.map(lambda g: factor * g, grads))
+        found = after.fp8["DotGeneral_0"]["lhs"]["amax_history"][0]
+        assert found == np.max(np.abs(X))
+
+    def test_trap_noise_is_no_amax(self):
+        """Histories stay empty, so that scales are those of the data; the top bin was read."""
+        model = jfp8.Dense(4)
+        state = jfp8.TrainState.create(
+            apply_fn=None, variables=model.init(KEY, X), tx=optax.sgd(0.1)
+        )
+        _, grads = jfp8.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2))(state, X)
+        noisy = jax.tree.map(lambda g: g + jax.random.normal(KEY, g.shape), grads)
+        after = state.apply_gradients(noisy)
+        assert not np.any(after.fp8["DotGeneral_0"]["lhs"]["amax_history"])
+
+
+# Every device sees a part of the batch that is 10 times as large as that of the one before.
+PARTS = np.concatenate([X[:2] * np.float32(10) ** i for i in range(N)])
+
+
+class TestDevicesAgree:
+    """They had eight different histories, of which a checkpoint sees the first."""
+
+    @staticmethod
+    def assert_agree(history):
+        shards = [np.asarray(shard.data).ravel()[0] for shard in history.addressable_shards]
+        np.testing.assert_array_equal(shards, np.max(np.abs(PARTS)))
+
+    @pytest.mark.parametrize("divide", ["shard_map", "unchecked shard_map", "pmap"])
+    def test_trap_a_loop_of_your_own(self, divide):
+        model = jfp8.Dense(4)
+        variables = model.init(KEY, X)
+
+        def gradient(params, fp8, x):
+            def loss(params):
+                y, mutated = model.apply({"params": params, "fp8": fp8}, x, mutable=["fp8"])
+                return jnp.mean(y**2), mutated["fp8"]
+
+            grads, fp8 = jax.grad(loss, has_aux=True)(params)
+            return jax.lax.pmean(grads, "data"), fp8
+
+        if divide == "pmap":
+            run = jax.pmap(gradient, "data", in_axes=(None, None, 0))
+            x = PARTS.reshape(N, 2, 16)
+        else:
+            how = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+            checked = divide == "shard_map"
+            run = jax.jit(jax.shard_map(gradient, mesh=MESH, check_vma=checked, **how))
+            x = PARTS
+        _, fp8 = run(variables["params"], variables["fp8"], x)
+        self.assert_agree(fp8["DotGeneral_0"]["lhs"]["amax_history"])
+
+    @pytest.mark.parametrize("checked", [False, True])
+    def test_a_layer_for_each_device_keeps_its_own(self, checked):
+        """State that is divided over the axis is not shared over it; unchecked, JAX cannot know."""
+        model = jfp8.Dense(4)
+        variables = jax.vmap(lambda key: model.init(key, X))(jax.random.split(KEY, N))
+
+        def apply(variables, x):
+            variables = jax.tree.map(lambda a: a[0], variables)
+            _, mutated = model.apply(variables, x, mutable=["fp8", "fp8_sink"])
+            return jax.tree.map(lambda a: a[None], mutated["fp8"])
+
+        how = {"in_specs": (P("data"), P("data")), "out_specs": P("data")}
+        fp8 = jax.jit(jax.shard_map(apply, mesh=MESH, check_vma=checked, **how))(variables, PARTS)
+        found = np.asarray(fp8["DotGeneral_0"]["lhs"]["amax_history"][:, 0])
+        own = np.max(np.abs(PARTS.reshape(N, -1)), axis=1)
+        np.testing.assert_array_equal(found, own if checked else [own.max()] * N)
+
+    @pytest.mark.parametrize("checked", [False, True])
+    @pytest.mark.parametrize("gradient", [nnx.value_and_grad, jfp8.nnx.value_and_grad])
+    def test_trap_nnx(self, gradient, checked):
+        model = jfp8.nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+
+        def step(model, x):
+            loss, grads = gradient(lambda model, x: jnp.mean(model(x) ** 2))(model, x)
+            return jax.lax.pmean(loss, "data"), jax.lax.pmean(nnx.to_pure_dict(grads), "data")
+
+        how = {"in_specs": (P(), P("data")), "out_specs": P()}
+        nnx.jit(nnx.shard_map(step, mesh=MESH, check_vma=checked, **how))(model, PARTS)
+        history = model.dot_general.fp8["lhs"].get_value()
+        if gradient is nnx.value_and_grad or not checked:
+            self.assert_agree(history)
+        else:  # JAX sums the sinks of all devices
+            found = {float(s.data.ravel()[0]) for s in history.addressable_shards}
+            (found,) = found
+            assert np.max(np.abs(PARTS)) <= found <= np.max(np.abs(PARTS)) * 9 / 8
