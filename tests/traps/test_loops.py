@@ -179,7 +179,7 @@ class TestUsesThatAreNotDifferentiatedThrough:
             state, outputs = step(state, X)
             assert ratio(outputs) == pytest.approx(100, rel=0.02)
             found = lhs(state.fp8)[:i]
-            assert np.all((LARGEST <= found * (1 + 1e-6)) & (found <= LARGEST * 9 / 8))
+            assert np.all((found * (1 + 1e-6) >= LARGEST) & (found <= LARGEST * 9 / 8))
 
     def test_trap_inside_of_remat_it_is_said(self):
         model = Twice("remat", stop=True)
@@ -228,7 +228,7 @@ class TestUsesThatAreNotDifferentiatedThrough:
 
 
 class TestStateIsNoParameter:
-    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
     def test_trap_the_train_state_of_flax(self, wrap):
         """It trained the sink as if it were weights: with clipping, loss 0.617 instead of 0.03."""
         model = nn.Sequential([jfp8.Dense(16), nn.remat(jfp8.Dense)(4)])

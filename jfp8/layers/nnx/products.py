@@ -45,7 +45,7 @@ class Fp8State(nnx.Variable):
         step. Outside of any, each call is.
         """
         trace, state = getattr(self, "_step", (None, None))
-        if trace is not None and trace == trace_state():
+        if state is not None and trace == trace_state():
             return state
         return {"amax_history": self.get_value(), "amax": jnp.zeros(())}
 
