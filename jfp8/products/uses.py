@@ -30,6 +30,7 @@ class ProductUse:
       sink: that of its state.
       layer: where it is in its model; "" if nobody said, None if it records by itself.
       amaxes: of lhs and rhs, if they can leave: not from the body of a ``scan``, or the like.
+      is_foreign: whether the loss is not differentiated by its sink at all.
       linearized: whether JAX has traced what its backward pass would need.
       differentiated: whether its backward pass has been traced.
     """
@@ -37,6 +38,7 @@ class ProductUse:
     sink: jax.Array
     layer: str | None
     amaxes: jax.Array | None = None
+    is_foreign: bool = False
     linearized: bool = False
     differentiated: bool = False
 
@@ -77,7 +79,7 @@ class Uses:
     @staticmethod
     def _warn_of(unable: Sequence[ProductUse]) -> None:
         unseen = [use for use in unable if use.linearized and not use.differentiated]
-        lost = {use.layer for use in unseen if use.layer is not None}
+        lost = {use.layer for use in unseen if use.layer is not None and not use.is_foreign}
         if lost:
             warnings.warn(
                 f"The amax histories of {sorted(lost)} are not kept up for uses that the loss is "
@@ -85,6 +87,15 @@ class Uses:
                 "they are inside of nn.scan, nn.remat or the like. Record them in the forward "
                 "pass: y, mutated = model.apply(variables, x, mutable=['fp8']), and return mutated "
                 "from the loss function.",
+                stacklevel=2,
+            )
+        foreign = {use.layer for use in unable if use.is_foreign and not use.differentiated}
+        if foreign:
+            warnings.warn(
+                f"The amax histories of {sorted(map(str, foreign))} are not kept up for uses with a "
+                "sink that the loss is not differentiated by, as after stop_gradient of all "
+                "variables. Stop the gradient of variables['params'] alone; and of a model that "
+                "is not trained here leave 'fp8_sink' out of the variables.",
                 stacklevel=2,
             )
 
@@ -128,5 +139,6 @@ def end_use(use: ProductUse, lhs: jax.Array, rhs: jax.Array) -> None:
     uses = _noting.get()
     if uses is None or trace_state() != uses.trace:
         return
-    if any(sink is use.sink for sink in uses.sinks):
+    use.is_foreign = all(sink is not use.sink for sink in uses.sinks)
+    if not use.is_foreign:
         use.amaxes = jax.lax.stop_gradient(jnp.stack([lhs, rhs]))

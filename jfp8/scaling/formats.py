@@ -135,7 +135,7 @@ def as_format(given: FormatLike, name: str = "fmt", known: Sequence[Format] = FO
         raise ValueError(f"{name}={given!r}: there is no such format. It must be {allowed}.")
     try:
         dtype = np.dtype(given)  # pyrefly: ignore
-    except TypeError:
+    except (TypeError, ValueError):
         dtype = None
     for fmt in known:
         if dtype is not None and dtype != np.uint8 and fmt.dtype == dtype:

@@ -227,8 +227,10 @@ def scale_from_amax(
         scale = lax.bitcast_convert_type(exponent.astype(jnp.uint32) << 23, jnp.float32)
     else:
         # XLA multiplies by the rounded reciprocal of a constant divisor. This one is not constant
-        # to it, though amax is never negative, and so the quotient is correctly rounded.
-        divisor = jnp.where(amax < 0, np.float32(1.0), np.float32(fmt.max))
+        # to it, though amax is never negative, and so the quotient is correctly rounded. (Of
+        # amax < 0 XLA may know that it is false.)
+        is_negative = lax.bitcast_convert_type(amax, jnp.uint32) >= np.uint32(1 << 31)
+        divisor = jnp.where(is_negative, np.float32(1.0), np.float32(fmt.max))
         scale = amax / divisor * np.float32(2.0**margin)
         scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
     bits = lax.bitcast_convert_type(amax, jnp.uint32)

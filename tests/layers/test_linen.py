@@ -473,7 +473,7 @@ def test_a_lifted_while_loop_equals_the_loop():
     y = x
     for _ in range(3):
         y = layer.apply(own, y)
-    np.testing.assert_array_equal(Looped().apply(variables, x), y)
+    np.testing.assert_allclose(Looped().apply(variables, x), y, rtol=1e-5)  # compiled apart
 
 
 def test_a_sink_of_another_shape_is_refused():

@@ -25,6 +25,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState, observe, push_amax
+from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import ROLES
 from jfp8.tracing.compat import is_eager, trace_state
 from jfp8.tracing.context import note
@@ -50,7 +51,11 @@ class Fp8State(nnx.Variable):
         return {"amax_history": self.get_value(), "amax": jnp.zeros(())}
 
     def set_step(self, state: AmaxState) -> None:
-        """Remember what `step_under_way` is to give, for as long as this trace lasts."""
+        """Remember what `step_under_way` is to give, for as long as this trace lasts.
+
+        Args:
+          state: what it is to give.
+        """
         if not is_eager():
             object.__setattr__(self, "_step", (trace_state(), state))
 
@@ -149,12 +154,17 @@ class Product(nnx.Module):
             sink = None
             if state is not None and self.fp8_sink is not None:
                 sink = self.fp8_sink.get_value()
+            records = state is not None and sink is None and not self.use_running_average
+            if state is not None and records and is_eager() and not isinstance(rhs, ScaledArray):
+                # Each call is a step, so that its scales would be those of the call before.
+                operands = zip(Observed._fields, (lhs, rhs), strict=True)
+                state |= {role: observe(state[role], amax(x)) for role, x in operands}
             with note("recipe", recipe.name), uses_of(self.path):
                 how = How(recipe, self.implementation)
                 y, observed = quantized(
                     lhs, rhs, how=how, state=State(state, sink), out_sharding=out_sharding
                 )
-            if state is not None and sink is None and not self.use_running_average:
+            if state is not None and records:
                 self._record(state, observed)
             return y
 
@@ -179,8 +189,8 @@ class Product(nnx.Module):
         """Make the largest amaxes of the step under way the newest entries of lhs and rhs."""
         # A filter by path may differentiate by histories, too.
         seen = {
-            role: lax.stop_gradient(observe(state[role], amax))
-            for role, amax in zip(Observed._fields, observed, strict=True)
+            role: lax.stop_gradient(observe(state[role], largest))
+            for role, largest in zip(Observed._fields, observed, strict=True)
         }
         new = {role: _push(step["amax_history"], step["amax"]) for role, step in seen.items()}
         try:
