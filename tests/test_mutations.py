@@ -189,6 +189,9 @@ class Größe:
 
         x += 1
         print(x)
+        plot(x, alpha="kept")
+        for _ in zip(x, y, strict="kept"):
+            print(y)
         return inner() if x in (y) else "two words"
 '''
 
