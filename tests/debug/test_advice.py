@@ -685,3 +685,14 @@ def test_tensors_are_in_the_order_of_the_program():
         [("b", 0), ("b", 1)],
     ]
     assert not math.isnan(run.tensors[0][0].sqnr)
+
+
+@pytest.mark.parametrize(("later", "faults"), [(16, ["stale_history"]), (17, [])])
+def test_a_history_forgets_what_saturated_when_it_is_over(later, faults):
+    """As long as it holds the amax that saturated, the scale must have grown."""
+    same = {"history": 16, "scale_min": 2.0**-7, "scale_max": 2.0**-7}
+    rows = [
+        row(step=0, amax=7.0, headroom=-1.0, overflow=1e-3, **same),
+        row(step=later, amax=3.0, headroom=0.2, **same),
+    ]
+    assert [f.fault for f in report(rows).findings] == faults

@@ -850,3 +850,10 @@ def test_block_scales_refuse():
 def test_block_scales_takes_arrays_on_a_device_as_they_are():
     q = jax.device_put(jfp8.quantize(MATRIX), jax.devices()[-1])
     assert mapped(jfp8.plot.block_scales(q)).shape == (1, 1)
+
+
+def test_loss_curves_of_two_seeds_have_a_band():
+    ax = jfp8.plot.loss_curves({"a": [[1.0, 2.0], [3.0, 5.0]]})
+    (band,) = ax.collections
+    assert band.get_paths()[0].vertices[:, 1].max() == 5.0
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss")
