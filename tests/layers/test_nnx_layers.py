@@ -459,7 +459,8 @@ def test_mistakes_in_spelling():
 
 def test_attention_drops_the_weights_that_flax_drops():
     """Of queries that are alike all weights are 1/5, of which FP8 keeps four bits."""
-    q, v = jnp.ones((2, 5, 2, 8)), jnp.broadcast_to(jnp.eye(5, 8)[None, :, None], (2, 5, 2, 8))
+    shape = 1, 2, 5, 2, 8  # batch, batch, length, heads, depth
+    q, v = jnp.ones(shape), jnp.broadcast_to(jnp.eye(5, 8)[None, None, :, None], shape)
     ours = jfp8.nnx.DotProductAttention(recipe=Float8CurrentScaling())
 
     @jax.jit

@@ -190,3 +190,23 @@ def test_a_decoder_computes_what_that_of_linen_does():
     y, expected = run(params)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
     assert np.std(expected) > 1
+
+
+def test_an_mlp_drops_what_is_between_its_products():
+    """All of it, with a rate of 1: what is left is the bias of the second product."""
+    make = partial(jfp8.nnx.LayerNormMLP, D, 16, intermediate_dropout_rate=1.0)
+    graph, params, rest = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param, ...)
+    params = jax.tree.map(
+        lambda a: np.linspace(1, 2, a.size, dtype=a.dtype).reshape(a.shape), params
+    )
+
+    @jax.jit
+    def run(params, x):
+        mlp = nnx.merge(graph, params, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), rest))
+        with jfp8.autocast(enabled=False):
+            return mlp(x, deterministic=False), mlp(x, deterministic=True)
+
+    dropped, kept = run(params, np.ones((3, D), np.float32))
+    bias = nnx.to_pure_dict(params)["wo"]["bias"]
+    np.testing.assert_array_equal(dropped, np.broadcast_to(bias, (3, D)))
+    assert np.all(kept > dropped)
