@@ -904,3 +904,10 @@ def test_a_matrix_with_two_levels_of_scales_is_quantized_as_quantize_params_does
     target = jax.eval_shape(lambda: expected)
     new, _ = told(upgrade, {"params": params}, {"params": target})
     assert_same(new["params"], expected)
+
+
+def test_blocks_of_no_elements_are_none():
+    q = jfp8.quantize(np.ones((2, 8), np.float32), granularity=jfp8.Block((1, 4)))
+    state = {**serialization.to_state_dict(q), "block": np.array([0, 4])}
+    with pytest.raises(ValueError, match=r"blocks of an array are .*not sizes above 0"):
+        upgrade({"x": state}, {"x": np.ones((2, 8), np.float32)})
