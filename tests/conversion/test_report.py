@@ -658,3 +658,8 @@ def test_paths_name_the_modules_around_a_layer():
     rows = report(jfp8.convert(Outer(), exempt=()), jnp.ones((2, 4))).rows
     assert {row.path for row in rows} == {"block/Dense_0", "block/Dense_1"}
     assert all(row.fp8 for row in rows)
+    rows = report(jfp8.convert(Outer(), only=["block/Dense_0"], exempt=()), jnp.ones((2, 4))).rows
+    assert {(row.path, row.fp8) for row in rows} == {
+        ("block/Dense_0", True),
+        ("block/Dense_1", False),
+    }

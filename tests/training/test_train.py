@@ -1139,7 +1139,7 @@ class TestParity:
 def test_states_and_gradients_print_what_is_in_them():
     """By size: four bytes for each number, and one for a flag of the loss scale."""
     dense = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
-    products = {role: {"amax_history": jnp.zeros((4, 16))} for role in ("lhs", "rhs", "grad")}
+    products = {role: {"amax_history": jnp.zeros((2, 3, 16))} for role in ("lhs", "rhs", "grad")}
     variables = {"params": {"dense": dense}, "batch_stats": {"mean": jnp.zeros(5)}}
     create = functools.partial(jfp8.TrainState.create, apply_fn=None)
     state = create(variables={**variables, "fp8": {"stacked": products}}, tx=optax.adam(0.1))
@@ -1147,7 +1147,7 @@ def test_states_and_gradients_print_what_is_in_them():
         "TrainState(\n"
         "  step=0,\n"
         "  params=(9 parameters in 2 arrays, 36 B),\n"
-        "  fp8=(4 products with amax histories of 16 steps),\n"
+        "  fp8=(6 products with amax histories of 16 steps),\n"
         "  opt_state=(ScaleByAdamState: 5 arrays, 76 B),\n"
         "  collections=(batch_stats: 1 array, 20 B),\n"
         ")"
