@@ -911,3 +911,25 @@ def test_blocks_of_no_elements_are_none():
     state = {**serialization.to_state_dict(q), "block": np.array([0, 4])}
     with pytest.raises(ValueError, match=r"blocks of an array are .*not sizes above 0"):
         upgrade({"x": state}, {"x": np.ones((2, 8), np.float32)})
+
+
+def test_stored_parameters_become_values_also_as_dicts():
+    """A power of two as scale: 1.5 and -448 are numbers of E4M3."""
+    q = jfp8.quantize(jnp.array([[1.5, -448.0]]), scale_rounding="power_of_two")
+    for kernel in (q, serialization.to_state_dict(q)):
+        plain = downgrade({"params": {"dense": {"kernel": kernel}}})
+        np.testing.assert_array_equal(plain["params"]["dense"]["kernel"], [[1.5, -448.0]])
+
+
+def test_an_array_goes_to_the_devices_of_its_target():
+    """Of a target that is on no device for good neither is the result."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+    target = {
+        "divided": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding),
+        "anywhere": jnp.zeros(8),
+        "host": np.zeros(8, np.float32),
+    }
+    new, _ = told(upgrade, dict.fromkeys(target, np.arange(8, dtype=np.float32)), target)
+    assert new["divided"].sharding == sharding
+    assert not new["anywhere"].committed
+    assert type(new["host"]) is np.ndarray
