@@ -289,3 +289,26 @@ def test_public_names_are_listed_once():
 
 def test_type_hints_ship():
     assert importlib.resources.files("jfp8").joinpath("py.typed").is_file()
+
+
+# Not frozen: Flax's modules inherit from these, and are dataclasses that Flax freezes itself.
+BASES_OF_MODULES = {
+    "jfp8.layers.transformer_options.Architecture",
+    "jfp8.layers.transformer_options.TransformerOptions",
+    "jfp8.layers.linen.layers.Fp8Layer",
+    "jfp8.layers.linen.transformer._Deterministic",
+}
+
+
+def test_values_never_change():
+    """Every dataclass is frozen: nobody has to ask who else holds a recipe, a format or a state."""
+    decorators = {
+        f"{module}.{node.name}": " ".join(map(ast.unparse, node.decorator_list))
+        for module, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    dataclasses = {name: text for name, text in decorators.items() if "dataclass(" in text}
+    assert len(dataclasses) > 100
+    thawed = {name for name, text in dataclasses.items() if "frozen=True" not in text}
+    assert thawed == BASES_OF_MODULES

@@ -189,6 +189,10 @@ class Größe:
 
         x += 1
         print(x)
+        print(max(x, y))
+        plot(x, alpha="kept")
+        for _ in zip(x, y, strict="kept"):
+            print(y)
         return inner() if x in (y) else "two words"
 '''
 
@@ -251,6 +255,7 @@ def test_nothing_is_drawn_that_is_no_bug(random_mutants, every_mutant):
         if (mutant.kind, mutant.new) != ("statement dropped", "pass"):  # a raise, as a whole
             assert planted.count("kept") == EVERY_KIND.count("kept"), mutant
         assert "two words" in planted
+        assert "max(y, x)" not in planted
     sources = {f"{prefix}x.py": EVERY_KIND for prefix in random_mutants.EXCLUDED}
     assert random_mutants.mutants(sources, 10, seed=0) == []
 

@@ -1083,3 +1083,16 @@ def test_training_of_an_nnx_model_goes_on_bit_for_bit(directory):
         assert float(resumed_loss) == float(loss) > 0
         found = jax.tree.map(np.asarray, expected_state(states(model, optimizer)))
         assert_same_bits(found, expected)
+
+
+def test_arrays_of_safetensors_are_aligned_for_whoever_maps_the_file(directory):
+    """The format's own rule: elements of n bytes start at multiples of n."""
+    tree = {"a": np.ones(3, np.uint8), "b": np.ones(5, np.float16), "c": np.ones(2, np.float64)}
+    checkpoint.save(directory / "x.safetensors", tree)
+    content = (directory / "x.safetensors").read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    for name, array in tree.items():
+        begin, end = header[name]["data_offsets"]
+        assert (start + begin) % array.itemsize == 0
+        assert content[start + begin : start + end] == array.tobytes()

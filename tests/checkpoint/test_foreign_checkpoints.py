@@ -501,3 +501,37 @@ def test_te_metas_that_are_none(state, message, mlp):
     with pytest.raises(ValueError, match=message) as error:
         from_transformer_engine({"out": state}, mlp)
     assert len(str(error.value)) < 1000
+
+
+def test_flax_histories_of_each_operand():
+    """Written as Flax does, roll and then slot 0; between two steps no amax has been seen."""
+    amaxes = {
+        name: [10.0 * i + j for j in range(1, 11)] for i, name in enumerate(FLAX_NAMES.values())
+    }
+    state = {}
+    for name, seen in amaxes.items():
+        ring = np.zeros(LENGTH, np.float32)
+        for amax in seen:
+            ring = np.roll(ring, -1)
+            ring[0] = amax
+        state |= {f"{name}_amax_history": ring, f"{name}_scale": np.ones(1, np.float32)}
+    variables = {"params": {}, OWG: {"layers_0": {"DotGeneral_0": state}}}
+    target = {"fp8": shapes(jfp8_model(LENGTH))["fp8"]}
+    imported, messages = told(from_flax_fp8_ops, variables, target)
+    assert messages == []
+    for role, name in FLAX_NAMES.items():
+        found = imported["fp8"]["layers_0"]["DotGeneral_0"][role]
+        assert found["amax_history"].tolist() == amaxes[name][: -LENGTH - 1 : -1]
+        assert found["amax"] == 0
+
+
+@pytest.mark.parametrize("name", ["input", "kernel", "output_grad"])
+def test_flax_histories_of_integers(name):
+    state = {
+        f"{n}_{part}": np.ones(LENGTH, np.float32)
+        for n in FLAX_NAMES.values()
+        for part in ("amax_history", "scale")
+    }
+    state[f"{name}_amax_history"] = np.ones(LENGTH, np.int32)
+    with pytest.raises(ValueError, match="not f32 arrays of one shape"):
+        from_flax_fp8_ops({OWG: {"layers_0": {"op": state}}}, {})

@@ -858,3 +858,89 @@ def test_bfloat16_is_told():
     wide, messages = told(upgrade, {"params": narrow}, {"params": params}, strict=True)
     assert messages == []
     assert wide["params"]["layers_0"]["kernel"].dtype == jnp.float32
+
+
+# Collections of their own, in the places that each training state has for them. No model is needed.
+
+WEIGHTS = {"dense": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3)}}
+STATISTICS = {"norm": {"mean": np.array([3.0, 5.0], np.float32)}}
+COLLECTIONS = {"params": WEIGHTS, "batch_stats": STATISTICS}
+
+
+def ours(variables, step=0):
+    state = jfp8.TrainState.create(apply_fn=None, variables=variables, tx=optax.sgd(0.1))
+    return state.replace(step=step)
+
+
+def flaxs(variables, step=0):
+    """All collections stand where the parameters do."""
+    state = FlaxTrainState.create(apply_fn=None, params=variables, tx=optax.sgd(0.1))
+    return state.replace(step=step)
+
+
+@pytest.mark.parametrize("make", [ours, flaxs])
+@pytest.mark.parametrize("into", [ours, flaxs, dict])
+def test_collections_are_found_in_either_training_state(make, into):
+    target = into(jax.tree.map(np.zeros_like, COLLECTIONS))
+    restored, messages = told(upgrade, serialization.to_state_dict(make(COLLECTIONS, 7)), target)
+    assert messages == []
+    assert jax.tree.structure(restored) == jax.tree.structure(target)
+    found = restored
+    if into is ours:
+        found = {"params": restored.params, **restored.collections}
+    elif into is flaxs:
+        found = restored.params
+    assert_same(found, COLLECTIONS)
+    assert into is dict or restored.step == 7
+
+
+def test_a_step_beside_parameters_is_no_training_state():
+    """A dict of the user's own, in which "step" is a number like any other."""
+    saved = {"params": WEIGHTS, "step": np.int32(7)}
+    restored, messages = told(upgrade, saved, jax.tree.map(np.zeros_like, saved))
+    assert messages == []
+    assert_same(restored, saved)
+
+
+def test_collections_without_parameters_are_no_parameters():
+    with pytest.raises(ValueError, match="params/dense/kernel") as error:
+        upgrade({"batch_stats": STATISTICS}, jax.tree.map(np.zeros_like, COLLECTIONS))
+    assert "batch_stats" not in str(error.value)
+
+
+def test_a_matrix_with_two_levels_of_scales_is_quantized_as_quantize_params_does():
+    """As all recipes of `test_parameters_are_quantized_as_quantize_params_does`; it is small."""
+    params = {"dense": {"kernel": RNG.normal(size=(16, 16)).astype(np.float32)}}
+    expected = jfp8.quantize_params(params, RECIPES["nvfp4"])
+    target = jax.eval_shape(lambda: expected)
+    new, _ = told(upgrade, {"params": params}, {"params": target})
+    assert_same(new["params"], expected)
+
+
+def test_blocks_of_no_elements_are_none():
+    q = jfp8.quantize(np.ones((2, 8), np.float32), granularity=jfp8.Block((1, 4)))
+    state = {**serialization.to_state_dict(q), "block": np.array([0, 4])}
+    with pytest.raises(ValueError, match=r"blocks of an array are .*not sizes above 0"):
+        upgrade({"x": state}, {"x": np.ones((2, 8), np.float32)})
+
+
+def test_stored_parameters_become_values_also_as_dicts():
+    """A power of two as scale: 1.5 and -448 are numbers of E4M3."""
+    q = jfp8.quantize(jnp.array([[1.5, -448.0]]), scale_rounding="power_of_two")
+    for kernel in (q, serialization.to_state_dict(q)):
+        plain = downgrade({"params": {"dense": {"kernel": kernel}}})
+        np.testing.assert_array_equal(plain["params"]["dense"]["kernel"], [[1.5, -448.0]])
+
+
+def test_an_array_goes_to_the_devices_of_its_target():
+    """Of a target that is on no device for good neither is the result."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+    target = {
+        "divided": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding),
+        "anywhere": jnp.zeros(8),
+        "host": np.zeros(8, np.float32),
+    }
+    new, _ = told(upgrade, dict.fromkeys(target, np.arange(8, dtype=np.float32)), target)
+    assert new["divided"].sharding == sharding
+    assert not new["anywhere"].committed
+    assert type(new["host"]) is np.ndarray

@@ -649,3 +649,10 @@ def test_explicit_axes():
 def test_errors_teach(call, error, words):
     with pytest.raises(error, match=words):
         on_devices(call)(gaussian(64))
+
+
+def test_the_largest_code_of_e2m5_is_that_of_its_largest_number():
+    """Two bits of exponent, with a bias of 1, and five of mantissa; the last code is NaN."""
+    exponent, mantissa = divmod(collectives.E2M5.max_code, 32)
+    assert collectives.E2M5.max == (1 + mantissa / 32) * 2.0 ** (exponent - 1) == 7.75
+    assert collectives.E2M5.nan_code == 127

@@ -538,3 +538,19 @@ def test_training_a_converted_language_model():
     assert fp8 != reference
     for key, history in histories(converted).items():
         assert np.all(history > 0), key
+
+
+class Images(nnx.Module):
+    def __init__(self, channels, rngs):
+        self.stem = nnx.Conv(channels, D, 3, rngs=rngs)
+        self.body = nnx.Conv(D, D, 3, rngs=rngs)
+        self.hidden = nnx.Linear(D, D, rngs=rngs)
+        self.logits = nnx.Linear(D, 10, rngs=rngs)
+
+
+@pytest.mark.parametrize(("channels", "first"), [(4, []), (5, ["stem"])])
+def test_the_layers_at_the_edges_stay(channels, first):
+    """The convolution of an image, of at most four channels, and the last linear layer."""
+    converted = nnx.eval_shape(lambda: jfp8.convert(Images(channels, nnx.Rngs(0))))
+    histories = nnx.to_pure_dict(nnx.state(converted, jfp8.nnx.Fp8State))
+    assert sorted(histories) == sorted(["body", "hidden", *first])

@@ -676,3 +676,33 @@ def test_notes_are_only_written_while_explaining():
     with explain.explaining():
         assert explain.notes_of(stack()) == {"path": "A,B"}
     assert stack() == ""
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_operands_are_told_from_their_scales(name):
+    """Of four products of blocks, each operand comes with scales of one byte."""
+    layer = jfp8.Dense(96, recipe=jfp8.recipes.get(name), use_bias=False)
+    rows = report(layer, jax.ShapeDtypeStruct((128, 64), jnp.float32)).rows
+    shapes = {row.kind: [x.partition("[")[2] for x in (row.lhs, row.rhs)] for row in rows}
+    assert shapes == {"fprop": ["128,64]", "64,96]"], "wgrad": ["128,64]", "128,96]"]}
+
+
+def test_paths_name_the_modules_around_a_layer():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(nn.Dense(4)(x))
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Block(name="block")(x)
+
+    rows = report(jfp8.convert(Outer(), exempt=()), jnp.ones((2, 4))).rows
+    assert {row.path for row in rows} == {"block/Dense_0", "block/Dense_1"}
+    assert all(row.fp8 for row in rows)
+    rows = report(jfp8.convert(Outer(), only=["block/Dense_0"], exempt=()), jnp.ones((2, 4))).rows
+    assert {(row.path, row.fp8) for row in rows} == {
+        ("block/Dense_0", True),
+        ("block/Dense_1", False),
+    }

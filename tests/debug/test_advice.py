@@ -21,6 +21,7 @@ import pytest
 
 import jfp8
 from jfp8 import recipes
+from jfp8.conversion.product_rows import ProductRow, Report
 from jfp8.debug import TensorStats, stats
 from jfp8.debug.advice import report
 from jfp8.debug.faults.run import Run
@@ -699,3 +700,73 @@ def test_tensors_are_in_the_order_of_the_program():
         [("b", 0), ("b", 1)],
     ]
     assert not math.isnan(run.tensors[0][0].sqnr)
+
+
+@pytest.mark.parametrize(("later", "faults"), [(16, ["stale_history"]), (17, [])])
+def test_a_history_forgets_what_saturated_when_it_is_over(later, faults):
+    """As long as it holds the amax that saturated, the scale must have grown."""
+    same = {"history": 16, "scale_min": 2.0**-7, "scale_max": 2.0**-7}
+    rows = [
+        row(step=0, amax=7.0, headroom=-1.0, overflow=1e-3, **same),
+        row(step=later, amax=3.0, headroom=0.2, **same),
+    ]
+    assert [f.fault for f in report(rows).findings] == faults
+
+
+def test_the_edges_are_told_with_their_worst_sample():
+    """The gradient of the logits, the input of the images, and of no other tensor or layer."""
+    product = functools.partial(
+        ProductRow,
+        kind="fprop",
+        rhs="e4m3fn[8]",
+        out="f32[8]",
+        fp8=True,
+        recipe="current",
+        implementation="emulate",
+        reason="",
+        times=1,
+        flops=1,
+    )
+    products = Report(
+        (
+            product(path="stem", layer="Conv", lhs="e4m3fn[8,28,28,4]"),
+            product(path="body", layer="Conv", lhs="e4m3fn[8,28,28,4]"),
+            product(path="logits", layer="Dense", lhs="e4m3fn[8,16]"),
+        )
+    )
+    told = {("stem", "lhs"): (31.0, 29.0), ("logits", "grad"): (27.0, 28.0)}
+    rows = [
+        row(path=path, tensor=tensor, step=step, sqnr=told.get((path, tensor), (25.0, 25.0))[step])
+        for path in ("stem", "body", "logits")
+        for tensor in ("lhs", "rhs", "grad")
+        for step in (0, 1)
+    ]
+    found = report(rows, products).of("edge_in_fp8")
+    assert [(f.tensor, f.steps, f.evidence.partition("Its ")[2]) for f in found] == [
+        ("stem", (0, 1), "lhs has an SQNR of 29 dB at worst."),
+        ("logits", (0, 1), "grad has an SQNR of 27 dB at worst."),
+    ]
+    assert {f.fault for f in report((), Report(products.rows[1:])).findings} == {"edge_in_fp8"}
+    five = dataclasses.replace(products.rows[0], lhs="e4m3fn[8,28,28,5]")
+    assert [f.tensor for f in report((), Report((five, *products.rows[1:]))).findings] == ["logits"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ({0: 0.5}, "the first tensor in the program that has any."),
+        ({0: 0.5, 2: 0.1}, "that has any, and 1 more after it."),
+        ({0: 0.5, 1: 0.1, 2: 0.1}, "that has any, and 2 more after it."),
+    ],
+)
+def test_how_many_tensors_are_not_finite_in_the_first_such_step(bad, told):
+    tensors = ("lhs", "rhs", "grad")
+    rows = [row(step=0, tensor=tensor, order=i) for i, tensor in enumerate(tensors)]
+    rows += [
+        row(step=1, tensor=tensor, order=i, nonfinite=bad.get(i, 0.0))
+        for i, tensor in enumerate(tensors)
+    ]
+    (finding,) = report(rows).of("non_finite")
+    assert (finding.severity, finding.tensor, finding.steps) == ("error", "layer lhs", (1,))
+    assert finding.evidence.startswith("50 % of its elements are NaN or Inf")
+    assert finding.evidence.endswith(told)

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jfp8
-from jfp8.debug import ComparedProduct, Comparison, ProductError
+from jfp8.debug import ComparedGradient, ComparedProduct, Comparison, ProductError
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 ALL = {"exempt": ()}
@@ -293,3 +293,22 @@ def test_a_product_of_zeros_has_no_relative_error():
     found = jfp8.debug.compare(One(), "current", "mxfp8", np.zeros((4, 8), np.float32), **ALL)
     assert found.products[0].a.total == 0
     assert all(math.isnan(g.cosine_a) for g in found.gradients)
+
+
+def test_a_comparison_prints_its_numbers():
+    recipes = jfp8.recipes.Float8CurrentScaling(), jfp8.recipes.MXFP8BlockScaling()
+    product = ComparedProduct(
+        "mlp/wi", (2,), "wgrad", ProductError(0.25, 0.125, 0.0625), ProductError(0.5, 0.375, 0.3)
+    )
+    gradient = ComparedGradient("mlp/wi/kernel", 0.75, 0.8, 0.5, 0.625)
+    found = Comparison(*recipes, (product,), (gradient,), 1.5, 2.5, 3.5)
+    parts = [
+        *("a = Float8CurrentScaling()", "b = MXFP8BlockScaling()", "mlp/wi[2]", "wgrad"),
+        *("25 %", "12.5 %", "6.25 %", "50 %", "37.5 %", "30 %"),
+        *("mlp/wi/kernel", "75 %", "80 %", "0.50000", "0.62500"),
+        "loss: 1.5 in high precision, a 2.5, b 3.5",
+    ]
+    for text in (str(found), repr(found), found._repr_html_()):
+        places = [text.index(part) for part in parts]
+        assert places == sorted(places)
+    assert "\n---" in str(found)

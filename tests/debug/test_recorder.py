@@ -112,3 +112,16 @@ def test_resumed_and_bounded():
 def test_mistakes_are_explained(name, value):
     with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got {value!r}"):
         jfp8.debug.Recorder(lambda x: x, **{name: value})
+
+
+@pytest.mark.parametrize("to", ["tensorboard", None])
+def test_files_of_tensorboard_are_written_where_they_are_asked_for(to, tmp_path):
+    pytest.importorskip("tensorboardX")
+    model = jfp8.Dense(4, recipe=jfp8.recipes.Float8CurrentScaling())
+    variables = {"params": {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}}
+    folder = None if to is None else tmp_path / to
+    record = jfp8.debug.Recorder(model.apply, every=1, tensorboard=folder)
+    record(variables, jnp.ones((2, 8)))
+    record.flush()
+    assert len(record.rows) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ([] if to is None else [to])

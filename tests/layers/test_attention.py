@@ -302,7 +302,6 @@ def test_kernels_may_be_scaled_arrays():
     assert np.any(y)
 
 
-@pytest.mark.slow
 def test_disabled_it_is_the_layer_of_flax():
     layer = MultiHeadDotProductAttention(2, attention_products=True)
     params = init(nn.MultiHeadDotProductAttention(2), X)

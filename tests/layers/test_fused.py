@@ -136,7 +136,7 @@ DENSE_CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("case", DENSE_CASES)
 def test_dense_is_normalisation_and_product_of_rounded_operands(case):
     fields, shape, equation = DENSE_CASES[case]
@@ -294,7 +294,7 @@ FORMULAS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("activation", FORMULAS)
 def test_mlp_is_its_formula_with_rounded_operands(activation):
     gated = activation.endswith("glu")

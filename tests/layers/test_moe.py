@@ -144,7 +144,6 @@ def test_block_is_that_of_every_expert_for_every_token(k, activation, renormaliz
     assert 0.01 < error(y, exact) < 0.1
 
 
-@pytest.mark.slow
 def test_a_disabled_region_computes_in_high_precision():
     model, params = made()
     x = tokens()

@@ -455,3 +455,29 @@ def test_mistakes_in_spelling():
     op = jfp8.nnx.EinsumOp()
     with pytest.raises(ValueError, match="two operands"):
         op("ab,bc", jnp.ones((2, 2)), jnp.ones((2, 2)))
+
+
+def test_attention_drops_the_weights_that_flax_drops():
+    """Of queries that are alike all weights are 1/5, of which FP8 keeps four bits."""
+    shape = 1, 2, 5, 2, 8  # batch, batch, length, heads, depth
+    q, v = jnp.ones(shape), jnp.broadcast_to(jnp.eye(5, 8)[None, None, :, None], shape)
+    ours = jfp8.nnx.DotProductAttention(recipe=Float8CurrentScaling())
+
+    @jax.jit
+    def run(key):
+        how = {"dropout_rng": key, "dropout_rate": 0.5}
+        return [
+            (attend(q, q, v, **how), attend(q, q, v, broadcast_dropout=False, **how))
+            for attend in (ours, nnx.dot_product_attention)
+        ]
+
+    for y, expected in zip(*run(jax.random.key(1)), strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1 / 16)
+        assert 0 < np.count_nonzero(expected[..., :5]) < expected[..., :5].size
+
+
+def test_a_region_without_fp8_is_the_reason_in_a_report():
+    model = jfp8.nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    with jfp8.autocast(enabled=False):
+        rows = jfp8.report(model, jnp.ones((2, 4))).rows
+    assert {row.reason for row in rows} == {"FP8 is disabled in this region"}

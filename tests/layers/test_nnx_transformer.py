@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,3 +161,52 @@ def test_mistakes():
         make()(x, x)
     with pytest.raises(ValueError, match=r"\[..., length, hidden_size=8\]"):
         make()(jnp.ones((1, 5, 4)))
+
+
+def test_a_decoder_computes_what_that_of_linen_does():
+    """In high precision, and forward: what `test_transformer_layer` has in FP8."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    x, encoded = draw(2, 5, D), draw(2, 7, 6)
+    masks = {
+        "attention_mask": draw(2, 1, 5, 5) > -1,
+        "encoder_decoder_mask": draw(2, 1, 5, 7) > -1,
+    }
+    options = {"layer_type": "decoder", "enable_relative_embedding": True, "num_gqa_groups": 2}
+    make = partial(jfp8.nnx.TransformerLayer, D, 16, 4, **options, encoded_features=6)
+    abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    graph, params, rest = nnx.split(abstract, nnx.Param, ...)
+    params = jax.tree.map(lambda a: draw(*a.shape) / 2, params)
+    rest = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), rest)
+    linen = TransformerLayer(D, 16, 4, **options)
+
+    @jax.jit
+    def run(params):
+        with jfp8.autocast(enabled=False):
+            ours = nnx.merge(graph, params, rest)(x, encoded, **masks)
+            variables = {"params": nnx.to_pure_dict(params)}
+            return ours, linen.apply(variables, x, encoded, **masks)
+
+    y, expected = run(params)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    assert np.std(expected) > 1
+
+
+def test_an_mlp_drops_what_is_between_its_products():
+    """All of it, with a rate of 1: what is left is the bias of the second product."""
+    make = partial(jfp8.nnx.LayerNormMLP, D, 16, intermediate_dropout_rate=1.0)
+    graph, params, rest = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param, ...)
+    params = jax.tree.map(
+        lambda a: np.linspace(1, 2, a.size, dtype=a.dtype).reshape(a.shape), params
+    )
+
+    @jax.jit
+    def run(params, x):
+        mlp = nnx.merge(graph, params, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), rest))
+        with jfp8.autocast(enabled=False):
+            return mlp(x, deterministic=False), mlp(x, deterministic=True)
+
+    dropped, kept = run(params, np.ones((3, D), np.float32))
+    bias = nnx.to_pure_dict(params)["wo"]["bias"]
+    np.testing.assert_array_equal(dropped, np.broadcast_to(bias, (3, D)))
+    assert np.all(kept > dropped)

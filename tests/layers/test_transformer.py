@@ -677,3 +677,11 @@ def test_modules_are_values():
     assert make() == make()
     assert hash(make()) == hash(make())
     assert make() != make(recipe=Float8CurrentScaling())
+
+
+def test_relative_biases_are_computed_in_the_dtype_of_the_layer():
+    layer = TransformerLayer(**SIZES, enable_relative_embedding=True, dtype=jnp.bfloat16)
+    apply = lambda x: layer.init_with_output(KEY, x, capture_intermediates=True, mutable=True)
+    _, variables = jax.eval_shape(apply, X)
+    (biases,) = variables["intermediates"]["relpos_bias"]["__call__"]
+    assert biases.dtype == jnp.bfloat16

@@ -474,3 +474,15 @@ def test_the_gradient_of_a_relative_position_bias_counts_its_pairs():
     for q, k in np.ndindex((4, 4)):
         expected[0, bucket(k - q, True, 8, 8)] += 1
     np.testing.assert_array_equal(counts, expected)
+
+
+def test_activations_of_a_few_numbers():
+    """As `test_activations`, all in one program."""
+    x = 3 * normal((8, 2, 4))
+    given = {name: x[:, :n] for name, (n, _) in FORMULAS.items()}
+    activate = transformer_math.activate
+    found = jax.jit(lambda given: {name: activate(x, name) for name, x in given.items()})(given)
+    for name, (n, formula) in FORMULAS.items():
+        assert transformer_math.projections_of(name) == n
+        expected = formula(given[name].astype(np.float64))
+        np.testing.assert_allclose(found[name], expected, rtol=4e-6, atol=50 * F32_EPS)

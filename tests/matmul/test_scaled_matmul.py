@@ -555,3 +555,27 @@ def test_four_bit_operands():
         assert_close_to_float64(matmul(lhs, rhs, implementation=implementation), lhs, rhs)
     with pytest.raises(NotImplementedError, match="E2M1|float4_e2m1fn"):
         scaled_matmul(lhs, rhs, PLAIN, implementation="xla")
+
+
+def test_blocks_that_are_cut_short_along_the_last_of_three_contracted_dimensions():
+    """Six elements in blocks of four: runs of one scale are two long, or they would cross rows."""
+    rng = np.random.default_rng(0)
+    values = [
+        rng.normal(size=(2, 3, 4, 6)) * 2.0 ** rng.integers(-6, 7, (2, 3, 4, 6)) for _ in "ab"
+    ]
+    a, b = (
+        jfp8.quantize(jnp.asarray(v, jnp.float32), granularity=jfp8.Block((1, 1, 1, 4)))
+        for v in values
+    )
+    numbers = (((1, 2, 3), (1, 2, 3)), ((), ()))
+    y = jax.jit(
+        lambda a, b: jfp8.scaled_matmul(
+            a, b, numbers, implementation="emulate", accumulation="f32_every_128"
+        )
+    )(a, b)
+    exact = [np.asarray(q.dequantize(), np.float64) for q in (a, b)]
+    expected, sizes = (
+        np.einsum("aijk,bijk->ab", *exact),
+        np.einsum("aijk,bijk->ab", *map(abs, exact)),
+    )
+    assert (np.abs(y - expected) <= 80 * 2.0**-24 * sizes).all()

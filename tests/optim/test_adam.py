@@ -286,3 +286,19 @@ def test_mistakes_are_told(make, arguments, message):
 def test_a_storage_is_no_string():
     with pytest.raises(TypeError, match="must be a Storage such as"):
         adam(1e-3, nu="e5m2")
+
+
+@pytest.mark.parametrize(
+    "make", [scale_by_adam, lambda **k: adam(1.0, **k), lambda **k: adamw(1.0, **k)]
+)
+def test_a_seed_reaches_the_rounding(make):
+    """Another seed is another number in the program, of whose bits the tests of rounding tell."""
+    params = {"w": jnp.zeros((64, 64))}
+
+    def program(**options):
+        tx = make(**options)
+        state = jax.eval_shape(tx.init, params)
+        closed = jax.make_jaxpr(tx.update)(params, state, params)
+        return str(closed), [np.asarray(c).tolist() for c in closed.consts]
+
+    assert program(seed=123) == program(seed=123) != program() == program(seed=0)

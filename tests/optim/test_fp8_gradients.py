@@ -200,3 +200,11 @@ def test_errors():
         apply(fp8_gradients(granularity=128), {"g": jnp.ones((2, 2))})
     with pytest.raises(NameError, match="data"):
         apply(fp8_gradients(axis_name="data"), {"g": jnp.ones((2, 2))})
+
+
+def test_a_matrix_in_fp8_is_not_rounded_to_another_format():
+    """E4M3, which `fp8_gradients` rounds to, would keep one end of E5M2's range."""
+    grads = {"f8": jnp.array([[57344.0, 2.0**-14]], E5M2)}
+    ours, _ = fp8_gradients().update(grads, optax.EmptyState())
+    assert ours["f8"].dtype == E5M2
+    np.testing.assert_array_equal(ours["f8"], grads["f8"])

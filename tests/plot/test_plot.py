@@ -850,3 +850,34 @@ def test_block_scales_refuse():
 def test_block_scales_takes_arrays_on_a_device_as_they_are():
     q = jax.device_put(jfp8.quantize(MATRIX), jax.devices()[-1])
     assert mapped(jfp8.plot.block_scales(q)).shape == (1, 1)
+
+
+def test_loss_curves_of_two_seeds_have_a_band():
+    ax = jfp8.plot.loss_curves({"a": [[1.0, 2.0], [3.0, 5.0]]})
+    (band,) = ax.collections
+    assert band.get_paths()[0].vertices[:, 1].max() == 5.0
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss")
+
+
+@pytest.mark.parametrize(
+    ("value", "label", "low", "high"),
+    [
+        ("underflow", "underflow of grad (% of the elements, white: 0)", 1e-3, 100),
+        ("overflow", "overflow of grad (% of the elements, white: 0)", 1e-3, 100),
+        ("nonfinite", "NaN or Inf of grad (% of the elements, white: 0)", 1e-3, 100),
+        ("sqnr", "SQNR of grad (dB)", 0, 40),
+        ("headroom", "headroom of grad (bits)", -2, 14),
+    ],
+)
+def test_heat_map_of_each_value_has_its_own_colours(value, label, low, high):
+    ax = jfp8.plot.heat_map([row(step, **{value: 0.25 * step}) for step in range(1, 3)], value)
+    (mesh,) = (c for c in ax.collections if c.colorbar is not None)
+    assert " ".join(mesh.colorbar.ax.get_ylabel().split()) == label
+    assert (mesh.norm.vmin, mesh.norm.vmax) == pytest.approx((low, high))
+
+
+def test_histogram_of_many_scales_hatches_both_ends():
+    """What is lost in some blocks, from where the least scale ends to where the largest does."""
+    ax = jfp8.plot.histogram(row(format="E4M3FN", scale_min=2.0**-10, scale_max=2.0**-4))
+    ends = [(p.get_x(), p.get_x() + p.get_width()) for p in ax.patches]
+    assert (2.0**-10 * 464, 2.0**-4 * 464) in ends

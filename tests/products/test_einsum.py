@@ -141,3 +141,11 @@ def test_frozen_operands(equation):
     y = as_dot_general(parse(equation, 2, 2), x, q, dot_general)
     np.testing.assert_allclose(y, np.einsum(equation, x, q.dequantize()), rtol=1e-5)
     assert seen == [equation == "ab,bc->ac"]
+
+
+def test_a_dimension_of_one_of_stored_bytes_is_stretched():
+    stored = jfp8.quantize(jnp.asarray(integers((1, 5, 6))), granularity=jfp8.PerAxis(2))
+    lhs, values = integers((3, 4, 5), 1), np.asarray(stored.dequantize())
+    terms = parse("gab,gbc->gac", 3, 3)
+    y = as_dot_general(terms, jnp.asarray(lhs), stored, jax.lax.dot_general)
+    np.testing.assert_allclose(y, np.einsum("gab,bc->gac", lhs, values[0]), rtol=1e-6, atol=1e-5)

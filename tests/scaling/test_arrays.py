@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import serialization
 
-from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, ScaledArray, dequantize
+from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Block, ScaledArray, dequantize, quantize
 
 DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
 SMALLEST_NORMAL = 2.0**-126
@@ -464,3 +464,21 @@ def test_errors():
     for use in (dequantize, lambda q: q.format):
         with pytest.raises(TypeError, match=r"float16 stores none .*float8_e4m3fn \(E4M3FN\)"):
             use(wrong)
+
+
+def test_values_with_a_carrier_are_those_without():
+    """In blocks, and in the dtype that is asked for; the carrier gets the gradient as it is."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)
+    q = quantize(x, granularity=Block((1, 4)))
+    carrier = jnp.zeros((3, 8), jnp.float32)
+
+    @jax.jit
+    def run(carrier):
+        values = lambda c: dataclasses.replace(q, carrier=c).dequantize(jnp.bfloat16)
+        y, vjp = jax.vjp(values, carrier)
+        return y, *vjp(y)
+
+    y, gradient = run(carrier)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, q.dequantize(jnp.bfloat16))
+    np.testing.assert_array_equal(gradient, np.asarray(y, np.float32))

@@ -57,6 +57,13 @@ TWIN = {one: other for pair in TWINS for one, other in (pair, pair[::-1])}
 CHOOSERS = {"where", "select", "cond"}
 # Their arguments the other way around always raise.
 CLASS_CHECKS = {"isinstance", "issubclass"}
+# Of two arguments, and no key, these give the same either way around.
+COMMUTATIVE = {"max", "maximum", "min", "minimum"}
+# Keyword arguments whose change is no bug. `strict` of a zip is an assertion: what users can give
+# in unequal numbers is refused before, with a message that has its own test. The others say how a
+# line or a letter of a picture looks, not where it stands, nor what it says.
+NO_BUGS = {"alpha", "aspect", "fontsize", "labelsize", "linewidth", "ms", "zorder"}
+NO_BUGS_BY_CALL = {"zip": {"strict"}}
 
 
 @dataclass(frozen=True)
@@ -166,9 +173,17 @@ def called(node: ast.AST) -> str:
     return getattr(function, "id", getattr(function, "attr", ""))
 
 
+def is_no_bug(argument: ast.AST, call: ast.AST) -> bool:
+    """Whether `argument` of `call` is a keyword whose change is no bug."""
+    name = getattr(argument, "arg", None)
+    return name in NO_BUGS | NO_BUGS_BY_CALL.get(called(call), set())
+
+
 def swapped(node: ast.AST, source: Source) -> Iterator[Change]:
     """Two positional arguments, the other way around."""
     if not isinstance(node, ast.Call) or called(node) in CLASS_CHECKS:
+        return
+    if called(node) in COMMUTATIVE and len(node.args) == 2 and not node.keywords:
         return
     first = 1 if called(node) in CHOOSERS else 0
     pair = node.args[first : first + 2]
@@ -186,6 +201,8 @@ def keyword_dropped(node: ast.AST, source: Source) -> Iterator[Change]:
     arguments = sorted([*node.args, *node.keywords], key=source.span)
     for i, argument in enumerate(arguments):
         if not isinstance(argument, ast.keyword) or argument.arg is None:
+            continue
+        if is_no_bug(argument, node):
             continue
         start, end = source.span(argument)
         if i + 1 < len(arguments):

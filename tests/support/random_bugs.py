@@ -122,7 +122,11 @@ def first_round(mutant: Mutant, clean: Path, known: SuiteMap) -> Trial:
         # They may be too many for a command line.
         names.write("\n".join(entry.test for entry in entries))
         names.flush()
-        return tried(mutant, clean, [f"@{names.name}"], 0, limit)
+        trial = tried(mutant, clean, [f"@{names.name}"], 0, limit)
+    if trial.verdict != "DID NOT RUN":
+        return trial
+    # Cases of a test are named after what they test: if that prints otherwise, all cases are asked.
+    return tried(mutant, clean, sorted({e.test.partition("[")[0] for e in entries}), 0, limit)
 
 
 def tried(mutant: Mutant, clean: Path, tests: Sequence[str], n_workers: int, limit: float) -> Trial:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
@@ -69,3 +71,14 @@ def test_inside_shard_map_arrays_are_whole():
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((8,), "float32"))
         assert not current_gpu().whole
     assert seen == [True]
+
+
+def test_a_device_at_hand_says_its_capability_itself(monkeypatch):
+    """Also one that nobody has heard of; of another kind than is asked for it tells nothing."""
+    device = SimpleNamespace(device_kind="NVIDIA X1", compute_capability="12.1")
+    unsure = SimpleNamespace(device_kind="NVIDIA X1", compute_capability=None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [unsure, device])
+    for kind, capability in (("NVIDIA X1", (12, 1)), ("NVIDIA X2", None), ("NVIDIA H200", (9, 0))):
+        with described(kind):
+            assert current_gpu().capability == capability

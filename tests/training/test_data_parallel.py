@@ -452,3 +452,18 @@ def test_trap_plain_jit_sends_gradients_in_f32():
 def test_errors_teach(call, error, words):
     with pytest.raises(error, match=words):
         call(jax.value_and_grad(lambda w, batch: w * jnp.mean(batch["x"])))
+
+
+def test_the_gradient_of_every_device_counts():
+    """A linear loss: the gradient of the mean is the mean of the inputs. No product is in FP8."""
+
+    def grad_fn(state, batch):
+        loss = lambda variables, x: (jnp.mean(x @ variables["params"]["w"]), {})
+        return jfp8.value_and_grad(loss)(state, batch)
+
+    variables = {"params": {"w": jnp.ones(4)}}
+    state = jfp8.TrainState.create(apply_fn=None, variables=variables, tx=optax.sgd(0.1))
+    x = np.arange(4.0 * N, dtype=np.float32).reshape(N, 4)
+    loss, grads = jax.jit(data_parallel(grad_fn, "data", mesh=MESH, mean=in_f32))(state, x)
+    np.testing.assert_array_equal(grads.params["w"], x.mean(axis=0))
+    assert loss == x.sum(axis=1).mean()

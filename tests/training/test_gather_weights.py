@@ -401,3 +401,25 @@ def test_weights_stored_in_fp8_travel_as_they_are(kind):
 def test_errors(arguments, options, message):
     with jax.set_mesh(mesh_of(AxisType.Auto)), pytest.raises(ValueError, match=message):
         gather_weights(make_params(), *arguments, **options)
+
+
+def test_one_spec_is_enough_for_the_parts_of_a_stored_weight():
+    """Traced only: the bytes are gathered, and the values are those of the whole."""
+    w = jnp.arange(8.0 * N).reshape(N, 8)
+    stored = jfp8.quantize(w)
+
+    def gathered(data):
+        part = jfp8.ScaledArray(data, stored.scale)
+        whole = gather_weights({"kernel": part}, "fsdp", {"kernel": P("fsdp")}, recipe=CURRENT)
+        return whole["kernel"].data
+
+    mapped = jax.shard_map(
+        gathered,
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=P("fsdp"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    whole = jax.jit(mapped)(stored.data)
+    assert whole.dtype == stored.data.dtype
+    np.testing.assert_array_equal(whole, stored.data)

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jfp8
 from jfp8 import recipes
@@ -376,3 +377,28 @@ def test_under_vmap_and_shard_map():
         lambda w, x: whole(w[0], x[0])[None], mesh=mesh, in_specs=P("d"), out_specs=P("d")
     )
     np.testing.assert_array_equal(jax.jit(sharded)(w, x), expected)
+
+
+def test_views_of_what_is_kept_are_not_kept_beside_it():
+    """They cost nothing to make, wherever they are used."""
+    w, x = jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.ones((4, 8))
+
+    def function(w, x):
+        data, scale = quantized(w)
+        views = [
+            scale.astype(jnp.bfloat16),
+            lax.bitcast_convert_type(scale, jnp.int32),
+            lax.reshape(scale, (1,)),
+            lax.squeeze(lax.reshape(scale, (1, 1)), (0,)),
+            checkpoint_name(scale, "scale"),
+            lax.bitcast_convert_type(data, jnp.int8).reshape(-1),
+        ]
+        return x @ data.astype(jnp.float32) * scale, [
+            view * x[0, 0].astype(view.dtype) for view in views
+        ]
+
+    kept = jax.eval_shape(lambda w, x: split(function, w, x)[0], w, x)
+    assert sorted((leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(kept)) == [
+        ("float32", 1),
+        ("uint8", 64),
+    ]

@@ -26,6 +26,7 @@ import jfp8
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.unscaled import Unscaled
+from jfp8.training.state import Gradients
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 FORMAT_MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -1219,3 +1220,32 @@ class TestParity:
         spread = np.std(reference, ddof=1)
         assert np.min(broken - reference) > 5 * spread
         assert np.mean(np.abs(repaired - reference)) < spread / 2
+
+
+def test_states_and_gradients_print_what_is_in_them():
+    """By size: four bytes for each number, and one for a flag of the loss scale."""
+    dense = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+    products = {role: {"amax_history": jnp.zeros((2, 3, 16))} for role in ("lhs", "rhs", "grad")}
+    variables = {"params": {"dense": dense}, "batch_stats": {"mean": jnp.zeros(5)}}
+    create = functools.partial(jfp8.TrainState.create, apply_fn=None)
+    state = create(variables={**variables, "fp8": {"stacked": products}}, tx=optax.adam(0.1))
+    assert repr(state) == (
+        "TrainState(\n"
+        "  step=0,\n"
+        "  params=(9 parameters in 2 arrays, 36 B),\n"
+        "  fp8=(6 products with amax histories of 16 steps),\n"
+        "  opt_state=(ScaleByAdamState: 5 arrays, 76 B),\n"
+        "  collections=(batch_stats: 1 array, 20 B),\n"
+        ")"
+    )
+    stored = jfp8.quantize(jnp.ones((2, 3)))
+    params = {"a": stored, "b": jnp.ones(3)}
+    state = create(variables={"params": params}, tx=jfp8.loss_scale(init_scale=8.0))
+    assert "params=(9 parameters in 3 arrays, 22 B, 1 array in FP8)" in repr(state)
+    assert "; loss scale 8)" in repr(state)
+    grads = Gradients(dense, {"d": jnp.ones((3, 2050))}, {"batch_stats": jnp.ones(3)})
+    assert repr(grads) == (
+        "Gradients(params=(2 arrays, 36 B), fp8_sink=(1 array, 24.6 kB), "
+        "collections=(batch_stats: 1 array, 12 B))"
+    )
+    assert repr(Gradients(dense, {}, {})) == "Gradients(params=(2 arrays, 36 B))"

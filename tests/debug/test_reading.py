@@ -1,0 +1,152 @@
+"""What is measured inside of loops, branches and calls, and which layer it belongs to.
+
+The programs are small and hold no product: a tap may be anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.debug.by_layer import by_layer
+from jfp8.debug.measurement import Measurement
+from jfp8.debug.reading import Loop, Place, read
+from jfp8.products.observers import tap
+
+
+@dataclass(frozen=True)
+class Size(Measurement):
+    """How many elements there are, the sum of their squares, and the largest."""
+
+    sums: ClassVar = ("count",)
+    powers: ClassVar = ("squares",)
+    maxima: ClassVar = ("amax", "minus_amin")
+
+    name: str = ""
+    of_weight: bool = False
+    in_forward: bool = True
+
+    def __call__(self, x):
+        a = jnp.abs(x)
+        return jnp.stack([jnp.float32(x.size), jnp.sum((a / a.max()) ** 2), a.max(), -a.min()])
+
+    @property
+    def weight(self):
+        return 0 if self.of_weight else None
+
+    @property
+    def forward(self):
+        return self.in_forward
+
+
+def sizes(*xs):
+    """What `Size` gives for all elements of `xs`, in float64."""
+    a = np.abs(np.concatenate([np.ravel(x) for x in xs])).astype(np.float64)
+    return [a.size, np.sum((a / a.max()) ** 2), a.max(), -a.min()]
+
+
+def tapped(x, name, of_weight=False):
+    return tap(x, measure=Size(name, of_weight))
+
+
+X = np.array([1.0, -2.0, 3.0], np.float32)
+WEIGHTS = np.arange(1, 13, dtype=np.float32).reshape(4, 3)
+
+
+def program(x, weights):
+    @jax.checkpoint
+    def layer(x, w):
+        w = tapped(w, "weight", of_weight=True)
+        return 2 * tapped(x, "carried", of_weight=True) + w, x[0]
+
+    x, firsts = lax.scan(layer, x, weights, reverse=True)
+    turn = lambda state: (state[0] + 1, 2 * tapped(state[1], "turn"))
+    _, x = lax.while_loop(lambda state: state[0] < 3, turn, (0, x))
+    x = lax.cond(x[0] > 0, lambda x: tapped(x, "positive"), lambda x: -tapped(x, "negative"), x)
+    x = jax.vmap(lambda x: tapped(x, "each")[None])(x)
+    return jax.jit(lambda x: tapped(x, "call"))(x), firsts
+
+
+def test_control_flow_stays_and_is_measured():
+    closed = jax.make_jaxpr(program)(X, WEIGHTS)
+    (y, firsts), found = read(closed, [X, WEIGHTS])
+
+    x, before = X, []
+    for w in WEIGHTS[::-1]:
+        before.append(x)
+        x = 2 * x + w
+    before = before[::-1]
+    np.testing.assert_array_equal(y[:, 0], 8 * x)
+    np.testing.assert_array_equal(firsts, [b[0] for b in before])
+
+    expected = {
+        "weight": [sizes(w) for w in WEIGHTS],
+        "carried": [sizes(b) for b in before],
+        "turn": sizes(x, 2 * x, 4 * x),
+        "positive": sizes(8 * x),
+        "negative": [0, 0, 0, -np.inf],
+        "each": sizes(8 * x),
+        "call": sizes(8 * x),
+    }
+    places = {place.measure.name: place for place, _ in found}
+    assert set(places) == set(expected)
+    for place, vector in found:
+        np.testing.assert_allclose(vector, expected[place.measure.name], rtol=1e-6)
+    assert [place.number for place, _ in found] == list(range(7))
+    assert places["weight"].loops == (Loop(4, over_inputs=True),)
+    assert places["carried"].loops == (Loop(4, over_inputs=False),)
+    assert not any(
+        place.loops for name, place in places.items() if name not in ("weight", "carried")
+    )
+    # Nothing of one trace is left in them, or a step would be compiled again for each.
+    assert [place for place, _ in read(closed, [X, WEIGHTS])[1]] == [place for place, _ in found]
+
+
+LAYER = Place(Size("weight", of_weight=True), "/path=mlp;/recipe=r;", 0, (), frozenset())
+STEPS, LAYERS = Loop(2, over_inputs=False), Loop(3, over_inputs=True)
+
+
+def assert_rows(places, vectors, expected):
+    rows = list(by_layer(places, [jnp.asarray(v) for v in vectors]))
+    assert [(place.measure.name, index) for place, index, _ in rows] == [
+        row[:2] for row in expected
+    ]
+    for (_, _, vector), (*_, wanted) in zip(rows, expected, strict=True):
+        np.testing.assert_allclose(vector, wanted, rtol=1e-6)
+
+
+def test_layers_are_kept_apart_and_turns_taken_together():
+    """Also of a tensor that does not tell by itself which loop is over layers."""
+    values = np.random.default_rng(0).normal(size=(2, 3, 5))  # of 2 steps, 3 layers
+    vectors = np.array([[sizes(x) for x in step] for step in values], np.float32)
+    weight = replace(LAYER, loops=(STEPS, LAYERS))
+    other = replace(weight, measure=Size("x"), loops=(STEPS, replace(LAYERS, over_inputs=False)))
+    together = [sizes(*values[:, i]) for i in range(3)]
+    rows = [(name, (i,), together[i]) for name in ("weight", "x") for i in range(3)]
+    assert_rows([weight, other], [vectors, vectors], rows)
+
+
+def test_uses_of_a_layer_are_one():
+    """But not what is in no layer, nor what the backward pass computes once more."""
+    a, b = np.array([1.0, 2.0]), np.array([4.0, 0.5, 1.0])
+    again = [
+        replace(LAYER, stack=f"{s}{LAYER.stack}")
+        for s in ("transpose(f)/", "rematted_computation/")
+    ]
+    gradient = replace(again[0], measure=Size("gradient", in_forward=False))
+    nowhere = [replace(LAYER, stack="", number=n) for n in (6, 7)]
+    assert_rows(
+        [LAYER, *again, LAYER, gradient, *nowhere],
+        [sizes(a), sizes(b), sizes(b), sizes(b), sizes(b), sizes(a), sizes(b)],
+        [
+            ("weight", (), sizes(a, b)),
+            ("gradient", (), sizes(b)),
+            ("weight", (), sizes(a)),
+            ("weight", (), sizes(b)),
+        ],
+    )
