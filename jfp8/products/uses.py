@@ -92,8 +92,8 @@ class Uses:
         foreign = {use.layer for use in unable if use.is_foreign and not use.differentiated}
         if foreign:
             warnings.warn(
-                f"The amax histories of {sorted(map(str, foreign))} are not kept up for uses with a "
-                "sink that the loss is not differentiated by, as after stop_gradient of all "
+                f"The amax histories of {sorted(map(str, foreign))} are not kept up for uses with "
+                "a sink that the loss is not differentiated by, as after stop_gradient of all "
                 "variables. Stop the gradient of variables['params'] alone; and of a model that "
                 "is not trained here leave 'fp8_sink' out of the variables.",
                 stacklevel=2,

@@ -5,6 +5,7 @@ a scale is that of the first use, the second one saturates, and its norm is 2 ti
 first instead of 100 times.
 """
 
+import functools
 import warnings
 
 import flax.linen as nn
@@ -189,6 +190,24 @@ class TestUsesThatAreNotDifferentiatedThrough:
         gradient = jfp8.value_and_grad(lambda variables, x: squares(model.apply(variables, x)))
         with pytest.warns(UserWarning, match=r"\['dense/DotGeneral_0'\] are not kept.*mutable="):
             jax.eval_shape(gradient, state, X)
+
+    def test_trap_targets_without_any_gradient_are_said(self):
+        """The sink, too, is cut off by stop_gradient of all variables."""
+        model = Twice()
+        state = jfp8.TrainState.create(
+            apply_fn=None, variables=model.init(KEY, X), tx=optax.sgd(0.0)
+        )
+
+        def loss_fn(cut, variables, x):
+            target = jax.tree.map(jax.lax.stop_gradient, variables)
+            if cut == "params":
+                target = {**variables, "params": target["params"]}
+            return squares(model.apply(variables, x)) + squares(model.apply(target, x))
+
+        gradient = lambda cut: jfp8.value_and_grad(functools.partial(loss_fn, cut))
+        with pytest.warns(UserWarning, match=r"Stop the gradient of variables\['params'\] alone"):
+            jax.eval_shape(gradient("all"), state, X)
+        jax.eval_shape(gradient("params"), state, X)
 
     @pytest.mark.parametrize("how", ["calls", "remat", "cond"])
     def test_where_all_are_nothing_is_said_and_nothing_is_added(self, how):
