@@ -41,7 +41,7 @@ from jfp8.products.conv import scaled_conv_general_dilated
 from jfp8.products.dot_general import scaled_dot_general
 from jfp8.products.ragged.dot import scaled_ragged_dot
 from jfp8.products.saved_activations import save_in_fp8
-from jfp8.scaling.arrays import ScaledArray, dequantize
+from jfp8.scaling.arrays import ScaledArray, dequantize, dequantize_tree, is_scaled_array
 from jfp8.scaling.casts import cast, round_to_format
 from jfp8.scaling.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format
 from jfp8.scaling.quantization import quantize
@@ -93,8 +93,10 @@ __all__ = [
     "data_parallel",
     "debug",
     "dequantize",
+    "dequantize_tree",
     "gather_weights",
     "initialize",
+    "is_scaled_array",
     "linen",
     "loss_scale",
     "nnx",

@@ -24,7 +24,7 @@ from jfp8.layers.linen.state_in_params import collections_into_params, collectio
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.arrays import dequantize_tree
 
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes
 
@@ -284,9 +284,7 @@ def _edges_of(
         args, kwargs = edges.mark_input((args, kwargs), path)
         return edges.mark_output(next_fun(*args, **kwargs), path)
 
-    is_scaled = lambda x: isinstance(x, ScaledArray)
-    value = lambda x: x.dequantize() if is_scaled(x) else x
-    variables = jax.tree.map(value, variables, is_leaf=is_scaled)
+    variables = dequantize_tree(variables)
     arrays, together = edges.arrays_apart((variables, rngs, args, kwargs))
     with region.entered(_LOOKING), nn.intercept_methods(mark):
         closed = jax.make_jaxpr(lambda arrays: edges.arrays_in(run(*together(arrays))))(arrays)

@@ -23,8 +23,9 @@ from jfp8.debug.reading import Place, read
 from jfp8.debug.records import TensorStats
 from jfp8.products.observers import Observer, observing, tap
 from jfp8.quantizers.quantizer import Quantizer
-from jfp8.scaling.arrays import ScaledArray, apply_scale, scale_as_f32_pair, scaled_values
+from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.scaling.formats import Format
+from jfp8.scaling.parts import apply_scale
 from jfp8.tracing.compat import without_dead_code
 from jfp8.tracing.context import explaining, notes_of, product_path
 

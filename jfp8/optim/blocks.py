@@ -18,9 +18,10 @@ from jax import lax
 
 from jfp8.optim.storage import Storage
 from jfp8.scaling import printing
-from jfp8.scaling.arrays import ScaledArray, apply_scale, scaled_values
+from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.casts import codes_to_format, decode, encode
 from jfp8.scaling.formats import E4M3FN, Format, as_format
+from jfp8.scaling.parts import apply_scale
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import (

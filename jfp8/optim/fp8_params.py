@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jfp8.scaling.arrays import ScaledArray, apply_scale, is_scaled_array
+from jfp8.scaling.arrays import ScaledArray, is_scaled_array
 from jfp8.scaling.casts import codes_of, codes_to_format, decode
 from jfp8.scaling.formats import format_of
+from jfp8.scaling.parts import apply_scale
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import (

@@ -19,7 +19,8 @@ from jfp8.optim.fp8_params import update_by_lot, update_to
 from jfp8.optim.storage import Float, ScaledFloat16, Storage, round_to_16_bits
 from jfp8.optim.wrapping import seed_words, states_of, transformation, widened
 from jfp8.scaling import printing
-from jfp8.scaling.arrays import ScaledArray, apply_scale, is_scaled_array, scaled_values
+from jfp8.scaling.arrays import ScaledArray, is_scaled_array, scaled_values
+from jfp8.scaling.parts import apply_scale
 from jfp8.scaling.random_bits import fold_in, hash_bits
 
 Master = Literal[None, "bfloat16", "float16_scaled", "float32"]

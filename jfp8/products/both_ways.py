@@ -68,21 +68,11 @@ def quantize_both_ways(quantizer: Quantizer, x: jax.Array, state: AmaxState | No
         largest = amax(x)
         straight = quantizer(x, Context((1,), largest, state))
         other = quantizer(x, Context((0,), largest, state))
-        return BothWays(straight, transposed(other), largest)
+        return BothWays(straight, other.T, largest)
 
     if kernels_are_interpreted():
         return by_kernel(x, state)
     return lax.platform_dependent(x, state, cuda=by_kernel, default=in_steps)
-
-
-def transposed(q: ScaledArray) -> ScaledArray:
-    """A quantized matrix with rows and columns exchanged."""
-    scale = q.scale
-    if isinstance(scale, ScaledArray):
-        scale = transposed(scale)
-    elif jnp.ndim(scale):
-        scale = jnp.asarray(scale).T
-    return ScaledArray(q.data.T, scale, None if q.block is None else q.block[::-1])
 
 
 # One function for each kind of quantizer that has a kernel. What they give is, bit for bit, what

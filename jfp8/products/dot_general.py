@@ -19,7 +19,7 @@ from jfp8.matmul import choice
 from jfp8.matmul.choice import Implementation
 from jfp8.matmul.hopper import product as hopper
 from jfp8.matmul.job import Job, Numbers, as_matrices, check_dimension_numbers, layout_of, multiply
-from jfp8.products.both_ways import has_kernel, quantize_both_ways, transposed
+from jfp8.products.both_ways import has_kernel, quantize_both_ways
 from jfp8.products.explicit_sharding import with_result_like
 from jfp8.products.operation import (
     How,
@@ -299,7 +299,7 @@ class ContractionLast(Operation):
     def laid_out(self, operand: Operand, contracting: tuple[int, ...]) -> Operand:
         if contracting == (1,):
             return operand
-        return transposed(operand) if isinstance(operand, ScaledArray) else operand.T
+        return operand.T
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
         dtype = self.dtype_of(kind)

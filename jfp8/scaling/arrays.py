@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -13,20 +15,15 @@ from flax import serialization
 from jax import lax
 
 from jfp8.scaling import printing
+from jfp8.scaling.by_values import ByValues
 from jfp8.scaling.casts import codes_to_format, decode, encode, straight_through
-from jfp8.scaling.formats import E3M4, E8M0FNU, Format, format_of
+from jfp8.scaling.formats import E8M0FNU, Format, format_of
+from jfp8.scaling.leaf_checks import check_leaves
+from jfp8.scaling.parts import apply_scale, index_of_scales, rule_of_scales
 
-# Elements of which `repr` computes the values.
-_MOST_PRINTED = 1 << 20
 
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["data", "scale", "carrier"],
-    meta_fields=["block"],
-)
-@dataclass(frozen=True)
-class ScaledArray:
+@dataclass(frozen=True, eq=False)
+class ScaledArray(ByValues):
     """An array in a narrow format together with its scale.
 
     ``x ~= data * scale``: `scale` multiplies stored bytes to give values (the reciprocal of what
@@ -72,28 +69,82 @@ class ScaledArray:
         return self.data.ndim
 
     @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """float32, that of the values: what `dequantize` and ``np.asarray`` give."""
+        return np.dtype(np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored: data, scales and, if there is one, the carrier."""
+        return sum(map(printing.n_bytes, jax.tree.leaves(self)))
+
+    @property
     def format(self) -> Format:
         """Format of the stored data."""
         return format_of(self.data.dtype)
 
+    @property
+    def T(self) -> ScaledArray:
+        """With the dimensions, and those of the scales, in reverse order."""
+        scale: Any = self.scale
+        scale = scale.T if jnp.ndim(_innermost(scale)) else scale
+        carrier = None if self.carrier is None else self.carrier.T
+        block = None if self.block is None else self.block[::-1]
+        return ScaledArray(self.data.T, scale, block, carrier)
+
     def __getitem__(self, index: Any) -> ScaledArray:
-        """``q[...]`` is `q`, which NNX asks of parameters. Parts may cut blocks: there are none."""
-        if index is not Ellipsis:
-            raise TypeError(
-                "A ScaledArray has no parts, since blocks of elements share a scale: take those of "
-                "its values, q.dequantize()[...]."
-            )
-        return self
+        """A part, bit for bit: any if there is one scale, else elements and whole blocks.
+
+        ``q[...]`` is `q`, which NNX asks of parameters.
+        """
+        if index is Ellipsis:
+            return self
+        scale, block = self.scale, None
+        if scale_shape := jnp.shape(_innermost(scale)):
+            check_scale_shape(self)
+            at, block = index_of_scales(index, self.shape, scale_shape, self.block)
+            scale = scale[at]
+        carrier = None if self.carrier is None else self.carrier[index]
+        return ScaledArray(self.data[index], scale, block, carrier)
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("A ScaledArray without dimensions has no length.")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[ScaledArray]:
+        return (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: Any) -> Any:
+        """Elementwise, of the values. Trees of shapes or shardings are compared as a whole."""
+        if not isinstance(other, ScaledArray):
+            comparable = _has_values(self) and isinstance(other, jax.typing.ArrayLike)
+            return super().__eq__(other) if comparable else NotImplemented
+        if _has_values(self) and _has_values(other):
+            return super().__eq__(other)
+        if _has_values(self) or _has_values(other):
+            return False
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
+
+    def __ne__(self, other: Any) -> Any:
+        equal = self.__eq__(other)
+        if isinstance(equal, bool):
+            return not equal
+        return equal if equal is NotImplemented else jnp.logical_not(equal)
 
     def __repr__(self) -> str:
         """Format, shape, scales, and the range of the values where there are any to look at."""
-        data = printing.array(self.data)
-        if printing.is_arraylike(self.data) and self.data.dtype == E3M4.dtype:
-            data = data.replace("u8", E3M4.name)
-        parts = [data, _spelled_scale(self), _spelled_values(self)]
-        if self.carrier is not None:
-            parts.append(f"carrier {printing.array(self.carrier)}")
-        return f"ScaledArray({', '.join(filter(None, parts))})"
+        q: Any = self.scale
+        scale, outer = (q.data, q.scale) if isinstance(q, ScaledArray) else (q, None)
+        sizes = None
+        if printing.is_arraylike(self.data) and _fits(self):
+            sizes = self.block_sizes() if jnp.shape(scale) else ()
+        return printing.scaled_array(self.data, scale, outer, sizes, self.carrier)
 
     def block_sizes(self) -> tuple[int, ...]:
         """Elements that share a scale, for each dimension; the scale must not be 0-d."""
@@ -107,9 +158,57 @@ class ScaledArray:
         return dequantize(self, dtype)
 
 
+# The pytree: as `register_dataclass` has it, with a look at what becomes an array again.
+_LEAVES = ("data", "scale", "carrier")
+
+
+def _flatten_with_keys(q: ScaledArray) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+    return tuple((jax.tree_util.GetAttrKey(f), getattr(q, f)) for f in _LEAVES), q.block
+
+
+def _flatten(q: ScaledArray) -> tuple[tuple[Any, ...], Any]:
+    return (q.data, q.scale, q.carrier), q.block
+
+
+def _unflatten(block: tuple[int, ...] | None, leaves: Iterable[Any]) -> ScaledArray:
+    data, scale, carrier = leaves
+    check_leaves(data, scale)
+    return ScaledArray(data, scale, block, carrier)
+
+
+jax.tree_util.register_pytree_with_keys(ScaledArray, _flatten_with_keys, _unflatten, _flatten)
+
+
 def is_scaled_array(node: Any) -> bool:
-    """For trees in which a `ScaledArray` counts as one leaf: ``is_leaf=is_scaled_array``."""
+    """Whether `node` is a `ScaledArray`: for trees in which one counts as a leaf.
+
+    Data and scale are leaves of their own to `jax.tree.map`, so that ``2 * leaf`` gives four times
+    the values. Whole, an array computes by its values:
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> params = {"kernel": jfp8.quantize(jnp.array([1.0, 2.0]))}
+    >>> jax.tree.map(lambda x: 2 * x, params, is_leaf=jfp8.is_scaled_array)
+    {'kernel': Array([2., 4.], dtype=float32)}
+    """
     return isinstance(node, ScaledArray)
+
+
+def dequantize_tree(tree: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Any:
+    """`tree` with the values of each `ScaledArray` in its place: for averages, norms and others.
+
+    Args:
+      tree: pytree of anything.
+      dtype: floating dtype of the values. Other leaves stay as they are.
+
+    Raises:
+      TypeError, ValueError: as `dequantize`.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> jfp8.dequantize_tree({"kernel": jfp8.quantize(jnp.array([1.0, 2.0])), "step": 3})
+    {'kernel': Array([1., 2.], dtype=float32), 'step': 3}
+    """
+    values = lambda x: dequantize(x, dtype) if isinstance(x, ScaledArray) else x
+    return jax.tree.map(values, tree, is_leaf=is_scaled_array)
 
 
 def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
@@ -237,20 +336,7 @@ def split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 def check_scale_shape(q: ScaledArray) -> None:
     """Raise unless the scale of `q` is 0-d or fits its data dimension by dimension."""
     shape, scale_shape = jnp.shape(q.data), jnp.shape(_innermost(q.scale))
-    if not scale_shape:
-        return
-    if q.block is None:
-        fits = len(scale_shape) == len(shape) and not any(
-            n % m if m else n for m, n in zip(scale_shape, shape, strict=True)
-        )
-        rule = "the scale must be 0-d, or have as many dimensions as the data, each dividing the "
-        rule += "data's"
-    else:
-        fits = len(q.block) == len(shape) and scale_shape == tuple(
-            -(-n // b) for n, b in zip(shape, q.block, strict=True)
-        )
-        rule = "each dimension needs ceil(size / block) scales"
-    if not fits:
+    if rule := rule_of_scales(shape, scale_shape, q.block):
         blocks = "" if q.block is None else f" in blocks of {q.block}"
         raise ValueError(
             f"A ScaledArray with data of shape {shape}{blocks} cannot have a scale of shape "
@@ -259,82 +345,13 @@ def check_scale_shape(q: ScaledArray) -> None:
         )
 
 
-def _innermost(scale: Any) -> Any:
-    """The scale that varies with the blocks: of two levels the stored one."""
-    return scale.data if isinstance(scale, ScaledArray) else scale
-
-
-def apply_scale(
-    values: jax.Array, scale: jax.Array, block: tuple[int, ...] | None = None
-) -> jax.Array:
-    """``values * scale`` with each scale element covering its block of `values`."""
-    if scale.ndim == 0 or all(m in (1, n) for m, n in zip(scale.shape, values.shape, strict=True)):
-        return values * scale
-    if block is not None:
-        return values * expand_scale(scale, values.shape, block)
-    blocked, expanded = [], []
-    for n, m in zip(values.shape, scale.shape, strict=True):
-        blocked += [m, n // max(m, 1)]
-        expanded += [m, 1]
-    return (values.reshape(blocked) * scale.reshape(expanded)).reshape(values.shape)
-
-
-def expand_scale(
-    scale: jax.Array, shape: tuple[int, ...], block: tuple[int, ...] | None
-) -> jax.Array:
-    """A scale of ``len(shape)`` dimensions, with blocks of several elements spelled out.
-
-    Dimensions over which it does not vary keep the size 1.
-    """
-    for axis, n in enumerate(shape):
-        m = scale.shape[axis]
-        if m not in (1, n):
-            b = n // m if block is None else block[axis]
-            scale = lax.slice_in_dim(jnp.repeat(scale, b, axis=axis), 0, n, axis=axis)
-    return scale
-
-
-# Printing: numpy, since JAX would trace what is computed while it traces something else.
-
-
-def _spelled_scale(q: ScaledArray) -> str:
-    inner = _innermost(q.scale)
-    whole = f" x {printing.number(q.scale.scale)}" if isinstance(q.scale, ScaledArray) else ""
-    if not printing.is_arraylike(inner) or not inner.shape:
-        return f"scale {printing.number(inner)}{whole}"
-    text = f"scales {printing.array(inner)}"
-    if _fits(q):
-        text += f" for [{','.join(map(str, q.block_sizes()))}] each"
-    values = _host_scale(q)
-    if values is None or not values.size:
-        return text + whole
-    return f"{text}, {_spelled_range(values)}"
-
-
-def _spelled_values(q: ScaledArray) -> str:
-    data, scale = printing.on_host(q.data), _host_scale(q)
-    if data is None or scale is None or not data.size or data.size > _MOST_PRINTED or not _fits(q):
-        return ""
-    for axis, b in enumerate(q.block_sizes() if scale.ndim else ()):
-        scale = np.repeat(scale, b, axis).take(range(data.shape[axis]), axis)
-    with np.errstate(over="ignore"):
-        return f"values {_spelled_range(_decoded_on_host(data) * scale)}"
-
-
-def _spelled_range(x: np.ndarray) -> str:
-    known = x[~np.isnan(x)]
-    missing = x.size - known.size
-    if not known.size:
-        return "all NaN"
-    low, high = f"{known.min():.4g}", f"{known.max():.4g}"
-    text = f"all {low}" if low == high else f"{low} to {high}"
-    return f"{text} and {missing} NaN" if missing else text
+def _has_values(q: Any) -> bool:
+    """Whether `q` is a `ScaledArray` of arrays, not of shapes or other placeholders."""
+    return isinstance(q, ScaledArray) and isinstance(q.data, jax.Array | np.ndarray)
 
 
 def _fits(q: ScaledArray) -> bool:
     """Whether the shapes belong together. (Of an array made under vmap they do not, outside.)"""
-    if not printing.is_arraylike(q.data):
-        return False
     try:
         check_scale_shape(q)
     except (ValueError, TypeError):
@@ -342,25 +359,9 @@ def _fits(q: ScaledArray) -> bool:
     return True
 
 
-def _host_scale(q: ScaledArray) -> np.ndarray | None:
-    """The scales as f32, None if they are not at hand."""
-    scale = q.scale
-    if isinstance(scale, ScaledArray):
-        data, outer = printing.on_host(scale.data), printing.on_host(scale.scale)
-        if data is None or outer is None or outer.ndim:
-            return None
-        return _decoded_on_host(data) * outer
-    found = printing.on_host(scale)
-    return None if found is None or found.dtype == object else found.astype(np.float32)
-
-
-def _decoded_on_host(data: np.ndarray) -> np.ndarray:
-    if data.dtype != E3M4.dtype:
-        return data.astype(np.float32)
-    pattern = data.astype(np.uint16)
-    halves = ((pattern & 0x80) << 8 | (pattern & 0x7F) << 6).view(np.float16)  # see `decode`
-    values = halves.astype(np.float32) * np.float32(2.0 ** (15 - E3M4.bias))
-    return np.where(data & 0x7F == E3M4.nan_code, np.float32(np.nan), values)
+def _innermost(scale: Any) -> Any:
+    """The scale that varies with the blocks: of two levels the stored one."""
+    return scale.data if isinstance(scale, ScaledArray) else scale
 
 
 # Flax's own serialization (msgpack) knows arrays and the containers registered with it.

@@ -15,8 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfp8.scaling.formats import FORMATS, Format
+from jfp8.scaling.formats import E3M4, FORMATS, Format
 
+# Elements of which `scaled_array` computes the values.
+_MOST_PRINTED = 1 << 20
 _SHORT = {"int": "i", "uint": "u", "float": "f", "bfloat": "bf"}
 _FORMAT_NAMES = {np.dtype(fmt.dtype): fmt.name for fmt in FORMATS if fmt.dtype != np.uint8}
 
@@ -149,3 +151,84 @@ def named_state(state: Any) -> str:
         alone = is_arraylike(value) or value is None or not isinstance(value, (tuple, list, dict))
         parts.append(f"{name}={number(value) if alone else f'({optimizer_state(value)})'}")
     return f"{type(state).__name__}({', '.join(parts)})"
+
+
+def scaled_array(
+    data: Any, scale: Any, outer: Any, sizes: tuple[int, ...] | None, carrier: Any
+) -> str:
+    """A `ScaledArray`: format, shape, scales, and the range of the values if it is at hand.
+
+    Args:
+      data: stored bytes.
+      scale: that of the blocks.
+      outer: the scale of scales in a format, or None.
+      sizes: elements that share a scale in each dimension, ``()`` if all do; None if `data` and
+        `scale` do not belong together.
+      carrier: `ScaledArray.carrier`.
+    """
+    kind = array(data)
+    if is_arraylike(data) and data.dtype == E3M4.dtype:
+        kind = kind.replace("u8", E3M4.name)
+    scales = _host_scales(scale, outer)
+    parts = [
+        kind,
+        _spelled_scale(scale, outer, scales, sizes),
+        _spelled_values(data, scales, sizes),
+    ]
+    if carrier is not None:
+        parts.append(f"carrier {array(carrier)}")
+    return f"ScaledArray({', '.join(filter(None, parts))})"
+
+
+def _spelled_scale(
+    scale: Any, outer: Any, scales: np.ndarray | None, sizes: tuple[int, ...] | None
+) -> str:
+    whole = "" if outer is None else f" x {number(outer)}"
+    if not is_arraylike(scale) or not scale.shape:
+        return f"scale {number(scale)}{whole}"
+    text = f"scales {array(scale)}"
+    if sizes is not None:
+        text += f" for [{','.join(map(str, sizes))}] each"
+    return text + (whole if scales is None or not scales.size else f", {_spelled_range(scales)}")
+
+
+def _spelled_values(data: Any, scales: np.ndarray | None, sizes: tuple[int, ...] | None) -> str:
+    codes = on_host(data)
+    if codes is None or scales is None or sizes is None:
+        return ""
+    if not codes.size or codes.size > _MOST_PRINTED:
+        return ""
+    for axis, b in enumerate(sizes):
+        scales = np.repeat(scales, b, axis).take(range(codes.shape[axis]), axis)
+    with np.errstate(over="ignore"):
+        return f"values {_spelled_range(_decoded(codes) * scales)}"
+
+
+def _spelled_range(x: np.ndarray) -> str:
+    known = x[~np.isnan(x)]
+    missing = x.size - known.size
+    if not known.size:
+        return "all NaN"
+    low, high = f"{known.min():.4g}", f"{known.max():.4g}"
+    text = f"all {low}" if low == high else f"{low} to {high}"
+    return f"{text} and {missing} NaN" if missing else text
+
+
+def _host_scales(scale: Any, outer: Any) -> np.ndarray | None:
+    """The scales as f32, None if they are not at hand."""
+    found = on_host(scale)
+    if found is None or found.dtype == object:
+        return None
+    if outer is None:
+        return found.astype(np.float32)
+    factor = on_host(outer)
+    return None if factor is None or factor.ndim else _decoded(found) * factor
+
+
+def _decoded(data: np.ndarray) -> np.ndarray:
+    if data.dtype != E3M4.dtype:
+        return data.astype(np.float32)
+    pattern = data.astype(np.uint16)
+    halves = ((pattern & 0x80) << 8 | (pattern & 0x7F) << 6).view(np.float16)  # see `casts.decode`
+    values = halves.astype(np.float32) * np.float32(2.0 ** (15 - E3M4.bias))
+    return np.where(data & 0x7F == E3M4.nan_code, np.float32(np.nan), values)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.scaling.arrays import ScaledArray, apply_scale, check_scale_shape
+from jfp8.scaling.arrays import ScaledArray, check_scale_shape
 from jfp8.scaling.casts import (
     Rounding,
     check_cast_arguments,
@@ -19,6 +19,7 @@ from jfp8.scaling.casts import (
     straight_through,
 )
 from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format, FormatLike, as_format
+from jfp8.scaling.parts import apply_scale
 from jfp8.scaling.scales import (
     LARGEST_SCALE,
     SMALLEST_SCALE,

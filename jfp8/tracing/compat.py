@@ -117,3 +117,11 @@ def outermost_scope() -> Scope | None:
     modules = flax.linen.module._context.module_stack
     outermost = modules[1] if len(modules) > 1 else None
     return None if outermost is None or outermost.scope is None else outermost.scope.root
+
+
+def primitive_of(x: Any) -> str | None:
+    """The operation whose result the tracer `x` is, such as ``"mul"``; None where none is known."""
+    for name in ("val", "primal"):  # what `vmap` and `jvp` wrap
+        inner = getattr(x, name, None)
+        x = inner if isinstance(inner, jax.core.Tracer) else x
+    return getattr(getattr(getattr(x, "parent", None), "primitive", None), "name", None)

@@ -120,7 +120,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "interleaved_blocks",
         "scales are repeated in turn instead of each over its block",
-        "jfp8/scaling/arrays.py",
+        "jfp8/scaling/parts.py",
         "jnp.repeat(scale, b, axis=axis)",
         "jnp.concatenate([scale] * b, axis=axis)",
         "scaling/test_arrays.py::test_the_last_block_may_be_cut_short[f32-(3, 40)-(3, 2)-(1, 32)]",

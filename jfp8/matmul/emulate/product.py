@@ -28,8 +28,9 @@ from jfp8.matmul.job import (
     to_output,
     varies_along_sum,
 )
-from jfp8.scaling.arrays import ScaledArray, expand_scale, scale_as_f32_pair, scaled_values
+from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.scaling.casts import decode
+from jfp8.scaling.parts import expand_scale
 from jfp8.tracing.compat import same_varying_axes
 
 
