@@ -11,6 +11,7 @@ import jax
 from flax.core import Scope
 from jax import lax
 from jax._src import config, core
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax.extend.core import ClosedJaxpr, Jaxpr, get_opaque_trace_state
 from jax.interpreters import partial_eval
 
@@ -102,6 +103,17 @@ def kernels_are_interpreted() -> bool:
 def trace_state() -> Any:
     """Equal to what another call gives in the same trace of the same function, and nowhere else."""
     return get_opaque_trace_state()
+
+
+def is_in_a_body() -> bool:
+    """Whether a ``scan``, ``remat``, ``jit`` or the like is traced inside of another function.
+
+    Its body may run several times, or be traced once for several calls.
+    """
+    trace: Any = core.trace_ctx.trace
+    parent = getattr(trace, "parent_trace", None)
+    is_body = isinstance(trace, DynamicJaxprTrace)
+    return is_body and parent is not None and not isinstance(parent, core.EvalTrace)
 
 
 def is_eager() -> bool:

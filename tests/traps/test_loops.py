@@ -140,6 +140,22 @@ class TestOneEntryForAllUses:
             np.testing.assert_allclose(found, entries(LARGEST, i), rtol=1e-6)
         nnx.split(nnx.clone(model))  # what one trace knows is no part of the graph
 
+    @pytest.mark.parametrize("wrap", [nnx.jit, lambda step: step], ids=["remat", "eager"])
+    def test_trap_calls_of_nnx_that_cannot_know_of_each_other(self, wrap):
+        """They have an entry each, and saturate nothing."""
+        layer = jfp8.nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+        call = (
+            nnx.remat(lambda layer, x: layer(x)) if wrap is nnx.jit else lambda layer, x: layer(x)
+        )
+        both = lambda layer, x: (call(layer, x), call(layer, 100 * x))
+        if wrap is nnx.jit:
+            loss = lambda layer, x: (squares(outputs := both(layer, x)), outputs)
+            step = lambda layer, x: nnx.value_and_grad(loss, has_aux=True)(layer, x)[0][1]
+        else:
+            step = both
+        for _ in range(2):
+            assert ratio(wrap(step)(layer, X)) == pytest.approx(100, rel=0.02)
+
     def test_trap_multi_steps_are_one_step(self):
         """Was one entry for each micro-step: a window of 16 was 4 steps."""
         model = jfp8.Dense(4)

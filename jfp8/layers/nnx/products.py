@@ -27,7 +27,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState, observe, push_amax
 from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import ROLES
-from jfp8.tracing.compat import is_eager, trace_state
+from jfp8.tracing.compat import is_eager, is_in_a_body, trace_state
 from jfp8.tracing.context import note
 
 
@@ -72,8 +72,9 @@ class Product(nnx.Module):
 
     In training, calls record the amaxes of lhs and rhs, as ``BatchNorm`` updates its statistics:
     all calls in one trace of ``nnx.grad`` or ``nnx.jit`` are one step, whose largest amax becomes
-    an entry of the history. Outside of transformations each call is a step. Gradients use current
-    scaling: nobody would learn their amax. With
+    an entry of the history. Outside of transformations, and inside of the bodies of ``nnx.scan``,
+    ``nnx.remat`` and the like, each call is a step, with scales that are not smaller than those of
+    its data. Gradients use current scaling: nobody would learn their amax. With
     a sink (see `jfp8.nnx.value_and_grad`) a call records nothing, all three amaxes leave as the
     gradient of the sink, and gradients use their history.
 
@@ -155,8 +156,9 @@ class Product(nnx.Module):
             if state is not None and self.fp8_sink is not None:
                 sink = self.fp8_sink.get_value()
             records = state is not None and sink is None and not self.use_running_average
-            if state is not None and records and is_eager() and not isinstance(rhs, ScaledArray):
-                # Each call is a step, so that its scales would be those of the call before.
+            is_a_step = is_eager() or is_in_a_body()
+            if state is not None and records and is_a_step and not isinstance(rhs, ScaledArray):
+                # Scales of the call before would saturate what another use of the layer takes.
                 operands = zip(Observed._fields, (lhs, rhs), strict=True)
                 state |= {role: observe(state[role], amax(x)) for role, x in operands}
             with note("recipe", recipe.name), uses_of(self.path):
