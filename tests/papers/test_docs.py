@@ -370,7 +370,7 @@ def is_ours(code: str) -> bool:
 # test_readme.py and test_sharded_examples.py.
 RUNNING = [
     page
-    for page in GUIDES
+    for page in (*GUIDES, *DOCS.glob("api/*.md"))
     if page.name not in ("memory.md", "scaling_out.md") and any(map(is_ours, blocks_of(page)))
 ]
 each_running = pytest.mark.parametrize(
