@@ -348,7 +348,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "noise_is_an_amax",
-        "a sink with noise in it reads as the largest number",
+        "a sink with noise in it reads as an overflow, which skips the step",
         "jfp8/scaling/sink.py",
         "used = (row != 0) & unmixed[..., None]",
         "used = row != 0",

@@ -294,7 +294,7 @@ class TestStateIsNoParameter:
         assert found == np.max(np.abs(X))
 
     def test_trap_noise_is_no_amax(self):
-        """Histories stay empty, so that scales are those of the data; the top bin was read."""
+        """Histories stay empty, so that scales are those of the data; an overflow was read."""
         model = jfp8.Dense(4)
         state = jfp8.TrainState.create(
             apply_fn=None, variables=model.init(KEY, X), tx=optax.sgd(0.1)
@@ -303,6 +303,7 @@ class TestStateIsNoParameter:
         noisy = jax.tree.map(lambda g: g + jax.random.normal(KEY, g.shape), grads)
         after = state.apply_gradients(noisy)
         assert not np.any(after.fp8["DotGeneral_0"]["lhs"]["amax_history"])
+        assert not np.array_equal(after.params["kernel"], state.params["kernel"])
 
 
 # Every device sees a part of the batch that is 10 times as large as that of the one before.
