@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
@@ -43,6 +43,10 @@ from jfp8.scaling.history import AmaxState, as_dicts
 from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
 from jfp8.tracing.compat import same_varying_axes
+
+# What reads a sink does not look at sizes, but a clip by the norm of all gradients does, where all
+# variables are trained as if they were parameters: there sinks count for nothing.
+SINK_UNIT = np.float32(2.0**-20)
 
 # How products and rotations are called in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
@@ -123,8 +127,6 @@ def multiply_quantized(
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
     operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
     operation, operands = same_varying_axes((operation, operands))
-    if sink is not None and histories is not None:
-        histories = jax.tree.map(partial(_no_parameter, sink), histories)
     use = None if sink is None else begin_use(sink)
     y, observed = _multiply(recipe, carrier is not None, use, operation, operands)
     if use is not None:
@@ -194,7 +196,7 @@ def _backward(recipe, carried, use, residuals, cotangents):
         d_rhs = quantized_output("wgrad", wgrad, "d_rhs", d_rhs, seed)
     d_sink = None
     if seen is not None:
-        d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax]))
+        d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax])) * SINK_UNIT
     d_rhs, d_carrier = (None, d_rhs) if carried else (d_rhs, None)
     return None, _Operands(d_lhs, d_rhs, d_carrier, sink=d_sink)
 
@@ -253,28 +255,6 @@ def _refuse_second_order(of, instead, primals, tangents):
         "jax.grad or nn.vjp itself, even if nothing but the value is used. Then compute the value "
         "outside of that call, and pass jax.lax.stop_gradient of inputs and parameters into it."
     )
-
-
-@jax.custom_jvp
-def _no_parameter(sink: jax.Array, history: jax.Array) -> jax.Array:
-    """A `history`, where it and the sink are not both differentiated by, as parameters are."""
-    del sink
-    return history
-
-
-def _refuse_state_as_parameters(primals, tangents):
-    if not any(isinstance(t, SymbolicZero) for t in tangents):
-        raise TypeError(
-            "The loss is differentiated by the collections 'fp8' and 'fp8_sink' as if they were "
-            "parameters, and an optimizer would change them. Give it the parameters alone, "
-            "variables['params'], and let jfp8.TrainState.create(apply_fn=model.apply, "
-            "variables=variables, tx=tx) with jfp8.value_and_grad keep the rest; or see "
-            "jfp8.advance for a loop of your own."
-        )
-    return primals[1], jnp.zeros_like(primals[1])
-
-
-_no_parameter.defjvp(_refuse_state_as_parameters, symbolic_zeros=True)
 
 
 def _product(

@@ -398,10 +398,10 @@ def test_trap_a_shared_layer_is_a_maximum_not_a_sum(remat):
     assert 3 <= found["lhs"][0] <= 3 * 9 / 8
     assert 7 <= found["grad"][0] <= 7 * 9 / 8
     assert found["lhs"][1] == found["grad"][1] == 0
-    # In a loop of one's own each call is an entry, as with batch statistics.
+    # In a loop of one's own, too; but calls inside of nnx.remat do not know of each other.
     layer = linear()
     nnx.jit(nnx.grad(f))(layer, x)
-    assert newest(layer.dot_general)["lhs"] == [3, 2, 0]
+    assert newest(layer.dot_general)["lhs"] == ([3, 2, 0] if remat else [3, 0, 0])
 
 
 @pytest.mark.slow

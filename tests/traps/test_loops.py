@@ -263,24 +263,27 @@ class TestUsesThatAreNotDifferentiatedThrough:
 
 
 class TestStateIsNoParameter:
-    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-    def test_trap_the_train_state_of_flax(self, wrap):
-        """It trained the sink as if it were weights: with clipping, loss 0.617 instead of 0.03."""
-        model = nn.Sequential([jfp8.Dense(16), nn.remat(jfp8.Dense)(4)])
-        state = train_state.TrainState.create(
-            apply_fn=model.apply, params=model.init(KEY, X), tx=optax.sgd(0.1)
-        )
-        with pytest.raises(TypeError, match=r"variables\['params'\].*jfp8.TrainState.create"):
-            wrap(jax.grad(lambda params: jnp.sum(state.apply_fn(params, X))))(state.params)
+    def test_trap_the_train_state_of_flax(self):
+        """All variables as parameters train as the parameters alone: loss 0.617 for 0.03 once."""
+        model = nn.Sequential([jfp8.Dense(16), nn.relu, jfp8.Dense(4)])
+        variables = model.init(KEY, X)
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.3))
+        loss = lambda params, x: jnp.mean((model.apply(params, x) - 1) ** 2)
 
-    def test_with_the_parameters_alone_it_trains(self):
-        model = jfp8.Dense(4)
-        state = train_state.TrainState.create(
-            apply_fn=model.apply, params=model.init(KEY, X)["params"], tx=optax.sgd(0.1)
-        )
-        loss = lambda params: jnp.mean(state.apply_fn({"params": params}, X) ** 2)
-        after = state.apply_gradients(grads=jax.grad(loss)(state.params))
-        assert loss(after.params) < 0.99 * loss(state.params)
+        @jax.jit
+        def step(state, x):
+            value, grads = jax.value_and_grad(loss)(state.params, x)
+            return state.apply_gradients(grads=grads), value
+
+        losses = {}
+        for given in ("all", "alone"):
+            params = variables if given == "all" else {"params": variables["params"]}
+            state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+            for _ in range(20):
+                state, value = step(state, X)
+            losses[given] = float(value)
+        assert losses["alone"] < 0.2
+        assert losses["all"] == pytest.approx(losses["alone"], rel=1e-3)
 
     @pytest.mark.parametrize("factor", [-1.0, -3.0, 0.25])
     def test_trap_gradients_times_a_factor_keep_their_amaxes(self, factor):
