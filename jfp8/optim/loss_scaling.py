@@ -93,8 +93,10 @@ def loss_scale(
     Raises:
       ValueError: scales or factors that are not powers of two (which would make unscaling inexact),
         bounds that exclude `init_scale`, a growth factor below 1 or a backoff factor above it, an
-        interval below 1, unknown `on_overflow`, or ``on_overflow="pass"`` with `inner`. In
-        ``update``: nobody read the loss scale.
+        interval below 1, unknown `on_overflow`, or ``on_overflow="pass"`` with `inner`.
+
+    Warns:
+      UserWarning: in ``update``, nobody has read the loss scale.
 
     References:
       Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2;

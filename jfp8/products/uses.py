@@ -89,10 +89,11 @@ class Uses:
                 "from the loss function.",
                 stacklevel=2,
             )
-        foreign = {use.layer for use in unable if use.is_foreign and not use.differentiated}
+        cut_off = [use for use in unable if use.is_foreign and not use.differentiated]
+        foreign = {use.layer for use in cut_off if use.layer is not None}
         if foreign:
             warnings.warn(
-                f"The amax histories of {sorted(map(str, foreign))} are not kept up for uses with "
+                f"The amax histories of {sorted(foreign)} are not kept up for uses with "
                 "a sink that the loss is not differentiated by, as after stop_gradient of all "
                 "variables. Stop the gradient of variables['params'] alone; and of a model that "
                 "is not trained here leave 'fp8_sink' out of the variables.",

@@ -183,9 +183,11 @@ class TrainState(flax.struct.PyTreeNode):
             there is one.
 
         Raises:
-          ValueError: `grads` is not a `Gradients`, and nothing has multiplied the loss by the loss
-            scale of the optimizer.
           TypeError: `grads` is not a `Gradients` although there are histories to keep up.
+
+        Warns:
+          UserWarning: `grads` is not a `Gradients`, and nothing has multiplied the loss by the loss
+            scale of the optimizer.
         """
         if not isinstance(grads, Gradients):
             if self.fp8:

@@ -622,7 +622,7 @@ def test_trap_a_changed_loss_scale_does_not_saturate(ratio):
 
 
 def test_trap_a_loss_scale_in_nnx_optimizer():
-    """The loss that nobody scales is refused: the kernel moved by 6e-6 instead of 0.1."""
+    """A loss that nobody scales is said: the kernel moved by 6e-6 instead of 0.1."""
     # A width of its own, so that no structure of another test plays a part.
     model = jfp8.nnx.Linear(D, 7, rngs=nnx.Rngs(0))
     x, y = normal(1, (4, D)), normal(2, (4, 7))
