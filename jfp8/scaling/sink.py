@@ -11,7 +11,9 @@ A sink is ``f32[..., 3, 2050]``: a row each for lhs, rhs and grad. In a row, an 
   * in ``[2030:]`` each of its other 20 bits that is 1, the lowest first.
 
 The highest bin in use, with the bits in use by any amax, is the largest amax itself if all are
-equal, and else not below it and still in its bin: at most 9/8 of it.
+equal, and else not below it and still in its bin: at most 9/8 of it. Neither the number of uses nor
+their order or weights matter, as long as no entry of the row is flushed to zero on the way: in f32
+or bf16 what is multiplied by less than 2^-126 is lost, in f16 by less than 2^-24.
 """
 
 from __future__ import annotations
@@ -61,17 +63,20 @@ def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
       ``(amax, overflow)``: f32[...], exact for a single use and for equal ones, otherwise not below
       the true maximum and at most 9/8 of it, 0 if nothing finite was seen, or nothing can be said;
-      bool[...]. (Below 1.5 * 2^-126, where f32 ends, at most 1.63 of it.)
+      bool[...], also True of what was multiplied by Inf or NaN. (Below 1.5 * 2^-126, where f32
+      ends, the amax is at most 1.63 of the maximum, and of subnormal ones it is 0.)
     """
-    unmixed = ~(jnp.any(row > 0, axis=-1) & jnp.any(row < 0, axis=-1))
-    used = (row != 0) & unmixed[..., None]
+    # NaN is neither, or a row of nothing else would be read as the largest number.
+    positive, negative = row > 0, row < 0
+    unmixed = ~(jnp.any(positive, axis=-1) & jnp.any(negative, axis=-1))
+    used = (positive | negative) & unmixed[..., None]
     position = _along_last(jnp.arange(BINS), row.ndim)
     top = jnp.max(jnp.where(used[..., : BINS - 1], position[..., : BINS - 1], 0), axis=-1)
     powers = _along_last(np.uint32(1) << jnp.arange(_SHIFT, dtype=jnp.uint32), row.ndim)
     others = jnp.sum(jnp.where(used[..., BINS:], powers, np.uint32(0)), axis=-1, dtype=jnp.uint32)
     pattern = (top + _FIRST).astype(jnp.uint32) << _SHIFT | others
     amax = lax.bitcast_convert_type(jnp.where(top > 0, pattern, np.uint32(0)), jnp.float32)
-    return amax, used[..., BINS - 1]
+    return amax, used[..., BINS - 1] | jnp.any(jnp.isnan(row), axis=-1)
 
 
 def max_of_sinks(first: jax.Array, second: jax.Array) -> jax.Array:

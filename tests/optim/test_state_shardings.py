@@ -91,6 +91,8 @@ def test_sharded_and_whole_runs_agree_bit_for_bit(mesh, preset):
     assert parts[1].inner_state[0].mu["in"].data.addressable_shards[0].data.shape == (16, 256)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    for before, after in zip(*map(jax.tree.leaves, (parameters(), parts[0])), strict=True):
+        assert np.any(before != after)
 
 
 @pytest.mark.slow

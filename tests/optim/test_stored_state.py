@@ -63,11 +63,23 @@ def stored_leaves(state) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [optax.adam, optax.adamw, optax.lamb])
-def test_with_f32_storage_nothing_changes(make):
-    params, state = train(store_state(make(1e-2), PLAIN))
-    expected, expected_state = train(make(1e-2))
+@pytest.mark.parametrize(
+    ("tx", "theirs"),
+    [
+        (adam(1e-2, **PLAIN), optax.adam(1e-2)),
+        (adam(1e-2, 0.8, 0.98, 1e-6, 1e-7, nesterov=True, **PLAIN),
+         optax.adam(1e-2, 0.8, 0.98, 1e-6, 1e-7, nesterov=True)),
+        (adamw(1e-2, weight_decay=0.1, **PLAIN), optax.adamw(1e-2, weight_decay=0.1)),
+        (adamw(1e-2, **PLAIN), optax.adamw(1e-2)),
+        (store_state(optax.lamb(1e-2), PLAIN), optax.lamb(1e-2)),
+    ],
+    ids=["adam", "adam with options", "adamw", "adamw by default", "lamb"],
+)  # fmt: skip
+def test_with_f32_storage_nothing_changes(tx, theirs):
+    params, state = train(tx)
+    expected, expected_state = train(theirs)
     assert_same(params, expected)
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (params, normal(99)))))
     assert_same(state.inner_state, expected_state)
 
 

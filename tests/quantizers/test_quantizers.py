@@ -204,11 +204,16 @@ def test_quantize_takes_16_bit_inputs(dtype, granularity):
     assert q.scale.dtype == jnp.float32
 
 
-@granularities
-def test_the_largest_element_of_a_block_becomes_the_largest_value(granularity):
-    x = sample()
-    data = np.abs(np.asarray(quantize(x, E4M3FN, granularity=granularity).data).astype(np.float32))
-    assert np.all(block_amax(data, granularity) == 448)
+@pytest.mark.parametrize(
+    ("granularity", "fmt"),
+    [*((granularity, E4M3FN) for granularity in GRANULARITIES), (PerTensor(), E5M2),
+     (Block((1, 16)), E2M1FN)],
+    ids=str,
+)  # fmt: skip
+def test_the_largest_element_of_a_block_becomes_the_largest_value(granularity, fmt):
+    largest = {E4M3FN: 448, E5M2: 57344, E2M1FN: 6}[fmt]
+    data = np.abs(np.asarray(quantize(sample(), fmt, granularity=granularity).data, np.float32))
+    assert np.all(block_amax(data, granularity) == largest)
 
 
 @pytest.mark.slow

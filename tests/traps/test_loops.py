@@ -296,6 +296,21 @@ class TestStateIsNoParameter:
         found = after.fp8["DotGeneral_0"]["lhs"]["amax_history"][0]
         assert found == np.max(np.abs(X))
 
+    def test_trap_a_clip_by_a_norm_of_nan(self):
+        """Histories had 3.4e38 as an entry, and all else was flushed for 16 steps."""
+        model = jfp8.Dense(4)
+        variables = model.init(KEY, X)
+        fp8, trained = variables.pop("fp8"), dict(variables)
+        gradient = jax.jit(jax.grad(lambda v, fp8, x: jnp.sum(model.apply({**v, "fp8": fp8}, x))))
+        clip = optax.clip_by_global_norm(1.0)
+        for x in (X, np.nan * X, X):
+            clipped, _ = clip.update(gradient(trained, fp8, x), clip.init(trained))
+            fp8 = jfp8.advance(fp8, clipped["fp8_sink"])
+        expected = [np.max(np.abs(X))] * 2 + [0, 0]
+        for role in ("lhs", "grad"):
+            found = fp8["DotGeneral_0"][role]["amax_history"][:4]
+            np.testing.assert_array_equal(found, expected if role == "lhs" else [1, 1, 0, 0])
+
     def test_trap_noise_is_no_amax(self):
         """Histories stay empty, so that scales are those of the data; an overflow was read."""
         model = jfp8.Dense(4)
