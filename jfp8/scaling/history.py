@@ -2,7 +2,7 @@
 
 A step is *under way* from the first amax that is seen in it to `end_step`. However many uses of the
 tensor there are in between, it gets one entry, the largest; and since the scale covers that, too, a
-step that nobody ends costs precision, but saturates nothing.
+step that nobody ends costs precision, but saturates nothing that is as large as what it has seen.
 
 All functions take stacked states, too (leading axes from ``nn.scan`` or ``vmap``).
 """

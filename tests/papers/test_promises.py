@@ -1,4 +1,4 @@
-"""docs/promises.md: every promise names tests that hold it, and they exist."""
+"""docs/promises.md: every promise names tests that hold it; they exist, and assert something."""
 
 from __future__ import annotations
 
@@ -22,11 +22,21 @@ def rows() -> list[tuple[str, ...]]:
 
 
 @cache
-def names_of(file: str) -> frozenset[str]:
-    """Names of the tests in tests/`file`, those in classes too."""
-    tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    return frozenset(node.name for node in functions if node.name.startswith("test_"))
+def found_in(file: str) -> dict[str, list[ast.FunctionDef]]:
+    """The tests in tests/`file` by name, those in classes too."""
+    found: dict[str, list[ast.FunctionDef]] = {}
+    for node in ast.walk(ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            found.setdefault(node.name, []).append(node)
+    return found
+
+
+def asserts_something(test: ast.AST) -> bool:
+    """Whether it has an ``assert``, or calls a function that says that it asserts or checks."""
+    calls = [node.func for node in ast.walk(test) if isinstance(node, ast.Call)]
+    called = [getattr(function, "attr", getattr(function, "id", "")) for function in calls]
+    named = [name for name in called if re.match(r"(assert|check|fail|raises)", name)]
+    return bool(named) or any(isinstance(node, ast.Assert) for node in ast.walk(test))
 
 
 def test_the_page_has_promises():
@@ -43,4 +53,11 @@ def test_every_promise_is_held_by_a_test(row):
     assert named, f"{promise!r} names no test as `test_file.py::test_name`"
     assert not NAME.sub("", held_by).strip(" ,"), f"{promise!r}: nothing but tests in the last cell"
     for file, name in named:
-        assert name in names_of(file), f"{promise!r} is said to be held by {file}::{name}"
+        tests = found_in(file).get(name, [])
+        assert tests, f"{promise!r} is said to be held by {file}::{name}"
+        assert all(map(asserts_something, tests)), f"{file}::{name} asserts nothing"
+
+
+def test_a_test_that_asserts_nothing_is_seen():
+    assert not asserts_something(ast.parse("def test_x():\n    run(np.max(y)).sum()"))
+    assert asserts_something(ast.parse("def test_x():\n    np.testing.assert_array_equal(a, b)"))
