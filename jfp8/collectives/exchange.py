@@ -16,6 +16,7 @@ from jfp8.collectives.wire import FINEST, MIN_SIZE, AxisName, Wire
 from jfp8.scaling.casts import Rounding
 from jfp8.scaling.formats import Format
 from jfp8.scaling.random_bits import fold_in
+from jfp8.scaling.sink import is_sink
 from jfp8.tracing.compat import varying_axes
 
 
@@ -45,8 +46,8 @@ def pmean(
     The derivatives are those of ``jax.lax.pmean``, straight through the rounding.
 
     Args:
-      tree: arrays of any shapes. Arrays that are not floating, or of 64 bits, and those of at most
-        ``block / 4`` elements or so are left to ``jax.lax.pmean``.
+      tree: arrays of any shapes. Arrays that are not floating, or of 64 bits, those of at most
+        ``block / 4`` elements or so, and gradients by ``fp8_sink`` are left to ``jax.lax.pmean``.
       axis_name: one name, or a tuple of names.
       fmt: format on the wire, of 8 bits: `jfp8.E4M3FN`, `E2M5`, ..., or two, such as `FINEST`.
       block: elements that share a scale; ``4 / block`` bytes per element more on the wire.
@@ -82,7 +83,9 @@ def pmean(
     # Arrays that vary over different axes of the mesh must not be mixed: their means would, too.
     groups = defaultdict(list)
     for i, leaf in enumerate(leaves):
-        if result[i] is None and _is_float(leaf) and wire.pays([leaf.size]):
+        # In the block of many uses, the one with the largest amax would be rounded to zero.
+        rounds = _is_float(leaf) and not is_sink(leaf)
+        if result[i] is None and rounds and wire.pays([leaf.size]):
             groups[varying_axes(leaf)].append(i)
     total = sum(leaves[i].size for members in groups.values() for i in members)
     for members in groups.values():

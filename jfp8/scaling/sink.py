@@ -42,6 +42,11 @@ def init_sink() -> jax.Array:
     return jnp.zeros((len(ROLES), WIDTH), jnp.float32)
 
 
+def is_sink(x: jax.Array) -> bool:
+    """Whether `x` has the shape and dtype of sinks: what rounds gradients leaves those alone."""
+    return x.shape[-2:] == (len(ROLES), WIDTH) and x.dtype == jnp.float32
+
+
 def encode_amax(amax: jax.Array) -> jax.Array:
     """A row for each amax: f32[...] -> f32[..., 2050]."""
     bits = lax.bitcast_convert_type(jnp.abs(amax), jnp.uint32)[..., None]

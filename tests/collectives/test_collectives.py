@@ -21,6 +21,7 @@ import jfp8
 from jfp8 import collectives
 from jfp8.collectives.wire import _values
 from jfp8.debug import collective_bytes
+from jfp8.scaling.sink import decode_amax, encode_amax
 
 N = 8
 MESH = jax.make_mesh((N,), ("d",), axis_types=(AxisType.Auto,))
@@ -124,6 +125,17 @@ def test_every_size_is_padded_and_cut_right():
     for size, x in tree.items():
         expected = rounded(rounded(x).sum(0) / np.float32(N))
         np.testing.assert_array_equal(result[size], np.tile(expected, (N, 1)))
+
+
+def test_trap_a_sink_is_not_rounded():
+    """10,000 uses with an amax around 1 on each device, and one of 1.9 on one, which was lost."""
+    rows = np.asarray(jax.jit(encode_amax)(np.float32([1.03, 1.2, 1.4, 1.6, 1.9])))
+    sinks = np.tile(np.float32([9500, 4700, 2300, 777, 0]) @ rows, (N, 3, 1))
+    sinks[3] += rows[-1]
+    mean = on_devices(functools.partial(collectives.pmean, axis_name="d"))
+    found, overflow = jax.jit(decode_amax)(mean(sinks))
+    assert np.all((found >= np.float32(1.9)) & (found <= 9 / 8 * np.float32(1.9)))
+    assert not overflow.any()
 
 
 @pytest.mark.slow
