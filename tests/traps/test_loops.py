@@ -296,6 +296,7 @@ class TestStateIsNoParameter:
         found = after.fp8["DotGeneral_0"]["lhs"]["amax_history"][0]
         assert found == np.max(np.abs(X))
 
+    @pytest.mark.slow
     def test_trap_a_clip_by_a_norm_of_nan(self):
         """Histories had 3.4e38 as an entry, and all else was flushed for 16 steps."""
         model = jfp8.Dense(4)
