@@ -198,7 +198,10 @@ def dequantize_tree(tree: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Any
 
     Args:
       tree: pytree of anything.
-      dtype: floating dtype of the values. Other leaves stay as they are.
+      dtype: floating dtype of the values.
+
+    Returns:
+      Pytree with arrays instead of `ScaledArray`s; all other leaves as they are.
 
     Raises:
       TypeError, ValueError: as `dequantize`.

@@ -449,7 +449,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "wgrad_operands_swapped",
         "the weight gradient quantizes activations like gradients and the other way round",
-        "jfp8/recipes/recipe.py",
+        "jfp8/recipes/product.py",
         "        wgrad=Product(lhs, grad),\n",
         "        wgrad=Product(grad, lhs),\n",
         "recipes/test_recipes.py::test_each_tensor_has_its_quantizer_in_both_products[delayed-HYBRID]",
