@@ -180,7 +180,10 @@ class Recipe:
     ) -> bool:
         """Whether no result of a layer depends on the other sequences of the batch.
 
-        True promises it to the bit, for the forward pass. For the arguments see `is_causal`.
+        True promises it to the bit, for the forward pass.
+
+        Args:
+          layer, operand, history: see `is_causal`.
 
         Raises:
           ValueError: unknown `layer` or `operand`.

@@ -338,6 +338,7 @@ class EinsumOp(Product):
 
     Args:
       in_attention: see `jfp8.linen.EinsumProduct`.
+      options: see `Product`.
     """
 
     def __init__(self, *, in_attention: InAttention | None = None, **options: Any) -> None:
