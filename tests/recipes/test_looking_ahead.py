@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +81,13 @@ def test_unknown_layers_and_operands_are_refused():
         recipe.is_causal("linear")
     with pytest.raises(ValueError, match="operand='grad' is unknown"):
         recipe.is_batch_invariant(operand="grad")
+
+
+def test_the_page_has_the_contract():
+    """Its figures are measured; its check marks are what recipes say."""
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    without_figures = re.sub(r"\| [^|]* % (?=\|)", "| no ", page)
+    assert looking_ahead.table({}) in without_figures
 
 
 # By perturbation.

@@ -470,6 +470,56 @@ BUGS: tuple[Bug, ...] = (
         "        return super()",
         "recipes/test_recipes.py::test_unknown_field[call-DelayedScaling-margins-margin]",
     ),
+    # Looking ahead
+    Bug(
+        "a_quantized_result_is_forgotten",
+        "a recipe that quantizes results by one scale promises that none looks ahead",
+        "jfp8/recipes/looking_ahead.py",
+        "            if shared:  # one scale for all of it\n                return True",
+        "            continue",
+        "recipes/test_looking_ahead.py::test_what_single_operands_promise",
+    ),
+    Bug(
+        "stochastic_rounding_promises",
+        "bits that depend on the largest magnitude of a tensor are promised not to",
+        "jfp8/recipes/looking_ahead.py",
+        "EVERYWHERE if quantizer.stochastic else quantizer",
+        "quantizer",
+        "recipes/test_looking_ahead.py::test_what_is_not_known_is_not_promised",
+    ),
+    Bug(
+        "scales_of_values_along_the_keys",
+        "the values of attention are scaled along the keys, also those that a query may not see",
+        "jfp8/recipes/attention.py",
+        "(Current, Rowwise, Blockwise, TwoLevel)):\n            of_values",
+        "(Current, Rowwise, TwoLevel)) or True:\n            rhs = fprop.rhs\n        else:\n"
+        "            of_values",
+        "recipes/test_looking_ahead.py::test_by_perturbation",
+    ),
+    Bug(
+        "weights_without_the_scales_of_values",
+        "the values of attention are divided by their scales, and the weights not multiplied",
+        "jfp8/products/attention.py",
+        "return lhs * of_lhs, rhs / scale",
+        "return lhs + 0 * of_lhs, rhs / scale",
+        "recipes/test_looking_ahead.py::test_scales_move_into_the_weights_exactly",
+    ),
+    Bug(
+        "comparisons_of_one_dimension_are_masks",
+        "any comparison of constants is taken for a causal mask",
+        "jfp8/conversion/causal.py",
+        "if first and second and not first & second:",
+        "if first or second:",
+        "conversion/test_causal.py::test_other_programs_are_not_taken_for_causal",
+    ),
+    Bug(
+        "looks_ahead_changes_the_first_sequence_too",
+        "other sequences count as the one that is looked at",
+        "jfp8/debug/looking_ahead.py",
+        "for changed in _variants(x, (slice(1, None),))",
+        "for changed in _variants(x, (slice(None),))",
+        "debug/test_looking_ahead.py::test_each_position_by_itself",
+    ),
     # Products
     Bug(
         "gradient_in_the_forward_format",
