@@ -278,8 +278,8 @@ def draw(path: Path, results: Results) -> None:
         told = {LABELS[r]: found[r][gap] for r in LABELS if gap in found.get(r, {})}
         rows = {label: list(t["seeds"].values()) for label, t in told.items() if "low" in t}
         if rows:
-            what = f"{quantity}, {gap.split('_')[1]}"
-            panels[f"{TASKS[name].title}: gap of the {what} to float32"] = rows
+            unit = gap.split("_")[1]
+            panels[f"{TASKS[name].title}: {quantity}, {unit} above float32"] = rows
     if not panels:
         raise SystemExit("there is nothing to draw: no recipe has two seeds in common with float32")
     n_rows = max(map(len, panels.values()))

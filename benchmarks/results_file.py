@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,16 @@ def read(path: Path, names: set[str]) -> dict[str, Any]:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Writes beside `path`, then renames: a crash leaves the old file or the new, never half."""
+    """Writes beside `path`, then renames: a crash leaves the old file or the new, never half.
+
+    Lists of numbers stand on one line.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False)
+    one_line = lambda numbers: " ".join(numbers[0].split())
+    text = re.sub(r"\[[-+.\de,\snul]*\]", one_line, text)
+    temporary.write_text(text + "\n")
     os.replace(temporary, path)
 
 

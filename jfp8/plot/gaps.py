@@ -79,7 +79,7 @@ def gaps(
         ax.plot([about.low, about.high], [y, y], color=colour, linewidth=2.2, solid_capstyle="butt")
         ax.plot(about.mean, y, marker, color=colour, ms=7, mec="white", label=label)
         for side in (-1, 1):
-            if max(side * about.mean, *(side * values)) > end:
+            if max(side * about.low, side * about.high, *(side * values)) > end:
                 ax.plot(side * 0.985 * end, y, ">" if side > 0 else "<", color=GREY, ms=6)
         if abs(about.mean) > end:
             side = np.sign(about.mean)

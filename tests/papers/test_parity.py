@@ -301,7 +301,8 @@ def test_the_table(parity, command, capsys):
     points = percent.replace("percent", "points")
     rule = "| --- | --- | --- | --- | --- |\n"
     assert capsys.readouterr().out == (
-        "language model on Python's standard library, loss: float32 has 2.0000 to 4.0000 over 3 seeds.\n\n"
+        "language model on Python's standard library, loss: float32 has 2.0000 to 4.0000 over 3 "
+        "seeds.\n\n"
         f"{percent}{rule}"
         "| `DelayedScaling()` | 3 | **+0.03** [−0.06, +0.13] | +0.00 | equivalent within 0.25 |\n"
         "| `Float8CurrentScaling()` | 3 | **−0.33** [−2.91, +2.24] | +0.00 | "

@@ -790,7 +790,7 @@ def test_gaps_are_dots_with_a_mean_in_its_interval():
 
 
 def test_gaps_beyond_the_limit_are_pointed_at():
-    runs = {"inside": [0.1, 0.2], "above": [150.0, 170.0], "one below": [-2.0, 0.1, 0.2]}
+    runs = {"inside": [0.1, 0.2], "above": [150.0, 170.0], "one below": [-2.0, *[0.0] * 40]}
     ax = jfp8.plot.gaps(runs, limit=1.0)
     assert ax.get_xlim() == (-1.0, 1.0)
     arrows = [(l.get_ydata()[0], l.get_marker()) for l in ax.lines if l.get_marker() in "<>"]
