@@ -17,8 +17,9 @@ every FP8 weight, over batches that the run never sees,
     sampling   the same of ||g - mean g||, times sqrt(K / (K - 1)) for K batches: of the choice of
                a batch
 
-A run learns as long as the gradient stands out: Chmiel et al. (FP4 All the Way, 2025, section 4)
-find that training in few bits stalls where gradient / noise falls below sqrt(3).
+Chmiel et al. (FP4 All the Way, 2025, arXiv:2505.19115) find that training becomes less effective
+where gradient / noise falls below about sqrt(3). (They round gradients at random, so that their
+noise averages out over steps; that of rounding to nearest need not.)
 
 It goes on where it was interrupted, from checkpoints in `runs/long_run`; the numbers are those of a
 run that never stopped. The results file is written at each of the twenty points.
@@ -54,7 +55,7 @@ from lm import checkpoint, corpus, options, training
 RUNS = [run for run in LABELS if run not in (parity.CONTROL, parity.REPAIR)]
 POINTS, MEANS = 20, 5  # records of a run; means of the training loss in each
 NOISE_BATCHES = 4
-STALLS_BELOW = math.sqrt(3)
+LESS_EFFECTIVE_BELOW = math.sqrt(3)
 TINY = ["--width", "32", "--layers", "1", "--seq-len", "32", "--eval-batches", "2"]
 
 Point = dict[str, Any]
@@ -292,7 +293,7 @@ def draw(path: Path, results: dict[str, Any]) -> None:
     for ax, title in ((top, "training loss, smoothed"), (middle, "loss of held-out text")):
         ax.axhline(0, color="0.5", linewidth=1)
         ax.set(ylabel="above float32 (%)", title=title, xlabel="")
-    bottom.axhline(STALLS_BELOW, color="0.5", linewidth=1, linestyle="--")
+    bottom.axhline(LESS_EFFECTIVE_BELOW, color="0.5", linewidth=1, linestyle="--")
     bottom.set(ylabel="gradient / noise", xlabel="optimizer step")
     bottom.set_ylim(bottom=0)
     bottom.set_title("gradient / quantization noise of the weakest layer; dashed: √3")

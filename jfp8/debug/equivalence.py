@@ -28,8 +28,8 @@ class Equivalence:
       verdict: ``"equivalent"`` if the interval lies between ``-margin`` and ``margin``,
         ``"different"`` if all of it lies beyond one of them, else ``"cannot be told"``.
       pairs_needed: an estimate of how many pairs have an interval that tells, were mean and spread
-        of more of them those of these; ``math.inf`` above 1,000. The mean will move, so about half
-        of the time that many are too few.
+        of more of them those of these, which is at most `n` if these tell; ``math.inf`` above 1,000
+        and `n`. The mean will move, so about half of the time that many are too few.
     """
 
     n: int
@@ -46,7 +46,7 @@ class Equivalence:
         told: str = self.verdict
         if told == "cannot be told":
             pairs = math.isfinite(self.pairs_needed)
-            number = f"about {self.pairs_needed:.0f}" if pairs else f"not even {MOST_PAIRS:,}"
+            number = f"about {self.pairs_needed:.0f}" if pairs else f"more than {MOST_PAIRS:,}"
             told += f"; {number} pairs might tell"
         of = f"({100 * self.confidence:g} %, {self.n} pairs)"
         return f"{interval} {of}, margin {self.margin:g}: {told}"
@@ -76,7 +76,7 @@ def equivalence(
 
     Args:
       gaps: ``f64[n]``, a difference for every pair of runs that had the same seed and data, in the
-        unit of `margin`: ``100 * (loss / loss_f32 - 1)`` is in percent.
+        unit of `margin`: ``100 * (loss / loss_f32 - 1)`` is in percent, for which 0.25 is meant.
       margin: the gap that would not matter.
       confidence: of the interval, such as 0.9.
 
@@ -124,7 +124,7 @@ def equivalence(
         verdict = "equivalent"
     elif high < -margin or margin < low:
         verdict = "different"
-    needed = _pairs_needed(abs(abs(mean) - margin), spread, confidence)
+    needed = _pairs_needed(abs(abs(mean) - margin), spread, confidence, max(n, MOST_PAIRS))
     return Equivalence(n, mean, low, high, margin, confidence, verdict, needed)
 
 
@@ -132,9 +132,9 @@ def _half_width(n: int, spread: float, confidence: float) -> float:
     return t_quantile((1 + confidence) / 2, n - 1) * spread / math.sqrt(n)
 
 
-def _pairs_needed(distance: float, spread: float, confidence: float) -> float:
+def _pairs_needed(distance: float, spread: float, confidence: float, most: int) -> float:
     """The fewest pairs whose interval is less than `distance` wide to either side: it shrinks."""
-    too_few, enough = 1, MOST_PAIRS
+    too_few, enough = 1, most
     if _half_width(enough, spread, confidence) >= distance:
         return math.inf
     while enough - too_few > 1:

@@ -90,6 +90,8 @@ def test_pairs_needed_tell_if_nothing_changes():
     half = lambda n: stats.t.ppf(0.95, n - 1) * spread / math.sqrt(n)
     assert half(needed) < 0.25 - 0.1 <= half(needed - 1)
     assert jfp8.debug.equivalence([-50.0, 50.0]).pairs_needed == math.inf
+    many = jfp8.debug.equivalence([-3.0, 3.0] * 600)  # the error of the mean is 3 / sqrt(1199)
+    assert (many.verdict, many.pairs_needed <= 1200) == ("equivalent", True)
 
 
 def test_errors_are_as_rare_as_promised():
@@ -109,7 +111,7 @@ def test_one_line_says_it():
         "-0.04 [-0.759, +0.679] (90 %, 3 pairs), margin 0.25: cannot be told; about 14 pairs might "
         "tell"
     )
-    assert str(jfp8.debug.equivalence([-9.0, 9.0])).endswith("not even 1,000 pairs might tell")
+    assert str(jfp8.debug.equivalence([-9.0, 9.0])).endswith("more than 1,000 pairs might tell")
     different = jfp8.debug.equivalence([1.0, 1.1, 1.2], confidence=0.95)
     assert str(different) == "+1.1 [+0.852, +1.35] (95 %, 3 pairs), margin 0.25: different"
 
