@@ -9,6 +9,7 @@ from jfp8.debug.collective_bytes import (
 )
 from jfp8.debug.compare import compare
 from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
+from jfp8.debug.equivalence import Equivalence, equivalence
 from jfp8.debug.faults.run import Finding
 from jfp8.debug.looking_ahead import LooksAhead, looks_ahead
 from jfp8.debug.recorder import Recorder
@@ -23,6 +24,7 @@ __all__ = [
     "ComparedGradient",
     "ComparedProduct",
     "Comparison",
+    "Equivalence",
     "Finding",
     "LooksAhead",
     "ProductError",
@@ -33,6 +35,7 @@ __all__ = [
     "assert_collectives",
     "collective_bytes",
     "compare",
+    "equivalence",
     "looks_ahead",
     "read_jsonl",
     "report",
