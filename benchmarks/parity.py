@@ -1,16 +1,21 @@
-"""Train both examples under every recipe and in float32, from the same seeds; print the gaps.
+"""Train both examples under every recipe and in float32, from the same seeds: who is as good?
 
-    python benchmarks/parity.py            # everything: over an hour, which may be interrupted
-    python benchmarks/parity.py --tasks images --recipes delayed mxfp8 --seeds 0
-    python benchmarks/parity.py --table    # the Markdown table of what has been run so far
+    python benchmarks/parity.py            # everything, twelve seeds: hours; it may be interrupted
+    python benchmarks/parity.py --tasks lm --recipes delayed mxfp8 --seeds 0 1 2
+    python benchmarks/parity.py --table    # what has been run so far, as Markdown
+    python benchmarks/parity.py --picture gaps.png
 
 Gaps are between runs with the same seed, hence the same initial parameters and batches: seeds alone
-differ by more. Every run is written to the results file when it ends, and is not repeated by the
-next command, which must train as long and with the same versions.
+differ by more. A recipe is equivalent within 0.25 (percent of the loss, points of accuracy) only if
+the 90 % interval of its mean gap lies inside, see `jfp8.debug.equivalence`; "no difference was
+found" is not said. Every run is written to the results file when it ends, and is not repeated by
+the next command, which must train as long, with the same versions and on as many cores. Runs are
+made seed by seed, so that all recipes have the same seeds whenever it is interrupted.
 
-Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. The control has
-no scales and its loss is shrunk by 1e-3, to which AdamW is invariant: it shows that the comparison
-can tell a broken recipe. Its repair adds `jfp8.loss_scale()` and nothing else.
+Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. Three rows are
+controls. The twin is float32 with its loss times 3, to which AdamW is invariant but for rounding:
+its gaps are those of chance. The control has no scales and its loss is shrunk by 1e-3: it shows
+that the comparison can tell a broken recipe. Its repair adds `jfp8.loss_scale()` and nothing else.
 """
 
 from __future__ import annotations
@@ -18,23 +23,25 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
-import platform
+import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import flax
-import jax
-import optax
+import results_file
+from results_file import ROOT
+from side_by_side import CORES, side_by_side
 
 import jfp8
 
-ROOT = Path(__file__).resolve().parents[1]
-REFERENCE, CONTROL, REPAIR = "float32", "control", "repair"
+REFERENCE, TWIN, CONTROL, REPAIR = "float32", "twin", "control", "repair"
+MARGIN, CONFIDENCE = 0.25, 0.9
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ TASKS = {
 # What is run, in the order of the table, and how the table calls it.
 LABELS = {
     REFERENCE: "float32",
+    TWIN: "twin: float32, loss × 3",
     **{
         recipe.name: f"`{recipe.__name__}()`"
         for recipe in jfp8.recipes.RECIPES
@@ -74,20 +82,29 @@ Results = dict[str, dict[str, Any]]  # of each task {"conditions", "runs", "gaps
 
 def options_of(task: Task, recipe: str) -> list[str]:
     """What the task's script is told."""
-    if recipe == REFERENCE:
-        return ["--recipe", "none"]
+    if recipe in (REFERENCE, TWIN):
+        return ["--recipe", "none", *(["--loss-multiplier", "3"] if recipe == TWIN else [])]
     if recipe in (CONTROL, REPAIR):
         return [*task.control, *(["--loss-scale"] if recipe == REPAIR else [])]
     scaled = ["--loss-scale"] if jfp8.recipes.get(recipe).needs_loss_scale else []
     return ["--recipe", recipe, *scaled]
 
 
-def train(task: Task, recipe: str, seed: int, steps: int) -> dict[str, Any]:
-    """The `result.json` of one run, in a process of its own, which frees all of its memory."""
+def train(task: Task, recipe: str, seed: int, steps: int, cache: str) -> dict[str, Any]:
+    """The `result.json` of one run, in a process of its own, which frees all of its memory.
+
+    Seeds run the same programs: the first one compiles them into the folder `cache`.
+    """
+    compiled = {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, ROOT / "examples" / task.script, *options_of(task, recipe)]
         command += ["--seed", str(seed), "--steps", str(steps), "--out", out]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        subprocess.run(command, check=True, env=os.environ | compiled, **quiet)
         return json.loads(Path(out, "result.json").read_text())
 
 
@@ -96,44 +113,16 @@ def train(task: Task, recipe: str, seed: int, steps: int) -> dict[str, Any]:
 
 def conditions(steps: int, **more: str) -> dict[str, Any]:
     """What must be the same for all runs of a task."""
-    versions = {m.__name__: m.__version__ for m in (jax, flax, optax, jfp8)}
-    return {"steps": steps, "python": platform.python_version(), **versions, **more}
+    return results_file.conditions(steps=steps, **more)
 
 
 def read(path: Path) -> Results:
-    if not path.exists():
-        return {}
-    results = json.loads(path.read_text())
-    if not set(results) <= set(TASKS):
-        raise SystemExit(
-            f"{path} holds something else than runs of this script: remove it, or name another "
-            "file with --results"
-        )
-    return results
-
-
-def write(path: Path, results: Results) -> None:
-    """Writes beside `path`, then renames: a crash leaves the old file or the new, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-    os.replace(temporary, path)
+    return results_file.read(path, set(TASKS))
 
 
 def check_conditions(path: Path, results: Results, name: str, given: dict[str, Any]) -> None:
-    """Refuses to mix runs that were not made alike."""
     recorded = results.get(name, {}).get("conditions", {})
-    differences = [
-        f"{key} was {recorded[key]} and is {value}"
-        for key, value in given.items()
-        if recorded.get(key, value) != value
-    ]
-    if differences:
-        raise SystemExit(
-            f"{path}: its runs of {name} were made otherwise: {'; '.join(differences)}. Runs made "
-            "differently are not compared: put things back, repeat all of them with --fresh, or "
-            "name another file with --results"
-        )
+    results_file.check_conditions(path, name, recorded, given)
 
 
 def forget(path: Path, name: str, recipes: list[str], seeds: list[int]) -> None:
@@ -147,7 +136,7 @@ def forget(path: Path, name: str, recipes: list[str], seeds: list[int]) -> None:
     results[name]["gaps"] = gaps(runs)
     if not any(runs.values()):
         del results[name]
-    write(path, results)
+    results_file.write(path, results)
 
 
 def record(path: Path, name: str, recipe: str, seed: int, result: dict[str, Any]) -> None:
@@ -164,14 +153,21 @@ def record(path: Path, name: str, recipe: str, seed: int, result: dict[str, Any]
     run = {"loss": _only(result[task.loss]), "ms_per_step": _only(result["ms_per_step"])}
     if task.accuracy:
         run["accuracy"] = _only(result[task.accuracy])
+    run["commit"] = results_file.commit()
     of_task["runs"].setdefault(recipe, {})[str(seed)] = run
+    of_task["runs"] = {
+        recipe: dict(sorted(of_task["runs"][recipe].items(), key=lambda item: int(item[0])))
+        for recipe in LABELS
+        if recipe in of_task["runs"]
+    }
     of_task["gaps"] = gaps(of_task["runs"])
-    write(path, results)
+    results_file.write(path, results)
 
 
-def _only(of_runs: dict[str, float]) -> float:
+def _only(of_runs: dict[str, float]) -> float | None:
+    """None if the run diverged: JSON has no NaN."""
     (value,) = of_runs.values()
-    return value
+    return value if math.isfinite(value) else None
 
 
 # ---- the comparison
@@ -181,9 +177,10 @@ GAPS = {
     "loss": ("loss_percent", lambda run, f32: 100 * (run / f32 - 1)),
     "accuracy": ("accuracy_points", lambda run, f32: run - f32),
 }
+COLUMNS = [("lm", "loss"), ("images", "accuracy"), ("images", "loss")]
 
 
-def gaps(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
+def gaps(runs: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Of each recipe and quantity, the gaps of all seeds that float32 was trained from as well."""
     found: dict[str, Any] = {}
     reference = runs.get(REFERENCE, {})
@@ -194,54 +191,104 @@ def gaps(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
         found[recipe] = {}
         for quantity, (gap, difference) in GAPS.items():
             if quantity in reference[paired[0]]:
-                values = [difference(of_seeds[s][quantity], reference[s][quantity]) for s in paired]
-                found[recipe][gap] = {
-                    "seeds": {s: round(value, 4) for s, value in zip(paired, values, strict=True)},
-                    "mean_abs": round(sum(map(abs, values)) / len(values), 4),
-                    "mean": round(sum(values) / len(values), 4),
-                }
+                pairs = {s: (of_seeds[s][quantity], reference[s][quantity]) for s in paired}
+                whole = {s: difference(*pair) for s, pair in pairs.items() if None not in pair}
+                found[recipe][gap] = compared(whole, [s for s in paired if s not in whole])
     return found
 
 
-def table(results: Results) -> str:
-    """Markdown, a row per recipe: gaps of all seeds; the mean of their sizes; their mean.
+def compared(of_seeds: dict[str, float], diverged: list[str]) -> dict[str, Any]:
+    """Gaps, with what `jfp8.debug.equivalence` says of them, unless runs diverged."""
+    values = list(of_seeds.values())
+    told: dict[str, Any] = {"seeds": {s: round(value, 4) for s, value in of_seeds.items()}}
+    if diverged:
+        return told | {"diverged": diverged, "verdict": "diverged"}
+    told |= {"n": len(values), "mean": round(statistics.fmean(values), 4)}
+    told["median"] = round(statistics.median(values), 4)
+    if len(values) > 1:
+        found = jfp8.debug.equivalence(values, margin=MARGIN, confidence=CONFIDENCE)
+        numbers = {name: round(getattr(found, name), 4) for name in ("low", "high")}
+        needed = found.pairs_needed if math.isfinite(found.pairs_needed) else None
+        told |= {**numbers, "margin": MARGIN, "confidence": CONFIDENCE, "verdict": found.verdict}
+        told["pairs_needed"] = needed
+    return told
 
-    The row of float32 has the losses and accuracies themselves.
-    """
-    head, rows = ["recipe"], {recipe: [label] for recipe, label in LABELS.items()}
-    columns = [("lm", "loss"), ("images", "accuracy"), ("images", "loss")]
-    for name, quantity in columns:
-        if name not in results:
+
+def table(results: Results) -> str:
+    """Markdown: of each task and quantity the float32 runs, and a row for each recipe."""
+    parts = []
+    for name, quantity in COLUMNS:
+        if name not in results or not any(results[name]["runs"].get(REFERENCE, {}).values()):
             continue
         runs, gap = results[name]["runs"], GAPS[quantity][0]
-        found = gaps(runs)
-        seeds = sorted({seed for of_seeds in runs.values() for seed in of_seeds}, key=int)
-        title = f"{TASKS[name].title}: gap of {gap.replace('_', ' in ')}"
-        head += [f"{title}, seeds {', '.join(seeds)}", "mean of absolute gaps; mean"]
-        for recipe, row in rows.items():
-            if recipe in found:
-                of_recipe = found[recipe][gap]
-                row += [_figures(of_recipe["seeds"], seeds, "+.2f")]
-                row += [_minus(f"**{of_recipe['mean_abs']:.2f}**; {of_recipe['mean']:+.2f}")]
-            else:
-                values = {seed: run[quantity] for seed, run in runs.get(recipe, {}).items()}
-                shown = values if recipe == REFERENCE else {}
-                row += [_figures(shown, seeds, ".4f" if quantity == "loss" else ".2f"), ""]
-    kept = [
-        row for recipe, row in rows.items() if any(recipe in t["runs"] for t in results.values())
-    ]
-    lines = [head, ["---"] * len(head), *kept]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        found, unit = gaps(runs), gap.split("_")[1]
+        values = [run[quantity] for run in runs[REFERENCE].values() if run[quantity] is not None]
+        spec = ".4f" if quantity == "loss" else ".2f"
+        seeds = f"{min(values):{spec}} to {max(values):{spec}} over {len(values)} seeds"
+        head = ["recipe", "n", f"mean gap, {unit} [90 % interval]", "median", "verdict"]
+        rows = [head, ["---"] * len(head)]
+        rows += [[LABELS[r], *_cells(found[r][gap])] for r in LABELS if gap in found.get(r, {})]
+        data = results[name]["conditions"].get("data", "made-up data")
+        parts.append(f"{TASKS[name].title} on {data}, {quantity}: float32 has {seeds}.\n")
+        parts += [f"| {' | '.join(cells)} |" for cells in rows]
+        parts.append("")
+    commits = {
+        str(run.get("commit"))
+        for of_task in results.values()
+        for of_seeds in of_task["runs"].values()
+        for run in of_seeds.values()
+    }
+    if len(commits) > 1:
+        parts.append(f"These runs are of several commits: {', '.join(sorted(commits))}.\n")
+    return "\n".join(parts)
 
 
-def _figures(of_seeds: dict[str, float], seeds: list[str], spec: str) -> str:
-    """The values of all `seeds`, a dash for one that is missing."""
-    shown = [format(of_seeds[seed], spec) if seed in of_seeds else "–" for seed in seeds]
-    return _minus(", ".join(shown))
+def _cells(told: dict[str, Any]) -> list[str]:
+    if "diverged" in told:
+        n = len(told["seeds"]) + len(told["diverged"])
+        return [str(n), "", "", f"{len(told['diverged'])} of {n} diverged"]
+    spec = "+.2f" if abs(told["mean"]) < 10 else "+.0f"
+    mean, median = (format(told[key], spec) for key in ("mean", "median"))
+    if "low" not in told:
+        return [str(told["n"]), _minus(f"**{mean}**"), _minus(median), ""]
+    verdict = told["verdict"]
+    if verdict == "equivalent":
+        verdict = f"equivalent within {MARGIN}"
+    elif verdict == "cannot be told":
+        needed = told["pairs_needed"]
+        verdict += f" ({needed:.0f} seeds might)" if needed else " (too close to the margin)"
+    else:
+        verdict = f"**{verdict}**"
+    interval = _minus(f"**{mean}** [{told['low']:{spec}}, {told['high']:{spec}}]")
+    return [str(told["n"]), interval, _minus(median), verdict]
 
 
 def _minus(text: str) -> str:
     return text.replace("-", "−")
+
+
+def draw(path: Path, results: Results) -> None:
+    """A panel for each task and quantity, with a row for each recipe of two seeds or more."""
+    from matplotlib.figure import Figure
+
+    panels = {}
+    for name, quantity in COLUMNS[:2]:
+        gap = GAPS[quantity][0]
+        found = gaps(results.get(name, {}).get("runs", {}))
+        told = {LABELS[r]: found[r][gap] for r in LABELS if gap in found.get(r, {})}
+        rows = {label: list(t["seeds"].values()) for label, t in told.items() if "low" in t}
+        if rows:
+            unit = gap.split("_")[1]
+            panels[f"{TASKS[name].title}: {quantity}, {unit} above float32"] = rows
+    if not panels:
+        raise SystemExit("there is nothing to draw: no recipe has two seeds in common with float32")
+    n_rows = max(map(len, panels.values()))
+    figure = Figure((6.5 * len(panels), 1.5 + 0.4 * n_rows), layout="constrained")
+    for (title, rows), ax in zip(panels.items(), figure.subplots(1, len(panels), squeeze=False)[0]):
+        rows = {label.replace("`", ""): values for label, values in rows.items()}
+        jfp8.plot.gaps(rows, margin=MARGIN, confidence=CONFIDENCE, limit=5 * MARGIN, ax=ax)
+        ax.set_title(title, pad=28, fontsize="medium")
+    figure.savefig(path, dpi=150)
 
 
 # ---- the command
@@ -252,16 +299,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tasks", choices=TASKS, nargs="+", default=list(TASKS))
     parser.add_argument("--recipes", choices=LABELS, nargs="+", default=list(LABELS),
                         help="float32 is always among them")  # fmt: skip
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(12)))
     parser.add_argument("--steps", type=int, help="instead of 450 (lm) and 600 (images)")
+    parser.add_argument("--jobs", type=int, default=len(CORES) or 1,
+                        help="runs at a time, each on one core (%(default)s)")  # fmt: skip
     parser.add_argument("--results", metavar="PATH", type=Path,
                         default=ROOT / "benchmarks/results/parity.json")  # fmt: skip
     parser.add_argument(
         "--fresh", action="store_true", help="repeat runs, after a change of the library say"
     )
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="run nothing, draw the gaps")
     args = parser.parse_args(argv)
 
+    if args.picture:
+        draw(args.picture, read(args.results))
+        return
     failed = [] if args.table else run_missing(args)
     print(table(read(args.results)))
     if failed:
@@ -277,18 +330,30 @@ def run_missing(args: argparse.Namespace) -> list[str]:
             forget(args.results, name, chosen, args.seeds)
         check_conditions(args.results, read(args.results), name, conditions(steps[name]))
 
+    done = {
+        (int(seed), name, recipe)
+        for name, of_task in read(args.results).items()
+        for recipe, of_seeds in of_task["runs"].items()
+        for seed in of_seeds
+    }
+    work = [run for run in itertools.product(args.seeds, args.tasks, chosen) if run not in done]
     failed = []
-    for seed, name, recipe in itertools.product(args.seeds, args.tasks, chosen):
-        runs = read(args.results).get(name, {}).get("runs", {})
-        if str(seed) in runs.get(recipe, {}):
-            continue
-        print(f"{name}, {recipe}, seed {seed}", file=sys.stderr, flush=True)
+
+    def ended(run: tuple[int, str, str], future: Future[dict[str, Any]]) -> None:
+        seed, name, recipe = run
         try:
-            result = train(TASKS[name], recipe, seed, steps[name])
-        except subprocess.CalledProcessError:
+            result = future.result()
+        except subprocess.CalledProcessError as error:
+            print(error.stderr or error, file=sys.stderr)
             failed.append(f"{name}, {recipe}, seed {seed}")
         else:
             record(args.results, name, recipe, seed, result)
+        finished = f"{work.index(run) + 1} of {len(work)}"
+        print(f"{finished}: {name}, {recipe}, seed {seed}", file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as cache:
+        one = lambda run: train(TASKS[run[1]], run[2], run[0], steps[run[1]], cache)
+        side_by_side(one, work, args.jobs, ended)
     return failed
 
 

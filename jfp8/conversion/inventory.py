@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
 from jfp8.conversion.nnx import nodes_of
 from jfp8.conversion.nnx_models import note_place
@@ -51,6 +53,10 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     Raises:
       TypeError: no model; a Linen model without variables.
 
+    Warns:
+      UserWarning: positions of a causal model share scales (see `Recipe.is_causal`). That it is
+        one is seen by its masks: comparisons of positions, or triangular arrays.
+
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = jfp8.convert(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)]))
     >>> x = jnp.ones((8, 32))
@@ -71,12 +77,16 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
         closed = _nnx_jaxpr(model, inputs, kwargs)
     else:
         raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
-    return report_of(closed)
+    found = report_of(closed, (inputs, kwargs))
+    if found.looking_ahead:
+        warnings.warn(str(found).rsplit("\n", 1)[-1], UserWarning, stacklevel=2)
+    return found
 
 
-def report_of(closed: ClosedJaxpr) -> Report:
+def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:
     """The products of a program that was traced in the context `notes.explaining`."""
-    return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))))
+    causal = masks_later_positions(closed, inputs)
+    return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))), causal)
 
 
 def _linen_jaxpr(
@@ -194,6 +204,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         recipe=notes.get("recipe", ""),
         implementation=cuda if gpu else "emulate",
         cuda=cuda,
+        looks_ahead=kind == "fprop" and "ahead" in notes,
         reason="" if narrow else "the recipe keeps an operand in high precision",
         times=times,
         flops=times * flops,

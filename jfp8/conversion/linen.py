@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -16,8 +17,10 @@ from flax.core import meta
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 
 from jfp8.conversion import edges
+from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.linen_layers import is_layer, path_of, replace_products
-from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
+from jfp8.conversion.nothing import Seen, own_parameters, user_level, warn_of_nothing
+from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
 from jfp8.layers.linen.state_in_params import collections_into_params, collections_out_of_params
@@ -189,11 +192,13 @@ class _Met:
       layers: those that the selection was asked about.
       kinds: the types of all modules, by path.
       seen: see `Seen`.
+      ahead: the recipes of layers whose scales see later positions, where the model masks these.
     """
 
     layers: list[nn.Module] = dataclasses.field(default_factory=list)
     kinds: dict[str, type] = dataclasses.field(default_factory=dict)
     seen: Seen = dataclasses.field(default_factory=Seen)
+    ahead: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def knows_all(self, params: Any) -> bool:
         """Whether all modules with parameters were called where that could be seen.
@@ -203,10 +208,18 @@ class _Met:
         return all(path in self.kinds for path in _shapes(params))
 
     def warn(self, model: Any, params: Any) -> None:
-        """Warn, once, if nothing of `model`, which was called as a whole, became FP8."""
+        """Warn, once, if nothing of `model`, which was called as a whole, became FP8.
+
+        Or if it is causal, and its scales are not.
+        """
         here, warned = region.current(), "_jfp8_warned"
         disabled = here is not None and not here.enabled
-        if disabled or warned in vars(model) or not self.knows_all(params):
+        if disabled or warned in vars(model):
+            return
+        if self.ahead:
+            object.__setattr__(model, warned, True)
+            warnings.warn(looks_ahead_message(self.ahead), UserWarning, stacklevel=user_level())
+        if not self.knows_all(params):
             return
         kinds = {path: kind for path, kind in self.kinds.items() if path not in self.seen.stayed}
         self.seen.own = own_parameters(kinds, _shapes(params))
@@ -236,6 +249,10 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
             met.seen.stayed[inner] = (type(layer), decision)
             return decision.reason
         met.seen.converted = True
+        if found.causal or getattr(layer, "padding", None) == "CAUSAL":
+            kind = "conv" if isinstance(layer, nn.Conv) else "dense"
+            if not decision.recipe.is_causal(kind, history=True):
+                met.ahead[inner] = decision.recipe.name
         return ProductOf(DotGeneral, decision.recipe, None, state_in_params)
 
     def attention() -> ProductOf | None:
@@ -257,10 +274,11 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
 
 @dataclasses.dataclass(frozen=True)
 class _Edges:
-    """The paths of layers at the edges of a model."""
+    """The paths of layers at the edges of a model; and whether it masks later positions."""
 
     first: frozenset[str] = frozenset()
     returned: frozenset[str] = frozenset()
+    causal: bool = False
 
     def edge_of(self, path: str, layer: nn.Module, x: Any) -> Edge | None:
         """At which edge the layer at `path` is, that is called with `x`."""
@@ -273,8 +291,9 @@ class _Edges:
 def _edges_of(
     selection: Selection, run: Callable[..., Any], variables: Any, rngs: Any, args: Any, kwargs: Any
 ) -> _Edges:
-    """Found by tracing the model as it is once more, if the selection asks for edges."""
-    if not any(isinstance(choice, Edge) for choice in selection.choices):
+    """Found by tracing the model as it is once more, if they make a difference."""
+    by_edge = any(isinstance(choice, Edge) for choice in selection.choices)
+    if not by_edge and selection.recipe.is_causal(history=True):
         return _Edges()
 
     def mark(next_fun, args, kwargs, context):
@@ -290,7 +309,8 @@ def _edges_of(
         closed = jax.make_jaxpr(lambda arrays: edges.arrays_in(run(*together(arrays))))(arrays)
     # `init` makes the parameters from random numbers.
     parameters, _ = edges.arrays_apart((variables, rngs))
-    return _Edges(*edges.edge_layers(closed, len(parameters)))
+    causal = masks_later_positions(closed, (args, kwargs))
+    return _Edges(*edges.edge_layers(closed, len(parameters)), causal)
 
 
 def _shapes(params: Any, path: str = "") -> dict[str, dict[str, tuple[int, ...]]]:

@@ -16,7 +16,7 @@ from typing import Any
 import flax.linen as nn
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
-from jfp8.layers.linen.attention import EinsumProduct
+from jfp8.layers.linen.attention import EINSUM_HOOKS, EinsumProduct
 from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
@@ -46,7 +46,6 @@ _HOOKS: dict[Callable[..., Any], tuple[type[ProductModule], str | Callable[..., 
     _own_call(nn.ConvTranspose): (ConvGeneralDilated, apply_conv_transpose),
 }
 _ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
-_ATTENTION_HOOKS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
 
 
 def _function_of(context: nn.module.InterceptorContext) -> Any:
@@ -94,9 +93,12 @@ def replace_products(
     def intercept(next_fun, args, kwargs, context):
         layer, function = context.module, _function_of(context)
         if function is _ATTENTION and (einsum := attention()) is not None:
-            free = [hook for hook in _ATTENTION_HOOKS if getattr(layer, hook) is None]
-            einsum = dataclasses.replace(einsum, module=EinsumProduct)
-            with _set(layer, **dict.fromkeys(free, einsum)):
+            inside = {
+                f"{hook}_cls": dataclasses.replace(einsum, module=EinsumProduct, in_attention=which)
+                for hook, which in EINSUM_HOOKS.items()
+                if getattr(layer, f"{hook}_cls") is None
+            }
+            with _set(layer, **inside):
                 return next_fun(*args, **kwargs)
         if not is_layer(context):
             return next_fun(*args, **kwargs)

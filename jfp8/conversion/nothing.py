@@ -72,7 +72,7 @@ def warn_of_nothing(model: Any, seen: Seen, api: Literal["linen", "nnx"]) -> boo
         f"No product of {type(model).__name__} is FP8: jfp8.convert changed nothing. "
         f"{' '.join(said)} jfp8.report lists every product.",
         UserWarning,
-        stacklevel=_user_level(),
+        stacklevel=user_level(),
     )
     return True
 
@@ -104,8 +104,8 @@ def _listed(items: Sequence[str]) -> str:
     return "; ".join(items[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _user_level() -> int:
-    """How far up the caller of `warn_of_nothing` is who is neither JAX, Flax nor jfp8."""
+def user_level() -> int:
+    """``stacklevel`` of a warning by the caller: its first frame outside of JAX, Flax and jfp8."""
     frame, level = sys._getframe(2), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
         frame, level = frame.f_back, level + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ class ProductRow:
       cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
         (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"`` or ``"bf16"``; and after a colon
         the reason why each of those that would be better is not (see `choice.choose`).
+      looks_ahead: of forward products, whether positions of a sequence share a scale, so that a
+        later one changes an earlier result; see ``Recipe.is_causal``. With a history that has an
+        entry, if the product has one.
     """
 
     path: str
@@ -48,6 +52,7 @@ class ProductRow:
     times: int
     flops: int
     cuda: str = ""
+    looks_ahead: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,9 +61,11 @@ class Report:
 
     Attributes:
       rows: every product, in the order of the program.
+      causal: whether the program masks positions that come later, as far as that can be seen.
     """
 
     rows: tuple[ProductRow, ...]
+    causal: bool = False
 
     @property
     def flops(self) -> int:
@@ -74,6 +81,11 @@ class Report:
     def unconverted(self) -> tuple[ProductRow, ...]:
         """The products in high precision."""
         return tuple(row for row in self.rows if not row.fp8)
+
+    @property
+    def looking_ahead(self) -> tuple[ProductRow, ...]:
+        """If the model is causal, the forward products whose scales see later positions."""
+        return tuple(row for row in self.rows if self.causal and row.looks_ahead)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -98,14 +110,34 @@ class Report:
 
     def __str__(self) -> str:
         head, *lines = table_lines([_HEAD, *map(_cells, self.rows)])
-        return "\n".join([head, "-" * len(head), *lines, self.summary()])
+        return "\n".join([head, "-" * len(head), *lines, self.summary(), *self._warning()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         unconverted = [number for number, row in enumerate(self.rows, 1) if not row.fp8]
         table = table_html([_HEAD, *map(_cells, self.rows)], faded=unconverted)
-        return f"<p><b>{self.summary()}</b></p>{table}"
+        said = "".join(f"<p><b>{line}</b></p>" for line in (self.summary(), *self._warning()))
+        return f"{said}{table}"
+
+    def _warning(self) -> list[str]:
+        rows = self.looking_ahead
+        if not rows:
+            return []
+        return [looks_ahead_message({row.path or row.layer: row.recipe for row in rows})]
+
+
+def looks_ahead_message(recipes: Mapping[str, str]) -> str:
+    """What to know of layers, by path, of a causal model, whose recipes let scales look ahead."""
+    names = ", ".join(sorted({f'"{name}"' for name in recipes.values()}))
+    layers = list(dict.fromkeys(recipes))
+    listed = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
+    return (
+        f"The model masks later positions, but under the recipe {names} the scales of {listed} "
+        "depend on them: a later token changes the results of earlier ones, in training and not in "
+        'decoding. Recipes that keep them apart: "rowwise", "block", "mxfp8"; "delayed" with its '
+        "state (recipe.is_causal() says it of any). jfp8.debug.looks_ahead measures it."
+    )
 
 
 def _cells(row: ProductRow) -> tuple[str, ...]:

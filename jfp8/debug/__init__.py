@@ -9,7 +9,9 @@ from jfp8.debug.collective_bytes import (
 )
 from jfp8.debug.compare import compare
 from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
+from jfp8.debug.equivalence import Equivalence, equivalence
 from jfp8.debug.faults.run import Finding
+from jfp8.debug.looking_ahead import LooksAhead, looks_ahead
 from jfp8.debug.recorder import Recorder
 from jfp8.debug.records import TensorStats, read_jsonl, write_jsonl
 from jfp8.debug.stats import Stats, stats
@@ -22,7 +24,9 @@ __all__ = [
     "ComparedGradient",
     "ComparedProduct",
     "Comparison",
+    "Equivalence",
     "Finding",
+    "LooksAhead",
     "ProductError",
     "Recorder",
     "Stats",
@@ -31,6 +35,8 @@ __all__ = [
     "assert_collectives",
     "collective_bytes",
     "compare",
+    "equivalence",
+    "looks_ahead",
     "read_jsonl",
     "report",
     "stats",

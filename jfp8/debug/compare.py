@@ -25,7 +25,8 @@ from jfp8.products.observers import Observer, tap
 from jfp8.products.operation import Kind, Operation, Sums
 from jfp8.products.vjp import product_by
 from jfp8.recipes.in_effect import overriding
-from jfp8.recipes.recipe import Product, Products, Recipe
+from jfp8.recipes.product import Product, Products
+from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.tracing.context import notes_of, product_path

@@ -16,6 +16,7 @@ apart; styles of lines and hatches tell them apart in print.
 
 from jfp8.plot.amax_history import amax_history
 from jfp8.plot.block_scales import block_scales
+from jfp8.plot.gaps import gaps
 from jfp8.plot.heat_map import heat_map
 from jfp8.plot.histogram import histogram
 from jfp8.plot.loss_curves import loss_curves
@@ -24,6 +25,7 @@ from jfp8.plot.number_line import number_line
 __all__ = [
     "amax_history",
     "block_scales",
+    "gaps",
     "heat_map",
     "histogram",
     "loss_curves",

@@ -17,7 +17,8 @@ from jax import lax
 from jfp8.matmul.choice import Implementation, check_implementation
 from jfp8.products.observers import OBSERVER
 from jfp8.quantizers.quantizer import Context, Quantizer
-from jfp8.recipes.recipe import Product, Recipe
+from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape, dequantize, scaled_values
 from jfp8.scaling.casts import as_float_array

@@ -35,7 +35,8 @@ from jfp8.products.operation import (
     quantized_output,
 )
 from jfp8.products.uses import begin_use, end_use
-from jfp8.recipes.recipe import Product, Recipe
+from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import codes_of, codes_to_format
 from jfp8.scaling.formats import Format

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jfp8.quantizers.quantizer import Context, Quantizer, ScalesFromData
+from jfp8.quantizers.quantizer import Along, Context, Quantizer, ScalesFromData
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN, Format, as_format
 from jfp8.scaling.quantization import block_scale, two_level_scale
@@ -61,6 +61,12 @@ class Blockwise(ScalesFromData, _InBlocks):
     @property
     def powers_of_two(self) -> bool:
         return self.scale_rounding is not None
+
+    def scale_shared_along(self, history: bool) -> frozenset[Along]:
+        del history
+        along: tuple[Along, Along] = ("contracting", "free")
+        sizes = zip(along, self.block_size, strict=True)
+        return frozenset(dimension for dimension, size in sizes if size > 1)
 
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         granularity = self.granularity(x.ndim, context)

@@ -6,6 +6,7 @@ Here are those with one scale for a tensor, too: from its data, from its history
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from jfp8.scaling.history import AmaxState, ended_steps, history_amax, running_a
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import ScaleRounding, check_scale_rounding, scale_from_amax
+
+Along = Literal["contracting", "free", "batch"]
+EVERYWHERE: frozenset[Along] = frozenset(("contracting", "free", "batch"))
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,19 @@ class Quantizer:
     def stochastic(self) -> bool:
         """Whether it needs `Context.seed`."""
         return self.rounding == "stochastic"
+
+    def scale_shared_along(self, history: bool) -> frozenset[Along]:
+        """The dimensions along which elements share a scale that one of them can change.
+
+        Some of ``"contracting"`` (the product sums over it), ``"free"`` (the product keeps it) and
+        ``"batch"`` (both operands have it). All of them, unless a quantizer says otherwise: see
+        `Recipe.is_causal` for what follows.
+
+        Args:
+          history: whether an amax history with an entry is at hand.
+        """
+        del history
+        return EVERYWHERE
 
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         """Quantize `x`; the result has the shape of `x`."""
@@ -223,6 +240,9 @@ class Delayed(_OneScale):
             observed, self.fmt, margin=self.margin, scale_rounding=self.scale_rounding
         )
 
+    def scale_shared_along(self, history: bool) -> frozenset[Along]:
+        return frozenset() if history else EVERYWHERE
+
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         return self.data_for(x, self.scale(context.amax, context.state), context)
 
@@ -234,6 +254,10 @@ class Unit(_OneScale):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_has_nan(self)
+
+    def scale_shared_along(self, history: bool) -> frozenset[Along]:
+        del history
+        return frozenset()
 
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         return self.data_for(x, jnp.ones((), jnp.float32), context)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jfp8.quantizers.quantizer import Context, ScalesFromData
+from jfp8.quantizers.quantizer import Along, Context, ScalesFromData
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.scales import PerAxis, amax, scale_from_amax
 
@@ -20,6 +20,10 @@ class Rowwise(ScalesFromData):
     Attributes:
       scale_rounding: see `scaling.scale_from_amax`.
     """
+
+    def scale_shared_along(self, history: bool) -> frozenset[Along]:
+        del history
+        return frozenset(("contracting",))
 
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:
         kept = tuple(d for d in range(x.ndim) if d not in context.contracting)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from jfp8.matmul.job import ACCUMULATIONS, Accumulation
 from jfp8.quantizers.blocks import Blockwise
-from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Products, Recipe, takes, uniform
+from jfp8.recipes.product import Products, uniform
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, takes
 from jfp8.scaling.scales import ScaleRounding
 
 __all__ = ["Float8BlockScaling", "MXFP8BlockScaling"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jfp8.quantizers.quantizer import Current, Quantizer, Unit
-from jfp8.recipes.recipe import Product, Products, Recipe, takes
+from jfp8.recipes.product import Product, Products
+from jfp8.recipes.recipe import Recipe, takes
 from jfp8.scaling.formats import E4M3FN, E5M2
 
 __all__ = ["DirectE5M2", "Hybrid"]

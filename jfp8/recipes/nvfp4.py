@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.rotations import Hadamard
-from jfp8.recipes.recipe import Product, Products, Recipe, takes
+from jfp8.recipes.product import Product, Products
+from jfp8.recipes.recipe import Recipe, takes
 from jfp8.scaling.formats import E2M1FN
 
 __all__ = ["NVFP4BlockScaling"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jfp8.recipes.recipe import Product, Products, Recipe
+from jfp8.recipes.product import Product, Products
+from jfp8.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True, repr=False)

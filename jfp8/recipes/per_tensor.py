@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from jfp8.quantizers.quantizer import Current, Delayed
-from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Products, Recipe, takes, uniform
+from jfp8.recipes.product import Products, uniform
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, takes
 from jfp8.scaling.scales import ScaleRounding
 
 __all__ = ["DelayedScaling", "Float8CurrentScaling"]

@@ -1,4 +1,4 @@
-"""`Recipe`: which quantizer each operand gets in each of the three `Products`.
+"""`Recipe`: what computes the three `Products` of a layer, by a name and a few fields.
 
 A recipe changes numbers and nothing else does. It is a frozen dataclass: hashable, comparable, and
 written to JSON and back.
@@ -15,171 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jfp8.matmul.job import ACCUMULATIONS, Accumulation
-from jfp8.quantizers.quantizer import Quantizer
-from jfp8.quantizers.rotations import Hadamard
+from jfp8.recipes.looking_ahead import Layer, Operand, shares_among
+from jfp8.recipes.product import Products
 from jfp8.scaling import printing
 from jfp8.scaling.formats import E4M3FN, E5M2, Format
 from jfp8.scaling.history import AmaxState, init_amax_state
-
-
-@dataclass(frozen=True, repr=False)
-class Product:
-    """How one of the three products is computed.
-
-    Attributes:
-      lhs, rhs: quantizers of its operands; None leaves one in high precision. The operands are
-        ``(lhs, rhs)`` in fprop, ``(grad, rhs)`` in dgrad and ``(lhs, grad)`` in wgrad.
-      output: quantizes the result as well; None leaves it in high precision.
-      rotation: turns both operands along the contraction before they are quantized.
-      fast_accumulation: whether hardware may accumulate in fewer bits (see `scaled_matmul`).
-
-    Raises:
-      TypeError: something else than a `Quantizer`.
-      ValueError: a combination that cannot be computed, or only at a loss; the message says why.
-    """
-
-    lhs: Quantizer | None
-    rhs: Quantizer | None
-    output: Quantizer | None = None
-    rotation: Hadamard | None = None
-    fast_accumulation: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("lhs", "rhs", "output"):
-            _check_quantizer(name, getattr(self, name))
-        if self.rotation is not None:
-            if not isinstance(self.rotation, Hadamard):
-                raise TypeError(f"rotation must be a Hadamard() or None, got {self.rotation!r}.")
-            if self.lhs is None and self.rhs is None:
-                raise ValueError(
-                    "rotation without a quantized operand changes nothing: leave it out, or give "
-                    "the product a quantizer."
-                )
-            if any(q is not None and q.history_len for q in (self.lhs, self.rhs)):
-                raise ValueError(
-                    "rotation with an amax history: the history is that of the tensor as it is, "
-                    "not of the rotated one. Use quantizers that look at the data at hand."
-                )
-        blocks = [q.block for q in (self.lhs, self.rhs) if q is not None and q.block is not None]
-        if len(blocks) == 2:
-            (left, left_free), (right, right_free) = blocks
-            if left != right:
-                raise ValueError(
-                    f"lhs has blocks of {left} along the contraction and rhs of {right}. Scales "
-                    "leave the sum block by block, so both need the same stretches: give both "
-                    f"blocks of {min(left, right)}."
-                )
-            if left_free > 1 and right_free > 1:
-                raise ValueError(
-                    f"Both operands have two-dimensional blocks, {blocks[0]} and {blocks[1]}. No "
-                    f"hardware multiplies those: give one of them blocks of ({left}, 1)."
-                )
-        output = self.output
-        if output is not None and (output.block or not output.one_for_both or output.history_len):
-            raise ValueError(
-                f"output={output!r}: a result has no contraction along which scales could vary, "
-                "and no amax history. Use a quantizer with one current scale, such as "
-                "quantizers.Current(fmt)."
-            )
-
-    __repr__ = printing.changes
-
-    @property
-    def powers_of_two(self) -> bool:
-        """Whether all scales that vary along the contraction are powers of two."""
-        return all(q.powers_of_two for q in (self.lhs, self.rhs) if q is not None and q.block)
-
-
-@dataclass(frozen=True, repr=False)
-class Products:
-    """The three products of ``y = lhs @ rhs`` and its gradient. ::
-
-        fprop  y    = lhs . rhs
-        dgrad  dlhs = grad . rhs^T
-        wgrad  drhs = lhs^T . grad
-
-    A tensor is quantized once for both products it takes part in where their quantizers are equal
-    and do not depend on the direction of the contraction, else once for each, from high precision.
-
-    Attributes:
-      fprop, dgrad, wgrad: the three products.
-
-    Raises:
-      TypeError, ValueError: as for `Product`; also if nothing is quantized, or if one tensor is to
-        have two histories.
-    """
-
-    fprop: Product
-    dgrad: Product
-    wgrad: Product
-
-    def __post_init__(self) -> None:
-        for name, product in vars(self).items():
-            if not isinstance(product, Product):
-                raise TypeError(f"{name} must be a recipes.Product, got {product!r}.")
-        if not any(self.quantizers()):
-            raise ValueError(
-                "Nothing is quantized: all operands of all products are None. Use the layer "
-                "without jfp8 (flax.linen.Dense, jax.lax.dot_general) for high precision."
-            )
-        for role, (first, second) in self.by_role().items():
-            lengths = {q.history_len for q in (first, second) if q and q.history_len}
-            if len(lengths) > 1:
-                raise ValueError(
-                    f"{role} would need amax histories of lengths {sorted(lengths)}, but a tensor "
-                    "has one history. Give its quantizers the same history_len."
-                )
-
-    __repr__ = printing.changes
-
-    def by_role(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
-        """Both quantizers of each tensor."""
-        return {
-            "lhs": (self.fprop.lhs, self.wgrad.lhs),
-            "rhs": (self.fprop.rhs, self.dgrad.rhs),
-            "grad": (self.dgrad.lhs, self.wgrad.rhs),
-        }
-
-    def quantizers(self) -> list[Quantizer]:
-        """All quantizers, of operands and outputs."""
-        products = (self.fprop, self.dgrad, self.wgrad)
-        return [q for p in products for q in (p.lhs, p.rhs, p.output) if q is not None]
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether any of them rounds stochastically."""
-        return any(q.stochastic for q in self.quantizers())
-
-    @property
-    def matrices(self) -> bool:
-        """Whether the operands have to be laid out as (batches of) matrices, for blocks."""
-        rotated = any(p.rotation for p in (self.fprop, self.dgrad, self.wgrad))
-        return rotated or any(q.block is not None for q in self.quantizers())
-
-
-def uniform(lhs: Quantizer, rhs: Quantizer, grad: Quantizer) -> Products:
-    """Each tensor with the same quantizer in both of its products."""
-    return Products(
-        fprop=Product(lhs, rhs, fast_accumulation=True),
-        dgrad=Product(grad, rhs),
-        wgrad=Product(lhs, grad),
-    )
-
-
-def _check_quantizer(name: str, quantizer: Any) -> None:
-    if quantizer is None:
-        return
-    if not isinstance(quantizer, Quantizer):
-        raise TypeError(
-            f"{name} must be a quantizer such as jfp8.quantizers.Current(jfp8.E4M3FN), or None for "
-            f"high precision; got {quantizer!r}."
-        )
-    if not quantizer.fmt.signed:
-        raise ValueError(
-            f"{name}={quantizer!r}: {quantizer.fmt.name} has no sign and no zero: it holds scales, "
-            "not data."
-        )
-
 
 # Fields of recipes that say which values they take.
 
@@ -301,6 +141,54 @@ class Recipe:
         if not any(lengths.values()):
             return None
         return {role: init_amax_state(max(n, 1)) for role, n in lengths.items()}
+
+    def is_causal(
+        self, layer: Layer = "dense", operand: Operand | None = None, *, history: bool = False
+    ) -> bool:
+        """Whether no result of a layer depends on a later position of its sequence.
+
+        True promises it to the bit, for the forward pass of a layer that does not look ahead by
+        itself: changing a later token changes no earlier result. It holds in training and in
+        decoding, where the sequence grows by one token after the other.
+
+        Args:
+          layer: ``"dense"`` (every product with a weight), ``"conv"`` (along a dimension of space
+            that is padded on one side), ``"moe"``, or ``"attention"``: the two products of
+            attention itself, where keys after a query are masked.
+          operand: ``"lhs"``, ``"rhs"`` or ``"output"``, the result, which some recipes quantize;
+            None: all of them.
+          history: whether each amax history has an entry, as it has after the first training step;
+            recipes without histories make no difference. Promised then are products that are used
+            once in a step; a second use, and one that records what it sees (NNX in training outside
+            of ``nnx.jit``), may take a larger scale.
+
+        Raises:
+          ValueError: unknown `layer` or `operand`.
+
+        >>> import jfp8
+        >>> jfp8.recipes.MXFP8BlockScaling().is_causal()
+        True
+        >>> jfp8.recipes.Float8CurrentScaling().is_causal()
+        False
+        >>> jfp8.recipes.DelayedScaling().is_causal(history=True)
+        True
+        """
+        return not shares_among(self.resolved(), "positions", layer, operand, history)
+
+    def is_batch_invariant(
+        self, layer: Layer = "dense", operand: Operand | None = None, *, history: bool = False
+    ) -> bool:
+        """Whether no result of a layer depends on the other sequences of the batch.
+
+        True promises it to the bit, for the forward pass.
+
+        Args:
+          layer, operand, history: see `is_causal`.
+
+        Raises:
+          ValueError: unknown `layer` or `operand`.
+        """
+        return not shares_among(self.resolved(), "sequences", layer, operand, history)
 
     def to_json(self) -> str:
         """The recipe as a JSON object, ``{"recipe": class name, field: value, ...}``."""

@@ -10,7 +10,8 @@ import jfp8.quantizers as quantizers
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.recipes import blocks, intel, nvfp4, per_tensor, rowwise, unscaled
 from jfp8.recipes.per_operand import PerOperand
-from jfp8.recipes.recipe import Product, Recipe
+from jfp8.recipes.product import Product
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import format_called
 
 # Each family lists its recipes as what it exports.

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from jfp8.quantizers.quantizer import Current
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Product, Products, Recipe, takes, uniform
+from jfp8.recipes.product import Product, Products, uniform
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, takes
 from jfp8.scaling.scales import ScaleRounding
 
 __all__ = ["RowwiseScaling"]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jfp8.quantizers.quantizer import Unit
-from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Products, Recipe, takes, uniform
+from jfp8.recipes.product import Products, uniform
+from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, takes
 
 __all__ = ["Unscaled"]
 

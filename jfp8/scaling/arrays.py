@@ -183,7 +183,13 @@ def is_scaled_array(node: Any) -> bool:
     """Whether `node` is a `ScaledArray`: for trees in which one counts as a leaf.
 
     Data and scale are leaves of their own to `jax.tree.map`, so that ``2 * leaf`` gives four times
-    the values. Whole, an array computes by its values:
+    the values. Whole, an array computes by its values.
+
+    Args:
+      node: anything.
+
+    Returns:
+      bool.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> params = {"kernel": jfp8.quantize(jnp.array([1.0, 2.0]))}
@@ -198,7 +204,10 @@ def dequantize_tree(tree: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Any
 
     Args:
       tree: pytree of anything.
-      dtype: floating dtype of the values. Other leaves stay as they are.
+      dtype: floating dtype of the values.
+
+    Returns:
+      Pytree with arrays instead of `ScaledArray`s; all other leaves as they are.
 
     Raises:
       TypeError, ValueError: as `dequantize`.

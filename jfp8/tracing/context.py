@@ -10,7 +10,7 @@ import contextlib
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 from jax.sharding import AxisType
@@ -106,7 +106,7 @@ def _capability_of(kind: str) -> tuple[int, int] | None:
     return None
 
 
-Kind = Literal["path", "product", "layer", "recipe", "reason", "cuda"]
+Kind = Literal["path", "product", "layer", "recipe", "ahead", "reason", "cuda"]
 
 _context = jax.make_user_context(None)
 
@@ -126,7 +126,8 @@ def note(kind: Kind, text: str) -> AbstractContextManager[object]:
 def notes_of(name_stack: str) -> dict[str, str]:
     """The innermost note of each kind."""
     found: dict[str, str] = {}
-    for kind, text in re.findall(r"\b(path|product|layer|recipe|reason|cuda)=(.*?);", name_stack):
+    kinds = "|".join(get_args(Kind))
+    for kind, text in re.findall(rf"\b({kinds})=(.*?);", name_stack):
         if kind == "path" and text != found.get("path"):  # what follows is about this layer
             found = {}
         found[kind] = text

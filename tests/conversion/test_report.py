@@ -483,7 +483,7 @@ def test_a_product_counts_as_fp8_only_if_both_operands_are_narrow():
 def test_one_operand_in_high_precision_beside_scales_that_are_narrow(half):
     """The E8M0 scales of the other operand are no operand."""
     from jfp8.recipes.per_operand import PerOperand
-    from jfp8.recipes.recipe import Product
+    from jfp8.recipes.product import Product
 
     mx = MXFP8BlockScaling().products()
     operands = {"lhs": mx.fprop.lhs, "rhs": mx.fprop.rhs, half: None}

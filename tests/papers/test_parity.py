@@ -1,10 +1,14 @@
-"""`benchmarks/parity.py`: what it runs, repeats and refuses, and its table; nothing is trained."""
+"""`benchmarks/parity.py`: what it runs, repeats, refuses and concludes; nothing is trained."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
+import os
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,7 +30,7 @@ def runs(parity, monkeypatch) -> list[tuple[str, str, int, int]]:
     """The runs that are made, as (script, recipe, seed, steps); their losses are made up."""
     made = []
 
-    def train(task, recipe, seed, steps):
+    def train(task, recipe, seed, steps, cache):
         made.append((task.script, recipe, seed, steps))
         loss = 2.0 + seed + 0.01 * list(parity.LABELS).index(recipe)
         return {
@@ -39,6 +43,7 @@ def runs(parity, monkeypatch) -> list[tuple[str, str, int, int]]:
         }
 
     monkeypatch.setattr(parity, "train", train)
+    monkeypatch.setattr(parity.results_file, "commit", lambda: "abc")
     return made
 
 
@@ -47,7 +52,7 @@ def command(parity, tmp_path):
     path = tmp_path / "results" / "parity.json"
 
     def run(options: str) -> dict:
-        parity.main([*options.split(), "--results", str(path)])
+        parity.main(["--jobs", "1", *options.split(), "--results", str(path)])
         return json.loads(path.read_text())
 
     run.path = path
@@ -56,11 +61,11 @@ def command(parity, tmp_path):
 
 def test_everything_is_run_once(parity, runs, command):
     command("")
-    recipes = ["float32", *(r.name for r in jfp8.recipes.RECIPES if r.name != "unscaled")]
+    recipes = ["float32", "twin", *(r.name for r in jfp8.recipes.RECIPES if r.name != "unscaled")]
     recipes += ["control", "repair"]
     expected = [
         (script, recipe, seed, steps)
-        for seed in (0, 1, 2)
+        for seed in range(12)
         for script, steps in (("train_lm.py", 450), ("train_images.py", 600))
         for recipe in recipes
     ]
@@ -80,10 +85,10 @@ def test_selection_brings_float32_along(runs, command):
 def test_an_interrupted_command_goes_on_where_it_stopped(parity, runs, command, monkeypatch):
     train = parity.train
 
-    def interrupted(task, recipe, seed, steps):
+    def interrupted(*run):
         if len(runs) == 3:
             raise KeyboardInterrupt
-        return train(task, recipe, seed, steps)
+        return train(*run)
 
     selection = "--tasks lm --recipes delayed current --seeds 0 1"
     monkeypatch.setattr(parity, "train", interrupted)
@@ -111,15 +116,17 @@ def test_fresh_repeats_what_is_selected_and_keeps_the_rest(runs, command):
 def test_a_run_that_fails_stops_nothing_else(parity, runs, command, monkeypatch, capsys):
     train = parity.train
 
-    def failing(task, recipe, seed, steps):
+    def failing(task, recipe, *more):
         if recipe == "delayed":
-            raise subprocess.CalledProcessError(1, task.script)
-        return train(task, recipe, seed, steps)
+            raise subprocess.CalledProcessError(1, task.script, stderr="No space left")
+        return train(task, recipe, *more)
 
     monkeypatch.setattr(parity, "train", failing)
     with pytest.raises(SystemExit, match="failed, as told above: lm, delayed, seed 0$"):
         command("--tasks lm --recipes delayed current --seeds 0")
-    assert "Float8CurrentScaling" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "Float8CurrentScaling" in told.out
+    assert "No space left" in told.err
     assert sorted(json.loads(command.path.read_text())["lm"]["runs"]) == ["current", "float32"]
 
 
@@ -161,6 +168,66 @@ def test_a_file_of_something_else_is_left_alone(command):
     assert "something else" in command.path.read_text()
 
 
+def test_runs_on_other_cores_are_not_mixed_in(parity, runs, command):
+    """Also those of files from before cores were recorded."""
+    results = command("--tasks lm --recipes delayed --seeds 0")
+    del results["lm"]["conditions"]["cores_of_a_run"]
+    command.path.write_text(json.dumps(results))
+    with pytest.raises(SystemExit, match="cores_of_a_run was not recorded and is"):
+        command("--tasks lm --recipes delayed --seeds 1")
+
+
+def test_two_jobs_record_all_that_one_does(runs, command):
+    selection = "--tasks lm --recipes delayed current --seeds 0 1 2"
+    alone = command(selection)
+    command.path.unlink()
+    together = command(f"{selection} --jobs 2")
+    assert together == alone
+    runs_of = together["lm"]["runs"]
+    assert list(runs_of) == ["float32", "delayed", "current"]  # as the table has them
+    assert [list(of_seeds) for of_seeds in runs_of.values()] == [["0", "1", "2"]] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
+def test_every_process_has_a_core_of_its_own(parity):
+    """Two jobs that wait for each other, so that they are two threads at the same time."""
+    side_by_side = importlib.import_module("side_by_side")
+    both = threading.Barrier(2, timeout=30)
+    code = "import os; print(*os.sched_getaffinity(0))"
+    here, cores = os.sched_getaffinity(0), {}
+
+    def process(job):
+        both.wait()
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+    def ended(job, future):
+        cores[job] = future.result()
+
+    side_by_side.side_by_side(process, range(2), 2, ended)
+    assert [len(own) for own in cores.values()] == [1, 1]
+    assert len({own[0] for own in cores.values()}) == min(2, len(here))
+    assert os.sched_getaffinity(0) == here
+
+
+def test_what_has_not_begun_when_one_is_refused_never_does(parity):
+    side_by_side = importlib.import_module("side_by_side")
+    begun, told = [], threading.Event()
+
+    def work(item):
+        begun.append(item)
+        if item:  # the second waits until the first was refused
+            told.wait(30)
+
+    def refuse(item, future):
+        told.set()
+        raise SystemExit(f"{item} refused")
+
+    with pytest.raises(SystemExit, match="0 refused"):
+        side_by_side.side_by_side(work, range(100), 1, refuse)
+    assert len(begun) <= 3
+
+
 def test_gaps_are_between_equal_seeds(parity):
     runs = {
         "float32": {"0": {"loss": 2.0, "accuracy": 80.0}, "1": {"loss": 4.0, "accuracy": 90.0}},
@@ -171,47 +238,98 @@ def test_gaps_are_between_equal_seeds(parity):
         },
         "current": {"2": {"loss": 9.0, "accuracy": 1.0}},
     }
-    assert parity.gaps(runs) == {
-        "delayed": {
-            "loss_percent": {"seeds": {"0": 1.0, "1": -2.0}, "mean_abs": 1.5, "mean": -0.5},
-            "accuracy_points": {"seeds": {"0": 0.5, "1": -1.0}, "mean_abs": 0.75, "mean": -0.25},
-        }
-    }
+    # Of two gaps the error of the mean is half their difference; t is 6.313752.
+    found = parity.gaps(runs)
+    assert list(found) == ["delayed"]
+    percent, points = found["delayed"]["loss_percent"], found["delayed"]["accuracy_points"]
+    assert percent["seeds"] == {"0": 1.0, "1": -2.0}
+    assert points["seeds"] == {"0": 0.5, "1": -1.0}
+    assert (percent["n"], percent["mean"], percent["median"]) == (2, -0.5, -0.5)
+    assert percent["low"] == pytest.approx(-0.5 - 1.5 * 6.313752, abs=1e-4)
+    assert points["high"] == pytest.approx(-0.25 + 0.75 * 6.313752, abs=1e-4)
+    assert (percent["verdict"], percent["margin"]) == ("cannot be told", 0.25)
+
+
+def test_nothing_is_equivalent_that_diverged(parity, runs, command, monkeypatch, capsys):
+    train = parity.train
+
+    def diverging(task, recipe, seed, *more):
+        result = train(task, recipe, seed, *more)
+        if (recipe, seed) == ("current", 1):
+            result[task.loss] = {"run": math.nan}
+        return result
+
+    monkeypatch.setattr(parity, "train", diverging)
+    results = command("--tasks lm --recipes delayed current --seeds 0 1 2")
+    assert results["lm"]["runs"]["current"]["1"]["loss"] is None
+    gap = results["lm"]["gaps"]["current"]["loss_percent"]
+    assert (gap["diverged"], gap["verdict"], sorted(gap["seeds"])) == (
+        ["1"],
+        "diverged",
+        ["0", "2"],
+    )
+    assert "| `Float8CurrentScaling()` | 3 |  |  | 1 of 3 diverged |" in capsys.readouterr().out
+
+
+CANNED = {
+    "lm": {
+        "conditions": {"data": "Python's standard library"},
+        "runs": {
+            "float32": {"0": {"loss": 2.0}, "10": {"loss": 2.5}, "2": {"loss": 4.0}},
+            "control": {"0": {"loss": 4.0}, "2": {"loss": 8.0}, "10": {"loss": 5.0}},
+            "delayed": {"2": {"loss": 4.004}, "10": {"loss": 2.5}, "0": {"loss": 2.0}},
+            "current": {"2": {"loss": 3.92}, "10": {"loss": 2.5}, "0": {"loss": 2.02}},
+            "nvfp4": {"2": {"loss": 4.04}},
+        },
+    },
+    "images": {
+        "conditions": {},
+        "runs": {
+            "float32": {"0": {"loss": 0.5, "accuracy": 80.0}},
+            "delayed": {"0": {"loss": 0.495, "accuracy": 80.25}},
+        },
+    },
+}
 
 
 def test_the_table(parity, command, capsys):
-    canned = {
-        "lm": {
-            "conditions": {},
-            "runs": {
-                "float32": {"0": {"loss": 2.0}, "10": {"loss": 2.5}, "2": {"loss": 4.0}},
-                "control": {"0": {"loss": 4.0}},
-                "delayed": {"2": {"loss": 3.92}, "10": {"loss": 2.5}, "0": {"loss": 2.02}},
-            },
-        },
-        "images": {
-            "conditions": {},
-            "runs": {
-                "float32": {"0": {"loss": 0.5, "accuracy": 80.0}},
-                "delayed": {"0": {"loss": 0.495, "accuracy": 80.25}},
-            },
-        },
-    }
+    """Of the gaps 0, 0 and 0.1 percent the interval ends 0.0333 * 2.919986 from the mean."""
     command.path.parent.mkdir()
-    command.path.write_text(json.dumps(canned))
-    assert command("--table") == canned
+    command.path.write_text(json.dumps(CANNED))
+    assert command("--table") == CANNED
+    percent = "| recipe | n | mean gap, percent [90 % interval] | median | verdict |\n"
+    points = percent.replace("percent", "points")
+    rule = "| --- | --- | --- | --- | --- |\n"
     assert capsys.readouterr().out == (
-        "| recipe | language model: gap of loss in percent, seeds 0, 2, 10 | "
-        "mean of absolute gaps; mean | ResNet: gap of accuracy in points, seeds 0 | "
-        "mean of absolute gaps; mean | ResNet: gap of loss in percent, seeds 0 | "
-        "mean of absolute gaps; mean |\n"
-        "| --- | --- | --- | --- | --- | --- | --- |\n"
-        "| float32 | 2.0000, 4.0000, 2.5000 |  | 80.00 |  | 0.5000 |  |\n"
-        "| `DelayedScaling()` | +1.00, −2.00, +0.00 | **1.00**; −0.33 | "
-        "+0.25 | **0.25**; +0.25 | −1.00 | **1.00**; −1.00 |\n"
-        "| control: no scales, loss × 10⁻³ | +100.00, –, – | **100.00**; +100.00 | "
-        "– |  | – |  |\n"
+        "language model on Python's standard library, loss: float32 has 2.0000 to 4.0000 over 3 "
+        "seeds.\n\n"
+        f"{percent}{rule}"
+        "| `DelayedScaling()` | 3 | **+0.03** [−0.06, +0.13] | +0.00 | equivalent within 0.25 |\n"
+        "| `Float8CurrentScaling()` | 3 | **−0.33** [−2.91, +2.24] | +0.00 | "
+        "cannot be told (911 seeds might) |\n"
+        "| `NVFP4BlockScaling()` | 1 | **+1.00** | +1.00 |  |\n"
+        "| control: no scales, loss × 10⁻³ | 3 | **+100** [+100, +100] | +100 | **different** |\n"
+        "\n"
+        "ResNet on made-up data, accuracy: float32 has 80.00 to 80.00 over 1 seeds.\n\n"
+        f"{points}{rule}"
+        "| `DelayedScaling()` | 1 | **+0.25** | +0.25 |  |\n"
+        "\n"
+        "ResNet on made-up data, loss: float32 has 0.5000 to 0.5000 over 1 seeds.\n\n"
+        f"{percent}{rule}"
+        "| `DelayedScaling()` | 1 | **−1.00** | −1.00 |  |\n\n"
     )
+
+
+def test_the_picture(command, tmp_path):
+    from matplotlib import image
+
+    command.path.parent.mkdir()
+    command.path.write_text("{}")
+    with pytest.raises(SystemExit, match="nothing to draw"):
+        command(f"--picture {tmp_path / 'gaps.png'}")
+    command.path.write_text(json.dumps(CANNED))
+    command(f"--picture {tmp_path / 'gaps.png'}")
+    assert image.imread(tmp_path / "gaps.png").shape[1] == 6.5 * 150  # one panel: images have a run
 
 
 @pytest.mark.parametrize("name", ["lm", "images"])
@@ -225,6 +343,7 @@ def test_every_run_is_a_command_that_its_script_knows(parity, name):
     parser = options.make_parser() if name == "lm" else script.make_parser()
     told = {r: vars(parser.parse_args(parity.options_of(task, r))) for r in parity.LABELS}
     assert told["float32"]["recipe"] == "none"
+    assert told["twin"] == {**told["float32"], "loss_multiplier": 3.0}
     assert told["delayed"]["recipe"] == "delayed"
     assert (told["control"]["recipe"], told["control"]["loss_multiplier"]) == ("unscaled", 1e-3)
     assert told["repair"] == {**told["control"], "loss_scale": True}

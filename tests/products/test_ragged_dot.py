@@ -21,7 +21,7 @@ from jfp8.products.ragged.tiles import lay_out
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import Float8CurrentScaling
-from jfp8.recipes.recipe import Product
+from jfp8.recipes.product import Product
 from jfp8.scaling.sink import decode_amax, init_sink
 
 E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn

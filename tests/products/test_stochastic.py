@@ -21,7 +21,7 @@ from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_operand import PerOperand
-from jfp8.recipes.recipe import Product
+from jfp8.recipes.product import Product
 
 PLAIN = (((1,), (0,)), ((), ()))
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2

@@ -14,7 +14,7 @@ from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.recipes.per_operand import PerOperand
-from jfp8.recipes.recipe import Product
+from jfp8.recipes.product import Product
 
 UNIT = 2.0**-24  # unit roundoff of f32
 DEFAULT = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)

@@ -28,7 +28,7 @@ from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_operand import PerOperand
-from jfp8.recipes.recipe import Product
+from jfp8.recipes.product import Product
 
 PLAIN = (((1,), (0,)), ((), ()))
 UNIT_ROUNDOFF = 2.0**-24  # of f32

@@ -24,7 +24,8 @@ from jfp8.recipes.intel import DirectE5M2, Hybrid
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
-from jfp8.recipes.recipe import Product, Products, Recipe
+from jfp8.recipes.product import Product, Products
+from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.recipes.unscaled import Unscaled
 

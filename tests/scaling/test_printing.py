@@ -24,7 +24,7 @@ from jfp8.quantizers.quantizer import Context
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.recipes.recipe import Product
+from jfp8.recipes.product import Product
 from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.scaling.scales import amax
 

@@ -14,19 +14,32 @@ from jfp8.layers.linen.layers import own_product
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf, promote_dtype
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
+from jfp8.recipes.attention import InAttention
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 
-EINSUM_HOOKS = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
+# Flax's hooks for the two products of attention.
+EINSUM_HOOKS: dict[str, InAttention] = {
+    "qk_attn_weights_einsum": "scores",
+    "attn_weights_value_einsum": "context",
+}
 
 
 class EinsumProduct(ProductModule):
     """An FP8 einsum of two operands with its state, for the products inside of attention.
 
-    ``nn.MultiHeadDotProductAttention(qk_attn_weights_einsum_cls=EinsumProduct,
-    attn_weights_value_einsum_cls=EinsumProduct)`` computes both with it. For the attributes see
-    `ProductModule`.
+    ``nn.MultiHeadDotProductAttention(
+    qk_attn_weights_einsum_cls=partial(EinsumProduct, in_attention="scores"),
+    attn_weights_value_einsum_cls=partial(EinsumProduct, in_attention="context"))`` computes both
+    with it. For the other attributes see `ProductModule`.
+
+    Attributes:
+      in_attention: ``"scores"`` (queries with keys) or ``"context"`` (weights with values): scales
+        that follow from the data are then those of single positions, so that no result depends on
+        keys that its query may not see (see `Recipe.is_causal`). None: as the recipe has them.
     """
+
+    in_attention: InAttention | None = None
 
     @nn.compact
     def __call__(
@@ -49,7 +62,9 @@ class EinsumProduct(ProductModule):
         Raises:
           ValueError: not two operands and a result.
         """
-        dot_general = DotGeneral(self.recipe, self.implementation, self.state_in_params)
+        dot_general = DotGeneral(
+            self.recipe, self.implementation, self.state_in_params, self.in_attention
+        )
         return einsum.as_dot_general(
             einsum.parse(equation, lhs.ndim, rhs.ndim),
             lhs,
@@ -70,7 +85,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       recipe, implementation: see `Dense`.
       attention_products: compute the two products of attention itself in FP8 too: of queries and
         keys, and of the weights and values. Their operands are no weights, and errors in the first
-        go through the softmax: try it, and compare.
+        go through the softmax: try it, and compare. For their scales see `EinsumProduct`.
 
     Raises:
       ValueError: a hook for products; or `attention_products` with `precision`, or with an
@@ -116,7 +131,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 f"attention_products=True needs an attention_fn whose products can be replaced, as "
                 f"in nn.dot_product_attention; {self.attention_fn} takes no {hook}."
             )
-        return ProductOf(EinsumProduct, self.recipe, self.implementation)
+        return ProductOf(
+            EinsumProduct, self.recipe, self.implementation, in_attention=EINSUM_HOOKS[hook]
+        )
 
     @nn.compact
     def __call__(

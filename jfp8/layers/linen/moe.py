@@ -50,7 +50,7 @@ class RaggedDot(ProductModule):
         how = {"group_sizes": group_sizes, "preferred_element_type": preferred_element_type}
         quantized = partial(observed_ragged_dot, **how)
         plain = partial(lax.ragged_dot, **how, precision=precision)
-        return self._multiply(quantized, plain, lhs, rhs)
+        return self._multiply(quantized, plain, lhs, rhs, "moe")
 
 
 class ExpertDense(nn.Module):

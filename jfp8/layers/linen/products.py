@@ -15,12 +15,14 @@ from jax import lax
 
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.matmul.choice import Implementation
+from jfp8.products.attention import observed_in_attention
 from jfp8.products.conv import observed_convolution
-from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
+from jfp8.recipes.attention import InAttention
 from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.looking_ahead import Layer
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
@@ -57,8 +59,13 @@ class ProductModule(nn.Module):
         plain: Callable[..., jax.Array],
         lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
+        layer: Layer = "dense",
     ) -> jax.Array:
-        """`quantized` of the operands under the recipe in effect, or `plain` if there is none."""
+        """`quantized` of the operands under the recipe in effect, or `plain` if there is none.
+
+        Args:
+          layer: what the product is one of, for reports.
+        """
         own = None if self.recipe is None else check_recipe(self.recipe)
         recipe = recipe_in_effect(own)
         if recipe is None:
@@ -73,9 +80,15 @@ class ProductModule(nn.Module):
         records = state is not None and self._is_mutable("fp8") and not self.is_initializing()
         if state is not None and not (records and self._is_used_again()):
             state = {role: end_recorded(amaxes) for role, amaxes in state.items()}
-        layer, product = self._place_in_model()
-        notes = note("path", layer), note("product", product), note("recipe", recipe.name)
-        with notes[0], notes[1], notes[2], uses_of(None if records else "/".join(self.path)):
+        causal = recipe.is_causal(layer, history=state is not None)
+        path, product = self._place_in_model()
+        with (
+            note("path", path),
+            note("product", product),
+            note("recipe", recipe.name),
+            note("ahead", "" if causal else "later positions"),
+            uses_of(None if records else "/".join(self.path)),
+        ):
             how = How(recipe, self.implementation)
             y, observed = quantized(lhs, rhs, how=how, state=State(state, sink, key))
         if state is not None and records:
@@ -174,8 +187,13 @@ class DotGeneral(ProductModule):
     """An FP8 ``dot_general`` with its state, for ``nn.Dense(dot_general_cls=DotGeneral)``.
 
     Use ``functools.partial(DotGeneral, recipe=...)`` for another recipe than the default. For the
-    attributes see `ProductModule`.
+    other attributes see `ProductModule`.
+
+    Attributes:
+      in_attention: see `EinsumProduct`.
     """
+
+    in_attention: InAttention | None = None
 
     @nn.compact
     def __call__(
@@ -195,7 +213,7 @@ class DotGeneral(ProductModule):
           preferred_element_type: dtype of the result.
         """
         quantized = partial(
-            observed_dot_general,
+            observed_in_attention(self.in_attention),
             dimension_numbers=dimension_numbers,
             preferred_element_type=preferred_element_type,
         )
@@ -205,7 +223,8 @@ class DotGeneral(ProductModule):
             precision=precision,
             preferred_element_type=preferred_element_type,
         )
-        return self._multiply(quantized, plain, lhs, rhs)
+        layer = "dense" if self.in_attention is None else "attention"
+        return self._multiply(quantized, plain, lhs, rhs, layer)
 
 
 class ConvGeneralDilated(ProductModule):
@@ -260,7 +279,7 @@ class ConvGeneralDilated(ProductModule):
             return observed_convolution(lhs, rhs, window, **preferred, **given)
 
         plain = partial(lax.conv_general_dilated, **how, precision=precision)
-        return self._multiply(quantized, plain, lhs, rhs)
+        return self._multiply(quantized, plain, lhs, rhs, "conv")
 
 
 @dataclass(frozen=True)
@@ -271,16 +290,21 @@ class ProductOf:
     recipe: Recipe | str | None
     implementation: Implementation
     state_in_params: bool = False
+    in_attention: InAttention | None = None
 
     def __post_init__(self) -> None:
         if self.recipe is not None:
             object.__setattr__(self, "recipe", check_recipe(self.recipe))
 
     def __call__(self) -> ProductModule:
+        own: dict[str, Any] = (
+            {} if self.in_attention is None else {"in_attention": self.in_attention}
+        )
         return self.module(
             recipe=self.recipe,
             implementation=self.implementation,
             state_in_params=self.state_in_params,
+            **own,
         )
 
 

@@ -109,7 +109,7 @@ class LayerNormAttention(nn.Module):
         einsum = lambda name: jnp.einsum
         if self.attention_products:
             how = {name: self.dense[name] for name in ("recipe", "implementation")}
-            einsum = lambda name: EinsumProduct(**how, name=name)
+            einsum = lambda name: EinsumProduct(**how, in_attention=name, name=name)
         context = transformer_math.projected_attention(
             query,
             keys_values,

@@ -40,6 +40,7 @@ class DotProductAttention(nnx.Module):
             implementation=implementation,
             path=f"{path}/{name}" if path else "",
             leading=leading,
+            in_attention=name,
         )
         self.recipe = None if recipe is None else check_recipe(recipe)
         self.scores = inside("scores")

@@ -14,12 +14,15 @@ from jax import lax
 
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
+from jfp8.products.attention import observed_in_attention
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
+from jfp8.recipes.attention import InAttention
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
+from jfp8.recipes.looking_ahead import Layer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -141,8 +144,13 @@ class Product(nnx.Module):
         lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
         out_sharding: Any,
+        layer: Layer = "dense",
     ) -> jax.Array:
-        """`quantized` of the operands under the recipe in effect, or `plain` if there is none."""
+        """`quantized` of the operands under the recipe in effect, or `plain` if there is none.
+
+        Args:
+          layer: what the product is one of, for reports.
+        """
         recipe = recipe_in_effect(self.recipe)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
         with scope, note("path", self.path):
@@ -161,7 +169,9 @@ class Product(nnx.Module):
                 # Scales of the call before would saturate what another use of the layer takes.
                 operands = zip(Observed._fields, (lhs, rhs), strict=True)
                 state |= {role: observe(state[role], amax(x)) for role, x in operands}
-            with note("recipe", recipe.name), uses_of(self.path):
+            causal = recipe.is_causal(layer, history=state is not None)
+            ahead = note("ahead", "" if causal else "later positions")
+            with note("recipe", recipe.name), ahead, uses_of(self.path):
                 how = How(recipe, self.implementation)
                 y, observed = quantized(
                     lhs, rhs, how=how, state=State(state, sink), out_sharding=out_sharding
@@ -318,14 +328,22 @@ class ConvGeneralDilated(Product):
             return observed_convolution(lhs, rhs, window, **preferred, **given)
 
         plain = partial(lax.conv_general_dilated, **how, precision=precision)
-        return self._multiply(quantized, plain, lhs, rhs, out_sharding)
+        return self._multiply(quantized, plain, lhs, rhs, out_sharding, "conv")
 
 
 class EinsumOp(Product):
     """An FP8 ``einsum`` of two operands with its state, for ``nnx.Einsum(..., einsum_op=...)``.
 
-    Each layer needs its own. For the arguments and attributes see `Product`.
+    Each layer needs its own. For the other arguments and attributes see `Product`.
+
+    Args:
+      in_attention: see `jfp8.linen.EinsumProduct`.
+      options: see `Product`.
     """
+
+    def __init__(self, *, in_attention: InAttention | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.in_attention = in_attention
 
     def __call__(
         self,
@@ -351,7 +369,8 @@ class EinsumOp(Product):
             spec, seen = options.pop("out_sharding"), []
 
             def dot_general(lhs: Any, rhs: Any, numbers: Any) -> jax.Array:
-                y, observed = observed_dot_general(lhs, rhs, numbers, **preferred, **options)
+                multiply = observed_in_attention(self.in_attention)
+                y, observed = multiply(lhs, rhs, numbers, **preferred, **options)
                 seen.append(observed)
                 return y
 
@@ -360,4 +379,5 @@ class EinsumOp(Product):
             return y if spec is None else jax.sharding.reshard(y, spec), seen[0]
 
         plain = partial(jnp.einsum, equation, **preferred, precision=precision)
-        return self._multiply(quantized, plain, lhs, rhs, out_sharding)
+        layer = "dense" if self.in_attention is None else "attention"
+        return self._multiply(quantized, plain, lhs, rhs, out_sharding, layer)

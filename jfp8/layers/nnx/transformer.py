@@ -97,8 +97,8 @@ class LayerNormAttention(nnx.Module):
         self.dropout_rate = attention_dropout
         self.dropout = dropout_or_none(attention_dropout, rngs)
         how: dict[str, Any] = {name: dense[name] for name in ("recipe", "implementation")}
-        self.scores = nnx.data(EinsumOp(**how) if attention_products else None)
-        self.context = nnx.data(EinsumOp(**how) if attention_products else None)
+        inside = lambda which: EinsumOp(**how, in_attention=which) if attention_products else None
+        self.scores, self.context = nnx.data(inside("scores")), nnx.data(inside("context"))
         self.out = LinearGeneral((heads, depth), hidden_size, axis=(-2, -1), **dense, rngs=rngs)
 
     def __call__(

@@ -1,0 +1,100 @@
+"""Whether a program is that of a causal model: whether it masks what comes after a position.
+
+It does where it compares positions with positions, or has a triangular constant. That is found in
+its jaxpr: nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from jfp8.conversion.edges import jaxprs_of
+
+_ORDERS = {"ge", "gt", "le", "lt"}
+# Along which dimensions do results vary that these make of arrays which are the same for all data?
+_ELEMENTWISE = {"add", "sub", "mul", "neg", "max", "min", "convert_element_type", "copy"}
+_LARGEST = 1 << 24  # elements of a constant that is looked at
+
+# The dimensions along which an array varies that depends on no data; None: it depends on some.
+_Varies = frozenset[int] | None
+
+
+def masks_later_positions(closed: ClosedJaxpr, inputs: Any = ()) -> bool:
+    """Whether `closed`, the jaxpr of a model, or an array among its `inputs` has a causal mask."""
+    arrays = [x for x in jax.tree.leaves(inputs) if not isinstance(x, jax.core.Tracer)]
+    if any(map(_is_triangular, [*closed.consts, *arrays])):
+        return True
+    jaxpr = closed.jaxpr
+    return _compares(jaxpr, [None] * len(jaxpr.invars))[0]
+
+
+def _is_triangular(x: Any) -> bool:
+    """Whether `x` is a mask, or masks, of which each row allows one column more."""
+    shape = np.shape(x)
+    if len(shape) < 2 or not 1 < shape[-2] <= shape[-1] or np.size(x) > _LARGEST:
+        return False
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        return False
+    allowed = np.asarray(x).reshape(-1, *shape[-2:])[0] > -1e-3  # also of what is added to scores
+    if allowed.all():
+        allowed = np.asarray(x).reshape(-1, *shape[-2:])[0] > 0
+    rows, columns = shape[-2:]
+    return bool((allowed == np.tri(rows, columns, columns - rows, dtype=bool)).all())
+
+
+def _compares(jaxpr: Jaxpr, ins: Iterable[_Varies]) -> tuple[bool, list[_Varies]]:
+    """Whether positions along two dimensions are compared in `jaxpr`; and what its results are."""
+    known: dict[Any, _Varies] = dict(zip(jaxpr.invars, ins, strict=True))
+    read = lambda v: frozenset() if isinstance(v, Literal) else known.get(v)
+    for eqn in jaxpr.eqns:
+        given = [read(v) for v in eqn.invars]
+        if eqn.primitive.name in _ORDERS and None not in given:
+            first, second = given
+            if first and second and not first & second:
+                return True, []
+        made: list[_Varies] = [None] * len(eqn.outvars)
+        bodies = list(jaxprs_of(eqn))
+        for body in bodies:
+            same = len(bodies) == 1 and len(body.invars) == len(given)
+            found, inside = _compares(body, given if same else [None] * len(body.invars))
+            if found:
+                return True, []
+            if same and len(inside) == len(made) and eqn.primitive.name != "scan":
+                made = inside
+        if not bodies:
+            made = [_varies(eqn, given)]
+        known.update(zip(eqn.outvars, made))
+    return False, [read(v) for v in jaxpr.outvars]
+
+
+def _varies(eqn: Any, given: list[_Varies]) -> _Varies:
+    """Along which dimensions the result of an equation varies; None: that depends on data."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "iota":
+        return frozenset((params["dimension"],))
+    if not given or any(varies is None for varies in given):
+        return None
+    (first, *rest) = given
+    assert first is not None
+    if name in _ELEMENTWISE:
+        return first.union(*(varies or () for varies in rest))
+    if name == "broadcast_in_dim":
+        return frozenset(params["broadcast_dimensions"][d] for d in first)
+    if name == "transpose":
+        return frozenset(params["permutation"].index(d) for d in first)
+    if name == "reshape":
+        before = [n for n in eqn.invars[0].aval.shape if n > 1]
+        after = [d for d, n in enumerate(eqn.outvars[0].aval.shape) if n > 1]
+        if before != [eqn.outvars[0].aval.shape[d] for d in after]:
+            return None
+        kept = [d for d, n in enumerate(eqn.invars[0].aval.shape) if n > 1]
+        return frozenset(after[kept.index(d)] for d in first if d in kept)
+    if name == "squeeze":
+        left = [d for d in range(eqn.invars[0].aval.ndim) if d not in params["dimensions"]]
+        return frozenset(left.index(d) for d in first if d in left)
+    return None

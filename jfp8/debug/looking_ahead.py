@@ -1,0 +1,139 @@
+"""`looks_ahead`: whether later tokens, or other sequences, change the results of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LooksAhead:
+    """What changes did to results that should not depend on them.
+
+    Attributes:
+      later: the largest change of a result at earlier positions, over the largest result; 0: none
+        changed by a bit. Inf: a result became, or was, no finite number.
+      others: likewise of a sequence's results, when other sequences of the batch changed; None:
+        the batch has no others.
+    """
+
+    later: float
+    others: float | None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no result depended on a later position."""
+        return self.later == 0
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether no result depended on another sequence; False if there was none to try."""
+        return self.others == 0
+
+    def __str__(self) -> str:
+        told = lambda change: "nothing" if change == 0 else f"results by {100 * change:.2g} %"
+        lines = [f"Later positions change {told(self.later)}."]
+        if self.others is not None:
+            lines.append(f"Other sequences change {told(self.others)}.")
+        return "\n".join(lines)
+
+
+def looks_ahead(
+    f: Callable[[jax.Array], Any], x: jax.typing.ArrayLike, *, sequence_axis: int = 1
+) -> LooksAhead:
+    """Changes the end of sequences, then all sequences but the first, and looks at the rest.
+
+    Values are multiplied by 0 and by 100; tokens (integers) become the smallest and the largest of
+    `x`. Positions from the second, the middle and the last one on are changed. Results that have
+    not changed by a bit prove nothing for other inputs, but scales that are shared change easily.
+
+    Args:
+      f: a model as a function of one array, ``lambda tokens: model.apply(variables, tokens)``; it
+        is compiled. Its result has the axes of `x` in front: the batch, the first one, and
+        positions. It may be a pytree; arrays in it that lack the axes do not count.
+      x: integers or floats, ``[batch, ..., positions, ...]``.
+      sequence_axis: that of positions.
+
+    Returns:
+      A `LooksAhead`.
+
+    Raises:
+      ValueError: fewer than two positions; no result has the axes; or `f` gives another result
+        when it is called again: dropout, say.
+
+    References:
+      docs/recipes.md lists the recipes of which `Recipe.is_causal` promises that nothing changes.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> layer = jfp8.Dense(8, recipe="current")
+    >>> x = jax.random.normal(jax.random.key(0), (2, 4, 16))
+    >>> params = layer.init(jax.random.key(1), x)
+    >>> jfp8.debug.looks_ahead(lambda x: layer.apply(params, x), x).is_causal
+    False
+    """
+    x = jnp.asarray(x)
+    if not 1 <= sequence_axis < x.ndim or x.shape[sequence_axis] < 2:
+        raise ValueError(
+            f"x of shape {x.shape} with sequence_axis={sequence_axis}: an axis of sequences, the "
+            "first one, and another one of at least two positions are needed."
+        )
+    f = jax.jit(f)
+    results = _with_axes(f(x), x, sequence_axis)
+    if not results:
+        raise ValueError(
+            f"No result of f has the axes of x, {x.shape[: sequence_axis + 1]}: return what there "
+            "is for each position, such as logits, and no mean over them."
+        )
+    again = _with_axes(f(x), x, sequence_axis)
+    if _change(results, again) > 0:
+        raise ValueError(
+            "f gives another result for the same x: switch off what is random, such as dropout "
+            "(deterministic=True), and what f keeps of earlier calls."
+        )
+    n, later = x.shape[sequence_axis], 0.0
+    for first in sorted({1, n // 2, n - 1}):
+        before = (slice(None),) * sequence_axis + (slice(first),)
+        for changed in _variants(x, (slice(None),) * sequence_axis + (slice(first, None),)):
+            found = _with_axes(f(changed), x, sequence_axis)
+            later = max(later, _change(results, found, before))
+    others = None
+    if x.shape[0] > 1:
+        changes = (
+            _change(results, _with_axes(f(changed), x, sequence_axis), (slice(1),))
+            for changed in _variants(x, (slice(1, None),))
+        )
+        others = max(changes)
+    return LooksAhead(later, others)
+
+
+def _variants(x: jax.Array, where: tuple[slice, ...]) -> Iterator[jax.Array]:
+    """`x` with other values at `where`."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        yield from (x.at[where].multiply(factor) for factor in (0, 100))
+    else:
+        yield from (x.at[where].set(value) for value in (jnp.min(x), jnp.max(x)))
+
+
+def _with_axes(results: Any, x: jax.Array, sequence_axis: int) -> list[np.ndarray]:
+    leaves = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
+    axes = x.shape[: sequence_axis + 1]
+    return [np.asarray(y, np.float64) for y in leaves if y.shape[: len(axes)] == axes]
+
+
+def _change(
+    before: list[np.ndarray], after: list[np.ndarray], where: tuple[slice, ...] = ()
+) -> float:
+    """The largest difference at `where`, over the largest result there; 0 only of equal values."""
+    largest = 0.0
+    for old, new in zip(before, after, strict=True):
+        old, new = old[where], new[where]
+        if not np.array_equal(old, new, equal_nan=True):
+            with np.errstate(invalid="ignore", divide="ignore"):
+                change = np.max(np.abs(new - old)) / np.max(np.abs(old))
+            largest = max(largest, float(change) if np.isfinite(change) else np.inf)
+    return largest

@@ -1,0 +1,87 @@
+"""Whether scales carry information from later positions, or from other sequences, into a result.
+
+A scale that elements share changes with each of them. Where positions of a sequence share one, a
+result depends on positions after its own: training sees them, decoding does not. Where sequences
+share one, a result depends on what else is in its batch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from jfp8.quantizers.quantizer import EVERYWHERE, Along, Quantizer
+from jfp8.recipes.attention import InAttention, attention_products
+from jfp8.recipes.product import Product, Products
+
+Layer = Literal["dense", "conv", "moe", "attention"]
+Operand = Literal["lhs", "rhs", "output"]
+Among = Literal["positions", "sequences"]
+
+
+class _Place(NamedTuple):
+    """Where an operand has the positions of a sequence, and the sequences."""
+
+    positions: Along
+    sequences: Along
+
+
+# The operands that are made of data; what is not named is a weight. A convolution is a product of
+# patches, which hold what its result may depend on.
+_ROWS = {"lhs": _Place("free", "free")}
+_IN_ATTENTION: dict[InAttention, dict[str, _Place]] = {
+    "scores": {"lhs": _Place("free", "batch"), "rhs": _Place("free", "batch")},
+    # Weights sum over keys, too, but those that a query may not see are zeros.
+    "context": {"lhs": _Place("free", "batch"), "rhs": _Place("contracting", "batch")},
+}
+LAYERS: tuple[Layer, ...] = ("dense", "conv", "moe", "attention")
+OPERANDS: tuple[Operand, ...] = ("lhs", "rhs", "output")
+
+
+def shares_among(
+    products: Products, among: Among, layer: Layer, operand: Operand | None, history: bool
+) -> bool:
+    """Whether any scale of the forward product of `layer` is shared among positions or sequences.
+
+    Args:
+      among: ``"positions"`` or ``"sequences"``.
+      layer, operand, history: see `Recipe.is_causal`.
+
+    Raises:
+      ValueError: unknown `layer` or `operand`.
+    """
+    for name, given, allowed in (("layer", layer, LAYERS), ("operand", operand, (*OPERANDS, None))):
+        if given not in allowed:
+            raise ValueError(
+                f"{name}={given!r} is unknown. Allowed: {', '.join(map(repr, allowed))}."
+            )
+    operands = OPERANDS if operand is None else (operand,)
+    if layer != "attention":
+        return _shares(products.fprop, _ROWS, among, operands, history)
+    return any(
+        _shares(attention_products(products, which)[0].fprop, places, among, operands, history)
+        for which, places in _IN_ATTENTION.items()
+    )
+
+
+def _shares(
+    product: Product,
+    places: dict[str, _Place],
+    among: Among,
+    operands: tuple[Operand, ...],
+    history: bool,
+) -> bool:
+    for operand in operands:
+        shared = _shared_along(getattr(product, operand), history)
+        if operand == "output":
+            if shared:  # one scale for all of it
+                return True
+        elif operand in places and getattr(places[operand], among) in shared:
+            return True
+    return False
+
+
+def _shared_along(quantizer: Quantizer | None, history: bool) -> frozenset[Along]:
+    if quantizer is None:
+        return frozenset()
+    # The bits of stochastic rounding are drawn by the largest magnitude of the tensor.
+    return EVERYWHERE if quantizer.stochastic else quantizer.scale_shared_along(history)

@@ -1,0 +1,169 @@
+"""`Products`: which quantizer each operand gets in each of the three products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jfp8.quantizers.quantizer import Quantizer
+from jfp8.quantizers.rotations import Hadamard
+from jfp8.scaling import printing
+
+
+@dataclass(frozen=True, repr=False)
+class Product:
+    """How one of the three products is computed.
+
+    Attributes:
+      lhs, rhs: quantizers of its operands; None leaves one in high precision. The operands are
+        ``(lhs, rhs)`` in fprop, ``(grad, rhs)`` in dgrad and ``(lhs, grad)`` in wgrad.
+      output: quantizes the result as well; None leaves it in high precision.
+      rotation: turns both operands along the contraction before they are quantized.
+      fast_accumulation: whether hardware may accumulate in fewer bits (see `scaled_matmul`).
+
+    Raises:
+      TypeError: something else than a `Quantizer`.
+      ValueError: a combination that cannot be computed, or only at a loss; the message says why.
+    """
+
+    lhs: Quantizer | None
+    rhs: Quantizer | None
+    output: Quantizer | None = None
+    rotation: Hadamard | None = None
+    fast_accumulation: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("lhs", "rhs", "output"):
+            _check_quantizer(name, getattr(self, name))
+        if self.rotation is not None:
+            if not isinstance(self.rotation, Hadamard):
+                raise TypeError(f"rotation must be a Hadamard() or None, got {self.rotation!r}.")
+            if self.lhs is None and self.rhs is None:
+                raise ValueError(
+                    "rotation without a quantized operand changes nothing: leave it out, or give "
+                    "the product a quantizer."
+                )
+            if any(q is not None and q.history_len for q in (self.lhs, self.rhs)):
+                raise ValueError(
+                    "rotation with an amax history: the history is that of the tensor as it is, "
+                    "not of the rotated one. Use quantizers that look at the data at hand."
+                )
+        blocks = [q.block for q in (self.lhs, self.rhs) if q is not None and q.block is not None]
+        if len(blocks) == 2:
+            (left, left_free), (right, right_free) = blocks
+            if left != right:
+                raise ValueError(
+                    f"lhs has blocks of {left} along the contraction and rhs of {right}. Scales "
+                    "leave the sum block by block, so both need the same stretches: give both "
+                    f"blocks of {min(left, right)}."
+                )
+            if left_free > 1 and right_free > 1:
+                raise ValueError(
+                    f"Both operands have two-dimensional blocks, {blocks[0]} and {blocks[1]}. No "
+                    f"hardware multiplies those: give one of them blocks of ({left}, 1)."
+                )
+        output = self.output
+        if output is not None and (output.block or not output.one_for_both or output.history_len):
+            raise ValueError(
+                f"output={output!r}: a result has no contraction along which scales could vary, "
+                "and no amax history. Use a quantizer with one current scale, such as "
+                "quantizers.Current(fmt)."
+            )
+
+    __repr__ = printing.changes
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether all scales that vary along the contraction are powers of two."""
+        return all(q.powers_of_two for q in (self.lhs, self.rhs) if q is not None and q.block)
+
+
+@dataclass(frozen=True, repr=False)
+class Products:
+    """The three products of ``y = lhs @ rhs`` and its gradient. ::
+
+        fprop  y    = lhs . rhs
+        dgrad  dlhs = grad . rhs^T
+        wgrad  drhs = lhs^T . grad
+
+    A tensor is quantized once for both products it takes part in where their quantizers are equal
+    and do not depend on the direction of the contraction, else once for each, from high precision.
+
+    Attributes:
+      fprop, dgrad, wgrad: the three products.
+
+    Raises:
+      TypeError, ValueError: as for `Product`; also if nothing is quantized, or if one tensor is to
+        have two histories.
+    """
+
+    fprop: Product
+    dgrad: Product
+    wgrad: Product
+
+    def __post_init__(self) -> None:
+        for name, product in vars(self).items():
+            if not isinstance(product, Product):
+                raise TypeError(f"{name} must be a recipes.Product, got {product!r}.")
+        if not any(self.quantizers()):
+            raise ValueError(
+                "Nothing is quantized: all operands of all products are None. Use the layer "
+                "without jfp8 (flax.linen.Dense, jax.lax.dot_general) for high precision."
+            )
+        for role, (first, second) in self.by_role().items():
+            lengths = {q.history_len for q in (first, second) if q and q.history_len}
+            if len(lengths) > 1:
+                raise ValueError(
+                    f"{role} would need amax histories of lengths {sorted(lengths)}, but a tensor "
+                    "has one history. Give its quantizers the same history_len."
+                )
+
+    __repr__ = printing.changes
+
+    def by_role(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
+        """Both quantizers of each tensor."""
+        return {
+            "lhs": (self.fprop.lhs, self.wgrad.lhs),
+            "rhs": (self.fprop.rhs, self.dgrad.rhs),
+            "grad": (self.dgrad.lhs, self.wgrad.rhs),
+        }
+
+    def quantizers(self) -> list[Quantizer]:
+        """All quantizers, of operands and outputs."""
+        products = (self.fprop, self.dgrad, self.wgrad)
+        return [q for p in products for q in (p.lhs, p.rhs, p.output) if q is not None]
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any of them rounds stochastically."""
+        return any(q.stochastic for q in self.quantizers())
+
+    @property
+    def matrices(self) -> bool:
+        """Whether the operands have to be laid out as (batches of) matrices, for blocks."""
+        rotated = any(p.rotation for p in (self.fprop, self.dgrad, self.wgrad))
+        return rotated or any(q.block is not None for q in self.quantizers())
+
+
+def uniform(lhs: Quantizer, rhs: Quantizer, grad: Quantizer) -> Products:
+    """Each tensor with the same quantizer in both of its products."""
+    return Products(
+        fprop=Product(lhs, rhs, fast_accumulation=True),
+        dgrad=Product(grad, rhs),
+        wgrad=Product(lhs, grad),
+    )
+
+
+def _check_quantizer(name: str, quantizer: Any) -> None:
+    if quantizer is None:
+        return
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(
+            f"{name} must be a quantizer such as jfp8.quantizers.Current(jfp8.E4M3FN), or None for "
+            f"high precision; got {quantizer!r}."
+        )
+    if not quantizer.fmt.signed:
+        raise ValueError(
+            f"{name}={quantizer!r}: {quantizer.fmt.name} has no sign and no zero: it holds scales, "
+            "not data."
+        )

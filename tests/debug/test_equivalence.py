@@ -1,0 +1,132 @@
+"""Verdicts about paired runs, against published tables and draws whose true mean is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8.debug.equivalence import t_quantile
+
+# Quantiles of Student's t as tables print them: (probability, degrees of freedom, quantile).
+TABLE = [
+    (0.95, 1, 6.313752),
+    (0.95, 2, 2.919986),
+    (0.95, 3, 2.353363),
+    (0.975, 9, 2.262157),
+    (0.95, 10, 1.812461),
+    (0.95, 11, 1.795885),
+    (0.995, 11, 3.105807),
+    (0.95, 120, 1.657651),
+    (0.5, 4, 0.0),
+]
+
+
+@pytest.mark.parametrize(("p", "degrees", "quantile"), TABLE)
+def test_quantiles_are_those_of_the_tables(p, degrees, quantile):
+    assert t_quantile(p, degrees) == pytest.approx(quantile, abs=5.1e-7)
+
+
+def test_quantiles_are_those_of_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    for degrees in (1, 2, 3, 4, 5, 50, 999):
+        for p in (0.6, 0.9, 0.975, 0.9995):
+            expected = stats.t.ppf(p, degrees)
+            assert t_quantile(p, degrees) == pytest.approx(expected, rel=1e-11)
+
+
+def test_the_interval_is_that_of_students_paper():
+    """Hours of sleep that ten patients gained by one drug more than by another (1908): the mean is
+    1.58, and its interval of 95 % that of any textbook, [0.70, 2.46]."""
+    gained = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
+    found = jfp8.debug.equivalence(gained, margin=0.5, confidence=0.95)
+    assert found.n == 10
+    assert found.mean == pytest.approx(1.58)
+    assert (found.low, found.high) == pytest.approx((0.7001142, 2.4598858), abs=1e-7)
+    assert found.verdict == "different"
+
+
+# Three gaps, 0 and +-1 about a middle, have the standard error 1 / sqrt(3), and t is 2.919986.
+WIDE = 2.919986 / math.sqrt(3)
+
+
+@pytest.mark.parametrize(
+    ("middle", "margin", "verdict"),
+    [
+        (0.0, WIDE + 1e-4, "equivalent"),
+        (0.0, WIDE - 1e-4, "cannot be told"),  # one and the same: both ends are beyond
+        (0.2, WIDE + 0.1, "cannot be told"),
+        (-0.2, WIDE + 0.1, "cannot be told"),
+        (-0.2, WIDE + 0.3, "equivalent"),
+        (2.0, 0.4, "cannot be told"),  # surely above 0, and not surely above the margin
+        (2.0, 4.0, "equivalent"),  # surely above 0, and surely small
+        (2.0, 2.0 - WIDE - 1e-4, "different"),
+        (2.0, 2.0 - WIDE + 1e-4, "cannot be told"),
+        (-2.0, 2.0 - WIDE - 1e-4, "different"),
+    ],
+)
+def test_verdicts(middle, margin, verdict):
+    found = jfp8.debug.equivalence([middle - 1, middle, middle + 1], margin=margin)
+    assert found.verdict == verdict
+    assert (found.low, found.high) == pytest.approx((middle - WIDE, middle + WIDE), abs=1e-6)
+    assert (found.pairs_needed <= found.n) == (verdict != "cannot be told")
+
+
+def test_gaps_without_spread():
+    found = jfp8.debug.equivalence([0.1, 0.1])
+    assert (found.low, found.high, found.verdict) == (0.1, 0.1, "equivalent")
+    at_the_margin = jfp8.debug.equivalence([0.25, 0.25])
+    assert (at_the_margin.verdict, at_the_margin.pairs_needed) == ("cannot be told", math.inf)
+
+
+def test_pairs_needed_tell_if_nothing_changes():
+    """Of gaps m - a and m + a in equal numbers, mean and spread are known for any number."""
+    found = jfp8.debug.equivalence([-0.4, 0.6] * 2)
+    assert found.verdict == "cannot be told"
+    spread, needed = np.std([-0.4, 0.6] * 2, ddof=1), int(found.pairs_needed)
+    stats = pytest.importorskip("scipy.stats")
+    half = lambda n: stats.t.ppf(0.95, n - 1) * spread / math.sqrt(n)
+    assert half(needed) < 0.25 - 0.1 <= half(needed - 1)
+    assert jfp8.debug.equivalence([-50.0, 50.0]).pairs_needed == math.inf
+    many = jfp8.debug.equivalence([-3.0, 3.0] * 600)  # the error of the mean is 3 / sqrt(1199)
+    assert (many.verdict, many.pairs_needed <= 1200) == ("equivalent", True)
+
+
+def test_errors_are_as_rare_as_promised():
+    """Runs whose true gap is the margin are called equivalent in 5 % of cases, of 400 in 20 +- 4.4;
+    the interval holds the true mean in 90 %, of 400 in 360 +- 6."""
+    draws = np.random.default_rng(0).normal(0.25, 0.1, (400, 6))
+    found = [jfp8.debug.equivalence(gaps) for gaps in draws]
+    assert 20 - 13 <= sum(f.verdict == "equivalent" for f in found) <= 20 + 13
+    assert 20 - 13 <= sum(f.verdict == "different" for f in found) <= 20 + 13
+    assert 360 - 18 <= sum(f.low < 0.25 < f.high for f in found) <= 360 + 18
+
+
+def test_one_line_says_it():
+    found = jfp8.debug.equivalence([-0.53, 0.16, 0.25])
+    assert repr(found) == str(found)
+    assert str(found) == (
+        "-0.04 [-0.759, +0.679] (90 %, 3 pairs), margin 0.25: cannot be told; about 14 pairs might "
+        "tell"
+    )
+    assert str(jfp8.debug.equivalence([-9.0, 9.0])).endswith("more than 1,000 pairs might tell")
+    different = jfp8.debug.equivalence([1.0, 1.1, 1.2], confidence=0.95)
+    assert str(different) == "+1.1 [+0.852, +1.35] (95 %, 3 pairs), margin 0.25: different"
+
+
+@pytest.mark.parametrize(
+    ("gaps", "options", "message"),
+    [
+        ([0.1], {}, r"the shape \(1,\).*two or more.*Train from more seeds"),
+        ([[0.1, 0.2]], {}, r"the shape \(1, 2\)"),
+        ([0.1, math.nan, math.inf], {}, "2 of 3 gaps are NaN or Inf: these runs diverged"),
+        ([0.1, 0.2], {"margin": 0.0}, "margin=0.0: must be above 0"),
+        ([0.1, 0.2], {"margin": math.nan}, "margin=nan"),
+        ([0.1, 0.2], {"confidence": 90}, "confidence=90: must be between 0 and 1"),
+    ],
+)
+def test_what_it_cannot_judge_it_refuses(gaps, options, message):
+    with pytest.raises(ValueError, match=message):
+        jfp8.debug.equivalence(gaps, **options)
