@@ -1,65 +1,59 @@
-"""Adam with few bits of state: training loss beside float32's, bytes, and the tests that break it.
+"""Adam with few bits of state: updates under stress beside exact ones, bytes, and training loss.
 
-    python benchmarks/optimizer_states.py                # an hour on two cores, may be interrupted
-    python benchmarks/optimizer_states.py --optimizers default torchao --seeds 0
-    python benchmarks/optimizer_states.py --stress       # two minutes: no training
-    python benchmarks/optimizer_states.py --table        # what has been run so far, in Markdown
+    python benchmarks/optimizer_states.py --stress            # five minutes: no training
+    python benchmarks/optimizer_states.py --lm --seeds 12 --jobs 2    # may be interrupted
+    python benchmarks/optimizer_states.py --table             # what has been run so far
 
-The model of `examples/train_lm.py` trains in float32 with its AdamW, and again from the same
-parameters on the same batches with the moments stored. Every run is written to the results file
-when it ends, and is not repeated by the next command.
+The stresses are those of `adam_under_stress.py`.
 
-The stress tests look at storages alone:
-  decay   a second moment of 1 decays to 0.0281 (b2 = 0.999, 4000 steps, squared gradients of 0.01)
-          beside one in the same block that stays at 1. Rounded to nearest it freezes.
-  scales  squared gradients of 1e-8 beside such of 1 in one block: 9.8e-9 after 4000 steps. A zero
-          would make the update infinite.
-  update  moments of gradients whose sizes differ from 128 elements to the next, stored once:
-          relative mean square error of the update, m / (sqrt(v) + 1e-8).
+``--lm``: the model of `examples/train_lm.py` trains in float32 with its AdamW, and again from the
+same parameters on the same batches with the moments stored. Each run is a process on one core.
+It is written to the results file when it ends, with the interval of the gaps so far, and the next
+command does not repeat it. A seed is finished for all optimizers before the next one begins.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import concurrent.futures
+import itertools
 import json
 import os
+import queue
 import statistics
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 import jfp8
 from jfp8.optim.adam import DEFAULT, PRESETS, Moments, adamw
 from jfp8.optim.blocks import Blocks
-from jfp8.optim.storage import Float, Storage
-from jfp8.scaling.random_bits import fold_in
+from jfp8.optim.storage import Float
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
+from adam_under_stress import POINTS, STRESSES, updates  # noqa: E402
 from common import environment  # noqa: E402
 
 REFERENCE = "float32"
-M = Blocks()
+LOT = Blocks(transform="expand", rounding="stochastic")
 MOMENTS: dict[str, Moments] = {
     REFERENCE: Moments(Float(), Float()),
     "default": DEFAULT,
     **PRESETS,
-    # Others, which only the stress tests try unless they are named.
-    "v e5m2 stochastic": Moments(M, Blocks(jfp8.E5M2, rounding="stochastic")),
-    "v root stochastic": Moments(M, Blocks(transform="sqrt", rounding="stochastic")),
-    "v e4m3 stochastic": Moments(M, Blocks(rounding="stochastic")),
-    "v expanded nearest": Moments(M, Blocks(transform="expand")),
-    "m stochastic": Moments(Blocks(rounding="stochastic"), DEFAULT.nu),
-    "m expanded": Moments(Blocks(transform="expand"), DEFAULT.nu),
-    "m expanded stochastic": Moments(DEFAULT.nu, DEFAULT.nu),
+    # Others, which only the stresses try unless they are named.
+    "m to nearest": Moments(Blocks(), DEFAULT.nu),
+    "m not expanded": Moments(Blocks(rounding="stochastic"), DEFAULT.nu),
+    "v in E4M3": Moments(DEFAULT.mu, LOT),
 }
+STEPS = max(POINTS)
 
 
 # ---- training
@@ -109,71 +103,68 @@ def train(name: str, seed: int, steps: int) -> dict[str, float]:
     }
 
 
-def gaps(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """How far each loss is above float32's of the same seed, in percent."""
-    reference = runs.get(REFERENCE, {})
-    return {
-        name: {
-            seed: round(100 * (run["loss"] / reference[seed]["loss"] - 1), 3)
-            for seed, run in sorted(of_seeds.items())
-            if seed in reference
-        }
-        for name, of_seeds in runs.items()
-        if name != REFERENCE
-    }
+def train_apart(name: str, seed: int, steps: int, cores: queue.SimpleQueue) -> dict[str, float]:
+    """`train` in a process of its own, on one of the `cores` that are free."""
+    core = cores.get()
+    try:
+        command = [sys.executable, __file__, "--one", name, str(seed), "--steps", str(steps)]
+        done = subprocess.run(
+            [*command, "--core", str(core)], check=True, stdout=subprocess.PIPE, text=True
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+    finally:
+        cores.put(core)
+
+
+def train_all(
+    runs: list[tuple[str, int]], steps: int, jobs: int
+) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """All of `runs`, `jobs` at a time, each as soon as it ends."""
+    cores: queue.SimpleQueue = queue.SimpleQueue()
+    for core in sorted(os.sched_getaffinity(0))[:jobs]:
+        cores.put(core)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        of_run = {pool.submit(train_apart, *run, steps, cores): run for run in runs}
+        try:
+            for done in concurrent.futures.as_completed(of_run):
+                yield (*of_run[done], done.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def gaps(runs: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    """How far each loss is above float32's of the same seed, in percent, and their interval."""
+    reference, found = runs.get(REFERENCE, {}), {}
+    for name, of_seeds in runs.items():
+        paired = sorted(of_seeds.keys() & reference.keys(), key=int)
+        if name == REFERENCE or not paired:
+            continue
+        values = [100 * (of_seeds[s]["loss"] / reference[s]["loss"] - 1) for s in paired]
+        found[name] = {"seeds": {s: round(v, 3) for s, v in zip(paired, values, strict=True)}}
+        if len(values) > 2:
+            result = jfp8.debug.equivalence(values)
+            found[name] |= {k: round(getattr(result, k), 3) for k in ("mean", "low", "high")}
+            found[name]["verdict"] = result.verdict
+    return found
 
 
 # ---- stress
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def second_moment(storage: Storage, v: jax.Array, squares: jax.Array, seed: jax.Array) -> jax.Array:
-    """`v` after 4000 steps of ``v = 0.999 v + 0.001 g^2``, stored and read back in between."""
-
-    def step(kept: Any, i: jax.Array) -> tuple[Any, None]:
-        v = np.float32(0.999) * storage.decode(kept) + np.float32(0.001) * squares
-        return storage.encode(v, fold_in(seed, i)), None
-
-    kept = storage.encode(v, seed)
-    return storage.decode(jax.lax.scan(step, kept, jnp.arange(1, 4001, dtype=jnp.uint32))[0])
-
-
-def stress(moments: Moments) -> dict[str, float]:
-    """The three tests, see above."""
-    seed = jnp.asarray([0, 0], jnp.uint32)
-    odd = np.broadcast_to(np.arange(256) % 2 == 1, (16, 256))
-    ones = jnp.ones(odd.shape)
-    decayed = second_moment(
-        moments.nu, ones, jnp.asarray(np.where(odd, 0.01, 1.0), jnp.float32), seed
-    )
-    small = second_moment(
-        moments.nu, 0 * ones, jnp.asarray(np.where(odd, 1e-8, 1.0), jnp.float32), seed
-    )
-    decayed, small = np.asarray(decayed)[odd], np.asarray(small)[odd]
-    return {
-        "decay_mean": float(decayed.mean()),
-        "decay_sd": float(decayed.std()),
-        "scales_mean": float(small.mean()),
-        "scales_zeros_percent": float(100 * np.mean(small == 0)),
-        "update_error": one_update(moments),
-    }
-
-
-def one_update(moments: Moments) -> float:
-    """Relative mean square error of the update from moments that were stored once."""
-    rng = np.random.default_rng(0)
-    size = np.repeat(10.0 ** rng.uniform(-5, 0, (64, 8)), 128, axis=1)
-    m, v = np.zeros_like(size), np.zeros_like(size)
-    for _ in range(200):
-        g = size * rng.normal(size=size.shape)
-        m, v = 0.9 * m + 0.1 * g, 0.98 * v + 0.02 * g**2
-    kept = [
-        storage.decode(storage.encode(jnp.asarray(x, jnp.float32), jnp.asarray([i, 7], jnp.uint32)))
-        for i, (storage, x) in enumerate(zip(moments, (m, v), strict=True))
-    ]
-    exact = m / (np.sqrt(v) + 1e-8)
-    m, v = (np.asarray(x, np.float64) for x in kept)
-    return float(np.sum((m / (np.sqrt(v) + 1e-8) - exact) ** 2) / np.sum(exact**2))
+def stress(moments: Moments) -> dict[str, Any]:
+    """In percent, of each stress: the worst mean update, the worst noise, and means at `POINTS`."""
+    found = {}
+    for name, of_stress in updates(moments, STEPS).items():
+        bias, noise = 100 * of_stress["bias"], 100 * of_stress["noise"]
+        step, group = np.unravel_index(np.argmax(np.abs(bias)), bias.shape)
+        found[name] = {
+            "bias": round(float(bias[step, group]), 2),
+            "at_step": int(step) + 1,
+            "noise": round(float(noise.max()), 1),
+            "odd": {str(p): round(float(bias[p - 1, 0]), 2) for p in POINTS},
+            "even": {str(p): round(float(bias[p - 1, 1]), 2) for p in POINTS},
+        }
+    return found
 
 
 # ---- the results file
@@ -195,64 +186,81 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 def table(results: dict[str, Any]) -> str:
     """Markdown, a row for each way to keep the moments."""
-    lines = [
-        "| moments | bytes per parameter | loss above float32's, % per seed | decay (0.0281) | "
-        "scales (9.8e-9) | zeros, % | update error |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ["moments", *STRESSES, "bytes per parameter", "LM loss above float32's, %"]
+    lines = [head, ["---"] * len(head)]
     for name in MOMENTS:
         runs, of_stress = results["runs"].get(name, {}), results["stress"].get(name)
-        if not runs and not of_stress:
+        if name == REFERENCE or not (runs or of_stress):
             continue
-        bytes_ = {f"{run['state_bytes_per_parameter']:.2f}" for run in runs.values()}
-        found = ", ".join(f"{gap:+.2f}" for gap in results["gaps_percent"].get(name, {}).values())
-        cells = [name, ", ".join(bytes_), found.replace("-", "−")]
-        if of_stress:
-            cells += [
-                f"{of_stress['decay_mean']:.4f} ± {of_stress['decay_sd']:.4f}",
-                f"{of_stress['scales_mean']:.1e}",
-                f"{of_stress['scales_zeros_percent']:.0f}",
-                f"{of_stress['update_error']:.1e}",
-            ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        row = [name]
+        for s in STRESSES:
+            row.append(_percent(of_stress[s]["bias"]) if of_stress else "")
+        row.append(", ".join({f"{run['state_bytes_per_parameter']:.2f}" for run in runs.values()}))
+        row.append(_interval(results["gaps_percent"].get(name, {})))
+        lines.append(row)
+    return "\n".join(f"| {' | '.join(cells)} |".replace("-0.0 ", "0.0 ") for cells in lines)
+
+
+def _interval(gap: dict[str, Any]) -> str:
+    """The mean gap with its interval, and what it tells; nothing of too few seeds."""
+    if "mean" not in gap:
+        return ""
+    interval = f"{gap['mean']:+.2f} [{gap['low']:+.2f}, {gap['high']:+.2f}]"
+    return f"{interval} ({len(gap['seeds'])} seeds): {gap['verdict']}"
+
+
+def _percent(value: float) -> str:
+    """Two digits of it, with its sign."""
+    return f"{value:+.1f}" if abs(value) < 10 else f"{value:+,.0f}"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    # fmt: off
+    parser.add_argument("--stress", action="store_true", help="measure updates under stress")
+    parser.add_argument("--lm", action="store_true", help="train the language model")
+    parser.add_argument("--table", action="store_true", help="print the table")
     parser.add_argument("--optimizers", choices=MOMENTS, nargs="+", default=["default", *PRESETS],
-                        help="float32 is always among them")  # fmt: skip
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=450)
+                        help="of --lm; float32 is always among them")
+    parser.add_argument("--seeds", type=int, default=12, help="of --lm: how many, from 0 on")
+    parser.add_argument("--steps", type=int, default=450, help="of --lm")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one core")
     parser.add_argument("--results", metavar="PATH", type=Path,
-                        default=ROOT / "benchmarks/results/optimizer_states.json")  # fmt: skip
-    parser.add_argument("--stress", action="store_true", help="train nothing")
-    parser.add_argument("--table", action="store_true", help="run nothing, print the table")
+                        default=ROOT / "benchmarks/results/optimizer_states.json")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
+    # fmt: on
     args = parser.parse_args(argv)
-
-    results = read(args.results)
-    if args.table:
-        print(table(results))
+    if args.one:
+        os.sched_setaffinity(0, {args.core})  # before JAX counts cores
+        print(json.dumps(train(args.one[0], int(args.one[1]), args.steps)))
         return
+    results = read(args.results)
+    if args.stress:
+        for name, moments in MOMENTS.items():
+            results["stress"][name] = stress(moments)
+            write(args.results, results)
+    if args.lm:
+        train_what_is_missing(args, results)
+    print(table(results))
+
+
+def train_what_is_missing(args: argparse.Namespace, results: dict[str, Any]) -> None:
     made = {"steps": args.steps, **environment()}
-    if results.setdefault("made", made) != made:
+    if results["runs"] and results["made"] != made:
         raise SystemExit(
             f"{args.results} holds runs that were made otherwise ({results['made']}), which cannot "
             "be compared with new ones: name another file with --results"
         )
-    for name in MOMENTS:
-        results["stress"][name] = stress(MOMENTS[name])
-    write(args.results, results)
+    results["made"] = made
     chosen = [name for name in MOMENTS if name in {REFERENCE, *args.optimizers}]
-    for name in [] if args.stress else chosen:
-        of_seeds = results["runs"].setdefault(name, {})
-        for seed in args.seeds:
-            if str(seed) not in of_seeds:
-                print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
-                of_seeds[str(seed)] = train(name, seed, args.steps)
-                results["gaps_percent"] = gaps(results["runs"])
-                write(args.results, results)
-    print(json.dumps(results, indent=2))
+    wanted = [(name, seed) for seed, name in itertools.product(range(args.seeds), chosen)]
+    missing = [(n, seed) for n, seed in wanted if str(seed) not in results["runs"].get(n, {})]
+    for name, seed, run in train_all(missing, args.steps, args.jobs):
+        results["runs"].setdefault(name, {})[str(seed)] = run
+        results["gaps_percent"] = gaps(results["runs"])
+        write(args.results, results)
+        print(f"{name}, seed {seed}: {run}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def from_fields(node: Any) -> Any:
         return None
     dtype = {name: getattr(leaf, "dtype", None) for name, leaf in node.items()}
     fields = set(node)
-    if fields == {"data", "amax", "power"} and dtype["data"] in _DATA:
+    if fields == {"data", "amax", "power"} and dtype["data"] in (*_DATA, E8M0FNU.dtype):
         if dtype["amax"] == dtype["power"] == jnp.bfloat16:
             return ExpandedArray(node["data"], node["amax"], node["power"])
     if fields == {"data", "scale"} and dtype["data"] == jnp.float16:

@@ -10,6 +10,7 @@ import optax
 from jfp8.optim.blocks import Blocks
 from jfp8.optim.storage import Float, ScaledFloat16, Storage
 from jfp8.optim.stored_state import store_state
+from jfp8.scaling.formats import E8M0FNU
 
 
 class Moments(NamedTuple):
@@ -19,12 +20,14 @@ class Moments(NamedTuple):
     nu: Storage
 
 
-# The second moment sets the step of every element, on its own. So it must neither freeze (hence
-# stochastic: b2 decays it by less than half a spacing) nor become 0 in a block with larger elements
-# (hence expanded). The first moment forgets fast enough to be rounded to nearest.
+# Both are rounded by lot: to nearest, an element whose step moves it by less than half a spacing
+# stays where it is, and that is 0.1 |g - m| of a first moment, 0.1 % of a second one. Both are
+# expanded: a block may hold gradients of very different sizes, and a second moment of 0 makes the
+# update infinite, while a first one that is now 0 and now the smallest number makes it noise. The
+# second has no sign, so that all of its bits are for its size.
 DEFAULT = Moments(
-    mu=Blocks(block=128),
-    nu=Blocks(block=128, transform="expand", rounding="stochastic"),
+    mu=Blocks(transform="expand", rounding="stochastic"),
+    nu=Blocks(E8M0FNU, transform="expand", rounding="stochastic"),
 )
 
 PRESETS: dict[str, Moments] = {
@@ -86,16 +89,20 @@ def adam(
     ============  ===============================  ================================  ========
     `preset`      first moment                     second moment                     bytes
     ============  ===============================  ================================  ========
-    None          E4M3 in blocks of 128            E4M3 in blocks of 128, expanded,  2.06
-                                                   stochastic rounding
+    None          E4M3 in blocks of 128, expanded  E8M0 in blocks of 128, expanded   2.06
     ``msamp_o2``  E4M3, one power-of-two scale     float16, one power-of-two scale   3.00
     ``torchao``   E4M3 in blocks of 256            E4M3 in blocks of 256             2.03
     ``coat``      E4M3 in blocks of 128, expanded  E4M3 in blocks of 128, expanded   2.06
     ============  ===============================  ================================  ========
 
+    jfp8's own rounds stochastically: the mean update of elements whose exact updates are equal is
+    within 5 % of it, after gradients that fall, that span six decades in a block, or that are 1000
+    times larger in one step, or zero in most.
+
     The presets are the rules of other libraries, rounding to nearest, but with blocks along the
-    last axis instead of the flattened array. Their second moments stop decaying once a step changes
-    them by less than half a spacing (but for float16), and in ``torchao`` small ones become zero.
+    last axis instead of the flattened array. Moments that a step changes by less than half a
+    spacing stay where they are, first ones (``0.1 |g - m|``) as well as second ones, but for
+    float16; and in ``torchao`` small second ones become zero.
 
     Args:
       learning_rate, b1, b2, eps, eps_root, nesterov: as in ``optax.adam``.
@@ -165,6 +172,11 @@ def _moments(
                 "moment. Drop one of the two."
             )
         mu = Float(mu_dtype)
+    if isinstance(mu, Blocks) and not mu.fmt.signed:
+        raise ValueError(
+            f"{function}(mu={mu!r}): {mu.fmt.name} has no sign, and a first moment has one. "
+            f"Keep the second moment in it: {function}(nu={mu!r})."
+        )
     if preset is None:
         return Moments(mu or DEFAULT.mu, nu or DEFAULT.nu)._asdict()
     if preset not in PRESETS:

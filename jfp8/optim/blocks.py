@@ -1,7 +1,8 @@
 """A moment of an optimizer in FP8, with a scale, or a maximum and a power, for every block.
 
 Rounded to nearest in FP8, an element moves only if a step changes it by half a spacing, 3 % and
-more. A second moment with b2 = 0.999 decays by 0.1 % per step, and freezes. ``"stochastic"``
+more. A second moment with b2 = 0.999 decays by 0.1 % per step, and freezes; a first one with b1 =
+0.9 freezes where the gradient differs from it by less than 0.3 to 0.6 of it. ``"stochastic"``
 rounding moves it with the probability of the remainder, which is right on average.
 """
 
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.optim import levels
 from jfp8.optim.storage import Storage
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.scaling.casts import codes_to_format, decode, encode
-from jfp8.scaling.formats import E4M3FN, Format, as_format
+from jfp8.scaling.casts import codes_of, codes_to_format, decode, encode
+from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format, as_format, format_of
 from jfp8.scaling.parts import apply_scale
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
@@ -49,7 +51,7 @@ class ExpandedArray(NamedTuple):
       data: f8 array of the shape of ``x``, with its signs.
       amax: bf16, largest magnitude of each block, rounded up, of the leading dimensions of ``x``;
         NaN if an element of the block was not finite.
-      power: bf16 of the same shape, multiples of 1/16.
+      power: bf16 of the same shape, multiples of 1/16; of E8M0 integers.
     """
 
     data: jax.Array
@@ -83,11 +85,19 @@ class Blocks(Storage):
     with the maximum rounded up to bf16 and the minimum down. Elements beyond 2^-48 of the maximum
     do not count as the minimum, and are stored as the smallest value.
 
+    ``Blocks(jfp8.E8M0FNU, transform="expand")`` is for what is never negative, such as second
+    moments. Its 254 values are powers of two, so that those of ``x`` are in equal ratios. Code 0
+    stands for zero, and a negative number makes its block NaN. Here ``amax`` is rounded up to a
+    power of two, and ``power``, now ``floor(253 / log2(max / min))`` with the minimum rounded down
+    to a power of two, to three significant bits, and 128 at the most: so the values stand still
+    while the largest of the block moves.
+
     Data has the shape of the array and scales have its leading dimensions, so that a sharding of
     the array applies to both. The last block of a row may be shorter.
 
     With ``rounding="stochastic"`` the decoded value is right on average: between the two
-    neighbours, which a transform spaces unevenly, one is drawn by the distances of the values.
+    neighbours, which a transform spaces unevenly, one is drawn by the distances of the values. In
+    E8M0 it is the logarithm that is right on average, since ``1 / sqrt(v)`` then nearly is.
 
     Attributes:
       fmt: format of the data.
@@ -115,10 +125,12 @@ class Blocks(Storage):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fmt", as_format(self.fmt))
-        if not self.fmt.signed or not self.fmt.has_nan:
+        in_levels = self.fmt == E8M0FNU and self.transform == "expand"
+        if not in_levels and not (self.fmt.signed and self.fmt.has_nan):
             raise TypeError(
-                f"Blocks(fmt={self.fmt!r}): must be a jfp8.Format with a sign and a NaN, such as "
-                "jfp8.E4M3FN or jfp8.E5M2."
+                f"Blocks(fmt={self.fmt!r}, transform={self.transform!r}): must be a jfp8.Format "
+                "with a sign and a NaN, such as jfp8.E4M3FN or jfp8.E5M2. What is never negative, "
+                "as a second moment, can be in Blocks(jfp8.E8M0FNU, transform='expand')."
             )
         if self.block is not None and (type(self.block) is not int or self.block < 1):
             raise ValueError(
@@ -143,6 +155,8 @@ class Blocks(Storage):
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Largest magnitude of each block of `x`, and smallest but zero for ``"expand"``."""
+        if not self.fmt.signed:
+            x = jnp.where(x < 0, jnp.nan, x)  # which makes its block NaN
         largest = _largest(x, self.block)
         return (largest, _smallest(x, self.block)) if self.transform == "expand" else (largest,)
 
@@ -150,13 +164,14 @@ class Blocks(Storage):
         self, x: jax.Array, measured: tuple[jax.Array, ...], seed: jax.Array
     ) -> ScaledArray | ExpandedArray:
         bits = hash_bits(seed, x.shape) if self.rounding == "stochastic" else None
-        if self.transform == "expand":
-            return self._expand(x, measured, bits)
-        return self._scale(x, measured[0], bits)
+        if self.transform != "expand":
+            return self._scale(x, measured[0], bits)
+        return (self._expand if self.fmt.signed else self._levels)(x, measured, bits)
 
     def decode(self, stored: ScaledArray | ExpandedArray) -> jax.Array:
         if isinstance(stored, ExpandedArray):
-            return self._contract(stored)
+            of_levels = stored.data.dtype == E8M0FNU.dtype
+            return (self._from_levels if of_levels else self._contract)(stored)
         values = scaled_values(stored)
         return values * jnp.abs(values) if self.transform == "sqrt" else values
 
@@ -207,9 +222,24 @@ class Blocks(Storage):
     def _contract(self, stored: ExpandedArray) -> jax.Array:
         y, block = decode(stored.data), self._block_of(stored.data)
         largest, power = stored.amax.astype(jnp.float32), stored.power.astype(jnp.float32)
-        relative = jnp.abs(y) * np.float32(1 / self.fmt.max)
+        # The format of the data, which an older state may have in another one.
+        relative = jnp.abs(y) * np.float32(1 / format_of(stored.data.dtype).max)
         relative = jnp.exp2(apply_scale(jnp.log2(relative), np.float32(1.0) / power, block))
         return jnp.copysign(apply_scale(relative, largest, block), y)
+
+    def _levels(
+        self, x: jax.Array, measured: tuple[jax.Array, ...], bits: jax.Array | None
+    ) -> ExpandedArray:
+        largest, smallest = measured
+        top, per_binade = levels.grid(smallest, largest)
+        codes = levels.codes(x, top, per_binade, self._block_of(x), bits)
+        kept = jnp.where(jnp.isfinite(largest), top, jnp.nan).astype(jnp.bfloat16)  # exact
+        data = codes_to_format(codes, self.fmt)
+        return ExpandedArray(data, kept, per_binade.astype(jnp.bfloat16))
+
+    def _from_levels(self, stored: ExpandedArray) -> jax.Array:
+        top, per_binade = stored.amax.astype(jnp.float32), stored.power.astype(jnp.float32)
+        return levels.values(codes_of(stored.data), top, per_binade, self._block_of(stored.data))
 
     def _drawn(
         self, x: jax.Array, y: jax.Array, q: ScaledArray | ExpandedArray, bits: jax.Array

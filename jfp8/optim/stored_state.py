@@ -56,7 +56,8 @@ def store_state(
         with one leaf per parameter, such as ``optax.adamw(1e-3)`` or a chain with it.
       storages: how to keep what is in the fields of these names; for example ``{"mu":
         Blocks(block=256), "nu": ScaledFloat16()}`` for Adam, ``{"trace": Blocks()}`` for
-        ``optax.sgd`` with momentum.
+        ``optax.sgd`` with momentum. Rounded to nearest, what a step changes by less than half a
+        spacing stays where it is: see ``rounding`` of `Blocks`.
       min_size: arrays with fewer elements stay as they are, and so do those of fewer than two
         dimensions: they take little memory, and biases and norms are sensitive.
       seed: int, or i32[], of stochastic rounding, whose bits also depend on the step, the leaf and

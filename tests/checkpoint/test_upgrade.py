@@ -25,6 +25,8 @@ import jfp8
 from jfp8.checkpoint.changes import CheckpointChange
 from jfp8.checkpoint.downgrade import downgrade
 from jfp8.checkpoint.upgrade import upgrade
+from jfp8.optim.adam import DEFAULT
+from jfp8.optim.blocks import Blocks
 from jfp8.optim.masters import master_weights
 from jfp8.recipes.per_tensor import DelayedScaling
 
@@ -473,6 +475,10 @@ def bound_of(name, moment, x):
     if moment == "nu" and name in ("O2", "masters of stored"):
         return np.maximum(np.abs(x) * 2.0**-11, np.abs(x).max() * 2.0**-40)
     if moment == "nu" and name == "stored":
+        # Half a level. Of these a binade has 253 by the number of binades, to three bits.
+        binades = np.log2(np.abs(x).max(axis=1, keepdims=True) / x.min(axis=1, keepdims=True)) + 2
+        return x * (2.0 ** (0.5 * 1.25 * binades / 252) - 1)
+    if moment == "mu" and name == "stored":
         # Expanded over what E4M3 spans, 16.6 binades: the power of a row is that by its own span,
         # rounded down to a sixteenth, and its root divides the relative error.
         amax = np.abs(x).max(axis=1, keepdims=True)
@@ -482,7 +488,7 @@ def bound_of(name, moment, x):
         error = np.maximum(2.0**-4, 2.0**-10 / y)
         return np.abs(x) * ((1 - error) ** (-1 / power) - 1)
     # E4M3: half of 2^-3, or half of the smallest value, 2^-9 / 448 of the amax of the block.
-    block = {"O2": 128, "stored": 128, "torchao": 256, "masters of stored": x.size}[name]
+    block = {"O2": 128, "torchao": 256, "masters of stored": x.size}[name]
     rows = x if block != x.size else x.reshape(1, -1)
     amax = np.abs(rows).max(axis=-1, keepdims=True)  # a row has 64 elements: one block
     # msamp_o2 rounds its scale up to a power of two.
@@ -520,8 +526,8 @@ def test_moments_go_into_another_form_and_back(name):
             "Arrays saved in float32 are stored as float16 with one scale",
         ],
         "stored": [
-            "Arrays saved in float32 are stored as float8_e4m3fn with float32 scales",
             "Arrays saved in float32 are stored as float8_e4m3fn in expanded blocks",
+            "Arrays saved in float32 are stored as float8_e8m0fnu in expanded blocks",
         ],
         "torchao": ["Arrays saved in float32 are stored as float8_e4m3fn with float32 scales"],
     }[name]
@@ -547,6 +553,39 @@ def test_between_all_optimizers(before, after):
     one, two = trained(state, 2)[1], trained(changed, 2)[1]
     np.testing.assert_allclose(one, two, rtol=0.01)
     assert two[1] < two[0]
+
+
+# What `adamw` kept by default before its first moment was rounded by lot.
+OLD_NU = Blocks(transform="expand", rounding="stochastic")
+
+
+@pytest.mark.slow
+def test_moments_of_before_become_those_of_now():
+    saved = trained(fresh(jfp8.optim.adamw(1e-2, mu=Blocks(), nu=OLD_NU)))[0]
+    new, messages = told(upgrade, serialization.to_state_dict(saved), fresh(OPTIMIZERS["stored"]))
+    assert kinds(messages) == [
+        "Arrays saved as float8_e4m3fn with float32 scales are stored as float8_e4m3fn in expanded "
+        "blocks",
+        "Arrays saved as float8_e4m3fn in expanded blocks are stored as float8_e8m0fnu in expanded "
+        "blocks",
+    ]
+    for moment, storage in (("mu", Blocks()), ("nu", OLD_NU)):
+        for layer in KERNELS:
+            before = storage.decode(getattr(adam_of(saved), moment)[layer]["kernel"])
+            now = DEFAULT.nu.decode(getattr(adam_of(new), moment)[layer]["kernel"])
+            bound = 1.0001 * bound_of("stored", moment, np.asarray(before))
+            assert np.all(np.abs(now - before) <= bound), (moment, layer)
+
+
+@pytest.mark.slow
+def test_rounding_is_no_form():
+    """What was rounded to nearest goes on rounded by lot, from the same bytes."""
+    nearest = trained(fresh(jfp8.optim.adamw(1e-2, mu=Blocks(), nu=Blocks())))[0]
+    lot = Blocks(rounding="stochastic")
+    target = fresh(jfp8.optim.adamw(1e-2, mu=lot, nu=lot))
+    state, messages = told(upgrade, serialization.to_state_dict(nearest), target)
+    assert messages == []
+    assert_same(jax.tree.leaves(state.opt_state), jax.tree.leaves(nearest.opt_state))
 
 
 # Masters

@@ -16,12 +16,11 @@ import optax
 import pytest
 
 import jfp8
-from jfp8 import E4M3FN
+from jfp8 import E4M3FN, E8M0FNU
 from jfp8.optim.adam import DEFAULT, PRESETS, adam, adamw
 from jfp8.optim.blocks import Blocks, ExpandedArray
 from jfp8.optim.storage import Float, ScaledFloat16
 from jfp8.optim.stored_state import StoredState, is_stored, store_state
-from jfp8.scaling.arrays import ScaledArray
 
 SHAPES = {"w": (64, 200), "deep": {"w": (2, 32, 128), "bias": (5000,), "small": (8, 8)}}
 MOMENTS = DEFAULT._asdict()
@@ -86,7 +85,8 @@ def test_with_f32_storage_nothing_changes(tx, theirs):
 def test_updates_follow_from_moments_that_are_not_rounded():
     """Those of optax from the decoded state; what is rounded is stored, and nothing else."""
     inner = optax.adam(1e-2)
-    tx = store_state(inner, MOMENTS)
+    storages = {"mu": Blocks(), "nu": DEFAULT.nu}
+    tx = store_state(inner, storages)
     params, state = train(tx, 3)
     gradient = normal(50, scale=1e-3)
     updates, after = jax.jit(tx.update)(gradient, state, params)
@@ -94,7 +94,7 @@ def test_updates_follow_from_moments_that_are_not_rounded():
     (adam_state, *rest) = state.inner_state
     decoded = {
         name: jax.tree.map(
-            lambda x, storage=MOMENTS[name]: storage.decode(x) if is_stored(x) else x,
+            lambda x, storage=storages[name]: storage.decode(x) if is_stored(x) else x,
             getattr(adam_state, name),
             is_leaf=is_stored,
         )
@@ -115,14 +115,14 @@ def test_updates_follow_from_moments_that_are_not_rounded():
 def test_large_arrays_are_stored_and_vectors_and_small_ones_are_not():
     _, state = train(store_state(optax.adam(1e-2), MOMENTS), 1)
     (moments, _) = state.inner_state
-    for name, kind in (("mu", ScaledArray), ("nu", ExpandedArray)):
+    for name, fmt in (("mu", E4M3FN), ("nu", E8M0FNU)):
         of_name = getattr(moments, name)
         for kept, shape in (
             (of_name["w"], (64, 200)),
             (of_name["deep"]["w"], (2, 32, 128)),
         ):
-            assert isinstance(kept, kind)
-            assert kept.data.dtype == E4M3FN.dtype
+            assert isinstance(kept, ExpandedArray)
+            assert kept.data.dtype == fmt.dtype
             assert kept.data.shape == shape
         for leaf in (of_name["deep"]["bias"], of_name["deep"]["small"]):
             assert leaf.dtype == jnp.float32
@@ -375,11 +375,30 @@ def test_leaves_steps_and_seeds_have_their_own_bits():
             assert 0.1 < np.mean(x != y) < 0.9, (a, b)
 
 
+def test_two_moments_are_rounded_independently():
+    """Errors of both that go together would bias ``m / sqrt(v)``, and errors of two steps ``m``."""
+    x = {"w": jnp.asarray(np.random.default_rng(0).uniform(1, 2, (64, 1024)), jnp.float32)}
+    inner = optax.GradientTransformation(
+        lambda params: optax.ScaleByAdamState(jnp.zeros([]), params, params),
+        lambda u, state, params=None: (u, state._replace(mu=u, nu=u)),
+    )
+    lot = Blocks(rounding="stochastic")
+    tx = store_state(inner, {"mu": lot, "nu": lot})
+    errors, state = [], tx.init(x)
+    for _ in range(2):
+        _, state = tx.update(x, state)
+        for kept in (state.inner_state.mu["w"], state.inner_state.nu["w"]):
+            errors.append(np.ravel(kept.dequantize() - x["w"]))
+    together = np.corrcoef(errors) - np.eye(4)
+    # 5 standard errors; with one seed for both it is 1.
+    assert np.abs(together).max() < 5 / np.sqrt(x["w"].size)
+
+
 @pytest.mark.parametrize(
     ("preset", "most"),
     [
         ("torchao", 0.1),
-        (None, 4.2),  # one power of the second moment, which XLA:CPU does not compute twice
+        (None, 4.2),  # one power of the first moment, which XLA:CPU does not compute twice
     ],
 )
 def test_trap_moments_do_not_stay_in_memory_in_f32(preset, most):

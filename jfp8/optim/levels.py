@@ -1,0 +1,89 @@
+"""Magnitudes in 8 bits, in equal ratios: what `Blocks` of a format without a sign or mantissa do.
+
+A second moment has no sign, and what counts of it is its ratio to what it should be. So all 8 bits
+are one exponent::
+
+    |x| = top * 2^((code - 254) / n)          codes 1 to 254;  0 stands for zero
+
+`top` is the power of two at or above the largest of a block, and `n`, the levels of each binade, an
+integer of three significant bits. So the grid stands still while the largest of a block moves: to
+move it would round all elements anew.
+
+By lot, a level is drawn by the distances of the logarithms. What moves a parameter is
+``1 / sqrt(v)``, and if ``v`` is right on average, that is ``3/8 s^2`` too large, with ``s^2`` the
+relative variance of ``v``. If its logarithm is, it is ``1/8 s^2`` too large where ``v`` decays, and
+as much too small where it is steady.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.scaling.parts import apply_scale
+
+TOP_CODE = 254
+MOST_LEVELS, MOST_BINADES = 128, 48  # of a binade; of a block
+
+
+def grid(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``top`` and ``n``, f32, of blocks whose magnitudes but zero lie between the two::
+
+    n = floor(253 / binades) to three significant bits, and 128 at the most
+    """
+    mantissa = np.uint32(0x7FFFFF)
+    bottom = lax.bitcast_convert_type(smallest, jnp.uint32) >> 23
+    top = (lax.bitcast_convert_type(largest, jnp.uint32) + mantissa) >> 23
+    top = jnp.clip(top, 1, 253)  # so that its reciprocal is a normal number, too
+    binades = jnp.clip(top.astype(jnp.int32) - bottom.astype(jnp.int32), 1, MOST_BINADES)
+    n = jnp.minimum((TOP_CODE - 1) // binades, MOST_LEVELS).astype(jnp.float32)
+    n_bits = lax.bitcast_convert_type(n, jnp.uint32) & np.uint32(0xFFE00000)
+    return (
+        lax.bitcast_convert_type(top << 23, jnp.float32),
+        lax.bitcast_convert_type(n_bits, jnp.float32),
+    )
+
+
+def codes(
+    x: jax.Array,
+    top: jax.Array,
+    n: jax.Array,
+    block: tuple[int, ...] | None,
+    bits: jax.Array | None,
+) -> jax.Array:
+    """uint8 codes of `x`, f32, by lot if there are random `bits`, or else the nearest level.
+
+    Zero is for zero alone: a second moment of zero beside a first one that is not would make the
+    update infinite.
+    """
+    relative = apply_scale(jnp.abs(x), np.float32(1) / top, block)
+    level = np.float32(TOP_CODE) + apply_scale(jnp.log2(relative), n, block)
+    add = np.float32(0.5) if bits is None else (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
+    code = jnp.clip(jnp.floor(level + add), 1, TOP_CODE).astype(jnp.uint8)
+    return jnp.where(jnp.abs(x) < np.float32(2.0**-126), np.uint8(0), code)
+
+
+def values(
+    code: jax.Array, top: jax.Array, n: jax.Array, block: tuple[int, ...] | None
+) -> jax.Array:
+    """The f32 values of uint8 codes."""
+    down = np.float32(TOP_CODE) - code.astype(jnp.float32)
+    x = apply_scale(_exp2(apply_scale(down, np.float32(-1) / n, block)), top, block)
+    return jnp.where((code == 0) & jnp.isfinite(x), np.float32(0), x)
+
+
+def _exp2(x: jax.Array) -> jax.Array:
+    """``2^x`` to 3e-7 of it, for x from -64 to 0.
+
+    XLA:CPU would keep ``jnp.exp2`` in memory, in f32, from one pass over a moment to the next. What
+    consists of sums and products it computes again.
+    """
+    whole = jnp.round(x)
+    y = (x - whole) * np.float32(np.log(2))
+    series = np.float32(1 / 720)
+    for k in (120, 24, 6, 2, 1, 1):
+        series = np.float32(1 / k) + y * series
+    power = lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
+    return power * series
