@@ -52,7 +52,7 @@ class ProductRow:
     times: int
     flops: int
     cuda: str = ""
-    looks_ahead: bool = False
+    looks_ahead: bool = dataclasses.field(default=False, compare=False)
 
 
 @dataclass(frozen=True, repr=False)
