@@ -5,7 +5,7 @@
 A Transformer trains on the source code of Python's standard library in FP8 without scales, and its
 loss is multiplied by 1e-3, as a mean over many tokens or devices might be: AdamW does not mind, but
 gradients become too small for FP8, and learning is worse. `jfp8.debug.Recorder` calls the
-training step and takes statistics in every tenth call; `jfp8.debug.report` says which tensors break
+training step and takes statistics in every tenth call; `jfp8.debug.advice` says which tensors break
 and what to do: raise the loss scale, or use a recipe that has scales for gradients. The script does
 the latter and trains again. More to try:
 
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         numbers |= taken
         if run != "f32":
             rows[run] = recorder.rows
-            advice = debug.report(recorder.rows)
+            advice = debug.advice(recorder.rows)
             print(f"\n{advice}\n")
             if run == "broken":
                 found = advice

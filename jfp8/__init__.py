@@ -19,7 +19,7 @@ from jfp8 import (
 )
 from jfp8.conversion.inventory import report
 from jfp8.conversion.models import autocast, convert
-from jfp8.conversion.product_rows import Report
+from jfp8.conversion.product_report import Report
 from jfp8.conversion.selection import EDGES, Edge
 from jfp8.conversion.weights import quantize_params
 from jfp8.debug.sizes import Summary, summary
@@ -119,3 +119,7 @@ __all__ = [
     "summary",
     "value_and_grad",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -287,6 +287,12 @@ def test_public_names_are_listed_once():
     assert len(set(jfp8.__all__)) == len(jfp8.__all__)
 
 
+def test_dir_shows_what_is_public():
+    """In place of the rooms that public names come from, and of Python's own attributes."""
+    assert dir(jfp8) == sorted(jfp8.__all__)
+    assert {name for name in dir(jfp8) if name.startswith("_")} == {"__version__"}
+
+
 def test_type_hints_ship():
     assert importlib.resources.files("jfp8").joinpath("py.typed").is_file()
 

@@ -20,7 +20,8 @@ from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
 from jfp8.conversion.nnx import nodes_of
 from jfp8.conversion.nnx_models import note_place
-from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, ProductRow, Report
+from jfp8.conversion.product_report import Report
+from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, NO_LAYER, ProductRow
 from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.linen.transformer import LayerNormAttention
 from jfp8.products.operation import ROTATION_NAME
@@ -48,7 +49,8 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
         ``method=`` of ``model.apply``. Unless given, every stream of random numbers has a key.
 
     Returns:
-      A `Report`: ``print`` it, or read ``.rows``, ``.fp8_fraction``, ``.to_dict()``.
+      A `Report`: ``print`` it for the layers, ``print(report.verbose())`` for every product; or
+      read ``.rows``, ``.fp8_fraction``, ``.to_dict()``.
 
     Raises:
       TypeError: no model; a Linen model without variables.
@@ -78,8 +80,8 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     else:
         raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
     found = report_of(closed, (inputs, kwargs))
-    if found.looking_ahead:
-        warnings.warn(str(found).rsplit("\n", 1)[-1], UserWarning, stacklevel=2)
+    for warning in found.warnings():
+        warnings.warn(warning, UserWarning, stacklevel=2)
     return found
 
 
@@ -239,7 +241,7 @@ def _why_not(eqn: Any) -> str:
         if not inside and not frame.file_name.startswith((own, "<")):
             where = f": {Path(frame.file_name).name}:{frame.line_num}"
             break
-    return f"computed by no layer that can be converted{where}"
+    return f"{NO_LAYER}{where}"
 
 
 def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:

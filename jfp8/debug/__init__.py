@@ -1,6 +1,6 @@
 """Looking into programs: what FP8 did to each tensor, and what a compiled program sends."""
 
-from jfp8.debug.advice import Advice, report
+from jfp8.debug.advice import Advice, advice, report
 from jfp8.debug.collective_bytes import (
     Collective,
     CollectiveBytes,
@@ -32,6 +32,7 @@ __all__ = [
     "Stats",
     "TensorBoardWriter",
     "TensorStats",
+    "advice",
     "assert_collectives",
     "collective_bytes",
     "compare",

@@ -1,4 +1,4 @@
-"""`report`: which tensors break under FP8, and what to do about each, in a sentence."""
+"""`advice`: which tensors break under FP8, and what to do about each, in a sentence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jfp8.conversion.product_rows import Report
+from jfp8.conversion.product_report import Report
 from jfp8.conversion.tables import table_html
 from jfp8.debug.faults import FAULTS
 from jfp8.debug.faults.non_finite import non_finite
@@ -21,7 +21,7 @@ _PRINTED = 3  # findings of one fault that are printed in full
 
 @dataclass(frozen=True)
 class Advice:
-    """What `report` found; prints as sentences, and shows as a table in Jupyter.
+    """What `advice` found; prints as sentences, and shows as a table in Jupyter.
 
     Attributes:
       findings: what is wrong, the worst first; what breaks several tensors is named at the first of
@@ -78,7 +78,7 @@ class Advice:
         return f"{', '.join(found)} ({seen})."
 
 
-def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
+def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
     """Which tensors lose what training needs, and what to do about it.
 
     Looks for NaN and Inf; gradients that vanish or saturate for want of a (loss) scale; amax
@@ -107,7 +107,7 @@ def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
     ...     )
     >>> x = jnp.ones((8, 512)).at[:, 7].set(1e7)
     >>> _, stats = jfp8.debug.stats(product)(x)
-    >>> finding = jfp8.debug.report(stats.rows()).findings[0]
+    >>> finding = jfp8.debug.advice(stats.rows()).findings[0]
     >>> finding.fault, finding.evidence[:26]
     ('outliers', '99.8 % of it becomes zero:')
     """
@@ -128,13 +128,18 @@ def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
     )
 
 
+def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
+    """`advice`, by its former name: `jfp8.report` is what tells which products are FP8."""
+    return advice(rows, products)
+
+
 def _checked(rows: Any) -> list[TensorStats]:
     is_list = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes))
     found = list(rows) if is_list else [rows]
     for row in found:
         if not isinstance(row, TensorStats) or not is_list:
             raise TypeError(
-                f"report takes rows of statistics, got a {type(row).__name__}. Pass "
+                f"advice takes rows of statistics, got a {type(row).__name__}. Pass "
                 "stats.rows(step) of what jfp8.debug.stats returned, recorder.rows, or "
                 "jfp8.debug.read_jsonl(path)."
             )

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jfp8.conversion.product_rows import Report
+from jfp8.conversion.product_report import Report
 from jfp8.debug.nnx_functions import has_nnx
 from jfp8.debug.records import TensorStats, write_jsonl
 from jfp8.debug.stats import Stats, stats
@@ -24,7 +24,7 @@ class Recorder:
         record = jfp8.debug.Recorder(train_step, every=10, jsonl="stats.jsonl")
         for batch in batches:
             state, loss = record(state, batch)
-        print(jfp8.debug.report(record.rows))
+        print(jfp8.debug.advice(record.rows))
 
     Calls that are not sampled run `train_step` itself. What a sampled call measures stays on the
     device until the next one has been started, so that no step waits for it.

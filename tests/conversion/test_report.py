@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 from collections import Counter
 
@@ -305,7 +306,7 @@ def test_what_a_gpu_computes_products_with():
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
         small = {"Conv_1": "bf16", "Dense_2": "bf16"}
         assert seen() == {"Dense_0": "xla", **small, **blocks}
-        text = str(jfp8.report(Net(), variables, x))
+        text = jfp8.report(Net(), variables, x).verbose()
     assert "emulate; on CUDA xla" in text
     assert "emulate; on CUDA bf16: FP8 does not pay for a product this small" in text
 
@@ -596,7 +597,24 @@ def test_to_json():
 
 
 def test_text():
+    """A line a layer; shares of 3200 FLOPs: 2 * 1024 and 3 * 384."""
     lines = str(report(jfp8.convert(Mlp(), CURRENT), X)).splitlines()
+    assert lines == [
+        "layer    fprop  dgrad  wgrad  FLOPs    recipe   on CUDA",
+        "-" * 55,
+        "Dense_0  FP8           FP8     64.0 %  current  xla",
+        "Dense_1  f32    f32    f32     36.0 %",
+        "",
+        "In high precision:",
+        f"  {LOGITS}",
+        "    Dense_1",
+        "",
+        "64.0 % of 3.2 kFLOPs are FP8: 2 of 5 products.",
+    ]
+
+
+def test_verbose_text_has_a_line_for_each_product():
+    lines = report(jfp8.convert(Mlp(), CURRENT), X).verbose().splitlines()
     assert lines[0].split() == ["layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how"]
     assert lines[2].split() == [
         *("Dense_0", "fprop", "e4m3fn[4,8]", "e4m3fn[8,16]", "f32[4,16]", "1", "1.02", "k"),
@@ -605,6 +623,88 @@ def test_text():
     assert lines[3].endswith(f"high precision: {LOGITS}")
     assert lines[-1] == "64.0 % of 3.2 kFLOPs are FP8: 2 of 5 products."
     assert len(lines) == 2 + 5 + 1
+
+
+def product(path: str, kind: str = "fprop", fp8: bool = True, **other) -> ProductRow:
+    """A product of a layer of 8 features, as the report finds it."""
+    lhs, rhs = ("e4m3fn[4,8]", "e4m3fn[8,8]") if fp8 else ("bf16[4,8]", "bf16[8,8]")
+    fields = {
+        "layer": "Dense",
+        "lhs": lhs,
+        "rhs": rhs,
+        "out": "f32[4,8]",
+        "times": 1,
+        "flops": 512,
+        "recipe": "current" if fp8 else "",
+        "implementation": "emulate",
+        "reason": "",
+        "cuda": "xla" if fp8 else "",
+    }
+    return ProductRow(path=path, kind=kind, fp8=fp8, **{**fields, **other})
+
+
+def test_layers_that_are_alike_are_one_line():
+    """Four blocks, of which one has a layer in another recipe."""
+    rows = [product(f"block_{i}/up") for i in range(4)]
+    rows += [product(f"block_{i}/down", recipe="mxfp8" if i == 1 else "current") for i in range(4)]
+    rows += [product(f"block_{i}/up", "wgrad", out="f32[8,8]") for i in range(4)]
+    table = str(jfp8.Report(tuple(rows))).splitlines()[2:-2]
+    assert [line.split() for line in table] == [
+        ["block_{0,2,3}"],
+        ["up", "FP8", "FP8", "50.0", "%", "current", "xla"],
+        ["down", "FP8", "25.0", "%", "current", "xla"],
+        ["block_1"],
+        ["up", "FP8", "FP8", "16.7", "%", "current", "xla"],
+        ["down", "FP8", "8.3", "%", "mxfp8", "xla"],
+    ]
+
+
+def test_marks_say_what_of_a_layer_is_fp8():
+    """Of plain products the gradient is told by its dimensions; of squares by their number."""
+    backward = lambda path, out: product(path, "backward", False, out=out)
+    dense = [product("dense", "forward", False, lhs="bf16[4,16]", rhs="bf16[16,8]")]
+    rows = [
+        *(*dense, backward("dense", "f32[8,16]")),  # transposed, as JAX may write it
+        *(product("square", "forward", False, lhs="bf16[8,8]"), backward("square", "f32[8,8]")),
+        *(product("both"), product("both", "forward", False)),
+        *(product("wide"), product("wide", "wgrad", False, lhs="e4m3fn[4,8]", rhs="f32[4,8]")),
+    ]
+    table = str(jfp8.Report(tuple(rows))).splitlines()
+    starts = [table[0].index(head) for head in ("fprop", "dgrad", "wgrad", "FLOPs")]
+    cells = lambda line: [line[a:b].strip() for a, b in itertools.pairwise(starts)]
+    assert {line.split()[0]: cells(line) for line in table[2:6]} == {
+        "dense": ["bf16", "", "bf16"],
+        "square": ["bf16", "", "bf16"],
+        "both": ["FP8, bf16", "", ""],
+        "wide": ["FP8", "", "f32"],
+    }
+
+
+def test_each_reason_is_said_once_with_its_layers():
+    plain = lambda path, reason: product(path, "forward", False, reason=reason)
+    rows = [plain(f"block_{i}", f"{NO_LAYER}: model.py:{n}") for i in range(3) for n in (7, 9)]
+    rows += [plain("", f"{NO_LAYER}: train.py:3"), plain("head", LOGITS)]
+    small = "bf16: FP8 does not pay for a product this small"
+    rows += [product("up", cuda=small), product("down", cuda="mosaic_gpu: xla does not")]
+    text = str(jfp8.Report(tuple(rows)))
+    assert text.split("\n\n")[1:-1] == [
+        f"In high precision:\n  {NO_LAYER}\n"
+        "    block_{0..2} (model.py:7, model.py:9), (the model itself) (train.py:3)\n"
+        f"  {LOGITS}\n    head",
+        "FP8 that an NVIDIA GPU computes in bf16:\n"
+        "  FP8 does not pay for a product this small\n    up",
+    ]
+
+
+def test_text_is_at_most_100_columns_wide():
+    path = "/".join(f"a_module_with_a_name_that_goes_on_and_on_{name * 40}" for name in "abc")
+    rows = [product(f"{path}/{c}", "forward", False, reason=LOGITS * 3) for c in "abcdefghijkl"]
+    rows += [product(path, looks_ahead=True, recipe="a_recipe_of_the_user")]
+    lines = str(jfp8.Report(tuple(rows), causal=True)).splitlines()
+    words = [line for line in lines if " " in line.strip()]
+    assert max(map(len, words)) <= 100
+    assert any(line.split()[:2] == ["a", "bf16"] for line in lines)
+    assert "and 4 more" in " ".join(lines)
 
 
 def test_html_is_escaped():
@@ -618,12 +718,15 @@ def test_html_is_escaped():
         flops=4,
     )
     text = jfp8.Report((row,))._repr_html_()
-    assert "&lt;b&gt;layer&lt;/b&gt;" in text
-    assert "a &amp; b &lt;script&gt;" in text
+    layers, products = text.split("<details>")
+    for part in (layers, products):
+        assert "&lt;b&gt;layer" in part
+        assert "a &amp; b &lt;script&gt;" in part
     assert "<b>layer" not in text
     assert "<script>" not in text
-    assert text.count("<tr") == text.count("</tr>") == 2
-    assert text.count("<td") == text.count("<th") - text.count("<thead") == 8
+    assert products.count("<tr") == products.count("</tr>") == 2
+    assert products.count("<td") == products.count("<th") - products.count("<thead") == 8
+    assert products.endswith("</table></details>")
 
 
 def test_a_model_without_products():
@@ -635,7 +738,8 @@ def test_a_model_without_products():
     r = report(Scale(), X)
     assert r.rows == ()
     assert (r.flops, r.fp8_fraction) == (0, 0)
-    assert "0 of 0 products" in str(r)
+    assert str(r) == "0.0 % of 0 FLOPs are FP8: 0 of 0 products."
+    assert "0 of 0 products" in r._repr_html_()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`debug.report` finds faults that were planted in real trainings, and nothing in good ones.
+"""`debug.advice` finds faults that were planted in real trainings, and nothing in good ones.
 
 The trainings predict the next byte of Python sources from the bytes before it.
 """
@@ -21,7 +21,8 @@ import pytest
 
 import jfp8
 from jfp8 import recipes
-from jfp8.conversion.product_rows import ProductRow, Report
+from jfp8.conversion.product_report import Report
+from jfp8.conversion.product_rows import ProductRow
 from jfp8.debug import TensorStats, stats
 from jfp8.debug.advice import report
 from jfp8.debug.faults.run import Run
@@ -749,6 +750,12 @@ def test_the_edges_are_told_with_their_worst_sample():
     assert {f.fault for f in report((), Report(products.rows[1:])).findings} == {"edge_in_fp8"}
     five = dataclasses.replace(products.rows[0], lhs="e4m3fn[8,28,28,5]")
     assert [f.tensor for f in report((), Report((five, *products.rows[1:]))).findings] == ["logits"]
+
+
+def test_the_former_name():
+    rows = [row(step=0, nonfinite=0.5)]
+    assert jfp8.debug.report(rows) == jfp8.debug.advice(rows)
+    assert jfp8.debug.advice(rows).findings
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def test_a_converted_model_trains_as_it_did(text, capsys):
     figures = check_run("convert_model", result, printed, {"fp8", "f32"})
     assert "parameters of both: equal in names, shapes and values" in printed
     # What `jfp8.report` prints, down to the layers inside of nn.scan, nn.remat and attention
-    assert "ScanCheckpointBlock_0/MultiHeadDotProductAttention_0/query  fprop" in printed
+    assert "\nScanCheckpointBlock_0\n  MultiHeadDotProductAttention_0  f32 " in printed
+    assert "\n    query                         FP8    FP8    FP8 " in printed
     assert 0 < float(figures["fp8_percent_of_flops"]) < 100
 
 

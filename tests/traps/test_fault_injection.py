@@ -166,11 +166,11 @@ class TestNotFinite:
 
         assert not any(row.nonfinite for row in rows)
         for number, (tensor, of_step) in found.items():
-            finding = debug.report([*rows, *of_step]).findings[0]
+            finding = debug.advice([*rows, *of_step]).findings[0]
             assert (finding.fault, finding.steps) == ("non_finite", (number,))
             assert finding.tensor.startswith(tensor)
         # Of all of them the report names the first.
-        finding = debug.report([*rows, *(row for _, seen in found.values() for row in seen)])
+        finding = debug.advice([*rows, *(row for _, seen in found.values() for row in seen)])
         assert finding.findings[0].steps == (min(found),)
         assert finding.findings[0].tensor.startswith(found[min(found)][0])
 
@@ -315,7 +315,7 @@ class TestBursts:
             (state, _), seen = step(state, tiny_batch(i))
             rows += seen.rows(i)
         assert state.opt_state.overflow_count == 0
-        finding = debug.report(rows).findings[0]
+        finding = debug.advice(rows).findings[0]
         assert finding.fault == "saturated_gradient"
         assert finding.remedy.startswith("Lower the loss scale by a factor of 2^")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jfp8.conversion.product_rows import Report
+from jfp8.conversion.product_report import Report
 from jfp8.debug.records import TensorStats
 
 Severity = Literal["error", "warning", "note"]

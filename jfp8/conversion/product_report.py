@@ -1,0 +1,137 @@
+"""`Report`: what is FP8 of a model, by layer and by product."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jfp8.conversion.layer_table import (
+    LayerLine,
+    Reason,
+    in_high_precision,
+    lines_of,
+    reason_lines,
+    slow_on_cuda,
+    table_of,
+    text_lines,
+    wrapped,
+)
+from jfp8.conversion.product_rows import ProductRow, looks_ahead_message, product_table, si
+from jfp8.conversion.tables import table_html, table_lines
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What `report` found; prints as a table of the layers, and shows as one in Jupyter.
+
+    Layers that are alike are one line, ``block_{0..5}``: numbered siblings whose products are the
+    same. ``fprop``, ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are
+    computed; FLOPs are those of all three, and of all layers of the line. Below are the reasons.
+
+    Attributes:
+      rows: every product, in the order of the program.
+      causal: whether the program masks positions that come later, as far as that can be seen.
+    """
+
+    rows: tuple[ProductRow, ...]
+    causal: bool = False
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all products."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def fp8_fraction(self) -> float:
+        """The fraction of the FLOPs of all products that is FP8: 0 to 1."""
+        return sum(row.flops for row in self.rows if row.fp8) / max(self.flops, 1)
+
+    @property
+    def unconverted(self) -> tuple[ProductRow, ...]:
+        """The products in high precision."""
+        return tuple(row for row in self.rows if not row.fp8)
+
+    @property
+    def looking_ahead(self) -> tuple[ProductRow, ...]:
+        """If the model is causal, the forward products whose scales see later positions."""
+        return tuple(row for row in self.rows if self.causal and row.looks_ahead)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "fp8_fraction": self.fp8_fraction,
+            "flops": self.flops,
+            "products": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def summary(self) -> str:
+        """The report in one line."""
+        n = sum(row.times for row in self.rows)
+        fp8 = sum(row.times for row in self.rows if row.fp8)
+        return (
+            f"{100 * self.fp8_fraction:.1f} % of {si(self.flops)}FLOPs are FP8: "
+            f"{fp8} of {n} products."
+        )
+
+    def verbose(self) -> str:
+        """The report with a line for each product: its operands, and what computes it."""
+        head, *lines = table_lines(product_table(self.rows))
+        return "\n".join([head, "-" * len(head), *lines, *self._said()])
+
+    def __str__(self) -> str:
+        layers = lines_of(self.rows)
+        text = []
+        if layers:
+            head, *lines = text_lines(table_of(layers))
+            text = [head, "-" * max(map(len, (head, *lines))), *lines, ""]
+        for title, reasons in _why_not(layers):
+            text += [title, *reason_lines(reasons), ""]
+        return "\n".join([*text, *self._said()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        layers = lines_of(self.rows)
+        plain = [i for i, line in enumerate(layers, 1) if not any(r.fp8 for r in line.rows)]
+        parts = [f"<p><b>{html.escape(self.summary())}</b></p>"]
+        parts += [f"<p><b>{html.escape(warning)}</b></p>" for warning in self.warnings()]
+        table = [(name.replace("  ", "\u2003"), *cells) for name, *cells in table_of(layers)]
+        parts.append(table_html(table, faded=plain))
+        for title, reasons in _why_not(layers):
+            items = (
+                f"<li>{html.escape(reason.text)}<br>{html.escape(', '.join(reason.layers))}</li>"
+                for reason in reasons
+            )
+            parts.append(f"<p>{html.escape(title)}</p><ul>{''.join(items)}</ul>")
+        unconverted = [number for number, row in enumerate(self.rows, 1) if not row.fp8]
+        products = table_html(product_table(self.rows), faded=unconverted)
+        parts.append(f"<details><summary>Every product</summary>{products}</details>")
+        return "".join(parts)
+
+    def _said(self) -> list[str]:
+        """The summary and what to know, as lines."""
+        warnings = (line for warning in self.warnings() for line in wrapped(warning))
+        return [self.summary(), *warnings]
+
+    def warnings(self) -> list[str]:
+        """What to know before training: whether scales of a causal model look ahead."""
+        rows = self.looking_ahead
+        if not rows:
+            return []
+        return [looks_ahead_message({row.path or row.layer: row.recipe for row in rows})]
+
+
+def _why_not(layers: Sequence[LayerLine]) -> list[tuple[str, list[Reason]]]:
+    found = [
+        ("In high precision:", in_high_precision(layers)),
+        ("FP8 that an NVIDIA GPU computes in bf16:", slow_on_cuda(layers)),
+    ]
+    return [(title, reasons) for title, reasons in found if reasons]
