@@ -321,7 +321,7 @@ def _check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
     expected = jax.eval_shape(recipe.init_state)
     if expected is None:
         raise ValueError(
-            f"{recipe} keeps no state, but a state was given: it belongs to another recipe. "
+            f"{recipe!r} keeps no state, but a state was given: it belongs to another recipe. "
             "Pass state=None (in a model: leave the 'fp8' collection out)."
         )
     given, needed = (
@@ -332,11 +332,11 @@ def _check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
         return
     if [shape for _, shape in given] == [shape for _, shape in needed]:
         raise ValueError(
-            f"The state has the shapes that {recipe} needs, but another structure: it has "
+            f"The state has the shapes that {recipe!r} needs, but another structure: it has "
             f"{given[0][0]} where {needed[0][0]} is needed. Arrays in boxes of metadata, "
             "nn.Partitioned for example, have to be taken out: flax.linen.meta.unbox(state)."
         )
     raise ValueError(
-        f"The state belongs to another recipe than {recipe}: it has shapes {dict(given)}, but "
+        f"The state belongs to another recipe than {recipe!r}: it has shapes {dict(given)}, but "
         f"{dict(needed)} are needed. Make a new one with recipe.init_state()."
     )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import html
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jfp8.matmul.job import ACCUMULATIONS, Accumulation
+from jfp8.recipes.in_words import products_in_words, state_in_words
 from jfp8.recipes.looking_ahead import Layer, Operand, shares_among
 from jfp8.recipes.product import Products
 from jfp8.scaling import printing
@@ -112,6 +114,34 @@ class Recipe:
     def __repr__(self) -> str:
         """The call that makes it, without the fields that have their default."""
         return printing.changes(self)
+
+    def __str__(self) -> str:
+        """What it does and promises, in some lines; ``repr`` is the call that makes it.
+
+        >>> import jfp8
+        >>> print(jfp8.recipes.DelayedScaling())
+        DelayedScaling()
+          fprop  E4M3FN per tensor x E4M3FN per tensor
+          dgrad  E5M2 per tensor x E4M3FN per tensor
+          wgrad  E4M3FN per tensor x E5M2 per tensor
+          state: amaxes of the last 16 steps
+          causal: once there is a history; batch-invariant: once there is a history
+        """
+        if type(self) is Recipe:  # abstract
+            return repr(self)
+        products, promises = self.resolved(), []
+        for name, kept in (
+            ("causal", self.is_causal),
+            ("batch-invariant", self.is_batch_invariant),
+        ):
+            later = "once there is a history" if kept(history=True) else "no"
+            promises.append(f"{name}: {'yes' if kept() else later}")
+        needs = "; needs a loss scale" if self.needs_loss_scale else ""
+        state = f"state: {state_in_words(products)}{needs}"
+        return "\n  ".join([repr(self), *products_in_words(products), state, "; ".join(promises)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def products(self) -> Products:
         """What is done to the operands of the three products.

@@ -117,7 +117,7 @@ def test_batched_products(implementation):
         (recipes.Hybrid(), E4M3, E5M2),
         (recipes.Unscaled(), E4M3, E5M2),
     ],
-    ids=str,
+    ids=repr,
 )
 def test_recipes(recipe, forward, backward):
     f, args = product_and_gradients(recipe=recipe)
@@ -126,7 +126,7 @@ def test_recipes(recipe, forward, backward):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", [recipes.DirectE5M2(), recipes.DelayedScaling(fp8_format="E5M2")], ids=str
+    "recipe", [recipes.DirectE5M2(), recipes.DelayedScaling(fp8_format="E5M2")], ids=repr
 )
 def test_trap_e5m2_by_e5m2_runs_in_bf16(recipe):
     """No tensor core multiplies the two, and XLA refuses the algorithm; bf16 holds their values."""
@@ -192,7 +192,7 @@ def test_a_recipe_chooses_where_sums_may_be_fast(chosen, fast):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])
-@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.RowwiseScaling()], ids=str)
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.RowwiseScaling()], ids=repr)
 def test_other_accelerators_are_given_f8_and_no_algorithm(recipe, platform):
     """Their compilers multiply f8 arrays as well as the chip can."""
     f, args = product_and_gradients(recipe=recipe)

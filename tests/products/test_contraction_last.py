@@ -96,7 +96,7 @@ def product_and_gradients(recipe, shape=LARGE, dtype=jnp.bfloat16, implementatio
         (recipes.Float8BlockScaling(), 0, 6),
         (recipes.Float8BlockScaling(scale_rounding=None, fp8_format="HYBRID"), 0, 6),
     ],
-    ids=str,
+    ids=repr,
 )
 def test_kernels_and_products_on_hopper(recipe, in_xla, ours):
     f, args = product_and_gradients(recipe)
@@ -118,7 +118,7 @@ def test_odd_sizes_are_padded_once():
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA L40S", "NVIDIA B200"])
-@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.RowwiseScaling()], ids=str)
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.RowwiseScaling()], ids=repr)
 def test_contraction_is_last_without_kernels_too(kind, recipe):
     f, args = product_and_gradients(recipe, implementation="xla")
     text = lowered_for(kind, f, *args)
@@ -127,7 +127,7 @@ def test_contraction_is_last_without_kernels_too(kind, recipe):
 
 
 @pytest.mark.parametrize(
-    "recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=str
+    "recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=repr
 )
 def test_gpus_without_f8_multiply_in_bf16(recipe):
     f, args = product_and_gradients(recipe)
@@ -148,7 +148,7 @@ def test_small_products_are_multiplied_in_bf16():
 @pytest.mark.representative(1)
 @needs_mosaic
 @pytest.mark.parametrize(
-    "recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=str
+    "recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=repr
 )
 def test_transformations(recipe):
     """The kernels stay under all of JAX's transformations."""
@@ -276,7 +276,7 @@ def of_history(recipe):
         (recipes.RowwiseScaling(scale_rounding=None, fp8_format="HYBRID"), False, jnp.bfloat16),
         (recipes.Float8BlockScaling(), False, jnp.bfloat16),
     ],
-    ids=str,
+    ids=repr,
 )
 def test_kernels_compute_what_the_reference_does(recipe, history, dtype):
     """Operands are the same bytes, so all that may differ is the order of f32 sums."""

@@ -242,7 +242,7 @@ def test_fake_quantization_oracle(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["emulate", "xla"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_recipes_and_implementations(recipe, implementation):
     """A recipe changes numbers, an implementation must not."""
     operands = random_operands(CASES["dense"], seed=1, sizes=(3.0, 0.02, 1e-2))
@@ -521,7 +521,7 @@ def test_trap_non_finite_elements_show_where_they_count(which, bad):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_non_finite_elements_show_under_every_recipe(recipe):
     """Also under a scale from the history, where a saturating cast would hide them."""
     numbers = CASES["dense"][2]

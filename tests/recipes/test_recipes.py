@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import html
 import json
 import pickle
 from functools import partial
@@ -92,7 +93,7 @@ EACH_FIELD = [
 SAMPLES = [cls() for cls in CLASSES]
 SAMPLES += [cls(**fields) for cls, fields in EACH_FIELD]
 SAMPLES += [cls(**fields) for cls, fields in OTHER.items()]
-samples = pytest.mark.parametrize("recipe", SAMPLES, ids=str)
+samples = pytest.mark.parametrize("recipe", SAMPLES, ids=repr)
 classes = pytest.mark.parametrize("cls", CLASSES, ids=NAMES.keys())
 
 
@@ -244,6 +245,46 @@ def test_replace_changes_one_field(cls, field):
 @samples
 def test_repr_can_be_evaluated(recipe):
     assert eval(repr(recipe), {cls.__name__: cls for cls in CLASSES}) == recipe
+
+
+def test_print_says_what_a_recipe_does():
+    """Lines that are written by hand, from the page about recipes."""
+    text = str(recipes.NVFP4BlockScaling())
+    assert text.splitlines() == [
+        "NVFP4BlockScaling()",
+        "  fprop  E2M1FN per 1x16 and tensor x E2M1FN per 16x16 and tensor",
+        "  dgrad  E2M1FN (stochastic) per 1x16 and tensor x E2M1FN per 16x16 and tensor",
+        "  wgrad  Hadamard() of both, then E2M1FN per 1x16 and tensor x E2M1FN (stochastic) per "
+        "1x16 and tensor",
+        "  state: none",
+        "  causal: no; batch-invariant: no",
+    ]
+    line = lambda recipe, i: str(recipe).splitlines()[i].strip()
+    assert line(recipes.RowwiseScaling(), 1) == "fprop  E4M3FN per row x E4M3FN per row"
+    assert line(recipes.RowwiseScaling(high_precision_wgrad=True), 3) == "wgrad  high precision"
+    assert line(recipes.Float8BlockScaling(), 1) == "fprop  E4M3FN per 1x128 x E4M3FN per 128x128"
+    assert line(recipes.Hybrid(), 1).endswith(" -> E4M3FN per tensor")
+    assert line(recipes.Unscaled(), 4) == "state: none; needs a loss scale"
+    assert (
+        line(recipes.DelayedScaling(amax_history_len=3), 4) == "state: amaxes of the last 3 steps"
+    )
+    assert line(recipes.Unscaled(), 5) == "causal: yes; batch-invariant: yes"
+    later = "once there is a history"
+    assert line(recipes.DelayedScaling(), 5) == f"causal: {later}; batch-invariant: {later}"
+    half = PerOperand(Product(Current(jfp8.E4M3FN), None), *[Product(None, None)] * 2)
+    assert line(half, 1) == "fprop  E4M3FN per tensor x high precision"
+
+
+@samples
+def test_print_is_short_and_begins_with_the_call(recipe):
+    lines = str(recipe).splitlines()
+    assert lines[0] == repr(recipe)
+    assert len(lines) == 6
+    assert recipe._repr_html_() == f"<pre>{html.escape(str(recipe))}</pre>"
+
+
+def test_what_is_abstract_prints_as_its_call():
+    assert str(recipes.Recipe()) == "Recipe()"
 
 
 # What a recipe means
@@ -705,7 +746,7 @@ def test_histories_of_the_tensors_that_want_one():
         (DelayedScaling(), TypeError, r"must be a quantizer such as .*got DelayedScaling"),
         (Current(jfp8.E8M0FNU), ValueError, "E8M0FNU has no sign and no zero: it holds scales"),
     ],
-    ids=str,
+    ids=repr,
 )
 def test_error_no_quantizer(what, given, error, words):
     with pytest.raises(error, match=rf"^{what}.*{words}"):

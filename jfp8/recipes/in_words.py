@@ -1,0 +1,47 @@
+"""What a recipe does to the operands of the three products, in a few words."""
+
+from __future__ import annotations
+
+from jfp8.quantizers.quantizer import EVERYWHERE, Quantizer
+from jfp8.recipes.product import Product, Products
+
+
+def products_in_words(products: Products) -> list[str]:
+    """A line for each product, such as ``"dgrad  E5M2 per tensor x E4M3FN per tensor"``."""
+    return [f"{kind}  {_product(product)}" for kind, product in vars(products).items()]
+
+
+def state_in_words(products: Products) -> str:
+    """What is kept from one step for the next ones."""
+    lengths = sorted({q.history_len for q in products.quantizers() if q.history_len})
+    if not lengths:
+        return "none"
+    return f"amaxes of the last {' or '.join(map(str, lengths))} steps"
+
+
+def _product(product: Product) -> str:
+    if product.lhs is None and product.rhs is None:
+        return _operand(None)
+    words = f"{_operand(product.lhs)} x {_operand(product.rhs)}"
+    if product.rotation is not None:
+        words = f"{product.rotation!r} of both, then {words}"
+    return words if product.output is None else f"{words} -> {_operand(product.output)}"
+
+
+def _operand(quantizer: Quantizer | None) -> str:
+    if quantizer is None:
+        return "high precision"
+    rounding = " (stochastic)" if quantizer.rounding == "stochastic" else ""
+    return f"{quantizer.fmt.name}{rounding} {_shares(quantizer)}"
+
+
+def _shares(quantizer: Quantizer) -> str:
+    """Which elements share a scale."""
+    along = quantizer.scale_shared_along(history=False)
+    if quantizer.block is not None:
+        contracting, free = quantizer.block
+        blocks = f"per {free}x{contracting}"
+        return f"{blocks} and tensor" if along == EVERYWHERE else blocks
+    if not along:
+        return "without scales"
+    return "per tensor" if along == EVERYWHERE else "per row"
