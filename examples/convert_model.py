@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(f"parameters of both: {'equal' if equal else 'NOT equal'} in names, shapes and values")
 
     batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
-    steps = training.compile_steps(states, batch_at(0))
+    steps = dict.fromkeys(states, training.train_step)
     states, numbers = training.train(steps, states, batch_at, args.steps)
     losses = {run: training.validation_loss(s, validation) for run, s in states.items()}
     title = f"{name}, converted by one call"
@@ -126,4 +126,5 @@ def logits_of(output: Any) -> jax.Array:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
     main()

@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         tokens = np.zeros((args.batch_size, args.seq_len), np.int32)
         states[run] = training.make_state(model, tx, args.seed, tokens)
     batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
-    steps = training.compile_steps(states, batch_at(0))
+    steps = dict.fromkeys(states, training.train_step)
     states, numbers = training.train(steps, states, batch_at, args.steps)
     losses = {run: training.validation_loss(state, validation) for run, state in states.items()}
     title = "Four bits forward, one scale per tensor"
@@ -114,4 +114,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
     main()

@@ -96,7 +96,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             jsonl = stats_file if run == "broken" else None
             take_step = recorder = debug.Recorder(step, every=args.every, jsonl=jsonl)
         print(f"training: {labels[run]}")
-        trained, taken = training.train({run: take_step}, {run: state}, batch_at, args.steps)
+        # A Recorder compiles two programs: for calls with statistics, and for those without.
+        trained, taken = training.train(
+            {run: take_step}, {run: state}, batch_at, args.steps, compiling=2
+        )
         states |= trained
         numbers |= taken
         if run != "f32":
@@ -123,4 +126,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
     main()

@@ -63,7 +63,7 @@ def pretrain(args: argparse.Namespace, path: Path) -> float:
     states = {"f32": make_state(args, None, args.pretrain_lr, args.pretrain_steps)}
     print(f"pre-training in float32 on {text.name}, {args.pretrain_steps} steps")
     batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
-    steps = training.compile_steps(states, batch_at(0))
+    steps = dict.fromkeys(states, training.train_step)
     states, _ = training.train(steps, states, batch_at, args.pretrain_steps)
     path.write_bytes(serialization.to_bytes(states["f32"].params))
     validation = text.validation_batches(args.batch_size, args.eval_batches)
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         print(f"  {label:16} {before[run]:.4f}")
 
     batch_at = lambda step: text.train_batch(args.seed, step, args.batch_size)
-    steps = training.compile_steps(states, batch_at(0))
+    steps = dict.fromkeys(states, training.train_step)
     states, numbers = training.train(steps, states, batch_at, args.steps)
     losses = {run: training.validation_loss(s, validation) for run, s in states.items()}
     title = f"Fine-tuning on {text.name}, from a checkpoint in float32"
@@ -120,4 +120,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
     main()

@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     steps = dict.fromkeys(labels, step)
     states, numbers = training.train(steps, states, batch_at, args.steps)
     losses = {run: [n["loss"] for n in of_run] for run, of_run in numbers.items()}
-    ms = {run: [n["ms"] for n in of_run] for run, of_run in numbers.items()}
+    ms = report.median_ms(numbers)
 
     tested = {run: evaluate(state, images) for run, state in states.items()}
     result = {
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "test_loss": {run: loss for run, (loss, _) in tested.items()},
         "test_accuracy": {run: accuracy for run, (_, accuracy) in tested.items()},
         "parameters": parameters,
-        "ms_per_step": {run: round(float(np.median(ms[run])), 2) for run in labels},
+        "ms_per_step": {run: round(ms[run], 2) for run in labels},
         **report.environment(),
         "arguments": vars(args),
         "train_loss": losses,
@@ -173,4 +173,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
     main()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +89,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     print(f"text: {text.periods.size:,} bytes of {text.name}, every 20th block of 4 KiB held out")
     print(f"model: {parameters:,} parameters; training in {' and in '.join(labels.values())}")
 
-    start = time.perf_counter()
     first_batch = text.train_batch(args.seed, 0, args.batch_size)
-    steps = {run: compile_step(args, state, first_batch) for run, state in states.items()}
-    print(f"compiled in {time.perf_counter() - start:.1f} s")
+    with report.compiling():
+        steps = {run: compile_step(args, state, first_batch) for run, state in states.items()}
 
     metrics = report.Metrics(out / "metrics.jsonl", lines)
     last = min(args.steps, args.stop_at or args.steps)
@@ -135,4 +133,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_compilation_cache_dir", "runs/compiled")  # compiled once, and kept
     main()

@@ -132,7 +132,7 @@ def train(args: argparse.Namespace, mesh: Mesh, text: corpus.Corpus) -> Run:
     )
     start = time.perf_counter()
     shape = (args.batch_size, args.seq_len + 1)
-    with jax.set_mesh(mesh):
+    with report.compiling(), jax.set_mesh(mesh):
         compiled = step.lower(state, jax.ShapeDtypeStruct(shape, np.int32)).compile()
     seconds_to_compile = time.perf_counter() - start
 

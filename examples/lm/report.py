@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,15 @@ class Metrics:
         self.lines += lines
 
 
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Says that it takes a while, while it does, and how long it took."""
+    start = time.perf_counter()
+    print("compiling ...", end=" ", flush=True)
+    yield
+    print(f"{time.perf_counter() - start:.1f} s")
+
+
 def progress_bar(step: int, steps: int) -> tqdm:
     """Time gone and time left, with room for the losses that `advance` puts in."""
     return tqdm(
@@ -82,6 +94,14 @@ def advance(bar: tqdm, step: int, numbers: Numbers) -> None:
         refresh=False,
     )
     bar.update(step - bar.n)
+
+
+def median_ms(numbers: Numbers) -> dict[str, float]:
+    """Milliseconds per step of each run; steps in which JAX compiled have none."""
+    return {
+        run: float(np.median([n["ms"] for n in of_run if "ms" in n]))
+        for run, of_run in numbers.items()
+    }
 
 
 def relative_gap(losses: dict[str, float], run: str = "fp8") -> float | None:
@@ -151,7 +171,7 @@ def finish(
     """
     out = Path(args.out)
     losses = {run: [n["loss"] for n in of_run] for run, of_run in numbers.items()}
-    ms = {run: float(np.median([n["ms"] for n in of_run])) for run, of_run in numbers.items()}
+    ms = median_ms(numbers)
     result = {
         "validation_loss": validation,
         "gap_percent": relative_gap(validation, next(iter(labels))),

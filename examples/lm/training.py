@@ -71,11 +71,6 @@ def train_step(
     return state, numbers
 
 
-def compile_steps(states: dict[str, jfp8.TrainState], batch: np.ndarray) -> dict[str, Step]:
-    """Compiling ahead of the loop keeps the seconds it takes out of the milliseconds per step."""
-    return {run: train_step.lower(state, batch).compile() for run, state in states.items()}
-
-
 def take_steps(
     steps: dict[str, Step], states: dict[str, Any], batches: list[Any]
 ) -> tuple[dict[str, Any], report.Numbers]:
@@ -95,19 +90,35 @@ def take_steps(
 
 
 def train(
-    steps: dict[str, Step], states: dict[str, Any], batch_at: Callable[[int], Any], count: int
+    steps: dict[str, Step],
+    states: dict[str, Any],
+    batch_at: Callable[[int], Any],
+    count: int,
+    *,
+    compiling: int = 1,
 ) -> tuple[dict[str, Any], report.Numbers]:
-    """`count` steps of every run on the same batches, under a progress bar."""
-    numbers = {run: [] for run in states}
-    with report.progress_bar(0, count) as bar:
-        for start in range(0, count, STEPS_PER_SYNC):
+    """`count` steps of every run on the same batches, under a progress bar.
+
+    In the first `compiling` ones JAX compiles, which is no part of training: they are taken before
+    the bar, and have no milliseconds.
+    """
+    batches_of = lambda start, end: [batch_at(step) for step in range(start, min(end, count))]
+    with report.compiling():
+        states, numbers = take_steps(steps, states, batches_of(0, compiling))
+    if count > compiling:
+        numbers = {run: [_without_ms(n) for n in of_run] for run, of_run in numbers.items()}
+    with report.progress_bar(min(compiling, count), count) as bar:
+        for start in range(compiling, count, STEPS_PER_SYNC):
             end = min(start + STEPS_PER_SYNC, count)
-            batches = [batch_at(step) for step in range(start, end)]
-            states, new = take_steps(steps, states, batches)
+            states, new = take_steps(steps, states, batches_of(start, end))
             for run, of_run in new.items():
                 numbers[run] += of_run
             report.advance(bar, end, new)
     return states, numbers
+
+
+def _without_ms(numbers: dict[str, float]) -> dict[str, float]:
+    return {key: number for key, number in numbers.items() if key != "ms"}
 
 
 @jax.jit
