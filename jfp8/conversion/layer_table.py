@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from jfp8.conversion.tables import Table, table_lines
 
 WIDTH = 100  # columns of text
 _NAMED = 8  # layers that are named for one reason
+_SHAPES = re.compile(r" \(lhs scale (?:[^()]|\([^()]*\))*\)")  # that a reason is given for
 Rows = Sequence[ProductRow]
 
 
@@ -105,7 +107,7 @@ def slow_on_cuda(lines: Sequence[LayerLine]) -> list[Reason]:
         for row in line.rows:
             backend, why = _backend(row)
             if row.fp8 and backend == "bf16":
-                found.setdefault(why, {})[line.place.path] = None
+                found.setdefault(_SHAPES.sub("", why), {})[line.place.path] = None
     return [Reason(why, tuple(layers)) for why, layers in found.items()]
 
 

@@ -696,6 +696,16 @@ def test_each_reason_is_said_once_with_its_layers():
     ]
 
 
+def test_reasons_that_differ_in_shapes_are_one():
+    """The wgrad of either layer sums over two blocks, and its scales have another shape."""
+    r = report(jfp8.convert(Mlp(), MXFP8BlockScaling(), exempt=()), jnp.ones((64, 32)))
+    assert len({row.cuda for row in r.rows if row.kind == "wgrad"}) == 2
+    title, text, layers = str(r).split("\n\n")[1].splitlines()
+    assert title == "FP8 that an NVIDIA GPU computes in bf16:"
+    assert text == "  scales that vary along the contraction and so cannot leave the sum"
+    assert layers == "    Dense_0, Dense_1"
+
+
 def test_text_is_at_most_100_columns_wide():
     path = "/".join(f"a_module_with_a_name_that_goes_on_and_on_{name * 40}" for name in "abc")
     rows = [product(f"{path}/{c}", "forward", False, reason=LOGITS * 3) for c in "abcdefghijkl"]

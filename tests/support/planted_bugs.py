@@ -1491,6 +1491,14 @@ BUGS: tuple[Bug, ...] = (
         "conversion/test_report.py::test_marks_say_what_of_a_layer_is_fp8",
     ),
     Bug(
+        "a_reason_for_each_shape",
+        "the report says the same reason again for every shape of scales",
+        "jfp8/conversion/layer_table.py",
+        '_SHAPES.sub("", why)',
+        "why",
+        "conversion/test_report.py::test_reasons_that_differ_in_shapes_are_one",
+    ),
+    Bug(
         "promises_before_there_is_a_history",
         "print of a recipe promises from the first step on what holds once there is a history",
         "jfp8/recipes/recipe.py",
