@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import importlib.resources
 import inspect
 import os
@@ -17,6 +18,7 @@ import pytest
 import jfp8
 
 ROOT = Path(jfp8.__file__).parent
+CHECKOUT = Path(__file__).parents[1]
 
 # The rooms of the house in the order of the data's way: a room imports from those above it.
 ROOMS = """
@@ -109,6 +111,27 @@ def test_what_a_file_keeps_to_itself_is_not_imported():
         if name.startswith("jfp8.") and any(p.startswith("_") for p in name.split(".")[1:])
     ]
     assert not private
+
+
+def exists(name: str) -> bool:
+    """Whether the dotted `name` is a module of jfp8, or what one of them has."""
+    module, _, attribute = name.rpartition(".")
+    if attribute == "*" or name in MODULES:
+        return True
+    return module in MODULES and hasattr(importlib.import_module(module), attribute)
+
+
+def test_what_scripts_import_exists():
+    """Also where it is imported only as it is needed, on a GPU for example."""
+    scripts = [p for d in ("benchmarks", "examples", "tests") for p in (CHECKOUT / d).rglob("*.py")]
+    assert len(scripts) > 100
+    missing = [
+        f"{path.relative_to(CHECKOUT)} imports {name}"
+        for path in scripts
+        for name in imported_names(ast.parse(path.read_text(encoding="utf-8")))
+        if name.startswith("jfp8.") and not exists(name)
+    ]
+    assert not missing
 
 
 # Who may ask for the GPU: the one place that chooses, and casts, which come before it and have to

@@ -19,15 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import jfp8
-from jfp8.scaling.arrays import expand_scale
 from jfp8.scaling.formats import E4M3FN, E5M2, E8M0FNU, Format
+from jfp8.scaling.parts import expand_scale
 from jfp8.scaling.quantization import block_scale, quantize_with_scale
 from jfp8.scaling.scales import Block, PerAxis, amax
 from on_gpu.harness import Case, Group, Record, Settings, running
 from on_gpu.shapes import name_of, shapes
 
 RUNS = 3  # one where kernels are interpreted
-_MODULES = ("quantize", "quantize_blocks", "matmul", "grouped")
+_MODULES = ("quantize", "quantize_blocks", "kernel", "grouped")
 
 
 def kernel(name: str) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jfp8.scaling.arrays import is_scaled_array
+
 State = TypeVar("State")
 
 
@@ -23,14 +25,17 @@ def transformation(function: str, tx: Any) -> optax.GradientTransformationExtraA
 
 
 def widened(params: Any) -> Any:
-    """16-bit arrays as f32, so that moments start in f32. optax also passes placeholders: kept."""
+    """16-bit arrays as f32, so that moments start in f32. All else is kept.
+
+    Optax also passes placeholders, and parameters may be in FP8.
+    """
 
     def widen(leaf: Any) -> Any:
         narrow = isinstance(leaf, jax.Array | np.ndarray) and leaf.dtype.itemsize < 4
         floating = narrow and jnp.issubdtype(leaf.dtype, jnp.floating)
         return leaf.astype(jnp.float32) if floating else leaf
 
-    return jax.tree.map(widen, params)
+    return jax.tree.map(widen, params, is_leaf=is_scaled_array)
 
 
 def states_of(kind: type[State], opt_state: Any) -> list[State]:

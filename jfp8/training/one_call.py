@@ -53,8 +53,8 @@ def initialize(
 
         "O0"   tx; or skip_on_overflow(chain(loss_scale(), tx)) if the recipe needs a loss scale
         "O1"   chain(fp8_gradients(axis_name=axis_name), ...)     gradients and their mean in FP8
-        "O2"   ... store_state(tx, {"mu": Blocks(), "nu": ScaledFloat16()})   3.03 bytes per
-               parameter for both moments instead of 8
+        "O2"   ... store_state(tx, {"mu": Blocks(rounding="stochastic"), "nu": ScaledFloat16()})
+               3.03 bytes per parameter for both moments instead of 8
 
     These are MS-AMP's levels. O2 takes any optax optimizer with such moments (``mu``, ``nu``, or
     the ``trace`` of ``optax.sgd`` with momentum). For less memory leave them to

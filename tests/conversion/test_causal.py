@@ -40,6 +40,7 @@ OTHERS = {
     "padding": lambda t: nn.make_attention_mask(t > 0, t > 0),
     "one hot": lambda t: jax.nn.one_hot(t, 5),
     "lengths": lambda t: jnp.arange(N)[None] < t[:, :1],
+    "the first few": lambda t: (jnp.arange(N) < 3) & (t[0] > 0),
     "a window": lambda t: jnp.abs(jnp.arange(N)[:, None] - jnp.arange(N)[None]) < 3,
     "all may be seen": lambda t: t[0, 0] * np.ones((N, N)),
 }

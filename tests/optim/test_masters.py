@@ -439,6 +439,11 @@ class TestComposition:
         moved, _ = stepping(tx)(after, new_state, good)
         assert np.any(values(moved["w"]) != values(params["w"]))
 
+    def test_loss_scale_takes_parameters_in_fp8(self):
+        inner = master_weights(optax.sgd(1.0), "float16_scaled")
+        params = working()
+        assert_same(jfp8.loss_scale(inner).init(params).inner_state, inner.init(params))
+
     def test_loss_scale_around_wider_masters_of_16_bits_is_refused(self):
         tx = jfp8.loss_scale(master_weights(optax.sgd(1.0), "float32"))
         params = {"w": jnp.ones(3, jnp.bfloat16)}
