@@ -100,7 +100,11 @@ class Report:
 
     def _repr_html_(self) -> str:
         layers = lines_of(self.rows)
-        plain = [i for i, line in enumerate(layers, 1) if not any(r.fp8 for r in line.rows)]
+        plain = [
+            i
+            for i, line in enumerate(layers, 1)
+            if line.rows and not any(row.fp8 for row in line.rows)
+        ]
         parts = [f"<p><b>{html.escape(self.summary())}</b></p>"]
         parts += [f"<p><b>{html.escape(warning)}</b></p>" for warning in self.warnings()]
         table = [(name.replace("  ", "\u2003"), *cells) for name, *cells in table_of(layers)]
