@@ -207,7 +207,7 @@ def dequantize_tree(tree: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Any
       dtype: floating dtype of the values.
 
     Returns:
-      Pytree with arrays instead of `ScaledArray`s; all other leaves as they are.
+      Pytree with an array for each `ScaledArray`; all other leaves as they are.
 
     Raises:
       TypeError, ValueError: as `dequantize`.
