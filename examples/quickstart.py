@@ -1,4 +1,4 @@
-"""Predict the next byte of JAX's own source code, with every matrix product in FP8."""
+"""Train in FP8 and in float32, side by side, to predict the next byte of JAX's source code."""
 
 import pathlib
 
@@ -13,25 +13,34 @@ files = sorted(pathlib.Path(jax.__file__).parent.rglob("*.py"))
 text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8).astype(np.int32)
 windows, rng = np.lib.stride_tricks.sliding_window_view(text, 17), np.random.default_rng(0)
 
-flatten = lambda x: x.reshape(len(x), -1)
-layers = [nn.Embed(256, 32), flatten, jfp8.Dense(256), nn.relu, jfp8.Dense(256)]
-model, tx = nn.Sequential(layers), optax.chain(jfp8.loss_scale(), optax.adam(1e-3))
-variables = model.init(jax.random.key(0), windows[:1, :16])
-state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 
-
-def loss_fn(variables, batch):
-    logits = model.apply(variables, batch[:, :16])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 16]).mean(), {}
+def make(dense):
+    layers = [nn.Embed(256, 32), lambda x: x.reshape(len(x), -1), dense(256), nn.relu, dense(256)]
+    model = nn.Sequential(layers)
+    variables = model.init(jax.random.key(0), windows[:1, :16])
+    tx = optax.adam(1e-3)
+    return model, jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 
 
 @jax.jit
 def train_step(state, batch):
+    def loss_fn(variables, batch):
+        logits = state.apply_fn(variables, batch[:, :16])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 16]).mean()
+
     loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)
     return state.apply_gradients(grads), loss
 
 
+(model, fp8), (_, f32) = make(jfp8.Dense), make(nn.Dense)  # the same initial parameters
+print(jfp8.report(model, fp8.variables, windows[:256, :16]))  # which products are FP8
+print("compiling ...")
+losses = []
 for step in range(501):
-    state, loss = train_step(state, windows[rng.integers(len(windows), size=256)])
+    batch = windows[rng.integers(len(windows), size=256)]
+    (fp8, a), (f32, b) = train_step(fp8, batch), train_step(f32, batch)
+    losses.append((a, b))
     if step % 100 == 0:
-        print(f"step {step:3}   loss {loss:.3f}")
+        print(f"step {step:3}   loss {a:.3f} in FP8, {b:.3f} in float32")
+a, b = np.mean(losses[-100:], axis=0)
+print(f"mean of the last 100 steps: {a:.3f} in FP8, {b:.3f} in float32, {100 * (a / b - 1):+.2f} %")

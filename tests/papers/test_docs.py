@@ -382,6 +382,7 @@ def test_pages_have_code():
     without = {page.relative_to(DOCS).as_posix() for page in {*GUIDES} - {*RUNNING}}
     elsewhere = {"memory.md", "scaling_out.md"}
     tables = {"notebooks.md", "results.md", "promises.md", "coming_from/index.md"}
+    tables |= {"glossary.md", "works_with.md"}
     assert without == elsewhere | tables
 
 

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -64,18 +65,22 @@ def read_metrics(out: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_quickstart_prints_a_falling_loss(tmp_path):
-    losses = [
-        float(line.split()[-1])
-        for line in run_script("quickstart.py", cwd=tmp_path).split("\n")[:-1]
-    ]
-    assert len(losses) == 6
-    assert losses[0] == pytest.approx(np.log(256), abs=0.3)  # knows nothing yet
-    assert losses[-1] < 3
+def test_quickstart_says_what_is_fp8_and_compares(tmp_path):
+    lines = run_script("quickstart.py", cwd=tmp_path).splitlines()
+    assert any(line.startswith("100.0 % of") for line in lines)  # all products are FP8
+    steps = [re.findall(r"\d\.\d+", line) for line in lines if line.startswith("step")]
+    fp8, f32 = np.array(steps, float).T
+    assert len(fp8) == 6
+    assert fp8[0] == pytest.approx(np.log(256), abs=0.3)  # knows nothing yet
+    assert fp8[-1] < 3
+    # Two trainings, not one printed twice, that differ by less than a broken one would.
+    assert (fp8 != f32).any()
+    np.testing.assert_allclose(fp8, f32, rtol=0.05)
+    assert lines[-1].startswith("mean of the last 100 steps")
 
 
 def test_quickstart_is_short_enough_to_be_read():
-    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 40
+    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 50
 
 
 @pytest.mark.slow

@@ -1,11 +1,16 @@
 """What the README and the pages of docs show is what the repository holds."""
 
+import base64
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jfp8
@@ -19,8 +24,24 @@ PAGES = [ROOT / "README.md", *sorted(GUIDES)]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def test_first_model_is_the_quickstart():
-    assert (ROOT / "examples/quickstart.py").read_text().strip() in README
+def test_it_is_read_in_five_minutes():
+    assert len(README.split()) <= 900
+
+
+@pytest.mark.slow
+def test_the_code_of_the_readme_runs_from_top_to_bottom():
+    scope: dict[str, Any] = {}
+    with jax.numpy_rank_promotion("allow"):  # as for whoever copies it
+        for code in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S):
+            exec(code, scope)
+    assert jnp.isfinite(scope["loss"])
+    assert scope["state"].step == 1
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links to them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pages
@@ -29,6 +50,18 @@ def test_links_lead_somewhere(page):
     assert targets
     missing = [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]
     assert not missing
+    for target, anchor in re.findall(r"\]\(([^)#:]*\.md|)#([^)]+)\)", page.read_text()):
+        assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
+def test_pictures_of_notebooks_are_theirs():
+    drawn = set()
+    for notebook in ROOT.glob("notebooks/*.ipynb"):
+        cells = json.loads(notebook.read_text())["cells"]
+        outputs = [out.get("data", {}) for cell in cells for out in cell.get("outputs", [])]
+        drawn |= {base64.b64decode(data["image/png"]) for data in outputs if "image/png" in data}
+    for picture in (ROOT / "docs/_static").glob("*.png"):
+        assert picture.read_bytes() in drawn, f"{picture.name} is not what the notebooks draw now"
 
 
 @pages
@@ -45,7 +78,7 @@ def test_names_exist(page):
 @pages
 def test_scripts_exist(page):
     scripts = set(re.findall(r"(?:examples|benchmarks|notebooks)/\w+\.\w+", page.read_text()))
-    assert scripts or page.name in {"promises.md", "checkpoints.md"}
+    assert scripts or page.name in {"promises.md", "checkpoints.md", "glossary.md", "works_with.md"}
     assert all((ROOT / script).exists() for script in scripts)
 
 
