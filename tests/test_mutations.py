@@ -74,7 +74,6 @@ def test_the_bugs_are_many_and_everywhere(mutations):
     assert folders >= {f"jfp8/{room}" for room in rooms}
 
 
-@pytest.mark.slow
 def test_each_changes_one_place_and_leaves_python(mutations):
     for bug in mutations.BUGS:
         source = (SOURCES / bug.file).read_text()
@@ -83,7 +82,6 @@ def test_each_changes_one_place_and_leaves_python(mutations):
         assert ast.dump(ast.parse(planted)) != program_of(SOURCES / bug.file), bug.name
 
 
-@pytest.mark.slow
 def test_each_names_a_test_of_the_default_suite(mutations):
     for bug in mutations.BUGS:
         file, *path = bug.test.partition("[")[0].split("::")

@@ -6,6 +6,7 @@ import string
 from fractions import Fraction
 from functools import partial
 
+import flax.core
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -426,6 +427,18 @@ def test_trap_scales_stay_f32_with_bf16_operands():
 
 
 # Values at the ends of the range
+
+
+def test_state_may_be_in_any_mapping():
+    """Flax hands out FrozenDicts in some places."""
+    recipe = recipes.DelayedScaling(amax_history_len=1)
+    state = jax.tree.map(lambda x: x + 7, recipe.init_state())
+    x, w = jnp.full((1, 3), 2.0), jnp.ones((3, 1))
+    frozen = flax.core.freeze(state)
+    expected = scaled_dot_general(x, w, PLAIN, recipe=recipe, state=state)
+    y = scaled_dot_general(x, w, PLAIN, recipe=recipe, state=frozen)
+    np.testing.assert_array_equal(y, expected)
+    assert float(y[0, 0]) == pytest.approx(6, rel=0.1)
 
 
 @pytest.mark.slow
