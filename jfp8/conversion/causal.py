@@ -6,10 +6,12 @@ its jaxpr: nothing is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -26,25 +28,25 @@ _Varies = frozenset[int] | None
 
 def masks_later_positions(closed: ClosedJaxpr, inputs: Any = ()) -> bool:
     """Whether `closed`, the jaxpr of a model, or an array among its `inputs` has a causal mask."""
-    arrays = [x for x in jax.tree.leaves(inputs) if not isinstance(x, jax.core.Tracer)]
-    if any(map(_is_triangular, [*closed.consts, *arrays])):
+    if any(map(_is_triangular, [*closed.consts, *jax.tree.leaves(inputs)])):
         return True
     jaxpr = closed.jaxpr
     return _compares(jaxpr, [None] * len(jaxpr.invars))[0]
 
 
 def _is_triangular(x: Any) -> bool:
-    """Whether `x` is a mask, or masks, of which each row allows one column more."""
-    shape = np.shape(x)
-    if len(shape) < 2 or not 1 < shape[-2] <= shape[-1] or np.size(x) > _LARGEST:
+    """Whether `x` is a mask, or masks, of two values, each row of which allows one column more."""
+    if not isinstance(x, (jax.Array, np.ndarray)) or isinstance(x, jax.core.Tracer):
         return False
-    if not isinstance(x, (jax.Array, np.ndarray)):
+    there = not isinstance(x, jax.Array) or x.is_fully_addressable
+    if not there or x.ndim < 2 or not 1 < x.shape[-2] <= x.shape[-1] or not x.size:
         return False
-    allowed = np.asarray(x).reshape(-1, *shape[-2:])[0] > -1e-3  # also of what is added to scores
-    if allowed.all():
-        allowed = np.asarray(x).reshape(-1, *shape[-2:])[0] > 0
-    rows, columns = shape[-2:]
-    return bool((allowed == np.tri(rows, columns, columns - rows, dtype=bool)).all())
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or math.prod(x.shape[-2:]) > _LARGEST:
+        return False
+    one = np.asarray(x[(0,) * (x.ndim - 2)])
+    rows, columns = one.shape
+    triangle = np.tri(rows, columns, columns - rows, dtype=bool)
+    return len(np.unique(one)) == 2 and bool(np.array_equal(one == one.max(), triangle))
 
 
 def _compares(jaxpr: Jaxpr, ins: Iterable[_Varies]) -> tuple[bool, list[_Varies]]:

@@ -41,10 +41,9 @@ def attention_products(products: Products, which: InAttention) -> tuple[Products
     if which == "scores":
         rhs = _for_each_row(rhs)
     elif rhs is not None and rhs.scale_shared_along(history=True) & {"contracting", "batch"}:
-        rhs = of_values = None
-        if isinstance(fprop.rhs, (Current, Rowwise, Blockwise, TwoLevel)):
-            of_values = _wide(fprop.rhs)
-            rhs = Unit(of_values)
+        known = type(rhs) in (Current, Rowwise, Blockwise, TwoLevel)  # a subclass may do more
+        of_values = _wide(rhs) if known else None
+        rhs = None if of_values is None else Unit(of_values)
     lhs = _for_each_row(fprop.lhs)
     fprop = Product(lhs, rhs, fast_accumulation=fprop.fast_accumulation)
     return dataclasses.replace(products, fprop=fprop), of_values
@@ -54,11 +53,11 @@ def _for_each_row(quantizer: Quantizer | None) -> Quantizer | None:
     """`quantizer` with scales of its own for each row of a sum; None if there is no such thing."""
     if quantizer is None or not quantizer.scale_shared_along(history=True) & {"free", "batch"}:
         return quantizer
-    if isinstance(quantizer, Current):
+    if type(quantizer) is Current:
         return Rowwise(quantizer.fmt, quantizer.scale_rounding)
-    if isinstance(quantizer, Blockwise):
+    if type(quantizer) is Blockwise:
         return dataclasses.replace(quantizer, block_size=(quantizer.block_size[0], 1))
-    if isinstance(quantizer, TwoLevel):  # without the level of the tensor, 4 bits are too few
+    if type(quantizer) is TwoLevel:  # without the level of the tensor, 4 bits are too few
         return Blockwise(_wide(quantizer), (32, 1), "rceil")
     return None
 

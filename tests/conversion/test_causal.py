@@ -62,6 +62,25 @@ def test_masks_may_be_arguments():
     assert not masks_later_positions(closed, (TOKENS, {"mask": jnp.ones((1, 1, N, N))}))
 
 
+def test_data_and_what_has_no_values_are_no_masks():
+    closed = jax.make_jaxpr(lambda x: x)(TOKENS)
+    by_sign = np.tril(np.full((N, N), 2.0)) + np.arange(N) / N - 0.9  # positive where a mask is 1
+    keys = jax.random.split(jax.random.key(0), (N, N))
+    shapes = jax.ShapeDtypeStruct((N, N), bool)
+    assert not masks_later_positions(closed, (by_sign, keys, shapes, np.zeros((0, N, N))))
+
+
+def test_models_may_close_over_what_is_traced():
+    def f(mask):
+        inner = jax.make_jaxpr(lambda x: jnp.where(mask, x, 0.0))(jnp.ones((N, N)))
+        assert any(isinstance(c, jax.core.Tracer) for c in inner.consts)
+        return masks_later_positions(inner, mask)
+
+    seen = []
+    jax.jit(lambda mask: seen.append(f(mask)))(jnp.tril(jnp.ones((N, N), bool)))
+    assert seen == [False]
+
+
 class Model(nn.Module):
     causal: bool = True
 

@@ -19,6 +19,7 @@ from jfp8.linen import EinsumProduct
 from jfp8.products.attention import _with_scales_in_lhs
 from jfp8.quantizers import Current, Quantizer, Rowwise
 from jfp8.recipes import PerOperand, Product
+from jfp8.recipes.attention import attention_products
 from jfp8.recipes.looking_ahead import LAYERS
 
 # Which scales reach across positions and sequences, by the definition of each recipe: one scale for
@@ -184,6 +185,23 @@ def test_a_quantizer_of_ones_own_gives_way_to_high_precision():
     exact = np.einsum("bhqk,bkhd->bqhd", P.astype(np.float64), V)
     y = context(recipe)(P, V)
     assert np.linalg.norm(y - exact) / np.linalg.norm(exact) < 1e-6
+
+
+class _Doubled(Current):
+    """A user's own way from the data to bytes, made of ours."""
+
+
+def test_subclasses_are_not_taken_for_what_they_derive_from():
+    own, known = _Doubled(jfp8.E4M3FN), Current(jfp8.E4M3FN)
+    recipe = PerOperand(Product(own, own), Product(known, known), Product(known, known))
+    products, of_values = attention_products(recipe.products(), "context")
+    assert (products.fprop.lhs, products.fprop.rhs, of_values) == (None, None, None)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_shows(bad):
+    y = context("current")(P, np.where(np.arange(5)[:, None, None] == 2, np.float32(bad), V))
+    assert np.isnan(y[:, 2:]).all()
 
 
 def test_nnx_attention_looks_at_no_later_key():

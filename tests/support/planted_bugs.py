@@ -491,9 +491,8 @@ BUGS: tuple[Bug, ...] = (
         "scales_of_values_along_the_keys",
         "the values of attention are scaled along the keys, also those that a query may not see",
         "jfp8/recipes/attention.py",
-        "(Current, Rowwise, Blockwise, TwoLevel)):\n            of_values",
-        "(Current, Rowwise, TwoLevel)) or True:\n            rhs = fprop.rhs\n        else:\n"
-        "            of_values",
+        "        rhs = None if of_values is None else Unit(of_values)\n",
+        "        rhs, of_values = fprop.rhs, None\n",
         "recipes/test_looking_ahead.py::test_by_perturbation",
     ),
     Bug(
