@@ -42,6 +42,7 @@ import jfp8
 
 REFERENCE, TWIN, CONTROL, REPAIR = "float32", "twin", "control", "repair"
 MARGIN, CONFIDENCE = 0.25, 0.9
+MEAN_OF = 25  # steps: what is kept of a training curve
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def record(path: Path, name: str, recipe: str, seed: int, result: dict[str, Any]
     run = {"loss": _only(result[task.loss]), "ms_per_step": _only(result["ms_per_step"])}
     if task.accuracy:
         run["accuracy"] = _only(result[task.accuracy])
+    run["train_loss"] = curve(result["train_loss"])
     run["commit"] = results_file.commit()
     of_task["runs"].setdefault(recipe, {})[str(seed)] = run
     of_task["runs"] = {
@@ -168,6 +170,14 @@ def _only(of_runs: dict[str, float]) -> float | None:
     """None if the run diverged: JSON has no NaN."""
     (value,) = of_runs.values()
     return value if math.isfinite(value) else None
+
+
+def curve(of_runs: dict[str, list[float]]) -> list[float | None]:
+    """Means over `MEAN_OF` steps of the training loss; None where it was not finite."""
+    (losses,) = of_runs.values()
+    parts = (losses[begin : begin + MEAN_OF] for begin in range(0, len(losses), MEAN_OF))
+    means = map(statistics.fmean, parts)
+    return [round(mean, 5) if math.isfinite(mean) else None for mean in means]
 
 
 # ---- the comparison

@@ -110,6 +110,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
         print(f"stopped after step {step}: to go on, put --resume in place of --stop-at")
         return None
 
+    curves = {run: [line["loss"][run] for line in metrics.lines] for run in labels}
     losses = {run: validation_loss(state, validation) for run, state in states.items()}
     gap = report.relative_gap(losses)
     result = {
@@ -119,9 +120,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
         "ms_per_step": metrics.median("ms"),
         **report.environment(),
         "arguments": vars(args),
+        "train_loss": curves,
     }
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    curves = {run: [line["loss"][run] for line in metrics.lines] for run in labels}
     title = "Byte-level Transformer language model"
     report.draw(out / "loss.png", curves, labels, title, report.legend_of(labels, losses))
 

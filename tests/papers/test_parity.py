@@ -40,6 +40,7 @@ def runs(parity, monkeypatch) -> list[tuple[str, str, int, int]]:
             "device": "cpu",
             "data": "made up",
             "arguments": {"steps": steps},
+            "train_loss": {"run": [float(step) for step in range(60)]},
         }
 
     monkeypatch.setattr(parity, "train", train)
@@ -257,11 +258,15 @@ def test_nothing_is_equivalent_that_diverged(parity, runs, command, monkeypatch,
         result = train(task, recipe, seed, *more)
         if (recipe, seed) == ("current", 1):
             result[task.loss] = {"run": math.nan}
+            result["train_loss"] = {"run": [1.0] * 30 + [math.nan] * 30}
         return result
 
     monkeypatch.setattr(parity, "train", diverging)
     results = command("--tasks lm --recipes delayed current --seeds 0 1 2")
-    assert results["lm"]["runs"]["current"]["1"]["loss"] is None
+    runs = results["lm"]["runs"]
+    assert runs["current"]["1"]["loss"] is None
+    assert runs["current"]["1"]["train_loss"] == [1.0, None, None]
+    assert runs["current"]["0"]["train_loss"] == [12.0, 37.0, 54.5]  # of 25, 25 and 10 steps
     gap = results["lm"]["gaps"]["current"]["loss_percent"]
     assert (gap["diverged"], gap["verdict"], sorted(gap["seeds"])) == (
         ["1"],
