@@ -8,7 +8,7 @@ do not. An overflowing step must leave no trace: `loss_scale` says what wraps wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from jfp8.optim.loss_scale_state import (
     LossScaleState,
@@ -326,11 +327,17 @@ def all_squares_finite(tree: Any) -> jax.Array:
 
 def _holds(condition: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
     """bool[]: whether `condition` holds for all elements of all floating leaves."""
-    holds = jnp.ones((), bool)
-    for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            holds &= jnp.all(condition(leaf))
-    return holds
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    return all_of([jnp.all(condition(leaf)) for leaf in leaves])
+
+
+def all_of(flags: Sequence[jax.Array]) -> jax.Array:
+    """bool[]: whether all `flags` are true, bool[] each.
+
+    Behind the barrier the reduction stays one. Without it XLA makes a chain of ``and`` of it, and
+    repeats that in every kernel that reads its end.
+    """
+    return jnp.all(lax.optimization_barrier(jnp.stack(flags))) if flags else jnp.ones((), bool)
 
 
 def keep_unless(finite: jax.Array, new: Any, old: Any) -> Any:

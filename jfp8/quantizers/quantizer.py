@@ -6,6 +6,7 @@ Here are those with one scale for a tensor, too: from its data, from its history
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import jax
@@ -230,6 +231,7 @@ class Delayed(_OneScale):
         """The amax that the history in `state` predicts, f32[]; 0 if no step has ended."""
         return history_amax(ended_steps(state), self.algo)
 
+    @partial(jax.jit, static_argnums=0)
     def scale(self, observed: jax.Array, state: AmaxState | None) -> jax.Array:
         """The scale, f32[], that `state` predicts, or else that of the amax `observed`."""
         if state is not None:

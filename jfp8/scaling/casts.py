@@ -176,9 +176,16 @@ def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def encode(
-    x: jax.Array, fmt: Format, rounding: str = "nearest_even", bits: jax.Array | None = None
+    x: jax.Array,
+    fmt: Format,
+    rounding: str = "nearest_even",
+    bits: jax.Array | None = None,
+    *,
+    finds_nan: bool = True,
 ) -> jax.Array:
     """Codes (``uint8``) of `x` in `fmt`, saturating; `bits` are the words for stochastic rounding.
+
+    Without `finds_nan` the codes of NaN are any: for callers that know where it is.
 
     The magnitude of a normal value is its own bit pattern, rounded in integers where the format's
     mantissa ends. A subnormal has a fixed grid instead, on which one float addition rounds.
@@ -186,7 +193,7 @@ def encode(
     if not fmt.signed:
         return _encode_power_of_two(x, rounding, bits)
     if rounding == "nearest_even" and fmt in (E4M3FN, E5M2) and _hardware_converts():
-        return convert(x, fmt)
+        return convert(x, fmt, finds_nan=finds_nan)
     # bf16 is rounded in 16-bit lanes, twice as many per instruction; all else goes through f32.
     if x.dtype != jnp.bfloat16 or rounding != "nearest_even":
         x = x.astype(jnp.float32)
@@ -217,8 +224,9 @@ def encode(
     code = jnp.where(magnitude >= first_normal, normal - lane(rebias), subnormal)
     code = jnp.minimum(code, lane(fmt.max_code))
     sign = (pattern >> (width + 8)) << (fmt.bits - 1)
-    signed = jnp.where(magnitude > infinity, lane(fmt.nan_code), code) ^ sign
-    return signed.astype(jnp.uint8)
+    if finds_nan:
+        code = jnp.where(magnitude > infinity, lane(fmt.nan_code), code)
+    return (code ^ sign).astype(jnp.uint8)
 
 
 def _hardware_converts() -> bool:
@@ -226,15 +234,17 @@ def _hardware_converts() -> bool:
     return gpu is not None and gpu.multiplies_f8
 
 
-def convert(x: jax.Array, fmt: Format) -> jax.Array:
+def convert(x: jax.Array, fmt: Format, *, finds_nan: bool = True) -> jax.Array:
     """`encode` to nearest even by the instructions of a processor that has them for `fmt`.
 
     XLA's own conversion does not saturate e4m3fn, and says nothing about the sign of a NaN.
     """
     x = x.astype(jnp.float32)
-    sign = lax.bitcast_convert_type(x, jnp.uint32) >> 31 << (fmt.bits - 1)
     limited = jnp.clip(x, -np.float32(fmt.max), np.float32(fmt.max)).astype(fmt.dtype)
     code = lax.bitcast_convert_type(limited, jnp.uint8)
+    if not finds_nan:
+        return code
+    sign = lax.bitcast_convert_type(x, jnp.uint32) >> 31 << (fmt.bits - 1)
     return jnp.where(jnp.isnan(x), np.uint8(fmt.nan_code) ^ sign.astype(jnp.uint8), code)
 
 

@@ -121,12 +121,20 @@ def end_recorded(state: AmaxState) -> AmaxState:
     return {**state, "amax": jnp.maximum(state["amax"], 0.0)}
 
 
-def end_step(state: AmaxState) -> AmaxState:
-    """End the step under way: its maximum becomes the newest entry of the history."""
-    return {
-        "amax_history": push_amax(ended_steps(state), running_amax(state)),
-        "amax": jnp.zeros_like(state["amax"]),
-    }
+@jax.jit
+def end_step(state: AmaxState, amax: jax.Array | None = None) -> AmaxState:
+    """End the step under way: its maximum becomes the newest entry of the history.
+
+    Args:
+      state: an `AmaxState`.
+      amax: f32[...], folded in as by `observe` before; None: nothing.
+    """
+    if amax is None:
+        entry, history = running_amax(state), ended_steps(state)
+    else:
+        observed = observe(state, amax)
+        entry, history = observed["amax"], observed["amax_history"]
+    return {"amax_history": push_amax(history, entry), "amax": jnp.zeros_like(entry)}
 
 
 def _is_in_history(state: AmaxState) -> jax.Array:

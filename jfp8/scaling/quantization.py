@@ -138,6 +138,7 @@ def block_scale(
     return scale, ragged_block(granularity, x.shape), inverse
 
 
+@functools.partial(jax.jit, static_argnames=("fmt", "rounding", "block"))
 def quantize_with_scale(
     x: jax.Array,
     scale: jax.Array | ScaledArray,
@@ -178,8 +179,9 @@ def quantize_with_scale(
             values = apply_scale(values, factor, block)
     if not isinstance(scale, ScaledArray) and scale.dtype == E8M0FNU.dtype:
         values = _with_subnormal_inputs(values, x, scale, block)
-    codes = encode(values, fmt, rounding, bits)
-    if fmt.has_nan and inverse is None:
+    asks_x = fmt.has_nan and inverse is None
+    codes = encode(values, fmt, rounding, bits, finds_nan=not asks_x)
+    if asks_x:
         # The cast saturates Inf; asking x itself tells it from a finite value that overflows.
         codes = jnp.where(jnp.isfinite(x), codes, np.uint8(fmt.nan_code))
     return ScaledArray(codes_to_format(codes, fmt), scale, block)

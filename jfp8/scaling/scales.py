@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -141,7 +142,11 @@ def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax
       ValueError: the granularity does not fit the shape of `x`.
     """
     x = as_float_array(x, "x")
-    granularity = PerTensor() if granularity is None else granularity
+    return _amax(x, PerTensor() if granularity is None else granularity)
+
+
+@partial(jax.jit, static_argnums=1)
+def _amax(x: jax.Array, granularity: Granularity) -> jax.Array:
     out_shape = scale_shape(granularity, x.shape)
     if x.dtype.itemsize == 1:
         x = x.astype(jnp.float32)
@@ -231,7 +236,7 @@ def scale_from_amax(
         # amax < 0 XLA may know that it is false.)
         is_negative = lax.bitcast_convert_type(amax, jnp.uint32) >= np.uint32(1 << 31)
         divisor = jnp.where(is_negative, np.float32(1.0), np.float32(fmt.max))
-        scale = amax / divisor * np.float32(2.0**margin)
+        scale = amax / divisor * np.float32(2.0**margin) if margin else amax / divisor
         scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     nonfinite = bits >= np.uint32(0x7F800000)

@@ -32,6 +32,9 @@ BINS = WIDTH - _SHIFT
 _FIRST = (0x00C00000 >> _SHIFT) - 1
 _SMALLEST_NORMAL, _INF = np.uint32(0x00800000), np.uint32(0x7F800000)
 
+# What `decode_amax` notes of a row, above its other bits.
+_POSITIVE, _NEGATIVE, _NAN = (np.uint32(1 << bit) for bit in (29, 30, 31))
+
 
 def init_sink() -> jax.Array:
     """The zeros to differentiate by.
@@ -47,17 +50,20 @@ def is_sink(x: jax.Array) -> bool:
     return x.shape[-2:] == (len(ROLES), WIDTH) and x.dtype == jnp.float32
 
 
+@jax.jit
 def encode_amax(amax: jax.Array) -> jax.Array:
     """A row for each amax: f32[...] -> f32[..., 2050]."""
     bits = lax.bitcast_convert_type(jnp.abs(amax), jnp.uint32)[..., None]
     is_zero, is_finite = bits < _SMALLEST_NORMAL, bits < _INF  # arithmetic flushes subnormals
     position = jnp.clip((bits >> _SHIFT).astype(jnp.int32) - _FIRST, 1, BINS - 1)
-    one_hot = _along_last(jnp.arange(BINS), bits.ndim) == jnp.where(is_zero, 0, position)
-    others = bits >> _along_last(jnp.arange(_SHIFT, dtype=jnp.uint32), bits.ndim) & np.uint32(1)
-    others = jnp.where(is_finite & ~is_zero, others, np.uint32(0))
-    return jnp.concatenate([one_hot.astype(jnp.float32), others.astype(jnp.float32)], axis=-1)
+    position = jnp.where(is_zero, 0, position)
+    others = jnp.where(is_finite & ~is_zero, bits, np.uint32(0))
+    entry = _along_last(jnp.arange(WIDTH), bits.ndim)
+    bit = (others >> jnp.maximum(entry - BINS, 0).astype(jnp.uint32) & np.uint32(1)) > 0
+    return jnp.where(entry < BINS, entry == position, bit).astype(jnp.float32)
 
 
+@jax.jit
 def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The amax that a row holds, and whether a non-finite one was among it.
 
@@ -73,15 +79,26 @@ def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     # NaN is neither, or a row of nothing else would be read as the largest number.
     positive, negative = row > 0, row < 0
-    unmixed = ~(jnp.any(positive, axis=-1) & jnp.any(negative, axis=-1))
-    used = (positive | negative) & unmixed[..., None]
-    position = _along_last(jnp.arange(BINS), row.ndim)
-    top = jnp.max(jnp.where(used[..., : BINS - 1], position[..., : BINS - 1], 0), axis=-1)
-    powers = _along_last(np.uint32(1) << jnp.arange(_SHIFT, dtype=jnp.uint32), row.ndim)
-    others = jnp.sum(jnp.where(used[..., BINS:], powers, np.uint32(0)), axis=-1, dtype=jnp.uint32)
-    pattern = (top + _FIRST).astype(jnp.uint32) << _SHIFT | others
-    amax = lax.bitcast_convert_type(jnp.where(top > 0, pattern, np.uint32(0)), jnp.float32)
-    return amax, used[..., BINS - 1] | jnp.any(jnp.isnan(row), axis=-1)
+    used = positive | negative
+    entry = lax.broadcasted_iota(jnp.uint32, row.shape, row.ndim - 1)
+    position = jnp.where(used & (entry < BINS - 1), entry, np.uint32(0))
+    flag = jnp.where(positive, _POSITIVE, jnp.where(negative, _NEGATIVE, np.uint32(0)))
+    flag = jnp.where(jnp.isnan(row), _NAN, flag)
+    other = jnp.where(used & (entry >= BINS), np.uint32(1) << (entry - BINS), np.uint32(0))
+    # In one pass: XLA would make the row, which may be a sum of many, anew for each of several.
+    top, flags = lax.reduce(
+        (position, flag | other),
+        (np.uint32(0), np.uint32(0)),
+        lambda a, b: (lax.max(a[0], b[0]), lax.bitwise_or(a[1], b[1])),
+        (row.ndim - 1,),
+    )
+    unmixed = (flags & _NEGATIVE == 0) | (flags & _POSITIVE == 0)
+    others = flags & np.uint32((1 << _SHIFT) - 1)
+    pattern = (top + np.uint32(_FIRST)) << _SHIFT | others
+    amax = lax.bitcast_convert_type(
+        jnp.where(unmixed & (top > 0), pattern, np.uint32(0)), jnp.float32
+    )
+    return amax, (unmixed & used[..., BINS - 1]) | (flags >= _NAN)
 
 
 def max_of_sinks(first: jax.Array, second: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 
 from jfp8.optim.loss_scale_state import find_loss_scale
-from jfp8.optim.loss_scaling import keep_unless
+from jfp8.optim.loss_scaling import all_of, keep_unless
 from jfp8.scaling.history import as_dicts, end_step, observe, running_amax
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
 
@@ -84,12 +84,14 @@ def advance(
 
 
 def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
-    """Every sink f32[..., 3, 2050] decoded to amaxes f32[..., 3], and whether any overflowed."""
-    if not jax.tree.leaves(sinks):
-        return sinks, jnp.zeros((), bool)
-    rows, back = in_one_array(sinks)
-    amax, overflow = decode_amax(rows)
-    return back(amax), jnp.any(overflow)
+    """Every sink f32[..., 3, 2050] decoded to amaxes f32[..., 3], and whether any overflowed.
+
+    One by one: programs that are the same for all layers are compiled once.
+    """
+    leaves, structure = jax.tree.flatten(sinks)
+    decoded = [decode_amax(leaf) for leaf in leaves]
+    overflow = ~all_of([jnp.all(~overflows) for _, overflows in decoded])
+    return structure.unflatten([amax for amax, _ in decoded]), overflow
 
 
 def in_one_array(sinks: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
@@ -115,12 +117,14 @@ def close_step(
 ) -> Any:
     """`advance` of amaxes that are decoded already; bool[] `ends` says whether the step ends."""
     if _is_product(fp8):
-        new = dict(fp8)
+        seen: dict[str, jax.Array | None] = dict.fromkeys(ROLES)
         if "amax" in amaxes:
-            for row, role in enumerate(ROLES):
-                new[role] = observe(fp8[role], amaxes["amax"][..., row])
-        ended = {role: end_step(state) for role, state in new.items()}
-        return ended if ends is None else keep_unless(ends, ended, new)
+            seen = {role: amaxes["amax"][..., row] for row, role in enumerate(ROLES)}
+        ended = {role: end_step(fp8[role], seen[role]) for role in ROLES}
+        if ends is None:
+            return ended
+        going_on = {r: fp8[r] if x is None else observe(fp8[r], x) for r, x in seen.items()}
+        return keep_unless(ends, ended, going_on)
     unknown = sorted(set(amaxes) - set(fp8))
     if unknown:
         where = "/".join(path) or "the top"

@@ -15,7 +15,7 @@ from flax.nnx import filterlib
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.loss_scaling import all_finite, keep_unless, scaled
 from jfp8.products.uses import Uses, noting_uses
-from jfp8.scaling.history import end_step, largest_of_devices, observe
+from jfp8.scaling.history import end_step, largest_of_devices
 from jfp8.scaling.sink import ROLES
 from jfp8.training.histories import decode_all, rescaled, zero_sink
 
@@ -123,13 +123,13 @@ def _pushed(
     histories: dict[str, jax.Array], amaxes: jax.Array, loss_scale: jax.typing.ArrayLike | None
 ) -> dict[str, jax.Array]:
     """Histories of a product with the amaxes f32[..., 3] of the scaled loss in front."""
-    new = {}
+    new: dict[str, jax.Array] = {}
     for row, role in enumerate(ROLES):
         amax = amaxes[..., row]
         if role == "grad" and loss_scale is not None:
             amax = amax / loss_scale
         state = {"amax_history": histories[role], "amax": jnp.zeros_like(amax)}
-        new[role] = end_step(observe(state, amax))["amax_history"]
+        new[role] = end_step(state, amax)["amax_history"]
     return new
 
 
