@@ -83,21 +83,21 @@ class Uses:
         lost = {use.layer for use in unseen if use.layer is not None and not use.is_foreign}
         if lost:
             warnings.warn(
-                f"The amax histories of {sorted(lost)} are not kept up for uses that the loss is "
-                "not differentiated through (behind stop_gradient, or without effect), because "
-                "they are inside of nn.scan, nn.remat or the like. Record them in the forward "
-                "pass: y, mutated = model.apply(variables, x, mutable=['fp8']), and return mutated "
-                "from the loss function.",
+                f"The amax histories of {sorted(lost)} are not updated by uses that the loss is "
+                "not differentiated through (behind stop_gradient, or without effect on the "
+                "loss), because they are inside of nn.scan, nn.remat or the like. Record them in "
+                "the forward pass: y, mutated = model.apply(variables, x, mutable=['fp8']), and "
+                "return mutated from the loss function.",
                 stacklevel=2,
             )
         cut_off = [use for use in unable if use.is_foreign and not use.differentiated]
         foreign = {use.layer for use in cut_off if use.layer is not None}
         if foreign:
             warnings.warn(
-                f"The amax histories of {sorted(foreign)} are not kept up for uses with "
-                "a sink that the loss is not differentiated by, as after stop_gradient of all "
-                "variables. Stop the gradient of variables['params'] alone; and of a model that "
-                "is not trained here leave 'fp8_sink' out of the variables.",
+                f"The amax histories of {sorted(foreign)} are not updated by uses with a sink that "
+                "the loss is not differentiated with respect to, as after stop_gradient of all "
+                "variables. Stop only the gradient of variables['params']; for a model that is "
+                "not trained here, leave 'fp8_sink' out of its variables.",
                 stacklevel=2,
             )
 

@@ -168,7 +168,7 @@ def _forward(recipe, carried, use, operation, operands, and_backward=True):
     y = quantized_output("fprop", fprop, "y", y, seed)
 
     observed = Observed(lhs_amax, rhs_amax)
-    # Without a sink the gradient's amax would be lost, so its history is not kept up.
+    # Without a sink the gradient's amax would be lost, so its history is not updated.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else observed
     return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, operation)
