@@ -20,13 +20,13 @@ AxisName: TypeAlias = Any
 """What `jax.lax` takes: the name of a mapped axis, or a tuple of several."""
 
 E2M5 = Format("E2M5", np.dtype(np.uint8), 2, 5, 1, 7.75, 0x7E, 0x7F)
-"""Two bits of exponent and five of mantissa: -31.5 dB become -43. Only for the wire."""
+"""Two bits of exponent and five of mantissa: noise of -43 dB, not -31.5. Only for the wire."""
 
 FINEST: tuple[Format, Format] = (E4M3FN, E2M5)
-"""As `fmt` of a collective: the better one for every block."""
+"""As `fmt` of a collective: the more accurate of the two for each block."""
 
 MIN_SIZE = 2**12
-"""Below 16 KiB of f32, the time of a collective is that of its start, not of its bytes."""
+"""Below 16 KiB of f32, the time of a collective is its latency, whatever its bytes."""
 
 _ON_WIRE = (*(f for f in FORMATS if f.bits == 8 and f.signed), E2M5)
 

@@ -58,6 +58,9 @@ def scale_by_adam(
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
+
+    Raises:
+      TypeError, ValueError: as for `adam`.
     """
     inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
     return store_state(inner, _moments("scale_by_adam", preset, mu, nu, mu_dtype), seed=seed)
@@ -155,6 +158,9 @@ def adamw(
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
+
+    Raises:
+      TypeError, ValueError: as for `adam`.
     """
     inner = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, None, weight_decay, mask, nesterov=nesterov

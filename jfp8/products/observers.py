@@ -46,7 +46,7 @@ class Observer:
 
 
 OBSERVER = jax.make_user_context(None)
-"""Its ``value`` is who observes, if anybody does: asked at every product."""
+"""Its ``value`` is the current `Observer` or None; every product reads it."""
 
 
 def observing(observer: Observer) -> AbstractContextManager[object]:

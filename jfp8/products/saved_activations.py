@@ -29,7 +29,7 @@ from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.scales import Block, amax, ragged_block, reciprocal, scale_from_amax
 
 BLOCK = 32
-"""Elements that share a scale: few enough for an outlier to take its own."""
+"""Elements that share a scale: few, so that an outlier affects few others."""
 
 
 def save_in_fp8(

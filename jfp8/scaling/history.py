@@ -21,7 +21,7 @@ from jfp8.tracing.compat import axes_apart
 AmaxState: TypeAlias = dict[str, jax.Array]
 """One operand's state: ``{"amax_history": f32[H], newest first, 0 = empty slot,
 "amax": f32[], running maximum of the step under way, 0 if there is none}``. A negative running
-maximum is in the history already, as its newest entry."""
+maximum is already in the history, as its newest entry."""
 
 
 def as_dicts(tree: Mapping[str, Any]) -> dict[str, Any]:
