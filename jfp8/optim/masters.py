@@ -61,12 +61,12 @@ def master_weights(
         p <- round(m)                                    p: what is in params
 
         parameter in params     master=None             "bfloat16"   "float16_scaled"   "float32"
-        FP8, `ScaledArray`      1 byte, by lot          1 + 2        1 + 2              1 + 4
-        bf16 or f16 array       2 bytes, by lot         the same     2 + 2              2 + 4
+        FP8, `ScaledArray`      1 byte, stochastic      1 + 2        1 + 2              1 + 4
+        bf16 or f16 array       2 bytes, stochastic     the same     2 + 2              2 + 4
         f32 array               4 bytes, its own master
 
-    "By lot" is stochastic rounding: up with the probability of the remainder, so unbiased. The
-    bfloat16 master is rounded in the same way. The others are rounded to nearest: with a float32
+    Stochastic rounding goes up with the probability of the remainder, so it is unbiased. The
+    bfloat16 master is rounded in this way, too. The others are rounded to nearest: with a float32
     master nothing is lost, while "float16_scaled", MS-AMP's, loses steps of less than 2^-12 of the
     weight.
 

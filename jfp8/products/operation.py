@@ -218,7 +218,7 @@ def _same(first: Use, second: Use) -> bool:
 
 
 def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
-    """A seed of its own for each `use` of each tensor, step, scan iteration, batch and device.
+    """A separate seed for each `use` of each tensor, step, scan iteration, batch and device.
 
     No counter has to be threaded through transformations for that: wherever seeds must differ, the
     data does, and so does its amax. The user's seed separates cases of equal data.

@@ -96,7 +96,7 @@ class Uses:
             warnings.warn(
                 f"The amax histories of {sorted(foreign)} are not updated by uses with a sink that "
                 "the loss is not differentiated with respect to, as after stop_gradient of all "
-                "variables. Stop only the gradient of variables['params']; for a model that is "
+                "variables. Stop the gradient of variables['params'] alone; for a model that is "
                 "not trained here, leave 'fp8_sink' out of its variables.",
                 stacklevel=2,
             )

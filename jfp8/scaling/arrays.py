@@ -139,7 +139,7 @@ class ScaledArray(ByValues):
         return equal if equal is NotImplemented else jnp.logical_not(equal)
 
     def __repr__(self) -> str:
-        """Format, shape, scales, and the range of the values where they are at hand."""
+        """Format, shape, scales, and the range of the values where available."""
         q: Any = self.scale
         scale, outer = (q.data, q.scale) if isinstance(q, ScaledArray) else (q, None)
         sizes = None

@@ -156,7 +156,7 @@ def named_state(state: Any) -> str:
 def scaled_array(
     data: Any, scale: Any, outer: Any, sizes: tuple[int, ...] | None, carrier: Any
 ) -> str:
-    """A `ScaledArray`: format, shape, scales, and the range of the values if it is at hand.
+    """A `ScaledArray`: format, shape, scales, and the range of the values if available.
 
     Args:
       data: stored bytes.
@@ -215,7 +215,7 @@ def _spelled_range(x: np.ndarray) -> str:
 
 
 def _host_scales(scale: Any, outer: Any) -> np.ndarray | None:
-    """The scales as f32, None if they are not at hand."""
+    """The scales as f32, None if they are not available."""
     found = on_host(scale)
     if found is None or found.dtype == object:
         return None

@@ -91,7 +91,7 @@ def quantize(
         if scale_rounding is not None:
             raise ValueError(
                 f"scale_rounding={scale_rounding!r} rounds the scale that quantize computes, but "
-                "scale= was given and is used as it is. Pass one of the two."
+                "scale= was given and is used unchanged. Pass one of the two."
             )
         scale = jnp.asarray(scale)
         if scale.dtype != E8M0FNU.dtype:
@@ -150,7 +150,7 @@ def quantize_with_scale(
     block: tuple[int, ...] | None = None,
     inverse: jax.Array | None = None,
 ) -> ScaledArray:
-    """`quantize` with a scale at hand, unchecked and without a gradient.
+    """`quantize` with a given scale, unchecked and without a gradient.
 
     It multiplies by an explicit reciprocal, because on some backends XLA turns a division by a
     broadcast scale into that anyway.
@@ -162,8 +162,8 @@ def quantize_with_scale(
       rounding: see `cast`.
       bits: u32 array of the shape of `x`, for stochastic rounding.
       block: see `ScaledArray`.
-      inverse: f32 array, the reciprocals of `scale` if they are at hand: NaN where a block has a
-        NaN or an Inf.
+      inverse: f32 array, the reciprocals of `scale` if they are known: NaN where a block has a NaN
+        or an Inf.
 
     Returns:
       `ScaledArray` of the shape of `x`.
