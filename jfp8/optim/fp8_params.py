@@ -118,7 +118,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
             return p
         if not isinstance(u, StoredUpdate):
             raise TypeError(
-                f"A parameter of shape {p.shape} is stored in FP8; but its update is not a "
+                f"A parameter of shape {p.shape} is stored in FP8, but its update is not a "
                 "StoredUpdate. A plain update, added and rounded to nearest, would mostly be "
                 "lost. Wrap the optimizer: jfp8.optim.master_weights(tx)."
             )
