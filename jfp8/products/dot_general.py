@@ -58,11 +58,15 @@ def scaled_dot_general(
     implementation: Implementation = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``jax.lax.dot_general`` with FP8 operands, forward and backward.
+    """``jax.lax.dot_general`` with FP8 operands, forward and backward. ::
 
-    High precision in and out: operands and the incoming gradient are quantized as `recipe` says,
-    multiplied with f32 accumulation, scaled in f32 and rounded once. The gradient is
-    straight-through. A NaN or Inf in an operand or gradient gives NaN in the result.
+        fprop  y    = q(lhs) . q(rhs)
+        dgrad  dlhs = q(dy) . q(rhs)^T
+        wgrad  drhs = q(lhs)^T . q(dy)
+
+    High precision in and out: `recipe` says how ``q`` quantizes each operand of each product. The
+    products are summed in f32, scaled in f32 and rounded once. The gradient is straight-through. A
+    NaN or Inf in an operand or gradient gives NaN in the result.
 
     Args:
       lhs, rhs: ``f32 | bf16 | f16`` arrays. `rhs` may be a `ScaledArray` instead: a weight that is
