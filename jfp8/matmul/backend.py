@@ -156,5 +156,5 @@ class Backend:
 _PLACES = {
     "tensor": "are one for each operand",
     "rows": "do not vary along the contraction",
-    "blocks": "vary along the contraction and so cannot leave the sum",
+    "blocks": "vary along the contraction and cannot be applied after it",
 }

@@ -4,7 +4,7 @@
     kept       q  = codes of x, and a scale for every block of them
     backward   dx, *drest = vjp(f, q * scale, *rest)(dy)
 
-What a product keeps is already in FP8. This is for the functions between products, normalizations
+What a product keeps is already in FP8. This is for the functions between products, normalisations
 and activation functions, whose backward pass needs their input.
 """
 
@@ -46,7 +46,7 @@ def save_in_fp8(
     again.
 
     The scale is computed such that the largest element of its block is kept to 0.2 %, not to the 6
-    % of E4M3. That includes outliers, on which the statistics of a normalization depend. A block
+    % of E4M3. That includes outliers, on which the statistics of a normalisation depend. A block
     with a NaN or an Inf in it is NaN in the backward pass, which shows in the gradients.
 
     Args:

@@ -50,7 +50,7 @@ def quantize_rows_in_blocks(
     ``q[i, j] = cast(x[i, j] / s[j // block, i])`` and
     ``q_t[j, i] = cast(x[i, j] / s_t[i // block, j])``, where scales and their reciprocals are those
     of `quantizers.block_scale`: a block with a NaN or Inf in it becomes NaN as a whole. Blocks are
-    the first dimension of the scales, so that scales of neighboring lines are side by side.
+    the first dimension of the scales, so that scales of neighbouring lines are side by side.
 
     Args:
       x: f32, bf16 or f16[M, N].
