@@ -1,4 +1,4 @@
-"""The formats: a `Format` lists, as data, what defines its numbers."""
+"""Number formats, described as data: `Format`."""
 
 from __future__ import annotations
 
