@@ -1,8 +1,8 @@
 """FP8 training for JAX and Flax.
 
-The folders in the order of the data's way: tracing, scaling, quantizers, matmul, recipes, products,
-layers, collectives, optim, conversion, training, checkpoint, debug, plot. A file imports from its
-own folder and from those before it.
+The folders, in the order in which data passes through them: tracing, scaling, quantizers, matmul,
+recipes, products, layers, collectives, optim, conversion, training, checkpoint, debug, plot. A file
+imports only from its own folder and from those before it.
 """
 
 from jfp8 import (

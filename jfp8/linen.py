@@ -3,12 +3,12 @@
 State lives in two collections beside ``params``, both made by ``model.init``:
 
   * ``fp8/<path>/{lhs,rhs,grad}``: amax histories (see `jfp8.scaling.AmaxState`);
-  * ``fp8_sink/<path>/amax``: zeros to differentiate by, whose cotangent tells the amaxes.
+  * ``fp8_sink/<path>/amax``: zeros, whose gradient carries the amaxes of the backward pass.
 
-Which of them `apply` is given decides what is delayed: without ``fp8`` everything uses current
-scaling; with it, activations and weights use their histories; with ``fp8_sink`` too, gradients do.
-A mutable ``fp8`` without a sink is kept up by `apply` itself, like ``batch_stats``. With a sink,
-`jfp8.advance` keeps it up, once per optimizer step.
+What `apply` is given decides which tensors use delayed scaling. Without ``fp8``, all use current
+scaling; with it, activations and weights use their histories; with ``fp8_sink`` too, so do
+gradients. Without a sink, `apply` itself updates a mutable ``fp8``, like ``batch_stats``. With a
+sink, `jfp8.advance` updates it, once per optimizer step.
 
 Recipes that round stochastically draw from the random stream ``fp8``, if `apply` is given one
 (``rngs={"fp8": key}``), and otherwise from the data; see `jfp8.scaled_dot_general`.

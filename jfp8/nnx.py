@@ -1,13 +1,13 @@
 """Flax NNX modules: Flax's own layers with an FP8 product inside.
 
-Each product holds its amax histories in a Variable of its own type, `Fp8State`; the ``nnx.Param``
-state of a model is that of the model without FP8. There are two ways to train:
+Each product holds its amax histories in a Variable of a type of its own, `Fp8State`; the
+``nnx.Param`` state of a model is the same as without FP8. There are two ways to train:
 
-  * any loop, with ``nnx.grad`` or ``nnx.value_and_grad``: histories of activations and weights are
-    kept up by the calls, as ``BatchNorm`` does with its statistics, until ``model.eval()``.
-    Gradients, whose amaxes nobody learns, use current scaling;
-  * `jfp8.nnx.value_and_grad` in its place: gradients use their histories too, and every history
-    gets one entry per step.
+  * any loop, with ``nnx.grad`` or ``nnx.value_and_grad``: calls update the histories of activations
+    and weights, as those of ``BatchNorm`` update its statistics, until ``model.eval()``. Gradients
+    use current scaling, because their amaxes are not recorded;
+  * `jfp8.nnx.value_and_grad` instead: gradients use their histories too, and every history gets one
+    entry per step.
 
 Recipes that round stochastically draw from the data; see `jfp8.scaled_dot_general`.
 """

@@ -34,38 +34,40 @@ def pmean(
 
         q_i = quantize(x_i);   y = quantize(sum_i dequantize(q_i) / n)        in blocks
 
-    Every device gets the same bits. An Inf or a NaN on one of them makes its block NaN on all. In
-    ``jax.shard_map``, with ``check_vma`` or without, and wherever else axes have names. With
-    ``check_vma`` the result does not vary over `axis_name`, so that it fits ``out_specs=P()``.
+    Every device gets the same bits. An Inf or a NaN on one of them makes its block NaN on all.
+    Works in ``jax.shard_map``, with ``check_vma`` or without, and wherever else axes have names.
+    With ``check_vma`` the result does not vary over `axis_name`, so that it fits ``out_specs=P()``.
 
-    To have something to average, differentiate on every device by itself. With ``check_vma``, JAX
-    sums the gradient by parameters that do not vary over `axis_name` by itself, in f32; make
-    them vary first: ``jax.lax.pcast(params, axis_name, to="varying")``. (`jfp8.data_parallel` does
-    so.) What does not vary is its own mean: it is returned as it is.
+    Differentiate on every device separately, so that there is something to average. With
+    ``check_vma``, JAX itself sums the gradient of parameters that do not vary over `axis_name`, in
+    f32; make them vary first: ``jax.lax.pcast(params, axis_name, to="varying")``.
+    (`jfp8.data_parallel` does so.) An array that does not vary is its own mean, and is returned
+    unchanged.
 
     The derivatives are those of ``jax.lax.pmean``, straight through the rounding.
 
     Args:
-      tree: arrays of any shapes. Arrays that are not floating, or of 64 bits, those of at most
-        ``block / 4`` elements or so, and gradients by ``fp8_sink`` are left to ``jax.lax.pmean``.
+      tree: arrays of any shapes. ``jax.lax.pmean`` is used for arrays that are not floating, have
+        64 bits, or have at most about ``block / 4`` elements, and for gradients of ``fp8_sink``.
       axis_name: one name, or a tuple of names.
-      fmt: format on the wire, of 8 bits: `jfp8.E4M3FN`, `E2M5`, ..., or two, such as `FINEST`.
-      block: elements that share a scale; ``4 / block`` bytes per element more on the wire.
-      rounding: see `jfp8.cast`. Rounded to nearest, the mean is off by half a step at most in
-        either rounding; ``"stochastic"`` is right on average over draws instead.
+      fmt: 8-bit format on the wire: `jfp8.E4M3FN`, `E2M5`, ..., or a pair, such as `FINEST`.
+      block: number of elements that share a scale; it adds ``4 / block`` bytes per element on the
+        wire.
+      rounding: see `jfp8.cast`. Rounded to nearest, the mean is off by at most half a step in each
+        of the two roundings; ``"stochastic"`` is unbiased instead.
       key: JAX random key for ``"stochastic"``, the same on all devices.
-      min_size: with fewer elements than that in all, ``jax.lax.pmean`` in f32 is used for all.
+      min_size: with fewer elements than this in total, ``jax.lax.pmean`` in f32 is used for all.
 
     Returns:
       Arrays of the shapes and dtypes of `tree`; sums are in f32.
 
     Raises:
-      TypeError: `fmt` is no format of 8 bits.
+      TypeError: `fmt` is not an 8-bit format, nor a pair of them.
       ValueError: unknown `rounding`, a bad `block`, or stochastic rounding without `key`.
 
     References:
       ZeRO++, arXiv 2306.10209, section 4.3 (quantized gradient reduction by all-to-all); FP8-LM,
-      arXiv 2310.18313, section 2.1, for what it replaces: sums in FP8 with one scale per tensor.
+      arXiv 2310.18313, section 2.1, for the alternative: sums in FP8 with one scale per tensor.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> g = jnp.array([[1.0, 2.0, 3.0] * 64, [3.0, 2.0, 1.0] * 64])
@@ -80,10 +82,11 @@ def pmean(
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     result = [_mean_at_hand(leaf, axis_name) for leaf in leaves]
 
-    # Arrays that vary over different axes of the mesh must not be mixed: their means would, too.
+    # Arrays that vary over different axes of the mesh must not be mixed: their means would vary,
+    # too.
     groups = defaultdict(list)
     for i, leaf in enumerate(leaves):
-        # In the block of many uses, the one with the largest amax would be rounded to zero.
+        # In a block with many uses, the use with the largest amax would be rounded to zero.
         rounds = _is_float(leaf) and not is_sink(leaf)
         if result[i] is None and rounds and wire.pays([leaf.size]):
             groups[varying_axes(leaf)].append(i)
@@ -114,25 +117,26 @@ def reduce_scatter(
 ) -> jax.Array:
     """``jax.lax.psum_scatter(..., tiled=True)`` at a little over a quarter of its bytes.
 
-    The first half of `pmean`: every device gets its part of the sum, in f32 until the dtype of `x`,
-    so that each value is rounded once. An Inf or a NaN makes its block NaN. The derivatives are
-    those of ``jax.lax.psum_scatter``: cotangents are gathered in their own dtype.
+    The first half of `pmean`: every device gets its part of the sum, computed in f32, so that each
+    value is rounded once before the dtype of `x`. An Inf or a NaN makes its block NaN. The
+    derivatives are those of ``jax.lax.psum_scatter``: cotangents are gathered in their own dtype.
 
     Args:
-      x: array, a gradient for example.
+      x: array, such as a gradient.
       axis_name: one name, or a tuple of names.
       scatter_dimension: dimension of `x` that is divided among the devices.
       mean: divide the sum by the number of devices.
       fmt, block, rounding, key: as for `pmean`.
-      min_size: with fewer elements than that, ``jax.lax.psum_scatter`` in f32 is used; also for
+      min_size: with fewer elements than this, ``jax.lax.psum_scatter`` in f32 is used; also for
         arrays that are not floating.
 
     Returns:
-      Array of the dtype of `x`, and of its shape but for `scatter_dimension`, of which a device
-      gets one part of as many as there are devices.
+      Array of the dtype of `x`, and of its shape, except that `scatter_dimension` is divided by the
+      number of devices.
 
     Raises:
-      TypeError, ValueError: as for `pmean`; also if the devices do not divide `scatter_dimension`.
+      TypeError, ValueError: as for `pmean`; also if the number of devices does not divide
+        `scatter_dimension`.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> scatter = lambda g: jfp8.collectives.reduce_scatter(g, "data", min_size=0)
@@ -149,7 +153,7 @@ def reduce_scatter(
         raise ValueError(
             f"reduce_scatter divides scatter_dimension={scatter_dimension} among {n} devices, but "
             f"x has shape {x.shape}, and {n} does not divide {x.shape[dimension]}. Choose another "
-            "dimension, or pad it."
+            "dimension, or pad this one."
         )
     if n > 1 and x.size >= min_size and _is_float(x) and wire.pays([x.size // n] * n):
         total = _psum_scatter(wire, dimension, x, seed)
@@ -174,18 +178,19 @@ def all_gather(
     """``jax.lax.all_gather`` at a little over a quarter of its bytes.
 
     Blocks are runs of `block` elements of `x` in row-major order. Every device gets the same bits,
-    also of its own part. An Inf or a NaN makes its block NaN. The derivatives are those of
+    even of its own part. An Inf or a NaN makes its block NaN. The derivatives are those of
     ``jax.lax.all_gather``: cotangents are summed and scattered in their own dtype.
 
     Args:
       x: array, of the same shape on all devices.
       axis_name: one name, or a tuple of names.
-      axis: where the parts are put: along this dimension of `x` if `tiled`, else along a new one.
+      axis: dimension along which the parts are put: one of `x` if `tiled`, else a new one.
       tiled: concatenate the parts, rather than stack them.
-      to: as for ``jax.lax.all_gather``: ``"invarying"`` for what ``check_vma`` is to know as the
+      to: as for ``jax.lax.all_gather``: ``"invarying"`` tells ``check_vma`` that the result is the
         same on all devices.
       fmt, block, rounding, key: as for `pmean`.
-      min_size: an `x` of fewer elements than that is gathered as it is; also if it is not floating.
+      min_size: an `x` with fewer elements than this is gathered unquantized; also if it is not
+        floating.
 
     Returns:
       Array of the dtype of `x`.
@@ -206,15 +211,15 @@ def all_gather(
     if to not in ("varying", "invarying"):
         raise ValueError(f"to={to!r} is unknown. Allowed: 'varying', 'invarying'.")
     if not _is_checked(axis_name):
-        to = "varying"  # Nobody keeps account of it, and vmap refuses anything else.
+        to = "varying"  # It is not tracked here, and vmap refuses anything else.
     axis = axis % ndim
     if wire.devices > 1 and x.size >= min_size and _is_float(x) and wire.pays([x.size]):
         return _all_gather(wire, axis, tiled, to, x, seed)
     return lax.all_gather(x, axis_name, axis=axis, tiled=tiled, to=to)
 
 
-# The functions below have the derivatives of what they approximate. Where these send cotangents,
-# JAX knows the transposes, with check_vma and without.
+# The functions below have the derivatives of the collectives that they approximate. Where these
+# send cotangents, JAX knows the transposes, with check_vma and without.
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -245,7 +250,7 @@ def _pmean_jvp(wire, primals, tangents):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _psum_scatter(wire: Wire, dimension: int, x: jax.Array, seed: jax.Array | None) -> jax.Array:
-    """The sum of `x`, in f32, of which every device gets its part of `dimension`."""
+    """The sum of `x`, in f32; every device gets its part along `dimension`."""
     n = wire.devices
     before, size, after = x.shape[:dimension], x.shape[dimension], x.shape[dimension + 1 :]
     part = (*before, size // n, *after)
@@ -300,13 +305,13 @@ def _is_float(x: jax.Array) -> bool:
 
 
 def _is_checked(axis_name: AxisName) -> bool:
-    """Whether ``check_vma`` keeps account of what varies over the axes."""
+    """Whether ``check_vma`` tracks what varies over the axes."""
     return bool(varying_axes(lax.axis_index(axis_name)))
 
 
 def _mean_at_hand(x: jax.Array, axis_name: AxisName) -> jax.Array | None:
-    """The mean over devices of what is known to be the same on all, or empty; None of all else."""
-    if x.size == 0:  # XLA may crash on a reduction of nothing.
+    """The mean over devices of an array known to be the same on all, or empty; otherwise None."""
+    if x.size == 0:  # XLA may crash on an empty reduction.
         return jnp.zeros(x.shape, x.dtype)
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     return x if _is_checked(axis_name) and not varying_axes(x) & set(names) else None

@@ -1,4 +1,4 @@
-"""What travels between devices: a format for each block, and its scale."""
+"""The bytes sent between devices: for each block, codes in one of the formats and a scale."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ AxisName: TypeAlias = Any
 """What `jax.lax` takes: the name of a mapped axis, or a tuple of several."""
 
 E2M5 = Format("E2M5", np.dtype(np.uint8), 2, 5, 1, 7.75, 0x7E, 0x7F)
-"""Two bits of exponent and five of mantissa: -31.5 dB become -43. Only for the wire."""
+"""Two bits of exponent and five of mantissa: noise of -43 dB, not -31.5. Only for the wire."""
 
 FINEST: tuple[Format, Format] = (E4M3FN, E2M5)
-"""As `fmt` of a collective: the better one for every block."""
+"""As `fmt` of a collective: the more accurate of the two for each block."""
 
 MIN_SIZE = 2**12
-"""Below 16 KiB of f32, the time of a collective is that of its start, not of its bytes."""
+"""Below 16 KiB of f32, the time of a collective is its latency, whatever its bytes."""
 
 _ON_WIRE = (*(f for f in FORMATS if f.bits == 8 and f.signed), E2M5)
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How the elements of an array are written into records.
+    """How the elements of an array are packed into records.
 
     Attributes:
       axis_name: the devices that take part.
-      fmt: format of the codes, of 8 bits; of two, every block is written in the one that is nearer
-        to it, and the sign of its scale tells which: that of the second is negative.
-      block: elements in a record; they share a scale.
+      fmt: 8-bit format of the codes. Of two, every block is written in the more accurate one, and
+        the sign of its scale tells which: negative for the second.
+      block: number of elements in a record, which share a scale.
       rounding: see `jfp8.cast`.
     """
 
@@ -75,7 +75,7 @@ class Wire:
 
     @property
     def devices(self) -> int:
-        """How many devices take part."""
+        """The number of devices that take part."""
         return lax.axis_size(self.axis_name)
 
     @property
@@ -84,12 +84,12 @@ class Wire:
         return self.block + 4
 
     def pays(self, sizes: list[int], multiple: int = 1) -> bool:
-        """Whether arrays of `sizes`, in a multiple of some number of records, are below f32."""
+        """Whether arrays of `sizes` take fewer bytes than in f32, padded to `multiple` records."""
         records = sum(-(-size // self.block) for size in sizes)
         return -(-records // multiple) * multiple * self.record < 4 * sum(sizes)
 
     def seed(self, key: jax.Array | None) -> jax.Array | None:
-        """Another seed on every device, if the rounding needs any: uint32[2]."""
+        """A different seed on every device, if the rounding needs one: uint32[2]."""
         if self.rounding != "stochastic":
             return None
         if key is None:
@@ -117,16 +117,16 @@ class Wire:
         self, x: jax.Array, fmt: Format, rounding: str, bits: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Codes of x, float[..., block], and its scale, f32[..., 1]."""
-        # A block with an Inf or a NaN becomes NaN, by its scale, and so does what it is added to.
+        # A block with an Inf or a NaN becomes NaN, through its scale, and so does any sum with it.
         scale, _, inverse = block_scale(x, fmt, Block((self.block,)))
         q = quantize_with_scale(x, scale, fmt, rounding, bits, inverse=inverse)
         return codes_of(q.data), scale
 
     def _error(self, x: jax.Array, fmt: Format) -> jax.Array:
-        """Squares of what rounding x, float[..., block], to nearest loses: f32[..., 1].
+        """Squared error of rounding x, float[..., block], to nearest, summed: f32[..., 1].
 
-        In units of the largest element, so that none underflows. Stochastic rounding goes by it,
-        too: a choice that knew what was drawn would be biased.
+        In units of the largest element, so that none underflows. It decides for stochastic
+        rounding, too: a choice that depended on the draws would be biased.
         """
         codes, scale = self._codes(x, fmt, "nearest_even", None)
         largest = scale * np.float32(fmt.max)
@@ -143,7 +143,7 @@ class Wire:
         return (values * jnp.abs(scale)).reshape(*records.shape[:-2], -1)
 
     def exchange(self, records: jax.Array) -> jax.Array:
-        """Part ``j`` of uint8[devices, ...] goes to device ``j``; what came from all, in order."""
+        """Send part ``j`` of uint8[devices, ...] to device ``j``; the parts from all, in order."""
         return lax.all_to_all(records, self.axis_name, 0, 0, tiled=True)
 
 

@@ -1,4 +1,4 @@
-"""What a backend can, and the facts of a product by which one is chosen."""
+"""What a backend can do, and the facts about a product by which one is chosen."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ Blocks = tuple[int, int]
 
 @dataclass(frozen=True)
 class Facts:
-    """What the choice of a backend depends on. Each pair is that of lhs and of rhs.
+    """What the choice of a backend depends on. Pairs are for lhs and rhs.
 
     Attributes:
       formats: of the data.
-      scale_dtypes: that the scales of blocks are stored in.
+      scale_dtypes: in which the scales of blocks are stored.
       scale_shapes: of the scales, for messages.
-      granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that leave the sum;
-        ``"blocks"``: an operand has scales that vary along it.
-      blocks: how many elements share a scale, along the sum and across it: ``(0, 0)`` if all do,
-        None if the operand is no matrix nor a batch of them, or has scales of two levels.
+      granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that can be applied
+        after the sum; ``"blocks"``: an operand has scales that vary along the sum.
+      blocks: the number of elements that share a scale, along the sum and across it: ``(0, 0)`` if
+        all do, None if the operand is neither a matrix nor a batch of them, or has scales of two
+        levels.
       sizes: ``(m, n, k)``.
       accumulation: see `scaled_matmul`.
     """
@@ -52,7 +53,7 @@ class Facts:
 
 
 def facts_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> Facts:
-    """The facts of a product of two operands at hand."""
+    """The facts about the product of two operands."""
     contract, batch = job.dimension_numbers
     shapes = scale_shape_of(lhs), scale_shape_of(rhs)
     granularity: Granularity = "tensor"
@@ -72,7 +73,7 @@ def facts_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> Facts:
 
 
 def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) -> Blocks | None:
-    """How many elements of a matrix share a scale along the sum and across it; see `Facts`."""
+    """The number of elements that share a scale along the sum and across it; see `Facts`."""
     shape = scale_shape_of(q)
     if len(contract) != 1 or len(batch) > 1 or q.ndim != len(batch) + 2:
         return None
@@ -88,22 +89,23 @@ def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) ->
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to multiply two `ScaledArray`s, and what it can.
+    """A way to multiply two `ScaledArray`s, and what it supports.
 
     Attributes:
-      name: how it is asked for, and called in reports.
-      multiply: ``multiply(lhs, rhs, job)``. It holds no policy, and need not look at what the
+      name: its name, as an argument and in reports.
+      multiply: ``multiply(lhs, rhs, job)``. It holds no policy, and need not check for what the
         fields below exclude.
-      formats: of operands.
-      granularities: of scales, see `Facts`.
-      blocks: of scales that vary along the sum, ``(along it, across it)``; empty: any.
+      formats: those of operands.
+      granularities: those of scales, see `Facts`.
+      blocks: the blocks of scales that vary along the sum, ``(along it, across it)``; empty: any.
       multiples: whether it takes larger blocks as several of `blocks`.
-      scale_dtype: that scales have to be stored in; None: any.
-      accumulations: that it can be asked for.
+      scale_dtype: in which scales must be stored; None: any.
+      accumulations: the values of `accumulation` that it supports.
       why_not_e5m2: why it is not chosen to multiply e5m2 by e5m2, if it is not.
-      first_for: the granularities for which it is better than those that stand before it.
-      gpus: major compute capability of the GPUs that it is for; None: any.
-      why_not_on: why it does not run on a GPU; None if it does. None is taken for one of `gpus`.
+      first_for: the granularities for which it is better than the backends listed before it.
+      gpus: major compute capabilities of the GPUs that it is for; None: any.
+      why_not_on: why it does not run on a GPU; None if it does. An unknown GPU counts as one of
+        `gpus`.
     """
 
     name: str
@@ -120,7 +122,7 @@ class Backend:
     why_not_on: Callable[[Gpu | None], str | None] = lambda gpu: None
 
     def why_not(self, facts: Facts, gpu: Gpu | None) -> str | None:
-        """What it cannot do of a product, on `gpu`; None if it can do it all."""
+        """What it does not support about a product, on `gpu`; None if it supports all."""
         reason = self.why_not_on(gpu) or self.why_not_sums(facts.accumulation)
         if reason is not None:
             return reason
@@ -137,7 +139,7 @@ class Backend:
         return None
 
     def why_not_sums(self, accumulation: str) -> str | None:
-        """Why it does not round sums like that; None if it does."""
+        """Why it does not round sums in this way; None if it does."""
         if accumulation in self.accumulations:
             return None
         return f"accumulation={accumulation!r}: it computes real products, not models of them"
@@ -154,5 +156,5 @@ class Backend:
 _PLACES = {
     "tensor": "are one for each operand",
     "rows": "do not vary along the contraction",
-    "blocks": "vary along the contraction and so cannot leave the sum",
+    "blocks": "vary along the contraction and cannot be applied after it",
 }

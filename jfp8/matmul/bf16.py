@@ -1,4 +1,4 @@
-"""Products by the tensor cores of bf16, where FP8 is not to be had or does not pay."""
+"""Products on bf16 tensor cores, where FP8 is not available or does not pay."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jfp8.scaling.casts import decode
 
 
 def in_bf16(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
-    """bf16 tensor cores: for GPUs where FP8 is not to be had, or does not pay.
+    """bf16 tensor cores: for GPUs where FP8 is not available, or does not pay.
 
-    What is stored in 8 bits is exact in bf16, also times a power of two. Other scales that vary
-    along the sum take three bf16 products in the place of one, which lose nothing of note.
+    8-bit values are exact in bf16, also times a power of two. With other scales that vary along the
+    sum, three bf16 products replace one, at a negligible loss.
     """
     if not varies_along_sum(lhs, rhs, job):
         factors = factors_of(lhs, rhs, job)
@@ -43,14 +43,14 @@ def exact_product(
     factors: Sequence[jax.Array],
     dtype: np.dtype,
 ) -> jax.Array:
-    """``dot_general(lhs, rhs) * factors`` of f8 arrays. Each stored value is one of bf16, too."""
+    """``dot_general(lhs, rhs) * factors`` of f8 arrays. Each stored value is also a bf16 value."""
     lhs, rhs = (decode(x).astype(jnp.bfloat16) for x in (lhs, rhs))
     y = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
     return times(y, factors).astype(dtype)
 
 
 def _without_outer_scale(q: ScaledArray) -> tuple[ScaledArray, jax.Array | None]:
-    """`q` with its blocks' scales only, and what they are all to be multiplied by, if anything."""
+    """`q` with only its blocks' scales, and the factor that all of them need, if there is one."""
     if not isinstance(q.scale, ScaledArray) or isinstance(q.scale.scale, ScaledArray):
         return q, None
     if jnp.ndim(q.scale.scale):

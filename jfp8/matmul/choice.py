@@ -1,7 +1,7 @@
-"""Which backend computes a product: the one place that asks for the GPU and prefers one to another.
+"""Which backend computes a product: the only file that looks at the GPU and ranks backends.
 
-A backend is a value in `ON_CUDA`, which says what it can beside what it does. To add one, write a
-file or folder with such a value, and name it here.
+A backend is a value in `ON_CUDA`, which holds what it does and what it supports. To add one, write
+a file or folder with such a value, and list it here.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from jfp8.tracing.context import Gpu, current_gpu, note
 
 Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
 
-# The first that can is taken; before them, those that are `first_for` such scales.
+# The first that supports the product is used; those that are `first_for` its scales come before all
+# others.
 ON_CUDA = (hopper.BACKEND, blackwell.BACKEND, xla.BACKEND, bf16.BACKEND)
 BY_NAME = {b.name: b for b in (emulate.BACKEND, xla.BACKEND, hopper.BACKEND)}
 
-# Multiplications below which a matrix product is faster in bf16 than in FP8 with all that comes
-# with it, by a model of time and not yet measured: break-even is between 750^3 and 1300^3 at the
-# rates of an H200, depending on how many bytes quantizing moves.
+# With fewer multiplications than this, a matrix product is faster in bf16 than in FP8, quantization
+# included. This comes from a model of time and is not yet measured: break-even is between 750^3 and
+# 1300^3 at the rates of an H200, depending on how many bytes quantizing moves.
 SMALL_PRODUCT = 512**3
 
 
 class Choice(NamedTuple):
-    """What is to compute a product on CUDA, and why none of those does that would come before."""
+    """The backend for a product on CUDA, and why those ranked before it do not compute it."""
 
     backend: Backend
     refused: dict[str, str]
@@ -49,20 +50,20 @@ class Choice(NamedTuple):
 
 
 def choose(facts: Facts, gpu: Gpu | None) -> Choice:
-    """What computes a product on an NVIDIA GPU; None is one of which nothing is known.
+    """The backend for a product on an NVIDIA GPU; None: a GPU that is not known.
 
-    1. Formats that tensor cores do not take: bf16, in which all stored values are exact.
+    1. Formats that tensor cores do not support: bf16, in which all stored values are exact.
     2. If the GPU is known: bf16 also for products of fewer than `SMALL_PRODUCT` multiplications,
        and for GPUs without FP8.
     3. One scale per operand: cuBLASLt, by XLA. Scales by row, and in blocks of 128: Pallas kernels
        on Hopper. In blocks of 32: cuDNN on Blackwell.
     4. Otherwise scales by row after cuBLASLt's product, and blocks in bf16.
 
-    Models of hardware are emulated everywhere.
+    Models of hardware sums are emulated everywhere.
     """
     if facts.accumulation.startswith("hopper"):
         return Choice(emulate.BACKEND, {})
-    facts = replace(facts, accumulation="f32")  # of sums in hardware, promoted on the way
+    facts = replace(facts, accumulation="f32")  # of hardware sums, promoted on the way
     why_no_f8 = _why_no_f8(facts, gpu)
     if why_no_f8 is not None:
         return Choice(bf16.BACKEND, {"f8": why_no_f8})
@@ -97,19 +98,18 @@ def _small(sizes: tuple[int, int, int]) -> bool:
 def product(
     lhs: ScaledArray, rhs: ScaledArray, job: Job, implementation: Implementation
 ) -> jax.Array:
-    """A product by the backend that is named, or by the best of whatever it is compiled for.
+    """A product by the named backend, or by the best one for the platform it is compiled for.
 
     Raises:
-      ValueError: the model of a tensor core of formats that it does not multiply.
-      NotImplementedError: the backend that is named cannot compute it.
+      ValueError: a model of a tensor core, for formats that it does not multiply.
+      NotImplementedError: the named backend cannot compute it.
     """
     facts, gpu = facts_of(lhs, rhs, job), current_gpu()
     modelled = job.accumulation.startswith("hopper")
     if modelled and not HARDWARE_FORMATS.issuperset(facts.formats):
         raise ValueError(
-            f"accumulation={job.accumulation!r} is that of tensor cores which multiply E4M3FN and "
-            f"E5M2, but the operands are {lhs.format.name} and {rhs.format.name}. "
-            "Use accumulation='f32'."
+            f"accumulation={job.accumulation!r} models tensor cores that multiply E4M3FN and E5M2, "
+            f"but the operands are {lhs.format.name} and {rhs.format.name}. Use accumulation='f32'."
         )
     if implementation is not None:
         backend = BY_NAME[implementation]
@@ -142,11 +142,11 @@ def by_platform(
     """``cuda(*operands)`` where the program is compiled for CUDA, `default` elsewhere.
 
     Args:
-      cuda: what a CUDA compiler is given.
-      why: what `jfp8.report` says about it.
-      default: what other compilers are given.
-      operands: of either.
-      others: what the compilers for AMD's GPUs and for TPUs are given; None: `default`.
+      cuda: the function for a CUDA compiler.
+      why: the reason that `jfp8.report` shows.
+      default: the function for other compilers.
+      operands: the arguments of either.
+      others: the function for AMD's GPUs and for TPUs; None: `default`.
     """
 
     def noted(*operands: Any) -> jax.Array:
@@ -164,16 +164,16 @@ def contraction_last(
     accumulation: str,
     implementation: Implementation,
 ) -> Backend | None:
-    """For which backend matrices are quantized and stored with the contraction last, if for any.
+    """The backend for which matrices are quantized with the contraction last, if there is one.
 
-    For Hopper's, kernels quantize as well. None: not for products that are not computed in FP8 on
-    the current GPU, nor for arrays that the compiler divides among devices: it keeps apart
-    dimensions that matrices put together.
+    For Hopper's, kernels quantize as well. None for products that are not computed in FP8 on the
+    current GPU, and for arrays that the compiler divides among devices: it shards dimensions
+    separately that matrices merge.
 
     Args:
       sizes: ``(m, n, k)``.
-      formats: of everything that is quantized.
-      blocks: of scales that vary along the sum.
+      formats: those of all quantized tensors.
+      blocks: those of scales that vary along the sum.
       accumulation, implementation: see `scaled_matmul`.
     """
     gpu = current_gpu()
@@ -185,7 +185,7 @@ def contraction_last(
         return None  # and the product says why
     if 0 in sizes or (implementation is None and _small(sizes)):
         return None
-    # Without a GPU at hand these are kernels for Hopper.
+    # Without a known GPU, these are Hopper's kernels.
     major = hopper.BACKEND.gpus if gpu is None else gpu.capability and gpu.capability[0]
     multiplied = {block for b in ON_CUDA if b.gpus == major for block in b.blocks}
     if (
@@ -202,15 +202,15 @@ def grouped_kernels(
     sizes: tuple[int, int, int],
     implementation: Implementation,
 ) -> bool:
-    """Whether the kernels for Hopper compute a grouped product.
+    """Whether Hopper's kernels compute a grouped product.
 
     Args:
-      why_not: what they cannot do of it on a GPU.
+      why_not: why they cannot compute it on a given GPU, or None.
       sizes: ``(m, n, k)`` of all groups together.
       implementation: see `scaled_ragged_dot`.
 
     Raises:
-      NotImplementedError: they are asked for and cannot.
+      NotImplementedError: they are requested, but cannot compute it.
     """
     if implementation not in (None, hopper.BACKEND.name):
         return False
@@ -229,7 +229,7 @@ def tiles_or_groups(
     accumulation: str,
     implementation: Implementation,
 ) -> jax.Array:
-    """A grouped product without kernels: a loop over tiles, or JAX's own of values in bf16."""
+    """A grouped product without kernels: a loop over tiles, or JAX's own product, in bf16."""
     if implementation == "emulate" or (implementation is None and accumulation != "f32"):
         return by_tiles(*operands)
     if implementation is None:
@@ -241,7 +241,7 @@ def tiles_or_groups(
 
 
 def check_not_refused(implementation: str, reason: str | None) -> None:
-    """Raise ``NotImplementedError`` if there is a reason why a backend cannot compute a product."""
+    """Raise ``NotImplementedError`` if there is a `reason` why it cannot compute a product."""
     if reason is not None:
         raise NotImplementedError(
             f"implementation={implementation!r} does not support {reason}. "

@@ -1,4 +1,4 @@
-"""What is to be computed of two `ScaledArray`s; dimensions and scales as their product has them."""
+"""The product to compute of two `ScaledArray`s, and its layout of dimensions and scales."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ HARDWARE_FORMATS = frozenset({E4M3FN, E5M2})
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be computed of two operands; see `scaled_matmul`.
+    """The product to compute of two operands; see `scaled_matmul`.
 
     Attributes:
       dimension_numbers: checked.
-      dtype: of the result.
+      dtype: that of the result.
       accumulation, fast_accumulation, powers_of_two: see `scaled_matmul`.
     """
 
@@ -46,7 +46,7 @@ class Job:
     powers_of_two: bool
 
 
-# Products of arrays of any shape as products of (batches of) matrices.
+# Products of arrays of any shape, as products of (batches of) matrices.
 
 
 def check_dimension_numbers(
@@ -85,7 +85,7 @@ def check_dimension_numbers(
             if lhs_shape[a] != rhs_shape[b]:
                 raise ValueError(
                     f"{kind} dimension {a} of lhs has size {lhs_shape[a]}, but dimension {b} of "
-                    f"rhs, with which it is paired, has size {rhs_shape[b]}; {shapes}."
+                    f"rhs, paired with it, has size {rhs_shape[b]}; {shapes}."
                 )
     return (lc, rc), (lb, rb)
 
@@ -133,7 +133,7 @@ def layout_of(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], numbers: N
 def as_matrices(
     lhs: jax.Array, rhs: jax.Array, numbers: Numbers
 ) -> tuple[jax.Array, jax.Array, Numbers]:
-    """Operands with one batch dimension at most, one free and one contracting dimension."""
+    """Operands with at most one batch dimension, one free and one contracting dimension."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     layout = layout_of(lhs.shape, rhs.shape, numbers)
     lhs, lhs_k = _grouped(lhs, lhs_batch, layout.lhs_free, lhs_contract)
@@ -145,11 +145,10 @@ def as_matrices(
 def _grouped(
     x: jax.Array, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
 ) -> tuple[jax.Array, int]:
-    """`x` with each of three groups of dimensions merged into one, and where `contract` went.
+    """`x` with each of three groups of dimensions merged into one, and the position of `contract`.
 
-    The batch dimension comes first, or is missing if there is none; the other two are left in the
-    order that they have, and made if they are missing. Nothing is transposed unless a group is not
-    in order or not in one piece.
+    The batch dimension comes first, if there is one; the other two keep their order, and are added
+    if they are missing. Nothing is transposed unless a group is out of order or not contiguous.
     """
     matrix = sorted((tuple(free), tuple(contract)))
     groups = [tuple(batch), *matrix] if batch else matrix
@@ -165,7 +164,7 @@ def to_last(x: jax.Array, axis: int) -> jax.Array:
     return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
 
 
-# Scales as the result has them, and products that are multiplied by them.
+# Scales laid out like the result, and products that are multiplied by them.
 
 
 def to_output(
@@ -191,9 +190,9 @@ def scale_products(
 ) -> list[jax.Array]:
     """Factors for the product of both operands; E8M0 scales come as pairs, others alone.
 
-    None is Inf, for 0 times it would be NaN. Two spikes in the histories of a product have such
-    scales; each step would be NaN and skipped, and the histories would keep their spikes for good.
-    A sum of codes below 1 then gives a finite number that is too small; a larger one gives Inf.
+    No factor is Inf, because 0 times Inf is NaN. Spikes in two histories of a product make such
+    scales; each step would be NaN and skipped, and the histories would keep their spikes forever.
+    Instead, a sum of codes below 1 gives a finite number that is too small; a larger one gives Inf.
     """
     largest = np.float32(np.finfo(np.float32).max)
     pairs = itertools.zip_longest(lhs_scales, rhs_scales)
@@ -218,24 +217,24 @@ def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:
 
 
 def scale_dtype(q: ScaledArray) -> np.dtype:
-    """The dtype that the scales of blocks are stored in."""
+    """The dtype in which the scales of blocks are stored."""
     return np.dtype(q.scale.data.dtype if isinstance(q.scale, ScaledArray) else q.scale.dtype)
 
 
 def varies_along_sum(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> bool:
-    """Whether a scale of either operand cannot leave the sum."""
+    """Whether a scale of either operand varies along the sum."""
     (lhs_contract, rhs_contract), _ = job.dimension_numbers
     return varies_along(lhs, lhs_contract) or varies_along(rhs, rhs_contract)
 
 
 def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
-    """Whether the scale of `q` is not the same all along these dimensions."""
+    """Whether the scale of `q` varies along these dimensions."""
     shape = scale_shape_of(q)
     return bool(shape) and any(shape[d] != 1 for d in dims)
 
 
 def factors_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> list[jax.Array]:
-    """What to multiply a product of the stored values by: scales that left the sum."""
+    """Factors for a product of the stored values: the scales that do not vary along the sum."""
     _, (lhs_batch, rhs_batch) = job.dimension_numbers
     layout = layout_of(lhs.shape, rhs.shape, job.dimension_numbers)
     rows, columns = layout.lhs_free, layout.rhs_free

@@ -1,4 +1,4 @@
-"""`scaled_matmul`: the product of two `ScaledArray`s, by the backend asked for or chosen."""
+"""`scaled_matmul`: the product of two `ScaledArray`s, by a chosen or the best backend."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def scaled_matmul(
 ) -> jax.Array:
     """``y = dot_general(lhs.data, rhs.data) * (lhs.scale * rhs.scale)``.
 
-    The products are summed in f32, multiplied by the scales in f32, and rounded once to the output
-    dtype. Not differentiable: `scaled_dot_general` is.
+    The sum of products is in f32, multiplied by the scales in f32, and rounded once to the output
+    dtype. It is not differentiable; `scaled_dot_general` is.
 
     Args:
       lhs, rhs: quantized operands, of any two formats (e4m3 x e5m2 included), with any scales.
@@ -38,25 +38,25 @@ def scaled_matmul(
         ``"f32_every_128"``: f32 sums of 128 products, scaled and added in f32. ``"hopper"``: the
         tensor cores of Hopper with fast accumulation, which keep 14 bits of the running sum.
         ``"hopper_every_128"``: the same, promoted to f32 every 128 products. The last three are
-        emulated on any device, the last two slowly. Hopper's sums are also promoted wherever a
+        emulated on every device, the last two slowly. Hopper's sums are also promoted wherever a
         scale changes.
-      fast_accumulation: allow real tensor cores to keep fewer bits of the running sum, which is
-        faster, if `accumulation` is ``"f32"``; it changes nothing where they are not used.
-      powers_of_two: a promise that all scales in blocks are powers of two, so that the values of
-        the operands are exact in bf16. Scales in E8M0 are so without it.
+      fast_accumulation: if `accumulation` is ``"f32"``, allow real tensor cores to keep fewer bits
+        of the running sum, which is faster; no effect where they are not used.
+      powers_of_two: a promise that all scales of blocks are powers of two, so that the values of
+        the operands are exact in bf16. E8M0 scales do not need it.
       implementation: ``"emulate"``: f32 arithmetic on any device, the reference. ``"xla"``: f8
         operands for XLA, FP8 tensor cores on CUDA. ``"mosaic_gpu"``: Pallas kernels for Hopper.
-        None: the best for the platform that the program is compiled for (see `choose`), emulate
-        on CPUs. Which one that is, `jfp8.report` shows.
+        None: the best for the platform that the program is compiled for (emulate on CPUs);
+        `jfp8.report` shows which.
 
     Returns:
       Array with the shape that ``jax.lax.dot_general`` gives: batch, lhs free, rhs free dimensions.
 
     Raises:
-      TypeError: an operand is no `ScaledArray` of a known format, or the result's dtype is not
+      TypeError: an operand is not a `ScaledArray` of a known format, or the result's dtype is not
         floating.
       ValueError: dimension numbers that do not fit; unknown `accumulation` or `implementation`;
-        ``accumulation="hopper"`` of formats that Hopper does not multiply.
+        ``accumulation="hopper"`` with formats that Hopper does not multiply.
       NotImplementedError: ``implementation="xla"`` with scales that vary along a contraction, with
         another `accumulation` than ``"f32"``, or with formats other than E4M3FN and E5M2;
         ``"mosaic_gpu"`` on anything but a Hopper GPU with JAX 0.11.2 or later, with scales in other
@@ -75,7 +75,7 @@ def scaled_matmul(
                 f"scaled_matmul: {name} must be a ScaledArray, got {type(operand).__name__}. "
                 "Quantize it first: jfp8.quantize(x); or use jfp8.scaled_dot_general."
             )
-        _ = operand.format  # refuses data of any other dtype
+        _ = operand.format  # raises for data of any other dtype
         check_scale_shape(operand)
     if not jnp.issubdtype(preferred_element_type, jnp.floating):
         raise TypeError(

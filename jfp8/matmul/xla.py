@@ -1,4 +1,4 @@
-"""f8 x f8 `dot_general`, for which XLA calls cuBLASLt's FP8 product on CUDA."""
+"""``dot_general`` of f8 arrays, which XLA turns into cuBLASLt's FP8 product on CUDA."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from jfp8.matmul.job import (
 )
 from jfp8.scaling.arrays import ScaledArray
 
-# What cuBLASLt wants all sizes of an FP8 product to be multiples of.
+# cuBLASLt requires all sizes of an FP8 product to be multiples of this.
 ALIGNMENT = 16
 
 
 def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
     """f8 operands for XLA: FP8 tensor cores on CUDA.
 
-    There the dot algorithm is named. Without one, XLA's GPU compiler is free to pick a kernel that
-    always accumulates fast, and ignores ``precision``; other backends refuse the name, and multiply
-    f8 arrays in whatever way they have.
+    On CUDA a dot algorithm is named. Without one, XLA's GPU compiler may pick a kernel that always
+    accumulates fast and ignores ``precision``. Other compilers refuse the name, and multiply f8
+    arrays in their own way.
     """
 
     def on_cuda(lhs, rhs, *factors):
@@ -45,12 +45,12 @@ def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
 
 
 def f8_elsewhere(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
-    """`f8_by_xla` where it is known that the program is compiled for something else than CUDA."""
+    """`f8_by_xla` where it is known that the program is not compiled for CUDA."""
     return elsewhere(lhs.data, rhs.data, factors_of(lhs, rhs, job), job)
 
 
 def elsewhere(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job) -> jax.Array:
-    """``dot_general(lhs, rhs) * factors`` of two f8 arrays, in whatever way a compiler has."""
+    """``dot_general(lhs, rhs) * factors`` of two f8 arrays, in the compiler's own way."""
     y = lax.dot_general(lhs, rhs, job.dimension_numbers, preferred_element_type=jnp.float32)
     return times(y, factors).astype(job.dtype)
 
@@ -58,10 +58,10 @@ def elsewhere(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job:
 def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job) -> jax.Array:
     """``dot_general(lhs, rhs) * factors`` of two f8 arrays by one call of cuBLASLt.
 
-    That also scales by what is 0-d, and adds a bias. For that the product has to be asked for in
-    the dtype of the result, its sizes have to be multiples of 16, and the scale has to be a single
-    multiplication in that dtype. XLA takes the scale itself in f32: it removes roundings that are
-    undone at once. A result in f16 could overflow before it is scaled, and is made in f32.
+    The call also scales by 0-d factors, and adds a bias, if the product has the dtype of the
+    result, sizes that are multiples of 16, and its scale is a single multiplication in that dtype.
+    XLA takes the scale itself in f32: it removes roundings that are undone at once. A result in f16
+    could overflow before it is scaled, so it is computed in f32.
 
     No tensor core multiplies e5m2 by e5m2: these are multiplied in bf16, which is exact.
     """
@@ -90,9 +90,9 @@ def aligned(
     numbers: Numbers,
     product: Callable[[jax.Array, jax.Array, Numbers], jax.Array],
 ) -> jax.Array:
-    """`product` of matrices whose sizes are multiples of 16, by zeros behind them if need be.
+    """`product` of matrices, padded with zeros to sizes that are multiples of 16.
 
-    XLA would pad as well, but then neither scale nor bias would be part of the product.
+    XLA would pad, too, but then neither scale nor bias would be part of the call.
     """
     layout = layout_of(lhs.shape, rhs.shape, numbers)
     if not any(size % ALIGNMENT for size in layout.sizes):
@@ -104,7 +104,7 @@ def aligned(
 
 
 def _padded(x: jax.Array, batch: Sequence[int]) -> jax.Array:
-    """`x` with zeros behind each dimension that is no batch dimension, to a multiple of 16."""
+    """`x` with every dimension but the batch dimensions padded with zeros to a multiple of 16."""
     return jnp.pad(x, [(0, 0 if d in batch else -n % ALIGNMENT) for d, n in enumerate(x.shape)])
 
 

@@ -1,4 +1,4 @@
-"""Optax transformations for training in FP8."""
+"""Optax transformations for FP8 training."""
 
 from jfp8.optim.adam import adam, adamw, scale_by_adam
 from jfp8.optim.blocks import Blocks

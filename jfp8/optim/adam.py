@@ -1,4 +1,4 @@
-"""Adam and AdamW of optax with both moments in about one byte per parameter each."""
+"""Optax's Adam and AdamW, with each moment in about one byte per parameter."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jfp8.scaling.formats import E8M0FNU
 
 
 class Moments(NamedTuple):
-    """How the first moment (``mu``) and the second (``nu``) are kept."""
+    """How the first moment (``mu``) and the second (``nu``) are stored."""
 
     mu: Storage
     nu: Storage
 
 
-# Both are rounded by lot: to nearest, an element whose step moves it by less than half a spacing
-# stays where it is, and that is 0.1 |g - m| of a first moment, 0.1 % of a second one. Both are
-# expanded: a block may hold gradients of very different sizes, and a second moment of 0 makes the
-# update infinite, while a first one that is now 0 and now the smallest number makes it noise. The
-# second has no sign, so that all of its bits are for its size.
+# Both are rounded stochastically. To nearest, an element does not move if its step is less than
+# half a spacing, and a step is 0.1 |g - m| for a first moment and 0.1 % for a second one. Both are
+# expanded, because a block may hold gradients of very different sizes: a second moment of 0 makes
+# the update infinite, and a first one that alternates between 0 and the smallest number makes it
+# noise. The second has no sign, so that all of its bits are for its size.
 DEFAULT = Moments(
     mu=Blocks(transform="expand", rounding="stochastic"),
     nu=Blocks(E8M0FNU, transform="expand", rounding="stochastic"),
@@ -58,6 +58,9 @@ def scale_by_adam(
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
+
+    Raises:
+      TypeError, ValueError: as for `adam`.
     """
     inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
     return store_state(inner, _moments("scale_by_adam", preset, mu, nu, mu_dtype), seed=seed)
@@ -77,13 +80,13 @@ def adam(
     nu: Storage | None = None,
     seed: jax.typing.ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.adam`` whose moments are kept in 2.06 bytes per parameter instead of 8. ::
+    """``optax.adam`` with its moments in 2.06 bytes per parameter instead of 8. ::
 
         m = b1 * decode(m') + (1 - b1) * g            v = b2 * decode(v') + (1 - b2) * g^2
         p <- p - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
         m' <- encode(m)                               v' <- encode(v)
 
-    The update follows from ``m`` and ``v`` before they are rounded. Arrays of fewer than two
+    The update is computed from ``m`` and ``v`` before they are rounded. Arrays of fewer than two
     dimensions or 4096 elements keep f32 moments.
 
     ============  ===============================  ================================  ========
@@ -95,28 +98,29 @@ def adam(
     ``coat``      E4M3 in blocks of 128, expanded  E4M3 in blocks of 128, expanded   2.06
     ============  ===============================  ================================  ========
 
-    jfp8's own rounds stochastically: the mean update of elements whose exact updates are equal is
-    within 5 % of it, after gradients that fall, that span six decades in a block, or that are 1000
-    times larger in one step, or zero in most.
+    jfp8's own choice (None) rounds stochastically. The mean update of elements whose exact updates
+    are equal is within 5 % of the exact one, after gradients that fall, that span six decades in a
+    block, that are 1000 times larger in one step, or that are zero in most steps.
 
-    The presets are the rules of other libraries, rounding to nearest, but with blocks along the
-    last axis instead of the flattened array. Moments that a step changes by less than half a
-    spacing stay where they are, first ones (``0.1 |g - m|``) as well as second ones, but for
-    float16; and in ``torchao`` small second ones become zero.
+    The presets follow the rules of other libraries and round to nearest, but their blocks lie along
+    the last axis instead of the flattened array. There a moment, first (``0.1 |g - m|``) or second,
+    does not move if a step changes it by less than half a spacing, except in float16; and in
+    ``torchao`` small second moments become zero.
 
     Args:
       learning_rate, b1, b2, eps, eps_root, nesterov: as in ``optax.adam``.
-      mu_dtype: short for ``mu=Float(mu_dtype)``.
+      mu_dtype: shorthand for ``mu=Float(mu_dtype)``.
       preset: ``"msamp_o2"``, ``"torchao"``, ``"coat"``, or None for jfp8's own choice.
-      mu, nu: how to keep the first and second moment, instead of jfp8's choice.
-      seed: int, or i32[]; of stochastic rounding.
+      mu, nu: how to store the first and second moment, instead of jfp8's choice.
+      seed: int or i32[], for stochastic rounding.
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
 
     Raises:
-      ValueError: unknown `preset`, or a storage beside a preset.
-      TypeError: `mu` or `nu` is no `Storage`.
+      ValueError: unknown `preset`, or one together with `mu`, `nu` or `mu_dtype`; both `mu` and
+        `mu_dtype`; `mu` in a format without a sign.
+      TypeError: `mu` or `nu` is not a `Storage`.
 
     References:
       MS-AMP, ``LBAdam``; torchao, ``AdamFp8``; COAT, arXiv 2410.19313.
@@ -154,6 +158,9 @@ def adamw(
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
+
+    Raises:
+      TypeError, ValueError: as for `adam`.
     """
     inner = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, None, weight_decay, mask, nesterov=nesterov
@@ -164,18 +171,18 @@ def adamw(
 def _moments(
     function: str, preset: str | None, mu: Storage | None, nu: Storage | None, mu_dtype: Any
 ) -> dict[str, Storage]:
-    """The storages that the arguments of `function` name, or an error that tells how to."""
+    """The storages that the arguments of `function` choose, or an error that says how to."""
     if mu_dtype is not None:
         if mu is not None:
             raise ValueError(
-                f"{function}(mu_dtype={mu_dtype!r}, mu={mu!r}) says twice how to keep the first "
+                f"{function}(mu_dtype={mu_dtype!r}, mu={mu!r}) says twice how to store the first "
                 "moment. Drop one of the two."
             )
         mu = Float(mu_dtype)
     if isinstance(mu, Blocks) and not mu.fmt.signed:
         raise ValueError(
-            f"{function}(mu={mu!r}): {mu.fmt.name} has no sign, and a first moment has one. "
-            f"Keep the second moment in it: {function}(nu={mu!r})."
+            f"{function}(mu={mu!r}): {mu.fmt.name} has no sign, but a first moment has one. It can "
+            f"store the second moment: {function}(nu={mu!r})."
         )
     if preset is None:
         return Moments(mu or DEFAULT.mu, nu or DEFAULT.nu)._asdict()
@@ -188,7 +195,7 @@ def _moments(
     named = [f"{name}={storage!r}" for name, storage in given.items() if storage is not None]
     if named:
         raise ValueError(
-            f"{function}(preset={preset!r}, {', '.join(named)}): a preset names both storages. "
-            f"Leave preset out, and name what you keep of it: {PRESETS[preset]}."
+            f"{function}(preset={preset!r}, {', '.join(named)}): a preset chooses both storages. "
+            f"Leave preset out, and pass what you want of it: {PRESETS[preset]}."
         )
     return PRESETS[preset]._asdict()

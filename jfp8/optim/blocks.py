@@ -1,9 +1,9 @@
 """A moment of an optimizer in FP8, with a scale, or a maximum and a power, for every block.
 
-Rounded to nearest in FP8, an element moves only if a step changes it by half a spacing, 3 % and
+Rounded to nearest in FP8, an element moves only if a step changes it by half a spacing, 3 % or
 more. A second moment with b2 = 0.999 decays by 0.1 % per step, and freezes; a first one with b1 =
 0.9 freezes where the gradient differs from it by less than 0.3 to 0.6 of it. ``"stochastic"``
-rounding moves it with the probability of the remainder, which is right on average.
+rounding moves it with the probability of the remainder, which is unbiased.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ ROUNDINGS = ("nearest_even", "stochastic")
 TRANSFORMS: tuple[str | None, ...] = (None, "sqrt", "expand")
 
 # Limits of "expand". Squares of gradients that span more than 48 binades come from gradients that
-# f32 could not even add. To follow them would cost the other elements of the block their precision.
+# f32 could not even add. To represent them would cost the other elements of the block their
+# precision.
 LARGEST_POWER, MOST_BINADES = np.float32(16), np.float32(48)
 
 
@@ -49,9 +50,9 @@ class ExpandedArray(NamedTuple):
 
     Attributes:
       data: f8 array of the shape of ``x``, with its signs.
-      amax: bf16, largest magnitude of each block, rounded up, of the leading dimensions of ``x``;
-        NaN if an element of the block was not finite.
-      power: bf16 of the same shape, multiples of 1/16; of E8M0 integers.
+      amax: bf16, with the leading dimensions of ``x``: the largest magnitude of each block, rounded
+        up; NaN if an element of the block was not finite.
+      power: bf16 of the same shape, multiples of 1/16; integers for E8M0.
     """
 
     data: jax.Array
@@ -77,34 +78,35 @@ class Blocks(Storage):
         "sqrt":     data = fmt(sqrt|x| / scale)         scale = sqrt(amax) / fmt.max
         "expand":   data = fmt(fmt.max * (|x| / amax)^power)
 
-    all with the sign of ``x``. The power of ``"expand"`` stretches what the block spans, from its
-    smallest magnitude but zero to its largest, over what the format spans::
+    all with the sign of ``x``. The power of ``"expand"`` stretches the range of the block, from its
+    smallest nonzero magnitude to its largest, over the range of the format::
 
         power = floor(16 * log2(fmt.max^2 / 2) / log2(max / min)) / 16, and 16 at the most
 
     with the maximum rounded up to bf16 and the minimum down. Elements beyond 2^-48 of the maximum
     do not count as the minimum, and are stored as the smallest value.
 
-    ``Blocks(jfp8.E8M0FNU, transform="expand")`` is for what is never negative, such as second
-    moments. Its 254 values are powers of two, so that those of ``x`` are in equal ratios. Code 0
-    stands for zero, and a negative number makes its block NaN. Here ``amax`` is rounded up to a
-    power of two, and ``power``, now ``floor(253 / log2(max / min))`` with the minimum rounded down
-    to a power of two, to three significant bits, and 128 at the most: so the values stand still
-    while the largest of the block moves.
+    ``Blocks(jfp8.E8M0FNU, transform="expand")`` is for values that are never negative, such as
+    second moments. Its 254 values are powers of two, so that the values of ``x`` are spaced in
+    equal ratios. Code 0 stands for zero, and a negative number makes its block NaN. Here ``amax``
+    is rounded up to a power of two. ``power`` is ``floor(253 / log2(max / min))``, with the minimum
+    rounded down to a power of two, to three significant bits and at most 128. So the grid of values
+    stays the same while the largest value of the block moves.
 
     Data has the shape of the array and scales have its leading dimensions, so that a sharding of
     the array applies to both. The last block of a row may be shorter.
 
-    With ``rounding="stochastic"`` the decoded value is right on average: between the two
-    neighbours, which a transform spaces unevenly, one is drawn by the distances of the values. In
-    E8M0 it is the logarithm that is right on average, since ``1 / sqrt(v)`` then nearly is.
+    With ``rounding="stochastic"`` the decoded value is unbiased: one of the two neighbours, which a
+    transform spaces unevenly, is drawn with probabilities given by the distances of the values. In
+    E8M0 the logarithm is unbiased instead, since ``1 / sqrt(v)`` then nearly is.
 
     Attributes:
       fmt: format of the data.
-      block: elements of a block; None for one scale for the whole array.
+      block: number of elements in a block; None for one scale for the whole array.
       rounding: ``"nearest_even"`` or ``"stochastic"``.
       transform: what happens to magnitudes before rounding.
-      scale_rounding: of the scales, as in `jfp8.quantize`; not for ``"expand"``, which has none.
+      scale_rounding: rounding of the scales, as in `jfp8.quantize`; not for ``"expand"``, which has
+        none.
 
     References:
       torchao ``OptimStateFp8`` (blocks of 256); COAT, arXiv 2410.19313, section 4.1 ("dynamic range
@@ -129,8 +131,9 @@ class Blocks(Storage):
         if not in_levels and not (self.fmt.signed and self.fmt.has_nan):
             raise TypeError(
                 f"Blocks(fmt={self.fmt!r}, transform={self.transform!r}): must be a jfp8.Format "
-                "with a sign and a NaN, such as jfp8.E4M3FN or jfp8.E5M2. What is never negative, "
-                "as a second moment, can be in Blocks(jfp8.E8M0FNU, transform='expand')."
+                "with a sign and a NaN, such as jfp8.E4M3FN or jfp8.E5M2. Values that are never "
+                "negative, such as second moments, can use Blocks(jfp8.E8M0FNU, "
+                "transform='expand')."
             )
         if self.block is not None and (type(self.block) is not int or self.block < 1):
             raise ValueError(
@@ -150,11 +153,11 @@ class Blocks(Storage):
         if self.transform == "expand" and self.scale_rounding is not None:
             raise ValueError(
                 f"Blocks(transform='expand', scale_rounding={self.scale_rounding!r}): expansion "
-                "keeps the amax of a block as it is. Drop one of the two."
+                "stores the amax of a block, not a scale. Drop one of the two."
             )
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Largest magnitude of each block of `x`, and smallest but zero for ``"expand"``."""
+        """Largest magnitude of each block of `x`, and for ``"expand"`` the smallest nonzero one."""
         if not self.fmt.signed:
             x = jnp.where(x < 0, jnp.nan, x)  # which makes its block NaN
         largest = _largest(x, self.block)
@@ -201,7 +204,7 @@ class Blocks(Storage):
         fmt, block = self.fmt, self._block_of(x)
         smallest, largest = _outwards(measured[1], measured[0])
         finite = jnp.isfinite(largest)
-        # So that its reciprocal is a normal number, and a block of zeros has one.
+        # So that its reciprocal is a normal number, even for a block of zeros.
         largest = jnp.where(largest < SMALLEST_SCALE, 1.0, jnp.minimum(largest, LARGEST_SCALE))
         binades = jnp.log2(largest) - jnp.log2(smallest)  # the quotient could overflow
         spanned = np.float32(16 * np.log2(fmt.max**2 / 2))
@@ -210,8 +213,8 @@ class Blocks(Storage):
 
         relative = apply_scale(jnp.abs(x), np.float32(1.0) / largest, block)
         y = np.float32(fmt.max) * jnp.exp2(apply_scale(jnp.log2(relative), power, block))
-        # Zero stands for zero alone: a second moment of zero beside a first one that is not would
-        # make the update infinite.
+        # Only zero becomes zero: a second moment of zero beside a nonzero first one would make the
+        # update infinite.
         y = jnp.where(jnp.abs(x) < SMALLEST_SCALE, 0.0, jnp.maximum(y, fmt.smallest_subnormal))
         kept = jnp.where(finite, largest, jnp.nan).astype(jnp.bfloat16)
         q = ExpandedArray(x, kept, power.astype(jnp.bfloat16))  # both exact in bf16
@@ -222,7 +225,7 @@ class Blocks(Storage):
     def _contract(self, stored: ExpandedArray) -> jax.Array:
         y, block = decode(stored.data), self._block_of(stored.data)
         largest, power = stored.amax.astype(jnp.float32), stored.power.astype(jnp.float32)
-        # The format of the data, which an older state may have in another one.
+        # The format of the data itself: in an older state it may be another one.
         relative = jnp.abs(y) * np.float32(1 / format_of(stored.data.dtype).max)
         relative = jnp.exp2(apply_scale(jnp.log2(relative), np.float32(1.0) / power, block))
         return jnp.copysign(apply_scale(relative, largest, block), y)
@@ -244,10 +247,11 @@ class Blocks(Storage):
     def _drawn(
         self, x: jax.Array, y: jax.Array, q: ScaledArray | ExpandedArray, bits: jax.Array
     ) -> jax.Array:
-        """Data of `x`, whose transformed magnitudes are `y`, rounded up or down by lot.
+        """Data of `x`, whose transformed magnitudes are `y`, rounded stochastically.
 
-        The lot is drawn by the distances of the decoded values: ``P(up) = (|x| - low) / (high -
-        low)``. Distances of the ``y`` would decode to too large a mean, as roots are concave.
+        The probability comes from the distances of the decoded values:
+        ``P(up) = (|x| - low) / (high - low)``. Distances of the ``y`` would decode to too large a
+        mean, as roots are concave.
         """
 
         def value(codes: jax.Array) -> jax.Array:
@@ -274,7 +278,7 @@ def _largest(x: jax.Array, block: int | None) -> jax.Array:
 
 
 def _smallest(x: jax.Array, block: int | None) -> jax.Array:
-    """Smallest magnitude but zero; 0 of zeros."""
+    """Smallest nonzero magnitude; 0 if all are zero."""
     bits, axes = _magnitudes(x, block)
     one = np.uint32(1)  # less of it, zeros wrap around to the largest integer
     bits = jnp.min(bits - one, axis=axes, initial=np.uint32(0xFFFFFFFF)) + one

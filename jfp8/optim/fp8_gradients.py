@@ -21,36 +21,36 @@ def fp8_gradients(
     granularity: Granularity = PerTensor(),
     axis_name: Any = None,
 ) -> optax.GradientTransformation:
-    """Gradients of weights rounded to FP8; with `axis_name` their mean over devices, in FP8. ::
+    """Round gradients of weights to FP8; with `axis_name`, average them over devices in FP8. ::
 
         axis_name=None:   g <- dequantize(quantize(g, fmt, scale = 2^k >= amax(g) / fmt.max))
         otherwise:        g <- collectives.pmean(g, axis_name)
 
     Arrays of fewer than two dimensions, gradients of biases and norms, are not rounded. A NaN stays
-    one, and an Inf becomes one, for the optimizer or a loss scale to see. A loss scale, a power of
-    two, changes nothing but the scales: the rounded gradients are the same before and after it.
+    NaN and an Inf becomes NaN, for the optimizer or a loss scale to detect. A loss scale, a power
+    of two, changes only the scales: the rounded gradients are the same before and after it.
 
-    Micro-batches are to be summed before this, in f32 (as `jfp8.value_and_grad` does): an FP8 sum
-    of 64 would be rounded 64 times.
+    Sum micro-batches before this, in f32 (as `jfp8.value_and_grad` does): an FP8 sum of 64 would be
+    rounded 64 times.
 
-    With `axis_name` it belongs into a loop under ``jax.shard_map`` or ``jax.pmap`` that has local
-    gradients, and in front of everything that looks at whether they are finite: then all devices
-    skip the same steps. Under a plain ``jit`` use `jfp8.data_parallel` around the gradient
-    function, also for a `jfp8.TrainState`, whose amaxes have to be averaged, too.
+    With `axis_name`, use it under ``jax.shard_map`` or ``jax.pmap`` in a loop that has local
+    gradients, in front of everything that checks whether they are finite: then all devices skip the
+    same steps. Under a plain ``jit`` use `jfp8.data_parallel` around the gradient function; also
+    for a `jfp8.TrainState`, whose amaxes have to be combined, too.
 
     Args:
-      fmt: format of the gradients; None: E4M3FN, or with `axis_name` what
-        `jfp8.collectives.pmean` sends.
+      fmt: format of the gradients; None: E4M3FN, or with `axis_name` the default of
+        `jfp8.collectives.pmean`.
       granularity: which elements share a scale, ``Block((128,))`` for example. With `axis_name`
         blocks are those of `jfp8.collectives.pmean`.
       axis_name: mapped axis, or axes, over which the gradients are averaged.
 
     Returns:
-      A stateless ``optax.GradientTransformation``; dtypes stay.
+      A stateless ``optax.GradientTransformation`` that keeps dtypes.
 
     Raises:
-      ValueError: `granularity` beside `axis_name`.
-      TypeError: `fmt` is no `Format`.
+      ValueError: both `granularity` and `axis_name`.
+      TypeError: `fmt` is not a format.
 
     References:
       MS-AMP O1, FP8 weight gradients (arXiv 2310.18313, section 2.1).
@@ -63,14 +63,14 @@ def fp8_gradients(
     fmt = None if fmt is None else as_format(fmt)
     if axis_name is not None and granularity != PerTensor():
         raise ValueError(
-            f"fp8_gradients(granularity={granularity!r}, axis_name={axis_name!r}): averaged over "
-            "devices, gradients have the blocks of jfp8.collectives.pmean. Drop one of the two."
+            f"fp8_gradients(granularity={granularity!r}, axis_name={axis_name!r}): gradients "
+            "averaged over devices have the blocks of jfp8.collectives.pmean. Drop one of the two."
         )
 
     def rounded(g: Any) -> Any:
         if not _is_weight_gradient(g):
             return g
-        # Powers of two, as MS-AMP: what comes out fits into 16 bits as well.
+        # Powers of two, as in MS-AMP: the result fits into 16 bits as well.
         q = quantize(g, fmt or E4M3FN, granularity=granularity, scale_rounding="power_of_two")
         # The largest numbers of the dtype would round up to Inf, after all checks for it.
         largest = jnp.finfo(g.dtype).max
@@ -88,7 +88,7 @@ def fp8_gradients(
 
 
 def _is_weight_gradient(g: Any) -> bool:
-    """Whether `g` is a floating matrix (no placeholder, nothing that is in FP8 already)."""
+    """Whether `g` is a floating matrix (not a placeholder, and not in FP8 already)."""
     dtype = getattr(g, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return False

@@ -1,4 +1,4 @@
-"""FP8 parameters among others: how to differentiate by them, and how to change their bytes."""
+"""FP8 parameters: how to differentiate with respect to them, and how to update their bytes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from jfp8.tracing.compat import vary_like
 
 
 def carriers(params: optax.Params) -> Any:
-    """What to differentiate by: `params` with f32 zeros in the place of every `ScaledArray`.
+    """The tree to differentiate: `params` with f32 zeros in place of every `ScaledArray`.
 
     Args:
       params: pytree of arrays and `ScaledArray`.
 
     Returns:
-      The same tree without a `ScaledArray`, every array of the shape of what it stands for.
+      The same tree, with an f32 array of the same shape for every `ScaledArray`.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> params = {"w": jfp8.quantize(jnp.ones((2, 3))), "b": jnp.zeros(3)}
@@ -48,13 +48,13 @@ def carriers(params: optax.Params) -> Any:
 
 
 def with_carriers(params: optax.Params, differentiated: Any) -> optax.Params:
-    """`params` for the model: arrays of `differentiated`, or as `ScaledArray.carrier` what is one.
+    """`params` for the model, with `differentiated`: as `ScaledArray.carrier` where params are FP8.
 
     A `ScaledArray` with ``optax.MaskedNode()`` in `differentiated` stays frozen.
 
     Args:
       params: pytree of arrays and `ScaledArray`.
-      differentiated: what `carriers` returned, or what JAX traces in its place.
+      differentiated: the tree from `carriers`, or the tracers that JAX puts in its place.
 
     Returns:
       A tree like `params`.
@@ -69,7 +69,7 @@ def with_carriers(params: optax.Params, differentiated: Any) -> optax.Params:
 
 
 def without_stored(params: optax.Params) -> Any:
-    """`params` with ``optax.MaskedNode()`` for every `ScaledArray`: what others can train."""
+    """`params` with ``optax.MaskedNode()`` for every `ScaledArray`, for any optimizer."""
     return _map_stored(lambda q: optax.MaskedNode(), params)
 
 
@@ -84,12 +84,12 @@ def _map_stored(function: Callable[[ScaledArray], Any], params: Any) -> Any:
 class StoredUpdate:
     """The update of a `ScaledArray`: differences of bit patterns, modulo 2^8 and 2^32.
 
-    `apply_updates` adds them. The result is exact, and zeros leave every bit as it is, so that
-    whatever replaces the updates of a skipped step by zeros skips this one, too.
+    `apply_updates` adds them. The result is exact, and zeros change no bit: code that skips a step
+    by setting its updates to zero skips this one, too.
 
     Attributes:
-      data: uint8, of the codes.
-      scale: uint32, of the f32 scales.
+      data: uint8, differences of the codes.
+      scale: uint32, differences of the f32 scales' bits.
     """
 
     data: jax.Array
@@ -101,11 +101,11 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
     Args:
       params: parameters, some of them `ScaledArray`.
-      updates: what an optimizer made by `master_weights` returned for them; with
-        ``optax.MaskedNode()`` for a `ScaledArray` it stays as it is.
+      updates: the updates from an optimizer made by `master_weights`; a `ScaledArray` whose update
+        is ``optax.MaskedNode()`` does not change.
 
     Returns:
-      The new parameters, in the types of `params`.
+      The new parameters, with the types of `params`.
 
     Raises:
       TypeError: a `ScaledArray` with any other update.
@@ -118,9 +118,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
             return p
         if not isinstance(u, StoredUpdate):
             raise TypeError(
-                f"A parameter of shape {p.shape} is stored in FP8; its update is no StoredUpdate. "
-                "An array, added and rounded to nearest, would mostly be lost. Wrap the optimizer: "
-                "jfp8.optim.master_weights(tx)."
+                f"A parameter of shape {p.shape} is stored in FP8, but its update is not a "
+                "StoredUpdate. A plain update, added and rounded to nearest, would mostly be "
+                "lost. Wrap the optimizer: jfp8.optim.master_weights(tx)."
             )
         scale = lax.bitcast_convert_type(_bits(p) + u.scale, jnp.float32)
         return replace(p, data=codes_to_format(codes_of(p.data) + u.data, p.format), scale=scale)
@@ -143,7 +143,7 @@ def update_to(p: ScaledArray, value: jax.Array) -> StoredUpdate:
 def _stored(
     p: ScaledArray, in_units: jax.Array, rounding: str, bits: jax.Array | None
 ) -> ScaledArray:
-    """`in_units`, in units of the scales of `p`, with scales that follow by powers of two."""
+    """`in_units`, in units of `p`'s scales, stored with scales that change by powers of two."""
     fmt = format_of(p.data.dtype)
     largest = amax(in_units, None if _scale(p).ndim == 0 else Block(p.block_sizes()))
     factor = scale_from_amax(largest, fmt, scale_rounding="power_of_two")
@@ -162,5 +162,5 @@ def _bits(q: ScaledArray) -> jax.Array:
 
 
 def _scale(q: ScaledArray) -> jax.Array:
-    assert not isinstance(q.scale, ScaledArray)  # init has refused two-level scales
+    assert not isinstance(q.scale, ScaledArray)  # init refuses two-level scales
     return q.scale

@@ -1,17 +1,16 @@
-"""Magnitudes in 8 bits, in equal ratios: what `Blocks` of a format without a sign or mantissa do.
+"""Magnitudes in 8 bits, in equal ratios: `Blocks` of a format without sign and mantissa.
 
-A second moment has no sign, and what counts of it is its ratio to what it should be. So all 8 bits
-are one exponent::
+A second moment has no sign, and only its relative error matters. So all 8 bits are one exponent::
 
     |x| = top * 2^((code - 254) / n)          codes 1 to 254;  0 stands for zero
 
 `top` is the power of two at or above the largest of a block, and `n`, the levels of each binade, an
-integer of three significant bits. So the grid stands still while the largest of a block moves: to
-move it would round all elements anew.
+integer of three significant bits. So the grid stays fixed while the largest of a block moves:
+moving it would round all elements again.
 
-By lot, a level is drawn by the distances of the logarithms. What moves a parameter is
-``1 / sqrt(v)``, and if ``v`` is right on average, that is ``3/8 s^2`` too large, with ``s^2`` the
-relative variance of ``v``. If its logarithm is, it is ``1/8 s^2`` too large where ``v`` decays, and
+Stochastic rounding draws a level by the distances of the logarithms. A parameter moves by
+``1 / sqrt(v)``. If ``v`` is unbiased, this is ``3/8 s^2`` too large, with ``s^2`` the relative
+variance of ``v``. If its logarithm is unbiased, it is ``1/8 s^2`` too large where ``v`` decays, and
 as much too small where it is steady.
 """
 
@@ -29,7 +28,7 @@ MOST_LEVELS, MOST_BINADES = 128, 48  # of a binade; of a block
 
 
 def grid(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``top`` and ``n``, f32, of blocks whose magnitudes but zero lie between the two::
+    """``top`` and ``n``, f32, of blocks whose nonzero magnitudes lie between the two::
 
     n = floor(253 / binades) to three significant bits, and 128 at the most
     """
@@ -53,10 +52,10 @@ def codes(
     block: tuple[int, ...] | None,
     bits: jax.Array | None,
 ) -> jax.Array:
-    """uint8 codes of `x`, f32, by lot if there are random `bits`, or else the nearest level.
+    """uint8 codes of `x`, f32: stochastic if there are random `bits`, else the nearest level.
 
-    Zero is for zero alone: a second moment of zero beside a first one that is not would make the
-    update infinite.
+    Only zero becomes zero: a second moment of zero beside a nonzero first one would make the update
+    infinite.
     """
     relative = apply_scale(jnp.abs(x), np.float32(1) / top, block)
     level = np.float32(TOP_CODE) + apply_scale(jnp.log2(relative), n, block)
@@ -77,8 +76,8 @@ def values(
 def _exp2(x: jax.Array) -> jax.Array:
     """``2^x`` to 3e-7 of it, for x from -64 to 0.
 
-    XLA:CPU would keep ``jnp.exp2`` in memory, in f32, from one pass over a moment to the next. What
-    consists of sums and products it computes again.
+    XLA:CPU would keep the result of ``jnp.exp2`` in memory, in f32, from one pass over a moment to
+    the next. Sums and products it computes again.
     """
     whole = jnp.round(x)
     y = (x - whole) * np.float32(np.log(2))

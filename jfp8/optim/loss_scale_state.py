@@ -1,8 +1,8 @@
-"""`LossScaleState`: the numbers of a loss scale, and whether anybody has looked at them.
+"""`LossScaleState`: the numbers of a loss scale, and whether they were ever read.
 
 A loss scale has two halves. The loss is multiplied by S where it is differentiated, and the
-gradients are divided by S in the optimizer. The second without the first is a learning rate that
-is 32768 times too small, and nothing in the numbers shows it. So each state carries a `Mark`.
+gradients are divided by S in the optimizer. The second without the first acts like a learning rate
+that is 32768 times too small, and nothing in the numbers shows it. So each state carries a `Mark`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from jfp8.scaling import printing
 
 
 class Mark:
-    """Whether somebody has read the loss scale of a state: static data of the state's structure.
+    """Whether the loss scale of a state was read: static data of the state's structure.
 
-    Whoever multiplies a loss by S has read S, of a state with this very mark: outside of ``jit``,
-    or while a function was traced. All states of a transformation share a mark, as do those that
-    are made of them. A mark equals every other, so that for JAX two structures never differ by it.
+    Code that multiplies a loss by S has read S from a state with this very mark, outside of ``jit``
+    or while a function was traced. All states of a transformation, and states made from them, share
+    a mark. All marks compare equal, so that to JAX two structures never differ by them.
 
-    A function that was compiled for the state of another optimizer may be called with this one, and
-    nothing is traced then. But JAX compares the two structures, also on other occasions: perhaps
-    what was read of the one is used for the other.
+    A function that was compiled for the state of another optimizer may be called with this one,
+    without being traced again. JAX then compares the two structures, as it does on other occasions,
+    too. So ``"perhaps"`` means: what was read from the one may be used for the other.
 
     Attributes:
-      read: ``"unknown"`` in states that were made by hand, or come from a file or elsewhere.
+      read: ``"unknown"`` in states that were made by hand or loaded from a file.
     """
 
     __slots__ = ("read",)
@@ -66,28 +66,28 @@ class _Fields(NamedTuple):
 class LossScaleState(_Fields):
     """State of `loss_scale`; ``optax.tree.get(opt_state, "loss_scale")`` finds it in any chain.
 
-    A named tuple that knows whether its loss scale was ever read: if not, no loss can have been
+    A named tuple that records whether its loss scale was ever read: if not, no loss can have been
     multiplied by it, and the optimizer warns.
 
     Attributes:
-      loss_scale: f32[], what the loss is multiplied by; a power of two.
+      loss_scale: f32[], the factor on the loss; a power of two.
       growth_tracker: i32[], finite steps since the scale last changed.
       grads_finite: bool[], whether the last gradients were all finite.
-      overflow_count: i32[], number of steps that were not.
+      overflow_count: i32[], number of steps whose gradients were not all finite.
       inner_state: state of the wrapped transformation, ``()`` without one.
     """
 
-    if not TYPE_CHECKING:  # to a type checker it is the field that it was
+    if not TYPE_CHECKING:  # for type checkers it remains a field
 
         @property
         def loss_scale(self) -> jax.Array:
-            """S. To read it is to take care of it."""
+            """S. Reading it sets the mark."""
             self.mark.read = "yes"
             return self[0]
 
     @property
     def mark(self) -> Mark:
-        """Whether S was read; of a state that was made by hand that is unknown."""
+        """Whether S was read; unknown for a state that was made by hand."""
         return self.__dict__.setdefault("_mark", Mark())
 
     def marked(self, mark: Mark) -> LossScaleState:
@@ -121,7 +121,7 @@ def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
     """The `LossScaleState` inside `opt_state`, None if there is none.
 
     Raises:
-      ValueError: there are several, or it covers some of the parameters and others are trained.
+      ValueError: there are several, or it covers only some of the trained parameters.
     """
     found = states_of(LossScaleState, opt_state)
     if len(found) > 1:
@@ -141,14 +141,14 @@ def loss_scale_in(opt_state: optax.OptState) -> jax.Array | None:
 
 
 def warn_if_not_read(state: LossScaleState) -> None:
-    """Warns, once, if it seems that nobody has multiplied a loss by the scale in `state`.
+    """Warn, once, if it seems that no loss was multiplied by the scale in `state`.
 
-    No error: gradients that were made up to try an optimizer, say, are scaled by nobody's loss.
+    Not an error: gradients made up to try an optimizer, for example, need no loss.
     """
     unless = {
         "no": "",
-        "perhaps": " (If a function did it that was compiled for another optimizer of the same "
-        "structure, which cannot be seen here, nothing is wrong.)",
+        "perhaps": " (Ignore this if a function did so that was compiled for another optimizer of "
+        "the same structure, which cannot be detected here.)",
     }.get(state.mark.read)
     if unless is not None:
         state.mark.read = "unknown"
@@ -168,7 +168,7 @@ then leave loss_scale() out."""
 
 
 def warn_if_misplaced(opt_state: optax.OptState, stacklevel: int) -> None:
-    """Warns if something in front of the loss scale may depend on the size of gradients."""
+    """Warn if something in front of the loss scale may depend on the size of gradients."""
     if find_loss_scale(opt_state) is not None:
         for message in _misplaced(opt_state):
             warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
@@ -184,7 +184,7 @@ def _misplaced(node: Any, rest_is_frozen: bool = False) -> list[str]:
     if hasattr(node, "inner_states"):
         if not all(map(_is_frozen, others)):
             raise ValueError(
-                "The loss scale covers one group of a multi_transform only, and the other groups "
+                "The loss scale covers only one group of a multi_transform, and the other groups "
                 "would train with gradients of the scaled loss. Put it in front of all: "
                 "optax.chain(jfp8.loss_scale(), optax.multi_transform(...))."
             )
@@ -192,18 +192,18 @@ def _misplaced(node: Any, rest_is_frozen: bool = False) -> list[str]:
     found = []
     if type(node) is tuple and any(map(_may_depend_on_scale, parts[:here])):
         found.append(
-            "In front of loss_scale() stands another transformation (its state is "
-            f"{' and '.join(type(part).__name__ for part in parts[:here])}), which sees gradients "
-            "of the scaled loss: a clip there leaves updates thousands of times too small. Put "
+            "Another transformation stands in front of loss_scale() (its state is "
+            f"{' and '.join(type(part).__name__ for part in parts[:here])}) and sees gradients of "
+            "the scaled loss: a clip there leaves updates thousands of times too small. Put "
             "loss_scale() first: optax.chain(jfp8.loss_scale(), optax.clip_by_global_norm(1.0), "
-            "...). If what it does is the same at every scale, as a mean over devices is, "
-            "nothing is wrong."
+            "...). If its effect does not depend on the scale, like that of a mean over devices, "
+            "ignore this."
         )
     if isinstance(node, optax.MaskedState) and not rest_is_frozen:
         found.append(
-            "loss_scale() stands inside of an optax.masked: what the mask leaves out keeps "
-            "gradients of the scaled loss. Put it in front: "
-            "optax.chain(jfp8.loss_scale(), optax.masked(...))."
+            "loss_scale() is inside of an optax.masked: parameters that the mask leaves out keep "
+            "gradients of the scaled loss. Put it in front: optax.chain(jfp8.loss_scale(), "
+            "optax.masked(...))."
         )
     return found + _misplaced(parts[here], rest_is_frozen=any(map(_is_frozen, others)))
 
@@ -213,7 +213,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _is_frozen(state: Any) -> bool:
-    """Whether `state` is that of an optax.set_to_zero behind a mask."""
+    """Whether `state` belongs to an optax.set_to_zero behind a mask."""
     return isinstance(state, optax.MaskedState) and type(state.inner_state) is optax.EmptyState
 
 

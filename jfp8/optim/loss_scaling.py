@@ -2,7 +2,7 @@
 
 The loss is multiplied by a power of two ``S`` so that small gradients survive narrow formats, and
 the gradients are divided by it again. ``S`` grows while gradients stay finite and falls when they
-do not. An overflowing step must leave no trace: `loss_scale` says what wraps what for that.
+do not. An overflowing step must leave no trace: see `loss_scale` for what has to wrap what.
 """
 
 from __future__ import annotations
@@ -46,47 +46,47 @@ def loss_scale(
         else:   updates = 0;   S = max(S * backoff_factor, min_scale);   tracker = 0
 
     It is for f16, and for recipes whose gradients have no scale of their own (``DirectE5M2``,
-    ``Hybrid``, ``Unscaled``). All other recipes, the default among them, scale gradients by
-    themselves: leave it out where parameters and activations are f32 or bf16.
+    ``Hybrid``, ``Unscaled``). All other recipes, including the default, scale gradients themselves:
+    leave it out if parameters and activations are f32 or bf16.
 
-    Multiply the loss with `scale_loss` (`jfp8.value_and_grad` does it by itself). Whoever does
-    neither divides gradients that nobody multiplied, so ``update`` warns if the scale of its state
-    was never read, outside of ``jit`` or while a function was traced. Every reading counts, that of
-    ``optax.tree.get(opt_state, "loss_scale")`` too, and once is enough, so that loops whose
-    gradients and updates are compiled apart are left alone. It says nothing about states that come
-    from a file. A compiled step holds nothing of this.
+    Multiply the loss with `scale_loss` (`jfp8.value_and_grad` does so itself). Without either,
+    gradients would be divided by a scale that the loss was never multiplied by. So ``update`` warns
+    if the scale of its state was never read, outside of ``jit`` or while a function was traced.
+    Every read counts, including ``optax.tree.get(opt_state, "loss_scale")``, and one is enough, so
+    that loops whose gradients and updates are compiled separately get no warning. States that come
+    from a file get none either. Compiled steps contain nothing of this.
 
-    The division is
-    done in f32 and the updates are f32: f16 gradients times 2^-15 would underflow in f16, and Adam
-    would turn the zeros into NaN. For the same reason keep parameters that a bare chain's optimizer
-    is initialized with in f32; the wrapping form initializes `inner` in f32 by itself.
+    The division is done in f32 and the updates are f32: f16 gradients times 2^-15 would underflow
+    in f16, and Adam would turn the zeros into NaN. For the same reason, initialize the optimizer in
+    a plain chain with f32 parameters; the wrapping form (with `inner`) initializes `inner` in f32
+    itself.
 
-    The elements of a chain cannot stop one another: in ``optax.chain(jfp8.loss_scale(),
-    optax.adam(1e-3))`` an overflowing step is not skipped exactly. Adam sees a zero gradient, so
-    its count advances, and its momentum decays and still moves the parameters. For exact skips pass
-    the optimizer as `inner`, wrap the chain in `skip_on_overflow`, or use `jfp8.TrainState`, which
-    keeps the amax histories as well.
+    The elements of a chain cannot stop one another. In
+    ``optax.chain(jfp8.loss_scale(), optax.adam(1e-3))`` an overflowing step is not skipped exactly:
+    Adam sees a zero gradient, so its count advances, and its momentum decays and still moves the
+    parameters. For exact skips pass the optimizer as `inner`, wrap the chain in `skip_on_overflow`,
+    or use `jfp8.TrainState`, which keeps the amax histories as well.
 
-    Put it in front of everything, gradient clipping above all: a clip before it sees gradients of
-    the scaled loss, and leaves updates that are thousands of times too small. `scale_loss` and
-    `jfp8.TrainState` warn of what stands in front, and raise if it covers one group of an
-    ``optax.multi_transform`` while others are trained. They know by the order of the states in a
-    chain; in an ``optax.named_chain``, whose states are sorted by name under ``jit``, they cannot.
-    With ``optax.MultiSteps`` put it outside, in a form that lets MultiSteps drop the micro-step:
-    ``optax.chain(loss_scale(on_overflow="pass"), optax.MultiSteps(adam, k,
+    Put it first, especially before gradient clipping: a clip before it sees gradients of the scaled
+    loss, and leaves updates that are thousands of times too small. `scale_loss` and
+    `jfp8.TrainState` warn about transformations in front of it, and raise if it covers only one
+    group of an ``optax.multi_transform`` while others are trained. They rely on the order of the
+    states in a chain, and so cannot check an ``optax.named_chain``, whose states are sorted by name
+    under ``jit``. With ``optax.MultiSteps``, put it outside, in a form that lets MultiSteps drop
+    the micro-step: ``optax.chain(loss_scale(on_overflow="pass"), optax.MultiSteps(adam, k,
     should_skip_update_fn=optax.skip_not_finite))``; inside, MultiSteps multiplies an infinite
     accumulator by zero, which never becomes finite again.
 
     Args:
-      inner: transformation that receives the unscaled gradients and is skipped exactly, state and
-        all, when they are not finite.
+      inner: transformation that receives the unscaled gradients and is skipped exactly, including
+        its state, when they are not finite.
       init_scale: first S.
-      growth_factor, backoff_factor: what S is multiplied by after `growth_interval` finite steps,
-        and after a step that was not finite.
+      growth_factor, backoff_factor: factors on S after `growth_interval` finite steps, and after a
+        step that was not finite.
       growth_interval: finite steps in a row before S grows.
       min_scale, max_scale: bounds of S.
       on_overflow: without `inner`, ``"zero"`` replaces non-finite updates by zeros and ``"pass"``
-        passes them on, for a later element that deals with them (``optax.apply_if_finite``).
+        passes them on to a later element that handles them (``optax.apply_if_finite``).
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `LossScaleState`.
@@ -97,7 +97,7 @@ def loss_scale(
         interval below 1, unknown `on_overflow`, or ``on_overflow="pass"`` with `inner`.
 
     Warns:
-      UserWarning: in ``update``, nobody has read the loss scale.
+      UserWarning: in ``update``, if the loss scale was never read.
 
     References:
       Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2;
@@ -116,7 +116,7 @@ def loss_scale(
         raise ValueError(f"on_overflow={on_overflow!r} is unknown. Allowed: 'zero', 'pass'.")
     if inner is not None and on_overflow == "pass":
         raise ValueError(
-            "on_overflow='pass' hands non-finite updates to the next element of a chain; with "
+            "on_overflow='pass' passes non-finite updates to the next element of a chain; with "
             "inner= the step is skipped instead. Drop one of the two."
         )
     wrapped = None if inner is None else transformation("loss_scale", inner)
@@ -158,7 +158,7 @@ def loss_scale(
 
 @dataclass(frozen=True)
 class _Schedule:
-    """How the loss scale moves; see `loss_scale`."""
+    """How the loss scale changes; see `loss_scale`."""
 
     init_scale: float
     growth_factor: float
@@ -185,12 +185,12 @@ class _Schedule:
 
     @property
     def is_always_1(self) -> bool:
-        """Whether there is nothing to multiply a loss by."""
+        """Whether the loss scale is always 1."""
         bounds = (self.min_scale, self.max_scale)
         return all(_is_number(bound) and bound == 1 for bound in bounds)
 
     def after(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        """`state` after a step whose gradients were `finite` or not."""
+        """The `state` after a step whose gradients were `finite` or not."""
         tracker = jnp.where(finite, state.growth_tracker + 1, 0)
         grow = tracker >= self.growth_interval
         grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
@@ -230,12 +230,12 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
     """Skip a step with non-finite gradients exactly: zero updates, and `tx` keeps its state.
 
     A gradient beyond 2^62, whose square is Inf in f32, counts as non-finite. Only a
-    `LossScaleState` inside of `tx` moves on, so that the scale falls. `tx` may be any
+    `LossScaleState` inside of `tx` is updated, so that the scale falls. `tx` may be any
     transformation, with or without `loss_scale` in it.
 
     Args:
-      tx: for example ``optax.chain(jfp8.loss_scale(), optax.clip_by_global_norm(1.0),
-        optax.adamw(1e-3))``.
+      tx: the transformation, for example
+        ``optax.chain(jfp8.loss_scale(), optax.clip_by_global_norm(1.0), optax.adamw(1e-3))``.
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with the state of `tx`.
@@ -275,11 +275,11 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
       f32[]. (A product in f16 would overflow.)
 
     Raises:
-      ValueError: there is no `loss_scale` in it, more than one, or one that covers a group of an
-        ``optax.multi_transform`` while others are trained.
+      ValueError: there is no `loss_scale` in it, more than one, or one that covers only a group of
+        an ``optax.multi_transform`` while others are trained.
 
     Warns:
-      UserWarning: something stands in front of it that may depend on the size of gradients.
+      UserWarning: if a transformation in front of it may depend on the size of gradients.
 
     >>> import jax.numpy as jnp, jfp8, optax
     >>> tx = jfp8.loss_scale(optax.sgd(0.1), init_scale=8.0)
@@ -297,14 +297,14 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
 
 
 def scaled(tree: Any, loss_scale: jax.typing.ArrayLike | None) -> Any:
-    """`tree` times the loss scale, in f32; as it is if there is none."""
+    """`tree` times the loss scale, in f32; unchanged if there is none."""
     if loss_scale is None:
         return tree
     return jax.tree.map(lambda x: x.astype(jnp.float32) * loss_scale, tree)
 
 
 def unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
-    """`tree` divided by the loss scale, in f32; exact, it is a power of two."""
+    """`tree` divided by the loss scale, in f32; exact, because it is a power of two."""
     return tree if loss_scale is None else scaled(tree, 1.0 / loss_scale)
 
 
@@ -320,7 +320,7 @@ LARGEST_GRADIENT = np.float32(2.0**62)
 def all_squares_finite(tree: Any) -> jax.Array:
     """bool[]: `all_finite`, and no magnitude is beyond 2^62.
 
-    The square of a larger gradient is Inf, and stays in a second moment for ever.
+    The square of a larger gradient is Inf, and stays in a second moment forever.
     """
     return _holds(lambda x: jnp.abs(x).astype(jnp.float32) <= LARGEST_GRADIENT, tree)
 
@@ -341,7 +341,7 @@ def all_of(flags: Sequence[jax.Array]) -> jax.Array:
 
 
 def keep_unless(finite: jax.Array, new: Any, old: Any) -> Any:
-    """`new` if `finite`, else `old` but for the loss scale's own numbers, which must move on."""
+    """`new` if `finite`, else `old`, except for the loss scale's own numbers, which are updated."""
 
     def select(new_node: Any, old_node: Any) -> Any:
         if not _is_loss_scale(new_node):

@@ -1,7 +1,7 @@
-"""Parameters in 8 or 16 bits that are trained: a working copy, and where its lower bits go.
+"""Training parameters in 8 or 16 bits: a working copy, and a master that keeps its lower bits.
 
-A step changes a weight by less than the spacing of a narrow format. Rounded to nearest the change
-is lost; it has to be kept in a wider master, or arrive by lot.
+A step changes a weight by less than the spacing of a narrow format. Rounded to nearest, the change
+is lost; it has to be kept in a wider master, or rounded stochastically.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
       count: u32[], number of updates; with the seed it determines the random bits.
-      masters: for every parameter what is kept of its master; ``optax.MaskedNode()`` where the
-        parameter is its own.
+      masters: for every parameter, its stored master; ``optax.MaskedNode()`` where the parameter is
+        its own master.
       inner_state: state of the wrapped transformation.
     """
 
@@ -48,7 +48,7 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
     def __repr__(self) -> str:
-        """What is in it, by type and size."""
+        """Its contents, by type and size."""
         return printing.named_state(self)
 
 
@@ -61,43 +61,44 @@ def master_weights(
         p <- round(m)                                    p: what is in params
 
         parameter in params     master=None             "bfloat16"   "float16_scaled"   "float32"
-        FP8, `ScaledArray`      1 byte, by lot          1 + 2        1 + 2              1 + 4
-        bf16 or f16 array       2 bytes, by lot         the same     2 + 2              2 + 4
+        FP8, `ScaledArray`      1 byte, stochastic      1 + 2        1 + 2              1 + 4
+        bf16 or f16 array       2 bytes, stochastic     the same     2 + 2              2 + 4
         f32 array               4 bytes, its own master
 
-    "By lot" is stochastic rounding: up with the probability of the remainder, right on average. So
-    is the bfloat16 master rounded. The others are rounded to nearest: beside a float32 master
-    nothing is lost, while "float16_scaled", MS-AMP's, loses steps of less than 2^-12 of the weight.
+    Stochastic rounding goes up with the probability of the remainder, so it is unbiased. The
+    bfloat16 master is rounded in this way, too. The others are rounded to nearest: with a float32
+    master nothing is lost, while "float16_scaled", MS-AMP's, loses steps of less than 2^-12 of the
+    weight.
 
     `inner` sees the masters, and keeps its state, in f32. FP8 parameters are `ScaledArray` with f32
-    scales, such as `jfp8.quantize_params` makes. Their scales move by powers of two, when the
-    largest element leaves its binade: then all other codes stay what they are unless they are
-    changed, instead of being rounded again in every step.
+    scales, such as `jfp8.quantize_params` makes. Their scales change by powers of two, when the
+    largest element leaves its binade. So codes that a step does not change stay the same, instead
+    of being rounded again in every step.
 
     `jfp8.TrainState` with this in its optimizer trains `ScaledArray` leaves: products use the
-    stored bytes as they are, and gradients by the values are f32. In a loop of your own
-    differentiate by `carriers`, and add what comes out with `apply_updates`. Nothing may change the
-    updates after this: put it last in a chain, or directly inside of `jfp8.skip_on_overflow`. What
-    looks at parameters (weight decay) belongs into `inner`.
+    stored bytes unchanged, and gradients with respect to the values are f32. In your own loop,
+    differentiate with respect to `carriers`, and add the updates with `apply_updates`. Nothing may
+    change the updates after this: put it last in a chain, or directly inside of
+    `jfp8.skip_on_overflow`. Transformations that read parameters (weight decay) belong in `inner`.
 
-    Masters start from the values of the parameters. Call `init_masters` to start them from what the
-    parameters were before they were rounded.
+    Masters start from the values of the parameters. Call `init_masters` to start them from the
+    parameters before rounding.
 
     Args:
       inner: the optimizer, such as ``optax.adamw(1e-3)``.
-      master: what is kept beside parameters that are narrower than it.
-      seed: of the random bits, which also depend on the step, the leaf and the element.
+      master: the master that is kept for parameters that are narrower than it.
+      seed: seed of the random bits, which also depend on the step, the leaf and the element.
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `MasterWeightsState`. The updates are
-      `StoredUpdate` for FP8 parameters and f32 for others, exact for ``optax.apply_updates``, as
-      those of `stochastic_rounding`.
+      `StoredUpdate` for FP8 parameters and f32 for others, exact under ``optax.apply_updates``,
+      like those of `stochastic_rounding`.
 
     Raises:
-      TypeError: `inner` is no transformation, or `seed` no int; a `ScaledArray` whose scales are
-        not f32.
-      ValueError: unknown `master`; ``update`` is called without ``params``, or for parameters of 16
-        bits with a state that was made for parameters in f32.
+      TypeError: `inner` is not a transformation, or `seed` not an int; a `ScaledArray` whose scales
+        are not f32.
+      ValueError: unknown `master`; ``update`` is called without ``params``, or for 16-bit
+        parameters with a state that was made for f32 parameters.
 
     References:
       MS-AMP (O3: E4M3 weights, FP16 master with a scale); Intel FP8 Emulation Toolkit
@@ -119,12 +120,12 @@ def master_weights(
 
 @dataclass(frozen=True)
 class Rounded:
-    """A transformation in f32, and what it makes of the parameters rounded to their formats.
+    """A transformation in f32, with the parameters that result rounded to their formats.
 
     Attributes:
-      function: the public function that this is for.
+      function: name of the public function, for errors.
       inner: the transformation.
-      storage: how masters are kept beside the parameters; None without masters.
+      storage: how masters are stored; None without masters.
       seed: of the random bits.
     """
 
@@ -155,8 +156,8 @@ class Rounded:
     ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
             raise ValueError(
-                f"{self.function} needs the parameters it changes: call "
-                "tx.update(grads, state, params)."
+                f"{self.function} needs the parameters that it updates: call tx.update(grads, "
+                "state, params)."
             )
         leaves, structure = _flatten(params)
         kept = [_beside(p, self.storage) for p in leaves]
@@ -183,7 +184,7 @@ class Rounded:
 
 
 def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
-    """`opt_state` with masters of `params` in high precision, in place of rounded parameters. ::
+    """`opt_state` with its masters set to `params` in high precision, instead of rounded ones. ::
 
         working = jfp8.quantize_params(params)
         opt_state = init_masters(tx.init(working), params)
@@ -192,10 +193,10 @@ def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptSt
 
     Args:
       opt_state: state of an optimizer with one `master_weights` in it.
-      params: the parameters in f32, of the structure of those that the state was made for.
+      params: the parameters in f32, with the structure of those that the state was made for.
 
     Returns:
-      The same state with other masters. Parameters that are their own masters are not in it: with
+      The same state with new masters. Parameters that are their own masters are not in it: with
       ``master=None`` nothing changes.
 
     Raises:
@@ -235,7 +236,7 @@ def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptSt
 
 
 def has_master_weights(opt_state: optax.OptState) -> bool:
-    """Whether `opt_state` is that of an optimizer that trains FP8 parameters."""
+    """Whether `opt_state` belongs to an optimizer that trains FP8 parameters."""
     return bool(states_of(MasterWeightsState, opt_state))
 
 
@@ -244,7 +245,7 @@ def _flatten(params: Any) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
 
 
 def _beside(p: Any, storage: Storage | None) -> Storage | None:
-    """How the master of `p` is kept; None if `p` is its own."""
+    """How the master of `p` is stored; None if `p` is its own master."""
     if isinstance(p, ScaledArray):
         return storage
     has_16_bits = jnp.result_type(p) in (jnp.bfloat16, jnp.float16)
@@ -253,7 +254,7 @@ def _beside(p: Any, storage: Storage | None) -> Storage | None:
 
 
 def _first(storage: Storage | None, value: jax.Array) -> Any:
-    """The first master: to nearest, there is nothing yet to be right on average."""
+    """The first master, rounded to nearest: there are no steps yet whose bias could add up."""
     if storage is None:
         return optax.MaskedNode()
     nearest = Float(storage.dtype) if isinstance(storage, Float) else storage
@@ -280,8 +281,8 @@ def _wide(p: Any, beside: Storage | None, stored: Any) -> Any:
     """The master of `p`."""
     if (beside is None) != isinstance(stored, optax.MaskedNode):
         raise ValueError(
-            f"master_weights: the state was made for another parameter than this {p.dtype} array "
-            f"of shape {p.shape}. Call tx.init with the parameters as they are stored. "
+            f"master_weights: the state was made for another parameter, not for this {p.dtype} "
+            f"array of shape {p.shape}. Call tx.init with the parameters as they are stored. "
             "(jfp8.loss_scale(inner) widens 16-bit parameters first; put it in front instead: "
             "jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), master_weights(...))).)"
         )
@@ -289,7 +290,7 @@ def _wide(p: Any, beside: Storage | None, stored: Any) -> Any:
 
 
 def _by_lot(p: Any, u: jax.Array, seed: jax.Array) -> Any:
-    """The update that takes `p` to ``p + u`` rounded stochastically; of f32 `u` itself."""
+    """The update that takes `p` to ``p + u`` rounded stochastically; for f32, `u` itself."""
     if isinstance(p, ScaledArray):
         return update_by_lot(p, u, seed)
     dtype = jnp.result_type(p)
@@ -304,7 +305,7 @@ def _to_nearest(p: Any, value: jax.Array) -> Any:
     """The update that takes `p` to `value` rounded to nearest."""
     if isinstance(p, ScaledArray):
         return update_to(p, value)
-    if p.dtype == jnp.bfloat16:  # a pair of casts might be taken out by XLA
+    if p.dtype == jnp.bfloat16:  # XLA might remove a pair of casts
         rounded = lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
     else:  # of float16 that would flush subnormals
         rounded = value.astype(p.dtype).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Shardings of an optimizer's state that follow from those of the parameters."""
+"""Shardings of an optimizer's state, derived from those of the parameters."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from jfp8.optim.wrapping import transformation
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: Any) -> Any:
-    """A tree of shardings for ``tx.init(params)``: what belongs to a parameter is sharded like it.
+    """Shardings for ``tx.init(params)``: each leaf is sharded like the parameter it belongs to.
 
     A leaf of the state belongs to the parameter whose path its own path contains: the one at
-    ``(..., "mu", "dense", "kernel", "scale")`` to ``("dense", "kernel")``. It takes the parameter's
-    partitioning of each dimension, as far as the mesh divides it; scales of blocks have shorter
-    ones. All other leaves are replicated.
+    ``(..., "mu", "dense", "kernel", "scale")`` to ``("dense", "kernel")``. Each of its dimensions
+    is partitioned like the parameter's, if the mesh divides it; dimensions of block scales are
+    shorter. All other leaves are replicated.
 
     Args:
       tx: the optimizer, such as `optim.adamw`.
-      params: the parameters, or ``jax.ShapeDtypeStruct`` in their place.
-      shardings: a ``NamedSharding`` for each parameter, or one for all; of one mesh.
+      params: the parameters, or ``jax.ShapeDtypeStruct`` instead.
+      shardings: a ``NamedSharding`` for each parameter, or one for all; all of the same mesh.
 
     Returns:
       Tree of ``NamedSharding`` of the structure of ``tx.init(params)``.
 
     Raises:
-      TypeError: `tx` is no transformation, or a sharding no ``NamedSharding``.
+      TypeError: `tx` is not a transformation, or a sharding is not a ``NamedSharding``.
       ValueError: `shardings` does not match `params`.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -71,7 +71,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: An
 
 
 def _contained(path: jax.tree_util.KeyPath, paths: Container) -> jax.tree_util.KeyPath | None:
-    """The part of `path` that is one of `paths`: of several the last, of those the longest."""
+    """The part of `path` that is one of `paths`: of several, the longest of the last ones."""
     for end in range(len(path), -1, -1):
         for start in range(end + 1):
             if path[start:end] in paths:
@@ -80,7 +80,7 @@ def _contained(path: jax.tree_util.KeyPath, paths: Container) -> jax.tree_util.K
 
 
 def _trimmed(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """`sharding` for an array of `shape`: dimensions that the mesh does not divide stay whole."""
+    """`sharding` for an array of `shape`; dimensions that it does not divide are not split."""
     entries = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
 
     def parts(entry: Any) -> int:

@@ -1,7 +1,7 @@
 """Parameters in 16 bits without f32 copies: their updates are rounded stochastically.
 
 Rounded to nearest, an update of less than half an ulp of its parameter is lost, every time, and
-training stands still. Rounded up with the probability of the remainder, it is right on average.
+training stalls. Rounded up with the probability of the remainder, it is unbiased.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class StochasticRoundingState(NamedTuple):
     inner_state: Any
 
     def __repr__(self) -> str:
-        """What is in it, by type and size."""
+        """Its contents, by type and size."""
         return printing.named_state(self)
 
 
 def stochastic_rounding(
     inner: optax.GradientTransformation, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """``p <- round_stochastically(p + u)`` for bf16 and f16 parameters ``p``; others as they are.
+    """``p <- round_stochastically(p + u)`` for bf16 and f16 parameters ``p``; not for others.
 
     The 16-bit parameters are their own master weights. `inner` sees them, and keeps its state, in
     f32. The updates come out in f32, as ``round(p + u) - p``, so that ``optax.apply_updates`` gives
@@ -46,13 +46,13 @@ def stochastic_rounding(
 
     Args:
       inner: the optimizer, such as ``optax.adamw(1e-3)``.
-      seed: of the random bits, which also depend on the step, the leaf and the element.
+      seed: seed of the random bits, which also depend on the step, the leaf and the element.
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StochasticRoundingState`.
 
     Raises:
-      TypeError: `inner` is no transformation, or `seed` no int.
+      TypeError: `inner` is not a transformation, or `seed` not an int.
       ValueError: ``update`` is called without ``params``.
 
     References:

@@ -1,8 +1,8 @@
-"""How one moment of an optimizer is kept between two steps.
+"""How one moment of an optimizer is stored between two steps.
 
 A moment is computed in f32. Between steps it may be narrower: `Float`, `ScaledFloat16`, or FP8 in
 `Blocks`. Whatever the storage, a NaN or Inf in a moment is never read back as a finite number:
-where elements share a scale, all that share it with a non-finite one become NaN.
+elements that share a scale with a non-finite one all become NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jfp8.scaling.scales import amax
 
 
 class HalfArray(NamedTuple):
-    """What `ScaledFloat16` keeps: ``x ~= data * scale``.
+    """What `ScaledFloat16` stores: ``x ~= data * scale``.
 
     Attributes:
       data: f16 array.
@@ -44,7 +44,7 @@ class HalfArray(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Storage(abc.ABC):
-    """A way to keep an f32 array: ``decode(encode(x, seed)) ~= x``.
+    """A way to store an f32 array: ``decode(encode(x, seed)) ~= x``.
 
     Encoding is two passes over the array: `measure` finds the scales, `round` uses them.
     """
@@ -54,16 +54,16 @@ class Storage(abc.ABC):
         return printing.changes(self)
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """What has to be known of all of `x`, f32 of any shape, to round some of it: nothing."""
+        """What rounding a part of `x` needs to know about all of it, f32; by default nothing."""
         return ()
 
     @abc.abstractmethod
     def round(self, x: jax.Array, measured: tuple[jax.Array, ...], seed: jax.Array) -> Any:
-        """`encode` with the result of `measure` at hand.
+        """`encode`, given the result of `measure`.
 
         Args:
           x: f32 array of any shape, or a part of the one that was measured.
-          measured: what `measure` gave, arrays of any shapes.
+          measured: the result of `measure`, arrays of any shapes.
           seed: uint32[2], see `encode`.
         """
 
@@ -72,12 +72,12 @@ class Storage(abc.ABC):
         """The f32 array that `stored` stands for."""
 
     def encode(self, x: jax.Array, seed: jax.Array) -> Any:
-        """What is kept of `x`.
+        """The stored form of `x`.
 
         Args:
           x: f32 array of any shape.
-          seed: uint32[2], another one for every array and step; only read if rounding is
-            stochastic. Two of 0 will do otherwise.
+          seed: uint32[2], a different one for every array and step; only read if rounding is
+            stochastic. Otherwise two zeros will do.
 
         Returns:
           An array, or a small pytree of arrays.
@@ -93,7 +93,7 @@ class Float(Storage):
       dtype: float32, bfloat16 or float16. (Second moments of small gradients underflow in float16:
         see `ScaledFloat16`.)
       stochastic: round to 16 bits with the probability of the remainder instead of to nearest; this
-        saturates, while nearest gives Inf beyond the largest value.
+        saturates, while to nearest gives Inf beyond the largest value.
 
     >>> import jax.numpy as jnp
     >>> from jfp8.optim import Float
@@ -113,7 +113,7 @@ class Float(Storage):
             )
         if self.stochastic and self.dtype == jnp.float32:
             raise ValueError(
-                "Float(stochastic=True) has nothing to round in float32: name a dtype of 16 bits, "
+                "Float(stochastic=True) has nothing to round in float32: choose a 16-bit dtype, "
                 "for example Float(jnp.bfloat16, stochastic=True)."
             )
 
@@ -133,8 +133,8 @@ class ScaledFloat16(Storage):
         s = 2^floor(log2(65504 / max|x|));   data = float16(x * s);   scale = 1 / s
 
     With 11 significant bits over 40 binades this is nearly exact, and an element still moves in
-    steps of 0.03 %. An array of zeros has the scale 1. (MS-AMP keeps the scale that it had, and
-    after an infinite element takes the reciprocal of it. Here such an array reads back as NaN.)
+    steps of 0.03 %. An array of zeros has the scale 1. (MS-AMP keeps its previous scale, and after
+    an infinite element takes the reciprocal of that. Here such an array reads back as NaN.)
 
     References:
       MS-AMP, ``msamp/common/tensor/meta.py``, which stores ``s`` as the scale.

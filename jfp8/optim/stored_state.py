@@ -1,4 +1,4 @@
-"""Optimizer states that are kept in few bits: a wrapper around any optax transformation."""
+"""Optimizer states stored in few bits: a wrapper around any optax transformation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class StoredState(NamedTuple):
 
     Attributes:
       count: u32[], number of updates; with the seed it determines the random bits.
-      inner_state: state of the wrapped transformation, with what is stored in place of some arrays.
+      inner_state: state of the wrapped transformation, with stored forms in place of some arrays.
     """
 
     count: jax.Array
     inner_state: Any
 
     def __repr__(self) -> str:
-        """What is in it, by type and size."""
+        """Its contents, by type and size."""
         return printing.named_state(self)
 
 
@@ -44,31 +44,31 @@ def store_state(
     min_size: int = 4096,
     seed: jax.typing.ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep parts of the state of `inner` in other forms than f32 arrays. ::
+    """Store parts of the state of `inner` in fewer bits than f32. ::
 
         wide = decode(state);   updates, wide = inner.update(g, wide, p);   state = encode(wide)
 
-    `inner` computes in f32, from f32 gradients and parameters, so that updates follow from what its
-    state is before it is rounded. Under ``jit`` no f32 copy of the state remains.
+    `inner` computes in f32, from f32 gradients and parameters, so that updates are computed from
+    its state before rounding. Under ``jit`` no f32 copy of the state remains.
 
     Args:
       inner: transformation whose state has fields (of named tuples or dataclasses, at any depth)
         with one leaf per parameter, such as ``optax.adamw(1e-3)`` or a chain with it.
-      storages: how to keep what is in the fields of these names; for example ``{"mu":
-        Blocks(block=256), "nu": ScaledFloat16()}`` for Adam, ``{"trace": Blocks()}`` for
-        ``optax.sgd`` with momentum. Rounded to nearest, what a step changes by less than half a
-        spacing stays where it is: see ``rounding`` of `Blocks`.
-      min_size: arrays with fewer elements stay as they are, and so do those of fewer than two
+      storages: how to store the fields of these names; for example
+        ``{"mu": Blocks(block=256), "nu": ScaledFloat16()}`` for Adam, ``{"trace": Blocks()}`` for
+        ``optax.sgd`` with momentum. Rounded to nearest, an element that a step changes by less than
+        half a spacing does not move: see ``rounding`` of `Blocks`.
+      min_size: arrays with fewer elements are not changed, nor are those of fewer than two
         dimensions: they take little memory, and biases and norms are sensitive.
-      seed: int, or i32[], of stochastic rounding, whose bits also depend on the step, the leaf and
+      seed: int or i32[], for stochastic rounding, whose bits also depend on the step, the leaf and
         the element.
 
     Returns:
       ``optax.GradientTransformationExtraArgs`` with state `StoredState`.
 
     Raises:
-      TypeError: `inner` is no transformation, or one of `storages` no `Storage`.
-      ValueError: ``init`` finds no field of one of the names.
+      TypeError: `inner` is not a transformation, or one of `storages` is not a `Storage`.
+      ValueError: ``init`` finds no field with one of the names.
 
     >>> import jax.numpy as jnp, optax
     >>> from jfp8.optim import Blocks, store_state
@@ -96,7 +96,7 @@ class _Wrapper:
     seed: jax.typing.ArrayLike
 
     def init(self, params: optax.Params) -> StoredState:
-        # Behind a barrier each, or XLA would compute the scales of zeros while it compiles.
+        # Each behind a barrier, or XLA would compute the scales of zeros while it compiles.
         opaque = lambda x: lax.optimization_barrier(x) if isinstance(x, jax.Array) else x
         wide = jax.tree.map(opaque, self.inner.init(widened(params)))
         fields = _field_names(wide)
@@ -121,7 +121,8 @@ class _Wrapper:
 
         # Rounding needs the scale of a block before its first element, so the state is computed
         # again for each thing that is measured, and once more to be rounded. Computed once, XLA
-        # would write it out in f32 and read it back. Barriers keep it from seeing that they agree.
+        # would write it out in f32 and read it back. Barriers prevent it from noticing that they
+        # are equal.
         inputs = (updates, state.inner_state, params)
         passes = [self._measure(step(*inputs)[1])]
         for _ in range(1, max(map(len, passes[0]), default=0)):
@@ -149,7 +150,7 @@ class _Wrapper:
         return jax.tree_util.tree_map_with_path(decode, state, is_leaf=is_stored)
 
     def _measure(self, wide: Any) -> list[tuple[jax.Array, ...]]:
-        """Of each leaf what its storage measures."""
+        """For each leaf, what its storage measures."""
         leaves = jax.tree_util.tree_leaves_with_path(wide)
         found = [(self._storage_of(path, leaf), leaf) for path, leaf in leaves]
         return [storage.measure(leaf) if storage else () for storage, leaf in found]
@@ -166,7 +167,7 @@ class _Wrapper:
 
 
 def is_stored(node: Any) -> bool:
-    """Whether `node` of a state stands for one array in the form of several."""
+    """Whether `node` of a state is the stored form of one array."""
     return isinstance(node, ScaledArray | HalfArray | ExpandedArray)
 
 

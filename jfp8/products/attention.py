@@ -1,4 +1,4 @@
-"""The two products of attention as a recipe computes them: see `recipes.attention`."""
+"""The two products of attention under a recipe: see `recipes.attention`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from jfp8.scaling.scales import PerAxis, amax, scale_from_amax
 def observed_in_attention(
     which: InAttention | None,
 ) -> Callable[..., tuple[jax.Array, Observed]]:
-    """`observed_dot_general` of one of the two products of attention; None: of any other.
+    """`observed_dot_general` for one of the two products of attention; None: for any other.
 
-    The result is that of the recipe that `recipes.attention.attention_products` makes. Its scale of
-    each key's values moves into the weights before these are quantized::
+    It uses the recipe that `recipes.attention.attention_products` makes. The scale of each key's
+    values moves into the weights before these are quantized::
 
         sum_k p_k v_k  =  sum_k (p_k s_k) (v_k / s_k)          s_k a power of two: exact
     """

@@ -1,4 +1,4 @@
-"""A matrix quantized for both directions of contraction in one read of it, by Pallas kernels.
+"""A matrix, read once and quantized for both directions of contraction, by Pallas kernels.
 
 A tensor takes part in two products, one of which sums over its rows and one over its columns.
 Tensor cores want the contraction last in both, so one takes ``q`` and the other ``q^T``. XLA would
@@ -42,7 +42,7 @@ class BothWays(NamedTuple):
 
 
 def has_kernel(quantizer: Quantizer) -> bool:
-    """Whether a kernel does, bit for bit, what `quantizer` does."""
+    """Whether there is a kernel that does what `quantizer` does, bit for bit."""
     return (
         type(quantizer) in _KERNELS
         and quantizer.rounding == "nearest_even"
@@ -51,13 +51,13 @@ def has_kernel(quantizer: Quantizer) -> bool:
     )
 
 
-# A kernel takes a while to compile. So it is compiled once for all layers of the same shapes.
+# A kernel takes a while to compile, so it is compiled once for all layers of the same shapes.
 @partial(jax.jit, static_argnums=0)
 def quantize_both_ways(quantizer: Quantizer, x: jax.Array, state: AmaxState | None) -> BothWays:
-    """`x` as `quantizer`, which must have a kernel, has it for both directions.
+    """`x` quantized by `quantizer`, which must have a kernel, for both directions.
 
-    The kernels run where the program is compiled for CUDA. Compiled for anything else it quantizes
-    in two steps, to the same bytes.
+    The kernels run where the program is compiled for CUDA. Elsewhere `x` is quantized in two steps,
+    to the same bytes.
     """
     kernel = _KERNELS[type(quantizer)]
 
@@ -75,8 +75,8 @@ def quantize_both_ways(quantizer: Quantizer, x: jax.Array, state: AmaxState | No
     return lax.platform_dependent(x, state, cuda=by_kernel, default=in_steps)
 
 
-# One function for each kind of quantizer that has a kernel. What they give is, bit for bit, what
-# the quantizer does.
+# One function for each kind of quantizer that has a kernel. Each gives what the quantizer gives,
+# bit for bit.
 
 
 def _unit(quantizer: Unit, x: jax.Array, state: AmaxState | None) -> BothWays:
@@ -97,7 +97,7 @@ def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> BothW
     if state is None:
         largest = amax(x)
         return _with_one_scale(quantizer, x, quantizer.scale(largest, None), largest)
-    # The amax at hand matters only as long as the history is empty, and is looked up only then.
+    # The current amax matters only while the history is empty, and is computed only then.
     at_first = quantize.tensor_amax(x, quantizer.expected(state))
     return _with_one_scale(quantizer, x, quantizer.scale(at_first, state))
 

@@ -2,9 +2,9 @@
 
 A convolution is linear in either operand, so fprop, dgrad and wgrad are convolutions of quantized
 arrays, too. With one scale per tensor they are computed as such, unless the kernel covers a single
-pixel: then they are matrix products. Finer scales vary along the sum,
-whose terms a convolution does not lay out side by side; there it is a matrix product over patches,
-and the scales run over rows and columns of these matrices.
+pixel: then they are matrix products. Finer scales vary along the sum, and a convolution does not
+lay out the terms of a sum side by side. So with these it is computed as a matrix product over
+patches, and the scales run over rows and columns of its matrices.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def scaled_conv_general_dilated(
     High precision in and out, as with `scaled_dot_general`.
 
     Args:
-      lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; see `scaled_dot_general` about an
+      lhs, rhs: images and kernels, ``f32 | bf16 | f16`` arrays; see `scaled_dot_general` for an
         `rhs` that is a `ScaledArray`.
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count:
         as for ``jax.lax.conv_general_dilated``.
@@ -122,7 +122,7 @@ def observed_convolution(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> tuple[jax.Array, Observed]:
-    """`scaled_conv_general_dilated`, and the amaxes it saw on the way; they have no gradient."""
+    """`scaled_conv_general_dilated`, and the amaxes of its operands, which have no gradient."""
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     result = {"preferred_element_type": preferred_element_type}
     if has_explicit_axes():
@@ -146,8 +146,8 @@ def observed_convolution(
         return _over_patches(lhs, values_of(rhs), window, as_dot)
     if how.implementation == "mosaic_gpu":
         raise NotImplementedError(
-            "implementation='mosaic_gpu' does not support convolutions with one scale per tensor, "
-            "other than those with 1x1 kernels. Use implementation=None."
+            "implementation='mosaic_gpu' supports convolutions with one scale per tensor only if "
+            "the kernel is 1x1. Use implementation=None."
         )
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     operation = Convolution((lhs.shape, rhs.shape), dtypes, window)
@@ -179,8 +179,8 @@ class Convolution(Operation):
         del sums  # in f32
         scales = scale_products(*(_scales(operand) for operand in (first, second)))
 
-        # XLA has no FP8 convolution. Every f8 value is a bf16 value, so on GPUs the tensor cores of
-        # bf16 give exact products; on CPUs f32 is faster.
+        # XLA has no FP8 convolution. Every f8 value is a bf16 value, so on GPUs bf16 tensor cores
+        # give exact products; on CPUs f32 is faster.
         y = by_platform(
             lambda a, b: self._of_values(kind, *_values(a, b, jnp.bfloat16)),
             "bf16: there is no FP8 convolution",
@@ -226,7 +226,7 @@ def _over_patches(
     window: Window,
     dot: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Observed]],
 ) -> tuple[jax.Array, Observed]:
-    """The convolution as one product: patches [n, space, groups, k * c] x [groups, k * c, o]."""
+    """The convolution as one matrix product: [n, space, groups, k * c] x [groups, k * c, o]."""
     numbers, groups = window.dimension_numbers, window.groups
     channels_last = lambda spec: (spec[0], *spec[2:], spec[1])
     image = lhs.transpose(channels_last(numbers.lhs_spec))

@@ -22,14 +22,14 @@ def conv_transpose(
     transpose_kernel: bool,
     convolve: Callable[..., jax.Array],
 ) -> jax.Array:
-    """``jax.lax.conv_transpose``, channels last, whose convolution ``convolve`` computes.
+    """``jax.lax.conv_transpose``, channels last, with its convolution computed by ``convolve``.
 
     Args:
       lhs: ``[n, *space, in]``.
       rhs: ``[*window, in, out]``, or ``[*window, out, in]`` with `transpose_kernel`.
-      strides: by which the image is dilated.
+      strides: the dilation of the image.
       padding: ``"SAME"``, ``"VALID"``, ``"CIRCULAR"`` (Flax's), or pairs of ints.
-      rhs_dilation: by which the kernel is dilated.
+      rhs_dilation: the dilation of the kernel.
       transpose_kernel: flip the kernel in space and swap its channels.
       convolve: called like ``jax.lax.conv_general_dilated``.
     """
@@ -61,7 +61,7 @@ def conv_transpose(
 
 
 def _padding(size: int, stride: int, rule: str) -> tuple[int, int]:
-    """What ``jax.lax.conv_transpose`` pads a dimension with, for a kernel of `size`."""
+    """How ``jax.lax.conv_transpose`` pads a dimension, for a kernel of `size`."""
     if rule == "SAME":
         total = size + stride - 2
         before = size - 1 if stride > size - 1 else -(-total // 2)
@@ -77,7 +77,7 @@ def _padding(size: int, stride: int, rule: str) -> tuple[int, int]:
 
 
 def _wrapped(y: jax.Array, periods: Sequence[int], *, more_after: bool) -> jax.Array:
-    """`y`, what of it lies outside of one period added to the other end, as Flax does."""
+    """`y`, with what lies outside of one period added to the other end, as Flax does."""
     for axis, period in enumerate(periods, start=1):
         missing = -(y.shape[axis] - period) % (2 * period)
         half, rest = missing // 2, missing - missing // 2

@@ -1,6 +1,6 @@
 """`scaled_dot_general`: ``jax.lax.dot_general`` with quantized operands, forward and backward.
 
-It is computed as the operation `Dot`, or as `ContractionLast` where that is faster.
+It is computed as the operation `Dot`, or as `ContractionLast` on GPUs where that is faster.
 """
 
 from __future__ import annotations
@@ -58,38 +58,45 @@ def scaled_dot_general(
     implementation: Implementation = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``jax.lax.dot_general`` with FP8 operands, forward and backward.
+    """``jax.lax.dot_general`` with FP8 operands, forward and backward. ::
 
-    High precision in and out: operands and the incoming gradient are quantized as `recipe` says,
-    multiplied with f32 accumulation, scaled in f32 and rounded once. The gradient is
-    straight-through. NaN and Inf in an operand or gradient come out as NaN.
+        fprop  y    = q(lhs) . q(rhs)
+        dgrad  dlhs = q(dy) . q(rhs)^T
+        wgrad  drhs = q(lhs)^T . q(dy)
+
+    High precision in and out: `recipe` says how ``q`` quantizes each operand of each product. The
+    products are summed in f32, scaled in f32 and rounded once. The gradient is straight-through. A
+    NaN or Inf in an operand or gradient gives NaN in the result.
 
     Args:
       lhs, rhs: ``f32 | bf16 | f16`` arrays. `rhs` may be a `ScaledArray` instead: a weight that is
-        only kept in FP8. It gets no gradient, and is used as it is where it has one scale and the
-        format that `recipe` asks for; otherwise its values are quantized.
+        only kept in FP8. It gets no gradient, unless it has a `ScaledArray.carrier`. Its bytes are
+        used unchanged if it has one scale and the format that `recipe` requires; otherwise its
+        values are quantized.
       dimension_numbers: as for ``jax.lax.dot_general``.
-      recipe: which quantizer each operand gets.
+      recipe: how each operand of each product is quantized; an object or its name.
       state: amax histories of this product, ``{"lhs", "rhs", "grad"}`` as `Recipe.init_state` makes
-        them; read, never written. None: current scaling.
+        them; they are read, never written. None: current scaling.
       sink: ``f32[3, 2050]`` zeros (`jfp8.scaling.init_sink`), whose cotangent carries the amaxes of
-        lhs, rhs and grad out of the backward pass, for `advance`. With it (and `state`) gradients
-        use their history; without it current scaling.
+        lhs, rhs and grad out of the backward pass, for `advance`. With both `sink` and `state`,
+        gradients use their history; without a sink, current scaling.
       key: random key for recipes that round stochastically. The bits are made from it and from the
-        largest magnitude of the tensor that is rounded, so that one key serves all layers, steps,
-        scan iterations and devices. None: from the data alone, which is reproducible, but rounds
-        the same tensor in the same way every time.
+        amax of the tensor that is rounded, so that one key serves all layers, steps, scan
+        iterations and devices. None: the bits are made from the data alone, which is reproducible,
+        but rounds the same tensor in the same way every time.
       preferred_element_type: floating dtype of the result; default: that of the promoted operands.
       implementation: see `scaled_matmul`.
-      out_sharding: of the result, as for ``jax.lax.dot_general``: for meshes with explicit axes.
+      out_sharding: sharding of the result, as for ``jax.lax.dot_general``, on meshes with explicit
+        axes.
 
     Returns:
       Array with the shape that ``jax.lax.dot_general`` gives.
 
     Raises:
-      TypeError: operands that are not real floating arrays of at most 32 bits; no recipe.
+      TypeError: operands that are not real floating arrays of at most 32 bits; `recipe` is not a
+        recipe.
       ValueError: dimension numbers or sizes that do not match; a `state` of another recipe; a
-        `sink` of another shape; unknown `implementation`.
+        `sink` of another shape or dtype; unknown `implementation`.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 2.0)
@@ -120,7 +127,7 @@ def observed_dot_general(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> tuple[jax.Array, Observed]:
-    """`scaled_dot_general`, and the amaxes it saw on the way; they have no gradient."""
+    """`scaled_dot_general`, and the amaxes of its operands, which have no gradient."""
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     if has_explicit_axes():
         what: dict[str, Any] = {"dimension_numbers": dimension_numbers}
@@ -133,7 +140,7 @@ def observed_dot_general(
     shape = layout_of(lhs.shape, rhs.shape, dimension_numbers).shape
     if how.recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
-        # the borders of the dimensions that make them up.
+        # the borders of the dimensions that form them.
         rhs = values_of(rhs)
         lhs, rhs, dimension_numbers = as_matrices(lhs, rhs, dimension_numbers)
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
@@ -210,8 +217,8 @@ class _DotProduct(NamedTuple):
 
     Attributes:
       numbers: its dimension numbers.
-      order: the transposition that follows it, if one does.
-      terms: how many products each element of the result sums.
+      order: the transposition after it, if there is one.
+      terms: the number of products that each element of the result sums.
     """
 
     numbers: Numbers
@@ -251,20 +258,20 @@ def _three_products(
 
 
 _BOTH_LAST = (((1,), (1,)), ((), ()))
-TILE = 128  # of the kernels; what is no multiple gets zeros, once, where it is still unquantized
+TILE = 128  # of the kernels; other sizes are padded with zeros, once, before quantization
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class ContractionLast(Operation):
-    """``lhs[m, k] . rhs[k, n]`` and its gradients, of plain matrices with the contraction last. ::
+    """``lhs[m, k] . rhs[k, n]`` and its gradients, for plain matrices with the contraction last. ::
 
         fprop  y [m, n] = q(lhs)  [m, k] . q(rhs)^T [n, k]
         dgrad  dx[m, k] = q(dy)   [m, n] . q(rhs)   [k, n]
         wgrad  dw[k, n] = q(lhs)^T[k, m] . q(dy)^T  [n, m]
 
-    So NVIDIA's tensor cores take operands of 8 bits. Each tensor is needed both straight and
-    transposed, and the transposed bytes are made where the tensor is read to be quantized: later
+    NVIDIA's tensor cores take 8-bit operands in this layout. Each tensor is needed both straight
+    and transposed. The transposed bytes are made where the tensor is read to be quantized: later
     they would have to be read and written once more.
 
     Attributes:
@@ -312,9 +319,9 @@ def contraction_last(
     recipe: Recipe,
     implementation: Implementation,
 ) -> ContractionLast | None:
-    """The operation for ``(m, n, k)``, if the program is traced for a GPU where it is faster.
+    """`ContractionLast` for ``(m, n, k)``, if the program is traced for a GPU where it is faster.
 
-    It may be for larger matrices, with zeros behind the values.
+    Its matrices may be larger, with zeros behind the values.
     """
     products = recipe.resolved()
     if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
@@ -335,14 +342,14 @@ def _plain_matrices(
     dimension_numbers: Numbers,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> tuple[jax.Array, jax.Array]:
-    """The operands as ``[m, k]`` and ``[k, n]``, with zeros up to these `shapes`."""
+    """The operands as ``[m, k]`` and ``[k, n]``, padded with zeros to `shapes`."""
     lhs, rhs, (((lhs_k,), (rhs_k,)), _) = as_matrices(lhs, rhs, dimension_numbers)
     lhs, rhs = (lhs.T if lhs_k == 0 else lhs), (rhs.T if rhs_k == 1 else rhs)
     return _grown(lhs, shapes[0]), _grown(rhs, shapes[1])
 
 
 def _grown(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x` with zeros behind it, in this `shape`."""
+    """`x` padded with zeros to `shape`."""
     if x.shape == shape:
         return x
     return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])

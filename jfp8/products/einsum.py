@@ -1,4 +1,4 @@
-"""Einsums of two operands as one ``dot_general``, for products that only exist as such."""
+"""An einsum of two operands as one ``dot_general``, which is what FP8 products compute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse(equation: str, lhs_ndim: int, rhs_ndim: int) -> Terms:
     """The terms of `equation` for operands of these numbers of dimensions.
 
     Raises:
-      ValueError: not two operands and a result, or letters that do not fit.
+      ValueError: `equation` does not have two operands and a result, or its letters do not fit.
     """
     operands, arrow, out = equation.replace(" ", "").partition("->")
     if not arrow or operands.count(",") != 1:
@@ -100,7 +100,7 @@ def _drop_stretched(x: Any, term: str, other_sizes: dict[str, int]) -> tuple[Any
 
 
 def _sum_lonely(x: jax.Array, term: str, elsewhere: str) -> tuple[jax.Array, str]:
-    """`x` summed over the dimensions that appear nowhere else, and what is left of its term."""
+    """`x` summed over the dimensions that appear nowhere else, and the rest of its term."""
     lonely = tuple(i for i, c in enumerate(term) if c not in elsewhere)
     kept = "".join(c for c in term if c in elsewhere)
     return (jnp.sum(x, axis=lonely) if lonely else x), kept

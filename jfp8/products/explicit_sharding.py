@@ -1,9 +1,9 @@
 """Products on meshes whose axes are part of the types of arrays (``AxisType.Explicit``).
 
-There JAX asks of each operation how its result is laid out over the devices, and of sums over
-spread dimensions, which the backward pass is full of, it asks the caller. The three products of one
-operation are of one mind about that: a gradient is laid out like what it is the gradient by. So the
-whole of it is left to the compiler, and only its results have types again.
+There each operation must say how its result is laid out over the devices, and for sums over sharded
+dimensions, of which the backward pass has many, JAX asks the caller. For the three products of one
+operation the answer is always the same: a gradient is laid out like the array that it belongs to.
+So the compiler decides everything inside, and only the results have types with shardings again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def with_result_like(
 
     Args:
       reference: JAX's own operation, of the values of `lhs` and `rhs`; it is not computed.
-      function: of arrays none of whose axes are explicit inside of it.
-      lhs, rhs, state: what it is given.
+      function: of arrays, none of whose axes are explicit inside of it.
+      lhs, rhs, state: its arguments.
 
     Raises:
       jax.errors.ShardingTypeError: JAX cannot tell from the operands how the result is laid out.
@@ -39,7 +39,7 @@ def with_result_like(
     widened = lambda *arrays: reference(*(x.astype(jnp.float32) for x in arrays))
     data = rhs.data if isinstance(rhs, ScaledArray) else rhs
     everywhere = PartitionSpec()
-    # Arrays that nobody has laid out have no sharding.
+    # Arrays that were never laid out have no sharding.
     layouts = (jax.eval_shape(widened, lhs, data).sharding or everywhere, everywhere)
     automatic: Callable[..., Any] = jax.sharding.auto_axes(
         lambda lhs, rhs, state: function(lhs, rhs, state=state), out_sharding=layouts

@@ -1,9 +1,9 @@
-"""Taps: places in a program where somebody may look at values that pass.
+"""Taps: places in a program where an observer may look at values.
 
 While a function is traced in the context `observing`, products show what they do to an `Observer`,
-which marks values by `tap`. A tap changes nothing: it is the identity, in any program. What it
-marks can be read out of a traced program (see `jfp8.debug`). Programs traced outside of the context
-have no taps in them.
+which marks values by `tap`. A tap is the identity and changes nothing in any program. The values
+that it marks can be found in a traced program (see `jfp8.debug`). Programs traced outside of the
+context contain no taps.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from jfp8.scaling.arrays import ScaledArray
 
 
 class Observer:
-    """What is shown of the products of a program; to be derived from. Hashable."""
+    """Base class for what looks at the products of a program. Hashable."""
 
     def quantized(
         self, role: str, kinds: str, quantizer: Any, x: jax.Array, q: ScaledArray
     ) -> ScaledArray:
-        """Called with a tensor and what it became; what is returned is used.
+        """Called with a tensor and its quantized form; the program uses what this returns.
 
         Args:
           role: ``"lhs"``, ``"rhs"`` or ``"grad"``; or a result, ``"y"``, ``"d_lhs"``, ``"d_rhs"``.
-          kinds: which products take it, such as ``"fprop+wgrad"``.
-          quantizer: what quantizes it, see `jfp8.quantizers.Quantizer`.
+          kinds: which products use it, such as ``"fprop+wgrad"``.
+          quantizer: the quantizer, see `jfp8.quantizers.Quantizer`.
           x: the tensor as its quantizer sees it.
-          q: what it became.
+          q: its quantized form.
         """
         del role, kinds, quantizer, x
         return q
@@ -40,27 +40,27 @@ class Observer:
     def multiplied(
         self, operation: Any, kind: str, first: Any, second: Any, y: jax.Array
     ) -> jax.Array:
-        """Called with a product ``y``, what it is computed by, and of; what is returned is used."""
+        """Called with a product ``y`` and how it is computed; what this returns is used."""
         del operation, kind, first, second
         return y
 
 
 OBSERVER = jax.make_user_context(None)
-"""Its ``value`` is who observes, if anybody does: asked at every product."""
+"""Its ``value`` is the current `Observer` or None; every product reads it."""
 
 
 def observing(observer: Observer) -> AbstractContextManager[object]:
-    """A context in which `observer` is shown every product. Nothing traced before is reused."""
+    """A context that shows `observer` every product. Programs traced before are not reused."""
     return OBSERVER(observer)
 
 
 def tap(x: jax.Array, *others: jax.Array, measure: Any, batched: int = 0) -> jax.Array:
-    """`x`, marked: whoever reads the program calls ``measure(x, *others)``.
+    """`x`, marked: the reader of the program calls ``measure(x, *others)``.
 
     Args:
-      x: what the program goes on with. A tap whose result nobody uses is dropped with it.
-      *others: what else there is to see.
-      measure: hashable.
+      x: the value that the program continues with. A tap whose result is not used is dropped.
+      *others: other arrays for `measure`.
+      measure: a hashable function.
       batched: number of leading dimensions that ``vmap`` added.
     """
     return TAP.bind(x, *others, measure=measure, batched=batched)

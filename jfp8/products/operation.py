@@ -1,4 +1,4 @@
-"""What a product is: a bilinear operation, and operands that are quantized for it.
+"""A product: a bilinear operation, and the operands that are quantized for it.
 
 There are three products, fprop, dgrad and wgrad, and each tensor takes part in two of them.
 """
@@ -31,10 +31,10 @@ Operand = ScaledArray | jax.Array
 
 
 class State(NamedTuple):
-    """What products know of earlier steps and of chance; for the fields see `scaled_dot_general`.
+    """A product's amax histories, sink and random key; for the fields see `scaled_dot_general`.
 
     Attributes:
-      histories: what is called ``state`` there.
+      histories: called ``state`` there.
     """
 
     histories: dict[str, AmaxState] | None = None
@@ -44,10 +44,10 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class How:
-    """How products are computed, whatever they are; for the fields see `scaled_dot_general`.
+    """How products of any kind are computed; for the fields see `scaled_dot_general`.
 
     Raises:
-      TypeError: no recipe.
+      TypeError: `recipe` is not a recipe.
       ValueError: unknown `implementation`.
     """
 
@@ -56,7 +56,7 @@ class How:
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
-            check_recipe(self.recipe)  # raises, and lists the recipes that there are
+            check_recipe(self.recipe)  # raises, and lists the known recipes
         check_implementation(self.implementation)
 
 
@@ -72,8 +72,8 @@ class Use(NamedTuple):
 
     Attributes:
       kind: which one.
-      product: what the recipe says about it.
-      quantizer: what it says about this operand; None leaves it in high precision.
+      product: the recipe's settings for it.
+      quantizer: the recipe's quantizer for this operand; None leaves it in high precision.
       contracting: the dimensions of the tensor that the product sums over.
     """
 
@@ -97,7 +97,7 @@ class Operation:
 
     Its operands are `ScaledArray`s, or plain arrays where a recipe leaves them in high precision:
     ``(lhs, rhs)`` for fprop, ``(grad, rhs)`` for dgrad, ``(lhs, grad)`` for wgrad. Its leaves, if
-    it has some, are arrays that it needs beside them, neither quantized nor differentiated.
+    it has any, are further arrays that it needs, neither quantized nor differentiated.
 
     Attributes:
       shapes: of lhs and rhs.
@@ -108,7 +108,7 @@ class Operation:
     dtypes: tuple[np.dtype, np.dtype, np.dtype]
 
     def dtype_of(self, kind: Kind) -> np.dtype:
-        """Of the result of one product: y, or what it is the gradient by."""
+        """The dtype of one product's result: that of y, or of the operand whose gradient it is."""
         return self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]]
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -116,9 +116,9 @@ class Operation:
         raise NotImplementedError
 
     def terms(self, kind: Kind) -> int | None:
-        """How many products each element of a result sums, for `jfp8.report`.
+        """The number of products that each element of a result sums, for `jfp8.report`.
 
-        None: what is computed says it, by its ``dot_general`` or ``conv_general_dilated``.
+        None: `jfp8.report` reads it from the ``dot_general`` or ``conv_general_dilated`` itself.
         """
         del kind
         return None
@@ -131,10 +131,10 @@ class Operation:
     def quantize_for_both(
         self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        """One operand as both of its products take it, and its amax, if that can be done at once.
+        """One operand as both of its products take it, and its amax, if one step can do that.
 
-        None if it cannot: then it is quantized for one product after the other. Without a backward
-        pass there is no second product.
+        Otherwise None, and it is quantized for one product after the other. Without a backward pass
+        there is no second product.
         """
         del role, x, first, second, state
         return None
@@ -145,7 +145,7 @@ class Operation:
         return operand
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
-        """One of the three, in the dtype and layout of `y`, or of what it is the gradient by."""
+        """One of the three products, in the dtype and layout of y or of the operand it is for."""
         raise NotImplementedError
 
 
@@ -183,7 +183,7 @@ class QuantizedOperand:
     def _quantized(self, use: Use, largest: jax.Array, kinds: str) -> Operand:
         """The tensor as one product takes it; in high precision if `use.quantizer` is None.
 
-        One that comes quantized stays so where the format is the same and there is one scale, which
+        A quantized tensor is used unchanged if the format is the same and there is one scale, which
         serves any direction. Otherwise its values are quantized like any others.
         """
         _, product, quantizer, contracting = use
@@ -218,10 +218,10 @@ def _same(first: Use, second: Use) -> bool:
 
 
 def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
-    """A seed of its own for each `use` of each tensor, step, scan iteration, batch and device.
+    """A separate seed for each `use` of each tensor, step, scan iteration, batch and device.
 
-    Nothing has to be threaded through transformations for that: the data differs wherever a seed
-    must, and its amax tells. The seed given by the user keeps equal data apart.
+    No counter has to be threaded through transformations for that: wherever seeds must differ, the
+    data does, and so does its amax. The user's seed separates cases of equal data.
     """
     if seed is None:
         seed = jnp.zeros((2,), jnp.uint32)
@@ -232,7 +232,7 @@ def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
 def quantized_output(
     kind: Kind, product: Product, role: str, y: jax.Array, seed: jax.Array | None
 ) -> jax.Array:
-    """A result of a product, rounded to what its recipe stores results in."""
+    """The result of a product, rounded to the format in which its recipe stores results."""
     if product.output is None:
         return y
     largest = amax(y)
@@ -250,7 +250,7 @@ def _with_one_scale(q: ScaledArray) -> ScaledArray | None:
     return ScaledArray(q.data, q.scale.reshape(()))
 
 
-# Operands as users give them.
+# The operands that users pass.
 
 
 def as_lhs(x: jax.typing.ArrayLike) -> jax.Array:
@@ -279,7 +279,7 @@ def values_of(x: Operand) -> jax.Array:
 
 
 def value_dtype(x: Operand) -> np.dtype:
-    """The dtype of the gradient by the values of `x`."""
+    """The dtype of the gradient with respect to the values of `x`."""
     if not isinstance(x, ScaledArray):
         return np.dtype(x.dtype)
     return np.dtype(np.float32) if x.carrier is None else np.dtype(x.carrier.dtype)

@@ -1,9 +1,9 @@
 """Uses of products that the loss is not differentiated through, such as behind ``stop_gradient``.
 
-Their amaxes do not come back by the sink, because JAX leaves out their backward pass. While a loss
-is traced to be differentiated, each use is noted; once it has been, those whose backward pass was
-not traced are known. What they saw then leaves beside the loss, and no program has more in it than
-these need.
+Their amaxes do not come back through the sink, because JAX leaves out their backward pass. While a
+loss is traced for differentiation, each use is noted; afterwards it is known which ones had no
+backward pass. Their amaxes are then returned beside the loss, and programs without such uses
+contain nothing extra.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from jfp8.tracing.compat import trace_state
 
 @dataclass(eq=False)
 class ProductUse:
-    """A product that is traced with a sink.
+    """A product that was traced with a sink.
 
     Attributes:
-      sink: that of its state.
-      layer: where it is in its model; "" if nobody said, None if it records by itself.
-      amaxes: of lhs and rhs, if they can leave: not from the body of a ``scan``, or the like.
-      is_foreign: whether the loss is not differentiated by its sink at all.
+      sink: the sink of its state.
+      layer: its path in the model; "" if unknown, None if it records by itself.
+      amaxes: those of lhs and rhs, if they can be returned: not from the body of a ``scan``, or the
+        like.
+      is_foreign: whether the loss is not differentiated with respect to its sink at all.
       linearized: whether JAX has traced what its backward pass would need.
       differentiated: whether its backward pass has been traced.
     """
@@ -45,12 +46,12 @@ class ProductUse:
 
 @dataclass(eq=False)
 class Uses:
-    """Those of the products of one loss.
+    """The uses of products in one loss.
 
     Attributes:
-      sinks: by which the loss is differentiated, as it sees them.
-      trace: that of the loss.
-      found: in the order in which they are traced.
+      sinks: those with respect to which the loss is differentiated, as the loss sees them.
+      trace: the trace of the loss.
+      found: the uses, in the order in which they are traced.
     """
 
     sinks: list[jax.Array]
@@ -58,14 +59,14 @@ class Uses:
     found: list[ProductUse] = field(default_factory=list)
 
     def amaxes(self) -> list[jax.Array]:
-        """Those that can leave, f32[2] each: to be returned beside the loss."""
+        """Those that can be returned beside the loss, f32[2] each."""
         return [use.amaxes for use in self.found if use.amaxes is not None]
 
     def into(self, cotangents: Any, amaxes: Sequence[jax.Array]) -> Any:
-        """`cotangents` of the sinks with what the backward pass did not bring.
+        """`cotangents` of the sinks, with the amaxes that the backward pass did not bring.
 
         Args:
-          amaxes: what `amaxes` gave, after differentiation.
+          amaxes: the result of `amaxes`, after differentiation.
         """
         leaves, structure = jax.tree.flatten(cotangents)
         able = [use for use in self.found if use.amaxes is not None]
@@ -82,21 +83,21 @@ class Uses:
         lost = {use.layer for use in unseen if use.layer is not None and not use.is_foreign}
         if lost:
             warnings.warn(
-                f"The amax histories of {sorted(lost)} are not kept up for uses that the loss is "
-                "not differentiated through (behind stop_gradient, or without effect), because "
-                "they are inside of nn.scan, nn.remat or the like. Record them in the forward "
-                "pass: y, mutated = model.apply(variables, x, mutable=['fp8']), and return mutated "
-                "from the loss function.",
+                f"The amax histories of {sorted(lost)} are not updated by uses that the loss is "
+                "not differentiated through (behind stop_gradient, or without effect on the "
+                "loss), because they are inside of nn.scan, nn.remat or the like. Record them in "
+                "the forward pass: y, mutated = model.apply(variables, x, mutable=['fp8']), and "
+                "return mutated from the loss function.",
                 stacklevel=2,
             )
         cut_off = [use for use in unable if use.is_foreign and not use.differentiated]
         foreign = {use.layer for use in cut_off if use.layer is not None}
         if foreign:
             warnings.warn(
-                f"The amax histories of {sorted(foreign)} are not kept up for uses with "
-                "a sink that the loss is not differentiated by, as after stop_gradient of all "
-                "variables. Stop the gradient of variables['params'] alone; and of a model that "
-                "is not trained here leave 'fp8_sink' out of the variables.",
+                f"The amax histories of {sorted(foreign)} are not updated by uses with a sink that "
+                "the loss is not differentiated with respect to, as after stop_gradient of all "
+                "variables. Stop the gradient of variables['params'] alone; for a model that is "
+                "not trained here, leave 'fp8_sink' out of its variables.",
                 stacklevel=2,
             )
 
@@ -118,7 +119,7 @@ def noting_uses(sinks: Any) -> Iterator[Uses]:
 
 @contextlib.contextmanager
 def uses_of(layer: str | None) -> Iterator[None]:
-    """A context whose uses are those of a `layer`; None: of one that records by itself."""
+    """A context whose uses belong to `layer`; None: to a layer that records by itself."""
     token = _layer.set(layer)
     try:
         yield
@@ -136,7 +137,7 @@ def begin_use(sink: jax.Array) -> ProductUse | None:
 
 
 def end_use(use: ProductUse, lhs: jax.Array, rhs: jax.Array) -> None:
-    """Note which amaxes it saw, f32[] each."""
+    """Note the amaxes of its operands, f32[] each."""
     uses = _noting.get()
     if uses is None or trace_state() != uses.trace:
         return

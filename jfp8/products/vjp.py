@@ -1,11 +1,11 @@
-"""A product of two quantized operands and its VJP, whatever kind of product it is.
+"""A product of two quantized operands, of any kind, and its VJP.
 
     fprop  y  = q(lhs) . q(rhs)
     dgrad  dx = q(dy)  . q(rhs)^T
     wgrad  dw = q(lhs)^T . q(dy)
 
-A tensor is quantized once if both of its products can use the result, else once for each. What the
-backward pass keeps is the f8 bytes and their scales, not the operands.
+A tensor is quantized once if both of its products can use the result, otherwise once for each. The
+f8 bytes and their scales are kept for the backward pass, not the operands.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
 from jfp8.tracing.compat import same_varying_axes
 
-# What reads a sink does not look at sizes, but a clip by the norm of all gradients does, where all
-# variables are trained as if they were parameters: there sinks count for nothing.
+# Code that reads a sink ignores the size of its entries. Clipping by the global gradient norm does
+# not, if all variables are trained as if they were parameters. So sinks are too small to count
+# there.
 SINK_UNIT = np.float32(2.0**-20)
 
-# How products and rotations are called in jaxprs, compiled programs and profiles.
+# The names of products and rotations in jaxprs, compiled programs and profiles.
 PRODUCT_NAME = "jfp8_"
 
 # Under these names, which policies of ``jax.checkpoint`` know, the backward pass keeps its bytes:
@@ -63,12 +64,12 @@ Kept = ScaledArray | jax.Array | None
 
 
 class _Operands(NamedTuple):
-    """What a product is computed of; also its cotangents.
+    """The arrays from which a product is computed; also their cotangents.
 
     Attributes:
       lhs: in high precision.
       rhs: the same, or a weight that is only kept in FP8.
-      carrier: that of such a weight, if it has one, to which its gradient goes.
+      carrier: the carrier of such a weight, if it has one, which receives its gradient.
       histories, sink: see `scaled_dot_general`.
       seed: uint32[2] for stochastic rounding, if a key was given.
     """
@@ -82,13 +83,13 @@ class _Operands(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass is given, beside the gradient.
+    """What the backward pass gets, besides the gradient.
 
     Attributes:
       lhs: as wgrad takes it; None if there is none.
       rhs: as dgrad takes it.
-      history: the gradient's; None: its scale is that of the data at hand.
-      seen: the amaxes of the forward pass, if somebody asks for them by a sink.
+      history: the gradient's; None: its scale comes from its own amax.
+      seen: the amaxes of the forward pass, if there is a sink for them.
       seed: see `_Operands`.
       operation: with the arrays that it needs.
     """
@@ -108,9 +109,9 @@ def multiply_quantized(
     recipe: Recipe,
     state: State,
 ) -> tuple[jax.Array, Observed]:
-    """`operation` of `lhs` and `rhs` as `recipe` says, and the amaxes that it saw on the way.
+    """`operation` of `lhs` and `rhs` as `recipe` says, and the amaxes of both.
 
-    The amaxes have no gradient. The gradient by an `rhs` that is a `ScaledArray` goes to its
+    The amaxes have no gradient. The gradient of an `rhs` that is a `ScaledArray` goes to its
     carrier, if it has one.
     """
     histories, sink, key = state
@@ -167,7 +168,7 @@ def _forward(recipe, carried, use, operation, operands, and_backward=True):
     y = quantized_output("fprop", fprop, "y", y, seed)
 
     observed = Observed(lhs_amax, rhs_amax)
-    # Without a sink nobody would learn the gradient's amax, and its history is not kept up.
+    # Without a sink the gradient's amax would be lost, so its history is not updated.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else observed
     return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, operation)
@@ -206,10 +207,10 @@ _multiply.defvjp(_forward, _backward)
 
 
 def _named(operand: Operand, kept: Operand | None, name: str) -> tuple[Operand, Operand | None]:
-    """What the forward product takes, and what is kept, under a name.
+    """What the forward product takes, and what is kept, each under a name.
 
-    Where both are one, the product takes what has the name: if that is saved, a policy of
-    ``jax.checkpoint`` need not have anything computed again.
+    If both are the same array, the product takes the named one: if a policy of ``jax.checkpoint``
+    saves it, nothing has to be computed again.
     """
     saved = save(kept, name)
     if operand is not kept:
@@ -242,7 +243,7 @@ def restore(q: Kept, fmt: Format | None) -> Kept:
 def first_order_only(
     x: jax.Array, of: str = "FP8 products", instead: str = "nn.Dense"
 ) -> jax.Array:
-    """`x`, where only a second derivative would differentiate it: that of f8 bytes is zero."""
+    """`x`; to differentiate it, as only a second derivative does, raises."""
     del of, instead
     return x
 
@@ -253,7 +254,7 @@ def _refuse_second_order(of, instead, primals, tangents):
         f"Second derivatives of {of} are not supported: the backward pass works on f8 bytes, "
         f"through which nothing can be differentiated. Use {instead} where you need them. If you "
         "do not: JAX also takes one where a function that is differentiated calls jax.vjp, "
-        "jax.grad or nn.vjp itself, even if nothing but the value is used. Then compute the value "
+        "jax.grad or nn.vjp itself, even if only the value is used. Then compute the value "
         "outside of that call, and pass jax.lax.stop_gradient of inputs and parameters into it."
     )
 
@@ -281,7 +282,7 @@ def product_by(
 ) -> tuple[jax.Array, Operand, Operand]:
     """One of the three products of arrays in high precision, as `recipe` computes it.
 
-    By itself, without state. Also what its operands became.
+    By itself, without state. Also returns its quantized operands.
     """
     how: Product = getattr(recipe.resolved(), kind)
     given = zip((first, second), _OPERANDS[kind], (how.lhs, how.rhs), operation.contracting(kind))
@@ -297,7 +298,7 @@ def product_by(
 
 @functools.cache
 def _called(kind: Kind, terms: int | None) -> Callable[..., jax.Array]:
-    """``operation.multiply`` as a function of JAX's called ``jfp8_<kind>_<terms>``."""
+    """``operation.multiply`` as a jitted function called ``jfp8_<kind>_<terms>``."""
 
     def multiply(sums, first, second, operation):
         return operation.multiply(kind, first, second, sums)
@@ -321,8 +322,8 @@ def _check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
     expected = jax.eval_shape(recipe.init_state)
     if expected is None:
         raise ValueError(
-            f"{recipe!r} keeps no state, but a state was given: it belongs to another recipe. "
-            "Pass state=None (in a model: leave the 'fp8' collection out)."
+            f"{recipe!r} keeps no state, but a state was given: it belongs to another recipe. Pass "
+            "state=None (in a model: leave the 'fp8' collection out)."
         )
     given, needed = (
         [(jax.tree_util.keystr(path), jnp.shape(leaf)) for path, leaf in leaves]
@@ -333,8 +334,8 @@ def _check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
     if [shape for _, shape in given] == [shape for _, shape in needed]:
         raise ValueError(
             f"The state has the shapes that {recipe!r} needs, but another structure: it has "
-            f"{given[0][0]} where {needed[0][0]} is needed. Arrays in boxes of metadata, "
-            "nn.Partitioned for example, have to be taken out: flax.linen.meta.unbox(state)."
+            f"{given[0][0]} where {needed[0][0]} is needed. If arrays are in boxes of metadata, "
+            "such as nn.Partitioned, take them out: flax.linen.meta.unbox(state)."
         )
     raise ValueError(
         f"The state belongs to another recipe than {recipe!r}: it has shapes {dict(given)}, but "

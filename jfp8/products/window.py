@@ -47,13 +47,13 @@ class Window:
         )
 
     def is_pointwise(self, kernel: Sequence[int]) -> bool:
-        """Whether it is a matrix product: the kernel covers one pixel, and sees each pixel once."""
+        """Whether it is a matrix product: the kernel covers one pixel and visits each once."""
         taps = [kernel[d] for d in self.dimension_numbers.rhs_spec[2:]]
         edges = [n for pair in self.padding for n in pair]
         return {self.groups, *taps, *self.strides, *self.lhs_dilation} <= {1} and not any(edges)
 
     def check(self, lhs: jax.Array, rhs: Operand) -> None:
-        """Raise what JAX does about shapes that do not fit."""
+        """Raise JAX's own error if the shapes do not fit."""
         shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
         jax.eval_shape(self.convolve, *shapes)
 
@@ -76,7 +76,7 @@ def window_of(
         if lhs_dilation != ones:
             raise ValueError(
                 f"padding={padding!r} with lhs_dilation={lhs_dilation}: a transposed convolution "
-                "needs the padding spelled out, a pair of ints for each spatial dimension; or use "
+                "needs explicit padding, a pair of ints for each spatial dimension; or use "
                 "jax.lax.conv_transpose's rule."
             )
         dilated = lambda n, d: 0 if n == 0 else 1 + (n - 1) * d

@@ -1,4 +1,4 @@
-"""How one operand becomes f8: `quantize`, and the quantizers that recipes are made of."""
+"""Quantizers: how one operand of a product is quantized. Recipes are made of them."""
 
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit

@@ -15,7 +15,7 @@ from jfp8.scaling.scales import Block, amax, ragged_block
 
 @dataclass(frozen=True, repr=False)
 class _InBlocks(Quantizer):
-    """What quantizers in blocks share: the size of the blocks, and how they lie in an array."""
+    """What quantizers in blocks have in common: the block size, and how blocks lie in an array."""
 
     block_size: tuple[int, int] = (32, 1)
 
@@ -50,11 +50,11 @@ class _InBlocks(Quantizer):
 
 @dataclass(frozen=True, repr=False)
 class Blockwise(ScalesFromData, _InBlocks):
-    """One scale for every block of elements, from the data at hand.
+    """One scale for every block of elements, from the data itself (current scaling).
 
     Attributes:
       block_size: elements of a block along the contraction, and along the free dimension. If both
-        are equal, either direction of contraction sees the same numbers.
+        are equal, both directions of contraction see the same numbers.
       scale_rounding: see `scaling.scale_from_amax`; None gives f32 scales.
     """
 
@@ -76,7 +76,7 @@ class Blockwise(ScalesFromData, _InBlocks):
 
 @dataclass(frozen=True, repr=False)
 class TwoLevel(_InBlocks):
-    """A narrow scale for every block under one f32 scale for the tensor (NVFP4). ::
+    """A narrow scale for every block, and one f32 scale for the tensor (NVFP4). ::
 
         S = scale_fmt.max * fmt.max / amax        the tensor's, multiplying
         s = cast(amax_block / fmt.max * S, scale_fmt)
@@ -99,8 +99,8 @@ class TwoLevel(_InBlocks):
         object.__setattr__(self, "scale_fmt", fmt)
         if not fmt.signed or not fmt.has_nan:
             raise ValueError(
-                f"scale_fmt={fmt!r}: must be a format with a sign and a NaN, for blocks that hold "
-                "one, such as jfp8.E4M3FN."
+                f"scale_fmt={fmt!r}: must be a format with a sign and with a NaN (the scale of a "
+                "block that holds one), such as jfp8.E4M3FN."
             )
 
     def __call__(self, x: jax.Array, context: Context) -> ScaledArray:

@@ -1,6 +1,6 @@
-"""`Quantizer`: how one operand of a product becomes f8. Recipes are made of them.
+"""`Quantizer`: how one operand of a product is quantized. Recipes are made of them.
 
-Here are those with one scale for a tensor, too: from its data, from its history, or 1.
+This file also has those with one scale for a tensor: from its data, from its history, or 1.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ EVERYWHERE: frozenset[Along] = frozenset(("contracting", "free", "batch"))
 
 @dataclass(frozen=True)
 class Context:
-    """What a quantizer is told about a tensor, beside its values.
+    """What a quantizer is told about a tensor, besides its values.
 
     Attributes:
       contracting: the dimensions that the product sums over. If the quantizer has a
-        `Quantizer.block` there is one, among the last two dimensions of the tensor; the other of
-        them is the free one, and before them there may be a batch dimension.
-      amax: f32[], the largest magnitude of the tensor.
-      state: the amax history of the tensor, if its recipe keeps one and it is at hand.
+        `Quantizer.block`, there is only one, among the last two dimensions of the tensor; the other
+        of the two is the free one, and a batch dimension may come before them.
+      amax: f32[], the amax of the tensor.
+      state: the amax history of the tensor, if its recipe keeps one and it was passed.
       seed: uint32[2] for `random_bits.hash_bits`, different for every tensor and step; only for
         quantizers that are `Quantizer.stochastic`.
     """
@@ -47,11 +47,11 @@ class Context:
 
 @dataclass(frozen=True, repr=False)
 class Quantizer:
-    """One operand's way into f8: a frozen dataclass, equal to another if it quantizes alike.
+    """Base class: how one operand is quantized. A frozen dataclass; equal ones quantize alike.
 
     To write one, derive from this class, decorate with ``@dataclass(frozen=True)``, and override
-    ``__call__`` (with the help of `data_for`); override what else differs from the defaults below.
-    It is called while JAX traces, and without gradients: those go straight through.
+    ``__call__`` (with the help of `data_for`), and whatever else differs from the defaults below.
+    It is called while JAX traces, and is not differentiated: gradients are straight-through.
 
     Attributes:
       fmt: format of the data.
@@ -80,20 +80,20 @@ class Quantizer:
 
     @property
     def one_for_both(self) -> bool:
-        """The result does not depend on `Context.contracting`.
+        """Whether the result is the same for every `Context.contracting`.
 
-        One quantization then serves both products that a tensor takes part in.
+        Then the tensor is quantized once for both products that it takes part in.
         """
         return False
 
     @property
     def powers_of_two(self) -> bool:
-        """All of its scales are powers of two."""
+        """Whether all of its scales are powers of two."""
         return False
 
     @property
     def history_len(self) -> int:
-        """Length of the amax history that it wants kept; 0 for none."""
+        """Length of the amax history that it needs; 0 for none."""
         return 0
 
     @property
@@ -102,14 +102,14 @@ class Quantizer:
         return self.rounding == "stochastic"
 
     def scale_shared_along(self, history: bool) -> frozenset[Along]:
-        """The dimensions along which elements share a scale that one of them can change.
+        """The dimensions along which elements share a scale that any one of them can change.
 
         Some of ``"contracting"`` (the product sums over it), ``"free"`` (the product keeps it) and
-        ``"batch"`` (both operands have it). All of them, unless a quantizer says otherwise: see
-        `Recipe.is_causal` for what follows.
+        ``"batch"`` (both operands have it); all three, unless a quantizer overrides this.
+        `Recipe.is_causal` depends on it.
 
         Args:
-          history: whether an amax history with an entry is at hand.
+          history: whether there is an amax history with an entry.
         """
         del history
         return EVERYWHERE
@@ -132,20 +132,20 @@ class Quantizer:
         Args:
           x: ``f32 | bf16 | f16`` array.
           scale: f32 or e8m0 array, or a `ScaledArray` of two levels.
-          context: what ``__call__`` was given.
+          context: the one that ``__call__`` got.
           block: see `ScaledArray`.
-          inverse: f32 array, the reciprocals of `scale`, where they are at hand.
+          inverse: f32 array, the reciprocals of `scale`, if they are known.
         """
         bits = None
         if self.stochastic:
-            assert context.seed is not None  # whoever asks for stochastic rounding brings one
+            assert context.seed is not None  # stochastic quantizers always get one
             bits = hash_bits(context.seed, x.shape)
         return quantize_with_scale(x, scale, self.fmt, self.rounding, bits, block, inverse)
 
 
 @dataclass(frozen=True, repr=False)
 class ScalesFromData(Quantizer):
-    """A `Quantizer` whose scales follow from the data at hand by `scaling.scale_from_amax`.
+    """A `Quantizer` whose scales are computed from the data by `scaling.scale_from_amax`.
 
     Attributes:
       scale_rounding: see `scaling.scale_from_amax`; None gives f32 scales.
@@ -159,12 +159,12 @@ class ScalesFromData(Quantizer):
 
 
 def check_has_nan(quantizer: Quantizer) -> None:
-    """Raise unless the format has a NaN. A scale that does not see the data cannot stand in."""
+    """Raise unless the format has a NaN, which a scale not computed from the data cannot hold."""
     if not quantizer.fmt.has_nan:
         raise ValueError(
             f"{type(quantizer).__name__}({quantizer.fmt.name}): the format has no NaN, and the "
-            "scale does not depend on the data at hand, so that a NaN or Inf would vanish. Use "
-            "Current, Rowwise, Blockwise or TwoLevel."
+            "scale is not computed from the data, so a NaN or Inf would vanish. Use Current, "
+            "Rowwise, Blockwise or TwoLevel."
         )
 
 
@@ -172,7 +172,7 @@ def check_has_nan(quantizer: Quantizer) -> None:
 
 
 class _OneScale(Quantizer):
-    """Whatever a product sums over, the tensor is quantized alike."""
+    """The tensor is quantized alike, whichever dimensions a product sums over."""
 
     @property
     def one_for_both(self) -> bool:
@@ -181,7 +181,7 @@ class _OneScale(Quantizer):
 
 @dataclass(frozen=True, repr=False)
 class Current(_OneScale, ScalesFromData):
-    """Per-tensor scale from the data at hand ("dynamic", "just-in-time").
+    """Per-tensor scale from the data itself: ``amax(x) / fmt.max`` ("dynamic", "just-in-time").
 
     Attributes:
       scale_rounding: see `scaling.scale_from_amax`.
@@ -197,14 +197,15 @@ class Delayed(_OneScale):
     """Per-tensor scale from the amaxes of earlier steps.
 
     ``scale = max(history) / fmt.max * 2^margin``, or with ``algo="most_recent"`` from the newest
-    entry. Before the history has an entry it is the current amax, so that the first step neither
-    saturates nor flushes. The maximum of the step so far takes the place of either where larger.
+    entry. While the history is empty, the current amax is used, so that the first step neither
+    saturates nor flushes. The largest amax of the current step so far is used instead if it is
+    larger.
 
     Attributes:
       margin: powers of two of headroom.
       algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
       scale_rounding: see `scaling.scale_from_amax`.
-      length: of the history, in steps.
+      length: length of the history, in steps.
     """
 
     margin: int = 0
@@ -233,7 +234,7 @@ class Delayed(_OneScale):
 
     @partial(jax.jit, static_argnums=0)
     def scale(self, observed: jax.Array, state: AmaxState | None) -> jax.Array:
-        """The scale, f32[], that `state` predicts, or else that of the amax `observed`."""
+        """The scale, f32[]: from the history in `state`, or else from the amax `observed`."""
         if state is not None:
             expected = self.expected(state)
             observed = jnp.where(expected > 0, expected, observed)
@@ -251,7 +252,7 @@ class Delayed(_OneScale):
 
 @dataclass(frozen=True, repr=False)
 class Unit(_OneScale):
-    """No scaling: the scale is 1, and what does not fit is lost."""
+    """No scaling: the scale is 1; values outside of the format's range saturate or are flushed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

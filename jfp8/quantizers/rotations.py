@@ -1,7 +1,7 @@
-"""Rotations of both operands of a product along its contraction, which leave the product alone.
+"""Rotations of both operands along the contraction, which do not change their product.
 
-``y = sum_k a_k b_k = sum_k (a R)_k (b R)_k`` for an orthogonal ``R``. What changes is what a
-quantizer sees: an outlier is spread over the block that it is rotated with.
+``y = sum_k a_k b_k = sum_k (a R)_k (b R)_k`` for an orthogonal ``R``. The quantizers see other
+values: an outlier is spread over the stretch of values that it is rotated with.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jfp8.scaling import printing
 
 @dataclass(frozen=True, repr=False)
 class Hadamard:
-    """``x -> x diag(s) H / sqrt(n)`` on stretches of ``n`` values, ``s`` a vector of signs.
+    """``x -> x diag(s) H / sqrt(n)`` on stretches of ``n`` values, with a vector of signs ``s``.
 
     ``H`` is Sylvester's Hadamard matrix: ``H_1 = (1)``, ``H_2n = ((H_n, H_n), (H_n, -H_n))``.
 
     Attributes:
-      signs: the random signs, drawn once and for all; ``n = len(signs)`` is a power of two.
+      signs: fixed random signs; ``n = len(signs)`` is a power of two.
 
     References:
       arXiv 2509.25149 section 4.2; Transformer Engine, whose 16 signs are the default.
@@ -44,7 +44,7 @@ class Hadamard:
     def __call__(self, x: jax.Array, axis: int) -> jax.Array:
         """Rotate `x` along `axis`; f32, padded with zeros to a multiple of ``n`` along it.
 
-        The padding stays, since rotated values stand in it: a product over `axis` needs them.
+        The padding is kept, because it holds rotated values that a product over `axis` needs.
         """
         axis %= x.ndim
         n, size = len(self.signs), x.shape[axis]

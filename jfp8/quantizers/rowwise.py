@@ -15,7 +15,8 @@ from jfp8.scaling.scales import PerAxis, amax, scale_from_amax
 class Rowwise(ScalesFromData):
     """One scale for every row that the product sums over ("per axis", "axiswise").
 
-    The scales vary along all dimensions but the contracting ones, and leave the sum.
+    ``scale = amax(row) / fmt.max``. The scales vary along all dimensions except the contracting
+    ones, and so are applied after the sum.
 
     Attributes:
       scale_rounding: see `scaling.scale_from_amax`.

@@ -1,7 +1,7 @@
 """Recipes: which quantizer each operand of each of the three products gets.
 
-A file for each family of recipes; `get` finds one by its name. To add a recipe to a family, write
-its class and name it in ``__all__`` of that file.
+There is a file for each family of recipes; `get` finds a recipe by its name. To add one to a
+family, write its class there and add it to that file's ``__all__``.
 """
 
 from jfp8.recipes.blocks import *

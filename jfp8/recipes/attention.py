@@ -1,12 +1,13 @@
-"""What a recipe does to the two products of attention, so that no query sees keys after it.
+"""How a recipe computes the two products of attention, so that no query sees later keys.
 
     scores   S = Q K^T       lhs: queries, free x depth       rhs: keys, depth x free
     context  Y = P V         lhs: weights, free x keys        rhs: values, keys x depth
 
-In both, positions lie where scales of most recipes run across them: a scale for all keys, or for a
-block of them, tells a query about keys that it may not attend to. So each operand gets scales for
-each position by itself. Those of the values vary along the sum, which no product takes; they are
-powers of two and move, exactly, into the weights, whose zeros hide what a query may not see.
+In both, positions lie along a dimension in which most recipes share scales: a scale for all keys,
+or for a block of them, tells a query about keys that it may not attend to. So each operand gets
+separate scales for each position. Those of the values vary along the sum, which no product
+supports; they are powers of two and move, exactly, into the weights, whose zeros hide what a query
+may not see.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ InAttention = Literal["scores", "context"]
 
 
 def attention_products(products: Products, which: InAttention) -> tuple[Products, Format | None]:
-    """`products` for one of the two products of attention. Their backward pass stays as it is.
+    """`products` adapted to one of the two products of attention. Backward products do not change.
 
-    Scales from an amax history stay, too. A result is not quantized. A quantizer that is not of
-    jfp8 and shares scales among positions gives way to high precision.
+    Neither do scales from an amax history. The result is not quantized. Where a quantizer from
+    outside of jfp8 shares scales among positions, its operand stays in high precision.
 
     Args:
       which: ``"scores"`` or ``"context"``.
 
     Returns:
-      The products; and the format whose range the values fill for each key, ``v_k / s_k`` with a
-      power of two ``s_k`` by which the weights ``p_k`` are multiplied. None: they stay as they are.
+      The products; and the format whose range the values of each key fill, ``v_k / s_k``, with a
+      power of two ``s_k`` by which the weights ``p_k`` are multiplied. None: neither is changed.
     """
     fprop, of_values = products.fprop, None
     rhs = fprop.rhs
@@ -50,7 +51,7 @@ def attention_products(products: Products, which: InAttention) -> tuple[Products
 
 
 def _for_each_row(quantizer: Quantizer | None) -> Quantizer | None:
-    """`quantizer` with scales of its own for each row of a sum; None if there is no such thing."""
+    """`quantizer` with separate scales for each row of a sum; None if there is no such one."""
     if quantizer is None or not quantizer.scale_shared_along(history=True) & {"free", "batch"}:
         return quantizer
     if type(quantizer) is Current:

@@ -1,4 +1,4 @@
-"""Recipes with one scale for every block of 128, or of 32 elements."""
+"""Recipes with one scale for every block of 128 or of 32 elements."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Float8BlockScaling", "MXFP8BlockScaling"]
 
 @dataclass(frozen=True, repr=False)
 class Float8BlockScaling(Recipe):
-    """A scale for every 1x128 stretch of activations and gradients, and 128x128 tile of weights.
+    """A scale per 1x128 stretch of activations and gradients, and per 128x128 tile of weights.
 
-    ``scale_b = amax(x_b) / fmt.max`` for each block ``b``; `rhs` is taken for the weight. Partial
-    sums over 128 products are scaled and added in f32. No state.
+    ``scale_b = amax(x_b) / fmt.max`` for each block ``b``; `rhs` counts as the weight. Partial sums
+    over 128 products are scaled and added in f32. No state.
 
     Attributes:
       fp8_format: ``"E4M3"`` for all, ``"HYBRID"`` (e5m2 gradients), or ``"E5M2"`` for all.
@@ -51,13 +51,13 @@ class Float8BlockScaling(Recipe):
 class MXFP8BlockScaling(Recipe):
     """Microscaling: an E8M0 scale, a power of two, for every 32 values along the contraction.
 
-    ``scale_b = 2^ceil(log2(amax(x_b) / fmt.max))`` with the default rounding. Both directions of a
-    tensor are quantized from high precision. No state.
+    ``scale_b = 2^ceil(log2(amax(x_b) / fmt.max))`` with the default rounding. A tensor is quantized
+    separately, from high precision, for each direction of contraction. No state.
 
     Attributes:
       fp8_format: ``"E4M3"`` for all, ``"HYBRID"`` (e5m2 gradients), or ``"E5M2"`` for all.
-      scale_rounding: ``"rceil"`` (rounds the scale up: nothing saturates), ``"floor"`` (the OCP
-        text), ``"ceil"`` or ``"even"``; see `scaling.scale_from_amax`.
+      scale_rounding: ``"rceil"`` (rounds the scale up: nothing saturates), ``"floor"`` (as in the
+        OCP specification), ``"ceil"`` or ``"even"``; see `scaling.scale_from_amax`.
       two_dimensional_weights: 32x32 blocks for `rhs`, quantized once for both directions.
 
     References:

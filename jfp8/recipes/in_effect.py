@@ -1,7 +1,7 @@
-"""Which recipe is in effect: that of a layer, or of the region of a program that it stands in.
+"""Which recipe is in effect: that of the layer, or of the region of the program that it is in.
 
-Regions are what `jfp8.autocast` sets and layers ask. The region is part of the key of JAX's caches:
-a function that was traced outside of a region is traced again inside. Each thread has its own.
+`jfp8.autocast` sets regions and layers read them. The region is part of the key of JAX's caches: a
+function that was traced outside of a region is traced again inside. Each thread has its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _override = jax.make_user_context(None)
 
 @dataclass(frozen=True)
 class Region:
-    """What holds inside of a region.
+    """The settings inside of a region.
 
     Attributes:
-      recipe: for layers that were given none of their own.
-      enabled: False computes everything in high precision, also layers with a recipe.
+      recipe: for layers without a recipe of their own.
+      enabled: False computes everything in high precision, even layers with a recipe.
       selection: which layers of a model are converted in it; None in a region of `jfp8.autocast`.
-      edges: what that depends on besides: which layers are at the edges of the model.
+      edges: which layers are at the edges of the model, on which the selection depends too.
     """
 
     recipe: Recipe

@@ -1,4 +1,4 @@
-"""What a recipe does to the operands of the three products, in a few words."""
+"""A description of what a recipe does to the operands of the three products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def products_in_words(products: Products) -> list[str]:
 
 
 def state_in_words(products: Products) -> str:
-    """What is kept from one step for the next ones."""
+    """The state that is kept from step to step."""
     lengths = sorted({q.history_len for q in products.quantizers() if q.history_len})
     if not lengths:
         return "none"

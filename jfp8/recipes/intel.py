@@ -17,10 +17,10 @@ __all__ = ["DirectE5M2", "Hybrid"]
 
 @dataclass(frozen=True, repr=False)
 class _Toolkit(Recipe):
-    """What both recipes share: gradients in E5M2 without a scale, and results that are quantized.
+    """What both recipes share: gradients in E5M2 without a scale, and quantized results.
 
-    The output of a product is quantized like an activation, the gradients like a gradient; but not
-    those of `fused` layers, since what follows is fused with them.
+    The result of fprop is quantized like an activation, those of dgrad and wgrad like a gradient.
+    Results of `fused` layers are not, because the next operation is fused with them.
     """
 
     needs_loss_scale: ClassVar[bool] = True
@@ -64,13 +64,14 @@ class DirectE5M2(_Toolkit):
     `jfp8.optim.stochastic_rounding`.
 
     Attributes:
-      quantize_outputs: quantize the three results too (before a bias is added).
+      quantize_outputs: also quantize the results of the three products (before a bias is added).
       fused: layers whose results stay in high precision: patterns of paths, ``("*/logits",)``.
-      stochastic_gradients: round gradients stochastically; else to nearest even.
+      stochastic_gradients: round gradients stochastically; otherwise to nearest even.
 
     References:
-      Intel FP8 Emulation Toolkit, ``mpemu/e5m2_emu.py``; arXiv 1905.12334. Its numbers differ where
-      they are not OCP's: it rounds twice (through float16), and subnormals not stochastically.
+      Intel FP8 Emulation Toolkit, ``mpemu/e5m2_emu.py``; arXiv 1905.12334. Its numbers differ from
+      these where they are not OCP's: it rounds twice (through float16), and does not round
+      subnormals stochastically.
     """
 
     name: ClassVar[str] = "direct_e5m2"
@@ -79,14 +80,14 @@ class DirectE5M2(_Toolkit):
 
 @dataclass(frozen=True, repr=False)
 class Hybrid(_Toolkit):
-    """E4M3 with per-tensor current scales forward, unscaled E5M2 gradients. No state.
+    """E4M3 with per-tensor current scales forward, E5M2 without scales for gradients. No state.
 
     ``scale = amax(x) / 448`` for weights, activations and outputs. Gradients are rounded
     stochastically and have no scale: train with `jfp8.loss_scale`. For 16-bit master weights see
     `jfp8.optim.stochastic_rounding`. The fields are those of `DirectE5M2`.
 
     References:
-      Intel FP8 Emulation Toolkit, ``mpemu/hybrid_emu.py``, whose multiplying scale ends at 2^16.
+      Intel FP8 Emulation Toolkit, ``mpemu/hybrid_emu.py``, whose multiplying scale is at most 2^16.
     """
 
     name: ClassVar[str] = "hybrid"

@@ -1,8 +1,8 @@
 """Whether scales carry information from later positions, or from other sequences, into a result.
 
-A scale that elements share changes with each of them. Where positions of a sequence share one, a
-result depends on positions after its own: training sees them, decoding does not. Where sequences
-share one, a result depends on what else is in its batch.
+Elements that share a scale all affect it. If positions of a sequence share one, a result depends on
+positions after its own: training sees them, decoding does not. If sequences share one, a result
+depends on what else is in its batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class _Place(NamedTuple):
     sequences: Along
 
 
-# The operands that are made of data; what is not named is a weight. A convolution is a product of
-# patches, which hold what its result may depend on.
+# The operands that are data; those not named are weights. A convolution is a product of patches,
+# which hold what its result may depend on.
 _ROWS = {"lhs": _Place("free", "free")}
 _IN_ATTENTION: dict[InAttention, dict[str, _Place]] = {
     "scores": {"lhs": _Place("free", "batch"), "rhs": _Place("free", "batch")},
-    # Weights sum over keys, too, but those that a query may not see are zeros.
+    # Attention weights are summed over keys, too, but those that a query may not see are zeros.
     "context": {"lhs": _Place("free", "batch"), "rhs": _Place("contracting", "batch")},
 }
 LAYERS: tuple[Layer, ...] = ("dense", "conv", "moe", "attention")
@@ -83,5 +83,5 @@ def _shares(
 def _shared_along(quantizer: Quantizer | None, history: bool) -> frozenset[Along]:
     if quantizer is None:
         return frozenset()
-    # The bits of stochastic rounding are drawn by the largest magnitude of the tensor.
+    # The bits of stochastic rounding depend on the amax of the tensor.
     return EVERYWHERE if quantizer.stochastic else quantizer.scale_shared_along(history)

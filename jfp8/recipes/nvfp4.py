@@ -16,11 +16,11 @@ __all__ = ["NVFP4BlockScaling"]
 
 @dataclass(frozen=True, repr=False)
 class NVFP4BlockScaling(Recipe):
-    """4 bits: E2M1 data, an E4M3 scale for every 16 values, and an f32 scale above those.
+    """4 bits: E2M1 data, an E4M3 scale for every 16 values, and one f32 scale for the tensor.
 
     ``S = 448 * 6 / amax(x)``, ``s_b = e4m3(amax(x_b) / 6 * S)``, and
     ``x ~= e2m1(x * S / s_b) * s_b / S``. No state. Where ``s_b`` rounds down, the largest value of
-    a block saturates, by up to 6 %: stochastic rounding is unbiased for all others.
+    a block saturates, by up to 6 %; stochastic rounding is unbiased for all others.
 
     Attributes:
       stochastic_rounding: round gradients stochastically (needs a `key`, or takes one from the

@@ -1,4 +1,4 @@
-"""The recipe that is given a quantizer for each operand."""
+"""The recipe in which you choose a quantizer for each operand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PerOperand(Recipe):
       fprop, dgrad, wgrad: the three products; see `Product` for the order of the operands.
 
     Raises:
-      TypeError, ValueError: a combination that makes no sense; see `Product` and `Products`.
+      TypeError, ValueError: a combination that cannot be computed; see `Product` and `Products`.
 
     >>> import jfp8
     >>> from jfp8.quantizers import Current

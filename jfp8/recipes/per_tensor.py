@@ -18,12 +18,12 @@ class DelayedScaling(Recipe):
     """Per-tensor scales from an amax history: one pass over each tensor.
 
     ``scale = max(amax_history) / fmt.max * 2^margin``, where the history holds the amax of each of
-    the last `amax_history_len` optimizer steps. Without state it is current scaling.
+    the last `amax_history_len` optimizer steps. Without state it uses current scaling.
 
     Attributes:
       margin: powers of two of headroom between the history's maximum and the format's.
       fp8_format: ``"HYBRID"`` (e4m3 forward, e5m2 gradients), ``"E4M3"`` or ``"E5M2"`` for all.
-      amax_history_len: number of steps remembered.
+      amax_history_len: number of steps that the history remembers.
       amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
       scale_rounding: ``None``, or ``"power_of_two"`` (rounded up).
 

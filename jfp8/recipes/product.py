@@ -15,15 +15,16 @@ class Product:
     """How one of the three products is computed.
 
     Attributes:
-      lhs, rhs: quantizers of its operands; None leaves one in high precision. The operands are
-        ``(lhs, rhs)`` in fprop, ``(grad, rhs)`` in dgrad and ``(lhs, grad)`` in wgrad.
-      output: quantizes the result as well; None leaves it in high precision.
-      rotation: turns both operands along the contraction before they are quantized.
+      lhs, rhs: quantizers of its operands; None leaves an operand in high precision. The operands
+        are ``(lhs, rhs)`` in fprop, ``(grad, rhs)`` in dgrad and ``(lhs, grad)`` in wgrad.
+      output: quantizer of the result; None leaves it in high precision.
+      rotation: rotates both operands along the contraction before they are quantized.
       fast_accumulation: whether hardware may accumulate in fewer bits (see `scaled_matmul`).
 
     Raises:
-      TypeError: something else than a `Quantizer`.
-      ValueError: a combination that cannot be computed, or only at a loss; the message says why.
+      TypeError: anything but a `Quantizer` or None, or a `rotation` other than a ``Hadamard``.
+      ValueError: a combination that cannot be computed, or would gain nothing; the message says
+        why.
     """
 
     lhs: Quantizer | None
@@ -45,22 +46,23 @@ class Product:
                 )
             if any(q is not None and q.history_len for q in (self.lhs, self.rhs)):
                 raise ValueError(
-                    "rotation with an amax history: the history is that of the tensor as it is, "
-                    "not of the rotated one. Use quantizers that look at the data at hand."
+                    "rotation with an amax history: the history is that of the original tensor, "
+                    "not of the rotated one. Use quantizers with current scaling, such as "
+                    "quantizers.Current(fmt)."
                 )
         blocks = [q.block for q in (self.lhs, self.rhs) if q is not None and q.block is not None]
         if len(blocks) == 2:
             (left, left_free), (right, right_free) = blocks
             if left != right:
                 raise ValueError(
-                    f"lhs has blocks of {left} along the contraction and rhs of {right}. Scales "
-                    "leave the sum block by block, so both need the same stretches: give both "
-                    f"blocks of {min(left, right)}."
+                    f"lhs has blocks of {left} along the contraction and rhs of {right}. Sums are "
+                    "scaled block by block, so both need the same length: give both blocks of "
+                    f"{min(left, right)}."
                 )
             if left_free > 1 and right_free > 1:
                 raise ValueError(
                     f"Both operands have two-dimensional blocks, {blocks[0]} and {blocks[1]}. No "
-                    f"hardware multiplies those: give one of them blocks of ({left}, 1)."
+                    f"hardware supports that: give one of them blocks of ({left}, 1)."
                 )
         output = self.output
         if output is not None and (output.block or not output.one_for_both or output.history_len):
@@ -86,15 +88,15 @@ class Products:
         dgrad  dlhs = grad . rhs^T
         wgrad  drhs = lhs^T . grad
 
-    A tensor is quantized once for both products it takes part in where their quantizers are equal
-    and do not depend on the direction of the contraction, else once for each, from high precision.
+    A tensor is quantized once for both products it takes part in, if their quantizers are equal and
+    do not depend on the direction of the contraction; otherwise once for each, from high precision.
 
     Attributes:
       fprop, dgrad, wgrad: the three products.
 
     Raises:
-      TypeError, ValueError: as for `Product`; also if nothing is quantized, or if one tensor is to
-        have two histories.
+      TypeError, ValueError: as for `Product`; also if nothing is quantized, or if one tensor would
+        need two histories.
     """
 
     fprop: Product

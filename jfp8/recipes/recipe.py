@@ -1,7 +1,7 @@
-"""`Recipe`: what computes the three `Products` of a layer, by a name and a few fields.
+"""`Recipe`: how the three `Products` of a layer are computed, from a name and a few fields.
 
-A recipe changes numbers and nothing else does. It is a frozen dataclass: hashable, comparable, and
-written to JSON and back.
+Only the recipe decides numerics. It is a frozen dataclass: hashable, comparable, and convertible to
+JSON and back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jfp8.scaling import printing
 from jfp8.scaling.formats import E4M3FN, E5M2, Format
 from jfp8.scaling.history import AmaxState, init_amax_state
 
-# Fields of recipes that say which values they take.
+# Fields of recipes that list the values they take.
 
 
 def takes(allowed: Iterable[Any] | type[bool], default: Any) -> Any:
@@ -32,11 +32,11 @@ def takes(allowed: Iterable[Any] | type[bool], default: Any) -> Any:
 
 
 def check_fields(recipe: Any) -> None:
-    """Raise unless each field of `recipe` that says which values it takes has one of them.
+    """Raise unless each field of `recipe` that lists its allowed values has one of them.
 
     Raises:
-      TypeError: no bool, or no int, where one is asked for.
-      ValueError: another value than the allowed ones.
+      TypeError: not a bool, or not an int, where one is required.
+      ValueError: a value that is not allowed.
     """
     for f in dataclasses.fields(recipe):
         if "allowed" in f.metadata:
@@ -77,14 +77,14 @@ class Recipe:
 
     Attributes:
       accumulation: how the emulated products round their sums, see `scaled_matmul`. ``"hopper"``
-        does in all three products what the tensor cores of Hopper do: fast accumulation where the
-        recipe allows it (in most only forward), promotion to f32 every 128 elsewhere.
+        sums like Hopper's tensor cores in all three products: fast accumulation where the recipe
+        allows it (in most only forward), promotion to f32 every 128 products elsewhere.
       fast_accumulation: the products, any of ``"fprop"``, ``"dgrad"`` and ``"wgrad"``, in which
-        hardware may keep fewer bits of its sums, which is faster. None: as the recipe has it, in
+        hardware may keep fewer bits of its sums, which is faster. None: the recipe's default, in
         most ``("fprop",)``.
 
     Raises:
-      TypeError, ValueError: a field, of any recipe, outside of the values that it takes.
+      TypeError, ValueError: a field of any recipe has a value that it does not take.
     """
 
     name: ClassVar[str] = ""
@@ -116,7 +116,7 @@ class Recipe:
         return printing.changes(self)
 
     def __str__(self) -> str:
-        """What it does and promises, in some lines; ``repr`` is the call that makes it.
+        """What it does and promises, in a few lines; ``repr`` is the call that makes it.
 
         >>> import jfp8
         >>> print(jfp8.recipes.DelayedScaling())
@@ -144,7 +144,7 @@ class Recipe:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def products(self) -> Products:
-        """What is done to the operands of the three products.
+        """How the operands of the three products are quantized.
 
         Raises:
           TypeError: of `Recipe` itself, which is abstract.
@@ -158,12 +158,12 @@ class Recipe:
         return _resolved(self)
 
     def for_layer(self, path: str) -> Recipe:
-        """The recipe of the layer at `path` (``"Block_0/Dense_1"``); most make no difference."""
+        """The recipe of the layer at `path` (``"Block_0/Dense_1"``); mostly the same for all."""
         del path
         return self
 
     def init_state(self) -> dict[str, AmaxState] | None:
-        """Empty state of one product, ``{"lhs", "rhs", "grad"}``; None if the recipe has none."""
+        """Empty state of one product, ``{"lhs", "rhs", "grad"}``; None if it keeps no state."""
         lengths = {
             role: max(q.history_len if q else 0 for q in pair)
             for role, pair in self.products().by_role().items()
@@ -177,20 +177,20 @@ class Recipe:
     ) -> bool:
         """Whether no result of a layer depends on a later position of its sequence.
 
-        True promises it to the bit, for the forward pass of a layer that does not look ahead by
-        itself: changing a later token changes no earlier result. It holds in training and in
-        decoding, where the sequence grows by one token after the other.
+        True promises it bit for bit, for the forward pass of a layer that does not itself look
+        ahead: changing a later token changes no earlier result. This holds in training and in
+        decoding, where the sequence grows token by token.
 
         Args:
-          layer: ``"dense"`` (every product with a weight), ``"conv"`` (along a dimension of space
-            that is padded on one side), ``"moe"``, or ``"attention"``: the two products of
+          layer: ``"dense"`` (every product with a weight), ``"conv"`` (along a spatial dimension
+            that is padded on one side only), ``"moe"``, or ``"attention"``: the two products of
             attention itself, where keys after a query are masked.
           operand: ``"lhs"``, ``"rhs"`` or ``"output"``, the result, which some recipes quantize;
             None: all of them.
           history: whether each amax history has an entry, as it has after the first training step;
-            recipes without histories make no difference. Promised then are products that are used
-            once in a step; a second use, and one that records what it sees (NNX in training outside
-            of ``nnx.jit``), may take a larger scale.
+            recipes without histories ignore it. With True, the promise covers products that are
+            used once in a step; a second use, and one that records its amaxes (NNX in training
+            outside of ``nnx.jit``), may take a larger scale.
 
         Raises:
           ValueError: unknown `layer` or `operand`.
@@ -210,7 +210,7 @@ class Recipe:
     ) -> bool:
         """Whether no result of a layer depends on the other sequences of the batch.
 
-        True promises it to the bit, for the forward pass.
+        True promises it bit for bit, for the forward pass.
 
         Args:
           layer, operand, history: see `is_causal`.

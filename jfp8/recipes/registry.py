@@ -14,7 +14,7 @@ from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import format_called
 
-# Each family lists its recipes as what it exports.
+# Each family exports its recipes.
 _FAMILIES = (per_tensor, rowwise, blocks, nvfp4, intel, unscaled)
 RECIPES: tuple[type[Recipe], ...] = tuple(
     getattr(family, name) for family in _FAMILIES for name in family.__all__
@@ -44,17 +44,18 @@ def get(name: str, **fields: Any) -> Recipe:
 
 
 def from_json(text: str, *, known: Sequence[type] = ()) -> Recipe:
-    """The recipe that `Recipe.to_json` wrote.
+    """Read the recipe that `Recipe.to_json` wrote.
 
     Args:
       text: a JSON object.
-      known: classes from outside of jfp8, recipes or quantizers, that may occur in it.
+      known: classes that do not belong to jfp8, recipes or quantizers, that may occur in it.
 
     Returns:
       A recipe equal to the one that was written.
 
     Raises:
-      ValueError: not such a JSON object, unknown recipe, or a field's value is not allowed.
+      ValueError: `text` is not such a JSON object, names an unknown recipe, or has a value that a
+        field does not take.
       TypeError: unknown field.
 
     >>> import jfp8
@@ -83,7 +84,7 @@ def _from_fields(fields: Any, known: Sequence[type]) -> Recipe:
 
 
 def check_recipe(recipe: Any) -> Recipe:
-    """`recipe`, or the one of that name with its defaults; else an error that says what to give."""
+    """`recipe`, or the one of that name with its defaults; else an error that says what to pass."""
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str):
@@ -107,8 +108,8 @@ def _from_plain(value: Any, known: Sequence[type]) -> Any:
     classes = {c.__name__: c for c in (*classes, Product, Hadamard, *known)}
     if name not in classes:
         raise ValueError(
-            f"{name!r} is no class that jfp8 knows. If it is yours, name it: "
-            "recipes.from_json(text, known=[ThatClass])."
+            f"{name!r} is not a class of jfp8. If it is yours, pass it: recipes.from_json(text, "
+            "known=[ThatClass])."
         )
     return classes[name](**fields)
 

@@ -18,14 +18,14 @@ __all__ = ["RowwiseScaling"]
 class RowwiseScaling(Recipe):
     """One scale for every row that a product sums over. No state.
 
-    ``scale_i = amax_k(x_ik) / fmt.max``, along the contraction ``k`` of each product, so that every
-    tensor is quantized twice. An outlier costs its own row only.
+    ``scale_i = amax_k(x_ik) / fmt.max``, along the contraction ``k`` of each product, so every
+    tensor is quantized twice. An outlier affects only its own row.
 
     Attributes:
       fp8_format: ``"E4M3"`` for all, ``"HYBRID"`` (e5m2 gradients), or ``"E5M2"`` for all.
       scale_rounding: ``"power_of_two"`` (rounded up), or ``None``.
-      high_precision_wgrad: multiply the weight gradient in high precision. The weight then has one
-        scale for all in dgrad, so that it need not be read along its other axis.
+      high_precision_wgrad: compute the weight gradient in high precision. In dgrad the weight then
+        has one scale for the whole tensor, so that it need not be read along its other axis.
 
     References:
       torchao, ``float8/config.py``, ``rowwise`` and ``rowwise_with_gw_hp``.

@@ -14,10 +14,10 @@ __all__ = ["Unscaled"]
 
 @dataclass(frozen=True, repr=False)
 class Unscaled(Recipe):
-    """FP8 without any scale: every operand is cast as it is. No state.
+    """FP8 without any scale: every operand is cast unchanged. No state.
 
     Gradients below 2^-17 (e5m2) vanish and values above 448 (e4m3) saturate, unless loss scaling
-    keeps them in range: the control that shows what scaling is for.
+    keeps them in range. It serves as a control that shows what scaling is for.
 
     Attributes:
       fp8_format: ``"HYBRID"`` (e4m3 forward, e5m2 gradients), ``"E4M3"`` or ``"E5M2"`` for all.

@@ -1,4 +1,4 @@
-"""Numbers with a scale: formats, casts, arrays ``data * scale``, and how data gives a scale.
+"""Formats, casts, arrays ``data * scale``, and how a scale is computed from data.
 
 ``scale = amax / fmt.max`` maps the largest element onto the largest value of the format.
 """

@@ -32,18 +32,19 @@ class ScaledArray(ByValues):
     Invariants, checked where the array is used (a transformed pytree may hold anything):
       * ``data.dtype`` stores the codes of one `jfp8.Format`;
       * ``scale`` is 0-d, or has ``data.ndim`` dimensions. Element ``i`` of a dimension belongs to
-        scale ``i // b``, where ``b`` is the entry of `block`, or ``n / m`` if `block` is None: the
-        ``m`` scales of a dimension of size ``n`` then have to divide it;
+        scale ``i // b``, where ``b`` is the entry of `block`. If `block` is None, ``b = n / m``:
+        the number of scales ``m`` must divide the size of the dimension ``n``;
       * ``scale`` is float32, or E8M0FNU, or itself a `ScaledArray` (two-level scales).
 
     Attributes:
       data: f8 (or f4) array of any shape.
       scale: f32 or e8m0 array, or a `ScaledArray`.
-      block: elements that share a scale, for each dimension; only needed where the last block of a
+      block: elements that share a scale along each dimension; only needed where the last block of a
         dimension is shorter than the others, ``ceil(n / b) == m``.
-      carrier: None, or a floating array of the shape of `data` that nobody reads: the gradient by
-        the values goes to it, in its dtype. So bytes that were gathered from other devices can be
-        trained (`jfp8.gather_weights`). Products give an array without it no gradient.
+      carrier: None, or a floating array of the shape of `data` whose contents are never read: it
+        receives the gradient with respect to the values, in its dtype. This makes bytes that were
+        gathered from other devices trainable (`jfp8.gather_weights`). Without a carrier, products
+        give the array no gradient.
 
     >>> import jax.numpy as jnp, jfp8
     >>> q = jfp8.quantize(jnp.array([1.0, 2.0, 3.5]))
@@ -90,7 +91,7 @@ class ScaledArray(ByValues):
 
     @property
     def T(self) -> ScaledArray:
-        """With the dimensions, and those of the scales, in reverse order."""
+        """The transpose: the dimensions, and those of the scales, in reverse order."""
         scale: Any = self.scale
         scale = scale.T if jnp.ndim(_innermost(scale)) else scale
         carrier = None if self.carrier is None else self.carrier.T
@@ -98,9 +99,9 @@ class ScaledArray(ByValues):
         return ScaledArray(self.data.T, scale, block, carrier)
 
     def __getitem__(self, index: Any) -> ScaledArray:
-        """A part, bit for bit: any if there is one scale, else elements and whole blocks.
+        """A part, bit for bit: any part if there is one scale, otherwise elements or whole blocks.
 
-        ``q[...]`` is `q`, which NNX asks of parameters.
+        ``q[...]`` is `q`, as NNX requires of parameters.
         """
         if index is Ellipsis:
             return self
@@ -121,7 +122,7 @@ class ScaledArray(ByValues):
         return (self[i] for i in range(len(self)))
 
     def __eq__(self, other: Any) -> Any:
-        """Elementwise, of the values. Trees of shapes or shardings are compared as a whole."""
+        """Elementwise equality of the values; one bool for trees of shapes or shardings."""
         if not isinstance(other, ScaledArray):
             comparable = _has_values(self) and isinstance(other, jax.typing.ArrayLike)
             return super().__eq__(other) if comparable else NotImplemented
@@ -138,7 +139,7 @@ class ScaledArray(ByValues):
         return equal if equal is NotImplemented else jnp.logical_not(equal)
 
     def __repr__(self) -> str:
-        """Format, shape, scales, and the range of the values where there are any to look at."""
+        """Format, shape, scales, and the range of the values where available."""
         q: Any = self.scale
         scale, outer = (q.data, q.scale) if isinstance(q, ScaledArray) else (q, None)
         sizes = None
@@ -147,7 +148,7 @@ class ScaledArray(ByValues):
         return printing.scaled_array(self.data, scale, outer, sizes, self.carrier)
 
     def block_sizes(self) -> tuple[int, ...]:
-        """Elements that share a scale, for each dimension; the scale must not be 0-d."""
+        """Elements that share a scale along each dimension; the scale must not be 0-d."""
         if self.block is not None:
             return self.block
         shape = jnp.shape(_innermost(self.scale))
@@ -158,7 +159,7 @@ class ScaledArray(ByValues):
         return dequantize(self, dtype)
 
 
-# The pytree: as `register_dataclass` has it, with a look at what becomes an array again.
+# The pytree that `register_dataclass` would make, plus a check of the leaves when it is rebuilt.
 _LEAVES = ("data", "scale", "carrier")
 
 
@@ -180,10 +181,10 @@ jax.tree_util.register_pytree_with_keys(ScaledArray, _flatten_with_keys, _unflat
 
 
 def is_scaled_array(node: Any) -> bool:
-    """Whether `node` is a `ScaledArray`: for trees in which one counts as a leaf.
+    """Whether `node` is a `ScaledArray`: the ``is_leaf`` for `jax.tree.map`.
 
-    Data and scale are leaves of their own to `jax.tree.map`, so that ``2 * leaf`` gives four times
-    the values. Whole, an array computes by its values.
+    Without it, data and scale are separate leaves, and ``2 * leaf`` gives four times the values. As
+    one leaf, a `ScaledArray` computes with its values.
 
     Args:
       node: anything.
@@ -200,7 +201,7 @@ def is_scaled_array(node: Any) -> bool:
 
 
 def dequantize_tree(tree: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Any:
-    """`tree` with the values of each `ScaledArray` in its place: for averages, norms and others.
+    """`tree` with each `ScaledArray` replaced by its values: for averages, norms and the like.
 
     Args:
       tree: pytree of anything.
@@ -223,21 +224,21 @@ def dequantize_tree(tree: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Any
 def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
     """The values ``data * scale``, multiplied in f32 and rounded once to `dtype`.
 
-    Exact for E8M0 scales, f32 subnormals included. The gradient is straight-through: the cotangent
+    Exact for E8M0 scales, including f32 subnormals. The gradient is straight-through: the cotangent
     of ``data`` is that of the values, saturated and rounded to the stored format, because JAX gives
-    a cotangent the dtype of its primal. The scale gets none. Differentiate `round_to_format` or
-    `scaled_dot_general` where that is too coarse. If there is a `ScaledArray.carrier`, the
-    cotangent goes there instead, as it is.
+    a cotangent the dtype of its primal. The scale gets none. Where this rounding is too coarse,
+    differentiate `round_to_format` or `scaled_dot_general`. If there is a `ScaledArray.carrier`,
+    the cotangent goes there instead, in the carrier's dtype.
 
     Args:
-      q: what `quantize` returned.
+      q: the array, such as `quantize` returns.
       dtype: floating dtype of the result.
 
     Returns:
       Array of `dtype` and of ``q.shape``.
 
     Raises:
-      TypeError: `q` is no `ScaledArray`, its data is not of a known format, or `dtype` is not a
+      TypeError: `q` is not a `ScaledArray`, its data is not of a known format, or `dtype` is not a
         floating dtype.
       ValueError: the shape of the scale does not fit the shape of the data.
 
@@ -289,7 +290,7 @@ _dequantize.defvjp(_dequantize_fwd, _dequantize_bwd)
 
 
 def scaled_values(q: ScaledArray) -> jax.Array:
-    """``data * scale`` in f32 arithmetic, which takes f32 subnormals for zero on some devices."""
+    """``data * scale`` in f32 arithmetic, which flushes f32 subnormals to zero on some devices."""
     values = decode(q.data)
     for scale in scale_as_f32_pair(q):
         values = apply_scale(values, scale, q.block)
@@ -299,7 +300,7 @@ def scaled_values(q: ScaledArray) -> jax.Array:
 def _with_subnormal_results(
     values: jax.Array, data: jax.Array, scale: jax.Array, block: tuple[int, ...] | None
 ) -> jax.Array:
-    """`values`, with those below 2^-126 put together from integers.
+    """`values`, with those below 2^-126 built from integers.
 
     Such a value is ``|data| * 2^(c-127) = k * 2^-149``, where ``k = |data| * 2^(c+22)`` is an
     integer below 2^23, and that integer is its f32 pattern. With codes of 32 and more nothing is
@@ -338,7 +339,7 @@ def split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     half = code >> 1  # c - 127 = (half - 63) + (code - half - 64)
     first = lax.bitcast_convert_type((half + np.uint32(64)) << 23, jnp.float32)
     second = lax.bitcast_convert_type((code - half + np.uint32(63)) << 23, jnp.float32)
-    # XLA:CPU multiplies constant factors with each other first; the barrier keeps it from that.
+    # XLA:CPU multiplies constant factors with each other first; the barrier prevents that.
     return lax.optimization_barrier((jnp.where(code == 255, jnp.nan, first), second))
 
 
@@ -360,7 +361,7 @@ def _has_values(q: Any) -> bool:
 
 
 def _fits(q: ScaledArray) -> bool:
-    """Whether the shapes belong together. (Of an array made under vmap they do not, outside.)"""
+    """Whether the shapes fit. (Those of an array made under vmap do not, outside of it.)"""
     try:
         check_scale_shape(q)
     except (ValueError, TypeError):
@@ -369,7 +370,7 @@ def _fits(q: ScaledArray) -> bool:
 
 
 def _innermost(scale: Any) -> Any:
-    """The scale that varies with the blocks: of two levels the stored one."""
+    """The scale that varies with the blocks: for two levels, the stored one."""
     return scale.data if isinstance(scale, ScaledArray) else scale
 
 

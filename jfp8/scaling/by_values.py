@@ -1,4 +1,4 @@
-"""What Python's operators and the functions of NumPy and JAX see of a `ScaledArray`: its values."""
+"""To operators and to functions of NumPy and JAX, a `ScaledArray` is an array of its values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 
 class ByValues(NDArrayOperatorsMixin):
-    """An object of which arithmetic, comparisons and conversions take the values.
+    """An object whose values are used by arithmetic, comparisons and conversions.
 
     Operators are NumPy's ufuncs (`NDArrayOperatorsMixin`), and those become functions of
     `jax.numpy`, so that ``q * 2``, ``x @ q``, ``q < 1``, ``np.exp(q)`` and ``jnp.sum(q)`` give an
-    array, under `jax.jit` as well. Like a `jax.Array`, the object has no truth value where it has
-    more than one element.
+    array, under `jax.jit` as well. Like a `jax.Array`, the object has no truth value if it has more
+    than one element.
     """
 
     __slots__ = ()
@@ -39,8 +39,8 @@ class ByValues(NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         if any(isinstance(out, ByValues) for out in options.get("out", ())):
             raise TypeError(
-                f"A {type(self).__name__} cannot be written to, as in `q += x`. Its values are an "
-                "array: `y = q + x`, and jfp8.quantize(y) if they shall be stored in FP8 again."
+                f"A {type(self).__name__} cannot be changed in place, as `q += x` would. Compute "
+                "an array of values, `y = q + x`, and jfp8.quantize(y) to store them in FP8 again."
             )
         function = getattr(jnp, ufunc.__name__, None)
         is_known = getattr(np, ufunc.__name__, None) is ufunc and function is not None

@@ -1,6 +1,6 @@
-"""Casts round to a format once, and saturate.
+"""Casts: round once to a format, and saturate.
 
-Finite values beyond the range and infinities go to the largest finite value, NaN stays NaN.
+Finite values beyond the range and infinities become the largest finite value; NaN stays NaN.
 Hardware and compilers disagree on both (XLA's own convert turns 500 into NaN for e4m3fn and 61440
 into Inf for e5m2), so nothing here relies on ``astype``: codes are made from the bits of the input,
 with one rounding, and are equal on every backend.
@@ -54,12 +54,12 @@ def cast(
     ones to NaN, and ties go up, as in ml_dtypes.
 
     The gradient is straight-through (that of the identity). JAX gives a cotangent the dtype of its
-    primal, so behind `cast` it is itself rounded to ``fmt.dtype``; use `round_to_format` where the
-    gradient has to stay exact.
+    primal, so the gradient through `cast` is itself rounded to ``fmt.dtype``; use `round_to_format`
+    where the gradient must stay exact.
 
     Args:
       x: ``f32 | bf16 | f16`` array of any shape (or an f8 array, whose values are exact).
-      fmt: target format; or its name, ``"e4m3"``, or its dtype.
+      fmt: target format; or its name, such as ``"e4m3"``, or its dtype.
       rounding: ``"nearest_even"`` (ties to even), ``"toward_zero"``, or ``"stochastic"`` (rounds up
         with the probability of the remainder: unbiased for every value inside the range).
       key: JAX random key; needed by, and only used for, ``"stochastic"``.
@@ -69,8 +69,8 @@ def cast(
       gradient; ``ScaledArray(codes, 1.0).dequantize()`` turns them into values.)
 
     Raises:
-      TypeError: `x` is not of a real floating dtype of at most 32 bits, or `fmt` not a `Format`.
-      ValueError: unknown `rounding`, or ``"stochastic"`` without `key`.
+      TypeError: `x` is not of a real floating dtype of at most 32 bits, or `fmt` is not a format.
+      ValueError: unknown `rounding` or name of a format, or ``"stochastic"`` without `key`.
 
     References:
       OCP OFP8 section 5.2.2 (saturating conversion).
@@ -97,7 +97,7 @@ def round_to_format(
 
     Args:
       x: ``f32 | bf16 | f16`` array of any shape.
-      fmt: target format; or its name, ``"e4m3"``, or its dtype.
+      fmt: target format; or its name, such as ``"e4m3"``, or its dtype.
       rounding: as for `cast`.
       key: as for `cast`.
 
@@ -237,7 +237,7 @@ def _hardware_converts() -> bool:
 def convert(x: jax.Array, fmt: Format, *, finds_nan: bool = True) -> jax.Array:
     """`encode` to nearest even by the instructions of a processor that has them for `fmt`.
 
-    XLA's own conversion does not saturate e4m3fn, and says nothing about the sign of a NaN.
+    XLA's own conversion does not saturate e4m3fn, and does not define the sign of a NaN.
     """
     x = x.astype(jnp.float32)
     limited = jnp.clip(x, -np.float32(fmt.max), np.float32(fmt.max)).astype(fmt.dtype)
@@ -321,7 +321,7 @@ def decode(data: jax.Array) -> jax.Array:
     values = lax.bitcast_convert_type(pattern, jnp.float16).astype(jnp.float32)
     if fmt.bias == 15:  # float16's own, and with it its Inf and NaN
         return values
-    # In integers: XLA would multiply a factor here with the scale that comes next, and overflow.
+    # In integers: XLA would combine a factor here with the scale that comes next, and overflow.
     rebias = np.uint32((15 - fmt.bias) << 23)
     rebiased = lax.bitcast_convert_type(values, jnp.uint32) + rebias
     values = jnp.where(magnitude == 0, values, lax.bitcast_convert_type(rebiased, jnp.float32))

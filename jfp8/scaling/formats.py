@@ -1,4 +1,4 @@
-"""Which numbers exist: a `Format` is data."""
+"""Number formats, described as data: `Format`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Format:
     ``e == 0``, with `exponent_bits` bits of ``e`` and `mantissa_bits` bits of ``m``.
 
     Attributes:
-      name: how the literature calls it.
+      name: its name in the literature.
       dtype: the numpy/ml_dtypes dtype that stores it; ``uint8`` for E3M4, which has none.
       exponent_bits: width of the exponent field.
-      mantissa_bits: width of the mantissa field, the hidden bit not counted.
+      mantissa_bits: width of the mantissa field, without the hidden bit.
       bias: exponent bias.
       max: largest finite value.
       max_code: the bit pattern of `max`.
-      nan_code: the bit pattern that NaN becomes. E2M1 has no NaN; like ml_dtypes it gets -0.
+      nan_code: the bit pattern that NaN becomes. E2M1 has no NaN: there it is -0, as in ml_dtypes.
       has_nan: whether `nan_code` is a NaN.
       signed: whether there is a sign bit, and with it a zero and subnormals.
 
@@ -68,7 +68,7 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive value; of E8M0, which has no subnormals, the smallest normal."""
+        """The smallest positive value: a subnormal, or for E8M0 the smallest normal one."""
         return 2.0 ** (self.min_exponent - (self.mantissa_bits if self.signed else 0))
 
     def __repr__(self) -> str:
@@ -110,13 +110,14 @@ FormatLike = Format | str | jax.typing.DTypeLike
 
 
 def as_format(given: FormatLike, name: str = "fmt", known: Sequence[Format] = FORMATS) -> Format:
-    """The `Format` that `given`, an argument called `name`, means.
+    """The `Format` that `given` stands for; errors call the argument `name`.
 
-    The dtype of bytes stands for no format, and ``float8_e4m3`` and ``float8_e3m4`` of ml_dtypes,
-    which have an Inf, are other formats than ``"e4m3"`` and ``"e3m4"``.
+    ``uint8`` stands for no format. ``float8_e4m3`` and ``float8_e3m4`` of ml_dtypes have an Inf,
+    and are not the formats ``"e4m3"`` and ``"e3m4"``.
 
     Raises:
-      TypeError, ValueError: something else; a name or a dtype of no format among `known`.
+      TypeError: `given` is not a `Format`, nor the name or the dtype of one in `known`.
+      ValueError: no format in `known` has this name.
 
     >>> from jfp8.scaling.formats import as_format
     >>> as_format("e4m3"), as_format(np.dtype("float8_e5m2"))

@@ -1,8 +1,8 @@
 """The amax history of one tensor: its amaxes in earlier steps, from which delayed scales follow.
 
-A step is *under way* from the first amax that is seen in it to `end_step`. However many uses of the
-tensor there are in between, it gets one entry, the largest; and since the scale covers that, too, a
-step that nobody ends costs precision, but saturates nothing that is as large as what it has seen.
+A step is *under way* from the first amax that is seen in it until `end_step`. However often the
+tensor is used in between, the step gets one entry, the largest amax. The scale covers that entry
+too: a step that is never ended costs precision, but values up to that amax do not saturate.
 
 All functions take stacked states, too (leading axes from ``nn.scan`` or ``vmap``).
 """
@@ -21,11 +21,11 @@ from jfp8.tracing.compat import axes_apart
 AmaxState: TypeAlias = dict[str, jax.Array]
 """One operand's state: ``{"amax_history": f32[H], newest first, 0 = empty slot,
 "amax": f32[], running maximum of the step under way, 0 if there is none}``. A negative running
-maximum is in the history already, as its newest entry."""
+maximum is already in the history, as its newest entry."""
 
 
 def as_dicts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts, whatever mappings (Flax's FrozenDict, say) `tree` is made of."""
+    """`tree` as nested dicts, whatever mappings (Flax's FrozenDict, say) it is made of."""
     return {k: as_dicts(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
@@ -33,7 +33,7 @@ def init_amax_state(history_len: int) -> AmaxState:
     """An empty history, and no amax seen in this step.
 
     Args:
-      history_len: steps that it remembers.
+      history_len: number of steps that it remembers.
 
     Returns:
       An `AmaxState` of zeros.
@@ -60,7 +60,7 @@ def history_amax(history: jax.Array, algo: str) -> jax.Array:
 def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
     """`history` (newest first) with `amax` in front and the oldest entry dropped.
 
-    Zero and non-finite values do not enter: they predict nothing, and one Inf would freeze the
+    Zero and non-finite values are left out: they predict nothing, and one Inf would freeze the
     scale for as long as it stayed in the window.
 
     Args:
@@ -68,7 +68,7 @@ def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
       amax: ``f32[...]``.
 
     Returns:
-      An array like `history`.
+      Array of the shape of `history`.
     """
     amax = amax[..., None].astype(history.dtype)
     pushed = jnp.concatenate([amax, history[..., :-1]], axis=-1)
@@ -108,7 +108,7 @@ def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def record(state: AmaxState, amax: jax.Array) -> AmaxState:
-    """`observe`, for loops that may never end a step: the maximum is an entry at once."""
+    """`observe`, for loops that may never end a step: the maximum becomes an entry at once."""
     seen = observe(state, amax)
     return {
         "amax_history": push_amax(seen["amax_history"], seen["amax"]),
@@ -117,7 +117,7 @@ def record(state: AmaxState, amax: jax.Array) -> AmaxState:
 
 
 def end_recorded(state: AmaxState) -> AmaxState:
-    """`end_step` of a step whose maximum `record` has written already; any other goes on."""
+    """`end_step` if `record` has already written the step's maximum; otherwise the step goes on."""
     return {**state, "amax": jnp.maximum(state["amax"], 0.0)}
 
 

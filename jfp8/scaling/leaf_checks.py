@@ -1,9 +1,9 @@
-"""Arithmetic on the leaves of a `ScaledArray`, noticed when they are put together again.
+"""Detects arithmetic on the leaves of a `ScaledArray`, when it is rebuilt from them.
 
 Data and scale are leaves of a pytree, so that ``jax.tree.map(lambda leaf: 2 * leaf, q)`` gives four
-times the values. What a function made of the leaves is seen only here, and only in part: floats of
-more bits than stored ones come from a cast, and while a function is traced, arrays know the
-operation that made them. In eager mode arrays know nothing: `2 * leaf` is in FP8 again.
+times the values. What a function did to the leaves shows only here, and only in part: floats wider
+than the stored ones come from a cast, and while a function is traced, arrays know the operation
+that made them. In eager mode they do not: `2 * leaf` is in FP8 again, and is not detected.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import numpy as np
 from jfp8.scaling import printing
 from jfp8.tracing.compat import primitive_of
 
-# On values in FP8 nobody but a function of leaves does this: ours decode them first.
+# Only a function of leaves does this in FP8: jfp8 decodes values first.
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "pow", "integer_pow", "reduce_sum"})
 
 
 def check_leaves(data: Any, scale: Any) -> None:
-    """Raise if `data` and `scale` were computed from those of a `ScaledArray`, each by itself.
+    """Raise if `data` and `scale` were computed separately from those of a `ScaledArray`.
 
-    Placeholders of any type pass, and scalars, which may stand for a leaf: a mask, a learning rate.
+    Placeholders of any type pass, and so do scalars, which may stand for a leaf: a mask, a learning
+    rate.
 
     Raises:
-      TypeError: `data` is in floats of more than 8 bits, or `scale` of 16; or both are tracers that
-        an arithmetic operation gave.
+      TypeError: `data` holds floats of more than 8 bits, or `scale` floats of 16; or both are
+        tracers that an arithmetic operation made.
     """
     if not _is_float(data) or not data.ndim:
         return
@@ -51,7 +52,7 @@ def _is_float(x: Any) -> bool:
 def _refusal(name: str, what: str) -> TypeError:
     return TypeError(
         f"The {name} of a ScaledArray {what}: a function of leaves, such as jax.tree.map's, "
-        "changed data and scale each by itself, which does not change the values likewise. Let it "
-        "have the array as one, jax.tree.map(function, tree, is_leaf=jfp8.is_scaled_array), or "
-        "give it arrays: jfp8.dequantize_tree(tree)."
+        "changed data and scale separately, which does not change the values in the same way. "
+        "Pass it the whole array, jax.tree.map(function, tree, is_leaf=jfp8.is_scaled_array), or "
+        "values: jfp8.dequantize_tree(tree)."
     )

@@ -15,7 +15,7 @@ _Blocks = tuple[int, ...]
 def rule_of_scales(
     shape: tuple[int, ...], scale_shape: tuple[int, ...], block: _Blocks | None
 ) -> str:
-    """The rule which scales of `scale_shape` break for data of `shape`; "" if they fit."""
+    """The rule that scales of `scale_shape` break for data of `shape`; "" if they fit."""
     if not scale_shape:
         return ""
     if block is None:
@@ -65,10 +65,10 @@ def expand_scale(
 def index_of_scales(
     index: Any, shape: tuple[int, ...], scale_shape: tuple[int, ...], block: _Blocks | None
 ) -> tuple[tuple[Any, ...], _Blocks | None]:
-    """What to index the scales by, where the data is indexed by `index`.
+    """The index into the scales that belongs to `index` into the data.
 
-    A slice has to begin and to end where blocks do, or to stay within one of them; an integer, of
-    an array too, takes the scale of its block with it.
+    A slice must begin and end where blocks do, or stay within one block. An integer (or 0-d integer
+    array) takes the scale of its block with it.
 
     Args:
       index: integers, slices and an Ellipsis, or a tuple of them.
@@ -80,7 +80,7 @@ def index_of_scales(
       The index, with an entry for each dimension, and the `block` of the part.
 
     Raises:
-      TypeError: the part cuts blocks, or is no integer and no slice.
+      TypeError: the part cuts blocks, or is neither an integer nor a slice.
       IndexError: an integer is out of bounds, or there are more of them than dimensions.
     """
     at, sizes = [], []
@@ -114,8 +114,8 @@ def _scale_of_element(i: Any, axis: int, n: int, b: int) -> Any:
     is_array = isinstance(i, jax.Array | np.ndarray)
     if not is_array or i.ndim or not jnp.issubdtype(i.dtype, jnp.integer):
         raise TypeError(
-            "A ScaledArray with several scales has parts by integers and slices, not by "
-            f"{type(i).__name__}. Take those of its values: q.dequantize()[...]."
+            "A ScaledArray with several scales is indexed by integers and slices, not by "
+            f"{type(i).__name__}. Index its values: q.dequantize()[...]."
         )
     i = jnp.asarray(i, jnp.int32)
     return jnp.where(i < 0, i + n, i) // b

@@ -1,8 +1,8 @@
-"""How values print: short, without what is as usual, and arrays by shape instead of by contents.
+"""How values print: short, without defaults, and arrays by shape instead of by contents.
 
-A ``repr`` is asked for anywhere: while JAX traces, of trees that hold shapes, shardings or
-placeholders instead of arrays, in a debugger. So nothing here computes with JAX, and whatever is no
-array is named by its type.
+A ``repr`` may be called anywhere: while JAX traces, on trees that hold shapes, shardings or
+placeholders instead of arrays, in a debugger. So nothing here computes with JAX, and anything that
+is not an array is named by its type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from jfp8.scaling.formats import E3M4, FORMATS, Format
 
-# Elements of which `scaled_array` computes the values.
+# The most elements for which `scaled_array` computes the range of values.
 _MOST_PRINTED = 1 << 20
 _SHORT = {"int": "i", "uint": "u", "float": "f", "bfloat": "bf"}
 _FORMAT_NAMES = {np.dtype(fmt.dtype): fmt.name for fmt in FORMATS if fmt.dtype != np.uint8}
@@ -27,7 +27,7 @@ def changes(value: Any) -> str:
     """A dataclass as the call that makes it: ``DelayedScaling(margin=1)``.
 
     Fields with their default are left out, and a single one without a default needs no name.
-    Formats are spelled ``E4M3FN``, so that with the names of `jfp8` the text can be evaluated.
+    Formats are spelled ``E4M3FN``, so that the text can be evaluated with the names of `jfp8`.
     """
     fields = [f for f in dataclasses.fields(value) if f.init and f.repr]
     required = [f for f in fields if _default(f) is dataclasses.MISSING]
@@ -59,7 +59,7 @@ def is_arraylike(x: Any) -> bool:
 
 
 def array(x: Any) -> str:
-    """``f32[8,64]``, or the type of what is no array."""
+    """``f32[8,64]``; for anything but an array, its type."""
     if not is_arraylike(x):
         return str(x) if x is None or isinstance(x, (bool, int, float)) else type(x).__name__
     return f"{dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
@@ -74,7 +74,7 @@ def dtype(given: Any) -> str:
 
 
 def on_host(x: Any) -> np.ndarray | None:
-    """The contents of an array, None where there are none to be had without a computation."""
+    """The contents of an array; None where they need a computation."""
     if isinstance(x, jax.Array):
         if isinstance(x, jax.core.Tracer) or x.is_deleted() or not x.is_fully_addressable:
             return None
@@ -156,7 +156,7 @@ def named_state(state: Any) -> str:
 def scaled_array(
     data: Any, scale: Any, outer: Any, sizes: tuple[int, ...] | None, carrier: Any
 ) -> str:
-    """A `ScaledArray`: format, shape, scales, and the range of the values if it is at hand.
+    """A `ScaledArray`: format, shape, scales, and the range of the values if available.
 
     Args:
       data: stored bytes.
@@ -215,7 +215,7 @@ def _spelled_range(x: np.ndarray) -> str:
 
 
 def _host_scales(scale: Any, outer: Any) -> np.ndarray | None:
-    """The scales as f32, None if they are not at hand."""
+    """The scales as f32, None if they are not available."""
     found = on_host(scale)
     if found is None or found.dtype == object:
         return None

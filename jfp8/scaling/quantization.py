@@ -48,14 +48,14 @@ def quantize(
     """``data = cast(x * (1 / scale), fmt)`` with ``scale = amax(x) / fmt.max`` unless it is given.
 
     Elements beyond ``scale * fmt.max`` saturate. NaN and Inf do not: both become NaN in `data`, so
-    that neither disappears behind the cast. In a `Block` they make the scale NaN, and with it the
-    whole block; likewise whatever shares a computed scale with them in E2M1FN, which has no NaN
-    (with a given scale they do saturate there). The gradient is straight-through; see `dequantize`
-    for its precision. (E3M4, stored in uint8, has none.)
+    that the cast hides neither. With `Block` they make the scale of their block NaN, and so all of
+    its values. E2M1FN has no NaN: there they do the same to any scale that is computed, and
+    saturate under a given one. The gradient is straight-through; see `dequantize` for its
+    precision. (E3M4, stored in uint8, has none.)
 
     Args:
       x: ``f32 | bf16 | f16`` array of any shape.
-      fmt: format of the data; or its name, ``"e4m3"``, or its dtype.
+      fmt: format of the data; or its name, such as ``"e4m3"``, or its dtype.
       granularity: which elements share a scale: ``PerTensor()``, ``PerAxis(axis)`` or
         ``Block(shape)``.
       scale: use this scale instead (a "static" or "delayed" one): a positive number, or an f32 or
@@ -68,11 +68,11 @@ def quantize(
       `ScaledArray` of the shape of `x`. A zero, infinite or NaN amax gives a scale of 1.
 
     Raises:
-      TypeError: `x` is not of a real floating dtype of at most 32 bits; `fmt` is no `Format` with a
-        sign; `granularity` or `scale` is of the wrong kind.
-      ValueError: unknown `rounding` or `scale_rounding`; a granularity or scale that does not fit
-        the shape of `x` (blocks may be cut short at the end of a dimension, given scales not);
-        both `scale` and `scale_rounding`; stochastic rounding without `key`.
+      TypeError: `x` is not of a real floating dtype of at most 32 bits; `fmt` is not a format with
+        a sign; `granularity` or `scale` is of the wrong kind.
+      ValueError: unknown `rounding`, `scale_rounding` or name of a format; a granularity or scale
+        that does not fit the shape of `x` (blocks may be cut short at the end of a dimension, given
+        scales not); both `scale` and `scale_rounding`; stochastic rounding without `key`.
 
     >>> import jax.numpy as jnp, jfp8
     >>> q = jfp8.quantize(jnp.array([[1.0, -4.0], [0.5, 0.25]]), granularity=jfp8.PerAxis(0))
@@ -83,12 +83,15 @@ def quantize(
     fmt = as_format(fmt)
     x, bits = check_cast_arguments(x, rounding, key)
     if not fmt.signed:
-        raise TypeError(f"{fmt.name} has no sign and no zero: it holds scales, not data.")
+        raise TypeError(
+            f"{fmt.name} has no sign and no zero: it holds scales, not data. Use another format, "
+            "such as jfp8.E4M3FN."
+        )
     if scale is not None:
         if scale_rounding is not None:
             raise ValueError(
                 f"scale_rounding={scale_rounding!r} rounds the scale that quantize computes, but "
-                "scale= was given and is used as it is. Pass one of the two."
+                "scale= was given and is used unchanged. Pass one of the two."
             )
         scale = jnp.asarray(scale)
         if scale.dtype != E8M0FNU.dtype:
@@ -116,7 +119,7 @@ def block_scale(
 ) -> tuple[jax.Array, tuple[int, ...] | None, jax.Array]:
     """Scale of every block by its own amax, ``amax / fmt.max``.
 
-    A block with a NaN or an Inf in it becomes NaN as a whole: there is no scale that fits it.
+    A block with a NaN or an Inf in it becomes NaN as a whole: no scale fits it.
 
     Args:
       x: ``f32 | bf16 | f16`` array.
@@ -148,10 +151,10 @@ def quantize_with_scale(
     block: tuple[int, ...] | None = None,
     inverse: jax.Array | None = None,
 ) -> ScaledArray:
-    """`quantize` with a scale at hand, unchecked and without a gradient.
+    """`quantize` with a given scale, unchecked and without a gradient.
 
-    A multiplication by the explicit reciprocal, since XLA turns a division by a broadcast scale
-    into one anyway, on some backends.
+    It multiplies by an explicit reciprocal, because on some backends XLA turns a division by a
+    broadcast scale into that anyway.
 
     Args:
       x: ``f32 | bf16 | f16`` array.
@@ -160,8 +163,8 @@ def quantize_with_scale(
       rounding: see `cast`.
       bits: u32 array of the shape of `x`, for stochastic rounding.
       block: see `ScaledArray`.
-      inverse: f32 array, the reciprocals of `scale` if they are at hand: NaN where a block has a
-        NaN or an Inf.
+      inverse: f32 array, the reciprocals of `scale` if they are known: NaN where a block has a NaN
+        or an Inf.
 
     Returns:
       `ScaledArray` of the shape of `x`.
@@ -224,8 +227,8 @@ def two_level_scale(
     encode_scale = jnp.where(largest > 0, numerator / jnp.where(largest > 0, largest, 1.0), 1.0)
     encode_scale = jnp.clip(encode_scale, SMALLEST_SCALE, LARGEST_SCALE)
     # XLA would multiply by the reciprocal of a divisor that is constant or the same for all blocks,
-    # and turn 1 / (s / S) into S / s: fewer roundings than the rule has, but not everywhere. What
-    # is never negative might be so for all that XLA knows, and then the divisor would be another.
+    # and turn 1 / (s / S) into S / s: fewer roundings than the rule has, but not everywhere. XLA
+    # does not know that these values are never negative, so to it the divisors vary.
     s = block_amax / jnp.where(block_amax < 0, 1.0, np.float32(fmt.max)) * encode_scale
     narrow = codes_to_format(encode(jnp.where(finite, s, jnp.nan), scale_fmt), scale_fmt)
     s = decode(narrow)

@@ -31,7 +31,7 @@ def seed_of(key: jax.Array) -> jax.Array:
 
 
 def fold_in(seed: jax.Array, word: jax.Array | np.uint32) -> jax.Array:
-    """Another seed, for the uint32 `word`; different words give different seeds."""
+    """A new seed from this one and the uint32 `word`; different words give different seeds."""
     # An int32, from jnp.arange say, would have its shifts extend the sign.
     word = _murmur3_finalizer(jnp.asarray(word).astype(jnp.uint32) ^ np.uint32(0x9E3779B9))
     return jnp.stack([_murmur3_finalizer(seed[0] ^ word), seed[1] + word])

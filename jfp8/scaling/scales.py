@@ -69,7 +69,7 @@ def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ..
     """Shape of the scales of an array of `shape`.
 
     Args:
-      granularity: what shares a scale.
+      granularity: which elements share a scale.
       shape: of the array.
 
     Returns:
@@ -124,15 +124,15 @@ SMALLEST_SCALE, LARGEST_SCALE = np.float32(2.0**-126), np.float32(2.0**126)
 
 
 def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax.Array:
-    """``max(|x|)`` as f32; NaN if any element is NaN, Inf if any is Inf, 0 of an empty array.
+    """``max(|x|)`` as f32; NaN if any element is NaN, Inf if any is Inf, 0 for an empty array.
 
     The maximum is taken over the integer bit patterns without the sign, which order as
-    ``finite < Inf < NaN``: one pass, exact, and blind to neither NaN nor subnormals (XLA:CPU's
+    ``finite < Inf < NaN``: one pass, exact, and it misses neither NaN nor subnormals (XLA:CPU's
     float maximum loses NaN in arrays of 4096 elements and more).
 
     Args:
       x: real floating array of any shape.
-      granularity: what one maximum covers; default `PerTensor`.
+      granularity: which elements share a maximum; default `PerTensor`.
 
     Returns:
       f32 array of the shape that ``scale_shape(granularity, x.shape)`` gives.
@@ -177,7 +177,7 @@ def _amax(x: jax.Array, granularity: Granularity) -> jax.Array:
 
 
 def check_scale_rounding(scale_rounding: Any) -> None:
-    """A ``ValueError`` for what is no `ScaleRounding`."""
+    """Raise ``ValueError`` unless it is a `ScaleRounding`."""
     if scale_rounding not in SCALE_ROUNDINGS:
         allowed = ", ".join(repr(mode) for mode in SCALE_ROUNDINGS)
         raise ValueError(f"scale_rounding={scale_rounding!r} is unknown. Allowed: {allowed}.")
@@ -194,9 +194,8 @@ def scale_from_amax(
     """The scale that maps `amax` onto ``fmt.max``: ``amax / fmt.max * 2**margin``.
 
     The result is never 0, Inf or NaN and its reciprocal is normal, whatever `amax` is: an `amax` of
-    0, Inf or NaN gives 1, and scales are kept between 2^-126 and 2^126. Only with `poison`, or for
-    a format without NaN, which has no other place for one than its scale, a non-finite `amax` gives
-    NaN.
+    0, Inf or NaN gives 1, and scales are kept between 2^-126 and 2^126. A non-finite `amax` gives
+    NaN only with `poison`, or for a format without NaN, where only the scale can hold one.
 
     Args:
       amax: f32 array of any shape, not negative.
@@ -205,9 +204,9 @@ def scale_from_amax(
       scale_rounding: ``None`` keeps the f32 quotient. ``"power_of_two"`` rounds it up to a power of
         two in f32, so nothing new saturates and multiplying by it is exact. The others give E8M0
         scales, the modes of the MX literature: ``"rceil"`` the same rounding up, ``"floor"``
-        ``2^(floor(log2 amax) - emax)``, ``"ceil"`` ``2^(ceil(log2 amax) - emax)``, ``"even"`` that
-        of `amax` first rounded to the format's mantissa. Their `amax` of 0 gives code 0, Inf and
-        NaN give code 255 (NaN).
+        ``2^(floor(log2 amax) - emax)``, ``"ceil"`` ``2^(ceil(log2 amax) - emax)``, ``"even"`` the
+        floor of `amax` first rounded to the format's mantissa. In these modes an `amax` of 0 gives
+        code 0, and Inf and NaN give code 255 (NaN).
       poison: whether a non-finite `amax` makes the scale NaN: the elements beside it would
         otherwise be cast with a scale that has nothing to do with them.
 
@@ -231,9 +230,9 @@ def scale_from_amax(
         exponent = jnp.clip(e8m0_code(amax, fmt, "rceil") + margin, 1, 253)
         scale = lax.bitcast_convert_type(exponent.astype(jnp.uint32) << 23, jnp.float32)
     else:
-        # XLA multiplies by the rounded reciprocal of a constant divisor. This one is not constant
-        # to it, though amax is never negative, and so the quotient is correctly rounded. (Of
-        # amax < 0 XLA may know that it is false.)
+        # XLA multiplies by the rounded reciprocal of a constant divisor. It cannot see that this
+        # one is constant (amax is never negative), so the quotient is correctly rounded. (It may
+        # see that amax < 0 is false.)
         is_negative = lax.bitcast_convert_type(amax, jnp.uint32) >= np.uint32(1 << 31)
         divisor = jnp.where(is_negative, np.float32(1.0), np.float32(fmt.max))
         scale = amax / divisor * np.float32(2.0**margin) if margin else amax / divisor

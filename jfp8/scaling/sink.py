@@ -3,7 +3,8 @@
 JAX gives the backward pass no outputs but cotangents, and it adds cotangents, averages and rescales
 them. An amax sent that way comes back as a sum or a mean. A histogram does not: the *support* of
 any positive combination of one-hot vectors is the union of their bins, so the highest bin in use
-still bounds the true maximum after sums over uses and devices, means over micro-batches, rescaling.
+still bounds the true maximum after sums over uses and devices, means over micro-batches, and
+rescaling.
 
 A sink is ``f32[..., 3, 2050]``: a row each for lhs, rhs and grad. In a row, an amax sets
   * one of ``[:2030]``, by the leading 12 bits of its f32 pattern without the sign: eight bins to a
@@ -12,8 +13,8 @@ A sink is ``f32[..., 3, 2050]``: a row each for lhs, rhs and grad. In a row, an 
 
 The highest bin in use, with the bits in use by any amax, is the largest amax itself if all are
 equal, and else not below it and still in its bin: at most 9/8 of it. Neither the number of uses nor
-their order or weights matter, as long as no entry of the row is flushed to zero on the way: in f32
-or bf16 what is multiplied by less than 2^-126 is lost, in f16 by less than 2^-24.
+their order or weights matter, as long as no entry of the row is flushed to zero on the way: a
+factor below 2^-126 loses it in f32 or bf16, one below 2^-24 in f16.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ _POSITIVE, _NEGATIVE, _NAN = (np.uint32(1 << bit) for bit in (29, 30, 31))
 
 
 def init_sink() -> jax.Array:
-    """The zeros to differentiate by.
+    """A sink: zeros through whose gradient the backward pass reports amaxes.
 
     Returns:
-      A sink, f32[3, 2050].
+      f32[3, 2050], all zero.
     """
     return jnp.zeros((len(ROLES), WIDTH), jnp.float32)
 
 
 def is_sink(x: jax.Array) -> bool:
-    """Whether `x` has the shape and dtype of sinks: what rounds gradients leaves those alone."""
+    """Whether `x` has the shape and dtype of sinks: code that rounds gradients must skip them."""
     return x.shape[-2:] == (len(ROLES), WIDTH) and x.dtype == jnp.float32
 
 
@@ -65,17 +66,17 @@ def encode_amax(amax: jax.Array) -> jax.Array:
 
 @jax.jit
 def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The amax that a row holds, and whether a non-finite one was among it.
+    """The amax that a row holds, and whether a non-finite one was seen.
 
     Args:
       row: f32[..., 2050], a cotangent of a sink row after any sums, means and rescalings, and
-        negated or not. Of what has entries of both signs, as noise has, nothing can be said.
+        negated or not. A row with entries of both signs, such as noise, says nothing.
 
     Returns:
       ``(amax, overflow)``: f32[...], exact for a single use and for equal ones, otherwise not below
-      the true maximum and at most 9/8 of it, 0 if nothing finite was seen, or nothing can be said;
-      bool[...], also True of what was multiplied by Inf or NaN. (Below 1.5 * 2^-126, where f32
-      ends, the amax is at most 1.63 of the maximum, and of subnormal ones it is 0.)
+      the true maximum and at most 9/8 of it, 0 if nothing finite was seen or the signs are mixed;
+      bool[...], also True for a row that was multiplied by Inf or NaN. (Below 1.5 * 2^-126, the end
+      of f32's range, the amax is at most 1.63 times the maximum, and 0 for subnormal ones.)
     """
     # NaN is neither, or a row of nothing else would be read as the largest number.
     positive, negative = row > 0, row < 0

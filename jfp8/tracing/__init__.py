@@ -1,1 +1,1 @@
-"""What a program is traced for: the JAX at hand, the device, notes for reports."""
+"""What a program is traced for: the JAX version, the device, notes for reports."""

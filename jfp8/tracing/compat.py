@@ -1,4 +1,4 @@
-"""The few places where JAX versions differ; the only file that may look inside of it, or Flax."""
+"""The few places where JAX versions differ; the only file that may use internals of JAX or Flax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval
 
 
 def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """`closed` without the equations that none of its results needs."""
+    """`closed` without the equations that its results do not need."""
     jaxpr, _ = partial_eval.dce_jaxpr(
         closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
     )
@@ -35,8 +35,8 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
 def same_varying_axes(tree: Any) -> Any:
     """`tree` with every leaf made to vary over the union of all leaves' mesh axes.
 
-    ``shard_map`` wants the cotangents of a ``custom_vjp`` to vary like their primals. Casting the
-    primals before it makes JAX sum the cotangents of replicated ones over the mesh, as they should.
+    ``shard_map`` requires the cotangents of a ``custom_vjp`` to vary like their primals. Casting
+    the primals first makes JAX sum the cotangents of replicated ones over the mesh, as it should.
     """
     leaves = jax.tree.leaves(tree)
     union: frozenset[Any] = frozenset().union(*(varying_axes(leaf) for leaf in leaves))
@@ -49,9 +49,9 @@ def same_varying_axes(tree: Any) -> Any:
 
 
 def axes_apart(x: jax.Array, other: jax.Array) -> tuple[Any, ...]:
-    """Mesh axes of enclosing ``shard_map`` or ``pmap`` over which `x` may differ, unlike `other`.
+    """Mesh axes of an enclosing ``shard_map`` or ``pmap`` over which `x` may vary but not `other`.
 
-    Where JAX does not keep track of that (``check_vma=False``), all of them.
+    All of them where JAX does not track that (``check_vma=False``).
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not manual or not config._check_vma.value:
@@ -67,12 +67,12 @@ def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def context_of(eqn: Any) -> contextlib.AbstractContextManager[object]:
-    """The context in which an equation was traced: of meshes, and the like."""
+    """The context in which an equation was traced: meshes and the like."""
     return eqn.ctx.manager
 
 
 def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of one equation of a jaxpr, with its context: where it was written, and how."""
+    """The results of one equation of a jaxpr, in its own context and named scopes."""
     eager = eqn.primitive.get_bind_params(eqn.params)
     name = str(eqn.source_info.name_stack)
     with eqn.ctx.manager, jax.named_scope(name) if name else contextlib.nullcontext():
@@ -87,7 +87,7 @@ def body_of(eqn: Any) -> tuple[Jaxpr, Sequence[Any]]:
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
-    """How many of the operands of a ``scan`` are constants, and how many are carried."""
+    """The number of operands of a ``scan`` that are constants, and of those that are carried."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.12
@@ -101,12 +101,12 @@ def kernels_are_interpreted() -> bool:
 
 
 def trace_state() -> Any:
-    """Equal to what another call gives in the same trace of the same function, and nowhere else."""
+    """A value that is equal only between calls in the same trace of the same function."""
     return get_opaque_trace_state()
 
 
 def is_in_a_body() -> bool:
-    """Whether a ``scan``, ``remat``, ``jit`` or the like is traced inside of another function.
+    """Whether a ``scan``, ``remat``, ``jit`` or the like is being traced inside another function.
 
     Its body may run several times, or be traced once for several calls.
     """
@@ -117,12 +117,12 @@ def is_in_a_body() -> bool:
 
 
 def is_eager() -> bool:
-    """Whether operations are computed at once: nothing is being traced."""
+    """Whether operations are computed immediately: nothing is being traced."""
     return core.trace_state_clean()
 
 
 def outermost_scope() -> Scope | None:
-    """The scope that the running ``apply`` has made: the root of all but those of lifted modules.
+    """The scope made by the running ``apply``: the root of all but those of lifted modules.
 
     None outside of a Linen module.
     """
@@ -132,7 +132,7 @@ def outermost_scope() -> Scope | None:
 
 
 def primitive_of(x: Any) -> str | None:
-    """The operation whose result the tracer `x` is, such as ``"mul"``; None where none is known."""
+    """The operation that made the tracer `x`, such as ``"mul"``; None if unknown."""
     for name in ("val", "primal"):  # what `vmap` and `jvp` wrap
         inner = getattr(x, name, None)
         x = inner if isinstance(inner, jax.core.Tracer) else x

@@ -1,7 +1,7 @@
-"""What a program is traced for: which GPU, which kind of mesh, and whether a report is made of it.
+"""What a program is traced for: which GPU, which kind of mesh, and whether for a report.
 
-For `jfp8.report` notes are written into the jaxpr, as names of scopes: which layer computes an
-equation, and by which recipe.
+`jfp8.report` needs to know which layer computes an equation, by which recipe. This is noted in the
+jaxpr, in the names of scopes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Gpu:
     Attributes:
       kind: its name, such as ``"NVIDIA H200"``.
       capability: compute capability, such as ``(9, 0)``; None if the name does not tell.
-      whole: whether each operation sees whole arrays, or a device's own part of them: no compiler
-        divides it among devices, as it can do with its own operations and not with our kernels.
+      whole: whether each operation sees whole arrays, or a device's own part of them. Otherwise the
+        compiler divides operations among devices, which it can do with its own but not with our
+        kernels.
     """
 
     kind: str
@@ -42,20 +43,20 @@ class Gpu:
 
     @property
     def hopper(self) -> bool:
-        """Whether it has the tensor cores of Hopper, and their instructions."""
+        """Whether it has Hopper's tensor cores and their instructions."""
         return self.capability is not None and self.capability[0] == 9
 
     @property
     def multiplies_f8(self) -> bool:
-        """Whether it has FP8 tensor cores at all, as far as is known."""
+        """Whether it has FP8 tensor cores; True if unknown."""
         return self.capability is None or self.capability >= (8, 9)
 
 
 def current_gpu() -> Gpu | None:
-    """The GPU that JAX traces for at this moment; None if it is another device, or not known.
+    """The GPU that JAX is tracing for; None if it is another device, or unknown.
 
     It is the default device, or the one that an abstract mesh describes, for programs that are
-    compiled where no GPU is::
+    compiled on a machine without a GPU::
 
         gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
         with jax.sharding.use_abstract_mesh(
@@ -77,7 +78,7 @@ def current_gpu() -> Gpu | None:
     capability = _capability_of(device.device_kind)
     if capability is None:
         return None  # one of AMD's
-    # Without a mesh nobody says where arrays are; all devices may have their parts of one.
+    # Without a mesh it is unknown where arrays are; each device may have a part of one.
     in_shard_map = any(kind == AxisType.Manual for _, kind in kinds)
     return Gpu(device.device_kind, capability, in_shard_map or jax.device_count() == 1)
 
@@ -94,7 +95,7 @@ def has_explicit_axes() -> bool:
 
 
 def _capability_of(kind: str) -> tuple[int, int] | None:
-    """What a device of this kind says itself, or what its name tells if there is none here."""
+    """From a device of this kind, or if there is none here, from its name."""
     if jax.default_backend() == "gpu":
         for device in jax.devices():
             said = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
@@ -112,7 +113,7 @@ _context = jax.make_user_context(None)
 
 
 def explaining() -> AbstractContextManager[object]:
-    """A context in which notes are written. Nothing that was traced before is reused in it."""
+    """A context in which notes are written. Programs traced before are not reused in it."""
     return _context(object())
 
 
@@ -135,7 +136,7 @@ def notes_of(name_stack: str) -> dict[str, str]:
 
 
 def product_path(notes: dict[str, str]) -> str:
-    """The path of a layer, and of the product in it, if it may have several: empty if no layer's.
+    """The path of a layer, and of the product in it if it may have several; "" without a layer.
 
     Layers of Flax call their only product ``DotGeneral_0``.
     """

@@ -1,4 +1,4 @@
-"""A value that no device computes: what stands for a kernel where that kernel cannot run."""
+"""A stand-in for a kernel where that kernel cannot run: it raises when it is compiled."""
 
 from __future__ import annotations
 

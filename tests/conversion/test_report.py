@@ -702,7 +702,7 @@ def test_reasons_that_differ_in_shapes_are_one():
     assert len({row.cuda for row in r.rows if row.kind == "wgrad"}) == 2
     title, text, layers = str(r).split("\n\n")[1].splitlines()
     assert title == "FP8 that an NVIDIA GPU computes in bf16:"
-    assert text == "  scales that vary along the contraction and so cannot leave the sum"
+    assert text == "  scales that vary along the contraction and cannot be applied after it"
     assert layers == "    Dense_0, Dense_1"
 
 

@@ -195,7 +195,7 @@ def test_tiles_that_do_not_fit_are_refused():
     a, b = jnp.ones((TILE, TILE), E4M3), jnp.ones((1, TILE, TILE), E4M3)
     group = jnp.zeros(1, jnp.int32)
     for tiles in (Tiles(tile_m=128), Tiles(cluster=2), Tiles(tile_n=96)):
-        with pytest.raises(ValueError, match="may be of different groups"):
+        with pytest.raises(ValueError, match="may belong to different groups"):
             grouped.grouped_matmul(a, b, group, None, None, F32, tiles=tiles)
 
 

@@ -272,10 +272,10 @@ def test_each_moment_can_be_chosen_alone():
     ("arguments", "message"),
     [
         ({"preset": "fp8"}, r"preset='fp8'\) is unknown. Allowed: 'msamp_o2', 'torchao', 'coat'"),
-        ({"preset": "coat", "mu": Blocks()}, r"preset='coat', mu=Blocks.*names both storages"),
+        ({"preset": "coat", "mu": Blocks()}, r"preset='coat', mu=Blocks.*chooses both storages"),
         ({"preset": "coat", "nu": Float(), "mu": Float()}, r"mu=Float.*nu=Float.*Leave preset out"),
-        ({"preset": "coat", "mu_dtype": jnp.bfloat16}, r"names both storages"),
-        ({"mu": Blocks(), "mu_dtype": jnp.bfloat16}, r"says twice how to keep the first moment"),
+        ({"preset": "coat", "mu_dtype": jnp.bfloat16}, r"chooses both storages"),
+        ({"mu": Blocks(), "mu_dtype": jnp.bfloat16}, r"says twice how to store the first moment"),
     ],
 )
 def test_mistakes_are_told(make, arguments, message):

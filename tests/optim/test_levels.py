@@ -157,6 +157,6 @@ def test_a_moment_of_before_is_read_in_its_own_format():
 def test_mistakes_are_told():
     with pytest.raises(TypeError, match="never negative.*Blocks.jfp8.E8M0FNU, transform='expand'"):
         Blocks(E8M0FNU)
-    with pytest.raises(ValueError, match="mu=Blocks.fmt=.*has no sign, and a first moment has one"):
+    with pytest.raises(ValueError, match="mu=Blocks.fmt=.*has no sign, but a first moment has one"):
         adam(1e-3, mu=NEAREST)
     assert adam(1e-3, mu=Blocks(E4M3FN), nu=NEAREST)

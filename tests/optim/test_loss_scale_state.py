@@ -215,11 +215,11 @@ def test_trap_a_loss_scale_for_one_group(tx):
     [
         (
             optax.chain(CLIP, SCALED),
-            r"In front of loss_scale.*jfp8\.loss_scale\(\), optax\.clip_by",
+            r"in front of loss_scale.*jfp8\.loss_scale\(\), optax\.clip_by",
         ),
-        (optax.chain(CLIP, jfp8.skip_on_overflow(SCALED)), "In front of loss_scale"),
-        (optax.MultiSteps(optax.chain(optax.chain(CLIP), jfp8.loss_scale(SGD)), 2), "In front of"),
-        (groups(optax.chain(CLIP, SCALED), FROZEN), "In front of loss_scale"),
+        (optax.chain(CLIP, jfp8.skip_on_overflow(SCALED)), "in front of loss_scale"),
+        (optax.MultiSteps(optax.chain(optax.chain(CLIP), jfp8.loss_scale(SGD)), 2), "in front of"),
+        (groups(optax.chain(CLIP, SCALED), FROZEN), "in front of loss_scale"),
         (
             optax.masked(SCALED, {"w": True, "v": False}),
             r"optax\.chain\(jfp8.loss_scale\(\), optax.m",

@@ -532,7 +532,7 @@ def test_arrays_without_elements(storage, shape):
             "Drop one of the two",
         ),
         (lambda: Float(jnp.int8), TypeError, "For 8 bits use Blocks"),
-        (lambda: Float(stochastic=True), ValueError, "name a dtype of 16 bits"),
+        (lambda: Float(stochastic=True), ValueError, "choose a 16-bit dtype"),
         (Storage, TypeError, "abstract"),
     ],
 )

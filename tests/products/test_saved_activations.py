@@ -335,7 +335,7 @@ def test_a_closure_over_traced_arrays_is_refused():
     def by_closure(w):
         return jnp.sum(save_in_fp8(lambda x: x * w)(x))
 
-    words = r"reads arrays beside its arguments, \['.*float32\[64\]'\].*Make them arguments"
+    words = r"reads arrays that are not its arguments, \['.*float32\[64\]'\].*Make them arguments"
     with pytest.raises(ValueError, match=words):
         jax.grad(by_closure)(jnp.ones(64))
 
@@ -355,7 +355,7 @@ def test_a_closure_over_traced_arrays_is_refused():
     [
         ({"fmt": 8}, None, TypeError, "fmt must be a jfp8.Format.*got 8"),
         ({"fmt": jfp8.E8M0FNU}, None, TypeError, "with a sign.*E8M0FNU"),
-        ({"block": 0}, None, ValueError, "how many elements share a scale, like 32; got 0"),
+        ({"block": 0}, None, ValueError, "a positive number of elements, like 32; got 0"),
         ({"block": True}, None, ValueError, "got True"),
         ({}, jnp.arange(3), TypeError, "x has dtype int32"),
         ({}, jnp.float32(1), ValueError, "x has no dimension.*Leave save_in_fp8 out"),

@@ -772,7 +772,7 @@ REFUSED = {
     ),
     "rotation with a history": (
         {"lhs": Q, "rhs": Delayed(E4M3FN), "rotation": Hadamard()},
-        "rotation with an amax history: the history is that of the tensor as it is",
+        "rotation with an amax history: the history is that of the original tensor",
     ),
     "output in blocks": (
         {"output": Blockwise(E4M3FN, (128, 128))},
@@ -944,7 +944,7 @@ def test_json_of_a_users_own_classes():
     text = recipe.to_json()
     assert recipes.from_json(text, known=[Shifted]) == recipe
     assert recipes.from_json(text, known=(MyRecipe, Shifted)) == recipe
-    with pytest.raises(ValueError, match=r"'Shifted' is no class that jfp8 knows.*known=\["):
+    with pytest.raises(ValueError, match=r"'Shifted' is not a class of jfp8.*known=\["):
         recipes.from_json(text)
     for own in (MyRecipe(mine), NamedRecipe(mine, 4, accumulation="hopper")):
         assert recipes.from_json(own.to_json(), known=[Shifted, type(own)]) == own
@@ -972,7 +972,7 @@ def test_json_errors_inside_of_products():
         recipes.from_json(json.dumps(fields))
     fields = json.loads(per_operand().to_json())
     fields["dgrad"]["rhs"] = {"class": "Currant", "fmt": {"class": "Format", "name": "E5M2"}}
-    with pytest.raises(ValueError, match=r"'Currant' is no class that jfp8 knows"):
+    with pytest.raises(ValueError, match=r"'Currant' is not a class of jfp8"):
         recipes.from_json(json.dumps(fields))
     fields["dgrad"]["rhs"] = {"class": "Current", "fmt": {"class": "Format", "name": "E8M0FNU"}}
     with pytest.raises(ValueError, match="E8M0FNU has no sign"):

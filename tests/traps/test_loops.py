@@ -204,7 +204,7 @@ class TestUsesThatAreNotDifferentiatedThrough:
             apply_fn=None, variables=model.init(KEY, X), tx=optax.sgd(0.0)
         )
         gradient = jfp8.value_and_grad(lambda variables, x: squares(model.apply(variables, x)))
-        with pytest.warns(UserWarning, match=r"\['dense/DotGeneral_0'\] are not kept.*mutable="):
+        with pytest.warns(UserWarning, match=r"\['dense/DotGeneral_0'\] are not updated.*mutable="):
             jax.eval_shape(gradient, state, X)
 
     def test_trap_targets_without_any_gradient_are_said(self):

@@ -1,11 +1,11 @@
-"""The product of MX operands on Blackwell: cuDNN's, which the tensor cores scale themselves."""
+"""The product of MX operands on Blackwell: cuDNN's, scaled by the tensor cores themselves."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-BLOCK = 32  # elements along the contraction that have one scale
+BLOCK = 32  # elements along the contraction that share a scale
 FORMATS = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
@@ -18,12 +18,12 @@ def scaled_matmul(
 ) -> jax.Array:
     """``y[i, j] = sum_t a_scale[i, t] * b_scale[j, t] * sum_{k in block t} a[i, k] * b[j, k]``.
 
-    For compute capability 10.x only. Other devices give the same numbers, but XLA writes out the
-    scaled operands for them and multiplies those, which is slower than a product in bf16.
+    For compute capability 10.x only. On other devices the numbers are the same, but XLA writes the
+    scaled operands to memory and multiplies those, which is slower than a product in bf16.
 
     Args:
-      a, b: ``f8[M, K]`` and ``f8[N, K]``, e4m3fn or e5m2, but not both e5m2. Where M or N is not a
-        multiple of 128, XLA copies operands to fill them up.
+      a, b: ``f8[M, K]`` and ``f8[N, K]``, e4m3fn or e5m2, but not both e5m2. If M or N is not a
+        multiple of 128, XLA copies operands to pad them.
       a_scale, b_scale: ``e8m0[M, ceil(K/32)]`` and ``e8m0[N, ceil(K/32)]``.
       out_dtype: f32, bf16 or f16.
 
@@ -37,9 +37,9 @@ def scaled_matmul(
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
-    # JAX infers the size of blocks, and an incomplete one would make it another.
+    # JAX infers the block size from the shapes, which an incomplete block would change.
     a, b = (jnp.pad(x, ((0, 0), (0, -k % BLOCK))) for x in (a, b))
-    # In f16 values would be scaled in f16, on devices where XLA scales them.
+    # With f16, devices where XLA scales the values would do so in f16.
     dtype = jnp.float32 if out_dtype == jnp.float16 else out_dtype
     operands = (x[None] for x in (a, b, a_scale, b_scale))  # a batch of one product
     return jax.nn.scaled_matmul(*operands, preferred_element_type=dtype)[0].astype(out_dtype)
@@ -60,7 +60,7 @@ def _check_dtypes(
         )
     if a.dtype == b.dtype == jnp.float8_e5m2:
         raise NotImplementedError(
-            f"{of_operands}: cuDNN multiplies e5m2 by e4m3fn only, and XLA would dequantize both."
+            f"{of_operands}: cuDNN multiplies e5m2 only by e4m3fn; XLA would dequantize both."
         )
     if not a_scale.dtype == b_scale.dtype == jnp.float8_e8m0fnu:
         raise NotImplementedError(

@@ -1,7 +1,7 @@
-"""The reference product, to which every other backend is held.
+"""The reference product, with which every other backend must agree.
 
-Its sums over the contraction are in f32, or as hardware forms them: in chunks, with the scales
-between them.
+Its sums over the contraction are in f32, or like those of hardware: in chunks, with the scales
+applied between them.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def dot_in_f32(
 ) -> jax.Array:
     """f32 product of two f8 arrays, not yet scaled, with sums in f32.
 
-    A product of two f8 values is exact in f32, so only the order of the additions is left open.
-    (It is exact in bf16 operands with f32 sums as well, and some processors are twice as fast at
-    that; but XLA:CPU fails at run time on such products for some dimension numbers.)
+    A product of two f8 values is exact in f32, so only the order of the additions is undefined. (It
+    is exact in bf16 operands with f32 sums as well, and some processors are twice as fast at that;
+    but XLA:CPU fails at run time on such products for some dimension numbers.)
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_contract, lhs_batch = tuple(lhs_contract), tuple(lhs_batch)
-    # XLA:CPU multiplies fastest what is contracted along the last dimension of lhs, and would
-    # otherwise transpose values of four bytes; the barrier keeps it from folding this one back in.
+    # XLA:CPU is fastest if the contraction is the last dimension of lhs, and would otherwise
+    # transpose 4-byte values; the barrier prevents it from merging this transposition back in.
     free = [d for d in range(lhs.ndim) if d not in lhs_contract + lhs_batch]
     order = [*lhs_batch, *free, *lhs_contract]
     if order != sorted(order):
@@ -91,9 +91,10 @@ def dot_in_chunks(
 ) -> jax.Array:
     """``y = sum_c scale_c * (sum_{k in c} lhs_k rhs_k)``, over chunks ``c`` of the contraction.
 
-    The inner sums are those of the hardware, the outer one is in f32. A chunk is 128 long where
-    `accumulation` says so, and no longer than the scales are constant: they cannot be taken out of
-    its sum otherwise. (Sums in f32 take them in instead.)
+    The inner sums are those of the hardware, the outer one is in f32. A chunk has 128 terms where
+    `accumulation` says so, and is never longer than the run over which the scales are constant:
+    otherwise they could not be applied after its sum. (Sums in f32 apply them to the terms
+    instead.)
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_contract) != 1:
@@ -152,7 +153,7 @@ def _with_one_contraction(
 
 
 def _merged_last(q: ScaledArray, batch: Sequence[int], contract: Sequence[int]) -> ScaledArray:
-    """`q` as (batch, free, all contracted dimensions in one), a scale for each element of these."""
+    """`q` as (batch, free, contracted), merged, with a scale for each contracted element."""
     order = (*batch, *free_dims(q.ndim, contract, batch), *contract)
     kept = q.ndim - len(contract)
 
@@ -169,7 +170,8 @@ def _merged_last(q: ScaledArray, batch: Sequence[int], contract: Sequence[int]) 
     scale = merged(jnp.broadcast_to(scale, full))
     run = math.prod(q.shape[d] for d in contract)
     if any(shape[d] != 1 for d in contract):
-        # As long as a block along the last dimension, and a divisor of it: runs never cross rows.
+        # As long as a block along the last dimension, and a divisor of that dimension: runs never
+        # cross rows.
         run = math.gcd(q.block_sizes()[contract[-1]], q.shape[contract[-1]])
     scale = lax.slice_in_dim(scale, 0, None, max(run, 1), axis=-1)
     if isinstance(q.scale, ScaledArray):
@@ -178,7 +180,7 @@ def _merged_last(q: ScaledArray, batch: Sequence[int], contract: Sequence[int]) 
 
 
 def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """`x` with zeros behind it along `axis`, to a multiple of `length`."""
+    """`x` padded with zeros along `axis` to a multiple of `length`."""
     missing = -x.shape[axis] % length
     if not missing:
         return x
@@ -186,7 +188,7 @@ def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def _run_length(q: ScaledArray, axis: int) -> int | None:
-    """Over how many consecutive elements along `axis` the scale is constant; None: over all."""
+    """The number of consecutive elements along `axis` that share a scale; None: all."""
     shape = scale_shape_of(q)
     return None if not shape or shape[axis] == 1 else q.block_sizes()[axis]
 

@@ -1,4 +1,4 @@
-"""The product as Hopper's tensor cores add it up: bit for bit a published model, on any device.
+"""The product as summed by Hopper's tensor cores: a published model, bit for bit, on any device.
 
 Tensor cores do not add in IEEE arithmetic. They take 32 products at a time, align them and the
 running sum to the largest exponent among them, and drop what lies beyond 13 fraction bits::
@@ -13,8 +13,8 @@ its format's smallest normal value; and products are not normalized, so that one
 ``4 * 2^E``. NaN and infinities are summed as in IEEE arithmetic; every NaN is 0x7FFFFFFF.
 
 Everything below is exact in f32, so the order of the additions is free: a product has at most 8
-significant bits, a term is an integer below 2^15, and |s| < 2^21. Nothing is so small that a
-processor would flush it to zero: products, and with them all sums, are multiples of 2^-32.
+significant bits, a term is an integer below 2^15, and |s| < 2^21. Nothing is small enough to be
+flushed to zero: products, and so all sums, are multiples of 2^-32.
 
 References:
   mmaemu 0.1.0 (PyPI), preset "hopper": FP8 products of cuBLASLt 12.8.3.14 on an H100 PCIe, fast
@@ -36,10 +36,10 @@ from jax import lax
 from jfp8.scaling.casts import decode
 from jfp8.scaling.formats import E4M3FN, E5M2, format_of
 
-BLOCK = 32  # products that are added at once
+BLOCK = 32  # products that are added together
 FRACTION_BITS = 13  # of the running sum
 LOWEST = -19  # all terms are multiples of 2^-32 (e5m2's 2^-16, squared): no lower E cuts anything
-OF_ZERO = -64  # an exponent that with any other adds up to less than LOWEST, and still to an int8
+OF_ZERO = -64  # an exponent whose sum with any other is below LOWEST, and still fits an int8
 
 
 def dot_general(
@@ -49,8 +49,8 @@ def dot_general(
 ) -> jax.Array:
     """f32 product of two f8 arrays, not yet scaled: one chain over the whole contraction.
 
-    Several contracted dimensions are taken as one, in the order in which they are named, the last
-    of them fastest. A block that is not full is filled with zeros, which change no sum.
+    Several contracted dimensions count as one, in the order in which they are named, the last
+    varying fastest. An incomplete block is filled with zeros, which change no sum.
 
     Raises:
       NotImplementedError: an operand is neither e4m3fn nor e5m2.
@@ -89,7 +89,7 @@ def _to_blocks(
 def _chain(a: jax.Array, b: jax.Array) -> jax.Array:
     """``[blocks, 32, B, M]`` and ``[blocks, 32, B, N]`` to ``[B, M, N]``."""
     (a, e_a), (b, e_b) = _value_and_exponent(a), _value_and_exponent(b)
-    # A zero made of the operands, so that it is sharded as they are, and varies in shard_map.
+    # A zero computed from the operands, so that it is sharded like them, and varies in shard_map.
     zero = 0 * e_a.sum((0, 1))[:, :, None] + 0 * e_b.sum((0, 1))[:, None, :]
     acc, _ = lax.scan(_add_block, zero.astype(jnp.float32), (a, e_a, b, e_b))
     return jnp.where(
@@ -102,13 +102,13 @@ def _add_block(
 ) -> tuple[jax.Array, None]:
     """The running sum ``[B, M, N]`` after one more block of 32 products.
 
-    The 32 outer products are written out, so that XLA fuses them all into one pass over ``[M, N]``
-    and stores none. On CPUs a loop over k takes at least twice as long, a reduction four times.
+    The 32 outer products are unrolled, so that XLA fuses them all into one pass over ``[M, N]`` and
+    stores none. On CPUs a loop over k takes at least twice as long, a reduction four times.
     """
     a, e_a, b, e_b = block
     e = [e_a[k][:, :, None] + e_b[k][:, None, :] for k in range(BLOCK)]
     e = functools.reduce(jnp.maximum, e).astype(jnp.int32)
-    e_acc = (lax.bitcast_convert_type(acc, jnp.int32) >> 23 & 0xFF) - 127  # -127 of zero
+    e_acc = (lax.bitcast_convert_type(acc, jnp.int32) >> 23 & 0xFF) - 127  # -127 for zero
     e = jnp.maximum(jnp.maximum(e, e_acc), LOWEST)
     inverse = _power_of_two(FRACTION_BITS - e)
     s = jnp.trunc(acc * inverse)

@@ -1,4 +1,4 @@
-"""Pallas kernels for Hopper GPUs, in Mosaic GPU. Matrices only, contraction last: no policy.
+"""Pallas kernels for Hopper GPUs, in Mosaic GPU: only matrices, contraction last, no policy.
 
-Imported only where one of them is used: JAX before 0.11.2 lacks what they need.
+Imported only where one of them is used, because JAX before 0.11.2 lacks what they need.
 """

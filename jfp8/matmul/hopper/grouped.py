@@ -2,8 +2,8 @@
 
 Both kernels add up in the same way: the tensor cores sum 128 products of the contraction, and these
 sums, times their scales, are added to sums in f32. One warpgroup copies operands, running ahead;
-two multiply, each its half of the rows. A block stays on its multiprocessor and computes one part
-of the output after the other::
+two multiply, each its half of the rows. A block stays on its multiprocessor and computes parts of
+the output, one after another::
 
     memory    copy 0 | copy 1 | copy 2 | ... | last | copy 0 of the next part | ...
     compute            add up 0 | add up 1 | ... | add up last | round, store | add up 0 | ...
@@ -24,10 +24,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.matmul.hopper.tiles import Tiles, multiprocessors, padded, swizzled
 
 BLOCK = 128  # rows of a tile, products of one sum in the tensor cores, columns of a scale of b
-COLUMNS = 64  # with a single scale of b, and that are stored at once
+COLUMNS = 64  # that share a scale of b, and are stored together
 COMPUTE = 2  # warpgroups that multiply; the one after them copies
 ROWS = BLOCK // COMPUTE
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # a thread's: 128 * (40 + 2 * 232) <= 65536
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 
 # The widest whose sums, one of the tensor cores and one in f32, and scales fit into the registers.
 _TILES = Tiles(tile_m=ROWS, tile_n=192, stages=4, group=16, cluster=1)
@@ -53,7 +53,7 @@ def grouped_matmul(
 
     Args:
       a, b: ``f8[T * 128, K]`` and ``f8[G, N, K]``, e4m3fn or e5m2 in any mix.
-      group: ``i32[T]``, less than ``G``. A tile whose group is negative gives zeros, at no cost.
+      group: ``i32[T]``, less than ``G``. A tile with a negative group gives zeros, at no cost.
       a_scale: ``f32[ceil(K/128), T * 128]``, or None: all are one.
       b_scale: ``f32[G, ceil(K/128), ceil(N/128)]``, or None: all are one.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
@@ -102,7 +102,7 @@ def grouped_outer(
     tiles: Tiles | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """For each group the sum over its tiles; zeros for a group that has none. ::
+    """For each group, the sum over its tiles; zeros for a group without tiles. ::
 
         y[g, i, j] = sum_t (sum_{k in t} a[i, k] b[j, k]) * a_scale[t, i] * b_scale[t, j]
 
@@ -110,8 +110,8 @@ def grouped_outer(
 
     Args:
       a, b: ``f8[M, T * 128]`` and ``f8[N, T * 128]``, e4m3fn or e5m2 in any mix.
-      first, count: ``i32[G]``, the first tile of each group and how many it has. Not more than
-        there are.
+      first, count: ``i32[G]``, the first tile of each group and its number of tiles, all of which
+        must exist.
       a_scale, b_scale: ``f32[T, M]`` and ``f32[T, N]``, or None: all are one.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
       tiles: how the product is cut, with ``tile_m=64`` and ``cluster=1``.
@@ -148,7 +148,7 @@ def grouped_outer(
     return _add_up(part, grid, groups, operands, out, interpret)[:, :m, :n]
 
 
-# Where a part of the output is.
+# The position of a part of the output.
 
 
 class _Place(NamedTuple):
@@ -163,7 +163,7 @@ class _Place(NamedTuple):
 class _Grid:
     """A matrix as parts of 128 rows and `tile_n` columns, in an order that shares operands in L2.
 
-    The last part of a row ends where the matrix does, and so may overlap the one before it.
+    The last part of a row ends with the matrix, and so may overlap the one before it.
     """
 
     rows: int
@@ -184,7 +184,7 @@ class _Grid:
 
     @property
     def strips(self) -> int:
-        """Of `COLUMNS` columns each, in a part."""
+        """The number of strips of `COLUMNS` columns in a part."""
         return self.tiles.tile_n // COLUMNS
 
     def place(self, number: jax.Array) -> _Place:
@@ -197,19 +197,19 @@ class _Grid:
 
 
 def _my_rows(start: jax.Array | int = 0) -> Any:
-    """Those of a tile, which begins at `start`, that this warpgroup computes."""
+    """The rows that this warpgroup computes, of a tile that begins at `start`."""
     return pl.ds(start + lax.axis_index("warpgroup") * ROWS, ROWS)
 
 
 def _of_rows(scale: Any, place: _Place) -> jax.Array:
-    """f32[64, 64] of a warpgroup's rows, the same along each."""
+    """f32[64, 64] for a warpgroup's rows, constant along each."""
     at = _my_rows(place.row)
     x = plgpu.load(scale.at[at], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     return lax.broadcast_in_dim(x, (ROWS, COLUMNS), (0,))
 
 
 def _of_columns(scale: Any, place: _Place, strip: int) -> jax.Array:
-    """f32[64, 64] of a strip's columns, the same along each."""
+    """f32[64, 64] for a strip's columns, constant along each."""
     at = pl.ds(place.column + strip * COLUMNS, COLUMNS)
     x = plgpu.load(scale.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return lax.broadcast_in_dim(x, (ROWS, COLUMNS), (1,))
@@ -219,12 +219,12 @@ def _of_columns(scale: Any, place: _Place, strip: int) -> jax.Array:
 
 
 class _Part(NamedTuple):
-    """One part of the output, and what is added up for it. ::
+    """One part of the output, and the sum that it is. ::
 
         out[rows, columns] = sum_t (a[rows, t] . b[columns, t]^T) * factors(t)
 
     over `steps` blocks ``t`` of 128 along the contraction, from `first`. `a`, `b` and `out` are
-    references. `factors` gives one for each strip, to multiply a sum ``[64, 64]`` by.
+    references. `factors` gives one factor for each strip, for its sum ``[64, 64]``.
     """
 
     a: Any
@@ -244,12 +244,12 @@ def _add_up(
     out: jax.ShapeDtypeStruct,
     interpret: Any,
 ) -> jax.Array:
-    """All parts of `out`, which has so many matrices: for each number what `part` says."""
+    """Compute all parts of `out`, a stack of `matrices` matrices; `part` describes each."""
     tiles, total = grid.tiles, matrices * grid.size
     if tiles.tile_m != ROWS or tiles.tile_n % COLUMNS or tiles.cluster != 1:
         raise ValueError(
             f"{tiles}: grouped products take tile_m={ROWS}, tile_n a multiple of {COLUMNS}, and "
-            "cluster=1: tiles of rows that follow one another may be of different groups."
+            "cluster=1: adjacent tiles of rows may belong to different groups."
         )
     blocks = min(multiprocessors(), total)
 
@@ -302,7 +302,7 @@ _ForEachPart = Callable[[Callable[[_Part, jax.Array], None]], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """References in shared memory: slots that go around, and what is on its way out of it.
+    """References in shared memory: a ring of slots, and results on their way out.
 
     ``full[slot]`` completes when the copies of both operands have arrived, ``empty[slot]`` when
     both warpgroups have multiplied them. Steps are counted through all parts of the output.
@@ -316,7 +316,7 @@ class _Ring:
     staging: Any
 
     def copy(self, for_each_part: _ForEachPart) -> None:
-        """What the warpgroup that copies does."""
+        """The work of the warpgroup that copies."""
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
         def part(this: _Part, before: jax.Array) -> None:
@@ -337,13 +337,13 @@ class _Ring:
 
         steps = for_each_part(part)
 
-        # Nobody is to arrive at a barrier that is no longer waited for.
+        # No one may arrive at a barrier that is no longer waited for.
         @pl.loop(jnp.maximum(steps - self.stages, 0), steps)
         def _(step: jax.Array) -> None:
             plgpu.barrier_wait(self.empty.at[lax.rem(step, self.stages)])
 
     def multiply(self, for_each_part: _ForEachPart) -> None:
-        """What a warpgroup that multiplies does, with its half of the rows."""
+        """The work of a warpgroup that multiplies, with its half of the rows."""
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
         def part(this: _Part, before: jax.Array) -> None:
@@ -358,7 +358,7 @@ class _Ring:
     def _add(
         self, this: _Part, before: jax.Array, i: jax.Array, sums: list[jax.Array]
     ) -> list[jax.Array]:
-        """The sums of all strips, and to them those of 128 products more."""
+        """The sums of all strips, plus those of 128 more products."""
         slot = lax.rem(before + i, self.stages)
         plgpu.barrier_wait(self.full.at[slot])
 
@@ -382,7 +382,7 @@ class _Ring:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i, total in enumerate(sums):
             slot, column = self.staging.at[warpgroup, i % 2], this.place.column + i * COLUMNS
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # two slots, in turns
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # two slots, alternating
             slot[...] = total.astype(self.staging.dtype)
             plgpu.commit_smem()
             target = this.out.at[rows, pl.ds(column, COLUMNS)]

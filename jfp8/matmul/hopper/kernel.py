@@ -1,15 +1,15 @@
-"""Products of f8 matrices on Hopper's tensor cores: ``y = a @ b.T`` with scales around or inside.
+"""Products of f8 matrices on Hopper's tensor cores: ``y = a @ b.T``, scaled after or in the sum.
 
-All products have one kernel. A block of three warpgroups stays on its multiprocessor and takes one
-tile of the output after the other. One warpgroup only copies: 128 columns of `a` and of `b` at a
-time, into a ring of shared memory. The other two multiply, each its half of the tile's rows::
+All products have one kernel. A block of three warpgroups stays on its multiprocessor and computes
+tiles of the output, one after another. One warpgroup only copies: 128 columns of `a` and of `b` at
+a time, into a ring of shared memory. The other two multiply, each its half of the tile's rows::
 
     memory    copy 0 | copy 1 | copy 2 | (0 has been read) copy 3 | ... | copies for the next tile
     compute            product 0 | product 1 | product 2 | ... | scale, round, store | product 0
 
 `full[slot]` completes when a slot's copies have arrived, `empty[slot]` when both halves have read
-it. Where sums are promoted, the two warpgroups fall into turns by themselves: while one adds its
-partial sum to its f32 sum, the tensor cores work for the other.
+it. Where sums are promoted, the two warpgroups alternate by themselves: while one adds its partial
+sum to its f32 sum, the tensor cores work for the other.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.matmul.hopper.tiles import Tiles, default_tiles, multiprocessors, padded, swizzled
 
 BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
-COLUMNS = 64  # what n is padded to: every such part of a tile has one scale of 128 x 128
+COLUMNS = 64  # n is padded to this: every such part of a tile has one scale of 128 x 128
 COMPUTE = 2  # warpgroups that multiply; the one after them copies
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # a thread's: 128 * (40 + 2 * 232) <= 65536
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread: 128 * (40 + 2 * 232) <= 65536
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)  # of a vector that is broadcast along the rows of a sum
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -55,7 +55,7 @@ def matmul(
       out_dtype: f32, bf16 or f16: the scaled f32 sum is rounded once.
       promote: add the tensor cores' sum to a sum in f32 after every 128 of K ("full accumulation").
         Otherwise one sum runs through the tensor cores, which keep fewer bits of it ("fast").
-      tiles: how the product is cut; by its shape if None.
+      tiles: how the product is divided; chosen by its shape if None.
       interpret: for ``plgpu.kernel``.
 
     Returns:
@@ -81,14 +81,14 @@ def block_matmul(
 ) -> jax.Array:
     """``y[i, j] = sum_t (sum_{k in block t} a[i, k] * b[j, k]) * a_scale[t, i] * b_scale[t, j]``.
 
-    The inner sums, of 128 products, are the tensor cores'; all around them is f32.
+    The tensor cores make the inner sums, of 128 products; everything else is f32.
 
     Args:
       a, b: ``f8[M, K]`` and ``f8[N, K]``, e4m3fn or e5m2 in any mix.
       a_scale: ``f32[ceil(K/128), M]``.
       b_scale: ``f32[ceil(K/128), N]``, or ``f32[ceil(K/128), ceil(N/128)]``: one for 128 columns.
       out_dtype: f32, bf16 or f16: the f32 sum is rounded once.
-      tiles: how the product is cut; by its shape if None.
+      tiles: how the product is divided; chosen by its shape if None.
       interpret: for ``plgpu.kernel``.
 
     Returns:
@@ -141,7 +141,7 @@ def _product(
 
 
 def _padded_scale(name: str, scale: jax.Array, rows: int, columns: int) -> jax.Array:
-    """As long as the padded operand; a single number becomes a vector of one."""
+    """Padded like the operand; a single number becomes a vector of length one."""
     if name in ("row", "column"):
         return scale.reshape(1)
     if name == "b_tiles":
@@ -184,7 +184,7 @@ class _Problem:
 def _scratch(
     p: _Problem, a_dtype: Any, b_dtype: Any, out_dtype: jax.typing.DTypeLike
 ) -> dict[str, Any]:
-    """The shared memory of a block, by the names of `_kernel`'s arguments."""
+    """The shared memory of a block, named like `_kernel`'s arguments."""
     tiles, width = p.tiles, 128 // jnp.dtype(out_dtype).itemsize  # 128 bytes: the widest swizzle
     scratch = {
         "a_ring": plgpu.SMEM(
@@ -218,7 +218,7 @@ def _kernel(p: _Problem, a: Any, b: Any, *operands: Any, **shared: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """What the warpgroups of a block do. References: in device memory, then in shared memory."""
+    """The work of a block's warpgroups. References: in device memory, then in shared memory."""
 
     p: _Problem
     a: Any
@@ -235,17 +235,17 @@ class _Block:
 
     @property
     def steps(self) -> int:
-        """Of one tile: blocks of k."""
+        """Number of steps, blocks of k, of one tile."""
         return self.p.k // BLOCK
 
     def tiles(self) -> jax.Array:
-        """How many of them are this block's."""
+        """Number of tiles that this block computes."""
         return (math.prod(self.p.grid) - 1 - lax.axis_index("sm")) // self.p.clusters + 1
 
     def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """First row and column of this block's tile `i`, and the first column that it stores.
 
-        The last tile of a row ends where the matrix does, and so may overlap the one before it.
+        The last tile of a row ends with the matrix, and so may overlap the one before it.
         """
         p, tiles = self.p, self.p.tiles
         number = lax.axis_index("sm") + i * p.clusters
@@ -273,7 +273,7 @@ class _Block:
 
                 self.copy_block(lax.rem(step, stages), row, column, t)
 
-        # A block may not end while the other one of its cluster has yet to arrive at its barriers.
+        # A block must not end before the other one of its cluster has arrived at its barriers.
         @pl.loop(jnp.maximum(self.tiles() * steps - stages, 0), self.tiles() * steps)
         def _(step):
             plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
@@ -305,7 +305,7 @@ class _Block:
         plgpu.wait_smem_to_gmem(0)
 
     def wait(self, step: jax.Array) -> tuple[Any, Any]:
-        """This warpgroup's operands of a step, once they are there."""
+        """This warpgroup's operands of a step, once they have arrived."""
         tile_m, slot = self.p.tiles.tile_m, lax.rem(step, self.p.tiles.stages)
         plgpu.barrier_wait(self.full.at[slot])
         half = pl.ds(lax.axis_index("warpgroup") * tile_m, tile_m)
@@ -315,7 +315,7 @@ class _Block:
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.p.tiles.stages)])
 
     def running(self, i: jax.Array) -> list[jax.Array]:
-        """One sum through all of k. A product is issued before the one ahead of it is done."""
+        """One sum over all of k. A product is issued before the previous one is done."""
 
         def scope(acc):
             @pl.loop(0, self.steps)
@@ -344,7 +344,7 @@ class _Block:
 
             def product(acc):
                 plgpu.wgmma(acc, a, b)
-                # Loaded a step ahead, and behind wgmma: the compiler has whatever comes after these
+                # Loaded a step ahead, and after wgmma: the compiler makes everything after these
                 # loads wait for them.
                 next_scales = self.block_scales(jnp.minimum(t + 1, self.steps - 1), row, column)
                 return acc[...], next_scales
@@ -387,7 +387,7 @@ class _Block:
         return [y * (by_row * _along(s, shape, 1)) for y, s in zip(partial, by_part, strict=True)]
 
     def request_scales(self, row: jax.Array, column: jax.Array) -> Any:
-        """What scales the rows of a tile. What scales its columns, `store` waits for."""
+        """Request the scales of a tile's rows. `store` waits for those of its columns."""
         if "columns" in self.scale:
             warpgroup = lax.axis_index("warpgroup")
             plgpu.copy_gmem_to_smem(
@@ -425,7 +425,7 @@ class _Block:
                 y = y * _along(_load(self.columns.at[warpgroup, columns], _BY_COLUMN), shape, 1)
             elif "column" in self.scale:
                 y = y * self.scale["column"][0]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # two slots, in turns
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # two slots, alternating
             slot[...] = y.astype(self.out.dtype)
             plgpu.commit_smem()
             start = column + c * width
@@ -434,7 +434,7 @@ class _Block:
 
 
 def _parts(x: jax.Array, width: int) -> list[jax.Array]:
-    """`x` cut into columns of `width`. They stay in the registers where they are."""
+    """`x` split into parts of `width` columns, which stay in the same registers."""
     return [x[:, c : c + width] for c in range(0, x.shape[1], width)]
 
 
@@ -443,5 +443,5 @@ def _load(vector: Any, layout: Any) -> jax.Array:
 
 
 def _along(vector: jax.Array, shape: tuple[int, ...], dimension: int) -> jax.Array:
-    """A vector along `dimension` of a matrix, the same for all of the other."""
+    """A vector along `dimension` of a matrix, constant along the other."""
     return lax.broadcast_in_dim(vector, shape, (dimension,))

@@ -1,4 +1,4 @@
-"""What was measured to be the fastest way to cut an array, in ``tuned.json``.
+"""The tiles that were measured to be fastest, in ``tuned.json``.
 
 The table is ``{device kind: {kernel: {shape class: {"tiles": fields, ...}}}}``, and is filled by
 ``benchmarks/tune_gpu.py``. A shape class has each size rounded up to a power of two.
@@ -15,7 +15,7 @@ from jfp8.tracing.context import device_kind
 
 
 def measured(kernel: str, *shape: int) -> dict[str, Any] | None:
-    """Fields of the fastest tiles for arrays like these on the current GPU, if anybody looked."""
+    """Fields of the fastest tiles for arrays like these on the current GPU, if measured."""
     entry = _table().get(device_kind(), {}).get(kernel, {}).get(shape_class(shape))
     return None if entry is None else entry["tiles"]
 

@@ -1,8 +1,8 @@
 """Products of `ScaledArray`s by the Pallas kernels for Hopper, in this folder.
 
 The kernels take matrices with the contraction last, ``y[i, j] = sum_k a[i, k] b[j, k]``, because
-Hopper's tensor cores read 8-bit operands in no other way. Here any product is brought into that
-form, and its scales into the shapes that the kernels take.
+Hopper's tensor cores read 8-bit operands only in this layout. This file brings any product into
+that form, and its scales into the shapes that the kernels take.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCK = 128  # along the contraction: what the kernels sum before they scale
 
 
 def why_no_kernels(gpu: Gpu | None) -> str | None:
-    """Why there are no kernels of ours for `gpu`; None if there are. None is taken for a Hopper."""
+    """Why jfp8 has no kernels for `gpu`; None if it has. An unknown GPU counts as a Hopper."""
     if jax.__version_info__ < (0, 11, 2):
         return (
             f"JAX {jax.__version__}: the Mosaic GPU kernels need 0.11.2 or later, and with it "
@@ -53,7 +53,7 @@ def why_no_kernels(gpu: Gpu | None) -> str | None:
 
 
 def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
-    """The product by a kernel: scales by row and column at its end, or blocks of 128 inside it."""
+    """The product by a kernel, with scales by row and column at its end, or per 128 inside it."""
 
     def kernel(lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
         from jfp8.matmul.hopper import kernel as kernels
@@ -81,7 +81,7 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
 
 
 def run(kernel: Callable[..., jax.Array], *operands: ScaledArray) -> jax.Array:
-    """``kernel(*operands)`` on CUDA, or interpreted; an error where it is compiled for another."""
+    """``kernel(*operands)`` on CUDA, or interpreted; an error if compiled for another platform."""
     if kernels_are_interpreted():
         return kernel(*operands)
     reason = (
@@ -117,7 +117,7 @@ def _row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -
 
 
 def _block_scales(q: ScaledArray, contract: int, batch: Sequence[int], tiles: bool) -> jax.Array:
-    """The scales as f32[(batch,) k / 128, n], or ``n / 128`` where that is enough and allowed."""
+    """The scales as f32[(batch,) k / 128, n], or ``n / 128`` if that is enough and allowed."""
     blocks_along = -(-q.shape[contract] // BLOCK)
     (free,) = free_dims(q.ndim, (contract,), batch)
     sizes = [q.shape[d] for d in batch]

@@ -1,10 +1,10 @@
-"""Casting a matrix to f8 in both directions, and its amaxes: each one pass over memory.
+"""Casts of a matrix to f8 in both directions, and its amaxes: one pass over memory each.
 
 Every kernel here and in `quantize_blocks` walks over tiles of `x` with as many blocks as the device
-runs at a time. The copy engine brings tiles into shared memory while earlier ones are worked on,
-and takes the results away. A tile is read once from memory but twice from shared memory: as it is
+runs at a time. The copy engine brings tiles into shared memory while earlier ones are processed,
+and takes the results away. A tile is read once from memory but twice from shared memory: directly
 for `q`, and through its transposed view for `q_t`. So both directions are the same code on lines of
-the tile, and what is reduced along a line never leaves a warp.
+the tile, and a reduction along a line never leaves a warp.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Sweep:
 
     Attributes:
       rows, columns: size of a tile, multiples of 64.
-      stages: tiles of the input in shared memory, one worked on and the others on their way.
-      blocks: blocks that share the tiles; by default two for each multiprocessor, which have to
-        find room in its shared memory together.
+      stages: tiles of the input in shared memory, one being processed and the others being loaded.
+      blocks: blocks that share the tiles; by default two for each multiprocessor, which together
+        must fit into its shared memory.
     """
 
     rows: int = 128
@@ -50,17 +50,17 @@ class Sweep:
 
 
 def both_ways(dtype: jax.typing.DTypeLike) -> Sweep:
-    """Tiles of which two blocks fit a multiprocessor, each with two of them and both results."""
+    """Tiles with which two blocks fit a multiprocessor, each with two tiles and both results."""
     return Sweep(rows=128 if jnp.dtype(dtype).itemsize == 2 else 64)
 
 
 def fastest(kernel: str, x: jax.Array, otherwise: Sweep) -> Sweep:
-    """What was measured to be fastest for `x`, of 16 bits an element; else `otherwise`."""
+    """What was measured to be fastest for `x`, with 16-bit elements; else `otherwise`."""
     found = measured(kernel, *x.shape) if x.dtype.itemsize == 2 else None
     return otherwise if found is None else Sweep(**found)
 
 
-# What the kernels share.
+# Shared by the kernels.
 
 
 def run(
@@ -73,7 +73,7 @@ def run(
     sweep: Sweep,
     interpret: Any,
 ) -> Sequence[jax.Array]:
-    """Results of ``kernel(x, *arrays, *out, *staged)``; `staged` is shared memory of its own."""
+    """Results of ``kernel(x, *arrays, *out, *staged)``; `staged` is in shared memory."""
     return plgpu.kernel(
         kernel,
         out_type=tuple(out),
@@ -104,7 +104,7 @@ def for_each_tile(
       body: gets the position of the tile, and tile and parts in shared memory; if there is a
         `carry`, it returns the next one.
       x: matrix in memory, of whole tiles.
-      vectors: vectors in memory, and the dimension of `x` that each belongs to.
+      vectors: vectors in memory, each with the dimension of `x` that it belongs to.
       sweep: size of the tiles, and how many blocks share them.
       wanted: bool[]; if False nothing is read.
       carry: its first value.
@@ -149,8 +149,8 @@ def read(tile: Ref, layout: Any) -> jax.Array:
 
 
 def write(values: jax.Array, staged: Ref, target: Ref) -> None:
-    """``target = values``, by way of `staged`."""
-    # The two directions take turns, each in its own `staged`: with one copy left under way, this
+    """``target = values``, through `staged`."""
+    # The two directions alternate, each in its own `staged`: with at most one copy in flight, this
     # one is free. At the end of a kernel `finish` waits for both.
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     staged[...] = values
@@ -164,7 +164,7 @@ def finish() -> None:
 
 
 def per_line(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One value for each line, spelled out along the lines."""
+    """One value for each line, repeated along the lines."""
     return lax.broadcast_in_dim(values, shape, (0,))
 
 
@@ -185,18 +185,18 @@ def no_amax(x: Ref, sweep: Sweep) -> jax.Array:
 
 
 def from_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """f32 value of what `magnitude` gave for an `x` of `dtype`."""
+    """The f32 value of a result of `magnitude`, for an `x` of `dtype`."""
     return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
 
 
 def f32_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """What `magnitude` would have given for ``x.astype(f32)``: int32, which memory takes well."""
+    """What `magnitude` would give for ``x.astype(f32)``, as int32, which memory handles well."""
     return lax.bitcast_convert_type(from_magnitude(bits, dtype), jnp.int32)
 
 
 def saturating(values: jax.Array, fmt: Format, interpret: Any) -> jax.Array:
-    """f32 `values` in `fmt`, the largest of which the finite ones do not exceed."""
-    # The device's conversion (cvt.rn.satfinite) does it by itself.
+    """f32 `values` cast to `fmt`; finite ones saturate."""
+    # The device's conversion (cvt.rn.satfinite) saturates by itself.
     if interpret or kernels_are_interpreted():
         values = jnp.clip(values, -np.float32(fmt.max), np.float32(fmt.max))
     return values.astype(fmt.dtype)
@@ -297,7 +297,7 @@ def quantize_both(
       row_inverse: reciprocals of the scales of `q`: f32[] or f32[M].
       column_inverse: those of `q_t`: f32[] or f32[N].
       fmt: E4M3FN or E5M2.
-      with_amax: whether to find the amax of `x` on the way.
+      with_amax: whether to compute the amax of `x` as well.
       sweep: how to walk over `x`.
       interpret: see `tensor_amax`.
 
@@ -324,7 +324,7 @@ def quantize_both(
 
             def cast(values, part, layout):
                 values = values.astype(jnp.float32)
-                values = values + values * 0  # Inf becomes NaN, all else stays
+                values = values + values * 0  # Inf becomes NaN, all else is unchanged
                 factor = part
                 if part.ndim:
                     factor = per_line(read(part, layout.reduce(1)), values.shape)

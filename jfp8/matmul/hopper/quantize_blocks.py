@@ -1,4 +1,4 @@
-"""Casting a matrix to f8 in blocks with scales of their own, in both directions in one pass."""
+"""Casts of a matrix to f8 with a scale for each block, in both directions in one pass."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def quantize_rows_in_blocks(
     sweep: Sweep | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`x` in blocks of ``1 x block`` along its rows, and `x.T` along its own.
+    """Quantize `x` in blocks of ``1 x block`` along its rows, and `x.T` along its own rows.
 
     ``q[i, j] = cast(x[i, j] / s[j // block, i])`` and
     ``q_t[j, i] = cast(x[i, j] / s_t[i // block, j])``, where scales and their reciprocals are those
     of `quantizers.block_scale`: a block with a NaN or Inf in it becomes NaN as a whole. Blocks are
-    the first dimension of the scales, so that neighbouring lines have theirs side by side.
+    the first dimension of the scales, so that scales of neighbouring lines are side by side.
 
     Args:
       x: f32, bf16 or f16[M, N].
@@ -75,7 +75,7 @@ def quantize_rows_in_blocks(
     def kernel(x, q, s, q_t, s_t, staged, staged_t) -> None:
         def body(i, j, tile):
             def cast(values, scales, first, lines):
-                # One block of every line after the other.
+                # Block by block, for all lines at once.
                 parts = []
                 for b in range(values.shape[1] // block):
                     part = values[:, b * block : (b + 1) * block]
@@ -122,7 +122,7 @@ def quantize_tiles(
     sweep: Sweep | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`x` in blocks of 128x128, which serve both directions: ``q_t`` is the transpose of ``q``.
+    """Quantize `x` in blocks of 128x128, which serve both directions: ``q_t`` is ``q.T``.
 
     Args:
       x: f32, bf16 or f16[M, N].
@@ -143,7 +143,7 @@ def quantize_tiles(
     def kernel(x, q, q_t, s, staged, staged_t) -> None:
         def body(i, j, tile):
             values = read(tile, ROWS)
-            # Reductions over one dimension at a time and bitcasts of vectors are what lowers.
+            # Only reductions over one dimension at a time and bitcasts of vectors can be lowered.
             largest = f32_magnitude(jnp.max(magnitude(values), axis=1), x.dtype)
             amax = lax.bitcast_convert_type(jnp.full((128,), jnp.max(largest)), jnp.float32)
             scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
@@ -177,14 +177,14 @@ def quantize_tiles(
 
 
 def in_blocks(dtype: jax.typing.DTypeLike, block: int) -> Sweep:
-    """Tiles of whole blocks both ways, of which two fit a multiprocessor: of f32 one at a time."""
+    """Tiles of whole blocks in both directions, of which two fit a multiprocessor; for f32 one."""
     if jnp.dtype(dtype).itemsize == 4 and block == 128:
         return Sweep(stages=1)
     return both_ways(dtype)
 
 
 def store(ref: Any, values: jax.Array) -> None:
-    """``ref[...] = values``, where JAX 0.12 wants to be told that single bytes are meant."""
+    """``ref[...] = values``; JAX 0.12 must be told that single bytes are meant."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, values, optimized=False)
     else:
@@ -196,13 +196,13 @@ def scale_and_inverse(
 ) -> tuple[jax.Array, jax.Array]:
     """The scale of a block and its reciprocal, f32, both NaN if `amax` is not finite.
 
-    To the bit what `quantizers.block_scale` gives, in operations of which the device keeps to the
-    bit as well. E8M0 scales come as their codes (uint8).
+    Bit for bit the result of `quantizers.block_scale`, by operations that the device also computes
+    exactly. E8M0 scales come as their codes (uint8).
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     finite = bits < INFINITY
     if scale_rounding is None:
-        # Where the scale would be below 2^-126, or NaN, a number that divides without surprises.
+        # Where the scale would be below 2^-126, or NaN, a number that is safe to divide by.
         smallest = np.float32(fmt.max) * SMALLEST_SCALE
         clipped = jnp.maximum(jnp.where(finite, amax, np.float32(1.0)), smallest)
         scale = divide(clipped, jnp.full_like(amax, np.float32(fmt.max)))
@@ -214,7 +214,7 @@ def scale_and_inverse(
     code = e8m0_code(amax, fmt, mode)
     if scale_rounding == "power_of_two":
         code = jnp.where(finite, jnp.where(bits == 0, 127, jnp.clip(code, 1, 253)), 255)
-    # The reciprocal of 2^(c-127) has the code 254 - c; that of no amax is 0, an f32 subnormal.
+    # The reciprocal of 2^(c-127) has the code 254 - c, which is 0, an f32 subnormal, for no amax.
     inverse = lax.bitcast_convert_type((254 - code) << 23, jnp.float32)
     inverse = jnp.where(code == 255, np.float32(np.nan), inverse)
     if scale_rounding == "power_of_two":
@@ -226,13 +226,13 @@ def scale_and_inverse(
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
     """``a / b`` rounded to nearest, for positive normal numbers with a normal quotient.
 
-    The device's own division is up to two units in the last place off.
+    The device's own division may be off by two units in the last place.
     """
     return nearest_quotient(a / b, a, b)
 
 
 def nearest_quotient(y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The f32 nearest to ``a / b``, of which `y` is at most three units in the last place off.
+    """The f32 nearest to ``a / b``, from a `y` off by at most three units in the last place.
 
     With the 24-bit mantissas ``A, B, Y`` as integers, ``Y ~ A 2^k / B`` where `k` is 23 or 24. The
     remainder ``A 2^k - B Y`` is a few times `B` at most, which survives arithmetic modulo 2^32, and

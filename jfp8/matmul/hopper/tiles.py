@@ -1,4 +1,4 @@
-"""How arrays are cut and laid out in shared memory: what the kernels have in common."""
+"""How arrays are divided and laid out in shared memory: common to all kernels."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.matmul.hopper.measured import measured
 
-# Bytes of shared memory that one block may use on Hopper.
+# Bytes of shared memory that a block may use on Hopper.
 SHARED_MEMORY = 232_448
 
 
 def swizzled(
     dtype: jax.typing.DTypeLike, columns: int
 ) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """Transforms of a tile with rows of `columns` elements, as copies and wgmma take it."""
+    """The transforms of a tile with rows of `columns` elements that copies and wgmma require."""
     bits = 8 * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * bits)
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 
 def padded(x: jax.Array, *multiples: int) -> jax.Array:
-    """`x` with zeros behind it, so that each dimension is a multiple of its entry."""
+    """`x` padded with zeros, so that each dimension is a multiple of its entry."""
     missing = [(0, -n % m) for n, m in zip(x.shape, multiples, strict=True)]
     return jnp.pad(x, missing) if any(after for _, after in missing) else x
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a product ``[M, N]`` is cut. `tile_m` and `tile_n` are multiples of 64.
+    """How a product ``[M, N]`` is divided. `tile_m` and `tile_n` are multiples of 64.
 
     Two warpgroups take `tile_m` x `tile_n` each, one above the other; `cluster` (1 or 2) such
-    blocks, again above each other, share the copies of b. `stages` copies of 128 of K are on
-    their way. Blocks that run at the same time form a rectangle, `group` tiles high, so that what
-    they read stays in L2.
+    blocks, again above each other, share the copies of b. `stages` copies of 128 of K are in
+    flight. Blocks that run at the same time form a rectangle, `group` tiles high, so that their
+    operands stay in L2.
     """
 
     tile_m: int = 64
@@ -56,7 +56,7 @@ _WIDEST = {"running": 256, "promoted": 192, "block": 192, "block_columns": 128}
 
 
 def multiprocessors() -> int:
-    """Of the device that is compiled for; an H200's where there is none."""
+    """Those of the device that is compiled for; without one, those of an H200."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.num_cores:
         return abstract.num_cores
@@ -64,7 +64,7 @@ def multiprocessors() -> int:
 
 
 def candidates(kind: Kind) -> list[Tiles]:
-    """What is worth measuring: all tiles that fit, with as many stages as do."""
+    """The tiles worth measuring: all that fit, with as many stages as fit."""
     widths = [n for n in (64, 128, 192, 256) if n <= _WIDEST[kind]]
     shapes = [(64, n) for n in widths] + ([(128, 128)] if kind == "running" else [])
     return [
@@ -76,10 +76,10 @@ def candidates(kind: Kind) -> list[Tiles]:
 
 
 def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
-    """What was measured to be fastest; else what a model of the device expects to be.
+    """The tiles that were measured to be fastest; else those that a model of the device predicts.
 
-    A wave of tiles takes as long as the slowest of three needs for one of them, and a little for
-    its start and end: the tensor cores, the shared memory, and the way there from L2.
+    A wave of tiles takes as long as the slowest of three resources needs for one of them, plus a
+    little for its start and end: the tensor cores, the shared memory, and the path to it from L2.
     """
     found = measured(kind, m, n, k)
     if found is not None:
@@ -90,14 +90,14 @@ def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
         clusters = math.ceil(m / (rows * t.cluster)) * math.ceil(n / columns)
         waves = math.ceil(clusters / (multiprocessors() // t.cluster))
         # For 128 of k. Each 64 rows of wgmma read all columns. 40 bytes of a cycle from L2 are
-        # about what bf16 kernels reach that share no copies.
+        # about what bf16 kernels reach without sharing copies.
         tensor = rows * columns * 128 / 4096
         copied = (rows + columns) * 128
         shared = (copied + (rows + rows // 64 * columns) * 128) / 128
         l2 = (rows + columns / t.cluster) * 128 / 40
         return waves * (math.ceil(k / 128) * max(tensor, shared, l2) + 2000)
 
-    # Copies shared by two blocks are left to measurement: an interpreter does not make them.
+    # Copies shared by two blocks are chosen only by measurement: an interpreter does not make them.
     return min((t for t in candidates(kind) if t.cluster == 1), key=cycles)
 
 

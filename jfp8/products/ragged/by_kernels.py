@@ -1,4 +1,4 @@
-"""`GroupedKernels`: products of tiles with the matrices of their groups, by kernels for Hopper.
+"""`GroupedKernels`: products of tiles with the matrices of their groups, by Hopper kernels.
 
     fprop  y [t, n] = q(lhs) [t, k] . q(rhs)^T [g, n, k]     rows of a tile and its group's matrix
     dgrad  dx[t, k] = q(dy)  [t, n] . q(rhs)   [g, k, n]
@@ -27,7 +27,7 @@ BLOCK = mosaic.BLOCK  # rows of a tile, and what the kernels sum before they sca
 
 
 def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> str | None:
-    """Why `GroupedKernels` cannot compute what `recipe` says, on `gpu`; None if it can."""
+    """Why `GroupedKernels` cannot compute `recipe` on `gpu`; None if it can."""
     reason = mosaic.BACKEND.why_not_on(gpu)
     if reason is not None:
         return reason
@@ -53,13 +53,13 @@ def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> st
 @grouped_operation
 @dataclass(frozen=True)
 class GroupedKernels(Grouped):
-    """What `GroupedDot` computes, for tiles of 128 rows."""
+    """Computes what `GroupedDot` does, for tiles of 128 rows."""
 
     def quantize_for_both(
         self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
     ) -> tuple[Operand, Operand | None, jax.Array]:
         """The tiles as one matrix, and its transpose; the matrices of groups, and theirs."""
-        del second  # the kernel writes both, wanted or not
+        del second  # the kernel always writes both
         quantizer = first.quantizer
         assert quantizer is not None  # see `why_not_grouped_kernels`
         if role == "rhs":
@@ -103,8 +103,8 @@ def _with_scales_by_group(q: ScaledArray) -> ScaledArray:
     return ScaledArray(q.data, scale, None if q.block is None else (1, *q.block))
 
 
-# Scales as the kernels take them. They multiply a sum by one factor for each operand that has more
-# than a scale for all, and so that of the other is taken into it.
+# Scales as the kernels take them. A kernel multiplies a sum by one factor for each operand that has
+# more than one scale; the single scale of the other operand is folded into it.
 
 
 def _scales_of_rows(a: ScaledArray, b: ScaledArray) -> tuple[jax.Array, jax.Array | None]:

@@ -25,7 +25,7 @@ from jfp8.tracing.compat import same_varying_axes
 
 @dataclass(frozen=True)
 class Grouped(Operation):
-    """What both ways of computing grouped products have. ``y[t] = lhs[t] . rhs[group[t]]``.
+    """The base of both ways to compute grouped products, ``y[t] = lhs[t] . rhs[group[t]]``.
 
     Attributes:
       shapes: of lhs ``[t, h, k]`` and rhs ``[g, k, n]``.
@@ -33,7 +33,7 @@ class Grouped(Operation):
       implementation: see `scaled_ragged_dot`.
       group: i32[t], the group of each tile.
       padded_sizes: i32[g], the rows of all tiles of each group.
-      scales: for an rhs that came quantized with one for each group, these: f32[g, 1, 1].
+      scales: those of an rhs that came quantized with one for each group: f32[g, 1, 1].
     """
 
     implementation: Implementation
@@ -45,7 +45,7 @@ class Grouped(Operation):
         return {"fprop": ((2,), (1,)), "dgrad": ((2,), (2,)), "wgrad": ((1,), (1,))}[kind]
 
     def terms(self, kind: Kind) -> int:
-        """As many as there are; in wgrad on average, the zeros that fill up tiles included."""
+        """The exact number; in wgrad the average, including the zeros that fill up tiles."""
         (tiles, height, k), (groups, _, n) = self.shapes
         return {"fprop": k, "dgrad": n, "wgrad": tiles * height // groups}[kind]
 
@@ -63,7 +63,7 @@ class GroupedDot(Grouped):
     """The product of each tile of rows with the matrix of its group."""
 
     def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
-        """As the quantizer says; rhs group by group, each by its own amax and without history."""
+        """As the quantizer says; rhs group by group, each with its own amax and no history."""
         if role != "rhs":
             return quantizer(x, at)
         contracting = tuple(d - 1 for d in at.contracting)
@@ -140,7 +140,7 @@ class GroupedDot(Grouped):
             preferred_element_type=jnp.float32,
         )
         if kind != "wgrad":
-            # Nobody says what a ragged product has in the rows of tiles that are not needed.
+            # A ragged product leaves the rows of unneeded tiles undefined.
             needed = jnp.arange(y.shape[0])[:, None] < jnp.sum(self.padded_sizes)
             y = jnp.where(needed, y, 0.0).reshape(tiles, height, y.shape[-1])
         for factor in factors:
@@ -163,9 +163,9 @@ def _factors(
 
 
 class _Stack:
-    """Matrices behind each other, each a `ScaledArray` or not, to take one out of in a loop.
+    """A stack of matrices, `ScaledArray`s or not, from which a loop takes one at a time.
 
-    What is stored in 8 bits goes into the loop as uint8: XLA:CPU would widen f8 arrays there.
+    8-bit data goes into the loop as uint8, because XLA:CPU would widen f8 arrays there.
     """
 
     def __init__(self, x: Operand) -> None:
@@ -177,7 +177,8 @@ class _Stack:
 
     def __getitem__(self, i: jax.Array) -> Operand:
         def item(leaf: jax.Array, fmt: Format | None) -> jax.Array:
-            # A single scale for all has no dimensions; a dimension of size 1 gives what is in it.
+            # A single scale for all has no dimensions; along a dimension of size 1 every index
+            # gives entry 0.
             leaf = lax.dynamic_index_in_dim(leaf, i, keepdims=False) if leaf.ndim else leaf
             return leaf if fmt is None else codes_to_format(leaf, fmt)
 

@@ -1,9 +1,9 @@
 """`scaled_ragged_dot`: one product for each group of rows, with quantized operands.
 
-The groups are of any size, which only the data tells: the tokens of each expert of a mixture. Rows
+The groups are of any size, known only from the data: the tokens of each expert of a mixture. Rows
 are laid out in tiles of equal height, each of which belongs to one group and is filled up with
-zeros; every product is then one over tiles, each with the matrix of its group. Nothing is computed
-for all groups, and no scale and no rotation reaches from one group into the next.
+zeros. Every product is then one of tiles, each with the matrix of its group. No row is multiplied
+by the matrices of other groups, and no scale and no rotation reaches from one group into the next.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import same_varying_axes
 
-# Rows of a tile, where the recipe leaves it open: enough for the matrix units, and for groups much
-# smaller than that, no more than a quarter of what a group has on average.
+# Rows of a tile, where the recipe leaves it open: enough for the matrix units; for much smaller
+# groups, at most a quarter of the average rows of a group.
 _TILE, _SMALLEST_TILE = 128, 16
 
 
@@ -68,19 +68,19 @@ def scaled_ragged_dot(
     The groups are consecutive rows of `lhs`: the first ``group_sizes[0]``, the next
     ``group_sizes[1]``, and so on. High precision in and out, as with `scaled_dot_general`.
 
-    Scales. Each group's matrix has its own, from the data at hand, whatever the recipe: one history
-    could not serve matrices of different magnitude. (The history of "rhs" in the state records the
-    largest amax of them, and is not read.) `lhs` and the gradient are each one tensor, and may have
-    a history. Where a recipe's scales, or its rotation, run along rows, they start anew with each
-    group; recipes with a scale for a whole row or column of an operand have one for each 128 rows
-    of a group there. Rows after the last group are not looked at, neither forward nor backward.
+    Scales. Each group's matrix has its own, computed from its current values under every recipe:
+    one history could not serve matrices of different magnitude. (The history of "rhs" in the state
+    records their largest amax, and is not read.) `lhs` and the gradient are each one tensor, and
+    may have a history. Where a recipe's scales, or its rotation, run along rows, they start anew
+    with each group; recipes with a scale for a whole row or column of an operand have one for each
+    128 rows of a group there. Rows after the last group are ignored, forward and backward.
 
     Args:
       lhs: ``f32 | bf16 | f16`` of shape ``[m, k]``.
       rhs: the same of shape ``[g, k, n]``. It may be a `ScaledArray`: matrices that are only kept
-        in FP8. They get no gradient, and are used as they are where they have one scale for each
-        group, ``[g, 1, 1]``, or one for all, and the format that `recipe` asks for; otherwise
-        their values are quantized.
+        in FP8. They get no gradient. Their bytes are used unchanged if they have one scale for each
+        group, ``[g, 1, 1]``, or one for all, and the format that `recipe` requires; otherwise their
+        values are quantized.
       group_sizes: integers of shape ``[g]``, not negative, with a sum of at most ``m``. A group may
         be empty.
       recipe, state, sink, key, preferred_element_type: see `scaled_dot_general`. With another
@@ -88,17 +88,17 @@ def scaled_ragged_dot(
       implementation: ``"emulate"`` (a loop over tiles on any device), ``"xla"``
         (``jax.lax.ragged_dot_general`` of the stored values in bfloat16, which is exact),
         ``"mosaic_gpu"`` (Pallas kernels for Hopper, for recipes with one scale per tensor or in
-        blocks of 128), or None: on CUDA mosaic_gpu where it can be, else xla; emulate elsewhere.
-        (On CPUs JAX's own ragged products compute every row with every matrix.)
+        blocks of 128), or None: on CUDA mosaic_gpu where possible, else xla; emulate elsewhere. (On
+        CPUs JAX's own ragged products compute every row with every matrix.)
 
     Returns:
       Array of shape ``[m, n]``.
 
     Raises:
       TypeError: operands that are not real floating arrays of at most 32 bits; `group_sizes` that
-        are not integers; no recipe.
-      ValueError: shapes that do not match; a `state` of another recipe; a `sink` of another shape;
-        unknown `implementation`.
+        are not integers; `recipe` is not a recipe.
+      ValueError: shapes that do not match; a `state` of another recipe; a `sink` of another shape
+        or dtype; unknown `implementation`.
       NotImplementedError: ``implementation="xla"`` with another accumulation than ``"f32"``;
         ``"mosaic_gpu"`` where there are no such kernels, see `scaled_matmul`.
 
@@ -122,14 +122,14 @@ def observed_ragged_dot(
     *,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, Observed]:
-    """`scaled_ragged_dot`, and the amaxes it saw on the way; they have no gradient."""
+    """`scaled_ragged_dot`, and the amaxes of its operands, which have no gradient."""
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     sizes = _check_group_sizes(lhs, rhs, group_sizes)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
     return _observed(how, out_dtype, lhs, rhs, sizes, state)
 
 
-# Compiled in one piece also where nothing around it is: it consists of very many operations.
+# Compiled as one piece even if nothing around it is: it consists of very many operations.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _observed(how, out_dtype, lhs, rhs, sizes, state):
     recipe, implementation = how.recipe, how.implementation
@@ -156,7 +156,7 @@ def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Ar
     if lhs.ndim != 2 or rhs.ndim != 3:
         raise ValueError(
             f"A ragged product takes lhs of shape [m, k] and rhs of shape [g, k, n], but {shapes}. "
-            "Reshape what comes before: x.reshape(-1, x.shape[-1])."
+            "Reshape activations of more dimensions: x.reshape(-1, x.shape[-1])."
         )
     if lhs.shape[1] != rhs.shape[1]:
         raise ValueError(
@@ -171,7 +171,7 @@ def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Ar
     if sizes.shape != rhs.shape[:1] or not rhs.shape[0]:
         raise ValueError(
             f"group_sizes must have shape ({rhs.shape[0]},), one size for each of the matrices in "
-            f"rhs, and at least one, got {sizes.shape}; {shapes}."
+            f"rhs, of which there must be at least one; got {sizes.shape}; {shapes}."
         )
     return sizes.astype(jnp.int32)
 
@@ -179,8 +179,8 @@ def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Ar
 def _tile_height(recipe: Recipe, m: int, groups: int) -> int:
     """A height that no block of scales, and no rotated stretch, along the rows reaches across.
 
-    It makes no difference to the numbers but in the order of f32 sums, unless they depend on how
-    far a sum goes: then it is 128.
+    The height changes results only by the order of f32 sums, unless they depend on how long a sum
+    is: then it is 128.
     """
     products = recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
@@ -201,8 +201,8 @@ def _tile_height(recipe: Recipe, m: int, groups: int) -> int:
 def _frozen_groups(rhs: Operand, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
     """`rhs` as `multiply_quantized` takes it, and scales, one for each group, to use instead.
 
-    A `ScaledArray` with a scale for each group goes there with a single one, which makes its amax
-    that of the largest group, and is taken as it is where a recipe has no reason against that.
+    A `ScaledArray` with a scale for each group is passed on with a single one, which makes its amax
+    that of the largest group, and is used unchanged unless the recipe requires otherwise.
     """
     if not isinstance(rhs, ScaledArray):
         return rhs, None

@@ -1,6 +1,6 @@
-"""Which experts a token goes to, and its way there and back: the formulas of a mixture of experts.
+"""Routes tokens to experts and their results back: the formulas of a mixture of experts.
 
-Functions of arrays, no framework. No token is dropped: experts get as many as choose them.
+Functions of arrays, without a framework. No token is dropped: an expert gets all that choose it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def route(logits: jax.Array, experts_per_token: int, *, renormalize: bool) -> Ro
     Args:
       logits: f32[t, g].
       experts_per_token: ``k``.
-      renormalize: make the weights of a token sum to 1. (Those of a single expert are then 1, which
-        teaches the router nothing.)
+      renormalize: make the weights of a token sum to 1. (With one expert per token they are then
+        all 1, and the router gets no gradient through them.)
 
     Raises:
       ValueError: `experts_per_token` is not from 1 to ``g``.
@@ -80,7 +80,7 @@ def to_experts(x: jax.Array, routing: Routing) -> jax.Array:
 
 
 def from_experts(y: jax.Array, routing: Routing) -> jax.Array:
-    """The weighted sum of what its experts made of each token: [t * k, d] -> f32[t, d]."""
+    """For each token, the weighted sum of its experts' results: [t * k, d] -> f32[t, d]."""
     tokens, k = routing.experts.shape
     back = take_rows(y, routing.places, routing.order).reshape(tokens, k, y.shape[-1])
     return jnp.sum(back.astype(jnp.float32) * routing.weights[:, :, None], axis=1)
@@ -90,11 +90,11 @@ def load_balancing_loss(routing: Routing) -> jax.Array:
     """How unevenly tokens go to the experts: ``g * sum_i f_i P_i``, f32[].
 
     ``f_i`` is the fraction of all choices that fell on expert ``i`` and ``P_i`` the mean of its
-    probabilities, through which alone there is a gradient. 1 if the experts are used alike (in both
-    senses), at most ``g``. Add a small multiple of it to the loss, such as 0.01 times.
+    probabilities, through which alone there is a gradient. It is 1 if both are equal for all
+    experts, and at most ``g``. Add a small multiple of it to the loss, such as 0.01 times.
 
     References:
-      Switch Transformers, arXiv 2101.03961, equations 4 to 6, which has one choice for each token.
+      Switch Transformers, arXiv 2101.03961, equations 4 to 6, for one choice per token.
     """
     groups = routing.probabilities.shape[1]
     f = routing.group_sizes / jnp.maximum(routing.order.shape[0], 1)

@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
 
 
 def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
-    """Tiles for groups of these `sizes`, i32[g], among `m` rows; as many as there can be needed."""
+    """Tiles for groups of `sizes`, i32[g], among `m` rows; as many as could be needed."""
     groups = sizes.shape[0]
     filled = min(groups, m)
     # At worst, each group but one has a single row, or one more than fills its tiles.
@@ -36,7 +36,7 @@ def lay_out(sizes: jax.Array, m: int, height: int) -> Tiles:
     tile_start, row_start = tile_end - tiles, row_end - sizes
 
     def group_of(position: jax.Array, end: jax.Array) -> jax.Array:
-        # Beyond the last: that of the last, whose matrix takes part anyway.
+        # Tiles beyond the last get its group, whose matrix is needed anyway.
         position = jnp.clip(position, 0, jnp.maximum(end[-1] - 1, 0))
         found = jnp.searchsorted(end, position, side="right")
         return jnp.minimum(found, groups - 1).astype(jnp.int32)
@@ -61,7 +61,8 @@ def take_rows(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
     Args:
       x: ``[rows, ...]``.
       index: i32 of any shape, in which each row occurs at most once.
-      inverse: i32[rows], where in the flat `index` each row occurs; beyond its end if nowhere.
+      inverse: i32[rows], the position of each row in the flat `index`; beyond its end if it does
+        not occur.
 
     Returns:
       Array of shape ``[*index.shape, ...]``.
