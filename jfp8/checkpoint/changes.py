@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from jfp8.tracing.caller import user_level
+
 # Paths that a message spells out.
 _MOST_NAMED = 4
 
@@ -40,7 +42,7 @@ class Log:
         """`path` does not fit: `what` is there."""
         self.problems.setdefault(spelled(path), what)
 
-    def close(self, strict: bool, stacklevel: int) -> None:
+    def close(self, strict: bool) -> None:
         """Raise what is wrong, or else warn of what was changed.
 
         Raises:
@@ -58,11 +60,11 @@ class Log:
             raise ValueError(
                 "The checkpoint does not have the state of the target, and strict=True.\n"
                 + "".join(f"  {message}\n" for message in changes)
-                + "Leave strict out to have it changed, or restore into the model and the "
+                + "Leave strict out to change it so, or restore into the model and the "
                 "optimizer that were saved."
             )
         for message in changes:
-            warnings.warn(message, CheckpointChange, stacklevel=stacklevel + 1)
+            warnings.warn(message, CheckpointChange, stacklevel=user_level())
 
 
 def _hints(problems: Iterable[str]) -> list[str]:
@@ -76,7 +78,7 @@ def _hints(problems: Iterable[str]) -> list[str]:
         )
     if False in in_optimizer:
         hints.append(
-            "Only FP8 state is made up, dropped or converted. Restore into the model that was "
+            "Only FP8 state is added, dropped or converted. Restore into the model that was "
             "saved, or rename and reshape in the state dict first: "
             'saved = load(path); saved["params"]["new"] = saved["params"].pop("old").'
         )

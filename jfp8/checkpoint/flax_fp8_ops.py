@@ -80,7 +80,7 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
         )
     found = as_fp8(nested(variables[COLLECTION]), nested(target), (COLLECTION,), log)
     collections = histories.filled(target, found, log)
-    log.close(strict=False, stacklevel=2)
+    log.close(strict=False)
     others = {name: node for name, node in variables.items() if name != COLLECTION}
     return {**others, **collections}
 

@@ -29,7 +29,10 @@ Tensors: TypeAlias = dict[str, np.ndarray]
 HISTORY, RUNNING = "amax_history", "amax"
 
 MISSING = "Amax histories that the checkpoint lacks start empty (current scaling until they fill)"
-DROPPED = "Amax histories that the target has no place for are dropped"
+DROPPED = (
+    "Amax histories that the target has no place for are dropped (to keep them, restore into a "
+    "model with the recipe that was saved)"
+)
 RESTARTED = "Amax histories of another structure start empty (current scaling until they fill)"
 UNMATCHED = "Amax histories of products that the target does not have are dropped"
 CLEANED = "Entries of amax histories that are no amax (NaN, Inf, negative) are left out"

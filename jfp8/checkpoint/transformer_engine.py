@@ -113,7 +113,7 @@ def from_transformer_engine(
             found[_place(path, name, wanted)] = tensors
     fp8 = histories.renamed(found, wanted, (), log)
     new = histories.filled({"fp8": target}, fp8, log)["fp8"]
-    log.close(strict=False, stacklevel=2)
+    log.close(strict=False)
     return new
 
 

@@ -101,7 +101,7 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     afresh = isinstance(target, TrainState | FlaxTrainState) and isinstance(state, dict)
     afresh = afresh and not {"step", "opt_state"} & set(state)
     _Walk(leaves, optimizer_states(target), afresh).node(wanted, state, ())
-    leaves.log.close(strict, stacklevel=2)
+    leaves.log.close(strict)
     if afresh:
         return _with_fresh_optimizer(target, leaves.new, state.get("params", state))
     return rebuilt(target, leaves.new)
