@@ -70,15 +70,22 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     """
     if isinstance(model, nn.Module):
         if not inputs or not isinstance(inputs[0], Mapping) or "params" not in inputs[0]:
+            given = type(inputs[0]).__name__ if inputs else "nothing"
+            if inputs and isinstance(inputs[0], Mapping):
+                given = f"{given} of {sorted(map(str, inputs[0]))}"
             raise TypeError(
                 "report(model, variables, *inputs): variables must be what model.init returned, "
-                f"with 'params' in it; got {type(inputs[0]).__name__ if inputs else 'nothing'}."
+                f"with 'params' in it; got {given}."
             )
         closed = _linen_jaxpr(model, inputs[0], inputs[1:], kwargs)
     elif isinstance(model, nnx.Module):
         closed = _nnx_jaxpr(model, inputs, kwargs)
     else:
-        raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(
+            f"model must be a Flax Linen or NNX module, got {given}. For Linen: "
+            "jfp8.report(MyModel(...), variables, x)."
+        )
     found = report_of(closed, (inputs, kwargs))
     for warning in found.warnings():
         warnings.warn(warning, UserWarning, stacklevel=2)

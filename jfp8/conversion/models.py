@@ -82,15 +82,16 @@ def convert_selected(
     if isinstance(model, nn.Module):
         if model.scope is not None:
             raise TypeError(
-                "convert takes a model that is not bound to variables: convert the model first, "
-                "then call .bind or .apply."
+                "convert got a model that is bound to variables. Convert the model first, then "
+                "call .bind or .apply of the result."
             )
         return cast(Model, linen.convert_module(model, selection, on_init))
     if isinstance(model, nnx.Module):
         return cast(Model, nnx_models.convert_model(model, selection))
+    given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(
-        f"model must be an instance of a Flax Linen or NNX module, got {model!r}. Convert the "
-        "model, not its class or its parameters: jfp8.convert(MyModel(...), recipe)."
+        f"model must be a Flax Linen or NNX module, got {given}. Convert the model, not its class "
+        "or its parameters: jfp8.convert(MyModel(...), recipe)."
     )
 
 

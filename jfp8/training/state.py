@@ -126,11 +126,14 @@ class TrainState(flax.struct.PyTreeNode):
           ValueError: `variables` has no ``params``, or its ``fp8_sink`` does not match its ``fp8``.
         """
         if unknown or variables is None:
+            given = ", ".join(sorted(unknown)) or "no variables"
+            scale = " A loss scale is part of tx: optax.chain(jfp8.loss_scale(), tx)."
             raise TypeError(
-                "TrainState.create takes apply_fn, variables and tx, but got "
-                f"{', '.join(sorted(unknown)) or 'no variables'}. Histories stand beside the "
-                "parameters in what model.init returned, so pass all of it: "
+                f"TrainState.create takes apply_fn, variables and tx, but got {given}. Pass all "
+                "that model.init returned, because amax histories stand beside the parameters: "
                 "jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)."
+                + ("loss_scale" in unknown)
+                * scale
             )
         collections = as_dicts(variables)
         if "params" not in collections:
@@ -192,9 +195,9 @@ class TrainState(flax.struct.PyTreeNode):
         if not isinstance(grads, Gradients):
             if self.fp8:
                 raise TypeError(
-                    "apply_gradients needs the amaxes that belong to the gradients, to keep the "
-                    f"fp8 histories up, but got {type(grads).__name__}. Compute the gradients with "
-                    "jfp8.value_and_grad(loss_fn)(state, batch)."
+                    "apply_gradients needs the amaxes that belong to the gradients, to update the "
+                    f"fp8 histories, but got {type(grads).__name__}. Compute the gradients with "
+                    "loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
             if (found := find_loss_scale(self.opt_state)) is not None:
                 warn_if_not_read(found)

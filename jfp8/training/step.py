@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import ApplyScopeInvalidVariablesStructureError
 
 from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
 from jfp8.optim.loss_scale_state import loss_scale_in
@@ -119,11 +120,19 @@ def _scaled_loss(
     variables = {"params": with_carriers(params, differentiated)}
     if fp8:
         variables |= {"fp8": fp8, "fp8_sink": sinks}
-    loss, mutated, aux = _unpacked(loss_fn({**variables, **collections}, *args, **named), has_aux)
+    try:
+        returned = loss_fn({**variables, **collections}, *args, **named)
+    except ApplyScopeInvalidVariablesStructureError as error:
+        error.add_note(
+            "jfp8.value_and_grad passes loss_fn all variables, not params alone. Pass them on as "
+            "they are: model.apply(variables, x)."
+        )
+        raise
+    loss, mutated, aux = _unpacked(returned, has_aux)
     if "fp8_sink" in mutated:
         raise ValueError(
             "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the gradient, "
-            "and no history would be kept up. Name the collections that are updated, e.g. "
+            "so no history would be updated. Name the collections that are updated, e.g. "
             "model.apply(..., mutable=['batch_stats']), not mutable=True."
         )
     new = {name: mutated.get(name, value) for name, value in collections.items()}
@@ -185,7 +194,9 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
     if not isinstance(mutated, Mapping):
         raise ValueError(
             f"loss_fn must return {wanted} with a dict of collections as mutated ({{}} if none), "
-            f"but that is {type(mutated).__name__}."
+            f"but mutated is {type(mutated).__name__}."
+            + " To return more, use has_aux=True and (loss, mutated, aux)."
+            * (not has_aux)
         )
     return loss, mutated, aux
 
@@ -202,8 +213,8 @@ def _instead_of_state(given: Any) -> str:
         "Make one of all that model.init returned:\n"
         "    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)\n"
         "    loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)\n"
-        "In a loop without it use jax.value_and_grad, by params and by the 'fp8_sink' collection "
-        "that jfp8.advance takes."
+        "In a loop without it use jax.value_and_grad with respect to params and to the 'fp8_sink' "
+        "collection, whose gradient jfp8.advance takes."
     )
 
 

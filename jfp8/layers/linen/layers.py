@@ -18,6 +18,7 @@ from jfp8.layers.linen.products import (
     ProductOf,
     promote_dtype,
 )
+from jfp8.layers.options import check_use_bias
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
 from jfp8.recipes.recipe import Recipe
@@ -28,6 +29,7 @@ def own_product(layer: Any, product: type[ProductModule], hook: str) -> ProductO
 
     `hook` is Flax's name for a function; ``{hook}_cls`` for what makes one.
     """
+    check_use_bias(layer)
     given = getattr(layer, f"{hook}_cls")
     # A clone arrives with the one of its original, which may have had another recipe.
     if getattr(layer, hook) is not None or not (given is None or isinstance(given, ProductOf)):

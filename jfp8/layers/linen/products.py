@@ -14,6 +14,7 @@ from flax.linen import dtypes
 from jax import lax
 
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
+from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation
 from jfp8.products.attention import observed_in_attention
 from jfp8.products.conv import observed_convolution
@@ -72,6 +73,7 @@ class ProductModule(nn.Module):
             with note("reason", "FP8 is disabled in this region"):
                 values = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
                 return plain(lhs, values)
+        check_operand(lhs)
         recipe = recipe.for_layer("/".join(self.path[:-1]))
         key = None
         if recipe.products().stochastic and self.has_rng("fp8"):
