@@ -1,7 +1,7 @@
 """Flax's own format: a msgpack map, in which arrays are extensions of the format.
 
-Written by Flax, and read by Flax's `flax.serialization.from_bytes`. Read here with checks that
-Flax's reader does not make: whoever has made the file, nothing is believed and no code is run.
+Flax writes the files, and `flax.serialization.from_bytes` can read them. They are read here with
+checks that Flax's reader does not make: no file is trusted, and no code is run.
 
 An array is the extension 1, which holds a msgpack list of its shape, the name of its dtype and its
 bytes. An array of more than 1 GiB is a map with the parts of the flat array.
@@ -96,7 +96,7 @@ def _checked(node: Any, path: Path) -> Any:
 
 
 def _joined(node: dict[str, Any], path: Path) -> np.ndarray:
-    """An array of which `node` has the parts."""
+    """The array whose parts `node` has."""
     try:
         shape, chunks = _sequence(node["shape"]), _sequence(node["chunks"])
     except KeyError as missing:

@@ -1,15 +1,15 @@
 """The safetensors format: eight bytes with the length of a header in JSON, the header, the data.
 
-The names in it are the paths of the state dict, joined by "/". What the format has no place for
-stands as text in its ``__metadata__``, under "jfp8", where other programs may ignore it:
+The names in it are the paths of the state dict, joined by "/". What the format has no place for is
+stored as text in its ``__metadata__``, under "jfp8", where other programs may ignore it:
 
 * numbers, strings, None and empty dicts of the tree;
 * dtypes that it does not know. Their arrays are stored as bytes, U8;
 * checksums: of each array with its name, dtype and shape, and of this text.
 
-The format is read and written here, and not by the library of that name, whose loaders for numpy
-and Flax have no FP8 dtypes (github.com/huggingface/safetensors/issues/682), and which takes the
-last of two entries of the same name.
+The format is read and written here, not by the library of that name: its loaders for numpy and Flax
+have no FP8 dtypes (github.com/huggingface/safetensors/issues/682), and it silently takes the last
+of two entries with the same name.
 
 References:
   https://github.com/huggingface/safetensors, "Format"

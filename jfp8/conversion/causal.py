@@ -1,7 +1,7 @@
-"""Whether a program is that of a causal model: whether it masks what comes after a position.
+"""Whether a program is a causal model, which masks what comes after a position.
 
-It does where it compares positions with positions, or has a triangular constant. That is found in
-its jaxpr: nothing is computed.
+It is taken for one if it compares positions with positions, or has a triangular constant. Both are
+found in its jaxpr: nothing is computed.
 """
 
 from __future__ import annotations

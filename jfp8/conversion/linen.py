@@ -1,4 +1,4 @@
-"""FP8 in Linen models that nobody edits: subclasses, in which calls of layers are intercepted."""
+"""FP8 in Linen models without editing them: subclasses that intercept the calls of layers."""
 
 from __future__ import annotations
 

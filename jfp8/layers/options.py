@@ -1,4 +1,4 @@
-"""Options of layers: what is allowed, and which of them a layer passes on."""
+"""Options of layers: which are allowed, and which a layer passes on."""
 
 from __future__ import annotations
 

@@ -60,33 +60,34 @@ def initialize(
     the ``trace`` of ``optax.sgd`` with momentum). For less memory leave them to
     `jfp8.optim.adamw`, and choose O1.
 
-    Data parallelism: in a loop under ``jax.shard_map`` or ``jax.pmap`` name its axis, `axis_name`,
-    and give `tx` the local gradients. Under a plain ``jit``, leave it out and wrap the gradient
-    function: ``jfp8.data_parallel(jfp8.value_and_grad(loss_fn), mesh=mesh)``. So do with a
-    `jfp8.TrainState`, also under ``jax.shard_map``.
+    Data parallelism: in a loop under ``jax.shard_map`` or ``jax.pmap`` pass its axis as
+    `axis_name`, and give `tx` the local gradients. Under a plain ``jit``, and with a
+    `jfp8.TrainState` also under ``jax.shard_map``, leave it out and wrap the gradient function:
+    ``jfp8.data_parallel(jfp8.value_and_grad(loss_fn), mesh=mesh)``.
 
     Args:
       model: a Linen or NNX module.
       tx: an optax optimizer.
       config: the arguments below as a dict or as the text of a JSON or YAML file (YAML if PyYAML is
         installed): ``{"mixed_precision": "fp8", "recipe": "delayed", "exempt": ["decoder/*"]}``.
-        What it sets must not be given otherwise. ``"mixed_precision": "no"`` changes nothing.
+        What it sets must not be an argument too. With ``"mixed_precision": "no"``, model and
+        optimizer stay as they are.
       recipe: a recipe, its name, or ``{"name": ..., field: value, ...}``.
-      opt_level: ``"O0"``: FP8 products. ``"O1"``: and FP8 gradients and communication. ``"O2"``:
-        and an FP8 first moment, a 16-bit second one.
+      opt_level: ``"O0"``: FP8 products. ``"O1"``: also FP8 gradients and communication. ``"O2"``:
+        also an FP8 first moment and a 16-bit second one.
       axis_name: mapped axis, or axes, over which `tx` averages gradients; needs O1 or O2.
       exempt, only: layers that stay in high precision, or are the only ones converted.
       output_fused: patterns of layers whose results stay in high precision under recipes that
         quantize results (``direct_e5m2``, ``hybrid``).
       verbose: print the report of the conversion: for Linen at the end of ``model.init``, when the
-        shapes are known; for NNX what is converted, now.
+        shapes are known; for NNX at once, which layers are converted.
 
     Returns:
       ``(model, tx)``.
 
     Raises:
-      TypeError, ValueError: unknown keys or values; what is given twice. With O2 also ``tx.init``
-        of an optimizer without moments, or whose moments are in few bits already.
+      TypeError, ValueError: unknown keys or values; a setting that is given twice. With O2
+        ``tx.init`` also raises if the optimizer has no moments, or has them in few bits already.
 
     References:
       MS-AMP, "Optimization Level" in its user tutorial; FP8-LM, arXiv 2310.18313.

@@ -28,17 +28,17 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Gradients]]:
     """Like ``jax.value_and_grad``, for a `TrainState` and one batch.
 
-    The loss is multiplied by the loss scale, if the optimizer has one, and the returned loss and
-    gradient are free of it. The amaxes of the backward pass travel along in the gradient.
+    The loss is multiplied by the loss scale, if the optimizer has one; the returned loss and
+    gradient do not contain it. The amaxes of the backward pass are part of the gradient.
 
     Args:
-      loss_fn: ``(variables, batch) -> (loss, mutated)``, with `has_aux` ``(loss, mutated, aux)``.
-        ``variables`` are the collections for ``model.apply``; ``mutated`` are the collections that
-        it returned as mutated, ``{}`` if none; ``loss`` alone says that, too. Of those, the ones
-        that the state holds are carried over; return others, such as ``intermediates``, as ``aux``.
-        The batch may be several arguments, ``(variables, x, y)``.
+      loss_fn: ``(variables, batch) -> loss``, or ``(loss, mutated)``, or with `has_aux` ``(loss,
+        mutated, aux)``. ``variables`` are all collections for ``model.apply``; ``mutated`` are
+        those that it returned as mutated, ``{}`` if none. Of these, the ones in the state are
+        carried over; return others, such as ``intermediates``, as ``aux``. The batch may be several
+        arguments, ``(variables, x, y)``.
       has_aux: whether `loss_fn` returns a third value.
-      micro_batches: split the batch's leading axis into this many parts, one after the other, and
+      micro_batches: split the batch's leading axis into this many parts, run them one by one, and
         average losses and gradients: the same step in less memory. All parts see the same scales,
         and the histories get one entry, the largest amax. Weights are quantized once for all parts,
         and gradients are summed in f32, in place.
@@ -51,7 +51,7 @@ def value_and_grad(
     Raises:
       TypeError: the first argument is not a `TrainState`.
       ValueError: `micro_batches` below 1 or not dividing the batch; `loss_fn` returns something
-        else than described.
+        other than described.
 
     >>> import jax, jax.numpy as jnp, jfp8, optax
     >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
@@ -85,7 +85,7 @@ def value_and_grad(
 
 
 def _gradient(scaled_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """That of a loss like `_scaled_loss`, by parameters and sinks; with what the loss returns."""
+    """The gradient of a `_scaled_loss` by parameters and sinks; with what the loss returns."""
 
     def compute(differentiated: Any, sinks: Collections, *others: Any) -> Any:
         noted: list[Uses] = []
@@ -149,7 +149,7 @@ def _over_micro_batches(
     collections: Collections,
     batch: Any,
 ) -> Any:
-    """What `gradient` gives, averaged over parts of the batch that are taken in turns."""
+    """What `gradient` gives, averaged over parts of the batch that are taken one by one."""
     parts = _split(batch, micro_batches)
     # Weights are quantized here, once; the loop uses what is kept.
     kept, compute_rest = split(

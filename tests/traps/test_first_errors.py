@@ -144,8 +144,11 @@ def test_quickstart_has_them_in_its_table():
 @pytest.mark.parametrize("kind", ["converted", "nnx"])
 def test_an_fp8_dtype_is_refused_wherever_it_is_given(kind):
     """Flax would round operands without a scale, and the result too: wrong numbers in silence."""
+    if kind == "nnx":
+        model = jfp8.nnx.Linear(32, 4, dtype=jnp.float8_e5m2, rngs=nnx.Rngs(0))
+        call = lambda: model(X)
+    else:
+        converted = jfp8.convert(nn.Dense(4, dtype=jnp.float8_e5m2), exempt=())
+        call = lambda: converted.init(KEY, X)
     with pytest.raises(TypeError, match="Leave dtype out"):
-        if kind == "nnx":
-            jfp8.nnx.Linear(32, 4, dtype=jnp.float8_e5m2, rngs=nnx.Rngs(0))(X)
-        else:
-            jfp8.convert(nn.Dense(4, dtype=jnp.float8_e5m2), exempt=()).init(KEY, X)
+        call()

@@ -25,7 +25,7 @@ from jfp8.recipes.recipe import Recipe
 
 
 def own_product(layer: Any, product: type[ProductModule], hook: str) -> ProductOf:
-    """What `layer` computes its product with, or an error if it was told to use something else.
+    """What `layer` computes its product with; an error if it was given something else for that.
 
     `hook` is Flax's name for a function; ``{hook}_cls`` for what makes one.
     """

@@ -40,8 +40,8 @@ class ProductModule(nn.Module):
       recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
         ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
-      state_in_params: keep the state in the ``params`` collection, so that it goes wherever they
-        are lifted to; `jfp8.convert` moves it there and back.
+      state_in_params: keep the state in the ``params`` collection, so that it is lifted wherever
+        parameters are; `jfp8.convert` moves it there and back.
     """
 
     recipe: Recipe | str | None = None
@@ -146,7 +146,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _read_sink(self, recipe: Recipe) -> jax.Array | None:
-        """The sink, if somebody may differentiate by it: nobody does by a mutable collection."""
+        """The sink, if the loss may be differentiated by it; None if its collection is mutable."""
         place = self._place("fp8_sink", "amax")
         if self.is_initializing():
             if self._is_mutable("fp8_sink") and recipe.init_state() is not None:
@@ -188,7 +188,7 @@ class ProductModule(nn.Module):
 class DotGeneral(ProductModule):
     """An FP8 ``dot_general`` with its state, for ``nn.Dense(dot_general_cls=DotGeneral)``.
 
-    Use ``functools.partial(DotGeneral, recipe=...)`` for another recipe than the default. For the
+    Use ``functools.partial(DotGeneral, recipe=...)`` for a recipe other than the default. For the
     other attributes see `ProductModule`.
 
     Attributes:
@@ -232,7 +232,7 @@ class DotGeneral(ProductModule):
 class ConvGeneralDilated(ProductModule):
     """FP8 ``conv_general_dilated`` with its state, for ``nn.Conv(conv_general_dilated_cls=...)``.
 
-    Use ``functools.partial(ConvGeneralDilated, recipe=...)`` for another recipe than the default.
+    Use ``functools.partial(ConvGeneralDilated, recipe=...)`` for a recipe other than the default.
     For the attributes see `ProductModule`.
     """
 

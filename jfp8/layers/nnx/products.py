@@ -76,17 +76,17 @@ class Product(nnx.Module):
 
     In training, calls record the amaxes of lhs and rhs, as ``BatchNorm`` updates its statistics:
     all calls in one trace of ``nnx.grad`` or ``nnx.jit`` are one step, whose largest amax becomes
-    an entry of the history. Outside of transformations, and inside of the bodies of ``nnx.scan``,
-    ``nnx.remat`` and the like, each call is a step, with scales that are not smaller than those of
-    its data. Gradients use current scaling: nobody would learn their amax. With
-    a sink (see `jfp8.nnx.value_and_grad`) a call records nothing, all three amaxes leave as the
+    an entry of the history. Outside of transformations, and inside the bodies of ``nnx.scan``,
+    ``nnx.remat`` and the like, each call is a step, with scales at least as large as those that
+    follow from its data. Gradients use current scaling, because their amax is not recorded. With a
+    sink (see `jfp8.nnx.value_and_grad`) a call records nothing, all three amaxes leave as the
     gradient of the sink, and gradients use their history.
 
     Attributes:
       recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
         ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
-      path: where the product is in its model, ``"layers/0/linear1"``; "" if nobody said.
+      path: where the product is in its model, ``"layers/0/linear1"``; "" if unknown.
       use_running_average: whether to read the histories without updating them: what
         ``model.eval()`` sets, and ``model.train()`` unsets.
       fp8: ``{"lhs", "rhs", "grad"}``, an `Fp8State` each; None for recipes without state.
