@@ -54,7 +54,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         orbax_directory.check_replaceable(target)
         atomic.replace_directory(target, partial(orbax_directory.write, state))
     elif target.is_dir():
-        raise ValueError(f"{target} is a folder, so that no file of this name can be there.")
+        raise ValueError(f"{target} is a folder. Choose another name for the file.")
     else:
         atomic.replace_file(target, partial(file_format.write, state))
 
@@ -103,7 +103,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(source, "rb") as file:
             return file_format.read(file)
     except ValueError as error:
-        raise ValueError(f"{source} is no whole checkpoint: {error}.") from error
+        raise ValueError(f"{source} is not a complete checkpoint: {error}.") from error
 
 
 def restore(path: str | os.PathLike[str], target: Any, *, strict: bool = False) -> Any:
@@ -150,6 +150,6 @@ def _format_of(path: Path) -> ModuleType | None:
         return None
     if path.suffix not in _FILES:
         raise ValueError(
-            f"{path.name!r} has the suffix {path.suffix!r}, which is that of no format. {_ALLOWED}"
+            f"{path.name!r} has the suffix {path.suffix!r}, which no format has. {_ALLOWED}"
         )
     return _FILES[path.suffix]

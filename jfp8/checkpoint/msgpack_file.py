@@ -52,7 +52,7 @@ def _unpacked(data: bytes, longest_list: int, **options: Any) -> Any:
     except msgpack.StackError:
         raise ValueError("it is nested too deep") from None
     except msgpack.FormatError:
-        raise ValueError("it is no msgpack") from None
+        raise ValueError("it is not msgpack") from None
 
 
 def _extension(code: int, data: bytes) -> np.ndarray:
@@ -88,7 +88,7 @@ def _checked(node: Any, path: Path) -> Any:
             return _joined(node, path)
         for key in node:
             if not isinstance(key, str):
-                raise ValueError(f"{spelled(path)} has the key {short(key)}, which is no string")
+                raise ValueError(f"{spelled(path)} has the key {short(key)}, which is not a string")
         return {key: _checked(value, (*path, key)) for key, value in node.items()}
     if node is None or isinstance(node, np.ndarray | bool | int | float | str):
         return node
@@ -104,7 +104,7 @@ def _joined(node: dict[str, Any], path: Path) -> np.ndarray:
     sizes = check_shape(shape)
     dtypes = {chunk.dtype if isinstance(chunk, np.ndarray) else None for chunk in chunks}
     if len(dtypes) != 1 or None in dtypes or any(chunk.ndim != 1 for chunk in chunks):
-        raise ValueError(f"the parts of {spelled(path)} are no flat arrays of one dtype")
+        raise ValueError(f"the parts of {spelled(path)} are not flat arrays of one dtype")
     if sum(chunk.size for chunk in chunks) != math.prod(sizes):
         raise ValueError(f"the parts of {spelled(path)} do not have the elements of {shape}")
     return np.concatenate(chunks).reshape(sizes)

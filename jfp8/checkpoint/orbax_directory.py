@@ -29,8 +29,8 @@ def check_replaceable(directory: Path) -> None:
     """Raise ``ValueError`` if `directory` contains something other than a checkpoint."""
     if directory.is_dir() and any(directory.iterdir()) and not (directory / _MARK).exists():
         raise ValueError(
-            f"{directory} is a folder with something else than a checkpoint in it, which saving "
-            f"would delete. Save into it, under a name: {directory / 'checkpoint'}."
+            f"{directory} is a folder with something other than a checkpoint in it, which saving "
+            f"would delete. Choose a name inside it: {directory / 'checkpoint'}."
         )
 
 
@@ -59,8 +59,8 @@ def read(directory: Path) -> dict[str, Any]:
     ocp = _orbax()
     if not (directory / _MARK).is_file():
         raise ValueError(
-            f"it has no {_MARK}, as every folder has in which Orbax saved a tree. Of a "
-            "CheckpointManager, name the folder of one step and item, such as 'run/100/default'"
+            f"it has no {_MARK}, which Orbax writes into every folder with a tree. For a "
+            "CheckpointManager, pass the folder of one step and item, such as 'run/100/default'"
         )
     _check_files(directory)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

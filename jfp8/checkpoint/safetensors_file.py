@@ -101,7 +101,7 @@ def read(file: BufferedReader) -> dict[str, Any]:
     ours = _ours(metadata)
     if ours["crc32"] and ours["crc32"].keys() != entries.keys():
         others = sorted(ours["crc32"].keys() ^ entries.keys())
-        raise ValueError(f"it is damaged: of {short(others)} there is no array or no checksum")
+        raise ValueError(f"it is damaged: {short(others)} has no array or no checksum")
     leaves = [(tuple(name.split("/")), leaf) for name, leaf in ours["nodes"].items()]
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -198,7 +198,7 @@ def _parsed(text: str | bytes, what: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{what} is nested too deep") from None
     except ValueError as error:
-        raise ValueError(f"{what} is no JSON: {error}") from error
+        raise ValueError(f"{what} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {short(found)}, not a dict")
     return found

@@ -139,9 +139,9 @@ def _layers(node: Any, path: Path, log: Log) -> Iterator[tuple[Path, Nested]]:
 
 def _refuse(path: Path) -> None:
     raise TypeError(
-        f"{spelled(path)} holds bytes: the state that TE/PyTorch has pickled. Loading a pickle "
-        "runs whatever code is in it, so it is not read here. Where you trust the checkpoint, and "
-        "have PyTorch and Transformer Engine, make dicts of numpy arrays of it: "
+        f"{spelled(path)} holds bytes: state that TE/PyTorch pickled. Loading a pickle runs "
+        "whatever code is in it, so it is not read here. If you trust the checkpoint, and have "
+        "PyTorch and Transformer Engine, convert it to dicts of numpy arrays: "
         "state = pickle.loads(extra_state.numpy().tobytes()); names = ['amax_history_fwd', "
         "'amax_history_bwd', 'scale_fwd', 'scale_bwd']; {name: state[name].numpy() for name in "
         "names}."

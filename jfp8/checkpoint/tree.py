@@ -35,8 +35,8 @@ def nested(tree: Any, path: Path = ()) -> Any:
     """
     if len(path) > _DEEPEST:
         raise ValueError(
-            f"The tree is more than {_DEEPEST} levels deep, at {spelled(path[:6])}/...: that is no "
-            "checkpoint of a model."
+            f"The tree is more than {_DEEPEST} levels deep, at {spelled(path[:6])}/...: it is not "
+            "a checkpoint of a model."
         )
     if isinstance(tree, nnx.Variable):
         tree = tree.get_value()

@@ -81,7 +81,7 @@ class Selection:
             if isinstance(choice, str) and not any(_path_matches(choice, path) for path in listed):
                 raise ValueError(
                     f"The pattern {choice!r} matches no layer of the model. Layers: "
-                    f"{', '.join(listed) or 'none'}. Patterns are those of paths, with * for "
+                    f"{', '.join(listed) or 'none'}. Patterns match paths, with * for "
                     'anything, such as "decoder/*" or "*/logits".'
                 )
 

@@ -194,8 +194,8 @@ def assert_collectives(
         if others:
             widest = max(others, key=lambda c: c.bytes)
             raise AssertionError(
-                f"Only {sorted(dtypes)} may be sent (but for {exempt_bytes} bytes), and there are "
-                f"collectives of {sorted({c.dtype for c in others})}. The widest is\n{widest}\n"
+                f"Only {sorted(dtypes)} may be sent (except up to {exempt_bytes} bytes), but there "
+                f"are collectives of {sorted({c.dtype for c in others})}. The widest is\n{widest}\n"
                 f"of\n{found}"
             )
 

@@ -196,15 +196,16 @@ def compare(
             convert(model, recipe, **how), recipe, arguments, kwargs, loss_fn
         )
     else:
-        raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model must be a Flax Linen or NNX module, got {given}.")
 
     loss_of, params = under(_HighPrecision())
     measure = partial(observed, _Comparer(recipes), jax.value_and_grad(loss_of))
     (loss, reference), seen = jax.jit(measure)(params)
     if not seen.places:
         raise ValueError(
-            "No product of the model is computed by a layer that takes part. jfp8.report lists its "
-            "products, and why; exempt= and only= choose layers as in jfp8.convert."
+            "No layer with a product takes part in the comparison. jfp8.report lists the products "
+            "of the model; exempt= and only= choose layers as in jfp8.convert."
         )
     by_name = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
     names = [

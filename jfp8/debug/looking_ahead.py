@@ -87,8 +87,8 @@ def looks_ahead(
     results = _with_axes(f(x), x, sequence_axis)
     if not results:
         raise ValueError(
-            f"No result of f has the axes of x, {x.shape[: sequence_axis + 1]}: return what there "
-            "is for each position, such as logits, and no mean over them."
+            f"No result of f has the axes of x, {x.shape[: sequence_axis + 1]}: return a "
+            "result for each position, such as logits, not a mean over positions."
         )
     again = _with_axes(f(x), x, sequence_axis)
     if _change(results, again) > 0:

@@ -47,7 +47,9 @@ def rotary_embedding(
     check_option("group_method", group_method, ("consecutive", "alternate"))
     length, _, depth = x.shape[-3:]
     if depth % 2:
-        raise ValueError(f"Rotary embedding turns pairs of features, but there are {depth}.")
+        raise ValueError(
+            f"Rotary embedding rotates pairs of features, but their number is odd: {depth}."
+        )
     shortest, longest = windows
     wavelengths = shortest * (longest / shortest) ** (np.arange(0, depth, 2) / depth)
     if positions is None:

@@ -163,7 +163,7 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
     own_mesh = spec.mesh if isinstance(spec, NamedSharding) else None
     if own_mesh is None and not set(names) <= set(mesh.axis_names):
         raise ValueError(
-            f"axis_name={axis_name!r} is no axis of the mesh that is in effect, which has "
+            f"axis_name={axis_name!r} is not an axis of the mesh in effect, which has "
             f"{mesh.axis_names}. Enter the mesh first, with jax.set_mesh(mesh): or jax.shard_map, "
             "or give specs of type jax.sharding.NamedSharding."
         )
@@ -230,8 +230,8 @@ def _gather_bytes(x: jax.Array, way: _Way, largest: jax.Array, quantizer: Quanti
     if isinstance(scale, ScaledArray):
         raise ValueError(
             f"{quantizer} has scales of scales, for the whole weight, which devices that hold "
-            "parts of it cannot compute apart. Use another recipe, such as 'mxfp8', or let the "
-            "weights travel in high precision: leave gather_weights out."
+            "parts of it cannot compute separately. Use another recipe, such as 'mxfp8', or send "
+            "the weights in high precision: leave gather_weights out."
         )
     return _gather_stored(replace(q, carrier=x), way)
 

@@ -141,13 +141,13 @@ def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTran
         state = jax.eval_shape(inner.init, params)
         if has_master_weights(state):
             raise ValueError(
-                "opt_level='O2' keeps the state of tx in few bits, and with it the masters of "
-                "master_weights. Keep that of its inner optimizer so, and use O1: "
+                "opt_level='O2' would keep the masters of master_weights, which are state of tx, "
+                "in few bits too. Store the state of its inner optimizer instead, and use O1: "
                 "master_weights(jfp8.optim.adamw(1e-3, preset='msamp_o2'))."
             )
         if states_of(StoredState, state):
             raise ValueError(
-                "opt_level='O2' keeps moments in few bits, but those of tx are so already. Use O1."
+                "opt_level='O2' stores moments in few bits, but tx does that already. Use O1."
             )
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
         fields = {getattr(key, "name", None) for path in paths for key in path}
