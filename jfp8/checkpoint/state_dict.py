@@ -83,8 +83,8 @@ def on_host(state: Any) -> dict[str, Any]:
     for path, leaf in found:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
-                f"{spelled(path)} is sharded over several processes, each with a part. Save it with "
-                "Orbax, which writes parts: ocp.StandardCheckpointer().save(path, state)."
+                f"{spelled(path)} is sharded over several processes, each with a part. Save it "
+                "with Orbax, which writes parts: ocp.StandardCheckpointer().save(path, state)."
             )
     leaves = jax.device_get([leaf for _, leaf in found])
     return unflatten((path, _of_host(path, x)) for (path, _), x in zip(found, leaves, strict=True))

@@ -13,7 +13,7 @@ from jfp8.conversion.product_rows import NO_LAYER, ProductRow
 from jfp8.conversion.tables import Table, table_lines
 
 WIDTH = 100  # columns of text
-_NAMED = 8  # layers that are named for one reason
+_NAMED = 8  # layers listed under one reason
 _SHAPES = re.compile(r" \(lhs scale (?:[^()]|\([^()]*\))*\)")  # that a reason is given for
 Rows = Sequence[ProductRow]
 

@@ -28,7 +28,7 @@ from jfp8.recipes.recipe import Recipe
 OptLevel = Literal["O0", "O1", "O2"]
 
 # By the names of optax: the first moment (of sgd and others it is called trace), and the second.
-# By lot: to nearest a moment stops while it is still a third away from where it goes.
+# Stochastic: with rounding to nearest, a moment stops a third away from where it should go.
 _FIRST = Blocks(rounding="stochastic")
 _MOMENTS = {"mu": _FIRST, "trace": _FIRST, "nu": ScaledFloat16()}
 
