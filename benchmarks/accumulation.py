@@ -1,9 +1,9 @@
 """Time `scaled_matmul` by `accumulation`, and measure the errors of the sums; print JSON.
 
 The times are medians of interleaved runs, as ratios to "f32". The errors are relative to
-sum |a b|, against float64 of the same stored values, so that the rounding to FP8 has no part in
-them: largest, mean, and mean with its sign (the bias), on data of both signs and on their absolute
-values. Whatever is called "hopper" is emulated.
+sum |a b|, against float64 of the same stored values, so they do not contain the rounding to FP8:
+largest, mean, and mean with its sign (the bias), on data of both signs and on their absolute
+values. Everything called "hopper" is emulated.
 
     python benchmarks/accumulation.py --shape 256 256 1024 --repeats 21
 """

@@ -1,4 +1,4 @@
-"""Updates of Adam with stored moments beside exact ones, under gradients that are hard to store.
+"""Compare Adam's updates from stored moments to exact ones, for gradients that are hard to store.
 
 Half of the elements of every block, the odd ones, belong to one group and the rest to the other;
 all of a group have the same exact update, or one that chance alone varies. After each step the mean

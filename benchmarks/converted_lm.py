@@ -1,4 +1,4 @@
-"""Time the training step of a language model that nobody edited, converted against as it is.
+"""Time the training step of a plain Flax language model, converted against unconverted.
 
 The model is that of examples/train_lm.py with Flax's own layers. All variants run interleaved in
 one process; the figures are medians, and ratios to the unconverted f32 step of the same run.
@@ -34,7 +34,7 @@ def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def plain_step(model, variables, tx, tokens):
-    """The step as one writes it without this library."""
+    """The step without this library."""
 
     @jax.jit
     def step(params, opt_state, tokens):
@@ -49,7 +49,7 @@ def plain_step(model, variables, tx, tokens):
 
 
 def fp8_step(model, variables, tx, tokens):
-    """The same step with the state of FP8 kept up."""
+    """The same step, which also updates the FP8 state."""
     state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
 
     @jax.jit

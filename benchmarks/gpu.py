@@ -1,9 +1,9 @@
-"""Check the GPU kernels and measure everything that they are for; one command, one GPU.
+"""Check the GPU kernels, and measure what they are for; one command, one GPU.
 
 Correctness first: every kernel against float64 or, bit for bit, against what a CPU computes. Then
 ceilings of the device, FP8 products, linear layers, quantize kernels, a Transformer block's step,
-accumulation errors, memory, and what XLA's compiler does with FP8. Sections are independent: what
-fails in one is a line in the result, and a kernel that hangs is ended, with no harm to the others.
+accumulation errors, memory, and what XLA's compiler does with FP8. Sections are independent: a
+failure in one is a line in the result, and a kernel that hangs is ended without harm to the others.
 
     python benchmarks/gpu.py --save                # benchmarks/results/gpu-<device>-<date>.json
     python benchmarks/gpu.py --sections products,linear --json out.json --hlo programs

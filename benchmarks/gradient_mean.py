@@ -1,8 +1,9 @@
 """Accuracy and bytes of the mean of gradients over 8 virtual devices; print JSON.
 
-Four kinds of gradients, each of `size` elements on every device, and the ways to average them. dB
-are ``20 log10(|mean| / |error|)`` against float64; bytes are what a device sends in the compiled
-program, loops and all. XLA:CPU sends bf16 as f32: its bytes are given as a GPU would send them.
+It takes four kinds of gradients, each of `size` elements on every device, and averages them in each
+way. dB are ``20 log10(|mean| / |error|)`` against float64; bytes are what a device sends in the
+compiled program, with all iterations of loops. XLA:CPU sends bf16 as f32; the bytes given are those
+that a GPU would send.
 
     python benchmarks/gradient_mean.py --size 65536 --output benchmarks/results/gradient_mean.json
 """

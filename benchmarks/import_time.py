@@ -1,6 +1,6 @@
 """Time `import jfp8` against importing what it needs: JAX, Flax and Optax.
 
-Each import runs in a fresh interpreter, the two in turn, and the figures are medians.
+Each import runs in a fresh interpreter, the two alternate, and the figures are medians.
 
     python benchmarks/import_time.py --repeats 11
 """

@@ -6,23 +6,24 @@
     python benchmarks/long_run.py --table   # what has been run so far, as Markdown
     python benchmarks/long_run.py --picture long_run.png
 
-One run per recipe from one seed, of which float32 and its twin (its loss times 3, which only rounds
-otherwise) show how far runs drift apart by chance: a gap within that of the twin says nothing.
-Twenty times on the way it records the training loss since, the loss of held-out text, and for
-every FP8 weight, over batches that the run never sees,
+There is one run per recipe, from one seed. Float32 and its twin (its loss times 3, which only
+changes rounding) show how far runs drift apart by chance: a gap within that of the twin says
+nothing.
+Twenty times in each run it records the mean training loss since the last time, the loss of held-out
+text, and for every FP8 weight, over batches that the run never trains on,
 
     gradient   root mean square over the batches of ||g||: of the gradient in float32
     noise      the same of ||q - g||, where q is the gradient under the recipe, at the same weights
-               and by the scales that the run has: of its quantization, forward and backward
-    sampling   the same of ||g - mean g||, times sqrt(K / (K - 1)) for K batches: of the choice of
-               a batch
+               and with the scales of the run: the noise of quantization, forward and backward
+    sampling   the same of ||g - mean g||, times sqrt(K / (K - 1)) for K batches: the noise of the
+               choice of a batch
 
 Chmiel et al. (FP4 All the Way, 2025, arXiv:2505.19115) find that training becomes less effective
-where gradient / noise falls below about sqrt(3). (They round gradients at random, so that their
+when gradient / noise falls below about sqrt(3). (They round gradients at random, so that their
 noise averages out over steps; that of rounding to nearest need not.)
 
-It goes on where it was interrupted, from checkpoints in `runs/long_run`; the numbers are those of a
-run that never stopped. The results file is written at each of the twenty points.
+After an interruption it goes on from checkpoints in `runs/long_run`, with the numbers of a run that
+never stopped. The results file is written at each of the twenty points.
 """
 
 from __future__ import annotations

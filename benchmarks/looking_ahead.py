@@ -3,13 +3,13 @@
     python benchmarks/looking_ahead.py            # the table of docs/recipes.md: about 5 minutes
     python benchmarks/looking_ahead.py --recipes current mxfp8 --json
 
-Every layer takes `x`, [2 sequences, 8 positions, 32 features], of normal values. Once a feature of
-the last position is multiplied by 100, once one of the second sequence. A figure is the largest
-change of a result that comes before, or of the first sequence, over the largest result. 0: no bit
-changed.
+Every layer takes `x`, [2 sequences, 8 positions, 32 features], of normal values. In one test a
+feature of the last position is multiplied by 100, in another a feature of the second sequence. A
+figure is the largest change of a result at earlier positions, or of the first sequence, divided by
+the largest result. 0: no bit changed.
 
-A layer gets the whole sequence, as in training, and then each prefix of it, of which the last
-result counts, as in decoding; `steps` is the largest difference between the two.
+A layer gets the whole sequence, as in training, and then each prefix of it, from which the last
+result is taken, as in decoding; `steps` is the largest difference between the two.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Time the quantization into blocks of 32 with E8M0 scales along either axis; print JSON.
 
-A plain copy of the same array and a copy of its blocks' maxima stand beside it, since memory is
-what a cast can at best be bound by: at least one read of f32 and one write of a byte per element.
-Figures are medians of interleaved runs, in elements per second.
+It is timed next to a plain copy of the same array and a copy of its blocks' maxima, because memory
+bounds a cast: at least one read of f32 and one write of a byte per element. Figures are medians of
+interleaved runs, in elements per second.
 
     python benchmarks/mx_cast.py --size 1024 --repeats 101
 """

@@ -1,4 +1,4 @@
-"""Adam with few bits of state: updates under stress beside exact ones, bytes, and training loss.
+"""Adam with few bits of state: updates under stress against exact ones, bytes, and training loss.
 
     python benchmarks/optimizer_states.py --stress            # five minutes: no training
     python benchmarks/optimizer_states.py --lm --seeds 12 --jobs 2    # may be interrupted

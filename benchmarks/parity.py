@@ -1,4 +1,4 @@
-"""Train both examples under every recipe and in float32, from the same seeds: who is as good?
+"""Train both examples under every recipe and in float32, from the same seeds: which are as good?
 
     python benchmarks/parity.py            # everything, twelve seeds: hours; it may be interrupted
     python benchmarks/parity.py --tasks lm --recipes delayed mxfp8 --seeds 0 1 2
@@ -7,10 +7,10 @@
 
 Gaps are between runs with the same seed, hence the same initial parameters and batches: seeds alone
 differ by more. A recipe is equivalent within 0.25 (percent of the loss, points of accuracy) only if
-the 90 % interval of its mean gap lies inside, see `jfp8.debug.equivalence`; "no difference was
-found" is not said. Every run is written to the results file when it ends, and is not repeated by
-the next command, which must train as long, with the same versions and on as many cores. Runs are
-made seed by seed, so that all recipes have the same seeds whenever it is interrupted.
+the 90 % interval of its mean gap lies inside, see `jfp8.debug.equivalence`; finding no difference
+does not count. Every run is written to the results file when it ends, and is not repeated by the
+next command, which must train as long, with the same versions and on as many cores. Runs are made
+seed by seed, so that all recipes have the same seeds whenever it is interrupted.
 
 Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. Three rows are
 controls. The twin is float32 with its loss times 3, to which AdamW is invariant but for rounding:

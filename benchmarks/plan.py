@@ -1,14 +1,14 @@
-"""Plan a training run on devices that are not at hand: bytes and time per step, from formulas.
+"""Plan a training run on devices that you do not have: bytes and time per step, from formulas.
 
     python benchmarks/plan.py --width 4096 --layers 32 --vocabulary 32768 --sequence 4096 \\
         --batch 256 --data 4 --fsdp 8
 
 The model is the Transformer of `examples/lm`: per layer the kernels qkv, out, up and down, learned
 positions, and a table of embeddings besides the logits' kernel. `examples/train_sharded.py` divides
-it over devices in the same way. What is counted, and what is left out, stands beside each formula;
+it over devices in the same way. Each formula says what it counts and what it leaves out;
 `tests/papers/test_plan.py` compares the bytes with compiled programs. Times are what arithmetic and
-wires need at the given rates and no more, so bounds, not forecasts. The default rates are peaks
-that NVIDIA publishes for the H200 SXM: for a forecast, give what you measured on your machine.
+communication need at the given rates, so they are bounds, not forecasts. The default rates are the
+peaks that NVIDIA publishes for the H200 SXM: for a forecast, pass rates measured on your machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A file of results that many commands add to: safe to interrupt, and nothing unlike is mixed."""
+"""A file of results that many commands add to: safe to interrupt, and only like runs are mixed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a training step's backward pass by what activations are kept in; print JSON.
+"""Memory of a training step's backward pass, by the format of kept activations; print JSON.
 
 A `nn.scan` over blocks: of an MLP (normalisation, dense, gelu, dense, residual), and of a whole
 Transformer layer. For each way of keeping activations:

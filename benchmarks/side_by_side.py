@@ -1,8 +1,8 @@
-"""Work that waits for processes, several of them at a time and each on a core of its own.
+"""Run several processes at a time, each on a core of its own.
 
-A small model trains on one core at three quarters of the CPU seconds that it takes on two, where
-threads wait for each other. And its numbers are then those of one core, however many jobs there
-are: XLA rounds sums otherwise where several threads share them.
+On one core a small model trains in three quarters of the CPU seconds that it takes on two, where
+threads wait for each other. Its numbers also do not depend on the number of jobs then: XLA rounds
+sums differently if several threads share them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Train a tiny model for very long while its numbers go bad at random, and count what broke.
+"""Train a tiny model for very long with random faults in its numbers, and count what broke.
 
     python benchmarks/soak.py > benchmarks/results/soak.json      # 20,000 steps, one or two minutes
     python benchmarks/soak.py --steps 2000 --recipe hybrid --opt-level O1
 
-In one step of 40 something is wrong with one operand: a NaN, an Inf, a number close to the largest
-or below the smallest of float32, zeros, or one constant everywhere. Now and then that lasts for 50
-steps. In between the data changes its magnitude, which scales have to follow. After the last fault
-come steps without one, and the loss there is held against that of the same run without faults.
+In one step of 40 one operand has a fault: a NaN, an Inf, a number close to the largest or below the
+smallest of float32, zeros, or one constant everywhere. Sometimes it lasts for 50 steps. In between
+the data changes its magnitude, which scales have to follow. After the last fault come steps without
+one, whose loss is compared with that of the same run without faults.
 """
 
 from __future__ import annotations

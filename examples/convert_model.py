@@ -1,10 +1,10 @@
-"""Convert a model that nobody edits, and train it beside the unconverted one, on a CPU in a minute.
+"""Convert a model without editing it, and train it next to the original, on a CPU in a minute.
 
     python examples/convert_model.py
 
-`jfp8.convert` makes the layers of any Flax model compute in FP8, where they are called. The model
+`jfp8.convert` makes the layers of any Flax model compute in FP8 when they are called. The model
 here is `lm/plain_gpt.py`, written with Flax alone: blocks under `nn.scan` and `nn.remat`, Flax's
-attention. First comes the list of all its products and why some are not FP8; then both train on
+attention. The script lists all its products and why some are not FP8, then trains both models on
 the source code of Python's standard library, from the same parameters. More to try:
 
     convert_model.py --model llama           # the Llama of transformers: pip install 'jfp8[models]'
@@ -32,7 +32,7 @@ def gpt(args: argparse.Namespace) -> nn.Module:
 
 
 def llama(args: argparse.Namespace) -> nn.Module:
-    """Rotary positions, RMS norms, gated feed-forward layers; as released, not one line of ours."""
+    """Rotary positions, RMS norms, gated feed-forward layers; as released, not a line of ours."""
     try:
         from transformers.models.llama import modeling_flax_llama as released
     except ModuleNotFoundError as missing:
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def logits_of(output: Any) -> jax.Array:
-    """Models of transformers return them as one of several fields."""
+    """Models of the transformers library return them as one of several fields."""
     return getattr(output, "logits", output)
 
 

@@ -1,12 +1,12 @@
-"""A recipe of your own: write it, look at its products, train with it, in a minute.
+"""A recipe of your own: write it, inspect its products, train with it, in a minute.
 
     python examples/custom_recipe.py
 
 Four bits forward, eight backward, one scale per tensor. A format of four bits has eight magnitudes,
-of which the largest value of a tensor must not take most: `FourBits` lets values beyond `sigmas`
-times the root mean square saturate. It is trained as a language model on the source code of
-Python's standard library, beside the same recipe with scales from the largest value (`stock`) and
-beside float32, from the same seed. More to try:
+and a scale from the largest value of a tensor would waste most of them. So `FourBits` lets values
+beyond `sigmas` times the root mean square saturate. It trains a language model on the source code
+of Python's standard library, next to the same recipe with scales from the largest value (`stock`)
+and next to float32, from the same seed. More to try:
 
     custom_recipe.py --sigmas 2.5         # another threshold
     custom_recipe.py --data ~/my_book.txt # your own text
@@ -73,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def product_error(recipe: Recipe) -> float:
-    """Of a product of normal operands with a few outliers, relative to the product, in percent."""
+    """The error of a product of normal operands with a few outliers, relative, in percent."""
     x = jax.random.normal(jax.random.key(0), (256, 512)).at[0, 0].set(20.0)
     w = jax.random.normal(jax.random.key(1), (512, 128))
     y = jfp8.scaled_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)

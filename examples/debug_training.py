@@ -1,17 +1,17 @@
-"""Find the tensor that breaks, and repair it: what `jfp8.debug` is for, in two minutes.
+"""Find the tensor that breaks, and repair it, with `jfp8.debug`, in two minutes.
 
     python examples/debug_training.py
 
-A Transformer trains on the source code of Python's standard library in FP8 without scales, and its
-loss is multiplied by 1e-3, as a mean over many tokens or devices might be: AdamW does not mind, but
-gradients become too small for FP8, and learning is worse. `jfp8.debug.Recorder` calls the
+A Transformer trains on the source code of Python's standard library in FP8 without scales, with its
+loss multiplied by 1e-3, as a mean over many tokens or devices might do. AdamW does not mind, but
+gradients become too small for FP8, and the model learns less. `jfp8.debug.Recorder` calls the
 training step and takes statistics in every tenth call; `jfp8.debug.advice` says which tensors break
 and what to do: raise the loss scale, or use a recipe that has scales for gradients. The script does
 the latter and trains again. More to try:
 
     debug_training.py --loss-multiplier 1    # gradients that are large enough: what is reported?
     debug_training.py --every 1              # statistics of every step
-    debug_training.py --repair loss_scale    # what does one scale for all gradients leave broken?
+    debug_training.py --repair loss_scale    # one scale for all gradients: what stays broken?
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_state(args: argparse.Namespace, run: str) -> jfp8.TrainState:
-    """That of the `"broken"` training, the `"repaired"` one, or the one in `"f32"`."""
+    """The state of the `"broken"` run, the `"repaired"` one, or the one in `"f32"`."""
     loss_scaled = run == "repaired" and args.repair == "loss_scale"
     name = args.repair if run == "repaired" and not loss_scaled else "unscaled"
     recipe = None if run == "f32" else jfp8.recipes.get(name)

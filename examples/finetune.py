@@ -1,12 +1,12 @@
-"""Fine-tune in FP8 from a checkpoint in float32, beside fine-tuning in float32, in a minute.
+"""Fine-tune in FP8 from a float32 checkpoint, next to fine-tuning in float32, in a minute.
 
     python examples/finetune.py
 
-FP8 layers have the parameters of Flax's, in names, shapes and dtype, so any checkpoint in high
-precision is one for the FP8 model; the histories of amaxes begin empty, and the first step uses the
-amaxes at hand. This script trains a Transformer in float32 on the source code of Python's standard
-library, saves its parameters, loads them into an FP8 model and into a float32 model, and goes on
-with both on other text: the English of Python's documentation, as `help()` prints it. More to try:
+FP8 layers have the same parameters as Flax's, in names, shapes and dtype, so any checkpoint in high
+precision fits the FP8 model. The amax histories start empty, and the first step uses the amaxes of
+its own tensors. This script trains a Transformer in float32 on the source code of Python's standard
+library, saves its parameters, loads them into an FP8 model and a float32 model, and trains both on
+other text: the English of Python's documentation, as `help()` prints it. More to try:
 
     finetune.py --from runs/finetune/pretrained.msgpack  # do not pre-train again
     finetune.py --data ~/my_book.txt                     # your own text

@@ -1,4 +1,4 @@
-"""Train a small ResNet in FP8, beside the same model in float32, on a CPU in a minute.
+"""Train a small ResNet in FP8, next to the same model in float32, on a CPU in a minute.
 
     python examples/train_images.py --compare
 

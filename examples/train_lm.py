@@ -1,10 +1,10 @@
-"""Train a byte-level Transformer in FP8, beside the same model in float32, on a CPU in two minutes.
+"""Train a byte-level Transformer in FP8, next to the same one in float32, on a CPU in two minutes.
 
     python examples/train_lm.py --compare
 
 The text is the source code of Python's own standard library, so nothing is downloaded. The sixteen
-dense layers of the blocks compute in FP8. At the end come both validation losses, a picture of both
-curves and a summary, in `runs/train_lm`. More to try:
+dense layers of the blocks compute in FP8. At the end the script prints both validation losses, and
+writes a picture of both curves and a summary into `runs/train_lm`. More to try:
 
     train_lm.py --compare --recipe unscaled                            # FP8 without scales fails,
     train_lm.py --compare --recipe unscaled --loss-scale               # and a loss scale repairs it

@@ -1,14 +1,14 @@
-"""Train a language model of Flax NNX in FP8, beside the same model in float32, in a minute.
+"""Train a Flax NNX language model in FP8, next to the same model in float32, in a minute.
 
     python examples/train_nnx_lm.py
 
-The model (`lm/nnx_model.py`) has `jfp8.nnx.Linear` where the other has `nnx.Linear`; the loop has
-`jfp8.nnx.value_and_grad` where the other has `nnx.value_and_grad`. That is all the difference: the
-optimizer is `nnx.Optimizer`, the step is under `nnx.jit`, and histories of amaxes are Variables
-of the model, of a type of their own. The text is the source code of Python's standard library.
+The model (`lm/nnx_model.py`) uses `jfp8.nnx.Linear` instead of `nnx.Linear`; the loop uses
+`jfp8.nnx.value_and_grad` instead of `nnx.value_and_grad`. Nothing else differs: the optimizer is
+`nnx.Optimizer`, the step is under `nnx.jit`, and amax histories are Variables of the model, with
+their own type. The text is the source code of Python's standard library.
 More to try:
 
-    train_nnx_lm.py --recipe current      # scales from the tensor at hand: no histories
+    train_nnx_lm.py --recipe current      # scales from each tensor itself: no histories
     train_nnx_lm.py --stock-gradient      # nnx.value_and_grad: gradients without histories
     train_nnx_lm.py --data ~/my_book.txt  # your own text
 """

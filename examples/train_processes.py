@@ -5,9 +5,9 @@
 Two processes of 4 virtual CPU devices each find each other over the loopback interface with
 `jax.distributed`, and run the program of `train_sharded.py` on a mesh of all 8. At the end they
 compare their amax histories to the last bit. A third process, with 8 devices of its own, trains
-without any network: its losses are the same but for the order of sums.
+without any network: its losses are the same except for the order of sums.
 
-On a cluster nothing is started here: run one `train_sharded.py` per host, with
+On a cluster you do not need this script: run one `train_sharded.py` per host, with
 `jax.distributed.initialize()` in front of `main()`.
 """
 
@@ -79,7 +79,7 @@ def start(name: str, coordinator: str, folder: Path, argv: list[str]) -> Worker:
 
 
 def wait(workers: list[Worker], seconds: float) -> list[dict[str, Any]]:
-    """The figures of each worker. The first that fails, or the clock, ends them all."""
+    """The figures of each worker. The first failure, or a timeout, ends them all."""
     deadline = time.monotonic() + seconds
     try:
         while any(w.process.poll() is None for w in workers):

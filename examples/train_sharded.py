@@ -1,12 +1,12 @@
-"""Train the language model of `train_lm.py` on 8 devices, divided in three ways at once.
+"""Train the language model of `train_lm.py` on 8 devices, sharded in three ways at once.
 
     python examples/train_sharded.py --compare
 
 On a laptop the devices are virtual: 8 parts of the CPU. With GPUs it takes as many as there are.
 Data, FSDP and tensor parallelism are shardings of arrays (`lm/sharding.py`) under `jax.jit`; the
-FP8 layers are those of one device. `--compare` trains on a single device as well, from the same
-seed: the losses are equal but for the order in which numbers are summed, and the rounding of
-gradients where those travel in FP8. More to try:
+FP8 layers are the same as on one device. `--compare` also trains on a single device, from the same
+seed: the losses are equal except for the order in which numbers are summed, and for the rounding of
+gradients if they are sent in FP8. More to try:
 
     train_sharded.py --data 1 --fsdp 8 --tensor 1      # any factors of the number of devices
     train_sharded.py --compare --recipe none           # float32
@@ -46,9 +46,9 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def make_state(args: argparse.Namespace, mesh: Mesh) -> jfp8.TrainState:
-    """Every device makes its own part of the state: nobody ever holds all of it.
+    """Every device makes its own part of the state: none ever holds all of it.
 
-    The random bits of a parameter do not depend on how it is divided.
+    The random bits of a parameter do not depend on how it is sharded.
     """
     recipe = None if args.recipe == "none" else jfp8.recipes.get(args.recipe)
     model = Transformer(
@@ -156,8 +156,8 @@ def train(args: argparse.Namespace, mesh: Mesh, text: corpus.Corpus) -> Run:
 def compare(run: Run, single: Run) -> dict[str, Any]:
     """How far two runs from the same seed are apart, as largest relative differences.
 
-    Sums in another order change the last bits, and FP8 makes larger steps out of some of them: a
-    value near the middle between two FP8 values goes to the other one, 1/16 or 1/8 away.
+    Sums in another order change the last bits, and FP8 amplifies some of these changes: a value
+    near the middle between two FP8 values goes to the other one, 1/16 or 1/8 away.
     """
     losses, of_single = np.array(run.losses), np.array(single.losses)
     differences = np.abs(losses / of_single - 1)
@@ -225,7 +225,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def mesh_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Mesh:
-    """The mesh that is asked for, or a message that says what would fit."""
+    """The requested mesh, or a message that says what would fit."""
     devices = jax.device_count()
     rest = args.fsdp * args.tensor
     data = args.data or max(devices // rest, 1)

@@ -1,9 +1,9 @@
-"""Whether each kernel computes the right thing on the device at hand.
+"""Whether each kernel computes the right thing on the current device.
 
-Quantize kernels are held bit for bit to `jfp8.quantize` and what it is made of, on a CPU. Products
-are held to float64 twice: on small integers, all of whose sums are exact however a tensor core adds
-them up, bit for bit; and on random data within the error that tensor cores may make. Everything
-runs three times over, and has to give the same bits: what moves between runs is a race.
+Quantize kernels must agree bit for bit with `jfp8.quantize` and its parts on a CPU. Products are
+compared with float64 twice: bit for bit on small integers, whose sums are all exact in any order;
+and on random data within the error that tensor cores may make. Everything runs three times and has
+to give the same bits: a difference between runs is a race.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the driver says of the device while it works."""
+"""What the driver says about the device while it works."""
 
 from __future__ import annotations
 

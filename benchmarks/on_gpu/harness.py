@@ -1,9 +1,9 @@
-"""Run cases that may fail, crash or hang, each on its own account, against the clock.
+"""Run cases that may fail, crash or hang, isolated from each other, within a time limit.
 
-A kernel that nobody has run before may wait for ever for a barrier, or write where it must not,
-after which nothing works in that process. So cases run in a process of their own, the worker, which
-says what it starts and what came out. Where it falls silent, it is ended, the case is recorded as
-failed, and another worker goes on with the next one.
+A kernel that has never run before may wait for a barrier for ever, or write where it must not, and
+then nothing works in that process. So cases run in a process of their own, the worker, which says
+what it starts and what came out. If it falls silent, it is ended, the case is recorded as failed,
+and another worker goes on with the next one.
 """
 
 from __future__ import annotations

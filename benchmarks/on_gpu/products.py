@@ -1,4 +1,4 @@
-"""Products by all roads: ceilings, FP8 products, accumulation errors, and facts about XLA."""
+"""Products by all implementations: ceilings, FP8, accumulation errors, and facts about XLA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FULL = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
 def ceilings(settings: Settings) -> Iterator[Group]:
-    """Section: what nothing can beat, a large product in bf16 and FP8, and a large copy."""
+    """Section: upper limits of speed, a large product in bf16 and FP8, and a large copy."""
     m, n, k = shape = shapes(settings)[0]
     flops = 2 * m * n * k
     pairs = copies(lambda i: _normal_pair(shape, jnp.bfloat16, i), settings)
@@ -379,7 +379,7 @@ def _model(
 
 
 def facts(settings: Settings) -> Iterator[Group]:
-    """Section: what is believed of XLA's compiler, and what this one does."""
+    """Section: what the code assumes about XLA's compiler, and what this one does."""
     size = 256 if settings.smoke else 4096
     a = b = jax.ShapeDtypeStruct((size, size), E4M3FN.dtype)
     scale = jax.ShapeDtypeStruct((), jnp.float32)

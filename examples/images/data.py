@@ -1,8 +1,8 @@
 """Small grey images in ten classes, from files that are already on the machine.
 
 Fashion-MNIST, 70,000 photographs of clothes, comes with Debian's package dataset-fashion-mnist.
-scikit-learn brings 1,797 handwritten digits of 8 x 8 pixels, few and easy: enough for a try. Or
-name a folder with the four IDX files of any data set that looks like MNIST.
+scikit-learn contains 1,797 handwritten digits of 8 x 8 pixels, few and easy: enough for a try. Or
+pass a folder with the four IDX files of any data set in the format of MNIST.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def digits() -> Images:
 
 
 def read_folder(folder: Path, name: str) -> Images:
-    """The four files of MNIST and its kin, each as it is or gzipped."""
+    """The four files of MNIST or a data set like it, each plain or gzipped."""
     sets = {}
     for key, pattern in FILES.items():
         images, classes = (

@@ -1,4 +1,4 @@
-"""One file that holds everything a run needs to go on as though it had never stopped.
+"""One file with everything a run needs to go on as though it had never stopped.
 
 It holds the step, the training state of every model (parameters, amax histories, optimizer state
 with its loss scale), the metrics so far, and the options that change numbers. Batches are a

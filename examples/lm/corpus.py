@@ -3,8 +3,8 @@
     |<------------------ one period of 80 KiB ------------------>|
     | 19 blocks of 4 KiB to train on                 | 1 held out |   | 19 blocks ...
 
-Holding out every 20th block, and not the end of the file list, keeps the validation text in the
-domain of the training text. Training windows lie inside the 19 blocks and touch no held-out byte.
+Every 20th block is held out, not the end of the file list, so that validation text is like training
+text. Training windows lie inside the 19 blocks and contain no held-out byte.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """int32[batch, length] bytes -> f32[batch, length, 256] logits of the byte after each.
 
-    With `scan_layers` the blocks are one, looped over, and their parameters have a leading axis of
-    layers. `gather` is applied to the parameters of each block where it computes, forward and once
-    more backward: what it returns is not kept in between.
+    With `scan_layers` the blocks are one module, looped over, and their parameters have a leading
+    axis of layers. `gather` is applied to the parameters of each block when it computes, once in
+    the forward and once in the backward pass: what it returns is not kept in between.
     """
 
     width: int = 128

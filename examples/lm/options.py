@@ -1,4 +1,4 @@
-"""Command lines, and the mistakes that can be told before any work is done."""
+"""Command lines, and the mistakes in them that are found before any work is done."""
 
 from __future__ import annotations
 

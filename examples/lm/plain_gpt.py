@@ -1,7 +1,7 @@
-"""A GPT as one writes it with Flax alone: nothing in this file knows of FP8.
+"""A GPT written with Flax alone: nothing in this file knows of FP8.
 
-Its blocks are one, looped over by `nn.scan` and computed again in the backward pass by `nn.remat`;
-attention is Flax's; the logits are a product by the table of embeddings.
+Its blocks are one module, looped over by `nn.scan` and computed again in the backward pass by
+`nn.remat`; attention is Flax's; the logits are a product with the table of embeddings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a line of numbers per step, a picture, and a summary."""
+"""What a run writes: a line of numbers per step, a picture, and a summary."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def result_line(example: str, **figures: Any) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What figures depend on beside the program and its options."""
+    """What figures depend on besides the program and its options."""
     return {
         "device": jax.devices()[0].device_kind,
         "versions": {m.__name__: m.__version__ for m in (jfp8, jax, flax, optax)},

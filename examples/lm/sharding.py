@@ -1,11 +1,11 @@
 """Which device holds what: a mesh of (data, fsdp, tensor), and a rule for every parameter.
 
     data     every group of devices has all parameters, and its own part of the batch
-    fsdp     as well its own part of the batch, and of every parameter; gathered where it is used
+    fsdp     also its own part of the batch, and of every parameter, which is gathered for use
     tensor   the same batch, and its own columns (qkv, up, head) or rows (out, down) of every kernel
 
-The rules are all there is: `jax.jit` inserts the communication. Histories of amaxes are on every
-device, and so small that nobody would divide them.
+Nothing else is needed: `jax.jit` inserts the communication. Amax histories are on every device,
+because they are too small to be worth sharding.
 """
 
 from __future__ import annotations

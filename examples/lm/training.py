@@ -99,7 +99,7 @@ def train(
 ) -> tuple[dict[str, Any], report.Numbers]:
     """`count` steps of every run on the same batches, under a progress bar.
 
-    In the first `compiling` ones JAX compiles, which is no part of training: they are taken before
+    In the first `compiling` ones JAX compiles, which is not training time: they are taken before
     the bar, and have no milliseconds.
     """
     batches_of = lambda start, end: [batch_at(step) for step in range(start, min(end, count))]

@@ -1,7 +1,7 @@
 """Checkpoints: saving so that nothing is lost, and loading into models with and without FP8.
 
-`load` and `save` know files, `upgrade` and `downgrade` know models, and `restore` does both. The
-others take over amax histories that other libraries have kept.
+`load` and `save` handle files, `upgrade` and `downgrade` handle models, and `restore` does both.
+The others import amax histories of other libraries.
 """
 
 from jfp8.checkpoint.changes import CheckpointChange

@@ -1,8 +1,8 @@
 """Replacing a file or a folder so that there is a whole one at every moment.
 
-The new one is written beside the old one, under a hidden name, and brought to the disk; then it
-takes the name. Whoever is killed before that leaves the old one as it was, and a leftover that the
-next replacement removes. Of two processes that replace the same name at once, one fails.
+The new one is written beside the old one, under a hidden name, and flushed to disk; then it is
+renamed. A process killed before that leaves the old one as it was, and a leftover that the next
+replacement removes. If two processes replace the same name at once, one of them fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Make or replace the file `path` by what `write` writes into the open file it is given."""
+    """Make or replace the file `path` with what `write` writes into the open file it is given."""
     _remove_leftovers(path)
     temporary = _beside(path)
     try:
@@ -33,10 +33,10 @@ def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def replace_directory(path: Path, write: Callable[[Path], None]) -> None:
-    """Make or replace the folder `path` by the one that `write` makes.
+    """Make or replace the folder `path` with the one that `write` makes.
 
-    No folder with something in it can be replaced in one step. Between the two that it takes, the
-    old one is where `whole_directory` finds it. `write` gets a path at which nothing is.
+    A folder that is not empty cannot be replaced in one step. Between the two steps that it takes,
+    `whole_directory` finds the old one. `write` gets a path that does not exist yet.
     """
     _remove_leftovers(path)
     temporary, previous = _beside(path), _previous(path)
@@ -57,7 +57,7 @@ def replace_directory(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def whole_directory(path: Path) -> Path:
-    """Where the folder is that `replace_directory` made last, if it was killed or not."""
+    """Where the last whole folder of `replace_directory` is, even if that was killed."""
     previous = _previous(path)
     return previous if previous.exists() and not path.exists() else path
 
@@ -80,7 +80,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a folder, of which no part is missing as long as it has its name."""
+    """Remove a folder; while it has its name, no part of it is missing."""
     if directory.exists():
         doomed = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}.removed")
         os.rename(directory, doomed)

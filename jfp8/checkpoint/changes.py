@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from jfp8.tracing.caller import user_level
+
 # Paths that a message spells out.
 _MOST_NAMED = 4
 
@@ -13,7 +15,7 @@ _MOST_NAMED = 4
 class CheckpointChange(UserWarning):
     """A checkpoint was changed to fit its target.
 
-    FP8 state is new, dropped or converted, the optimizer starts afresh, or arrays lose bits.
+    FP8 state was added, dropped or converted, the optimizer starts afresh, or arrays lose bits.
 
     Turn it into an error for one call by ``strict=True``, or for all by
     ``warnings.simplefilter("error", CheckpointChange)``.
@@ -25,23 +27,23 @@ class Log:
     """What an upgrade has found so far.
 
     Attributes:
-      changes: of each kind of change the paths that it befell, in order.
-      problems: of each path what does not fit, and cannot be made to.
+      changes: for each kind of change the paths that it concerns, in order.
+      problems: for each path what does not fit, and cannot be converted.
     """
 
     changes: dict[str, list[str]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
 
     def change(self, what: str, path: tuple[str, ...]) -> None:
-        """`what` happened to what is at `path`."""
+        """Note that `what` happened to the entry at `path`."""
         self.changes.setdefault(what, []).append(spelled(path))
 
     def problem(self, path: tuple[str, ...], what: str) -> None:
-        """`path` does not fit: `what` is there."""
+        """Note that `path` does not fit: `what` is there."""
         self.problems.setdefault(spelled(path), what)
 
-    def close(self, strict: bool, stacklevel: int) -> None:
-        """Raise what is wrong, or else warn of what was changed.
+    def close(self, strict: bool) -> None:
+        """Raise if something does not fit, or else warn of what was changed.
 
         Raises:
           ValueError: there are problems; with `strict` also if there are changes.
@@ -58,11 +60,11 @@ class Log:
             raise ValueError(
                 "The checkpoint does not have the state of the target, and strict=True.\n"
                 + "".join(f"  {message}\n" for message in changes)
-                + "Leave strict out to have it changed, or restore into the model and the "
+                + "Leave strict out to change it so, or restore into the model and the "
                 "optimizer that were saved."
             )
         for message in changes:
-            warnings.warn(message, CheckpointChange, stacklevel=stacklevel + 1)
+            warnings.warn(message, CheckpointChange, stacklevel=user_level())
 
 
 def _hints(problems: Iterable[str]) -> list[str]:
@@ -76,7 +78,7 @@ def _hints(problems: Iterable[str]) -> list[str]:
         )
     if False in in_optimizer:
         hints.append(
-            "Only FP8 state is made up, dropped or converted. Restore into the model that was "
+            "Only FP8 state is added, dropped or converted. Restore into the model that was "
             "saved, or rename and reshape in the state dict first: "
             'saved = load(path); saved["params"]["new"] = saved["params"].pop("old").'
         )
@@ -84,7 +86,7 @@ def _hints(problems: Iterable[str]) -> list[str]:
 
 
 def spelled(path: tuple[str, ...]) -> str:
-    """``"params/Dense_0/kernel"``, cut where a hostile name is endless."""
+    """``"params/Dense_0/kernel"``, with overlong names of hostile files cut."""
     return "/".join(name if len(name) <= 80 else f"{name[:60]}..." for name in path) or "the top"
 
 

@@ -1,4 +1,4 @@
-"""`downgrade`: what a model without FP8 needs of a training state or of variables."""
+"""`downgrade`: what a model without FP8 needs from a training state or from variables."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def downgrade(state: Any, *, dtype: jax.typing.DTypeLike = "float32") -> Any:
     """The variables of the same model without jfp8: no FP8 state, parameters in high precision.
 
     Parameters that are stored in FP8 get the values that products used, ``data * scale``; all
-    others stay as they are, bit for bit. To train on in high precision, from the masters of the
-    parameters and with the moments of the optimizer, make the training state of the plain model,
-    and call `jfp8.checkpoint.upgrade` with it as the target.
+    others stay as they are, bit for bit. To go on training in high precision, from the master
+    weights and with the moments of the optimizer, make the training state of the plain model, and
+    call `jfp8.checkpoint.upgrade` with it as the target.
 
     Args:
       state: a `jfp8.TrainState`, the variables of a model, a state dict of either, or an NNX state.
       dtype: floating dtype of parameters that were in FP8.
 
     Returns:
-      Of Linen ``{"params": ..., "batch_stats": ...}``, without ``fp8`` and ``fp8_sink``. Of NNX a
+      For Linen ``{"params": ..., "batch_stats": ...}``, without ``fp8`` and ``fp8_sink``. For NNX a
       state without `jfp8.nnx.Fp8State`.
 
     Raises:
-      TypeError: none of these.
+      TypeError: `state` is none of these.
       ValueError: there are no ``params``.
 
     >>> import jax, jax.numpy as jnp, jfp8

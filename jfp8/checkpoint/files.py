@@ -16,17 +16,17 @@ _FILES: dict[str, ModuleType] = {".msgpack": msgpack_file, ".safetensors": safet
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> None:
-    """Save a training state, or any tree of arrays, whole or not at all. ::
+    """Save a training state, or any tree of arrays, completely or not at all. ::
 
         checkpoint.msgpack       Flax's format: flax.serialization.from_bytes reads it
         checkpoint.safetensors   names are keys joined by "/"; PyTorch and others read it
         checkpoint               a folder of Orbax (pip install 'jfp8[checkpoint]')
 
-    The new checkpoint is written beside the old one and brought to the disk before it takes the
-    name. Killed at any moment, the process leaves the old one or the new one. What it leaves half
-    written, under a hidden name, the next `save` removes. One process at a time may save to a path.
+    The new checkpoint is written beside the old one and flushed to disk before it gets its name.
+    Whenever the process is killed, the old one or the new one is there. The next `save` removes
+    what was left half written, under a hidden name. One process at a time may save to a path.
 
-    Arrays come to the host, with all their bits. Device placement is not saved.
+    Arrays are copied to the host, with all their bits. Device placement is not saved.
 
     Args:
       path: where to; its suffix chooses the format. Missing folders are made.
@@ -34,9 +34,9 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         serialize. Its leaves: arrays, random keys, bool, int, float, str and None.
 
     Raises:
-      ValueError: another suffix; a tree or a name that the format does not hold; `path` is a folder
+      ValueError: another suffix; a tree or a name that the format cannot hold; `path` is a folder
         with something else in it.
-      TypeError: a leaf of another type, or no tree.
+      TypeError: a leaf of another type, or not a tree.
       ImportError: Orbax is needed and not installed.
 
     >>> import jax.numpy as jnp, jfp8, pathlib, tempfile
@@ -54,7 +54,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         orbax_directory.check_replaceable(target)
         atomic.replace_directory(target, partial(orbax_directory.write, state))
     elif target.is_dir():
-        raise ValueError(f"{target} is a folder, so that no file of this name can be there.")
+        raise ValueError(f"{target} is a folder. Choose another name for the file.")
     else:
         atomic.replace_file(target, partial(file_format.write, state))
 
@@ -62,10 +62,10 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What `save` saved, as nested dicts of numpy arrays, bit for bit.
 
-    Files of others in these formats are read, too. No file is believed, and none can run code: what
-    is cut off, damaged or made to do harm is refused, before memory is taken for what it claims to
-    be. Checksums in a safetensors file and in a folder tell of every changed bit; msgpack has none,
-    so that a number whose bits were changed is read as another number.
+    Files that other programs wrote in these formats can be read too. No file is trusted, and none
+    can run code: a file that is cut off, damaged or malicious is refused before memory is allocated
+    for what it claims to hold. Checksums in a safetensors file and in a folder detect every changed
+    bit; msgpack has none, so a number whose bits were changed is read as another number.
 
     Args:
       path: as for `save`.
@@ -103,7 +103,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(source, "rb") as file:
             return file_format.read(file)
     except ValueError as error:
-        raise ValueError(f"{source} is no whole checkpoint: {error}.") from error
+        raise ValueError(f"{source} is not a complete checkpoint: {error}.") from error
 
 
 def restore(path: str | os.PathLike[str], target: Any, *, strict: bool = False) -> Any:
@@ -111,16 +111,16 @@ def restore(path: str | os.PathLike[str], target: Any, *, strict: bool = False) 
 
     Args:
       path: as for `save`.
-      target: a state like the saved one, or one to which it is brought: see `upgrade`. Its arrays
+      target: a state like the saved one, or one that it is converted to: see `upgrade`. Its arrays
         may be ``jax.ShapeDtypeStruct``; of these only shape and dtype are read.
-      strict: refuse a checkpoint that would have to be changed, instead of a warning for each kind
-        of change.
+      strict: refuse a checkpoint that would have to be changed, instead of warning of each kind of
+        change.
 
     Returns:
       A tree of the structure of `target`.
 
     Raises:
-      ValueError: as for `load`; something else than FP8 state differs, or anything if `strict`.
+      ValueError: as for `load`; something other than FP8 state differs, or anything if `strict`.
       FileNotFoundError: there is none.
       ImportError: Orbax is needed and not installed.
 
@@ -140,7 +140,7 @@ _ALLOWED = (
 
 
 def _resolved(path: str | os.PathLike[str]) -> Path:
-    """`path` without links, so that not a link is replaced but what it leads to."""
+    """`path` without links, so that the target of a link is replaced, not the link."""
     return Path(os.path.realpath(path))
 
 
@@ -150,6 +150,6 @@ def _format_of(path: Path) -> ModuleType | None:
         return None
     if path.suffix not in _FILES:
         raise ValueError(
-            f"{path.name!r} has the suffix {path.suffix!r}, which is that of no format. {_ALLOWED}"
+            f"{path.name!r} has the suffix {path.suffix!r}, which no format has. {_ALLOWED}"
         )
     return _FILES[path.suffix]

@@ -1,14 +1,14 @@
-"""Histories that were kept by Flax's own FP8 layers, ``flax.linen.fp8_ops``.
+"""Amax histories of Flax's own FP8 layers, ``flax.linen.fp8_ops``.
 
 Flax keeps, in the collection ``_overwrite_with_gradient``, for every product::
 
     input_amax_history, kernel_amax_history, output_grad_amax_history    f32[..., H], H = 1024
     input_scale, kernel_scale, output_grad_scale                         f32[..., 1]
 
-Its ``scale`` has the meaning of ours, ``x ~= data * scale``, and follows from the history before
-the step. Ours is computed from the history when it is used, so that the history is all there is to
-take over: the next step has the scales that Flax would have used, ``max(history) / fmt.max``, to
-the last bits of the division. Where the two differ:
+Its ``scale`` means the same as ours, ``x ~= data * scale``, and follows from the history before the
+step. Ours is computed from the history when it is used, so only the history has to be imported: the
+next step has the scales that Flax would have used, ``max(history) / fmt.max``, up to rounding of
+the division. The two differ in these cases:
 
   * A history that is all zeros: Flax keeps the scale that it had, 1 in the first step; here the
     amax of the tensor at hand is used until there is an entry.
@@ -41,17 +41,17 @@ _NAMES = {f"{tensor}_{part}" for tensor in _ROLES.values() for part in ("amax_hi
 
 
 def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
-    """`variables` of a model with Flax's FP8 layers as those of the same model with jfp8's.
+    """Convert `variables` of a model with Flax's FP8 layers to those of the same model with jfp8's.
 
     Args:
-      variables: what ``model.init`` or a training loop has: ``params`` and
-        ``_overwrite_with_gradient``, and what other collections there are; or its state dict.
-      target: what ``init`` of the model with layers of jfp8 returned, arrays or shapes: it says how
-        products are called and how long histories are.
+      variables: what ``model.init`` or a training loop has: ``params``,
+        ``_overwrite_with_gradient``, and any other collections; or its state dict.
+      target: what ``init`` of the model with layers of jfp8 returned, arrays or shapes: it gives
+        the names of products and the lengths of histories.
 
     Returns:
-      `variables` without ``_overwrite_with_gradient``, and with ``fp8`` and ``fp8_sink`` as
-      `target` has them. The rest is what it was; `jfp8.checkpoint.upgrade` checks that it fits.
+      `variables` without ``_overwrite_with_gradient``, and with ``fp8`` and ``fp8_sink`` like those
+      of `target`. The rest is unchanged; `jfp8.checkpoint.upgrade` checks that it fits.
 
     Raises:
       ValueError: `variables` has no such collection, or something else in it.
@@ -80,7 +80,7 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
         )
     found = as_fp8(nested(variables[COLLECTION]), nested(target), (COLLECTION,), log)
     collections = histories.filled(target, found, log)
-    log.close(strict=False, stacklevel=2)
+    log.close(strict=False)
     others = {name: node for name, node in variables.items() if name != COLLECTION}
     return {**others, **collections}
 

@@ -29,7 +29,10 @@ Tensors: TypeAlias = dict[str, np.ndarray]
 HISTORY, RUNNING = "amax_history", "amax"
 
 MISSING = "Amax histories that the checkpoint lacks start empty (current scaling until they fill)"
-DROPPED = "Amax histories that the target has no place for are dropped"
+DROPPED = (
+    "Amax histories that the target has no place for are dropped (to keep them, restore into a "
+    "model with the recipe that was saved)"
+)
 RESTARTED = "Amax histories of another structure start empty (current scaling until they fill)"
 UNMATCHED = "Amax histories of products that the target does not have are dropped"
 CLEANED = "Entries of amax histories that are no amax (NaN, Inf, negative) are left out"
@@ -44,7 +47,7 @@ def is_product(node: Any) -> bool:
 
 
 def is_sink(node: Any) -> bool:
-    """Whether `node` is the sink of one product: zeros, of which a checkpoint has no need."""
+    """Whether `node` is the sink of one product: zeros, which a checkpoint does not need."""
     if not isinstance(node, dict) or set(node) != {"amax"}:
         return False
     return getattr(node["amax"], "shape", ())[-2:] == (len(ROLES), WIDTH)
@@ -111,16 +114,16 @@ def resized(history: np.ndarray, length: int) -> np.ndarray:
 
 
 def newest_first(history: np.ndarray) -> np.ndarray:
-    """`history` without its empty slots and what is no amax; those become zeros at the end."""
+    """`history` without empty slots and impossible amaxes, which become zeros at the end."""
     kept = np.where(np.isfinite(history) & (history > 0), history, np.float32(0.0))
     order = np.argsort(kept == 0, axis=-1, kind="stable")
     return np.take_along_axis(kept, order, axis=-1)
 
 
 def unrolled(ring: np.ndarray) -> np.ndarray:
-    """The history that Flax and Transformer Engine keep, newest first: f32[..., H].
+    """The history of Flax or Transformer Engine, newest first: f32[..., H].
 
-    They roll by -1 and then write slot 0. So slot 0 is the newest, after it come the last slot and
+    They roll by -1 and then write slot 0. So slot 0 is the newest, followed by the last slot and
     the ones before it, and slot 1 is the oldest. Empty slots go to the end.
     """
     ring = np.asarray(ring, np.float32)
@@ -136,9 +139,9 @@ def are_alike(tensors: dict[str, Any]) -> bool:
 def renamed(found: dict[Path, Tensors], target: Any, path: Path, log: Log) -> Nested:
     """Histories of another library in the layout of the ``fp8`` collection `target`.
 
-    Products are called otherwise there. Those of a module are matched in the order of their names
-    with those that the same module has in the target, or else with those of its submodules.
-    `found` has them by the path of their module there, and a name.
+    Products have other names there. Those of a module are matched, in the order of their names,
+    with those of the same module in the target, or else with those of its submodules. `found` has
+    them by the path of their module there, and a name.
     """
     ours = sorted(product_paths(target), key=_natural)
     theirs: dict[Path, list[Path]] = {}

@@ -1,7 +1,7 @@
 """Flax's own format: a msgpack map, in which arrays are extensions of the format.
 
-Written by Flax, and read by Flax's `flax.serialization.from_bytes`. Read here with checks that
-Flax's reader does not make: whoever has made the file, nothing is believed and no code is run.
+Flax writes the files, and `flax.serialization.from_bytes` can read them. They are read here with
+checks that Flax's reader does not make: no file is trusted, and no code is run.
 
 An array is the extension 1, which holds a msgpack list of its shape, the name of its dtype and its
 bytes. An array of more than 1 GiB is a map with the parts of the flat array.
@@ -52,7 +52,7 @@ def _unpacked(data: bytes, longest_list: int, **options: Any) -> Any:
     except msgpack.StackError:
         raise ValueError("it is nested too deep") from None
     except msgpack.FormatError:
-        raise ValueError("it is no msgpack") from None
+        raise ValueError("it is not msgpack") from None
 
 
 def _extension(code: int, data: bytes) -> np.ndarray:
@@ -88,7 +88,7 @@ def _checked(node: Any, path: Path) -> Any:
             return _joined(node, path)
         for key in node:
             if not isinstance(key, str):
-                raise ValueError(f"{spelled(path)} has the key {short(key)}, which is no string")
+                raise ValueError(f"{spelled(path)} has the key {short(key)}, which is not a string")
         return {key: _checked(value, (*path, key)) for key, value in node.items()}
     if node is None or isinstance(node, np.ndarray | bool | int | float | str):
         return node
@@ -96,7 +96,7 @@ def _checked(node: Any, path: Path) -> Any:
 
 
 def _joined(node: dict[str, Any], path: Path) -> np.ndarray:
-    """An array of which `node` has the parts."""
+    """The array whose parts `node` has."""
     try:
         shape, chunks = _sequence(node["shape"]), _sequence(node["chunks"])
     except KeyError as missing:
@@ -104,7 +104,7 @@ def _joined(node: dict[str, Any], path: Path) -> np.ndarray:
     sizes = check_shape(shape)
     dtypes = {chunk.dtype if isinstance(chunk, np.ndarray) else None for chunk in chunks}
     if len(dtypes) != 1 or None in dtypes or any(chunk.ndim != 1 for chunk in chunks):
-        raise ValueError(f"the parts of {spelled(path)} are no flat arrays of one dtype")
+        raise ValueError(f"the parts of {spelled(path)} are not flat arrays of one dtype")
     if sum(chunk.size for chunk in chunks) != math.prod(sizes):
         raise ValueError(f"the parts of {spelled(path)} do not have the elements of {shape}")
     return np.concatenate(chunks).reshape(sizes)

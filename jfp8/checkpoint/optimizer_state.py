@@ -6,8 +6,8 @@
     adamw                           ->                ScaleByAdamState
 
 The own parts of two states are compared one by one, in order. Chains and their empty states make
-no difference, so that wrapping an optimizer, or putting a transformation of jfp8 in front of it,
-leaves what it has learned where it is. A state dict has no types: the names of fields tell.
+no difference, so wrapping an optimizer, or putting a transformation of jfp8 in front of it, keeps
+its moments. A state dict has no types, so parts are recognised by the names of their fields.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Part:
     """One part of an optimizer state.
 
     Attributes:
-      kind: ``"own"`` for the optimizer's; else what of jfp8 it is. A ``"count"`` is that of a
+      kind: ``"own"`` for the optimizer's; else which part of jfp8 it is. A ``"count"`` belongs to a
         wrapper that draws random bits.
       path: where it is.
       fields: what it has there, without what is wrapped.

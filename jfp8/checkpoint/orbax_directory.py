@@ -1,7 +1,7 @@
 """Folders of Orbax, which its own functions read and write.
 
-Beside Orbax's files stands one with the size and checksum of each of them: Orbax notices by itself
-neither that a file of arrays has other bytes nor that one was cut off everywhere.
+Beside Orbax's files is one with the size and checksum of each: Orbax itself does not detect that a
+file of arrays has other bytes, nor every case of one that was cut off.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _UNKNOWN_TO_ORBAX = ("float6_e2m3fn", "float6_e3m2fn", "float8_e4m3", "uint4", "
 
 
 def check_replaceable(directory: Path) -> None:
-    """Raise ``ValueError`` if `directory` has something in it that is no checkpoint."""
+    """Raise ``ValueError`` if `directory` contains something other than a checkpoint."""
     if directory.is_dir() and any(directory.iterdir()) and not (directory / _MARK).exists():
         raise ValueError(
-            f"{directory} is a folder with something else than a checkpoint in it, which saving "
-            f"would delete. Save into it, under a name: {directory / 'checkpoint'}."
+            f"{directory} is a folder with something other than a checkpoint in it, which saving "
+            f"would delete. Choose a name inside it: {directory / 'checkpoint'}."
         )
 
 
@@ -50,7 +50,7 @@ def write(state: dict[str, Any], directory: Path) -> None:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """The state dict that a folder holds, one of jfp8 or another that Orbax wrote.
+    """The state dict in a folder that jfp8, or any other program with Orbax, wrote.
 
     Raises:
       ImportError: Orbax is not installed.
@@ -59,8 +59,8 @@ def read(directory: Path) -> dict[str, Any]:
     ocp = _orbax()
     if not (directory / _MARK).is_file():
         raise ValueError(
-            f"it has no {_MARK}, as every folder has in which Orbax saved a tree. Of a "
-            "CheckpointManager, name the folder of one step and item, such as 'run/100/default'"
+            f"it has no {_MARK}, which Orbax writes into every folder with a tree. For a "
+            "CheckpointManager, pass the folder of one step and item, such as 'run/100/default'"
         )
     _check_files(directory)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -1,15 +1,15 @@
 """The safetensors format: eight bytes with the length of a header in JSON, the header, the data.
 
-The names in it are the paths of the state dict, joined by "/". What the format has no place for
-stands as text in its ``__metadata__``, under "jfp8", where other programs may ignore it:
+The names in it are the paths of the state dict, joined by "/". What the format has no place for is
+stored as text in its ``__metadata__``, under "jfp8", where other programs may ignore it:
 
 * numbers, strings, None and empty dicts of the tree;
 * dtypes that it does not know. Their arrays are stored as bytes, U8;
 * checksums: of each array with its name, dtype and shape, and of this text.
 
-The format is read and written here, and not by the library of that name, whose loaders for numpy
-and Flax have no FP8 dtypes (github.com/huggingface/safetensors/issues/682), and which takes the
-last of two entries of the same name.
+The format is read and written here, not by the library of that name: its loaders for numpy and Flax
+have no FP8 dtypes (github.com/huggingface/safetensors/issues/682), and it silently takes the last
+of two entries with the same name.
 
 References:
   https://github.com/huggingface/safetensors, "Format"
@@ -101,7 +101,7 @@ def read(file: BufferedReader) -> dict[str, Any]:
     ours = _ours(metadata)
     if ours["crc32"] and ours["crc32"].keys() != entries.keys():
         others = sorted(ours["crc32"].keys() ^ entries.keys())
-        raise ValueError(f"it is damaged: of {short(others)} there is no array or no checksum")
+        raise ValueError(f"it is damaged: {short(others)} has no array or no checksum")
     leaves = [(tuple(name.split("/")), leaf) for name, leaf in ours["nodes"].items()]
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -198,7 +198,7 @@ def _parsed(text: str | bytes, what: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{what} is nested too deep") from None
     except ValueError as error:
-        raise ValueError(f"{what} is no JSON: {error}") from error
+        raise ValueError(f"{what} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {short(found)}, not a dict")
     return found

@@ -74,17 +74,17 @@ def on_host(state: Any) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise TypeError(
             f"A checkpoint holds a tree whose leaves have names, but got {type(state).__name__}. "
-            'Give it one: jfp8.checkpoint.save(path, {"x": x}). Of an NNX model, save its state: '
+            'Pass one: jfp8.checkpoint.save(path, {"x": x}). For an NNX model, save its state: '
             "jfp8.checkpoint.save(path, nnx.state(model))."
         )
     found = list(flatten(state))
     if all(isinstance(leaf, dict) for _, leaf in found):
-        raise ValueError("The tree has no leaf, so that there is nothing to save.")
+        raise ValueError("The tree has no leaves: there is nothing to save.")
     for path, leaf in found:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
-                f"{spelled(path)} is spread over several processes, of which each has a part. Save "
-                "it with Orbax, which writes parts: ocp.StandardCheckpointer().save(path, state)."
+                f"{spelled(path)} is sharded over several processes, each with a part. Save it "
+                "with Orbax, which writes parts: ocp.StandardCheckpointer().save(path, state)."
             )
     leaves = jax.device_get([leaf for _, leaf in found])
     return unflatten((path, _of_host(path, x)) for (path, _), x in zip(found, leaves, strict=True))
@@ -105,9 +105,9 @@ def _of_host(path: Path, leaf: Any) -> Any:
     else:
         kind = f"of type {type(leaf).__name__}"
     raise TypeError(
-        f"{spelled(path)} is {kind}, which a checkpoint does not hold. It holds arrays of numbers "
-        f"({', '.join(DTYPES)}), bool, int, float, str and None. A container of your own has to be "
-        "known to Flax: flax.serialization.register_serialization_state."
+        f"{spelled(path)} is {kind}, which a checkpoint cannot hold. It can hold arrays of numbers "
+        f"({', '.join(DTYPES)}), bool, int, float, str and None. Register containers of your own "
+        "with flax.serialization.register_serialization_state."
     )
 
 

@@ -1,6 +1,6 @@
-"""Histories that were kept by NVIDIA's Transformer Engine (TE), of its recipe ``DelayedScaling``.
+"""Amax histories of NVIDIA's Transformer Engine (TE), for its recipe ``DelayedScaling``.
 
-TE has kept them in four layouts. H is the length of the history. ::
+TE has had four layouts for them. H is the length of the history. ::
 
     JAX, from 2.4   collection fp8_metas, per layer
                     x_amax_history, kernel_amax_history, grad_amax_history   f32[H]
@@ -17,8 +17,8 @@ TE has kept them in four layouts. H is the length of the history. ::
                     scale_fwd f32[3n], scale_bwd f32[2n]
 
 TE's ``scale`` is the reciprocal of ours: ``fmt.max / amax``, divided by ``2^margin``. It follows
-from the history, as ours does, so that the history is all there is to take over. Only where a
-history is empty, as it is between the steps when H is 1, the amax is computed from the scale.
+from the history, as ours does, so only the history has to be imported. Where a history is empty,
+as it is between the steps when H is 1, the amax is computed from the scale.
 
 All layouts roll by -1 and clear slot 0 for the step under way, see `histories.unrolled`.
 
@@ -66,22 +66,23 @@ def from_transformer_engine(
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = "HYBRID",
     margin: int = 0,
 ) -> dict[str, Any]:
-    """The ``fp8`` collection of a model, with the amax histories that Transformer Engine kept.
+    """The ``fp8`` collection of a model, with the amax histories of Transformer Engine.
 
     Args:
-      meta: nested dicts with numpy or JAX arrays. Of TE/JAX its collection, ``fp8_metas``, as it
-        is. Of TE/PyTorch ``{module: extra state}``, with names of modules nested or joined by dots,
-        and extra states as dicts with ``amax_history_fwd`` and so on. PyTorch keeps them pickled,
-        which is not read here, because a pickle can run any code: the error tells how to convert.
+      meta: nested dicts with numpy or JAX arrays. For TE/JAX its collection, ``fp8_metas``, as it
+        is. For TE/PyTorch ``{module: extra state}``, with names of modules nested or joined by
+        dots, and extra states as dicts with ``amax_history_fwd`` and so on. PyTorch stores these
+        pickled. Pickles are not read here, because they can run any code; the error says how to
+        convert them.
       target: the ``fp8`` collection of the model with jfp8, as ``init`` returned it, or an NNX
-        state; arrays or shapes. Modules in `meta` must be called as they are here.
+        state; arrays or shapes. Modules in `meta` must have the same names as here.
       fp8_format, margin: those of TE's recipe; only used for histories that are empty.
 
     Returns:
       A collection like `target`.
 
     Raises:
-      ValueError: `meta` is none of TE's layouts; the message names the path.
+      ValueError: `meta` has none of TE's layouts; the message names the path.
       TypeError: pickled extra states.
 
     Warns:
@@ -113,7 +114,7 @@ def from_transformer_engine(
             found[_place(path, name, wanted)] = tensors
     fp8 = histories.renamed(found, wanted, (), log)
     new = histories.filled({"fp8": target}, fp8, log)["fp8"]
-    log.close(strict=False, stacklevel=2)
+    log.close(strict=False)
     return new
 
 
@@ -138,9 +139,9 @@ def _layers(node: Any, path: Path, log: Log) -> Iterator[tuple[Path, Nested]]:
 
 def _refuse(path: Path) -> None:
     raise TypeError(
-        f"{spelled(path)} holds bytes: the state that TE/PyTorch has pickled. Loading a pickle "
-        "runs whatever code is in it, so it is not read here. Where you trust the checkpoint, and "
-        "have PyTorch and Transformer Engine, make dicts of numpy arrays of it: "
+        f"{spelled(path)} holds bytes: state that TE/PyTorch pickled. Loading a pickle runs "
+        "whatever code is in it, so it is not read here. If you trust the checkpoint, and have "
+        "PyTorch and Transformer Engine, convert it to dicts of numpy arrays: "
         "state = pickle.loads(extra_state.numpy().tobytes()); names = ['amax_history_fwd', "
         "'amax_history_bwd', 'scale_fwd', 'scale_bwd']; {name: state[name].numpy() for name in "
         "names}."
@@ -230,8 +231,8 @@ def _history(ring: Any, scale: Any, largest: float) -> np.ndarray:
 def _place(path: Path, name: str, target: Any) -> Path:
     """The path of a product: its module, and a name.
 
-    A layer of TE keeps its state itself. Around others, a module of TE's own does it, which is a
-    product in its layer.
+    A layer of TE keeps its own state. For other layers a module of TE keeps it, which is a product
+    in the layer.
     """
     is_layer = any(place[: len(path)] == path for place in histories.product_paths(target))
     if is_layer or not path:

@@ -1,9 +1,9 @@
 """A pytree as nested dicts of names, those of ``flax.serialization.to_state_dict``, and back.
 
-A checkpoint knows names, not types. Here both sides of an upgrade get the same form: the names of
-dict entries, fields and positions as keys, and as leaves the arrays, or what stands for one array
-(`ScaledArray` and the forms of stored moments). Empty containers are left out, since not every
-format of files keeps them.
+A checkpoint has names, not types. Here both sides of an upgrade get the same form: the names of
+dict entries, fields and positions as keys, and as leaves the arrays, or what represents one array
+(`ScaledArray` and the forms of stored moments). Empty containers are left out, because not every
+file format keeps them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def nested(tree: Any, path: Path = ()) -> Any:
     """
     if len(path) > _DEEPEST:
         raise ValueError(
-            f"The tree is more than {_DEEPEST} levels deep, at {spelled(path[:6])}/...: that is no "
-            "checkpoint of a model."
+            f"The tree is more than {_DEEPEST} levels deep, at {spelled(path[:6])}/...: it is not "
+            "a checkpoint of a model."
         )
     if isinstance(tree, nnx.Variable):
         tree = tree.get_value()
@@ -82,7 +82,7 @@ def at(tree: Any, path: Path) -> Any:
 
 
 def put(tree: Nested, path: Path, value: Any) -> Nested:
-    """`tree` with `value` at `path`, where something is already."""
+    """`tree` with the entry at `path` replaced by `value`."""
     if not path:
         return value
     return {**tree, path[0]: put(tree[path[0]], path[1:], value)}

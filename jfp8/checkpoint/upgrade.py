@@ -1,4 +1,4 @@
-"""`upgrade`: a checkpoint of one model as the state of another that differs in its FP8 parts."""
+"""`upgrade`: a checkpoint of one model, converted to one that differs in its FP8 parts."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ __all__ = ["CheckpointChange", "upgrade"]
 
 
 def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
-    """`saved` as a tree of the structure, the shapes and the dtypes of `target`.
+    """`saved` as a tree with the structure, the shapes and the dtypes of `target`.
 
-    What is the same on both sides is taken over bit for bit. What differs only by FP8 is made to
-    fit, and each kind of change is told in one warning:
+    What is the same on both sides is copied bit for bit. What differs only by FP8 is converted,
+    with one warning for each kind of change:
 
     ==============================================  ===============================================
     the checkpoint, or the target, has              what happens
@@ -62,23 +62,22 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     dtypes may differ. A training state can be the target of another one, also between
     `jfp8.TrainState` and Flax's; variables can be taken out of one.
 
-    A moment in `Blocks` does not say whether it is that of ``transform="sqrt"``: it is read as a
-    plain one. Convert moments that are kept that way with their storage's own ``decode``.
+    A moment in `Blocks` does not say whether it was stored with ``transform="sqrt"``; it is read as
+    a plain one. Convert moments stored that way with their storage's own ``decode``.
 
     Args:
       saved: a state dict, such as `jfp8.checkpoint.load` returns, or any pytree.
       target: a training state, the collections of a model, an NNX state, or any pytree; of arrays
-        or ``jax.ShapeDtypeStruct``. It says what the result looks like, and where it is: on the
-        host, or on the devices of its shardings. New states are those of the target.
+        or ``jax.ShapeDtypeStruct``. It determines what the result looks like, and where it is: on
+        the host, or on the devices of its shardings. New states come from the target.
       strict: raise instead of changing anything.
 
     Returns:
       The new tree.
 
     Raises:
-      ValueError: something that is not FP8 state is missing, is too much, or has another shape or
-        kind of dtype; with `strict`, also where there would be a warning. The message names the
-        paths.
+      ValueError: something that is not FP8 state is missing, is extra, or has another shape or kind
+        of dtype; with `strict`, also instead of every warning. The message names the paths.
 
     Warns:
       CheckpointChange: once for each kind of change.
@@ -101,7 +100,7 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     afresh = isinstance(target, TrainState | FlaxTrainState) and isinstance(state, dict)
     afresh = afresh and not {"step", "opt_state"} & set(state)
     _Walk(leaves, optimizer_states(target), afresh).node(wanted, state, ())
-    leaves.log.close(strict, stacklevel=2)
+    leaves.log.close(strict)
     if afresh:
         return _with_fresh_optimizer(target, leaves.new, state.get("params", state))
     return rebuilt(target, leaves.new)
@@ -109,7 +108,7 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class _Walk:
-    """One walk over the target, with the checkpoint at its side.
+    """One walk over the target, with the checkpoint alongside.
 
     Attributes:
       leaves: get the new leaves.
@@ -149,7 +148,7 @@ class _Walk:
                 self.unexpected(child, places.get(name, (*path, name)))
 
     def unexpected(self, saved: Any, path: Path) -> None:
-        """What only the checkpoint has: FP8 state goes, anything else is a problem."""
+        """What only the checkpoint has: FP8 state is dropped, anything else is a problem."""
         if path in self.optimizers:
             fit_optimizer({}, saved, path, Parameters(), self.leaves)
         elif histories.is_product(saved):
@@ -214,7 +213,7 @@ def _collections(state: Nested, path: Path) -> tuple[Nested, dict[str, Path]]:
 
 
 def _with_fresh_optimizer(target: Any, leaves: dict[Path, Any], saved: Any) -> Any:
-    """A training state of new `leaves`, of which the optimizer sees the parameters, and no others.
+    """A training state of new `leaves`, whose optimizer starts from the parameters.
 
     Masters start from the `saved` parameters, before they were quantized.
     """

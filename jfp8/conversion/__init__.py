@@ -1,1 +1,1 @@
-"""FP8 for models that nobody edits: which layers, how, and a report of what became of them."""
+"""FP8 for models without editing them: which layers, how, and a report of the result."""

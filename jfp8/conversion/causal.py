@@ -1,7 +1,7 @@
-"""Whether a program is that of a causal model: whether it masks what comes after a position.
+"""Whether a program is a causal model, which masks what comes after a position.
 
-It does where it compares positions with positions, or has a triangular constant. That is found in
-its jaxpr: nothing is computed.
+It is taken for one if it compares positions with positions, or has a triangular constant. Both are
+found in its jaxpr: nothing is computed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jfp8.conversion.edges import jaxprs_of
 
 _ORDERS = {"ge", "gt", "le", "lt"}
-# Along which dimensions do results vary that these make of arrays which are the same for all data?
+# Operations for which we know along which dimensions their results vary, given data-free operands.
 _ELEMENTWISE = {"add", "sub", "mul", "neg", "max", "min", "convert_element_type", "copy"}
-_LARGEST = 1 << 24  # elements of a constant that is looked at
+_LARGEST = 1 << 24  # largest constant that is examined, in elements
 
-# The dimensions along which an array varies that depends on no data; None: it depends on some.
+# The dimensions along which an array that depends on no data varies; None: it depends on data.
 _Varies = frozenset[int] | None
 
 

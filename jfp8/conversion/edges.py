@@ -1,7 +1,7 @@
 """Finds the layers at the edges of a model, in a jaxpr where layers are marked by name.
 
-Where a function calls a layer it passes what goes in and comes out through `mark_input` and
-`mark_output`; `edge_layers` then reads its jaxpr.
+A function that calls a layer passes its input and its output through `mark_input` and
+`mark_output`; `edge_layers` then reads the jaxpr of the function.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def arrays_apart(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
 
 
 def edge_layers(closed: ClosedJaxpr, n_parameters: int) -> tuple[frozenset[str], frozenset[str]]:
-    """The paths of layers into which only inputs go, and of those with which a result ends.
+    """The paths of the layers that read only inputs, and of those that give a result of the model.
 
-    With such a layer the result ends: no residual or other product comes after it, and what it
-    gives goes into no other layer. Parameters that scale or shift it make no difference.
+    A layer gives a result if no residual or other product comes after it, and no other layer reads
+    what it gives. Parameters that scale or shift the result make no difference.
 
     Args:
       closed: the model's jaxpr.
@@ -80,8 +80,7 @@ def edge_layers(closed: ClosedJaxpr, n_parameters: int) -> tuple[frozenset[str],
 class _Sources:
     """For each value, what it is made of: results of layers, parameters, or anything else.
 
-    A layer's result counts as just that, a product's outside of layers as anything else; constants
-    are made of nothing.
+    The result of a product outside layers counts as anything else; constants are made of nothing.
     """
 
     def __init__(self) -> None:

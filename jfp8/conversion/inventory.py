@@ -37,8 +37,8 @@ _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
 def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     """Every product in the forward and the backward pass of `model`.
 
-    Nothing is computed: the model is traced, and its gradient by the parameters with it. A product
-    counts as FP8 if both of its operands are in a narrow format when they are multiplied.
+    Nothing is computed: only the model and its gradient with respect to the parameters are traced.
+    A product counts as FP8 if both of its operands are in a narrow format when multiplied.
 
     Args:
       model: a Linen module, converted, with layers of jfp8, or neither; or an NNX module.
@@ -46,18 +46,18 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
         ``jax.eval_shape`` gives them), and the arguments of ``model.apply``. For NNX the arguments
         of the model.
       **kwargs: further arguments of the model, such as ``train=True``; and for Linen ``rngs=`` and
-        ``method=`` of ``model.apply``. Unless given, every stream of random numbers has a key.
+        ``method=`` of ``model.apply``. By default every stream of random numbers gets a key.
 
     Returns:
       A `Report`: ``print`` it for the layers, ``print(report.verbose())`` for every product; or
       read ``.rows``, ``.fp8_fraction``, ``.to_dict()``.
 
     Raises:
-      TypeError: no model; a Linen model without variables.
+      TypeError: `model` is not a model; a Linen model without variables.
 
     Warns:
-      UserWarning: positions of a causal model share scales (see `Recipe.is_causal`). That it is
-        one is seen by its masks: comparisons of positions, or triangular arrays.
+      UserWarning: positions of a causal model share scales (see `Recipe.is_causal`). A model counts
+        as causal if it has a mask: a comparison of positions, or a triangular array.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = jfp8.convert(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)]))
@@ -70,15 +70,22 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     """
     if isinstance(model, nn.Module):
         if not inputs or not isinstance(inputs[0], Mapping) or "params" not in inputs[0]:
+            given = type(inputs[0]).__name__ if inputs else "nothing"
+            if inputs and isinstance(inputs[0], Mapping):
+                given = f"{given} of {sorted(map(str, inputs[0]))}"
             raise TypeError(
                 "report(model, variables, *inputs): variables must be what model.init returned, "
-                f"with 'params' in it; got {type(inputs[0]).__name__ if inputs else 'nothing'}."
+                f"with 'params' in it; got {given}."
             )
         closed = _linen_jaxpr(model, inputs[0], inputs[1:], kwargs)
     elif isinstance(model, nnx.Module):
         closed = _nnx_jaxpr(model, inputs, kwargs)
     else:
-        raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(
+            f"model must be a Flax Linen or NNX module, got {given}. For Linen: "
+            "jfp8.report(MyModel(...), variables, x)."
+        )
     found = report_of(closed, (inputs, kwargs))
     for warning in found.warnings():
         warnings.warn(warning, UserWarning, stacklevel=2)
@@ -135,7 +142,7 @@ def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> Closed
 
 
 def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:
-    """The jaxpr of the gradient by the first argument, or of `forward` if it has none."""
+    """The jaxpr of the gradient with respect to the first argument, or of `forward` without one."""
     params, whole_params = arrays_apart(arguments[0])
     others, whole_others = arrays_apart(arguments[1:])
 
@@ -233,7 +240,7 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
 
 
 def _why_not(eqn: Any) -> str:
-    """Of a product that no layer has a reason for."""
+    """Why a product is not FP8, if no layer gave a reason."""
     # The innermost call outside of JAX, Flax and this library.
     where, own = "", str(Path(__file__).parents[1])
     for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
@@ -245,7 +252,7 @@ def _why_not(eqn: Any) -> str:
 
 
 def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
-    """`rows`, equal ones of one layer as one."""
+    """`rows`, with equal rows of one layer merged."""
     found: dict[ProductRow, int] = {}
     for row in rows:
         once = dataclasses.replace(row, times=0, flops=row.flops // row.times)

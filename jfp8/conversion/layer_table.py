@@ -1,4 +1,4 @@
-"""The products of a model by layer: what is FP8 of each, and why the rest is not."""
+"""The products of a model by layer: which are FP8, and why the others are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jfp8.conversion.product_rows import NO_LAYER, ProductRow
 from jfp8.conversion.tables import Table, table_lines
 
 WIDTH = 100  # columns of text
-_NAMED = 8  # layers that are named for one reason
+_NAMED = 8  # layers listed under one reason
 _SHAPES = re.compile(r" \(lhs scale (?:[^()]|\([^()]*\))*\)")  # that a reason is given for
 Rows = Sequence[ProductRow]
 
@@ -135,8 +135,8 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 def _three_products(rows: Rows) -> tuple[Rows, Rows, Rows]:
     """The rows of fprop, dgrad and wgrad.
 
-    Which gradient a product in high precision gives is told by its result, which has the dimensions
-    of the operand that it is the gradient of.
+    Of a product in high precision, the shape of its result tells which gradient it is: the operand
+    with these dimensions is the one that it belongs to.
     """
     of = lambda *kinds: [row for row in rows if row.kind in kinds]
     forward, backward = of("forward"), of("backward")

@@ -1,4 +1,4 @@
-"""Layers by path as the lines of a tree, of which one stands for all siblings that are alike."""
+"""Layers by path as the lines of a tree; siblings that are alike share one line."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TreeLine:
 def tree_lines(layers: Mapping[str, Hashable]) -> list[TreeLine]:
     """The lines of `layers`, modules before what they hold, else in the order given.
 
-    Siblings are alike if their names differ in the last number only, and all that is inside of them
-    has equal names and values.
+    Siblings are alike if their names differ only in the last number, and everything inside them has
+    equal names and values.
 
     Args:
       layers: a value for each path.

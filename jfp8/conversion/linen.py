@@ -1,4 +1,4 @@
-"""FP8 in Linen models that nobody edits: subclasses, in which calls of layers are intercepted."""
+"""FP8 in Linen models without editing them: subclasses that intercept the calls of layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 from jfp8.conversion import edges
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.linen_layers import is_layer, path_of, replace_products
-from jfp8.conversion.nothing import Seen, own_parameters, user_level, warn_of_nothing
+from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
@@ -28,6 +28,7 @@ from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.scaling.arrays import dequantize_tree
+from jfp8.tracing.caller import user_level
 
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes
 

@@ -1,7 +1,7 @@
 """The layers of Flax Linen, and what replaces their products as they are called.
 
-Flax lets one intercept the calls of methods. Where a layer of Flax is about to run, its hook for a
-product is set; the layer, and with it its parameters, stays what it is.
+Flax can intercept the calls of methods. When a layer of Flax is about to run, its hook for a
+product is set; the layer and its parameters stay as they are.
 """
 
 from __future__ import annotations

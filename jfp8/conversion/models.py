@@ -1,4 +1,4 @@
-"""FP8 for models that nobody edits: `convert` for a model, `autocast` for a region of a program."""
+"""FP8 for models without editing them: `convert` for a model, `autocast` for part of a program."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def convert(
 ) -> Model:
     """The same model with FP8 products in its layers, forward and backward.
 
-    `model` stays as it is. The parameters of what is returned are those of `model`, in names,
-    shapes and initial values, so that checkpoints fit both. Of Flax's layers, these are converted:
+    `model` itself does not change. The converted model has the same parameters, in names, shapes
+    and initial values, so that checkpoints fit both. Of Flax's layers, these are converted:
     ``Dense`` (NNX: ``Linear``), ``DenseGeneral``, ``Conv``, ``ConvTranspose``, ``Einsum``, and the
-    projections of attention, wherever they are: under ``setup`` or ``compact``, inside of
+    projections of attention, wherever they are: under ``setup`` or ``compact``, inside
     ``nn.scan``, ``nn.vmap``, ``nn.remat`` and ``nn.jit``. A layer that was given its own product
     (``dot_general=``) keeps it. Products that no layer computes (``x @ w``, ``jnp.einsum``) stay in
-    high precision: `jfp8.report` lists them. If no product becomes FP8, and not because `exempt` or
-    `only` say so, a ``UserWarning`` says what stayed and why: for an NNX model at once, for a Linen
-    model when ``init`` or ``apply`` first traces it.
+    high precision: `jfp8.report` lists them. If no product becomes FP8 although `exempt` and `only`
+    do not ask for that, a ``UserWarning`` says what stayed and why: for an NNX model at once, for a
+    Linen model when ``init`` or ``apply`` first traces it.
 
-    State is as for `jfp8.Dense`: ``init`` gives ``fp8`` and ``fp8_sink`` besides ``params``. Where
-    ``nn.scan`` or ``nn.vmap`` share weights, ``apply(..., mutable=["fp8"])`` is refused by Flax:
-    train with `jfp8.TrainState`, which does not need it. A converted model inside of an unconverted
-    one uses current scaling where it lifts ``params`` alone. A class made by ``nn.jit`` is traced
-    once for all its instances: what is decided by path about the first one holds for all.
+    State is as for `jfp8.Dense`: ``init`` returns ``fp8`` and ``fp8_sink`` besides ``params``.
+    Where ``nn.scan`` or ``nn.vmap`` share weights, Flax refuses ``apply(..., mutable=["fp8"])``:
+    train with `jfp8.TrainState`, which does not need it. A converted model inside an unconverted
+    one uses current scaling where the outer model lifts only ``params``. A class made by ``nn.jit``
+    is traced once for all its instances: decisions by path for the first instance hold for all.
 
     Args:
       model: a Linen or NNX module.
@@ -53,18 +53,18 @@ def convert(
         the literature keeps in high precision; in an NNX model they are the first convolution and
         the last linear layer that the model itself holds, unless it is a stack of layers. ``()``
         exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
-      only: convert these layers and no others, given like `exempt`, of which nothing is then the
-        default.
-      attention_products: convert the products of queries with keys and of weights with values, too.
+      only: convert these layers and no others, given like `exempt`, whose default is then ``()``.
+      attention_products: also convert the products of queries with keys and of weights with values.
 
     Returns:
       A Linen module, an instance of a subclass of ``type(model)``; or an NNX module of the same
       type that shares the arrays of `model`.
 
     Raises:
-      TypeError: no model, no recipe, or an `exempt` or `only` that is none of the above.
-      ValueError: a pattern or a type that matches no layer. For Linen models it is raised by
-        ``init`` and ``apply``, which is when their layers exist.
+      TypeError: `model` is not a model, `recipe` is not a recipe, or `exempt` or `only` is none of
+        the above.
+      ValueError: a pattern or a type that matches no layer. For Linen models ``init`` and ``apply``
+        raise it, because their layers exist only then.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
@@ -82,15 +82,16 @@ def convert_selected(
     if isinstance(model, nn.Module):
         if model.scope is not None:
             raise TypeError(
-                "convert takes a model that is not bound to variables: convert the model first, "
-                "then call .bind or .apply."
+                "convert got a model that is bound to variables. Convert the model first, then "
+                "call .bind or .apply of the result."
             )
         return cast(Model, linen.convert_module(model, selection, on_init))
     if isinstance(model, nnx.Module):
         return cast(Model, nnx_models.convert_model(model, selection))
+    given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(
-        f"model must be an instance of a Flax Linen or NNX module, got {model!r}. Convert the "
-        "model, not its class or its parameters: jfp8.convert(MyModel(...), recipe)."
+        f"model must be a Flax Linen or NNX module, got {given}. Convert the model, not its class "
+        "or its parameters: jfp8.convert(MyModel(...), recipe)."
     )
 
 
@@ -102,11 +103,11 @@ def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -
     layer or a converted model with its own recipe keeps that. The innermost region holds; with
     ``enabled=False`` everything in it is in high precision.
 
-    The region is part of what JAX compares when it looks for a compiled function, so a function
-    that was jitted and called outside is traced again inside. Each thread has its own regions.
+    The region is part of the key under which JAX caches a compiled function, so a function that was
+    jitted and called outside is traced again inside. Each thread has its own regions.
 
     Without an ``fp8`` collection in its variables a model uses current scaling; ``model.init``
-    inside of the region makes one. NNX layers that are not of jfp8 are left alone: use `convert`.
+    inside the region makes one. NNX layers other than those of jfp8 are left alone: use `convert`.
 
     Args:
       recipe: which quantizer each operand gets.
@@ -116,7 +117,7 @@ def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -
       A context manager, which gives None.
 
     Raises:
-      TypeError: no recipe.
+      TypeError: `recipe` is not a recipe.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model, x = nn.Dense(4), jnp.linspace(0, 1, 6).reshape(2, 3)

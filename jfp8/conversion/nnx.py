@@ -1,4 +1,4 @@
-"""FP8 for NNX models that nobody edits."""
+"""FP8 for NNX models without editing them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Module = TypeVar("Module", bound=nnx.Module)
 def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
     """The layers of `module` that `convert_module` can convert: paths and layers.
 
-    In the order in which attributes were set, which ``nnx.merge`` and transformed constructors make
-    alphabetical. A layer that is shared appears once. Layers with a product of their own, one of
-    jfp8 or of somebody else, are none of them.
+    They are in the order in which attributes were set, which ``nnx.merge`` and transformed
+    constructors make alphabetical. A layer that is shared appears once. Layers whose product is no
+    longer Flax's, because they are of jfp8 or were given another, are left out.
 
     Args:
       module: any NNX model.
@@ -47,25 +47,25 @@ def convert_module(
     implementation: Implementation = None,
     attention_products: bool = False,
 ) -> Module:
-    """A copy of `module` that computes in FP8 what `decide` says.
+    """A copy of `module` that computes in FP8 the layers that `decide` chooses.
 
-    The copy has Variables of its own, which hold the same arrays; `module` is not touched. The
-    ``nnx.Param`` state is the same, so checkpoints interchange. Stacked layers, made with
+    The copy has its own Variables, which hold the same arrays; `module` does not change. The
+    ``nnx.Param`` state is the same, so checkpoints fit both. Stacked layers, made with
     ``nnx.vmap``, get stacked amax histories.
 
     Args:
       module: any NNX model.
-      decide: called with the path (``"layers/0/linear1"``) and the layer for each of `layers_of`,
-        returns its recipe, or None to leave it alone.
+      decide: called with path (``"layers/0/linear1"``) and layer for each of `layers_of`; returns
+        the recipe of the layer, or None to leave it alone.
       implementation: see `jfp8.scaled_matmul`.
-      attention_products: ask `decide` for each ``nnx.MultiHeadAttention`` too, whether the products
-        of queries with keys and of weights with values become FP8.
+      attention_products: also ask `decide`, for each ``nnx.MultiHeadAttention``, whether the
+        products of queries with keys and of weights with values become FP8.
 
     Returns:
       A module of the type of `module`.
 
     Raises:
-      ValueError: layers that are stacked along another axis than the leading ones.
+      ValueError: layers that are stacked along axes other than the leading ones.
 
     >>> import jfp8
     >>> from flax import nnx

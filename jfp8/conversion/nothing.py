@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import flax
-import jax
-
 from jfp8.conversion.selection import Decision
+from jfp8.tracing.caller import user_level
 
 _LISTED = 4  # of a kind
-_NOT_THE_USER = tuple(str(Path(file).parent) for file in (jax.__file__, flax.__file__)) + (
-    str(Path(__file__).parents[1]),
-)
 _CURES = {
     "linen": "jfp8.linen.DotGeneral or jfp8.linen.EinsumProduct",
     "nnx": "jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp",
@@ -56,17 +49,17 @@ def warn_of_nothing(model: Any, seen: Seen, api: Literal["linen", "nnx"]) -> boo
         ]
         edges = any(decision.reason.startswith("exempt: ") for _, decision in seen.stayed.values())
         cure = " exempt=() exempts none." if edges else ""
-        said.append(f"Layers that it looked at, and why they stay: {_listed(layers)}.{cure}")
+        said.append(f"Layers that it left as they are, and why: {_listed(layers)}.{cure}")
     else:
-        said.append("The model has no layer of Flax with a product.")
+        said.append("The model has no layer of Flax with a product, such as nn.Dense.")
     if seen.own:
         spelled = lambda own: ", ".join(f"{name!r} {shape}" for name, shape in own.items())
         modules = [
             f"{_named(path, kind)}, {spelled(own)}" for path, (kind, own) in seen.own.items()
         ]
         said.append(
-            "Modules with parameters of their own, by which they multiply themselves (jnp.einsum, "
-            f"@): {_listed(modules)}. convert takes Flax's layers only: use {_CURES[api]} in them."
+            "Modules that hold parameters and multiply by them themselves (jnp.einsum, @): "
+            f"{_listed(modules)}. convert takes Flax's layers only: use {_CURES[api]} in them."
         )
     warnings.warn(
         f"No product of {type(model).__name__} is FP8: jfp8.convert changed nothing. "
@@ -102,11 +95,3 @@ def _named(path: str, kind: type) -> str:
 def _listed(items: Sequence[str]) -> str:
     more = len(items) - _LISTED
     return "; ".join(items[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
-
-
-def user_level() -> int:
-    """``stacklevel`` of a warning by the caller: its first frame outside of JAX, Flax and jfp8."""
-    frame, level = sys._getframe(2), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
-        frame, level = frame.f_back, level + 1
-    return level

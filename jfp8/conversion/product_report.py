@@ -1,4 +1,4 @@
-"""`Report`: what is FP8 of a model, by layer and by product."""
+"""`Report`: what is FP8 in a model, by layer and by product."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from jfp8.conversion.tables import table_html, table_lines
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What `report` found; prints as a table of the layers, and shows as one in Jupyter.
+    """What `report` found. It prints as a table of the layers, in Jupyter as an HTML table.
 
-    Layers that are alike are one line, ``block_{0..5}``: numbered siblings whose products are the
-    same. ``fprop``, ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are
-    computed; FLOPs are those of all three, and of all layers of the line. Below are the reasons.
+    Numbered siblings whose products are the same share a line, ``block_{0..5}``. ``fprop``,
+    ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are computed. FLOPs
+    are those of all three products, in all layers of the line. Below are the reasons.
 
     Attributes:
       rows: every product, in the order of the program.
-      causal: whether the program masks positions that come later, as far as that can be seen.
+      causal: whether the program masks later positions, as far as that can be detected.
     """
 
     rows: tuple[ProductRow, ...]
@@ -121,12 +121,12 @@ class Report:
         return "".join(parts)
 
     def _said(self) -> list[str]:
-        """The summary and what to know, as lines."""
+        """The summary and the warnings, as lines."""
         warnings = (line for warning in self.warnings() for line in wrapped(warning))
         return [self.summary(), *warnings]
 
     def warnings(self) -> list[str]:
-        """What to know before training: whether scales of a causal model look ahead."""
+        """Warnings before training: whether scales of a causal model look ahead."""
         rows = self.looking_ahead
         if not rows:
             return []

@@ -22,20 +22,20 @@ class ProductRow:
       layer: its type.
       kind: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; of products in high precision ``"forward"`` or
         ``"backward"``.
-      lhs, rhs, out: what is multiplied and what it gives, such as ``"e4m3fn[8,64]"``.
+      lhs, rhs, out: the operands and the result, such as ``"e4m3fn[8,64]"``.
       fp8: whether both operands are in a narrow format.
       recipe: its name, if it has one.
-      implementation: what the default device computes it with: ``"emulate"``, or what `cuda` says
-        where that is an NVIDIA GPU; ``"jax"`` for products in high precision.
+      implementation: what the default device computes it with: ``"emulate"``, or the same as `cuda`
+        on an NVIDIA GPU; ``"jax"`` for products in high precision.
       reason: why it is not FP8.
       times: how often it is computed: iterations of loops.
       flops: multiplications and additions, of all times together.
       cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
         (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"`` or ``"bf16"``; and after a colon
-        the reason why each of those that would be better is not (see `choice.choose`).
-      looks_ahead: of forward products, whether positions of a sequence share a scale, so that a
-        later one changes an earlier result; see ``Recipe.is_causal``. With a history that has an
-        entry, if the product has one.
+        why each of those that would be better is not used (see `choice.choose`).
+      looks_ahead: for forward products, whether positions of a sequence share a scale, so that a
+        later one changes an earlier result; see ``Recipe.is_causal``. For a product with a history,
+        this is about the steps after its first entry.
     """
 
     path: str
@@ -55,7 +55,7 @@ class ProductRow:
 
 
 def looks_ahead_message(recipes: Mapping[str, str]) -> str:
-    """What to know of layers, by path, of a causal model, whose recipes let scales look ahead."""
+    """The warning about layers, by path, of a causal model whose recipes let scales look ahead."""
     names = ", ".join(sorted({f'"{name}"' for name in recipes.values()}))
     layers = list(dict.fromkeys(recipes))
     listed = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")

@@ -1,4 +1,4 @@
-"""Which layers of a model nobody edited become FP8, and why the others do not."""
+"""Which layers of a converted model become FP8, and why the others do not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Decision:
     """What became of a layer: its recipe, or None and the reason.
 
     Attributes:
-      chosen: whether it has none because the user named it, or others.
+      chosen: whether it has no recipe because of `exempt` or `only` of the user.
     """
 
     recipe: Recipe | None
@@ -52,7 +52,7 @@ class Selection:
       recipe: for all layers that are converted.
       exempt: layers that stay in high precision.
       only: layers to convert; None: all that are not exempt.
-      attention_products: convert the two products inside of attention, too.
+      attention_products: also convert the two products inside attention.
     """
 
     recipe: Recipe
@@ -81,7 +81,7 @@ class Selection:
             if isinstance(choice, str) and not any(_path_matches(choice, path) for path in listed):
                 raise ValueError(
                     f"The pattern {choice!r} matches no layer of the model. Layers: "
-                    f"{', '.join(listed) or 'none'}. Patterns are those of paths, with * for "
+                    f"{', '.join(listed) or 'none'}. Patterns match paths, with * for "
                     'anything, such as "decoder/*" or "*/logits".'
                 )
 
@@ -137,7 +137,7 @@ def _matches(choice: Choice, path: str, layer: Any, edge: Edge | None) -> bool:
 
 
 def _path_matches(pattern: str, path: str) -> bool:
-    """Whether `pattern` matches `path` or a module that it is inside of."""
+    """Whether `pattern` matches `path` or a module that contains it."""
     parts = path.split("/")
     wholes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
     return any(fnmatch.fnmatchcase(whole, pattern) for whole in wholes)

@@ -1,4 +1,4 @@
-"""Tables as text and as HTML: lines of cells, of which the first is the head."""
+"""Tables as text and as HTML: lines of cells; the first line is the head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def table_lines(table: Table, *, numbers: bool = False) -> list[str]:
 
     Args:
       table: lines of equally many cells.
-      numbers: put all columns but the first to the right.
+      numbers: align all columns but the first to the right.
     """
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     side = str.rjust if numbers else str.ljust
@@ -29,7 +29,7 @@ def table_html(table: Table, *, numbers: bool = False, faded: Collection[int] = 
     Args:
       table: as for `table_lines`.
       numbers: as for `table_lines`.
-      faded: lines that step back behind the others, counted from the head.
+      faded: lines to draw fainter than the others, counted from the head.
     """
 
     def cell(tag: str, column: int, text: str) -> str:

@@ -32,15 +32,15 @@ def quantize_params(
 
         kernel ~= data * scale
 
-    An f32 or bf16 checkpoint in, an FP8 one out. Layers of jfp8 and converted models take it in the
-    place of the original, without any other state. The kernels get no gradient; what else is in
-    `params` does, so that adapters and norms can be trained. Layers that a conversion exempts (the
-    logits) multiply the values of their FP8 kernels in high precision: exempt them here, too, to
-    keep their kernels.
+    This turns an f32 or bf16 checkpoint into an FP8 one. Layers of jfp8 and converted models take
+    it instead of the original, without any other state. The kernels get no gradient; everything
+    else in `params` does, so that adapters and norms can be trained. Layers that a conversion
+    exempts (the logits) multiply the values of their FP8 kernels in high precision: exempt them
+    here too, to keep their kernels.
 
     Args:
       params: the ``params`` of a Linen model, nested dicts; or ``nnx.state(model, nnx.Param)``.
-      recipe: that of the model. Matrices are quantized as it quantizes the weight of its forward
+      recipe: the recipe of the model. Matrices are quantized as it quantizes weights in the forward
         product; other kernels with its format and one scale, from which recipes with finer scales
         quantize again.
       exempt, only: layers whose kernels stay, or are the only ones quantized: patterns of paths
@@ -52,7 +52,7 @@ def quantize_params(
       The same tree with a `ScaledArray` for every ``kernel`` of at least two dimensions.
 
     Raises:
-      TypeError: `params` are no nested dicts; no recipe.
+      TypeError: `params` are not nested dicts; `recipe` is not a recipe.
       ValueError: a pattern that matches no layer with a kernel; a kernel in FP8 already.
 
     >>> import jax, jax.numpy as jnp, jfp8

@@ -1,4 +1,4 @@
-"""Looking into programs: what FP8 did to each tensor, and what a compiled program sends."""
+"""Looking into programs: what FP8 did to each tensor, and what a compiled program communicates."""
 
 from jfp8.debug.advice import Advice, advice, report
 from jfp8.debug.collective_bytes import (

@@ -25,9 +25,9 @@ class Advice:
 
     Attributes:
       findings: what is wrong, the worst first; what breaks several tensors is named at the first of
-        them in the program. Empty if nothing is.
-      n_tensors: how many tensors were looked at.
-      steps: of the first and the last sample; None if the statistics have no steps.
+        them in the program. Empty if nothing is wrong.
+      n_tensors: how many tensors were examined.
+      steps: those of the first and the last sample; None if the statistics have no steps.
     """
 
     findings: tuple[Finding, ...]
@@ -81,23 +81,23 @@ class Advice:
 def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
     """Which tensors lose what training needs, and what to do about it.
 
-    Looks for NaN and Inf; gradients that vanish or saturate for want of a (loss) scale; amax
-    histories that are not kept up, too short or too long; values so far apart that no one scale
-    keeps them; and, if `products` says what else the model computes, for the wrong layers in FP8.
-    What happens now and then in trainings that go well is left out. Several samples tell more than
-    one, histories in particular.
+    It looks for NaN and Inf; gradients that vanish or saturate because they lack a (loss) scale;
+    amax histories that are not updated, too short or too long; values so far apart that no single
+    scale keeps them; and, given `products`, for the wrong layers in FP8. What happens now and then
+    in healthy training runs is left out. Several samples tell more than one, above all about
+    histories.
 
     Args:
-      rows: statistics of one or more steps: of ``Stats.rows(step)``, ``Recorder.rows``, or
+      rows: statistics of one or more steps, from ``Stats.rows(step)``, ``Recorder.rows``, or
         `read_jsonl`.
-      products: what ``jfp8.report(model, variables, x)`` says of the same model. Rows are of
-        tensors in FP8; this tells about those that are not.
+      products: what ``jfp8.report(model, variables, x)`` returns for the same model. Rows describe
+        tensors in FP8; the report adds the products that are not.
 
     Returns:
       `Advice`: ``print`` it, or read ``.findings``.
 
     Raises:
-      TypeError: `rows` are no rows of statistics, or `products` is no `jfp8.Report`.
+      TypeError: `rows` are not rows of statistics, or `products` is not a `jfp8.Report`.
 
     >>> import jax.numpy as jnp, jfp8
     >>> def product(x):
@@ -129,7 +129,7 @@ def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
 
 
 def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
-    """`advice`, by its former name: `jfp8.report` is what tells which products are FP8."""
+    """The former name of `advice`. (`jfp8.report` says which products are FP8.)"""
     return advice(rows, products)
 
 

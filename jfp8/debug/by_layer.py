@@ -1,4 +1,4 @@
-"""Puts measurements together that are of one layer, and keeps those of stacked layers apart."""
+"""Merges the measurements of each layer, and keeps those of stacked layers apart."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def by_layer(
 ) -> Iterator[tuple[Place, tuple[int, ...], np.ndarray]]:
     """Place, index among stacked layers, and measurement ``f64[W]``, in the order of the program.
 
-    Several uses of a layer, and turns of loops, become one; but for loops that run over stacked
-    layers, which the index counts. What is outside of layers stays as it is.
+    Several uses of a layer, and iterations of loops, become one. Iterations of a loop over stacked
+    layers stay apart: the index counts them. What is outside layers stays as it is.
 
     Args:
       places: where the measurements were made.
@@ -44,7 +44,7 @@ def by_layer(
 
 
 def _is_computed_again(place: Place) -> bool:
-    """Of the forward pass, what the backward pass computes once more: it has been seen."""
+    """Whether the backward pass computes a part of the forward pass again, seen already."""
     again = "transpose(" in place.stack or "rematted_computation" in place.stack
     return again and place.measure.forward
 

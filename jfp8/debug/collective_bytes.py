@@ -1,7 +1,7 @@
 """Bytes that a compiled program sends between devices, counted in its text.
 
-What a program asks for and what it sends are two things: XLA moves casts across collectives, merges
-collectives, and widens types that a backend cannot send. The compiled text has the last word. ::
+A program may send something other than it asks for: XLA moves casts across collectives, merges
+collectives, and widens types that a backend cannot send. So the compiled text is read. ::
 
     sent by a device, of ``b`` bytes of result among ``n`` devices (rings and pairwise exchanges):
         all-gather, all-to-all                          b (n - 1) / n
@@ -50,7 +50,7 @@ class Collective:
       elements: of the result on one device.
       devices: how many exchange data with each other.
       bytes_once: what a device sends in one execution.
-      times: executions; None in a loop of which the program does not say how often it runs.
+      times: executions; None in a loop for which the program does not say how often it runs.
       name: where it comes from: JAX's name, such as ``"jit(step)/shard_map/all_gather"``.
       source: file and line, "" if the program does not tell.
     """
@@ -66,7 +66,7 @@ class Collective:
 
     @property
     def bytes(self) -> float:
-        """What a device sends; in one trip of a loop of unknown length."""
+        """Bytes that a device sends; a loop of unknown length counts as one iteration."""
         return self.bytes_once * (1 if self.times is None else self.times)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class CollectiveBytes:
 
     @property
     def total(self) -> float:
-        """Bytes that a device sends; loops of unknown length count as one trip."""
+        """Bytes that a device sends; loops of unknown length count as one iteration."""
         return sum((c.bytes for c in self.collectives), 0.0)
 
     @property
@@ -174,12 +174,13 @@ def assert_collectives(
 
     Args:
       compiled: as for `collective_bytes`.
-      max_bytes: bound of all that a device sends.
-      dtypes: the only dtypes on the wire, by XLA's names: ``{"u8"}``.
-      exempt_bytes: collectives that send no more may have any dtype: a loss, amaxes, flags.
+      max_bytes: the most that a device may send in all.
+      dtypes: the only dtypes that may be sent, by XLA's names: ``{"u8"}``.
+      exempt_bytes: collectives that send no more than this may have any dtype: a loss, amaxes,
+        flags.
 
     Raises:
-      AssertionError: the program sends more, or something else.
+      AssertionError: the program sends more, or other dtypes.
       TypeError, ValueError: as for `collective_bytes`.
     """
     found = collective_bytes(compiled)
@@ -193,8 +194,8 @@ def assert_collectives(
         if others:
             widest = max(others, key=lambda c: c.bytes)
             raise AssertionError(
-                f"Only {sorted(dtypes)} may be sent (but for {exempt_bytes} bytes), and there are "
-                f"collectives of {sorted({c.dtype for c in others})}. The widest is\n{widest}\n"
+                f"Only {sorted(dtypes)} may be sent (except up to {exempt_bytes} bytes), but there "
+                f"are collectives of {sorted({c.dtype for c in others})}. The widest is\n{widest}\n"
                 f"of\n{found}"
             )
 
@@ -207,7 +208,7 @@ def _parts(
     everyone: int,
     tables: _SourceTables,
 ) -> Iterator[Collective]:
-    """The parts of one instruction, one for each dtype; none if it is no collective."""
+    """The parts of one instruction, one for each dtype; none if it is not a collective."""
     kind = op.removesuffix("-start")
     if kind not in _SENT:
         return

@@ -36,7 +36,7 @@ _PARTS = ("total", "cast", "product")  # of an error; see `ProductError`
 
 
 class _NothingQuantized(Products):
-    """Products in high precision, of operands laid out so that any recipe could take them."""
+    """Products in high precision, with operands laid out so that any recipe could take them."""
 
     def __post_init__(self) -> None:
         """Leave out the check that something is quantized."""
@@ -60,9 +60,9 @@ class _HighPrecision(Recipe):
 class _Errors(Measurement):
     """Measures the errors of one product under two recipes.
 
-    It is given the result and the operands, all in high precision. With ``y`` the product of these,
-    ``y'`` that of a recipe, and ``y*`` the product in high precision of what the recipe makes of
-    the operands: squares of ``y``, and for each recipe of ``y' - y``, ``y* - y``, ``y' - y*``.
+    It gets the result and the operands, all in high precision. Let ``y`` be their product, ``y'``
+    the product under a recipe, and ``y*`` the high-precision product of the operands as the recipe
+    rounds them. It sums squares of ``y``, and per recipe of ``y' - y``, ``y* - y``, ``y' - y*``.
     """
 
     powers: ClassVar[tuple[str, ...]] = (
@@ -112,7 +112,7 @@ def _values(operand: ScaledArray | jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Comparer(Observer):
-    """Taps every product in high precision: others are of weights that are only kept in FP8."""
+    """Taps every product in high precision; the others have weights that are only kept in FP8."""
 
     recipes: tuple[Recipe, Recipe]
 
@@ -141,23 +141,23 @@ def compare(
 
         total   |y' - y|  / |y|     y   the product in high precision
         cast    |y* - y|  / |y|     y'  the product under the recipe
-        product |y' - y*| / |y|     y*  in high precision, of what the recipe makes of the operands
+        product |y' - y*| / |y|     y*  in high precision, of the operands as the recipe rounds them
 
-    The model runs in high precision, and each of its products is computed under both recipes on the
-    inputs that it meets there, so that errors do not add up from layer to layer. The operands are
-    also made representable first, which tells the error of rounding them from that of multiplying
-    them. Beside that, the whole model runs under each recipe, for its loss and its gradients.
-    Recipes with a history have none here: their scales are those of the data at hand.
+    The model runs in high precision, and each of its products is also computed under both recipes
+    on the same inputs, so that errors do not add up from layer to layer. ``y*`` separates the error
+    of rounding the operands from that of multiplying them. In addition, the whole model runs under
+    each recipe, for its loss and its gradients. Recipes with a history have none here: their scales
+    follow from the tensors themselves.
 
     Args:
-      model: a Linen or NNX module: as Flax has it, converted, or with layers of jfp8. Which of
-        Flax's layers take part is as for `jfp8.convert`; those of jfp8 all do, under the two
-        recipes even if they have one of their own.
+      model: a Linen or NNX module: plain Flax, converted, or with layers of jfp8. Flax's layers
+        take part as in `jfp8.convert`; layers of jfp8 all do, under the two recipes even if they
+        have their own.
       recipe_a, recipe_b: recipes, or names of them.
-      batch: what the model is called with: a tuple of arguments, a dict of named ones, or the only
-        one.
+      batch: what the model is called with: a tuple of arguments, a dict of named arguments, or a
+        single argument.
       variables: for Linen, what ``model.init`` returned. None: made here, from seed 0.
-      loss_fn: of what the model returns, gives the loss to differentiate. None:
+      loss_fn: takes what the model returns, gives the loss to differentiate. None:
         ``mean(y^2) / 2`` of all floating outputs.
       exempt, only: see `jfp8.convert`.
       **kwargs: further arguments of the model, such as ``train=True``; for Linen also ``rngs=``
@@ -167,8 +167,8 @@ def compare(
       A `Comparison`: ``print`` it, or read ``.products``, ``.gradients``, ``.worst()``.
 
     Raises:
-      TypeError: no model; something that is no recipe.
-      ValueError: an unknown name of a recipe; no product of the model is of a layer that takes
+      TypeError: `model` is not a model; a recipe is not one.
+      ValueError: an unknown name of a recipe; no product of the model belongs to a layer that takes
         part.
 
     >>> import flax.linen as nn, jax.numpy as jnp, jfp8
@@ -196,15 +196,16 @@ def compare(
             convert(model, recipe, **how), recipe, arguments, kwargs, loss_fn
         )
     else:
-        raise TypeError(f"model must be a Flax Linen or NNX module, got {model!r}.")
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model must be a Flax Linen or NNX module, got {given}.")
 
     loss_of, params = under(_HighPrecision())
     measure = partial(observed, _Comparer(recipes), jax.value_and_grad(loss_of))
     (loss, reference), seen = jax.jit(measure)(params)
     if not seen.places:
         raise ValueError(
-            "No product of the model is computed by a layer that takes part. jfp8.report lists its "
-            "products, and why; exempt= and only= choose layers as in jfp8.convert."
+            "No layer with a product takes part in the comparison. jfp8.report lists the products "
+            "of the model; exempt= and only= choose layers as in jfp8.convert."
         )
     by_name = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
     names = [
@@ -235,7 +236,7 @@ def _half_mean_square(outputs: Any) -> jax.Array:
 def _linen_variables(
     model: nn.Module, variables: Mapping[str, Any] | None, arguments: Any, kwargs: dict[str, Any]
 ) -> Mapping[str, Any]:
-    """The variables without state of FP8, which belongs to one recipe."""
+    """The variables without FP8 state, which belongs to one recipe."""
     if variables is None:
         given = {k: v for k, v in kwargs.items() if k != "rngs"}
         rngs = {name: jax.random.key(0) for name in ("params", "dropout")}

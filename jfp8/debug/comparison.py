@@ -16,10 +16,10 @@ class ProductError:
 
     Attributes:
       total: ``|y' - y| / |y|``, where ``y'`` is the product of the recipe.
-      cast: ``|y* - y| / |y|``, where ``y*`` is the product, in high precision, of what the recipe
-        makes of the operands: the part of the error that comes from rounding these.
-      product: ``|y' - y*| / |y|``: the part that comes from multiplying, that is from the
-        accumulation, and from quantizing results.
+      cast: ``|y* - y| / |y|``, where ``y*`` is the product, in high precision, of the operands as
+        the recipe rounds them: the part of the error that comes from rounding operands.
+      product: ``|y' - y*| / |y|``: the part that comes from multiplying: from accumulation, and
+        from quantizing results.
     """
 
     total: float
@@ -51,12 +51,12 @@ class ComparedProduct:
 
 @dataclass(frozen=True)
 class ComparedGradient:
-    """The gradient by one parameter, of the whole model under each recipe.
+    """The gradient with respect to one parameter, of the whole model under each recipe.
 
     Attributes:
       path: of the parameter, ``"Dense_0/kernel"``.
       error_a, error_b: relative Frobenius error against the gradient in high precision.
-      cosine_a, cosine_b: cosine of the angle to it.
+      cosine_a, cosine_b: cosine of the angle between the two.
     """
 
     path: str
@@ -74,7 +74,7 @@ class Comparison:
       recipe_a, recipe_b: the recipes.
       products: every product, on the inputs that it has in high precision, in the order of the
         program; the errors of one layer do not enter the next.
-      gradients: of the whole model, where they do.
+      gradients: those of the whole model, where errors do enter the next layer.
       loss, loss_a, loss_b: in high precision and under each recipe.
     """
 

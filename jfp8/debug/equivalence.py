@@ -1,4 +1,4 @@
-"""`equivalence`: whether paired runs differ by less than a margin, or too few were made to tell."""
+"""`equivalence`: whether paired runs differ by less than a margin, or are too few to tell."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Equivalence:
 
     Attributes:
       n: number of pairs.
-      mean: of their gaps.
-      low, high: ends of the interval of the mean.
-      margin: what a gap may be, to either side.
-      confidence: of the interval.
+      mean: the mean of their gaps.
+      low, high: ends of the confidence interval of the mean.
+      margin: the largest gap that does not matter, to either side.
+      confidence: the level of the interval.
       verdict: ``"equivalent"`` if the interval lies between ``-margin`` and ``margin``,
         ``"different"`` if all of it lies beyond one of them, else ``"cannot be told"``.
-      pairs_needed: an estimate of how many pairs have an interval that tells, were mean and spread
-        of more of them those of these, which is at most `n` if these tell; ``math.inf`` above 1,000
-        and `n`. The mean will move, so about half of the time that many are too few.
+      pairs_needed: an estimate of how many pairs decide, if mean and spread stay as they are; at
+        most `n` if these pairs already do; ``math.inf`` above 1,000 and `n`. The mean will move, so
+        about half of the time that many are too few.
     """
 
     n: int
@@ -65,20 +65,21 @@ def equivalence(
         "different"        high < -margin or margin < low
         "cannot be told"   otherwise
 
-    That no difference was found is no proof that there is none: few runs find nothing. So the
-    question is turned round, and equivalence is what has to be shown. An interval of 90 % inside of
-    the margins is two one-sided tests at 5 % each: runs whose true mean gap is a margin or more are
-    called equivalent in at most one case of 20. A gap that is surely not 0 can be equivalent, if it
-    is as surely small: ``low`` and ``high`` have the same sign then.
+    Finding no difference does not prove that there is none: few runs find nothing. So equivalence
+    is what has to be shown. A 90 % interval inside the margins is two one-sided tests at 5 % each:
+    runs whose true mean gap is a margin or more are called equivalent in at most one case of 20. A
+    gap can be significantly different from 0 and still equivalent, if it is small: ``low`` and
+    ``high`` then have the same sign.
 
-    The gaps should be independent of each other and without a long tail, which a median far from
-    the mean betrays. Look at them once, not after each pair until the answer pleases.
+    The gaps should be independent of each other and without a long tail (a median far from the mean
+    shows one). Test once, not after each pair until you like the answer.
 
     Args:
-      gaps: ``f64[n]``, a difference for every pair of runs that had the same seed and data, in the
-        unit of `margin`: ``100 * (loss / loss_f32 - 1)`` is in percent, for which 0.25 is meant.
-      margin: the gap that would not matter.
-      confidence: of the interval, such as 0.9.
+      gaps: ``f64[n]``, a difference for every pair of runs with the same seed and data, in the unit
+        of `margin`: ``100 * (loss / loss_f32 - 1)`` is in percent, to which the default margin of
+        0.25 refers.
+      margin: the largest gap that does not matter.
+      confidence: the level of the interval, such as 0.9.
 
     Returns:
       An `Equivalence`: ``print`` it, or read ``.verdict``, ``.mean``, ``.low``, ``.high``.

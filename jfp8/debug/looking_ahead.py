@@ -13,13 +13,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LooksAhead:
-    """What changes did to results that should not depend on them.
+    """How results changed with inputs that they should not depend on.
 
     Attributes:
-      later: the largest change of a result at earlier positions, over the largest result; 0: none
-        changed by a bit. Inf: a result became, or was, no finite number.
-      others: likewise of a sequence's results, when other sequences of the batch changed; None:
-        the batch has no others.
+      later: the largest change of a result at earlier positions, divided by the largest result; 0:
+        not a bit changed. Inf: a result became, or was, NaN or Inf.
+      others: the same for a sequence's results when other sequences of the batch changed; None: the
+        batch has no others.
     """
 
     later: float
@@ -46,28 +46,29 @@ class LooksAhead:
 def looks_ahead(
     f: Callable[[jax.Array], Any], x: jax.typing.ArrayLike, *, sequence_axis: int = 1
 ) -> LooksAhead:
-    """Changes the end of sequences, then all sequences but the first, and looks at the rest.
+    """Test whether results depend on later positions or on other sequences of the batch.
 
-    Values are multiplied by 0 and by 100; tokens (integers) become the smallest and the largest of
-    `x`. Positions from the second, the middle and the last one on are changed. Results that have
-    not changed by a bit prove nothing for other inputs, but scales that are shared change easily.
+    It changes the end of sequences, then all sequences but the first, and compares the other
+    results. Values are multiplied by 0 and by 100; tokens (integers) become the smallest and the
+    largest of `x`. Positions from the second, the middle and the last one on are changed. Unchanged
+    results prove nothing for other inputs, but shared scales change easily.
 
     Args:
       f: a model as a function of one array, ``lambda tokens: model.apply(variables, tokens)``; it
-        is compiled. Its result has the axes of `x` in front: the batch, the first one, and
+        is compiled. Its result begins with the axes of `x`, from the batch (the first one) to the
         positions. It may be a pytree; arrays in it that lack the axes do not count.
       x: integers or floats, ``[batch, ..., positions, ...]``.
-      sequence_axis: that of positions.
+      sequence_axis: the axis of positions.
 
     Returns:
       A `LooksAhead`.
 
     Raises:
-      ValueError: fewer than two positions; no result has the axes; or `f` gives another result
-        when it is called again: dropout, say.
+      ValueError: fewer than two positions; no result has the axes; or `f` gives another result when
+        it is called again, as with dropout.
 
     References:
-      docs/recipes.md lists the recipes of which `Recipe.is_causal` promises that nothing changes.
+      docs/recipes.md lists the recipes for which `Recipe.is_causal` promises that nothing changes.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> layer = jfp8.Dense(8, recipe="current")
@@ -86,8 +87,8 @@ def looks_ahead(
     results = _with_axes(f(x), x, sequence_axis)
     if not results:
         raise ValueError(
-            f"No result of f has the axes of x, {x.shape[: sequence_axis + 1]}: return what there "
-            "is for each position, such as logits, and no mean over them."
+            f"No result of f has the axes of x, {x.shape[: sequence_axis + 1]}: return a "
+            "result for each position, such as logits, not a mean over positions."
         )
     again = _with_axes(f(x), x, sequence_axis)
     if _change(results, again) > 0:

@@ -1,4 +1,4 @@
-"""Measurements of arrays that can be put together: of turns of a loop, of devices, of uses."""
+"""Measurements of arrays that can be merged: over iterations of a loop, over devices, over uses."""
 
 from __future__ import annotations
 

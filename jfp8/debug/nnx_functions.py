@@ -53,7 +53,7 @@ def _is_nnx(x: Any) -> bool:
 
 
 def _name_products(objects: list[Any]) -> None:
-    """Tell products that nobody told where they are in their model."""
+    """Give products without a path the one that they have in their model."""
     for one in objects:
         for path, node in nnx.iter_graph(one):
             if isinstance(node, Product) and not node.path:

@@ -1,8 +1,8 @@
-"""Evaluates a traced program that has taps in it, and hands out what is measured at them.
+"""Evaluates a traced program with taps in it, and returns what is measured at them.
 
-Measurements leave a loop stacked along a new leading axis, one for each turn of a ``scan``; turns
-of a ``while`` are merged, since their number is not known. ``vmap`` and devices are merged as well.
-A branch that is not taken measures nothing.
+Measurements leave a ``scan`` stacked along a new leading axis, one for each iteration; those of a
+``while`` are merged, because their number is not known. ``vmap`` and devices are merged as well. A
+branch that is not taken measures nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Loop:
 
     Attributes:
       length: number of turns.
-      over_inputs: whether the weight that was tapped is made of what the loop runs over, and of
-        nothing that it carries: it is another layer's in each turn.
+      over_inputs: whether the tapped weight is made of what the loop runs over, and of nothing that
+        it carries: then it belongs to another layer in each iteration.
     """
 
     length: int
@@ -154,7 +154,7 @@ def _merged_batch(measure: Any, vector_of: Any, *arrays: jax.Array) -> jax.Array
 
 
 def _read_call(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
-    """Of an equation that calls one program once: what is in it takes its place."""
+    """Evaluate, inline, an equation that calls one program once."""
     (jaxpr,) = jaxprs_of(eqn)
     closed = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr)]
     return _evaluated(jaxpr, closed[0].consts if closed else (), ins, stack)

@@ -1,4 +1,4 @@
-"""`Recorder`: a training step that takes statistics of itself every so many calls."""
+"""`Recorder`: a training step that takes statistics of itself every n calls."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jfp8.debug.tensorboard import TensorBoardWriter
 
 
 class Recorder:
-    """`train_step`, which it calls and whose results it returns, with statistics every n calls. ::
+    """Calls `train_step`, returns its results, and takes statistics every n calls. ::
 
         record = jfp8.debug.Recorder(train_step, every=10, jsonl="stats.jsonl")
         for batch in batches:
             state, loss = record(state, batch)
         print(jfp8.debug.advice(record.rows))
 
-    Calls that are not sampled run `train_step` itself. What a sampled call measures stays on the
-    device until the next one has been started, so that no step waits for it.
+    Calls that are not sampled run `train_step` itself. The statistics of a sampled call stay on the
+    device until the next call has been started, so that no step waits for them.
 
     Attributes:
       step: number of the next call.
@@ -53,13 +53,13 @@ class Recorder:
           every: calls whose number is a multiple of this are sampled; so is the first, number 0.
           jsonl: a file that rows are appended to, one JSON object per line; see `read_jsonl`.
           tensorboard: a folder that scalars and histograms are written to; needs tensorboardX.
-          start: number of the first call, when a training is resumed.
-          keep: samples that `rows` remembers, the latest ones. Files get all.
+          start: number of the first call, when training is resumed.
+          keep: how many of the latest samples `rows` keeps. Files get all.
           static_argnums, donate_argnums: of ``jax.jit`` for the program with statistics, and for
             the one without where `train_step` is not compiled yet.
 
         Raises:
-          ValueError: `every` or `keep` is no positive int.
+          ValueError: `every` or `keep` is not a positive int.
         """
         for name, value in (("every", every), ("keep", keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

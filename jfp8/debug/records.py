@@ -1,4 +1,4 @@
-"""What is known of one tensor in one step, as plain numbers: rows of tables, lines of JSON."""
+"""Statistics of one tensor in one step, as plain numbers: rows of tables, lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from typing import Any
 class TensorStats:
     """What quantizing did to one operand of a product, in one step.
 
-    With ``x`` the operand in high precision, ``s`` the scale of an element and ``x' = data * s``
-    what it became; all fractions are of `count`, and only finite elements count in `amax`, `mse`
-    and `sqnr`.
+    Below, ``x`` is the operand in high precision, ``s`` the scale of an element and
+    ``x' = data * s`` its quantized value. All fractions are of `count`; only finite elements count
+    in `amax`, `mse` and `sqnr`.
 
     Attributes:
-      step: of the training run; None if nobody said.
+      step: of the training run; None if not given.
       path: of the layer, ``"decoder/mlp/Dense_0"``.
-      index: which of several layers that are stacked (``nn.scan``): ``(3,)``; ``()`` of others.
-      tensor: ``"lhs"`` (the activation), ``"rhs"`` (the weight), ``"grad"`` (the gradient by the
-        result); or a result that the recipe quantizes: ``"y"``, ``"d_lhs"``, ``"d_rhs"``.
-      products: which of the three took it so: ``"fprop"``, ``"dgrad"``, ``"wgrad"``, or two of
-        them, ``"fprop+wgrad"``, where both use the same bytes.
+      index: which of several stacked layers (``nn.scan``): ``(3,)``; ``()`` for others.
+      tensor: ``"lhs"`` (the activation), ``"rhs"`` (the weight), ``"grad"`` (the gradient with
+        respect to the result); or a result that the recipe quantizes: ``"y"``, ``"d_lhs"``,
+        ``"d_rhs"``.
+      products: which of the three used it: ``"fprop"``, ``"dgrad"``, ``"wgrad"``, or two of them,
+        ``"fprop+wgrad"``, if both use the same bytes.
       recipe: its name, ``"delayed"``.
       format: of the data, ``"E4M3FN"``.
       order: position in the program: what comes earlier is computed earlier.
@@ -34,7 +35,7 @@ class TensorStats:
       amax: the largest ``|x|``.
       scale_min, scale_max: the smallest and the largest scale in use.
       underflow: fraction that is not zero in ``x`` and zero in ``x'``.
-      overflow: fraction that saturated: ``|x|`` above all that rounds to ``format.max * s``.
+      overflow: fraction that saturated: ``|x|`` too large to round to ``format.max * s``.
       nonfinite: fraction that is NaN or Inf in ``x``.
       rms: ``sqrt(mean(x^2))``.
       mse: ``mean((x' - x)^2)``.
@@ -42,9 +43,9 @@ class TensorStats:
       headroom: ``log2(format.max * s / |x|)`` in bits, for the element where that is least: how
         often `amax` may double. Below 0 something saturated.
       exponents: how many elements have ``floor(log2 |x|) == e``, by ``e``. Zeros are left out, and
-        subnormal f32 numbers count as ``e = -127``. Of large tensors a sample, see
+        subnormal f32 numbers count as ``e = -127``. Large tensors are sampled, see
         `jfp8.debug.stats`.
-      history: length of the amax history that the scale is made of; 0 of other scales.
+      history: length of the amax history that the scale comes from; 0 for other scales.
     """
 
     step: int | None
@@ -96,7 +97,7 @@ class TensorStats:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> TensorStats:
-        """The row of which `to_dict` made `given`, or JSON made of it."""
+        """The row from `given`, which `to_dict` returned, or from its JSON."""
         row = dict(given)
         row["index"] = tuple(row["index"])
         row["exponents"] = {int(e): int(n) for e, n in row["exponents"].items()}
@@ -113,7 +114,7 @@ NUMBERS: tuple[str, ...] = tuple(
 
 
 def _json_number(value: Any) -> Any:
-    """JSON has no NaN and no Inf: they become strings, as Python would spell them."""
+    """JSON has no NaN and no Inf: they become strings, as Python spells them."""
     infinite = isinstance(value, float) and not math.isfinite(value)
     return json.dumps(value) if infinite else value
 

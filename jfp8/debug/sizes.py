@@ -1,4 +1,4 @@
-"""`summary`: how large a model is, its parameters apart from its FP8 state."""
+"""`summary`: how large a model is, with parameters and FP8 state counted separately."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Summary:
 
     Attributes:
       model: name of its class.
-      rows: every module that holds variables itself, by name. FP8 state is that of the module with
-        the parameters which it belongs to.
+      rows: every module that holds variables itself, by name. FP8 state counts for the module with
+        the parameters that it belongs to.
       depth: how many levels of modules the printed table shows; deeper ones are added up.
       optimizer: the optimizer's state, if a `TrainState` was given.
     """
@@ -121,7 +121,7 @@ class Summary:
         return f"{self.model}: {'; '.join(parts)}"
 
     def _table(self) -> Table:
-        """Head, modules and total; columns of which the model has nothing are left out."""
+        """Head, modules and total, without empty columns."""
         total = self.total
         columns = [kind for kind in _COLUMNS if kind == "params" or getattr(total, kind).count]
         table = [["module"]]
@@ -135,23 +135,23 @@ class Summary:
 
 
 def summary(model: Any, variables: Any = None, *, depth: int = 2) -> Summary:
-    """How many parameters a model has, and how much FP8 state beside them, per module and in all.
+    """How many parameters a model has, and how much FP8 state besides, per module and in all.
 
-    ``flax.linen.tabulate`` adds FP8 state to the parameters. Here they are apart, and parameters
-    that are stored in FP8 count with the bytes that they take: one each, and those of their scales.
+    ``flax.linen.tabulate`` adds FP8 state to the parameters. Here they are separate, and parameters
+    that are stored in FP8 count with the bytes that they take: one each, plus their scales.
 
     Args:
       model: a Linen or an NNX module.
-      variables: for Linen all that ``model.init`` returned (or shapes of it, as ``jax.eval_shape``
-        gives them), or a `TrainState`, of which the optimizer's state is then counted, too. An NNX
-        module holds its variables: leave it out.
+      variables: for Linen all that ``model.init`` returned (or its shapes, as ``jax.eval_shape``
+        gives them), or a `TrainState`, whose optimizer state is then counted too. An NNX module
+        holds its variables: leave it out.
       depth: how many levels of modules to print; ``summary(...).rows`` has all.
 
     Returns:
       A `Summary`: ``print`` it, or read ``.total``, ``.rows``, ``.at_depth(n)``.
 
     Raises:
-      TypeError: no model; a Linen module without variables, or an NNX module with some.
+      TypeError: `model` is not a model; a Linen module without variables, an NNX module with some.
       ValueError: `depth` below 1.
 
     >>> import jax, jax.numpy as jnp, jfp8
@@ -243,7 +243,7 @@ def _rows(variables: Iterable[_Variable]) -> tuple[SummaryRow, ...]:
 
 
 def _in_natural_order(row: SummaryRow) -> list[list[tuple[int, str]]]:
-    """``Block_2`` before ``Block_10``: JAX's own order of names has them the other way round."""
+    """``Block_2`` before ``Block_10``, which JAX sorts the other way round."""
     parts = row.path.split("/") if row.path else []
     number = lambda word: (int(word), "") if word.isdecimal() else (-1, word)
     return [[number(word) for word in re.split(r"(\d+)", part)] for part in parts]

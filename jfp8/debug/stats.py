@@ -34,7 +34,7 @@ SAMPLE = 16384  # elements that a histogram is made of, at most
 
 @dataclass(frozen=True)
 class _Losses(Measurement):
-    """Measures what became of a tensor, of which it is given data, values and scales.
+    """Measures what quantizing did to a tensor, from its data, values and scales.
 
     ``signal`` and ``noise`` are ``sum(x^2)`` and ``sum((x' - x)^2)``; ``fill`` is the largest
     ``|x| / (format.max * s)``; the bins count exponents of finite f32 numbers, biased.
@@ -105,7 +105,7 @@ class _Losses(Measurement):
 
 
 def _sampled(x: jax.Array) -> jax.Array:
-    """At most `SAMPLE` elements: of the leading dimensions every so many-th."""
+    """At most `SAMPLE` elements: every n-th along the leading dimensions."""
     for axis in range(x.ndim):
         excess = -(-x.size // SAMPLE)
         if excess > 1:
@@ -139,15 +139,15 @@ class _Watcher(Observer):
 )
 @dataclass(frozen=True)
 class Stats:
-    """Statistics of every quantized tensor of one run of a program: arrays, as a program gives.
+    """Statistics of every quantized tensor in one run of a program.
 
-    A pytree: it may leave ``jax.jit``, be scanned over, or stay on the device until somebody asks
-    for `rows`.
+    It is a pytree of arrays: it may leave ``jax.jit``, be scanned over, or stay on the device until
+    `rows` is called.
 
     Attributes:
       vectors: measurements, ``f32[*loops, W]`` each.
       places: where each was made.
-      products: every product of the program, also those in high precision, and why they are.
+      products: every product of the program; for those in high precision also why they are.
     """
 
     vectors: tuple[jax.Array, ...]
@@ -160,9 +160,9 @@ class Stats:
     def rows(self, step: int | None = None) -> tuple[TensorStats, ...]:
         """The statistics as numbers on the host, in the order of the program.
 
-        There is a row for each tensor of each layer, also of layers that are stacked by a ``scan``
-        over their weights. Uses of a layer, turns of other loops, the devices and what ``vmap``
-        maps over are taken together. Tensors that no element was seen of are left out.
+        There is a row for each tensor of each layer, also for layers that are stacked by a ``scan``
+        over their weights. Uses of a layer, iterations of other loops, devices and what ``vmap``
+        maps over are merged. Tensors without elements are left out.
 
         Args:
           step: number of the training step, for `TensorStats.step`.
@@ -183,12 +183,12 @@ class Stats:
 
 
 def stats(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, returning statistics of what FP8 did to each tensor beside its results.
+    """Make `function` also return statistics of what FP8 did to each tensor.
 
     ``stats(f)(*args) == (f(*args), Stats)``. `function` is traced once more, and the statistics are
-    computed in the same program, of the tensors at hand: none is computed twice, and results are
-    those of `function` itself. Nothing is added to programs that are compiled without it, so take
-    it every so often::
+    computed in the same program from the tensors in it: no tensor is computed twice, and results
+    are those of `function` itself. Programs compiled without it do not change, so use it now and
+    then::
 
         train_step = jax.jit(step)
         with_stats = jax.jit(jfp8.debug.stats(step))
@@ -200,21 +200,21 @@ def stats(function: Callable[..., Any]) -> Callable[..., Any]:
                 (state, loss), seen = with_stats(state, batch)
                 rows += seen.rows(step=i)
 
-    or let a `jfp8.debug.Recorder` do it. Histograms by exponent are made of at most 16,384 elements
-    of a tensor; everything else is exact. On GPUs tensors are quantized without fused kernels here:
-    the numbers are the same.
+    or let a `jfp8.debug.Recorder` do it. Histograms by exponent count at most 16,384 elements of a
+    tensor; everything else is exact. On GPUs tensors are quantized without fused kernels here: the
+    numbers are the same.
 
     Args:
-      function: in which FP8 products are computed: a training step, a loss and its gradient, or a
-        forward pass; Linen, NNX, or neither; jitted or not. Gradients are seen if they are computed
-        inside of it. Of pytrees, and of NNX objects, which it may change.
+      function: computes FP8 products: a training step, a loss and its gradient, or a forward pass;
+        Linen, NNX, or neither; jitted or not. Gradients are included if it computes them itself.
+        Takes and returns pytrees, and NNX objects, which it may change.
 
     Returns:
-      A function of the same arguments, that gives ``(results, Stats)``.
+      A function of the same arguments that returns ``(results, Stats)``.
 
     Raises:
-      NotImplementedError: there are FP8 products inside of something that no measurement can leave,
-        such as a custom loop primitive; says which.
+      NotImplementedError: there are FP8 products inside something that measurements cannot leave,
+        such as a custom loop primitive; the message says which.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))

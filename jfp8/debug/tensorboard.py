@@ -19,8 +19,8 @@ class TensorBoardWriter:
         scalars      underflow/decoder/Dense_0/lhs, ...   all numbers of a row, one tag for each
         histograms   exponent/decoder/Dense_0/lhs         elements in [2^e, 2^(e+1)), by e
 
-    TensorBoard draws what begins alike together: the same number of all tensors. What is not finite
-    (the SQNR of a tensor that lost nothing) is left out.
+    TensorBoard groups tags by their first part, so each group shows one number of all tensors. What
+    is not finite (the SQNR of a tensor that lost nothing) is left out.
     """
 
     def __init__(self, logdir: str | Path) -> None:
@@ -63,7 +63,7 @@ class TensorBoardWriter:
 
 
 def write_tensorboard(logdir: str | Path, rows: Iterable[TensorStats]) -> None:
-    """Write `rows` into a new file of a folder; see `TensorBoardWriter`, also for many calls.
+    """Write `rows` into a new file of a folder; for several calls use a `TensorBoardWriter`.
 
     Args:
       logdir: the folder that ``tensorboard --logdir`` shows.
@@ -87,7 +87,7 @@ def _tag(name: str) -> str:
 
 
 def _histogram(row: TensorStats) -> dict[str, Any]:
-    """Counts by exponent, with bins of one exponent each, the empty ones between them too."""
+    """Counts by exponent, with a bin for each exponent, also for the empty ones between."""
     exponents = range(min(row.exponents), max(row.exponents) + 1)
     counts = [row.exponents.get(e, 0) for e in exponents]
     return {

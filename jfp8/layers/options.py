@@ -1,4 +1,4 @@
-"""Options of layers: what is allowed, and which of them a layer passes on."""
+"""Options of layers: which are allowed, and which a layer passes on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import difflib
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfp8.recipes.recipe import Recipe
 
 # Of a normalisation, and of each product.
 NORM_OPTIONS = ("layernorm_type", "epsilon", "zero_centered_gamma", "saved_activations")
@@ -30,6 +35,26 @@ def check_option(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if value not in allowed:
         choices = ", ".join(map(repr, allowed))
         raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
+
+
+def check_use_bias(layer: Any) -> None:
+    """Raise ``TypeError`` if `layer` was given its recipe by position, where ``use_bias`` is."""
+    recipe = layer.use_bias
+    if isinstance(recipe, Recipe | type | str):
+        raise TypeError(
+            f"jfp8.{type(layer).__name__} got use_bias={recipe!r}. If that is the recipe, name it: "
+            f"jfp8.{type(layer).__name__}(..., recipe=...)."
+        )
+
+
+def check_operand(lhs: jax.Array) -> None:
+    """Raise ``TypeError`` if a layer has rounded its input to FP8 already, without a scale."""
+    if jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize == 1:
+        raise TypeError(
+            f"The layer was given dtype={lhs.dtype.name}, to which Flax rounds its operands "
+            "without a scale. Leave dtype out, or pass jnp.bfloat16: the layer quantizes to FP8 "
+            "itself, in the formats of its recipe=."
+        )
 
 
 def check_names(layer: type, given: Iterable[str], allowed: Iterable[str]) -> None:

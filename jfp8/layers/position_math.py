@@ -1,4 +1,4 @@
-"""How attention learns where its queries and keys are: turned features, or a bias of the scores."""
+"""How attention learns where queries and keys are: rotated features, or a bias of the scores."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def rotary_embedding(
     windows: tuple[float, float] = (1, 10_000),
     group_method: GroupMethod = "consecutive",
 ) -> jax.Array:
-    """Rotary position embedding: pairs of features turn by an angle that grows with the position.
+    """Rotary position embedding: pairs of features rotate by an angle that grows with the position.
 
-    Pair ``i`` of ``depth / 2`` turns by ``position / (lo * (hi / lo)^(2 i / depth))``, where
-    ``lo, hi`` are the `windows`. The product of a query and a key then depends on the distance
-    between them only.
+    Pair ``i`` of ``depth / 2`` rotates by ``position / (lo * (hi / lo)^(2 i / depth))``, where
+    ``lo, hi`` are the `windows`. The product of a query and a key then depends only on the distance
+    between them.
 
     Args:
       x: ``[..., length, heads, depth]``, with an even depth.
@@ -47,7 +47,9 @@ def rotary_embedding(
     check_option("group_method", group_method, ("consecutive", "alternate"))
     length, _, depth = x.shape[-3:]
     if depth % 2:
-        raise ValueError(f"Rotary embedding turns pairs of features, but there are {depth}.")
+        raise ValueError(
+            f"Rotary embedding rotates pairs of features, but their number is odd: {depth}."
+        )
     shortest, longest = windows
     wavelengths = shortest * (longest / shortest) ** (np.arange(0, depth, 2) / depth)
     if positions is None:
@@ -76,9 +78,9 @@ def relative_position_buckets(
 ) -> np.ndarray:
     """The bucket of each distance, as T5 has them.
 
-    One half of the buckets is for exact distances, the other for ranges that grow in proportion up
-    to `max_distance`; the last one is for all beyond. If `bidirectional`, one half of all is for
-    keys before the query and one for keys after it; otherwise keys after it share bucket 0.
+    Half of the buckets are for exact distances, the others for ranges that grow in proportion up to
+    `max_distance`; the last one is for everything beyond. If `bidirectional`, half of all buckets
+    are for keys before the query, half for keys after it; otherwise keys after it share bucket 0.
 
     Args:
       distances: integers: position of the key minus position of the query.

@@ -1,7 +1,7 @@
 """The formulas of a Transformer layer between its products: functions of arrays, no framework.
 
-Everything here is computed in float32 at least, whatever the dtype of the operands. What costs
-little to compute again is not kept for the backward pass, only its input, in FP8 if wanted.
+Everything here is computed in float32 at least, whatever the dtype of the operands. Results that
+cost little to compute again are not kept for the backward pass, only their input, in FP8 if wanted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EinsumFunction = Callable[..., jax.Array]
 
 
 def _keeping_inputs(f: Callable[..., jax.Array], saved: Format | None) -> Callable[..., jax.Array]:
-    """`f`, of which the backward pass keeps the arguments only; the first in `saved`, if given."""
+    """`f`, for which the backward pass keeps only the arguments, the first in `saved` if given."""
     return jax.checkpoint(f) if saved is None else save_in_fp8(f, fmt=saved)
 
 
@@ -171,7 +171,7 @@ def causal_mask(query_length: int, key_length: int) -> jax.Array:
 
 
 def and_causal(mask: jax.Array | None, query_length: int, key_length: int) -> jax.Array:
-    """`mask`, and besides it `causal_mask`."""
+    """`mask` and `causal_mask` combined."""
     causal = causal_mask(query_length, key_length)
     if mask is None:
         return causal
@@ -239,7 +239,7 @@ def grouped_query_attention(
     context_einsum: EinsumFunction = jnp.einsum,
     saved_activations: Format | None = None,
 ) -> jax.Array:
-    """Attention in which groups of query heads share the heads of keys and values. ::
+    """Attention in which each group of query heads shares a head of keys and values. ::
 
         y = dropout(softmax(query . key^T / sqrt(depth) + bias)) . value
 
@@ -255,9 +255,9 @@ def grouped_query_attention(
       dropout: of the weights, ``[..., H, q, k]`` in float32, and of `dropout_args`, such as a key.
       scores_einsum, context_einsum: compute the two products, like ``jnp.einsum``.
       saved_activations: keep `value` in this format for the backward pass, `query` and `key` as
-        they are, and compute the weights again. An error of a score would be that of the exponent
-        of a weight. `dropout` is then a function without side effects, and closes over no array.
-        None, or products other than ``jnp.einsum``: keep the weights.
+        they are (an error in a score would be one in the exponent of a weight), and compute the
+        weights again. `dropout` must then have no side effects and close over no array. None, or
+        products other than ``jnp.einsum``: keep the weights.
 
     Returns:
       ``[..., q, H, depth]``, in the dtype of `value`.

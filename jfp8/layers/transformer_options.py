@@ -1,4 +1,4 @@
-"""What a Transformer layer may be told, in Linen and in NNX alike: names, defaults, checks."""
+"""Options of a Transformer layer, for Linen and NNX alike: names, defaults, checks."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ class TransformerOptions(Architecture):
         return self.self_attn_mask_type == "causal"
 
     def self_attention_mask(self, given: jax.Array | None, length: int) -> jax.Array | None:
-        """The mask of the self attention, of which the call was `given` a part."""
+        """The mask of the self attention, with the one that the call was `given`."""
         return transformer_math.and_causal(given, length, length) if self.is_causal else given
 
     def normalization(self) -> dict[str, Any]:
-        """What the layers with a normalisation are told of it."""
+        """The options of a normalisation."""
         return {
             "layernorm_type": self.layernorm_type,
             "epsilon": self.layernorm_epsilon,

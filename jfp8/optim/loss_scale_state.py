@@ -15,6 +15,7 @@ import optax
 
 from jfp8.optim.wrapping import AnyScaleState, states_of
 from jfp8.scaling import printing
+from jfp8.tracing.caller import user_level
 
 
 class Mark:
@@ -152,7 +153,7 @@ def warn_if_not_read(state: LossScaleState) -> None:
     }.get(state.mark.read)
     if unless is not None:
         state.mark.read = "unknown"
-        warnings.warn(_NOT_READ + unless, UserWarning, stacklevel=3)
+        warnings.warn(_NOT_READ + unless, UserWarning, stacklevel=user_level())
 
 
 _NOT_READ = """\

@@ -3,15 +3,15 @@
     jfp8.plot.histogram(gradient, jfp8.E5M2)                      # the last line of a cell: shown
     jfp8.plot.histogram(gradient, jfp8.E5M2).figure.savefig("gradient.png")  # in a script
 
-    fig, (left, right) = plt.subplots(1, 2)                       # axes of one's own
+    fig, (left, right) = plt.subplots(1, 2)                       # your own axes
     jfp8.plot.histogram(gradient, jfp8.E5M2, ax=left)
     jfp8.plot.histogram(gradient, jfp8.E4M3FN, ax=right)
 
-Every function takes the data first and returns the `matplotlib.axes.Axes` that it drew on, to be
-changed further. Without ``ax=`` those are in a figure of their own that pyplot does not know:
+Every function takes the data first and returns the `matplotlib.axes.Axes` that it drew on, so that
+you can change them further. Without ``ax=`` it draws on a new figure that pyplot does not know:
 Jupyter shows it as the value of a cell, nobody has to close it, and a loop may draw a thousand.
-Colours are those of Okabe and Ito or of the map cividis, which all kinds of colour vision can tell
-apart; styles of lines and hatches tell them apart in print.
+Colours come from Okabe and Ito's palette or the colour map cividis, which all kinds of colour
+vision can tell apart. In print, line styles and hatches tell them apart.
 """
 
 from jfp8.plot.amax_history import amax_history

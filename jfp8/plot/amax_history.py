@@ -30,18 +30,19 @@ def amax_history(
 ) -> Axes:
     """The amax of one tensor over the steps, and ``scale * fmt.max``, the most its scale can hold.
 
-    Where the amax is above all that rounds to that, elements saturate, and the step is marked. How
-    far it is below is headroom: every power of two of it costs the smallest elements one. An amax
-    of zero is marked at the bottom of the logarithmic axis, NaN and Inf at its top.
+    Where the amax is so far above this limit that it no longer rounds to it, elements saturate, and
+    the step is marked. The distance below the limit is headroom: each power of two of it takes one
+    from the range left for the smallest elements. An amax of zero is marked at the bottom of the
+    logarithmic axis, NaN and Inf at its top.
 
     Args:
       amax: ``f32[n]``, the amax in every step; or rows of statistics of several steps.
       scale: ``f32[n]``, or one for all steps, ``x ~= data * scale``; None draws the amax alone.
-        Rows bring theirs; where it varies over blocks, what the blocks can hold is a band.
-      fmt: format that the scale is for. Rows bring theirs.
-      steps: ``i32[n]``, number of each step; None counts from 0. Rows bring theirs.
-      name: which tensor to draw, a `TensorStats.name` such as ``"Dense_0 lhs"``; needed where the
-        rows are of several. Of rows of the same step the last one counts.
+        Rows contain theirs; where it varies over blocks, the limits of the blocks are a band.
+      fmt: format that the scale is for. Rows contain theirs.
+      steps: ``i32[n]``, number of each step; None counts from 0. Rows contain theirs.
+      name: which tensor to draw, a `TensorStats.name` such as ``"Dense_0 lhs"``; required if the
+        rows describe several. Of several rows for the same step the last one counts.
       ax: axes to draw on; None for new ones.
 
     Returns:
@@ -50,8 +51,8 @@ def amax_history(
     Raises:
       ValueError: no steps; shapes that do not fit each other; a scale without a format, or one that
         is not positive; rows of several tensors and no `name`, or a name that no row has; `scale`,
-        `fmt` or `steps` beside rows, or `name` beside arrays.
-      TypeError: some of `amax` are rows and some not.
+        `fmt` or `steps` together with rows, or `name` together with arrays.
+      TypeError: `amax` mixes rows with something else.
       ImportError: matplotlib is missing.
 
     >>> import jfp8
@@ -65,7 +66,7 @@ def amax_history(
         extra = [key for key, value in given.items() if value is not None]
         if extra:
             raise ValueError(
-                f"Rows of statistics bring their {' and '.join(extra)}; leave that out. To draw "
+                f"Rows of statistics contain their {' and '.join(extra)}; leave that out. To draw "
                 "others, pass arrays: amax_history(amax, scale, fmt)."
             )
         drawn = _of_rows(amax, name)
@@ -132,10 +133,10 @@ def _of_rows(given: Any, name: str | None) -> _History:
     rows = check_rows(given, "amax_history")
     names = list(dict.fromkeys(row.name for row in rows))
     if name is None and len(names) > 1 or name is not None and name not in names:
-        problem = "one tensor at a time, but" if name is None else f"{name!r}, but"
+        problem = "draws one tensor" if name is None else f"got name={name!r}"
         shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
         raise ValueError(
-            f"amax_history was asked for {problem} the rows are of {shown}. Choose one of them: "
+            f"amax_history {problem}, but the rows describe {shown}. Choose one of them: "
             f"amax_history(rows, name={names[0]!r})."
         )
     rows = [row for row in rows if row.name == (name or names[0])]
@@ -175,7 +176,7 @@ def _of_arrays(amax: Any, scale: Any, fmt: Format | None, steps: Any, name: str 
         return _History(steps, amax, np.zeros(0), np.zeros(0), none, nonfinite, None)
     if scale is None or fmt is None:
         raise ValueError(
-            "What a scale can hold is scale * fmt.max, which needs both: "
+            "scale and fmt belong together, because the limit is scale * fmt.max. Pass both: "
             "amax_history(amax, scale, jfp8.E4M3FN)."
         )
     scale = np.asarray(scale, np.float64)
@@ -186,7 +187,7 @@ def _of_arrays(amax: Any, scale: Any, fmt: Format | None, steps: Any, name: str 
         )
     if np.any(scale <= 0):
         raise ValueError(
-            "scale has elements that are not positive: it is that of x ~= data * scale."
+            "scale has elements that are not positive. It is the scale of x ~= data * scale."
         )
     most = np.broadcast_to(scale * fmt.max, amax.shape)
     saturated = saturates(amax / scale, fmt) & ~nonfinite

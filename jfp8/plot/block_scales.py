@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 def block_scales(q: ScaledArray, *, ax: Axes | None = None) -> Axes:
     """A map of a matrix, coloured by ``log2(scale)`` of each of its blocks.
 
-    The darker, the smaller the scale, and with it the largest element of the block. Blocks that a
-    NaN or Inf made NaN are hatched, and so are scales of zero (of blocks that became zero).
+    Dark is a small scale, and so a block whose largest element is small. Blocks that a NaN or Inf
+    made NaN are hatched, and so are scales of zero (of blocks that became zero).
 
     Args:
-      q: a `ScaledArray` of two dimensions. Two-level scales are drawn multiplied.
-      ax: axes to draw on; None for new ones. A bar of colours is put beside it.
+      q: a `ScaledArray` of two dimensions. Of two-level scales the product is drawn.
+      ax: axes to draw on; None for new ones. A colour bar is put beside it.
 
     Returns:
       The axes. Element ``q[i, j]`` is the square with the corners ``(j, i)`` and ``(j+1, i+1)``;
       rows are counted downwards. ``ax.collections[0]`` holds ``log2(scale)``, one for each block.
 
     Raises:
-      TypeError: `q` is no `ScaledArray`.
+      TypeError: `q` is not a `ScaledArray`.
       ValueError: it does not have two dimensions, or it has no elements.
       ImportError: matplotlib is missing.
 
@@ -79,7 +79,7 @@ def block_scales(q: ScaledArray, *, ax: Axes | None = None) -> Axes:
 
 
 def _scales(q: ScaledArray) -> np.ndarray:
-    """f64 of the shape of the scales; of two levels, their product."""
+    """f64 in the shape of the scales; for two levels, their product."""
     if isinstance(q.scale, ScaledArray):
         outer = np.asarray(q.scale.scale).astype(np.float64)
         return np.asarray(q.scale.data).astype(np.float64) * outer

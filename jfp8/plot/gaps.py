@@ -28,14 +28,15 @@ def gaps(
 ) -> Axes:
     """Gaps of paired runs, a row for each recipe: every pair, their mean, and its interval.
 
-    The mean is in the middle of its interval, and looks as the verdict of `jfp8.debug.equivalence`
-    is; the grey dots below are the pairs. Between the dashed lines a gap would not matter.
+    The mean is in the middle of its interval; its marker and colour show the verdict of
+    `jfp8.debug.equivalence`. The grey dots below are the pairs. Between the dashed lines, at
+    ``-margin`` and ``margin``, a gap would not matter.
 
     Args:
       runs: ``{name: f64[n_pairs]}``, two or more pairs each, drawn from top to bottom.
       margin, confidence: see `jfp8.debug.equivalence`.
-      limit: end the axes at ``-limit`` and ``limit``. Of what lies beyond, an arrow at the end
-        points there, and a mean is written beside it. None: show everything.
+      limit: end the axes at ``-limit`` and ``limit``. An arrow at the end stands for what lies
+        beyond, with the number beside it if it is a mean. None: show everything.
       ax: axes to draw on; None for new ones.
 
     Returns:

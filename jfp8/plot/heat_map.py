@@ -24,7 +24,7 @@ MAX_LABEL_LENGTH = 34
 
 @dataclass(frozen=True)
 class _Shown:
-    """How a value is coloured. Dark is bad, where one end is."""
+    """How a value is coloured. If one end is bad, it is dark."""
 
     label: str
     unit: str = ""
@@ -55,28 +55,28 @@ def heat_map(
 
     The colours of fractions, ``"sqnr"`` and ``"headroom"`` mean the same in every picture: from
     0.001 to 100 % on a logarithmic scale, from 0 to 40 dB, and from -2 to 14 bits. Dark is bad. A
-    fraction of exactly zero is white, and one below 0.001 % is drawn as 0.001 %. Hatched is what no
-    row says, and NaN; Inf has the colour of the end, and so has what lies beyond it.
+    fraction of exactly zero is white, and one below 0.001 % is drawn as 0.001 %. Hatched cells have
+    no row, or NaN. Values beyond the ends of the scale, and Inf, have the colour of the end.
 
-    With more than 200 steps every column is the worst of several successive ones (the largest
-    number, or the smallest SQNR and headroom), and the axis says how many.
+    With more than 200 steps every column shows the worst of several successive steps (the largest
+    number; for SQNR and headroom the smallest), and the axis says of how many.
 
     Args:
-      rows: statistics of one or more steps. Of rows for the same tensor and step the last counts,
-        so that the file of a run that was resumed can be drawn as it is.
+      rows: statistics of one or more steps. Of several rows for the same tensor and step the last
+        counts, so that the file of a resumed run can be drawn as it is.
       value: which field of `TensorStats`: ``"underflow"``, ``"overflow"``, ``"nonfinite"``,
         ``"sqnr"``, ``"headroom"``, ``"amax"``, ``"rms"``, ``"mse"``, ``"scale_min"`` or
         ``"scale_max"``.
       tensor: ``"lhs"``, ``"rhs"``, ``"grad"`` or another that the rows have; None for all.
-      ax: axes to draw on; None for new ones. A bar of colours is put beside it.
+      ax: axes to draw on; None for new ones. A colour bar is put beside it.
 
     Returns:
-      The axes. ``ax.collections[0]`` holds the numbers, ``[layers, columns]``, in the unit of its
-      bar of colours.
+      The axes. ``ax.collections[0]`` holds the numbers, ``[layers, columns]``, in the unit of the
+      colour bar.
 
     Raises:
-      ValueError: no rows; a value or a tensor that they do not have; rows with and without a step.
-      TypeError: something else than rows.
+      ValueError: no rows; a value or a tensor that they do not have; only some rows have a step.
+      TypeError: something other than rows.
       ImportError: matplotlib is missing.
 
     >>> import jfp8
@@ -93,11 +93,11 @@ def heat_map(
     """
     rows = check_rows(rows, "heat_map")
     if value not in NUMBERS:
-        raise ValueError(f"value={value!r}: rows of statistics have {', '.join(NUMBERS)}.")
+        raise ValueError(f"value={value!r}: must be one of {', '.join(map(repr, NUMBERS))}.")
     tensors = dict.fromkeys(row.tensor for row in rows)
     if tensor is not None and tensor not in tensors:
         raise ValueError(
-            f"tensor={tensor!r}: the rows are of {', '.join(map(repr, tensors))}. Choose one of "
+            f"tensor={tensor!r}: the rows describe {', '.join(map(repr, tensors))}. Choose one of "
             "them, or None for all."
         )
     rows = tuple(row for row in rows if tensor in (None, row.tensor))
@@ -140,7 +140,7 @@ def _table(
 
 
 def _shorten(labels: list[str]) -> list[str]:
-    """Without the folder that all have in common, and with the middle of long ones left out."""
+    """Labels without the folder that all share; the middle of long ones is left out."""
     common = os.path.commonprefix(labels)
     common = common[: common.rfind("/") + 1] if len(labels) > 1 else ""
     short = []
@@ -156,7 +156,7 @@ def _shorten(labels: list[str]) -> list[str]:
 def _merge_columns(
     numbers: np.ndarray, steps: list[int], high_is_bad: bool
 ) -> tuple[np.ndarray, list[int], int]:
-    """At most `MAX_COLUMNS` columns, each the worst of as many successive ones as the last says."""
+    """At most `MAX_COLUMNS` columns, each the worst of several; and of how many."""
     merged = math.ceil(len(steps) / MAX_COLUMNS)
     missing = -len(steps) % merged
     padded = np.pad(numbers, ((0, 0), (0, missing)), constant_values=np.nan)
@@ -166,7 +166,7 @@ def _merge_columns(
 
 
 def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, tensor: str | None) -> None:
-    """The map and its bar of colours."""
+    """The map and its colour bar."""
     import matplotlib
     from matplotlib.colors import Normalize, SymLogNorm
 
@@ -215,7 +215,7 @@ def _decades(numbers: np.ndarray) -> tuple[float, float]:
 
 
 def _label_columns(ax: Axes, steps: list[int], merged: int) -> None:
-    """Steps under their columns: every 1st, 2nd, 5th, 10th, ... column, as many as have room."""
+    """Steps under their columns: every 1st, 2nd, 5th, 10th, ... column, as room allows."""
     room = max(30 // len(str(steps[-1])), 2)
     every = next(k for k in _ROUND if len(steps) <= room * k)
     columns = np.arange(0, len(steps), every)

@@ -30,20 +30,20 @@ def histogram(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """How many elements have which magnitude, and what of it a format loses.
+    """How many elements have which magnitude, and which of them a format loses.
 
-    A bar for every power of two, ``2^e <= |x| < 2^(e+1)``. Hatched to the left are the magnitudes
-    that become zero, ``|x| <= scale * fmt.smallest_subnormal / 2`` (underflow), and to the right
-    those that saturate, ``|x|`` above all that rounds to ``scale * fmt.max`` (overflow). Grey are
-    those that become subnormal numbers and lose some of their bits. Where blocks of a tensor have
-    scales of their own, what is lost in some of them is hatched more lightly. The dotted line is
-    the largest magnitude, whose bar may be too low to be seen.
+    A bar for every power of two, ``2^e <= |x| < 2^(e+1)``. Hatched on the left are magnitudes that
+    become zero, ``|x| <= scale * fmt.smallest_subnormal / 2`` (underflow); hatched on the right are
+    those that saturate, too large to round to ``scale * fmt.max`` (overflow). Grey are those that
+    become subnormal numbers and lose some of their bits. If each block of a tensor has its own
+    scale, magnitudes that only some blocks lose are hatched more lightly. The dotted line is the
+    largest magnitude, whose bar may be too low to be seen.
 
-    The percentages in the legend are exact, and of all elements. The bars of an array are of all
-    elements too; those of a row are of the elements that it counted, which zeros are not among.
+    The percentages in the legend are exact shares of all elements. The bars of an array count all
+    elements too; those of a row count what the row counted, which leaves out zeros.
 
     Args:
-      x: ``f32 | bf16 | f16`` array of any shape; or a row of statistics, which brings its format
+      x: ``f32 | bf16 | f16`` array of any shape; or a row of statistics, which contains its format
         and its scales.
       fmt: format of the data; None draws the magnitudes alone.
       scale: positive number, ``x ~= data * scale``. None takes ``amax / fmt.max``, as
@@ -55,8 +55,8 @@ def histogram(
 
     Raises:
       ValueError: an array without elements; a scale without a format, or one that is not positive
-        and finite; `fmt` or `scale` beside a row.
-      TypeError: `x` is neither a real floating array nor a row; `fmt` is no format with a sign.
+        and finite; `fmt` or `scale` together with a row.
+      TypeError: `x` is neither a real floating array nor a row; `fmt` is not a format with a sign.
       ImportError: matplotlib is missing.
 
     >>> import jax.numpy as jnp, jfp8
@@ -68,8 +68,8 @@ def histogram(
     if isinstance(x, TensorStats):
         if fmt is not None or scale is not None:
             raise ValueError(
-                "A row of statistics brings its format and its scales, which its percentages "
-                "belong to. Leave fmt and scale out, or draw the array: histogram(x, fmt, scale)."
+                "A row of statistics contains its format and its scales, on which its percentages "
+                "depend. Leave fmt and scale out, or draw the array: histogram(x, fmt, scale)."
             )
         drawn = _of_row(x)
     else:
@@ -104,7 +104,7 @@ def histogram(
 
 @dataclass(frozen=True)
 class _Magnitudes:
-    """What is drawn of an array or of a row; all shares are fractions."""
+    """What is drawn from an array or a row; all shares are fractions."""
 
     shares: Mapping[int, float]
     unit: str
@@ -135,10 +135,7 @@ def _of_row(row: TensorStats) -> _Magnitudes:
 def _of_array(x: jax.typing.ArrayLike, fmt: Format | None, scale: float | None) -> _Magnitudes:
     magnitude = np.abs(np.asarray(as_float_array(x, "x")).astype(np.float32))
     if not magnitude.size:
-        raise ValueError(
-            f"x has the shape {magnitude.shape}, and with it no elements whose magnitudes could be "
-            "drawn."
-        )
+        raise ValueError(f"x has no elements to draw: its shape is {magnitude.shape}.")
     finite = np.isfinite(magnitude)
     nonzero = magnitude[finite & (magnitude > 0)]
     exponents = np.maximum(np.frexp(nonzero)[1] - 1, SMALLEST_EXPONENT)
@@ -154,12 +151,15 @@ def _of_array(x: jax.typing.ArrayLike, fmt: Format | None, scale: float | None) 
         if scale is None:
             return drawn
         raise ValueError(
-            f"scale={scale!r} without a format: a scale moves the tensor into the range of one. "
-            f"Name it: histogram(x, jfp8.E4M3FN, scale={scale!r})."
+            f"scale={scale!r} needs a format, into whose range it moves the tensor. "
+            f"Pass it: histogram(x, jfp8.E4M3FN, scale={scale!r})."
         )
     check_cast_arguments(x, "nearest_even", None)
     if not fmt.signed:
-        raise TypeError(f"{fmt.name} has no sign and no zero: it holds scales, not data.")
+        raise TypeError(
+            f"{fmt.name} has no sign and no zero: it holds scales, not data. Pass a format of "
+            "data, such as jfp8.E4M3FN."
+        )
     if scale is None:
         scale = drawn.amax / fmt.max or 1.0
     scale = float(scale)
@@ -181,7 +181,7 @@ def _of_array(x: jax.typing.ArrayLike, fmt: Format | None, scale: float | None) 
 def _shade(
     ax: Axes, drawn: _Magnitudes, fmt: Format, scales: tuple[float, float], ends: list[float]
 ) -> list[float]:
-    """Hatch what is lost; returns where the axis has to reach."""
+    """Hatch what is lost; returns how far the axis has to reach."""
     low, high = scales
     zero, subnormal, most = halfway_to_zero(fmt), fmt.smallest_normal, halfway_above_max(fmt)
     first = min([*ends, low * zero / 4]) / 2

@@ -23,22 +23,22 @@ def loss_curves(
 ) -> Axes:
     """Losses over the steps: a line for the mean over the seeds, in a band of their range.
 
-    The band reaches from the smallest to the largest loss of the seeds: of two or three of them, a
-    standard deviation says little. A seed whose loss is no longer finite counts up to there; its
-    last finite loss is marked, and the legend says how many there are.
+    The band reaches from the smallest to the largest loss of the seeds, because a standard
+    deviation of two or three seeds says little. A seed whose loss becomes NaN or Inf counts up to
+    there; its last finite loss is marked, and the legend says how many seeds did so.
 
     Args:
       runs: ``{name: f32[n_seeds, n_steps]}``, or ``f32[n_steps]`` for a single seed.
       steps: number of each step, ``i32[n_steps]``; None counts from 0.
-      window: average each curve over the last `window` steps before it is drawn: batches differ
-        more than recipes do. The first ``window - 1`` steps are not drawn.
+      window: average each curve over the last `window` steps before it is drawn, because batches
+        differ more than recipes do. The first ``window - 1`` steps are not drawn.
       ax: axes to draw on; None for new ones.
 
     Returns:
       The axes, with one line for each name in the order of `runs`.
 
     Raises:
-      ValueError: nothing to draw; runs of different numbers of steps; a window that is longer.
+      ValueError: nothing to draw; runs with different numbers of steps; a window longer than these.
       ImportError: matplotlib is missing.
 
     >>> import jfp8
@@ -60,8 +60,8 @@ def loss_curves(
     n_steps = next(iter(shapes.values()))[1]
     if any(shape[1] != n_steps for shape in shapes.values()):
         raise ValueError(
-            f"The runs have different numbers of steps, the second of {shapes}. Cut them to the "
-            "same length, or draw each with its own steps= on the same ax=."
+            "The runs must have the same number of steps (the second of each shape), but have "
+            f"{shapes}. Cut them to one length, or draw each with its own steps= on the same ax=."
         )
     steps = np.arange(n_steps) if steps is None else np.asarray(steps)
     if steps.shape != (n_steps,):

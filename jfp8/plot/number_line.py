@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def number_line(*formats: FormatLike, limit: float | None = None, ax: Axes | None = None) -> Axes:
-    """All values of `formats`, a row of strokes for each format; subnormal values are half as high.
+    """All values of `formats`, a row of strokes for each format; subnormals are half as high.
 
     Args:
       *formats: such as ``jfp8.E4M3FN``.
@@ -23,11 +23,11 @@ def number_line(*formats: FormatLike, limit: float | None = None, ax: Axes | Non
       ax: axes to draw on; None for new ones.
 
     Returns:
-      The axes. Row ``i`` from the top is the format ``i``, centred at ``y = i``.
+      The axes. Format ``i`` is row ``i`` from the top, centred at ``y = i``.
 
     Raises:
       ValueError: no format, or a limit that is not positive.
-      TypeError: something else than a format.
+      TypeError: something other than a format.
       ImportError: matplotlib is missing.
 
     >>> import jfp8
@@ -37,7 +37,7 @@ def number_line(*formats: FormatLike, limit: float | None = None, ax: Axes | Non
     """
     if not formats:
         raise ValueError(
-            "number_line draws the values of formats, but got none. Name them: "
+            "number_line draws the values of formats, but got none. Pass some: "
             "jfp8.plot.number_line(jfp8.E4M3FN, jfp8.E5M2)."
         )
     drawn = [as_format(fmt, "a format of number_line") for fmt in formats]

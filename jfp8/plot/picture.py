@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 class Picture(Axes):
     """Axes whose figure Jupyter shows when they are the value of a cell.
 
-    Jupyter shows figures that pyplot knows, at the end of a cell, and no axes. These bring their
-    picture themselves, so that their figure needs no pyplot, which would keep it alive.
+    At the end of a cell Jupyter shows the figures that pyplot knows, but not axes. These draw
+    their picture themselves, so that their figure does not need pyplot, which would keep it alive.
     """
 
     def _repr_png_(self) -> bytes:

@@ -17,28 +17,28 @@ def check_rows(rows: Iterable[Any], function: str) -> tuple[TensorStats, ...]:
     for row in rows:
         if not isinstance(row, TensorStats):
             raise TypeError(
-                f"jfp8.plot.{function} takes rows of statistics, jfp8.debug.TensorStats, but got a "
-                f"{type(row).__name__} among them. Rows come from Stats.rows(), Recorder.rows or "
-                "jfp8.debug.read_jsonl(path)."
+                f"jfp8.plot.{function} takes rows of statistics, jfp8.debug.TensorStats, but one "
+                f"of them is a {type(row).__name__}. Rows come from Stats.rows(), Recorder.rows "
+                "or jfp8.debug.read_jsonl(path)."
             )
     if not rows:
         raise ValueError(
-            f"jfp8.plot.{function} got no rows. Recorder.rows is empty until a step has been "
-            "sampled and the next one begun, and Stats.rows() where nothing was computed in FP8."
+            f"jfp8.plot.{function} got no rows. Recorder.rows is empty until a sampled step is "
+            "over and the next one has begun; Stats.rows(), if nothing was computed in FP8."
         )
     return rows
 
 
 def steps_of(rows: Iterable[TensorStats]) -> list[int]:
-    """The steps that occur, in order; 0 alone if no row says its own; ``ValueError`` if some do."""
+    """The steps that occur, in order; 0 alone if no row has one; ``ValueError`` if only some do."""
     steps = {row.step for row in rows}
     if steps == {None}:
         return [0]
     numbers = sorted(step for step in steps if step is not None)
     if len(numbers) < len(steps):
         raise ValueError(
-            "Some rows say their step and some do not, so that there is no order. Give the step "
-            "of all: Stats.rows(step=...)."
+            "Only some rows have a step, so their order is unknown. Give all of them one: "
+            "Stats.rows(step=...)."
         )
     return numbers
 
@@ -49,4 +49,4 @@ def format_of_row(row: TensorStats) -> Format:
         if fmt.name == row.format:
             return fmt
     names = ", ".join(fmt.name for fmt in FORMATS)
-    raise ValueError(f"{row.name}: there is no format called {row.format!r}. Formats: {names}.")
+    raise ValueError(f"{row.name}: unknown format {row.format!r}. Formats: {names}.")

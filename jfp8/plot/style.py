@@ -29,7 +29,7 @@ _DASHES: tuple[Any, ...] = (
 
 
 def line(i: int) -> dict[str, Any]:
-    """Colour and style of the i-th line: 36 different ones, and six of either."""
+    """Colour and style of the i-th line: six of either, 36 in all."""
     n = len(_COLOURS)
     return {"color": _COLOURS[i % n], "linestyle": _DASHES[(i + i // n) % n]}
 
@@ -74,7 +74,7 @@ def legend_above(ax: Axes, columns: int, title: str = "") -> None:
 
 
 def percent(fraction: float) -> str:
-    """``"12.3 %"``; small ones keep two digits, ``"0.0041 %"``, and those below say so."""
+    """``"12.3 %"``; small ones keep two digits, ``"0.0041 %"``, and smaller ones become a bound."""
     value = 100 * fraction
     if value == 0:
         return "0 %"

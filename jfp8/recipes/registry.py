@@ -89,6 +89,11 @@ def check_recipe(recipe: Any) -> Recipe:
         return recipe
     if isinstance(recipe, str):
         return get(recipe)
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise TypeError(
+            f"recipe must be a recipe object, got the class {recipe.__name__}. Make one, with "
+            f"parentheses: recipe={recipe.__name__}()."
+        )
     raise TypeError(
         f"recipe must be a recipe object such as jfp8.recipes.DelayedScaling(), got {recipe!r}. "
         f'Or a name, as for jfp8.recipes.get("delayed"); names: {_names()}.'

@@ -1,4 +1,4 @@
-"""Data parallelism under ``jax.jit`` whose gradients travel in FP8.
+"""Data parallelism under ``jax.jit`` with gradients sent in FP8.
 
 Under plain ``jit`` with a sharded batch, XLA adds the all-reduce of the gradients after
 differentiation, in f32, where nothing can change it. So the gradient function runs once per device
@@ -51,18 +51,18 @@ def data_parallel(
             return state.apply_gradients(grads), loss
 
     The loss has to be a mean over the batch, so that the mean over devices is that of the whole
-    batch. The histories of a `TrainState`, wherever it is in the state, are kept in units of the
-    whole batch's loss: they are those of a run on one device, and go on on any number of them. An
+    batch. The histories of a `TrainState`, wherever it is in the state, refer to the loss of the
+    whole batch: they are the same as in a run on one device, and fit any number of devices. An
     overflow on one device skips the step on all.
 
-    The state is the same on all devices along `axis_name` (what is sharded along it is gathered
-    first), random keys in it too. `grad_fn` may call ``jax.lax.axis_index(axis_name)``.
+    The state, with its random keys, is the same on all devices along `axis_name` (what is sharded
+    along it is gathered first). `grad_fn` may call ``jax.lax.axis_index(axis_name)``.
 
     Args:
       grad_fn: ``(state, batch) -> (loss, grads)`` or ``((loss, aux), grads)``: what
         `jfp8.value_and_grad` or ``jax.value_and_grad`` return, or such gradients in a tree.
       axis_name: axis of the mesh that divides the batch, or a tuple of axes.
-      mesh: the mesh; default that of ``jax.set_mesh``.
+      mesh: the mesh; default: the one of ``jax.set_mesh``.
       specs: how parameters, and so gradients, are sharded along other axes of the mesh (tensor
         parallelism): a tree of ``PartitionSpec`` like theirs, or one for all. Every device then
         sends its shards. Without it XLA gathers gradients along those axes before they are sent:
@@ -73,13 +73,13 @@ def data_parallel(
     Returns:
       ``(state, batch) -> (loss, grads)``, or ``((loss, aux), grads)``. The batch's arrays are
       divided along their leading axis; scalars go to every device. ``aux`` is averaged, as are the
-      floating arrays of collections such as ``batch_stats``. What cannot be, integers and arrays
-      with an entry for each example, is refused.
+      floating arrays of collections such as ``batch_stats``. Integers, and arrays with an entry for
+      each example, cannot be averaged and are refused.
 
     Raises:
-      TypeError: the state is an NNX model, or has one in it.
-      ValueError: there is no mesh, or none with `axis_name`; an array of the batch that the number
-        of devices does not divide; an ``aux`` that cannot be averaged.
+      TypeError: the state is or contains an NNX model.
+      ValueError: there is no mesh, or none with `axis_name`; the number of devices does not divide
+        the leading axis of an array of the batch; an ``aux`` that cannot be averaged.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
@@ -165,7 +165,7 @@ def _on_one_device(
 
 
 def _params_of(grads: Any) -> Any:
-    """`grads` with gradients by parameters alone in place of every `Gradients`."""
+    """`grads`, with the gradients of the parameters in place of every `Gradients`."""
     return jax.tree.map(
         lambda node: node.params if isinstance(node, Gradients) else node,
         grads,
@@ -174,7 +174,7 @@ def _params_of(grads: Any) -> Any:
 
 
 def _check_value(value: Any, batch: Any, axis_name: AxisName) -> None:
-    """Raise ``ValueError`` for what a mean over devices would make something else of."""
+    """Raise ``ValueError`` for a value that has no meaningful mean over devices."""
     examples = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     for path, x in jax.tree_util.tree_leaves_with_path(value):
         name, shape = f"(loss, aux){jax.tree_util.keystr(path)}", jnp.shape(x)

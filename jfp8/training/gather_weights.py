@@ -1,11 +1,11 @@
-"""`gather_weights`: weights that are spread over devices, whole again for one byte an element.
+"""`gather_weights`: weights that are sharded over devices, gathered at one byte per element.
 
     shard w  --quantize-->  bytes  --all-gather-->  whole bytes  --> products, as they are
     shard dw <------------------ reduce-scatter ------------------- whole dw
 
-What products compute with is what would have been computed from the whole weight in high precision:
-it is only quantized before it travels, instead of after. The whole weight is never there in high
-precision; its gradient takes the way of `ScaledArray.carrier`.
+Products get the same operand as from the whole weight in high precision, because the weight is only
+quantized before it is sent instead of after. The whole weight never exists in high precision; its
+gradient comes by `ScaledArray.carrier`.
 """
 
 from __future__ import annotations
@@ -47,47 +47,47 @@ def gather_weights(
     only: Choice | Sequence[Choice] | None = None,
     gradients_as: Format | jax.typing.DTypeLike | None = None,
 ) -> Any:
-    """`params` whole on every device of `axis_name`, kernels by one byte for each element (FSDP).
+    """Gather `params` onto every device of `axis_name`, kernels at one byte per element (FSDP).
 
-    Call it inside of what is differentiated, on the parameters that are about to be used: those of
-    one layer in the body of a ``lax.scan`` over layers. The gradient comes out sharded like
-    `params`, summed over the devices by a reduce-scatter. Whether the devices are reached by a
-    collective, by ``jax.sharding.reshard`` or by constraints on what the compiler does depends on
-    the mesh that is in effect (``jax.set_mesh``, ``jax.shard_map``) and on its type of this axis.
+    Call it inside the function that is differentiated, on the parameters that are about to be used,
+    such as those of one layer in the body of a ``lax.scan`` over layers. The gradient is sharded
+    like `params`, summed over the devices by a reduce-scatter. Whether this uses a collective,
+    ``jax.sharding.reshard`` or sharding constraints for the compiler depends on the mesh in effect
+    (``jax.set_mesh``, ``jax.shard_map``) and on the type of this axis in it.
 
-    A kernel comes back as a `ScaledArray` that the products of jfp8's layers and of converted
-    models take as it is where the recipe has one scale for each tensor (``delayed``, ``current``,
-    ``direct_e5m2``): the same numbers as without this, to the bit, where the scales agree, which
-    they do under current scaling. Of delayed scaling weights have no use, since all of a weight is
-    there to be looked at; its scale is the current one. Other recipes quantize the values of what
-    arrives once more, in their own blocks. What is no kernel, or exempt, travels in high precision.
-    Kernels that are stored in FP8 (`ScaledArray`, see `jfp8.optim.master_weights`) travel as they
-    are, without a cast; a 0-d scale has to be the same on all devices.
+    A kernel comes back as a `ScaledArray`. If the recipe has one scale for each tensor
+    (``delayed``, ``current``, ``direct_e5m2``), the products of jfp8's layers and of converted
+    models use it as it is. The numbers are then the same as without `gather_weights`, to the bit,
+    if the scales agree, as they do under current scaling. Under delayed scaling, too, a weight here
+    gets its current scale, since all of the weight can be read. Other recipes quantize the gathered
+    values once more, in their own blocks. Exempt kernels, and parameters that are not kernels, are
+    sent in high precision. Kernels that are stored in FP8 (`ScaledArray`, see
+    `jfp8.optim.master_weights`) are sent as they are; a 0-d scale has to be equal on all devices.
 
-    Keep nothing of it for the backward pass, which then gathers a second time, by
-    ``jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("fp8_saved"))``;
-    without that the whole weights are kept, one byte for each element.
+    The whole weights are kept for the backward pass, one byte for each element. To keep nothing and
+    gather a second time instead, use
+    ``jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("fp8_saved"))``.
 
     Args:
       params: pytree of arrays: the ``params`` of a Linen model, or ``nnx.state(model, nnx.Param)``.
-      axis_name: of the mesh, over which they are sharded; or several.
-      specs: ``PartitionSpec`` (or ``NamedSharding``) of each, or of whole subtrees. Not needed
-        where the axis is of type ``Explicit``, since the arrays themselves know. Other axes in it,
-        those of tensor parallelism, stay as they are.
-      recipe: that of the model.
+      axis_name: axis of the mesh, or several, over which they are sharded.
+      specs: ``PartitionSpec`` (or ``NamedSharding``) of each, or of whole subtrees. Not needed if
+        the axis is of type ``Explicit``, because the arrays then carry it. Other axes in it, such
+        as those of tensor parallelism, stay as they are.
+      recipe: the recipe of the model.
       exempt, only: layers whose kernels are gathered in high precision, or are the only ones that
         are not; see `jfp8.quantize_params`.
-      gradients_as: a dtype (``jnp.bfloat16``) to which gradients are rounded before they travel, or
-        inside of ``jax.shard_map`` a `Format`, for `jfp8.collectives.reduce_scatter`. None: their
-        own, which XLA:CPU uses for bf16, too.
+      gradients_as: a dtype (``jnp.bfloat16``) to which gradients are rounded before they are sent;
+        or, inside ``jax.shard_map``, a `Format`, for `jfp8.collectives.reduce_scatter`. None: their
+        own dtype, which XLA:CPU also uses instead of bf16.
 
     Returns:
       The same tree, with a `ScaledArray` for each kernel that was gathered in FP8.
 
     Raises:
-      TypeError: no recipe.
+      TypeError: `recipe` is not a recipe.
       ValueError: there are no `specs` where they are needed; the axis is not in the mesh; a recipe
-        whose scales have scales (``nvfp4``); `gradients_as` a format outside of ``jax.shard_map``.
+        whose scales have scales (``nvfp4``); `gradients_as` a format outside ``jax.shard_map``.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> from jax.sharding import PartitionSpec as P
@@ -163,7 +163,7 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
     own_mesh = spec.mesh if isinstance(spec, NamedSharding) else None
     if own_mesh is None and not set(names) <= set(mesh.axis_names):
         raise ValueError(
-            f"axis_name={axis_name!r} is no axis of the mesh that is in effect, which has "
+            f"axis_name={axis_name!r} is not an axis of the mesh in effect, which has "
             f"{mesh.axis_names}. Enter the mesh first, with jax.set_mesh(mesh): or jax.shard_map, "
             "or give specs of type jax.sharding.NamedSharding."
         )
@@ -230,8 +230,8 @@ def _gather_bytes(x: jax.Array, way: _Way, largest: jax.Array, quantizer: Quanti
     if isinstance(scale, ScaledArray):
         raise ValueError(
             f"{quantizer} has scales of scales, for the whole weight, which devices that hold "
-            "parts of it cannot compute apart. Use another recipe, such as 'mxfp8', or let the "
-            "weights travel in high precision: leave gather_weights out."
+            "parts of it cannot compute separately. Use another recipe, such as 'mxfp8', or send "
+            "the weights in high precision: leave gather_weights out."
         )
     return _gather_stored(replace(q, carrier=x), way)
 
@@ -256,7 +256,7 @@ def _gather_stored(q: ScaledArray, way: _Way) -> ScaledArray:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _carrier(way: _Way, x: jax.Array) -> jax.Array:
-    """Zeros of the shape of the whole, which nobody reads: for the sake of their cotangent."""
+    """Zeros of the shape of the whole weight; only their cotangent is used."""
     return way.zeros(x)
 
 
@@ -317,7 +317,7 @@ class _ByCollectives:
 
 @dataclass(frozen=True)
 class _ByLayout:
-    """Where arrays are the wholes, and other devices have other parts of them.
+    """Outside it, where arrays are the wholes, and each device has a part of them.
 
     Attributes:
       spread, whole: how the array is laid out over the devices, before and after.

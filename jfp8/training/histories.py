@@ -26,23 +26,22 @@ def advance(
     *,
     opt_states: tuple[optax.OptState, optax.OptState] | None = None,
 ) -> Collections:
-    """End an optimizer step: every history gets one entry, the largest amax that the step saw.
+    """End an optimizer step: every history gets one entry, the largest amax of the step.
 
-    For hand-written loops; `TrainState.apply_gradients` does it by itself. Make ``fp8`` mutable,
-    for the amaxes of activations and weights, and differentiate the loss by the ``fp8_sink``
-    collection, for those of gradients: accumulate and average its cotangent with the other
-    gradients if you do that. Call this once per optimizer step. Without `opt_states`, skip the call
+    For loops of your own; `TrainState.apply_gradients` does it by itself. Make ``fp8`` mutable, for
+    the amaxes of activations and weights, and differentiate the loss with respect to the
+    ``fp8_sink`` collection, for those of gradients. If you accumulate or average gradients, do the
+    same with its cotangent. Call this once per optimizer step. Without `opt_states`, skip the call
     when you skip the step.
 
     Args:
       fp8: the ``fp8`` collection: the one given to ``apply``, or the one it returned as mutated.
-      sink_cotangent: the gradient by the ``fp8_sink`` collection. A product that is missing from it
-        (a frozen layer) keeps what `fp8` itself recorded. None: all do.
-      opt_states: the optimizer's state before and after this step. With a `jfp8.loss_scale` in it,
-        pass them: gradients are S times as large, and when S changes, their histories follow it,
-        which `advance` cannot know by itself. Each growth of S would saturate gradients in the step
-        after it. And a step that was not finite then changes nothing else. Without a loss scale
-        they make no difference.
+      sink_cotangent: the gradient with respect to the ``fp8_sink`` collection. A product that is
+        missing from it (a frozen layer) keeps what `fp8` itself recorded. None: all do.
+      opt_states: the optimizer's state before and after this step. Pass them if it contains a
+        `jfp8.loss_scale`: gradients are then S times as large, and their histories are rescaled
+        when S changes, since each growth of S would saturate gradients in the next step. A step
+        that was not finite then changes nothing else. Without a loss scale they make no difference.
 
     Returns:
       The new ``fp8`` collection, of the same structure. Non-finite amaxes do not enter it, and a
@@ -161,7 +160,7 @@ def zero_sink(history: jax.Array) -> jax.Array:
 
 
 def add_recorded(sinks: Any, fp8: Any) -> Any:
-    """Cotangents of sinks with the amaxes that a forward pass has recorded in a mutable ``fp8``."""
+    """Cotangents of sinks, with the amaxes that a forward pass recorded in a mutable ``fp8``."""
     if not _is_product(fp8):
         return {k: add_recorded(v, fp8[k]) if k in fp8 else v for k, v in sinks.items()}
     amaxes = jnp.stack([running_amax(fp8[role]) for role in ROLES], axis=-1)

@@ -1,8 +1,9 @@
-"""Quantizes weights once, before a loop over micro-batches, instead of in each turn of it.
+"""Quantizes weights once, before a loop over micro-batches, instead of in each iteration.
 
-What a turn computes from the parameters alone is the same in every turn. Of all that, arrays much
-smaller than the parameters they are made of (f8 bytes, scales) are computed before the loop and
-kept. What is made of those stays inside: kept, it would take more memory than the parameters do.
+What an iteration computes from the parameters alone is the same in every iteration. Of these
+results, arrays much smaller than the parameters that they are made of (f8 bytes, scales) are
+computed before the loop and kept. What is computed from those stays inside the loop, because it
+would take more memory than the parameters do.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def split(
 
     Args:
       function: of two pytrees of arrays, giving one.
-      known: what is the same in every turn of a loop.
+      known: what is the same in every iteration of a loop.
       varying: what is not; only its shapes matter.
 
     Returns:

@@ -29,30 +29,30 @@ def value_and_grad(
     has_aux: bool = False,
     loss_scale: jax.typing.ArrayLike | None = None,
 ) -> Callable[..., Any]:
-    """``flax.nnx.value_and_grad`` that also learns the amaxes of gradients.
+    """``flax.nnx.value_and_grad`` that also records the amaxes of gradients.
 
     A call is one step of every FP8 product among the differentiated arguments: it reads all three
     histories, gradients included, and each gets one entry, the largest amax of all its uses. If the
     loss or a gradient is not finite, or an operand of a product was not, the histories stay as
     they were.
 
-    Products in evaluation mode (``model.eval()``) record nothing. Those of frozen layers, none of
-    whose parameters is differentiated by, record lhs and rhs as any call does, and nothing is
-    differentiated for their sake.
+    Products in evaluation mode (``model.eval()``) record nothing. Products of frozen layers, whose
+    parameters get no gradient, record lhs and rhs as any call does; no backward pass is added for
+    them.
 
     Args:
       f: as for ``nnx.value_and_grad``; left out, a decorator is returned.
-      argnums: as for ``nnx.value_and_grad``: which arguments to differentiate by. Of models among
-        them, the ``nnx.Param`` or what ``nnx.DiffState`` says.
+      argnums: as for ``nnx.value_and_grad``: which arguments to differentiate with respect to; in
+        models among them, to the ``nnx.Param`` or what ``nnx.DiffState`` says.
       has_aux: whether `f` returns ``(loss, aux)``.
-      loss_scale: a factor for the loss, a scalar that may change from step to step: the returned
-        gradients are those of the scaled loss, which is what an optimizer with `jfp8.loss_scale`
-        takes, and the returned loss is not scaled. Histories of gradients do not depend on it.
-        Scaling the loss in `f` instead would leave them behind whenever the scale changes.
+      loss_scale: a factor for the loss, a scalar that may change from step to step. The returned
+        gradients are those of the scaled loss, as an optimizer with `jfp8.loss_scale` takes them;
+        the returned loss is not scaled. Histories of gradients do not depend on the factor. If you
+        scaled the loss in `f` instead, they would be outdated whenever the scale changes.
 
     Returns:
       A function with the arguments of `f` that returns ``(loss, grads)`` or ``((loss, aux),
-      grads)``, just as ``nnx.value_and_grad`` does: nothing of FP8 is in them.
+      grads)``, just as ``nnx.value_and_grad`` does; no FP8 state is in them.
 
     >>> import jax.numpy as jnp, jfp8
     >>> from flax import nnx

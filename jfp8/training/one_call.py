@@ -28,7 +28,7 @@ from jfp8.recipes.recipe import Recipe
 OptLevel = Literal["O0", "O1", "O2"]
 
 # By the names of optax: the first moment (of sgd and others it is called trace), and the second.
-# By lot: to nearest a moment stops while it is still a third away from where it goes.
+# Stochastic: with rounding to nearest, a moment stops a third away from where it should go.
 _FIRST = Blocks(rounding="stochastic")
 _MOMENTS = {"mu": _FIRST, "trace": _FIRST, "nu": ScaledFloat16()}
 
@@ -60,33 +60,34 @@ def initialize(
     the ``trace`` of ``optax.sgd`` with momentum). For less memory leave them to
     `jfp8.optim.adamw`, and choose O1.
 
-    Data parallelism: in a loop under ``jax.shard_map`` or ``jax.pmap`` name its axis, `axis_name`,
-    and give `tx` the local gradients. Under a plain ``jit``, leave it out and wrap the gradient
-    function: ``jfp8.data_parallel(jfp8.value_and_grad(loss_fn), mesh=mesh)``. So do with a
-    `jfp8.TrainState`, also under ``jax.shard_map``.
+    Data parallelism: in a loop under ``jax.shard_map`` or ``jax.pmap`` pass its axis as
+    `axis_name`, and give `tx` the local gradients. Under a plain ``jit``, and with a
+    `jfp8.TrainState` also under ``jax.shard_map``, leave it out and wrap the gradient function:
+    ``jfp8.data_parallel(jfp8.value_and_grad(loss_fn), mesh=mesh)``.
 
     Args:
       model: a Linen or NNX module.
       tx: an optax optimizer.
       config: the arguments below as a dict or as the text of a JSON or YAML file (YAML if PyYAML is
         installed): ``{"mixed_precision": "fp8", "recipe": "delayed", "exempt": ["decoder/*"]}``.
-        What it sets must not be given otherwise. ``"mixed_precision": "no"`` changes nothing.
+        What it sets must not be an argument too. With ``"mixed_precision": "no"``, model and
+        optimizer stay as they are.
       recipe: a recipe, its name, or ``{"name": ..., field: value, ...}``.
-      opt_level: ``"O0"``: FP8 products. ``"O1"``: and FP8 gradients and communication. ``"O2"``:
-        and an FP8 first moment, a 16-bit second one.
+      opt_level: ``"O0"``: FP8 products. ``"O1"``: also FP8 gradients and communication. ``"O2"``:
+        also an FP8 first moment and a 16-bit second one.
       axis_name: mapped axis, or axes, over which `tx` averages gradients; needs O1 or O2.
       exempt, only: layers that stay in high precision, or are the only ones converted.
       output_fused: patterns of layers whose results stay in high precision under recipes that
         quantize results (``direct_e5m2``, ``hybrid``).
       verbose: print the report of the conversion: for Linen at the end of ``model.init``, when the
-        shapes are known; for NNX what is converted, now.
+        shapes are known; for NNX at once, which layers are converted.
 
     Returns:
       ``(model, tx)``.
 
     Raises:
-      TypeError, ValueError: unknown keys or values; what is given twice. With O2 also ``tx.init``
-        of an optimizer without moments, or whose moments are in few bits already.
+      TypeError, ValueError: unknown keys or values; a setting that is given twice. With O2
+        ``tx.init`` also raises if the optimizer has no moments, or has them in few bits already.
 
     References:
       MS-AMP, "Optimization Level" in its user tutorial; FP8-LM, arXiv 2310.18313.
@@ -140,13 +141,13 @@ def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTran
         state = jax.eval_shape(inner.init, params)
         if has_master_weights(state):
             raise ValueError(
-                "opt_level='O2' keeps the state of tx in few bits, and with it the masters of "
-                "master_weights. Keep that of its inner optimizer so, and use O1: "
+                "opt_level='O2' would keep the masters of master_weights, which are state of tx, "
+                "in few bits too. Store the state of its inner optimizer instead, and use O1: "
                 "master_weights(jfp8.optim.adamw(1e-3, preset='msamp_o2'))."
             )
         if states_of(StoredState, state):
             raise ValueError(
-                "opt_level='O2' keeps moments in few bits, but those of tx are so already. Use O1."
+                "opt_level='O2' stores moments in few bits, but tx does that already. Use O1."
             )
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
         fields = {getattr(key, "name", None) for path in paths for key in path}

@@ -1,4 +1,4 @@
-"""`TrainState`: parameters, amax histories and optimizer state of a training, as one value."""
+"""`TrainState`: parameters, amax histories and optimizer state of a training run, as one value."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from jfp8.training.histories import (
 class Gradients:
     """What `value_and_grad` returns and `TrainState.apply_gradients` takes.
 
-    Averaging it over devices (``jax.lax.pmean``) keeps it right, the amaxes included.
+    It may be averaged over devices (``jax.lax.pmean``): the amaxes stay right.
 
     Attributes:
-      params: gradient by the parameters, of the unscaled loss (f32 if there is a loss scale). By
-        the values of FP8 parameters it is f32, or ``optax.MaskedNode()`` if they are frozen.
-      fp8_sink: gradient by the ``fp8_sink`` collection: amaxes, under the scaled loss.
+      params: gradient of the unscaled loss with respect to the parameters (f32 if there is a loss
+        scale). For FP8 parameters it is f32, or ``optax.MaskedNode()`` if they are frozen.
+      fp8_sink: gradient with respect to the ``fp8_sink`` collection: amaxes, under the scaled loss.
       collections: new values of the other collections, such as ``batch_stats``.
     """
 
@@ -72,8 +72,8 @@ class Gradients:
 class TrainState(flax.struct.PyTreeNode):
     """Parameters, amax histories and optimizer state, advanced together or not at all.
 
-    Parameters that are stored in FP8 (`ScaledArray`) are trained if the optimizer has a
-    `jfp8.optim.master_weights` in it. Otherwise they are frozen, and `tx` does not see them.
+    Parameters that are stored in FP8 (`ScaledArray`) are trained if the optimizer contains
+    `jfp8.optim.master_weights`. Otherwise they are frozen, and `tx` does not see them.
 
     Attributes:
       step: i32[], number of calls of `apply_gradients`, skipped ones included.
@@ -126,11 +126,14 @@ class TrainState(flax.struct.PyTreeNode):
           ValueError: `variables` has no ``params``, or its ``fp8_sink`` does not match its ``fp8``.
         """
         if unknown or variables is None:
+            given = ", ".join(sorted(unknown)) or "no variables"
+            scale = " A loss scale is part of tx: optax.chain(jfp8.loss_scale(), tx)."
             raise TypeError(
-                "TrainState.create takes apply_fn, variables and tx, but got "
-                f"{', '.join(sorted(unknown)) or 'no variables'}. Histories stand beside the "
-                "parameters in what model.init returned, so pass all of it: "
+                f"TrainState.create takes apply_fn, variables and tx, but got {given}. Pass all "
+                "that model.init returned, because amax histories stand beside the parameters: "
                 "jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)."
+                + ("loss_scale" in unknown)
+                * scale
             )
         collections = as_dicts(variables)
         if "params" not in collections:
@@ -170,20 +173,20 @@ class TrainState(flax.struct.PyTreeNode):
     def apply_gradients(self, grads: Gradients) -> TrainState:
         """The state after one optimizer step.
 
-        If a gradient, or any operand of an FP8 product, held an Inf or NaN, or a gradient is beyond
-        2^62, so that optimizers could not square it, the step is skipped: parameters, optimizer
-        state, histories and other collections stay as they are, bit for bit; only `step` counts on
-        and the loss scale falls. When the loss scale changes, the histories of gradients follow it.
-        While ``optax.MultiSteps`` accumulates, the histories wait for its last micro-step, and get
-        the largest amax of them all.
+        The step is skipped if a gradient or any operand of an FP8 product contains an Inf or NaN,
+        or if a gradient is beyond 2^62, so that optimizers could not square it. Then parameters,
+        optimizer state, histories and other collections stay as they are, bit for bit; only `step`
+        counts on and the loss scale falls. When the loss scale changes, the histories of gradients
+        are rescaled. While ``optax.MultiSteps`` accumulates, the histories wait for its last
+        micro-step and get the largest amax of all.
 
         Args:
           grads: what `value_and_grad` returned, averaged over devices or not. Without histories
-            (``fp8`` is ``{}``) also gradients by ``params`` of the loss times its loss scale, if
-            there is one.
+            (``fp8`` is ``{}``) also plain gradients with respect to ``params``, of the loss times
+            its loss scale if there is one.
 
         Raises:
-          TypeError: `grads` is not a `Gradients` although there are histories to keep up.
+          TypeError: `grads` is not a `Gradients` although there are histories to update.
 
         Warns:
           UserWarning: `grads` is not a `Gradients`, and nothing has multiplied the loss by the loss
@@ -192,9 +195,9 @@ class TrainState(flax.struct.PyTreeNode):
         if not isinstance(grads, Gradients):
             if self.fp8:
                 raise TypeError(
-                    "apply_gradients needs the amaxes that belong to the gradients, to keep the "
-                    f"fp8 histories up, but got {type(grads).__name__}. Compute the gradients with "
-                    "jfp8.value_and_grad(loss_fn)(state, batch)."
+                    "apply_gradients needs the amaxes that belong to the gradients, to update the "
+                    f"fp8 histories, but got {type(grads).__name__}. Compute the gradients with "
+                    "loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
             if (found := find_loss_scale(self.opt_state)) is not None:
                 warn_if_not_read(found)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import ApplyScopeInvalidVariablesStructureError
 
 from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
 from jfp8.optim.loss_scale_state import loss_scale_in
@@ -27,17 +28,17 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Gradients]]:
     """Like ``jax.value_and_grad``, for a `TrainState` and one batch.
 
-    The loss is multiplied by the loss scale, if the optimizer has one, and the returned loss and
-    gradient are free of it. The amaxes of the backward pass travel along in the gradient.
+    The loss is multiplied by the loss scale, if the optimizer has one; the returned loss and
+    gradient do not contain it. The amaxes of the backward pass are part of the gradient.
 
     Args:
-      loss_fn: ``(variables, batch) -> (loss, mutated)``, with `has_aux` ``(loss, mutated, aux)``.
-        ``variables`` are the collections for ``model.apply``; ``mutated`` are the collections that
-        it returned as mutated, ``{}`` if none; ``loss`` alone says that, too. Of those, the ones
-        that the state holds are carried over; return others, such as ``intermediates``, as ``aux``.
-        The batch may be several arguments, ``(variables, x, y)``.
+      loss_fn: ``(variables, batch) -> loss``, or ``(loss, mutated)``, or with `has_aux` ``(loss,
+        mutated, aux)``. ``variables`` are all collections for ``model.apply``; ``mutated`` are
+        those that it returned as mutated, ``{}`` if none. Of these, the ones in the state are
+        carried over; return others, such as ``intermediates``, as ``aux``. The batch may be several
+        arguments, ``(variables, x, y)``.
       has_aux: whether `loss_fn` returns a third value.
-      micro_batches: split the batch's leading axis into this many parts, one after the other, and
+      micro_batches: split the batch's leading axis into this many parts, run them one by one, and
         average losses and gradients: the same step in less memory. All parts see the same scales,
         and the histories get one entry, the largest amax. Weights are quantized once for all parts,
         and gradients are summed in f32, in place.
@@ -50,7 +51,7 @@ def value_and_grad(
     Raises:
       TypeError: the first argument is not a `TrainState`.
       ValueError: `micro_batches` below 1 or not dividing the batch; `loss_fn` returns something
-        else than described.
+        other than described.
 
     >>> import jax, jax.numpy as jnp, jfp8, optax
     >>> model, x = jfp8.Dense(4), jnp.ones((2, 3))
@@ -84,7 +85,7 @@ def value_and_grad(
 
 
 def _gradient(scaled_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """That of a loss like `_scaled_loss`, by parameters and sinks; with what the loss returns."""
+    """The gradient of a `_scaled_loss` by parameters and sinks; with what the loss returns."""
 
     def compute(differentiated: Any, sinks: Collections, *others: Any) -> Any:
         noted: list[Uses] = []
@@ -119,11 +120,19 @@ def _scaled_loss(
     variables = {"params": with_carriers(params, differentiated)}
     if fp8:
         variables |= {"fp8": fp8, "fp8_sink": sinks}
-    loss, mutated, aux = _unpacked(loss_fn({**variables, **collections}, *args, **named), has_aux)
+    try:
+        returned = loss_fn({**variables, **collections}, *args, **named)
+    except ApplyScopeInvalidVariablesStructureError as error:
+        error.add_note(
+            "jfp8.value_and_grad passes loss_fn all variables, not params alone. Pass them on as "
+            "they are: model.apply(variables, x)."
+        )
+        raise
+    loss, mutated, aux = _unpacked(returned, has_aux)
     if "fp8_sink" in mutated:
         raise ValueError(
             "loss_fn made the 'fp8_sink' collection mutable, which cuts it off from the gradient, "
-            "and no history would be kept up. Name the collections that are updated, e.g. "
+            "so no history would be updated. Name the collections that are updated, e.g. "
             "model.apply(..., mutable=['batch_stats']), not mutable=True."
         )
     new = {name: mutated.get(name, value) for name, value in collections.items()}
@@ -140,7 +149,7 @@ def _over_micro_batches(
     collections: Collections,
     batch: Any,
 ) -> Any:
-    """What `gradient` gives, averaged over parts of the batch that are taken in turns."""
+    """What `gradient` gives, averaged over parts of the batch that are taken one by one."""
     parts = _split(batch, micro_batches)
     # Weights are quantized here, once; the loop uses what is kept.
     kept, compute_rest = split(
@@ -185,7 +194,9 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
     if not isinstance(mutated, Mapping):
         raise ValueError(
             f"loss_fn must return {wanted} with a dict of collections as mutated ({{}} if none), "
-            f"but that is {type(mutated).__name__}."
+            f"but mutated is {type(mutated).__name__}."
+            + " To return more, use has_aux=True and (loss, mutated, aux)."
+            * (not has_aux)
         )
     return loss, mutated, aux
 
@@ -202,8 +213,8 @@ def _instead_of_state(given: Any) -> str:
         "Make one of all that model.init returned:\n"
         "    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)\n"
         "    loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)\n"
-        "In a loop without it use jax.value_and_grad, by params and by the 'fp8_sink' collection "
-        "that jfp8.advance takes."
+        "In a loop without it use jax.value_and_grad with respect to params and to the 'fp8_sink' "
+        "collection, whose gradient jfp8.advance takes."
     )
 
 

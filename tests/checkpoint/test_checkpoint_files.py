@@ -485,12 +485,12 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "seven bytes": (b"\x00" * 7, "7 bytes"),
     "header longer than the file": (tensors({}, length=1000), "fewer than its header"),
     "header of 16 exabytes": (tensors({}, length=2**64 - 1), "fewer than its header"),
-    "no JSON": (tensors(b"{'a'}"), "no JSON"),
-    "half a JSON": (tensors(b'{"a":'), "no JSON"),
-    "no text": (tensors(b'{"\xff":{}}'), "no JSON"),
+    "no JSON": (tensors(b"{'a'}"), "not JSON"),
+    "half a JSON": (tensors(b'{"a":'), "not JSON"),
+    "no text": (tensors(b'{"\xff":{}}'), "not JSON"),
     "a list": (tensors([]), "not a dict"),
     "nested too deep": (tensors(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "too deep"),
-    "a number of many digits": (tensors(b'{"a":' + b"9" * 10_000 + b"}"), "no JSON"),
+    "a number of many digits": (tensors(b'{"a":' + b"9" * 10_000 + b"}"), "not JSON"),
     "name twice": (tensors(entries(tensor(), tensor()), b"\0"), "'a' is there twice"),
     "entry that is no dict": (tensors({"a": 1}), "not a dict of dtype"),
     "no shape": (tensors({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"\0"), "not a dict of"),
@@ -551,7 +551,7 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "our metadata without checksum": (tensors({"__metadata__": {"jfp8": "{}"}}), "damaged"),
     "our metadata is no JSON": (
         tensors({"__metadata__": {"jfp8": "{", "jfp8_crc32": str(zlib.crc32(b"{"))}}),
-        "no JSON",
+        "not JSON",
     ),
     "our metadata is a list": (tensors({"__metadata__": ours([])}), "not a dict"),
     "nodes are a list": (tensors({"__metadata__": ours({"nodes": [1]})}), "not a dict"),
@@ -580,7 +580,7 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
         tensors({"__metadata__": ours({"crc32": {"a": 0, "b": 0}}), "a": tensor()}, b"\0"),
         "'b'",
     ),
-    "a ZIP file": (b"PK\x03\x04" + b"\0" * 100, "fewer than its header|no JSON"),
+    "a ZIP file": (b"PK\x03\x04" + b"\0" * 100, "fewer than its header|not JSON"),
     "a pickle": (pickle.dumps({"a": 1}), "fewer than its header"),
 }
 
@@ -621,11 +621,11 @@ BAD_MSGPACK: dict[str, tuple[bytes, str]] = {
     "99 maps in maps too many": (in_maps(199), "nested deeper"),
     "two thousand maps in maps": (in_maps(2000), "nested too deep"),
     "a million maps in maps": (in_maps(1_000_000), "nested too deep"),
-    "a byte that msgpack never uses": (b"\xc1", "no msgpack"),
+    "a byte that msgpack never uses": (b"\xc1", "not msgpack"),
     "two trees": (packed({"a": 1}) + packed({"a": 1}), "extra data"),
     "name twice": (b"\x82\xa1a\x01\xa1a\x02", "'a' is there twice"),
     "a number as a name": (packed({1: 1}), "int is not allowed"),
-    "bytes as a name": (packed({b"a": 1}), "no string"),
+    "bytes as a name": (packed({b"a": 1}), "not a string"),
     "a name that is no text": (b"\x81\xa1\xff\x01", "utf-8"),
     "bytes": (packed({"a": b"PK"}), "neither an array nor"),
     "a time": (packed({"a": msgpack.Timestamp(1)}), "neither an array nor"),
@@ -676,17 +676,17 @@ BAD_MSGPACK: dict[str, tuple[bytes, str]] = {
         packed(chunked((1,), shape={"1": 1}, chunks={"0": extension()})),
         "no '0'",
     ),
-    "parts that are numbers": (packed(chunked((1,), 1)), "no flat arrays of one dtype"),
-    "no parts": (packed(chunked((0,))), "no flat arrays of one dtype"),
+    "parts that are numbers": (packed(chunked((1,), 1)), "not flat arrays of one dtype"),
+    "no parts": (packed(chunked((0,))), "not flat arrays of one dtype"),
     "parts of two dtypes": (
         packed(chunked((2,), extension(), extension(dtype=b"int8"))),
-        "no flat arrays of one dtype",
+        "not flat arrays of one dtype",
     ),
-    "parts that are matrices": (packed(chunked((1,), extension((1, 1)))), "no flat arrays"),
+    "parts that are matrices": (packed(chunked((1,), extension((1, 1)))), "not flat arrays"),
     "too few parts": (packed(chunked((2**40,), extension())), "do not have the elements"),
     "negative size of parts": (packed(chunked((-1, -1), extension())), "not a list of sizes"),
     "a ZIP file": (b"PK\x03\x04" + b"\0" * 100, "extra data|instead of a map"),
-    "a pickle": (pickle.dumps({"a": 1}), "max_ext_len|incomplete|extra|instead|no msgpack"),
+    "a pickle": (pickle.dumps({"a": 1}), "max_ext_len|incomplete|extra|instead|not msgpack"),
     "a safetensors file": (tensors({"a": tensor()}, b"\0"), "extra data|instead of a map"),
 }
 
@@ -751,7 +751,7 @@ def test_no_file_runs_code(directory, name):
         tensors({"a": tensor("O", [len(bomb)], [0, len(bomb)])}, bomb),
     ):
         (directory / name).write_bytes(content)
-        with pytest.raises(ValueError, match="no whole checkpoint"):
+        with pytest.raises(ValueError, match="not a complete checkpoint"):
             checkpoint.load(directory / name)
     assert not folder.exists()
     with pytest.raises(TypeError, match="'a' is an array of object"):

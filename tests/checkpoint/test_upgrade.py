@@ -69,7 +69,7 @@ def told(function, *args, **kwargs):
 
 def kinds(messages):
     """Messages without the paths."""
-    return [re.split(r" \(current|: |\.$", message)[0] for message in messages]
+    return [re.split(r" \(current| \(to keep|: |\.$", message)[0] for message in messages]
 
 
 @cache

@@ -1014,14 +1014,14 @@ def test_types_are_found_in_jitted_blocks_each_time():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: jfp8.convert(Compact), "instance of a Flax Linen or NNX module, got <class"),
+        (lambda: jfp8.convert(Compact), "a Flax Linen or NNX module, got the class Compact"),
         (lambda: jfp8.convert({"params": {}}), "not its class or its parameters"),
         (lambda: jfp8.convert(Compact(), DelayedScaling), "recipe"),
         (lambda: jfp8.convert(Compact(), exempt=3), "exempt=3: must be patterns of paths"),
         (lambda: jfp8.convert(Compact(), only=[3]), r"only=\[3\]: must be patterns of paths"),
         (
             lambda: jfp8.convert(Compact().bind(Compact().init(KEY, X))),
-            "not bound to variables: convert the model first, then call .bind or .apply",
+            "bound to variables. Convert the model first, then call .bind or .apply",
         ),
     ],
 )

@@ -758,8 +758,8 @@ def test_a_model_without_products():
         ((nn.Dense(2),), "variables must be what model.init returned.*got nothing"),
         ((nn.Dense(2), X), "variables must be what model.init returned.*got Array"),
         ((nn.Dense(2), {"kernel": X}, X), "with 'params' in it; got dict"),
-        ((nn.Dense, {}, X), "model must be a Flax Linen or NNX module, got <class"),
-        ((3,), "model must be a Flax Linen or NNX module, got 3"),
+        ((nn.Dense, {}, X), "model must be a Flax Linen or NNX module, got the class Dense"),
+        ((3,), "model must be a Flax Linen or NNX module, got int"),
     ],
 )
 def test_errors(arguments, words):

@@ -394,7 +394,7 @@ def test_a_product_of_the_users_own_is_refused(layer, argument):
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_a_class_of_recipes_is_no_recipe(layer):
-    with pytest.raises(TypeError, match=r'recipe must be a recipe object.*get\("delayed"\)'):
+    with pytest.raises(TypeError, match=r"got the class DelayedScaling.*recipe=DelayedScaling\(\)"):
         layer(recipe=DelayedScaling).init(KEY, X)
 
 

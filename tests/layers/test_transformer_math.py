@@ -408,7 +408,7 @@ def test_rotary_embedding_computes_bf16_in_f32():
 
 
 def test_rotary_embedding_refuses_what_it_cannot_turn():
-    with pytest.raises(ValueError, match="turns pairs of features, but there are 7"):
+    with pytest.raises(ValueError, match="rotates pairs of features, but their number is odd: 7"):
         position_math.rotary_embedding(jnp.ones((3, 2, 7)))
     words = "group_method must be one of 'consecutive', 'alternate'; got 'half'"
     with pytest.raises(ValueError, match=words):

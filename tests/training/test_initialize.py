@@ -259,7 +259,7 @@ def test_parameters_that_are_called_as_moments_are():
     ("tx", "message"),
     [
         (optax.sgd(1.0), "it has none. Use O1, or an optimizer that has them.*It has"),
-        (adam(1.0), "those of tx are so already. Use O1"),
+        (adam(1.0), "tx does that already. Use O1"),
         (
             master_weights(optax.adam(1.0)),
             r"and use O1: master_weights\(jfp8.optim.adamw",

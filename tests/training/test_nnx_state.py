@@ -709,7 +709,7 @@ def test_trap_merge_needs_a_copy_inside_of_grad():
 def test_trap_jax_transformations_of_a_model_from_outside():
     layer, x = linear(), normal(1, (4, D))
     for transformed in (jax.vmap(layer), jax.jit(layer)):
-        with pytest.raises(ValueError, match="inside of a JAX transformation"):
+        with pytest.raises(ValueError, match="inside a JAX transformation"):
             transformed(x)
     layer.eval()
     assert jax.vmap(layer)(x).shape == (4, D)

@@ -325,7 +325,7 @@ class TestValueAndGrad:
             (lambda loss: (loss, {}, 1), False, "but returned a tuple of 3"),
             (lambda loss: (loss, {}), True, r"\(loss, mutated, aux\).*a tuple of 2"),
             (lambda loss: [loss, {}], False, "but returned list"),
-            (lambda loss: (loss, None), False, "dict of collections.*but that is NoneType"),
+            (lambda loss: (loss, None), False, "dict of collections.*but mutated is NoneType"),
             (lambda loss: (loss, loss), False, "dict of collections as mutated"),
         ],
     )

@@ -8,9 +8,9 @@ A fault is a function ``Run -> findings``. Elements are lost because the scale o
     comes from a history that remembers a spike       `long_history`
     is as good as one scale can be                    `outliers`
 
-Before any of it the tensor has to be finite, `non_finite`, and to hold something, `dead`. And a
-tensor may lose too many bits without losing elements, `noise`. Which layers are in FP8 is another
-matter: `edges_in_fp8`, `little_in_fp8`.
+Before that, a tensor has to be finite, `non_finite`, and not all zero, `dead`. A tensor may also
+lose too many bits without losing elements, `noise`. Two faults concern the choice of the layers in
+FP8: `edges_in_fp8`, `little_in_fp8`.
 """
 
 from jfp8.debug.faults.coverage import edges_in_fp8, little_in_fp8

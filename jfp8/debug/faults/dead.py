@@ -1,4 +1,4 @@
-"""The fault of tensors in which there is nothing: all their elements are zero."""
+"""The fault of tensors whose elements are all zero."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REMEDIES = {
 
 
 def dead(run: Run) -> Iterator[Finding]:
-    """Operands that are zero in every sample: in one alone it may be how a training begins."""
+    """Operands that are zero in every sample; in a single one that may be how training begins."""
     # Where gradients vanish for want of a scale, those of earlier layers follow, and that is said.
     vanishing = any(
         is_gradient(rows[0]) and has_no_scale(rows) and vanishing_samples(rows)

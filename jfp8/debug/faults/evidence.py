@@ -17,7 +17,7 @@ MANY_LOST, MOST_LOST = 0.1, 0.5
 # Values cut to half of themselves or less. Under delayed scaling that happens in good trainings,
 # too, in single steps, since no history knows the future.
 CUT_IN_HALF = -1.0
-# So it is a fault in more than a tenth of the steps. Of 17 amaxes that are drawn alike, the newest
+# So it is a fault in more than a tenth of the steps. Of 17 amaxes of one distribution, the newest
 # is the largest in 1 case of 17: a history of 16 saturates in 6 % of the steps, mostly by little.
 OFTEN = 0.1
 # Error of more than a quarter of the signal, by size. Rounding to nearest leaves 31 dB in E4M3, 25

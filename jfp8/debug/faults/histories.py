@@ -1,4 +1,4 @@
-"""Faults of amax histories: they stand still, are too short, or too long."""
+"""Faults of amax histories: they are not updated, are too short, or too long."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _TOO_MUCH_HEADROOM = 3.0
 def stale_history(run: Run) -> Iterator[Finding]:
     """Delayed scaling whose history does not follow the tensor. Nothing is judged by a threshold.
 
-    In a history that is kept up, an amax that saturated raises the scale of the next step; no entry
-    outlives its length; and the scale is not just that of the tensor at hand.
+    In a history that is updated, an amax that saturated raises the scale of the next step; no entry
+    outlives its length; and the scale is not simply that of the current tensor.
     """
     stale = _stale_samples(run)
     for i, tensor in enumerate(run.tensors):
@@ -95,7 +95,7 @@ def short_history(run: Run) -> Iterator[Finding]:
 
 
 def long_history(run: Run) -> Iterator[Finding]:
-    """Delayed scaling that holds room for values which are long gone, and loses those at hand."""
+    """Delayed scaling that leaves room for values long gone, and loses the current ones."""
     stale = _stale_samples(run)
     for i, tensor in enumerate(run.tensors):
         bad = [row for row in vanishing_samples(tensor) if row.headroom >= _TOO_MUCH_HEADROOM]

@@ -9,7 +9,7 @@ from jfp8.debug.faults.run import Finding, Run, Severity, step_of, steps_of
 
 
 def non_finite(run: Run) -> Iterator[Finding]:
-    """The first tensor with a NaN or Inf, in the first step that has one; the rest follows it."""
+    """The first tensor with a NaN or Inf, in the first step that has one; others follow from it."""
     bad = [row for tensor in run.tensors for row in tensor if row.nonfinite > 0]
     if not bad:
         return

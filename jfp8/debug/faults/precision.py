@@ -1,4 +1,4 @@
-"""Faults of tensors that have a scale, and for which the bits of their format do not do."""
+"""Faults of tensors that have a scale, but too few bits in their format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PERHAPS_FINER = "Try MXFP8BlockScaling(), whose scales serve 32 elements, if it
 
 
 def outliers(run: Run) -> Iterator[Finding]:
-    """Tensors that span more than their format does: the largest elements cost the others."""
+    """Tensors that span more than their format does: the largest elements cost the others bits."""
     for tensor in run.tensors:
         bad = [row for row in vanishing_samples(tensor) if beyond_any_scale(row)]
         if not bad or has_no_scale(tensor):
@@ -69,7 +69,7 @@ def outliers(run: Run) -> Iterator[Finding]:
 
 
 def noise(run: Run) -> Iterator[Finding]:
-    """Tensors that come out wrong although few elements vanish or saturate."""
+    """Tensors that are inaccurate although few elements vanish or saturate."""
     for tensor in run.tensors:
         known = [row for row in tensor if row.amax > 0 and not math.isnan(row.sqnr)]
         bad = [row for row in known if row.sqnr < NOISY]

@@ -17,7 +17,7 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-      severity: ``"error"`` (numbers are lost that training needs), ``"warning"`` (it costs accuracy
+      severity: ``"error"`` (training loses numbers that it needs), ``"warning"`` (it costs accuracy
         or will), or ``"note"``.
       fault: its name, ``"outliers"``.
       tensor: `TensorStats.name` of the tensor, or the path of a layer.

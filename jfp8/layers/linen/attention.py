@@ -35,8 +35,8 @@ class EinsumProduct(ProductModule):
 
     Attributes:
       in_attention: ``"scores"`` (queries with keys) or ``"context"`` (weights with values): scales
-        that follow from the data are then those of single positions, so that no result depends on
-        keys that its query may not see (see `Recipe.is_causal`). None: as the recipe has them.
+        that follow from the data then belong to single positions, so that no result depends on keys
+        that its query may not see (see `Recipe.is_causal`). None: the scales of the recipe.
     """
 
     in_attention: InAttention | None = None
@@ -83,8 +83,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     Attributes:
       recipe, implementation: see `Dense`.
-      attention_products: compute the two products of attention itself in FP8 too: of queries and
-        keys, and of the weights and values. Their operands are no weights, and errors in the first
+      attention_products: also compute the two products of attention itself in FP8: queries with
+        keys, and attention weights with values. No operand is a parameter, and errors in the first
         go through the softmax: try it, and compare. For their scales see `EinsumProduct`.
 
     Raises:

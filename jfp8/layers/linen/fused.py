@@ -1,4 +1,4 @@
-"""Normalisation, product and what follows as one layer, as Transformer Engine has them."""
+"""Normalisation and the products after it as one layer, as in Transformer Engine."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class LayerNormDense(DenseGeneral):
     """`DenseGeneral` of a normalised input: ``y = normalize(x) . kernel + bias``.
 
     The normalised input is quantized once, for fprop and for wgrad. Several projections of one
-    activation are one product with one kernel, ``features=(3, 64)``, and share that too.
+    activation can be one product with one kernel, ``features=(3, 64)``, and share that input.
 
     The ``params`` are ``scale`` and ``ln_bias`` of the shape of the axes, ``kernel`` and ``bias``:
     named, and for ``axis=-1`` shaped, as Transformer Engine's ``LayerNormDenseGeneral`` has them.
 
     Attributes:
       features, axis, batch_dims, use_bias, dtype, param_dtype, kernel_init, bias_init, precision:
-        see ``flax.linen.DenseGeneral``. The input is normalised over `axis`, what the product sums
+        see ``flax.linen.DenseGeneral``. The input is normalised over `axis`, which the product sums
         over.
       layernorm_type: ``"layernorm"`` or ``"rmsnorm"``; the latter has no ``ln_bias``.
       epsilon: added to the variance, or to the mean square.
-      zero_centered_gamma: multiply by ``1 + scale``, which weight decay draws to 1.
+      zero_centered_gamma: multiply by ``1 + scale``, which weight decay pulls towards 1.
       scale_init: of ``scale``; None: such that the factor starts as 1.
       ln_bias_init: of ``ln_bias``.
       return_layernorm_output: return ``(y, normalized)``, the second in high precision.

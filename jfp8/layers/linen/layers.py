@@ -18,16 +18,18 @@ from jfp8.layers.linen.products import (
     ProductOf,
     promote_dtype,
 )
+from jfp8.layers.options import check_use_bias
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
 from jfp8.recipes.recipe import Recipe
 
 
 def own_product(layer: Any, product: type[ProductModule], hook: str) -> ProductOf:
-    """What `layer` computes its product with, or an error if it was told to use something else.
+    """What `layer` computes its product with; an error if it was given something else for that.
 
     `hook` is Flax's name for a function; ``{hook}_cls`` for what makes one.
     """
+    check_use_bias(layer)
     given = getattr(layer, f"{hook}_cls")
     # A clone arrives with the one of its original, which may have had another recipe.
     if getattr(layer, hook) is not None or not (given is None or isinstance(given, ProductOf)):

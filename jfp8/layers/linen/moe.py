@@ -24,8 +24,8 @@ from jfp8.scaling.formats import Format
 class RaggedDot(ProductModule):
     """An FP8 ``ragged_dot`` with its state.
 
-    The state is that of every product. Its history for "rhs" records the largest amax of all
-    groups, and is not read: each group's matrix is scaled by its own amax. For the attributes see
+    It has the state that every product has. The history for "rhs" records the largest amax of all
+    groups, but is not read: each group's matrix is scaled by its own amax. For the attributes see
     `ProductModule`.
     """
 
@@ -97,7 +97,7 @@ class ExpertDense(nn.Module):
 
 
 class Router(nn.Module):
-    """What experts each token goes to, by a product in high precision; see `routing.route`.
+    """Which experts each token goes to, by a product in high precision; see `routing.route`.
 
     Its weights are few, and a wrong expert costs more than a rounded product. The ``params`` are
     ``kernel``, ``[in, num_experts]``.
@@ -123,7 +123,7 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """A feed-forward block of which each token uses a few experts out of many. ::
+    """A feed-forward block in which each token uses a few experts out of many. ::
 
         p = softmax(x . router)              y = sum over the chosen e of  p_e * mlp_e(x)
         mlp_e(x) = activation(x . wi_e) . wo_e

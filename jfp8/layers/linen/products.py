@@ -14,6 +14,7 @@ from flax.linen import dtypes
 from jax import lax
 
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
+from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation
 from jfp8.products.attention import observed_in_attention
 from jfp8.products.conv import observed_convolution
@@ -39,8 +40,8 @@ class ProductModule(nn.Module):
       recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
         ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
-      state_in_params: keep the state in the ``params`` collection, so that it goes wherever they
-        are lifted to; `jfp8.convert` moves it there and back.
+      state_in_params: keep the state in the ``params`` collection, so that it is lifted wherever
+        parameters are; `jfp8.convert` moves it there and back.
     """
 
     recipe: Recipe | str | None = None
@@ -72,6 +73,7 @@ class ProductModule(nn.Module):
             with note("reason", "FP8 is disabled in this region"):
                 values = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
                 return plain(lhs, values)
+        check_operand(lhs)
         recipe = recipe.for_layer("/".join(self.path[:-1]))
         key = None
         if recipe.products().stochastic and self.has_rng("fp8"):
@@ -144,7 +146,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _read_sink(self, recipe: Recipe) -> jax.Array | None:
-        """The sink, if somebody may differentiate by it: nobody does by a mutable collection."""
+        """The sink, if the loss may be differentiated by it; None if its collection is mutable."""
         place = self._place("fp8_sink", "amax")
         if self.is_initializing():
             if self._is_mutable("fp8_sink") and recipe.init_state() is not None:
@@ -186,7 +188,7 @@ class ProductModule(nn.Module):
 class DotGeneral(ProductModule):
     """An FP8 ``dot_general`` with its state, for ``nn.Dense(dot_general_cls=DotGeneral)``.
 
-    Use ``functools.partial(DotGeneral, recipe=...)`` for another recipe than the default. For the
+    Use ``functools.partial(DotGeneral, recipe=...)`` for a recipe other than the default. For the
     other attributes see `ProductModule`.
 
     Attributes:
@@ -230,7 +232,7 @@ class DotGeneral(ProductModule):
 class ConvGeneralDilated(ProductModule):
     """FP8 ``conv_general_dilated`` with its state, for ``nn.Conv(conv_general_dilated_cls=...)``.
 
-    Use ``functools.partial(ConvGeneralDilated, recipe=...)`` for another recipe than the default.
+    Use ``functools.partial(ConvGeneralDilated, recipe=...)`` for a recipe other than the default.
     For the attributes see `ProductModule`.
     """
 

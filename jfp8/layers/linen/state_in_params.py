@@ -1,7 +1,7 @@
-"""The state of products in the ``params`` collection, and the way there and back.
+"""The state of products in the ``params`` collection, and how it gets there and back.
 
-Transformations lift the collections that they name, and those of models that nobody edited name
-``params`` alone. Inside of a converted model the state of its products rides there.
+Transformations lift the collections that they name, and in a model not written for FP8 they name
+only ``params``. So inside a converted model the state of products is kept there.
 """
 
 from __future__ import annotations

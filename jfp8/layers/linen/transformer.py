@@ -63,8 +63,8 @@ class LayerNormAttention(nn.Module):
 
     Queries, keys and values of one input are one product, ``qkv``, with a kernel
     ``[hidden_size, G, H / G + 2, depth]``: for each of ``G`` groups the queries that share a key
-    and a value, then these two. So the dimension of the groups can be sharded over devices. Of two
-    inputs there are two products, ``query`` and ``kv``, and only the queries' input is normalised.
+    and a value, then these two. So the dimension of the groups can be sharded over devices. With
+    two inputs there are two products, ``query`` and ``kv``; only the queries' input is normalised.
 
     Attributes:
       num_attention_heads, num_gqa_groups, attention_dropout, attention_products: see
@@ -156,12 +156,12 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
       layer_type: ``"encoder"``, or ``"decoder"`` with attention to an encoder's output. A layer of
         a decoder-only model is an ``"encoder"`` with ``self_attn_mask_type="causal"``.
       self_attn_mask_type: ``"causal"`` or ``"no_mask"``; None: causal in a decoder. A mask given to
-        the call holds besides.
+        the call applies as well.
       layernorm_type, layernorm_epsilon, zero_centered_gamma: see `LayerNormDense`.
       mlp_activation: see `LayerNormMLP`.
       hidden_dropout, attention_dropout, intermediate_dropout: rates of dropout of what is added to
         the residual, of attention's weights, and within the MLP; random stream ``dropout``.
-      enable_rotary_pos_emb: turn queries and keys of the self attention by their positions.
+      enable_rotary_pos_emb: rotate queries and keys of the self attention by their positions.
       rotary_pos_emb_windows, rotary_pos_emb_group_method: see
         `jfp8.layers.position_math.rotary_embedding`.
       enable_relative_embedding: add `RelativePositionBiases` to the scores of the self attention.
@@ -169,10 +169,10 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         ``flax.linen.Dense``.
       deterministic: no dropout; may be given to the call instead.
       attention_products: also compute the two products of attention itself in FP8.
-      saved_activations: keep what the backward pass needs beside the operands of FP8 products in
-        this format: inputs of normalisations and of the activation, and the values of attention,
-        whose weights are computed again unless `attention_products` is set. None: in high
-        precision, with the weights. See `jfp8.save_in_fp8`.
+      saved_activations: keep in this format what the backward pass needs besides the operands of
+        FP8 products: inputs of normalisations and of the activation, and the values of attention,
+        whose weights are computed again unless `attention_products` is set. None: keep all of these
+        in high precision, and the weights of attention too. See `jfp8.save_in_fp8`.
       recipe, implementation: see `Dense`.
 
     Raises:
@@ -205,7 +205,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
             attend to a key, as Flax's masks (Transformer Engine's say the opposite).
           encoder_decoder_mask: likewise, ``[..., heads, length, encoded_length]``.
           attention_bias: added to the scores of the self attention; broadcast likewise.
-          deterministic: no dropout; needed if there is any and the constructor was not told.
+          deterministic: no dropout; required if there is dropout and the constructor was not told.
 
         Returns:
           Array of the shape and dtype of `inputs`.

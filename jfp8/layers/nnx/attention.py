@@ -1,4 +1,4 @@
-"""Flax's attention with its projections in FP8, and, if asked for, its products."""
+"""Flax's attention with its projections in FP8, and optionally its products."""
 
 from __future__ import annotations
 

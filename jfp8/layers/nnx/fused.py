@@ -1,4 +1,4 @@
-"""Normalisation, product and what follows as one layer, as Transformer Engine has them."""
+"""Normalisation and the products after it as one layer, as in Transformer Engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LayerNormLinear(LinearGeneral):
 
     Args:
       in_features, out_features, rngs, kwargs: as for `LinearGeneral`. The input is normalised over
-        its ``axis``, what the product sums over.
+        its ``axis``, which the product sums over.
       layernorm_type, epsilon, zero_centered_gamma, scale_init, ln_bias_init: as for
         `jfp8.linen.LayerNormDense`.
       return_layernorm_output, saved_activations: likewise.
@@ -153,5 +153,5 @@ class LayerNormMLP(nnx.Module):
 
 
 def dropout_or_none(rate: float, rngs: nnx.Rngs) -> Any:
-    """An ``nnx.Dropout`` as an attribute, which without dropout would hold a stream for nothing."""
+    """An ``nnx.Dropout`` as an attribute; None without dropout, which needs no stream."""
     return nnx.data(nnx.Dropout(rate, rngs=rngs) if rate else None)

@@ -1,4 +1,4 @@
-"""Where Flax's own layers take a product from, and how they get an FP8 one."""
+"""Where Flax's own layers get their product from, and how they get an FP8 one."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import errors, nnx
 from jax import lax
 
+from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
 from jfp8.products.attention import observed_in_attention
@@ -75,17 +76,17 @@ class Product(nnx.Module):
 
     In training, calls record the amaxes of lhs and rhs, as ``BatchNorm`` updates its statistics:
     all calls in one trace of ``nnx.grad`` or ``nnx.jit`` are one step, whose largest amax becomes
-    an entry of the history. Outside of transformations, and inside of the bodies of ``nnx.scan``,
-    ``nnx.remat`` and the like, each call is a step, with scales that are not smaller than those of
-    its data. Gradients use current scaling: nobody would learn their amax. With
-    a sink (see `jfp8.nnx.value_and_grad`) a call records nothing, all three amaxes leave as the
+    an entry of the history. Outside of transformations, and inside the bodies of ``nnx.scan``,
+    ``nnx.remat`` and the like, each call is a step, with scales at least as large as those that
+    follow from its data. Gradients use current scaling, because their amax is not recorded. With a
+    sink (see `jfp8.nnx.value_and_grad`) a call records nothing, all three amaxes leave as the
     gradient of the sink, and gradients use their history.
 
     Attributes:
       recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
         ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
-      path: where the product is in its model, ``"layers/0/linear1"``; "" if nobody said.
+      path: where the product is in its model, ``"layers/0/linear1"``; "" if unknown.
       use_running_average: whether to read the histories without updating them: what
         ``model.eval()`` sets, and ``model.train()`` unsets.
       fp8: ``{"lhs", "rhs", "grad"}``, an `Fp8State` each; None for recipes without state.
@@ -158,6 +159,7 @@ class Product(nnx.Module):
                 rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
                 with note("reason", "FP8 is disabled in this region"):
                     return plain(lhs, rhs, out_sharding=out_sharding)
+            check_operand(lhs)
             recipe = recipe.for_layer(self.path)
             state = self._read_state(recipe)
             sink = None
@@ -209,12 +211,11 @@ class Product(nnx.Module):
             self.set_histories(new)
         except errors.TraceContextError as error:
             raise ValueError(
-                f"{self._name()} records amaxes when it is called in training, but here it is "
-                "inside of a JAX transformation that it was made outside of, and they could not "
-                "leave. Pass the model as an argument to nnx.jit, nnx.grad, nnx.scan, nnx.vmap or "
-                "nnx.remat instead of jax's, or make it inside: nnx.merge(graphdef, state, "
-                "copy=True). Or record nothing: model.eval(), or nnx.view(model, "
-                "use_running_average=True)."
+                f"{self._name()} records amaxes in training, but here it is called inside a JAX "
+                "transformation and was made outside, where they cannot go. Pass the model as an "
+                "argument to nnx.jit, nnx.grad, nnx.scan, nnx.vmap or nnx.remat, not to jax's; or "
+                "make it inside: nnx.merge(graphdef, state, copy=True). To record nothing: "
+                "model.eval(), or nnx.view(model, use_running_average=True)."
             ) from error
         for role, step in seen.items():
             self.fp8[role].set_step(step)

@@ -1,0 +1,26 @@
+"""Where the user's code is that a warning is about."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import flax
+import jax
+import optax
+
+_NOT_THE_USER = (
+    *(str(Path(module.__file__).parent) for module in (jax, flax, optax)),
+    str(Path(__file__).parents[1]),
+)
+
+
+def user_level() -> int:
+    """``stacklevel`` of a warning by the caller: its first frame outside of libraries.
+
+    These are JAX, Flax, Optax and jfp8.
+    """
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
+        frame, level = frame.f_back, level + 1
+    return level
