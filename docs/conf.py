@@ -113,8 +113,8 @@ def breakable_names(app, pagename, template, context, doctree):
     """Long words of code in tables break after these signs, and nowhere else."""
 
     def parts(code):
-        short = re.sub(r"(::|[/.,(=])(?=\w)", r"\1\n", code[0]).split("\n")
-        short = [re.sub("_(?=.)", "_\n", part) if len(part) > 30 else part for part in short]
+        short = re.sub(r"(::|[/,(=])(?=[\w&])", r"\1\n", code[0]).split("\n")
+        short = [re.sub(r"([._])(?=\w)", r"\1\n", p) if len(p) > 30 else p for p in short]
         return "\n".join(short).replace("\n", '</span><wbr><span class="pre">')
 
     def cell(found):
