@@ -102,6 +102,14 @@ def link_papers(app, doctree):
             text.parent.replace(text, linked)
 
 
+def name_pictures(app, doctree, docname):
+    """What notebooks draw is named after its section."""
+    for section in doctree.findall(nodes.section):
+        for image in section.findall(nodes.image):
+            if not image.get("alt") or image["alt"].startswith("Drawn by the code above"):
+                image["alt"] = f"Drawn by the code above: {section[0].astext()}"
+
+
 def mathml(translator, node):
     """A formula."""
     formula = tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block))
@@ -155,6 +163,7 @@ def setup(app):
     app.connect("source-read", link_to_copies)
     app.connect("doctree-read", link_names)
     app.connect("doctree-read", link_papers)
+    app.connect("doctree-resolved", name_pictures)
     app.connect("html-page-context", breakable_names)
     app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))
     app.connect("autodoc-process-signature", short_signature)
