@@ -11,6 +11,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import flax.linen as nn  # noqa: E402
 from docutils import nodes  # noqa: E402
+from docutils.utils.math.latex2mathml import tex2mathml  # noqa: E402
 from sphinx import addnodes  # noqa: E402
 
 import jfp8  # noqa: E402
@@ -29,11 +30,14 @@ extensions = [
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["pages.css"]
 html_title = f"jfp8 {release}"
 
 # Pages are Markdown that also reads well where no site is built. Headings get anchors to link to.
 myst_heading_anchors = 3
+# Formulas between $$ become MathML, which browsers show without a script from elsewhere.
+myst_enable_extensions = ["dollarmath"]
+html_math_renderer = "mathml"
 # Notebooks are shown as committed. The tests execute them.
 nb_execution_mode = "off"
 # They belong beside examples and benchmarks, and Sphinx reads nothing outside of its own folder.
@@ -87,6 +91,47 @@ def link_names(app, doctree):
             literal.replace_self(addnodes.pending_xref("", literal.deepcopy(), **role))
 
 
+def link_papers(app, doctree):
+    """`arXiv 2209.05433` in a docstring becomes a link."""
+    for text in list(doctree.findall(nodes.Text)):
+        parts = re.split(r"\b(arXiv[: ]\d{4}\.\d{4,5})", text)
+        if len(parts) > 1 and not isinstance(text.parent, nodes.reference | nodes.literal_block):
+            linked = [nodes.Text(part) for part in parts]
+            for i, paper in list(enumerate(parts))[1::2]:
+                linked[i] = nodes.reference("", paper, refuri=f"https://arxiv.org/abs/{paper[6:]}")
+            text.parent.replace(text, linked)
+
+
+def name_pictures(app, doctree, docname):
+    """What notebooks draw is named after its section."""
+    for section in doctree.findall(nodes.section):
+        for image in section.findall(nodes.image):
+            if not image.get("alt") or image["alt"].startswith("Drawn by the code above"):
+                image["alt"] = f"Drawn by the code above: {section[0].astext()}"
+
+
+def mathml(translator, node):
+    """A formula."""
+    formula = tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block))
+    translator.body.append(formula)
+    raise nodes.SkipNode
+
+
+def breakable_names(app, pagename, template, context, doctree):
+    """Long words of code in tables break after these signs, and nowhere else."""
+
+    def parts(code):
+        short = re.sub(r"(::|[/,(=])(?=[\w&])", r"\1\n", code[0]).split("\n")
+        short = [re.sub(r"([._])(?=\w)", r"\1\n", p) if len(p) > 30 else p for p in short]
+        return "\n".join(short).replace("\n", '</span><wbr><span class="pre">')
+
+    def cell(found):
+        return re.sub(r'(?<=<span class="pre">)[^<]{16,}', parts, found[0])
+
+    if "body" in context:
+        context["body"] = re.sub(r"<td.*?</td>", cell, context["body"], flags=re.DOTALL)
+
+
 def short_signature(app, what, name, thing, options, signature, returned):
     """Shorter ones: of classes their fields, with defaults; `ArrayLike` by its name."""
     if what != "class":
@@ -117,4 +162,8 @@ def setup(app):
     app.connect("autodoc-process-docstring", keep_first_line, priority=400)  # before Napoleon
     app.connect("source-read", link_to_copies)
     app.connect("doctree-read", link_names)
+    app.connect("doctree-read", link_papers)
+    app.connect("doctree-resolved", name_pictures)
+    app.connect("html-page-context", breakable_names)
+    app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))
     app.connect("autodoc-process-signature", short_signature)

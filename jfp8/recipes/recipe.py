@@ -98,7 +98,7 @@ class Recipe:
     fast_accumulation: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __new__(cls, *args: Any, **fields: Any) -> Recipe:
-        """Refuse unknown fields with a message that lists the known ones."""
+        # Before Python's own message, which does not list the known fields.
         _refuse_unknown(cls, fields)
         return super().__new__(cls)
 

@@ -437,3 +437,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     linen = (tmp_path / "api/linen.html").read_text()
     assert 'id="jfp8.Dense"' in linen
     assert "nn.Dense" in linen
+    formulas = [(tmp_path / f"{page}.html").read_text() for page in ("recipes", *notebooks)]
+    assert "<math" in formulas[0]
+    assert not any("$$" in page for page in formulas)
+    assert "https://arxiv.org/abs/2209.05433" in (tmp_path / "api/recipes.html").read_text()

@@ -41,7 +41,7 @@ def asserts_something(test: ast.AST) -> bool:
 
 def test_the_page_has_promises():
     assert len(rows()) >= 40
-    assert all(len(row) == 3 for row in rows()), "promise | how exact | held by"
+    assert all(len(row) == 3 for row in rows()), "promise | how exact | checked by"
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: re.sub(r"\W+", "_", row[0])[:60])

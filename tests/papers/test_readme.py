@@ -87,7 +87,7 @@ def test_every_recipe_has_a_section():
     for recipe in jfp8.recipes.RECIPES:
         assert f"## `{recipe.__name__}`" in text
         section = text.partition(f"## `{recipe.__name__}`")[2].partition("\n## ")[0]
-        equations = re.findall(r"^    (?:y|dx|dw) +=", section, re.MULTILINE)
+        equations = re.findall(r"^(?:y|dx|dw) +&=", section, re.MULTILINE)
         assert len(equations) == 3, recipe.__name__
         if recipe is not jfp8.recipes.Unscaled:
             for item in ("**Hardware**", "**State**", "**Cost**", "**When**"):
