@@ -20,10 +20,10 @@ PARTS = ("total", "cast", "product", "gradient")
 ENDS = (0.1, 100.0)  # percent: of the colours
 
 _LABELS = {
-    "total": "error of a layer's worst product",
-    "cast": "error by rounding operands",
-    "product": "error by multiplying",
-    "gradient": "error of the gradient",
+    "total": "error of the worst product of each layer",
+    "cast": "error by rounding the operands, in the worst product of each layer",
+    "product": "error by multiplying, in the worst product of each layer",
+    "gradient": "error of the gradient by each parameter",
 }
 
 
@@ -126,15 +126,17 @@ def _draw(ax: Axes, percent: np.ndarray, label: str) -> None:
     mesh = ax.pcolormesh(masked, cmap=matplotlib.colormaps["cividis_r"], norm=LogNorm(*ENDS))
     hatch(ax, np.isnan(percent), *NOTHING)
     if len(ax.collections) > 1:
-        legend_above(ax, columns=1)
+        legend_above(ax, columns=1, title=label)
+    else:
+        ax.set_title(label, fontsize="small", loc="left")
     if percent.size <= 200:
         for y, x in np.argwhere(~np.isnan(percent)):
-            dark = percent[y, x] > 5  # of 0.1 to 100
+            dark = percent[y, x] > 3  # of 0.1 to 100
             where = {"ha": "center", "va": "center", "fontsize": 8.5}
             text = _text(percent[y, x])
             ax.text(x + 0.5, y + 0.5, text, color="white" if dark else "black", **where)
     bar = ax.figure.colorbar(mesh, ax=ax, aspect=25)
-    bar.set_label(f"{label}, %", fontsize=9)
+    bar.set_label("error, %", fontsize=9)
     bar.set_ticks([0.1, 1.0, 10.0, 100.0], labels=["0.1", "1", "10", "100"])
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_linewidth(0.5)
@@ -142,7 +144,9 @@ def _draw(ax: Axes, percent: np.ndarray, label: str) -> None:
 
 
 def _text(percent: float) -> str:
-    """Two digits, or three from 100 on."""
+    """Two digits, or three from 100 on; nothing below 0.01 or above 1000."""
     if 0 < percent < 0.01:
         return "< 0.01"
+    if percent > 999:
+        return "> 999"
     return f"{percent:.3g}" if percent >= 99.5 else f"{percent:.2g}"
