@@ -4,6 +4,7 @@
     python benchmarks/parity.py --tasks lm --recipes delayed mxfp8 --seeds 0 1 2
     python benchmarks/parity.py --table    # what has been run so far, as Markdown
     python benchmarks/parity.py --picture gaps.png
+    python benchmarks/parity.py --tasks lm --curves training.png
 
 Gaps are between runs with the same seed, hence the same initial parameters and batches: seeds alone
 differ by more. A recipe is equivalent within 0.25 (percent of the loss, points of accuracy) only if
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import results_file
+import training_curves
 from results_file import ROOT
 from side_by_side import CORES, side_by_side
 
@@ -301,6 +303,25 @@ def draw(path: Path, results: Results) -> None:
     figure.savefig(path, dpi=150)
 
 
+def draw_curves(path: Path, results: Results, names: list[str]) -> None:
+    """Training losses of every recipe, and their gaps, of tasks whose float32 runs keep curves."""
+    tasks = {}
+    for name in names:
+        runs = results.get(name, {}).get("runs", {})
+        exact = {s for s, run in runs.get(REFERENCE, {}).items() if "train_loss" in run}
+        kept = {
+            LABELS[recipe].replace("`", ""): {
+                s: run["train_loss"] for s, run in of.items() if s in exact and "train_loss" in run
+            }
+            for recipe, of in runs.items()
+        }
+        if exact:
+            tasks[TASKS[name].title] = {label: of for label, of in kept.items() if of}
+    if not tasks:
+        raise SystemExit("there is nothing to draw: no run of float32 kept its training curve")
+    training_curves.draw(path, tasks, LABELS[REFERENCE], MEAN_OF)
+
+
 # ---- the command
 
 
@@ -320,10 +341,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="run nothing, draw the gaps")
+    parser.add_argument("--curves", metavar="FILE", type=Path,
+                        help="run nothing, draw losses and gaps over the steps")  # fmt: skip
     args = parser.parse_args(argv)
 
     if args.picture:
         draw(args.picture, read(args.results))
+    if args.curves:
+        draw_curves(args.curves, read(args.results), args.tasks)
+    if args.picture or args.curves:
         return
     failed = [] if args.table else run_missing(args)
     print(table(read(args.results)))

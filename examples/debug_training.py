@@ -65,8 +65,8 @@ def draw_gradients(path: Path, rows: dict[str, list[debug.TensorStats]]) -> None
     figure, axes = plt.subplots(1, 2, figsize=(12, 2 + 0.2 * layers), layout="constrained")
     for axis, (run, of_run) in zip(axes, rows.items(), strict=True):
         plot.heat_map(of_run, "underflow", "grad", ax=axis)
-        axis.set_title(f"Gradients, {run}")
-    figure.suptitle("White: nothing becomes zero, or all was zero already")
+        axis.set_title(f"Gradients, {run}", pad=20)  # above the legend
+    figure.suptitle("How much of each gradient becomes zero")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

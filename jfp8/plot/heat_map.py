@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-import os.path
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jfp8.debug.records import NUMBERS, TensorStats
+from jfp8.plot.maps import NOTHING, hatch, shorten
 from jfp8.plot.rows import check_rows, steps_of
-from jfp8.plot.style import axes_for
+from jfp8.plot.style import BLACK, VERMILION, axes_for, legend_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_COLUMNS = 200
 MAX_LABELS = 64
-MAX_LABEL_LENGTH = 34
+
+# What is hatched: the name in the legend, colour and pattern of the lines.
+_DEAD = ("dead: all zeros", BLACK, "////")
+_NONFINITE = ("NaN or Inf", VERMILION, r"\\\\")
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,19 @@ def heat_map(
 
     The colours of fractions, ``"sqnr"`` and ``"headroom"`` mean the same in every picture: from
     0.001 to 100 % on a logarithmic scale, from 0 to 40 dB, and from -2 to 14 bits. Dark is bad. A
-    fraction of exactly zero is white, and one below 0.001 % is drawn as 0.001 %. Hatched cells have
-    no row, or NaN. Values beyond the ends of the scale, and Inf, have the colour of the end.
+    fraction of exactly zero is white, and one below 0.001 % is drawn as 0.001 %. Values beyond the
+    ends of the scale, and Inf, have the colour of the end.
+
+    Hatched, with an entry in the legend, are
+
+    * *dead: all zeros*: a tensor of nothing but zeros. None of it underflows, and no recipe helps:
+      look at what computes it.
+    * *NaN or Inf*: a tensor with an element that is not finite. Its number is that of the others.
+    * *no number*: cells without a row, and NaN.
 
     With more than 200 steps every column shows the worst of several successive steps (the largest
-    number; for SQNR and headroom the smallest), and the axis says of how many.
+    number; for SQNR and headroom the smallest), hatched if one of them is, and the axis says of how
+    many.
 
     Args:
       rows: statistics of one or more steps. Of several rows for the same tensor and step the last
@@ -72,7 +83,7 @@ def heat_map(
 
     Returns:
       The axes. ``ax.collections[0]`` holds the numbers, ``[layers, columns]``, in the unit of the
-      colour bar.
+      colour bar. The other collections are hatched, and labelled as in the legend.
 
     Raises:
       ValueError: no rows; a value or a tensor that they do not have; only some rows have a step.
@@ -102,12 +113,26 @@ def heat_map(
         )
     rows = tuple(row for row in rows if tensor in (None, row.tensor))
     shown = _SHOWN.get(value, _Shown(value))
-    labels, steps, numbers = _table(rows, value, tensor)
-    numbers, steps, merged = _merge_columns(numbers * shown.factor, steps, shown.dark_is_high)
+    labels, steps, table = _table(rows, tensor)
+    merged = math.ceil(len(steps) / MAX_COLUMNS)
+    steps = steps[::merged]
+    column = lambda of_row, high: _merge_columns(_numbers(table, of_row), merged, high)
+    numbers = column(lambda row: getattr(row, value) * shown.factor, shown.dark_is_high)
+    marks = {
+        _DEAD: column(lambda row: row.amax == 0 and row.nonfinite == 0, True) > 0,
+        _NONFINITE: column(lambda row: row.nonfinite > 0 and value != "nonfinite", True) > 0,
+        NOTHING: np.isnan(numbers),
+    }
 
     wanted = 3.2 + 0.07 * max(map(len, labels)) + 0.04 * len(steps)
+    hatched = sum(where.any() for where in marks.values())
+    wanted = max(wanted, 3.2 + 0.8 * hatched)  # room for the legend
     ax = axes_for(ax, min(wanted, 7.0), max(0.9 + 0.145 * min(len(labels), MAX_LABELS), 2.4))
     _draw(ax, numbers, shown, tensor)
+    for how, where in marks.items():
+        hatch(ax, where, *how)
+    if len(ax.collections) > 1:
+        legend_above(ax, columns=3)
     _label_columns(ax, steps, merged)
     every = math.ceil(len(labels) / MAX_LABELS)
     size = 8 if len(labels) <= 32 else 6.5
@@ -119,50 +144,38 @@ def heat_map(
 
 
 def _table(
-    rows: tuple[TensorStats, ...], value: str, tensor: str | None
+    rows: tuple[TensorStats, ...], tensor: str | None
 ) -> tuple[list[str], list[int], np.ndarray]:
-    """Labels of the layers, steps, and the numbers f64[layers, steps], NaN where there is none."""
+    """Labels of the layers, steps, and the rows [layers, steps], None where there is none."""
     steps = steps_of(rows)
     order: dict[str, int] = {}
     for row in rows:
         order.setdefault(row.name, row.order)
     names = sorted(order, key=lambda name: order[name])  # stable: equal ones as they came
     line, column = ({key: i for i, key in enumerate(keys)} for keys in (names, steps))
-    numbers = np.full((len(names), len(steps)), np.nan)
+    table = np.full((len(names), len(steps)), None)
     for row in rows:
-        numbers[line[row.name], column[row.step or 0]] = getattr(row, value)
+        table[line[row.name], column[row.step or 0]] = row
     labels = names
     if tensor is not None:
         # "Dense_0 grad (dgrad)" -> "Dense_0 (dgrad)"
         by_name = {row.name: row.layer + row.name[len(f"{row.layer} {tensor}") :] for row in rows}
         labels = [by_name[name] for name in names]
-    return _shorten(labels), steps, numbers
+    return shorten(labels), steps, table
 
 
-def _shorten(labels: list[str]) -> list[str]:
-    """Labels without the folder that all share; the middle of long ones is left out."""
-    common = os.path.commonprefix(labels)
-    common = common[: common.rfind("/") + 1] if len(labels) > 1 else ""
-    short = []
-    for label in labels:
-        label = label[len(common) :]
-        if len(label) > MAX_LABEL_LENGTH:
-            keep = MAX_LABEL_LENGTH - 1
-            label = f"{label[: keep // 3]}…{label[-(keep - keep // 3) :]}"
-        short.append(label)
-    return short
+def _numbers(table: np.ndarray, of_row: Callable[[TensorStats], float]) -> np.ndarray:
+    """f64 of the shape of `table`, NaN where there is no row."""
+    found = [math.nan if row is None else of_row(row) for row in table.flat]
+    return np.array(found, np.float64).reshape(table.shape)
 
 
-def _merge_columns(
-    numbers: np.ndarray, steps: list[int], high_is_bad: bool
-) -> tuple[np.ndarray, list[int], int]:
-    """At most `MAX_COLUMNS` columns, each the worst of several; and of how many."""
-    merged = math.ceil(len(steps) / MAX_COLUMNS)
-    missing = -len(steps) % merged
+def _merge_columns(numbers: np.ndarray, merged: int, high_is_bad: bool) -> np.ndarray:
+    """The worst of every `merged` successive columns."""
+    missing = -numbers.shape[1] % merged
     padded = np.pad(numbers, ((0, 0), (0, missing)), constant_values=np.nan)
     parts = padded.reshape(len(numbers), -1, merged)
-    worst = (np.fmax if high_is_bad else np.fmin).reduce(parts, axis=2)
-    return worst, steps[::merged], merged
+    return (np.fmax if high_is_bad else np.fmin).reduce(parts, axis=2)
 
 
 def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, tensor: str | None) -> None:
@@ -186,11 +199,10 @@ def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, tensor: str | None) -> N
         below, above = bool((numbers < low).any()), bool((numbers > high).any())
         extend = {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[below, above]
 
-    # pcolormesh hatches what is not finite, which only NaN shall be.
+    # pcolormesh leaves out what is not finite, which only NaN shall be.
     numbers = np.where(np.isinf(numbers), np.where(numbers > 0, high, low), numbers)
     masked = np.ma.masked_array(numbers, np.isnan(numbers))
     mesh = ax.pcolormesh(masked, cmap=colours, norm=norm, rasterized=True)
-    ax.patch.set(hatch="xxxx", edgecolor="0.6")  # shows where nothing is drawn
     bar = ax.figure.colorbar(mesh, ax=ax, extend=extend, aspect=25)
     gap = " " if len(unit) <= 10 else "\n"  # as long as a low map is high
     bar.set_label(f"{label}{gap}({unit})", fontsize=9)

@@ -337,6 +337,37 @@ def test_the_picture(command, tmp_path):
     assert image.imread(tmp_path / "gaps.png").shape[1] == 6.5 * 150  # one panel: images have a run
 
 
+def test_the_picture_of_training_curves(parity, command, tmp_path, monkeypatch):
+    """Of seeds that float32 kept a curve of, at the steps at which its parts end."""
+    from matplotlib import image
+
+    curve = lambda *losses: {"loss": losses[-1], "train_loss": list(losses)}
+    runs = {
+        "float32": {"0": curve(4.0, 2.0), "1": curve(4.0, 3.0), "2": {"loss": 2.0}},
+        "delayed": {"0": curve(4.0, 2.2), "1": curve(5.0, 3.0), "2": curve(9.0, 9.0)},
+        "control": {"0": curve(8.0, None), "1": curve(8.0, 8.0), "3": curve(9.0, 9.0)},
+    }
+    drawn = {}
+    gap_curves = jfp8.plot.gap_curves
+
+    def watched(runs, reference, *, steps, ax):
+        gap_curves(runs, reference, steps=steps, ax=ax)
+        drawn[ax.lines[0].get_label()] = ax.lines[0].get_xydata().round(9).tolist()
+
+    monkeypatch.setattr(jfp8.plot, "gap_curves", watched)
+    command.path.parent.mkdir()
+    command.path.write_text(json.dumps(CANNED))
+    with pytest.raises(SystemExit, match="no run of float32 kept its training curve"):
+        command(f"--curves {tmp_path / 'curves.png'}")
+    command.path.write_text(json.dumps({**CANNED, "lm": {"conditions": {}, "runs": runs}}))
+    command(f"--curves {tmp_path / 'curves.png'}")
+    assert drawn == {
+        "DelayedScaling()": [[25.0, 12.5], [50.0, 5.0]],
+        "control: no scales, loss × 10⁻³ (1 of 2 not finite)": [[25.0, 100.0]],
+    }
+    assert image.imread(tmp_path / "curves.png").shape[1] == 7 * 110
+
+
 @pytest.mark.parametrize("name", ["lm", "images"])
 def test_every_run_is_a_command_that_its_script_knows(parity, name):
     """The options reach the script's own parser, and no two runs are the same."""

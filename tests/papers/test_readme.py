@@ -1,7 +1,5 @@
 """What the README and the pages of docs show is what the repository holds."""
 
-import base64
-import json
 import os
 import re
 import subprocess
@@ -52,16 +50,6 @@ def test_links_lead_somewhere(page):
     assert not missing
     for target, anchor in re.findall(r"\]\(([^)#:]*\.md|)#([^)]+)\)", page.read_text()):
         assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
-
-
-def test_pictures_of_notebooks_are_theirs():
-    drawn = set()
-    for notebook in ROOT.glob("notebooks/*.ipynb"):
-        cells = json.loads(notebook.read_text())["cells"]
-        outputs = [out.get("data", {}) for cell in cells for out in cell.get("outputs", [])]
-        drawn |= {base64.b64decode(data["image/png"]) for data in outputs if "image/png" in data}
-    for picture in (ROOT / "docs/_static").glob("*.png"):
-        assert picture.read_bytes() in drawn, f"{picture.name} is not what the notebooks draw now"
 
 
 @pages

@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,6 +16,7 @@ import pytest
 
 import jfp8
 import jfp8.plot
+from jfp8.debug.comparison import ComparedProduct, Comparison, ProductError
 from jfp8.debug.records import TensorStats
 from jfp8.plot import style
 
@@ -53,11 +55,22 @@ def row(step=0, path="Dense_0", tensor="grad", **given):
 
 MATRIX = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 
+PAIRS = np.array([[3.0, 2.0], [3.2, 2.1]])
+COMPARISON = Comparison(
+    *map(jfp8.recipes.get, ("delayed", "mxfp8")),
+    (ComparedProduct("Dense_0", (), "fprop", *2 * [ProductError(0.03, 0.03, 0.0)]),),
+    (),
+    *(1.0, 1.0, 1.0),
+)
+
 PICTURES = {
     "number_line": lambda ax=None: jfp8.plot.number_line(jfp8.E4M3FN, jfp8.E5M2, ax=ax),
     "histogram": lambda ax=None: jfp8.plot.histogram(MATRIX, jfp8.E4M3FN, ax=ax),
     "amax_history": lambda ax=None: jfp8.plot.amax_history([row(), row(10)], ax=ax),
     "heat_map": lambda ax=None: jfp8.plot.heat_map([row(), row(10)], ax=ax),
+    "error_against_bits": lambda ax=None: jfp8.plot.error_against_bits(MATRIX, ax=ax),
+    "error_map": lambda ax=None: jfp8.plot.error_map(COMPARISON, ax=ax),
+    "gap_curves": lambda ax=None: jfp8.plot.gap_curves({"FP8": PAIRS + 0.1}, PAIRS, ax=ax),
     "loss_curves": lambda ax=None: jfp8.plot.loss_curves({"f32": [3.0, 2.0]}, ax=ax),
     "gaps": lambda ax=None: jfp8.plot.gaps({"a": [0.1, 0.3], "b": [2.0, 4.0]}, limit=1.0, ax=ax),
     "block_scales": lambda ax=None: jfp8.plot.block_scales(jfp8.quantize(MATRIX), ax=ax),
@@ -520,6 +533,18 @@ def mapped(ax):
     return ax.collections[0].get_array()
 
 
+def marked(ax):
+    """By its label in the legend, the squares (row, column) that are hatched alike."""
+    found = {}
+    for squares in ax.collections[1:]:
+        assert squares.get_hatch()
+        corners = [path.vertices.min(axis=0) for path in squares.get_paths()]
+        found[squares.get_label()] = {(int(y), int(x)) for x, y in corners}
+    assert legend(ax) == list(found) if found else ax.get_legend() is None
+    assert len({squares.get_hatch() for squares in ax.collections[1:]}) == len(found)
+    return found
+
+
 def labels_of(ax):
     return [label.get_text() for label in ax.get_yticklabels()]
 
@@ -573,11 +598,58 @@ def test_heat_map_is_dark_where_the_sqnr_is_low():
 def test_heat_map_leaves_nan_out():
     ax = jfp8.plot.heat_map([row(0, headroom=np.nan), row(1, headroom=3.0)], "headroom")
     assert mapped(ax).tolist() == [[None, 3.0]]
-    assert ax.patch.get_hatch()
+    assert marked(ax) == {"no number": {(0, 0)}}
     for value in ("underflow", "amax"):
         ax = jfp8.plot.heat_map([row(0, **{value: np.nan}), row(1, **{value: 0.0})], value)
         assert mapped(ax).tolist() == [[None, 0.0]]
         assert ax._repr_png_()
+
+
+def test_heat_map_marks_dead_tensors():
+    """Nothing of zeros underflows: without a mark a dead gradient would look like a good one."""
+    zeros = {"amax": 0.0, "rms": 0.0, "exponents": {}}
+    rows = [
+        row(0, "a", order=0, underflow=0.5),
+        row(10, "a", order=0, **zeros),
+        row(0, "b", order=1),
+        row(10, "b", order=1, underflow=1.0),  # is not zero until it is rounded
+    ]
+    for value in ("underflow", "overflow", "sqnr", "amax"):
+        assert marked(jfp8.plot.heat_map(rows, value)) == {"dead: all zeros": {(0, 1)}}
+    assert mapped(jfp8.plot.heat_map(rows)).tolist() == [[50.0, 0.0], [0.0, 100.0]]
+    assert marked(jfp8.plot.heat_map([row(), row(10)])) == {}
+
+
+def test_heat_map_marks_tensors_that_are_not_finite():
+    """One whose finite elements are all zeros is not dead: who knows what the others were."""
+    rows = [
+        row(0, "a", order=0, nonfinite=1.0, amax=0.0, sqnr=np.nan),
+        row(0, "b", order=1, nonfinite=1e-3),
+        row(0, "c", order=2, amax=0.0),
+    ]
+    ax = jfp8.plot.heat_map(rows, "sqnr")
+    expected = {"dead: all zeros": {(2, 0)}, "NaN or Inf": {(0, 0), (1, 0)}, "no number": {(0, 0)}}
+    assert marked(ax) == expected
+    # The colours of this one say it.
+    assert marked(jfp8.plot.heat_map(rows, "nonfinite")) == {"dead: all zeros": {(2, 0)}}
+
+
+def test_heat_map_of_many_steps_marks_columns_of_which_one_step_is_dead():
+    rows = [row(i, amax=0.0 if i == 77 else 1.0) for i in range(503)]
+    assert marked(jfp8.plot.heat_map(rows)) == {"dead: all zeros": {(0, 77 // 3)}}
+
+
+def test_heat_map_of_a_gradient_that_dies():
+    """Under `Unscaled` the second layer's gradient is flushed, and the first one's is all zeros."""
+    model = nn.Sequential([jfp8.Dense(8, recipe="unscaled") for _ in range(2)])
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    variables = model.init(jax.random.key(1), x)
+    tiny = lambda variables: 1e-7 * jnp.mean(model.apply(variables, x))
+    _, seen = jax.jit(jfp8.debug.stats(jax.grad(tiny)))(variables)
+    ax = jfp8.plot.heat_map(seen.rows(0))
+    by_layer = dict(zip(labels_of(ax), mapped(ax)[:, 0].tolist(), strict=True))
+    assert by_layer == {"layers_1": 100.0, "layers_0": 0.0}
+    assert marked(ax) == {"dead: all zeros": {(labels_of(ax).index("layers_0"), 0)}}
 
 
 def test_heat_map_of_amax_spans_its_decades():

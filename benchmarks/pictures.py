@@ -1,0 +1,252 @@
+"""Draw the pictures of the pages again: all, or those that are named.
+
+    python benchmarks/pictures.py                    # a few minutes; `loss` is a training of two
+    python benchmarks/pictures.py memory roofline
+    python benchmarks/pictures.py roofline --measured h200.json    # what benchmarks/gpu.py wrote
+
+Each is written to docs/_static/NAME.png, and `loss`, the one of README, to docs/loss.png. Pictures
+of notebooks are taken from these as they are stored: run the notebook first if it has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import png
+from accumulation import multiply, operands
+from matplotlib.figure import Figure
+from results_file import ROOT
+from roofline import roofline
+
+import jfp8
+from jfp8.plot.style import AMBER, BLUE, GREEN, GREY, SKY, line, tidy
+
+RESULTS = ROOT / "benchmarks/results"
+WIDTH = 7.0  # inches
+
+
+def figure_of(height: float, title: str) -> Figure:
+    figure = Figure((WIDTH, height), layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def error_against_bits() -> Figure:
+    """Activations of one size, and with features that are much larger than the others."""
+    normal = np.random.default_rng(0).normal(size=(512, 2048)).astype(np.float32)
+    large = np.where(np.arange(2048) % 128 == 7, np.float32(2.0**15), np.float32(1.0))
+    figure = figure_of(5.6, "Error of a tensor under each recipe, against bits per element")
+    above, below = figure.subplots(2, 1, sharex=True)
+    jfp8.plot.error_against_bits(normal, ax=above)
+    jfp8.plot.error_against_bits(normal * large, ax=below)
+    for ax, title in (
+        (above, "standard normal activations"),
+        (below, "the same, one feature of 128 is 32,768 times larger"),
+    ):
+        ax.set_title(title, fontsize="small", loc="left")
+        ax.set_ylim(1e-3, 0.6)
+    above.set_xlabel("")
+    return figure
+
+
+def error_map() -> Figure:
+    """The model of the page on debugging: one feature of its input is 1e5 times larger."""
+    x = jax.random.normal(jax.random.key(0), (64, 256)).at[:, 7].multiply(1e5)
+    model = nn.Sequential([nn.Dense(128), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(8)])
+    pairs = ("delayed", "mxfp8"), ("rowwise", "block"), ("nvfp4", "direct_e5m2")
+    found = [jfp8.debug.compare(model, a, b, x) for a, b in pairs]
+    figure = figure_of(4.6, "Errors by layer and recipe, with an outlier in the input")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 6])
+    jfp8.plot.error_map(found, ax=above)
+    jfp8.plot.error_map(found, "gradient", ax=below)
+    above.set_xlabel("")
+    return figure
+
+
+def dead_gradients() -> Figure:
+    """An MLP without scales: its gradients shrink below the format's range while it learns."""
+    hidden = [f for _ in range(6) for f in (jfp8.Dense(64, recipe="unscaled"), nn.tanh)]
+    model = nn.Sequential([*hidden, nn.Dense(8)])
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (256, 64))
+    y = jnp.tanh(x @ jax.random.normal(keys[1], (64, 8)) / 8)
+    tx = optax.adam(optax.cosine_decay_schedule(3e-3, 300))
+    variables = model.init(keys[2], x)
+    state = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+    def train_step(state: jfp8.TrainState, batch: Any) -> tuple[jfp8.TrainState, jax.Array]:
+        x, y = batch
+        loss_fn = lambda variables, x: 0.02 * jnp.mean((model.apply(variables, x) - y) ** 2)
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
+        return state.apply_gradients(grads), loss
+
+    record = jfp8.debug.Recorder(train_step, every=10)
+    for _ in range(300):
+        state, _ = record(state, (x, y))
+    figure = figure_of(2.7, "Gradients of six layers without scales, over a training")
+    jfp8.plot.heat_map(record.rows, ax=figure.subplots())
+    return figure
+
+
+SUMS = {
+    "f32": "full sums, f32",
+    "hopper_every_128": "14 bits, promoted to f32 every 128 terms",
+    "hopper": "fast sums, 14 bits (Hopper)",
+}
+
+
+def sums() -> Figure:
+    """The error of a product by how it is added up, against the length of its sums."""
+    lengths = 2 ** np.arange(6, 16)
+    errors: dict[str, dict[str, list[float]]] = {}
+    for k in lengths:
+        for kind, (lhs, rhs) in operands(32, 32, int(k), seed=int(k)).items():
+            a, b = (np.asarray(q.data).astype(np.float64) * float(q.scale) for q in (lhs, rhs))
+            exact = a @ b.T
+            found = {
+                label: np.asarray(multiply(lhs, rhs, accumulation=how))
+                for how, label in SUMS.items()
+            }
+            for label, product in found.items():
+                error = np.linalg.norm(product - exact) / np.linalg.norm(exact)
+                errors.setdefault(kind, {}).setdefault(label, []).append(float(error))
+            errors[kind].setdefault(ROUNDING, []).append(_rounding(kind, int(k)))
+    figure = figure_of(3.6, "Error of the sums of an FP8 product, emulated, against their length")
+    for ax, (kind, by_label) in zip(figure.subplots(1, 2, sharey=True), errors.items()):
+        for i, (label, values) in enumerate(by_label.items()):
+            style = line(i) if label != ROUNDING else {"color": GREY, "linestyle": "--"}
+            ax.plot(lengths, values, label=label, linewidth=1.8, **style)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_xticks(lengths[1::3], [f"{n:,}" for n in lengths[1::3]])
+        ax.minorticks_off()
+        tidy(ax, "terms of a sum")
+        title = "values of both signs" if kind == "normal" else "values of one sign"
+        ax.set_title(title, fontsize="small", loc="left")
+    figure.axes[0].set_ylabel("relative error, RMS")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False,
+                  fontsize="small")  # fmt: skip
+    return figure
+
+
+ROUNDING = "rounding the operands to E4M3, to compare"
+
+
+def _rounding(kind: str, k: int) -> float:
+    """What rounding alone costs the same product."""
+    keys = jax.random.split(jax.random.key(k))
+    x, w = (np.asarray(jax.random.normal(key, (32, k)), np.float64) for key in keys)
+    if kind != "normal":
+        x, w = abs(x), abs(w)
+    lhs, rhs = (np.asarray(jfp8.quantize(jnp.float32(a)).dequantize(), np.float64) for a in (x, w))
+    return float(np.linalg.norm(lhs @ rhs.T - x @ w.T) / np.linalg.norm(x @ w.T))
+
+
+def memory() -> Figure:
+    """What benchmarks/training_state.py and saved_activations.py counted."""
+    state = json.loads((RESULTS / "training_state.json").read_text())["bytes_per_parameter"]
+    kept = json.loads((RESULTS / "saved_activations.json").read_text())["results"]["layer"]
+    kept["f32, everything computed again"] = kept.pop("f32, everything computed again")  # last
+    figure = figure_of(6.4, "Memory of a training: its state, and its activations")
+    above, below = figure.subplots(2, 1, height_ratios=[len(state), len(kept)])
+    parts = (("weights", BLUE, ""), ("masters", SKY, "..."), ("moments", AMBER, "///"),
+             ("gradients", GREEN, "\\\\\\"))  # fmt: skip
+    left = np.zeros(len(state))
+    for name, colour, hatch in parts:
+        widths = np.array([row[name] for row in state.values()])
+        above.barh(list(state), widths, left=left, color=colour, hatch=hatch, edgecolor="white",
+                   linewidth=0, label=name)  # fmt: skip
+        left += widths
+    _bars(above, left, "bytes per parameter", 1)
+    above.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize="small")
+    megabytes = np.array([row["temp_bytes"] for row in kept.values()]) / 1e6
+    below.barh(list(kept), megabytes, color=BLUE)
+    _bars(below, megabytes, "MB for the gradient of 16 layers", 0)
+    return figure
+
+
+def _bars(ax: Any, ends: np.ndarray, unit: str, digits: int) -> None:
+    for y, end in enumerate(ends):
+        ax.text(end + 0.01 * ends.max(), y, f"{end:.{digits}f}", va="center", fontsize="small")
+    ax.invert_yaxis()
+    ax.tick_params(axis="y", length=0, labelsize="small")
+    ax.set_xlim(0, 1.1 * ends.max())
+    ax.locator_params(axis="x", nbins=5, integer=True)
+    tidy(ax, unit)
+    ax.grid(visible=False)
+
+
+# Where pictures come from
+
+NOTEBOOKS = {  # with the number of the picture in it
+    "formats": ("01_number_formats", 1),
+    "without_scale": ("01_number_formats", 3),
+    "with_scale": ("01_number_formats", 4),
+    "outlier": ("02_choosing_scales", 1),
+    "block_scales": ("02_choosing_scales", 2),
+    "amax_history": ("03_amax_histories", 0),
+}
+DRAWN: dict[str, Callable[[], Figure]] = {
+    "error_against_bits": error_against_bits,
+    "error_map": error_map,
+    "dead_gradients": dead_gradients,
+    "sums": sums,
+    "memory": memory,
+    "roofline": roofline,
+}
+NAMES = (*NOTEBOOKS, *DRAWN, "loss")
+
+
+def of_notebook(name: str) -> bytes:
+    """The PNG in a notebook's stored outputs."""
+    notebook, number = NOTEBOOKS[name]
+    cells = json.loads((ROOT / f"notebooks/{notebook}.ipynb").read_text())["cells"]
+    outputs = (output.get("data", {}) for cell in cells for output in cell.get("outputs", ()))
+    return base64.b64decode([data["image/png"] for data in outputs if "image/png" in data][number])
+
+
+def write(name: str, folder: Path) -> None:
+    """Draws one picture into `folder`."""
+    if name in NOTEBOOKS:
+        (folder / f"{name}.png").write_bytes(of_notebook(name))
+    elif name in DRAWN:
+        png.save(DRAWN[name](), folder / f"{name}.png")
+    else:
+        with tempfile.TemporaryDirectory() as out:
+            script = ROOT / "examples/train_lm.py"
+            subprocess.run([sys.executable, script, "--compare", "--out", out], check=True)
+            png.shrink(Path(out, "loss.png"), folder.parent / "loss.png")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--measured", metavar="FILE", type=Path,
+                        help="for the roofline: what benchmarks/gpu.py wrote")  # fmt: skip
+    args = parser.parse_args(argv)
+    if unknown := set(args.names) - set(NAMES):
+        parser.error(f"no picture is called {', '.join(sorted(unknown))}")
+    if args.measured:
+        DRAWN["roofline"] = partial(roofline, json.loads(args.measured.read_text()))
+    for name in args.names or NAMES:
+        write(name, ROOT / "docs/_static")
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()

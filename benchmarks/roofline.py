@@ -1,0 +1,109 @@
+"""The roofline of FP8 and bf16 on three GPUs, with a linear layer on it: see `pictures.py`.
+
+A linear layer of n tokens, n inputs and n outputs, forward and backward, in bf16 or in FP8 with
+delayed scaling. Its bytes are those of the page on GPUs: the quantize kernels move 4 for each
+element, the products read one byte of each operand (bf16: two) and write two. Kernels run one after
+the other, each as fast as its arithmetic or its bytes allow, so that a layer in FP8 lies below the
+roof. Starting kernels takes no time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from on_gpu.training import QUANTIZE_BYTES
+
+from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, tidy
+
+SIZES = (512, 1024, 2048, 4096, 8192)
+QUANTIZING = QUANTIZE_BYTES["delayed"]  # per element: read two, write q and q transposed
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peaks that NVIDIA publishes, dense: TFLOP/s, and TB/s of memory."""
+
+    name: str
+    bf16: float
+    fp8: float
+    memory: float
+
+
+# Of the SXM boards; half of what is printed with sparsity.
+GPUS = (
+    Gpu("H100", 989.5, 1979.0, 3.35),
+    Gpu("H200", 989.5, 1979.0, 4.8),
+    Gpu("B200", 2250.0, 4500.0, 8.0),
+)
+LOOKS = {"FP8": (BLUE, "o", "-"), "bf16": (AMBER, "s", "--")}
+
+
+def traffic(m: int, n: int, k: int, precision: str) -> float:
+    """Bytes of a layer of m tokens, k inputs and n outputs."""
+    elements = m * k + k * n + m * n
+    operands = 2 * elements * (1 if precision == "FP8" else 2)  # each is in two products
+    return operands + 2 * elements + (QUANTIZING * elements if precision == "FP8" else 0)
+
+
+def rate(gpu: Gpu, n: int, precision: str) -> float:
+    """TFLOP/s of the layer of n x n x n by the model."""
+    peak, elements = (gpu.fp8 if precision == "FP8" else gpu.bf16), 3 * n * n
+    products = traffic(n, n, n, precision) - (QUANTIZING * elements if precision == "FP8" else 0)
+    seconds = max(6 * n**3 / (peak * 1e12), products / (gpu.memory * 1e12))
+    if precision == "FP8":
+        seconds += QUANTIZING * elements / (gpu.memory * 1e12)
+    return 6 * n**3 / seconds / 1e12
+
+
+def roofline(measured: Mapping[str, Any] | None = None) -> Figure:
+    """A panel for each GPU; with the linears of `measured`, a result of benchmarks/gpu.py."""
+    figure = Figure((7.0, 3.9), layout="constrained")
+    what = "modelled, not measured" if measured is None else "modelled, and measured (crosses)"
+    figure.suptitle(
+        f"Linear layers n × n × n, forward and backward, by n: {what}", fontsize="medium"
+    )
+    intensity = np.geomspace(64, 4096, 200)
+    for ax, gpu in zip(figure.subplots(1, len(GPUS), sharex=True, sharey=True), GPUS, strict=True):
+        points = {}
+        for precision, (colour, marker, style) in LOOKS.items():
+            peak = gpu.fp8 if precision == "FP8" else gpu.bf16
+            roof = np.minimum(peak, intensity * gpu.memory)
+            ax.plot(intensity, roof, style, color=colour, label=f"{precision} roof")
+            at = [6 * n**3 / traffic(n, n, n, precision) for n in SIZES]
+            rates = [rate(gpu, n, precision) for n in SIZES]
+            points[precision] = list(zip(at, rates, strict=True))
+            ax.plot(at, rates, marker, color=colour, ms=5, mec="white", label=f"{precision} layer")
+        for n, fast, plain in zip(SIZES, points["FP8"], points["bf16"], strict=True):
+            ax.plot(*zip(fast, plain), color=GREY, linewidth=0.8, zorder=1)
+            ax.annotate(f"{n // 1024}k" if n >= 1024 else f"{n}", plain, (3, -11), ha="center",
+                        textcoords="offset points", fontsize="x-small")  # fmt: skip
+        if measured and gpu.name in str(measured["device"]["kind"]):
+            _measured(ax, measured)
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        ax.set_ylim(200, 6000)
+        ax.set_xticks([100, 1000], ["100", "1,000"])
+        ax.set_yticks([250, 500, 1000, 2000, 4000], ["250", "500", "1,000", "2,000", "4,000"])
+        ax.minorticks_off()
+        tidy(ax, "FLOP per byte")
+        ax.set_title(f"{gpu.name}, {gpu.memory:g} TB/s", fontsize="small")
+    figure.axes[0].set_ylabel("TFLOP/s")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False,
+                  fontsize="small")  # fmt: skip
+    return figure
+
+
+def _measured(ax: Any, result: Mapping[str, Any]) -> None:
+    for record in result["records"]:
+        precision = {"bf16": "bf16", "delayed": "FP8"}.get(record["name"])
+        if record["section"] == "linear" and precision and "ms" in record:
+            m, k, n = map(int, record["group"].split("x"))
+            flops = 6 * m * n * k
+            point = flops / traffic(m, n, k, precision), flops / record["ms"] / 1e9
+            look = {"color": VERMILION if precision == "FP8" else "black", "zorder": 4}
+            ax.plot(*point, "x", ms=7, mew=2, **look)

@@ -1,0 +1,129 @@
+"""The pictures of the pages: stored ones are what `benchmarks/pictures.py` draws, and are shown."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib import image
+
+ROOT = Path(__file__).resolve().parents[2]
+STATIC = ROOT / "docs/_static"
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+
+
+def module(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return module("pictures")
+
+
+def test_every_stored_picture_has_its_command_and_its_page(pictures):
+    shown = {}
+    for page in PAGES:
+        for text, target in re.findall(r"!\[([^]]*)\]\(([^)]+\.png)\)", page.read_text()):
+            shown[(page.parent / target).resolve()] = text
+    stored = {*STATIC.glob("*.png"), ROOT / "docs/loss.png"}
+    assert {path.stem for path in stored} == {*pictures.NAMES}
+    assert set(shown) == stored
+    assert all(len(text.split()) >= 8 for text in shown.values())
+    assert all(path.stat().st_size < 80_000 for path in stored)
+
+
+def test_pictures_of_notebooks_are_theirs(pictures, tmp_path):
+    for name in pictures.NOTEBOOKS:
+        pictures.write(name, tmp_path)
+        assert (tmp_path / f"{name}.png").read_bytes() == (STATIC / f"{name}.png").read_bytes()
+
+
+SLOW = ("error_against_bits", "error_map", "sums")
+
+
+@pytest.mark.parametrize(
+    "name", ["memory", "roofline", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_stored_pictures_are_what_is_drawn_now(pictures, name, tmp_path):
+    """Up to letters, which another version of matplotlib may draw otherwise."""
+    assert set(pictures.DRAWN) == {"memory", "roofline", "dead_gradients", *SLOW}
+    pictures.write(name, tmp_path)
+    stored, drawn = (image.imread(d / f"{name}.png")[..., :3] for d in (STATIC, tmp_path))
+    assert stored.shape == drawn.shape
+    assert np.abs(stored - drawn).mean() < 0.01
+    assert np.all(stored[0, 0] == 1)  # white paper
+
+
+@pytest.mark.slow
+def test_gradients_of_lower_layers_die(pictures, tmp_path):
+    """A training, of which other flags of XLA change the squares, but not what the picture says."""
+    figure = pictures.dead_gradients()
+    module("png").save(figure, tmp_path / "drawn.png")
+    stored, drawn = STATIC / "dead_gradients.png", tmp_path / "drawn.png"
+    assert image.imread(stored).shape == image.imread(drawn).shape
+    ax = figure.axes[0]
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert labels == [f"layers_{i}" for i in range(10, -1, -2)]
+    (dead,) = ax.collections[1:]
+    assert dead.get_label() == "dead: all zeros"
+    rows = [int(path.vertices[:, 1].min()) for path in dead.get_paths()]
+    assert min(rows) > 1  # not those of the upper two layers
+    assert rows.count(5) > 5
+
+
+def test_another_name_is_refused(pictures, capsys):
+    with pytest.raises(SystemExit):
+        pictures.main(["histogram"])
+    assert "no picture is called histogram" in capsys.readouterr().err
+
+
+# The roofline's model, by hand
+
+
+def test_the_model_of_a_linear_layer():
+    """Of 4096 x 4096 x 4096 on an H200: 12 n^2 bytes by products in FP8, and 12 to quantize."""
+    roofline = module("roofline")
+    h200, n = roofline.GPUS[1], 4096
+    assert roofline.traffic(n, n, n, "FP8") == 24 * n**2
+    assert roofline.traffic(n, n, n, "bf16") == 18 * n**2
+    assert roofline.rate(h200, n, "bf16") == pytest.approx(989.5)
+    seconds = 6 * n**3 / 1979e12 + 12 * n**2 / 4.8e12
+    assert roofline.rate(h200, n, "FP8") == pytest.approx(6 * n**3 / seconds / 1e12)
+    # A small one is bound by its bytes.
+    assert roofline.rate(h200, 64, "bf16") == pytest.approx(6 * 64**3 / (18 * 64**2) * 4.8)
+    gains = {n: roofline.rate(h200, n, "FP8") / roofline.rate(h200, n, "bf16") for n in (750, 1300)}
+    assert gains[750] < 1 < gains[1300]  # what the page on GPUs says
+
+
+def test_measured_points_are_on_the_panel_of_their_gpu():
+    records = [
+        {"section": "linear", "group": "512x256x1024", "name": "bf16", "ms": 2.0},
+        {"section": "linear", "group": "512x256x1024", "name": "delayed", "ms": 1.0},
+        {"section": "linear", "group": "512x256x1024", "name": "current", "ms": 1.0},
+        {"section": "linear", "group": "512x256x1024", "name": "delayed", "error": "no"},
+        {"section": "products", "group": "512x256x1024", "name": "bf16", "ms": 2.0},
+    ]
+    roofline = module("roofline").roofline
+    plain = roofline()
+    assert "modelled, not measured" in plain.get_suptitle()
+    figure = roofline({"device": {"kind": "NVIDIA H200"}, "records": records})
+    crosses = [
+        [line.get_xydata()[0].tolist() for line in ax.lines if line.get_marker() == "x"]
+        for ax in figure.axes
+    ]
+    flops = 6 * 512 * 256 * 1024
+    elements = 512 * 256 + 256 * 1024 + 512 * 1024
+    expected = [
+        [flops / (6 * elements), pytest.approx(flops / 2e-3 / 1e12)],
+        [flops / (8 * elements), pytest.approx(flops / 1e-3 / 1e12)],
+    ]
+    assert crosses == [[], expected, []]
