@@ -99,7 +99,7 @@ class TwoLevel(_InBlocks):
         object.__setattr__(self, "scale_fmt", fmt)
         if not fmt.signed or not fmt.has_nan:
             raise ValueError(
-                f"scale_fmt={fmt!r}: must be a format with a sign and with a NaN (the scale of a "
+                f"scale_fmt={fmt!r}: must be a format with a sign and a NaN (for the scale of a "
                 "block that holds one), such as jfp8.E4M3FN."
             )
 

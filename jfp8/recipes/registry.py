@@ -92,7 +92,8 @@ def check_recipe(recipe: Any) -> Recipe:
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(
             f"recipe must be a recipe object, got the class {recipe.__name__}. Make one, with "
-            f"parentheses: recipe={recipe.__name__}()."
+            f"parentheses: recipe={recipe.__name__}(). Or pass its name, as to "
+            f'jfp8.recipes.get("delayed"); names: {_names()}.'
         )
     raise TypeError(
         f"recipe must be a recipe object such as jfp8.recipes.DelayedScaling(), got {recipe!r}. "

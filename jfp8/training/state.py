@@ -208,7 +208,9 @@ class TrainState(flax.struct.PyTreeNode):
 
         # tx expects gradients of the scaled loss. NaN tells a loss scale in it of any overflow,
         # also of one that only the sink saw.
-        taken = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled(grads.params, before))
+        taken = grads.params
+        if before is not None:
+            taken = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled(taken, before))
         tx = optax.with_extra_args_support(self.tx)
         trained = self.params if has_master_weights(self.opt_state) else without_stored(self.params)
         updates, opt_state = tx.update(taken, self.opt_state, trained)

@@ -864,7 +864,7 @@ def test_folders_that_are_traps(directory):
     os.mkfifo(trap / "pipe")
     assert "neither a file nor a folder" in folder_refusal(trap)
     (directory / "empty").mkdir()
-    assert "Of a CheckpointManager, name the folder" in folder_refusal(directory / "empty")
+    assert "For a CheckpointManager, pass the folder" in folder_refusal(directory / "empty")
     (directory / "file").write_bytes(b"")
     assert "is a file" in folder_refusal(directory / "file")
 
@@ -948,7 +948,7 @@ def test_names_that_a_format_does_not_hold(directory):
 def test_a_folder_with_something_else_is_not_deleted(directory):
     (directory / "work").mkdir()
     (directory / "work" / "thesis.tex").write_bytes(b"years")
-    with pytest.raises(ValueError, match=r"would delete. Save into it.*work/checkpoint"):
+    with pytest.raises(ValueError, match=r"would delete. Choose a name inside it.*work/checkpoint"):
         checkpoint.save(directory / "work", SMALL)
     (directory / "x.msgpack").mkdir()
     with pytest.raises(ValueError, match="is a folder"):
