@@ -92,6 +92,7 @@ def test_nan_is_hatched():
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["no number"]
 
 
+@pytest.mark.slow
 def test_recipes_of_one_name_are_told_apart():
     plain, wide = jfp8.recipes.DelayedScaling(), jfp8.recipes.DelayedScaling(margin=2)
     x = jax.random.normal(jax.random.key(0), (16, 8))
