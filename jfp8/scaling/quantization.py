@@ -141,7 +141,6 @@ def block_scale(
     return scale, ragged_block(granularity, x.shape), inverse
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "rounding", "block"))
 def quantize_with_scale(
     x: jax.Array,
     scale: jax.Array | ScaledArray,

@@ -225,28 +225,23 @@ def scale_from_amax(
         code = e8m0_code(amax, fmt, scale_rounding)
         code = jnp.where(code == 255, code, jnp.clip(code + margin, 0, 254))
         return codes_to_format(code.astype(jnp.uint8), E8M0FNU)
-    bits = lax.bitcast_convert_type(amax, jnp.uint32)
-    nonfinite = bits >= np.uint32(0x7F800000)
-    of_nonfinite = np.float32(np.nan if poison or not fmt.has_nan else 1.0)
     if scale_rounding == "power_of_two":
         # The exponent that "rceil" finds, kept where f32 and its reciprocal are normal.
         exponent = jnp.clip(e8m0_code(amax, fmt, "rceil") + margin, 1, 253)
         scale = lax.bitcast_convert_type(exponent.astype(jnp.uint32) << 23, jnp.float32)
-        scale = jnp.where(nonfinite, of_nonfinite, scale)
-        return jnp.where(bits == 0, np.float32(1.0), scale)
-    # XLA multiplies by the rounded reciprocal of a constant divisor. It cannot see that this one is
-    # constant (amax is never negative), so the quotient is correctly rounded. (It may see that
-    # amax < 0 is false.)
-    largest = fmt.max * 2.0**-margin
-    is_negative = bits >= np.uint32(1 << 31)
-    divisor = jnp.where(is_negative, np.float32(1.0), np.float32(largest))
-    # The division comes last: XLA makes a quotient once, and anything cheaper in every kernel that
-    # reads it. So amax is what is kept within the range of scales.
-    low = max(largest * float(SMALLEST_SCALE), float(SMALLEST_SCALE))
-    high = min(largest * float(LARGEST_SCALE), float(np.finfo(np.float32).max))
-    dividend = jnp.clip(amax, np.float32(low), np.float32(high))
-    dividend = jnp.where(nonfinite, of_nonfinite * divisor, dividend)
-    return jnp.where(bits == 0, divisor, dividend) / divisor
+    else:
+        # XLA multiplies by the rounded reciprocal of a constant divisor. It cannot see that this
+        # one is constant (amax is never negative), so the quotient is correctly rounded. (It may
+        # see that amax < 0 is false.) Nor may the division come last: of 1 / (a / b), where the
+        # reciprocal of the scale is taken, XLA makes b / a.
+        is_negative = lax.bitcast_convert_type(amax, jnp.uint32) >= np.uint32(1 << 31)
+        divisor = jnp.where(is_negative, np.float32(1.0), np.float32(fmt.max))
+        scale = amax / divisor * np.float32(2.0**margin)
+        scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)
+    nonfinite = bits >= np.uint32(0x7F800000)
+    scale = jnp.where(nonfinite, np.float32(np.nan if poison or not fmt.has_nan else 1.0), scale)
+    return jnp.where(bits == 0, np.float32(1.0), scale)
 
 
 def e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:

@@ -54,6 +54,7 @@ def row(step=0, path="Dense_0", tensor="grad", **given):
 
 
 MATRIX = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+FEW = {"a": "current"}
 
 PAIRS = np.array([[3.0, 2.0], [3.2, 2.1]])
 COMPARISON = Comparison(
@@ -68,7 +69,7 @@ PICTURES = {
     "histogram": lambda ax=None: jfp8.plot.histogram(MATRIX, jfp8.E4M3FN, ax=ax),
     "amax_history": lambda ax=None: jfp8.plot.amax_history([row(), row(10)], ax=ax),
     "heat_map": lambda ax=None: jfp8.plot.heat_map([row(), row(10)], ax=ax),
-    "error_against_bits": lambda ax=None: jfp8.plot.error_against_bits(MATRIX, {"a": "current"}, ax=ax),
+    "error_against_bits": lambda ax=None: jfp8.plot.error_against_bits(MATRIX, FEW, ax=ax),
     "error_map": lambda ax=None: jfp8.plot.error_map(COMPARISON, ax=ax),
     "gap_curves": lambda ax=None: jfp8.plot.gap_curves({"FP8": PAIRS + 0.1}, PAIRS, ax=ax),
     "loss_curves": lambda ax=None: jfp8.plot.loss_curves({"f32": [3.0, 2.0]}, ax=ax),

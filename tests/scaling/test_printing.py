@@ -272,7 +272,7 @@ TrainState(
   step=0,
   params=(8,579 parameters in 6 arrays, 34.3 kB),
   fp8=(2 products with amax histories of 16 steps),
-  opt_state=(LossScaleState(StoredState(ScaleByAdamState)): 21 arrays, 20.5 kB; loss scale 32768),
+  opt_state=(LossScaleState(StoredState(ScaleByAdamState)): 22 arrays, 20.5 kB; loss scale 32768),
   collections=(batch_stats: 2 arrays, 512 B),
 )"""
 
@@ -348,7 +348,7 @@ def test_optimizer_states_print_no_walls():
     params = {"w": jnp.ones((64, 128))}
     assert repr(TX.init(params)) == (
         "LossScaleState(loss_scale=32768, growth_tracker=0, grads_finite=True, overflow_count=0, "
-        "inner_state=(StoredState(ScaleByAdamState): 7 arrays, 16.9 kB))"
+        "inner_state=(StoredState(ScaleByAdamState): 8 arrays, 16.9 kB))"
     )
     adam = jfp8.optim.adam(1e-3).init(params)
     assert repr(adam) == "StoredState(count=0, inner_state=(ScaleByAdamState: 7 arrays, 16.9 kB))"

@@ -391,7 +391,7 @@ def test_weights_stored_in_fp8_travel_as_they_are(kind):
     ("arguments", "options", "message"),
     [
         (("fsdp",), {}, "needs specs="),
-        (("dp", SPECS), {}, "no axis of the mesh.*jax.set_mesh"),
+        (("dp", SPECS), {}, "not an axis of the mesh.*jax.set_mesh"),
         (("fsdp", SPECS), {"recipe": recipes.get("nvfp4")}, "scales of scales.*mxfp8"),
         (("fsdp", SPECS), {"gradients_as": jfp8.E5M2}, "needs jax.shard_map.*bfloat16"),
         (("fsdp", SPECS), {"exempt": "head"}, "head"),
