@@ -167,8 +167,7 @@ def contraction_last(
     """The backend for which matrices are quantized with the contraction last, if there is one.
 
     For Hopper's, kernels quantize as well. None for products that are not computed in FP8 on the
-    current GPU, and for arrays that the compiler divides among devices: it shards dimensions
-    separately that matrices merge.
+    current GPU.
 
     Args:
       sizes: ``(m, n, k)``.
@@ -178,7 +177,7 @@ def contraction_last(
     """
     gpu = current_gpu()
     if implementation != "mosaic_gpu":
-        if implementation == "emulate" or gpu is None or not gpu.whole or not gpu.multiplies_f8:
+        if implementation == "emulate" or gpu is None or not gpu.multiplies_f8:
             return None
     kernels = implementation != "xla" and hopper.BACKEND.why_not_on(gpu) is None
     if implementation == "mosaic_gpu" and not kernels:

@@ -17,10 +17,12 @@ from jfp8.matmul.job import (
     Numbers,
     as_matrices,
     factors_of,
+    free_dims,
     layout_of,
     times,
 )
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.divided import divided
 
 # cuBLASLt requires all sizes of an FP8 product to be multiples of this.
 ALIGNMENT = 16
@@ -73,15 +75,39 @@ def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job)
     )
     first = np.dtype(job.dtype if job.dtype == jnp.bfloat16 else np.float32)
 
+    single = [factor for factor in factors if not factor.ndim]
+
     def scaled(lhs, rhs, numbers):
-        y = lax.dot_general(lhs, rhs, numbers, precision=algorithm, preferred_element_type=first)
-        for factor in factors:
-            if not factor.ndim:
+        def product(lhs, rhs, *single):
+            y = lax.dot_general(
+                lhs, rhs, numbers, precision=algorithm, preferred_element_type=first
+            )
+            for factor in single:
                 y = y * factor.astype(first)
-        return y
+            return y
+
+        # A sum that is divided among devices is scaled by each, in the call, not after all.
+        rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single))
+        return divided("dot_general", product, rule, combine="sum")(lhs, rhs, *single)
 
     y = aligned(lhs, rhs, job.dimension_numbers, scaled)
     return times(y, [f for f in factors if f.ndim]).astype(job.dtype)
+
+
+def rule_of_product(numbers: Numbers, ndims: tuple[int, int], scales: int) -> str:
+    """The rule for ``dot_general``, see `divided`: ``"m0 k0, n0 k0, -> m0 n1"`` with one scale."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    names = ({d: f"m{d}" for d in range(ndims[0])}, {d: f"n{d}" for d in range(ndims[1])})
+    for kind, left, right in (("k", lhs_contract, rhs_contract), ("b", lhs_batch, rhs_batch)):
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            names[0][a] = names[1][b] = f"{kind}{i}"
+    lhs, rhs = (" ".join(of_dims.values()) for of_dims in names)
+    free = (
+        [of_dims[d] for d in free_dims(ndim, contract, batch)]
+        for of_dims, ndim, contract, batch in zip(names, ndims, *numbers, strict=True)
+    )
+    result = [names[0][d] for d in lhs_batch] + [name for names in free for name in names]
+    return f"{', '.join([lhs, rhs, *[''] * scales])} -> {' '.join(result)}"
 
 
 def aligned(

@@ -25,6 +25,7 @@ from jfp8.scaling.formats import E8M0FNU
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import Block, amax, ragged_block, reciprocal, scale_from_amax
 from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
+from jfp8.tracing.divided import divided
 
 
 class BothWays(NamedTuple):
@@ -98,7 +99,8 @@ def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> BothW
         largest = amax(x)
         return _with_one_scale(quantizer, x, quantizer.scale(largest, None), largest)
     # The current amax matters only while the history is empty, and is computed only then.
-    at_first = quantize.tensor_amax(x, quantizer.expected(state))
+    amax_of = divided("tensor_amax", quantize.tensor_amax, "i j, -> ", combine="max")
+    at_first = amax_of(x, quantizer.expected(state))
     return _with_one_scale(quantizer, x, quantizer.scale(at_first, state))
 
 
@@ -107,10 +109,14 @@ def _with_one_scale(
 ) -> BothWays:
     from jfp8.matmul.hopper import quantize
 
-    inverse = reciprocal(scale)
-    q, q_t, found = quantize.quantize_both(
-        x, inverse, inverse, quantizer.fmt, with_amax=largest is None
+    inverse, with_amax = reciprocal(scale), largest is None
+    both = divided(
+        "quantize_both",
+        partial(quantize.quantize_both, fmt=quantizer.fmt, with_amax=with_amax),
+        "i j, , -> i j, j i, " if with_amax else "i j, , -> i j, j i",
+        combine="max",
     )
+    q, q_t, found = both(x, inverse, inverse)
     largest = found if largest is None else largest
     assert largest is not None
     return BothWays(ScaledArray(q, scale), ScaledArray(q_t, scale), largest)
@@ -120,13 +126,18 @@ def _rowwise(quantizer: Rowwise, x: jax.Array, state: AmaxState | None) -> BothW
     from jfp8.matmul.hopper import quantize
 
     del state
-    maxima = quantize.row_and_column_amax(x)
+    maxima = divided(
+        "row_and_column_amax", quantize.row_and_column_amax, "i j -> i, j", combine="max"
+    )(x)
     rows, columns = (
         scale_from_amax(m, quantizer.fmt, scale_rounding=quantizer.scale_rounding) for m in maxima
     )
-    q, q_t, _ = quantize.quantize_both(
-        x, reciprocal(rows), reciprocal(columns), quantizer.fmt, with_amax=False
+    both = divided(
+        "quantize_both",
+        partial(quantize.quantize_both, fmt=quantizer.fmt, with_amax=False),
+        "i j, i, j -> i j, j i",
     )
+    q, q_t, _ = both(x, reciprocal(rows), reciprocal(columns))
     straight, other = ScaledArray(q, rows[:, None]), ScaledArray(q_t, columns[:, None])
     return BothWays(straight, other, amax(maxima[0]))
 
@@ -139,10 +150,16 @@ def _blockwise(quantizer: Blockwise, x: jax.Array, state: AmaxState | None) -> B
     m, n = x.shape
     fmt, rounding = quantizer.fmt, quantizer.scale_rounding
     if across > 1:
-        q, q_t, scale = quantize_blocks.quantize_tiles(x, fmt, rounding)
+        tiles = partial(quantize_blocks.quantize_tiles, fmt=fmt, scale_rounding=rounding)
+        q, q_t, scale = divided("quantize_tiles", tiles, f"i j -> i j, j i, i/{along} j/{along}")(x)
         scales = scale, scale.T
     else:
-        q, s, q_t, s_t = quantize_blocks.quantize_rows_in_blocks(x, fmt, along, rounding)
+        rows = partial(
+            quantize_blocks.quantize_rows_in_blocks, fmt=fmt, block=along, scale_rounding=rounding
+        )
+        q, s, q_t, s_t = divided(
+            f"quantize_rows_in_blocks_{along}", rows, f"i j -> i j, j/{along} i, j i, i/{along} j"
+        )(x)
         scales = s.T, s_t.T
     if scales[0].dtype == jnp.uint8:
         scales = tuple(codes_to_format(s, E8M0FNU) for s in scales)

@@ -8,12 +8,15 @@ from typing import Any
 
 import flax.linen
 import jax
+import numpy as np
 from flax.core import Scope
 from jax import lax
 from jax._src import config, core
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend.core import ClosedJaxpr, Jaxpr, get_opaque_trace_state
 from jax.interpreters import partial_eval
+from jax.sharding import Mesh
 
 
 def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -64,6 +67,44 @@ def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """`x` made to vary over all mesh axes over which `other` does."""
     missing = tuple(varying_axes(other) - varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def finest_mesh(mesh: Mesh, sharding: Any) -> Mesh:
+    """The devices of `mesh`, or of a sharding if that is empty, with axes of prime sizes.
+
+    The compiler may divide a dimension by a part of an axis, which has a name here.
+    """
+    devices = np.array(sharding._device_assignment) if mesh.empty else mesh.devices
+    names = ("devices",) if mesh.empty else mesh.axis_names
+    axes = [
+        (f"{name}:{i}", prime)
+        for name, size in zip(names, devices.shape, strict=True)
+        for i, prime in enumerate(_prime_factors(size))
+    ]
+    return Mesh(devices.reshape([size for _, size in axes]), [name for name, _ in axes])
+
+
+def _prime_factors(n: int) -> list[int]:
+    for prime in range(2, n + 1):
+        if n % prime == 0:
+            return [prime, *_prime_factors(n // prime)]
+    return []
+
+
+def axes_by_dimension(x: Any, mesh: Mesh) -> list[tuple[str, ...]]:
+    """The axes of `mesh` along which the compiler divides each dimension of an array.
+
+    None, if it is divided in a way that the axes cannot express, or not decided.
+    """
+    none: list[tuple[str, ...]] = [()] * len(x.shape)
+    if x.sharding is None:
+        return none
+    try:
+        (spec,) = parse_flatten_op_sharding(x.sharding._to_xla_hlo_sharding(len(x.shape)), mesh)
+    except (ValueError, NotImplementedError, AssertionError):
+        return none
+    named = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
+    return [*named, *none[len(named) :]]
 
 
 def context_of(eqn: Any) -> contextlib.AbstractContextManager[object]:

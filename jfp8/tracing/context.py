@@ -32,14 +32,13 @@ class Gpu:
     Attributes:
       kind: its name, such as ``"NVIDIA H200"``.
       capability: compute capability, such as ``(9, 0)``; None if the name does not tell.
-      whole: whether each operation sees whole arrays, or a device's own part of them. Otherwise the
-        compiler divides operations among devices, which it can do with its own but not with our
-        kernels.
+      partly_manual: whether it is inside of a ``shard_map`` over some axes of the mesh, while the
+        compiler divides arrays along the others. There it cannot be told how to divide a kernel.
     """
 
     kind: str
     capability: tuple[int, int] | None
-    whole: bool
+    partly_manual: bool = False
 
     @property
     def hopper(self) -> bool:
@@ -65,22 +64,30 @@ def current_gpu() -> Gpu | None:
             ...
     """
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = list(zip(mesh.axis_sizes, mesh.axis_types, strict=True))
-    divided = any(n > 1 and kind != AxisType.Manual for n, kind in kinds)
+    kinds = {kind for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1}
+    partly_manual = AxisType.Manual in kinds and len(kinds) > 1
     described = getattr(mesh, "abstract_device", None)
     if described is not None:
         if described.platform != "gpu":
             return None
-        return Gpu(described.device_kind, _capability_of(described.device_kind), not divided)
+        return Gpu(described.device_kind, _capability_of(described.device_kind), partly_manual)
     if jax.default_backend() != "gpu":
         return None
     device = jax.devices()[0]
     capability = _capability_of(device.device_kind)
     if capability is None:
         return None  # one of AMD's
-    # Without a mesh it is unknown where arrays are; each device may have a part of one.
-    in_shard_map = any(kind == AxisType.Manual for _, kind in kinds)
-    return Gpu(device.device_kind, capability, in_shard_map or jax.device_count() == 1)
+    return Gpu(device.device_kind, capability, partly_manual)
+
+
+def why_not_divided(gpu: Gpu) -> str | None:
+    """Why the compiler cannot be told how to divide a kernel here; None if it can."""
+    if not gpu.partly_manual:
+        return None
+    return (
+        "arrays inside of a jax.shard_map over some axes of the mesh, which the compiler divides "
+        "along the others. Make all axes manual, or none"
+    )
 
 
 def device_kind() -> str:

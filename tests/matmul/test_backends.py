@@ -23,8 +23,8 @@ from jfp8.scaling.scales import amax
 from jfp8.tracing.context import Gpu
 
 PLAIN = (((1,), (0,)), ((), ()))
-HOPPER = Gpu("NVIDIA H200", (9, 0), whole=True)
-BLACKWELL = Gpu("NVIDIA B200", (10, 0), whole=True)
+HOPPER = Gpu("NVIDIA H200", (9, 0))
+BLACKWELL = Gpu("NVIDIA B200", (10, 0))
 
 
 def job(numbers=PLAIN, dtype=jnp.float32, accumulation="f32", powers_of_two=False):
@@ -173,9 +173,9 @@ needs_mosaic = jax.__version_info__ >= (0, 11, 2)
         (None, ["xla", "xla", "bf16", "bf16"]),
         (HOPPER, ["xla", *["mosaic_gpu" if needs_mosaic else "xla"], "mosaic_gpu", "bf16"]),
         (BLACKWELL, ["xla", "xla", "bf16", "cudnn"]),
-        (Gpu("NVIDIA H200", (9, 0), whole=False), ["xla", "xla", "bf16", "bf16"]),
-        (Gpu("NVIDIA L4", (8, 9), whole=True), ["xla", "xla", "bf16", "bf16"]),
-        (Gpu("NVIDIA A100", (8, 0), whole=True), ["bf16"] * 4),
+        (Gpu("NVIDIA H200", (9, 0), partly_manual=True), ["xla", "xla", "bf16", "bf16"]),
+        (Gpu("NVIDIA L4", (8, 9)), ["xla", "xla", "bf16", "bf16"]),
+        (Gpu("NVIDIA A100", (8, 0)), ["bf16"] * 4),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
@@ -221,7 +221,7 @@ def test_the_choice_says_why_each_better_backend_is_not_taken():
         q(LARGE, jfp8.Block((32, 1)), "rceil"),
     )
     facts = facts_of(*mx, job())
-    choice = choose(facts, Gpu("NVIDIA L4", (8, 9), whole=True))
+    choice = choose(facts, Gpu("NVIDIA L4", (8, 9)))
     assert choice.backend.name == "bf16"
     assert list(choice.refused) == ["mosaic_gpu", "cudnn", "xla"]
     assert "NVIDIA L4: block-scaled products" in choice.refused["cudnn"]

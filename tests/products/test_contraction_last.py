@@ -241,12 +241,13 @@ def test_weights_are_quantized_once_for_all_micro_batches():
     assert ((512, 768), True) not in found
 
 
-def test_arrays_that_a_compiler_divides_are_left_to_it():
-    """XLA cannot divide a kernel, and would gather what is spread over the devices."""
-    f, args = product_and_gradients(recipes.DelayedScaling())
+@needs_mosaic
+def test_a_compiler_divides_kernels_too():
+    """Under a mesh of eight: cuBLASLt's products, and a kernel for each tensor."""
+    f, args = product_and_gradients(recipes.Float8CurrentScaling())
     with use_abstract_mesh(mesh_of("NVIDIA H200", 8)):
         text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert (len(f8_products(text)), kernels(text), other_products(text)) == (3, 0, 0)
+    assert (len(f8_products(text)), kernels(text), other_products(text)) == (3, 3, 0)
 
 
 # What the kernels compute

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
 )
 
-HOPPER = Gpu("NVIDIA H200", (9, 0), whole=True)
+HOPPER = Gpu("NVIDIA H200", (9, 0))
 
 
 def value_and_gradients(recipe, implementation=None, state=None, sink=None):

@@ -316,7 +316,7 @@ def _closing(text: str, start: int) -> int:
 
 def _kernel_of(call: Instruction) -> str:
     """The name of the function that a Mosaic GPU kernel was made of."""
-    found = re.search(r'op_name="[^"]*?(\w+)/mpmd_map', call.attributes)
+    found = re.search(r'op_name="[^"]*?(\w+)/(mpmd_map|custom_partitioning)"', call.attributes)
     assert found, call.attributes[:200]
     return found[1]
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from jfp8.tracing.context import Gpu, current_gpu
+from jfp8.tracing.context import Gpu, current_gpu, why_not_divided
 
 
 def described(kind, platform="gpu", sizes=(), names=(), types=None):
@@ -32,7 +32,7 @@ def described(kind, platform="gpu", sizes=(), names=(), types=None):
 )
 def test_capability_by_name(kind, capability, hopper, f8):
     with described(kind):
-        assert current_gpu() == Gpu(kind, capability, whole=True)
+        assert current_gpu() == Gpu(kind, capability)
         assert (current_gpu().hopper, current_gpu().multiplies_f8) == (hopper, f8)
     assert current_gpu() is None  # this machine has none
 
@@ -43,34 +43,35 @@ def test_other_devices_are_no_gpu():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "types", "whole"),
+    ("sizes", "types", "partly"),
     [
-        ((1,), (AxisType.Auto,), True),
+        ((1,), (AxisType.Auto,), False),
         ((8,), (AxisType.Auto,), False),
-        ((8,), (AxisType.Explicit,), False),
-        ((8,), (AxisType.Manual,), True),
-        ((8, 4), (AxisType.Manual, AxisType.Auto), False),
-        ((8, 1), (AxisType.Manual, AxisType.Auto), True),
+        ((8,), (AxisType.Manual,), False),
+        ((8, 4), (AxisType.Manual, AxisType.Auto), True),
+        ((8, 1), (AxisType.Manual, AxisType.Auto), False),
     ],
 )
-def test_arrays_are_whole_unless_a_compiler_divides_them(sizes, types, whole):
+def test_a_mesh_that_is_partly_manual(sizes, types, partly):
     with described("NVIDIA H200", sizes=sizes, names=("x", "y")[: len(sizes)], types=types):
-        assert current_gpu().whole is whole
+        assert current_gpu().partly_manual is partly
+        assert (why_not_divided(current_gpu()) is not None) is partly
 
 
-def test_inside_shard_map_arrays_are_whole():
+def test_inside_of_a_shard_map_over_one_axis_of_two():
     seen = []
 
     def f(x):
-        seen.append(current_gpu().whole)
+        seen.append(current_gpu().partly_manual)
         return x
 
-    with described("NVIDIA H200", sizes=(8,), names=("x",), types=(AxisType.Auto,)):
+    two = {"sizes": (4, 2), "names": ("x", "y"), "types": (AxisType.Auto,) * 2}
+    with described("NVIDIA H200", **two):
         spec = jax.sharding.PartitionSpec("x")
-        mapped = jax.shard_map(f, in_specs=spec, out_specs=spec)
-        jax.eval_shape(mapped, jax.ShapeDtypeStruct((8,), "float32"))
-        assert not current_gpu().whole
-    assert seen == [True]
+        for axes in ({"x"}, {"x", "y"}):
+            mapped = jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=axes)
+            jax.eval_shape(mapped, jax.ShapeDtypeStruct((8,), "float32"))
+    assert seen == [True, False]
 
 
 def test_a_device_at_hand_says_its_capability_itself(monkeypatch):

@@ -11,15 +11,18 @@ from jfp8.matmul.backend import Backend
 from jfp8.matmul.job import HARDWARE_FORMATS, Job, as_matrices, free_dims, layout_of, to_last
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E8M0FNU
-from jfp8.tracing.context import Gpu
+from jfp8.tracing.context import Gpu, why_not_divided
+from jfp8.tracing.divided import divided
 
 BLOCK = 32
 
 
 def _why_not_on(gpu: Gpu | None) -> str | None:
-    if gpu is None or (gpu.capability is not None and gpu.capability[0] == 10 and gpu.whole):
+    if gpu is None:
         return None
-    return f"{gpu.kind}: block-scaled products are for one Blackwell GPU at a time"
+    if gpu.capability is None or gpu.capability[0] != 10:
+        return f"{gpu.kind}: block-scaled products are for Blackwell (compute capability 10.x)"
+    return why_not_divided(gpu)
 
 
 def by_blackwell(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
@@ -33,7 +36,12 @@ def by_blackwell(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
         _by_row(lhs, lhs_contract[0], lhs_batch),
         _by_row(rhs, rhs_contract[0], rhs_batch),
     )
-    product = lambda a, b, s, t: blackwell.scaled_matmul(a, b, s, t, job.dtype)
+    product = divided(
+        "scaled_matmul",
+        lambda a, b, s, t: blackwell.scaled_matmul(a, b, s, t, job.dtype),
+        f"m k, n k, m k/{BLOCK}, n k/{BLOCK} -> m n",
+        combine="sum",
+    )
     if lhs_batch:
         product = jax.vmap(product)
     y = product(a, b, *scales)

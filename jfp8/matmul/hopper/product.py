@@ -27,7 +27,8 @@ from jfp8.matmul.job import (
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.context import Gpu
+from jfp8.tracing.context import Gpu, why_not_divided
+from jfp8.tracing.divided import divided
 from jfp8.tracing.refusal import on_cuda_only
 
 BLOCK = 128  # along the contraction: what the kernels sum before they scale
@@ -44,12 +45,7 @@ def why_no_kernels(gpu: Gpu | None) -> str | None:
         return None
     if not gpu.hopper:
         return f"{gpu.kind}: the Mosaic GPU kernels are for Hopper (compute capability 9.0)"
-    if not gpu.whole:
-        return (
-            "arrays that the compiler may divide among several devices, as it cannot divide a "
-            "kernel. Call it inside of jax.shard_map, where each device sees its own part"
-        )
-    return None
+    return why_not_divided(gpu)
 
 
 def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
@@ -64,13 +60,20 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
         if varies_along_sum(lhs, rhs, job):
             a_scale = _block_scales(lhs, lhs_contract[0], lhs_batch, tiles=False)
             b_scale = _block_scales(rhs, rhs_contract[0], rhs_batch, tiles=True)
+            name = "block_matmul"
             product = lambda a, b, s, t: kernels.block_matmul(a, b, s, t, job.dtype)
+            by_tile = b_scale.shape[-1] != b.shape[-2]
+            rule = f"m k, n k, k/{BLOCK} m, k/{BLOCK} n{f'/{BLOCK}' if by_tile else ''} -> m n"
         else:
             a_scale = _row_scales(lhs, lhs_contract, lhs_batch)
             b_scale = _row_scales(rhs, rhs_contract, rhs_batch)
+            name = "matmul"
             product = lambda a, b, s, t: kernels.matmul(
                 a, b, s, t, job.dtype, promote=not job.fast_accumulation
             )
+            by_row, by_column = ("m" if a_scale.ndim else ""), ("n" if b_scale.ndim else "")
+            rule = f"m k, n k, {by_row}, {by_column} -> m n"
+        product = divided(name, product, rule, combine="sum")
         if lhs_batch:
             scales = [0 if s.ndim else None for s in (a_scale, b_scale)]
             product = jax.vmap(product, in_axes=(0, 0, *scales))

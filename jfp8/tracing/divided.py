@@ -1,0 +1,238 @@
+"""Functions that the compiler divides among devices by a rule, as it divides its own operations.
+
+Under ``jit`` with shardings, XLA decides how arrays are divided, and does not know how to divide a
+kernel. A rule says which dimensions belong together::
+
+    divided("matmul", matmul, "i k, j k -> i j", combine="sum")
+
+Every device then calls the function with its parts. Where ``i`` or ``j`` is divided, so is the
+result. Where ``k`` is, each device has a part of the sum, and the parts are added up.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jfp8.tracing.compat import axes_by_dimension, finest_mesh, kernels_are_interpreted
+
+Combine = Literal["sum", "max"]
+Axes = tuple[str, ...]
+
+
+class Dim(NamedTuple):
+    """A dimension of an array: ``k``, or ``k/128`` for one entry for every 128 of ``k``."""
+
+    name: str
+    unit: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Names of the dimensions of all operands and results."""
+
+    operands: tuple[tuple[Dim, ...], ...]
+    results: tuple[tuple[Dim, ...], ...]
+
+    @staticmethod
+    def parse(text: str) -> Rule:
+        """From ``"i k, k/128 j, -> i j"``: here the last operand is a single number."""
+        sides = (
+            tuple(
+                tuple(Dim(n, int(unit or 1)) for n, unit in re.findall(r"(\w+)(?:/(\d+))?", array))
+                for array in side.split(",")
+            )
+            for side in text.split("->")
+        )
+        return Rule(*sides)
+
+    def units(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+        """The elements of each name that stay together; absent: it cannot be divided."""
+        units: dict[str, int] = {}
+        for dim in itertools.chain(*self.operands, *self.results):
+            units[dim.name] = max(units.get(dim.name, 1), dim.unit)
+        sizes = self.sizes(shapes)
+        return {name: unit for name, unit in units.items() if sizes[name] % unit == 0}
+
+    def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+        """The number of elements of each name."""
+        return {dim.name: size for dim, size in _pairs(self.operands, shapes) if dim.unit == 1}
+
+    def axes(
+        self,
+        units: dict[str, int],
+        operands: Sequence[jax.ShapeDtypeStruct],
+        results: Sequence[jax.ShapeDtypeStruct],
+        mesh: Mesh,
+    ) -> dict[str, Axes]:
+        """The axes of `mesh` along which each name is divided; names that are whole are absent.
+
+        An operand that is divided in another way is exchanged between devices first, so the larger
+        operands decide. A name to sum over is divided only if all operands that have it are divided
+        alike: else one would have to be exchanged, and the result added up.
+        """
+        summed = self.summed()
+        order: list[tuple[int, str, Axes]] = []
+        for x, dims in zip(operands, self.operands, strict=True):
+            for dim, axes in zip(dims, axes_by_dimension(x, mesh), strict=True):
+                if dim.unit == 1:  # not scales, which are small
+                    order.append((math.prod(x.shape), dim.name, axes))
+        for name in summed:
+            alike = len({axes for _, n, axes in order if n == name}) == 1
+            order = [choice for choice in order if choice[1] != name or alike]
+        order.sort(key=lambda choice: -choice[0])
+        of_results = [axes_by_dimension(x, mesh) for x in results]
+        order += [(0, dim.name, axes) for dim, axes in _pairs(self.results, of_results)]
+        sizes = self.sizes([x.shape for x in operands])
+        chosen: dict[str, Axes] = {}
+        for _, name, axes in order:
+            if name in units and name not in chosen:
+                taken = {axis for other in chosen.values() for axis in other}
+                whole_units = sizes[name] // units[name]
+                if found := _leading(axes, mesh, taken, whole_units):
+                    chosen[name] = found
+        return chosen
+
+    def summed(self) -> tuple[str, ...]:
+        """The names that no result has."""
+        left = {dim.name for dims in self.results for dim in dims}
+        found = {dim.name: None for dims in self.operands for dim in dims if dim.name not in left}
+        return tuple(found)
+
+    def for_shardy(self, units: dict[str, int]) -> tuple[str, dict[str, int]]:
+        """As Shardy writes rules: ``i (k k_unit), k j -> i j``, with the sizes of units."""
+
+        def word(dim: Dim) -> str:
+            unit = units.get(dim.name)
+            if unit is None:  # nothing is divided along it, and its arrays have nothing in common
+                return f"{dim.name}_{dim.unit}"
+            return f"({dim.name} {dim.name}_unit)" if unit > dim.unit else dim.name
+
+        side = lambda arrays: ", ".join(" ".join(map(word, dims)) for dims in arrays)
+        sizes = {f"{name}_unit": unit for name, unit in units.items() if unit > 1}
+        return f"{side(self.operands)} -> {side(self.results)}", sizes
+
+    def batched(self, operands: Sequence[bool]) -> Rule:
+        """The same for some operands with a dimension before theirs, and all results with it."""
+        names = {dim.name for array in self.operands for dim in array}
+        new = Dim(next(n for n in map("b{}".format, itertools.count()) if n not in names), 1)
+        return Rule(
+            tuple((new, *a) if b else a for a, b in zip(self.operands, operands, strict=True)),
+            tuple((new, *array) for array in self.results),
+        )
+
+
+def divided(
+    name: str, function: Callable[..., Any], rule: str | Rule, combine: Combine | None = None
+) -> Callable[..., Any]:
+    """`function` of arrays, which the compiler may divide as `rule` says.
+
+    Args:
+      name: what profiles and compiled programs call it, with ``jfp8_`` before it.
+      function: of arrays, to an array or a tuple of arrays. It is called with whole arrays, or with
+        the parts of a device, each of which has whole units (128 of ``k`` if there is a ``k/128``).
+      rule: see `Rule.parse`.
+      combine: how the parts of a result are put together where a dimension is divided that it does
+        not have: added, or their maximum, NaN if one is. Maxima must not be negative.
+    """
+    rule = Rule.parse(rule) if isinstance(rule, str) else rule
+    if kernels_are_interpreted():  # with side effects, which a divided function cannot have
+        return function
+
+    @custom_vmap
+    def call(*operands: jax.Array) -> Any:
+        with jax.named_scope(f"jfp8_{name}"):
+            return _partitioned(function, rule, combine, operands)(*operands)
+
+    @call.def_vmap
+    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
+        del size
+        over = jax.vmap(function, in_axes=[0 if b else None for b in batched])
+        results = divided(name, over, rule.batched(batched), combine)(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
+
+
+def _partitioned(
+    function: Callable[..., Any],
+    rule: Rule,
+    combine: Combine | None,
+    operands: Sequence[jax.Array],
+) -> Callable[..., Any]:
+    """`function`, whose parts XLA asks for when it knows how its operands are divided."""
+    units = rule.units([x.shape for x in operands])
+    partitioned = custom_partitioning(lambda *parts: function(*parts))  # its signature is read
+
+    def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
+        mesh = finest_mesh(mesh, operands[0].sharding)
+        axes = rule.axes(units, jax.tree.leaves(operands), jax.tree.leaves(results), mesh)
+
+        def on_parts(*parts: jax.Array) -> Any:
+            values = function(*parts)
+            leaves, tree = jax.tree.flatten(values)
+            apart = ([a for n in axes if n not in _names(x) for a in axes[n]] for x in rule.results)
+            return tree.unflatten(map(functools.partial(_combined, combine), leaves, apart))
+
+        def shardings(arrays: Sequence[tuple[Dim, ...]]) -> list[NamedSharding]:
+            return [
+                NamedSharding(mesh, PartitionSpec(*(axes.get(dim.name) for dim in dims)))
+                for dims in arrays
+            ]
+
+        of_results = jax.tree.structure(results).unflatten(shardings(rule.results))
+        return mesh, on_parts, of_results, tuple(shardings(rule.operands))
+
+    text, factor_sizes = rule.for_shardy(units)
+    partitioned.def_partition(
+        partition,
+        decode_shardings=False,
+        sharding_rule=text,
+        reduction_factors=rule.summed(),
+        **factor_sizes,
+    )
+    return partitioned
+
+
+def _pairs(arrays: Sequence[tuple[Dim, ...]], values: Sequence[Sequence[Any]]) -> Any:
+    """All dimensions of `arrays`, each with its entry in `values`."""
+    for dims, of_array in zip(arrays, values, strict=True):
+        yield from zip(dims, of_array, strict=True)
+
+
+def _leading(axes: Axes, mesh: Mesh, taken: set[str], divisible: int) -> Axes:
+    """As many of `axes` as are not taken and divide a number."""
+    found: Axes = ()
+    for axis in axes:
+        divisible, rest = divmod(divisible, mesh.shape[axis])
+        if rest or axis in taken:
+            break
+        found = (*found, axis)
+    return found
+
+
+def _names(dims: Sequence[Dim]) -> set[str]:
+    return {dim.name for dim in dims}
+
+
+def _combined(combine: Combine | None, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """A result of all devices along `axes`, of which each has a part."""
+    if not axes:
+        return x
+    if combine == "sum":
+        return lax.psum(x, tuple(axes))
+    # As integers, without the sign that a NaN may have: not all devices know a maximum with NaN.
+    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.iinfo(jnp.int32).max
+    return lax.bitcast_convert_type(lax.pmax(bits, tuple(axes)), x.dtype)

@@ -1,0 +1,134 @@
+"""Kernels keep the rules by which the compiler divides them: parts give what the whole does.
+
+Interpreted kernels run on one device, so each division is made by hand: an operand is cut along one
+name of its rule, the kernel is called with either half, and the results are put together.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8 import recipes
+from jfp8.matmul.hopper import product as hopper
+from jfp8.matmul.job import Job
+from jfp8.products import both_ways
+from jfp8.quantizers.blocks import Blockwise
+from jfp8.quantizers.quantizer import Current, Delayed
+from jfp8.quantizers.rowwise import Rowwise
+from jfp8.scaling.formats import E4M3FN
+from jfp8.tracing.divided import Rule
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2"
+)
+HALVES = 2
+
+
+def cut(x, dims, name):
+    """Both halves of `x` along a name, or `x` twice."""
+    found = [axis for axis, dim in enumerate(dims) if dim.name == name]
+    return jnp.split(x, HALVES, found[0]) if found else [x] * HALVES
+
+
+def joined(parts, dims, name, combine):
+    found = [axis for axis, dim in enumerate(dims) if dim.name == name]
+    if found:
+        return np.concatenate(parts, found[0])
+    return {"sum": np.add, "max": np.maximum}[combine](*parts)
+
+
+@pytest.fixture
+def divided_by_hand(monkeypatch):
+    """Puts a function in the place of `divided` that checks each name; lists what was checked."""
+    checked = []
+
+    def divided(name, function, rule, combine=None):
+        rule = Rule.parse(rule)
+
+        def called(*operands):
+            whole = function(*operands)
+            expected = [np.asarray(x) for x in jax.tree.leaves(whole)]
+            for letter in rule.units([x.shape for x in operands]):
+                halves = zip(
+                    *(cut(x, d, letter) for x, d in zip(operands, rule.operands, strict=True)),
+                    strict=True,
+                )
+                parts = [list(map(np.asarray, jax.tree.leaves(function(*h)))) for h in halves]
+                for found, dims, wanted in zip(
+                    zip(*parts, strict=True), rule.results, expected, strict=True
+                ):
+                    bits = joined(found, dims, letter, combine)
+                    np.testing.assert_array_equal(
+                        bits.astype(np.float32), wanted.astype(np.float32), f"{name} by {letter}"
+                    )
+                checked.append((name, letter))
+            assert all(np.abs(x.astype(np.float32)).max() > 0 for x in expected)
+            return whole
+
+        return called
+
+    monkeypatch.setattr(both_ways, "divided", divided)
+    monkeypatch.setattr(hopper, "divided", divided)
+    return checked
+
+
+def numbers(*shape, seed=0):
+    """Of many magnitudes, rows and columns unlike each other."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * 2.0 ** rng.integers(-6, 7, shape[:1] + (1,))
+    return jnp.asarray(x * 2.0 ** rng.integers(-3, 4, shape[1:]), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "kernels"),
+    [
+        (Current(E4M3FN), {"quantize_both"}),
+        (Delayed(E4M3FN), {"tensor_amax", "quantize_both"}),
+        (Rowwise(E4M3FN), {"row_and_column_amax", "quantize_both"}),
+        (Blockwise(E4M3FN, (128, 1)), {"quantize_rows_in_blocks_128"}),
+        (Blockwise(E4M3FN, (128, 128)), {"quantize_tiles"}),
+        (Blockwise(E4M3FN, (32, 1), "rceil"), {"quantize_rows_in_blocks_32"}),
+    ],
+    ids=repr,
+)
+def test_quantizing(quantizer, kernels, divided_by_hand):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    kernel = both_ways._KERNELS[type(quantizer)]
+    state = recipes.DelayedScaling().init_state()["lhs"]  # without an amax; others do not read it
+    with plgpu.force_gpu_interpret_mode():
+        kernel(quantizer, numbers(256, 256), state)
+    assert set(divided_by_hand) == {(name, letter) for name in kernels for letter in "ij"}
+
+
+WHOLE = {"scale_rounding": "power_of_two"}  # so that sums of integers stay exact
+
+
+@pytest.mark.parametrize(
+    ("granularities", "name"),
+    [
+        ((jfp8.PerTensor(), jfp8.PerTensor()), "matmul"),
+        ((jfp8.PerAxis(0), jfp8.PerAxis(0)), "matmul"),
+        ((jfp8.Block((1, 128)), jfp8.Block((128, 128))), "block_matmul"),
+        ((jfp8.Block((1, 128)), jfp8.Block((1, 128))), "block_matmul"),
+    ],
+    ids=repr,
+)
+def test_products(granularities, name, divided_by_hand):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    rng = np.random.default_rng(0)
+    integers = lambda *shape: jnp.asarray(rng.integers(-8, 9, shape), jnp.float32)
+    a, b = (
+        jfp8.quantize(integers(256, 256), granularity=granularity, **WHOLE)
+        for granularity in granularities
+    )
+    job = Job((((1,), (1,)), ((), ())), np.dtype(np.float32), "f32", False, False)
+    with plgpu.force_gpu_interpret_mode():
+        y = hopper.by_mosaic(a, b, job)
+    np.testing.assert_array_equal(y, np.asarray(a.dequantize()) @ np.asarray(b.dequantize()).T)
+    assert set(divided_by_hand) == {(name, letter) for letter in "mnk"}

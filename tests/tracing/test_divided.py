@@ -1,0 +1,158 @@
+"""Functions that the compiler divides by a rule: the same numbers, however arrays lie on devices.
+
+All values are small integers, so that sums are exact in any order.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jfp8.tracing.divided import Rule, divided
+
+MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+COLLECTIVES = r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+
+
+def integers(*shape, seed=0):
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+def on_devices(f, arrays, specs, out=None):
+    """What `f` gives of arrays that lie as `specs` say, with the names of its collectives."""
+    place = lambda spec: None if spec is None else NamedSharding(MESH, spec)
+    arrays = [jax.device_put(x, place(spec)) for x, spec in zip(arrays, specs, strict=True)]
+    compiled = jax.jit(f, out_shardings=place(out)).lower(*arrays).compile()
+    found = re.findall(rf"= .*? ({COLLECTIVES})(?:-start)?\(", compiled.as_text())
+    return compiled(*arrays), found
+
+
+def times_transposed(a, b):
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())))
+
+
+def amax_along(x, axis=None):
+    """In integers, as the kernels do: a maximum of floats may lose a NaN on this CPU."""
+    bits = lax.bitcast_convert_type(abs(x), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis), jnp.float32)
+
+
+product = divided("product", times_transposed, "i k, j k -> i j", combine="sum")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "exchanged"),
+    [
+        (P("data"), P("model"), None, []),
+        (P(None, "data"), P(None, "data"), None, ["all-reduce"]),
+        (P("data", "model"), P(None, "model"), None, ["all-reduce"]),
+        (P("data"), P(None, "data"), None, ["all-gather"]),  # the smaller operand is gathered
+        (P("data"), P("data"), None, ["all-gather"]),
+        (P(("data", "model")), P(None, "model"), None, ["all-gather"]),
+        (P(), P(), P("data", "model"), []),  # each device computes what it shall have
+    ],
+)
+def test_a_product_of_divided_operands(a, b, out, exchanged):
+    x, w = integers(64, 128), integers(32, 128, seed=1)
+    y, collectives = on_devices(product, (x, w), (a, b), out)
+    np.testing.assert_array_equal(y, x @ w.T)
+    assert collectives == exchanged
+
+
+def quantities(x, largest=amax_along):
+    """Results that follow rows, columns, blocks of 32 columns, or all elements."""
+    blocks = x.reshape(len(x), -1, 32)
+    return x, x.T, largest(x), largest(x, 0), largest(blocks, 2).T
+
+
+def exact(x):
+    """The same by numpy."""
+    return quantities(x, lambda x, axis=None: np.max(abs(x), axis))
+
+
+of_one = divided("quantities", quantities, "i j -> i j, j i, , j, j/32 i", combine="max")
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(("model", "data"))], ids=str)
+@pytest.mark.parametrize("value", [100.0, np.inf, -np.inf, np.nan])
+def test_maxima_of_all_devices(spec, value):
+    x = integers(64, 128)
+    x[3, 70] = value
+    found, _ = on_devices(of_one, (x,), (spec,))
+    for a, b in zip(found, exact(x), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_block_is_not_cut():
+    """Four blocks on eight devices: each has half a block, or all are put together first."""
+    x = integers(64, 128)
+    found, collectives = on_devices(of_one, (x,), (P(None, ("data", "model")),))
+    for a, b in zip(found, exact(x), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert "all-gather" in collectives
+
+
+def test_incomplete_blocks_stay_whole():
+    """There is no rule for 72 columns in blocks of 32, so a device has all columns."""
+
+    def rows(x):
+        blocks = jnp.pad(abs(x), ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
+        return x, jnp.max(blocks, 2)
+
+    x = integers(16, 72)
+    found, _ = on_devices(divided("rows", rows, "i j -> i j, i j/32"), (x,), (P("data", "model"),))
+    for a, b in zip(found, rows(jnp.asarray(x)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_under_vmap_scan_grad_and_remat():
+    x, w = integers(4, 64, 128), integers(4, 32, 128, seed=1)
+    specs = P("model", None, "data"), P(None, None, "data")
+    y, collectives = on_devices(jax.vmap(product), (x, w), specs)
+    np.testing.assert_array_equal(y, np.einsum("bik,bjk->bij", x, w))
+    assert "all-reduce" in collectives
+    y, _ = on_devices(
+        jax.vmap(product, in_axes=(0, None)), (x, w[0]), (P(None, "data"), P("model"))
+    )
+    np.testing.assert_array_equal(y, np.einsum("bik,jk->bij", x, w[0]))
+
+    def summed(x, w):
+        step = jax.checkpoint(lambda carry, xw: (carry + product(*xw), None))
+        return lax.scan(step, jnp.zeros((64, 32)), (x, w))[0]
+
+    y, _ = on_devices(summed, (x, w), (P(None, "data"), P(None, "model")))
+    np.testing.assert_array_equal(y, np.einsum("bik,bjk->ij", x, w))
+
+
+def test_inside_of_shard_map_it_is_the_function():
+    x, w = integers(64, 128), integers(32, 128, seed=1)
+    mapped = jax.shard_map(
+        product, mesh=MESH, in_specs=(P("data"), P("model")), out_specs=P("data", "model")
+    )
+    np.testing.assert_array_equal(jax.jit(mapped)(x, w), x @ w.T)
+
+
+def test_eagerly_and_on_one_device_it_is_the_function():
+    x, w = integers(6, 5), integers(3, 5, seed=1)
+    np.testing.assert_array_equal(product(x, w), x @ w.T)
+    text = jax.jit(product).lower(x, w).compile().as_text()
+    assert "custom-call" not in text
+
+
+def test_a_rule_in_shardys_words():
+    rule = Rule.parse("m k, n k, k/128 m, -> m n")
+    shapes = [(256, 256), (64, 256), (2, 256), ()]
+    assert rule.for_shardy(rule.units(shapes)) == (
+        "m (k k_unit), n (k k_unit), k m,  -> m n",
+        {"k_unit": 128},
+    )
+    assert rule.summed() == ("k",)
+    incomplete = [(256, 200), (64, 200), (2, 256), ()]
+    assert rule.for_shardy(rule.units(incomplete))[0] == "m k_1, n k_1, k_128 m,  -> m n"
