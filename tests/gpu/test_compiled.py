@@ -15,20 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import topologies
-from jax.sharding import (
-    AbstractDevice,
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-    use_abstract_mesh,
-)
 
 import jfp8
 from jfp8 import recipes
 from jfp8.scaling.formats import E4M3FN, E5M2
-from support.gpu_programs import DATA, SHARED_MEMORY, Hlo, Kernel, Program, compile_for, why_not
+from support.gpu_programs import (
+    Hlo,
+    Kernel,
+    Program,
+    assert_resources,
+    compile_for,
+    forward_and_backward,
+    why_not,
+)
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -39,45 +38,6 @@ ROWS = (((1,), (1,)), ((), ()))  # both operands are rows: lhs @ rhs.T
 
 def of(shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-@pytest.fixture
-def compiled(record_property, request):
-    """`compile_for` that leaves the counts of the program in the report, under a name."""
-
-    def compile_and_record(program, target, f, *args):
-        result = compile_for(target, f, *args)
-        record_property("order", request.session.items.index(request.node))
-        record_property("program", program)
-        for name, count in result.row().items():
-            record_property(name, count)
-        assert_resources(result)
-        return result
-
-    return compile_and_record
-
-
-def assert_resources(program):
-    """What holds of every kernel of ours: nothing is spilled, and it fits the device."""
-    for kernel in program.kernels:
-        assert kernel.spilled == 0, kernel
-        assert 0 < kernel.registers <= 255, kernel
-        assert kernel.shared_memory <= SHARED_MEMORY, kernel
-
-
-def forward_and_backward(layer, shape, dtype=BF16):
-    """A function of (variables, x, cotangent) with its arguments: result and all gradients."""
-    x = of(shape, dtype)
-    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
-    y = jax.eval_shape(layer.apply, variables, x)
-
-    def f(variables, x, dy):
-        histories = {name: variables[name] for name in variables if name == "fp8"}
-        others = {name: variables[name] for name in variables if name != "fp8"}
-        y, back = jax.vjp(lambda v, x: layer.apply({**v, **histories}, x), others, x)
-        return y, back(dy)
-
-    return f, (variables, x, of(y.shape, y.dtype))
 
 
 def gradients_of(product):
@@ -194,7 +154,7 @@ def test_control_spilled_registers(tmp_path):
     kernel = Kernel.read(tmp_path / "k_0")
     assert kernel == Kernel("k", 168, 8 + 16, 163904, *products)
     with pytest.raises(AssertionError, match="spilled=24"):
-        assert_resources(Program(Hlo(""), (kernel,)))
+        assert_resources(Program(Hlo(""), (kernel,), jfp8.debug.CollectiveBytes(())))
 
 
 # One scale per tensor: three calls of cuBLASLt
@@ -598,60 +558,3 @@ def test_other_recipes_on_blackwell(name, compiled):
     products = [p for p in program.hlo.other_products if not is_rotation(p)]
     assert len(program.hlo.fp8_products) + len(products) == 3
     assert program.kernels == ()
-
-
-# Eight GPUs.
-
-
-def eight_gpus():
-    """A mesh of eight H200, with `shard`, which makes abstract arrays on it."""
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology="1x1x8",
-        target_config=(DATA / "h200.txtpb").read_text(),
-    )
-    mesh = topologies.make_mesh(topology, (8,), ("fsdp",))
-    shard = lambda shape, dtype, *spec: jax.ShapeDtypeStruct(
-        shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
-    )
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    return use_abstract_mesh(
-        AbstractMesh((8,), ("fsdp",), (AxisType.Auto,), abstract_device=device)
-    ), shard
-
-
-def test_weights_of_eight_gpus_are_gathered_as_bytes():
-    """Under plain jit: one byte for each element, once in either loop; gradients are scattered."""
-    recipe, layers = recipes.get("current"), 4
-    specs = {name: PartitionSpec("fsdp") for name in ("wi", "wo")}
-    policy = jax.checkpoint_policies.save_only_these_names("fp8_saved")
-
-    def layer(x, params):
-        tree = {name: {"kernel": w} for name, w in params.items()}
-        whole = jfp8.gather_weights(tree, "fsdp", specs, recipe=recipe)
-        product = lambda x, name: jfp8.scaled_dot_general(
-            x, whole[name]["kernel"], (((1,), (0,)), ((), ())), recipe=recipe
-        )
-        return x + product(jnp.tanh(product(x, "wi")), "wo"), None
-
-    def loss(params, x):
-        x, _ = lax.scan(jax.checkpoint(layer, policy=policy, prevent_cse=False), x, params)
-        return jnp.mean(x.astype(F32) ** 2)
-
-    mesh, shard = eight_gpus()
-    params = {
-        "wi": shard((layers, 2048, 4096), F32, None, "fsdp"),
-        "wo": shard((layers, 4096, 2048), F32, None, "fsdp"),
-    }
-    shardings = jax.tree.map(lambda w: w.sharding, params)
-    with mesh:
-        step = jax.jit(jax.grad(loss), out_shardings=shardings)
-        found = step.trace(params, shard((16384, 2048), BF16, "fsdp")).lower().compile()
-    collectives = jfp8.debug.collective_bytes(found).collectives
-    elements = lambda op, dtype: sum(
-        c.elements for c in collectives if (c.op, c.dtype) == (op, dtype)
-    )
-    assert elements("all-gather", "u8") == 4 * 2048 * 4096
-    assert elements("all-gather", "f32") == elements("all-gather", "bf16") == 0
-    assert elements("reduce-scatter", "f32") == 2 * 2048 * 4096 // 8
-    assert elements("all-reduce", "f32") <= 1  # the loss

@@ -19,10 +19,22 @@ import tempfile
 import xml.etree.ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
+
+import jfp8
 
 DATA = Path(__file__).parents[1] / "data"
 CORES = {"h200": 132, "b200": 148}
@@ -107,6 +119,7 @@ PASSING = {"parameter", "constant", "bitcast", "convert", "copy", "multiply", "b
 PASSING |= {"reshape", "transpose", "slice", "pad", "bitcast-convert", "dynamic-slice", "add"}
 PASSING |= {"select", "compare", "is-finite", "abs", "and", "or", "clamp", "maximum", "minimum"}
 PASSING |= {"dynamic-update-slice", "divide", "iota"}
+COLLECTIVES = "all-|reduce-scatter|collective-|async-|partition-id|replica-id"
 PRODUCTS = {"dot", "convolution", "scaled-dot", "ragged-dot"}
 
 
@@ -279,11 +292,21 @@ class Hlo:
     def bytes_beside_products(self) -> int:
         """Bytes that all kernels but products read and write, were nothing kept in a cache."""
         products = {i.name for i in (*self.fp8_products, *self.other_products)}
-        return sum(
-            sum(a.bytes for a in i.results) + sum(a.bytes for o in operands for a in o.results)
+        return sum(size for i, size in self.kernels if i.name not in products)
+
+    @functools.cached_property
+    def kernels(self) -> list[tuple[Instruction, int]]:
+        """What is launched, collectives apart, with the bytes that it reads and writes."""
+        return [
+            (i, sum(a.bytes for x in (i, *operands) for a in x.results))
             for i, operands in self.launched
-            if i.name not in products
-        )
+            if not re.match(COLLECTIVES, i.opcode)
+        ]
+
+    @functools.cached_property
+    def small_kernels(self) -> list[Instruction]:
+        """Those of `kernels` that take less than 1 MB, and so no time but that of their launch."""
+        return [i for i, size in self.kernels if size < 1e6]
 
 
 def _large(operands: list[Instruction]) -> list[Instruction]:
@@ -360,6 +383,7 @@ class Program:
 
     hlo: Hlo
     kernels: tuple[Kernel, ...]  # of Mosaic GPU, one per call
+    exchanged: jfp8.debug.CollectiveBytes
 
     def row(self) -> dict[str, str]:
         """Its counts, for the table."""
@@ -375,6 +399,8 @@ class Program:
             "f8 transposes": str(len(self.hlo.f8_transposes)),
             "passes over outputs": str(len(self.hlo.passes_over_outputs)),
             "MB beside products": f"{self.hlo.bytes_beside_products / 1e6:.0f}",
+            "kernels (below 1 MB)": f"{len(self.hlo.kernels)} ({len(self.hlo.small_kernels)})",
+            "MB exchanged": f"{self.exchanged.total / 1e6:.0f}",
             "QGMMA": str(sum(len(k.qgmma) for k in self.kernels)) if by["Pallas"] else "–",
             "registers": most(k.registers for k in self.kernels),
             "spilled bytes": most(k.spilled for k in self.kernels),
@@ -382,25 +408,49 @@ class Program:
         }
 
 
+def assert_resources(program: Program) -> None:
+    """What holds of every kernel of ours: nothing is spilled, and it fits the device."""
+    for kernel in program.kernels:
+        assert kernel.spilled == 0, kernel
+        assert 0 < kernel.registers <= 255, kernel
+        assert kernel.shared_memory <= SHARED_MEMORY, kernel
+
+
 def compile_for(target: str, f: Callable[..., Any], *args: Any) -> Program:
     """``jit(f)`` of arguments like `args` (trees of anything with shape and dtype) for `target`."""
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+    everywhere = jax.tree.map(lambda _: PartitionSpec(), args)
+    return compile_divided(target, {"x": 1}, f, args, everywhere)
 
+
+def compile_divided(
+    target: str,
+    axes: dict[str, int],
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    specs: tuple[Any, ...],
+    out_specs: Any = None,
+) -> Program:
+    """The same for a mesh with these axes; arguments and results lie as their specs say."""
+    mesh = _mesh_of(target, tuple(axes), tuple(axes.values()))
+    place = lambda specs: jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=_is_spec)
     args = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_on(target)), args
+        lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+        args,
+        place(specs),
     )
     # What a device would say of itself, where kernels are chosen.
     device = AbstractDevice(
         device_kind=f"NVIDIA {target.upper()}", num_cores=CORES[target], platform="gpu"
     )
+    described = AbstractMesh(
+        tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=device
+    )
     before = os.environ.get("MOSAIC_GPU_DUMP_TO")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
-    ):
+    with tempfile.TemporaryDirectory() as folder, use_abstract_mesh(described):
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:
-            text = jax.jit(f).trace(*args).lower().compile().as_text()
+            jitted = jax.jit(f, out_shardings=None if out_specs is None else place(out_specs))
+            compiled = jitted.trace(*args).lower().compile()
         finally:
             del os.environ["MOSAIC_GPU_DUMP_TO"]
             if before is not None:
@@ -408,21 +458,45 @@ def compile_for(target: str, f: Callable[..., Any], *args: Any) -> Program:
         kernels = tuple(
             Kernel.read(p.with_suffix("")) for p in sorted(Path(folder).glob("*.ptxas"))
         )
-    return Program(Hlo(text, kernels), kernels)
+    exchanged = jfp8.debug.collective_bytes(compiled)
+    return Program(Hlo(compiled.as_text(), kernels), kernels, exchanged)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 @functools.cache
-def _on(target: str) -> jax.sharding.NamedSharding:
-    """On one device of the kind."""
+def _mesh_of(target: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> jax.sharding.Mesh:
+    """Devices of the kind."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
         platform="cuda",
-        topology="1x1x1",
+        topology=f"1x1x{math.prod(sizes)}",
         target_config=(DATA / f"{target}.txtpb").read_text(),
     )
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return topologies.make_mesh(topology, sizes, names)
+
+
+# Programs
+
+
+def forward_and_backward(
+    layer: Any, shape: tuple[int, ...], dtype: Any = jnp.bfloat16
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function of (variables, x, cotangent) with its arguments: result and all gradients."""
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    y = jax.eval_shape(layer.apply, variables, x)
+
+    def f(variables, x, dy):
+        histories = {name: variables[name] for name in variables if name == "fp8"}
+        others = {name: variables[name] for name in variables if name != "fp8"}
+        y, back = jax.vjp(lambda v, x: layer.apply({**v, **histories}, x), others, x)
+        return y, back(dy)
+
+    return f, (variables, x, jax.ShapeDtypeStruct(y.shape, y.dtype))
 
 
 # The table
