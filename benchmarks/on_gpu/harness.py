@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from on_gpu.clocks import Watch
+
 Record = dict[str, Any]
 _MARK = "@@case "  # before what a worker has to say; other lines are those of libraries
 _LOST = 3  # exit code of a worker whose device was lost in a case that it did report
@@ -30,11 +32,19 @@ _LOST = 3  # exit code of a worker whose device was lost in a case that it did r
 
 @dataclass(frozen=True)
 class Timed:
-    """Something to time: `run` does it `calls` times; `facts` go into its record."""
+    """Something to time.
+
+    Attributes:
+      run: does it `calls` times.
+      facts: for its record.
+      shorter: does it `shorter_calls` times; for slopes, where the device keeps no times itself.
+    """
 
     run: Callable[[], Any]
     calls: int = 1
     facts: Record = field(default_factory=dict)
+    shorter: Callable[[], Any] | None = None
+    shorter_calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,7 @@ Section = Callable[[Settings], Iterable[Group]]
 def work(text: str) -> None:
     """Run what `text`, the plan of `supervise`, asks for, and say so line by line."""
     plan = json.loads(text)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     settings = Settings(**plan["settings"])
     if plan["start"]:  # what a module does before anything runs, such as naming the device
         _say("hello", record=_function(plan["start"])(settings))
@@ -117,6 +128,13 @@ def work(text: str) -> None:
         _say("section done", name=name)
 
 
+def _end_with(parent: int) -> None:
+    """End this process, even in a kernel that hangs, when its supervisor was killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def running() -> None:
     """Say that all is compiled, so that from now on silence means that a kernel hangs."""
     _say("running")
@@ -130,7 +148,7 @@ def _run_group(
     finished: set[tuple[str, str, str]],
     broken: set[str],
 ) -> None:
-    from common import interleaved_medians
+    from on_gpu.device_time import measure
 
     ready: dict[str, Timed] = {}
     seconds: dict[str, float] = {}
@@ -162,23 +180,23 @@ def _run_group(
         return
     # The baseline twice: what lies between its two figures is noise.
     again = "baseline again"
-    runs: dict[str, Callable[[], Any]] = {name: timed.run for name, timed in ready.items()}
-    if group.baseline in runs:
-        runs[again] = runs[group.baseline]
+    cases = dict(ready)
+    if group.baseline in ready:
+        cases[again] = ready[group.baseline]
     _say("timing", section=section, group=group.name, names=list(ready))
     try:
-        medians = interleaved_medians(runs, settings.repeats)
+        times = measure(cases, settings.repeats)
     except Exception as error:
         for name in ready:
             _say("case", section=section, group=group.name, name=name, record=_failure(error))
         _check_health()
         return
     noise = None
-    if again in medians:
-        noise = abs(medians[again] / medians[group.baseline] - 1)
+    if again in times:
+        noise = abs(times[again]["ms"] / times[group.baseline]["ms"] - 1)
     for name, timed in ready.items():
         record = {
-            "ms": medians[name] / timed.calls,
+            **times[name],
             "calls": timed.calls,
             "baseline": group.baseline,
             "noise": noise,
@@ -226,12 +244,11 @@ def _say(event: str, **what: Any) -> None:
 
 @dataclass
 class Outcome:
-    """What all workers said."""
+    """What all workers said; `note` hears it first."""
 
+    note: Callable[[Record], None]
     hello: Record = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    watched: list[Record] = field(default_factory=list)
 
 
 def supervise(
@@ -242,7 +259,8 @@ def supervise(
     minutes: float,
     environment: dict[str, str] | None = None,
     log: Path | None = None,
-    watch: Callable[[], Record | None] | None = None,
+    watch: Callable[[], dict[str, str] | None] | None = None,
+    note: Callable[[Record], None] = lambda line: None,
 ) -> Outcome:
     """Run the sections in order, at most `minutes` in all.
 
@@ -254,12 +272,14 @@ def supervise(
       minutes: after which the worker is ended, whatever it does.
       environment: variables to set in it.
       log: file for what else the worker prints; None: nowhere.
-      watch: called while a group is being timed, on a thread of its own.
+      watch: called again and again while a group is being timed, on a thread of its own; the
+        group's records get a summary of what it says, as ``clocks``.
+      note: told at once of each line for the file of records.
 
     Returns:
       All records, each with its section, group and name.
     """
-    outcome = Outcome()
+    outcome = Outcome(note)
     end = time.time() + 60 * minutes
     remaining = list(sections)
     broken: set[str] = set()
@@ -277,11 +297,6 @@ def supervise(
             worker = _Worker(plan, settings, environment, log_file)
             worker.follow(outcome, remaining, broken, watch)
     return outcome
-
-
-def _watch(outcome: Outcome, watch: Callable[[], Record | None], where: Record) -> None:
-    if seen := watch():
-        outcome.watched.append({**where, **seen})
 
 
 class _Worker:
@@ -313,11 +328,12 @@ class _Worker:
         outcome: Outcome,
         remaining: list[str],
         broken: set[str],
-        watch: Callable[[], Record | None] | None,
+        watch: Callable[[], dict[str, str] | None] | None,
     ) -> None:
         """Take down what it finishes, until it ends or is ended, and then who is to blame."""
         doing: list[Record] = []
         kernels: list[str] = []
+        watched: Watch | None = None
         section, began = remaining[0], time.time()
         stopped = None
         try:
@@ -329,6 +345,7 @@ class _Worker:
                 self.silence = self.settings.compiling
                 if what == "hello":
                     outcome.hello = event["record"]
+                    outcome.note({"line": "worker", **outcome.hello})
                 elif what == "section":
                     section, began = event["name"], time.time()
                 elif what == "section done":
@@ -340,14 +357,17 @@ class _Worker:
                 elif what == "timing":
                     kernels, names = [], event.pop("names")
                     doing = [{**event, "name": name} for name in names]
-                    if watch:
-                        threading.Thread(target=_watch, args=(outcome, watch, event)).start()
+                    watched = Watch(watch) if watch else None
                 elif what == "case":
                     doing = [d for d in doing if d["name"] != event["name"]]
+                    if watched and "ms" in event["record"]:
+                        event["record"]["clocks"] = watched.stop()
                     _record(outcome, **event)
                 if what in ("running", "timing"):
                     self.silence = self.settings.running
         finally:
+            if watched:
+                watched.stop()
             self.process.kill()
             code = self.process.wait()
         if not remaining:
@@ -375,8 +395,9 @@ class _Worker:
         assert stdout is not None
 
         def read() -> None:
-            for line in stdout:
-                lines.put(line)
+            with stdout:
+                for line in stdout:
+                    lines.put(line)
             lines.put(None)
 
         threading.Thread(target=read, daemon=True).start()
@@ -397,7 +418,9 @@ class _Worker:
 
 
 def _record(outcome: Outcome, section: str, group: str, name: str, record: Record) -> None:
-    outcome.records.append({"section": section, "group": group, "name": name, **record})
+    record = {"section": section, "group": group, "name": name, **record}
+    outcome.records.append(record)
+    outcome.note({"line": "record", **record})
     if "ms" in record:
         said = f"{record['ms']:.4f} ms"
     else:
@@ -406,4 +429,4 @@ def _record(outcome: Outcome, section: str, group: str, name: str, record: Recor
 
 
 def _add_seconds(outcome: Outcome, name: str, seconds: float) -> None:
-    outcome.seconds[name] = round(outcome.seconds.get(name, 0.0) + seconds, 1)
+    outcome.note({"line": "section", "name": name, "seconds": round(seconds, 1)})
