@@ -263,7 +263,10 @@ def _checks(records: list[Record]) -> list[str]:
     failed = sum("error" in r for r in records)
     skipped = sum("skipped" in r for r in records)
     passed = len(records) - failed - skipped
-    return [f"  {passed} passed, {failed} failed, {skipped} skipped", *_complaints(records)]
+    lines = [f"  {passed} passed, {failed} failed, {skipped} skipped"]
+    if poisoned := [r["poisoned"] for r in records if "poisoned" in r]:
+        lines.append(f"  before each run NaN was in {poisoned[0]:.0%} of what it was to write")
+    return lines + _complaints(records)
 
 
 def _complaints(records: list[Record]) -> list[str]:
