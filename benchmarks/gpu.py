@@ -10,9 +10,10 @@ failure in one is a line in the result, and a kernel that hangs is ended without
     python benchmarks/gpu.py --table runs/h200.jsonl
     python benchmarks/gpu.py --smoke               # on a CPU, with kernels interpreted: minutes
 
-Each record is in the file as soon as it is made, whatever ends the program; several calls may fill
-one file (`on_gpu/records.py`). The table is made from the file alone. The package has to be
-importable, installed or by PYTHONPATH. The exit status is 1 if a check fails.
+Each record is in the file as soon as it is made, whatever ends the program. With a file that
+exists, only what it lacks is measured, and what failed: the same command again goes on where the
+time ended. After a change of a kernel take a new file. The table is made from the file alone. The
+package has to be importable, installed or by PYTHONPATH. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import functools
 import sys
 from pathlib import Path
 
-from on_gpu.caches import caches
+from on_gpu.caches import RUNS, caches
 from on_gpu.clocks import clocks
 from on_gpu.harness import Settings, supervise
-from on_gpu.records import append, load
+from on_gpu.records import append, load, measured
 from on_gpu.tables import complete, table
 
 # Most important first. The numbers are shares of the time, of which none lacks what it leaves over.
@@ -41,7 +42,6 @@ SECTIONS = {
     "memory": ("on_gpu.training:memory", 1.0),
     "facts": ("on_gpu.products:facts", 4.0),
 }
-RUNS = Path(__file__).parent.parent / "runs"
 # For a smoke test: nothing there runs long enough to be worth optimising.
 ON_CPU = {
     "JAX_PLATFORMS": "cpu",
@@ -54,6 +54,7 @@ def measure(
 ) -> None:
     """Run `sections`, and write each record to the file `records`."""
     kept = caches()
+    done = measured(records)
     note = functools.partial(append, records)
     run = {
         "benchmark": "GPU kernels",
@@ -67,7 +68,7 @@ def measure(
         },
     }
     note({"line": "run", **run})
-    print(f"records: {records}", flush=True)
+    print(f"records: {records}" + (f", which has {len(done)}" if done else ""), flush=True)
     print(f"compiled programs: {kept['JAX_COMPILATION_CACHE_DIR']}", flush=True)
     supervise(
         {name: SECTIONS[name] for name in sections},
@@ -78,6 +79,7 @@ def measure(
         log=log,
         watch=None if settings.smoke else clocks,
         note=note,
+        measured=done,
     )
 
 
@@ -104,7 +106,7 @@ def main() -> None:
     parser.add_argument("--sections", type=sections_of, default=list(SECTIONS), help="a,b,c")
     parser.add_argument("--minutes", type=float, default=None, help="never more than this (9)")
     parser.add_argument("--repeats", type=int, default=None, help="timed runs of each line (20)")
-    parser.add_argument("--records", type=Path, help="file to add records to (runs/gpu-...jsonl)")
+    parser.add_argument("--records", type=Path, help="file to begin or continue (runs/gpu-*)")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of FILE only")
     parser.add_argument("--hlo", type=Path, help="folder for the compiled programs of layers")
     parser.add_argument("--log", type=Path, help="file for what libraries print")

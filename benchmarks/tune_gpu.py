@@ -30,13 +30,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from on_gpu.caches import caches
+from on_gpu.caches import RUNS, caches
 from on_gpu.clocks import clocks
 from on_gpu.harness import Case, Group, Record, Settings, Timed, supervise
 from on_gpu.records import append, replace
 
-ROOT = Path(__file__).parent.parent
-TABLE = ROOT / "jfp8" / "matmul" / "hopper" / "tuned.json"
+TABLE = Path(__file__).parent.parent / "jfp8" / "matmul" / "hopper" / "tuned.json"
 PRODUCTS = ("running", "promoted", "block", "block_columns")
 QUANTIZE = ("quantize_both", "quantize_rows_in_blocks", "quantize_tiles", "row_and_column_amax")
 
@@ -249,7 +248,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=[[8192, 8192, 8192]])
     parser.add_argument("--candidates", type=int, default=40, help="of all together (40)")
     parser.add_argument("--table", type=Path, default=TABLE, help="JSON file to add to")
-    parser.add_argument("--records", type=Path, help="file to add records to (runs/tune-...jsonl)")
+    parser.add_argument("--records", type=Path, help="file to add records to (runs/tune-*)")
     parser.add_argument("--minutes", type=float, default=9.0, help="never more than this")
     parser.add_argument("--repeats", type=int, default=10, help="timed runs of each candidate")
     parser.add_argument("--log", type=Path, help="file for what libraries print")
@@ -267,7 +266,7 @@ def main() -> None:
         options |= {"shapes": [[128, 128, 128]], "candidates": 2 * len(arguments.kernels)}
         settings = Settings(True, 1, 0, compiling=600, running=600, options=options)
     now = datetime.datetime.now(datetime.UTC)
-    records = arguments.records or ROOT / "runs" / f"tune-{now:%Y-%m-%d-%H%M%S}.jsonl"
+    records = arguments.records or RUNS / f"tune-{now:%Y-%m-%d-%H%M%S}.jsonl"
     records.parent.mkdir(parents=True, exist_ok=True)
     minutes = arguments.minutes - 0.25
     for line in summary(tune_into(arguments.table, records, settings, minutes, arguments.log)):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
+
+RUNS = Path(__file__).parents[2] / "runs"  # ignored by git
 
 
 def caches() -> dict[str, str]:
@@ -12,9 +13,8 @@ def caches() -> dict[str, str]:
 
     JAX keeps XLA's choices among kernels in a folder within that of compiled programs.
     """
-    folder = Path(tempfile.gettempdir()) / "jfp8-programs"
     wanted = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_COMPILATION_CACHE_DIR": str(RUNS / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir",

@@ -26,6 +26,7 @@ from typing import Any
 from on_gpu.clocks import Watch
 
 Record = dict[str, Any]
+Key = tuple[str, str, str]  # section, group, name
 _MARK = "@@case "  # before what a worker has to say; other lines are those of libraries
 _LOST = 3  # exit code of a worker whose device was lost in a case that it did report
 
@@ -111,7 +112,7 @@ def work(text: str) -> None:
     settings = Settings(**plan["settings"])
     if plan["start"]:  # what a module does before anything runs, such as naming the device
         _say("hello", record=_function(plan["start"])(settings))
-    finished = {tuple(key) for key in plan["finished"]}
+    finished, measured = ({tuple(key) for key in plan[what]} for what in ("finished", "measured"))
     for index, (name, function) in enumerate(plan["sections"]):
         share = plan["shares"][index] / sum(plan["shares"][index:])
         end = time.time() + share * (plan["end"] - time.time())
@@ -124,7 +125,8 @@ def work(text: str) -> None:
                 _say("case", section=name, group="", name="", record=_failure(error))
         while groups:  # each gets its part of the section's time, and what others left over
             until = time.time() + (end - time.time()) / len(groups)
-            _run_group(name, groups.pop(0), settings, until, finished, set(plan["broken"]))
+            group = left_of(name, groups.pop(0), finished, measured)
+            _run_group(name, group, settings, until, set(plan["broken"]))
         _say("section done", name=name)
 
 
@@ -140,13 +142,21 @@ def running() -> None:
     _say("running")
 
 
+def left_of(section: str, group: Group, finished: set[Key], measured: set[Key]) -> Group:
+    """The cases of `group` that are still to do, with its baseline, so that it is timed beside."""
+
+    def key(case: Case) -> Key:
+        return section, group.name, case.name
+
+    cases = [case for case in group.cases if key(case) not in finished]
+    if all(key(case) in measured for case in cases):
+        cases = []
+    cases = [case for case in cases if key(case) not in measured or case.name == group.baseline]
+    return dataclasses.replace(group, cases=cases)
+
+
 def _run_group(
-    section: str,
-    group: Group,
-    settings: Settings,
-    end: float,
-    finished: set[tuple[str, str, str]],
-    broken: set[str],
+    section: str, group: Group, settings: Settings, end: float, broken: set[str]
 ) -> None:
     from on_gpu.device_time import measure
 
@@ -154,8 +164,6 @@ def _run_group(
     seconds: dict[str, float] = {}
     for case in group.cases:
         where = {"section": section, "group": group.name, "name": case.name}
-        if tuple(where.values()) in finished:
-            continue
         if time.time() > end:
             _say("case", **where, record={"skipped": "no time was left for it"})
             continue
@@ -199,6 +207,7 @@ def _run_group(
             **times[name],
             "calls": timed.calls,
             "baseline": group.baseline,
+            "baseline_ms": times[group.baseline]["ms"] if group.baseline in times else None,
             "noise": noise,
             "prepare_s": round(seconds[name], 2),
             "uses": next(list(case.kernels) for case in group.cases if case.name == name),
@@ -261,6 +270,7 @@ def supervise(
     log: Path | None = None,
     watch: Callable[[], dict[str, str] | None] | None = None,
     note: Callable[[Record], None] = lambda line: None,
+    measured: Iterable[Key] = (),
 ) -> Outcome:
     """Run the sections in order, at most `minutes` in all.
 
@@ -275,6 +285,7 @@ def supervise(
       watch: called again and again while a group is being timed, on a thread of its own; the
         group's records get a summary of what it says, as ``clocks``.
       note: told at once of each line for the file of records.
+      measured: section, group and name of cases that an earlier call did.
 
     Returns:
       All records, each with its section, group and name.
@@ -291,6 +302,7 @@ def supervise(
                 "sections": [(name, sections[name][0]) for name in remaining],
                 "shares": [sections[name][1] for name in remaining],
                 "finished": [(r["section"], r["group"], r["name"]) for r in outcome.records],
+                "measured": list(measured),
                 "broken": sorted(broken),
                 "end": end,
             }

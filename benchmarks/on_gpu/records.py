@@ -1,7 +1,7 @@
 """The file of records: a line of JSON for each, written as it is made, and read back as a result.
 
-A process that is killed leaves every record that it made. A file that exists is added to, so that
-several calls fill one file; of a case that is there twice, the later record counts. Lines are
+A process that is killed leaves every record that it made. A file that exists is continued, so that
+several calls fill one file; of a case that is there twice, the last with a result counts. Lines are
 
     {"line": "run", ...}      a call: when, with which settings
     {"line": "worker", ...}   device and versions, by each process that works
@@ -46,6 +46,30 @@ def read(path: Path) -> list[Record]:
     return found
 
 
+def measured(path: Path) -> list[tuple[str, str, str]]:
+    """Section, group and name of all that is in `path`, less what failed or had no time."""
+    if not path.exists():
+        return []
+    return [(r["section"], r["group"], r["name"]) for r in load(path)["records"] if not _failed(r)]
+
+
+def _of_each_case(lines: list[Record]) -> dict[tuple[str, str, str], Record]:
+    records: dict[tuple[str, str, str], Record] = {}
+    for line in lines:
+        if line["line"] == "run":  # tries again what failed or was skipped as a whole
+            again = line.get("settings", {}).get("sections", ())
+            records = {key: r for key, r in records.items() if key[1] or key[0] not in again}
+        if line["line"] == "record":
+            key = line["section"], line["group"], line["name"]
+            if key not in records or not _failed(line) or _failed(records[key]):
+                records[key] = {k: v for k, v in line.items() if k != "line"}
+    return records
+
+
+def _failed(record: Record) -> bool:
+    return "error" in record or "skipped" in record
+
+
 def load(path: Path) -> Record:
     """The result: a dictionary of all that `path` says, with a list of records and no rates yet."""
     lines = read(path)
@@ -60,7 +84,7 @@ def load(path: Path) -> Record:
     others = {w["device"] for w in workers} - {worker.get("device")}
     if others:
         raise ValueError(f"{path} mixes devices: {worker['device']} and {', '.join(others)}")
-    records = {(r["section"], r["group"], r["name"]): r for r in of("record")}
+    records = _of_each_case(lines)
     seconds = {section: 0.0 for section, _, _ in records}
     for section in of("section"):
         seconds[section["name"]] = seconds.get(section["name"], 0.0) + section["seconds"]

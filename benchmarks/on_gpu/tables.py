@@ -41,8 +41,8 @@ def derive(records: list[Record], on_gpu: bool) -> Record:
             flops = record.get("flops_f8", 0) + record.get("flops_bf16", 0)
             record["tflops"] = flops / seconds / 1e12 if flops else None
             record["gbs"] = record["bytes"] / seconds / 1e9 if "bytes" in record else None
-            base = _find(records, record["section"], record["group"], record["baseline"])
-            record["ratio"] = base["ms"] / record["ms"] if base else None
+            base = record["baseline_ms"]
+            record["ratio"] = base / record["ms"] if base else None
     limits = (
         _ceilings(records) if on_gpu else dict.fromkeys(("bf16_tflops", "fp8_tflops", "copy_gbs"))
     )
