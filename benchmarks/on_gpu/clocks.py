@@ -87,7 +87,8 @@ class Watch:
         self._samples: list[Sample] = []
         self._stopped = threading.Event()
         self._look = look
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -98,6 +99,7 @@ class Watch:
             self._stopped.wait(0.1)
 
     def stop(self) -> dict[str, Any] | None:
-        """End it; the summary of what it saw."""
+        """End it; the summary of what it saw, one sample at least."""
         self._stopped.set()
+        self._thread.join(timeout=2)
         return summary(list(self._samples))

@@ -335,7 +335,7 @@ def _block_step(name: str, settings: Settings) -> Timed:
     }
     if settings.smoke:
         return Timed(functools.partial(run, 1), 1, facts)
-    return Timed(functools.partial(run, 3), 3, facts, functools.partial(run, 1), 1)
+    return Timed(functools.partial(run, 2), 2, facts, functools.partial(run, 1), 1)
 
 
 # Memory.
