@@ -32,7 +32,7 @@ def measure(cases: Mapping[str, Timed], repeats: int) -> dict[str, Record]:
     """For each case ``ms`` of a call (median), ``ms_p10``, ``ms_p90``, and ``clock``, whose it is.
 
     With CUPTI also ``busy_ms``: without the gaps between kernels, and ``host_ms``: by the host's
-    clock, with CUDA graphs, which XLA does without while a profiler looks on.
+    clock without a profiler, and so with CUDA graphs, which XLA does not use under a profiler.
     """
     order = [name for _ in range(repeats) for name in cases]
     if not has_cupti():
