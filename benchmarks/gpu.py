@@ -5,26 +5,30 @@ ceilings of the device, FP8 products, linear layers, quantize kernels, a Transfo
 accumulation errors, memory, and what XLA's compiler does with FP8. Sections are independent: a
 failure in one is a line in the result, and a kernel that hangs is ended without harm to the others.
 
-    python benchmarks/gpu.py --save                # benchmarks/results/gpu-<device>-<date>.json
-    python benchmarks/gpu.py --sections products,linear --json out.json --hlo programs
+    python benchmarks/gpu.py                       # all, into runs/gpu-<date>.jsonl
+    python benchmarks/gpu.py --sections products,linear --records runs/h200.jsonl --hlo programs
+    python benchmarks/gpu.py --table runs/h200.jsonl
     python benchmarks/gpu.py --smoke               # on a CPU, with kernels interpreted: minutes
 
-The package has to be importable, installed or by PYTHONPATH. The exit status is 1 if a check fails.
+Each record is in the file as soon as it is made, whatever ends the program. With a file that
+exists, only what it lacks is measured, and what failed: the same command again goes on where the
+time ended. After a change of a kernel take a new file. The table is made from the file alone. The
+package has to be importable, installed or by PYTHONPATH. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import re
+import functools
 import sys
 from pathlib import Path
-from typing import Any
 
+from on_gpu.caches import RUNS, caches
 from on_gpu.clocks import clocks
 from on_gpu.harness import Settings, supervise
-from on_gpu.tables import derive, table, targets
+from on_gpu.records import append, load, measured
+from on_gpu.tables import complete, table
 
 # Most important first. The numbers are shares of the time, of which none lacks what it leaves over.
 SECTIONS = {
@@ -38,7 +42,6 @@ SECTIONS = {
     "memory": ("on_gpu.training:memory", 1.0),
     "facts": ("on_gpu.products:facts", 4.0),
 }
-RESULTS = Path(__file__).parent / "results"
 # For a smoke test: nothing there runs long enough to be worth optimising.
 ON_CPU = {
     "JAX_PLATFORMS": "cpu",
@@ -47,46 +50,43 @@ ON_CPU = {
 
 
 def measure(
-    sections: list[str], settings: Settings, minutes: float, log: Path | None
-) -> dict[str, Any]:
-    """All records, what is derived from them, and where they are from."""
-    outcome = supervise(
-        {name: SECTIONS[name] for name in sections},
-        settings,
-        start="on_gpu.timing:begin",
-        minutes=minutes,
-        environment=ON_CPU if settings.smoke else None,
-        log=log,
-        watch=None if settings.smoke else clocks,
-    )
-    hello = outcome.hello
-    on_gpu = hello.get("platform") == "gpu"
-    limits = derive(outcome.records, on_gpu)
-    seen = next((c for c in outcome.watched if c), {})
-    return {
+    sections: list[str], settings: Settings, minutes: float, log: Path | None, records: Path
+) -> None:
+    """Run `sections`, and write each record to the file `records`."""
+    kept = caches()
+    done = measured(records)
+    note = functools.partial(append, records)
+    run = {
         "benchmark": "GPU kernels",
         "smoke": settings.smoke,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": {
-            "kind": hello.get("device"),
-            "platform": hello.get("platform"),
-            "driver": seen.get("driver_version"),
-            "compute_capability": hello.get("compute_capability"),
-            "multiprocessors": hello.get("multiprocessors"),
-            "memory_bytes": hello.get("memory_bytes"),
-        },
-        "versions": hello.get("versions", {}),
         "settings": {
+            "sections": sections,
             "minutes": minutes,
             "repeats": settings.repeats,
             "warmups": settings.warmups,
         },
-        "clocks": outcome.watched,
-        "ceilings": limits,
-        "targets": targets(outcome.records) if on_gpu else [],
-        "sections": {name: {"seconds": outcome.seconds.get(name, 0.0)} for name in sections},
-        "records": outcome.records,
     }
+    note({"line": "run", **run})
+    print(f"records: {records}" + (f", which has {len(done)}" if done else ""), flush=True)
+    print(f"compiled programs: {kept['JAX_COMPILATION_CACHE_DIR']}", flush=True)
+    supervise(
+        {name: SECTIONS[name] for name in sections},
+        settings,
+        start="on_gpu.timing:begin",
+        minutes=minutes,
+        environment={**kept, **(ON_CPU if settings.smoke else {})},
+        log=log,
+        watch=None if settings.smoke else clocks,
+        note=note,
+        measured=done,
+    )
+
+
+def records_file(smoke: bool) -> Path:
+    """A file below ``runs``, with the time in its name."""
+    now = datetime.datetime.now(datetime.UTC)
+    return RUNS / f"{'smoke' if smoke else 'gpu'}-{now:%Y-%m-%d-%H%M%S}.jsonl"
 
 
 def sections_of(text: str) -> list[str]:
@@ -106,28 +106,23 @@ def main() -> None:
     parser.add_argument("--sections", type=sections_of, default=list(SECTIONS), help="a,b,c")
     parser.add_argument("--minutes", type=float, default=None, help="never more than this (9)")
     parser.add_argument("--repeats", type=int, default=None, help="timed runs of each line (20)")
-    parser.add_argument("--json", type=Path, help="file for the result")
-    parser.add_argument("--save", action="store_true", help="write the result below results/")
+    parser.add_argument("--records", type=Path, help="file to begin or continue (runs/gpu-*)")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of FILE only")
     parser.add_argument("--hlo", type=Path, help="folder for the compiled programs of layers")
     parser.add_argument("--log", type=Path, help="file for what libraries print")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU, kernels interpreted")
     arguments = parser.parse_args()
-    repeats = arguments.repeats or (1 if arguments.smoke else 20)
-    settings = Settings(repeats=repeats, hlo=str(arguments.hlo) if arguments.hlo else None)
-    if arguments.smoke:
-        settings = Settings(True, repeats, 0, compiling=600, running=600, hlo=settings.hlo)
-    # Without the seconds that starting and ending takes, the whole stays below the limit.
-    minutes = (arguments.minutes or (30 if arguments.smoke else 9)) - 0.25
-    result = measure(arguments.sections, settings, minutes, arguments.log)
-    text = json.dumps(result, indent=1)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
-    if arguments.save:
-        kind = re.sub(r"\W+", "-", str(result["device"]["kind"])).strip("-").lower()
-        start = "smoke" if arguments.smoke else "gpu"
-        path = RESULTS / f"{start}-{kind}-{result['date'][:10]}.json"
-        path.write_text(text + "\n")
-        print(path)
+    path = arguments.table or arguments.records or records_file(arguments.smoke)
+    if not arguments.table:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        repeats = arguments.repeats or (1 if arguments.smoke else 20)
+        settings = Settings(repeats=repeats, hlo=str(arguments.hlo) if arguments.hlo else None)
+        if arguments.smoke:
+            settings = Settings(True, repeats, 0, compiling=600, running=600, hlo=settings.hlo)
+        # Without the seconds that starting and ending takes, the whole stays below the limit.
+        minutes = (arguments.minutes or (30 if arguments.smoke else 9)) - 0.25
+        measure(arguments.sections, settings, minutes, arguments.log, path)
+    result = complete(load(path))
     print(table(result), flush=True)
     if any(r["section"] == "checks" and "error" in r for r in result["records"]):
         sys.exit(1)

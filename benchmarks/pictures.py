@@ -2,7 +2,7 @@
 
     python benchmarks/pictures.py                    # a few minutes; `loss` is a training of two
     python benchmarks/pictures.py memory roofline
-    python benchmarks/pictures.py roofline --measured h200.json    # what benchmarks/gpu.py wrote
+    python benchmarks/pictures.py roofline --measured h200.jsonl   # what benchmarks/gpu.py wrote
 
 Each is written to docs/_static/NAME.png, and `loss`, the one of README, to docs/loss.png. Pictures
 of notebooks are taken from these as they are stored: run the notebook first if it has changed.
@@ -29,6 +29,7 @@ import optax
 import png
 from accumulation import multiply, operands
 from matplotlib.figure import Figure
+from on_gpu.records import load
 from results_file import ROOT
 from roofline import roofline
 
@@ -242,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"no picture is called {', '.join(sorted(unknown))}")
     if args.measured:
-        DRAWN["roofline"] = partial(roofline, json.loads(args.measured.read_text()))
+        DRAWN["roofline"] = partial(roofline, load(args.measured))
     for name in args.names or NAMES:
         write(name, ROOT / "docs/_static")
         print(name, flush=True)

@@ -51,8 +51,28 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("default")
 
 
+def of_a_gpu(config: pytest.Config) -> bool:
+    """Whether this run is ``pytest -m gpu``, or that and more conditions."""
+    return config.option.markexpr.split()[:1] == ["gpu"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """On a GPU one process runs all tests: JAX takes most of its memory in each."""
+    if of_a_gpu(config) and hasattr(config.option, "numprocesses"):
+        config.option.numprocesses = 0
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Programs compiled once are found again, by the other workers and in the next run."""
+    """Chooses the device, before JAX looks for one.
+
+    Programs compiled once are found again, by the other workers and in the next run.
+    """
+    if of_a_gpu(config):
+        os.environ["XLA_FLAGS"] = given  # compiled as users have it
+    elif not jax.config.jax_platforms:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for workers and scripts
+        jax.config.update("jax_platforms", "cpu")
     if hasattr(config, "cache"):  # not with -p no:cacheprovider
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -98,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-        pytest.skip("needs an NVIDIA GPU")
+        pytest.skip("needs an NVIDIA GPU, and pytest -m gpu")
 
 
 MAPS = Path("/proc/self/maps")

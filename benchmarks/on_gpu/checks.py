@@ -3,7 +3,8 @@
 Quantize kernels must agree bit for bit with `jfp8.quantize` and its parts on a CPU. Products are
 compared with float64 twice: bit for bit on small integers, whose sums are all exact in any order;
 and on random data within the error that tensor cores may make. Everything runs three times and has
-to give the same bits: a difference between runs is a race.
+to give the same bits: a difference between runs is a race. Before each run NaN is written to the
+memory that it will get, so that what a kernel leaves out is not right from the run before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jfp8.scaling.quantization import block_scale, quantize_with_scale
 from jfp8.scaling.scales import Block, PerAxis, amax
 from on_gpu.harness import Case, Group, Record, Settings, running
 from on_gpu.shapes import name_of, shapes
+from on_gpu.timing import memory
 
 RUNS = 3  # one where kernels are interpreted
 _MODULES = ("quantize", "quantize_blocks", "kernel", "grouped")
@@ -44,17 +46,50 @@ def kernel(name: str) -> Callable[..., Any]:
 
 def run(function: Callable[..., Any], *arguments: Any) -> list[np.ndarray]:
     """The results of `function`, which must be the same each time."""
-    compiled = jax.jit(function).lower(*arguments).compile()
-    running()
     first, *others = [
-        [np.asarray(leaf) for leaf in jax.tree.leaves(compiled(*arguments))]
-        for _ in range(RUNS if jax.default_backend() == "gpu" else 1)
+        [np.asarray(leaf) for leaf in jax.tree.leaves(results)]
+        for results in poisoned_runs(function, *arguments)
     ]
     for other in others:
         for a, b in zip(first, other, strict=True):
             if a.tobytes() != b.tobytes():
                 raise AssertionError("two runs on the same data differ: a race")
     return first
+
+
+def poisoned_runs(function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+    """The results of `function`, run again and again in memory that holds NaN."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    sizes = [
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(jax.eval_shape(function, *arguments))
+    ]
+    sizes.append((memory(compiled) or {}).get("temporaries") or 0)
+    running()
+    for _ in range(RUNS if jax.default_backend() == "gpu" else 1):
+        poison(sizes)
+        yield compiled(*arguments)
+
+
+def poison(sizes: list[int]) -> None:
+    """Fill free memory with bytes of 0xFF, NaN in all formats: where arrays of `sizes` will lie.
+
+    An allocator gives what was freed last to whoever asks for as much. The last array is for
+    another order, in which these find no room between others.
+    """
+    wanted = [*sizes, sum(sizes)]
+    ones = np.full(max(wanted), 0xFF, np.uint8)
+    jax.block_until_ready([jax.device_put(ones[:size]) for size in wanted if size])
+
+
+def check_poison() -> Record:
+    """The share of a result that a program leaves as it finds it, and that was poisoned."""
+    shape = (4096, 4096)
+    found = [
+        float(jnp.mean(jnp.isnan(x)))
+        for x in poisoned_runs(lambda: jax.lax.empty(shape, jnp.bfloat16))
+    ]
+    return {"poisoned": min(found)}
 
 
 def on_cpu(function: Callable[..., Any], *arguments: Any) -> list[np.ndarray]:
@@ -73,7 +108,8 @@ def same(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
             )
         bits = [x.reshape(-1).view(np.uint8).reshape(x.size, x.dtype.itemsize) for x in (a, b)]
         wrong = (bits[0] != bits[1]).any(axis=1)
-        wrong &= ~(np.isnan(_f32(a)) & np.isnan(_f32(b))).reshape(-1)
+        both_nan = np.isnan(_f32(a.reshape(-1)[wrong])) & np.isnan(_f32(b.reshape(-1)[wrong]))
+        wrong[wrong] = ~both_nan
         if wrong.any():
             at = np.unravel_index(int(wrong.argmax()), a.shape)
             raise AssertionError(
@@ -111,15 +147,18 @@ def check_tensor_amax(x: jax.Array) -> Record:
     return {}
 
 
-def check_row_and_column_amax(x: jax.Array) -> Record:
+def check_row_and_column_amax(x: jax.Array, sweep: Any = None) -> Record:
     def reference(x):
         return amax(x, PerAxis(0))[:, 0], amax(x, PerAxis(1))[0]
 
-    same(run(kernel("row_and_column_amax"), x), on_cpu(reference, x))
+    ours = lambda x: kernel("row_and_column_amax")(x, sweep=sweep)
+    same(run(ours, x), on_cpu(reference, x))
     return {}
 
 
-def check_quantize_both(x: jax.Array, fmt: Format, by: str, with_amax: bool) -> Record:
+def check_quantize_both(
+    x: jax.Array, fmt: Format, by: str, with_amax: bool, sweep: Any = None
+) -> Record:
     m, n = x.shape
     rng = np.random.default_rng(5)
     if by == "tensor":
@@ -130,7 +169,7 @@ def check_quantize_both(x: jax.Array, fmt: Format, by: str, with_amax: bool) -> 
         )
 
     def ours(x, rows, columns):
-        return kernel("quantize_both")(x, rows, columns, fmt, with_amax=with_amax)
+        return kernel("quantize_both")(x, rows, columns, fmt, with_amax=with_amax, sweep=sweep)
 
     def reference(x, rows, columns):
         def codes(inverse, axis):
@@ -149,10 +188,10 @@ def check_quantize_both(x: jax.Array, fmt: Format, by: str, with_amax: bool) -> 
 
 
 def check_quantize_rows_in_blocks(
-    x: jax.Array, fmt: Format, block: int, rounding: str | None
+    x: jax.Array, fmt: Format, block: int, rounding: str | None, sweep: Any = None
 ) -> Record:
     def ours(x):
-        return kernel("quantize_rows_in_blocks")(x, fmt, block, rounding)
+        return kernel("quantize_rows_in_blocks")(x, fmt, block, rounding, sweep=sweep)
 
     def reference(x):
         q, s = _in_blocks(x, fmt, Block((1, block)), rounding)
@@ -163,12 +202,17 @@ def check_quantize_rows_in_blocks(
     return {}
 
 
-def check_quantize_tiles(x: jax.Array, fmt: Format, rounding: str | None) -> Record:
+def check_quantize_tiles(
+    x: jax.Array, fmt: Format, rounding: str | None, sweep: Any = None
+) -> Record:
+    def ours(x):
+        return kernel("quantize_tiles")(x, fmt, rounding, sweep=sweep)
+
     def reference(x):
         q, s = _in_blocks(x, fmt, Block((128, 128)), rounding)
         return q, q.T, s
 
-    same(run(lambda x: kernel("quantize_tiles")(x, fmt, rounding), x), on_cpu(reference, x))
+    same(run(ours, x), on_cpu(reference, x))
     return {}
 
 
@@ -275,10 +319,17 @@ def spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def check_matmul(
-    m: int, n: int, k: int, dtypes: tuple[Any, Any], out: Any, promote: bool, rows: bool
+    m: int,
+    n: int,
+    k: int,
+    dtypes: tuple[Any, Any],
+    out: Any,
+    promote: bool,
+    rows: bool,
+    tiles: Any = None,
 ) -> Record:
     def ours(a, b, row, column):
-        return kernel("matmul")(a, b, row, column, out, promote=promote)
+        return kernel("matmul")(a, b, row, column, out, promote=promote, tiles=tiles)
 
     row, column = (powers_of_two((size,) if rows else (), s) for size, s in ((m, 3), (n, 4)))
     record: Record = {}
@@ -294,14 +345,14 @@ def check_matmul(
 
 
 def check_block_matmul(
-    m: int, n: int, k: int, dtypes: tuple[Any, Any], out: Any, tiles: bool
+    m: int, n: int, k: int, dtypes: tuple[Any, Any], out: Any, by_tile: bool, tiles: Any = None
 ) -> Record:
     blocks = math.ceil(k / 128)
     a_scale = powers_of_two((blocks, m), 3)
-    b_scale = powers_of_two((blocks, math.ceil(n / 128) if tiles else n), 4)
+    b_scale = powers_of_two((blocks, math.ceil(n / 128) if by_tile else n), 4)
 
     def ours(a, b, s, t):
-        return kernel("block_matmul")(a, b, s, t, out)
+        return kernel("block_matmul")(a, b, s, t, out, tiles=tiles)
 
     record: Record = {}
     for make in (integers, normal):
@@ -396,10 +447,19 @@ def product_cases(settings: Settings) -> Iterator[Case]:
                     label += ", rows" if rows else ""
                     check = functools.partial(check_matmul, *shape, dtypes, out, promote, rows)
                     yield case("matmul", label, check)
-            for tiles in (True,) if settings.smoke else (True, False):
-                label = f"b in {'128x128' if tiles else '1x128'}, {what}"
-                check = functools.partial(check_block_matmul, *shape, dtypes, out, tiles)
+            for by_tile in (True,) if settings.smoke else (True, False):
+                label = f"b in {'128x128' if by_tile else '1x128'}, {what}"
+                check = functools.partial(check_block_matmul, *shape, dtypes, out, by_tile)
                 yield case("block_matmul", label, check)
+        # Clusters share copies of b between two blocks.
+        size = f"cluster of 2, {size}"
+        for promote in (False, True):
+            tiles = in_clusters_of(2, "promoted" if promote else "running", shape)
+            check = functools.partial(check_matmul, *shape, *mixes[0], promote, True, tiles)
+            yield case("matmul", f"{'promoted' if promote else 'running'} sum, {size}", check)
+        tiles = in_clusters_of(2, "block", shape)
+        check = functools.partial(check_block_matmul, *shape, *mixes[0], True, tiles)
+        yield case("block_matmul", size, check)
     n, k = (128, 256) if settings.smoke else (1544, 1096)
     for scaled in (True,) if settings.smoke else (True, False):
         label = "scaled" if scaled else "not scaled"
@@ -411,39 +471,65 @@ def product_cases(settings: Settings) -> Iterator[Case]:
         )
 
 
-def check_large(kind: str, m: int, n: int, k: int) -> Record:
+def in_clusters_of(cluster: int, kind: Any, shape: tuple[int, ...]) -> Any:
+    """The best tiles in such clusters, by the model."""
+    from jfp8.matmul.hopper.tiles import ranked
+
+    return next(tiles for tiles in ranked(kind, *shape) if tiles.cluster == cluster)
+
+
+def scales_of(kind: str, m: int, n: int, k: int) -> list[jax.Array]:
+    """Ones and twos in the shapes of scales of blocks; for scales of whole operands, 2 and 1/4."""
+    blocks = math.ceil(k / 128)
+    sizes = {
+        "block": ((blocks, m), (blocks, math.ceil(n / 128))),
+        "block_columns": ((blocks, m), (blocks, n)),
+    }.get(kind)
+    if sizes is None:
+        return [jnp.float32(2), jnp.float32(0.25)]
+    return [
+        jax.random.randint(jax.random.key(i), size, 1, 3).astype(jnp.float32)
+        for i, size in enumerate(sizes)
+    ]
+
+
+def product(
+    kind: str, tiles: Any, a: jax.Array, b: jax.Array, row: jax.Array, column: jax.Array
+) -> jax.Array:
+    """The kernel of a `kind` of product, as it is timed; results in bf16."""
+    if kind in ("block", "block_columns"):
+        return kernel("block_matmul")(a, b, row, column, jnp.bfloat16, tiles=tiles)
+    promote = kind == "promoted"
+    return kernel("matmul")(a, b, row, column, jnp.bfloat16, promote=promote, tiles=tiles)
+
+
+def check_large(kind: str, m: int, n: int, k: int, tiles: Any = None) -> Record:
     """A product of integers at a size that is timed, and so with its tiles, held to XLA's in bf16.
 
-    Both are exact: all sums stay below 2^13, and all scales are one.
+    Both are exact: all sums stay below 2^13.
     """
-    blocks = math.ceil(k / 128)
+    keys = jax.random.split(jax.random.key(2))
+    a, b = (
+        jax.random.randint(key, (size, k), -2, 3).astype(E4M3FN.dtype)
+        for key, size in zip(keys, (m, n), strict=True)
+    )
+    scales = scales_of(kind, m, n, k)
 
     @jax.jit
-    def operands(key):
-        keys = jax.random.split(key)
-        return [jax.random.randint(s, (size, k), -2, 3) for s, size in zip(keys, (m, n))]
-
-    def ours(a, b):
-        a, b = (x.astype(E4M3FN.dtype) for x in (a, b))
-        if kind == "block":
-            ones = (jnp.ones((blocks, size), jnp.float32) for size in (m, math.ceil(n / 128)))
-            return kernel("block_matmul")(a, b, *ones, jnp.bfloat16)
-        one = jnp.ones((), jnp.float32)
-        return kernel("matmul")(a, b, one, one, jnp.bfloat16, promote=kind == "promoted")
-
-    def differ(a, b, y):
+    def differ(a, b, row, column, y):
         a, b = (x.astype(jnp.bfloat16) for x in (a, b))
+        if row.ndim:
+            a = a * jnp.repeat(row.T, 128, 1)[:, :k].astype(jnp.bfloat16)
+            column = column.T if kind == "block_columns" else jnp.repeat(column.T, 128, 0)[:n]
+            b = b * jnp.repeat(column, 128, 1)[:, :k].astype(jnp.bfloat16)
+        scale = 1 if row.ndim else row * column
         expected = jax.lax.dot_general(
             a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
-        return jnp.sum(y != expected.astype(jnp.bfloat16))
+        return jnp.sum(~(y == (expected * scale).astype(jnp.bfloat16)))  # NaN too
 
-    a, b = operands(jax.random.key(0))
-    product = jax.jit(ours).lower(a, b).compile()
-    running()
-    for _ in range(RUNS if jax.default_backend() == "gpu" else 1):
-        wrong = int(jax.jit(differ)(a, b, product(a, b)))
-        if wrong:
+    for y in poisoned_runs(functools.partial(product, kind, tiles), a, b, *scales):
+        if wrong := int(differ(a, b, *scales, y)):
             raise AssertionError(f"{wrong} of {m * n} differ")
     return {}
 
@@ -454,6 +540,8 @@ def large_cases(settings: Settings) -> Iterator[Case]:
             name = "block_matmul" if kind == "block" else "matmul"
             check = functools.partial(check_large, kind, *shape)
             yield Case(f"{name}: {kind} sum, {name_of(shape)}", check, (name,))
+            pairs = functools.partial(check, in_clusters_of(2, kind, shape))
+            yield Case(f"{name}: {kind} sum, {name_of(shape)}, cluster of 2", pairs, (name,))
 
 
 # The public functions, by every way to compute them.
@@ -509,6 +597,8 @@ def public_cases(settings: Settings) -> Iterator[Case]:
 def checks(settings: Settings) -> Iterator[Group]:
     """Section: the kernels, then the functions that use them."""
     first, *others = quantize_cases(settings)
+    if not settings.smoke:  # a CPU writes zeros
+        yield Group("memory", [Case("what no program wrote", check_poison)])
     yield Group("quantize kernels", first)
     yield Group("products", list(product_cases(settings)))
     yield Group("scaled_dot_general with gradients", list(public_cases(settings)))

@@ -23,18 +23,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from on_gpu.clocks import Watch
+
 Record = dict[str, Any]
+Key = tuple[str, str, str]  # section, group, name
 _MARK = "@@case "  # before what a worker has to say; other lines are those of libraries
 _LOST = 3  # exit code of a worker whose device was lost in a case that it did report
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Something to time: `run` does it `calls` times; `facts` go into its record."""
+    """Something to time.
+
+    Attributes:
+      run: does it `calls` times.
+      facts: for its record.
+      shorter: does it `shorter_calls` times; for slopes, where the device keeps no times itself.
+    """
 
     run: Callable[[], Any]
     calls: int = 1
     facts: Record = field(default_factory=dict)
+    shorter: Callable[[], Any] | None = None
+    shorter_calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,10 +108,11 @@ Section = Callable[[Settings], Iterable[Group]]
 def work(text: str) -> None:
     """Run what `text`, the plan of `supervise`, asks for, and say so line by line."""
     plan = json.loads(text)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     settings = Settings(**plan["settings"])
     if plan["start"]:  # what a module does before anything runs, such as naming the device
         _say("hello", record=_function(plan["start"])(settings))
-    finished = {tuple(key) for key in plan["finished"]}
+    finished, measured = ({tuple(key) for key in plan[what]} for what in ("finished", "measured"))
     for index, (name, function) in enumerate(plan["sections"]):
         share = plan["shares"][index] / sum(plan["shares"][index:])
         end = time.time() + share * (plan["end"] - time.time())
@@ -113,8 +125,16 @@ def work(text: str) -> None:
                 _say("case", section=name, group="", name="", record=_failure(error))
         while groups:  # each gets its part of the section's time, and what others left over
             until = time.time() + (end - time.time()) / len(groups)
-            _run_group(name, groups.pop(0), settings, until, finished, set(plan["broken"]))
+            group = left_of(name, groups.pop(0), finished, measured)
+            _run_group(name, group, settings, until, set(plan["broken"]))
         _say("section done", name=name)
+
+
+def _end_with(parent: int) -> None:
+    """End this process, even in a kernel that hangs, when its supervisor was killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def running() -> None:
@@ -122,22 +142,28 @@ def running() -> None:
     _say("running")
 
 
+def left_of(section: str, group: Group, finished: set[Key], measured: set[Key]) -> Group:
+    """The cases of `group` that are still to do, with its baseline, so that it is timed beside."""
+
+    def key(case: Case) -> Key:
+        return section, group.name, case.name
+
+    cases = [case for case in group.cases if key(case) not in finished]
+    if all(key(case) in measured for case in cases):
+        cases = []
+    cases = [case for case in cases if key(case) not in measured or case.name == group.baseline]
+    return dataclasses.replace(group, cases=cases)
+
+
 def _run_group(
-    section: str,
-    group: Group,
-    settings: Settings,
-    end: float,
-    finished: set[tuple[str, str, str]],
-    broken: set[str],
+    section: str, group: Group, settings: Settings, end: float, broken: set[str]
 ) -> None:
-    from common import interleaved_medians
+    from on_gpu.device_time import measure
 
     ready: dict[str, Timed] = {}
     seconds: dict[str, float] = {}
     for case in group.cases:
         where = {"section": section, "group": group.name, "name": case.name}
-        if tuple(where.values()) in finished:
-            continue
         if time.time() > end:
             _say("case", **where, record={"skipped": "no time was left for it"})
             continue
@@ -162,25 +188,26 @@ def _run_group(
         return
     # The baseline twice: what lies between its two figures is noise.
     again = "baseline again"
-    runs: dict[str, Callable[[], Any]] = {name: timed.run for name, timed in ready.items()}
-    if group.baseline in runs:
-        runs[again] = runs[group.baseline]
+    cases = dict(ready)
+    if group.baseline in ready:
+        cases[again] = ready[group.baseline]
     _say("timing", section=section, group=group.name, names=list(ready))
     try:
-        medians = interleaved_medians(runs, settings.repeats)
+        times = measure(cases, settings.repeats)
     except Exception as error:
         for name in ready:
             _say("case", section=section, group=group.name, name=name, record=_failure(error))
         _check_health()
         return
     noise = None
-    if again in medians:
-        noise = abs(medians[again] / medians[group.baseline] - 1)
+    if again in times:
+        noise = abs(times[again]["ms"] / times[group.baseline]["ms"] - 1)
     for name, timed in ready.items():
         record = {
-            "ms": medians[name] / timed.calls,
+            **times[name],
             "calls": timed.calls,
             "baseline": group.baseline,
+            "baseline_ms": times[group.baseline]["ms"] if group.baseline in times else None,
             "noise": noise,
             "prepare_s": round(seconds[name], 2),
             "uses": next(list(case.kernels) for case in group.cases if case.name == name),
@@ -226,12 +253,11 @@ def _say(event: str, **what: Any) -> None:
 
 @dataclass
 class Outcome:
-    """What all workers said."""
+    """What all workers said; `note` hears it first."""
 
+    note: Callable[[Record], None]
     hello: Record = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    watched: list[Record] = field(default_factory=list)
 
 
 def supervise(
@@ -242,7 +268,9 @@ def supervise(
     minutes: float,
     environment: dict[str, str] | None = None,
     log: Path | None = None,
-    watch: Callable[[], Record | None] | None = None,
+    watch: Callable[[], dict[str, str] | None] | None = None,
+    note: Callable[[Record], None] = lambda line: None,
+    measured: Iterable[Key] = (),
 ) -> Outcome:
     """Run the sections in order, at most `minutes` in all.
 
@@ -254,12 +282,15 @@ def supervise(
       minutes: after which the worker is ended, whatever it does.
       environment: variables to set in it.
       log: file for what else the worker prints; None: nowhere.
-      watch: called while a group is being timed, on a thread of its own.
+      watch: called again and again while a group is being timed, on a thread of its own; the
+        group's records get a summary of what it says, as ``clocks``.
+      note: told at once of each line for the file of records.
+      measured: section, group and name of cases that an earlier call did.
 
     Returns:
       All records, each with its section, group and name.
     """
-    outcome = Outcome()
+    outcome = Outcome(note)
     end = time.time() + 60 * minutes
     remaining = list(sections)
     broken: set[str] = set()
@@ -271,17 +302,13 @@ def supervise(
                 "sections": [(name, sections[name][0]) for name in remaining],
                 "shares": [sections[name][1] for name in remaining],
                 "finished": [(r["section"], r["group"], r["name"]) for r in outcome.records],
+                "measured": list(measured),
                 "broken": sorted(broken),
                 "end": end,
             }
             worker = _Worker(plan, settings, environment, log_file)
             worker.follow(outcome, remaining, broken, watch)
     return outcome
-
-
-def _watch(outcome: Outcome, watch: Callable[[], Record | None], where: Record) -> None:
-    if seen := watch():
-        outcome.watched.append({**where, **seen})
 
 
 class _Worker:
@@ -313,11 +340,12 @@ class _Worker:
         outcome: Outcome,
         remaining: list[str],
         broken: set[str],
-        watch: Callable[[], Record | None] | None,
+        watch: Callable[[], dict[str, str] | None] | None,
     ) -> None:
         """Take down what it finishes, until it ends or is ended, and then who is to blame."""
         doing: list[Record] = []
         kernels: list[str] = []
+        watched: Watch | None = None
         section, began = remaining[0], time.time()
         stopped = None
         try:
@@ -329,6 +357,7 @@ class _Worker:
                 self.silence = self.settings.compiling
                 if what == "hello":
                     outcome.hello = event["record"]
+                    outcome.note({"line": "worker", **outcome.hello})
                 elif what == "section":
                     section, began = event["name"], time.time()
                 elif what == "section done":
@@ -340,14 +369,17 @@ class _Worker:
                 elif what == "timing":
                     kernels, names = [], event.pop("names")
                     doing = [{**event, "name": name} for name in names]
-                    if watch:
-                        threading.Thread(target=_watch, args=(outcome, watch, event)).start()
+                    watched = Watch(watch) if watch else None
                 elif what == "case":
                     doing = [d for d in doing if d["name"] != event["name"]]
+                    if watched and "ms" in event["record"]:
+                        event["record"]["clocks"] = watched.stop()
                     _record(outcome, **event)
                 if what in ("running", "timing"):
                     self.silence = self.settings.running
         finally:
+            if watched:
+                watched.stop()
             self.process.kill()
             code = self.process.wait()
         if not remaining:
@@ -375,8 +407,9 @@ class _Worker:
         assert stdout is not None
 
         def read() -> None:
-            for line in stdout:
-                lines.put(line)
+            with stdout:
+                for line in stdout:
+                    lines.put(line)
             lines.put(None)
 
         threading.Thread(target=read, daemon=True).start()
@@ -397,7 +430,9 @@ class _Worker:
 
 
 def _record(outcome: Outcome, section: str, group: str, name: str, record: Record) -> None:
-    outcome.records.append({"section": section, "group": group, "name": name, **record})
+    record = {"section": section, "group": group, "name": name, **record}
+    outcome.records.append(record)
+    outcome.note({"line": "record", **record})
     if "ms" in record:
         said = f"{record['ms']:.4f} ms"
     else:
@@ -406,4 +441,4 @@ def _record(outcome: Outcome, section: str, group: str, name: str, record: Recor
 
 
 def _add_seconds(outcome: Outcome, name: str, seconds: float) -> None:
-    outcome.seconds[name] = round(outcome.seconds.get(name, 0.0) + seconds, 1)
+    outcome.note({"line": "section", "name": name, "seconds": round(seconds, 1)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -138,7 +139,8 @@ def _product_cases(shape: Shape, settings: Settings) -> Iterator[Case]:
     yield Case("jfp8 mosaic_gpu fast", ours(tensor, **by_mosaic, **fast), ("matmul",))
     blocks_case = ours(blocks, **by_mosaic, **every_128)
     yield Case("jfp8 mosaic_gpu blocks", blocks_case, ("block_matmul",))
-    if not settings.smoke:
+    with_torch = not settings.smoke and importlib.util.find_spec("torch") is not None
+    if with_torch:
         yield Case("PyTorch _scaled_mm fast", lambda: _torch_product(shape, True, False, work))
     yield Case("jfp8 xla full", ours(tensor, implementation="xla", **full))
     yield Case("jfp8 mosaic_gpu full", ours(tensor, **by_mosaic, **full), ("matmul",))
@@ -166,9 +168,11 @@ def _product_cases(shape: Shape, settings: Settings) -> Iterator[Case]:
     )
     if settings.smoke:
         return
-    yield Case("PyTorch _scaled_mm full", lambda: _torch_product(shape, False, False, work))
     yield Case("jfp8 mosaic_gpu rows full", ours(rows, **by_mosaic, **full), ("matmul",))
     yield Case("jfp8 xla rows fast", ours(rows, implementation="xla", **fast))
+    if not with_torch:
+        return
+    yield Case("PyTorch _scaled_mm full", lambda: _torch_product(shape, False, False, work))
     for allowed, label in ((True, "fast"), (False, "full")):
         multiply = functools.partial(_torch_product, shape, allowed, True, work)
         yield Case(f"PyTorch _scaled_mm rows {label}", multiply)
@@ -217,14 +221,15 @@ def _flax_forward(op: str, bf16: Any, settings: Settings, work: Record) -> Timed
 def _torch_timed(function: Callable[[], Any], calls: int, **facts: Any) -> Timed:
     import torch
 
-    def run() -> None:
-        for _ in range(calls):
+    def run(times: int) -> None:
+        for _ in range(times):
             function()
         torch.cuda.synchronize()
 
     running()
-    run()
-    return Timed(run, calls, facts)
+    run(calls)
+    few = calls // 3
+    return Timed(functools.partial(run, calls), calls, facts, functools.partial(run, few), few)
 
 
 def _torch_operands(shape: Shape, dtype: Any) -> Iterator[tuple[Any, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,17 @@ Record = dict[str, Any]
 # kernel the larger of its two.
 _CHAINS = ("linear", "block")
 _RATES = ("ratio", "tflops", "gbs", "floor_ms", "percent_of_floor", "percent_of_best")
+
+
+def complete(result: Record) -> Record:
+    """`result`, as `records.load` returns it, with rates, ceilings and targets."""
+    on_gpu = result["device"]["platform"] == "gpu"
+    limits = derive(result["records"], on_gpu)
+    return {
+        **result,
+        "ceilings": limits,
+        "targets": targets(result["records"]) if on_gpu else [],
+    }
 
 
 def derive(records: list[Record], on_gpu: bool) -> Record:
@@ -29,8 +41,8 @@ def derive(records: list[Record], on_gpu: bool) -> Record:
             flops = record.get("flops_f8", 0) + record.get("flops_bf16", 0)
             record["tflops"] = flops / seconds / 1e12 if flops else None
             record["gbs"] = record["bytes"] / seconds / 1e9 if "bytes" in record else None
-            base = _find(records, record["section"], record["group"], record["baseline"])
-            record["ratio"] = base["ms"] / record["ms"] if base else None
+            base = record["baseline_ms"]
+            record["ratio"] = base / record["ms"] if base else None
     limits = (
         _ceilings(records) if on_gpu else dict.fromkeys(("bf16_tflops", "fp8_tflops", "copy_gbs"))
     )
@@ -63,7 +75,14 @@ def _over(work: float | None, rate: float | None, unit: float) -> float | None:
 
 def _ceilings(records: list[Record]) -> Record:
     def best(unit: str, rate: str, sections: Iterable[str]) -> float | None:
-        rates = [r[rate] for r in records if r["section"] in sections and r.get(rate) and unit in r]
+        rates = [
+            r[rate]
+            for r in records
+            if r["section"] in sections
+            and r.get(rate)
+            and unit in r
+            and not r["kernel_failed_its_check"]
+        ]
         return max(rates, default=None)
 
     return {
@@ -112,7 +131,7 @@ def targets(records: list[Record]) -> list[Record]:
 
     def of(section: str, group: str, name: str, key: str) -> float | None:
         record = _find(records, section, group, name)
-        return record.get(key) if record else None
+        return record.get(key) if record and not record["kernel_failed_its_check"] else None
 
     large, published, small = "8192x8192x8192", "15872x4096x16384", "4096x4096x4096"
     for group in (large, published, small):
@@ -124,6 +143,7 @@ def targets(records: list[Record]) -> list[Record]:
             and r["name"].startswith("jfp8")
             and r["name"].endswith(" fast")
             and r.get("percent_of_best")
+            and not r["kernel_failed_its_check"]
         ]
         add(f"FP8 product, {group}", 90, max(ours, default=None), "% of the best cuBLASLt")
     for recipe, group, target in (
@@ -141,7 +161,7 @@ def targets(records: list[Record]) -> list[Record]:
     slowest: dict[str, Record] = {}
     for r in records:
         ours = r["section"] == "quantize" and not r["name"].startswith(("XLA", "copy"))
-        if ours and r.get("percent_of_floor"):
+        if ours and r.get("percent_of_floor") and not r["kernel_failed_its_check"]:
             least = slowest.setdefault(r["group"], r)
             if r["percent_of_floor"] < least["percent_of_floor"]:
                 slowest[r["group"]] = r
@@ -155,7 +175,7 @@ def targets(records: list[Record]) -> list[Record]:
 
 
 def table(result: Record) -> str:
-    """All of `result` in a hundred lines or so."""
+    """All of `result` in a hundred lines or so; ± is half the distance of percentiles 10 and 90."""
     lines: list[str] = []
     records = result["records"]
     for section, what in result["sections"].items():
@@ -180,9 +200,28 @@ def table(result: Record) -> str:
         f"{device['kind']} ({device['platform']}), driver {device['driver']}, {result['date']}",
     ]
     lines.append(", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    lines += _conditions(records)
     if result["smoke"]:
         lines.append("A smoke test: kernels interpreted on a CPU, whose times mean nothing.")
     return "\n".join(lines)
+
+
+def _conditions(records: list[Record]) -> list[str]:
+    """Whose clock it was, and how fast the device ran."""
+    timed = [r for r in records if "ms" in r]
+    if not timed:
+        return []
+    counts = collections.Counter(r["clock"] for r in timed)
+    lines = ["times by " + ", ".join(f"{clock} ({n})" for clock, n in counts.items())]
+    if seen := [r["clocks"] for r in timed if r.get("clocks")]:
+        least, most = (f([c["sm_mhz"] for c in seen]) for f in (min, max))
+        throttled = sorted({reason for c in seen for reason in c["throttled"]})
+        lines.append(
+            f"multiprocessors at {least:.0f} to {most:.0f} MHz of "
+            f"{max(c['sm_mhz_most_possible'] for c in seen):.0f}; throttled by: "
+            f"{', '.join(throttled) or 'nothing'}"
+        )
+    return lines
 
 
 def _timed(records: list[Record]) -> list[str]:
@@ -190,13 +229,13 @@ def _timed(records: list[Record]) -> list[str]:
     groups = list(dict.fromkeys(r["group"] for r in records if r["group"]))
     names = list(dict.fromkeys(r["name"] for r in records if r["name"]))
     width = max([len(name) for name in names], default=0)
-    lines = [f"  {'':{width}}" + "".join(f"  {group[:30]:>30}" for group in groups)]
+    lines = [f"  {'':{width}}" + "".join(f"  {group[:36]:>36}" for group in groups)]
     for name in names:
         cells = []
         for group in groups:
             at = [r for r in records if (r["group"], r["name"]) == (group, name)]
             cells.append(_cell(at[0]) if at else "")
-        lines.append(f"  {name:{width}}" + "".join(f"  {cell:>30}" for cell in cells))
+        lines.append(f"  {name:{width}}" + "".join(f"  {cell:>36}" for cell in cells))
     return lines + _complaints(records)
 
 
@@ -205,7 +244,8 @@ def _cell(record: Record) -> str:
         return "FAILED"
     if "skipped" in record:
         return "skipped"
-    parts = [f"{record['ms']:.4g} ms"]
+    half = 50 * (record["ms_p90"] - record["ms_p10"]) / record["ms"]
+    parts = [f"{record['ms']:.4g} ms ±{half:.0f}%"]
     if record["section"] in _CHAINS:
         parts += [_number(record["ratio"], "x"), _number(record["percent_of_floor"], "% floor")]
     elif record["section"] == "products":
@@ -223,7 +263,10 @@ def _checks(records: list[Record]) -> list[str]:
     failed = sum("error" in r for r in records)
     skipped = sum("skipped" in r for r in records)
     passed = len(records) - failed - skipped
-    return [f"  {passed} passed, {failed} failed, {skipped} skipped", *_complaints(records)]
+    lines = [f"  {passed} passed, {failed} failed, {skipped} skipped"]
+    if poisoned := [r["poisoned"] for r in records if "poisoned" in r]:
+        lines.append(f"  before each run NaN was in {poisoned[0]:.0%} of what it was to write")
+    return lines + _complaints(records)
 
 
 def _complaints(records: list[Record]) -> list[str]:

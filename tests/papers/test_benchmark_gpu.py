@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+from jax.profiler import ProfileData
 
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need JAX 0.11.2 or later", allow_module_level=True)
@@ -31,6 +37,7 @@ SECTIONS = [
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")},
     "PYTHONPATH": str(ROOT),
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "programs"),
 }
 
 
@@ -44,13 +51,38 @@ def run(script, *arguments, check=True):
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
+def on_gpu():
+    """The modules of the benchmark that need no GPU."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import on_gpu.clocks
+        import on_gpu.device_time
+        import on_gpu.harness
+        import on_gpu.records
+        import on_gpu.tables
+        import on_gpu.timing
+        import tune_gpu
+    finally:
+        sys.path.pop(0)
+    return SimpleNamespace(
+        clocks=on_gpu.clocks,
+        device_time=on_gpu.device_time,
+        harness=on_gpu.harness,
+        records=on_gpu.records,
+        tables=on_gpu.tables,
+        timing=on_gpu.timing,
+        tune_gpu=tune_gpu,
+    )
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory, on_gpu):
     """The result of a smoke test, what it printed, and the folder of its programs."""
     folder = tmp_path_factory.mktemp("gpu")
-    printed = run(
-        "gpu.py", "--smoke", "--json", folder / "out.json", "--hlo", folder / "hlo", check=False
-    )
-    return json.loads((folder / "out.json").read_text()), printed, folder / "hlo"
+    file, programs = folder / "out.jsonl", folder / "hlo"
+    printed = run("gpu.py", "--smoke", "--records", file, "--hlo", programs, check=False)
+    assert run("gpu.py", "--table", file, check=False) in printed
+    return on_gpu.tables.complete(on_gpu.records.load(file)), printed, programs
 
 
 @pytest.mark.slow
@@ -77,7 +109,6 @@ def test_the_result_has_what_its_readers_need(smoke):
         "device",
         "versions",
         "settings",
-        "clocks",
         "ceilings",
         "targets",
         "sections",
@@ -87,6 +118,8 @@ def test_the_result_has_what_its_readers_need(smoke):
     assert {r["section"] for r in timed} == {"ceilings", "products", "linear", "quantize", "block"}
     for record in timed:
         assert record["ms"] > 0
+        assert record["ms_p10"] <= record["ms"] <= record["ms_p90"]
+        assert record["clock"] == "host"
         assert record["prepare_s"] > 0
         assert {"calls", "baseline", "ratio", "tflops", "gbs", "floor_ms"} <= set(record)
         assert {"percent_of_floor", "percent_of_best", "program"} <= set(record)
@@ -100,7 +133,7 @@ def test_no_figure_claims_to_be_of_a_gpu(smoke):
     assert result["smoke"] is True
     assert result["device"]["platform"] == "cpu"
     assert result["device"]["driver"] is None
-    assert result["clocks"] == []
+    assert not any(r.get("clocks") for r in result["records"])
     assert result["targets"] == []
     assert set(result["ceilings"].values()) == {None}
     for record in result["records"]:
@@ -219,17 +252,14 @@ def test_the_clock_is_kept(records):
 # What is derived from times.
 
 
-def derive(records, on_gpu=True):
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import on_gpu.tables
-    finally:
-        sys.path.pop(0)
+def derive(on_gpu, records):
+    """With the time of the last bf16 before each as the one that was taken beside it."""
+    beside = None
     for r in records:
+        beside = r["ms"] if r["name"] == "bf16" else beside
         r.setdefault("uses", [])
-        r.setdefault("baseline", "bf16")
-    limits = on_gpu.tables.derive(records, on_gpu)
-    return limits, on_gpu.tables.targets(records)
+        r.setdefault("baseline_ms", beside)
+    return on_gpu.tables.derive(records, True), on_gpu.tables.targets(records)
 
 
 def product(name, ms, **facts):
@@ -239,7 +269,7 @@ def product(name, ms, **facts):
     )
 
 
-def test_rates_and_floors():
+def test_rates_and_floors(on_gpu):
     copied = {"section": "ceilings", "group": "copy", "name": "copy", "ms": 1.0, "bytes": 4e9}
     f8 = {"program": {"kernels": {"cublasLt f8": 1.0}}}
     linear = {"section": "linear", "group": "8192x8192x8192", "flops_f8": 6 * 8192**3}
@@ -251,7 +281,7 @@ def test_rates_and_floors():
         {**linear, "name": "bf16", "ms": 4.8, "flops_f8": 0, "flops_bf16": 6 * 8192**3},
         {**linear, "name": "delayed", "ms": 3.0, "bytes": 8e8},
     ]
-    limits, targets = derive(rows)
+    limits, targets = derive(on_gpu, rows)
     assert limits["copy_gbs"] == pytest.approx(4000)
     assert limits["fp8_tflops"] == pytest.approx(2 * 8192**3 / 0.8e-3 / 1e12)
     assert rows[3]["percent_of_best"] == pytest.approx(80)
@@ -266,15 +296,266 @@ def test_rates_and_floors():
     assert verdicts["linear block, 8192x8192x8192"]["met"] is None
 
 
-def test_a_wrong_kernel_is_marked_wherever_it_is_timed():
+def test_a_wrong_kernel_is_marked_and_counts_for_nothing(on_gpu):
     failed = {"section": "checks", "group": "g", "name": "matmul: running sum", "error": "off"}
     rows = [failed, product("jfp8 mosaic_gpu fast", 1.0, uses=["matmul"]), product("bf16", 1.6)]
-    derive(rows)
+    limits, targets = derive(on_gpu, rows)
     assert rows[1]["kernel_failed_its_check"] is True
     assert rows[2]["kernel_failed_its_check"] is False
+    assert limits["fp8_tflops"] is None
+    assert all(t["measured"] is None for t in targets)
+
+
+# The file of records.
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("gpu.py", ["--sections", "facts,accumulation"]),
+        pytest.param(
+            "tune_gpu.py",
+            ["--kernels", "row_and_column_amax", "running", "--table", "tuned.json"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_killed_run_leaves_every_record_it_made(script, options, tmp_path, on_gpu):
+    """The program has no chance to write anything more, and its worker ends too."""
+    file = tmp_path / "records.jsonl"
+    command = [sys.executable, "-u", str(ROOT / "benchmarks" / script), "--smoke", *options]
+    with subprocess.Popen(
+        [*command, "--records", str(file)],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+    ) as process:  # fmt: skip
+        said = []
+        while not (made := [line for line in said if line.startswith(("facts", "accum", "tune"))]):
+            said.append(process.stdout.readline())
+            assert said[-1], "it ended by itself"
+        (worker,) = children_of(process.pid)
+        time.sleep(random.random())
+        process.send_signal(signal.SIGKILL)
+        made += process.stdout.readlines()
+    records = [line for line in on_gpu.records.read(file) if line["line"] == "record"]
+    assert len(records) >= len(made) > 0
+    for line, record in zip(made, records):
+        assert line.startswith(f"{record['section']}: {record['group']}: {record['name']}: ")
+    if script == "gpu.py":
+        assert records[0]["name"] in run("gpu.py", "--table", file)
+        assert set(on_gpu.records.measured(file)) == {
+            (r["section"], r["group"], r["name"]) for r in records
+        }
+    else:
+        (kernels,) = json.loads((tmp_path / "tuned.json").read_text()).values()
+        assert set(kernels) == {r["group"].split()[0] for r in records}
+    for _ in range(100):
+        if not Path(f"/proc/{worker}").exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError("the worker still runs")
+
+
+def children_of(process):
+    return [
+        int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ]
+
+
+def test_a_file_is_continued(on_gpu):
+    """With the baseline beside what is left; and nothing is tried again that ended a worker."""
+    harness = on_gpu.harness
+    group = harness.Group("g", [harness.Case(name, dict) for name in ("bf16", "a", "b")], "bf16")
+
+    def left(finished, measured):
+        keys = ({("products", "g", name) for name in names} for names in (finished, measured))
+        return [case.name for case in harness.left_of("products", group, *keys).cases]
+
+    assert left([], ["bf16", "a"]) == ["bf16", "b"]
+    assert left([], ["bf16", "a", "b"]) == []
+    assert left(["bf16"], ["a"]) == ["b"]
+    assert left(["b"], ["bf16", "a"]) == []
+
+
+def test_lines_of_several_calls_are_one_result(tmp_path, on_gpu):
+    """Of a case that is there twice the last result counts; a torn line is left out."""
+    file = tmp_path / "records.jsonl"
+    case = {"line": "record", "section": "products", "group": "g", "name": "bf16"}
+    worker = {"line": "worker", "device": "NVIDIA H100", "platform": "gpu", "versions": {}}
+    for line in (
+        {"line": "run", "smoke": False, "date": "first"},
+        worker,
+        {**case, "ms": 2.0},
+        {**case, "group": "", "name": "", "skipped": "no time was left for it"},
+        {"line": "section", "name": "products", "seconds": 3.0},
+        {"line": "run", "smoke": False, "date": "second", "settings": {"sections": ["products"]}},
+        {**case, "ms": 1.0},
+        {**case, "skipped": "no time was left for it"},
+    ):
+        on_gpu.records.append(file, line)
+    with file.open("a") as f:
+        f.write('{"line": "record", "sect')
+    result = on_gpu.records.load(file)
+    assert result["date"] == "second"
+    assert [r["ms"] for r in result["records"]] == [1.0]
+    assert result["sections"] == {"products": {"seconds": 3.0}}
+    with file.open("a") as f:
+        f.write("\n")
+    on_gpu.records.append(file, {**worker, "device": "NVIDIA H200"})
+    with pytest.raises(ValueError, match="mixes devices"):
+        on_gpu.records.load(file)
+
+
+# Times.
+
+
+def test_device_times_are_those_of_the_kernels_of_a_run(on_gpu):
+    """From a profile like that of CUPTI: two runs of two kernels with a gap, on two streams."""
+    text = """
+      planes {
+        name: "/host:CPU"
+        event_metadata { key: 1 value { id: 1 name: "timed run 0" } }
+        event_metadata { key: 2 value { id: 2 name: "timed run 1" } }
+        lines {
+          name: "python"
+          events { metadata_id: 1 offset_ps: 1000000 duration_ps: 8000000 }
+          events { metadata_id: 2 offset_ps: 10000000 duration_ps: 8000000 }
+        }
+      }
+      planes {
+        name: "/device:GPU:0"
+        event_metadata { key: 1 value { id: 1 name: "kernel" } }
+        lines {
+          name: "Stream #13(Compute)"
+          events { metadata_id: 1 offset_ps: 2000000 duration_ps: 1000000 }
+          events { metadata_id: 1 offset_ps: 4000000 duration_ps: 3000000 }
+          events { metadata_id: 1 offset_ps: 11000000 duration_ps: 2000000 }
+        }
+        lines {
+          name: "Stream #14(Compute)"
+          events { metadata_id: 1 offset_ps: 12000000 duration_ps: 3000000 }
+        }
+        lines {
+          name: "XLA Ops"
+          events { metadata_id: 1 offset_ps: 1000000 duration_ps: 90000000 }
+        }
+      }
+    """
+    profile = ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace(text))
+    assert on_gpu.device_time.spans_of_runs(profile) == {0: (5000, 4000), 1: (4000, 4000)}
+
+
+def test_slopes_leave_out_what_a_launch_takes(on_gpu, monkeypatch):
+    """Each call takes 2 ms, and each launch 5."""
+    clock = [0.0]
+
+    def program(calls):
+        def run():
+            clock[0] += 5e-3 + 2e-3 * calls
+
+        return run
+
+    monkeypatch.setattr(on_gpu.device_time.time, "perf_counter", lambda: clock[0])
+    timed = on_gpu.timing.Timed(program(12), 12, {}, program(4), 4)
+    (times,) = on_gpu.device_time.measure({"case": timed}, 5).values()
+    assert times == {
+        "ms": pytest.approx(2.0),
+        "ms_p10": pytest.approx(2.0),
+        "ms_p90": pytest.approx(2.0),
+        "clock": "slope",
+    }
+
+
+def test_chains_have_two_lengths_without_the_clock_of_the_device(on_gpu):
+    settings = on_gpu.timing.Settings()
+    arguments = [(jax.numpy.float32(i),) for i in range(4)]
+    timed = on_gpu.timing.chained(lambda x: x + 1, arguments, settings)
+    assert (timed.calls, timed.shorter_calls) == (12, 4)
+    np.testing.assert_array_equal(timed.run(), [1, 2, 3, 4] * 3)
+    np.testing.assert_array_equal(timed.shorter(), [1, 2, 3, 4])
+
+
+def test_clocks_and_what_lowers_them_are_named(on_gpu):
+    sample = {
+        "name": "NVIDIA H100",
+        "driver_version": "580.1",
+        "clocks.sm": "1980",
+        "clocks.max.sm": "1980",
+        "clocks.mem": "2619",
+        "temperature.gpu": "40",
+        "power.draw": "650.5",
+        "reasons": "0x0000000000000000",
+    }
+    slow = sample | {"clocks.sm": "1400", "power.draw": "[N/A]", "reasons": "0x0000000000000024"}
+    found = on_gpu.clocks.summary([sample, slow, sample])
+    assert found["sm_mhz"] == 1980
+    assert found["sm_mhz_least"] == 1400
+    assert found["watts"] == 650.5
+    assert found["throttled"] == ["power cap", "software thermal slowdown"]
 
 
 # Tuning.
+
+WRONG = """
+import jax.numpy as jnp
+import tune_gpu
+from on_gpu import checks
+
+right = checks.kernel
+
+def kernel(name):
+    def planted(a, b, row, column, out, *, tiles, **options):
+        if tiles.cluster == 1:
+            return jnp.ones((len(a), len(b)), out)
+        return right(name)(a, b, row, column, out, tiles=tiles, **options)
+    return planted
+
+checks.kernel = kernel
+tune = tune_gpu.tune
+"""
+
+
+def test_a_wrong_kernel_never_enters_the_table(tmp_path, on_gpu, monkeypatch):
+    """Though it would be the fastest by far: it multiplies nothing."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    options = {"kernels": ["running"], "shapes": [[128, 128, 128]], "candidates": 2}
+    settings = on_gpu.timing.Settings(True, 1, 0, compiling=600, running=600, options=options)
+    files = tmp_path / "tuned.json", tmp_path / "records.jsonl"
+    wrong, right = on_gpu.tune_gpu.tune_into(*files, settings, section="wrong:tune")
+    assert "cluster=1" in wrong["name"]
+    assert wrong["error"].endswith("of 16384 differ")
+    assert "ms" not in wrong
+    line = json.loads(files[0].read_text())["cpu"]["running"]["128x128x128"]
+    assert line["tiles"] == right["tiles"]
+    assert line["tiles"]["cluster"] == 2
+
+
+def test_only_what_was_checked_enters_the_table(on_gpu):
+    table = {"NVIDIA H100": {"running": {"128x128x128": {"ms": 0.1, "date": "old"}}}}
+    record = {"group": "running 100x100x100", "ms": 2.0, "tiles": {"tile_m": 64}}
+    better = on_gpu.tune_gpu.better
+    assert not better(table, "NVIDIA H100", record, "now")
+    assert better(table, "NVIDIA H100", record | {"checked": True}, "now")
+    assert not better(table, "NVIDIA H100", record | {"checked": True, "ms": 2.1}, "now")
+    assert table["NVIDIA H100"]["running"]["128x128x128"]["ms"] == 2.0
+
+
+def test_few_candidates_are_tuned_by_default(on_gpu):
+    """The model's first, clusters of one and two in turn; of quantize kernels, what fits."""
+    names = (*on_gpu.tune_gpu.PRODUCTS, *on_gpu.tune_gpu.QUANTIZE)
+    options = {"kernels": names, "shapes": [[8192, 8192, 8192]], "candidates": 40}
+    groups = list(on_gpu.tune_gpu.tune(on_gpu.timing.Settings(options=options)))
+    assert [g.name.split()[0] for g in groups] == list(names)
+    assert sum(len(g.cases) for g in groups) <= 40
+    for group in groups[: len(on_gpu.tune_gpu.PRODUCTS)]:
+        found = [case.name[-2] for case in group.cases]
+        assert found == ["1", "2", "1", "2", "1"]
+    from jfp8.matmul.hopper.tiles import default_tiles
+
+    assert groups[0].cases[0].name == str(default_tiles("running", 8192, 8192, 8192))
 
 
 @pytest.mark.slow
@@ -282,7 +563,8 @@ def test_tuning_writes_the_best_and_keeps_the_rest(tmp_path):
     table = tmp_path / "tuned.json"
     kept = {"NVIDIA H100": {"running": {"8192x8192x8192": {"ms": 1.0}}}}
     table.write_text(json.dumps(kept))
-    run("tune_gpu.py", "--smoke", "--kernels", "running", "quantize_both", "--table", table)
+    files = ["--table", table, "--records", tmp_path / "records.jsonl"]
+    run("tune_gpu.py", "--smoke", "--kernels", "running", "quantize_both", *files)
     written = json.loads(table.read_text())
     assert written["NVIDIA H100"] == kept["NVIDIA H100"]
     (device,) = set(written) - set(kept)

@@ -76,14 +76,20 @@ def candidates(kind: Kind) -> list[Tiles]:
 
 
 def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
-    """The tiles that were measured to be fastest; else those that a model of the device predicts.
+    """The tiles that were measured to be fastest; else those that a model predicts."""
+    found = measured(kind, m, n, k)
+    if found is not None:
+        return Tiles(**found)
+    # Copies shared by two blocks are chosen only by measurement: an interpreter does not make them.
+    return next(t for t in ranked(kind, m, n, k) if t.cluster == 1)
+
+
+def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:
+    """All candidates, those first that a model of the device predicts to be fastest.
 
     A wave of tiles takes as long as the slowest of three resources needs for one of them, plus a
     little for its start and end: the tensor cores, the shared memory, and the path to it from L2.
     """
-    found = measured(kind, m, n, k)
-    if found is not None:
-        return Tiles(**found)
 
     def cycles(t: Tiles) -> float:
         rows, columns = 2 * t.tile_m, t.tile_n
@@ -97,8 +103,7 @@ def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
         l2 = (rows + columns / t.cluster) * 128 / 40
         return waves * (math.ceil(k / 128) * max(tensor, shared, l2) + 2000)
 
-    # Copies shared by two blocks are chosen only by measurement: an interpreter does not make them.
-    return min((t for t in candidates(kind) if t.cluster == 1), key=cycles)
+    return sorted(candidates(kind), key=cycles)
 
 
 def _stages(tile_m: int, tile_n: int) -> int:

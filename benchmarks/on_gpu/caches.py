@@ -1,0 +1,22 @@
+"""Where compiled programs, and what XLA's autotuner picked, are kept for the next process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+RUNS = Path(__file__).parents[2] / "runs"  # ignored by git
+
+
+def caches() -> dict[str, str]:
+    """Variables for a worker; those that are set already stay as they are.
+
+    JAX keeps XLA's choices among kernels in a folder within that of compiled programs.
+    """
+    wanted = {
+        "JAX_COMPILATION_CACHE_DIR": str(RUNS / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir",
+    }
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
