@@ -6,7 +6,8 @@ kernel. A rule says which dimensions belong together::
     divided("matmul", matmul, "i k, j k -> i j", combine="sum")
 
 Every device then calls the function with its parts. Where ``i`` or ``j`` is divided, so is the
-result. Where ``k`` is, each device has a part of the sum, and the parts are added up.
+result. Where ``k`` is, each device has a part of the sum, and the parts are added up. A name in
+capitals is of a dimension that every device must have as a whole.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Rule:
         """The elements of each name that stay together; absent: it cannot be divided."""
         units: dict[str, int] = {}
         for dim in itertools.chain(*self.operands, *self.results):
-            units[dim.name] = max(units.get(dim.name, 1), dim.unit)
+            if not dim.name.isupper():
+                units[dim.name] = max(units.get(dim.name, 1), dim.unit)
         sizes = self.sizes(shapes)
         return {name: unit for name, unit in units.items() if sizes[name] % unit == 0}
 
@@ -200,7 +202,7 @@ def _partitioned(
         partition,
         decode_shardings=False,
         sharding_rule=text,
-        reduction_factors=rule.summed(),
+        reduction_factors=tuple(name for name in rule.summed() if name in units),
         **factor_sizes,
     )
     return partitioned

@@ -16,6 +16,7 @@ from jfp8 import recipes
 from jfp8.matmul.hopper import product as hopper
 from jfp8.matmul.job import Job
 from jfp8.products import both_ways
+from jfp8.products.ragged import by_kernels
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed
 from jfp8.quantizers.rowwise import Rowwise
@@ -73,6 +74,7 @@ def divided_by_hand(monkeypatch):
 
     monkeypatch.setattr(both_ways, "divided", divided)
     monkeypatch.setattr(hopper, "divided", divided)
+    monkeypatch.setattr(by_kernels, "divided", divided)
     return checked
 
 
@@ -132,3 +134,31 @@ def test_products(granularities, name, divided_by_hand):
         y = hopper.by_mosaic(a, b, job)
     np.testing.assert_array_equal(y, np.asarray(a.dequantize()) @ np.asarray(b.dequantize()).T)
     assert set(divided_by_hand) == {(name, letter) for letter in "mnk"}
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_grouped_products(in_blocks, divided_by_hand):
+    """Four tiles of three groups, the last of them of none: half of the tiles have other groups."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    rng = np.random.default_rng(0)
+    integers = lambda *shape: jnp.asarray(rng.integers(-8, 9, shape), jnp.float32)
+    rows = jfp8.Block((1, 128)) if in_blocks else jfp8.PerTensor()
+    quantized = lambda x, granularity: jfp8.quantize(x, granularity=granularity, **WHOLE)
+    group = jnp.array([0, 0, 2, -1], jnp.int32)
+    x = quantized(integers(512, 256), rows)
+    w = jnp.stack([integers(256, 256) for _ in range(3)])
+    w = quantized(w, jfp8.Block((1, 128, 128)) if in_blocks else jfp8.PerAxis(0))
+    a, b = quantized(integers(128, 512), rows), quantized(integers(256, 512), rows)
+    with plgpu.force_gpu_interpret_mode():
+        y = by_kernels._matmul(x, w, group, np.dtype(np.float32))
+        outer = by_kernels._outer(a, b, group, 3, np.dtype(np.float32))
+    x, w, a, b = (np.asarray(q.dequantize()) for q in (x, w, a, b))
+    for tile, of_tile in enumerate(group):
+        part = slice(128 * tile, 128 * (tile + 1))
+        expected = x[part] @ w[of_tile].T if of_tile >= 0 else 0 * y[part]
+        np.testing.assert_array_equal(y[part], expected)
+    expected = a[:, :256] @ b[:, :256].T, np.zeros((128, 256)), a[:, 256:384] @ b[:, 256:384].T
+    np.testing.assert_array_equal(outer, np.stack(expected))
+    letters = {"grouped_matmul": "mnk", "grouped_outer": "mij"}
+    assert set(divided_by_hand) == {(name, x) for name in letters for x in letters[name]}

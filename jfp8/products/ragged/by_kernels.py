@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jfp8.matmul.hopper import product as mosaic
 from jfp8.products.both_ways import has_kernel, quantize_both_ways
@@ -22,6 +23,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.context import Gpu, note
+from jfp8.tracing.divided import divided
 
 BLOCK = mosaic.BLOCK  # rows of a tile, and what the kernels sum before they scale
 
@@ -73,24 +75,17 @@ class GroupedKernels(Grouped):
         del sums  # promoted every 128
         assert isinstance(first, ScaledArray)
         assert isinstance(second, ScaledArray)
-        count = self.padded_sizes // BLOCK
         tiles, height, _ = self.shapes[0]
-        dtype = self.dtype_of(kind)
+        # Tiles after the last group are not multiplied.
+        used = jnp.arange(tiles) < jnp.sum(self.padded_sizes // BLOCK)
+        group = jnp.where(used, self.group, -1)
+        dtype, groups = self.dtype_of(kind), self.padded_sizes.shape[0]
 
         def kernel(first: ScaledArray, second: ScaledArray) -> jax.Array:
-            from jfp8.matmul.hopper import grouped
-
             with note("cuda", "mosaic_gpu"):
                 if kind == "wgrad":
-                    starts = jnp.cumsum(count) - count
-                    scales = _scales_of_rows(first, second)
-                    return grouped.grouped_outer(
-                        first.data, second.data, starts, count, *scales, dtype
-                    )
-                # Tiles after the last group are not multiplied.
-                needed = jnp.where(jnp.arange(tiles) < jnp.sum(count), self.group, -1)
-                scales = _scales_of_tiles(first, second)
-                y = grouped.grouped_matmul(first.data, second.data, needed, *scales, dtype)
+                    return _outer(first, second, group, groups, dtype)
+                y = _matmul(first, second, group, dtype)
                 return y.reshape(tiles, height, y.shape[-1])
 
         return mosaic.run(kernel, first, second)
@@ -101,6 +96,45 @@ def _with_scales_by_group(q: ScaledArray) -> ScaledArray:
     scale = jnp.asarray(q.scale)
     scale = scale if scale.ndim == 3 else scale[:, None, None]
     return ScaledArray(q.data, scale, None if q.block is None else (1, *q.block))
+
+
+# Dimensions as in the kernels. Devices may have a part of each, but of the groups all.
+
+
+def _matmul(a: ScaledArray, b: ScaledArray, group: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Each tile of `a` times the matrix of its group."""
+    from jfp8.matmul.hopper.grouped import grouped_matmul
+
+    of_rows, of_matrices = _scales_of_tiles(a, b)
+
+    def function(a, b, group, of_matrices, of_rows=None):
+        return grouped_matmul(a, b, group, of_rows, of_matrices, dtype)
+
+    rule = f"m k, G n k, m/{BLOCK}, G k/{BLOCK} n/{BLOCK}"
+    operands = (a.data, b.data, group, of_matrices)
+    if of_rows is not None:
+        rule, operands = f"{rule}, k/{BLOCK} m", (*operands, of_rows)
+    return divided("grouped_matmul", function, f"{rule} -> m n", combine="sum")(*operands)
+
+
+def _outer(
+    a: ScaledArray, b: ScaledArray, group: jax.Array, groups: int, dtype: np.dtype
+) -> jax.Array:
+    """The sums over the tiles of each group, of which a device may have some or none."""
+    from jfp8.matmul.hopper.grouped import grouped_outer
+
+    of_a, of_b = _scales_of_rows(a, b)
+
+    def function(a, b, group, of_a, of_b=None):
+        mine = group[None, :] == jnp.arange(groups)[:, None]
+        count = jnp.sum(mine, axis=1, dtype=jnp.int32)
+        return grouped_outer(a, b, jnp.cumsum(count) - count, count, of_a, of_b, dtype)
+
+    rule = f"i m, j m, m/{BLOCK}, m/{BLOCK} i"
+    operands = (a.data, b.data, group, of_a)
+    if of_b is not None:
+        rule, operands = f"{rule}, m/{BLOCK} j", (*operands, of_b)
+    return divided("grouped_outer", function, f"{rule} -> G i j", combine="sum")(*operands)
 
 
 # Scales as the kernels take them. A kernel multiplies a sum by one factor for each operand that has
