@@ -107,6 +107,29 @@ def test_layer_norm_mlp(recipe, way, compiled_for_eight):
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
+def test_grouped_products(recipe, compiled_for_eight):
+    """Tokens that are sorted over all devices change places first, in bf16."""
+
+    def f(x, w, sizes, dy):
+        product = lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipes.get(recipe))
+        y, back = jax.vjp(product, x, w)
+        return y, *back(dy)
+
+    of = jax.ShapeDtypeStruct
+    args = of((8 * 8192, 2048), BF16), of((8, 2048, 1024), BF16), of((8,), jnp.int32)
+    program = compiled_for_eight(
+        f"8 GPUs, data: `scaled_ragged_dot`, 8192×2048→1024 for each, 8 groups, {recipe}",
+        {"x": 8},
+        f,
+        (*args, of((8 * 8192, 1024), BF16)),
+        (P("x"), P(), P(), P("x")),
+        (P("x"), P("x"), P()),
+    )
+    assert len(program.hlo.fp8_products) == 3
+    assert program.hlo.other_products == []
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
 def test_transformer_layer(recipe, compiled_for_eight):
     """FSDP by two and tensor parallel by four, at the width of a model of 7B."""
     layer = jfp8.TransformerLayer(

@@ -294,6 +294,7 @@ def _add_up(
             ),
         },
         interpret=interpret,
+        kernel_name="jfp8_grouped_matmul" if len(out.shape) == 2 else "jfp8_grouped_outer",
     )(operands)
 
 
