@@ -37,7 +37,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -48,6 +48,9 @@ from results_file import ROOT
 from side_by_side import CORES, side_by_side
 
 import jfp8
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 sys.path.insert(0, str(ROOT / "examples"))
 import train_lm
@@ -273,7 +276,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
-def draw(path: Path, results: dict[str, Any]) -> None:
+def draw(results: dict[str, Any]) -> Figure:
     """Gaps of the training loss and of held-out text, and the weakest gradient, against steps."""
     from matplotlib.figure import Figure
 
@@ -301,7 +304,7 @@ def draw(path: Path, results: dict[str, Any]) -> None:
     for ax in (middle, bottom):
         ax.get_legend().remove()
     top.legend(frameon=False, fontsize="small", ncols=2)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 # ---- the command
@@ -329,7 +332,7 @@ def main(argv: list[str] | None = None) -> None:
     place = "runs/long_run/smoke.json" if args.smoke else "benchmarks/results/long_run.json"
     args.results = args.results or ROOT / place
     if args.picture:
-        draw(args.picture, read(args.results))
+        draw(read(args.results)).savefig(args.picture, dpi=150)
         return
     failed = [] if args.table else run_missing(args)
     if failed:

@@ -34,7 +34,7 @@ import tempfile
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import results_file
 import training_curves
@@ -42,6 +42,9 @@ from results_file import ROOT
 from side_by_side import CORES, side_by_side
 
 import jfp8
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REFERENCE, TWIN, CONTROL, REPAIR = "float32", "twin", "control", "repair"
 MARGIN, CONFIDENCE = 0.25, 0.9
@@ -280,7 +283,7 @@ def _minus(text: str) -> str:
     return text.replace("-", "−")
 
 
-def draw(path: Path, results: Results) -> None:
+def draw(results: Results) -> Figure:
     """A panel for each task and quantity, with a row for each recipe of two seeds or more."""
     from matplotlib.figure import Figure
 
@@ -301,7 +304,7 @@ def draw(path: Path, results: Results) -> None:
         rows = {label.replace("`", ""): values for label, values in rows.items()}
         jfp8.plot.gaps(rows, margin=MARGIN, confidence=CONFIDENCE, limit=5 * MARGIN, ax=ax)
         ax.set_title(title, pad=28, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def draw_curves(path: Path, results: Results, names: list[str]) -> None:
@@ -347,7 +350,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     if args.picture:
-        draw(args.picture, read(args.results))
+        draw(read(args.results)).savefig(args.picture, dpi=150)
     if args.curves:
         draw_curves(args.curves, read(args.results), args.tasks)
     if args.picture or args.curves:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import parity
 import png
 from accumulation import multiply, operands
 from matplotlib.figure import Figure
@@ -209,6 +210,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "sums": sums,
     "memory": memory,
     "roofline": roofline,
+    "gaps": lambda: parity.draw(parity.read(RESULTS / "parity.json")),
 }
 NAMES = (*NOTEBOOKS, *DRAWN, "loss")
 
