@@ -620,6 +620,59 @@ def eight_gpus():
     ), shard
 
 
+# Quantizing by XLA: where the compiler divides arrays, and by choice
+
+
+def masks(hlo, operand):
+    """Arrays of truth values or codes, a quarter as large as an operand or larger, in memory."""
+    return [
+        (instruction.name, result)
+        for instruction, _ in hlo.launched
+        for result in instruction.results
+        if instruction.opcode != "custom-call"  # cuBLASLt's workspace
+        and result.dtype in ("pred", "u8", "s8", "u16", "u32")
+        and result.size >= operand // 4
+    ]
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "unscaled"])
+def test_xla_quantizes_without_masks(name):
+    layer = Dense(4096, use_bias=False, recipe=recipes.get(name), implementation="xla")
+    f, args = forward_and_backward(layer, (4096, 4096))
+    hlo = compile_for("h200", f, *args).hlo
+    assert len(hlo.f8_products) == 3
+    assert masks(hlo, 4096 * 4096) == hlo.f32_written(4096 * 4096) == []
+    if name in ("delayed", "current"):
+        assert hlo.bytes_beside_products < 360e6
+
+
+# Of x, the kernel and y, for a layer of 4096 x 4096 x 4096 on every GPU.
+DIVIDED = {
+    "data": ((8 * 4096, 4096), 4096, ("fsdp",), (), ("fsdp",)),
+    "fsdp": ((8 * 4096, 4096), 4096, ("fsdp",), ("fsdp",), ("fsdp",)),
+    "columns": ((4096, 4096), 8 * 4096, (), (None, "fsdp"), (None, "fsdp")),
+    "rows": ((4096, 8 * 4096), 4096, (None, "fsdp"), ("fsdp",), ()),
+}
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block"])
+@pytest.mark.parametrize("way", DIVIDED)
+def test_eight_gpus_quantize_without_masks(way, name):
+    shape, features, *specs = DIVIDED[way]
+    layer = Dense(features, use_bias=False, recipe=recipes.get(name))
+    f, (variables, x, dy) = forward_and_backward(layer, shape)
+    mesh, shard = eight_gpus()
+    on = lambda a, spec: shard(a.shape, a.dtype, *spec)
+    kernel = variables["params"].pop("kernel")
+    variables = jax.tree.map(lambda a: on(a, ()), variables)
+    variables["params"]["kernel"] = on(kernel, specs[1])
+    with mesh:
+        found = jax.jit(f).trace(variables, on(x, specs[0]), on(dy, specs[2])).lower().compile()
+    hlo = Hlo(found.as_text())
+    assert masks(hlo, 4096 * 4096) == []
+    assert len(hlo.fp8_products) + len(hlo.other_products) == 3
+
+
 def test_weights_of_eight_gpus_are_gathered_as_bytes():
     """Under plain jit: one byte for each element, once in either loop; gradients are scattered."""
     recipe, layers = recipes.get("current"), 4
