@@ -175,8 +175,8 @@ def quantize_with_scale(
     """
     check_scale_shape(ScaledArray(x, scale, block))
     values = x.astype(jnp.float32)
-    by_hardware = hardware_converts(fmt, rounding)
-    if by_hardware and inverse is None:
+    on_gpu = hardware_converts(fmt)
+    if on_gpu and inverse is None:
         # NaN for Inf, which the cast would saturate. By arithmetic, and before anything else, XLA
         # does it in the pass that converts; a mask it would write to memory.
         values = values + values * np.float32(0)
@@ -188,9 +188,9 @@ def quantize_with_scale(
             values = apply_scale(values, factor, block)
     if not isinstance(scale, ScaledArray) and scale.dtype == E8M0FNU.dtype:
         values = _with_subnormal_inputs(values, x, scale, block)
-    if by_hardware:
+    if hardware_converts(fmt, rounding):
         return ScaledArray(convert(values, fmt), scale, block)
-    asks_x = fmt.has_nan and inverse is None
+    asks_x = fmt.has_nan and inverse is None and not on_gpu
     codes = encode(values, fmt, rounding, bits, finds_nan=not asks_x)
     if asks_x:
         # The cast saturates Inf; asking x itself tells it from a finite value that overflows.

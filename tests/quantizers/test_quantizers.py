@@ -428,15 +428,17 @@ def test_trap_nan_and_inf_do_not_vanish(fmt, scale, dtype, granularity):
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 @pytest.mark.parametrize("scale", [None, np.float32(0.125), np.float32(2.0**-120)], ids=str)
 @pytest.mark.parametrize("granularity", [PerTensor(), PerAxis(1), Block((1, 16))], ids=str)
-def test_trap_nothing_else_comes_of_what_is_traced_for_a_gpu(granularity, scale, fmt):
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_trap_nothing_else_comes_of_what_is_traced_for_a_gpu(rounding, granularity, scale, fmt):
     """Instructions convert there, and arithmetic finds Inf, where bits are looked at here."""
     x = sample()
     x[0, 3], x[1, 60], x[2, 60], x[5, 0] = np.nan, -np.nan, np.inf, -np.inf
     x[3, :4] = 0.0, -0.0, np.finfo(np.float32).max, -np.finfo(np.float32).max
-    expected = quantize(x, fmt, granularity=granularity, scale=scale)
+    options = {"granularity": granularity, "scale": scale, "rounding": rounding}
+    expected = quantize(x, fmt, key=jax.random.key(0), **options)
     gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
-        q = quantize(x, fmt, granularity=granularity, scale=scale)
+        q = quantize(x, fmt, key=jax.random.key(0), **options)
     assert_bitwise(q.scale, expected.scale)
     assert_same_data(q.data, expected.data)
 
