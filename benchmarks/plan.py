@@ -18,6 +18,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
+from jfp8.matmul.pays_off import RATES
+
+H200 = RATES["H200"]
 BLOCK = 128
 IN_BLOCKS = 1 + 4 / BLOCK  # bytes per element: one of FP8, and its share of a scale in f32
 IN_SAVED_BLOCKS = 1 + 2 / 32  # jfp8.save_in_fp8: 32 elements share a bf16
@@ -300,11 +303,12 @@ def make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group(
         "rates of one device; the defaults are peaks from the data sheet of the NVIDIA H200 SXM"
     )
-    group.add_argument("--bf16-tflops", type=float, default=989.5,
+    group.add_argument("--bf16-tflops", type=float, default=H200.bf16 / 1e12,
                        help="half of the 1979 with sparsity (%(default)s)")
-    group.add_argument("--fp8-tflops", type=float, default=1979.0,
+    group.add_argument("--fp8-tflops", type=float, default=H200.fp8 / 1e12,
                        help="half of the 3958 with sparsity (%(default)s)")
-    group.add_argument("--memory-bandwidth", type=float, default=4800.0, help="GB/s (%(default)s)")
+    group.add_argument("--memory-bandwidth", type=float, default=H200.memory / 1e9,
+                       help="GB/s (%(default)s)")
     group.add_argument("--data-bandwidth", type=float, default=50.0,
                        help="GB/s sent over the data axis: a 400 Gb/s network card (%(default)s)")
     group.add_argument("--fsdp-bandwidth", type=float, default=450.0,

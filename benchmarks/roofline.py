@@ -10,35 +10,18 @@ roof. Starting kernels takes no time here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from on_gpu.training import QUANTIZE_BYTES
 
+from jfp8.matmul.pays_off import RATES, Rates
 from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, tidy
 
 SIZES = (512, 1024, 2048, 4096, 8192)
 QUANTIZING = QUANTIZE_BYTES["delayed"]  # per element: read two, write q and q transposed
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Peaks that NVIDIA publishes, dense: TFLOP/s, and TB/s of memory."""
-
-    name: str
-    bf16: float
-    fp8: float
-    memory: float
-
-
-# Of the SXM boards; half of what is printed with sparsity.
-GPUS = (
-    Gpu("H100", 989.5, 1979.0, 3.35),
-    Gpu("H200", 989.5, 1979.0, 4.8),
-    Gpu("B200", 2250.0, 4500.0, 8.0),
-)
+GPUS = ("H100", "H200", "B200")
 LOOKS = {"FP8": (BLUE, "o", "-"), "bf16": (AMBER, "s", "--")}
 
 
@@ -49,13 +32,13 @@ def traffic(m: int, n: int, k: int, precision: str) -> float:
     return operands + 2 * elements + (QUANTIZING * elements if precision == "FP8" else 0)
 
 
-def rate(gpu: Gpu, n: int, precision: str) -> float:
+def rate(gpu: Rates, n: int, precision: str) -> float:
     """TFLOP/s of the layer of n x n x n by the model."""
     peak, elements = (gpu.fp8 if precision == "FP8" else gpu.bf16), 3 * n * n
     products = traffic(n, n, n, precision) - (QUANTIZING * elements if precision == "FP8" else 0)
-    seconds = max(6 * n**3 / (peak * 1e12), products / (gpu.memory * 1e12))
+    seconds = max(6 * n**3 / peak, products / gpu.memory)
     if precision == "FP8":
-        seconds += QUANTIZING * elements / (gpu.memory * 1e12)
+        seconds += QUANTIZING * elements / gpu.memory
     return 6 * n**3 / seconds / 1e12
 
 
@@ -67,11 +50,11 @@ def roofline(measured: Mapping[str, Any] | None = None) -> Figure:
         f"Linear layers n × n × n, forward and backward, by n: {what}", fontsize="medium"
     )
     intensity = np.geomspace(64, 4096, 200)
-    for ax, gpu in zip(figure.subplots(1, len(GPUS), sharex=True, sharey=True), GPUS, strict=True):
-        points = {}
+    for ax, name in zip(figure.subplots(1, len(GPUS), sharex=True, sharey=True), GPUS, strict=True):
+        gpu, points = RATES[name], {}
         for precision, (colour, marker, style) in LOOKS.items():
             peak = gpu.fp8 if precision == "FP8" else gpu.bf16
-            roof = np.minimum(peak, intensity * gpu.memory)
+            roof = np.minimum(peak, intensity * gpu.memory) / 1e12
             ax.plot(intensity, roof, style, color=colour, label=f"{precision} roof")
             at = [6 * n**3 / traffic(n, n, n, precision) for n in SIZES]
             rates = [rate(gpu, n, precision) for n in SIZES]
@@ -81,7 +64,7 @@ def roofline(measured: Mapping[str, Any] | None = None) -> Figure:
             ax.plot(*zip(fast, plain), color=GREY, linewidth=0.8, zorder=1)
             ax.annotate(f"{n // 1024}k" if n >= 1024 else f"{n}", plain, (3, -11), ha="center",
                         textcoords="offset points", fontsize="x-small")  # fmt: skip
-        if measured and gpu.name in str(measured["device"]["kind"]):
+        if measured and name in str(measured["device"]["kind"]):
             _measured(ax, measured)
         ax.set_xscale("log")
         ax.set_yscale("log")
@@ -90,7 +73,7 @@ def roofline(measured: Mapping[str, Any] | None = None) -> Figure:
         ax.set_yticks([250, 500, 1000, 2000, 4000], ["250", "500", "1,000", "2,000", "4,000"])
         ax.minorticks_off()
         tidy(ax, "FLOP per byte")
-        ax.set_title(f"{gpu.name}, {gpu.memory:g} TB/s", fontsize="small")
+        ax.set_title(f"{name}, {gpu.memory / 1e12:g} TB/s", fontsize="small")
     figure.axes[0].set_ylabel("TFLOP/s")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False,

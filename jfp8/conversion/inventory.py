@@ -24,6 +24,8 @@ from jfp8.conversion.product_report import Report
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, NO_LAYER, ProductRow
 from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.linen.transformer import LayerNormAttention
+from jfp8.matmul.choice import expected_times
+from jfp8.matmul.pays_off import Scales, Work
 from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.scaling import formats
@@ -202,6 +204,10 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
     cuda = next((n["cuda"] for n in map(notes_of, stacks) if "cuda" in n), "emulate")
     gpu = jax.default_backend() == "gpu"
+    work = Work(flops / 2, first.size + second.size + out.size)
+    expected = expected_times(work, _scales(rest, second)) if narrow else None
+    in_fp8 = cuda.partition(":")[0] not in ("bf16", "emulate")
+    us = None if expected is None else 1e6 * (expected.fp8 if in_fp8 else expected.rounded)
     return ProductRow(
         path=notes.get("path", ""),
         layer=notes.get("layer", ""),
@@ -217,7 +223,22 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         reason="" if narrow else "the recipe keeps an operand in high precision",
         times=times,
         flops=times * flops,
+        expected_us=us,
+        bf16_us=None if expected is None else 1e6 * expected.bf16,
     )
+
+
+def _scales(rest: list[Any], second: Any) -> Scales:
+    """The kind of the scales, by their shapes: one stretch of two or more dimensions is in blocks.
+
+    Those of the first operand come before the `second`, and those of it right after.
+    """
+    place = next(i for i, aval in enumerate(rest) if aval is second)
+    found = [*rest[:place], *rest[place + 1 : place + 2]]
+    in_blocks = [scale for scale in found if sum(n > 1 for n in scale.shape) > 1]
+    if not in_blocks:
+        return "one"
+    return "mx" if any(scale.dtype in _F8 for scale in in_blocks) else "blocks"
 
 
 def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:

@@ -20,7 +20,13 @@ from jfp8.conversion.layer_table import (
     text_lines,
     wrapped,
 )
-from jfp8.conversion.product_rows import ProductRow, looks_ahead_message, product_table, si
+from jfp8.conversion.product_rows import (
+    ProductRow,
+    looks_ahead_message,
+    product_table,
+    si,
+    times_message,
+)
 from jfp8.conversion.tables import table_html, table_lines
 
 
@@ -82,9 +88,14 @@ class Report:
         )
 
     def verbose(self) -> str:
-        """The report with a line for each product: its operands, and what computes it."""
+        """The report with a line for each product: its operands, and what computes it.
+
+        Traced for a GPU whose rates `matmul.pays_off` has, also the expected times, of all times
+        that a product is computed together, and for comparison those of layers in bf16.
+        """
         head, *lines = table_lines(product_table(self.rows))
-        return "\n".join([head, "-" * len(head), *lines, *self._said()])
+        times = wrapped(times_message(self.rows))
+        return "\n".join([head, "-" * len(head), *lines, *times, *self._said()])
 
     def __str__(self) -> str:
         layers = lines_of(self.rows)

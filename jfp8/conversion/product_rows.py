@@ -11,6 +11,7 @@ from jfp8.conversion.tables import Table
 NO_LAYER = "computed by no layer that can be converted"
 INSIDE_OF_ATTENTION = "inside of attention (convert with attention_products=True)"
 _HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
+_TIMES = ("expected µs", "in bf16 µs")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class ProductRow:
       looks_ahead: for forward products, whether positions of a sequence share a scale, so that a
         later one changes an earlier result; see ``Recipe.is_causal``. For a product with a history,
         this is about the steps after its first entry.
+      expected_us: microseconds for computing it once, quantizing included, by the model of
+        `matmul.pays_off`; None for products in high precision, and unless JAX traces for a GPU
+        whose rates the model has.
+      bf16_us: the same if the layer were not converted.
     """
 
     path: str
@@ -52,6 +57,8 @@ class ProductRow:
     flops: int
     cuda: str = ""
     looks_ahead: bool = dataclasses.field(default=False, compare=False)
+    expected_us: float | None = dataclasses.field(default=None, compare=False)
+    bf16_us: float | None = dataclasses.field(default=None, compare=False)
 
 
 def looks_ahead_message(recipes: Mapping[str, str]) -> str:
@@ -68,8 +75,29 @@ def looks_ahead_message(recipes: Mapping[str, str]) -> str:
 
 
 def product_table(rows: Iterable[ProductRow]) -> Table:
-    """Head, and a line for each product."""
-    return [_HEAD, *map(_cells, rows)]
+    """Head, and a line for each product; with times if any is expected."""
+    rows = list(rows)
+    if all(row.expected_us is None for row in rows):
+        return [_HEAD, *map(_cells, rows)]
+    with_times = lambda cells, times: (*cells[:-1], *times, cells[-1])
+    return [with_times(_HEAD, _TIMES), *(with_times(_cells(r), _times(r)) for r in rows)]
+
+
+def times_message(rows: Iterable[ProductRow]) -> str:
+    """What is expected of all products in FP8 together, and in bf16; "" if nothing is."""
+    rows = list(rows)
+    fp8 = sum(row.times * (row.expected_us or 0.0) for row in rows)
+    bf16 = sum(row.times * (row.bf16_us or 0.0) for row in rows)
+    if not fp8:
+        return ""
+    return (
+        f"Expected by a model, not measured: {_spelled(fp8)} for the products that are FP8, "
+        f"{_spelled(bf16)} if their layers were in bf16."
+    )
+
+
+def _spelled(us: float) -> str:
+    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} µs"
 
 
 def si(n: int) -> str:
@@ -86,3 +114,10 @@ def _cells(row: ProductRow) -> tuple[str, ...]:
     if row.cuda not in ("", row.implementation):
         how += f"; on CUDA {row.cuda}"
     return (layer, row.kind, row.lhs, row.rhs, row.out, str(row.times), si(row.flops), how)
+
+
+def _times(row: ProductRow) -> tuple[str, str]:
+    fp8, bf16 = row.expected_us, row.bf16_us
+    if fp8 is None or bf16 is None:
+        return "", ""
+    return f"{row.times * fp8:.3g}", f"{row.times * bf16:.3g}"

@@ -6,12 +6,14 @@ a file or folder with such a value, and list it here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
+from jax.sharding import AxisType
 
 from jfp8.matmul import bf16, xla
 from jfp8.matmul.backend import Backend, Blocks, Facts, facts_of
@@ -19,6 +21,7 @@ from jfp8.matmul.blackwell import product as blackwell
 from jfp8.matmul.emulate import product as emulate
 from jfp8.matmul.hopper import product as hopper
 from jfp8.matmul.job import HARDWARE_FORMATS, Job
+from jfp8.matmul.pays_off import RATES, Scales, Times, Work, expected, rates_of, scales_of, work_of
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E5M2, Format
 from jfp8.tracing.context import Gpu, current_gpu, note
@@ -29,11 +32,6 @@ Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
 # others.
 ON_CUDA = (hopper.BACKEND, blackwell.BACKEND, xla.BACKEND, bf16.BACKEND)
 BY_NAME = {b.name: b for b in (emulate.BACKEND, xla.BACKEND, hopper.BACKEND)}
-
-# With fewer multiplications than this, a matrix product is faster in bf16 than in FP8, quantization
-# included. This comes from a model of time and is not yet measured: break-even is between 750^3 and
-# 1300^3 at the rates of an H200, depending on how many bytes quantizing moves.
-SMALL_PRODUCT = 512**3
 
 
 class Choice(NamedTuple):
@@ -53,8 +51,8 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
     """The backend for a product on an NVIDIA GPU; None: a GPU that is not known.
 
     1. Formats that tensor cores do not support: bf16, in which all stored values are exact.
-    2. If the GPU is known: bf16 also for products of fewer than `SMALL_PRODUCT` multiplications,
-       and for GPUs without FP8.
+    2. If the GPU is known: bf16 also for products that are faster in it by the model of
+       `pays_off`, and for GPUs without FP8.
     3. One scale per operand: cuBLASLt, by XLA. Scales by row, and in blocks of 128: Pallas kernels
        on Hopper. In blocks of 32: cuDNN on Blackwell.
     4. Otherwise scales by row after cuBLASLt's product, and blocks in bf16.
@@ -85,14 +83,39 @@ def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
         return "no tensor cores for {} x {}".format(*(fmt.name for fmt in facts.formats))
     if gpu is not None and not gpu.multiplies_f8:
         return f"{gpu.kind} has no FP8 tensor cores"
-    if gpu is not None and _small(facts.sizes):
+    blocks = facts.blocks if facts.granularity == "blocks" else ()
+    scales = scales_of(block[0] for block in blocks if block is not None)
+    if gpu is not None and _faster_in_bf16(facts.sizes, gpu, scales):
         return "FP8 does not pay for a product this small"
     return None
 
 
-def _small(sizes: tuple[int, int, int]) -> bool:
-    m, n, k = sizes
-    return m * n * k < SMALL_PRODUCT
+def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:
+    """Whether quantized operands are multiplied faster in bf16; GPUs not listed count as H100."""
+    rates = rates_of(gpu.kind) or RATES["H100"]
+    times = expected(work_of(sizes, _devices()), rates, scales)
+    return times.rounded < times.fp8
+
+
+def _devices() -> int:
+    """The number of devices that divide a product: those of the mesh in effect, or 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in axes if kind != AxisType.Manual)
+
+
+def expected_times(work: Work, scales: Scales) -> Times | None:
+    """What the model of `pays_off` expects of a product of all devices together.
+
+    None unless JAX traces for a GPU whose rates the model has.
+    """
+    gpu = current_gpu()
+    rates = None if gpu is None else rates_of(gpu.kind)
+    if gpu is None or rates is None:
+        return None
+    n = _devices()
+    work = Work(work.multiplications / n, work.elements / n)
+    return expected(work, rates, scales)
 
 
 def product(
@@ -182,7 +205,10 @@ def contraction_last(
     kernels = implementation != "xla" and hopper.BACKEND.why_not_on(gpu) is None
     if implementation == "mosaic_gpu" and not kernels:
         return None  # and the product says why
-    if 0 in sizes or (implementation is None and _small(sizes)):
+    if 0 in sizes:
+        return None
+    scales = scales_of(along for along, _ in blocks)
+    if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
         return None
     # Without a known GPU, these are Hopper's kernels.
     major = hopper.BACKEND.gpus if gpu is None else gpu.capability and gpu.capability[0]
@@ -197,15 +223,14 @@ def contraction_last(
 
 
 def grouped_kernels(
-    why_not: Callable[[Gpu | None], str | None],
-    sizes: tuple[int, int, int],
-    implementation: Implementation,
+    why_not: Callable[[Gpu | None], str | None], implementation: Implementation
 ) -> bool:
     """Whether Hopper's kernels compute a grouped product.
 
+    Small ones too: the ways in bf16 move two to three times as many bytes.
+
     Args:
       why_not: why they cannot compute it on a given GPU, or None.
-      sizes: ``(m, n, k)`` of all groups together.
       implementation: see `scaled_ragged_dot`.
 
     Raises:
@@ -216,7 +241,7 @@ def grouped_kernels(
     gpu = current_gpu()
     reason = why_not(gpu)
     if implementation is None:
-        return gpu is not None and reason is None and not _small(sizes)
+        return gpu is not None and reason is None
     check_not_refused(implementation, reason)
     return True
 

@@ -192,8 +192,8 @@ def encode(
     """
     if not fmt.signed:
         return _encode_power_of_two(x, rounding, bits)
-    if rounding == "nearest_even" and fmt in (E4M3FN, E5M2) and _hardware_converts():
-        return convert(x, fmt, finds_nan=finds_nan)
+    if hardware_converts(fmt, rounding):
+        return _encode_by_hardware(x, fmt)
     # bf16 is rounded in 16-bit lanes, twice as many per instruction; all else goes through f32.
     if x.dtype != jnp.bfloat16 or rounding != "nearest_even":
         x = x.astype(jnp.float32)
@@ -229,23 +229,38 @@ def encode(
     return (code ^ sign).astype(jnp.uint8)
 
 
-def _hardware_converts() -> bool:
+def hardware_converts(fmt: Format, rounding: str = "nearest_even") -> bool:
+    """Whether the GPU that JAX traces for has instructions that round to `fmt` in this way."""
+    if rounding != "nearest_even" or fmt not in (E4M3FN, E5M2):
+        return False
     gpu = current_gpu()
     return gpu is not None and gpu.multiplies_f8
 
 
-def convert(x: jax.Array, fmt: Format, *, finds_nan: bool = True) -> jax.Array:
-    """`encode` to nearest even by the instructions of a processor that has them for `fmt`.
+def convert(x: jax.Array, fmt: Format) -> jax.Array:
+    """`x` in ``fmt.dtype``, saturating, by the instructions of a processor that has them for it.
 
-    XLA's own conversion does not saturate e4m3fn, and does not define the sign of a NaN.
+    NaN stays NaN, of any sign. XLA's own conversion does not saturate e4m3fn.
     """
+    limit = np.float32(fmt.max)
+    return jnp.clip(x.astype(jnp.float32), -limit, limit).astype(fmt.dtype)
+
+
+def _encode_by_hardware(x: jax.Array, fmt: Format) -> jax.Array:
+    """`encode`, with the sign of a NaN, which `convert` loses."""
     x = x.astype(jnp.float32)
-    limited = jnp.clip(x, -np.float32(fmt.max), np.float32(fmt.max)).astype(fmt.dtype)
-    code = lax.bitcast_convert_type(limited, jnp.uint8)
-    if not finds_nan:
-        return code
     sign = lax.bitcast_convert_type(x, jnp.uint32) >> 31 << (fmt.bits - 1)
+    code = lax.bitcast_convert_type(convert(x, fmt), jnp.uint8)
     return jnp.where(jnp.isnan(x), np.uint8(fmt.nan_code) ^ sign.astype(jnp.uint8), code)
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """The bits of ``|x|``, f32 or 16 bits wide; unsigned, they order as finite < Inf < NaN."""
+    lane = {2: np.uint16, 4: np.uint32}[x.dtype.itemsize]
+    if current_gpu() is None:
+        return lax.bitcast_convert_type(x, lane) & lane(np.iinfo(lane).max >> 1)
+    # Where two amaxes of an array need the integers, XLA's GPU compiler would write them to memory.
+    return lax.bitcast_convert_type(jnp.abs(x), lane)
 
 
 def _encode_power_of_two(x: jax.Array, rounding: str, bits: jax.Array | None) -> jax.Array:

@@ -14,8 +14,10 @@ from jfp8.scaling.casts import (
     Rounding,
     check_cast_arguments,
     codes_to_format,
+    convert,
     decode,
     encode,
+    hardware_converts,
     straight_through,
 )
 from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format, FormatLike, as_format
@@ -173,6 +175,11 @@ def quantize_with_scale(
     """
     check_scale_shape(ScaledArray(x, scale, block))
     values = x.astype(jnp.float32)
+    on_gpu = hardware_converts(fmt)
+    if on_gpu and inverse is None:
+        # NaN for Inf, which the cast would saturate. By arithmetic, and before anything else, XLA
+        # does it in the pass that converts; a mask it would write to memory.
+        values = values + values * np.float32(0)
     if inverse is not None:
         values = apply_scale(values, inverse, block)
     else:
@@ -181,7 +188,9 @@ def quantize_with_scale(
             values = apply_scale(values, factor, block)
     if not isinstance(scale, ScaledArray) and scale.dtype == E8M0FNU.dtype:
         values = _with_subnormal_inputs(values, x, scale, block)
-    asks_x = fmt.has_nan and inverse is None
+    if hardware_converts(fmt, rounding):
+        return ScaledArray(convert(values, fmt), scale, block)
+    asks_x = fmt.has_nan and inverse is None and not on_gpu
     codes = encode(values, fmt, rounding, bits, finds_nan=not asks_x)
     if asks_x:
         # The cast saturates Inf; asking x itself tells it from a finite value that overflows.

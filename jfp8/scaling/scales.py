@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.scaling.arrays import split_e8m0
-from jfp8.scaling.casts import as_float_array, codes_to_format
+from jfp8.scaling.casts import as_float_array, codes_to_format, magnitude_bits
 from jfp8.scaling.formats import E8M0FNU, Format, FormatLike, as_format
 
 
@@ -150,8 +150,8 @@ def _amax(x: jax.Array, granularity: Granularity) -> jax.Array:
     out_shape = scale_shape(granularity, x.shape)
     if x.dtype.itemsize == 1:
         x = x.astype(jnp.float32)
-    lane = {2: np.uint16, 4: np.uint32}[x.dtype.itemsize]
-    magnitude = lax.bitcast_convert_type(x, lane) & lane(np.iinfo(lane).max >> 1)
+    magnitude = magnitude_bits(x)
+    lane = magnitude.dtype.type
     if isinstance(granularity, PerTensor):
         largest = jnp.max(magnitude, initial=lane(0))
     else:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jfp8.tracing.compat import axes_by_dimension, finest_mesh, kernels_are_interpreted
 
@@ -176,6 +176,8 @@ def _partitioned(
 ) -> Callable[..., Any]:
     """`function`, whose parts XLA asks for when it knows how its operands are divided."""
     units = rule.units([x.shape for x in operands])
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    of_one = AbstractMesh((), (), **({} if device is None else {"abstract_device": device}))
     partitioned = custom_partitioning(lambda *parts: function(*parts))  # its signature is read
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
@@ -183,10 +185,13 @@ def _partitioned(
         axes = rule.axes(units, jax.tree.leaves(operands), jax.tree.leaves(results), mesh)
 
         def on_parts(*parts: jax.Array) -> Any:
-            values = function(*parts)
-            leaves, tree = jax.tree.flatten(values)
-            apart = ([a for n in axes if n not in _names(x) for a in axes[n]] for x in rule.results)
-            return tree.unflatten(map(functools.partial(_combined, combine), leaves, apart))
+            with use_abstract_mesh(of_one):  # parts are not on the caller's, which may be explicit
+                leaves, tree = jax.tree.flatten(function(*parts))
+                apart = (
+                    [a for name in axes if name not in _names(dims) for a in axes[name]]
+                    for dims in rule.results
+                )
+                return tree.unflatten(map(functools.partial(_combined, combine), leaves, apart))
 
         def shardings(arrays: Sequence[tuple[Dim, ...]]) -> list[NamedSharding]:
             return [

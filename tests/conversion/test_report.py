@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import re
 from collections import Counter
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ import pytest
 
 import jfp8
 from jfp8.conversion.product_rows import ProductRow
+from jfp8.matmul.pays_off import RATES, expected, work_of
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
@@ -309,6 +311,48 @@ def test_what_a_gpu_computes_products_with():
         text = jfp8.report(Net(), variables, x).verbose()
     assert "emulate; on CUDA xla" in text
     assert "emulate; on CUDA bf16: FP8 does not pay for a product this small" in text
+
+
+def test_expected_times_of_a_known_gpu():
+    """As `pays_off` has them: of an H200 with its costs, in bf16 where that is chosen."""
+    model = nn.Sequential([jfp8.Dense(4096), jfp8.Dense(128), jfp8.Dense(16)])
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    variables = jax.eval_shape(model.init, KEY, x)
+    assert "expected" not in jfp8.report(model, variables, x).verbose()
+    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+        r = jfp8.report(model, variables, x)
+    found = {row.path: (row.cuda.split(":")[0], row) for row in r.rows}
+    for name, n, k in (("layers_0", 4096, 4096), ("layers_1", 128, 4096), ("layers_2", 16, 128)):
+        times = expected(work_of((4096, n, k)), RATES["H200"], "one")
+        used, row = found[name]
+        fastest = min(times.fp8, times.rounded)
+        assert used == ("xla" if fastest == times.fp8 else "bf16")
+        assert row.expected_us == pytest.approx(1e6 * fastest)
+        assert row.bf16_us == pytest.approx(1e6 * times.bf16)
+    first = r.rows[0]
+    assert (f"{first.expected_us:.3g}", f"{first.bf16_us:.3g}") == ("123", "180")
+    head, _, *lines = r.verbose().splitlines()
+    assert "expected µs  in bf16 µs  how" in head
+    assert re.search(r"137 G +123 +180 +delayed, ", lines[0])
+    text = r"Expected by a model, not measured: [\d.]+ µs for the products that are FP8, [\d.]+ µs"
+    assert re.search(text, r.verbose())
+
+
+TIMED = {"current": "one", "rowwise": "one", "block": "blocks", "mxfp8": "mx"}
+
+
+def test_expected_times_are_by_the_kind_of_scales():
+    layers = {name: jfp8.Dense(4096, recipe=jfp8.recipes.get(name)) for name in TIMED}
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
+    for name, layer in layers.items():
+        variables = jax.eval_shape(layer.init, KEY, x)
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+            row = jfp8.report(layer, variables, x).rows[0]
+        times = expected(work_of((4096,) * 3), RATES["B200"], TIMED[name])
+        used = times.rounded if row.cuda.startswith("bf16") else times.fp8
+        assert row.expected_us == pytest.approx(1e6 * used), name
 
 
 @pytest.mark.slow

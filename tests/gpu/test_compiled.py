@@ -18,6 +18,7 @@ from jax import lax
 
 import jfp8
 from jfp8 import recipes
+from jfp8.matmul import pays_off
 from jfp8.scaling.formats import E4M3FN, E5M2
 from support.gpu_programs import (
     Hlo,
@@ -227,11 +228,11 @@ def test_statistics_leave_products_in_fp8(recipe):
 def test_odd_sizes(name, compiled):
     """Padded inside. What is cut off a result is a pass over it, which also adds what was split."""
     layer = Dense(777, recipe=PER_TENSOR[name])
-    f, args = forward_and_backward(layer, (1000, 333))
-    hlo = compiled(f"`Dense`, 1000×333→777, bias, {name}", "h200", f, *args).hlo
+    f, args = forward_and_backward(layer, (2000, 1333))
+    hlo = compiled(f"`Dense`, 2000×1333→777, bias, {name}", "h200", f, *args).hlo
     assert len(hlo.f8_products) == 3
     assert hlo.other_products == []
-    assert hlo.f32_written(333 * 777) == hlo.split_products
+    assert hlo.f32_written(1333 * 777) == hlo.split_products
     assert len(hlo.passes_over_outputs) <= 3
 
 
@@ -308,11 +309,37 @@ def test_trap_small_products_stay_in_bf16(compiled):
     assert len(program.hlo.other_products) == 3
 
 
+COSTS = {  # of which GPU, recipes, and size
+    "one": ("h200", ["delayed", "current"], 1024),
+    "blocks": ("h200", ["block"], 1024),
+    "mx": ("b200", ["mxfp8"], 2304),
+}
+
+
+@pytest.mark.parametrize("scales", COSTS)
+def test_costs_in_the_model_of_time(scales):
+    """Of `pays_off`: not less than compiled, and not half as much again."""
+    target, names, n = COSTS[scales]
+    launches, moved = [], []
+    for name in names:
+        layer = Dense(n, use_bias=False, recipe=recipes.get(name))
+        f, args = forward_and_backward(layer, (n, n))
+        hlo = compile_for(target, f, *args).hlo
+        assert len(hlo.fp8_products) == 3
+        launches.append(len(hlo.launched))
+        # Once there is a history, delayed scaling does not read for the amax.
+        amax = 2.0 if name == "delayed" else 0.0
+        moved.append(hlo.bytes_beside_products / (3 * n**2) - amax)
+    cost = pays_off.FP8[scales]
+    assert np.mean(launches) <= 1.05 * cost.launches <= 1.5 * np.mean(launches)
+    assert np.mean(moved) <= 1.05 * cost.bytes <= 1.5 * np.mean(moved)
+
+
 # Several scales: kernels of our own
 
 
 @pytest.mark.parametrize("name", ["rowwise", "block"])
-@pytest.mark.parametrize("shape", [(8192, 4096, 4096), (1000, 333, 777)], ids=str)
+@pytest.mark.parametrize("shape", [(8192, 4096, 4096), (2000, 1333, 777)], ids=str)
 def test_scales_by_row_and_block(name, shape, compiled):
     m, k, n = shape
     f, args = forward_and_backward(Dense(n, recipe=recipes.get(name)), (m, k))
@@ -558,3 +585,14 @@ def test_other_recipes_on_blackwell(name, compiled):
     products = [p for p in program.hlo.other_products if not is_rotation(p)]
     assert len(program.hlo.fp8_products) + len(products) == 3
     assert program.kernels == ()
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "unscaled"])
+def test_xla_quantizes_without_masks(name):
+    layer = Dense(4096, use_bias=False, recipe=recipes.get(name), implementation="xla")
+    f, args = forward_and_backward(layer, (4096, 4096))
+    hlo = compile_for("h200", f, *args).hlo
+    assert len(hlo.f8_products) == 3
+    assert hlo.masks(4096 * 4096) == hlo.f32_written(4096 * 4096) == []
+    if name in ("delayed", "current"):
+        assert hlo.bytes_beside_products < 360e6

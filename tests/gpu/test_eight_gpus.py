@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jfp8
@@ -75,12 +76,45 @@ def test_dense(recipe, way, compiled_for_eight):
     assert len(hlo.fp8_products) == 3
     assert hlo.other_products == []
     assert hlo.passes_over_outputs == []
+    assert hlo.masks(N * N) == []
     # A weight is summed over the dimension by which it is divided once: its gathered parts, which
     # lie one behind the other, are interleaved.
     interleaved = 1 if way == "FSDP" else 0
     assert len(hlo.f8_transposes) == interleaved
     assert hlo.bytes_beside_products <= bound_on_bytes(recipe)
     assert program.exchanged.total == pytest.approx(sent * N * N * 7 / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_explicit_axes(recipe):
+    """Where shardings are part of types; data by two, columns by four."""
+
+    def f(x, w, dy):
+        product = lambda x, w: jfp8.scaled_dot_general(
+            x, w, (((2,), (0,)), ((), ())), recipe=recipes.get(recipe)
+        )
+        y, back = jax.vjp(product, x, w)
+        return y, *back(dy)
+
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
+    args = of(8, 2048, N), of(N, 2 * N), of(8, 2048, 2 * N)
+    specs = P("x"), P(None, "y"), P("x", None, "y")
+    program = compile_divided("h200", {"x": 2, "y": 4}, f, args, specs, None, AxisType.Explicit)
+    assert len(program.hlo.fp8_products) == 3
+    assert program.hlo.other_products == program.hlo.f8_transposes == []
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_without_kernels(recipe):
+    """XLA quantizes by itself, and writes bytes, not masks."""
+    (m, k, n), x, w, y, _ = WAYS["data"]
+    layer = jfp8.Dense(n, recipe=recipes.get(recipe), implementation="xla", **layer_options)
+    f, args = forward_and_backward(layer, (m, k))
+    out = (y, (gradients(specs_of(args[0], lambda _: w)), x))
+    specs = (specs_of(args[0], lambda _: w), x, y)
+    hlo = compile_divided("h200", {"x": 8}, f, args, specs, out).hlo
+    assert len(hlo.f8_products) == 3
+    assert hlo.other_products == hlo.masks(N * N) == []
 
 
 @pytest.mark.parametrize(("recipe", "way"), [("current", "FSDP"), ("block", "tensor parallel")])

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 import jfp8
 from jfp8.matmul import xla
 from jfp8.matmul.backend import facts_of
 from jfp8.matmul.bf16 import in_bf16
-from jfp8.matmul.choice import SMALL_PRODUCT, choose
+from jfp8.matmul.choice import choose
 from jfp8.matmul.emulate.product import emulated
 from jfp8.matmul.job import Job, factors_of
 from jfp8.quantizers.blocks import TwoLevel
@@ -163,7 +164,7 @@ def name_of(lhs, rhs, gpu):
     return str(choose(facts_of(lhs, rhs, job(powers_of_two=True)), gpu))
 
 
-LARGE = (1024, 1024)
+LARGE = (4096, 4096)
 needs_mosaic = jax.__version_info__ >= (0, 11, 2)
 
 
@@ -195,12 +196,53 @@ def test_choice_by_gpu_and_granularity(gpu, expected):
     assert [name_of(*pair, gpu).split(":")[0] for pair in pairs] == expected
 
 
-def test_small_products_do_not_pay():
-    n = round(SMALL_PRODUCT ** (1 / 3))
-    large, small = q((n, n)), q((n, n - 1))
-    assert name_of(large, large, HOPPER) == "xla"
-    assert name_of(large, small, HOPPER).startswith("bf16: FP8 does not pay")
-    assert name_of(large, small, None) == "xla"  # nobody knows for which device
+PER_TENSOR, BY_ROW = (None, None, None), (jfp8.PerAxis(0), jfp8.PerAxis(1), None)
+IN_BLOCKS = (jfp8.Block((1, 128)), jfp8.Block((128, 128)), None)
+MX = (jfp8.Block((1, 32)), jfp8.Block((32, 1)), "rceil")
+
+
+@pytest.mark.parametrize(
+    ("scales", "gpu", "large"),
+    [
+        (PER_TENSOR, HOPPER, 960),
+        (BY_ROW, HOPPER, 960),
+        (PER_TENSOR, Gpu("NVIDIA L40S", (8, 9)), 592),
+        (PER_TENSOR, BLACKWELL, 1264),
+        (MX, BLACKWELL, 2272),
+        (PER_TENSOR, Gpu("NVIDIA A GPU OF NO TABLE", (9, 0)), 960),
+    ],
+    ids=str,
+)
+def test_small_products_do_not_pay(scales, gpu, large):
+    """`large` is the first multiple of 16 whose cube does."""
+    lhs, rhs, rounding = scales
+
+    def name(n):
+        return name_of(q((n, n), lhs, rounding), q((n, n), rhs, rounding), gpu)
+
+    assert name(large - 16) == "bf16: FP8 does not pay for a product this small"
+    assert not name(large).startswith("bf16")
+    assert name_of(q((large, large)), q((large, large)), None) == "xla"  # nobody knows the device
+
+
+@pytest.mark.skipif(not needs_mosaic, reason="JAX 0.11.2 or later has these kernels")
+def test_small_products_in_blocks_pay():
+    """Rounded with XLA's own kernels for bf16 they need more of these, and more bytes."""
+    lhs, rhs, _ = IN_BLOCKS
+    assert name_of(q((256, 256), lhs), q((256, 256), rhs), HOPPER) == "mosaic_gpu"
+
+
+def test_products_are_as_large_as_the_part_of_a_device():
+    """Half of 960 x 960 x 960 is small, and all of it on every device of a manual mesh is not."""
+    both = q((960, 960))
+    auto, manual = (
+        AbstractMesh((2,), ("x",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Manual)
+    )
+    assert name_of(both, both, HOPPER) == "xla"  # nobody says how it is divided
+    with use_abstract_mesh(auto):
+        assert name_of(both, both, HOPPER).startswith("bf16: FP8 does not pay")
+    with use_abstract_mesh(manual):
+        assert name_of(both, both, HOPPER) == "xla"
 
 
 def test_e5m2_by_e5m2():

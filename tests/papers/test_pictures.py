@@ -55,7 +55,7 @@ SLOW = ("error_against_bits", "error_map", "sums")
 )
 def test_stored_pictures_are_what_is_drawn_now(pictures, name, tmp_path):
     """Up to letters, which another version of matplotlib may draw otherwise."""
-    assert set(pictures.DRAWN) == {"memory", "roofline", "dead_gradients", *SLOW}
+    assert set(pictures.DRAWN) == {"memory", "roofline", "dead_gradients", "gaps", *SLOW}
     pictures.write(name, tmp_path)
     stored, drawn = (image.imread(d / f"{name}.png")[..., :3] for d in (STATIC, tmp_path))
     assert stored.shape == drawn.shape
@@ -92,7 +92,7 @@ def test_another_name_is_refused(pictures, capsys):
 def test_the_model_of_a_linear_layer():
     """Of 4096 x 4096 x 4096 on an H200: 12 n^2 bytes by products in FP8, and 12 to quantize."""
     roofline = module("roofline")
-    h200, n = roofline.GPUS[1], 4096
+    h200, n = roofline.RATES["H200"], 4096
     assert roofline.traffic(n, n, n, "FP8") == 24 * n**2
     assert roofline.traffic(n, n, n, "bf16") == 18 * n**2
     assert roofline.rate(h200, n, "bf16") == pytest.approx(989.5)

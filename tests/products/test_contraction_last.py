@@ -25,7 +25,7 @@ needs_mosaic = pytest.mark.skipif(
 )
 
 PLAIN = (((1,), (0,)), ((), ()))
-LARGE = (1024, 512, 768)  # m, k, n: enough for FP8 to pay
+LARGE = (2048, 1024, 1536)  # m, k, n: enough for FP8 to pay
 
 
 def mesh_of(kind, *sizes):
@@ -108,12 +108,12 @@ def test_kernels_and_products_on_hopper(recipe, in_xla, ours):
 @needs_mosaic
 def test_odd_sizes_are_padded_once():
     """Before quantizing: the f8 operands, and what the products give, are as large as they are."""
-    f, args = product_and_gradients(recipes.DelayedScaling(), (1000, 333, 777))
+    f, args = product_and_gradients(recipes.DelayedScaling(), (2000, 1333, 777))
     text = lowered_for("NVIDIA H200", f, *args)
     assert f8_products(text) == ["[1] x [1]"] * 3
     pads = re.findall(r"stablehlo\.pad.*-> tensor<([\dx]+)x(\w+)>", text)
-    cut = [("1000x333", "bf16"), ("333x777", "bf16")]  # gradients, as XLA writes it
-    grown = [("1024x384", "bf16"), ("1024x896", "bf16"), ("384x896", "bf16")]
+    cut = [("2000x1333", "bf16"), ("1333x777", "bf16")]  # gradients, as XLA writes it
+    grown = [("2048x1408", "bf16"), ("2048x896", "bf16"), ("1408x896", "bf16")]
     assert sorted(pads) == sorted(cut + grown)
 
 
@@ -152,8 +152,8 @@ def test_small_products_are_multiplied_in_bf16():
 )
 def test_transformations(recipe):
     """The kernels stay under all of JAX's transformations."""
-    layer = jfp8.Dense(512, recipe=recipe, dtype=jnp.bfloat16)
-    x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    layer = jfp8.Dense(1024, recipe=recipe, dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
 
     def loss(variables, x):
@@ -181,7 +181,7 @@ def test_transformations(recipe):
         in_specs=(PartitionSpec(), batch),
         out_specs=PartitionSpec(),
     )
-    many = jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16)
+    many = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
     with use_abstract_mesh(mesh):
         text = jax.jit(mapped).trace(variables, many).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu_v2" in text
@@ -197,11 +197,11 @@ def test_layers_of_the_same_shapes_share_their_kernels():
         @nn.compact
         def __call__(self, x):
             for _ in range(self.n):
-                x = jfp8.Dense(512, dtype=jnp.bfloat16)(x)
+                x = jfp8.Dense(1024, dtype=jnp.bfloat16)(x)
             return x
 
     def kernels_of(n):
-        x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+        x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
         variables = jax.eval_shape(Layers(n).init, jax.random.key(0), x)
         loss = lambda v, x: Layers(n).apply(v, x).astype(jnp.float32).sum()
         grad = jax.grad(loss, argnums=(0, 1))
@@ -217,8 +217,8 @@ def test_layers_of_the_same_shapes_share_their_kernels():
 @pytest.mark.slow
 @needs_mosaic
 def test_weights_are_quantized_once_for_all_micro_batches():
-    layer = jfp8.Dense(768, dtype=jnp.bfloat16)
-    x = jnp.zeros((4 * 1024, 512), jnp.bfloat16)
+    layer = jfp8.Dense(1280, dtype=jnp.bfloat16)
+    x = jnp.zeros((4 * 1024, 1024), jnp.bfloat16)
     variables = layer.init(jax.random.key(0), x)
     state = jfp8.TrainState.create(apply_fn=layer.apply, variables=variables, tx=optax.sgd(0.1))
 
@@ -237,14 +237,14 @@ def test_weights_are_quantized_once_for_all_micro_batches():
     with use_abstract_mesh(mesh_of("NVIDIA H200")):
         closed = without_dead_code(jax.make_jaxpr(step)(state, x))
     found = set(quantized(closed.jaxpr))
-    assert {((1024, 512), True), ((512, 768), False)} <= found
-    assert ((512, 768), True) not in found
+    assert {((1024, 1024), True), ((1024, 1280), False)} <= found
+    assert ((1024, 1280), True) not in found
 
 
 @needs_mosaic
 def test_a_compiler_divides_kernels_too():
     """Under a mesh of eight: cuBLASLt's products, and a kernel for each tensor."""
-    f, args = product_and_gradients(recipes.Float8CurrentScaling())
+    f, args = product_and_gradients(recipes.Float8CurrentScaling(), (8192, 1024, 1536))
     with use_abstract_mesh(mesh_of("NVIDIA H200", 8)):
         text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert (len(f8_products(text)), kernels(text), other_products(text)) == (3, 3, 0)

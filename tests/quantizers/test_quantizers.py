@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from jfp8 import (
@@ -423,6 +423,24 @@ def test_trap_nan_and_inf_do_not_vanish(fmt, scale, dtype, granularity):
     if isinstance(granularity, Block) and scale is None:  # with all that shares a scale with them
         lost = spread(block_amax(lost, granularity) > 0, x.shape)
     np.testing.assert_array_equal(np.isnan(values), lost)
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+@pytest.mark.parametrize("scale", [None, np.float32(0.125), np.float32(2.0**-120)], ids=str)
+@pytest.mark.parametrize("granularity", [PerTensor(), PerAxis(1), Block((1, 16))], ids=str)
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_trap_nothing_else_comes_of_what_is_traced_for_a_gpu(rounding, granularity, scale, fmt):
+    """Instructions convert there, and arithmetic finds Inf, where bits are looked at here."""
+    x = sample()
+    x[0, 3], x[1, 60], x[2, 60], x[5, 0] = np.nan, -np.nan, np.inf, -np.inf
+    x[3, :4] = 0.0, -0.0, np.finfo(np.float32).max, -np.finfo(np.float32).max
+    options = {"granularity": granularity, "scale": scale, "rounding": rounding}
+    expected = quantize(x, fmt, key=jax.random.key(0), **options)
+    gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        q = quantize(x, fmt, key=jax.random.key(0), **options)
+    assert_bitwise(q.scale, expected.scale)
+    assert_same_data(q.data, expected.data)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])

@@ -17,10 +17,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, ScaledArray, cast, quantize, round_to_format
 from jfp8.scaling import formats
-from jfp8.scaling.casts import codes_of, codes_to_format, convert, decode, encode
+from jfp8.scaling.casts import codes_of, codes_to_format, decode, encode, hardware_converts
 
 FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
 SIGNED = FORMATS[:4]
@@ -306,7 +307,12 @@ def test_cast_rounds_to_nearest(fmt, dtype):
 def test_conversions_of_hardware_give_the_same_codes(fmt, dtype):
     """What is traced for a GPU, whose instructions XLA:CPU imitates."""
     x = sample(fmt, dtype)
-    np.testing.assert_array_equal(convert(jnp.asarray(x), fmt), encode(jnp.asarray(x), fmt))
+    expected = encode(jnp.asarray(x), fmt)
+    gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        assert hardware_converts(fmt)
+        np.testing.assert_array_equal(encode(jnp.asarray(x), fmt), expected)
+    assert not hardware_converts(fmt)
 
 
 @all_formats

@@ -288,6 +288,18 @@ class Hlo:
             if any(r.dtype == "f32" and r.size >= size for r in i.results)
         ]
 
+    def masks(self, size: int) -> list[Instruction]:
+        """Kernels that write truth values or integers for a quarter of `size` elements or more."""
+        return [
+            i
+            for i, _ in self.launched
+            if i.opcode != "custom-call"  # cuBLASLt's workspace
+            and any(
+                r.dtype in ("pred", "u8", "s8", "u16", "u32") and r.size >= size // 4
+                for r in i.results
+            )
+        ]
+
     @functools.cached_property
     def bytes_beside_products(self) -> int:
         """Bytes that all kernels but products read and write, were nothing kept in a cache."""
@@ -429,9 +441,10 @@ def compile_divided(
     args: tuple[Any, ...],
     specs: tuple[Any, ...],
     out_specs: Any = None,
+    kind: AxisType = AxisType.Auto,
 ) -> Program:
     """The same for a mesh with these axes; arguments and results lie as their specs say."""
-    mesh = _mesh_of(target, tuple(axes), tuple(axes.values()))
+    mesh = _mesh_of(target, tuple(axes), tuple(axes.values()), kind)
     place = lambda specs: jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=_is_spec)
     args = jax.tree.map(
         lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
@@ -443,14 +456,14 @@ def compile_divided(
         device_kind=f"NVIDIA {target.upper()}", num_cores=CORES[target], platform="gpu"
     )
     described = AbstractMesh(
-        tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=device
+        tuple(axes.values()), tuple(axes), (kind,) * len(axes), abstract_device=device
     )
     before = os.environ.get("MOSAIC_GPU_DUMP_TO")
     with tempfile.TemporaryDirectory() as folder, use_abstract_mesh(described):
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:
             jitted = jax.jit(f, out_shardings=None if out_specs is None else place(out_specs))
-            compiled = jitted.trace(*args).lower().compile()
+            compiled = jitted.trace(*args).lower(lowering_platforms=("cuda",)).compile()
         finally:
             del os.environ["MOSAIC_GPU_DUMP_TO"]
             if before is not None:
@@ -467,8 +480,10 @@ def _is_spec(x: Any) -> bool:
 
 
 @functools.cache
-def _mesh_of(target: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> jax.sharding.Mesh:
-    """Devices of the kind."""
+def _mesh_of(
+    target: str, names: tuple[str, ...], sizes: tuple[int, ...], kind: AxisType
+) -> jax.sharding.Mesh:
+    """Such devices, with axes of a kind."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
@@ -476,7 +491,8 @@ def _mesh_of(target: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> jax
         topology=f"1x1x{math.prod(sizes)}",
         target_config=(DATA / f"{target}.txtpb").read_text(),
     )
-    return topologies.make_mesh(topology, sizes, names)
+    devices = topologies.make_mesh(topology, sizes, names).devices
+    return jax.sharding.Mesh(devices, names, axis_types=(kind,) * len(names))
 
 
 # Programs

@@ -138,7 +138,7 @@ def _observed(how, out_dtype, lhs, rhs, sizes, state):
     lhs, rhs, sizes = same_varying_axes((lhs, rhs, sizes))
     rhs, scales = _frozen_groups(rhs, recipe)
     why_not = functools.partial(why_not_grouped_kernels, recipe, rhs)
-    by_kernels = grouped_kernels(why_not, (m, n, rhs.shape[1]), implementation)
+    by_kernels = grouped_kernels(why_not, implementation)
     tiles = lay_out(sizes, m, _TILE if by_kernels else _tile_height(recipe, m, groups))
     rows = take_rows(lhs, tiles.rows, tiles.slots)
     kind = GroupedKernels if by_kernels else GroupedDot

@@ -1,0 +1,79 @@
+"""The model of time by which products are computed in FP8, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from jfp8.matmul import pays_off
+from jfp8.matmul.pays_off import RATES, Rates, Work, expected, rates_of, scales_of, work_of
+
+ROUND = Rates(bf16=1e15, fp8=2e15, memory=1e12)
+LARGE = Work(multiplications=39e9, elements=0.0)  # in bf16 0.1 ms at 0.78 of the peak
+
+
+@pytest.mark.parametrize("scales", pays_off.FP8)
+def test_a_product_of_arithmetic_alone(scales):
+    times = expected(LARGE, ROUND, scales)
+    assert times.bf16 == pytest.approx(100e-6 + 2e-6)
+    assert times.fp8 == pytest.approx(50e-6 + pays_off.FP8[scales].launches * 2e-6 / 3)
+    assert times.rounded == pytest.approx(100e-6 + pays_off.ROUNDED[scales].launches * 2e-6 / 3)
+
+
+def test_a_product_of_bytes_alone():
+    """0.9e9 elements, at 0.9 TB/s: 2 + 2 + 2 bytes for three of them in bf16, 1 + 1 + 2 in FP8."""
+    times = expected(Work(0.0, 0.9e9), ROUND, "blocks")
+    assert times.bf16 == pytest.approx(2e-3 + 2e-6)
+    assert times.fp8 == pytest.approx(4e-3 / 3 + 4.1e-3 / 3 + 8 * 2e-6 / 3)
+    assert times.rounded == pytest.approx(2e-3 + 9e-3 / 3 + 17 * 2e-6 / 3)
+
+
+def test_three_products_of_a_layer_take_the_same_time():
+    """Otherwise some would be in bf16, and a tensor would be laid out for both."""
+    assert len({work_of(sizes) for sizes in itertools.permutations((64, 512, 8192))}) == 1
+    assert work_of((2, 3, 5)) == Work(30, 10 + 15 + 6)
+    assert work_of((2, 3, 5), devices=2) == Work(15, 31 / 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L40S", "L40S"),
+    ],
+)
+def test_rates_by_the_name_of_a_device(kind, name):
+    assert rates_of(kind) is RATES[name]
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA L40", "NVIDIA GB200", "NVIDIA A100", "cpu"])
+def test_no_rates_of_others(kind):
+    assert rates_of(kind) is None
+
+
+@pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
+def test_fp8_has_twice_the_rate(rates):
+    assert rates.fp8 / rates.bf16 == pytest.approx(2, abs=0.03)
+
+
+def test_kinds_of_scales():
+    assert [scales_of(along) for along in ([], [0, 0], [128, 0], [256, 128], [128, 32])] == [
+        *("one", "one", "blocks", "blocks", "mx")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scales", "large"), [("one", 2496), ("blocks", 1664)], ids=["one scale", "blocks"]
+)
+def test_what_the_page_on_gpus_says_of_whole_layers(scales, large):
+    """The first multiple of 32 from which a layer is faster in FP8 than if it is not converted."""
+
+    def gain(n):
+        times = expected(work_of((n, n, n)), RATES["H200"], scales)
+        return times.bf16 / times.fp8
+
+    assert gain(large - 32) < 1 < gain(large)
+    assert 1.4 < gain(4096) < gain(8192) < 2
