@@ -51,7 +51,7 @@ SLOW = ("error_against_bits", "error_map", "sums")
 
 
 @pytest.mark.parametrize(
-    "name", ["memory", "roofline", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "name", ["memory", "roofline", "gaps", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_stored_pictures_are_what_is_drawn_now(pictures, name, tmp_path):
     """Up to letters, which another version of matplotlib may draw otherwise."""
