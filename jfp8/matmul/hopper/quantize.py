@@ -236,10 +236,10 @@ def tensor_amax(
             return largest
 
         found = for_each_tile(body, x, sweep=sweep, wanted=wanted, carry=no_amax(x, sweep))
-        largest[lax.axis_index("block"), :] = f32_magnitude(found, x.dtype)
+        largest[lax.axis_index("block")] = jnp.max(f32_magnitude(found, x.dtype))
 
     expected = () if known is None else (known.reshape(1),)
-    out = jax.ShapeDtypeStruct((blocks(x, sweep), sweep.rows), jnp.int32)
+    out = jax.ShapeDtypeStruct((blocks(x, sweep),), jnp.int32)
     (largest,) = run(
         "tensor_amax", kernel, x, *expected, out=[out], sweep=sweep, interpret=interpret
     )
@@ -345,12 +345,12 @@ def quantize_both(
             body, x, *vectors, sweep=sweep, carry=no_amax(x, sweep) if with_amax else None
         )
         if with_amax:
-            largest[0][lax.axis_index("block"), :] = f32_magnitude(amax, x.dtype)
+            largest[0][lax.axis_index("block")] = jnp.max(f32_magnitude(amax, x.dtype))
         finish()
 
     out = [jax.ShapeDtypeStruct(s, fmt.dtype) for s in ((rows, columns), (columns, rows))]
     if with_amax:
-        out.append(jax.ShapeDtypeStruct((blocks(x, sweep), sweep.rows), jnp.int32))
+        out.append(jax.ShapeDtypeStruct((blocks(x, sweep),), jnp.int32))
     q, q_t, *largest = run(
         "quantize_both",
         kernel,
