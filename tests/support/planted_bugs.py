@@ -1108,6 +1108,30 @@ BUGS: tuple[Bug, ...] = (
         "        return (part / lax.axis_size(self.names)).astype(whole.dtype)\n",
         "training/test_gather_weights.py::test_the_parts_of_the_gradient_are_those_of_the_whole",
     ),
+    Bug(
+        "parts_of_a_sum_stay_apart",
+        "each device keeps its part of a sum over a dimension that is divided",
+        "jfp8/tracing/divided.py",
+        "        return lax.psum(x, tuple(axes))\n",
+        "        return x\n",
+        "tracing/test_divided.py::test_under_vmap_scan_grad_and_remat",
+    ),
+    Bug(
+        "an_amax_of_one_device",
+        "an amax is that of one device's part of the tensor",
+        "jfp8/tracing/divided.py",
+        "lax.bitcast_convert_type(lax.pmax(bits, tuple(axes)), x.dtype)",
+        "lax.bitcast_convert_type(bits, x.dtype)",
+        "tracing/test_divided.py::test_maxima_of_all_devices",
+    ),
+    Bug(
+        "a_block_on_two_devices",
+        "a dimension is divided inside of a block of scales",
+        "jfp8/tracing/divided.py",
+        "whole_units = sizes[name] // units[name]",
+        "whole_units = sizes[name]",
+        "tracing/test_divided.py::test_a_block_is_not_cut",
+    ),
     # Convolutions, groups, experts
     Bug(
         "dilation_ignored",
