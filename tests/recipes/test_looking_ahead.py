@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,16 @@ import numpy as np
 import pytest
 
 import jfp8
-from benchmarks import looking_ahead
 from jfp8.linen import EinsumProduct
 from jfp8.products.attention import _with_scales_in_lhs
 from jfp8.quantizers import Current, Quantizer, Rowwise
 from jfp8.recipes import PerOperand, Product
 from jfp8.recipes.attention import attention_products
 from jfp8.recipes.looking_ahead import LAYERS
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    looking_ahead = importlib.import_module("looking_ahead")
 
 # Which scales reach across positions and sequences, by the definition of each recipe: one scale for
 # the tensor does, one for each row or block of a row does not, and 1 and a history do not either.
