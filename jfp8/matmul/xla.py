@@ -88,7 +88,9 @@ def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job)
 
         # A sum that is divided among devices is scaled by each, in the call, not after all.
         rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single))
-        return divided("dot_general", product, rule, combine="sum")(lhs, rhs, *single)
+        return divided(f"dot_general, {algorithm.name}", product, rule, combine="sum")(
+            lhs, rhs, *single
+        )
 
     y = aligned(lhs, rhs, job.dimension_numbers, scaled)
     return times(y, [f for f in factors if f.ndim]).astype(job.dtype)

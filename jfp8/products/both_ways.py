@@ -151,14 +151,18 @@ def _blockwise(quantizer: Blockwise, x: jax.Array, state: AmaxState | None) -> B
     fmt, rounding = quantizer.fmt, quantizer.scale_rounding
     if across > 1:
         tiles = partial(quantize_blocks.quantize_tiles, fmt=fmt, scale_rounding=rounding)
-        q, q_t, scale = divided("quantize_tiles", tiles, f"i j -> i j, j i, i/{along} j/{along}")(x)
+        q, q_t, scale = divided(
+            f"quantize_tiles, {rounding}", tiles, f"i j -> i j, j i, i/{along} j/{along}"
+        )(x)
         scales = scale, scale.T
     else:
         rows = partial(
             quantize_blocks.quantize_rows_in_blocks, fmt=fmt, block=along, scale_rounding=rounding
         )
         q, s, q_t, s_t = divided(
-            f"quantize_rows_in_blocks_{along}", rows, f"i j -> i j, j/{along} i, j i, i/{along} j"
+            f"quantize_rows_in_blocks_{along}, {rounding}",
+            rows,
+            f"i j -> i j, j/{along} i, j i, i/{along} j",
         )(x)
         scales = s.T, s_t.T
     if scales[0].dtype == jnp.uint8:

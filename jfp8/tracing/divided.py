@@ -16,12 +16,14 @@ import functools
 import itertools
 import math
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -142,7 +144,8 @@ def divided(
     """`function` of arrays, which the compiler may divide as `rule` says.
 
     Args:
-      name: what profiles and compiled programs call it, with ``jfp8_`` before it.
+      name: what profiles and compiled programs call it, with ``jfp8_`` before it; and after a comma
+        what else it depends on but its operands.
       function: of arrays, to an array or a tuple of arrays. It is called with whole arrays, or with
         the parts of a device, each of which has whole units (128 of ``k`` if there is a ``k/128``).
       rule: see `Rule.parse`.
@@ -155,8 +158,11 @@ def divided(
 
     @custom_vmap
     def call(*operands: jax.Array) -> Any:
-        with jax.named_scope(f"jfp8_{name}"):
-            return _partitioned(function, rule, combine, operands)(*operands)
+        # JAX's compilation cache can be told not to look at the addresses of rules. Then something
+        # else in the program must say which function this is.
+        identity = np.uint32(zlib.crc32(f"{name} {rule} {combine}".encode()))
+        with jax.named_scope(f"jfp8_{name.partition(',')[0]}"):
+            return _partitioned(function, rule, combine, operands)(identity, *operands)
 
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
@@ -175,16 +181,18 @@ def _partitioned(
     operands: Sequence[jax.Array],
 ) -> Callable[..., Any]:
     """`function`, whose parts XLA asks for when it knows how its operands are divided."""
-    units = rule.units([x.shape for x in operands])
+    rule = Rule(((), *rule.operands), rule.results)  # with the identity
+    units = rule.units([(), *(x.shape for x in operands)])
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     of_one = AbstractMesh((), (), **({} if device is None else {"abstract_device": device}))
-    partitioned = custom_partitioning(lambda *parts: function(*parts))  # its signature is read
+    partitioned = custom_partitioning(lambda identity, *parts: function(*parts))
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
-        mesh = finest_mesh(mesh, operands[0].sharding)
+        mesh = finest_mesh(mesh, operands[1].sharding)
         axes = rule.axes(units, jax.tree.leaves(operands), jax.tree.leaves(results), mesh)
 
-        def on_parts(*parts: jax.Array) -> Any:
+        def on_parts(identity: jax.Array, *parts: jax.Array) -> Any:
+            del identity
             with use_abstract_mesh(of_one):  # parts are not on the caller's, which may be explicit
                 leaves, tree = jax.tree.flatten(function(*parts))
                 apart = (

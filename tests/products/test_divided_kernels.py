@@ -48,7 +48,7 @@ def divided_by_hand(monkeypatch):
     checked = []
 
     def divided(name, function, rule, combine=None):
-        rule = Rule.parse(rule)
+        name, rule = name.partition(",")[0], Rule.parse(rule)
 
         def called(*operands):
             whole = function(*operands)

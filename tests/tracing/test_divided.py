@@ -156,3 +156,16 @@ def test_a_rule_in_shardys_words():
     assert rule.summed() == ("k",)
     incomplete = [(256, 200), (64, 200), (2, 256), ()]
     assert rule.for_shardy(rule.units(incomplete))[0] == "m k_1, n k_1, k_128 m,  -> m n"
+
+
+def test_programs_of_other_functions_differ_without_the_address_of_a_rule():
+    """All that JAX's compilation cache sees if it is told to ignore that address."""
+
+    def text(name, rule="i k, j k -> i j"):
+        x = jax.device_put(integers(64, 128), NamedSharding(MESH, P("data")))
+        lowered = jax.jit(divided(name, times_transposed, rule, combine="sum")).lower(x, x)
+        return re.sub('backend_config = "[0-9]*"', "", lowered.as_text())
+
+    assert text("product") == text("product") != text("product, fast")
+    assert "CustomSPMDPartitioning" in text("product")
+    assert text("product") != text("product", "i k, j k -> j i")

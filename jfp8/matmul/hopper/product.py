@@ -67,7 +67,7 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
         else:
             a_scale = _row_scales(lhs, lhs_contract, lhs_batch)
             b_scale = _row_scales(rhs, rhs_contract, rhs_batch)
-            name = "matmul"
+            name = "matmul, fast" if job.fast_accumulation else "matmul"
             product = lambda a, b, s, t: kernels.matmul(
                 a, b, s, t, job.dtype, promote=not job.fast_accumulation
             )
