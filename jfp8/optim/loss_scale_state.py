@@ -158,7 +158,7 @@ def warn_if_not_read(state: LossScaleState) -> None:
 
 _NOT_READ = """\
 loss_scale() divides the gradients by its scale S (32768 at first), but nothing has multiplied the \
-loss by S: every update would be that much too small. In your loop differentiate
+loss by S: gradients would be that much too small. In your loop differentiate
     jfp8.scale_loss(loss, opt_state)
 instead of loss; or compute gradients with jfp8.value_and_grad(loss_fn)(state, batch) for a \
 jfp8.TrainState; or those of an NNX model with

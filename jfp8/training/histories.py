@@ -96,7 +96,7 @@ def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
 def in_one_array(sinks: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     """All sinks f32[..., 3, 2050] as one f32[n, 3, 2050], and the way back, of any array[n, ...].
 
-    Hundreds of small programs of the same shape would take long to compile.
+    One array takes one collective, where devices agree on the largest amaxes of all.
     """
     leaves, structure = jax.tree.flatten(sinks)
     leading = [leaf.shape[:-2] for leaf in leaves]

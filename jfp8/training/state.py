@@ -127,13 +127,14 @@ class TrainState(flax.struct.PyTreeNode):
         """
         if unknown or variables is None:
             given = ", ".join(sorted(unknown)) or "no variables"
-            scale = " A loss scale is part of tx: optax.chain(jfp8.loss_scale(), tx)."
+            hint = ""
+            if "loss_scale" in unknown:
+                hint = " A loss scale is part of tx: optax.chain(jfp8.loss_scale(), tx)."
             raise TypeError(
                 f"TrainState.create takes apply_fn, variables and tx, but got {given}. Pass all "
                 "that model.init returned, because amax histories stand beside the parameters: "
                 "jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(key, x), tx=tx)."
-                + ("loss_scale" in unknown)
-                * scale
+                f"{hint}"
             )
         collections = as_dicts(variables)
         if "params" not in collections:
