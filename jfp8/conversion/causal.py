@@ -43,7 +43,8 @@ def _is_triangular(x: Any) -> bool:
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or math.prod(x.shape[-2:]) > _LARGEST:
         return False
-    one = np.asarray(x[(0,) * (x.ndim - 2)])
+    with jax.ensure_compile_time_eval():  # under a trace a part of an array would be traced
+        one = np.asarray(x[(0,) * (x.ndim - 2)])
     rows, columns = one.shape
     triangle = np.tri(rows, columns, columns - rows, dtype=bool)
     return len(np.unique(one)) == 2 and bool(np.array_equal(one == one.max(), triangle))

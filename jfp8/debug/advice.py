@@ -129,7 +129,14 @@ def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
 
 
 def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
-    """The former name of `advice`. (`jfp8.report` says which products are FP8.)"""
+    """The former name of `advice`. (`jfp8.report` says which products are FP8.)
+
+    Args:
+      rows, products: see `advice`.
+
+    Returns:
+      What `advice` returns.
+    """
     return advice(rows, products)
 
 

@@ -81,6 +81,15 @@ def test_models_may_close_over_what_is_traced():
     assert seen == [False]
 
 
+def test_arrays_with_values_are_looked_at_while_another_function_is_traced():
+    """Their parts, too: of an array that has values JAX would trace a part."""
+    closed = jax.make_jaxpr(lambda x: x)(TOKENS)
+    masks = [jnp.tril(jnp.ones((2, 3, N, N))), jnp.ones((2, 3, N, N))]
+    seen = []
+    jax.jit(lambda x: seen.extend(masks_later_positions(closed, mask) for mask in masks))(0)
+    assert seen == [True, False]
+
+
 class Model(nn.Module):
     causal: bool = True
 

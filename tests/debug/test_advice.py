@@ -183,6 +183,7 @@ class LanguageModel(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The model masks later positions")
 @pytest.mark.parametrize("name", ["delayed", "current", "mxfp8", "hybrid"])
 def test_nothing_is_wrong_with_a_good_language_model(name):
     rows = train(HEALTHY[name], 60, net=LanguageModel())
