@@ -24,6 +24,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import long_run
 import numpy as np
 import optax
 import parity
@@ -211,6 +212,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "memory": memory,
     "roofline": roofline,
     "gaps": lambda: parity.draw(parity.read(RESULTS / "parity.json")),
+    "long_run": lambda: long_run.draw(long_run.read(RESULTS / "long_run.json")),
 }
 NAMES = (*NOTEBOOKS, *DRAWN, "loss")
 
