@@ -94,7 +94,7 @@ def _prime_factors(n: int) -> list[int]:
 def axes_by_dimension(x: Any, mesh: Mesh) -> list[tuple[str, ...]]:
     """The axes of `mesh` along which the compiler divides each dimension of an array.
 
-    None, if it is divided in a way that the axes cannot express, or not decided.
+    Empty for all, if that is not decided, or done in a way that the axes cannot express.
     """
     none: list[tuple[str, ...]] = [()] * len(x.shape)
     if x.sharding is None:

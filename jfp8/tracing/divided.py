@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,14 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
 from jfp8.tracing.compat import axes_by_dimension, finest_mesh, kernels_are_interpreted
 
@@ -109,6 +116,11 @@ class Rule:
                     chosen[name] = found
         return chosen
 
+    def lacking(self) -> set[str]:
+        """The names of dimensions that may be divided and that a result does not have."""
+        names = {dim.name for dims in self.operands for dim in dims if not dim.name.isupper()}
+        return set().union(*(names - _names(dims) for dims in self.results))
+
     def summed(self) -> tuple[str, ...]:
         """The names that no result has."""
         left = {dim.name for dims in self.results for dim in dims}
@@ -151,9 +163,21 @@ def divided(
       rule: see `Rule.parse`.
       combine: how the parts of a result are put together where a dimension is divided that it does
         not have: added, or their maximum, NaN if one is. Maxima must not be negative.
+
+    Raises:
+      ValueError: a result does not have all dimensions, and `combine` is None.
     """
     rule = Rule.parse(rule) if isinstance(rule, str) else rule
+    if combine is None and (lacking := rule.lacking()):
+        raise ValueError(
+            f"divided({name!r}): a result lacks {', '.join(sorted(lacking))}, so that devices may "
+            "have parts of it. Say how to combine them: 'sum' or 'max'."
+        )
     if kernels_are_interpreted():  # with side effects, which a divided function cannot have
+        return function
+    # In shard_map a device has its own part already. (The compiler still divides along axes that
+    # are not manual; JAX has no rules for kernels there, and nobody asks for them.)
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return function
 
     @custom_vmap
@@ -221,7 +245,9 @@ def _partitioned(
     return partitioned
 
 
-def _pairs(arrays: Sequence[tuple[Dim, ...]], values: Sequence[Sequence[Any]]) -> Any:
+def _pairs(
+    arrays: Sequence[tuple[Dim, ...]], values: Sequence[Sequence[Any]]
+) -> Iterator[tuple[Dim, Any]]:
     """All dimensions of `arrays`, each with its entry in `values`."""
     for dims, of_array in zip(arrays, values, strict=True):
         yield from zip(dims, of_array, strict=True)

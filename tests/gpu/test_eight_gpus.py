@@ -22,7 +22,6 @@ if reason := why_not():
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 N = 4096
-MB = 1e6
 RECIPES = ["delayed", "current", "rowwise", "block"]
 layer_options = {"dtype": BF16, "param_dtype": BF16, "use_bias": False}
 
@@ -36,18 +35,22 @@ WAYS = {
 }
 
 
-def specs_of(variables, kernel):
-    """Layouts of variables: `kernel` gives that of a weight by its path, all else is everywhere."""
+def layer_on_devices(layer, shape, kernel, x, y):
+    """The arguments of `compile_divided` after its axes, for a layer, forward and backward.
+
+    Args:
+      layer, shape: and that of its input.
+      kernel: the layout of a weight by its path; other variables are everywhere.
+      x, y: layouts of input and result. Gradients are laid out like what they belong to.
+    """
 
     def spec(path, leaf):
         return kernel(jax.tree_util.keystr(path)) if path[-1].key == "kernel" else P()
 
-    return jax.tree_util.tree_map_with_path(spec, variables)
-
-
-def gradients(variables):
-    """Of what there are any."""
-    return {name: tree for name, tree in variables.items() if name != "fp8"}
+    f, args = forward_and_backward(layer, shape)
+    variables = jax.tree_util.tree_map_with_path(spec, args[0])
+    gradients = {name: tree for name, tree in variables.items() if name != "fp8"}
+    return f, args, (variables, x, y), (y, (gradients, x))
 
 
 def bound_on_bytes(recipe):
@@ -62,25 +65,19 @@ def bound_on_bytes(recipe):
 def test_dense(recipe, way, compiled_for_eight):
     (m, k, n), x, w, y, sent = WAYS[way]
     layer = jfp8.Dense(n, recipe=recipes.get(recipe), **layer_options)
-    f, args = forward_and_backward(layer, (m, k))
-    variables = specs_of(args[0], lambda _: w)
     program = compiled_for_eight(
         f"8 GPUs, {way}: `Dense`, {N}³ for each, {recipe}",
         {"x": 8},
-        f,
-        args,
-        (variables, x, y),
-        (y, (gradients(variables), x)),
+        *layer_on_devices(layer, (m, k), lambda _: w, x, y),
     )
     hlo = program.hlo
     assert len(hlo.fp8_products) == 3
     assert hlo.other_products == []
     assert hlo.passes_over_outputs == []
     assert hlo.masks(N * N) == []
-    # A weight is summed over the dimension by which it is divided once: its gathered parts, which
-    # lie one behind the other, are interleaved.
-    interleaved = 1 if way == "FSDP" else 0
-    assert len(hlo.f8_transposes) == interleaved
+    # FSDP divides a weight along the sum of the forward product. There its parts must lie side by
+    # side, but arrive one after the other.
+    assert len(hlo.f8_transposes) == (1 if way == "FSDP" else 0)
     assert hlo.bytes_beside_products <= bound_on_bytes(recipe)
     assert program.exchanged.total == pytest.approx(sent * N * N * 7 / 8, rel=0.01)
 
@@ -104,15 +101,35 @@ def test_explicit_axes(recipe):
     assert program.hlo.other_products == program.hlo.f8_transposes == []
 
 
+@pytest.mark.parametrize(("recipe", "fp8"), [("current", 3), ("rowwise", 3), ("block", 0)])
+def test_inside_of_shard_map_over_one_axis(recipe, fp8):
+    """The compiler divides columns by four; it has no rules for kernels there."""
+
+    def f(x, w, dy):
+        product = lambda x, w: jfp8.scaled_dot_general(
+            x, w, (((1,), (0,)), ((), ())), recipe=recipes.get(recipe)
+        )
+        y, back = jax.vjp(product, x, w)
+        return y, *back(dy)
+
+    rows = P("data")
+    mapped = jax.shard_map(
+        f, in_specs=(rows, P(), rows), out_specs=(rows, rows, P()), axis_names={"data"}
+    )
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
+    args = of(2 * N, N), of(N, 4 * N), of(2 * N, 4 * N)
+    specs = rows, P(None, "model"), P("data", "model")
+    hlo = compile_divided("h200", {"data": 2, "model": 4}, mapped, args, specs).hlo
+    assert (len(hlo.fp8_products), len(hlo.other_products)) == (fp8, 3 - fp8)
+
+
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_without_kernels(recipe):
     """XLA quantizes by itself, and writes bytes, not masks."""
     (m, k, n), x, w, y, _ = WAYS["data"]
     layer = jfp8.Dense(n, recipe=recipes.get(recipe), implementation="xla", **layer_options)
-    f, args = forward_and_backward(layer, (m, k))
-    out = (y, (gradients(specs_of(args[0], lambda _: w)), x))
-    specs = (specs_of(args[0], lambda _: w), x, y)
-    hlo = compile_divided("h200", {"x": 8}, f, args, specs, out).hlo
+    program = layer_on_devices(layer, (m, k), lambda _: w, x, y)
+    hlo = compile_divided("h200", {"x": 8}, *program).hlo
     assert len(hlo.f8_products) == 3
     assert hlo.other_products == hlo.masks(N * N) == []
 
@@ -124,15 +141,11 @@ def test_layer_norm_mlp(recipe, way, compiled_for_eight):
         way, lambda path: P("x") if "wo" in path else P(None, None, "x")
     )
     x = P("x") if way == "FSDP" else P()
-    f, args = forward_and_backward(layer, (8 if way == "FSDP" else 1, N, N))
-    variables = specs_of(args[0], split)
+    shape = (8 if way == "FSDP" else 1, N, N)
     program = compiled_for_eight(
         f"8 GPUs, {way}: `LayerNormMLP`, {N}×{N}→{4 * N}→{N} for each, {recipe}",
         {"x": 8},
-        f,
-        args,
-        (variables, x, x),
-        (x, (gradients(variables), x)),
+        *layer_on_devices(layer, shape, split, x, x),
     )
     hlo = program.hlo
     assert len(hlo.fp8_products) == 6
@@ -179,15 +192,10 @@ def test_transformer_layer(recipe, compiled_for_eight):
             return P("tp", None, "fsdp") if "out" in path else P("tp", "fsdp")
         return P("fsdp", "tp") if "qkv" in path else P("fsdp", None, "tp")
 
-    f, args = forward_and_backward(layer, (2, 2048, N))
-    variables = specs_of(args[0], split)
     program = compiled_for_eight(
         f"8 GPUs, FSDP×TP 2×4: `TransformerLayer`, 2×2048×{N}, {recipe}",
         {"fsdp": 2, "tp": 4},
-        f,
-        args,
-        (variables, P("fsdp"), P("fsdp")),
-        (P("fsdp"), (gradients(variables), P("fsdp"))),
+        *layer_on_devices(layer, (2, 2048, N), split, P("fsdp"), P("fsdp")),
     )
     assert len(program.hlo.fp8_products) == 12
     assert len(program.hlo.other_products) == 6  # attention's own

@@ -139,6 +139,27 @@ def test_inside_of_shard_map_it_is_the_function():
     np.testing.assert_array_equal(jax.jit(mapped)(x, w), x @ w.T)
 
 
+@pytest.mark.parametrize("sizes", [(2, 4), (8, 1)])
+def test_inside_of_shard_map_over_one_axis_of_two(sizes):
+    """The other may be divided by the compiler, which knows how to divide this function."""
+    mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x, w = integers(64, 128), integers(32, 128, seed=1)
+    f = jax.shard_map(
+        lambda x, w: divided("product", times_transposed, "i k, j k -> i j", combine="sum")(x, w),
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+    w = jax.device_put(w, NamedSharding(mesh, P("model")))
+    np.testing.assert_array_equal(jax.jit(f)(x, w), x @ w.T)
+
+
+def test_what_becomes_of_parts_must_be_said():
+    with pytest.raises(ValueError, match=r"a result lacks k, .* 'sum' or 'max'"):
+        divided("product", times_transposed, "i k, j k -> i j")
+
+
 def test_eagerly_and_on_one_device_it_is_the_function():
     x, w = integers(6, 5), integers(3, 5, seed=1)
     np.testing.assert_array_equal(product(x, w), x @ w.T)

@@ -487,7 +487,7 @@ def test_it_trains_as_it_did(name):
 
     start, end = their_losses[0], their_losses[-TAIL:].mean()
     assert end < 0.7 * start
-    # Of the ResNet float32 runs whose first weights differ by 1e-6 end up to 0.6 percent apart.
+    # Float32 runs of the ResNet end up to 0.6 percent apart if initial weights differ by 1e-6.
     assert our_losses[-TAIL:].mean() == pytest.approx(end, rel=0.02)
     assert (our_losses != their_losses).any()  # FP8 is somewhere in it
 

@@ -98,7 +98,7 @@ def _with_scales_by_group(q: ScaledArray) -> ScaledArray:
     return ScaledArray(q.data, scale, None if q.block is None else (1, *q.block))
 
 
-# Dimensions as in the kernels. Devices may have a part of each, but of the groups all.
+# Dimensions are called as in the kernels. A device may have a part of any of them but the groups.
 
 
 def _matmul(a: ScaledArray, b: ScaledArray, group: jax.Array, dtype: np.dtype) -> jax.Array:
