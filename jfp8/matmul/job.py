@@ -37,6 +37,8 @@ class Job:
       dimension_numbers: checked.
       dtype: that of the result.
       accumulation, fast_accumulation, powers_of_two: see `scaled_matmul`.
+      parts: the dtype in which devices send the parts of a sum that the compiler divides; None:
+        that of the result.
     """
 
     dimension_numbers: Numbers
@@ -44,6 +46,7 @@ class Job:
     accumulation: str
     fast_accumulation: bool
     powers_of_two: bool
+    parts: np.dtype | None = None
 
 
 # Products of arrays of any shape, as products of (batches of) matrices.

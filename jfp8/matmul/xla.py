@@ -22,7 +22,7 @@ from jfp8.matmul.job import (
     times,
 )
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.tracing.divided import divided
+from jfp8.tracing.divided import divided_sum
 
 # cuBLASLt requires all sizes of an FP8 product to be multiples of this.
 ALIGNMENT = 16
@@ -73,12 +73,11 @@ def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job)
     algorithm = (
         preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if job.fast_accumulation else preset.ANY_F8_ANY_F8_F32
     )
-    first = np.dtype(job.dtype if job.dtype == jnp.bfloat16 else np.float32)
-
     single = [factor for factor in factors if not factor.ndim]
 
     def scaled(lhs, rhs, numbers):
-        def product(lhs, rhs, *single):
+        def product(dtype, lhs, rhs, *single):
+            first = dtype if dtype == jnp.bfloat16 else np.float32
             y = lax.dot_general(
                 lhs, rhs, numbers, precision=algorithm, preferred_element_type=first
             )
@@ -88,9 +87,8 @@ def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job)
 
         # A sum that is divided among devices is scaled by each, in the call, not after all.
         rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single))
-        return divided(f"dot_general, {algorithm.name}", product, rule, combine="sum")(
-            lhs, rhs, *single
-        )
+        name = f"dot_general, {algorithm.name}"
+        return divided_sum(name, product, rule, job.dtype, job.parts)(lhs, rhs, *single)
 
     y = aligned(lhs, rhs, job.dimension_numbers, scaled)
     return times(y, [f for f in factors if f.ndim]).astype(job.dtype)

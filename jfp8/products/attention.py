@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -56,9 +57,9 @@ def _observed(
     **options: Any,
 ) -> tuple[jax.Array, Observed]:
     recipe, of_values = _recipe_for(how.recipe, which)
-    how = How(recipe, how.implementation)
+    how = replace(how, recipe=recipe)
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
-    dtype = check_out_dtype(preferred_element_type, lhs, rhs)
+    dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
     if of_values is not None:
         lhs, rhs = _with_scales_in_lhs(lhs, rhs, dimension_numbers, of_values)
     return observed_dot_general(

@@ -129,7 +129,7 @@ def observed_convolution(
         reference = functools.partial(window.convolve, out_sharding=out_sharding)
         function = functools.partial(observed_convolution, window=window, how=how, **result)
         return with_result_like(reference, function, lhs, rhs, state)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
     window.check(lhs, rhs)
     products = how.recipe.resolved()
     one_scale = all(q.block is None and q.one_for_both for q in products.quantizers())
@@ -151,7 +151,7 @@ def observed_convolution(
         )
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     operation = Convolution((lhs.shape, rhs.shape), dtypes, window)
-    return multiply_quantized(operation, lhs, rhs, how.recipe, state)
+    return multiply_quantized(operation, lhs, rhs, how, state)
 
 
 @jax.tree_util.register_static

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.products.cast_later import Kernel, as_array
 
 Padding = str | Sequence[tuple[int, int]]
 
 
 def conv_transpose(
     lhs: jax.Array,
-    rhs: jax.Array | ScaledArray,
+    rhs: Kernel,
     strides: Sequence[int],
     padding: Padding,
     rhs_dilation: Sequence[int],
@@ -35,8 +35,7 @@ def conv_transpose(
     """
     rank = lhs.ndim - 2
     if transpose_kernel:
-        values = rhs.dequantize() if isinstance(rhs, ScaledArray) else rhs
-        rhs = jnp.flip(values, range(rank)).swapaxes(-1, -2)
+        rhs = jnp.flip(as_array(rhs), range(rank)).swapaxes(-1, -2)
     rule = "VALID" if padding == "CIRCULAR" else padding
     if isinstance(rule, str):
         extents = [(k - 1) * d + 1 for k, d in zip(rhs.shape[:rank], rhs_dilation, strict=True)]

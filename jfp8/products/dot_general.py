@@ -136,7 +136,7 @@ def observed_dot_general(
         function = partial(observed_dot_general, **what, how=how, **result)
         return with_result_like(reference, function, lhs, rhs, state)
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
     shape = layout_of(lhs.shape, rhs.shape, dimension_numbers).shape
     if how.recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
@@ -155,7 +155,7 @@ def observed_dot_general(
         assert not isinstance(rhs, ScaledArray)
         operation = faster
         lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers, faster.shapes)
-    y, observed = multiply_quantized(operation, lhs, rhs, how.recipe, state)
+    y, observed = multiply_quantized(operation, lhs, rhs, how, state)
     if faster is not None:
         y = y[:m, :n]
     return y.reshape(shape), observed

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.products.cast_later import Kernel, as_array
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def parse(equation: str, lhs_ndim: int, rhs_ndim: int) -> Terms:
 def as_dot_general(
     terms: Terms,
     lhs: jax.Array,
-    rhs: jax.Array | ScaledArray,
+    rhs: Kernel,
     dot_general: Callable[..., jax.Array],
 ) -> jax.Array:
     """The einsum as one ``dot_general(lhs, rhs, dimension_numbers)``.
@@ -68,8 +68,8 @@ def as_dot_general(
     Dimensions of one operand alone are summed before it; the result is transposed after it.
     """
     needs_array = set(terms.rhs) - set(terms.lhs + terms.out) or 1 in (*lhs.shape, *rhs.shape)
-    if isinstance(rhs, ScaledArray) and needs_array:
-        rhs = rhs.dequantize()
+    if needs_array:
+        rhs = as_array(rhs)
     lhs_sizes = dict(zip(terms.lhs, lhs.shape, strict=True))
     rhs_sizes = dict(zip(terms.rhs, rhs.shape, strict=True))
     lhs, lhs_term = _drop_stretched(lhs, terms.lhs, rhs_sizes)

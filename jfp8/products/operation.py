@@ -44,7 +44,11 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class How:
-    """How products of any kind are computed; for the fields see `scaled_dot_general`.
+    """How products of any kind are computed.
+
+    Attributes:
+      recipe, implementation: see `scaled_dot_general`.
+      rhs_dtype: to which rhs is cast before all else, see `CastLater`. Its gradient keeps its own.
 
     Raises:
       TypeError: `recipe` is not a recipe.
@@ -53,6 +57,7 @@ class How:
 
     recipe: Recipe
     implementation: Implementation = None
+    rhs_dtype: np.dtype | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
@@ -84,11 +89,12 @@ class Use(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """How one of the three products is summed; see `scaled_matmul`."""
+    """How one of the three products is summed; see `Job`."""
 
     accumulation: str = "f32"
     fast_accumulation: bool = False
     powers_of_two: bool = False
+    parts: np.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -286,11 +292,11 @@ def value_dtype(x: Operand) -> np.dtype:
 
 
 def check_out_dtype(
-    preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: Operand
+    preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: Operand, how: How
 ) -> np.dtype:
     """The dtype of a product: `preferred`, which must be floating, or that of the operands."""
-    arrays = [x for x in (lhs, rhs) if not isinstance(x, ScaledArray)]
-    out_dtype = preferred or jnp.result_type(*arrays)
+    of_rhs = [] if isinstance(rhs, ScaledArray) else [how.rhs_dtype or rhs]
+    out_dtype = preferred or jnp.result_type(lhs, *of_rhs)
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise TypeError(
             f"preferred_element_type must be a floating dtype, got {np.dtype(out_dtype)}."

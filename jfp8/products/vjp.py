@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
+    How,
     Kind,
     Observed,
     Operand,
@@ -106,15 +107,15 @@ def multiply_quantized(
     operation: Operation,
     lhs: jax.Array,
     rhs: Operand,
-    recipe: Recipe,
+    how: How,
     state: State,
 ) -> tuple[jax.Array, Observed]:
-    """`operation` of `lhs` and `rhs` as `recipe` says, and the amaxes of both.
+    """`operation` of `lhs` and `rhs` as `how` says, and the amaxes of both.
 
     The amaxes have no gradient. The gradient of an `rhs` that is a `ScaledArray` goes to its
     carrier, if it has one.
     """
-    histories, sink, key = state
+    recipe, (histories, sink, key) = how.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
         _check_state(recipe, histories)
@@ -130,27 +131,28 @@ def multiply_quantized(
     operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
     operation, operands = same_varying_axes((operation, operands))
     use = None if sink is None else begin_use(sink)
-    y, observed = _multiply(recipe, carrier is not None, use, operation, operands)
+    y, observed = _multiply(how, carrier is not None, use, operation, operands)
     if use is not None:
         end_use(use, *observed)
     return y, lax.stop_gradient(observed)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _multiply(recipe, carried, use, operation, operands):
-    return _forward(recipe, carried, use, operation, operands, and_backward=False)[0]
+def _multiply(how, carried, use, operation, operands):
+    return _forward(how, carried, use, operation, operands, and_backward=False)[0]
 
 
-def _forward(recipe, carried, use, operation, operands, and_backward=True):
+def _forward(how, carried, use, operation, operands, and_backward=True):
     if use is not None and and_backward:
         use.linearized = True
     lhs, rhs, _, state, sink, seed = operands
-    products = recipe.resolved()
+    products = how.recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     in_bytes = isinstance(rhs, ScaledArray)
     frozen = in_bytes and not carried
     lhs = first_order_only(lhs)
-    rhs = rhs if in_bytes else first_order_only(rhs)
+    if not in_bytes:
+        rhs = first_order_only(rhs).astype(how.rhs_dtype or rhs.dtype)
     x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation)
     w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation)
     x_sum, w_sum = operation.contracting("fprop")
@@ -164,7 +166,7 @@ def _forward(recipe, carried, use, operation, operands, and_backward=True):
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
     lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
-    y = _product(operation, recipe, "fprop", q_lhs, q_rhs)
+    y = _product(operation, how, "fprop", q_lhs, q_rhs)
     y = quantized_output("fprop", fprop, "y", y, seed)
 
     observed = Observed(lhs_amax, rhs_amax)
@@ -174,11 +176,11 @@ def _forward(recipe, carried, use, operation, operands, and_backward=True):
     return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, operation)
 
 
-def _backward(recipe, carried, use, residuals, cotangents):
+def _backward(how, carried, use, residuals, cotangents):
     if use is not None:
         use.differentiated = True
     lhs, rhs, history, seen, seed, operation = residuals
-    products = recipe.resolved()
+    products = how.recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
     q_lhs = restore(lhs, wgrad.lhs and wgrad.lhs.fmt)
     q_rhs = restore(rhs, dgrad.rhs and dgrad.rhs.fmt)
@@ -189,12 +191,12 @@ def _backward(recipe, carried, use, residuals, cotangents):
     again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again) if q_lhs is not None else None
     q_dy, q_dy_again, grad_amax = g.quantized(Use("dgrad", dgrad, dgrad.lhs, g_sum), again)
     assert q_rhs is not None
-    d_lhs = _product(operation, recipe, "dgrad", q_dy, q_rhs)
+    d_lhs = _product(operation, how, "dgrad", q_dy, q_rhs)
     d_lhs = quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed)
     d_rhs = None
     if q_lhs is not None:
         assert q_dy_again is not None
-        d_rhs = _product(operation, recipe, "wgrad", q_lhs, q_dy_again)
+        d_rhs = _product(operation, how, "wgrad", q_lhs, q_dy_again)
         d_rhs = quantized_output("wgrad", wgrad, "d_rhs", d_rhs, seed)
     d_sink = None
     if seen is not None:
@@ -260,11 +262,11 @@ def _refuse_second_order(of, instead, primals, tangents):
 
 
 def _product(
-    operation: Operation, recipe: Recipe, kind: Kind, first: Operand, second: Operand
+    operation: Operation, how: How, kind: Kind, first: Operand, second: Operand
 ) -> jax.Array:
     """One of the three products, under a name by which it is found in jaxprs and profiles."""
     multiply = _called(kind, operation.terms(kind))
-    y = multiply(_sums(recipe, kind), first, second, operation)
+    y = multiply(_sums(how, kind), first, second, operation)
     if (watching := OBSERVER.value) is not None:
         y = watching.multiplied(operation, kind, first, second, y)
     return y
@@ -292,7 +294,7 @@ def product_by(
         )[0]
         for x, role, quantizer, sums in given
     )
-    y = operation.multiply(kind, q_first, q_second, _sums(recipe, kind))
+    y = operation.multiply(kind, q_first, q_second, _sums(How(recipe), kind))
     return quantized_output(kind, how, "y", y, None), q_first, q_second
 
 
@@ -308,13 +310,16 @@ def _called(kind: Kind, terms: int | None) -> Callable[..., jax.Array]:
 
 
 @functools.cache
-def _sums(recipe: Recipe, kind: Kind) -> Sums:
+def _sums(how: How, kind: Kind) -> Sums:
+    recipe = how.recipe
     product: Product = getattr(recipe.resolved(), kind)
     accumulation: str = recipe.accumulation
     # What the hardware does: promote where fast sums are not allowed.
     if recipe.accumulation == "hopper" and not product.fast_accumulation:
         accumulation = "hopper_every_128"
-    return Sums(accumulation, product.fast_accumulation, product.powers_of_two)
+    # Between devices, gradients of kernels in f32 are what layers compute in: half as many bytes.
+    parts = how.rhs_dtype if kind == "wgrad" else None
+    return Sums(accumulation, product.fast_accumulation, product.powers_of_two, parts)
 
 
 def _check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:

@@ -151,7 +151,11 @@ class Rule:
 
 
 def divided(
-    name: str, function: Callable[..., Any], rule: str | Rule, combine: Combine | None = None
+    name: str,
+    function: Callable[..., Any],
+    rule: str | Rule,
+    combine: Combine | None = None,
+    of_parts: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """`function` of arrays, which the compiler may divide as `rule` says.
 
@@ -163,6 +167,8 @@ def divided(
       rule: see `Rule.parse`.
       combine: how the parts of a result are put together where a dimension is divided that it does
         not have: added, or their maximum, NaN if one is. Maxima must not be negative.
+      of_parts: what a device calls in place of `function` where results are to be combined, to send
+        them in another dtype; None: `function`.
 
     Raises:
       ValueError: a result does not have all dimensions, and `combine` is None.
@@ -186,22 +192,46 @@ def divided(
         # else in the program must say which function this is.
         identity = np.uint32(zlib.crc32(f"{name} {rule} {combine}".encode()))
         with jax.named_scope(f"jfp8_{name.partition(',')[0]}"):
-            return _partitioned(function, rule, combine, operands)(identity, *operands)
+            partitioned = _partitioned(function, rule, combine, of_parts or function, operands)
+            return partitioned(identity, *operands)
 
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
         del size
-        over = jax.vmap(function, in_axes=[0 if b else None for b in batched])
-        results = divided(name, over, rule.batched(batched), combine)(*operands)
+        mapped = functools.partial(jax.vmap, in_axes=[0 if b else None for b in batched])
+        over, over_parts = mapped(function), of_parts and mapped(of_parts)
+        results = divided(name, over, rule.batched(batched), combine, over_parts)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return call
+
+
+def divided_sum(
+    name: str,
+    product: Callable[..., jax.Array],
+    rule: str,
+    dtype: np.dtype,
+    parts: np.dtype | None,
+) -> Callable[..., jax.Array]:
+    """``product(dtype, *arrays)`` as a function of arrays, which the compiler may divide.
+
+    Args:
+      name, rule: see `divided`.
+      product: of a dtype, that of its result, and arrays.
+      dtype: of the whole result.
+      parts: the dtype in which devices send parts of a sum, to be added up; None: `dtype`.
+    """
+    of_parts = None
+    if parts is not None:
+        name, of_parts = f"{name}, parts in {parts}", functools.partial(product, parts)
+    return divided(name, functools.partial(product, dtype), rule, "sum", of_parts)
 
 
 def _partitioned(
     function: Callable[..., Any],
     rule: Rule,
     combine: Combine | None,
+    of_parts: Callable[..., Any],
     operands: Sequence[jax.Array],
 ) -> Callable[..., Any]:
     """`function`, whose parts XLA asks for when it knows how its operands are divided."""
@@ -213,26 +243,30 @@ def _partitioned(
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         mesh = finest_mesh(mesh, operands[1].sharding)
-        axes = rule.axes(units, jax.tree.leaves(operands), jax.tree.leaves(results), mesh)
+        outs = jax.tree.leaves(results)
+        axes = rule.axes(units, jax.tree.leaves(operands), outs, mesh)
+        apart = [
+            tuple(a for name in axes if name not in _names(dims) for a in axes[name])
+            for dims in rule.results
+        ]
+        of_results = [tuple(axes.get(dim.name, ()) for dim in dims) for dims in rule.results]
+        if combine == "sum":
+            args = zip(outs, of_results, apart, strict=True)
+            of_results = [_shared_out(*each, mesh) for each in args]
 
         def on_parts(identity: jax.Array, *parts: jax.Array) -> Any:
             del identity
             with use_abstract_mesh(of_one):  # parts are not on the caller's, which may be explicit
-                leaves, tree = jax.tree.flatten(function(*parts))
-                apart = (
-                    [a for name in axes if name not in _names(dims) for a in axes[name]]
-                    for dims in rule.results
-                )
-                return tree.unflatten(map(functools.partial(_combined, combine), leaves, apart))
+                found = (of_parts if any(apart) else function)(*parts)
+                leaves, tree = jax.tree.flatten(found)
+                combined = map(functools.partial(_combined, combine), leaves, apart, of_results)
+                pairs = zip(combined, outs, strict=True)
+                return tree.unflatten(x.astype(out.dtype) for x, out in pairs)
 
-        def shardings(arrays: Sequence[tuple[Dim, ...]]) -> list[NamedSharding]:
-            return [
-                NamedSharding(mesh, PartitionSpec(*(axes.get(dim.name) for dim in dims)))
-                for dims in arrays
-            ]
-
-        of_results = jax.tree.structure(results).unflatten(shardings(rule.results))
-        return mesh, on_parts, of_results, tuple(shardings(rule.operands))
+        of_operands = [tuple(axes.get(dim.name, ()) for dim in dims) for dims in rule.operands]
+        lie = lambda by_dimension: NamedSharding(mesh, PartitionSpec(*by_dimension))
+        laid_out = jax.tree.structure(results).unflatten(map(lie, of_results))
+        return mesh, on_parts, laid_out, tuple(map(lie, of_operands))
 
     text, factor_sizes = rule.for_shardy(units)
     partitioned.def_partition(
@@ -268,12 +302,33 @@ def _names(dims: Sequence[Dim]) -> set[str]:
     return {dim.name for dim in dims}
 
 
-def _combined(combine: Combine | None, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+def _shared_out(
+    result: jax.ShapeDtypeStruct, by_dimension: Sequence[Axes], apart: Axes, mesh: Mesh
+) -> tuple[Axes, ...]:
+    """The axes along which each dimension of a sum of parts is divided.
+
+    Those of the sum, too, where the result shall be divided along them: then each device gets only
+    what it shall have.
+    """
+    found = list(by_dimension)
+    devices = math.prod(mesh.shape[axis] for axis in apart)
+    for d, wanted in enumerate(axes_by_dimension(result, mesh)):
+        if apart and wanted == apart and not found[d] and result.shape[d] % devices == 0:
+            found[d] = apart
+    return tuple(found)
+
+
+def _combined(
+    combine: Combine | None, x: jax.Array, axes: Axes, by_dimension: Sequence[Axes]
+) -> jax.Array:
     """A result of all devices along `axes`, of which each has a part."""
     if not axes:
         return x
     if combine == "sum":
-        return lax.psum(x, tuple(axes))
+        if axes in by_dimension:
+            dimension = by_dimension.index(axes)
+            return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+        return lax.psum(x, axes)
     # As integers, without the sign that a NaN may have: not all devices know a maximum with NaN.
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.iinfo(jnp.int32).max
-    return lax.bitcast_convert_type(lax.pmax(bits, tuple(axes)), x.dtype)
+    return lax.bitcast_convert_type(lax.pmax(bits, axes), x.dtype)

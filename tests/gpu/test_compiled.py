@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -201,15 +202,41 @@ def test_dense_in_f32(compiled):
     assert_by_cublaslt(program, 3, 4096 * 4096, dtype="f32")
 
 
-def test_dense_with_f32_params(compiled):
-    """The gradient of the kernel may be converted, since it belongs to the f32 kernel."""
-    f, args = forward_and_backward(jfp8.Dense(4096, dtype=BF16), (8192, 4096))
-    program = compiled("`Dense`, 8192×4096→4096, bias, delayed, f32 params", "h200", f, *args)
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block"])
+def test_dense_with_f32_params(name, compiled):
+    """The product writes the gradient of the kernel in f32."""
+    layer = jfp8.Dense(4096, dtype=BF16, use_bias=False, recipe=recipes.get(name))
+    f, args = forward_and_backward(layer, (8192, 4096))
+    program = compiled(f"`Dense`, 8192×4096→4096, {name}, f32 params", "h200", f, *args)
     hlo = program.hlo
-    assert len(hlo.f8_products) == 3
-    assert hlo.other_products == []
-    assert len(hlo.passes_over_outputs) <= 1
-    assert len(hlo.f32_written(4096 * 4096)) == 1
+    assert len(hlo.fp8_products) == 3
+    assert hlo.other_products == hlo.passes_over_outputs == []
+    (wgrad,) = hlo.f32_written(4096 * 4096)
+    assert wgrad in hlo.fp8_products
+
+
+def test_micro_batches(compiled):
+    """Products add gradients to the sums of micro-batches, in place."""
+    model = jfp8.Dense(4096, dtype=BF16, use_bias=False, recipe="current")
+    x = of((8192, 4096), BF16)
+
+    def make(x):
+        variables = model.init(jax.random.key(0), x)
+        return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
+
+    def f(state, x):
+        loss = lambda variables, x: jnp.mean(model.apply(variables, x).astype(F32) ** 2)
+        return jfp8.value_and_grad(loss, micro_batches=4)(state, x)
+
+    args = (jax.eval_shape(make, x), of((4 * 8192, 4096), BF16))
+    name = "`Dense`, 4 micro-batches of 8192×4096→4096, current, f32 params"
+    hlo = compiled(name, "h200", f, *args).hlo
+    fprop, wgrad = sorted(hlo.f8_products, key=lambda call: '"beta":1' in call.attributes)
+    assert '"beta":0' in fprop.attributes
+    assert '"beta":1' in wgrad.attributes
+    assert "output_to_operand_aliasing" in wgrad.attributes
+    sums = [i for i in hlo.f32_written(4096 * 4096) if i is not wgrad]
+    assert len(sums) == 2  # zeros before the loop, and the mean after it
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])

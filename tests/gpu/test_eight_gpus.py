@@ -82,6 +82,19 @@ def test_dense(recipe, way, compiled_for_eight):
     assert program.exchanged.total == pytest.approx(sent * N * N * 7 / 8, rel=0.01)
 
 
+@pytest.mark.parametrize("way", ["data", "FSDP"])
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_gradients_of_f32_params_travel_in_bf16(recipe, way):
+    """Half as many bytes as in f32; what arrives is cast."""
+    (m, k, n), x, w, y, sent = WAYS[way]
+    layer = jfp8.Dense(n, dtype=BF16, use_bias=False, recipe=recipes.get(recipe))
+    program = layer_on_devices(layer, (m, k), lambda _: w, x, y)
+    program = compile_divided("h200", {"x": 8}, *program)
+    assert len(program.hlo.fp8_products) == 3
+    assert program.hlo.other_products == []
+    assert program.exchanged.total == pytest.approx(sent * N * N * 7 / 8, rel=0.01)
+
+
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_explicit_axes(recipe):
     """Where shardings are part of types; data by two, columns by four."""

@@ -15,9 +15,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jfp8.tracing.divided import Rule, divided
+from jfp8.tracing.divided import Rule, divided, divided_sum
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+BF16, F32 = jnp.bfloat16, jnp.float32
 COLLECTIVES = r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
 
 
@@ -64,6 +65,37 @@ def test_a_product_of_divided_operands(a, b, out, exchanged):
     y, collectives = on_devices(product, (x, w), (a, b), out)
     np.testing.assert_array_equal(y, x @ w.T)
     assert collectives == exchanged
+
+
+def test_parts_of_a_sum_in_another_dtype():
+    """One device gives an exact sum; several send their parts in bf16, which has 8 bits."""
+
+    def in_dtype(dtype, a, b):
+        return times_transposed(a, b).astype(dtype)
+
+    mixed = divided_sum("product", in_dtype, "i k, j k -> i j", np.dtype(F32), np.dtype(BF16))
+    x, w = 40 * integers(64, 128), integers(32, 128, seed=1)
+    halves = [x[:, :64] @ w[:, :64].T, x[:, 64:] @ w[:, 64:].T]
+    first, second = (np.asarray(half, BF16).astype(np.float32) for half in halves)
+    for specs, out, expected, exchanged in (
+        ((P("data"), P("model")), None, x @ w.T, []),
+        ((P(None, "data"),) * 2, None, np.asarray(first + second, BF16), ["all-reduce"]),
+        ((P(None, "data"),) * 2, P("data"), np.asarray(first + second, BF16), ["reduce-scatter"]),
+    ):
+        y, collectives = on_devices(mixed, (x, w), specs, out)
+        assert y.dtype == F32
+        np.testing.assert_array_equal(y, expected.astype(np.float32))
+        assert collectives == exchanged
+    assert np.any(x @ w.T != first + second)
+
+
+@pytest.mark.parametrize("out", [P("data"), P(None, "data"), P("model", "data")], ids=str)
+def test_a_sum_that_is_wanted_in_parts_is_scattered(out):
+    x, w = integers(64, 128), integers(32, 128, seed=1)
+    y, collectives = on_devices(product, (x, w), (P(None, "data"),) * 2, out)
+    np.testing.assert_array_equal(y, x @ w.T)
+    assert collectives == ["reduce-scatter"]
+    assert y.sharding.spec == out
 
 
 def quantities(x, largest=amax_along):

@@ -16,7 +16,9 @@ from jax import lax
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation
+from jfp8.products import cast_later
 from jfp8.products.attention import observed_in_attention
+from jfp8.products.cast_later import Kernel, as_array
 from jfp8.products.conv import observed_convolution
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
@@ -59,7 +61,7 @@ class ProductModule(nn.Module):
         quantized: Callable[..., tuple[jax.Array, Observed]],
         plain: Callable[..., jax.Array],
         lhs: jax.Array,
-        rhs: jax.Array | ScaledArray,
+        rhs: Kernel,
         layer: Layer = "dense",
     ) -> jax.Array:
         """`quantized` of the operands under the recipe in effect, or `plain` if there is none.
@@ -71,8 +73,7 @@ class ProductModule(nn.Module):
         recipe = recipe_in_effect(own)
         if recipe is None:
             with note("reason", "FP8 is disabled in this region"):
-                values = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
-                return plain(lhs, values)
+                return plain(lhs, as_array(rhs, lhs.dtype))
         check_operand(lhs)
         recipe = recipe.for_layer("/".join(self.path[:-1]))
         key = None
@@ -91,7 +92,8 @@ class ProductModule(nn.Module):
             note("ahead", "" if causal else "later positions"),
             uses_of(None if records else "/".join(self.path)),
         ):
-            how = How(recipe, self.implementation)
+            rhs, rhs_dtype = cast_later.split(rhs)
+            how = How(recipe, self.implementation, rhs_dtype)
             y, observed = quantized(lhs, rhs, how=how, state=State(state, sink, key))
         if state is not None and records:
             self._record(state, observed, record if sink is None else observe)
@@ -311,10 +313,9 @@ class ProductOf:
 
 
 def promote_dtype(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """Flax's ``promote_dtype``, which leaves `ScaledArray`s as they are."""
-    plain = [None if isinstance(x, ScaledArray) else x for x in arrays]
-    promoted = dtypes.promote_dtype(*plain, dtype=dtype, inexact=inexact)
-    return [x if isinstance(x, ScaledArray) else p for x, p in zip(arrays, promoted, strict=True)]
+    """Flax's ``promote_dtype`` of inputs, a kernel and a bias, as `cast_later.promoted` says."""
+    promote = partial(dtypes.promote_dtype, dtype=dtype, inexact=inexact)
+    return cast_later.promoted(lambda arrays: promote(*arrays), arrays)
 
 
 def promote_values(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:

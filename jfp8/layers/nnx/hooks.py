@@ -8,13 +8,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 from jax import lax
 
 from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
 from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
 from jfp8.matmul.choice import Implementation
+from jfp8.products.cast_later import promoted
 from jfp8.recipes.recipe import Recipe
-from jfp8.scaling.arrays import ScaledArray
 
 
 def _own_kernel_shape(layer: Any) -> tuple[int, ...]:
@@ -125,7 +126,10 @@ class SparingScaledArrays:
     promote_dtype: Callable[..., Any]
 
     def __call__(self, args: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
-        """Promote all but the `ScaledArray`s among `args`."""
-        plain = tuple(None if isinstance(x, ScaledArray) else x for x in args)
-        promoted = self.promote_dtype(plain, **options)
-        return tuple(x if isinstance(x, ScaledArray) else p for x, p in zip(args, promoted))
+        """Promote all but the `ScaledArray`s among `args`.
+
+        By Flax's own rule, a kernel in f32 is cast later, see `CastLater`.
+        """
+        promote = lambda arrays: self.promote_dtype(tuple(arrays), **options)
+        later = self.promote_dtype is dtypes.promote_dtype
+        return tuple(promoted(promote, args, later=later))

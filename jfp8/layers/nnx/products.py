@@ -14,8 +14,9 @@ from jax import lax
 
 from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation
-from jfp8.products import einsum
+from jfp8.products import cast_later, einsum
 from jfp8.products.attention import observed_in_attention
+from jfp8.products.cast_later import Kernel, as_array
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import How, Observed, State
@@ -143,7 +144,7 @@ class Product(nnx.Module):
         quantized: Callable[..., tuple[jax.Array, Observed]],
         plain: Callable[..., jax.Array],
         lhs: jax.Array,
-        rhs: jax.Array | ScaledArray,
+        rhs: Kernel,
         out_sharding: Any,
         layer: Layer = "dense",
     ) -> jax.Array:
@@ -156,9 +157,8 @@ class Product(nnx.Module):
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
         with scope, note("path", self.path):
             if recipe is None:
-                rhs = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
                 with note("reason", "FP8 is disabled in this region"):
-                    return plain(lhs, rhs, out_sharding=out_sharding)
+                    return plain(lhs, as_array(rhs, lhs.dtype), out_sharding=out_sharding)
             check_operand(lhs)
             recipe = recipe.for_layer(self.path)
             state = self._read_state(recipe)
@@ -169,12 +169,13 @@ class Product(nnx.Module):
             is_a_step = is_eager() or is_in_a_body()
             if state is not None and records and is_a_step and not isinstance(rhs, ScaledArray):
                 # Scales of the call before would saturate what another use of the layer takes.
-                operands = zip(Observed._fields, (lhs, rhs), strict=True)
+                operands = zip(Observed._fields, (lhs, as_array(rhs)), strict=True)
                 state |= {role: observe(state[role], amax(x)) for role, x in operands}
             causal = recipe.is_causal(layer, history=state is not None)
             ahead = note("ahead", "" if causal else "later positions")
             with note("recipe", recipe.name), ahead, uses_of(self.path):
-                how = How(recipe, self.implementation)
+                rhs, rhs_dtype = cast_later.split(rhs)
+                how = How(recipe, self.implementation, rhs_dtype)
                 y, observed = quantized(
                     lhs, rhs, how=how, state=State(state, sink), out_sharding=out_sharding
                 )

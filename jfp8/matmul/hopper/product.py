@@ -28,7 +28,7 @@ from jfp8.matmul.job import (
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.context import Gpu, why_not_divided
-from jfp8.tracing.divided import divided
+from jfp8.tracing.divided import divided_sum
 from jfp8.tracing.refusal import on_cuda_only
 
 BLOCK = 128  # along the contraction: what the kernels sum before they scale
@@ -61,23 +61,23 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
             a_scale = _block_scales(lhs, lhs_contract[0], lhs_batch, tiles=False)
             b_scale = _block_scales(rhs, rhs_contract[0], rhs_batch, tiles=True)
             name = "block_matmul"
-            product = lambda a, b, s, t: kernels.block_matmul(a, b, s, t, job.dtype)
+            product = lambda dtype, a, b, s, t: kernels.block_matmul(a, b, s, t, dtype)
             by_tile = b_scale.shape[-1] != b.shape[-2]
             rule = f"m k, n k, k/{BLOCK} m, k/{BLOCK} n{f'/{BLOCK}' if by_tile else ''} -> m n"
         else:
             a_scale = _row_scales(lhs, lhs_contract, lhs_batch)
             b_scale = _row_scales(rhs, rhs_contract, rhs_batch)
             name = "matmul, fast" if job.fast_accumulation else "matmul"
-            product = lambda a, b, s, t: kernels.matmul(
-                a, b, s, t, job.dtype, promote=not job.fast_accumulation
+            product = lambda dtype, a, b, s, t: kernels.matmul(
+                a, b, s, t, dtype, promote=not job.fast_accumulation
             )
             by_row, by_column = ("m" if a_scale.ndim else ""), ("n" if b_scale.ndim else "")
             rule = f"m k, n k, {by_row}, {by_column} -> m n"
-        product = divided(name, product, rule, combine="sum")
+        multiply = divided_sum(name, product, rule, job.dtype, job.parts)
         if lhs_batch:
             scales = [0 if s.ndim else None for s in (a_scale, b_scale)]
-            product = jax.vmap(product, in_axes=(0, 0, *scales))
-        y = product(a, b, a_scale, b_scale)
+            multiply = jax.vmap(multiply, in_axes=(0, 0, *scales))
+        y = multiply(a, b, a_scale, b_scale)
         return y.reshape(layout_of(lhs.shape, rhs.shape, job.dimension_numbers).shape)
 
     return run(kernel, lhs, rhs)

@@ -23,7 +23,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.context import Gpu, note
-from jfp8.tracing.divided import divided
+from jfp8.tracing.divided import divided, divided_sum
 
 BLOCK = mosaic.BLOCK  # rows of a tile, and what the kernels sum before they scale
 
@@ -72,7 +72,6 @@ class GroupedKernels(Grouped):
         return both.straight, both.transposed, both.amax
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
-        del sums  # promoted every 128
         assert isinstance(first, ScaledArray)
         assert isinstance(second, ScaledArray)
         tiles, height, _ = self.shapes[0]
@@ -84,7 +83,7 @@ class GroupedKernels(Grouped):
         def kernel(first: ScaledArray, second: ScaledArray) -> jax.Array:
             with note("cuda", "mosaic_gpu"):
                 if kind == "wgrad":
-                    return _outer(first, second, group, groups, dtype)
+                    return _outer(first, second, group, groups, dtype, sums.parts)
                 y = _matmul(first, second, group, dtype)
                 return y.reshape(tiles, height, y.shape[-1])
 
@@ -118,14 +117,19 @@ def _matmul(a: ScaledArray, b: ScaledArray, group: jax.Array, dtype: np.dtype) -
 
 
 def _outer(
-    a: ScaledArray, b: ScaledArray, group: jax.Array, groups: int, dtype: np.dtype
+    a: ScaledArray,
+    b: ScaledArray,
+    group: jax.Array,
+    groups: int,
+    dtype: np.dtype,
+    parts: np.dtype | None,
 ) -> jax.Array:
     """The sums over the tiles of each group, of which a device may have some or none."""
     from jfp8.matmul.hopper.grouped import grouped_outer
 
     of_a, of_b = _scales_of_rows(a, b)
 
-    def function(a, b, group, of_a, of_b=None):
+    def product(dtype, a, b, group, of_a, of_b=None):
         mine = group[None, :] == jnp.arange(groups)[:, None]
         count = jnp.sum(mine, axis=1, dtype=jnp.int32)
         return grouped_outer(a, b, jnp.cumsum(count) - count, count, of_a, of_b, dtype)
@@ -134,7 +138,7 @@ def _outer(
     operands = (a.data, b.data, group, of_a)
     if of_b is not None:
         rule, operands = f"{rule}, m/{BLOCK} j", (*operands, of_b)
-    return divided("grouped_outer", function, f"{rule} -> G i j", combine="sum")(*operands)
+    return divided_sum("grouped_outer", product, f"{rule} -> G i j", dtype, parts)(*operands)
 
 
 # Scales as the kernels take them. A kernel multiplies a sum by one factor for each operand that has

@@ -125,7 +125,7 @@ def observed_ragged_dot(
     """`scaled_ragged_dot`, and the amaxes of its operands, which have no gradient."""
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     sizes = _check_group_sizes(lhs, rhs, group_sizes)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs)
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
     return _observed(how, out_dtype, lhs, rhs, sizes, state)
 
 
@@ -145,7 +145,7 @@ def _observed(how, out_dtype, lhs, rhs, sizes, state):
     operation = kind(
         (rows.shape, rhs.shape), dtypes, implementation, tiles.group, tiles.padded_sizes, scales
     )
-    y, observed = multiply_quantized(operation, rows, rhs, recipe, state)
+    y, observed = multiply_quantized(operation, rows, rhs, how, state)
     y = take_rows(y.reshape(tiles.rows.size, n), tiles.slots, tiles.rows.reshape(-1))
     return y, observed
 

@@ -1,0 +1,128 @@
+"""Layers with f32 parameters that compute in bf16: gradients of kernels are sums in f32.
+
+They are what the same layer gives for a kernel that was cast before, but not rounded to bf16.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jfp8
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def linen(make, *inputs):
+    """A function of parameters and a cotangent, with parameters in f32."""
+    params = make.init(jax.random.key(1), *inputs)["params"]
+    return lambda params: make.apply({"params": params}, *inputs), params
+
+
+def of_nnx(model, x):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return lambda params: nnx.merge(graph, params, rest, copy=True)(x), params
+
+
+class Expert(nn.Module):
+    @nn.compact
+    def __call__(self, x, sizes):
+        from jfp8.layers.linen.moe import ExpertDense
+
+        return ExpertDense(2, 16, dtype=BF16, recipe="current")(x, sizes)
+
+
+X = normal(32, 48).astype(BF16)
+IMAGE = normal(2, 6, 6, 8).astype(BF16)
+DENSE = {"features": 64, "dtype": BF16}
+CASES = {
+    **{
+        name: lambda name=name: linen(jfp8.Dense(**DENSE, recipe=name), X)
+        for name in ("delayed", "current", "rowwise", "block", "mxfp8")
+    },
+    "DenseGeneral": lambda: linen(jfp8.DenseGeneral((4, 16), dtype=BF16), X),
+    "Einsum": lambda: linen(jfp8.Einsum((48, 64), "ab,bc->ac", dtype=BF16), X),
+    "Conv": lambda: linen(jfp8.Conv(16, (3, 3), dtype=BF16), IMAGE),
+    "Conv 1x1": lambda: linen(jfp8.Conv(16, (1, 1), dtype=BF16), IMAGE),
+    "ConvTranspose": lambda: linen(jfp8.ConvTranspose(16, (3, 3), dtype=BF16), IMAGE),
+    "ExpertDense": lambda: linen(Expert(), X, jnp.array([20, 12])),
+    "attention": lambda: linen(
+        jfp8.MultiHeadDotProductAttention(4, dtype=BF16), normal(2, 8, 32).astype(BF16)
+    ),
+    "converted": lambda: linen(jfp8.convert(nn.Dense(**DENSE), exempt=()), X),
+    "nnx.Linear": lambda: of_nnx(jfp8.nnx.Linear(48, 64, dtype=BF16, rngs=nnx.Rngs(0)), X),
+    "nnx.Einsum": lambda: of_nnx(
+        jfp8.nnx.Einsum("ab,bc->ac", (48, 64), dtype=BF16, rngs=nnx.Rngs(0)), X
+    ),
+    "nnx.Conv": lambda: of_nnx(jfp8.nnx.Conv(8, 16, (3, 3), dtype=BF16, rngs=nnx.Rngs(0)), IMAGE),
+    "converted nnx": lambda: of_nnx(
+        jfp8.convert(nnx.Linear(48, 64, dtype=BF16, rngs=nnx.Rngs(0)), exempt=()), X
+    ),
+}
+DAILY = ["current", "block", "Conv", "ExpertDense", "converted", "nnx.Linear"]
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in DAILY else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_gradients_are_not_rounded(case):
+    apply, params = CASES[case]()
+
+    @jax.jit
+    def run(params):
+        y, back = jax.vjp(apply, params)
+        dy = normal(*y.shape, seed=2).astype(y.dtype)
+        return y, back(dy)[0]
+
+    y, grads = run(params)
+    expected, rounded = run(jax.tree.map(lambda p: p.astype(BF16), params))
+    assert y.dtype == expected.dtype == BF16
+    np.testing.assert_array_equal(y.astype(F32), expected.astype(F32))
+    pairs = zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(rounded), strict=True)
+    for (path, new), old in pairs:
+        assert new.dtype == F32
+        assert old.dtype == BF16
+        np.testing.assert_array_equal(new.astype(BF16).astype(F32), old.astype(F32))
+        if "kernel" in jax.tree_util.keystr(path):
+            assert np.mean(new != old.astype(F32)) > 0.5
+
+
+@pytest.mark.parametrize("case", ["current", "nnx.Linear"])
+def test_error_against_exact_sums(case):
+    """A hundred times smaller than of gradients that were rounded to bf16."""
+    apply, params = CASES[case]()
+    y, back = jax.vjp(apply, params)
+    dy = normal(*y.shape, seed=2).astype(BF16)
+    (found,) = (g for g in jax.tree.leaves(back(dy)[0]) if g.ndim == 2)
+
+    def quantized(x, dtype):
+        x = np.asarray(x, np.float32)
+        scale = np.float32(np.abs(x).max()) / np.float32(jnp.finfo(dtype).max)
+        return np.asarray((x / scale).astype(dtype), np.float64) * scale
+
+    exact = quantized(X, E4M3).T @ quantized(dy, E5M2)
+    error = lambda g: np.linalg.norm(np.asarray(g, np.float64) - exact) / np.linalg.norm(exact)
+    assert error(found) < error(found.astype(BF16)) / 100
+
+
+def test_where_fp8_is_disabled():
+    """A layer is then Flax's own, with its kernel cast as ever."""
+    x, stock = X, nn.Dense(**DENSE)
+    params = stock.init(jax.random.key(1), x)["params"]
+    with jfp8.autocast(enabled=False):
+        y = jfp8.Dense(**DENSE).apply({"params": params}, x)
+        z = jfp8.nnx.Linear(48, 64, dtype=BF16, rngs=nnx.Rngs(0))
+        nnx.update(z, nnx.State({k: nnx.Param(v) for k, v in params.items()}))
+        z = z(x)
+    expected = stock.apply({"params": params}, x)
+    np.testing.assert_array_equal(y.astype(F32), expected.astype(F32))
+    np.testing.assert_array_equal(z.astype(F32), expected.astype(F32))
