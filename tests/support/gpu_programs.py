@@ -369,6 +369,7 @@ class Kernel:
     shared_memory: int  # bytes
     qgmma: tuple[str, ...]  # instructions of the FP8 tensor cores
     other_mma: tuple[str, ...]  # of tensor cores in other types
+    barriers: int = 0  # instructions at which threads of a warpgroup or block wait for each other
 
     @classmethod
     def read(cls, stem: Path) -> Kernel:
@@ -386,6 +387,7 @@ class Kernel:
             int(re.search(rf"%{size} = arith.constant (\d+) : i32", module)[1]),
             tuple(m for m in mma if m.startswith("QGMMA")),
             tuple(m for m in mma if not m.startswith("QGMMA")),
+            len(re.findall(r"\bBAR\.", sass)),
         )
 
 

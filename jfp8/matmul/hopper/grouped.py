@@ -21,7 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.matmul.hopper.tiles import Tiles, multiprocessors, padded, swizzled
+from jfp8.matmul.hopper.tiles import (
+    NO_OTHER_BARRIERS,
+    Tiles,
+    multiprocessors,
+    padded,
+    swizzled,
+)
 
 BLOCK = 128  # rows of a tile, products of one sum in the tensor cores, columns of a scale of b
 COLUMNS = 64  # that share a scale of b, and are stored together
@@ -293,6 +299,7 @@ def _add_up(
                 (COMPUTE, 2, ROWS, COLUMNS), out.dtype, transforms=swizzled(out.dtype, COLUMNS)
             ),
         },
+        compiler_params=NO_OTHER_BARRIERS,
         interpret=interpret,
         kernel_name="jfp8_grouped_matmul" if len(out.shape) == 2 else "jfp8_grouped_outer",
     )(operands)
@@ -383,7 +390,8 @@ class _Ring:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i, total in enumerate(sums):
             slot, column = self.staging.at[warpgroup, i % 2], this.place.column + i * COLUMNS
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # two slots, alternating
+            if i >= 2:  # two slots, alternating
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             slot[...] = total.astype(self.staging.dtype)
             plgpu.commit_smem()
             target = this.out.at[rows, pl.ds(column, COLUMNS)]

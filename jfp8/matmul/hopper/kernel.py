@@ -25,7 +25,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.matmul.hopper.tiles import Tiles, default_tiles, multiprocessors, padded, swizzled
+from jfp8.matmul.hopper.tiles import (
+    NO_OTHER_BARRIERS,
+    Tiles,
+    default_tiles,
+    multiprocessors,
+    padded,
+    swizzled,
+)
 
 BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
 COLUMNS = 64  # n is padded to this: every such part of a tile has one scale of 128 x 128
@@ -134,6 +141,7 @@ def _product(
         num_threads=COMPUTE + 1,
         thread_name="warpgroup",
         scratch_types=_scratch(problem, a.dtype, b.dtype, out_dtype),
+        compiler_params=NO_OTHER_BARRIERS,
         interpret=interpret,
         kernel_name="jfp8_block_matmul" if "a_blocks" in scales else "jfp8_matmul",
     )
@@ -425,7 +433,8 @@ class _Block:
                 y = y * _along(_load(self.columns.at[warpgroup, columns], _BY_COLUMN), shape, 1)
             elif "column" in self.scale:
                 y = y * self.scale["column"][0]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # two slots, alternating
+            if c >= 2:  # two slots, alternating
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             slot[...] = y.astype(self.out.dtype)
             plgpu.commit_smem()
             start = column + c * width

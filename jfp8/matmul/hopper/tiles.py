@@ -15,6 +15,12 @@ from jfp8.matmul.hopper.measured import measured
 # Bytes of shared memory that a block may use on Hopper.
 SHARED_MEMORY = 232_448
 
+# For kernels of products. Pallas puts barriers of a warpgroup around each store to shared memory
+# and before each copy, in case a thread reads what others write. Here none does: only copies write
+# operands and scales, and results pass `commit_smem` and `wait_smem_to_gmem`, which have their own
+# barriers, before memory is written again.
+NO_OTHER_BARRIERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+
 
 def swizzled(
     dtype: jax.typing.DTypeLike, columns: int
