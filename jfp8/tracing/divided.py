@@ -12,7 +12,6 @@ capitals is of a dimension that every device must have as a whole.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
@@ -38,7 +37,7 @@ from jax.sharding import (
 
 from jfp8.tracing.compat import axes_by_dimension, finest_mesh, kernels_are_interpreted
 
-Combine = Literal["sum", "max"]
+Combine = Literal["sum", "max", "alike"]
 Axes = tuple[str, ...]
 
 
@@ -154,7 +153,7 @@ def divided(
     name: str,
     function: Callable[..., Any],
     rule: str | Rule,
-    combine: Combine | None = None,
+    combine: Combine | Sequence[Combine] | None = None,
     of_parts: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """`function` of arrays, which the compiler may divide as `rule` says.
@@ -166,7 +165,8 @@ def divided(
         the parts of a device, each of which has whole units (128 of ``k`` if there is a ``k/128``).
       rule: see `Rule.parse`.
       combine: how the parts of a result are put together where a dimension is divided that it does
-        not have: added, or their maximum, NaN if one is. Maxima must not be negative.
+        not have: added, or their maximum, NaN if one is (of numbers that are not negative, or of
+        their bits); or they are alike. One for each result, or one for all.
       of_parts: what a device calls in place of `function` where results are to be combined, to send
         them in another dtype; None: `function`.
 
@@ -177,7 +177,7 @@ def divided(
     if combine is None and (lacking := rule.lacking()):
         raise ValueError(
             f"divided({name!r}): a result lacks {', '.join(sorted(lacking))}, so that devices may "
-            "have parts of it. Say how to combine them: 'sum' or 'max'."
+            "have parts of it. Say how to combine them: 'sum', 'max' or 'alike'."
         )
     if kernels_are_interpreted():  # with side effects, which a divided function cannot have
         return function
@@ -230,12 +230,13 @@ def divided_sum(
 def _partitioned(
     function: Callable[..., Any],
     rule: Rule,
-    combine: Combine | None,
+    combine: Combine | Sequence[Combine] | None,
     of_parts: Callable[..., Any],
     operands: Sequence[jax.Array],
 ) -> Callable[..., Any]:
     """`function`, whose parts XLA asks for when it knows how its operands are divided."""
     rule = Rule(((), *rule.operands), rule.results)  # with the identity
+    ways = [combine] * len(rule.results) if combine is None or isinstance(combine, str) else combine
     units = rule.units([(), *(x.shape for x in operands)])
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     of_one = AbstractMesh((), (), **({} if device is None else {"abstract_device": device}))
@@ -259,7 +260,7 @@ def _partitioned(
             with use_abstract_mesh(of_one):  # parts are not on the caller's, which may be explicit
                 found = (of_parts if any(apart) else function)(*parts)
                 leaves, tree = jax.tree.flatten(found)
-                combined = map(functools.partial(_combined, combine), leaves, apart, of_results)
+                combined = map(_combined, ways, leaves, apart, of_results)
                 pairs = zip(combined, outs, strict=True)
                 return tree.unflatten(x.astype(out.dtype) for x, out in pairs)
 
@@ -322,7 +323,7 @@ def _combined(
     combine: Combine | None, x: jax.Array, axes: Axes, by_dimension: Sequence[Axes]
 ) -> jax.Array:
     """A result of all devices along `axes`, of which each has a part."""
-    if not axes:
+    if not axes or combine == "alike":
         return x
     if combine == "sum":
         if axes in by_dimension:

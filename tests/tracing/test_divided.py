@@ -122,6 +122,20 @@ def test_maxima_of_all_devices(spec, value):
         np.testing.assert_array_equal(a, b)
 
 
+def test_each_result_in_its_own_way():
+    """Two numbers, of which all devices find the first alike, and the second is a maximum."""
+
+    def numbers(x, y):
+        return y * 2, jnp.stack([amax_along(x), amax_along(x[:, :1])])
+
+    f = divided("numbers", numbers, "i J, ONE -> ONE, TWO", combine=("alike", "max"))
+    x, y = integers(64, 128), np.float32([3])
+    found, collectives = on_devices(f, (x, y), (P("data"), P()))
+    assert found[0] == 6
+    np.testing.assert_array_equal(found[1], [abs(x).max(), abs(x[:, 0]).max()])
+    assert collectives == ["all-reduce"]
+
+
 def test_a_block_is_not_cut():
     """Four blocks on eight devices: each has half a block, or all are put together first."""
     x = integers(64, 128) * np.arange(1, 129, dtype=np.float32)  # no two columns alike
@@ -188,7 +202,7 @@ def test_inside_of_shard_map_over_one_axis_of_two(sizes):
 
 
 def test_what_becomes_of_parts_must_be_said():
-    with pytest.raises(ValueError, match=r"a result lacks k, .* 'sum' or 'max'"):
+    with pytest.raises(ValueError, match=r"a result lacks k, .* 'sum', 'max' or 'alike'"):
         divided("product", times_transposed, "i k, j k -> i j")
 
 
