@@ -18,6 +18,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -198,7 +199,7 @@ def divided(
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
         del size
-        mapped = functools.partial(jax.vmap, in_axes=[0 if b else None for b in batched])
+        mapped = partial(jax.vmap, in_axes=[0 if b else None for b in batched])
         over, over_parts = mapped(function), of_parts and mapped(of_parts)
         results = divided(name, over, rule.batched(batched), combine, over_parts)(*operands)
         return results, jax.tree.map(lambda _: True, results)
@@ -223,8 +224,8 @@ def divided_sum(
     """
     of_parts = None
     if parts is not None:
-        name, of_parts = f"{name}, parts in {parts}", functools.partial(product, parts)
-    return divided(name, functools.partial(product, dtype), rule, "sum", of_parts)
+        name, of_parts = f"{name}, parts in {parts}", partial(product, parts)
+    return divided(name, partial(product, dtype), rule, "sum", of_parts)
 
 
 def _partitioned(

@@ -21,6 +21,7 @@ from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.formats import E4M3FN
+from jfp8.tracing import divided as divided_functions
 from jfp8.tracing.divided import Rule
 
 pytestmark = pytest.mark.skipif(
@@ -50,7 +51,8 @@ def divided_by_hand(monkeypatch):
     """Puts a function in the place of `divided` that checks each name; lists what was checked."""
     checked = []
 
-    def divided(name, function, rule, combine=None):
+    def divided(name, function, rule, combine=None, of_parts=None):
+        del of_parts
         name, rule = name.partition(",")[0], Rule.parse(rule)
 
         def called(*operands):
@@ -78,9 +80,8 @@ def divided_by_hand(monkeypatch):
 
         return called
 
-    monkeypatch.setattr(both_ways, "divided", divided)
-    monkeypatch.setattr(hopper, "divided", divided)
-    monkeypatch.setattr(by_kernels, "divided", divided)
+    for module in (both_ways, by_kernels, divided_functions):  # the last has `divided_sum`
+        monkeypatch.setattr(module, "divided", divided)
     return checked
 
 
@@ -158,7 +159,7 @@ def test_grouped_products(in_blocks, divided_by_hand):
     a, b = quantized(integers(128, 512), rows), quantized(integers(256, 512), rows)
     with plgpu.force_gpu_interpret_mode():
         y = by_kernels._matmul(x, w, group, np.dtype(np.float32))
-        outer = by_kernels._outer(a, b, group, 3, np.dtype(np.float32))
+        outer = by_kernels._outer(a, b, group, 3, np.dtype(np.float32), None)
     x, w, a, b = (np.asarray(q.dequantize()) for q in (x, w, a, b))
     for tile, of_tile in enumerate(group):
         part = slice(128 * tile, 128 * (tile + 1))

@@ -379,6 +379,7 @@ class Kernel:
     qgmma: tuple[str, ...]  # instructions of the FP8 tensor cores
     other_mma: tuple[str, ...]  # of tensor cores in other types
     barriers: int = 0  # instructions at which threads of a warpgroup or block wait for each other
+    multicasts: int = 0  # copies to all blocks of a cluster
 
     @classmethod
     def read(cls, stem: Path) -> Kernel:
@@ -397,6 +398,7 @@ class Kernel:
             tuple(m for m in mma if m.startswith("QGMMA")),
             tuple(m for m in mma if not m.startswith("QGMMA")),
             len(re.findall(r"\bBAR\.", sass)),
+            len(re.findall(r"\bUTMALDG\.\S*MULTICAST", sass)),
         )
 
 
