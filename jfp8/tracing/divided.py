@@ -168,8 +168,8 @@ def divided(
       combine: how the parts of a result are put together where a dimension is divided that it does
         not have: added, or their maximum, NaN if one is (of numbers that are not negative, or of
         their bits); or they are alike. One for each result, or one for all.
-      of_parts: what a device calls in place of `function` where results are to be combined, to send
-        them in another dtype; None: `function`.
+      of_parts: what a device calls in place of `function` where parts of a sum are to be added, to
+        send them in another dtype; None: `function`.
 
     Raises:
       ValueError: a result does not have all dimensions, and `combine` is None.
@@ -252,7 +252,7 @@ def _partitioned(
             for dims in rule.results
         ]
         of_results = [tuple(axes.get(dim.name, ()) for dim in dims) for dims in rule.results]
-        if combine == "sum":
+        if of_parts is not function:  # else XLA sees by itself that a sum is wanted in parts
             args = zip(outs, of_results, apart, strict=True)
             of_results = [_shared_out(*each, mesh) for each in args]
 

@@ -91,8 +91,10 @@ def test_parts_of_a_sum_in_another_dtype():
 
 @pytest.mark.parametrize("out", [P("data"), P(None, "data"), P("model", "data")], ids=str)
 def test_a_sum_that_is_wanted_in_parts_is_scattered(out):
+    in_dtype = lambda dtype, a, b: times_transposed(a, b).astype(dtype)
+    mixed = divided_sum("product", in_dtype, "i k, j k -> i j", np.dtype(F32), np.dtype(np.float16))
     x, w = integers(64, 128), integers(32, 128, seed=1)
-    y, collectives = on_devices(product, (x, w), (P(None, "data"),) * 2, out)
+    y, collectives = on_devices(mixed, (x, w), (P(None, "data"),) * 2, out)
     np.testing.assert_array_equal(y, x @ w.T)
     assert collectives == ["reduce-scatter"]
     assert y.sharding.spec == out
