@@ -27,6 +27,7 @@ from jfp8.layers.linen.state_in_params import collections_into_params, collectio
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import dequantize_tree
 from jfp8.tracing.caller import user_level
 
@@ -237,6 +238,10 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     depth = () if model.scope is None else model.scope.path
     met = _Met()
 
+    def product_with(recipe: Recipe) -> ProductOf:
+        where = {"state_in_params": state_in_params, "state_collection": selection.state_collection}
+        return ProductOf(DotGeneral, recipe, None, **where)
+
     def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
         if region.current() != here:
             return own
@@ -254,12 +259,12 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
             kind = "conv" if isinstance(layer, nn.Conv) else "dense"
             if not decision.recipe.is_causal(kind, history=True):
                 met.ahead[inner] = decision.recipe.name
-        return ProductOf(DotGeneral, decision.recipe, None, state_in_params)
+        return product_with(decision.recipe)
 
     def attention() -> ProductOf | None:
         if region.current() != here or not selection.attention_products:
             return None
-        return ProductOf(DotGeneral, selection.recipe, None, state_in_params)
+        return product_with(selection.recipe)
 
     def watch(next_fun, args, kwargs, context):
         module = context.module

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jfp8.conversion import linen, linen_layers, nnx_models
 from jfp8.conversion.selection import Choice, Selection, select
+from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -25,6 +26,7 @@ def convert(
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
     attention_products: bool = False,
+    state_collection: StateCollection = "fp8",
 ) -> Model:
     """The same model with FP8 products in its layers, forward and backward.
 
@@ -55,6 +57,9 @@ def convert(
         exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
       only: convert these layers and no others, given like `exempt`, whose default is then ``()``.
       attention_products: also convert the products of queries with keys and of weights with values.
+      state_collection: of a Linen model, where the amax histories are: ``"fp8"``, or
+        ``"_overwrite_with_gradient"`` for loops that replace its variables by their gradients, such
+        as Flax's own ``TrainState``.
 
     Returns:
       A Linen module, an instance of a subclass of ``type(model)``; or an NNX module of the same
@@ -63,8 +68,9 @@ def convert(
     Raises:
       TypeError: `model` is not a model, `recipe` is not a recipe, or `exempt` or `only` is none of
         the above.
-      ValueError: a pattern or a type that matches no layer. For Linen models ``init`` and ``apply``
-        raise it, because their layers exist only then.
+      ValueError: unknown `state_collection`, or one for an NNX model; a pattern or a type that
+        matches no layer, which for Linen models ``init`` and ``apply`` raise, because their layers
+        exist only then.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
@@ -72,7 +78,8 @@ def convert(
     >>> fp8_model.init(jax.random.key(0), jnp.ones((1, 32))).keys()
     dict_keys(['params'])
     """
-    return convert_selected(model, select(recipe, exempt, only, attention_products))
+    selection = select(recipe, exempt, only, attention_products, state_collection)
+    return convert_selected(model, selection)
 
 
 def convert_selected(
@@ -87,6 +94,12 @@ def convert_selected(
             )
         return cast(Model, linen.convert_module(model, selection, on_init))
     if isinstance(model, nnx.Module):
+        if selection.state_collection != "fp8":
+            raise ValueError(
+                f"state_collection={selection.state_collection!r} is for Linen models: NNX has no "
+                "collections. Histories of an NNX model are variables of the type "
+                "jfp8.nnx.Fp8State, which calls of the model update."
+            )
         return cast(Model, nnx_models.convert_model(model, selection))
     given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jfp8.layers.linen.state_in_gradients import StateCollection, check_state_collection
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 
@@ -53,12 +54,14 @@ class Selection:
       exempt: layers that stay in high precision.
       only: layers to convert; None: all that are not exempt.
       attention_products: also convert the two products inside attention.
+      state_collection: of Linen models; see `jfp8.Dense`.
     """
 
     recipe: Recipe
     exempt: tuple[Choice, ...] = EDGES
     only: tuple[Choice, ...] | None = None
     attention_products: bool = False
+    state_collection: StateCollection = "fp8"
 
     def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
         """Whether the layer at `path` is converted. `edge` says at which edge it is, if at any."""
@@ -102,14 +105,20 @@ def select(
     exempt: Choice | Sequence[Choice] | None,
     only: Choice | Sequence[Choice] | None,
     attention_products: bool = False,
+    state_collection: StateCollection = "fp8",
 ) -> Selection:
     """A `Selection` from what a user gave, or an error that says what to give."""
+    check_state_collection(state_collection)
     chosen = None if only is None else _choices("only", only)
     if exempt is None:
         # Who names layers to convert means these, wherever they are.
         exempt = EDGES if chosen is None else ()
     return Selection(
-        check_recipe(recipe), _choices("exempt", exempt), chosen, bool(attention_products)
+        check_recipe(recipe),
+        _choices("exempt", exempt),
+        chosen,
+        bool(attention_products),
+        state_collection,
     )
 
 
