@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import flax.linen as nn
 from flax import nnx
 
-from jfp8.conversion import linen, linen_layers, nnx_models
+from jfp8.conversion import linen, linen_region, nnx_models
 from jfp8.conversion.selection import Choice, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -35,8 +35,10 @@ def convert(
     ``Dense`` (NNX: ``Linear``), ``DenseGeneral``, ``Conv``, ``ConvTranspose``, ``Einsum``, and the
     projections of attention, wherever they are: under ``setup`` or ``compact``, inside
     ``nn.scan``, ``nn.vmap``, ``nn.remat`` and ``nn.jit``. A layer that was given its own product
-    (``dot_general=``) keeps it. Products that no layer computes (``x @ w``, ``jnp.einsum``) stay in
-    high precision: `jfp8.report` lists them. If no product becomes FP8 although `exempt` and `only`
+    (``dot_general=``) keeps it. So are products of one parameter with something else that a Linen
+    module computes itself (``jnp.einsum``, ``x @ w``); their path is that of the module and the
+    name of the parameter, ``"attn/w"``. Other products that no layer computes stay in high
+    precision: `jfp8.report` lists them. If no product becomes FP8 although `exempt` and `only`
     do not ask for that, a ``UserWarning`` says what stayed and why: for an NNX model at once, for a
     Linen model when ``init`` or ``apply`` first traces it.
 
@@ -112,7 +114,8 @@ def convert_selected(
 def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
     """A region in which the Linen layers that are called compute FP8 products.
 
-    In it, Flax's own layers (see `convert`) and layers of jfp8 without a recipe use `recipe`. A
+    In it, Flax's own layers and products of parameters (see `convert`), and layers of jfp8 without
+    a recipe, use `recipe`. A
     layer or a converted model with its own recipe keeps that. The innermost region holds; with
     ``enabled=False`` everything in it is in high precision.
 
@@ -141,5 +144,5 @@ def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -
     ...     bool((apply(variables, x) == y).all())
     False
     """
-    with linen_layers.in_region(check_recipe(recipe), bool(enabled)):
+    with linen_region.in_region(check_recipe(recipe), bool(enabled)):
         yield

@@ -77,11 +77,16 @@ class Selection:
         """All that `exempt` and `only` hold."""
         return (*self.exempt, *(self.only or ()))
 
-    def check_patterns(self, paths: Iterable[str]) -> None:
-        """Raise ``ValueError`` if a pattern matches none of `paths`, nor what is inside of one."""
+    def check_patterns(self, paths: Iterable[str], possible: Iterable[str] = ()) -> None:
+        """Raise ``ValueError`` if a pattern matches none of `paths`, nor what is inside of one.
+
+        Args:
+          possible: paths that it may match as well, because they may be those of products.
+        """
         listed = sorted(set(paths))
+        known = [*listed, *possible]
         for choice in self.choices:
-            if isinstance(choice, str) and not any(_path_matches(choice, path) for path in listed):
+            if isinstance(choice, str) and not any(_path_matches(choice, path) for path in known):
                 raise ValueError(
                     f"The pattern {choice!r} matches no layer of the model. Layers: "
                     f"{', '.join(listed) or 'none'}. Patterns match paths, with * for "

@@ -331,7 +331,7 @@ class ProductOf:
         if self.recipe is not None:
             object.__setattr__(self, "recipe", check_recipe(self.recipe))
 
-    def __call__(self) -> ProductModule:
+    def __call__(self, **where: Any) -> ProductModule:
         own: dict[str, Any] = (
             {} if self.in_attention is None else {"in_attention": self.in_attention}
         )
@@ -341,6 +341,7 @@ class ProductOf:
             state_in_params=self.state_in_params,
             state_collection=self.state_collection,
             **own,
+            **where,
         )
 
 
