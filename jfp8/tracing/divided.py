@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,20 @@ class Rule:
                     chosen[name] = found
         return chosen
 
+    def cut(
+        self, operands: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+    ) -> dict[str, tuple[int, int, int]]:
+        """Names that operands have divided into parts of no whole units: size, parts, unit."""
+        sizes = self.sizes([x.shape for x in operands])
+        units = {dim.name: dim.unit for dim in itertools.chain(*self.operands, *self.results)}
+        found = {}
+        of_operands = [axes_by_dimension(x, mesh) for x in operands]
+        for dim, axes in _pairs(self.operands, of_operands):
+            parts, unit = math.prod(mesh.shape[axis] for axis in axes), units[dim.name]
+            if dim.unit == 1 and parts > 1 and sizes[dim.name] % (parts * unit):
+                found[dim.name] = sizes[dim.name], parts, unit
+        return found
+
     def lacking(self) -> set[str]:
         """The names of dimensions that may be divided and that a result does not have."""
         names = {dim.name for dims in self.operands for dim in dims if not dim.name.isupper()}
@@ -167,6 +182,8 @@ def divided(
         not have: added, or their maximum, NaN if one is (of numbers that are not negative, or of
         their bits); or they are alike. One for each result, or one for all.
 
+    Where parts would not have whole units, an operand is put together first, with a warning.
+
     Raises:
       ValueError: a result does not have all dimensions, and `combine` is None.
     """
@@ -189,7 +206,7 @@ def divided(
         # else in the program must say which function this is.
         identity = np.uint32(zlib.crc32(f"{name} {rule} {combine}".encode()))
         with jax.named_scope(f"jfp8_{name.partition(',')[0]}"):
-            return _partitioned(function, rule, combine, operands)(identity, *operands)
+            return _partitioned(name, function, rule, combine, operands)(identity, *operands)
 
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
@@ -202,6 +219,7 @@ def divided(
 
 
 def _partitioned(
+    name: str,
     function: Callable[..., Any],
     rule: Rule,
     combine: Combine | Sequence[Combine] | None,
@@ -218,6 +236,13 @@ def _partitioned(
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         mesh = finest_mesh(mesh, operands[1].sharding)
         axes = rule.axes(units, jax.tree.leaves(operands), jax.tree.leaves(results), mesh)
+        for size, parts, unit in rule.cut(jax.tree.leaves(operands), mesh).values():
+            warnings.warn(
+                f"jfp8, {name.partition(',')[0]}: a dimension of {size} is divided into {parts} "
+                f"parts, which cuts blocks of {unit}. Every device gets all of it first, which "
+                f"takes time. Let each have a multiple of {unit}.",
+                stacklevel=2,
+            )
 
         def on_parts(identity: jax.Array, *parts: jax.Array) -> Any:
             del identity
