@@ -306,9 +306,10 @@ def draw(results: dict[str, Any]) -> Figure:
     bottom.set_ylim(bottom=0)
     title = "gradient / quantization noise of the weakest layer; dashed: √3"
     bottom.set_title(title, fontsize="small", loc="left")
-    for ax in (middle, bottom):
+    lines = top.get_legend_handles_labels()
+    for ax in (top, middle, bottom):
         ax.get_legend().remove()
-    top.legend(frameon=False, fontsize="small", ncols=2)
+    figure.legend(*lines, loc="outside lower center", frameon=False, fontsize="small", ncols=3)
     return figure
 
 
