@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,20 @@ class Rule:
                     chosen[name] = found
         return chosen
 
+    def cut(
+        self, operands: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+    ) -> dict[str, tuple[int, int, int]]:
+        """Names that operands have divided into parts of no whole units: size, parts, unit."""
+        sizes = self.sizes([x.shape for x in operands])
+        units = {dim.name: dim.unit for dim in itertools.chain(*self.operands, *self.results)}
+        found = {}
+        of_operands = [axes_by_dimension(x, mesh) for x in operands]
+        for dim, axes in _pairs(self.operands, of_operands):
+            parts, unit = math.prod(mesh.shape[axis] for axis in axes), units[dim.name]
+            if dim.unit == 1 and parts > 1 and sizes[dim.name] % (parts * unit):
+                found[dim.name] = sizes[dim.name], parts, unit
+        return found
+
     def lacking(self) -> set[str]:
         """The names of dimensions that may be divided and that a result does not have."""
         names = {dim.name for dims in self.operands for dim in dims if not dim.name.isupper()}
@@ -171,6 +186,8 @@ def divided(
       of_parts: what a device calls in place of `function` where parts of a sum are to be added, to
         send them in another dtype; None: `function`.
 
+    Where parts would not have whole units, an operand is put together first, with a warning.
+
     Raises:
       ValueError: a result does not have all dimensions, and `combine` is None.
     """
@@ -193,8 +210,8 @@ def divided(
         # else in the program must say which function this is.
         identity = np.uint32(zlib.crc32(f"{name} {rule} {combine}".encode()))
         with jax.named_scope(f"jfp8_{name.partition(',')[0]}"):
-            partitioned = _partitioned(function, rule, combine, of_parts or function, operands)
-            return partitioned(identity, *operands)
+            by_parts = _partitioned(name, function, rule, combine, of_parts or function, operands)
+            return by_parts(identity, *operands)
 
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
@@ -229,6 +246,7 @@ def divided_sum(
 
 
 def _partitioned(
+    name: str,
     function: Callable[..., Any],
     rule: Rule,
     combine: Combine | Sequence[Combine] | None,
@@ -247,8 +265,15 @@ def _partitioned(
         mesh = finest_mesh(mesh, operands[1].sharding)
         outs = jax.tree.leaves(results)
         axes = rule.axes(units, jax.tree.leaves(operands), outs, mesh)
+        for size, parts, unit in rule.cut(jax.tree.leaves(operands), mesh).values():
+            warnings.warn(
+                f"jfp8, {name.partition(',')[0]}: a dimension of {size} is divided into {parts} "
+                f"parts, which cuts blocks of {unit}. Every device gets all of it first, which "
+                f"takes time. Let each have a multiple of {unit}.",
+                stacklevel=2,
+            )
         apart = [
-            tuple(a for name in axes if name not in _names(dims) for a in axes[name])
+            tuple(a for n in axes if n not in _names(dims) for a in axes[n])
             for dims in rule.results
         ]
         of_results = [tuple(axes.get(dim.name, ()) for dim in dims) for dims in rule.results]

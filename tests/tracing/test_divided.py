@@ -141,7 +141,9 @@ def test_each_result_in_its_own_way():
 def test_a_block_is_not_cut():
     """Four blocks on eight devices: each has half a block, or all are put together first."""
     x = integers(64, 128) * np.arange(1, 129, dtype=np.float32)  # no two columns alike
-    found, collectives = on_devices(of_one, (x,), (P(None, ("data", "model")),))
+    what = "quantities: a dimension of 128 is divided into 8 parts, which cuts blocks of 32"
+    with pytest.warns(UserWarning, match=what):
+        found, collectives = on_devices(of_one, (x,), (P(None, ("data", "model")),))
     for a, b in zip(found, exact(x), strict=True):
         np.testing.assert_array_equal(a, b)
     assert "all-gather" in collectives
@@ -155,7 +157,9 @@ def test_incomplete_blocks_stay_whole():
         return x, jnp.max(blocks, 2)
 
     x = integers(16, 72)
-    found, _ = on_devices(divided("rows", rows, "i j -> i j, i j/32"), (x,), (P("data", "model"),))
+    f = divided("rows", rows, "i j -> i j, i j/32")
+    with pytest.warns(UserWarning, match="72 is divided into 4 parts, which cuts blocks of 32"):
+        found, _ = on_devices(f, (x,), (P("data", "model"),))
     for a, b in zip(found, rows(jnp.asarray(x)), strict=True):
         np.testing.assert_array_equal(a, b)
 
