@@ -281,7 +281,10 @@ def draw(results: dict[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     runs = points_of(results)
-    figure = Figure((9, 9), layout="constrained")
+    figure = Figure((7.0, 8.0), layout="constrained")
+    figure.suptitle(
+        "Runs of ten times as many steps: gaps to float32, and noise", fontsize="medium"
+    )
     top, middle, bottom = figure.subplots(3, 1, sharex=True)
     f32 = runs.pop(REFERENCE)
     for name, points in runs.items():
@@ -296,14 +299,17 @@ def draw(results: dict[str, Any]) -> Figure:
         jfp8.plot.loss_curves({label: ratios}, steps=steps, ax=bottom)
     for ax, title in ((top, "training loss, smoothed"), (middle, "loss of held-out text")):
         ax.axhline(0, color="0.5", linewidth=1)
-        ax.set(ylabel="above float32 (%)", title=title, xlabel="")
+        ax.set(ylabel="above float32 (%)", xlabel="")
+        ax.set_title(title, fontsize="small", loc="left")
     bottom.axhline(LESS_EFFECTIVE_BELOW, color="0.5", linewidth=1, linestyle="--")
     bottom.set(ylabel="gradient / noise", xlabel="optimizer step")
     bottom.set_ylim(bottom=0)
-    bottom.set_title("gradient / quantization noise of the weakest layer; dashed: √3")
-    for ax in (middle, bottom):
+    title = "gradient / quantization noise of the weakest layer; dashed: √3"
+    bottom.set_title(title, fontsize="small", loc="left")
+    lines = top.get_legend_handles_labels()
+    for ax in (top, middle, bottom):
         ax.get_legend().remove()
-    top.legend(frameon=False, fontsize="small", ncols=2)
+    figure.legend(*lines, loc="outside lower center", frameon=False, fontsize="small", ncols=3)
     return figure
 
 
@@ -332,7 +338,9 @@ def main(argv: list[str] | None = None) -> None:
     place = "runs/long_run/smoke.json" if args.smoke else "benchmarks/results/long_run.json"
     args.results = args.results or ROOT / place
     if args.picture:
-        draw(read(args.results)).savefig(args.picture, dpi=150)
+        import png
+
+        png.save(draw(read(args.results)), args.picture)
         return
     failed = [] if args.table else run_missing(args)
     if failed:

@@ -298,23 +298,25 @@ def draw(results: Results) -> Figure:
             panels[f"{TASKS[name].title}: {quantity}, {unit} above float32"] = rows
     if not panels:
         raise SystemExit("there is nothing to draw: no recipe has two seeds in common with float32")
-    n_rows = max(map(len, panels.values()))
-    figure = Figure((6.5 * len(panels), 1.5 + 0.4 * n_rows), layout="constrained")
-    for (title, rows), ax in zip(panels.items(), figure.subplots(1, len(panels), squeeze=False)[0]):
+    heights = [1.0 + 0.3 * len(rows) for rows in panels.values()]
+    figure = Figure((7.0, 0.4 + sum(heights)), layout="constrained")
+    figure.suptitle("Gaps to float32 of the same seed, after training", fontsize="medium")
+    axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for (title, rows), ax in zip(panels.items(), axes, strict=True):
         rows = {label.replace("`", ""): values for label, values in rows.items()}
         jfp8.plot.gaps(rows, margin=MARGIN, confidence=CONFIDENCE, limit=5 * MARGIN, ax=ax)
-        ax.set_title(title, pad=28, fontsize="medium")
+        ax.get_legend().set_title(f"{title[0].upper()}{title[1:]}")
     return figure
 
 
-def draw_curves(path: Path, results: Results, names: list[str]) -> None:
+def draw_curves(results: Results, names: list[str]) -> Figure:
     """Training losses of every recipe, and their gaps, of tasks whose float32 runs keep curves."""
     tasks = {}
     for name in names:
         runs = results.get(name, {}).get("runs", {})
         exact = {s for s, run in runs.get(REFERENCE, {}).items() if "train_loss" in run}
         kept = {
-            LABELS[recipe].replace("`", ""): {
+            LABELS[recipe].replace("`", "").replace("the same", "control"): {
                 s: run["train_loss"] for s, run in of.items() if s in exact and "train_loss" in run
             }
             for recipe, of in runs.items()
@@ -323,7 +325,7 @@ def draw_curves(path: Path, results: Results, names: list[str]) -> None:
             tasks[TASKS[name].title] = {label: of for label, of in kept.items() if of}
     if not tasks:
         raise SystemExit("there is nothing to draw: no run of float32 kept its training curve")
-    training_curves.draw(path, tasks, LABELS[REFERENCE], MEAN_OF)
+    return training_curves.draw(tasks, LABELS[REFERENCE], MEAN_OF, MARGIN)
 
 
 # ---- the command
@@ -349,11 +351,13 @@ def main(argv: list[str] | None = None) -> None:
                         help="run nothing, draw losses and gaps over the steps")  # fmt: skip
     args = parser.parse_args(argv)
 
-    if args.picture:
-        draw(read(args.results)).savefig(args.picture, dpi=150)
-    if args.curves:
-        draw_curves(args.curves, read(args.results), args.tasks)
     if args.picture or args.curves:
+        import png
+
+        if args.picture:
+            png.save(draw(read(args.results)), args.picture)
+        if args.curves:
+            png.save(draw_curves(read(args.results), args.tasks), args.curves)
         return
     failed = [] if args.table else run_missing(args)
     print(table(read(args.results)))

@@ -211,6 +211,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "sums": sums,
     "memory": memory,
     "roofline": roofline,
+    "curves": lambda: parity.draw_curves(parity.read(RESULTS / "parity.json"), ["lm"]),
     "gaps": lambda: parity.draw(parity.read(RESULTS / "parity.json")),
     "long_run": lambda: long_run.draw(long_run.read(RESULTS / "long_run.json")),
 }

@@ -3,80 +3,114 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import jfp8
+from jfp8.plot.style import BLACK, BLUE, GREY, VERMILION, tidy
 
-COLUMNS = 3
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLUMNS = 2  # of the gaps
+FAR = 10.0  # times the gap of the median recipe: written down instead of drawn
 # Of one task: by recipe and seed the means of successive steps, None where they are not finite.
 Curves = dict[str, dict[str, list[float | None]]]
 
 
-def draw(path: Path, tasks: dict[str, Curves], reference: str, mean_of: int) -> None:
-    """For each task its mean losses, above a panel for the gap of each recipe.
+def draw(tasks: dict[str, Curves], reference: str, mean_of: int, margin: float) -> Figure:
+    """Of each task the mean losses, on the left, and beside them a panel for each recipe's gap.
 
     Each number is a mean of `mean_of` steps, and drawn where they end. All seeds are seeds of the
-    `reference`, too.
+    `reference`, too. Between -margin and margin, which is shaded, a gap would not matter.
     """
-    import png
     from matplotlib.figure import Figure
 
-    rows = {title: math.ceil((len(of) - 1) / COLUMNS) or 1 for title, of in tasks.items()}
-    heights = [3.4 + 1.25 * n for n in rows.values()]
+    found = {title: _gaps(curves, reference) for title, curves in tasks.items()}
+    heights = [1.2 + 0.85 * math.ceil(len(near) / COLUMNS) for near, _ in found.values()]
     figure = Figure((7.0, sum(heights)), layout="constrained")
     parts = figure.subfigures(len(tasks), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part, (title, curves) in zip(parts, tasks.items(), strict=True):
-        n = len(next(iter(curves[reference].values())))
-        steps = mean_of * np.arange(1, n + 1)
-        above, below = part.subfigures(2, 1, height_ratios=[3.0, 0.4 + 1.25 * rows[title]])
-        _losses(above, title, steps, curves)
-        _gaps(below, rows[title], steps, curves, reference)
-    png.save(figure, path)
+        near, far = found[title]
+        exact = curves[reference]
+        steps = mean_of * np.arange(1, 1 + len(next(iter(exact.values()))))
+        heading = f"{title[0].upper()}{title[1:]}: training under every recipe, {len(exact)} seeds"
+        part.suptitle(heading, fontsize="medium")
+        left, right = part.subfigures(1, 2, width_ratios=[2, 3])
+        _draw_losses(left.subplots(), steps, curves, reference, far)
+        _draw_gaps(right, steps, curves, reference, near, margin)
+    return figure
 
 
 def _array(of_seeds: dict[str, list[float | None]], seeds: list[str]) -> np.ndarray:
     return np.array([of_seeds[seed] for seed in seeds], np.float64)
 
 
-def _losses(figure: Any, title: str, steps: np.ndarray, curves: Curves) -> None:
-    ax = figure.subplots()
+def _gaps(curves: Curves, reference: str) -> tuple[dict[str, float], dict[str, float]]:
+    """The largest mean gap of the recipes that are drawn, and of those that are too far away."""
+    largest = {}
+    for label, of_seeds in curves.items():
+        if label != reference:
+            exact = _array(curves[reference], list(of_seeds))
+            gaps = 100 * (_array(of_seeds, list(of_seeds)) / exact - 1)
+            largest[label] = float(np.abs(gaps.mean(axis=0)).max())
+    finite = [gap for gap in largest.values() if math.isfinite(gap)]
+    limit = FAR * float(np.median(finite)) if finite else 0.0
+    near = {label: gap for label, gap in largest.items() if gap <= limit}
+    return near, {label: gap for label, gap in largest.items() if label not in near}
+
+
+def _draw_losses(
+    ax: Any, steps: np.ndarray, curves: Curves, reference: str, far: dict[str, float]
+) -> None:
     means = {label: _array(of, list(of)).mean(axis=0) for label, of in curves.items()}
-    jfp8.plot.loss_curves(means, steps=steps, ax=ax)
-    ax.set_ylabel("mean loss of the seeds")
-    ax.set_title(f"{title}: training loss", fontsize="medium")
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="x-small")
+    for label, mean in means.items():
+        if label not in far:
+            ax.plot(steps, mean, color=BLUE, linewidth=1.2)
+    ax.plot(steps, means[reference], color=BLACK, linewidth=2.2, linestyle=(0, (1, 1.2)))
+    one_line = f"{reference} (dotted) and\n{len(means) - 1 - len(far)} others, on one line"
+    middle = len(steps) // 2
+    note = {"fontsize": "small", "textcoords": "offset points", "ha": "center"}
+    ax.annotate(one_line, (steps[middle], means[reference][middle]), (6, 18), **note)
+    for label, gap in far.items():
+        ax.plot(steps, means[label], color=VERMILION, linewidth=1.8, linestyle="--")
+        beyond = f"its gap, up to {gap:.0f} %,\nis not drawn" if math.isfinite(gap) else "diverges"
+        last = float(np.nanmax(means[label], initial=0.0))
+        words = label.replace(": ", ":\n") + f"\n({beyond})"
+        at = (steps[middle], last)
+        ax.annotate(words, at, (0, -14), va="top", color=VERMILION, **note)
+    tidy(ax, "step", "loss, mean of the seeds")
+    ax.set_xlim(0, None)
 
 
-def _gaps(figure: Any, rows: int, steps: np.ndarray, curves: Curves, reference: str) -> None:
-    figure.suptitle(
-        f"gap to {reference} of the same seed: mean, and its 90 % interval", fontsize="medium"
-    )
-    exact = curves[reference]
+def _draw_gaps(
+    figure: Any,
+    steps: np.ndarray,
+    curves: Curves,
+    reference: str,
+    near: dict[str, float],
+    margin: float,
+) -> None:
+    told = "mean, with its\nlast value, and 90 % interval; grey: within"
+    heading = f"gap to {reference} of the same seed, %: {told} ±{margin}"
+    figure.suptitle(heading, fontsize="small")
+    rows = math.ceil(len(near) / COLUMNS) or 1
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
-    compared = [label for label in curves if label != reference]
-    ends = {}
-    for label, ax in zip(compared, panels, strict=False):
-        seeds = list(curves[label])
-        runs = {label: _array(curves[label], seeds)}
-        jfp8.plot.gap_curves(runs, _array(exact, seeds), steps=steps, ax=ax)
-        (told,) = (text.get_text() for text in ax.get_legend().get_texts())
+    for label, ax in zip(near, panels, strict=False):
+        runs, seeds = curves[label], list(curves[label])
+        pairs = {label: _array(runs, seeds)}
+        jfp8.plot.gap_curves(pairs, _array(curves[reference], seeds), steps=steps, ax=ax)
         ax.get_legend().remove()
-        ax.set_title(f"{told}, n = {len(seeds)}", fontsize="x-small", pad=3)
-        ax.tick_params(labelsize="x-small")
+        ax.axhspan(-margin, margin, color=GREY, alpha=0.2, linewidth=0, zorder=0)
+        end = format(ax.lines[0].get_ydata()[-1], "+.2f").replace("-", "−")
+        ax.text(0.99, 0.05, end, transform=ax.transAxes, ha="right", fontsize="small")
+        ax.set_title(label, fontsize="small", loc="left", pad=2)
+        ax.tick_params(labelsize="small")
         ax.set(xlabel="", ylabel="")
-        ends[label] = ax.lines[0].get_ydata()
-    for ax in panels[len(compared) :]:
+        ax.grid(visible=False)
+    for ax in panels[len(near) :]:
         ax.set_axis_off()
-    # Of most recipes; what a control has beyond that is written, not drawn.
-    largest = [np.abs(gaps).max(initial=0.0) for gaps in ends.values()] or [0.0]
-    limit = 3 * float(np.median(largest)) or 1.0
+    limit = 1.35 * max([margin, *near.values()])
     panels[0].set_ylim(-limit, limit)
-    for end, ax in zip(ends.values(), panels, strict=False):
-        if end.size and abs(end[-1]) > limit:
-            text = f"{end[-1]:+.0f} % at the end"
-            ax.text(0.5, 0.8, text, transform=ax.transAxes, ha="center", fontsize="x-small")
-    figure.supxlabel("step", fontsize="small")
-    figure.supylabel("gap, %", fontsize="small")
+    figure.supxlabel("step", fontsize="medium")

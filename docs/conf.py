@@ -91,14 +91,23 @@ def link_names(app, doctree):
             literal.replace_self(addnodes.pending_xref("", literal.deepcopy(), **role))
 
 
+OCP = "https://www.opencompute.org/documents/ocp-"
+SPECIFICATIONS = {
+    "OCP OFP8": f"{OCP}8-bit-floating-point-specification-ofp8-revision-1-0-2023-12-01-pdf-1",
+    "OCP Microscaling Formats v1.0": f"{OCP}microscaling-formats-mx-v1-0-spec-final-pdf",
+}
+
+
 def link_papers(app, doctree):
-    """`arXiv 2209.05433` in a docstring becomes a link."""
+    """`arXiv 2209.05433` in a docstring becomes a link, and the name of a specification."""
+    cited = "|".join([r"arXiv[: ]\d{4}\.\d{4,5}", *map(re.escape, SPECIFICATIONS)])
     for text in list(doctree.findall(nodes.Text)):
-        parts = re.split(r"\b(arXiv[: ]\d{4}\.\d{4,5})", text)
+        parts = re.split(rf"\b({cited})", text)
         if len(parts) > 1 and not isinstance(text.parent, nodes.reference | nodes.literal_block):
             linked = [nodes.Text(part) for part in parts]
             for i, paper in list(enumerate(parts))[1::2]:
-                linked[i] = nodes.reference("", paper, refuri=f"https://arxiv.org/abs/{paper[6:]}")
+                where = SPECIFICATIONS.get(paper, f"https://arxiv.org/abs/{paper[6:]}")
+                linked[i] = nodes.reference("", paper, refuri=where)
             text.parent.replace(text, linked)
 
 

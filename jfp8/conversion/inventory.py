@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -55,7 +56,7 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
       read ``.rows``, ``.fp8_fraction``, ``.to_dict()``.
 
     Raises:
-      TypeError: `model` is not a model; a Linen model without variables.
+      TypeError: `model` is not a model; a Linen model without variables; a model without inputs.
 
     Warns:
       UserWarning: positions of a causal model share scales (see `Recipe.is_causal`). A model counts
@@ -79,9 +80,11 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
                 "report(model, variables, *inputs): variables must be what model.init returned, "
                 f"with 'params' in it; got {given}."
             )
-        closed = _linen_jaxpr(model, inputs[0], inputs[1:], kwargs)
+        with _asking_for_inputs("report(model, variables, x)", len(inputs) > 1 or kwargs):
+            closed = _linen_jaxpr(model, inputs[0], inputs[1:], kwargs)
     elif isinstance(model, nnx.Module):
-        closed = _nnx_jaxpr(model, inputs, kwargs)
+        with _asking_for_inputs("report(model, x)", inputs or kwargs):
+            closed = _nnx_jaxpr(model, inputs, kwargs)
     else:
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(
@@ -92,6 +95,20 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
     for warning in found.warnings():
         warnings.warn(warning, UserWarning, stacklevel=2)
     return found
+
+
+@contextlib.contextmanager
+def _asking_for_inputs(call: str, given: Any) -> Iterator[None]:
+    """Says what to type if a model that was `given` nothing misses an argument."""
+    try:
+        yield
+    except TypeError as error:
+        if given:
+            raise
+        raise TypeError(
+            "report was given no inputs of the model. Pass what the model is called with, or "
+            f"arrays of the same shapes: jfp8.{call}. The model said: {error}"
+        ) from error
 
 
 def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:

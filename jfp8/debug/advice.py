@@ -24,8 +24,8 @@ class Advice:
     """What `advice` found; prints as sentences, and shows as a table in Jupyter.
 
     Attributes:
-      findings: what is wrong, the worst first; what breaks several tensors is named at the first of
-        them in the program. Empty if nothing is wrong.
+      findings: what is wrong, the worst first; what spreads to other tensors is reported for the
+        first of them in the program. Empty if nothing is wrong.
       n_tensors: how many tensors were examined.
       steps: those of the first and the last sample; None if the statistics have no steps.
     """

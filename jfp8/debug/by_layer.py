@@ -44,7 +44,7 @@ def by_layer(
 
 
 def _is_computed_again(place: Place) -> bool:
-    """Whether the backward pass computes a part of the forward pass again, seen already."""
+    """Whether it is a part of the forward pass, seen already, that the backward pass repeats."""
     again = "transpose(" in place.stack or "rematted_computation" in place.stack
     return again and place.measure.forward
 
@@ -60,7 +60,7 @@ def _stacked_loops(places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
 
 
 def _without_other_loops(vector: np.ndarray, place: Place, layers: tuple[int, ...]) -> np.ndarray:
-    """`vector`, merged along all loops but those over layers: the innermost of their length."""
+    """`vector`, merged along all loops but those over layers, the innermost of each length."""
     wanted = list(layers)
     for axis in reversed(range(len(place.loops))):  # axes in front keep their places
         if wanted and place.loops[axis].length == wanted[-1]:

@@ -42,7 +42,7 @@ _ASYNC_DONE = re.compile(r"-(done|update)$")
 
 @dataclass(frozen=True)
 class Collective:
-    """The part in one dtype of a collective operation.
+    """A collective operation, or the part of it that has one dtype.
 
     Attributes:
       op: ``"all-gather"``, ``"all-reduce"``, ...; also for the asynchronous forms of GPUs.
@@ -226,10 +226,10 @@ def _parts(
 
 
 def _result_shapes(result: str, op: str) -> str:
-    """The shapes of what an operation gives, without those that a start carries along.
+    """The shapes of an operation's results, without the operands that an asynchronous start adds.
 
-    The start of an asynchronous operation gives ``(operands, results, ...)``, except that of an
-    all-reduce, which may give its results alone.
+    The start of an asynchronous operation returns ``(operands, results, ...)``, except that of an
+    all-reduce, which may return its results alone.
     """
     result = re.sub(r"\{[^{}]*\}|/\*.*?\*/|\s", "", result)
     if not op.endswith("-start") or not result.startswith("("):
@@ -253,7 +253,7 @@ def _elements(shape: str) -> list[str]:
 
 
 def _bits(dtype: str) -> int:
-    """Bits of an element, which stand in the names of dtypes: ``bf16``, ``f8e4m3fn``, ``u4``."""
+    """Bits of an element, from the name of its dtype: ``bf16``, ``f8e4m3fn``, ``u4``."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8  # pred
 
@@ -266,7 +266,7 @@ def _group_size(rest: str, everyone: int) -> int:
         return int(found[1])
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-        # An axis may stand in part, as 'name':(size before it)size.
+        # Part of an axis is written 'name':(size before it)size.
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(part or sizes[name]) for name, part in axes) if axes else everyone
     return everyone

@@ -112,7 +112,7 @@ def _values(operand: ScaledArray | jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Comparer(Observer):
-    """Taps every product in high precision; the others have weights that are only kept in FP8."""
+    """Taps every product of operands in high precision; others have weights stored in FP8."""
 
     recipes: tuple[Recipe, Recipe]
 

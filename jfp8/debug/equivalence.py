@@ -134,7 +134,7 @@ def _half_width(n: int, spread: float, confidence: float) -> float:
 
 
 def _pairs_needed(distance: float, spread: float, confidence: float, most: int) -> float:
-    """The fewest pairs whose interval is less than `distance` wide to either side: it shrinks."""
+    """The fewest pairs whose interval extends less than `distance` to either side, by bisection."""
     too_few, enough = 1, most
     if _half_width(enough, spread, confidence) >= distance:
         return math.inf
@@ -149,15 +149,15 @@ def _pairs_needed(distance: float, spread: float, confidence: float, most: int) 
 
 @functools.cache
 def t_quantile(p: float, degrees: int) -> float:
-    """The `t` that a variable with Student's distribution is below with probability `p` >= 1/2.
+    """The quantile `p` >= 1/2 of Student's distribution.
 
-    Of whole degrees of freedom ``v``, with ``t = sqrt(v) tan(a)``, the probability is a finite sum
+    For whole degrees of freedom ``v``, with ``t = sqrt(v) tan(a)``, the probability is a finite sum
     (Abramowitz and Stegun 26.7.3 and 26.7.4)::
 
         P(|T| < t) = sin(a) (1 + 1/2 c^2 + 1*3/(2*4) c^4 + ... c^(v-2))                     v even
         P(|T| < t) = 2/pi (a + sin(a) (c + 2/3 c^3 + 2*4/(3*5) c^5 + ... c^(v-2)))          v odd
 
-    where ``c = cos(a)``. It grows with the angle, which is halved in on.
+    where ``c = cos(a)``. It grows with the angle, which is found by bisection.
     """
     odd = degrees % 2
     k = np.arange(1, (degrees - odd) // 2)  # the terms after the first

@@ -129,7 +129,7 @@ def _with_axes(results: Any, x: jax.Array, sequence_axis: int) -> list[np.ndarra
 def _change(
     before: list[np.ndarray], after: list[np.ndarray], where: tuple[slice, ...] = ()
 ) -> float:
-    """The largest difference at `where`, over the largest result there; 0 only of equal values."""
+    """The largest difference at `where`, over the largest result there; 0 only if all are equal."""
     largest = 0.0
     for old, new in zip(before, after, strict=True):
         old, new = old[where], new[where]

@@ -14,15 +14,15 @@ from jax import lax
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured at a tap, as a vector ``f32[W]``; to be derived from.
+    """What is measured at a tap, as a vector ``f32[W]``: an abstract class.
 
-    The elements of the vector are, in this order, those that its class names.
+    The vector has these elements, in this order, as named by the derived class.
 
     Attributes:
       sums: added up.
-      powers: added up, too: sums of squares, in units of the square of the first of the `maxima`,
+      powers: added up too: sums of squares, in units of the square of the first of the `maxima`,
         so that they neither overflow nor vanish.
-      maxima: the largest counts; none is negative, but for those that start with ``"minus_"``.
+      maxima: the largest counts; none is negative, except those that start with ``"minus_"``.
       bins: number of counts at the end, added up.
     """
 
@@ -46,7 +46,7 @@ class Measurement:
         return False
 
     def merged(self, vectors: Any, xp: Any = jnp) -> Any:
-        """One vector for those along the first axis, by ``jax.numpy`` or ``numpy``."""
+        """One vector for those along the first axis, computed by ``jax.numpy`` or ``numpy``."""
         return self._merged(vectors, partial(xp.max, axis=0), partial(xp.sum, axis=0), xp)
 
     def merged_over_devices(self, vector: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
@@ -57,18 +57,18 @@ class Measurement:
         return self._merged(vector, largest, partial(lax.psum, axis_name=axis_names), jnp)
 
     def nothing(self) -> jax.Array:
-        """The vector of no elements."""
+        """The vector of an empty tensor."""
         low = [-np.inf if name.startswith("minus_") else 0.0 for name in self.maxima]
         before = np.zeros(len(self.sums) + len(self.powers))
         return jnp.asarray(np.concatenate([before, low, np.zeros(self.bins)]), jnp.float32)
 
     def named(self, vector: np.ndarray) -> dict[str, float]:
-        """The elements by name, without the bins. Of `powers`, in units of their own."""
+        """The elements by name, without the bins; `powers` in their own units."""
         names = self.sums + self.powers + self.maxima
         return dict(zip(names, vector[: len(names)].tolist(), strict=True))
 
     def _merged(self, vectors: Any, largest: Any, total: Any, xp: Any) -> Any:
-        """What `largest` makes of the maxima, and `total` of the rest, powers in units of these."""
+        """Maxima merged by `largest`, the rest by `total`, powers in units of the new maxima."""
         start = len(self.sums) + len(self.powers)
         stop = start + len(self.maxima)
         maxima = largest(vectors[..., start:stop])

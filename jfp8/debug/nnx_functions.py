@@ -1,4 +1,4 @@
-"""Functions of NNX modules, which they may change, as functions of arrays."""
+"""Turns functions that take NNX modules, and may change them, into functions of arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def has_nnx(arguments: Any) -> bool:
 def calling(
     function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """``function(*args, **kwargs)`` by way of `run`, which takes functions of pytrees only.
+    """``function(*args, **kwargs)`` through `run`, which takes functions of pytrees only.
 
     Args:
       function: of NNX objects and others.

@@ -23,7 +23,7 @@ from jfp8.debug.measurement import Measurement
 from jfp8.products.observers import TAP
 from jfp8.tracing.compat import body_of, context_of, evaluate, scan_sizes, varying_axes
 
-# What a value is made of: inputs of loops around it, each an object of its own.
+# What a value is computed from: inputs of the loops around it, each an object of its own.
 Origins = frozenset[object]
 
 
@@ -32,9 +32,9 @@ class Loop:
     """A ``scan`` around a tap.
 
     Attributes:
-      length: number of turns.
-      over_inputs: whether the tapped weight is made of what the loop runs over, and of nothing that
-        it carries: then it belongs to another layer in each iteration.
+      length: number of iterations.
+      over_inputs: whether the tapped weight is computed from what the loop runs over, and from
+        nothing that it carries: then it belongs to another layer in each iteration.
     """
 
     length: int
@@ -50,7 +50,7 @@ class Place:
       stack: names of the scopes that it is in, with the notes for `jfp8.report`.
       number: counts taps in the order of the program.
       loops: those around it, the outermost first; leading axes of the measurement.
-      origins: what the weight is made of, if one is tapped; empty outside of the program.
+      origins: what the weight is computed from, if one is tapped; empty in what `read` returns.
     """
 
     measure: Measurement
@@ -64,7 +64,7 @@ Found = list[tuple[Place, jax.Array]]
 
 
 class _Value(NamedTuple):
-    """A value of the program under evaluation, and what it is made of."""
+    """A value of the program under evaluation, and what it is computed from."""
 
     array: Any
     origins: Origins = frozenset()
@@ -101,7 +101,7 @@ def _evaluated(
         values.update(zip(eqn.outvars, outs, strict=True))
         for v in {v for v in eqn.invars if isinstance(v, Var)}:
             if last_use[v] == i:
-                del values[v]  # or all that a program computes would be alive until its end
+                del values[v]  # or everything that a program computes would stay alive to its end
     return list(map(value_of, jaxpr.outvars)), found
 
 
@@ -114,7 +114,7 @@ def _origins(values: Sequence[_Value]) -> Origins:
 
 
 def _with_origins(ins: Sequence[_Value], outs: Sequence[Any]) -> list[_Value]:
-    """Results of an equation whose operands are `ins`: each may be made of all of them."""
+    """Results of an equation whose operands are `ins`: each may depend on all of them."""
     together = _origins(ins)
     return [_Value(out, together) for out in outs]
 
@@ -161,7 +161,7 @@ def _read_call(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], F
 
 
 class _Body:
-    """A part of a program that JAX traces again: it takes and gives arrays.
+    """A part of a program that JAX traces again: it takes and returns arrays.
 
     Called, it returns results and measurements; `places` then says where these were made.
     """
@@ -180,7 +180,7 @@ class _Body:
 
 
 def _read_checkpoint(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
-    """``jax.checkpoint`` stays: it keeps XLA from keeping what is to be computed again."""
+    """``jax.checkpoint`` stays, or XLA would store what is to be computed again."""
     body = _Body(*body_of(eqn), stack)
     origins = [value.origins for value in ins]
     traced = jax.make_jaxpr(lambda *arrays: body(arrays, origins))(*_arrays(ins))
@@ -268,7 +268,7 @@ def _read_shard_map(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Valu
     axes = tuple(params["newly_manual_axes"])
 
     def over(vector: jax.Array) -> tuple[Any, ...]:
-        """The axes over which devices differ; where JAX does not keep track of them, all."""
+        """The axes along which devices differ; all of them if JAX does not keep track."""
         return tuple(a for a in axes if not params["check_vma"] or a in varying_axes(vector))
 
     def run(*arrays: Any) -> Any:

@@ -114,7 +114,7 @@ NUMBERS: tuple[str, ...] = tuple(
 
 
 def _json_number(value: Any) -> Any:
-    """JSON has no NaN and no Inf: they become strings, as Python spells them."""
+    """NaN and Inf, which JSON lacks, become strings as Python spells them."""
     infinite = isinstance(value, float) and not math.isfinite(value)
     return json.dumps(value) if infinite else value
 

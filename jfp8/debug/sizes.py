@@ -21,7 +21,7 @@ from jfp8.training.state import TrainState
 
 Kind = Literal["params", "fp8_state", "other"]
 
-# The last is that of flax.linen.fp8_ops, for models on their way from there.
+# The last is that of flax.linen.fp8_ops, for models that come from there.
 _FP8_COLLECTIONS = ("fp8", "fp8_sink", "_overwrite_with_gradient")
 
 
@@ -210,7 +210,7 @@ def _of_linen(variables: Mapping[str, Any]) -> Iterator[_Variable]:
         if collection in _FP8_COLLECTIONS:
             kind = "fp8_state"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_fp8):
-            # Boxes around arrays (nn.Partitioned) are keys without a name of a module.
+            # Boxes around arrays (nn.Partitioned) add keys that are not names of modules.
             names = [str(key.key) for key in path if hasattr(key, "key")]
             yield _Variable(tuple(names[:-1]), kind, leaf)
 
@@ -243,7 +243,7 @@ def _rows(variables: Iterable[_Variable]) -> tuple[SummaryRow, ...]:
 
 
 def _in_natural_order(row: SummaryRow) -> list[list[tuple[int, str]]]:
-    """``Block_2`` before ``Block_10``, which JAX sorts the other way round."""
+    """``Block_2`` before ``Block_10``, which JAX sorts the other way around."""
     parts = row.path.split("/") if row.path else []
     number = lambda word: (int(word), "") if word.isdecimal() else (-1, word)
     return [[number(word) for word in re.split(r"(\d+)", part)] for part in parts]

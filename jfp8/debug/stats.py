@@ -29,7 +29,7 @@ from jfp8.scaling.parts import apply_scale
 from jfp8.tracing.compat import without_dead_code
 from jfp8.tracing.context import explaining, notes_of, product_path
 
-SAMPLE = 16384  # elements that a histogram is made of, at most
+SAMPLE = 16384  # the most elements that a histogram counts
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class _Losses(Measurement):
         limit = np.float32(self.fmt.max) * s
         if s.ndim:
             limit = apply_scale(jnp.ones_like(x), limit, self.block)
-        # Up to half a unit in the last place above it, a value is rounded to the largest; and just
-        # there, if that is the even one of its neighbours.
+        # A value rounds to the largest if it is less than half a unit in the last place above it;
+        # at exactly half, if the largest is even.
         ulp = 2.0 ** (self.fmt.max_exponent - self.fmt.mantissa_bits)
         beyond = jnp.greater if self.fmt.max / ulp % 2 == 0 else jnp.greater_equal
         saturated = beyond(magnitude, limit * np.float32(1 + ulp / 2 / self.fmt.max))

@@ -39,7 +39,7 @@ class TensorBoardWriter:
                 "Writing statistics for TensorBoard needs tensorboardX, which is not installed: "
                 "pip install tensorboardX. jfp8.debug.write_jsonl needs nothing."
             ) from error
-        # Names of files have seconds in them: two writers of one second would share a file.
+        # File names contain seconds: two writers in the same second would share a file.
         suffix = f".{time.time_ns()}"
         self._writer = tensorboard.SummaryWriter(str(logdir), filename_suffix=suffix)
 
@@ -80,14 +80,14 @@ def write_tensorboard(logdir: str | Path, rows: Iterable[TensorStats]) -> None:
 
 
 def _tag(name: str) -> str:
-    """``"blocks/Dense_0[3] lhs (fprop)"`` as ``"blocks/Dense_0_3/lhs_fprop"``: no other letters."""
+    """``"blocks/Dense_0[3] lhs (fprop)"`` as ``"blocks/Dense_0_3/lhs_fprop"``, safe characters."""
     layer, _, tensor = name.partition(" ")
     clean = lambda text: re.sub(r"[^-/\w.]+", "_", text).strip("_/")
     return "/".join(filter(None, (clean(layer), clean(tensor))))
 
 
 def _histogram(row: TensorStats) -> dict[str, Any]:
-    """Counts by exponent, with a bin for each exponent, also for the empty ones between."""
+    """Counts by exponent, with a bin for each exponent, empty ones in between included."""
     exponents = range(min(row.exponents), max(row.exponents) + 1)
     counts = [row.exponents.get(e, 0) for e in exponents]
     return {

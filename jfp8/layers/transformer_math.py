@@ -59,7 +59,7 @@ def normalize(
       ValueError: unknown `layernorm_type`.
 
     References:
-      arXiv 1607.06450 (LayerNorm), 1910.07467 (RMSNorm).
+      arXiv 1607.06450 (LayerNorm), arXiv 1910.07467 (RMSNorm).
     """
     check_option("layernorm_type", layernorm_type, ("layernorm", "rmsnorm"))
     axes = tuple(axis % x.ndim for axis in axes)
@@ -134,7 +134,7 @@ def activate(
       ValueError: unknown `activation`, or another number of projections.
 
     References:
-      arXiv 2002.05202 (the gated ones), 2109.08668 (squared relu).
+      arXiv 2002.05202 (the gated ones), arXiv 2109.08668 (squared relu).
     """
     n = projections_of(activation)
     if x.ndim < 2 or x.shape[-2] != n:
@@ -266,7 +266,7 @@ def grouped_query_attention(
       ValueError: ``G`` does not divide ``H``.
 
     References:
-      arXiv 1706.03762, 2305.13245 (grouped queries).
+      arXiv 1706.03762, arXiv 2305.13245 (grouped queries).
     """
     *batch, q_length, heads, depth = query.shape
     k_length, groups = key.shape[-3:-1]

@@ -9,7 +9,8 @@
 
 Every function takes the data first and returns the `matplotlib.axes.Axes` that it drew on, so that
 you can change them further. Without ``ax=`` it draws on a new figure that pyplot does not know:
-Jupyter shows it as the value of a cell, nobody has to close it, and a loop may draw a thousand.
+Jupyter shows it as the value of a cell, nobody has to close it, and a loop may draw a thousand. The
+new figure has a title, which ``ax.figure.suptitle("...")`` replaces. On your own axes, set yours.
 Colours come from Okabe and Ito's palette or the colour map cividis, which all kinds of colour
 vision can tell apart. In print, line styles and hatches tell them apart.
 """

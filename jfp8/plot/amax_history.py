@@ -74,7 +74,8 @@ def amax_history(
         fmt = None if fmt is None else as_format(fmt)
         drawn = _of_arrays(amax, scale, fmt, steps, name)
 
-    ax = axes_for(ax, 7.0, 3.2)
+    heading = drawn.title if ax is not None else ""
+    ax = axes_for(ax, 7.0, 3.2, f"Amax of {drawn.title or 'a tensor'} over the steps")
     ax.set_yscale("log", base=2)
     x, n = drawn.steps, len(drawn.steps)
     positive = np.where(np.isfinite(drawn.amax) & (drawn.amax > 0), drawn.amax, np.nan)
@@ -101,7 +102,7 @@ def amax_history(
     ax.minorticks_off()
     _label_magnitudes(ax, np.concatenate([positive, drawn.least, drawn.most]))
     tidy(ax, "step", "magnitude")
-    legend_above(ax, columns=3, title=drawn.title)
+    legend_above(ax, columns=3, title=heading)
     return ax
 
 

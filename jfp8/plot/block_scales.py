@@ -59,7 +59,13 @@ def block_scales(q: ScaledArray, *, ax: Axes | None = None) -> Axes:
     )
     positive = np.isfinite(scale) & (scale > 0)
     exponent = np.log2(np.where(positive, scale, 1.0))
-    ax = axes_for(ax, 7.0, 3.6)
+    height, width = (int(min(b, n)) for b, n in zip(block, q.shape, strict=True))
+    ax = axes_for(
+        ax,
+        7.0,
+        3.6,
+        f"Scales of a matrix of {q.shape[0]} × {q.shape[1]}, in blocks of {height} × {width}",
+    )
     masked = np.ma.masked_array(exponent, ~positive)
     mesh = ax.pcolormesh(columns, rows, masked, cmap="cividis", rasterized=True)
     if positive.all() and exponent.min() == exponent.max():
@@ -67,7 +73,6 @@ def block_scales(q: ScaledArray, *, ax: Axes | None = None) -> Axes:
     ax.patch.set(hatch="xxxx", edgecolor="0.4")  # shows where nothing is drawn
     ax.set_xlim(0, q.shape[1])
     ax.set_ylim(q.shape[0], 0)
-    height, width = (int(min(b, n)) for b, n in zip(block, q.shape, strict=True))
     ax.set_xlabel(f"column (blocks of {height} × {width})")
     ax.set_ylabel("row")
     ax.locator_params(integer=True)

@@ -80,7 +80,7 @@ def error_against_bits(
         groups.setdefault((_bits(q) / values.size, error), []).append(name)
     bits, errors = np.array(list(groups)).T
 
-    ax = axes_for(ax, 7.0, 3.4)
+    ax = axes_for(ax, 7.0, 3.4, "Error of a tensor, against bits per element")
     ax.set_yscale("log")
     ax.plot(bits, errors, "o", color=BLUE, ms=6, mec="white", zorder=3)
     in_bf16 = _error(np.asarray(values.astype(jnp.bfloat16), np.float32), values)

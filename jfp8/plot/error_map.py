@@ -90,8 +90,10 @@ def error_map(
 
     percent = 100 * np.array([[errors[layer] for errors in columns.values()] for layer in layers])
     size = (min(2.4 + 1.0 * len(columns), 7.0), max(1.4 + 0.26 * len(layers), 2.4))
-    ax = axes_for(ax, *size)
-    _draw(ax, percent, _LABELS[part])
+    label = _LABELS[part]
+    heading = label if ax is not None else ""
+    ax = axes_for(ax, *size, title=f"{label[0].upper()}{label[1:]}")
+    _draw(ax, percent, heading)
     names = [recipe.name for recipe in columns]
     named = [n if names.count(n) == 1 else repr(r) for n, r in zip(names, columns, strict=True)]
     turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}

@@ -82,7 +82,7 @@ def gap_curves(
     if steps.shape != (n_steps,):
         raise ValueError(f"The runs have {n_steps} steps, but steps has the shape {steps.shape}.")
 
-    ax = axes_for(ax, 7.0, 3.2)
+    ax = axes_for(ax, 7.0, 3.2, "Gap to the reference over the steps")
     # On axes with curves, go on with the next style.
     offset = sum(not str(drawn.get_label()).startswith("_") for drawn in ax.lines)
     for i, (name, losses) in enumerate(curves.items()):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jfp8.debug.equivalence import equivalence
-from jfp8.plot.style import BLUE, GREEN, GREY, VERMILION, axes_for, tidy
+from jfp8.plot.style import BLUE, GREEN, GREY, VERMILION, axes_for, legend_above, tidy
 
 if TYPE_CHECKING:
     import jax
@@ -65,7 +65,8 @@ def gaps(
         for name, of_run in runs.items()
     }
 
-    ax = axes_for(ax, 7.0, 1.2 + 0.4 * len(runs))
+    title = f"Paired runs: is their mean gap within ±{margin:g}?"
+    ax = axes_for(ax, 7.0, 1.2 + 0.4 * len(runs), title)
     end = np.inf if limit is None else limit
     ax.axvspan(-margin, margin, color=GREY, alpha=0.15, linewidth=0)
     for x, style in ((-margin, "--"), (0.0, "-"), (margin, "--")):
@@ -85,12 +86,16 @@ def gaps(
         if abs(about.mean) > end:
             side = np.sign(about.mean)
             where, align = (side * 0.95 * end, y), "right" if side > 0 else "left"
-            ax.text(*where, f"{about.mean:+.3g}", color=colour, ha=align, va="center")
+            text, on = (
+                f"{about.mean:+.3g}".replace("-", "−"),
+                {"facecolor": "white", "linewidth": 0},
+            )
+            ax.text(*where, text, color=colour, ha=align, va="center", bbox=on | {"pad": 1})
     if limit is not None:
         ax.set_xlim(-limit, limit)
     ax.set_yticks(range(len(runs)), runs)
     ax.set_ylim(len(runs) - 0.5, -0.5)
-    tidy(ax, f"gap: pairs, mean, and its interval of {100 * confidence:g} %")
+    tidy(ax, f"gap: every pair, the mean, and its {100 * confidence:g} % interval")
     ax.grid(visible=False)
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize="small")
+    legend_above(ax, columns=3)
     return ax

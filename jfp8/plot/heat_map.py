@@ -127,8 +127,11 @@ def heat_map(
     wanted = 3.2 + 0.07 * max(map(len, labels)) + 0.04 * len(steps)
     hatched = sum(where.any() for where in marks.values())
     wanted = max(wanted, 3.2 + 0.8 * hatched)  # room for the legend
-    ax = axes_for(ax, min(wanted, 7.0), max(0.9 + 0.145 * min(len(labels), MAX_LABELS), 2.4))
-    _draw(ax, numbers, shown, tensor)
+    what = shown.label if tensor is None else f"{shown.label} of {tensor}"
+    height = max(0.9 + 0.145 * min(len(labels), MAX_LABELS), 2.4)
+    title = f"{what[0].upper()}{what[1:]}, by layer and step"
+    ax = axes_for(ax, min(wanted, 7.0), height, title)
+    _draw(ax, numbers, shown, what)
     for how, where in marks.items():
         hatch(ax, where, *how)
     if len(ax.collections) > 1:
@@ -178,13 +181,13 @@ def _merge_columns(numbers: np.ndarray, merged: int, high_is_bad: bool) -> np.nd
     return (np.fmax if high_is_bad else np.fmin).reduce(parts, axis=2)
 
 
-def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, tensor: str | None) -> None:
+def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
     """The map and its colour bar."""
     import matplotlib
     from matplotlib.colors import Normalize, SymLogNorm
 
     colours = matplotlib.colormaps["cividis_r" if shown.dark_is_high else "cividis"]
-    label, unit = shown.label if tensor is None else f"{shown.label} of {tensor}", shown.unit
+    unit = shown.unit
     if shown.log:
         low, high = shown.ends or _decades(numbers)
         # Not LogNorm, to which zero is what no row says. What is not zero has a colour.

@@ -11,6 +11,7 @@ import numpy as np
 
 from jfp8.debug.records import TensorStats
 from jfp8.plot.limits import halfway_above_max, halfway_to_zero, saturates
+from jfp8.plot.maps import shorten
 from jfp8.plot.rows import format_of_row
 from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, axes_for, legend_above, percent, tidy
 from jfp8.scaling.casts import as_float_array, check_cast_arguments
@@ -75,7 +76,7 @@ def histogram(
     else:
         drawn = _of_array(x, None if fmt is None else as_format(fmt), scale)
 
-    ax = axes_for(ax, 7.0, 3.2)
+    ax = axes_for(ax, 7.0, 3.2, drawn.title())
     ax.set_xscale("log", base=2)
     exponents = np.array(sorted(drawn.shares), np.int64)
     left = np.ldexp(1.0, exponents)
@@ -115,6 +116,16 @@ class _Magnitudes:
     overflow: float = 0.0
     fmt: Format | None = None
     scales: tuple[float, float] | None = None  # the smallest and the largest
+    name: str = "A tensor"
+
+    def title(self) -> str:
+        if self.fmt is None or self.scales is None:
+            return "Magnitudes of a tensor"
+        low, high = self.scales
+        scale = f"scale {low:.3g}" if low == high else f"scales {low:.3g} to {high:.3g}"
+        under, over = percent(self.underflow), percent(self.overflow)
+        lost = f"{under} becomes 0, {over} saturates"
+        return f"{self.name} in {self.fmt.name}, {scale}: {lost}"
 
 
 def _of_row(row: TensorStats) -> _Magnitudes:
@@ -129,6 +140,7 @@ def _of_row(row: TensorStats) -> _Magnitudes:
         overflow=row.overflow,
         fmt=format_of_row(row),
         scales=(row.scale_min, row.scale_max),
+        name=shorten([row.name])[0],
     )
 
 

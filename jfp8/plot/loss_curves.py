@@ -69,7 +69,9 @@ def loss_curves(
     if not 1 <= window <= n_steps:
         raise ValueError(f"window={window!r}: must be from 1 to {n_steps}, the number of steps.")
 
-    ax = axes_for(ax, 7.0, 3.6)
+    spread = any(losses.shape[0] > 1 for losses in curves.values())
+    title = "Loss over the steps" + (": mean and range of the seeds" if spread else "")
+    ax = axes_for(ax, 7.0, 3.6, title)
     offset = len(ax.lines)  # on axes with curves, go on with the next style
     for i, (name, losses) in enumerate(curves.items()):
         style = line(offset + i)

@@ -46,7 +46,11 @@ def number_line(*formats: FormatLike, limit: float | None = None, ax: Axes | Non
             f"limit={limit!r}: must be a positive number, the end of a linear axis from -limit to "
             "limit; or None for a logarithmic axis."
         )
-    ax = axes_for(ax, 7.0, 0.9 + 0.55 * len(drawn))
+    names = ", ".join(fmt.name for fmt in drawn)
+    title = f"Positive values of {names}"
+    if limit is not None:
+        title = f"Values of {names} from {-limit:g} to {limit:g}"
+    ax = axes_for(ax, 7.0, 0.9 + 0.55 * len(drawn), title)
     for row, fmt in enumerate(drawn):
         values = positive_values(fmt)
         # E8M0FNU, without sign and zero, has no subnormals.
@@ -60,14 +64,14 @@ def number_line(*formats: FormatLike, limit: float | None = None, ax: Axes | Non
         ax.vlines(values, row - half, row + half, color=BLUE, linewidth=1)
     if limit is None:
         ax.set_xscale("log", base=2)
-        what = "positive values (logarithmic axis)"
+        axis = "positive values (logarithmic axis)"
     else:
         ax.set_xlim(-1.03 * limit, 1.03 * limit)
-        what = f"values from {-limit:g} to {limit:g} (linear axis)"
+        axis = f"values from {-limit:g} to {limit:g} (linear axis)"
     ax.set_yticks(range(len(drawn)), [fmt.name for fmt in drawn])
     ax.set_ylim(len(drawn) - 0.5, -0.5)
     ax.minorticks_off()
-    tidy(ax, what)
+    tidy(ax, axis)
     ax.grid(visible=False)
     return ax
 

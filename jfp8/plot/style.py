@@ -34,8 +34,11 @@ def line(i: int) -> dict[str, Any]:
     return {"color": _COLOURS[i % n], "linestyle": _DASHES[(i + i // n) % n]}
 
 
-def axes_for(ax: Axes | None, width: float, height: float) -> Axes:
-    """`ax`, or new axes in a figure of `width` x `height` inches of their own."""
+TITLE_HEIGHT = 0.25  # inches
+
+
+def axes_for(ax: Axes | None, width: float, height: float, title: str) -> Axes:
+    """`ax`; or new axes of `width` x `height` inches, under the title of a figure of their own."""
     if ax is not None:
         return ax
     try:
@@ -46,7 +49,9 @@ def axes_for(ax: Axes | None, width: float, height: float) -> Axes:
         ) from missing
     from jfp8.plot.picture import Picture
 
-    return Figure((width, height), layout="constrained").add_subplot(axes_class=Picture)
+    figure = Figure((width, height + TITLE_HEIGHT), layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    return figure.add_subplot(axes_class=Picture)
 
 
 def tidy(ax: Axes, x: str, y: str = "") -> None:

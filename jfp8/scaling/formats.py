@@ -31,8 +31,8 @@ class Format:
       signed: whether there is a sign bit, and with it a zero and subnormals.
 
     References:
-      OCP 8-bit Floating Point Specification (OFP8), Table 1; OCP Microscaling Formats (MX) v1.0,
-      sections 5.3.3 (E2M1) and 5.4.1 (E8M0); Intel FP8 Emulation Toolkit, README (E3M4).
+      OCP OFP8, Table 1; OCP Microscaling Formats v1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0);
+      Intel FP8 Emulation Toolkit, README (E3M4).
     """
 
     name: str

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jfp8
 from jfp8.conversion.product_rows import ProductRow
@@ -809,6 +810,16 @@ def test_a_model_without_products():
 def test_errors(arguments, words):
     with pytest.raises(TypeError, match=words):
         jfp8.report(*arguments)
+
+
+def test_forgotten_inputs_are_asked_for():
+    said = r"missing 1 required .* 'inputs'"
+    with pytest.raises(TypeError, match=rf"jfp8.report\(model, variables, x\).*{said}"):
+        jfp8.report(nn.Sequential([nn.Dense(2)]), {"params": {}})
+    with pytest.raises(TypeError, match=rf"jfp8.report\(model, x\).*{said}"):
+        jfp8.report(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"^Dense\.__call__.* unexpected .* 'train'"):
+        jfp8.report(nn.Dense(2), {"params": {}}, X, train=True)
 
 
 def test_notes_of_a_name_stack():

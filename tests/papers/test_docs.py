@@ -440,4 +440,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
     formulas = [(tmp_path / f"{page}.html").read_text() for page in ("recipes", *notebooks)]
     assert "<math" in formulas[0]
     assert not any("$$" in page for page in formulas)
-    assert "https://arxiv.org/abs/2209.05433" in (tmp_path / "api/recipes.html").read_text()
+    recipes = (tmp_path / "api/recipes.html").read_text()
+    assert "https://arxiv.org/abs/2209.05433" in recipes
+    assert "https://www.opencompute.org/documents/ocp-microscaling-formats" in recipes

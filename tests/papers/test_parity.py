@@ -334,20 +334,29 @@ def test_the_picture(command, tmp_path):
         command(f"--picture {tmp_path / 'gaps.png'}")
     command.path.write_text(json.dumps(CANNED))
     command(f"--picture {tmp_path / 'gaps.png'}")
-    assert image.imread(tmp_path / "gaps.png").shape[1] == 6.5 * 150  # one panel: images have a run
+    assert image.imread(tmp_path / "gaps.png").shape[:2] == (
+        round((0.4 + 1.0 + 0.3 * 3) * 110),  # one panel of three rows: images have a run
+        7 * 110,
+    )
 
 
 def test_the_picture_of_training_curves(parity, command, tmp_path, monkeypatch):
-    """Of seeds that float32 kept a curve of, at the steps at which its parts end."""
+    """Of seeds that float32 kept a curve of, at the steps at which its parts end.
+
+    What diverges or is far away is told in words.
+    """
     from matplotlib import image
+    from matplotlib.axes import Axes
 
     curve = lambda *losses: {"loss": losses[-1], "train_loss": list(losses)}
     runs = {
         "float32": {"0": curve(4.0, 2.0), "1": curve(4.0, 3.0), "2": {"loss": 2.0}},
         "delayed": {"0": curve(4.0, 2.2), "1": curve(5.0, 3.0), "2": curve(9.0, 9.0)},
+        "current": {"0": curve(4.0, 2.0), "1": curve(4.0, 3.3)},
+        "nvfp4": {"0": curve(4.0, 20.0), "1": curve(4.0, 30.0)},
         "control": {"0": curve(8.0, None), "1": curve(8.0, 8.0), "3": curve(9.0, 9.0)},
     }
-    drawn = {}
+    drawn, figures = {}, []
     gap_curves = jfp8.plot.gap_curves
 
     def watched(runs, reference, *, steps, ax):
@@ -355,6 +364,9 @@ def test_the_picture_of_training_curves(parity, command, tmp_path, monkeypatch):
         drawn[ax.lines[0].get_label()] = ax.lines[0].get_xydata().round(9).tolist()
 
     monkeypatch.setattr(jfp8.plot, "gap_curves", watched)
+    draw = parity.training_curves.draw
+    keep = lambda *given: figures.append(draw(*given)) or figures[-1]
+    monkeypatch.setattr(parity.training_curves, "draw", keep)
     command.path.parent.mkdir()
     command.path.write_text(json.dumps(CANNED))
     with pytest.raises(SystemExit, match="no run of float32 kept its training curve"):
@@ -363,8 +375,14 @@ def test_the_picture_of_training_curves(parity, command, tmp_path, monkeypatch):
     command(f"--curves {tmp_path / 'curves.png'}")
     assert drawn == {
         "DelayedScaling()": [[25.0, 12.5], [50.0, 5.0]],
-        "control: no scales, loss × 10⁻³ (1 of 2 not finite)": [[25.0, 100.0]],
+        "Float8CurrentScaling()": [[25.0, 0.0], [50.0, 5.0]],
     }
+    losses, *_ = figures[0].findobj(Axes)
+    assert [text.get_text().split("\n")[-2:] for text in losses.texts] == [
+        ["float32 (dotted) and", "2 others, on one line"],
+        ["(its gap, up to 900 %,", "is not drawn)"],
+        ["no scales, loss × 10⁻³", "(diverges)"],
+    ]
     assert image.imread(tmp_path / "curves.png").shape[1] == 7 * 110
 
 

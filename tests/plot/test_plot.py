@@ -97,6 +97,15 @@ def test_axes_say_what_they_show(name):
     assert ax.get_ylabel() or [label.get_text() for label in ax.get_yticklabels()]
 
 
+@each_picture
+def test_a_figure_of_its_own_has_a_title_that_fits(name):
+    figure = PICTURES[name]().figure
+    assert len(figure.get_suptitle().split()) >= 4
+    assert figure.get_suptitle()[0].isupper()
+    figure.draw_without_rendering()
+    assert figure._suptitle.get_window_extent().width < figure.bbox.width
+
+
 @pytest.mark.slow
 @each_picture
 def test_jupyter_shows_the_axes_as_a_picture(name):
@@ -128,6 +137,7 @@ def test_draws_on_the_axes_it_is_given(name):
     assert PICTURES[name](ax=left) is left
     assert left.has_data()
     assert not right.has_data()
+    assert not left.figure.get_suptitle()
 
 
 @pytest.mark.slow
@@ -489,7 +499,9 @@ def test_amax_history_of_rows():
     np.testing.assert_array_equal(labelled(ax, "limit of")[1], 448 * 2.0**-8)
     assert list(labelled(ax, "saturates")[0]) == [20]
     assert list(labelled(ax, "NaN or Inf")[0]) == [10]
-    assert ax.get_legend().get_title().get_text() == "Dense_0 grad"
+    assert ax.figure.get_suptitle() == "Amax of Dense_0 grad over the steps"
+    given = jfp8.plot.amax_history(rows, name="Dense_0 grad", ax=Figure().subplots())
+    assert given.get_legend().get_title().get_text() == "Dense_0 grad"
     assert not ax.collections  # no band: there is one scale
 
 

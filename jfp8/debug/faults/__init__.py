@@ -3,8 +3,8 @@
 A fault is a function ``Run -> findings``. Elements are lost because the scale of the tensor ... ::
 
     is always 1                                       `no_scale`
-    stands still                                      `stale_history`
-    comes from a history that forgets or grows late   `short_history`
+    does not change                                   `stale_history`
+    comes from a history that forgets, or lags        `short_history`
     comes from a history that remembers a spike       `long_history`
     is as good as one scale can be                    `outliers`
 
@@ -31,4 +31,4 @@ FAULTS: tuple[Fault, ...] = (
     edges_in_fp8,
     little_in_fp8,
 )
-"""What is looked for in finite steps; `non_finite` comes before them."""
+"""Looked for in finite steps, after `non_finite`."""

@@ -22,8 +22,9 @@ _REMEDIES = {
 
 
 def dead(run: Run) -> Iterator[Finding]:
-    """Operands that are zero in every sample; in a single one that may be how training begins."""
-    # Where gradients vanish for want of a scale, those of earlier layers follow, and that is said.
+    """Operands that are zero in every sample; a single sample may show how training begins."""
+    # If gradients vanish because they have no scale, those of earlier layers do too: `no_scale`
+    # reports both.
     vanishing = any(
         is_gradient(rows[0]) and has_no_scale(rows) and vanishing_samples(rows)
         for rows in run.tensors

@@ -9,16 +9,17 @@ from jfp8.debug.faults.run import Severity
 from jfp8.debug.records import TensorStats
 from jfp8.scaling.formats import Format, format_called
 
-# A tenth of the elements vanishes. In trainings of small language models that go well, under every
-# recipe in 8 bits, it is at most 1.1 % of any tensor in any step. Where it is half of them,
-# gradients no longer arrive. (In E2M1 all below a 24th of the largest of a block becomes zero, more
-# often than not: up to 29 % there, and nothing to be found in it. There half of them are many.)
+# Fractions of elements that become zero. In healthy trainings of small language models, under every
+# 8-bit recipe, at most 1.1 % of any tensor do in any step. If half do, gradients no longer arrive.
+# (In E2M1 most elements below a 24th of their block's largest become zero, up to 29 % of a tensor
+# in healthy trainings: there half are many.)
 MANY_LOST, MOST_LOST = 0.1, 0.5
-# Values cut to half of themselves or less. Under delayed scaling that happens in good trainings,
-# too, in single steps, since no history knows the future.
+# Headroom in bits at which values are cut to half of themselves. Under delayed scaling that happens
+# in single steps of healthy trainings too, since no history knows the future.
 CUT_IN_HALF = -1.0
-# So it is a fault in more than a tenth of the steps. Of 17 amaxes of one distribution, the newest
-# is the largest in 1 case of 17: a history of 16 saturates in 6 % of the steps, mostly by little.
+# So it is a fault only in more than a tenth of the steps. Of 17 amaxes of one distribution, the
+# newest is the largest in 1 case of 17: a history of 16 saturates in 6 % of the steps, mostly by
+# little.
 OFTEN = 0.1
 # Error of more than a quarter of the signal, by size. Rounding to nearest leaves 31 dB in E4M3, 25
 # in E5M2, and about 20 in E2M1; stochastic rounding 4 to 5 dB less.
@@ -41,17 +42,17 @@ def is_gradient(row: TensorStats) -> bool:
 
 
 def severity_of(row: TensorStats, cut: bool = False) -> Severity:
-    """An error where most of the elements are lost, by saturation (`cut`) or as zeros."""
+    """An error if most of the elements are lost, by saturation (`cut`) or as zeros."""
     return "error" if (row.overflow if cut else row.underflow) >= MOST_LOST else "warning"
 
 
 def is_often(bad: Sequence[TensorStats], rows: Sequence[TensorStats]) -> bool:
-    """Whether the bad samples are too many of all to be exceptions."""
+    """Whether too many of all samples are bad to be exceptions."""
     return len(bad) > OFTEN * len(rows)
 
 
 def vanishing_samples(tensor: Sequence[TensorStats]) -> list[TensorStats]:
-    """The samples in which many elements become zero, if that is not an exception."""
+    """The samples in which many elements become zero, if they are too many to be exceptions."""
     many = MANY_LOST if format_called(tensor[0].format).bits >= 8 else MOST_LOST
     bad = [row for row in tensor if row.underflow >= many]
     return bad if is_often(bad, tensor) else []
@@ -63,12 +64,12 @@ def saturated_samples(tensor: Sequence[TensorStats]) -> list[TensorStats]:
 
 
 def what_vanished(row: TensorStats) -> str:
-    """What became zero, as the begin of a sentence."""
+    """What became zero, as the beginning of a sentence."""
     return f"{percent(row.underflow)} of it becomes zero{at_step(row)}"
 
 
 def what_saturated(row: TensorStats) -> str:
-    """What saturated, in a sentence."""
+    """What saturated, as a sentence."""
     return (
         f"Values up to {row.amax:.3g} are cut to {row.amax * 2**row.headroom:.3g}{at_step(row)}, "
         f"{percent(row.overflow)} of its elements."
@@ -83,14 +84,14 @@ def has_no_scale(tensor: Sequence[TensorStats]) -> bool:
 
 
 def fraction_above(row: TensorStats, exponent: float) -> float:
-    """The part of the elements but zero that is at least ``2^exponent``; within a bin, evenly."""
+    """The fraction of the nonzero elements from ``2^exponent`` up, spread evenly in each bin."""
     total = sum(row.exponents.values())
     part = sum(n * min(max(e + 1 - exponent, 0.0), 1.0) for e, n in row.exponents.items())
     return part / total if total else 1.0
 
 
 def exponent_at(quantile: float, row: TensorStats) -> int:
-    """The exponent below which that part of the elements is, zeros aside."""
+    """The exponent of the nonzero element at that quantile."""
     below, total = 0, sum(row.exponents.values())
     for exponent, n in sorted(row.exponents.items()):
         below += n
@@ -102,8 +103,8 @@ def exponent_at(quantile: float, row: TensorStats) -> int:
 def beyond_any_scale(row: TensorStats, fmt: Format | None = None) -> bool:
     """Whether many elements would vanish even under the best scale for the whole tensor.
 
-    That is ``amax / fmt.max``, under which what is below half of the smallest value becomes zero.
-    If there are several scales, they are the best already.
+    The best is ``amax / fmt.max``, under which elements below half of the smallest value become
+    zero. If there are several scales, they are the best already.
     """
     fmt = fmt or format_called(row.format)
     if row.scale_min != row.scale_max or not row.amax:

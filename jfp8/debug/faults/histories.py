@@ -19,13 +19,13 @@ from jfp8.debug.faults.evidence import (
 from jfp8.debug.faults.run import Finding, Run, found_in, step_of, steps_of
 from jfp8.debug.records import TensorStats
 
-# Nobody notices a history that predicts up to 3 bits (a factor of 8) too much: of E4M3's 17.8
-# binades, and more of E5M2's, enough are left.
+# A history that predicts up to 3 bits (a factor of 8) too much does no harm: E4M3's 17.8 binades,
+# and the more of E5M2, leave enough.
 _TOO_MUCH_HEADROOM = 3.0
 
 
 def stale_history(run: Run) -> Iterator[Finding]:
-    """Delayed scaling whose history does not follow the tensor. Nothing is judged by a threshold.
+    """Delayed scaling whose history does not follow the tensor, judged without thresholds.
 
     In a history that is updated, an amax that saturated raises the scale of the next step; no entry
     outlives its length; and the scale is not simply that of the current tensor.
@@ -63,7 +63,7 @@ def stale_history(run: Run) -> Iterator[Finding]:
 
 
 def short_history(run: Run) -> Iterator[Finding]:
-    """Delayed scaling that often meets values which it no longer, or not yet, expects."""
+    """Delayed scaling that often meets values that it no longer expects, or does not expect yet."""
     stale = _stale_samples(run)
     for i, tensor in enumerate(run.tensors):
         cut = saturated_samples(tensor)
@@ -95,7 +95,7 @@ def short_history(run: Run) -> Iterator[Finding]:
 
 
 def long_history(run: Run) -> Iterator[Finding]:
-    """Delayed scaling that leaves room for values long gone, and loses the current ones."""
+    """Delayed scaling that leaves room for values of long ago, and loses the current ones."""
     stale = _stale_samples(run)
     for i, tensor in enumerate(run.tensors):
         bad = [row for row in vanishing_samples(tensor) if row.headroom >= _TOO_MUCH_HEADROOM]
@@ -115,11 +115,11 @@ def long_history(run: Run) -> Iterator[Finding]:
 
 
 def _stale_samples(run: Run) -> dict[int, list[TensorStats]]:
-    """The samples in which a scale stood still although its history should have moved it.
+    """The samples in which a scale did not change although its history should have changed it.
 
-    By position in `Run.tensors`. Where a saturated value left no trace, that is certain. A scale
-    that is older than its history may be due to an amax that comes back, as in data of bytes: then
-    most tensors have to be alike, since those of weights and gradients do not repeat.
+    By position in `Run.tensors`. If a saturated value did not raise the scale, that is certain. A
+    scale that is older than its history may come from an amax that recurs, as in data of bytes: so
+    most tensors must show it, since amaxes of weights and gradients do not recur.
     """
     same = {
         i: _same_scale(tensor)
@@ -133,14 +133,14 @@ def _stale_samples(run: Run) -> dict[int, list[TensorStats]]:
 
 
 def _same_scale(tensor: Sequence[TensorStats]) -> list[TensorStats]:
-    """The last samples in a row with one and the same scale, while the amax moves."""
+    """The run of last samples that have the same scale although the amax changes."""
     same = list(itertools.takewhile(lambda r: r.scale_max == tensor[-1].scale_max, tensor[::-1]))
     amaxes = [row.amax for row in same]
     return same[::-1] if max(amaxes) > 1.01 * min(amaxes) else []
 
 
 def _forgot(same: Sequence[TensorStats]) -> bool:
-    """Whether a value that saturated did not raise the scale, as long as a history holds it."""
+    """Whether a value that saturated did not raise the scale while the history still holds it."""
     pairs = itertools.pairwise(same)
     return any(a.headroom < -0.01 and step_of(b) - step_of(a) <= a.history for a, b in pairs)
 
@@ -148,7 +148,7 @@ def _forgot(same: Sequence[TensorStats]) -> bool:
 def _outlived(same: Sequence[TensorStats]) -> bool:
     """Whether the scale is older than anything that its history remembers.
 
-    Powers of two tell nothing: there the same scale serves amaxes that differ.
+    Scales that are powers of two prove nothing, since one serves amaxes that differ.
     """
     if len(same) < 3 or math.frexp(same[0].scale_max)[0] == 0.5:
         return False
@@ -156,7 +156,7 @@ def _outlived(same: Sequence[TensorStats]) -> bool:
 
 
 def _scale_follows_amax(tensor: Sequence[TensorStats]) -> bool:
-    """Whether the scale is a fixed part of the amax of the same step, while that moves."""
+    """Whether the scale is a fixed part of the amax of the same step, while that changes."""
     amaxes = [row.amax for row in tensor if row.amax > 0]
     if len(amaxes) < 3 or max(amaxes) <= 1.01 * min(amaxes):
         return False

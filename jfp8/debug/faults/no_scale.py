@@ -45,7 +45,7 @@ def no_scale(run: Run) -> Iterator[Finding]:
 
 
 def _gradients_without_scale(gradients: Sequence[Sequence[TensorStats]]) -> Iterator[Finding]:
-    """What only the loss scale keeps in range. It is one for all, so the largest bounds it."""
+    """Gradients that only the loss scale keeps in range: one for all, bounded by the largest."""
     samples = [row for tensor in gradients for row in tensor if row.amax > 0]
     # A factor of 2 is left for steps to come.
     room = math.floor(min((row.headroom for row in samples), default=0.0) - 1)
@@ -97,8 +97,8 @@ def _too_small_samples(gradient: Sequence[TensorStats]) -> list[TensorStats]:
 def _bits_above(gradients: Sequence[Sequence[TensorStats]]) -> int:
     """By how many bits all gradients have to shrink for none to saturate.
 
-    Results of products are stored, too (``d_lhs``, ``d_rhs``): of gradients that were cut they came
-    out smaller than they are, and both cuts count.
+    Results of products are stored too (``d_lhs``, ``d_rhs``). Those of gradients that were cut are
+    too small themselves, so both cuts count.
     """
     bits = {True: 0, False: 0}
     for tensor in gradients:

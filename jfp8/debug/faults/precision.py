@@ -22,7 +22,7 @@ from jfp8.debug.faults.evidence import (
 from jfp8.debug.faults.run import Finding, Run, found_in
 from jfp8.scaling.formats import E5M2
 
-# What is finer than the scales of a recipe that has several.
+# What is finer than the scales of a recipe with several.
 _FINER = {
     "rowwise": "Its scales serve whole rows: use block scales, so that the largest elements cost "
     "only their neighbours: MXFP8BlockScaling() (32 of them) or Float8BlockScaling() (128)",
@@ -38,7 +38,7 @@ def outliers(run: Run) -> Iterator[Finding]:
     for tensor in run.tensors:
         bad = [row for row in vanishing_samples(tensor) if beyond_any_scale(row)]
         if not bad or has_no_scale(tensor):
-            continue  # without a scale, that comes first
+            continue  # without a scale, `no_scale` reports it
         worst = max(bad, key=lambda row: row.underflow)
         spread = math.log2(worst.amax) - exponent_at(0.5, worst)
         top = fraction_above(worst, math.log2(worst.amax) - 8)

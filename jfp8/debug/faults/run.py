@@ -1,4 +1,4 @@
-"""What faults are looked for in: the statistics of a run, by tensor and step."""
+"""Where faults are looked for: the statistics of a run, by tensor and step."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Run:
     """The statistics of a training run.
 
     Attributes:
-      tensors: of each tensor its rows in the order of the steps; tensors in that of the program.
-      products: what `jfp8.report` says of the model, None if nobody asked it.
+      tensors: the rows of each tensor in the order of the steps; tensors in that of the program.
+      products: what `jfp8.report` says of the model, None if it was not asked.
     """
 
     tensors: tuple[tuple[TensorStats, ...], ...]
@@ -52,13 +52,13 @@ class Run:
         found: dict[tuple[object, ...], list[TensorStats]] = {}
         for row in rows:
             key = (row.path, row.index, row.tensor, row.products, row.recipe, row.format)
-            # Of layers without a path nothing but their place in the program is known.
+            # Only the place in the program tells layers without a path apart.
             found.setdefault(key if row.path else (*key, row.order), []).append(row)
         tensors = sorted(found.values(), key=lambda rows: rows[0].order)
         return Run(tuple(tuple(sorted(t, key=step_of)) for t in tensors), products)
 
     def without_non_finite_steps(self) -> Run:
-        """The run without the steps in which anything was not finite: nothing else is sure then."""
+        """The run without steps in which anything was not finite: no other sign is sure there."""
         bad = {row.step for tensor in self.tensors for row in tensor if row.nonfinite > 0}
         kept = (tuple(row for row in tensor if row.step not in bad) for tensor in self.tensors)
         return Run(tuple(tensor for tensor in kept if tensor), self.products)

@@ -159,7 +159,8 @@ class MoE(nn.Module):
       ValueError: unknown `activation`; more experts per token than there are.
 
     References:
-      arXiv 2101.03961 (Switch Transformers), 2401.04088 (Mixtral), 2211.15841 (without dropping).
+      arXiv 2101.03961 (Switch Transformers), arXiv 2401.04088 (Mixtral), arXiv 2211.15841
+      (without dropping).
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> from jfp8.layers.linen.moe import MoE
