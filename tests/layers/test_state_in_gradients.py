@@ -188,6 +188,7 @@ def test_a_recipe_without_state_has_no_variable():
     assert sorted(jax.eval_shape(layer.init, KEY, X)) == ["params"]
 
 
+@pytest.mark.slow
 def test_parameters_alone_use_current_scaling():
     variables = LAYER.init(KEY, X)
     alone = {"params": variables["params"]}
@@ -346,7 +347,7 @@ def test_boxes_are_opened_and_closed_again(kind):
     layer = jfp8.convert(nn.Dense(4), exempt=(), state_collection=OWG)
     variables = layer.init(KEY, X)
     variables = {**variables, OWG: boxed_in(kind)(variables[OWG])}
-    grads = jax.grad(functools.partial(squared_error, layer))(variables, 1.0)
+    grads = jax.jit(jax.grad(functools.partial(squared_error, layer)))(variables, 1.0)
     assert jax.tree.structure(grads) == jax.tree.structure(variables)
     assert history_of(grads[OWG])[0] == AMAX
 
