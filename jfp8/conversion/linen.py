@@ -108,9 +108,11 @@ class _Converted:
         records = "fp8" in variables and in_filter(mutable, "fp8")
         inner = union_filters(mutable, ["params"]) if records else mutable
         with _intercepted(self, found, state_in_params=True) as met:
-            out = run(collections_into_params(variables, mutable), rngs, args, kwargs, inner)
+            # Parameters are recognised by identity, which arrays of NumPy lose in JAX's functions.
+            variables = jax.tree.map(_of_jax, collections_into_params(variables, mutable))
+            out = run(variables, rngs, args, kwargs, inner)
         if kwargs.get("method") is None:
-            met.warn(self, variables.get("params", {}))
+            met.warn(self, params)
         if mutable is False:
             return out
         y, mutated = out
@@ -144,6 +146,10 @@ class _Converted:
         met.warn(self, params)
         cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
+
+
+def _of_jax(leaf: Any) -> Any:
+    return jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _methods(cls: type[nn.Module]) -> list[str]:

@@ -148,9 +148,12 @@ class _Follower:
         sources = [self.source(value) for value in values]
         if primitive.name == "dot_general":
             return self.product(primitive, values, params, sources)
-        if primitive.name in ("jit", "pjit") and any(sources):
-            with interposed(self):  # what is inside passes by here
-                return jaxpr_as_fun(params["jaxpr"])(*values)
+        if primitive.name in ("jit", "pjit"):
+            body = params["jaxpr"]
+            constants = map(self.source, getattr(body, "consts", ()))
+            if any(sources) or any(constants):
+                with interposed(self):  # what is inside passes by here
+                    return jaxpr_as_fun(body)(*values)
         result = primitive.bind(*values, **params)
         if sources and sources[0] is not None and primitive.name in _SAME | _GATHERED:
             for value in result if primitive.multiple_results else [result]:

@@ -157,6 +157,7 @@ WAYS = {
     "dot_general": lambda x, w: lax.dot_general(x, w[0], (((2,), (0,)), ((), ()))),
     "by index": lambda x, w: x @ lax.dynamic_index_in_dim(w, x.shape[0] // 2, keepdims=False),
     "jit": lambda x, w: jax.jit(lambda x, w: jnp.tanh(x) @ w)(x, w[0]),
+    "closure": lambda x, w: jax.jit(lambda x: x @ w[0])(x),
     "vmap": lambda x, w: jax.vmap(lambda x: x @ w[0])(x),
     "frozen": lambda x, w: x @ lax.stop_gradient(w[0]),
     "batched": lambda x, w: jnp.einsum("btd,edf->ebtf", x, w),
@@ -298,6 +299,18 @@ def test_parameters_in_boxes():
             return x @ self.param("w", nn.with_partitioning(NORMAL, (None, "model")), (8, 8))
 
     assert fp8_products(jfp8.convert(Boxed(), "current", exempt=()), X)["fprop"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["@", "closure"])
+def test_without_jit_and_with_arrays_of_numpy(way):
+    model = jfp8.convert(Ways(way), "current", exempt=())
+    variables = jax.jit(model.init)(KEY, X)
+    expected = jax.jit(model.apply)(variables, X)
+    assert np.any(expected != Ways(way).apply(variables, X))
+    np.testing.assert_array_equal(model.apply(variables, X), expected)
+    numpy = jax.tree.map(np.asarray, variables)
+    np.testing.assert_array_equal(model.apply(numpy, np.asarray(X)), expected)
 
 
 def test_nothing_is_left_behind():

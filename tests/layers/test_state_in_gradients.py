@@ -188,6 +188,7 @@ def test_a_recipe_without_state_has_no_variable():
     assert sorted(jax.eval_shape(layer.init, KEY, X)) == ["params"]
 
 
+@pytest.mark.slow
 def test_parameters_alone_use_current_scaling():
     variables = LAYER.init(KEY, X)
     alone = {"params": variables["params"]}
@@ -346,7 +347,7 @@ def test_boxes_are_opened_and_closed_again(kind):
     layer = jfp8.convert(nn.Dense(4), exempt=(), state_collection=OWG)
     variables = layer.init(KEY, X)
     variables = {**variables, OWG: boxed_in(kind)(variables[OWG])}
-    grads = jax.grad(functools.partial(squared_error, layer))(variables, 1.0)
+    grads = jax.jit(jax.grad(functools.partial(squared_error, layer)))(variables, 1.0)
     assert jax.tree.structure(grads) == jax.tree.structure(variables)
     assert history_of(grads[OWG])[0] == AMAX
 
@@ -360,6 +361,52 @@ def test_linen_layers_inside_of_nnx():
     grads = nnx.grad(lambda model: jnp.sum(model(X) ** 2), argnums=wrt)(model)
     new = nnx.to_pure_dict(nnx.filter_state(grads, state_type))
     assert history_of(new)[0] == AMAX
+
+
+class Bridged(nnx.Module):
+    """A layer of NNX, of a trainer, whose product is a module of Linen."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (16, 16)))
+        product = jfp8.linen.DotGeneral(DelayedScaling(), state_collection=OWG)
+        self.product = nnx.bridge.ToNNX(product, rngs=rngs)
+        self.product.lazy_init(jnp.zeros((1, 16)), self.kernel[...], (((1,), (0,)), ((), ())))
+
+    def __call__(self, x):
+        return self.product(x, self.kernel[...], (((1,), (0,)), ((), ())), mutable=["aqt"])
+
+
+@pytest.mark.slow
+def test_linen_in_nnx_in_linen_under_remat_in_a_scan():
+    """MaxText's layers: parameters are stacked along axis 1 and the state along 0."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return jnp.tanh(nnx.bridge.to_linen(Bridged, name="bridged")(x)), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(
+                nn.remat(Layer, prevent_cse=False),
+                variable_axes={"params": 1, OWG: 0},
+                split_rngs={"params": True},
+                length=2,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            return layers(name="layers")(x, None)[0]
+
+    model = Model()
+    state = TrainState.create(apply_fn=model.apply, params=model.init(KEY, X), tx=TX)
+    loss = lambda variables, scale: jnp.sum(model.apply(variables, scale * X) ** 2)
+    step = jax.jit(lambda state, s: state.apply_gradients(grads=jax.grad(loss)(state.params, s)))
+    for scale in np.float32([1, 2, 3]):
+        state = step(state, scale)
+    bridged = state.params[OWG]["layers"]["bridged"]["product"]
+    history = histories_in(bridged)["lhs"]["amax_history"]
+    assert history.shape == (2, 16)
+    np.testing.assert_array_equal(history[0, :4], [3 * AMAX, 2 * AMAX, AMAX, 0])
 
 
 # Errors.
