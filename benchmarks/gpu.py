@@ -25,8 +25,9 @@ import sys
 from pathlib import Path
 
 from on_gpu.caches import RUNS, caches
+from on_gpu.cases import Settings
 from on_gpu.clocks import clocks
-from on_gpu.harness import Settings, supervise
+from on_gpu.harness import supervise
 from on_gpu.records import append, load, measured
 from on_gpu.tables import complete, table
 

@@ -31,13 +31,20 @@ from pathlib import Path
 from typing import Any
 
 from on_gpu.caches import RUNS, caches
+from on_gpu.cases import Case, Group, Settings, Timed
 from on_gpu.clocks import clocks
-from on_gpu.harness import Case, Group, Record, Settings, Timed, supervise
-from on_gpu.records import append, replace
+from on_gpu.harness import supervise
+from on_gpu.records import Record, append, replace
 
 TABLE = Path(__file__).parent.parent / "jfp8" / "matmul" / "hopper" / "tuned.json"
 PRODUCTS = ("running", "promoted", "block", "block_columns")
-QUANTIZE = ("quantize_both", "quantize_rows_in_blocks", "quantize_tiles", "row_and_column_amax")
+QUANTIZE = (
+    "quantize_tensor",
+    "quantize_lines",
+    "quantize_rows_in_blocks",
+    "quantize_tiles",
+    "row_and_column_amax",
+)
 
 
 def shape_class(shape: tuple[int, ...]) -> str:
@@ -112,7 +119,8 @@ def _quantize_cases(
 
     # What a check takes, and what is timed, after the matrix.
     options: dict[str, tuple[Any, ...]] = {
-        "quantize_both": (E4M3FN, "tensor", True),
+        "quantize_tensor": (E4M3FN, True),
+        "quantize_lines": (E4M3FN,),
         "quantize_rows_in_blocks": (E4M3FN, 128, "power_of_two"),
         "quantize_tiles": (E4M3FN, "power_of_two"),
         "row_and_column_amax": (),
@@ -122,8 +130,11 @@ def _quantize_cases(
 
     def quantize(sweep, x, scale):
         call = functools.partial(checks.kernel(name), x, sweep=sweep)
-        if name == "quantize_both":
-            return call(scale, scale, E4M3FN, with_amax=True)
+        if name == "quantize_tensor":
+            scale_of = checks.from_amax(E4M3FN)
+            return call(scale.reshape(1), fmt=E4M3FN, scale_of=scale_of, with_amax=True)
+        if name == "quantize_lines":
+            return call(*(jnp.broadcast_to(scale, size) for size in x.shape), E4M3FN)
         return call(*options[name])
 
     def check(sweep):

@@ -23,7 +23,8 @@ import jax
 import numpy as np
 from jax.profiler import ProfileData
 
-from on_gpu.harness import Record, Timed
+from on_gpu.cases import Timed
+from on_gpu.records import Record
 
 _RUN = "timed run "  # and its number: the annotation of a run on the host
 

@@ -23,83 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from on_gpu.cases import Case, Group, Settings, Timed
 from on_gpu.clocks import Watch
+from on_gpu.records import Record
 
-Record = dict[str, Any]
 Key = tuple[str, str, str]  # section, group, name
 _MARK = "@@case "  # before what a worker has to say; other lines are those of libraries
 _LOST = 3  # exit code of a worker whose device was lost in a case that it did report
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Something to time.
-
-    Attributes:
-      run: does it `calls` times.
-      facts: for its record.
-      shorter: does it `shorter_calls` times; for slopes, where the device keeps no times itself.
-    """
-
-    run: Callable[[], Any]
-    calls: int = 1
-    facts: Record = field(default_factory=dict)
-    shorter: Callable[[], Any] | None = None
-    shorter_calls: int = 0
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the result.
-
-    Attributes:
-      name: unique in its group.
-      prepare: compiles and runs it once, and returns what is to be timed, or the record itself.
-      kernels: what it runs. No other case with one of these is tried after one made it hang.
-    """
-
-    name: str
-    prepare: Callable[[], Timed | Record]
-    kernels: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Group:
-    """Cases that are timed in turn, so that a change of clock hits them alike.
-
-    Attributes:
-      cases: most important first: the last ones are left out where time is short.
-      baseline: the case that the others are compared to.
-    """
-
-    name: str
-    cases: list[Case]
-    baseline: str | None = None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What sections are told.
-
-    Attributes:
-      smoke: sizes so small that a CPU interprets the kernels in no time.
-      repeats, warmups: of each timed case.
-      compiling, running: seconds after which a worker that says nothing is ended: while it
-        compiles, and after it said `running`.
-      hlo: folder for compiled programs, or None.
-      options: what only one section knows of.
-    """
-
-    smoke: bool = False
-    repeats: int = 20
-    warmups: int = 5
-    compiling: float = 150.0
-    running: float = 40.0
-    hlo: str | None = None
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
-
-
-Section = Callable[[Settings], Iterable[Group]]
 
 
 # The worker.

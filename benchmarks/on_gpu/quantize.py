@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import jfp8
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import Block, amax
-from on_gpu.checks import kernel
-from on_gpu.harness import Case, Group, Settings
+from on_gpu.cases import Case, Group, Settings
+from on_gpu.checks import from_amax, kernel
 from on_gpu.timing import chained, copies, random
 
 
@@ -52,8 +52,9 @@ def _cases(shape: tuple[int, int], settings: Settings) -> Iterator[Case]:
         return case(label, call, bytes_per_element, *arrays, kernels=(name,))
 
     yield case("copy", jnp.copy, 4)
-    yield ours("quantize_both", "one scale, amax", 4, one, one, E4M3FN, with_amax=True)
-    yield ours("quantize_both", "rows and columns", 4, rows, columns, E4M3FN, with_amax=False)
+    scale = {"fmt": E4M3FN, "scale_of": from_amax(E4M3FN), "with_amax": True}
+    yield ours("quantize_tensor", "with amax", 4, one.reshape(1), **scale)
+    yield ours("quantize_lines", "", 4, rows, columns, E4M3FN)
     yield ours("quantize_rows_in_blocks", "1x128", 4 + 8 / 128, E4M3FN, 128, "power_of_two")
     yield ours("quantize_rows_in_blocks", "1x32 E8M0", 4 + 2 / 32, E4M3FN, 32, "rceil")
     yield ours("quantize_tiles", "128x128", 4, E4M3FN, "power_of_two")

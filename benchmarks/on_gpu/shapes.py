@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from on_gpu.harness import Settings
+from on_gpu.cases import Settings
 
 Shape = tuple[int, int, int]  # m, n, k
 

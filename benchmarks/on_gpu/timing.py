@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from common import environment
 
+from on_gpu.cases import Settings, Timed
 from on_gpu.device_time import has_cupti
-from on_gpu.harness import Record, Settings, Timed, running
+from on_gpu.harness import running
+from on_gpu.records import Record
 
 CHAIN = 12  # calls in one dispatch
 COPIES = 4  # of each operand, in turn, so that none is found in L2 (60 MB) where it was left

@@ -15,8 +15,10 @@ from flax.training import train_state
 
 import jfp8
 from jfp8.scaling.sink import init_sink
-from on_gpu.harness import Case, Group, Record, Settings, Timed, running
+from on_gpu.cases import Case, Group, Settings, Timed
+from on_gpu.harness import running
 from on_gpu.products import flax_op
+from on_gpu.records import Record
 from on_gpu.shapes import Shape, name_of, shapes
 from on_gpu.timing import chained, copies, described, random, save
 
@@ -98,9 +100,9 @@ _SMOKE_LINEARS = [
 ]
 # What the default implementation of a recipe runs on Hopper.
 _KERNELS = {
-    "delayed": ("quantize_both", "tensor_amax", "matmul"),
-    "current": ("quantize_both", "tensor_amax", "matmul"),
-    "rowwise": ("quantize_both", "row_and_column_amax", "matmul"),
+    "delayed": ("quantize_tensor", "tensor_amax", "matmul"),
+    "current": ("quantize_tensor", "matmul"),
+    "rowwise": ("quantize_lines", "row_and_column_amax", "matmul"),
     "block": ("quantize_rows_in_blocks", "quantize_tiles", "block_matmul"),
 }
 

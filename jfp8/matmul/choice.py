@@ -93,7 +93,8 @@ def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
 def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:
     """Whether quantized operands are multiplied faster in bf16; GPUs not listed count as H100."""
     rates = rates_of(gpu.kind) or RATES["H100"]
-    times = expected(work_of(sizes, _devices()), rates, scales)
+    kernels = hopper.BACKEND.why_not_on(gpu) is None
+    times = expected(work_of(sizes, _devices()), rates, scales, kernels=kernels)
     return times.rounded < times.fp8
 
 
@@ -115,7 +116,7 @@ def expected_times(work: Work, scales: Scales) -> Times | None:
         return None
     n = _devices()
     work = Work(work.multiplications / n, work.elements / n)
-    return expected(work, rates, scales)
+    return expected(work, rates, scales, kernels=hopper.BACKEND.why_not_on(gpu) is None)
 
 
 def product(

@@ -7,9 +7,11 @@ read the tensor for each, and again for its amax; a kernel writes them all from 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,7 @@ class BothWays(NamedTuple):
     Attributes:
       straight: ``[m, n]``, for sums over n.
       transposed: ``[n, m]``, for sums over m.
-      amax: f32[], of x.
+      amax: f32[] of x, or f32[n] of n parts of x: then the largest is that of x.
     """
 
     straight: ScaledArray
@@ -44,11 +46,15 @@ class BothWays(NamedTuple):
 
 def has_kernel(quantizer: Quantizer) -> bool:
     """Whether there is a kernel that does what `quantizer` does, bit for bit."""
+    if quantizer.block is None:
+        fits = getattr(quantizer, "scale_rounding", None) in _ROUNDINGS
+    else:
+        fits = quantizer.block in _BLOCKS
     return (
         type(quantizer) in _KERNELS
         and quantizer.rounding == "nearest_even"
         and quantizer.fmt in HARDWARE_FORMATS
-        and (quantizer.block is None or quantizer.block in _BLOCKS)
+        and fits
     )
 
 
@@ -66,10 +72,14 @@ def quantize_both_ways(quantizer: Quantizer, x: jax.Array, state: AmaxState | No
         return same_varying_axes((kernel(quantizer, x, state), x))[0]
 
     def in_steps(x, state):
+        from jfp8.matmul.hopper.sweep import parts
+
         largest = amax(x)
         straight = quantizer(x, Context((1,), largest, state))
         other = quantizer(x, Context((0,), largest, state))
-        return BothWays(straight, other.T, largest)
+        # As the kernel gives it.
+        shape = (parts(),) if _finds_amax(quantizer, state) else ()
+        return BothWays(straight, other.T, jnp.broadcast_to(largest, shape))
 
     if kernels_are_interpreted():
         return by_kernel(x, state)
@@ -82,43 +92,90 @@ def quantize_both_ways(quantizer: Quantizer, x: jax.Array, state: AmaxState | No
 
 def _unit(quantizer: Unit, x: jax.Array, state: AmaxState | None) -> BothWays:
     del state
-    return _with_one_scale(quantizer, x, jnp.ones((), jnp.float32))
+    ones = lambda: (jnp.ones((128,), jnp.float32),) * 2
+    q, q_t, amaxes = _with_one_scale(quantizer, x, {}, ones)
+    one = jnp.ones((), jnp.float32)  # by a constant XLA multiplies nothing
+    return BothWays(replace(q, scale=one), replace(q_t, scale=one), amaxes)
 
 
 def _current(quantizer: Current, x: jax.Array, state: AmaxState | None) -> BothWays:
     del state
+    return _from_amax(quantizer, x, margin=0)
+
+
+def _from_amax(quantizer: Current | Delayed, x: jax.Array, margin: int) -> BothWays:
+    """By a scale from the amax of `x`, which XLA takes: it can do so where it makes `x`."""
     largest = amax(x)
-    scale = scale_from_amax(largest, quantizer.fmt, scale_rounding=quantizer.scale_rounding)
-    return _with_one_scale(quantizer, x, scale, largest)
+    scale_of = lambda known: _scale(quantizer, jnp.full((128,), known[0]), margin)
+    return _with_one_scale(quantizer, x, {"ONE": largest.reshape(1)}, scale_of, largest)
 
 
 def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> BothWays:
     from jfp8.matmul.hopper import quantize
+    from jfp8.matmul.hopper.sweep import largest_of
 
     if state is None:
-        largest = amax(x)
-        return _with_one_scale(quantizer, x, quantizer.scale(largest, None), largest)
+        return _from_amax(quantizer, x, quantizer.margin)
+    history, in_step = state["amax_history"], state["amax"].reshape(1)
+    if quantizer.algo == "max" and history.size > _LONG:
+        history = quantizer.expected(state).reshape(1)
+    read = history.size if quantizer.algo == "max" else 1
+
+    def expected(history: Any) -> jax.Array:
+        return functools.reduce(jnp.maximum, [history[i] for i in range(read)])
+
     # The current amax matters only while the history is empty, and is computed only then.
-    amax_of = divided("tensor_amax", quantize.tensor_amax, "i j, -> ", combine="max")
-    at_first = amax_of(x, quantizer.expected(state))
-    return _with_one_scale(quantizer, x, quantizer.scale(at_first, state))
+    find = partial(quantize.tensor_amax, unless=lambda history: expected(history) > 0)
+    found = divided(f"tensor_amax, {quantizer}", find, "i j, STEP -> PART", "max")(x, history)
+
+    def scale_of(history: Any, in_step: Any, found: Any) -> tuple[jax.Array, jax.Array]:
+        predicted = jnp.full((128,), expected(history))
+        observed = jnp.where(predicted > 0, predicted, largest_of(found))
+        return _scale(quantizer, jnp.maximum(observed, in_step[0]), quantizer.margin)
+
+    known = {"STEP": history, "ONE": in_step, "PART": found}
+    return _with_one_scale(quantizer, x, known, scale_of)
+
+
+def _scale(
+    quantizer: Current | Delayed, amax: jax.Array, margin: int
+) -> tuple[jax.Array, jax.Array]:
+    """The scale and its reciprocal, inside of a kernel."""
+    from jfp8.matmul.hopper.scales import scale_and_inverse
+
+    rounding = quantizer.scale_rounding
+    return scale_and_inverse(amax, quantizer.fmt, rounding, margin=margin, poison=False)
 
 
 def _with_one_scale(
-    quantizer: Quantizer, x: jax.Array, scale: jax.Array, largest: jax.Array | None = None
+    quantizer: Quantizer,
+    x: jax.Array,
+    known: Mapping[str, jax.Array],
+    scale_of: Callable[..., tuple[jax.Array, jax.Array]],
+    largest: jax.Array | None = None,
 ) -> BothWays:
+    """By ``scale_of(*known)``, which is made inside of the kernel.
+
+    Args:
+      known: vectors, by the names of their dimensions.
+      largest: the amax of `x`; None: the kernel takes those of its parts.
+    """
     from jfp8.matmul.hopper import quantize
 
-    inverse, with_amax = reciprocal(scale), largest is None
-    both = divided(
-        "quantize_both",
-        partial(quantize.quantize_both, fmt=quantizer.fmt, with_amax=with_amax),
-        "i j, , -> i j, j i, " if with_amax else "i j, , -> i j, j i",
-        combine="max",
+    kernel = partial(
+        quantize.quantize_tensor, fmt=quantizer.fmt, scale_of=scale_of, with_amax=largest is None
     )
-    q, q_t, found = both(x, inverse, inverse)
-    largest = found if largest is None else largest
-    assert largest is not None
+    results, combine = "i j, j i, ONE", ("alike", "alike", "alike")
+    if largest is None:
+        results, combine = f"{results}, PART", (*combine, "max")
+    rule = f"{', '.join(['i j', *known])} -> {results}"
+    q, q_t, scale, *found = divided(f"quantize_tensor, {quantizer}", kernel, rule, combine)(
+        x, *known.values()
+    )
+    # Products round their scale, and undo it. XLA would move this reshape to between the two.
+    scale = lax.optimization_barrier(scale.reshape(()))
+    if largest is None:
+        largest = lax.bitcast_convert_type(found[0], jnp.float32)
     return BothWays(ScaledArray(q, scale), ScaledArray(q_t, scale), largest)
 
 
@@ -132,12 +189,10 @@ def _rowwise(quantizer: Rowwise, x: jax.Array, state: AmaxState | None) -> BothW
     rows, columns = (
         scale_from_amax(m, quantizer.fmt, scale_rounding=quantizer.scale_rounding) for m in maxima
     )
-    both = divided(
-        "quantize_both",
-        partial(quantize.quantize_both, fmt=quantizer.fmt, with_amax=False),
-        "i j, i, j -> i j, j i",
+    both = partial(quantize.quantize_lines, fmt=quantizer.fmt)
+    q, q_t = divided("quantize_lines", both, "i j, i, j -> i j, j i")(
+        x, reciprocal(rows), reciprocal(columns)
     )
-    q, q_t, _ = both(x, reciprocal(rows), reciprocal(columns))
     straight, other = ScaledArray(q, rows[:, None]), ScaledArray(q_t, columns[:, None])
     return BothWays(straight, other, amax(maxima[0]))
 
@@ -172,6 +227,13 @@ def _blockwise(quantizer: Blockwise, x: jax.Array, state: AmaxState | None) -> B
     return BothWays(straight, other, amax(x))
 
 
+def _finds_amax(quantizer: Quantizer, state: AmaxState | None) -> bool:
+    """Whether the kernel for a single scale also takes the amaxes."""
+    return isinstance(quantizer, Unit) or (isinstance(quantizer, Delayed) and state is not None)
+
+
+_LONG = 64  # entries of a history; a kernel reads one after the other
+_ROUNDINGS = (None, "power_of_two")  # of scales that are not of blocks
 _BLOCKS = {(128, 1), (128, 128), (32, 1)}
 _KERNELS: dict[type[Quantizer], Callable[..., BothWays]] = {
     Unit: _unit,

@@ -61,7 +61,10 @@ class How:
 
 
 class Observed(NamedTuple):
-    """amax of the two operands of a product, f32[] each; NaN or Inf where the operand has one."""
+    """amax of the two operands of a product; NaN or Inf where the operand has one.
+
+    f32[]; on the way to the backward pass also f32[n] of n parts of an operand.
+    """
 
     lhs: jax.Array
     rhs: jax.Array
@@ -132,6 +135,8 @@ class Operation:
         self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
         """One operand as both of its products take it, and its amax, if one step can do that.
+
+        It may also give the amaxes of parts of the operand, f32[n].
 
         Otherwise None, and it is quantized for one product after the other. Without a backward pass
         there is no second product.

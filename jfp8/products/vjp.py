@@ -42,6 +42,7 @@ from jfp8.scaling.casts import codes_of, codes_to_format
 from jfp8.scaling.formats import Format
 from jfp8.scaling.history import AmaxState, as_dicts
 from jfp8.scaling.random_bits import seed_of
+from jfp8.scaling.scales import PerAxis, amax
 from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
 from jfp8.tracing.compat import same_varying_axes
 
@@ -89,7 +90,7 @@ class _Residuals(NamedTuple):
       lhs: as wgrad takes it; None if there is none.
       rhs: as dgrad takes it.
       history: the gradient's; None: its scale comes from its own amax.
-      seen: the amaxes of the forward pass, if there is a sink for them.
+      seen: the amaxes of the forward pass, or of parts, if there is a sink for them.
       seed: see `_Operands`.
       operation: with the arrays that it needs.
     """
@@ -167,10 +168,10 @@ def _forward(recipe, carried, use, operation, operands, and_backward=True):
     y = _product(operation, recipe, "fprop", q_lhs, q_rhs)
     y = quantized_output("fprop", fprop, "y", y, seed)
 
-    observed = Observed(lhs_amax, rhs_amax)
     # Without a sink the gradient's amax would be lost, so its history is not updated.
     grad_state = None if state is None or sink is None else state["grad"]
-    seen = None if sink is None else observed
+    seen = None if sink is None else Observed(lhs_amax, rhs_amax)
+    observed = Observed(_largest(lhs_amax)[0], _largest(rhs_amax)[0])
     return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, operation)
 
 
@@ -198,12 +199,19 @@ def _backward(recipe, carried, use, residuals, cotangents):
         d_rhs = quantized_output("wgrad", wgrad, "d_rhs", d_rhs, seed)
     d_sink = None
     if seen is not None:
-        d_sink = encode_amax(jnp.stack([seen.lhs, seen.rhs, grad_amax])) * SINK_UNIT
+        d_sink = encode_amax(_largest(*seen, grad_amax)) * SINK_UNIT
     d_rhs, d_carrier = (None, d_rhs) if carried else (d_rhs, None)
     return None, _Operands(d_lhs, d_rhs, d_carrier, sink=d_sink)
 
 
 _multiply.defvjp(_forward, _backward)
+
+
+def _largest(*amaxes: jax.Array) -> jax.Array:
+    """The amax of each tensor from those of its parts, f32[tensors], by one kernel for all."""
+    parts = max(each.size for each in amaxes)
+    by_tensor = jnp.stack([jnp.broadcast_to(each, (parts,)) for each in amaxes])
+    return by_tensor[:, 0] if parts == 1 else amax(by_tensor, PerAxis(0))[:, 0]
 
 
 def _named(operand: Operand, kept: Operand | None, name: str) -> tuple[Operand, Operand | None]:

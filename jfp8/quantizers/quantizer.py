@@ -16,7 +16,7 @@ from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import ROUNDINGS, Rounding
 from jfp8.scaling.formats import Format, as_format
-from jfp8.scaling.history import AmaxState, ended_steps, history_amax, running_amax
+from jfp8.scaling.history import AmaxState, history_amax
 from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import ScaleRounding, check_scale_rounding, scale_from_amax
@@ -230,7 +230,7 @@ class Delayed(_OneScale):
 
     def expected(self, state: AmaxState) -> jax.Array:
         """The amax that the history in `state` predicts, f32[]; 0 if no step has ended."""
-        return history_amax(ended_steps(state), self.algo)
+        return history_amax(state["amax_history"], self.algo)
 
     @partial(jax.jit, static_argnums=0)
     def scale(self, observed: jax.Array, state: AmaxState | None) -> jax.Array:
@@ -238,7 +238,7 @@ class Delayed(_OneScale):
         if state is not None:
             expected = self.expected(state)
             observed = jnp.where(expected > 0, expected, observed)
-            observed = jnp.maximum(observed, running_amax(state))
+            observed = jnp.maximum(observed, state["amax"])
         return scale_from_amax(
             observed, self.fmt, margin=self.margin, scale_rounding=self.scale_rounding
         )

@@ -121,6 +121,11 @@ def end_recorded(state: AmaxState) -> AmaxState:
     return {**state, "amax": jnp.maximum(state["amax"], 0.0)}
 
 
+def resume_recorded(state: AmaxState) -> AmaxState:
+    """`state` with its step under way even if `record` has already written the maximum."""
+    return {"amax_history": ended_steps(state), "amax": running_amax(state)}
+
+
 @jax.jit
 def end_step(state: AmaxState, amax: jax.Array | None = None) -> AmaxState:
     """End the step under way: its maximum becomes the newest entry of the history.

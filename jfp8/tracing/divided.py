@@ -12,10 +12,10 @@ capitals is of a dimension that every device must have as a whole.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from jax.sharding import (
 
 from jfp8.tracing.compat import axes_by_dimension, finest_mesh, kernels_are_interpreted
 
-Combine = Literal["sum", "max"]
+Combine = Literal["sum", "max", "alike"]
 Axes = tuple[str, ...]
 
 
@@ -116,6 +116,20 @@ class Rule:
                     chosen[name] = found
         return chosen
 
+    def cut(
+        self, operands: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+    ) -> dict[str, tuple[int, int, int]]:
+        """Names that operands have divided into parts of no whole units: size, parts, unit."""
+        sizes = self.sizes([x.shape for x in operands])
+        units = {dim.name: dim.unit for dim in itertools.chain(*self.operands, *self.results)}
+        found = {}
+        of_operands = [axes_by_dimension(x, mesh) for x in operands]
+        for dim, axes in _pairs(self.operands, of_operands):
+            parts, unit = math.prod(mesh.shape[axis] for axis in axes), units[dim.name]
+            if dim.unit == 1 and parts > 1 and sizes[dim.name] % (parts * unit):
+                found[dim.name] = sizes[dim.name], parts, unit
+        return found
+
     def lacking(self) -> set[str]:
         """The names of dimensions that may be divided and that a result does not have."""
         names = {dim.name for dims in self.operands for dim in dims if not dim.name.isupper()}
@@ -151,7 +165,10 @@ class Rule:
 
 
 def divided(
-    name: str, function: Callable[..., Any], rule: str | Rule, combine: Combine | None = None
+    name: str,
+    function: Callable[..., Any],
+    rule: str | Rule,
+    combine: Combine | Sequence[Combine] | None = None,
 ) -> Callable[..., Any]:
     """`function` of arrays, which the compiler may divide as `rule` says.
 
@@ -162,7 +179,10 @@ def divided(
         the parts of a device, each of which has whole units (128 of ``k`` if there is a ``k/128``).
       rule: see `Rule.parse`.
       combine: how the parts of a result are put together where a dimension is divided that it does
-        not have: added, or their maximum, NaN if one is. Maxima must not be negative.
+        not have: added, or their maximum, NaN if one is (of numbers that are not negative, or of
+        their bits); or they are alike. One for each result, or one for all.
+
+    Where parts would not have whole units, an operand is put together first, with a warning.
 
     Raises:
       ValueError: a result does not have all dimensions, and `combine` is None.
@@ -171,7 +191,7 @@ def divided(
     if combine is None and (lacking := rule.lacking()):
         raise ValueError(
             f"divided({name!r}): a result lacks {', '.join(sorted(lacking))}, so that devices may "
-            "have parts of it. Say how to combine them: 'sum' or 'max'."
+            "have parts of it. Say how to combine them: 'sum', 'max' or 'alike'."
         )
     if kernels_are_interpreted():  # with side effects, which a divided function cannot have
         return function
@@ -186,7 +206,7 @@ def divided(
         # else in the program must say which function this is.
         identity = np.uint32(zlib.crc32(f"{name} {rule} {combine}".encode()))
         with jax.named_scope(f"jfp8_{name.partition(',')[0]}"):
-            return _partitioned(function, rule, combine, operands)(identity, *operands)
+            return _partitioned(name, function, rule, combine, operands)(identity, *operands)
 
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
@@ -199,13 +219,15 @@ def divided(
 
 
 def _partitioned(
+    name: str,
     function: Callable[..., Any],
     rule: Rule,
-    combine: Combine | None,
+    combine: Combine | Sequence[Combine] | None,
     operands: Sequence[jax.Array],
 ) -> Callable[..., Any]:
     """`function`, whose parts XLA asks for when it knows how its operands are divided."""
     rule = Rule(((), *rule.operands), rule.results)  # with the identity
+    ways = [combine] * len(rule.results) if combine is None or isinstance(combine, str) else combine
     units = rule.units([(), *(x.shape for x in operands)])
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     of_one = AbstractMesh((), (), **({} if device is None else {"abstract_device": device}))
@@ -214,6 +236,13 @@ def _partitioned(
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         mesh = finest_mesh(mesh, operands[1].sharding)
         axes = rule.axes(units, jax.tree.leaves(operands), jax.tree.leaves(results), mesh)
+        for size, parts, unit in rule.cut(jax.tree.leaves(operands), mesh).values():
+            warnings.warn(
+                f"jfp8, {name.partition(',')[0]}: a dimension of {size} is divided into {parts} "
+                f"parts, which cuts blocks of {unit}. Every device gets all of it first, which "
+                f"takes time. Let each have a multiple of {unit}.",
+                stacklevel=2,
+            )
 
         def on_parts(identity: jax.Array, *parts: jax.Array) -> Any:
             del identity
@@ -223,7 +252,7 @@ def _partitioned(
                     [a for name in axes if name not in _names(dims) for a in axes[name]]
                     for dims in rule.results
                 )
-                return tree.unflatten(map(functools.partial(_combined, combine), leaves, apart))
+                return tree.unflatten(map(_combined, ways, leaves, apart))
 
         def shardings(arrays: Sequence[tuple[Dim, ...]]) -> list[NamedSharding]:
             return [
@@ -270,7 +299,7 @@ def _names(dims: Sequence[Dim]) -> set[str]:
 
 def _combined(combine: Combine | None, x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """A result of all devices along `axes`, of which each has a part."""
-    if not axes:
+    if not axes or combine == "alike":
         return x
     if combine == "sum":
         return lax.psum(x, tuple(axes))

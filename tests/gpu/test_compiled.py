@@ -67,7 +67,7 @@ def assert_by_cublaslt(program, products, size, dtype="bf16"):
     assert hlo.other_products == []
     assert not any(kernel.qgmma or kernel.other_mma for kernel in program.kernels)
     assert {call.results[0].dtype for call in hlo.f8_products} == {dtype}
-    assert hlo.passes_over_outputs == []
+    assert hlo.passes_over_outputs == hlo.rounded_scales == []
     if dtype != "f32":
         assert hlo.f32_written(size) == []
     fast = [call for call in hlo.f8_products if "F8_F32_FAST_ACCUM" in call.attributes]
@@ -290,16 +290,29 @@ def test_1x1_convolution(name, compiled):
     assert len(hlo.passes_over_outputs) <= 1
 
 
+LAUNCHES = {"delayed": (14, 5), "current": (15, 6), "block": (7, 1)}
+
+
+@pytest.mark.parametrize("recipe", LAUNCHES)
+def test_launches(recipe, compiled):
+    """Three that quantize and three products. Scales are made by the kernels that use them."""
+    layer = Dense(4096, use_bias=False, recipe=recipes.get(recipe))
+    f, args = forward_and_backward(layer, (4096, 4096))
+    hlo = compiled(f"`Dense`, 4096³, {recipe}", "h200", f, *args).hlo
+    assert (len(hlo.kernels), len(hlo.small_kernels)) == LAUNCHES[recipe]
+
+
 def test_transformer_layer(compiled):
     layer = jfp8.linen.TransformerLayer(
-        2048, 8192, num_attention_heads=16, self_attn_mask_type="causal", dtype=BF16,
-        param_dtype=BF16,
+        4096, 11264, num_attention_heads=32, self_attn_mask_type="causal",
+        layernorm_type="rmsnorm", use_bias=False, dtype=BF16, param_dtype=BF16,
     )  # fmt: skip
-    f, args = forward_and_backward(layer, (2, 1024, 2048))
-    hlo = compiled("`TransformerLayer`, 2×1024×2048, delayed", "h200", f, *args).hlo
+    f, args = forward_and_backward(layer, (1, 4096, 4096))
+    hlo = compiled("`TransformerLayer`, 4096×4096, delayed", "h200", f, *args).hlo
     assert len(hlo.f8_products) == 4 * 3
     assert {call.results[0].dtype for call in hlo.f8_products} == {"bf16"}
     assert len(hlo.other_products) == 2 * 3
+    assert len(hlo.kernels) <= 110
 
 
 def test_trap_small_products_stay_in_bf16(compiled):
@@ -480,15 +493,27 @@ by_dtype = pytest.mark.parametrize(
 
 
 @by_dtype
-@pytest.mark.parametrize("scales", ["one scale", "scales of rows and columns"])
-def test_quantize_both(scales, dtype, compiled):
-    from jfp8.matmul.hopper.quantize import quantize_both
+def test_quantize_tensor(dtype, compiled):
+    from jfp8.matmul.hopper.quantize import quantize_tensor
+    from jfp8.matmul.hopper.scales import scale_and_inverse
+
+    def f(x, amax):
+        scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), E5M2, None)
+        return quantize_tensor(x, amax, fmt=E5M2, scale_of=scale_of, with_amax=True)
 
     x = of((8192, 4096), dtype)
-    sizes = ((), ()) if scales == "one scale" else ((8192,), (4096,))
-    f = lambda x, r, c: quantize_both(x, r, c, E5M2, with_amax=True)
-    name = f"kernel `quantize_both`, {x.dtype.name}, {scales}, with amax"
-    program = compiled(name, "h200", f, x, *(of(size, F32) for size in sizes))
+    program = compiled(f"kernel `quantize_tensor`, {x.dtype.name}", "h200", f, x, of((1,), F32))
+    in_one_read(program, x, written=2 * x.size)
+
+
+@by_dtype
+def test_quantize_lines(dtype, compiled):
+    from jfp8.matmul.hopper.quantize import quantize_lines
+
+    x = of((8192, 4096), dtype)
+    f = lambda x, r, c: quantize_lines(x, r, c, E5M2)
+    name = f"kernel `quantize_lines`, {x.dtype.name}"
+    program = compiled(name, "h200", f, x, of((8192,), F32), of((4096,), F32))
     in_one_read(program, x, written=2 * x.size)
 
 
@@ -498,8 +523,9 @@ def test_amax(dtype, compiled):
     from jfp8.matmul.hopper.quantize import tensor_amax
 
     x = of((8192, 4096), dtype)
-    name = f"kernel `tensor_amax`, {x.dtype.name}"
-    in_one_read(compiled(name, "h200", tensor_amax, x, of((), F32)), x, written=0)
+    f = lambda x, known: tensor_amax(x, known, unless=lambda known: known[0] > 0)
+    program = compiled(f"kernel `tensor_amax`, {x.dtype.name}", "h200", f, x, of((1,), F32))
+    in_one_read(program, x, written=0)
 
 
 @by_dtype

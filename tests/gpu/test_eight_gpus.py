@@ -73,7 +73,7 @@ def test_dense(recipe, way, compiled_for_eight):
     hlo = program.hlo
     assert len(hlo.fp8_products) == 3
     assert hlo.other_products == []
-    assert hlo.passes_over_outputs == []
+    assert hlo.passes_over_outputs == hlo.rounded_scales == []
     assert hlo.masks(N * N) == []
     # FSDP divides a weight along the sum of the forward product. There its parts must lie side by
     # side, but arrive one after the other.

@@ -10,12 +10,15 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need JAX 0.11.2", allow_module_level=True)
 
 import jfp8
-from jfp8.matmul.hopper.quantize import Sweep, quantize_both, row_and_column_amax, tensor_amax
-from jfp8.matmul.hopper.quantize_blocks import (
-    nearest_quotient,
-    quantize_rows_in_blocks,
-    quantize_tiles,
+from jfp8.matmul.hopper.quantize import (
+    quantize_lines,
+    quantize_tensor,
+    row_and_column_amax,
+    tensor_amax,
 )
+from jfp8.matmul.hopper.quantize_blocks import quantize_rows_in_blocks, quantize_tiles
+from jfp8.matmul.hopper.scales import nearest_quotient, scale_and_inverse
+from jfp8.matmul.hopper.sweep import Sweep, largest_of
 from jfp8.scaling.casts import codes_of, decode
 from support.interpreter import no_races
 
@@ -48,6 +51,11 @@ def assert_same_codes(got, want, poisoned=False):
     np.testing.assert_array_equal(np.where(nan, 0, codes_of(got)), np.where(nan, 0, codes_of(want)))
 
 
+def largest(amaxes):
+    """The f32 whose bits are the largest integer."""
+    return np.asarray(amaxes).max().view(np.float32)
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "special"),
     [
@@ -59,21 +67,23 @@ def assert_same_codes(got, want, poisoned=False):
 )
 def test_tensor_amax(interpret, dtype, shape, special):
     x = numbers(shape, dtype, special)
-    got = tensor_amax(x, sweep=SMALL, interpret=interpret)
+    got = largest(tensor_amax(x, sweep=SMALL, interpret=interpret))
     np.testing.assert_array_equal(got, jfp8.scaling.amax(x))
 
 
 def test_nan_outranks_inf(interpret):
     x = numbers((128, 64), jnp.bfloat16, (np.inf, np.nan))
-    assert np.isnan(tensor_amax(x, sweep=SMALL, interpret=interpret))
+    assert np.isnan(largest(tensor_amax(x, sweep=SMALL, interpret=interpret)))
 
 
 @pytest.mark.parametrize(("known", "read"), [(0.0, True), (np.nan, True), (2.5, False)])
 def test_a_known_amax_spares_reading(interpret, known, read):
     # 25 tiles, so that not all blocks have as many; the largest is in the last of them.
     x = numbers((320, 320), jnp.float32).at[-1, -1].set(1e4)
-    got = tensor_amax(x, jnp.float32(known), sweep=SMALL, interpret=interpret)
-    assert got == (jfp8.scaling.amax(x) if read else 0)
+    amaxes = tensor_amax(
+        x, jnp.float32([known]), unless=lambda known: known[0] > 0, sweep=SMALL, interpret=interpret
+    )
+    assert largest(amaxes) == (jfp8.scaling.amax(x) if read else 0)
 
 
 @pytest.mark.parametrize(
@@ -98,38 +108,61 @@ def test_row_and_column_amax(interpret, dtype, sweep):
         ((192, 256), Sweep(rows=64, stages=1, blocks=4), jnp.float32, jfp8.E4M3FN),
     ],
 )
-def test_quantize_both(interpret, shape, sweep, dtype, fmt):
+def test_quantize_lines(interpret, shape, sweep, dtype, fmt):
     x = numbers(shape, dtype, (np.nan, np.inf, -np.inf, 30000.0, -60000.0))
     finite = jnp.where(jnp.isfinite(x), x, 0)
     # Of a fifth of what would fit, so that some saturate.
     per_row = 5 * fmt.max / (1 + jnp.max(jnp.abs(finite), axis=1)).astype(jnp.float32)
     per_column = 5 * fmt.max / (1 + jnp.max(jnp.abs(finite), axis=0)).astype(jnp.float32)
-    q, q_t, amax = quantize_both(
-        x, per_row, per_column, fmt, with_amax=True, sweep=sweep, interpret=interpret
-    )
+    q, q_t = quantize_lines(x, per_row, per_column, fmt, sweep=sweep, interpret=interpret)
     x32 = jnp.where(jnp.isfinite(x), x, jnp.nan).astype(jnp.float32)
     assert_same_codes(q, jfp8.cast(x32 * per_row[:, None], fmt))
     assert_same_codes(q_t, jfp8.cast(x32 * per_column[None, :], fmt).T)
-    assert np.isnan(amax)
 
 
 @pytest.mark.parametrize("special", [(), (np.inf,)])
-def test_quantize_both_with_one_scale(interpret, special):
+@pytest.mark.parametrize("with_amax", [True, False])
+def test_quantize_tensor(interpret, special, with_amax):
+    """The scale is that of the larger of two vectors, which saturates some."""
     x = numbers((200, 200), jnp.bfloat16, special)
-    factor = jnp.float32(37.0)
-    q, q_t, amax = quantize_both(
-        x, factor, factor, jfp8.E4M3FN, with_amax=True, sweep=SMALL, interpret=interpret
-    )
-    want = jfp8.quantize(x, scale=1 / factor).data
-    assert_same_codes(q, want)
-    assert_same_codes(q_t, want.T)
-    assert amax == jfp8.scaling.amax(x)
-    assert (
-        quantize_both(
-            x, factor, factor, jfp8.E4M3FN, with_amax=False, sweep=SMALL, interpret=interpret
-        )[2]
-        is None
-    )
+    known = jnp.float32([0.25]), jnp.asarray(np.arange(128).astype(np.float32).view(np.int32))
+
+    def scale_of(one, many):
+        amax = jnp.maximum(largest_of(many), one[0]) / 64
+        return scale_and_inverse(amax, jfp8.E4M3FN, None)
+
+    q, q_t, scale, *amaxes = quantize_tensor(
+        x, *known, fmt=jfp8.E4M3FN, scale_of=scale_of, with_amax=with_amax, sweep=SMALL,
+        interpret=interpret,
+    )  # fmt: skip
+    want = jfp8.quantize(x, scale=jnp.float32(127 / 64 / 448))
+    np.testing.assert_array_equal(scale, want.scale[None])
+    assert_same_codes(q, want.data)
+    assert_same_codes(q_t, want.data.T)
+    assert [largest(a) for a in amaxes] == [jfp8.scaling.amax(x)] * with_amax
+
+
+@pytest.mark.parametrize("rounding", [None, "power_of_two"])
+@pytest.mark.parametrize("margin", [0, 3])
+def test_scales_made_in_a_kernel(rounding, margin):
+    """Also at the ends of f32."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0x00800000, 0x7F800000, 20_000).astype(np.int32)
+    tiny, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    special = np.float32([0, tiny * 500, huge, huge / 2, 448, 57344, 1, np.inf, np.nan])
+    amaxes = np.concatenate([bits.view(np.float32), special])
+    for fmt in (jfp8.E4M3FN, jfp8.E5M2):
+        # CPUs flush a subnormal quotient to zero before the margin can lift it.
+        flushed = (amaxes > 0) & (amaxes < fmt.max * tiny) & (margin > 0)
+        amax = amaxes[~flushed]
+        options = {"margin": margin, "scale_rounding": rounding, "poison": False}
+        want = jfp8.scaling.scale_from_amax(amax, fmt, **options)
+        scale, inverse = jax.jit(
+            lambda a, fmt=fmt: scale_and_inverse(a, fmt, rounding, margin=margin, poison=False)
+        )(amax)
+        np.testing.assert_array_equal(scale, want)
+        exact = (1 / np.asarray(want, np.float64)).astype(np.float32)
+        np.testing.assert_array_equal(inverse, exact)
 
 
 def blocks_of_both(x, fmt, block, rounding):
@@ -230,9 +263,18 @@ def kernels(fmt):
     ones = lambda n: jnp.ones((n,), jnp.float32)
     return {
         "amax": tensor_amax,
-        "known": lambda x: tensor_amax(x, x[0, 0].astype(jnp.float32)),
+        "known": lambda x: tensor_amax(
+            x, x[0, :1].astype(jnp.float32), unless=lambda known: known[0] > 0
+        ),
         "rows and columns": row_and_column_amax,
-        "both": lambda x: quantize_both(x, ones(x.shape[0]), ones(x.shape[1]), fmt, with_amax=True),
+        "lines": lambda x: quantize_lines(x, ones(x.shape[0]), ones(x.shape[1]), fmt),
+        "tensor": lambda x: quantize_tensor(
+            x,
+            x[0, :128].astype(jnp.int32),
+            fmt=fmt,
+            with_amax=True,
+            scale_of=lambda known: scale_and_inverse(largest_of(known), fmt, None),
+        ),
         "128": lambda x: quantize_rows_in_blocks(x, fmt, 128, None),
         "32": lambda x: quantize_rows_in_blocks(x, fmt, 32, "rceil"),
         "tiles": lambda x: quantize_tiles(x, fmt, "power_of_two"),

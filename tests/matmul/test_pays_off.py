@@ -15,7 +15,7 @@ LARGE = Work(multiplications=39e9, elements=0.0)  # in bf16 0.1 ms at 0.78 of th
 
 @pytest.mark.parametrize("scales", pays_off.FP8)
 def test_a_product_of_arithmetic_alone(scales):
-    times = expected(LARGE, ROUND, scales)
+    times = expected(LARGE, ROUND, scales, kernels=True)
     assert times.bf16 == pytest.approx(100e-6 + 2e-6)
     assert times.fp8 == pytest.approx(50e-6 + pays_off.FP8[scales].launches * 2e-6 / 3)
     assert times.rounded == pytest.approx(100e-6 + pays_off.ROUNDED[scales].launches * 2e-6 / 3)
@@ -23,10 +23,20 @@ def test_a_product_of_arithmetic_alone(scales):
 
 def test_a_product_of_bytes_alone():
     """0.9e9 elements, at 0.9 TB/s: 2 + 2 + 2 bytes for three of them in bf16, 1 + 1 + 2 in FP8."""
-    times = expected(Work(0.0, 0.9e9), ROUND, "blocks")
+    times = expected(Work(0.0, 0.9e9), ROUND, "blocks", kernels=True)
     assert times.bf16 == pytest.approx(2e-3 + 2e-6)
     assert times.fp8 == pytest.approx(4e-3 / 3 + 4.1e-3 / 3 + 8 * 2e-6 / 3)
     assert times.rounded == pytest.approx(2e-3 + 9e-3 / 3 + 17 * 2e-6 / 3)
+
+
+def test_scales_that_no_kernel_makes_are_kernels_of_their_own():
+    """The rest is the same."""
+    times = expected(LARGE, ROUND, "one", kernels=False)
+    assert times.fp8 == pytest.approx(50e-6 + 22 * 2e-6 / 3)
+    for scales in ("blocks", "mx"):
+        assert expected(LARGE, ROUND, scales, kernels=False) == expected(
+            LARGE, ROUND, scales, kernels=True
+        )
 
 
 def test_three_products_of_a_layer_take_the_same_time():
@@ -66,13 +76,13 @@ def test_kinds_of_scales():
 
 
 @pytest.mark.parametrize(
-    ("scales", "large"), [("one", 2496), ("blocks", 1664)], ids=["one scale", "blocks"]
+    ("scales", "large"), [("one", 2208), ("blocks", 1664)], ids=["one scale", "blocks"]
 )
 def test_what_the_page_on_gpus_says_of_whole_layers(scales, large):
     """The first multiple of 32 from which a layer is faster in FP8 than if it is not converted."""
 
     def gain(n):
-        times = expected(work_of((n, n, n)), RATES["H200"], scales)
+        times = expected(work_of((n, n, n)), RATES["H200"], scales, kernels=True)
         return times.bf16 / times.fp8
 
     assert gain(large - 32) < 1 < gain(large)

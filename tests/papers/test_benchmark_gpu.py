@@ -125,7 +125,7 @@ def test_the_result_has_what_its_readers_need(smoke):
         assert {"percent_of_floor", "percent_of_best", "program"} <= set(record)
         assert {"flops_f8", "flops_bf16", "bytes"} & set(record)
     kernels = {name for r in timed for name in r["uses"]}
-    assert {"matmul", "block_matmul", "quantize_both", "quantize_rows_in_blocks"} <= kernels
+    assert {"matmul", "block_matmul", "quantize_tensor", "quantize_rows_in_blocks"} <= kernels
 
 
 def test_no_figure_claims_to_be_of_a_gpu(smoke):
@@ -158,7 +158,8 @@ def test_programs_of_layers_are_written(smoke):
 
 CASES = """
 import os, time
-from on_gpu.harness import Case, Group, Timed, running
+from on_gpu.cases import Case, Group, Timed
+from on_gpu.harness import running
 
 def good():
     running()
@@ -195,7 +196,8 @@ def third(settings):
 DRIVER = """
 import json, pathlib, sys
 sys.path[:0] = [{folder!r}, {benchmarks!r}]
-from on_gpu.harness import Settings, supervise
+from on_gpu.cases import Settings
+from on_gpu.harness import supervise
 import os
 os.environ["PYTHONPATH"] = {folder!r} + os.pathsep + os.environ["PYTHONPATH"]
 records = []
@@ -564,12 +566,12 @@ def test_tuning_writes_the_best_and_keeps_the_rest(tmp_path):
     kept = {"NVIDIA H100": {"running": {"8192x8192x8192": {"ms": 1.0}}}}
     table.write_text(json.dumps(kept))
     files = ["--table", table, "--records", tmp_path / "records.jsonl"]
-    run("tune_gpu.py", "--smoke", "--kernels", "running", "quantize_both", *files)
+    run("tune_gpu.py", "--smoke", "--kernels", "running", "quantize_tensor", *files)
     written = json.loads(table.read_text())
     assert written["NVIDIA H100"] == kept["NVIDIA H100"]
     (device,) = set(written) - set(kept)
     assert device == "cpu"
-    assert set(written["cpu"]) == {"running", "quantize_both"}
+    assert set(written["cpu"]) == {"running", "quantize_tensor"}
     line = written["cpu"]["running"]["128x128x128"]
     assert line["ms"] > 0
     assert line["of"] == "128x128x128"

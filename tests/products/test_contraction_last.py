@@ -18,6 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, 
 import jfp8
 from jfp8 import recipes
 from jfp8.conversion.edges import jaxprs_of
+from jfp8.scaling.sink import decode_amax, init_sink
 from jfp8.tracing.compat import without_dead_code
 
 needs_mosaic = pytest.mark.skipif(
@@ -139,10 +140,10 @@ def test_gpus_without_f8_multiply_in_bf16(recipe):
 def test_small_products_are_multiplied_in_bf16():
     """FP8 would not pay. Who wants it all the same names it."""
     f, args = product_and_gradients(recipes.DelayedScaling(), (256, 128, 256))
-    text = lowered_for("NVIDIA H200", f, *args)
+    text = lowered_for("NVIDIA L40S", f, *args)
     assert (f8_products(text), other_products(text)) == ([], 3)
     f, args = product_and_gradients(recipes.DelayedScaling(), (256, 128, 256), implementation="xla")
-    assert f8_products(lowered_for("NVIDIA H200", f, *args)) == ["[1] x [1]"] * 3
+    assert f8_products(lowered_for("NVIDIA L40S", f, *args)) == ["[1] x [1]"] * 3
 
 
 @pytest.mark.representative(1)
@@ -299,6 +300,27 @@ def test_kernels_compute_what_the_reference_does(recipe, history, dtype):
         bound = 2**-7 * np.abs(b) if dtype == jnp.bfloat16 else 2**-20 * np.abs(b).max()
         assert (np.abs(a - b) <= bound).all()
         assert (a != b).mean() < (0.01 if dtype == jnp.bfloat16 else 1)
+
+
+@needs_mosaic
+def test_amaxes_of_parts_leave_through_the_sink():
+    """Those of each operand are in other parts of it, and the gradient's is known."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    recipe = recipes.DelayedScaling()
+    x, w, dy = (jnp.ones((256, 256), jnp.bfloat16) for _ in range(3))
+    x, w, dy = x.at[255, 255].set(3), w.at[0, 130].set(-5), dy.at[130, 1].set(-7)
+
+    def f(x, w, sink):
+        options = {"recipe": recipe, "state": recipe.init_state(), "sink": sink}
+        return jfp8.scaled_dot_general(x, w, PLAIN, implementation="mosaic_gpu", **options)
+
+    with plgpu.force_gpu_interpret_mode():
+        _, vjp = jax.vjp(f, x, w, init_sink())
+        *_, sink = vjp(dy)
+    amaxes, overflow = decode_amax(sink)
+    np.testing.assert_array_equal(amaxes, [3, 5, 7])
+    assert not overflow.any()
 
 
 @needs_mosaic

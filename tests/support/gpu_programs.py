@@ -288,6 +288,15 @@ class Hlo:
             if any(r.dtype == "f32" and r.size >= size for r in i.results)
         ]
 
+    @functools.cached_property
+    def rounded_scales(self) -> list[Instruction]:
+        """Single numbers that are rounded to 16 bits."""
+        every = (i for body in self.computations.values() for i in body.values())
+        converts = (i for i in every if i.opcode == "convert")
+        return [
+            i for i in converts if i.results[0].dtype in ("bf16", "f16") and i.results[0].size == 1
+        ]
+
     def masks(self, size: int) -> list[Instruction]:
         """Kernels that write truth values or integers for a quarter of `size` elements or more."""
         return [

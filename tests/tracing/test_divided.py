@@ -90,10 +90,26 @@ def test_maxima_of_all_devices(spec, value):
         np.testing.assert_array_equal(a, b)
 
 
+def test_each_result_in_its_own_way():
+    """Two numbers, of which all devices find the first alike, and the second is a maximum."""
+
+    def numbers(x, y):
+        return y * 2, jnp.stack([amax_along(x), amax_along(x[:, :1])])
+
+    f = divided("numbers", numbers, "i J, ONE -> ONE, TWO", combine=("alike", "max"))
+    x, y = integers(64, 128), np.float32([3])
+    found, collectives = on_devices(f, (x, y), (P("data"), P()))
+    assert found[0] == 6
+    np.testing.assert_array_equal(found[1], [abs(x).max(), abs(x[:, 0]).max()])
+    assert collectives == ["all-reduce"]
+
+
 def test_a_block_is_not_cut():
     """Four blocks on eight devices: each has half a block, or all are put together first."""
     x = integers(64, 128) * np.arange(1, 129, dtype=np.float32)  # no two columns alike
-    found, collectives = on_devices(of_one, (x,), (P(None, ("data", "model")),))
+    what = "quantities: a dimension of 128 is divided into 8 parts, which cuts blocks of 32"
+    with pytest.warns(UserWarning, match=what):
+        found, collectives = on_devices(of_one, (x,), (P(None, ("data", "model")),))
     for a, b in zip(found, exact(x), strict=True):
         np.testing.assert_array_equal(a, b)
     assert "all-gather" in collectives
@@ -107,7 +123,9 @@ def test_incomplete_blocks_stay_whole():
         return x, jnp.max(blocks, 2)
 
     x = integers(16, 72)
-    found, _ = on_devices(divided("rows", rows, "i j -> i j, i j/32"), (x,), (P("data", "model"),))
+    f = divided("rows", rows, "i j -> i j, i j/32")
+    with pytest.warns(UserWarning, match="72 is divided into 4 parts, which cuts blocks of 32"):
+        found, _ = on_devices(f, (x,), (P("data", "model"),))
     for a, b in zip(found, rows(jnp.asarray(x)), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -156,7 +174,7 @@ def test_inside_of_shard_map_over_one_axis_of_two(sizes):
 
 
 def test_what_becomes_of_parts_must_be_said():
-    with pytest.raises(ValueError, match=r"a result lacks k, .* 'sum' or 'max'"):
+    with pytest.raises(ValueError, match=r"a result lacks k, .* 'sum', 'max' or 'alike'"):
         divided("product", times_transposed, "i k, j k -> i j")
 
 

@@ -27,7 +27,7 @@ from jfp8.recipes.looking_ahead import Layer
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.history import AmaxState, end_recorded, observe, record
+from jfp8.scaling.history import AmaxState, end_recorded, observe, record, resume_recorded
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.compat import outermost_scope
 from jfp8.tracing.context import note
@@ -80,8 +80,9 @@ class ProductModule(nn.Module):
             key = self.make_rng("fp8")
         state, sink = self._read_state(recipe), self._read_sink(recipe)
         records = state is not None and self._is_mutable("fp8") and not self.is_initializing()
-        if state is not None and not (records and self._is_used_again()):
-            state = {role: end_recorded(amaxes) for role, amaxes in state.items()}
+        if state is not None and records:
+            step = resume_recorded if self._is_used_again() else end_recorded
+            state = {role: step(amaxes) for role, amaxes in state.items()}
         causal = recipe.is_causal(layer, history=state is not None)
         path, product = self._place_in_model()
         with (

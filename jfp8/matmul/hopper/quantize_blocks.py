@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.matmul.hopper.quantize import (
+from jfp8.matmul.hopper.scales import scale_and_inverse
+from jfp8.matmul.hopper.sweep import (
     COLUMNS,
     ROWS,
     Sweep,
@@ -31,9 +31,7 @@ from jfp8.matmul.hopper.quantize import (
 )
 from jfp8.matmul.hopper.tiles import padded
 from jfp8.scaling.formats import Format
-from jfp8.scaling.scales import SMALLEST_SCALE, ScaleRounding, e8m0_code
-
-INFINITY = np.int32(0x7F800000)
+from jfp8.scaling.scales import ScaleRounding
 
 
 def quantize_rows_in_blocks(
@@ -189,69 +187,3 @@ def store(ref: Any, values: jax.Array) -> None:
         plgpu.store(ref, values, optimized=False)
     else:
         ref[...] = values
-
-
-def scale_and_inverse(
-    amax: jax.Array, fmt: Format, scale_rounding: ScaleRounding
-) -> tuple[jax.Array, jax.Array]:
-    """The scale of a block and its reciprocal, f32, both NaN if `amax` is not finite.
-
-    Bit for bit the result of `quantizers.block_scale`, by operations that the device also computes
-    exactly. E8M0 scales come as their codes (uint8).
-    """
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    finite = bits < INFINITY
-    if scale_rounding is None:
-        # Where the scale would be below 2^-126, or NaN, a number that is safe to divide by.
-        smallest = np.float32(fmt.max) * SMALLEST_SCALE
-        clipped = jnp.maximum(jnp.where(finite, amax, np.float32(1.0)), smallest)
-        scale = divide(clipped, jnp.full_like(amax, np.float32(fmt.max)))
-        scale = jnp.where(bits == 0, np.float32(1.0), scale)
-        inverse = divide(jnp.ones_like(amax), scale)
-        nan = np.float32(np.nan)
-        return jnp.where(finite, scale, nan), jnp.where(finite, inverse, nan)
-    mode = "rceil" if scale_rounding == "power_of_two" else scale_rounding
-    code = e8m0_code(amax, fmt, mode)
-    if scale_rounding == "power_of_two":
-        code = jnp.where(finite, jnp.where(bits == 0, 127, jnp.clip(code, 1, 253)), 255)
-    # The reciprocal of 2^(c-127) has the code 254 - c, which is 0, an f32 subnormal, for no amax.
-    inverse = lax.bitcast_convert_type((254 - code) << 23, jnp.float32)
-    inverse = jnp.where(code == 255, np.float32(np.nan), inverse)
-    if scale_rounding == "power_of_two":
-        scale = lax.bitcast_convert_type(code << 23, jnp.float32)
-        return jnp.where(finite, scale, np.float32(np.nan)), inverse
-    return code.astype(jnp.uint8), inverse
-
-
-def divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a / b`` rounded to nearest, for positive normal numbers with a normal quotient.
-
-    The device's own division may be off by two units in the last place.
-    """
-    return nearest_quotient(a / b, a, b)
-
-
-def nearest_quotient(y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The f32 nearest to ``a / b``, from a `y` off by at most three units in the last place.
-
-    With the 24-bit mantissas ``A, B, Y`` as integers, ``Y ~ A 2^k / B`` where `k` is 23 or 24. The
-    remainder ``A 2^k - B Y`` is a few times `B` at most, which survives arithmetic modulo 2^32, and
-    `Y` is right once it is no larger than ``B / 2``. (A quotient never lies halfway.)
-    """
-    a, b = lax.bitcast_convert_type(a, jnp.int32), lax.bitcast_convert_type(b, jnp.int32)
-    bits = lax.bitcast_convert_type(y, jnp.int32)
-    hidden, low = np.int32(1 << 23), np.int32((1 << 23) - 1)
-    numerator, divisor = (a & low) | hidden, (b & low) | hidden
-    # The quotient has the exponent e(a) - e(b), or one less if A < B; `y` may be on either side of
-    # a power of two, but A and B are exact. Y counts units of that exponent's last place.
-    below = (numerator < divisor).astype(jnp.int32)
-    exponent = (a >> 23) - (b >> 23) - below + 127
-    quotient = bits - (exponent << 23) + hidden
-    remainder = (numerator << (23 + below)) - divisor * quotient
-    for _ in range(3):
-        step = (2 * remainder > divisor).astype(jnp.int32) - (2 * remainder < -divisor).astype(
-            jnp.int32
-        )
-        quotient = quotient + step
-        remainder = remainder - step * divisor
-    return lax.bitcast_convert_type(quotient - hidden + (exponent << 23), jnp.float32)

@@ -1,0 +1,93 @@
+"""Scales, made inside of a kernel from amaxes: to the bit what `scaling.scale_from_amax` gives."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.scaling.formats import Format
+from jfp8.scaling.scales import LARGEST_SCALE, SMALLEST_SCALE, ScaleRounding, e8m0_code
+
+INFINITY = np.int32(0x7F800000)
+
+
+def scale_and_inverse(
+    amax: jax.Array,
+    fmt: Format,
+    scale_rounding: ScaleRounding,
+    *,
+    margin: int = 0,
+    poison: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """The scale that follows from an amax, and its reciprocal, f32.
+
+    By operations that the device computes exactly, on arrays: bitcasts of numbers alone cannot be
+    lowered. E8M0 scales come as their codes (uint8), for `poison` without a `margin` only.
+
+    Args:
+      amax: f32[n].
+      fmt, scale_rounding, margin: see `scaling.scale_from_amax`.
+      poison: whether an `amax` that is not finite makes both NaN; otherwise it makes them 1.
+    """
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    finite = bits < INFINITY
+    other = np.float32(np.nan if poison else 1)
+    if scale_rounding is None:
+        # Where the scale would be out of range, or NaN, a number that is safe to divide by.
+        divisor = fmt.max * 2.0**-margin
+        smallest = max(divisor * float(SMALLEST_SCALE), np.finfo(np.float32).tiny)
+        largest = min(divisor * float(LARGEST_SCALE), float(np.finfo(np.float32).max))
+        clipped = jnp.clip(
+            jnp.where(finite, amax, np.float32(1.0)), np.float32(smallest), np.float32(largest)
+        )
+        scale = divide(clipped, jnp.full_like(amax, np.float32(divisor)))
+        scale = jnp.where(bits == 0, np.float32(1.0), scale)
+        inverse = divide(jnp.ones_like(amax), scale)
+        return jnp.where(finite, scale, other), jnp.where(finite, inverse, other)
+    if scale_rounding == "power_of_two":
+        code = jnp.clip(e8m0_code(amax, fmt, "rceil") + margin, 1, 253)
+        code = jnp.where(bits == 0, 127, code)
+        scale, inverse = (
+            lax.bitcast_convert_type(c << 23, jnp.float32) for c in (code, 254 - code)
+        )
+        return jnp.where(finite, scale, other), jnp.where(finite, inverse, other)
+    code = e8m0_code(amax, fmt, scale_rounding)
+    # The reciprocal of 2^(c-127) has the code 254 - c, which is 0, an f32 subnormal, for no amax.
+    inverse = lax.bitcast_convert_type((254 - code) << 23, jnp.float32)
+    return code.astype(jnp.uint8), jnp.where(code == 255, np.float32(np.nan), inverse)
+
+
+def divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a / b`` rounded to nearest, for positive normal numbers with a normal quotient.
+
+    The device's own division may be off by two units in the last place.
+    """
+    return nearest_quotient(a / b, a, b)
+
+
+def nearest_quotient(y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The f32 nearest to ``a / b``, from a `y` off by at most three units in the last place.
+
+    With the 24-bit mantissas ``A, B, Y`` as integers, ``Y ~ A 2^k / B`` where `k` is 23 or 24. The
+    remainder ``A 2^k - B Y`` is a few times `B` at most, which survives arithmetic modulo 2^32, and
+    `Y` is right once it is no larger than ``B / 2``. (A quotient never lies halfway.)
+    """
+    a, b = lax.bitcast_convert_type(a, jnp.int32), lax.bitcast_convert_type(b, jnp.int32)
+    bits = lax.bitcast_convert_type(y, jnp.int32)
+    hidden, low = np.int32(1 << 23), np.int32((1 << 23) - 1)
+    numerator, divisor = (a & low) | hidden, (b & low) | hidden
+    # The quotient has the exponent e(a) - e(b), or one less if A < B; `y` may be on either side of
+    # a power of two, but A and B are exact. Y counts units of that exponent's last place.
+    below = (numerator < divisor).astype(jnp.int32)
+    exponent = (a >> 23) - (b >> 23) - below + 127
+    quotient = bits - (exponent << 23) + hidden
+    remainder = (numerator << (23 + below)) - divisor * quotient
+    for _ in range(3):
+        step = (2 * remainder > divisor).astype(jnp.int32) - (2 * remainder < -divisor).astype(
+            jnp.int32
+        )
+        quotient = quotient + step
+        remainder = remainder - step * divisor
+    return lax.bitcast_convert_type(quotient - hidden + (exponent << 23), jnp.float32)

@@ -1,0 +1,223 @@
+"""How kernels that quantize walk over a matrix: one pass over memory.
+
+They walk over its tiles with as many blocks as the device runs at a time. The copy engine brings
+tiles into shared memory while earlier ones are processed, and takes the results away. A tile is
+read once from memory but twice from shared memory: directly for ``q``, and through its transposed
+view for ``q^T``. So both directions are the same code on lines of the tile, and a reduction along a
+line never leaves a warp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfp8.matmul.hopper.measured import measured
+from jfp8.matmul.hopper.tiles import multiprocessors, swizzled
+from jfp8.scaling.formats import Format
+from jfp8.tracing.compat import kernels_are_interpreted
+
+# How a warpgroup holds the lines of a tile: four neighbours to a thread where they are rows, which
+# makes words of f8, and two where they are columns, which is what a transposing load gives.
+ROWS, COLUMNS = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
+
+Ref: TypeAlias = Any  # to memory or shared memory
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How a kernel walks over its input.
+
+    Attributes:
+      rows, columns: size of a tile, multiples of 64.
+      stages: tiles of the input in shared memory, one being processed and the others being loaded.
+      blocks: blocks that share the tiles; by default two for each multiprocessor, which together
+        must fit into its shared memory.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    stages: int = 2
+    blocks: int = field(default_factory=lambda: 2 * multiprocessors())
+
+
+def both_ways(dtype: jax.typing.DTypeLike) -> Sweep:
+    """Tiles with which two blocks fit a multiprocessor, each with two tiles and both results."""
+    return Sweep(rows=128 if jnp.dtype(dtype).itemsize == 2 else 64)
+
+
+def fastest(kernel: str, x: jax.Array, otherwise: Sweep) -> Sweep:
+    """What was measured to be fastest for `x`, with 16-bit elements; else `otherwise`."""
+    found = measured(kernel, *x.shape) if x.dtype.itemsize == 2 else None
+    return otherwise if found is None else Sweep(**found)
+
+
+def run(
+    name: str,
+    kernel: Callable[..., None],
+    x: jax.Array,
+    *arrays: jax.Array,
+    out: Sequence[jax.ShapeDtypeStruct],
+    staged: Sequence[Any] = (),
+    sweep: Sweep,
+    interpret: Any,
+) -> Sequence[jax.Array]:
+    """Results of ``kernel(x, *arrays, *out, *staged)``; `staged` is in shared memory."""
+    return plgpu.kernel(
+        kernel,
+        out_type=tuple(out),
+        scratch_types=tuple(staged),
+        grid=(blocks(x, sweep),),
+        grid_names=("block",),
+        interpret=interpret,
+        kernel_name=f"jfp8_{name}",
+    )(x, *arrays)
+
+
+def blocks(x: Ref, sweep: Sweep) -> int:
+    """Number of blocks that `run` starts."""
+    return min(sweep.blocks, (x.shape[0] // sweep.rows) * (x.shape[1] // sweep.columns))
+
+
+def for_each_tile(
+    body: Callable[..., Any],
+    x: Ref,
+    *vectors: tuple[Ref, int],
+    sweep: Sweep,
+    wanted: jax.Array | None = None,
+    carry: Any = None,
+) -> Any:
+    """``body(i, j, tile, *parts, [carry])`` for those tiles of `x` that are this block's.
+
+    Args:
+      body: gets the position of the tile, and tile and parts in shared memory; if there is a
+        `carry`, it returns the next one.
+      x: matrix in memory, of whole tiles.
+      vectors: vectors in memory, each with the dimension of `x` that it belongs to.
+      sweep: size of the tiles, and how many blocks share them.
+      wanted: bool[]; if False nothing is read.
+      carry: its first value.
+    """
+    down, across = x.shape[0] // sweep.rows, x.shape[1] // sweep.columns
+    total, stride, block = down * across, blocks(x, sweep), lax.axis_index("block")
+    steps = lax.div(total - 1 - block, stride) + 1 if total % stride else total // stride
+    if wanted is not None:
+        steps = jnp.where(wanted, steps, 0)
+
+    def position(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tile = block + step * stride
+        return lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+
+    def part(dimension: int) -> plgpu.BlockSpec:
+        size = (sweep.rows, sweep.columns)[dimension]
+        return plgpu.BlockSpec((size,), lambda step: (position(step)[dimension],))
+
+    tile = plgpu.BlockSpec(
+        (sweep.rows, sweep.columns), position, transforms=swizzled(x.dtype, sweep.columns)
+    )
+    return plgpu.emit_pipeline(
+        lambda step, *refs: body(*position(*step), *refs),
+        grid=(steps,),
+        in_specs=[tile, *(part(dimension) for _, dimension in vectors)],
+        max_concurrent_steps=sweep.stages,
+        init_carry=carry,
+    )(x, *(vector for vector, _ in vectors))
+
+
+def staging(sweep: Sweep, fmt: Format) -> list[Any]:
+    """Shared memory for a tile on its way out, and for its transpose."""
+    shapes = (sweep.rows, sweep.columns), (sweep.columns, sweep.rows)
+    return [plgpu.SMEM(s, fmt.dtype, transforms=swizzled(fmt.dtype, s[1])) for s in shapes]
+
+
+def read(tile: Ref, layout: Any) -> jax.Array:
+    """A tile, its transposed view, or a part of a vector, in registers."""
+    # Not optimized: the reads of ROWS meet two to a bank. Optimized ones do not, but cost a select
+    # for every word, and instructions are scarcer here than shared memory's time.
+    return plgpu.load(tile, layout=layout, optimized=False)
+
+
+def write(values: jax.Array, staged: Ref, target: Ref) -> None:
+    """``target = values``, through `staged`."""
+    # The two directions alternate, each in its own `staged`: with at most one copy in flight, this
+    # one is free. At the end of a kernel `finish` waits for both.
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    staged[...] = values
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, target)
+
+
+def finish() -> None:
+    """Wait until all is written: the last line of a kernel that calls `write`."""
+    plgpu.wait_smem_to_gmem(0)
+
+
+def per_line(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One value for each line, repeated along the lines."""
+    return lax.broadcast_in_dim(values, shape, (0,))
+
+
+def lane(dtype: jax.typing.DTypeLike) -> Any:
+    """The signed integer type as wide as `dtype`."""
+    return {2: np.int16, 4: np.int32}[jnp.dtype(dtype).itemsize]
+
+
+def magnitude(x: jax.Array) -> jax.Array:
+    """The bits of ``|x|`` as integers of type `lane`, in the order ``finite < Inf < NaN``."""
+    integer = lane(x.dtype)
+    return lax.bitcast_convert_type(x, integer) & integer(np.iinfo(integer).max)
+
+
+def no_amax(x: Ref, sweep: Sweep) -> jax.Array:
+    """Zero magnitudes for the rows of a tile, in the layout that a maximum along them gives."""
+    return plgpu.layout_cast(jnp.zeros((sweep.rows,), lane(x.dtype)), ROWS.reduce(1))
+
+
+def from_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The f32 value of a result of `magnitude`, for an `x` of `dtype`."""
+    return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
+
+
+def f32_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """What `magnitude` would give for ``x.astype(f32)``, as int32, which memory handles well."""
+    return lax.bitcast_convert_type(from_magnitude(bits, dtype), jnp.int32)
+
+
+def saturating(values: jax.Array, fmt: Format, interpret: Any) -> jax.Array:
+    """f32 `values` cast to `fmt`; finite ones saturate."""
+    # The device's conversion (cvt.rn.satfinite) saturates by itself.
+    if interpret or kernels_are_interpreted():
+        values = jnp.clip(values, -np.float32(fmt.max), np.float32(fmt.max))
+    return values.astype(fmt.dtype)
+
+
+def parts() -> int:
+    """The number of parts of which kernels give amaxes, of any matrix: at least one for each block.
+
+    A multiple of 128, which a warpgroup can read at once.
+    """
+    return -(-4 * multiprocessors() // 128) * 128
+
+
+def write_amax(target: Ref, amax: jax.Array, x: Ref, sweep: Sweep) -> None:
+    """What a block has found as its entry of `target`, and zeros that are left for it to write."""
+    count, at = blocks(x, sweep), lax.axis_index("block")
+    target[at] = jnp.max(f32_magnitude(amax, x.dtype))
+
+    def write_zero(i, _):
+        target[at + i * count] = jnp.int32(0)
+
+    lax.fori_loop(1, lax.div(target.shape[0] - 1 - at, count) + 1, write_zero, None)
+
+
+def largest_of(amaxes: Ref) -> jax.Array:
+    """The largest of the amaxes that another kernel has found, f32[128], all the same."""
+    largest = jnp.max(plgpu.load(amaxes, layout=plgpu.Layout.WG_STRIDED((amaxes.shape[0],), 1)))
+    return lax.bitcast_convert_type(jnp.full((128,), largest), jnp.float32)
