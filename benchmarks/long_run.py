@@ -281,7 +281,7 @@ def draw(results: dict[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     runs = points_of(results)
-    figure = Figure((7.0, 8.4), layout="constrained")
+    figure = Figure((7.0, 8.0), layout="constrained")
     figure.suptitle(
         "Runs of ten times as many steps: gaps to float32, and noise", fontsize="medium"
     )
@@ -306,11 +306,10 @@ def draw(results: dict[str, Any]) -> Figure:
     bottom.set_ylim(bottom=0)
     title = "gradient / quantization noise of the weakest layer; dashed: √3"
     bottom.set_title(title, fontsize="small", loc="left")
-    handles, labels = top.get_legend_handles_labels()
+    lines = top.get_legend_handles_labels()
     for ax in (top, middle, bottom):
         ax.get_legend().remove()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False,
-                  fontsize="small")  # fmt: skip
+    figure.legend(*lines, loc="outside lower center", frameon=False, fontsize="small", ncols=3)
     return figure
 
 

@@ -10,6 +10,10 @@ scaling; with it, activations and weights use their histories; with ``fp8_sink``
 gradients. Without a sink, `apply` itself updates a mutable ``fp8``, like ``batch_stats``. With a
 sink, `jfp8.advance` updates it, once per optimizer step.
 
+With ``state_collection="_overwrite_with_gradient"`` all state of a product is one variable of that
+collection instead, and the gradient by it is its next value: for loops that replace the one by the
+other, such as Flax's own ``TrainState``. `histories_in` reads it.
+
 Recipes that round stochastically draw from the random stream ``fp8``, if `apply` is given one
 (``rngs={"fp8": key}``), and otherwise from the data; see `jfp8.scaled_dot_general`.
 """
@@ -19,6 +23,7 @@ from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.layers.linen.layers import Conv, ConvTranspose, Dense, DenseGeneral, Einsum
 from jfp8.layers.linen.moe import ExpertDense, MoE, RaggedDot
 from jfp8.layers.linen.products import ConvGeneralDilated, DotGeneral
+from jfp8.layers.linen.state_in_gradients import histories_in
 from jfp8.layers.linen.transformer import RelativePositionBiases, TransformerLayer
 
 __all__ = [
@@ -38,4 +43,5 @@ __all__ = [
     "RaggedDot",
     "RelativePositionBiases",
     "TransformerLayer",
+    "histories_in",
 ]

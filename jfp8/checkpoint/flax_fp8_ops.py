@@ -30,9 +30,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jfp8.checkpoint import histories
 from jfp8.checkpoint.changes import Log
 from jfp8.checkpoint.tree import Nested, Path, described, nested
+from jfp8.layers.linen.state_in_gradients import NAME, histories_in
 
 COLLECTION = "_overwrite_with_gradient"
 
@@ -105,6 +108,9 @@ def _products(node: Any, path: Path, at: Path, log: Log) -> dict[Path, histories
         shapes = ", ".join(map(described, tensors.values()))
         log.problem((*path, *at), f"histories are {shapes}, not f32 arrays of one shape")
         return {}
+    if set(node) == {NAME}:  # of a model of ours with this `state_collection`
+        tensors = histories_in(node)
+        return {at: {role: np.asarray(tensors[role]["amax_history"]) for role in _ROLES}}
     found: dict[Path, histories.Tensors] = {}
     for name, child in node.items():
         found |= _products(child, path, (*at, name), log)

@@ -28,6 +28,7 @@ from jfp8.checkpoint.upgrade_optimizer import (
     unmastered,
 )
 from jfp8.checkpoint.values import Leaves, floats
+from jfp8.layers.linen.state_in_gradients import NAME
 from jfp8.optim.masters import has_master_weights, init_masters
 from jfp8.optim.stored_state import is_stored
 from jfp8.training.state import TrainState
@@ -128,6 +129,9 @@ class _Walk:
         elif histories.is_product(target):
             self.leaves.new.update(histories.fitted(target, saved, path, self.leaves.log))
         elif histories.is_sink(target):
+            self.leaves.zeros(target, path)
+        elif saved is None and COLLECTION in path and path[-1] == NAME:
+            self.leaves.log.change(histories.MISSING, path)
             self.leaves.zeros(target, path)
         elif not isinstance(target, dict):
             self.leaves.fit(target, saved, path)

@@ -20,6 +20,7 @@ from jfp8.conversion import edges
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.linen_layers import is_layer, path_of, replace_products
 from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
+from jfp8.conversion.parameter_products import ParameterProduct, find_products
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
@@ -27,6 +28,7 @@ from jfp8.layers.linen.state_in_params import collections_into_params, collectio
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import dequantize_tree
 from jfp8.tracing.caller import user_level
 
@@ -91,7 +93,10 @@ class _Converted:
     ) -> Any:
         """``nn.Module.apply`` with FP8 products."""
         selection = type(self).jfp8_selection
-        selection.check_patterns(_paths(variables.get("params", {})))
+        params = variables.get("params", {})
+        shapes = _shapes(params)
+        names = (f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own)
+        selection.check_patterns(_paths(params), names)
 
         def run(variables, rngs, args, kwargs, mutable=mutable):
             apply = self._original("apply")
@@ -132,8 +137,8 @@ class _Converted:
         with _intercepted(self, found, state_in_params=True) as met:
             y, variables = run({}, rngs, args, kwargs)
         variables = collections_out_of_params(variables, mutable)
-        cls.jfp8_selection.check_patterns(_paths(variables.get("params", {})))
         params = variables.get("params", {})
+        cls.jfp8_selection.check_patterns([*_paths(params), *met.products])
         if met.knows_all(params):
             cls.jfp8_selection.check_types(met.layers)
         met.warn(self, params)
@@ -191,12 +196,14 @@ class _Met:
 
     Attributes:
       layers: those that the selection was asked about.
+      products: the paths of parameters that modules multiply by themselves.
       kinds: the types of all modules, by path.
       seen: see `Seen`.
       ahead: the recipes of layers whose scales see later positions, where the model masks these.
     """
 
     layers: list[nn.Module] = dataclasses.field(default_factory=list)
+    products: set[str] = dataclasses.field(default_factory=set)
     kinds: dict[str, type] = dataclasses.field(default_factory=dict)
     seen: Seen = dataclasses.field(default_factory=Seen)
     ahead: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -222,7 +229,8 @@ class _Met:
             warnings.warn(looks_ahead_message(self.ahead), UserWarning, stacklevel=user_level())
         if not self.knows_all(params):
             return
-        kinds = {path: kind for path, kind in self.kinds.items() if path not in self.seen.stayed}
+        known = {*self.seen.stayed, *(path.rpartition("/")[0] for path in self.products)}
+        kinds = {path: kind for path, kind in self.kinds.items() if path not in known}
         self.seen.own = own_parameters(kinds, _shapes(params))
         if warn_of_nothing(model, self.seen, "linen"):
             object.__setattr__(model, warned, True)
@@ -237,10 +245,14 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     depth = () if model.scope is None else model.scope.path
     met = _Met()
 
+    def product_with(recipe: Recipe) -> ProductOf:
+        where = {"state_in_params": state_in_params, "state_collection": selection.state_collection}
+        return ProductOf(DotGeneral, recipe, None, **where)
+
     def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
         if region.current() != here:
             return own
-        inner = "/".join(layer.path[len(depth) :])
+        inner = "/".join(path.split("/")[len(depth) :])
         if own:
             decision = Decision(None, own)
         else:
@@ -254,12 +266,18 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
             kind = "conv" if isinstance(layer, nn.Conv) else "dense"
             if not decision.recipe.is_causal(kind, history=True):
                 met.ahead[inner] = decision.recipe.name
-        return ProductOf(DotGeneral, decision.recipe, None, state_in_params)
+        return product_with(decision.recipe)
+
+    def found_one(product: ParameterProduct) -> jax.Array:
+        if region.current() != here:
+            return product.plain()
+        met.products.add("/".join(product.path.split("/")[len(depth) :]))
+        return product.by_choice(choose(product.path, product.module, product.x, ""))
 
     def attention() -> ProductOf | None:
         if region.current() != here or not selection.attention_products:
             return None
-        return ProductOf(DotGeneral, selection.recipe, None, state_in_params)
+        return product_with(selection.recipe)
 
     def watch(next_fun, args, kwargs, context):
         module = context.module
@@ -268,8 +286,10 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
             met.seen.converted |= isinstance(module, ProductModule)
         return next_fun(*args, **kwargs)
 
-    products = replace_products(choose, attention)
-    with region.entered(here), nn.intercept_methods(watch), nn.intercept_methods(products):
+    interceptors = (watch, find_products(found_one), replace_products(choose, attention))
+    with region.entered(here), contextlib.ExitStack() as stack:
+        for interceptor in interceptors:
+            stack.enter_context(nn.intercept_methods(interceptor))
         yield met
 
 
@@ -306,7 +326,17 @@ def _edges_of(
 
     variables = dequantize_tree(variables)
     arrays, together = edges.arrays_apart((variables, rngs, args, kwargs))
-    with region.entered(_LOOKING), nn.intercept_methods(mark):
+
+    def mark_product(product: ParameterProduct) -> jax.Array:
+        x = edges.mark_input(product.x, product.path)
+        return edges.mark_output(dataclasses.replace(product, x=x).plain(), product.path)
+
+    mark_products = find_products(mark_product)
+    with (
+        region.entered(_LOOKING),
+        nn.intercept_methods(mark_products),
+        nn.intercept_methods(mark),
+    ):
         closed = jax.make_jaxpr(lambda arrays: edges.arrays_in(run(*together(arrays))))(arrays)
     # `init` makes the parameters from random numbers.
     parameters, _ = edges.arrays_apart((variables, rngs))

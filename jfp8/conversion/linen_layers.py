@@ -26,9 +26,6 @@ from jfp8.layers.linen.products import (
     promote_dtype,
     promote_values,
 )
-from jfp8.recipes import in_effect as region
-from jfp8.recipes.in_effect import Region
-from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.context import note
 
 
@@ -133,18 +130,3 @@ def replace_products(
             return run(*args, **kwargs)
 
     return intercept
-
-
-@contextlib.contextmanager
-def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
-    """A region in which Flax's layers use `recipe`; see `jfp8.autocast`."""
-    here = Region(recipe, enabled)
-
-    def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
-        del path, layer, x
-        if own or region.current() != here:
-            return own
-        return ProductOf(DotGeneral, None, None)
-
-    with region.entered(here), nn.intercept_methods(replace_products(choose, lambda: None)):
-        yield

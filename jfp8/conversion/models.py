@@ -9,8 +9,9 @@ from typing import TypeVar, cast
 import flax.linen as nn
 from flax import nnx
 
-from jfp8.conversion import linen, linen_layers, nnx_models
+from jfp8.conversion import linen, linen_region, nnx_models
 from jfp8.conversion.selection import Choice, Selection, select
+from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -25,6 +26,7 @@ def convert(
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
     attention_products: bool = False,
+    state_collection: StateCollection = "fp8",
 ) -> Model:
     """The same model with FP8 products in its layers, forward and backward.
 
@@ -33,8 +35,10 @@ def convert(
     ``Dense`` (NNX: ``Linear``), ``DenseGeneral``, ``Conv``, ``ConvTranspose``, ``Einsum``, and the
     projections of attention, wherever they are: under ``setup`` or ``compact``, inside
     ``nn.scan``, ``nn.vmap``, ``nn.remat`` and ``nn.jit``. A layer that was given its own product
-    (``dot_general=``) keeps it. Products that no layer computes (``x @ w``, ``jnp.einsum``) stay in
-    high precision: `jfp8.report` lists them. If no product becomes FP8 although `exempt` and `only`
+    (``dot_general=``) keeps it. So are products of one parameter with something else that a Linen
+    module computes itself (``jnp.einsum``, ``x @ w``); their path is that of the module and the
+    name of the parameter, ``"attn/w"``. Other products that no layer computes stay in high
+    precision: `jfp8.report` lists them. If no product becomes FP8 although `exempt` and `only`
     do not ask for that, a ``UserWarning`` says what stayed and why: for an NNX model at once, for a
     Linen model when ``init`` or ``apply`` first traces it.
 
@@ -55,6 +59,9 @@ def convert(
         exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
       only: convert these layers and no others, given like `exempt`, whose default is then ``()``.
       attention_products: also convert the products of queries with keys and of weights with values.
+      state_collection: of a Linen model, where the amax histories are: ``"fp8"``, or
+        ``"_overwrite_with_gradient"`` for loops that replace its variables by their gradients, such
+        as Flax's own ``TrainState``.
 
     Returns:
       A Linen module, an instance of a subclass of ``type(model)``; or an NNX module of the same
@@ -63,8 +70,9 @@ def convert(
     Raises:
       TypeError: `model` is not a model, `recipe` is not a recipe, or `exempt` or `only` is none of
         the above.
-      ValueError: a pattern or a type that matches no layer. For Linen models ``init`` and ``apply``
-        raise it, because their layers exist only then.
+      ValueError: unknown `state_collection`, or one for an NNX model; a pattern or a type that
+        matches no layer, which for Linen models ``init`` and ``apply`` raise, because their layers
+        exist only then.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
@@ -72,7 +80,8 @@ def convert(
     >>> fp8_model.init(jax.random.key(0), jnp.ones((1, 32))).keys()
     dict_keys(['params'])
     """
-    return convert_selected(model, select(recipe, exempt, only, attention_products))
+    selection = select(recipe, exempt, only, attention_products, state_collection)
+    return convert_selected(model, selection)
 
 
 def convert_selected(
@@ -87,6 +96,12 @@ def convert_selected(
             )
         return cast(Model, linen.convert_module(model, selection, on_init))
     if isinstance(model, nnx.Module):
+        if selection.state_collection != "fp8":
+            raise ValueError(
+                f"state_collection={selection.state_collection!r} is for Linen models: NNX has no "
+                "collections. Histories of an NNX model are variables of the type "
+                "jfp8.nnx.Fp8State, which calls of the model update."
+            )
         return cast(Model, nnx_models.convert_model(model, selection))
     given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(
@@ -99,7 +114,8 @@ def convert_selected(
 def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -> Iterator[None]:
     """A region in which the Linen layers that are called compute FP8 products.
 
-    In it, Flax's own layers (see `convert`) and layers of jfp8 without a recipe use `recipe`. A
+    In it, Flax's own layers and products of parameters (see `convert`), and layers of jfp8 without
+    a recipe, use `recipe`. A
     layer or a converted model with its own recipe keeps that. The innermost region holds; with
     ``enabled=False`` everything in it is in high precision.
 
@@ -128,5 +144,5 @@ def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -
     ...     bool((apply(variables, x) == y).all())
     False
     """
-    with linen_layers.in_region(check_recipe(recipe), bool(enabled)):
+    with linen_region.in_region(check_recipe(recipe), bool(enabled)):
         yield

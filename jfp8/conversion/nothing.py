@@ -11,9 +11,16 @@ from jfp8.conversion.selection import Decision
 from jfp8.tracing.caller import user_level
 
 _LISTED = 4  # of a kind
-_CURES = {
-    "linen": "jfp8.linen.DotGeneral or jfp8.linen.EinsumProduct",
-    "nnx": "jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp",
+_OF_OWN = {
+    "linen": (
+        ", but multiply by none of them where that can be seen",
+        "Inside of jax.checkpoint, jax.lax.scan and functions with derivatives of their own it "
+        "cannot: use nn.remat and nn.scan, or jfp8.linen.DotGeneral or EinsumProduct in them.",
+    ),
+    "nnx": (
+        " and multiply by them themselves (jnp.einsum, @)",
+        "convert takes Flax's layers only: use jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp in them.",
+    ),
 }
 
 
@@ -54,13 +61,11 @@ def warn_of_nothing(model: Any, seen: Seen, api: Literal["linen", "nnx"]) -> boo
         said.append("The model has no layer of Flax with a product, such as nn.Dense.")
     if seen.own:
         spelled = lambda own: ", ".join(f"{name!r} {shape}" for name, shape in own.items())
+        what, cure = _OF_OWN[api]
         modules = [
             f"{_named(path, kind)}, {spelled(own)}" for path, (kind, own) in seen.own.items()
         ]
-        said.append(
-            "Modules that hold parameters and multiply by them themselves (jnp.einsum, @): "
-            f"{_listed(modules)}. convert takes Flax's layers only: use {_CURES[api]} in them."
-        )
+        said.append(f"Modules that hold parameters{what}: {_listed(modules)}. {cure}")
     warnings.warn(
         f"No product of {type(model).__name__} is FP8: jfp8.convert changed nothing. "
         f"{' '.join(said)} jfp8.report lists every product.",

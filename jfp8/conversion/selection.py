@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jfp8.layers.linen.state_in_gradients import StateCollection, check_state_collection
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 
@@ -53,12 +54,14 @@ class Selection:
       exempt: layers that stay in high precision.
       only: layers to convert; None: all that are not exempt.
       attention_products: also convert the two products inside attention.
+      state_collection: of Linen models; see `jfp8.Dense`.
     """
 
     recipe: Recipe
     exempt: tuple[Choice, ...] = EDGES
     only: tuple[Choice, ...] | None = None
     attention_products: bool = False
+    state_collection: StateCollection = "fp8"
 
     def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
         """Whether the layer at `path` is converted. `edge` says at which edge it is, if at any."""
@@ -74,11 +77,16 @@ class Selection:
         """All that `exempt` and `only` hold."""
         return (*self.exempt, *(self.only or ()))
 
-    def check_patterns(self, paths: Iterable[str]) -> None:
-        """Raise ``ValueError`` if a pattern matches none of `paths`, nor what is inside of one."""
+    def check_patterns(self, paths: Iterable[str], possible: Iterable[str] = ()) -> None:
+        """Raise ``ValueError`` if a pattern matches none of `paths`, nor what is inside of one.
+
+        Args:
+          possible: paths that it may match as well, because they may be those of products.
+        """
         listed = sorted(set(paths))
+        known = [*listed, *possible]
         for choice in self.choices:
-            if isinstance(choice, str) and not any(_path_matches(choice, path) for path in listed):
+            if isinstance(choice, str) and not any(_path_matches(choice, path) for path in known):
                 raise ValueError(
                     f"The pattern {choice!r} matches no layer of the model. Layers: "
                     f"{', '.join(listed) or 'none'}. Patterns match paths, with * for "
@@ -102,14 +110,20 @@ def select(
     exempt: Choice | Sequence[Choice] | None,
     only: Choice | Sequence[Choice] | None,
     attention_products: bool = False,
+    state_collection: StateCollection = "fp8",
 ) -> Selection:
     """A `Selection` from what a user gave, or an error that says what to give."""
+    check_state_collection(state_collection)
     chosen = None if only is None else _choices("only", only)
     if exempt is None:
         # Who names layers to convert means these, wherever they are.
         exempt = EDGES if chosen is None else ()
     return Selection(
-        check_recipe(recipe), _choices("exempt", exempt), chosen, bool(attention_products)
+        check_recipe(recipe),
+        _choices("exempt", exempt),
+        chosen,
+        bool(attention_products),
+        state_collection,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen
@@ -178,3 +178,67 @@ def primitive_of(x: Any) -> str | None:
         inner = getattr(x, name, None)
         x = inner if isinstance(inner, jax.core.Tracer) else x
     return getattr(getattr(getattr(x, "parent", None), "primitive", None), "name", None)
+
+
+class _Interposed(core.Trace):
+    """Hands every operation to a function, and everything else to the trace that is under way.
+
+    It has no tracers of its own: values are those of the other trace, so none can leak.
+    """
+
+    def __init__(self, parent: Any, handle: Callable[..., Any]) -> None:
+        super().__init__()
+        self.parent_trace, self.handle = parent, handle
+        self.requires_low = parent.requires_low
+
+    def stage_value(self, val: Any) -> Any:
+        return self.parent_trace.stage_value(val)
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        with core.set_current_trace(self.parent_trace):
+            return self.handle(primitive, tracers, params)
+
+    def process_call(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_call(*args, **params)
+
+    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_custom_jvp_call(*args, **params)
+
+    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_custom_vjp_call(*args, **params)
+
+    def __getattr__(self, name: str) -> Any:  # what some versions have besides
+        if name.startswith("__") or name == "parent_trace":
+            raise AttributeError(name)
+        return getattr(self.parent_trace, name)
+
+
+@contextlib.contextmanager
+def interposed(handle: Callable[..., Any]) -> Iterator[None]:
+    """Inside, each operation of JAX in this thread is ``handle(primitive, values, params)``.
+
+    It returns what ``primitive.bind(*values, **params)`` would. What `handle` itself computes is
+    not interposed, and neither are the bodies of loops, of ``jax.checkpoint`` and of functions with
+    derivatives of their own. A region inside of another takes its place.
+    """
+    trace: Any = core.trace_ctx.trace
+    parent = trace.parent_trace if isinstance(trace, _Interposed) else trace
+    with core.set_current_trace(_Interposed(parent, handle)):
+        yield
+
+
+def interposing() -> Callable[..., Any] | None:
+    """The function that operations are handed to, if any."""
+    trace: Any = core.trace_ctx.trace
+    return trace.handle if isinstance(trace, _Interposed) else None
+
+
+@contextlib.contextmanager
+def not_interposed() -> Iterator[None]:
+    """Inside, operations are those of JAX again."""
+    trace: Any = core.trace_ctx.trace
+    if not isinstance(trace, _Interposed):
+        yield
+        return
+    with core.set_current_trace(trace.parent_trace):
+        yield

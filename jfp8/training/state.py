@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jfp8.layers.linen.state_in_gradients import OVERWRITTEN
 from jfp8.optim.fp8_params import apply_updates, without_stored
 from jfp8.optim.loss_scale_state import (
     LossScaleState,
@@ -123,7 +124,8 @@ class TrainState(flax.struct.PyTreeNode):
 
         Raises:
           TypeError: another argument, such as the ``params`` of Flax's ``TrainState.create``.
-          ValueError: `variables` has no ``params``, or its ``fp8_sink`` does not match its ``fp8``.
+          ValueError: `variables` has no ``params``; it has ``_overwrite_with_gradient``; its
+            ``fp8_sink`` does not match its ``fp8``.
         """
         if unknown or variables is None:
             given = ", ".join(sorted(unknown)) or "no variables"
@@ -141,6 +143,12 @@ class TrainState(flax.struct.PyTreeNode):
             raise ValueError(
                 f"variables has the collections {sorted(collections)}, but no 'params'. Pass all "
                 "that model.init(...) returned, not variables['params']."
+            )
+        if collections.get(OVERWRITTEN):
+            raise ValueError(
+                f"variables has state in {OVERWRITTEN!r}, which jfp8.TrainState does not replace "
+                "by its gradient. Make the model with state_collection='fp8', or use "
+                "flax.training.train_state.TrainState.create(params=variables, ...)."
             )
         params, fp8 = collections.pop("params"), collections.pop("fp8", {})
         sinks = collections.pop("fp8_sink", None)

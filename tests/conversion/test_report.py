@@ -364,12 +364,12 @@ def test_an_implementation_that_is_named_is_what_runs(implementation):
 
 
 class Raw(nn.Module):
-    """Products that no layer computes, on weights of its own."""
+    """Products that no layer computes, of weights that are computed."""
 
     @nn.compact
     def __call__(self, x):
         x = nn.Dense(8)(x)
-        w = self.param("w", nn.initializers.ones, (8, 8))
+        w = 2 * self.param("w", nn.initializers.ones, (8, 8))
         x = x @ w  # RAW 1
         x = jnp.einsum("ab,bc->ac", x, w)  # RAW 2
         return jnp.dot(x, w)  # RAW 3

@@ -116,7 +116,7 @@ def test_the_picture(command, tmp_path):
 
     command("--steps 6 --recipes delayed twin")
     command(f"--picture {tmp_path / 'long_run.png'}")
-    assert image.imread(tmp_path / "long_run.png").shape[:2] == (924, 770)
+    assert image.imread(tmp_path / "long_run.png").shape[:2] == (880, 770)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from jfp8.quantizers.quantizer import Current, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.product import Product
+from jfp8.scaling.sink import decode_amax, init_sink
 
 PLAIN = (((1,), (0,)), ((), ()))
 UNIT_ROUNDOFF = 2.0**-24  # of f32
@@ -641,18 +642,49 @@ def make_mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+# How the three arrays of a layer lie on devices.
+WAYS = {
+    "data": (P("data"), P(), P("data")),
+    "FSDP": (P("data"), P("data"), P("data")),
+    "columns": (P(), P(None, "data"), P(None, "data")),
+    "rows": (P(None, "data"), P("data"), P()),
+    "rows and columns": (P("data"), P(None, "data"), P("data")),
+}
+
+
+def on_devices(arrays, way):
+    mesh = make_mesh()
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, WAYS[way], strict=True)
+    ]
+
+
 @pytest.mark.slow
 @every_recipe
 def test_sharded_jit_equals_unsharded(recipe):
-    """Rows of lhs and grad over 8 devices, columns of rhs: each is a contraction somewhere."""
-    lhs, rhs, dy = layer_operands()
-    mesh = make_mesh()
-    placed = [
-        jax.device_put(x, NamedSharding(mesh, spec))
-        for x, spec in ((lhs, P("data")), (rhs, P(None, "data")), (dy, P("data")))
-    ]
-    results = value_and_grads(*placed, recipe=recipe)
-    assert_same(results, value_and_grads(lhs, rhs, dy, recipe=recipe), recipe)
+    arrays = layer_operands()
+    expected = value_and_grads(*arrays, recipe=recipe)
+    for way in WAYS:
+        assert_same(value_and_grads(*on_devices(arrays, way), recipe=recipe), expected, recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_sharded_jit_sees_the_amaxes_of_whole_tensors(way):
+    """Each is in the part of another device, and none is a power of two."""
+    x, w, dy = (jnp.asarray(integers((40, 40), i)) for i in range(3))
+    x, w, dy = x.at[3, 37].set(-7e4), w.at[39, 20].set(5e5), dy.at[20, 1].set(-3e6)
+    recipe = recipes.DelayedScaling()
+
+    @jax.jit
+    def amaxes(x, w, dy):
+        options = {"recipe": recipe, "state": recipe.init_state()}
+        f = lambda x, w, sink: scaled_dot_general(x, w, PLAIN, sink=sink, **options)
+        *_, sink = jax.vjp(f, x, w, init_sink())[1](dy)
+        return decode_amax(sink)[0]
+
+    np.testing.assert_array_equal(amaxes(*on_devices((x, w, dy), way)), np.float32([7e4, 5e5, 3e6]))
 
 
 @pytest.mark.slow

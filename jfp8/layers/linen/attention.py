@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import KW_ONLY, replace
 from typing import Any
 
 import flax.linen as nn
 import jax
 from flax.typing import PRNGKey
 
-from jfp8.layers.linen.layers import own_product
+from jfp8.layers.linen.layers import own_product, product_of
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf, promote_dtype
+from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
 from jfp8.recipes.attention import InAttention
@@ -63,7 +65,11 @@ class EinsumProduct(ProductModule):
           ValueError: not two operands and a result.
         """
         dot_general = DotGeneral(
-            self.recipe, self.implementation, self.state_in_params, self.in_attention
+            self.recipe,
+            self.implementation,
+            self.state_in_params,
+            self.in_attention,
+            state_collection=self.state_collection,
         )
         return einsum.as_dot_general(
             einsum.parse(equation, lhs.ndim, rhs.ndim),
@@ -82,7 +88,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     Flax's, with the same initial values for the same key. A kernel may be a `ScaledArray`.
 
     Attributes:
-      recipe, implementation: see `Dense`.
+      recipe, implementation, state_collection: see `Dense`.
       attention_products: also compute the two products of attention itself in FP8: queries with
         keys, and attention weights with values. No operand is a parameter, and errors in the first
         go through the softmax: try it, and compare. For their scales see `EinsumProduct`.
@@ -101,6 +107,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     recipe: Recipe | str | None = None
     implementation: Implementation = None
     attention_products: bool = False
+    _: KW_ONLY
+    state_collection: StateCollection = "fp8"
 
     def __post_init__(self) -> None:
         self.qkv_dot_general_cls = own_product(self, DotGeneral, "qkv_dot_general")
@@ -131,9 +139,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 f"attention_products=True needs an attention_fn whose products can be replaced, as "
                 f"in nn.dot_product_attention; {self.attention_fn} takes no {hook}."
             )
-        return ProductOf(
-            EinsumProduct, self.recipe, self.implementation, in_attention=EINSUM_HOOKS[hook]
-        )
+        return replace(product_of(self, EinsumProduct), in_attention=EINSUM_HOOKS[hook])
 
     @nn.compact
     def __call__(

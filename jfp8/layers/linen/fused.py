@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY
 from typing import Any
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ from flax.typing import Dtype, Initializer
 
 from jfp8.layers import transformer_math
 from jfp8.layers.linen.layers import DenseGeneral
+from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, options_of
 from jfp8.layers.transformer_math import LayerNormType
 from jfp8.matmul.choice import Implementation
@@ -39,7 +41,7 @@ class LayerNormDense(DenseGeneral):
       return_layernorm_output: return ``(y, normalized)``, the second in high precision.
       saved_activations: keep the input of the normalisation in this format for the backward pass,
         with a scale for every few elements; None: in high precision. See `jfp8.save_in_fp8`.
-      recipe, implementation: see `Dense`.
+      recipe, implementation, state_collection: see `Dense`.
 
     Raises:
       ValueError: unknown `layernorm_type`; a hook for the product.
@@ -108,7 +110,7 @@ class LayerNormMLP(nn.Module):
       return_layernorm_output: return ``(y, normalized)``, the second in high precision.
       saved_activations: keep the inputs of the normalisation and of the activation in this format
         for the backward pass; see `LayerNormDense`.
-      recipe, implementation: see `Dense`.
+      recipe, implementation, state_collection: see `Dense`.
 
     Raises:
       ValueError: unknown `activation` or `layernorm_type`; the message lists the known ones.
@@ -136,6 +138,8 @@ class LayerNormMLP(nn.Module):
     saved_activations: Format | None = None
     recipe: Recipe | str | None = None
     implementation: Implementation = None
+    _: KW_ONLY
+    state_collection: StateCollection = "fp8"
 
     @nn.compact
     def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> Any:
@@ -148,7 +152,7 @@ class LayerNormMLP(nn.Module):
         Returns:
           ``[..., features]``; or a pair of arrays, see `return_layernorm_output`.
         """
-        dense = options_of(self, PRODUCT_OPTIONS)
+        dense = options_of(self, (*PRODUCT_OPTIONS, "state_collection"))
         projections = transformer_math.projections_of(self.activation)
         hidden, normalized = LayerNormDense(
             (projections, self.intermediate_dim),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -18,6 +18,7 @@ from jfp8.layers.linen.products import (
     ProductOf,
     promote_dtype,
 )
+from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.options import check_use_bias
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
@@ -39,7 +40,13 @@ def own_product(layer: Any, product: type[ProductModule], hook: str) -> ProductO
             f"jfp8.{name} computes its product itself, so it takes neither {hook} nor "
             f"{hook}_cls. Pass recipe=..., or use flax.linen.{flax.__name__} with {hook}_cls."
         )
-    return ProductOf(product, layer.recipe, layer.implementation)
+    return product_of(layer, product)
+
+
+def product_of(layer: Any, product: type[ProductModule]) -> ProductOf:
+    """What makes a `product` with the recipe of `layer`, and its state where the layer says."""
+    where = layer.state_collection
+    return ProductOf(product, layer.recipe, layer.implementation, state_collection=where)
 
 
 @dataclass(eq=False, repr=False)
@@ -49,6 +56,8 @@ class Fp8Layer:
     recipe: Recipe | str | None = None
     implementation: Implementation = None
     promote_dtype: Callable[..., Any] = promote_dtype
+    _: KW_ONLY
+    state_collection: StateCollection = "fp8"
 
 
 class Dense(Fp8Layer, nn.Dense):
@@ -62,6 +71,8 @@ class Dense(Fp8Layer, nn.Dense):
       recipe: which quantizer each operand gets; None: that of the `jfp8.autocast` region, or else
         ``DelayedScaling()``.
       implementation: see `jfp8.scaled_matmul`.
+      state_collection: where the amax histories are: ``"fp8"``, or ``"_overwrite_with_gradient"``
+        for loops that replace its variables by their gradients, such as Flax's own ``TrainState``.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> variables = jfp8.Dense(4).init(jax.random.key(0), jnp.ones((1, 3)))
@@ -78,7 +89,7 @@ class DenseGeneral(Fp8Layer, nn.DenseGeneral):
     """``flax.linen.DenseGeneral`` with its product, forward and backward, in FP8.
 
     Takes every argument of ``nn.DenseGeneral`` but ``dot_general`` and ``dot_general_cls``, and
-    the `recipe` and `implementation` of `Dense`.
+    the `recipe`, `implementation` and `state_collection` of `Dense`.
     """
 
     def __post_init__(self) -> None:
@@ -90,7 +101,8 @@ class Conv(Fp8Layer, nn.Conv):
     """``flax.linen.Conv`` with its convolution, forward and backward, in FP8.
 
     Takes every argument of ``nn.Conv`` but ``conv_general_dilated`` and
-    ``conv_general_dilated_cls``, and the `recipe` and `implementation` of `Dense`.
+    ``conv_general_dilated_cls``, and the `recipe`, `implementation` and `state_collection` of
+    `Dense`.
     """
 
     def __post_init__(self) -> None:
@@ -103,7 +115,8 @@ class Conv(Fp8Layer, nn.Conv):
 class ConvTranspose(Fp8Layer, nn.ConvTranspose):
     """``flax.linen.ConvTranspose`` with its convolution, forward and backward, in FP8.
 
-    Takes every argument of ``nn.ConvTranspose``, and the `recipe` and `implementation` of `Dense`.
+    Takes every argument of ``nn.ConvTranspose``, and the `recipe`, `implementation` and
+    `state_collection` of `Dense`.
     """
 
     @nn.compact
@@ -113,14 +126,15 @@ class ConvTranspose(Fp8Layer, nn.ConvTranspose):
         Args:
           inputs: ``[*batch, *space, features]``.
         """
-        product = ProductOf(ConvGeneralDilated, self.recipe, self.implementation)
+        product = product_of(self, ConvGeneralDilated)
         return apply_conv_transpose(self, product, inputs)
 
 
 class Einsum(Fp8Layer, nn.Einsum):
     """``flax.linen.Einsum`` with its product, forward and backward, in FP8.
 
-    Takes every argument of ``nn.Einsum``, and the `recipe` and `implementation` of `Dense`.
+    Takes every argument of ``nn.Einsum``, and the `recipe`, `implementation` and
+    `state_collection` of `Dense`.
     """
 
     @nn.compact
@@ -131,7 +145,7 @@ class Einsum(Fp8Layer, nn.Einsum):
           inputs: the left operand.
           einsum_str: the equation, if the constructor was given none: two operands and "->".
         """
-        product = ProductOf(DotGeneral, self.recipe, self.implementation)
+        product = product_of(self, DotGeneral)
         return apply_einsum(self, product, inputs, einsum_str)
 
 

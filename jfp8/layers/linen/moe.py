@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax import lax
 
 from jfp8.layers import transformer_math
 from jfp8.layers.linen.products import ProductModule, promote_dtype
+from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.matmul.choice import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
@@ -62,7 +64,7 @@ class ExpertDense(nn.Module):
       num_experts, features: what the kernel is made for.
       dtype, param_dtype, precision: see ``flax.linen.Dense``.
       kernel_init: makes the kernel of one expert, ``[in, features]``.
-      recipe, implementation: see `jfp8.Dense`.
+      recipe, implementation, state_collection: see `jfp8.Dense`.
     """
 
     num_experts: int
@@ -73,6 +75,8 @@ class ExpertDense(nn.Module):
     kernel_init: Initializer = nn.linear.default_kernel_init
     recipe: Recipe | str | None = None
     implementation: Implementation = None
+    _: KW_ONLY
+    state_collection: StateCollection = "fp8"
 
     @nn.compact
     def __call__(self, inputs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -92,7 +96,8 @@ class ExpertDense(nn.Module):
 
         kernel = self.param("kernel", init)
         x, kernel = promote_dtype(inputs, kernel, dtype=self.dtype)
-        product = RaggedDot(self.recipe, self.implementation)
+        where = self.state_collection
+        product = RaggedDot(self.recipe, self.implementation, state_collection=where)
         return product(x, kernel, group_sizes, self.precision)
 
 
@@ -148,7 +153,7 @@ class MoE(nn.Module):
       kernel_init: of the kernels of each expert.
       router_init: of the router's kernel.
       saved_activations: see `LayerNormMLP`; of the activation's input.
-      recipe, implementation: see `jfp8.Dense`.
+      recipe, implementation, state_collection: see `jfp8.Dense`.
 
     Raises:
       ValueError: unknown `activation`; more experts per token than there are.
@@ -178,6 +183,8 @@ class MoE(nn.Module):
     saved_activations: Format | None = None
     recipe: Recipe | str | None = None
     implementation: Implementation = None
+    _: KW_ONLY
+    state_collection: StateCollection = "fp8"
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -214,6 +221,7 @@ class MoE(nn.Module):
             kernel_init=self.kernel_init,
             recipe=self.recipe,
             implementation=self.implementation,
+            state_collection=self.state_collection,
         )
         x = routing.to_experts(tokens, routed)
         hidden = dense(projections * self.intermediate_dim, name="wi")(x, routed.group_sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,12 @@ from flax.core import meta, unfreeze
 from flax.linen import dtypes
 from jax import lax
 
+from jfp8.layers.linen import state_in_gradients
+from jfp8.layers.linen.state_in_gradients import (
+    OVERWRITTEN,
+    StateCollection,
+    check_state_collection,
+)
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation
@@ -42,11 +48,15 @@ class ProductModule(nn.Module):
       implementation: see `jfp8.scaled_matmul`.
       state_in_params: keep the state in the ``params`` collection, so that it is lifted wherever
         parameters are; `jfp8.convert` moves it there and back.
+      state_collection: ``"_overwrite_with_gradient"``: the state is one variable of that
+        collection, whose gradient is its next value; see `jfp8.linen`.
     """
 
     recipe: Recipe | str | None = None
     implementation: Implementation = None
     state_in_params: bool = False
+    _: KW_ONLY
+    state_collection: StateCollection = "fp8"
 
     @nn.nowrap
     def _place(self, collection: str, name: str) -> tuple[str, str]:
@@ -74,12 +84,17 @@ class ProductModule(nn.Module):
                 values = rhs.dequantize(lhs.dtype) if isinstance(rhs, ScaledArray) else rhs
                 return plain(lhs, values)
         check_operand(lhs)
+        check_state_collection(self.state_collection)
         recipe = recipe.for_layer("/".join(self.path[:-1]))
         key = None
         if recipe.products().stochastic and self.has_rng("fp8"):
             key = self.make_rng("fp8")
-        state, sink = self._read_state(recipe), self._read_sink(recipe)
+        if self.state_collection == OVERWRITTEN:
+            state, sink = self._read_overwritten(recipe)
+        else:
+            state, sink = self._read_state(recipe), self._read_sink(recipe)
         records = state is not None and self._is_mutable("fp8") and not self.is_initializing()
+        records = records and self.state_collection == "fp8"
         if state is not None and records:
             step = resume_recorded if self._is_used_again() else end_recorded
             state = {role: step(amaxes) for role, amaxes in state.items()}
@@ -156,6 +171,23 @@ class ProductModule(nn.Module):
         if self.is_mutable_collection("fp8_sink") or not self.has_variable(*place):
             return None
         return self._get("fp8_sink", "amax")
+
+    @nn.nowrap
+    def _read_overwritten(self, recipe: Recipe) -> tuple[dict[str, AmaxState] | None, Any]:
+        """Histories and sink from the variable whose gradient replaces it; None without one."""
+        empty, place = recipe.init_state(), self._place(OVERWRITTEN, state_in_gradients.NAME)
+        if empty is None and self.recipe is None:
+            return None, None
+        if self.is_initializing():
+            makes = self._is_mutable(OVERWRITTEN) and not self.has_variable(*place)
+            if empty is not None and makes:
+                variable = state_in_gradients.init_overwritten(empty)
+                self._put(OVERWRITTEN, state_in_gradients.NAME, variable)
+            return None, None
+        if not self.has_variable(*place):
+            return None, None
+        variable = self._get(OVERWRITTEN, state_in_gradients.NAME)
+        return state_in_gradients.read_overwritten(variable, empty)
 
     @nn.nowrap
     def _get(self, collection: str, name: str) -> Any:
@@ -294,12 +326,13 @@ class ProductOf:
     implementation: Implementation
     state_in_params: bool = False
     in_attention: InAttention | None = None
+    state_collection: StateCollection = "fp8"
 
     def __post_init__(self) -> None:
         if self.recipe is not None:
             object.__setattr__(self, "recipe", check_recipe(self.recipe))
 
-    def __call__(self) -> ProductModule:
+    def __call__(self, **where: Any) -> ProductModule:
         own: dict[str, Any] = (
             {} if self.in_attention is None else {"in_attention": self.in_attention}
         )
@@ -307,7 +340,9 @@ class ProductOf:
             recipe=self.recipe,
             implementation=self.implementation,
             state_in_params=self.state_in_params,
+            state_collection=self.state_collection,
             **own,
+            **where,
         )
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import flax.core
 import jax
+import numpy as np
 from flax.core.scope import CollectionFilter, in_filter
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jfp8.layers.linen.state_in_gradients import NAME, OVERWRITTEN
 from jfp8.scaling.sink import ROLES, WIDTH
 
 # State in the ``params`` collection has names of its own, and one dimension: a function that is
@@ -36,14 +38,18 @@ def from_params(state: Any, collection: str, leading: int = 0) -> Any:
     Raises:
       ValueError: the arrays are stacked, but not along their leading dimensions.
     """
+    if collection == OVERWRITTEN:
+        return state
     if collection == "fp8_sink":
         return state.reshape(*state.shape[:leading], len(ROLES), WIDTH)
     if state["amax"].shape[-1] != 1:
         raise ValueError(
             "A converted model stacks its layers along another axis than the first one, by "
             "nn.scan or nn.vmap with variable_axes={'params': 1}, say. Amax histories can only be "
-            "stacked along axis 0: change that axis, or convert with a recipe that keeps no state, "
-            "such as jfp8.recipes.Float8CurrentScaling()."
+            "stacked along axis 0: change that axis, or convert with "
+            "state_collection='_overwrite_with_gradient' for a loop such as that of Flax's own "
+            "TrainState, or with a recipe that keeps no state, such as "
+            "jfp8.recipes.Float8CurrentScaling()."
         )
     return {**state, "amax": state["amax"].reshape(state["amax"].shape[:-1])}
 
@@ -51,7 +57,7 @@ def from_params(state: Any, collection: str, leading: int = 0) -> Any:
 def collections_into_params(
     variables: Mapping[str, Any], mutable: CollectionFilter
 ) -> dict[str, Any]:
-    """`variables` with ``fp8`` and, unless it is mutable, ``fp8_sink`` also among ``params``.
+    """`variables` with their state, but for an ``fp8_sink`` that is mutable, also in ``params``.
 
     They stay where they are as well, for layers of jfp8 that look there.
     """
@@ -63,6 +69,9 @@ def collections_into_params(
             leading = node["amax"].ndim if collection == "fp8" else node.ndim - 2
             _, stored = place_in_params(collection, name)
             params[(*path, stored)] = into_params(node, leading)
+    for (*path, name), node in _flat(variables.get(OVERWRITTEN, {})).items():
+        if name == NAME:
+            params[(*path, place_in_params(OVERWRITTEN, name)[1])] = node
     return {**variables, "params": unflatten_dict(params)}
 
 
@@ -71,12 +80,12 @@ def collections_out_of_params(
 ) -> dict[str, Any]:
     """`variables` with the state back in its collections; of these, those that are `mutable`."""
     params: dict[tuple[str, ...], Any] = {}
-    state: dict[str, dict[tuple[str, ...], Any]] = {"fp8": {}, "fp8_sink": {}}
+    state: dict[str, dict[tuple[str, ...], Any]] = {"fp8": {}, "fp8_sink": {}, OVERWRITTEN: {}}
     for path, node in _flat(variables.get("params", {}), keep_empty_nodes=True).items():
         collection, _, variable = path[-1].removeprefix("@").partition(".")
         if path[-1].startswith("@") and collection in state:
-            array = node["amax"] if collection == "fp8" else node
-            value = from_params(node, collection, array.ndim - 1)
+            leading = np.ndim(node["amax"] if collection == "fp8" else node) - 1
+            value = from_params(node, collection, leading)
             state[collection][(*path[:-1], variable)] = value
         else:
             params[path] = node

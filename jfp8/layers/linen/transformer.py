@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from jfp8.layers import position_math, transformer_math
 from jfp8.layers.linen.attention import EinsumProduct
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.layers.linen.layers import DenseGeneral
+from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.position_math import Rotary
 from jfp8.layers.transformer_options import Architecture, TransformerOptions
 
@@ -108,7 +109,8 @@ class LayerNormAttention(nn.Module):
             dropout_key = self.make_rng("dropout")
         einsum = lambda name: jnp.einsum
         if self.attention_products:
-            how = {name: self.dense[name] for name in ("recipe", "implementation")}
+            names = ("recipe", "implementation", "state_collection")
+            how = {name: self.dense[name] for name in names if name in self.dense}
             einsum = lambda name: EinsumProduct(**how, in_attention=name, name=name)
         context = transformer_math.projected_attention(
             query,
@@ -129,6 +131,8 @@ class LayerNormAttention(nn.Module):
 @dataclass(eq=False, repr=False)
 class _Deterministic(Architecture):
     deterministic: bool | None = None
+    _: KW_ONLY
+    state_collection: StateCollection = "fp8"
 
 
 class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
@@ -173,7 +177,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         FP8 products: inputs of normalisations and of the activation, and the values of attention,
         whose weights are computed again unless `attention_products` is set. None: keep all of these
         in high precision, and the weights of attention too. See `jfp8.save_in_fp8`.
-      recipe, implementation: see `Dense`.
+      recipe, implementation, state_collection: see `Dense`.
 
     Raises:
       ValueError: a name that is unknown, or sizes that do not fit.
@@ -215,7 +219,9 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         rates = (self.hidden_dropout, self.attention_dropout, self.intermediate_dropout)
         # Only asked for if there is any dropout.
         fixed = not any(rates) or nn.merge_param("deterministic", self.deterministic, deterministic)
-        attention = partial(LayerNormAttention, **self.attention_options())
+        where: dict[str, Any] = {"state_collection": self.state_collection}
+        options = self.attention_options()
+        attention = partial(LayerNormAttention, **options | {"dense": options["dense"] | where})
         length = inputs.shape[-2]
         mask, bias = self.self_attention_mask(attention_mask, length), attention_bias
         if self.enable_relative_embedding:
@@ -241,7 +247,6 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
                 x, encoded, mask=encoder_decoder_mask, deterministic=fixed
             )
             x = plus(x, y)
-        mlp = LayerNormMLP(
-            self.mlp_hidden_size, deterministic=fixed, **self.mlp_options(), name="mlp"
-        )
+        options = self.mlp_options() | where
+        mlp = LayerNormMLP(self.mlp_hidden_size, deterministic=fixed, **options, name="mlp")
         return plus(x, mlp(x))

@@ -1,0 +1,356 @@
+"""Products that modules compute by themselves: einsum, dot, matmul and @ with a parameter.
+
+The oracle is the same model, written with jfp8's own product in place of ``jnp.einsum``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict
+from jax import lax
+
+import jfp8
+from jfp8.recipes.registry import get
+
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (2, 6, 8))
+NORMAL = nn.initializers.normal(0.3)
+
+
+class Einsum(nn.Module):
+    """The layer of Gemma and tunix; with a recipe, the same with jfp8's product."""
+
+    shape: tuple[int, ...]
+    recipe: str | None = None
+
+    @nn.compact
+    def __call__(self, equation, x):
+        w = self.param("w", NORMAL, self.shape)
+        if self.recipe is not None:
+            return jfp8.linen.EinsumProduct(recipe=self.recipe)(equation, x, w)
+        return jnp.einsum(equation, x, w)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer as Gemma has them, in small."""
+
+    recipe: str | None = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        einsum = functools.partial(Einsum, recipe=self.recipe)
+        q = einsum((2, 8, 4), name="q_einsum")("BTD,NDH->BTNH", x)
+        k, v = einsum((2, 2, 8, 4), name="kv_einsum")("BSD,CKDH->CBSKH", x)
+        weights = nn.softmax(jnp.einsum("BTNH,BSNH->BTNS", q, k))
+        context = jnp.einsum("BTNS,BSNH->BTNH", weights, v)
+        x = x + einsum((2, 4, 8), name="attn_vec_einsum")("BTNH,NHD->BTD", context)
+        gate = einsum((8, 8), name="gating_einsum")("...F,FH->...H", x)
+        return x + einsum((8, 8), name="linear")("...H,HF->...F", nn.gelu(gate)), None
+
+
+class Gemma(nn.Module):
+    """Blocks under remat in a scan, and an embedding that gives the logits as well."""
+
+    recipe: str | None = None
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = self.param("input_embedding", NORMAL, (16, 8))
+        collections = ("params", "fp8", "fp8_sink") if self.recipe else ("params",)
+        layers = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes=dict.fromkeys(collections, 0),
+            split_rngs={"params": True},
+            length=2,
+        )
+        x, _ = layers(self.recipe, name="layers")(table[tokens], None)
+        return jnp.dot(x, table.T)
+
+
+TOKENS = jnp.arange(12).reshape(2, 6)
+PROJECTIONS = {
+    f"layers/{name}" for name in ("q_einsum", "kv_einsum", "attn_vec_einsum", "gating_einsum")
+} | {"layers/linear"}
+
+
+def rows_of(model, *inputs):
+    variables = jax.eval_shape(model.init, KEY, *inputs)
+    return jfp8.report(model, variables, *inputs).rows
+
+
+def fp8_products(model, *inputs):
+    """How many there are of each kind."""
+    found = Counter()
+    for row in rows_of(model, *inputs):
+        found[row.kind if row.fp8 else "plain"] += row.times
+    return found
+
+
+def leaves_of(fp8):
+    """Histories by the module that has the product, and the tensor."""
+    flat = flatten_dict(fp8)
+    skip = ("DotGeneral_", "EinsumProduct_")
+    return {tuple(k for k in path if not k.startswith(skip)): x for path, x in flat.items()}
+
+
+def assert_same(found, expected):
+    found, expected = leaves_of(found), leaves_of(expected)
+    assert found.keys() == expected.keys()
+    for path, leaf in expected.items():
+        np.testing.assert_array_equal(found[path], leaf, err_msg="/".join(path))
+
+
+# What is found, and what it is called.
+
+
+def test_all_projections_of_a_gemma_and_nothing_else():
+    rows = rows_of(jfp8.convert(Gemma(), "delayed"), TOKENS)
+    assert {row.path for row in rows if row.fp8} == PROJECTIONS
+    (logits,) = {row.reason for row in rows if row.path == "" and not row.fp8}
+    assert logits == "exempt: a layer whose result the model returns: the final logits"
+    for kind in ("dgrad", "wgrad"):  # of two blocks
+        assert sum(row.times for row in rows if row.fp8 and row.kind == kind) == 10
+
+
+def test_state_stands_beside_the_parameter():
+    """And the parameters are those of the model without FP8."""
+    converted = jfp8.convert(Gemma(), "delayed")
+    stock, variables = (jax.eval_shape(m.init, KEY, TOKENS) for m in (Gemma(), converted))
+    assert variables["params"] == stock["params"]
+    assert sorted(variables["fp8"]["layers"]) == sorted(stock["params"]["layers"])
+    product = variables["fp8"]["layers"]["q_einsum"]["DotGeneral_w"]
+    assert product["lhs"]["amax_history"].shape == (2, 16)
+    overwritten = jfp8.convert(Gemma(), state_collection="_overwrite_with_gradient")
+    state = jax.eval_shape(overwritten.init, KEY, TOKENS)["_overwrite_with_gradient"]
+    assert state["layers"]["q_einsum"]["DotGeneral_w"]["state"].shape == (2, 7638)
+
+
+class Ways(nn.Module):
+    """One product; `way` says how it is written."""
+
+    way: str
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", NORMAL, (3, 8, 8))
+        if self.way == "method":
+            return self.multiplied(x, w[0].T)
+        return WAYS[self.way](x, w)
+
+    def multiplied(self, x, w):
+        return x @ w
+
+
+WAYS = {
+    "@": lambda x, w: x @ w[0],
+    "dot": lambda x, w: jnp.dot(x, w[1].astype(jnp.bfloat16).astype(jnp.float32)),
+    "matmul": lambda x, w: jnp.matmul(w[2].T, x.swapaxes(-1, -2)),
+    "tensordot": lambda x, w: jnp.tensordot(x, jnp.reshape(w, (3 * 8, 8)), ((-1,), (1,))),
+    "dot_general": lambda x, w: lax.dot_general(x, w[0], (((2,), (0,)), ((), ()))),
+    "by index": lambda x, w: x @ lax.dynamic_index_in_dim(w, x.shape[0] // 2, keepdims=False),
+    "jit": lambda x, w: jax.jit(lambda x, w: jnp.tanh(x) @ w)(x, w[0]),
+    "vmap": lambda x, w: jax.vmap(lambda x: x @ w[0])(x),
+    "frozen": lambda x, w: x @ lax.stop_gradient(w[0]),
+    "batched": lambda x, w: jnp.einsum("btd,edf->ebtf", x, w),
+}
+
+
+OFTEN = ("@", "matmul", "vmap", "jit", "batched")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(w, marks=[] if w in OFTEN else pytest.mark.slow) for w in (*WAYS, "method")],
+)
+def test_however_it_is_written(way):
+    model = jfp8.convert(Ways(way), "current", exempt=())
+    rows = rows_of(model, X)
+    assert "fprop" in {row.kind for row in rows if row.fp8}
+    assert all(row.fp8 for row in rows)
+    expected = jax.eval_shape(functools.partial(WAYS.get(way, WAYS["@"])), X, jnp.ones((3, 8, 8)))
+    variables = jax.eval_shape(model.init, KEY, X)
+    assert jax.eval_shape(model.apply, variables, X) == expected
+
+
+STAYS = {
+    "activations": lambda x, w: jnp.einsum("btd,bsd->bts", x, x),
+    "two parameters": lambda x, w: x + jnp.sum(w[0] @ w[1]),
+    "computed": lambda x, w: x @ (2 * w[0]),
+    "looked up": lambda x, w: jnp.einsum("td,bsd->bts", w[0][jnp.arange(6)], x),
+    "repeated": lambda x, w: jnp.einsum("bud,bsd->bsu", jnp.broadcast_to(w[0], (2, 8, 8)), x),
+    "integers": lambda x, w: x + jnp.sum(jnp.dot(jnp.ones((6, 8), int), w[0].astype(int))),
+    "checkpoint": lambda x, w: jax.checkpoint(jnp.dot)(x, w[0]),
+    "scan": lambda x, w: lax.scan(lambda x, w: (x @ w, None), x, w)[0],
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[] if way in ("repeated", "checkpoint") else pytest.mark.slow)
+        for way in STAYS
+    ],
+)
+def test_what_stays_as_it_is(way):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", NORMAL, (3, 8, 8))
+            return nn.Dense(4)(STAYS[way](x, w))
+
+    model = jfp8.convert(Model(), "current", exempt=())
+    rows = rows_of(model, X)
+    assert {row.path for row in rows if row.fp8} == {"Dense_0"}
+    assert any(not row.fp8 for row in rows)
+
+
+@pytest.mark.parametrize("lift", ["nn.vmap", "nn.jit"])
+def test_lifted_layers(lift):
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if lift == "nn.jit":
+                return nn.jit(Ways)("@")(x)
+            split, axes = {"params": True}, {"params": 0}
+            return nn.vmap(Ways, variable_axes=axes, split_rngs=split)("@")(x)
+
+    model = jfp8.convert(Experts(), "delayed", exempt=())
+    assert fp8_products(model, X)["fprop"] == 1
+    (module,) = jax.eval_shape(model.init, KEY, X)["fp8"].values()
+    leading = () if lift == "nn.jit" else (2,)
+    assert module["DotGeneral_w"]["grad"]["amax"].shape == leading
+
+
+class Home(nn.Module):
+    """Two parameters, and a layer of Flax that subclasses one."""
+
+    @nn.compact
+    def __call__(self, x):
+        first, second = (self.param(name, NORMAL, (8, 8)) for name in ("first", "second"))
+        x = jnp.tanh(x @ first)
+        x = jnp.tanh(Heir(8, name="heir")(x))
+        return nn.LayerNorm()(x @ second)
+
+
+class Heir(nn.Dense):
+    """A class of the user with the call of Flax."""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"first", "heir"}),  # the result of the second is scaled alone
+        ({"exempt": ()}, {"first", "second", "heir"}),
+        ({"exempt": "first"}, {"second", "heir"}),
+        ({"exempt": nn.Dense}, {"first", "second"}),
+        ({"exempt": Heir}, {"first", "second"}),
+        ({"only": "sec*"}, {"second"}),
+        ({"only": lambda path, layer: isinstance(layer, Home)}, {"first", "second"}),
+    ],
+)
+def test_the_same_choices_as_for_layers(options, expected):
+    variables = jax.eval_shape(jfp8.convert(Home(), "delayed", **options).init, KEY, X)
+    made = {name.removeprefix("DotGeneral_") for name in variables["fp8"]}
+    assert made == expected
+
+
+def test_a_subclass_of_a_layer_is_that_layer():
+    """Its product is not found once more, where the layer itself is exempt as the logits are."""
+    model = jfp8.convert(nn.Sequential([nn.Dense(8), nn.relu, Heir(4)]), "current")
+    assert fp8_products(model, X)["fprop"] == 1
+
+
+def test_a_pattern_that_matches_no_parameter():
+    model = jfp8.convert(Home(), exempt="third")
+    with pytest.raises(ValueError, match="'third' matches no layer.*first"):
+        jax.eval_shape(model.init, KEY, X)
+    variables = jax.eval_shape(Home().init, KEY, X)
+    with pytest.raises(ValueError, match="'third' matches no layer.*heir"):
+        jax.eval_shape(model.apply, variables, X)
+
+
+def test_a_region():
+    model = Ways("@")
+    variables = jax.eval_shape(model.init, KEY, X)
+    with jfp8.autocast("current"):
+        assert fp8_products(model, X)["fprop"] == 1
+    with jfp8.autocast("current", enabled=False):
+        assert fp8_products(model, X)["fprop"] == 0
+    assert fp8_products(model, X)["fprop"] == 0
+    with jfp8.autocast("delayed"):
+        made = jax.eval_shape(model.init, KEY, X)
+    assert made["params"] == variables["params"]
+    assert sorted(made["fp8"]) == ["DotGeneral_w"]
+
+
+def test_parameters_in_boxes():
+    class Boxed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("w", nn.with_partitioning(NORMAL, (None, "model")), (8, 8))
+
+    assert fp8_products(jfp8.convert(Boxed(), "current", exempt=()), X)["fprop"] == 1
+
+
+def test_nothing_is_left_behind():
+    """Neither in the module, nor in JAX: the operations of others are not looked at."""
+    model = Ways("@")
+    converted = jfp8.convert(model, "current", exempt=())
+    variables = jax.eval_shape(model.init, KEY, X)
+    jax.eval_shape(converted.apply, variables, X)
+    with pytest.raises(TypeError):
+        jax.eval_shape(converted.apply, variables, None)
+    assert "jfp8" not in str(jax.make_jaxpr(model.apply)(jax.tree.map(jnp.ones_like, variables), X))
+
+
+# Numbers.
+
+
+def of_block(model, variables):
+    loss = lambda variables: jnp.sum(model.apply(variables, X)[0] ** 2)
+    return jax.jit(jax.value_and_grad(loss))(variables)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe", ["current", "rowwise", "block", "mxfp8", "nvfp4", "direct_e5m2", "hybrid"]
+)
+def test_results_and_gradients_are_those_of_our_product_to_the_bit(recipe):
+    params = {"params": jax.jit(Block().init)(KEY, X)["params"]}
+    found = of_block(jfp8.convert(Block(), recipe, exempt=()), params)
+    expected = of_block(Block(get(recipe)), params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+
+
+def trained(model, steps=2):
+    """The loss and the histories of each step."""
+    variables = jax.jit(model.init)(KEY, TOKENS)
+    create = jfp8.TrainState.create
+    state = create(apply_fn=model.apply, variables=variables, tx=optax.adam(1e-2))
+
+    @jax.jit
+    def step(state):
+        cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+        loss_fn = lambda v, tokens: jnp.mean(cross_entropy(model.apply(v, tokens), tokens))
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, TOKENS)
+        return state.apply_gradients(grads), loss
+
+    for _ in range(steps):
+        state, loss = step(state)
+        yield loss, state.fp8
+
+
+def test_histories_are_those_of_our_product_to_the_bit():
+    """Inside of remat and scan, with a first step that makes them and a second that uses them."""
+    converted, written = jfp8.convert(Gemma(), "delayed"), Gemma(get("delayed"))
+    for found, expected in zip(trained(converted), trained(written), strict=True):
+        assert found[0] == expected[0]
+        assert_same(found[1], expected[1])

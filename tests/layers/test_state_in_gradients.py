@@ -1,0 +1,414 @@
+"""State whose gradient is its new value: in loops that are not ours, the histories are the same.
+
+The oracle is `jfp8.TrainState`, whose histories other tests compare with NumPy, or NumPy itself.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
+from flax.traverse_util import flatten_dict
+
+import jfp8
+from jfp8.layers.linen.state_in_gradients import init_overwritten, read_overwritten
+from jfp8.linen import histories_in
+from jfp8.recipes.per_tensor import DelayedScaling
+
+OWG = "_overwrite_with_gradient"
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (8, 16))
+Y = jnp.ones((8, 4))
+TX = optax.adam(1e-2)
+LAYER = jfp8.Dense(4, state_collection=OWG)
+
+
+class Twice(nn.Module):
+    """One layer that is used twice, with inputs of different sizes."""
+
+    where: str = "fp8"
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        dense = jfp8.Dense(16, name="twice", state_collection=self.where)
+        return jnp.tanh(dense(3 * jnp.tanh(dense(x)))), None
+
+
+class Stack(nn.Module):
+    """Layers stacked along an axis by nn.scan, under remat, and a head."""
+
+    where: str = "fp8"
+    axis: int = 0
+
+    @nn.compact
+    def __call__(self, x):
+        collections = ("params", OWG) if self.where == OWG else ("params", "fp8", "fp8_sink")
+        layers = nn.scan(
+            nn.remat(Twice, prevent_cse=False),
+            variable_axes=dict.fromkeys(collections, self.axis),
+            split_rngs={"params": True},
+            length=3,
+        )
+        x, _ = layers(self.where, name="layers")(x, None)
+        return jfp8.Dense(4, name="head", state_collection=self.where)(x)
+
+
+class Stock(nn.Module):
+    """What users have: layers of Flax, of which they lift nothing but parameters."""
+
+    axis: int = 0
+
+    @nn.compact
+    def __call__(self, x):
+        block = lambda layer, x, _: (jnp.tanh(layer(x)), None)
+        layers = nn.scan(
+            block, variable_axes={"params": self.axis}, split_rngs={"params": True}, length=3
+        )
+        x, _ = layers(nn.Dense(16, name="layers"), x, None)
+        return nn.Dense(4, name="head")(x)
+
+
+def squared_error(model, variables, scale):
+    """The batch of a step is `scale` times `X`, so that amaxes grow and shrink."""
+    return jnp.mean((model.apply(variables, scale * X) - Y) ** 2)
+
+
+def losses_and_histories(model, steps=3):
+    """Of every step of `jfp8.TrainState`."""
+    create = jfp8.TrainState.create
+    state = create(apply_fn=model.apply, variables=jax.jit(model.init)(KEY, X), tx=TX)
+
+    @jax.jit
+    def step(state, scale):
+        loss_fn = functools.partial(squared_error, model)
+        loss, grads = jfp8.value_and_grad(loss_fn)(state, scale)
+        return state.apply_gradients(grads), loss
+
+    for scale in np.float32([1, 3, 2, 5, 1][:steps]):
+        state, loss = step(state, scale)
+        yield loss, state.fp8
+
+
+def stock_losses_and_histories(model, steps=3):
+    """Of every step of Flax's ``TrainState``, as its documentation writes the loop."""
+    state = TrainState.create(apply_fn=model.apply, params=jax.jit(model.init)(KEY, X), tx=TX)
+
+    @jax.jit
+    def step(state, scale):
+        loss_fn = functools.partial(squared_error, model)
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, scale)
+        return state.apply_gradients(grads=grads), loss
+
+    for scale in np.float32([1, 3, 2, 5, 1][:steps]):
+        state, loss = step(state, scale)
+        yield loss, histories_in(state.params[OWG])
+
+
+def assert_same(found, expected):
+    found, expected = flatten_dict(found), flatten_dict(expected)
+    assert found.keys() == expected.keys()
+    for path, leaf in expected.items():
+        np.testing.assert_array_equal(found[path], leaf, err_msg="/".join(path))
+
+
+def assert_same_runs(theirs, ours):
+    for (loss, histories), (expected_loss, expected) in zip(theirs, ours, strict=True):
+        assert loss == expected_loss
+        assert_same(histories, expected)
+    filled = [x for path, x in flatten_dict(histories).items() if path[-1] == "amax_history"]
+    assert len(filled) >= 6
+    assert all(np.all(x[..., :3] > 0) and not np.any(x[..., 3:]) for x in filled)
+
+
+# Flax's own TrainState.
+
+
+@pytest.mark.parametrize("axis", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_histories_are_those_of_our_train_state_to_the_bit(axis):
+    """One product used twice, under remat, in a scan over layers stacked along any axis."""
+    model = Stack(OWG, axis)
+    shapes = flatten_dict(jax.eval_shape(model.init, KEY, X)[OWG])
+    assert shapes[("layers", "twice", "DotGeneral_0", "state")].shape[axis] == 3
+    assert_same_runs(stock_losses_and_histories(model), losses_and_histories(Stack()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [1, 0])
+def test_converted_models(axis):
+    """Their state travels with the parameters, along their axis."""
+    kept = jfp8.convert(Stock(), exempt=())
+    converted = jfp8.convert(Stock(axis), exempt=(), state_collection=OWG)
+    assert_same_runs(stock_losses_and_histories(converted), losses_and_histories(kept))
+
+
+@pytest.mark.slow
+def test_a_window_of_steps():
+    """A history that is full forgets its oldest entries, as ours does."""
+    recipe = DelayedScaling(amax_history_len=2)
+    models = (jfp8.Dense(4, recipe=recipe, state_collection=c) for c in (OWG, "fp8"))
+    theirs, ours = next(models), next(models)
+    runs = stock_losses_and_histories(theirs, 5), losses_and_histories(ours, 5)
+    for (loss, histories), (expected_loss, expected) in zip(*runs, strict=True):
+        assert loss == expected_loss
+        assert_same(histories, expected)
+
+
+def test_every_layer_takes_the_collection():
+    x = jnp.ones((2, 4, 8))
+    layers = [
+        (jfp8.Conv(4, (3,), state_collection=OWG), 1),
+        (jfp8.ConvTranspose(4, (3,), state_collection=OWG), 1),
+        (jfp8.DenseGeneral(4, state_collection=OWG), 1),
+        (jfp8.Einsum((8, 4), "abc,cd->abd", state_collection=OWG), 1),
+        (jfp8.MultiHeadDotProductAttention(2, attention_products=True, state_collection=OWG), 6),
+        (jfp8.LayerNormDense(4, state_collection=OWG), 1),
+        (jfp8.LayerNormMLP(4, state_collection=OWG), 2),
+        (jfp8.TransformerLayer(8, 8, 2, attention_products=True, state_collection=OWG), 6),
+        (jfp8.MoE(2, 4, state_collection=OWG), 2),
+        (nn.Dense(4, dot_general_cls=lambda: jfp8.linen.DotGeneral(state_collection=OWG)), 1),
+        (jfp8.convert(nn.Dense(4), exempt=(), state_collection=OWG), 1),
+    ]
+    for layer, products in layers:
+        shapes = jax.eval_shape(layer.init, KEY, x)
+        assert sorted(shapes) == [OWG, "params"]
+        assert {leaf.shape for leaf in jax.tree.leaves(shapes[OWG])} == {(3 * (2050 + 31 * 16),)}
+        assert len(jax.tree.leaves(shapes[OWG])) == products
+
+
+def test_a_recipe_without_state_has_no_variable():
+    layer = jfp8.Dense(4, recipe="current", state_collection=OWG)
+    assert sorted(jax.eval_shape(layer.init, KEY, X)) == ["params"]
+
+
+def test_parameters_alone_use_current_scaling():
+    variables = LAYER.init(KEY, X)
+    alone = {"params": variables["params"]}
+    current = jfp8.Dense(4, recipe="current").apply(alone, X)
+    np.testing.assert_array_equal(LAYER.apply(alone, X), current)
+
+
+# What loops do to gradients.
+
+
+def gradient_of(*scales, state=None):
+    """The mean gradient of micro-batches `scales` times `X`, at one value of the variables."""
+    variables = LAYER.init(KEY, X)
+    variables = variables if state is None else {**variables, OWG: state}
+    gradients = [gradient_of_one(variables, np.float32(scale)) for scale in scales]
+    return jax.tree.map(lambda *gs: sum(gs) / len(gs), *gradients)[OWG]
+
+
+@jax.jit
+@jax.grad
+def gradient_of_one(variables, scale):
+    return jnp.sum(LAYER.apply(variables, scale * X) ** 2)
+
+
+def history_of(state, role="lhs"):
+    return np.asarray(histories_in(state)["DotGeneral_0"][role]["amax_history"])
+
+
+AMAX = np.max(np.abs(np.asarray(X)))
+
+
+def test_an_average_over_micro_batches_is_one_entry():
+    first = gradient_of(1.0, 1.0, 1.0, 1.0)
+    np.testing.assert_array_equal(history_of(first)[:2], [AMAX, 0])
+    entry, before = history_of(gradient_of(1.0, 7.0, 0.5, state=first))[:2]
+    assert before == AMAX
+    assert 7 * AMAX <= entry < 7 * AMAX * 9 / 8
+
+
+@pytest.mark.slow
+def test_mapped_examples_are_one_entry():
+    examples = lambda variables: jax.vmap(lambda x: LAYER.apply(variables, x))(X)
+    grads = jax.grad(lambda variables: jnp.sum(examples(variables) ** 2))(LAYER.init(KEY, X))
+    entry, before = history_of(grads[OWG])[:2]
+    assert before == 0
+    assert AMAX <= entry < AMAX * 9 / 8
+
+
+def test_multi_steps_is_one_entry_for_each_micro_step():
+    """Flax's ``TrainState`` replaces the state in every call, as the documentation says."""
+    variables = LAYER.init(KEY, X)
+    tx = optax.MultiSteps(TX, 2)
+    state = TrainState.create(apply_fn=LAYER.apply, params=variables, tx=tx)
+    for scale in (1.0, 2.0):
+        grads = gradient_of_one(state.params, np.float32(scale))
+        state = state.apply_gradients(grads=grads)
+    np.testing.assert_array_equal(history_of(state.params[OWG])[:3], [2 * AMAX, AMAX, 0])
+
+
+def test_factors_and_narrow_dtypes_change_nothing():
+    state = gradient_of(3.0, state=gradient_of(1.0))["DotGeneral_0"]["state"]
+    expected = history_of({"DotGeneral_0": {"state": state}})
+    assert expected[1] == AMAX
+    for factor in (1 / 3, 65536.0, 2.0**-90, -0.7, np.inf):
+        for dtype in ("float32", "bfloat16"):
+            scaled = (state * np.float32(factor)).astype(dtype).astype("float32")
+            found = history_of({"DotGeneral_0": {"state": scaled}})
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("factor", [np.nan, 0.0])
+def test_what_a_loop_destroys_starts_empty(factor):
+    """Then tensors use their own amaxes, as in the first step."""
+    state = jax.tree.map(lambda g: g * factor, gradient_of(3.0, state=gradient_of(1.0)))
+    assert not np.any(history_of(state))
+    again = gradient_of(2.0, state=state)
+    np.testing.assert_array_equal(history_of(again)[:2], [2 * AMAX, 0])
+
+
+def test_any_history_survives_to_the_bit():
+    """Of lengths that differ, after sums over uses and a weight for each."""
+    rng = np.random.default_rng(0)
+    empty = {
+        role: {"amax_history": np.zeros(n, np.float32), "amax": np.float32(0)}
+        for role, n in {"lhs": 4, "rhs": 7, "grad": 1}.items()
+    }
+    step = jax.jit(jax.grad(lambda v, rows: jnp.vdot(read_overwritten(v, empty)[1], rows)))
+    variable, seen = init_overwritten(empty), np.zeros((3, 9), np.float32)
+    for _ in range(9):
+        amaxes = np.abs(rng.normal(size=3) * 2.0 ** rng.integers(-120, 120, 3)).astype(np.float32)
+        rows = jfp8.scaling.sink.encode_amax(jnp.asarray(amaxes)) * np.float32(2.0**-20)
+        uses = [np.float32(w) * step(variable, rows) for w in rng.uniform(0.01, 3, 5)]
+        variable = functools.reduce(jnp.add, uses)
+        seen = np.concatenate([amaxes[:, None], seen[:, :-1]], axis=1)
+        states, _ = read_overwritten(variable, empty)
+        for row, (role, state) in zip(seen, states.items(), strict=True):
+            length = len(empty[role]["amax_history"])
+            np.testing.assert_array_equal(state["amax_history"], row[:length])
+
+
+@pytest.mark.slow
+def test_dynamic_scale_divides_by_the_loss_scale():
+    variables = LAYER.init(KEY, X)
+    loss = lambda variables: jnp.sum(LAYER.apply(variables, X) ** 2)
+    *_, grads = DynamicScale().value_and_grad(loss)(variables)
+    np.testing.assert_array_equal(history_of(grads[OWG])[:2], [AMAX, 0])
+
+
+@pytest.mark.slow
+def test_a_clip_by_the_norm_of_everything_hardly_sees_the_state():
+    variables = LAYER.init(KEY, X)
+    state = gradient_of(3.0, state=gradient_of(1.0))
+    grads = gradient_of_one({**variables, OWG: state}, np.float32(1))
+    whole, alone = optax.tree.norm(grads), optax.tree.norm(grads["params"])
+    np.testing.assert_allclose(whole, alone, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_mean_over_devices_is_the_largest_amax():
+    devices = jax.sharding.Mesh(jax.devices()[:2], "data")
+    spec = jax.sharding.PartitionSpec
+    variables = LAYER.init(KEY, X)
+
+    @functools.partial(
+        jax.shard_map, mesh=devices, in_specs=(spec(), spec("data")), out_specs=spec()
+    )
+    def gradient(variables, x):
+        grads = jax.grad(lambda v: jnp.sum(LAYER.apply(v, x) ** 2))(variables)
+        return jax.tree.map(lambda g: jax.lax.pmean(g, "data"), grads)
+
+    x = X.at[5, 3].set(50.0)
+    entry = history_of(jax.jit(gradient)(variables, x)[OWG])[0]
+    assert 50 <= entry < 50 * 9 / 8
+
+
+# Boxes of metadata.
+
+
+KINDS = ("NNXMeta", "Partitioned", "LogicallyPartitioned")
+
+
+def boxed_in(kind):
+    boxes = {
+        "Partitioned": lambda a: nn.Partitioned(a, (None,)),
+        "LogicallyPartitioned": lambda a: nn.LogicallyPartitioned(a, (None,)),
+        "NNXMeta": lambda a: nnx.bridge.NNXMeta(nnx.Param, a, {}),
+    }
+    return functools.partial(jax.tree.map, boxes[kind])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["NNXMeta", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])],
+)
+def test_boxes_are_opened_and_closed_again(kind):
+    layer = jfp8.convert(nn.Dense(4), exempt=(), state_collection=OWG)
+    variables = layer.init(KEY, X)
+    variables = {**variables, OWG: boxed_in(kind)(variables[OWG])}
+    grads = jax.grad(functools.partial(squared_error, layer))(variables, 1.0)
+    assert jax.tree.structure(grads) == jax.tree.structure(variables)
+    assert history_of(grads[OWG])[0] == AMAX
+
+
+@pytest.mark.slow
+def test_linen_layers_inside_of_nnx():
+    """As MaxText has them: a variable type of its own, by which the loss is differentiated."""
+    model = nnx.bridge.ToNNX(LAYER, rngs=nnx.Rngs(0)).lazy_init(X)
+    state_type = nnx.variablelib.variable_type_from_name(OWG)
+    wrt = nnx.DiffState(0, nnx.Any(nnx.Param, state_type))
+    grads = nnx.grad(lambda model: jnp.sum(model(X) ** 2), argnums=wrt)(model)
+    new = nnx.to_pure_dict(nnx.filter_state(grads, state_type))
+    assert history_of(new)[0] == AMAX
+
+
+# Errors.
+
+
+def test_unknown_collections():
+    with pytest.raises(ValueError, match="state_collection must be 'fp8' or '_overwrite"):
+        jfp8.Dense(4, state_collection="fp9").init(KEY, X)
+    with pytest.raises(ValueError, match="got 'fp9'"):
+        jfp8.convert(nn.Dense(4), state_collection="fp9")
+
+
+def test_models_of_nnx_have_no_collections():
+    with pytest.raises(ValueError, match="is for Linen models.*Fp8State"):
+        jfp8.convert(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), state_collection=OWG)
+
+
+def test_our_train_state_refuses_what_it_would_not_update():
+    with pytest.raises(ValueError, match="state_collection='fp8', or use flax.training"):
+        jfp8.TrainState.create(apply_fn=LAYER.apply, variables=LAYER.init(KEY, X), tx=TX)
+
+
+def test_the_state_of_another_recipe():
+    shorter = jfp8.Dense(4, recipe=DelayedScaling(amax_history_len=4), state_collection=OWG)
+    with pytest.raises(ValueError, match=r"has shape \(7638,\); \(6522,\) is needed"):
+        shorter.apply(LAYER.init(KEY, X), X)
+    stateless = jfp8.Dense(4, recipe="current", state_collection=OWG)
+    with pytest.raises(ValueError, match="keeps no state, but a state was given"):
+        stateless.apply(LAYER.init(KEY, X), X)
+
+
+def test_histories_in_something_else():
+    flax_layer = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    with pytest.raises(ValueError, match="no state of a layer of jfp8.*from_flax_fp8_ops"):
+        histories_in(flax_layer.init(KEY, X)[OWG])
+
+
+# Checkpoints.
+
+
+def test_checkpoints_move_between_the_collections():
+    variables, plain = LAYER.init(KEY, X), nn.Dense(4).init(KEY, X)
+    kept = jfp8.Dense(4).init(KEY, X)
+    trained = {**variables, OWG: gradient_of(1.0)}
+    assert_same(jfp8.checkpoint.upgrade(trained, variables), trained)
+    fp8 = jfp8.checkpoint.upgrade(trained, kept)["fp8"]
+    assert_same(fp8, histories_in(trained[OWG]))
+    for before in (plain, kept):
+        with pytest.warns(jfp8.checkpoint.CheckpointChange):
+            started = jfp8.checkpoint.upgrade(before, variables)
+        assert_same(started, {**variables, "params": before["params"]})
+    assert_same(jfp8.checkpoint.downgrade(trained), {"params": trained["params"]})
