@@ -1571,4 +1571,37 @@ BUGS: tuple[Bug, ...] = (
         "",
         "scaling/test_random_bits.py::test_a_shape_is_a_view_of_the_flat_bits",
     ),
+    # State that its own gradient replaces, and products that are no layers
+    Bug(
+        "the_last_step_is_not_in_the_history",
+        "histories in _overwrite_with_gradient forget the amax that the last step brought",
+        "jfp8/layers/linen/state_in_gradients.py",
+        "push_amax(lax.bitcast_convert_type(patterns, jnp.float32), amaxes)",
+        "lax.bitcast_convert_type(patterns, jnp.float32)",
+        "layers/test_state_in_gradients.py::test_any_history_survives_to_the_bit",
+    ),
+    Bug(
+        "a_weight_that_comes_first_is_not_put_back",
+        "a product of a weight with an activation has the dimensions of the two exchanged",
+        "jfp8/conversion/parameter_products.py",
+        "        if not self.swapped:\n            return y\n",
+        "        return y\n",
+        "conversion/test_parameter_products.py::test_however_it_is_written[matmul]",
+    ),
+    Bug(
+        "each_use_ends_the_step",
+        "a product that is used twice in a step whose forward pass records gets two entries",
+        "jfp8/layers/linen/products.py",
+        "resume_recorded if self._is_used_again() else end_recorded",
+        "end_recorded",
+        "traps/test_loops.py::TestOneEntryForAllUses::test_trap_a_mutable_collection[calls-False]",
+    ),
+    Bug(
+        "cut_blocks_are_gathered_silently",
+        "compiling does not warn where the parts of devices would cut blocks",
+        "jfp8/tracing/divided.py",
+        "sizes[dim.name] % (parts * unit)",
+        "sizes[dim.name] % parts",
+        "tracing/test_divided.py::test_a_block_is_not_cut",
+    ),
 )
