@@ -304,14 +304,18 @@ def test_what_a_gpu_computes_products_with():
         return {r.path: r.cuda.split(":")[0] for r in rows if r.kind == "fprop"}
 
     blocks = {"Dense_1": "bf16", "Conv_0": "bf16"}
-    assert seen() == {"Conv_1": "xla", "Dense_0": "xla", "Dense_2": "xla", **blocks}
-    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA L40S", num_cores=142, platform="gpu")
+    large = {"Conv_1": "xla", "Dense_0": "xla", "Dense_2": "xla"}
+    assert seen() == large | blocks
+    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
-        small = {"Conv_1": "bf16", "Dense_2": "bf16"}
-        assert seen() == {"Dense_0": "xla", **small, **blocks}
+        # Where there are kernels, small products pay as well.
+        pays = jax.__version_info__ >= (0, 11, 2)
+        small = {} if pays else {"Conv_1": "bf16", "Dense_2": "bf16"}
+        assert seen() == large | small | blocks
         text = jfp8.report(Net(), variables, x).verbose()
     assert "emulate; on CUDA xla" in text
-    assert "emulate; on CUDA bf16: FP8 does not pay for a product this small" in text
+    reason = "emulate; on CUDA bf16: FP8 does not pay for a product this small"
+    assert (reason in text) == (not pays)
 
 
 def test_expected_times_of_a_known_gpu():
