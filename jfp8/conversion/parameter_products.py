@@ -57,6 +57,7 @@ class ParameterProduct:
     Attributes:
       module: that has the parameter.
       name: of the parameter.
+      nth: 1, or more for those that sum over other dimensions of the weight than the first did.
       swapped: whether the weight is the first operand.
       bind: computes it, from both operands in their order.
       params: of the primitive.
@@ -64,6 +65,7 @@ class ParameterProduct:
 
     module: nn.Module
     name: str
+    nth: int
     x: jax.Array
     weight: jax.Array
     swapped: bool
@@ -92,10 +94,15 @@ class ParameterProduct:
             return self.plain()
 
     def by(self, product: ProductOf) -> jax.Array:
-        """Computed by `product`, with its state beside the parameter, as ``DotGeneral_<name>``."""
+        """Computed by `product`, with its state beside the parameter, as ``DotGeneral_<name>``.
+
+        If the module differentiates, its own dgrad is another product, ``DotGeneral_<name>_2``: the
+        amaxes of gradients have nothing to do with those of activations.
+        """
         scope = self.module.scope
         assert scope is not None
-        dot_general = product(parent=scope.push(f"DotGeneral_{self.name}", reuse=True))
+        name = f"DotGeneral_{self.name}" + (f"_{self.nth}" if self.nth > 1 else "")
+        dot_general = product(parent=scope.push(name, reuse=True))
         (first, second), (first_batch, second_batch) = self.params["dimension_numbers"]
         numbers = (first, second), (first_batch, second_batch)
         if self.swapped:
@@ -123,7 +130,7 @@ def find_products(found: Callable[[ParameterProduct], jax.Array]) -> Callable[..
         outer = interposing()
         follower = _Follower((module,), found)
         if isinstance(outer, _Follower):
-            follower = _Follower((module, *outer.modules), found, outer.known)
+            follower = _Follower((module, *outer.modules), found, outer.known, outer.sums)
         with interposed(follower):
             return next_fun(*args, **kwargs)
 
@@ -138,11 +145,14 @@ class _Follower:
       modules: those that are running, the innermost first.
       found: see `find_products`.
       known: values made of a parameter, by identity; kept, so that no other value gets that.
+      sums: for each parameter, the shapes of weights with the dimensions that are summed over, in
+        the order in which products are seen.
     """
 
     modules: tuple[nn.Module, ...]
     found: Callable[[ParameterProduct], jax.Array]
     known: dict[int, tuple[Any, nn.Module, str]] = field(default_factory=dict)
+    sums: dict[tuple[str, ...], list[Any]] = field(default_factory=dict)
 
     def __call__(self, primitive: Any, values: Any, params: Mapping[str, Any]) -> Any:
         sources = [self.source(value) for value in values]
@@ -171,8 +181,13 @@ class _Follower:
         swapped = first is not None
         x, weight = values[::-1] if swapped else values
         module, name = first or second
+        seen = self.sums.setdefault((*module.path, name), [])
+        sums = np.shape(weight), params["dimension_numbers"][0][0 if swapped else 1]
+        if sums not in seen:
+            seen.append(sums)
+        nth = seen.index(sums) + 1
         return self.found(
-            ParameterProduct(module, name, x, weight, swapped, primitive.bind, params)
+            ParameterProduct(module, name, nth, x, weight, swapped, primitive.bind, params)
         )
 
     def source(self, value: Any) -> tuple[nn.Module, str] | None:
