@@ -173,7 +173,7 @@ def _forward(how, carried, use, operation, operands, and_backward=True):
     # Without a sink the gradient's amax would be lost, so its history is not updated.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else Observed(lhs_amax, rhs_amax)
-    observed = Observed(_largest(lhs_amax)[0], _largest(rhs_amax)[0])
+    observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
     return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, operation)
 
 
@@ -211,9 +211,11 @@ _multiply.defvjp(_forward, _backward)
 
 def _largest(*amaxes: jax.Array) -> jax.Array:
     """The amax of each tensor from those of its parts, f32[tensors], by one kernel for all."""
+    if not any(each.ndim for each in amaxes):
+        return jnp.stack(amaxes)
     parts = max(each.size for each in amaxes)
     by_tensor = jnp.stack([jnp.broadcast_to(each, (parts,)) for each in amaxes])
-    return by_tensor[:, 0] if parts == 1 else amax(by_tensor, PerAxis(0))[:, 0]
+    return amax(by_tensor, PerAxis(0))[:, 0]
 
 
 def _named(operand: Operand, kept: Operand | None, name: str) -> tuple[Operand, Operand | None]:
