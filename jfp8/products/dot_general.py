@@ -298,10 +298,11 @@ class ContractionLast(Operation):
             return None
         if first.quantizer is None or not has_kernel(first.quantizer):
             return None
-        both = quantize_both_ways(first.quantizer, x, state)
         along_rows = first.contracting == (1,)
-        straight, other = both.straight, both.transposed
-        return (straight, other, both.amax) if along_rows else (other, straight, both.amax)
+        by_rows, by_columns = (first, second) if along_rows else (second, first)
+        meets = by_rows.other_scale, by_columns.other_scale
+        straight, other, largest = quantize_both_ways(first.quantizer, x, state, meets)
+        return (straight, other, largest) if along_rows else (other, straight, largest)
 
     def laid_out(self, operand: Operand, contracting: tuple[int, ...]) -> Operand:
         if contracting == (1,):

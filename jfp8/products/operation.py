@@ -83,12 +83,22 @@ class Use(NamedTuple):
       product: the recipe's settings for it.
       quantizer: the recipe's quantizer for this operand; None leaves it in high precision.
       contracting: the dimensions of the tensor that the product sums over.
+      other: the product's other operand, if it is quantized before this one.
     """
 
     kind: Kind
     product: Product
     quantizer: Quantizer | None
     contracting: tuple[int, ...]
+    other: Operand | None = None
+
+    @property
+    def other_scale(self) -> jax.Array | None:
+        """The only scale of `other`, f32[]; None if there is none, or more."""
+        scale = self.other.scale if isinstance(self.other, ScaledArray) else None
+        if not isinstance(scale, jax.Array) or scale.ndim or scale.dtype != jnp.float32:
+            return None
+        return scale
 
 
 class Sums(NamedTuple):
@@ -197,7 +207,7 @@ class QuantizedOperand:
         A quantized tensor is used unchanged if the format is the same and there is one scale, which
         serves any direction. Otherwise its values are quantized like any others.
         """
-        _, product, quantizer, contracting = use
+        _, product, quantizer, contracting, _ = use
         x, of_tensor = self.x, largest
         if isinstance(x, ScaledArray):
             as_it_is = _with_one_scale(x)

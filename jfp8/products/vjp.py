@@ -163,7 +163,8 @@ def _forward(how, carried, use, operation, operands, and_backward=True):
     x_again = Use("wgrad", wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
     w_again = Use("dgrad", dgrad, dgrad.rhs, w_free) if and_backward else None
     q_lhs, kept_lhs, lhs_amax = x.quantized(Use("fprop", fprop, fprop.lhs, x_sum), x_again)
-    q_rhs, kept_rhs, rhs_amax = w.quantized(Use("fprop", fprop, fprop.rhs, w_sum), w_again)
+    w_use = Use("fprop", fprop, fprop.rhs, w_sum, other=q_lhs)
+    q_rhs, kept_rhs, rhs_amax = w.quantized(w_use, w_again)
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
     lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
@@ -189,9 +190,12 @@ def _backward(how, carried, use, residuals, cotangents):
     g = QuantizedOperand("grad", dy, history, seed, operation)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
-    again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again) if q_lhs is not None else None
-    q_dy, q_dy_again, grad_amax = g.quantized(Use("dgrad", dgrad, dgrad.lhs, g_sum), again)
     assert q_rhs is not None
+    use = Use("dgrad", dgrad, dgrad.lhs, g_sum, other=q_rhs)
+    again = None
+    if q_lhs is not None:
+        again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again, other=q_lhs)
+    q_dy, q_dy_again, grad_amax = g.quantized(use, again)
     d_lhs = _product(operation, how, "dgrad", q_dy, q_rhs)
     d_lhs = quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed)
     d_rhs = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +77,32 @@ def test_the_same_bytes_scales_and_amax(quantizer, state, dtype):
         a, b = (np.atleast_1d(np.asarray(v)).view(np.uint8) for v in (a, b))
         np.testing.assert_array_equal(a, b)
     assert np.unique(np.asarray(found.straight.data).view(np.uint8)).size > 20
+
+
+@needs_mosaic
+@pytest.mark.parametrize("interpreted", [True, False])
+@pytest.mark.parametrize(
+    ("quantizer", "state"),
+    [(Unit(E5M2), None), (Current(E4M3), None), (Delayed(E5M2, length=4), SEEN)],
+    ids=str,
+)
+def test_factors_of_products(quantizer, state, interpreted):
+    """They are the scales' products, to the bit, and never Inf, which makes NaN of 0."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    met = jnp.float32(0.37), jnp.float32(2.0**120)
+    x = (matrix(jnp.float32) * 2.0**20).astype(jnp.bfloat16)
+    how = plgpu.force_gpu_interpret_mode() if interpreted else contextlib.nullcontext()
+    with how:
+        found = quantize_both_ways(quantizer, x, state, met)
+        one = quantize_both_ways(quantizer, x, state, (None, met[0])).transposed
+    for q, scale in ((found.straight, met[0]), (found.transposed, met[1]), (one, met[0])):
+        exact = float(q.scale) * float(scale)  # in f64
+        assert q.factor == np.float32(min(exact, float(np.finfo(np.float32).max)))
+        y = q.data.astype(jnp.float32) @ jnp.ones((q.shape[1], 3))
+        other = jfp8.ScaledArray(jnp.ones((q.shape[1], 3), E4M3.dtype), scale)
+        in_f32 = jfp8.scaled_matmul(q, other, (((1,), (0,)), ((), ())), implementation="emulate")
+        np.testing.assert_array_equal(in_f32, y * q.factor)
 
 
 @pytest.mark.parametrize(

@@ -621,8 +621,8 @@ BUGS: tuple[Bug, ...] = (
         "division_for_multiplication",
         "the product is divided by the scale of rhs",
         "jfp8/matmul/job.py",
-        "jnp.minimum(a * b, largest)",
-        "jnp.minimum(a / b, largest)",
+        "jnp.minimum(a * b, LARGEST_FACTOR)",
+        "jnp.minimum(a / b, LARGEST_FACTOR)",
         "matmul/test_scaled_matmul.py::test_scales_along_any_dimensions_that_stay[0-emulate]",
     ),
     Bug(

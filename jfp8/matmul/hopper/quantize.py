@@ -34,6 +34,7 @@ from jfp8.matmul.hopper.sweep import (
     write_amax,
 )
 from jfp8.matmul.hopper.tiles import padded
+from jfp8.matmul.job import LARGEST_FACTOR
 from jfp8.scaling.formats import Format
 
 
@@ -116,39 +117,45 @@ def quantize_tensor(
     fmt: Format,
     scale_of: Callable[..., tuple[jax.Array, jax.Array]],
     with_amax: bool,
+    meets: int = 0,
     sweep: Sweep | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """``q = cast(x / scale)``, ``q.T``, ``scale`` and the amaxes of `x`.
+    """``q = cast(x / scale)``, ``q.T``, ``scale``, its products with others, the amaxes of `x`.
 
-    The scale is made by the kernel: a kernel of its own would take longer to start than to run.
+    Single numbers are made by this kernel: one of their own would take longer to start than to run.
     Finite values saturate; Inf and NaN become NaN.
 
     Args:
       x: f32, bf16 or f16[M, N].
-      known: vectors for `scale_of`.
+      known: vectors for `scale_of`; behind them the scales, f32[1], of operands that `x` meets.
       fmt: E4M3FN or E5M2.
       scale_of: of references to `known`: the scale and its reciprocal, as by `scale_and_inverse`,
         f32[128] of equal numbers.
       with_amax: whether to compute the amaxes as well.
+      meets: how many operands `x` meets.
       sweep: how to walk over `x`.
       interpret: see `tensor_amax`.
 
     Returns:
-      f8[M, N], f8[N, M], f32[1], and if `with_amax` int32[parts()] as of `tensor_amax`.
+      f8[M, N], f8[N, M], the scale f32[1], for each operand that `x` meets ``scale * its scale`` as
+      by `scale_products`, f32[1], and if `with_amax` int32[parts()] as of `tensor_amax`.
     """
+    first_met = len(known) - meets
 
     def prepare(known: Sequence[Ref], results: Sequence[Ref]) -> tuple[Any, Any]:
-        scale, inverse = scale_of(*known)
+        scale, inverse = scale_of(*known[:first_met])
 
         @pl.when(lax.axis_index("block") == 0)
         def _():
-            results[0][0] = jnp.max(scale)
+            results[0][0] = own = jnp.max(scale)
+            for factor, other in zip(results[1:], known[first_met:], strict=False):
+                factor[0] = jnp.minimum(own * other[0], LARGEST_FACTOR)
 
         factor = jnp.max(inverse)
         return factor, factor
 
-    out = [jax.ShapeDtypeStruct((1,), jnp.float32)]
+    out = [jax.ShapeDtypeStruct((1,), jnp.float32)] * (1 + meets)
     out += [jax.ShapeDtypeStruct((parts(),), jnp.int32)] if with_amax else []
     sweep = sweep or fastest("quantize_tensor", x, both_ways(x.dtype))
     return _quantize("quantize_tensor", x, known, prepare, fmt, out, with_amax, sweep, interpret)
