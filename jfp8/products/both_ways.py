@@ -19,6 +19,7 @@ from jax import lax
 
 from jfp8.matmul.job import HARDWARE_FORMATS, scale_products
 from jfp8.matmul.paired import Paired
+from jfp8.products.cast_later import CastLater, as_array, split
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
@@ -29,6 +30,8 @@ from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import Block, amax, ragged_block, reciprocal, scale_from_amax
 from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
 from jfp8.tracing.divided import Combine, divided
+
+Matrix: TypeAlias = jax.Array | CastLater  # the kernel casts it as it reads it
 
 # The scales, f32[], of the operands that a matrix meets: in sums over n, and over m. None: they are
 # not known, or are more than one.
@@ -66,7 +69,7 @@ def has_kernel(quantizer: Quantizer) -> bool:
 # A kernel takes a while to compile, so it is compiled once for all layers of the same shapes.
 @partial(jax.jit, static_argnums=0)
 def quantize_both_ways(
-    quantizer: Quantizer, x: jax.Array, state: AmaxState | None, meets: Meets = (None, None)
+    quantizer: Quantizer, x: Matrix, state: AmaxState | None, meets: Meets = (None, None)
 ) -> BothWays:
     """`x` quantized by `quantizer`, which must have a kernel, for both directions.
 
@@ -84,9 +87,10 @@ def quantize_both_ways(
     def in_steps(x, state, meets):
         from jfp8.matmul.hopper.sweep import parts
 
-        largest = amax(x)
-        straight = quantizer(x, Context((1,), largest, state))
-        other = quantizer(x, Context((0,), largest, state)).T
+        values = as_array(x)
+        largest = amax(values)
+        straight = quantizer(values, Context((1,), largest, state))
+        other = quantizer(values, Context((0,), largest, state)).T
         straight, other = (
             q if met is None else _paired(q, met)
             for q, met in zip((straight, other), meets, strict=True)
@@ -109,7 +113,7 @@ def _paired(q: ScaledArray, met: jax.Array) -> Paired:
 # bit for bit.
 
 
-def _unit(quantizer: Unit, x: jax.Array, state: AmaxState | None, meets: Meets) -> BothWays:
+def _unit(quantizer: Unit, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
     del state
     ones = lambda: (jnp.ones((128,), jnp.float32),) * 2
     q, q_t, amaxes = _with_one_scale(quantizer, x, {}, ones, meets)
@@ -117,19 +121,19 @@ def _unit(quantizer: Unit, x: jax.Array, state: AmaxState | None, meets: Meets) 
     return BothWays(replace(q, scale=one), replace(q_t, scale=one), amaxes)
 
 
-def _current(quantizer: Current, x: jax.Array, state: AmaxState | None, meets: Meets) -> BothWays:
+def _current(quantizer: Current, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
     del state
     return _from_amax(quantizer, x, 0, meets)
 
 
-def _from_amax(quantizer: Current | Delayed, x: jax.Array, margin: int, meets: Meets) -> BothWays:
+def _from_amax(quantizer: Current | Delayed, x: Matrix, margin: int, meets: Meets) -> BothWays:
     """By a scale from the amax of `x`, which XLA takes: it can do so where it makes `x`."""
-    largest = amax(x)
+    largest = amax(as_array(x))
     scale_of = lambda known: _scale(quantizer, jnp.full((128,), known[0]), margin)
     return _with_one_scale(quantizer, x, {"ONE": largest.reshape(1)}, scale_of, meets, largest)
 
 
-def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None, meets: Meets) -> BothWays:
+def _delayed(quantizer: Delayed, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
     from jfp8.matmul.hopper import quantize
     from jfp8.matmul.hopper.sweep import largest_of
 
@@ -144,8 +148,10 @@ def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None, meets: M
         return functools.reduce(jnp.maximum, [history[i] for i in range(read)])
 
     # The current amax matters only while the history is empty, and is computed only then.
-    find = partial(quantize.tensor_amax, unless=lambda history: expected(history) > 0)
-    found = divided(f"tensor_amax, {quantizer}", find, "i j, STEP -> PART", "max")(x, history)
+    array, dtype = split(x)
+    find = partial(quantize.tensor_amax, unless=lambda history: expected(history) > 0, dtype=dtype)
+    name = f"tensor_amax, {quantizer}, {dtype}"
+    found = divided(name, find, "i j, STEP -> PART", "max")(array, history)
 
     def scale_of(history: Any, in_step: Any, found: Any) -> tuple[jax.Array, jax.Array]:
         predicted = jnp.full((128,), expected(history))
@@ -168,7 +174,7 @@ def _scale(
 
 def _with_one_scale(
     quantizer: Quantizer,
-    x: jax.Array,
+    x: Matrix,
     known: Mapping[str, jax.Array],
     scale_of: Callable[..., tuple[jax.Array, jax.Array]],
     meets: Meets,
@@ -182,6 +188,7 @@ def _with_one_scale(
     """
     from jfp8.matmul.hopper import quantize
 
+    array, dtype = split(x)
     others = [scale.reshape(1) for scale in meets if scale is not None]
     kernel = partial(
         quantize.quantize_tensor,
@@ -189,6 +196,7 @@ def _with_one_scale(
         scale_of=scale_of,
         with_amax=largest is None,
         meets=len(others),
+        dtype=dtype,
     )
     ones = ["ONE"] * len(others)
     operands, results = ["i j", *known, *ones], ["i j", "j i", "ONE", *ones]
@@ -197,8 +205,8 @@ def _with_one_scale(
         results.append("PART")
         combine.append("max")
     rule = f"{', '.join(operands)} -> {', '.join(results)}"
-    q, q_t, *numbers = divided(f"quantize_tensor, {quantizer}", kernel, rule, combine)(
-        x, *known.values(), *others
+    q, q_t, *numbers = divided(f"quantize_tensor, {quantizer}, {dtype}", kernel, rule, combine)(
+        array, *known.values(), *others
     )
     if largest is None:
         largest = lax.bitcast_convert_type(numbers.pop(), jnp.float32)
@@ -211,54 +219,58 @@ def _with_one_scale(
     return BothWays(straight, other, largest)
 
 
-def _rowwise(quantizer: Rowwise, x: jax.Array, state: AmaxState | None, meets: Meets) -> BothWays:
+def _rowwise(quantizer: Rowwise, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
     from jfp8.matmul.hopper import quantize
 
     del state, meets
-    maxima = divided(
-        "row_and_column_amax", quantize.row_and_column_amax, "i j -> i, j", combine="max"
-    )(x)
+    array, dtype = split(x)
+    maximum = partial(quantize.row_and_column_amax, dtype=dtype)
+    maxima = divided(f"row_and_column_amax, {dtype}", maximum, "i j -> i, j", combine="max")(array)
     rows, columns = (
         scale_from_amax(m, quantizer.fmt, scale_rounding=quantizer.scale_rounding) for m in maxima
     )
-    both = partial(quantize.quantize_lines, fmt=quantizer.fmt)
-    q, q_t = divided("quantize_lines", both, "i j, i, j -> i j, j i")(
-        x, reciprocal(rows), reciprocal(columns)
+    both = partial(quantize.quantize_lines, fmt=quantizer.fmt, dtype=dtype)
+    q, q_t = divided(f"quantize_lines, {dtype}", both, "i j, i, j -> i j, j i")(
+        array, reciprocal(rows), reciprocal(columns)
     )
     straight, other = ScaledArray(q, rows[:, None]), ScaledArray(q_t, columns[:, None])
     return BothWays(straight, other, amax(maxima[0]))
 
 
-def _blockwise(
-    quantizer: Blockwise, x: jax.Array, state: AmaxState | None, meets: Meets
-) -> BothWays:
+def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
     from jfp8.matmul.hopper import quantize_blocks
 
     del state, meets
     along, across = quantizer.block_size
-    m, n = x.shape
+    (m, n), (array, dtype) = x.shape, split(x)
     fmt, rounding = quantizer.fmt, quantizer.scale_rounding
     if across > 1:
-        tiles = partial(quantize_blocks.quantize_tiles, fmt=fmt, scale_rounding=rounding)
+        tiles = partial(
+            quantize_blocks.quantize_tiles, fmt=fmt, scale_rounding=rounding, dtype=dtype
+        )
         q, q_t, scale = divided(
-            f"quantize_tiles, {rounding}", tiles, f"i j -> i j, j i, i/{along} j/{along}"
-        )(x)
+            f"quantize_tiles, {rounding}, {dtype}", tiles, f"i j -> i j, j i, i/{along} j/{along}"
+        )(array)
         scales = scale, scale.T
     else:
         rows = partial(
-            quantize_blocks.quantize_rows_in_blocks, fmt=fmt, block=along, scale_rounding=rounding
+            quantize_blocks.quantize_rows_in_blocks,
+            fmt=fmt,
+            block=along,
+            scale_rounding=rounding,
+            dtype=dtype,
         )
         q, s, q_t, s_t = divided(
-            f"quantize_rows_in_blocks_{along}, {rounding}",
+            f"quantize_rows_in_blocks_{along}, {rounding}, {dtype}",
             rows,
             f"i j -> i j, j/{along} i, j i, i/{along} j",
-        )(x)
+        )(array)
         scales = s.T, s_t.T
     if scales[0].dtype == jnp.uint8:
         scales = tuple(codes_to_format(s, E8M0FNU) for s in scales)
     blocks = (ragged_block(Block((across, along)), shape) for shape in ((m, n), (n, m)))
     straight, other = map(ScaledArray, (q, q_t), scales, blocks)
-    return BothWays(straight, other, amax(x))
+    return BothWays(straight, other, amax(as_array(x)))
 
 
 def _finds_amax(quantizer: Quantizer, state: AmaxState | None) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.choice import Implementation, check_implementation
+from jfp8.products.cast_later import CastLater, as_array
 from jfp8.products.observers import OBSERVER
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.product import Product
@@ -148,7 +149,12 @@ class Operation:
         return quantizer(x, at)
 
     def quantize_for_both(
-        self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
+        self,
+        role: str,
+        x: jax.Array | CastLater,
+        first: Use,
+        second: Use | None,
+        state: AmaxState | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
         """One operand as both of its products take it, and its amax, if one step can do that.
 
@@ -178,7 +184,7 @@ class QuantizedOperand:
     """One tensor that takes part in two of the three products."""
 
     role: str
-    x: Operand
+    x: Operand | CastLater
     state: AmaxState | None
     seed: jax.Array | None
     operation: Operation
@@ -191,6 +197,8 @@ class QuantizedOperand:
             at_once = self.operation.quantize_for_both(self.role, self.x, first, second, self.state)
             if at_once is not None:
                 return at_once
+        if isinstance(self.x, CastLater):
+            return replace(self, x=as_array(self.x)).quantized(first, second)
         largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
         for_both = second is not None and _same(first, second)
         kinds = f"{first.kind}+{second.kind}" if for_both else first.kind
@@ -209,6 +217,7 @@ class QuantizedOperand:
         """
         _, product, quantizer, contracting, _ = use
         x, of_tensor = self.x, largest
+        assert not isinstance(x, CastLater)  # see `quantized`
         if isinstance(x, ScaledArray):
             as_it_is = _with_one_scale(x)
             if as_it_is is not None and quantizer is not None and product.rotation is None:

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jfp8.products.cast_later import CastLater
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
     How,
@@ -153,7 +154,9 @@ def _forward(how, carried, use, operation, operands, and_backward=True):
     frozen = in_bytes and not carried
     lhs = first_order_only(lhs)
     if not in_bytes:
-        rhs = first_order_only(rhs).astype(how.rhs_dtype or rhs.dtype)
+        rhs = first_order_only(rhs)
+        if how.rhs_dtype is not None:
+            rhs = CastLater(rhs, how.rhs_dtype)
     x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation)
     w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation)
     x_sum, w_sum = operation.contracting("fprop")
