@@ -120,12 +120,9 @@ def multiply_quantized(
     recipe, (histories, sink, key) = how.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
-        _check_state(recipe, histories)
-    if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
-        raise ValueError(
-            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
-            f"jfp8.scaling.init_sink(); got {sink.dtype} of shape {sink.shape}."
-        )
+        check_state(recipe, histories)
+    if sink is not None:
+        check_sink(sink)
     seed = seed_of(key) if key is not None and recipe.resolved().stochastic else None
     carrier = None
     if isinstance(rhs, ScaledArray):
@@ -339,7 +336,16 @@ def _sums(how: How, kind: Kind) -> Sums:
     return Sums(accumulation, product.fast_accumulation, product.powers_of_two, parts)
 
 
-def _check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
+def check_sink(sink: jax.Array) -> None:
+    """Raise ``ValueError`` if `sink` is not what ``init_sink()`` would give."""
+    if sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32:
+        raise ValueError(
+            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
+            f"jfp8.scaling.init_sink(); got {sink.dtype} of shape {sink.shape}."
+        )
+
+
+def check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
     """Raise ``ValueError`` if `state` is not what ``recipe.init_state()`` would give."""
     expected = jax.eval_shape(recipe.init_state)
     if expected is None:

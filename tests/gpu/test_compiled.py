@@ -428,9 +428,10 @@ def assert_tensor_cores(program, products=1):
     assert len(program.hlo.fp8_products) == products
     assert not any(kernel.other_mma for kernel in program.kernels)
     assert program.hlo.other_products == []
-    # Two for each part of a tile that is stored, of which there are up to 6, and some at the start
-    # and the end: none at a copy of operands. With those that Pallas adds there are 20 and more.
-    assert all(kernel.barriers <= 14 for kernel in program.kernels if kernel.qgmma)
+    # Two for each part of a tile that is stored, of which there are up to 6, one where scales came
+    # with the operands, and some at the start and the end: none at a copy of operands. With those
+    # that Pallas adds there are 20 and more.
+    assert all(kernel.barriers <= 15 for kernel in program.kernels if kernel.qgmma)
 
 
 PAIRS = {"e4m3×e4m3": (F8, F8), "e5m2×e4m3": (F8_GRAD, F8), "e4m3×e5m2": (F8, F8_GRAD)}
