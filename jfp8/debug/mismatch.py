@@ -54,10 +54,11 @@ def decoding_mismatch(
     is the error.
 
     Args:
-      train: log-probabilities of the tokens from one pass over the whole sequence, in nats:
+      train: f32 array of any shape, log-probabilities of the tokens from one pass over the whole
+        sequence, in nats:
         ``jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]``.
       decode: those from decoding step by step, of the same shape.
-      mask: True or 1 where a token counts; None: all do.
+      mask: bool array of this shape, True or 1 where a token counts; None: all do.
 
     Returns:
       A `DecodingMismatch`, computed in f64.

@@ -112,7 +112,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "e8m0_off_by_one",
         "E8M0 scales are read as half of what they are",
-        "jfp8/scaling/arrays.py",
+        "jfp8/scaling/parts.py",
         "(half + np.uint32(64)) << 23",
         "(half + np.uint32(63)) << 23",
         "scaling/test_arrays.py::test_e8m0_block_scales",
