@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import flax.linen as nn
@@ -20,6 +21,7 @@ import pytest
 import jfp8
 from jfp8 import ScaledArray, checkpoint
 from jfp8.checkpoint.torch_layout import Place
+from jfp8.matmul import choice
 
 FOLDER = Path(__file__).parents[1] / "data" / "fp8_checkpoints"
 CHECKSUMS = json.loads((FOLDER / "checksums.json").read_text())
@@ -278,6 +280,27 @@ def test_stacked_layers_under_scan_and_attention_with_heads(tmp_path):
         product = np.asarray(rows, np.float64) @ np.asarray(tensors[f"{i}.q"], np.float64).T
         expected = expected + product.reshape(8, 4, 64).sum(-2).repeat(2, -1)
     np.testing.assert_allclose(y, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_trap_scales_of_others_are_no_powers_of_two(monkeypatch):
+    """The recipe's own are, and bf16 would hold their products exactly."""
+    seen = []
+    product = choice.product
+
+    def watched(lhs, rhs, job, implementation):
+        seen.append(job.powers_of_two)
+        return product(lhs, rhs, job, implementation)
+
+    monkeypatch.setattr(choice, "product", watched)
+    w = jax.random.normal(jax.random.key(0), (128, 128))
+    q = jfp8.quantize(w, granularity=jfp8.Block((128, 128)))
+    numbers = (((1,), (0,)), ((), ()))
+    for kernel in (w, q):
+        f = partial(jfp8.scaled_dot_general, recipe="block", dimension_numbers=numbers)
+        jax.make_jaxpr(jax.grad(lambda x, kernel, f=f: f(x, kernel).sum()))(
+            jnp.ones((3, 128)), kernel
+        )
+    assert seen == [True, True, True, False, False]  # frozen weights have no wgrad
 
 
 # Styles of one's own.
