@@ -327,6 +327,21 @@ def test_new_checkpoints_in_each_style(style, granularity, tmp_path):
     np.testing.assert_array_equal(again["norm.weight"], tensors["norm.weight"])
 
 
+def test_scales_that_are_stored_as_powers_of_two(tmp_path):
+    """As transformers does with scale_fmt="ue8m0"."""
+    w = jax.random.normal(jax.random.key(0), (130, 200))
+    blocks = jfp8.Block((128, 128))
+    q = jfp8.quantize(w, granularity=blocks, scale_rounding="power_of_two")
+    style = dataclasses.replace(
+        checkpoint.fp8_style.STYLES["deepseek"], scale_dtype="float8_e8m0fnu"
+    )
+    checkpoint.save_fp8_safetensors(tmp_path, {"w": q}, style)
+    again, found = checkpoint.load_fp8_safetensors(tmp_path)
+    assert found == style
+    assert again["w"].scale.dtype == np.float32
+    np.testing.assert_array_equal(again["w"], q)
+
+
 # Mistakes.
 
 
