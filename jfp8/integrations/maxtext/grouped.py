@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jfp8.products.ragged.dot import scaled_ragged_dot
+from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 
 
@@ -29,9 +30,12 @@ def multiplying(gmm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         lhs_quantize_dtype: Any = None,
         **more: Any,
     ) -> jax.Array:
-        recipe = lhs_quantize_dtype
-        if not isinstance(recipe, Recipe):
-            more |= {"lhs_quantize_dtype": recipe}
+        if not isinstance(lhs_quantize_dtype, Recipe):
+            more |= {"lhs_quantize_dtype": lhs_quantize_dtype}
+            return gmm(lhs, rhs, group_sizes, preferred_element_type, *args, **more)
+        recipe = recipe_in_effect(lhs_quantize_dtype)
+        if recipe is None:
+            more |= {"rhs_quantize_dtype": None}
             return gmm(lhs, rhs, group_sizes, preferred_element_type, *args, **more)
         _check(more)
         y = scaled_ragged_dot(
