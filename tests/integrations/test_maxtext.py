@@ -1,6 +1,6 @@
 """`jfp8.integrations.maxtext` in MaxText itself, where that is installed.
 
-`benchmarks/clients/train_maxtext.py` says how. Its `train` calls MaxText's train loop with the
+`benchmarks/clients/maxtext_client.py` says how. Its `train` calls MaxText's train loop with the
 options that are MaxText's default: layers scanned along axis 1, full rematerialization.
 """
 
@@ -24,7 +24,7 @@ from jax.extend import core
 import numpy as np
 from flax import nnx
 jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
-import train_maxtext as t
+import maxtext_client as t
 from jfp8.linen import histories_in
 
 def told(run):

@@ -3,7 +3,7 @@
     python3.12 -m venv V && V/bin/pip install jax==0.11.2 flax==0.12.12 optax==0.2.8 \\
         orbax-checkpoint==0.12.8 pydantic omegaconf absl-py pyyaml psutil tabulate
     V/bin/pip install --no-deps maxtext==0.2.5 aqtp qwix tensorboardX .
-    V/bin/python benchmarks/clients/train_maxtext.py
+    V/bin/python benchmarks/clients/maxtext_client.py
 
 It writes benchmarks/results/maxtext.json. Data are sequences of a random Markov chain, new ones in
 each step. Float32 is the same program with FP8 switched off by `jfp8.autocast`, which has the same
