@@ -57,7 +57,7 @@ class ExpertEinsum(nn.Module):
 
     Attributes:
       recipe: of the products with weights.
-      dtype: of the operands.
+      dtype: of the operands of those.
     """
 
     recipe: Recipe
@@ -65,11 +65,10 @@ class ExpertEinsum(nn.Module):
 
     @nn.compact
     def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        lhs, rhs = lhs.astype(self.dtype), rhs.astype(self.dtype)
         if "B" in equation.split("->")[0].split(",")[1]:
             return jnp.einsum(equation, lhs, rhs)
         product = jfp8.linen.EinsumProduct(self.recipe, state_collection=STATE)
-        return product(equation.replace(" ", ""), lhs, rhs)
+        return product(equation.replace(" ", ""), lhs.astype(self.dtype), rhs.astype(self.dtype))
 
 
 def configured(config: Any, quant_mode: str = "train") -> Quantization:
