@@ -132,7 +132,8 @@ def train(options: dict[str, Any], *, fp8: bool = True, data: Any = MarkovChain)
 
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics"
-        given = {"run_name": "run", "base_output_directory": folder} | COMMON | options
+        own = {"run_name": "run", "base_output_directory": folder, "jax_cache_dir": folder}
+        given = own | COMMON | options
         words = [f"{name}={value}" for name, value in given.items()]
         argv = [maxtext_train.__file__, str(BASE), *words, f"metrics_file={metrics}"]
         before = maxtext_train.maxtext_utils.maybe_dump_jaxpr
