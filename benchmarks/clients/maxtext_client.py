@@ -72,8 +72,8 @@ MODELS = {
         "num_experts_per_tok": 2,
     },
 }
-# In float32 experts multiply without grouping: on CPUs megablox takes minutes for a step, and the
-# numbers are the same but for their rounding.
+# In float32 experts multiply without grouping: megablox is interpreted on CPUs, and the numbers are
+# the same but for their rounding.
 EXACT = {"sparse_matmul": False}
 RECIPES = ("delayed", "current", "mxfp8")
 TIMES: list[float] = []  # when the steps began
