@@ -165,6 +165,43 @@ def test_mixtures_of_experts():
     assert all(np.array(dense["histories"][p]["grad"])[..., 0].all() for p in experts)
 
 
+COMMAND = """
+import runpy, sys
+import jax, maxtext_stand_ins
+jax.config.update("jax_num_cpu_devices", 8)
+sys.argv[0] = "maxtext"
+runpy.run_module("jfp8.integrations.maxtext", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_the_command_trains(tmp_path):
+    """The same as ``python -m``, but for the stand-ins."""
+    options = {
+        "run_name": "run",
+        "quantization": "jfp8_delayed",
+        "base_output_directory": tmp_path,
+        "jax_cache_dir": tmp_path,
+        "metrics_file": tmp_path / "metrics",
+        "dataset_type": "synthetic",
+        "steps": 2,
+        "enable_checkpointing": False,
+        "base_emb_dim": 64,
+        "base_mlp_dim": 128,
+        "base_num_decoder_layers": 1,
+        "vocab_size": 128,
+        "max_target_length": 32,
+        "attention": "dot_product",
+    }
+    paths = [str(ROOT / "benchmarks" / "clients"), str(ROOT)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    words = [f"{name}={value}" for name, value in options.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *words], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len((tmp_path / "metrics").read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
