@@ -8,13 +8,14 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.matmul.paired import Paired
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2
 from jfp8.scaling.parts import expand_scale
@@ -133,10 +134,12 @@ def layout_of(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], numbers: N
     return Layout(lhs_free, rhs_free, sizes, (*batch, *rows, *columns))
 
 
-def as_matrices(
-    lhs: jax.Array, rhs: jax.Array, numbers: Numbers
-) -> tuple[jax.Array, jax.Array, Numbers]:
-    """Operands with at most one batch dimension, one free and one contracting dimension."""
+def as_matrices(lhs: jax.Array, rhs: Any, numbers: Numbers) -> tuple[jax.Array, Any, Numbers]:
+    """Operands with at most one batch dimension, one free and one contracting dimension.
+
+    Raises:
+      ValueError: `rhs` is a `ScaledArray`, whose blocks would be cut.
+    """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     layout = layout_of(lhs.shape, rhs.shape, numbers)
     lhs, lhs_k = _grouped(lhs, lhs_batch, layout.lhs_free, lhs_contract)
@@ -146,8 +149,8 @@ def as_matrices(
 
 
 def _grouped(
-    x: jax.Array, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
-) -> tuple[jax.Array, int]:
+    x: Any, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
+) -> tuple[Any, int]:
     """`x` with each of three groups of dimensions merged into one, and the position of `contract`.
 
     The batch dimension comes first, if there is one; the other two keep their order, and are added
@@ -188,6 +191,9 @@ def to_output(
     return scale.reshape(*sizes[: len(batch)], *(1,) * before, *sizes[len(batch) :], *(1,) * after)
 
 
+LARGEST_FACTOR = np.float32(np.finfo(np.float32).max)
+
+
 def scale_products(
     lhs_scales: tuple[jax.Array, ...], rhs_scales: tuple[jax.Array, ...]
 ) -> list[jax.Array]:
@@ -197,9 +203,10 @@ def scale_products(
     scales; each step would be NaN and skipped, and the histories would keep their spikes forever.
     Instead, a sum of codes below 1 gives a finite number that is too small; a larger one gives Inf.
     """
-    largest = np.float32(np.finfo(np.float32).max)
     pairs = itertools.zip_longest(lhs_scales, rhs_scales)
-    return [b if a is None else a if b is None else jnp.minimum(a * b, largest) for a, b in pairs]
+    return [
+        b if a is None else a if b is None else jnp.minimum(a * b, LARGEST_FACTOR) for a, b in pairs
+    ]
 
 
 def multiply(
@@ -238,6 +245,9 @@ def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
 
 def factors_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> list[jax.Array]:
     """Factors for a product of the stored values: the scales that do not vary along the sum."""
+    for operand in (lhs, rhs):
+        if isinstance(operand, Paired):
+            return [operand.factor]
     _, (lhs_batch, rhs_batch) = job.dimension_numbers
     layout = layout_of(lhs.shape, rhs.shape, job.dimension_numbers)
     rows, columns = layout.lhs_free, layout.rhs_free
