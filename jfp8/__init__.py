@@ -1,8 +1,8 @@
 """FP8 training for JAX and Flax.
 
 The folders, in the order in which data passes through them: tracing, scaling, quantizers, matmul,
-recipes, products, layers, collectives, optim, conversion, training, checkpoint, debug, plot. A file
-imports only from its own folder and from those before it.
+recipes, products, layers, collectives, optim, conversion, training, checkpoint, debug, plot,
+integrations. A file imports only from its own folder and from those before it.
 """
 
 from jfp8 import (
