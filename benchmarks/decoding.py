@@ -53,8 +53,19 @@ class LM(nn.Module):
         return nn.Dense(VOCABULARY)(nn.LayerNorm()(x))
 
 
-def measure(recipe: Recipe, cache_dtype: Any) -> DecodingMismatch:
-    """The mismatch of tokens that are drawn from a cache of `cache_dtype`."""
+def measure(recipe: Recipe, cache_dtype: Any, *, fp8: bool = True) -> DecodingMismatch:
+    """The mismatch of tokens that are drawn from a cache of `cache_dtype`.
+
+    Args:
+      fp8: whether products are in FP8.
+    """
+    if fp8:
+        return _measure(recipe, cache_dtype)
+    with jfp8.autocast(enabled=False):
+        return _measure(recipe, cache_dtype)
+
+
+def _measure(recipe: Recipe, cache_dtype: Any) -> DecodingMismatch:
     whole, cached = LM(recipe), LM(recipe, decode=True, cache_dtype=cache_dtype)
 
     @jax.jit
@@ -93,6 +104,7 @@ def table(measured: dict[str, dict[str, DecodingMismatch]]) -> str:
             kept = "✓" if recipe().is_causal(history=True) else "no"
             cells = [_cell(found) for found in measured[recipe.name].values()]
             lines.append([f"`{recipe.__name__}`", kept, *cells])
+    lines.append(["no FP8 products", "✓", *(_cell(found) for found in measured["off"].values())])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -121,6 +133,8 @@ def main(argv: list[str] | None = None) -> None:
         name: {cache: measure(names[name](), dtype) for cache, dtype in CACHES.items()}
         for name in args.recipes
     }
+    rowwise = names["rowwise"]()  # which is switched off
+    measured["off"] = {c: measure(rowwise, dtype, fp8=False) for c, dtype in CACHES.items()}
     if args.json:
         plain = {r: {c: asdict(m) for c, m in of.items()} for r, of in measured.items()}
         print(json.dumps(plain, indent=1))

@@ -99,7 +99,7 @@ def save_fp8_safetensors(
 
     Args:
       path: the folder.
-      tensors: arrays and `ScaledArray`s by name, in PyTorch's layout ``[out, in]``.
+      tensors: arrays and instances of `ScaledArray` by name, in PyTorch's layout ``[out, in]``.
       style: of the original; or ``"deepseek"`` (blocks of 128 x 128), ``"compressed-tensors"`` (per
         channel) or ``"per-tensor"``.
       max_shard_size: bytes of a file.

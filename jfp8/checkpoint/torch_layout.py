@@ -46,14 +46,14 @@ def to_flax_params(tensors: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Parameters of a Flax model, from tensors in PyTorch's layout.
 
     Bytes and scales are transposed, reshaped and stacked; nothing is rounded. Layers of jfp8 and
-    converted models take the `ScaledArray`s as kernels.
+    converted models take a `ScaledArray` as kernel.
 
     Args:
-      tensors: arrays and `ScaledArray`s by name, as `load_fp8_safetensors` gives them.
+      tensors: arrays and instances of `ScaledArray` by name, as `load_fp8_safetensors` gives them.
       names: for each tensor the path of its parameter, or a `Place`; None leaves it out.
 
     Returns:
-      Nested dicts of JAX arrays and `ScaledArray`s.
+      Nested dicts of JAX arrays and instances of `ScaledArray`.
 
     Raises:
       ValueError: names and tensors that do not belong together; a shape that cuts blocks; layers
@@ -88,11 +88,11 @@ def from_flax_params(params: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Tensors in PyTorch's layout: the inverse of `to_flax_params`, bit for bit.
 
     Args:
-      params: nested dicts of arrays and `ScaledArray`s.
+      params: nested dicts of arrays and instances of `ScaledArray`.
       names: as for `to_flax_params`. Tensors with None are left out.
 
     Returns:
-      NumPy arrays, and `ScaledArray`s of them, by name.
+      NumPy arrays and instances of `ScaledArray` by name.
 
     Raises:
       ValueError: a parameter has no name, or a name no parameter.
