@@ -9,9 +9,13 @@ import jax
 from flax import nnx
 
 from jfp8.layers.nnx.attention import has_stock_attention, install_attention
-from jfp8.layers.nnx.hooks import has_stock_product, install
+from jfp8.layers.nnx.hooks import has_stock_product, hook_of, install
+from jfp8.layers.nnx.products import Product
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
+
+# Of a layer that was left as it is: the reason, for reports.
+REASON = "jfp8_stays"
 
 Path = tuple[Any, ...]
 Module = TypeVar("Module", bound=nnx.Module)
@@ -98,6 +102,26 @@ def nodes_of(module: nnx.Module) -> Iterator[tuple[Path, Any]]:
             yield path, node
 
 
+def reason_of(node: Any) -> str | None:
+    """Why the product of a layer is not FP8; None if it may be, or if there is none.
+
+    Args:
+      node: a module.
+    """
+    hook = hook_of(node)
+    if hook is None:
+        return None
+    if has_stock_product(node):
+        return getattr(node, REASON, "not converted")
+    for name in (hook.name, f"{hook.name}_cls"):
+        given = getattr(node, name, None)
+        if isinstance(given, Product):
+            return None
+        if given is not None and not any(given is stock for stock in hook.stock):
+            return f"the layer was given its own {hook.name}"
+    return f"{type(node).__name__} computes its own product"
+
+
 def _walk(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
     """All objects of NNX in `node` with their paths, parents first, in the order of definition."""
     if isinstance(node, nnx.Pytree):
@@ -105,12 +129,16 @@ def _walk(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
             return
         seen.add(id(node))
         yield path, node
-    for name, child in _children(node).items():
+    for name, child in children_of(node).items():
         yield from _walk(child, (*path, name), seen)
 
 
-def _children(node: Any) -> dict[Any, Any]:
-    """What `node` holds, by name."""
+def children_of(node: Any) -> dict[Any, Any]:
+    """What `node` holds, by name.
+
+    Args:
+      node: anything.
+    """
     if isinstance(node, nnx.Pytree):
         return {k: v for k, v in vars(node).items() if not k.startswith("_pytree__")}
     if isinstance(node, nnx.Variable):
@@ -124,7 +152,7 @@ def _children(node: Any) -> dict[Any, Any]:
 
 def _at(node: Any, path: Path) -> Any:
     for name in path:
-        node = _children(node)[name]
+        node = children_of(node)[name]
     return node
 
 

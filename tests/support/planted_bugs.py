@@ -1589,6 +1589,14 @@ BUGS: tuple[Bug, ...] = (
         "conversion/test_parameter_products.py::test_however_it_is_written[matmul]",
     ),
     Bug(
+        "state_that_nnx_jit_writes_back",
+        "a history that a function under nnx.jit was given is written back as it was, and stays empty",
+        "jfp8/conversion/nnx_parameters.py",
+        "return not any(id(x) in given",
+        "return True or any(id(x) in given",
+        "conversion/test_nnx_parameter_products.py::test_what_stays_as_it_is[in nnx.jit]",
+    ),
+    Bug(
         "each_use_ends_the_step",
         "a product that is used twice in a step whose forward pass records gets two entries",
         "jfp8/layers/linen/products.py",
