@@ -157,6 +157,7 @@ def _methods(cls: type[nn.Module]) -> list[str]:
         if getattr(nn.Module, name, None) is not value
         and (name == "__call__" or not name.startswith("_"))
         and not (name == "setup" or getattr(value, "nowrap", False))
+        and not isinstance(inspect.getattr_static(cls, name), staticmethod)
     ]
 
 

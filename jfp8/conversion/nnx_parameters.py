@@ -144,7 +144,8 @@ def _following(kind: type[nnx.Module], selection: Selection) -> type[nnx.Module]
         "jfp8_selection": selection,
     }
     for name, function in inspect.getmembers(kind, inspect.isfunction):
-        if getattr(nnx.Module, name, None) is not function and not _is_private(name):
+        own = getattr(nnx.Module, name, None) is not function and not _is_private(name)
+        if own and not isinstance(inspect.getattr_static(kind, name), staticmethod):
             namespace[name] = _entering(function, name)
     with warnings.catch_warnings():  # what Flax says about annotations, it said about `kind`
         warnings.simplefilter("ignore")
@@ -194,7 +195,6 @@ def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             _warn(self, found.met)
         return result
 
-    vars(method).pop("__wrapped__")  # Flax would look through it
     return method
 
 

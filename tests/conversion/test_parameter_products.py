@@ -238,7 +238,11 @@ class Home(nn.Module):
         first, second = (self.param(name, NORMAL, (8, 8)) for name in ("first", "second"))
         x = jnp.tanh(x @ first)
         x = jnp.tanh(Heir(8, name="heir")(x))
-        return nn.LayerNorm()(x @ second)
+        return self.normed(x @ second)
+
+    @staticmethod
+    def normed(x):
+        return nn.LayerNorm()(x)
 
 
 class Heir(nn.Dense):
