@@ -41,7 +41,7 @@ def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
     ['layers/0']
     """
     nodes = nodes_of(module)
-    return [("/".join(map(str, path)), node) for path, node in nodes if has_stock_product(node)]
+    return [("/".join(map(str, path)), node) for path, node in nodes if has_hook_free(node)]
 
 
 def convert_module(
@@ -82,7 +82,7 @@ def convert_module(
     how: dict[str, Any] = {"implementation": implementation}
     for path, node in nodes_of(module):
         name = "/".join(map(str, path))
-        if has_stock_product(node):
+        if has_hook_free(node):
             recipe = decide(name, node)
             if recipe is not None:
                 install(_at(converted, path), recipe=recipe, path=name, **how)
@@ -91,6 +91,26 @@ def convert_module(
             if recipe is not None:
                 install_attention(_at(converted, path), recipe=recipe, path=name, **how)
     return converted
+
+
+def has_hook_free(node: Any) -> bool:
+    """Whether `node` is a layer whose hook a conversion may take.
+
+    Args:
+      node: any module.
+    """
+    return has_stock_product(node) and not has_adapter(node)
+
+
+def has_adapter(node: Any) -> bool:
+    """Whether `node` itself holds adapters, which would be lost with a product in its hook.
+
+    Qwix adds them to what a layer calls by itself, ``jax.lax.dot_general``.
+
+    Args:
+      node: any module.
+    """
+    return any(isinstance(child, nnx.LoRAParam) for child in children_of(node).values())
 
 
 def nodes_of(module: nnx.Module) -> Iterator[tuple[Path, Any]]:
@@ -109,7 +129,7 @@ def reason_of(node: Any) -> str | None:
       node: a module.
     """
     hook = hook_of(node)
-    if hook is None:
+    if hook is None or has_adapter(node):
         return None
     if has_stock_product(node):
         return getattr(node, REASON, "not converted")

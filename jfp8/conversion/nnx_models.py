@@ -9,13 +9,20 @@ from typing import Any
 
 from flax import nnx
 
-from jfp8.conversion.nnx import REASON, convert_module, layers_of, nodes_of, reason_of
+from jfp8.conversion.nnx import (
+    REASON,
+    convert_module,
+    has_hook_free,
+    layers_of,
+    nodes_of,
+    reason_of,
+)
 from jfp8.conversion.nnx_parameters import convert_own, own_of
 from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
 from jfp8.layers.nnx.attention import has_stock_attention
-from jfp8.layers.nnx.hooks import has_stock_product, hook_of, is_stacked
+from jfp8.layers.nnx.hooks import hook_of, is_stacked
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention
 from jfp8.tracing.context import note
@@ -38,7 +45,7 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
     )
     for path, node in nodes_of(converted):
         decision = decided.get("/".join(map(str, path)))
-        if has_stock_product(node) and decision is not None:
+        if has_hook_free(node) and decision is not None:
             setattr(node, REASON, decision.reason)
     convert_own(converted, selection)
     warn_of_nothing(model, _seen(converted, decided), "nnx")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jfp8.conversion import edges
-from jfp8.conversion.nnx import children_of, nodes_of, reason_of
+from jfp8.conversion.nnx import children_of, has_adapter, nodes_of, reason_of
 from jfp8.conversion.nothing import Seen, is_known, own_parameters, warn_of_nothing
 from jfp8.conversion.parameter_products import (
     Parameter,
@@ -72,14 +72,6 @@ class OwnParameter:
         return "DotGeneral_" + "_".join(map(str, self.keys))
 
 
-def has_adapter(node: Any) -> bool:
-    """Whether a layer itself holds adapters, which would not see the product of a hook.
-
-    Qwix adds them to the operation that a layer calls, ``lax.dot_general``.
-    """
-    return any(isinstance(child, nnx.LoRAParam) for child in children_of(node).values())
-
-
 def own_of(module: nnx.Module) -> list[tuple[nnx.Module, OwnParameter]]:
     """Parameters by which modules of a model may multiply themselves, and these modules."""
     found = []
@@ -90,7 +82,7 @@ def own_of(module: nnx.Module) -> list[tuple[nnx.Module, OwnParameter]]:
         place = "/".join(map(str, path))
         for keys, variable in _variables(node):
             value = variable.get_raw_value()
-            if jnp.ndim(value) >= 2 and jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            if len(value.shape) >= 2 and jnp.issubdtype(value.dtype, jnp.floating):
                 reason = ADAPTER if isinstance(variable, nnx.LoRAParam) else ""
                 found.append((node, OwnParameter(place, keys, reason)))
     return found
@@ -227,8 +219,9 @@ def _followed(module: nnx.Module, found: Callable[[ParameterProduct], Any], run:
         modules.append(node)
         products += [node] if isinstance(node, Product) and node.fp8 is not None else []
         for own in getattr(node, _OWN, ()):
-            value = _at(node, own.keys).get_raw_value()
-            parameters[id(value)] = value, Parameter(node, own.place, own.name)
+            parameter = Parameter(node, own.place, own.name)
+            for leaf in jax.tree.leaves(_at(node, own.keys).get_raw_value()):
+                parameters[id(leaf)] = leaf, parameter
     lookup = lambda value: parameters.get(id(value), (None, None))[1]
 
     def enters(values: Any) -> bool:  # not where nnx.jit writes back what state it was given

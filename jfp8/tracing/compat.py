@@ -213,7 +213,10 @@ class _Interposed(core.Trace):
 
     def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
         with core.set_current_trace(self.parent_trace), _interposes(False):
-            return self.parent_trace.process_custom_vjp_call(*args, **params)
+            results = self.parent_trace.process_custom_vjp_call(*args, **params)
+            if (derived := getattr(self.handle, "derived", None)) is not None:
+                derived(args[4], results)  # after the primitive and its three functions
+            return results
 
     def __getattr__(self, name: str) -> Any:  # what some versions have besides
         if name.startswith("__") or name == "parent_trace":
@@ -232,7 +235,8 @@ def interposed(handle: Callable[..., Any]) -> Iterator[None]:
 
     It returns what ``primitive.bind(*values, **params)`` would. What `handle` itself computes is
     not interposed, and neither are the bodies of loops, of ``jax.checkpoint`` and of functions with
-    derivatives of their own. A region inside of another takes its place.
+    derivatives of their own; the results of these are told to ``handle.derived(values, results)``,
+    if it is there. A region inside of another takes its place.
     """
     parent = _not_interposed(core.trace_ctx.trace)
     with core.set_current_trace(_Interposed(parent, handle)), _interposes(True):
