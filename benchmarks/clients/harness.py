@@ -233,4 +233,3 @@ def _trained(client: Client, convert: Callable[[Any], Any] | None) -> dict[str, 
         "first_step_cpu_seconds": round(runs[0].first, 2),
         "step_cpu_ms": round(1e3 * statistics.median(run.step for run in runs), 2),
     }
-

@@ -82,7 +82,8 @@ def own_of(module: nnx.Module) -> list[tuple[nnx.Module, OwnParameter]]:
         place = "/".join(map(str, path))
         for keys, variable in _variables(node):
             value = variable.get_raw_value()
-            if len(value.shape) >= 2 and jnp.issubdtype(value.dtype, jnp.floating):
+            matrix = len(getattr(value, "shape", ())) >= 2
+            if matrix and jnp.issubdtype(value.dtype, jnp.floating):
                 reason = ADAPTER if isinstance(variable, nnx.LoRAParam) else ""
                 found.append((node, OwnParameter(place, keys, reason)))
     return found

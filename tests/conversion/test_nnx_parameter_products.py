@@ -218,6 +218,7 @@ class Home(nnx.Module):
 
     def __init__(self, rngs):
         self.first, self.second = normal(rngs, (8, 8)), normal(rngs, (8, 8))
+        self.bias, self.scale = nnx.Param(None), nnx.Param(1.0)
         self.block = Einsum("btd,df->btf", (8, 8), rngs)
         self.norm, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
 
