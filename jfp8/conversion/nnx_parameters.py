@@ -29,7 +29,7 @@ from jfp8.conversion.parameter_products import (
     following,
 )
 from jfp8.conversion.selection import Decision, Edge, Selection
-from jfp8.layers.nnx.hooks import hook_of
+from jfp8.layers.nnx.hooks import ValuesOfScaledArrays, hook_of
 from jfp8.layers.nnx.products import DotGeneral, Product
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
@@ -117,6 +117,9 @@ def convert_own(model: nnx.Module, selection: Selection) -> None:
         return
     for node, owned in decided.values():
         setattr(node, _OWN, tuple(owned))
+        promote: Any = getattr(node, "promote_dtype", None)
+        if hook_of(node) is not None and not isinstance(promote, ValuesOfScaledArrays):
+            setattr(node, "promote_dtype", ValuesOfScaledArrays(promote))  # noqa: B010
     for path, node in list(nodes_of(model)):
         known = isinstance(node, Product) or is_known(type(node))
         if path and known and id(node) not in decided:

@@ -362,3 +362,7 @@ def test_adapters_stay_and_are_not_cut_off():
     assert rows[1].reason == "an adapter (nnx.LoRAParam)"
     converted(X)
     assert len(histories(converted)) == 2
+    converted.eval()
+    expected = converted(X)
+    nnx.update(converted, jfp8.quantize_params(nnx.state(converted, nnx.Param)))
+    np.testing.assert_allclose(converted(X), expected, rtol=1e-5)  # the same codes
