@@ -60,8 +60,16 @@ def report(model):
     return jfp8.report(model, variables, tokens_of(0, 0))
 
 
+def init_lora(model, key):
+    """With an embedding as large as a trained one: it is frozen, and bounds the logits."""
+    variables = init(model, key)
+    embedder = variables["params"]["embedder"]
+    embedder = {**embedder, "input_embedding": 10 * embedder["input_embedding"]}
+    return {**variables, "params": {**variables["params"], "embedder": embedder}}
+
+
 def with_lora(seed: int):
-    return gm.nn.LoRA(rank=4, model=make(seed))
+    return gm.nn.LoRA(rank=4, model=make(seed), dtype="float32")
 
 
 def convert_lora(model, recipe):
@@ -73,7 +81,7 @@ def convert_lora(model, recipe):
 
 def only_adapters(variables):
     """Labels for `optax.multi_transform`."""
-    label = lambda path, _: "adapter" if "lora" in path or path[0] != "params" else "frozen"
+    label = lambda path, _: "adapter" if "lora" in path else "frozen"
     return path_aware_map(label, variables)
 
 
@@ -96,9 +104,9 @@ run(
             train_linen,
             loss_fn,
             tokens_of,
-            init,
+            init_lora,
             tx=optax.multi_transform(
-                {"adapter": optax.adam(1e-2), "frozen": optax.set_to_zero()}, only_adapters
+                {"adapter": optax.adam(2e-2), "frozen": optax.set_to_zero()}, only_adapters
             ),
         ),
         needed=LAYERS * 5,

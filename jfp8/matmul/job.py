@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.matmul.paired import Paired
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2
 from jfp8.scaling.parts import expand_scale
@@ -188,6 +189,9 @@ def to_output(
     return scale.reshape(*sizes[: len(batch)], *(1,) * before, *sizes[len(batch) :], *(1,) * after)
 
 
+LARGEST_FACTOR = np.float32(np.finfo(np.float32).max)
+
+
 def scale_products(
     lhs_scales: tuple[jax.Array, ...], rhs_scales: tuple[jax.Array, ...]
 ) -> list[jax.Array]:
@@ -197,9 +201,10 @@ def scale_products(
     scales; each step would be NaN and skipped, and the histories would keep their spikes forever.
     Instead, a sum of codes below 1 gives a finite number that is too small; a larger one gives Inf.
     """
-    largest = np.float32(np.finfo(np.float32).max)
     pairs = itertools.zip_longest(lhs_scales, rhs_scales)
-    return [b if a is None else a if b is None else jnp.minimum(a * b, largest) for a, b in pairs]
+    return [
+        b if a is None else a if b is None else jnp.minimum(a * b, LARGEST_FACTOR) for a, b in pairs
+    ]
 
 
 def multiply(
@@ -238,6 +243,9 @@ def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
 
 def factors_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> list[jax.Array]:
     """Factors for a product of the stored values: the scales that do not vary along the sum."""
+    for operand in (lhs, rhs):
+        if isinstance(operand, Paired):
+            return [operand.factor]
     _, (lhs_batch, rhs_batch) = job.dimension_numbers
     layout = layout_of(lhs.shape, rhs.shape, job.dimension_numbers)
     rows, columns = layout.lhs_free, layout.rhs_free

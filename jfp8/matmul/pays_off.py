@@ -64,7 +64,7 @@ Scales = Literal["one", "blocks", "mx"]
 # As compiled for an H200, "mx" for a B200: `Dense` of 1024^3, and of 512^3 where XLA makes fewer
 # kernels of small arrays. "one" is the mean of current scaling and of delayed scaling with an entry
 # in its history, which reads each tensor once less.
-FP8 = {"one": _Cost(5.0, 15), "blocks": _Cost(4.1, 8), "mx": _Cost(11.0, 29)}
+FP8 = {"one": _Cost(5.0, 12), "blocks": _Cost(4.1, 8), "mx": _Cost(11.0, 29)}
 ROUNDED = {"one": _Cost(6.0, 20), "blocks": _Cost(9.0, 17), "mx": _Cost(11.0, 19)}
 FP8_BY_XLA = FP8 | {"one": _Cost(5.0, 22)}  # where no kernel makes its own scale
 

@@ -11,31 +11,39 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.matmul.job import HARDWARE_FORMATS
+from jfp8.matmul.job import HARDWARE_FORMATS, scale_products
+from jfp8.matmul.paired import Paired
+from jfp8.products.cast_later import CastLater, as_array, split
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.casts import codes_to_format
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import Block, amax, ragged_block, reciprocal, scale_from_amax
 from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
-from jfp8.tracing.divided import divided
+from jfp8.tracing.divided import Combine, divided
+
+Matrix: TypeAlias = jax.Array | CastLater  # the kernel casts it as it reads it
+
+# The scales, f32[], of the operands that a matrix meets: in sums over n, and over m. None: they are
+# not known, or are more than one.
+Meets: TypeAlias = tuple[jax.Array | None, jax.Array | None]
 
 
 class BothWays(NamedTuple):
     """A matrix ``x[m, n]``, quantized.
 
     Attributes:
-      straight: ``[m, n]``, for sums over n.
-      transposed: ``[n, m]``, for sums over m.
+      straight: ``[m, n]``, for sums over n; `Paired` if what it meets there is known.
+      transposed: ``[n, m]``, for sums over m; likewise.
       amax: f32[] of x, or f32[n] of n parts of x: then the largest is that of x.
     """
 
@@ -60,7 +68,9 @@ def has_kernel(quantizer: Quantizer) -> bool:
 
 # A kernel takes a while to compile, so it is compiled once for all layers of the same shapes.
 @partial(jax.jit, static_argnums=0)
-def quantize_both_ways(quantizer: Quantizer, x: jax.Array, state: AmaxState | None) -> BothWays:
+def quantize_both_ways(
+    quantizer: Quantizer, x: Matrix, state: AmaxState | None, meets: Meets = (None, None)
+) -> BothWays:
     """`x` quantized by `quantizer`, which must have a kernel, for both directions.
 
     The kernels run where the program is compiled for CUDA. Elsewhere `x` is quantized in two steps,
@@ -68,54 +78,67 @@ def quantize_both_ways(quantizer: Quantizer, x: jax.Array, state: AmaxState | No
     """
     kernel = _KERNELS[type(quantizer)]
 
-    def by_kernel(x, state):
-        return same_varying_axes((kernel(quantizer, x, state), x))[0]
+    if quantizer.block is not None or isinstance(quantizer, Rowwise):
+        meets = None, None
 
-    def in_steps(x, state):
+    def by_kernel(x, state, meets):
+        return same_varying_axes((kernel(quantizer, x, state, meets), x))[0]
+
+    def in_steps(x, state, meets):
         from jfp8.matmul.hopper.sweep import parts
 
-        largest = amax(x)
-        straight = quantizer(x, Context((1,), largest, state))
-        other = quantizer(x, Context((0,), largest, state))
+        values = as_array(x)
+        largest = amax(values)
+        straight = quantizer(values, Context((1,), largest, state))
+        other = quantizer(values, Context((0,), largest, state)).T
+        straight, other = (
+            q if met is None else _paired(q, met)
+            for q, met in zip((straight, other), meets, strict=True)
+        )
         # As the kernel gives it.
         shape = (parts(),) if _finds_amax(quantizer, state) else ()
-        return BothWays(straight, other.T, jnp.broadcast_to(largest, shape))
+        return BothWays(straight, other, jnp.broadcast_to(largest, shape))
 
     if kernels_are_interpreted():
-        return by_kernel(x, state)
-    return lax.platform_dependent(x, state, cuda=by_kernel, default=in_steps)
+        return by_kernel(x, state, meets)
+    return lax.platform_dependent(x, state, meets, cuda=by_kernel, default=in_steps)
+
+
+def _paired(q: ScaledArray, met: jax.Array) -> Paired:
+    (factor,) = scale_products(scale_as_f32_pair(q), (met,))
+    return Paired(q.data, q.scale, factor=factor)
 
 
 # One function for each kind of quantizer that has a kernel. Each gives what the quantizer gives,
 # bit for bit.
 
 
-def _unit(quantizer: Unit, x: jax.Array, state: AmaxState | None) -> BothWays:
+def _unit(quantizer: Unit, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
     del state
     ones = lambda: (jnp.ones((128,), jnp.float32),) * 2
-    q, q_t, amaxes = _with_one_scale(quantizer, x, {}, ones)
+    q, q_t, amaxes = _with_one_scale(quantizer, x, {}, ones, meets)
     one = jnp.ones((), jnp.float32)  # by a constant XLA multiplies nothing
     return BothWays(replace(q, scale=one), replace(q_t, scale=one), amaxes)
 
 
-def _current(quantizer: Current, x: jax.Array, state: AmaxState | None) -> BothWays:
+def _current(quantizer: Current, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
     del state
-    return _from_amax(quantizer, x, margin=0)
+    return _from_amax(quantizer, x, 0, meets)
 
 
-def _from_amax(quantizer: Current | Delayed, x: jax.Array, margin: int) -> BothWays:
+def _from_amax(quantizer: Current | Delayed, x: Matrix, margin: int, meets: Meets) -> BothWays:
     """By a scale from the amax of `x`, which XLA takes: it can do so where it makes `x`."""
-    largest = amax(x)
+    largest = amax(as_array(x))
     scale_of = lambda known: _scale(quantizer, jnp.full((128,), known[0]), margin)
-    return _with_one_scale(quantizer, x, {"ONE": largest.reshape(1)}, scale_of, largest)
+    return _with_one_scale(quantizer, x, {"ONE": largest.reshape(1)}, scale_of, meets, largest)
 
 
-def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> BothWays:
+def _delayed(quantizer: Delayed, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
     from jfp8.matmul.hopper import quantize
     from jfp8.matmul.hopper.sweep import largest_of
 
     if state is None:
-        return _from_amax(quantizer, x, quantizer.margin)
+        return _from_amax(quantizer, x, quantizer.margin, meets)
     history, in_step = state["amax_history"], state["amax"].reshape(1)
     if quantizer.algo == "max" and history.size > _LONG:
         history = quantizer.expected(state).reshape(1)
@@ -125,8 +148,10 @@ def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> BothW
         return functools.reduce(jnp.maximum, [history[i] for i in range(read)])
 
     # The current amax matters only while the history is empty, and is computed only then.
-    find = partial(quantize.tensor_amax, unless=lambda history: expected(history) > 0)
-    found = divided(f"tensor_amax, {quantizer}", find, "i j, STEP -> PART", "max")(x, history)
+    array, dtype = split(x)
+    find = partial(quantize.tensor_amax, unless=lambda history: expected(history) > 0, dtype=dtype)
+    name = f"tensor_amax, {quantizer}, {dtype}"
+    found = divided(name, find, "i j, STEP -> PART", "max")(array, history)
 
     def scale_of(history: Any, in_step: Any, found: Any) -> tuple[jax.Array, jax.Array]:
         predicted = jnp.full((128,), expected(history))
@@ -134,7 +159,7 @@ def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> BothW
         return _scale(quantizer, jnp.maximum(observed, in_step[0]), quantizer.margin)
 
     known = {"STEP": history, "ONE": in_step, "PART": found}
-    return _with_one_scale(quantizer, x, known, scale_of)
+    return _with_one_scale(quantizer, x, known, scale_of, meets)
 
 
 def _scale(
@@ -149,9 +174,10 @@ def _scale(
 
 def _with_one_scale(
     quantizer: Quantizer,
-    x: jax.Array,
+    x: Matrix,
     known: Mapping[str, jax.Array],
     scale_of: Callable[..., tuple[jax.Array, jax.Array]],
+    meets: Meets,
     largest: jax.Array | None = None,
 ) -> BothWays:
     """By ``scale_of(*known)``, which is made inside of the kernel.
@@ -162,69 +188,89 @@ def _with_one_scale(
     """
     from jfp8.matmul.hopper import quantize
 
+    array, dtype = split(x)
+    others = [scale.reshape(1) for scale in meets if scale is not None]
     kernel = partial(
-        quantize.quantize_tensor, fmt=quantizer.fmt, scale_of=scale_of, with_amax=largest is None
+        quantize.quantize_tensor,
+        fmt=quantizer.fmt,
+        scale_of=scale_of,
+        with_amax=largest is None,
+        meets=len(others),
+        dtype=dtype,
     )
-    results, combine = "i j, j i, ONE", ("alike", "alike", "alike")
+    ones = ["ONE"] * len(others)
+    operands, results = ["i j", *known, *ones], ["i j", "j i", "ONE", *ones]
+    combine: list[Combine] = ["alike"] * len(results)
     if largest is None:
-        results, combine = f"{results}, PART", (*combine, "max")
-    rule = f"{', '.join(['i j', *known])} -> {results}"
-    q, q_t, scale, *found = divided(f"quantize_tensor, {quantizer}", kernel, rule, combine)(
-        x, *known.values()
+        results.append("PART")
+        combine.append("max")
+    rule = f"{', '.join(operands)} -> {', '.join(results)}"
+    q, q_t, *numbers = divided(f"quantize_tensor, {quantizer}, {dtype}", kernel, rule, combine)(
+        array, *known.values(), *others
     )
-    # Products round their scale, and undo it. XLA would move this reshape to between the two.
-    scale = lax.optimization_barrier(scale.reshape(()))
     if largest is None:
-        largest = lax.bitcast_convert_type(found[0], jnp.float32)
-    return BothWays(ScaledArray(q, scale), ScaledArray(q_t, scale), largest)
+        largest = lax.bitcast_convert_type(numbers.pop(), jnp.float32)
+    # Products round their factor, and undo it. XLA would move this reshape to between the two.
+    scale, *factors = lax.optimization_barrier([number.reshape(()) for number in numbers])
+    straight, other = (
+        ScaledArray(data, scale) if met is None else Paired(data, scale, factor=factors.pop(0))
+        for data, met in zip((q, q_t), meets, strict=True)
+    )
+    return BothWays(straight, other, largest)
 
 
-def _rowwise(quantizer: Rowwise, x: jax.Array, state: AmaxState | None) -> BothWays:
+def _rowwise(quantizer: Rowwise, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
     from jfp8.matmul.hopper import quantize
 
-    del state
-    maxima = divided(
-        "row_and_column_amax", quantize.row_and_column_amax, "i j -> i, j", combine="max"
-    )(x)
+    del state, meets
+    array, dtype = split(x)
+    maximum = partial(quantize.row_and_column_amax, dtype=dtype)
+    maxima = divided(f"row_and_column_amax, {dtype}", maximum, "i j -> i, j", combine="max")(array)
     rows, columns = (
         scale_from_amax(m, quantizer.fmt, scale_rounding=quantizer.scale_rounding) for m in maxima
     )
-    both = partial(quantize.quantize_lines, fmt=quantizer.fmt)
-    q, q_t = divided("quantize_lines", both, "i j, i, j -> i j, j i")(
-        x, reciprocal(rows), reciprocal(columns)
+    both = partial(quantize.quantize_lines, fmt=quantizer.fmt, dtype=dtype)
+    q, q_t = divided(f"quantize_lines, {dtype}", both, "i j, i, j -> i j, j i")(
+        array, reciprocal(rows), reciprocal(columns)
     )
     straight, other = ScaledArray(q, rows[:, None]), ScaledArray(q_t, columns[:, None])
     return BothWays(straight, other, amax(maxima[0]))
 
 
-def _blockwise(quantizer: Blockwise, x: jax.Array, state: AmaxState | None) -> BothWays:
+def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
     from jfp8.matmul.hopper import quantize_blocks
 
-    del state
+    del state, meets
     along, across = quantizer.block_size
-    m, n = x.shape
+    (m, n), (array, dtype) = x.shape, split(x)
     fmt, rounding = quantizer.fmt, quantizer.scale_rounding
     if across > 1:
-        tiles = partial(quantize_blocks.quantize_tiles, fmt=fmt, scale_rounding=rounding)
+        tiles = partial(
+            quantize_blocks.quantize_tiles, fmt=fmt, scale_rounding=rounding, dtype=dtype
+        )
         q, q_t, scale = divided(
-            f"quantize_tiles, {rounding}", tiles, f"i j -> i j, j i, i/{along} j/{along}"
-        )(x)
+            f"quantize_tiles, {rounding}, {dtype}", tiles, f"i j -> i j, j i, i/{along} j/{along}"
+        )(array)
         scales = scale, scale.T
     else:
         rows = partial(
-            quantize_blocks.quantize_rows_in_blocks, fmt=fmt, block=along, scale_rounding=rounding
+            quantize_blocks.quantize_rows_in_blocks,
+            fmt=fmt,
+            block=along,
+            scale_rounding=rounding,
+            dtype=dtype,
         )
         q, s, q_t, s_t = divided(
-            f"quantize_rows_in_blocks_{along}, {rounding}",
+            f"quantize_rows_in_blocks_{along}, {rounding}, {dtype}",
             rows,
             f"i j -> i j, j/{along} i, j i, i/{along} j",
-        )(x)
+        )(array)
         scales = s.T, s_t.T
     if scales[0].dtype == jnp.uint8:
         scales = tuple(codes_to_format(s, E8M0FNU) for s in scales)
     blocks = (ragged_block(Block((across, along)), shape) for shape in ((m, n), (n, m)))
     straight, other = map(ScaledArray, (q, q_t), scales, blocks)
-    return BothWays(straight, other, amax(x))
+    return BothWays(straight, other, amax(as_array(x)))
 
 
 def _finds_amax(quantizer: Quantizer, state: AmaxState | None) -> bool:

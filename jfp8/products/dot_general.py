@@ -20,6 +20,7 @@ from jfp8.matmul.choice import Implementation
 from jfp8.matmul.hopper import product as hopper
 from jfp8.matmul.job import Job, Numbers, as_matrices, check_dimension_numbers, layout_of, multiply
 from jfp8.products.both_ways import has_kernel, quantize_both_ways
+from jfp8.products.cast_later import CastLater
 from jfp8.products.explicit_sharding import with_result_like
 from jfp8.products.operation import (
     How,
@@ -291,17 +292,23 @@ class ContractionLast(Operation):
         return {"fprop": k, "dgrad": n, "wgrad": m}[kind]
 
     def quantize_for_both(
-        self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
+        self,
+        role: str,
+        x: jax.Array | CastLater,
+        first: Use,
+        second: Use | None,
+        state: AmaxState | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
         del role
         if not self.kernels or second is None or first.quantizer != second.quantizer:
             return None
         if first.quantizer is None or not has_kernel(first.quantizer):
             return None
-        both = quantize_both_ways(first.quantizer, x, state)
         along_rows = first.contracting == (1,)
-        straight, other = both.straight, both.transposed
-        return (straight, other, both.amax) if along_rows else (other, straight, both.amax)
+        by_rows, by_columns = (first, second) if along_rows else (second, first)
+        meets = by_rows.other_scale, by_columns.other_scale
+        straight, other, largest = quantize_both_ways(first.quantizer, x, state, meets)
+        return (straight, other, largest) if along_rows else (other, straight, largest)
 
     def laid_out(self, operand: Operand, contracting: tuple[int, ...]) -> Operand:
         if contracting == (1,):

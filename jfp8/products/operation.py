@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.choice import Implementation, check_implementation
+from jfp8.products.cast_later import CastLater, as_array
 from jfp8.products.observers import OBSERVER
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.product import Product
@@ -83,12 +84,22 @@ class Use(NamedTuple):
       product: the recipe's settings for it.
       quantizer: the recipe's quantizer for this operand; None leaves it in high precision.
       contracting: the dimensions of the tensor that the product sums over.
+      other: the product's other operand, if it is quantized before this one.
     """
 
     kind: Kind
     product: Product
     quantizer: Quantizer | None
     contracting: tuple[int, ...]
+    other: Operand | None = None
+
+    @property
+    def other_scale(self) -> jax.Array | None:
+        """The only scale of `other`, f32[]; None if there is none, or more."""
+        scale = self.other.scale if isinstance(self.other, ScaledArray) else None
+        if not isinstance(scale, jax.Array) or scale.ndim or scale.dtype != jnp.float32:
+            return None
+        return scale
 
 
 class Sums(NamedTuple):
@@ -138,7 +149,12 @@ class Operation:
         return quantizer(x, at)
 
     def quantize_for_both(
-        self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
+        self,
+        role: str,
+        x: jax.Array | CastLater,
+        first: Use,
+        second: Use | None,
+        state: AmaxState | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
         """One operand as both of its products take it, and its amax, if one step can do that.
 
@@ -168,7 +184,7 @@ class QuantizedOperand:
     """One tensor that takes part in two of the three products."""
 
     role: str
-    x: Operand
+    x: Operand | CastLater
     state: AmaxState | None
     seed: jax.Array | None
     operation: Operation
@@ -181,6 +197,8 @@ class QuantizedOperand:
             at_once = self.operation.quantize_for_both(self.role, self.x, first, second, self.state)
             if at_once is not None:
                 return at_once
+        if isinstance(self.x, CastLater):
+            return replace(self, x=as_array(self.x)).quantized(first, second)
         largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
         for_both = second is not None and _same(first, second)
         kinds = f"{first.kind}+{second.kind}" if for_both else first.kind
@@ -197,8 +215,9 @@ class QuantizedOperand:
         A quantized tensor is used unchanged if the format is the same and there is one scale, which
         serves any direction. Otherwise its values are quantized like any others.
         """
-        _, product, quantizer, contracting = use
+        _, product, quantizer, contracting, _ = use
         x, of_tensor = self.x, largest
+        assert not isinstance(x, CastLater)  # see `quantized`
         if isinstance(x, ScaledArray):
             as_it_is = _with_one_scale(x)
             if as_it_is is not None and quantizer is not None and product.rotation is None:

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jfp8.products.cast_later import CastLater
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
     How,
@@ -119,12 +120,9 @@ def multiply_quantized(
     recipe, (histories, sink, key) = how.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
-        _check_state(recipe, histories)
-    if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
-        raise ValueError(
-            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
-            f"jfp8.scaling.init_sink(); got {sink.dtype} of shape {sink.shape}."
-        )
+        check_state(recipe, histories)
+    if sink is not None:
+        check_sink(sink)
     seed = seed_of(key) if key is not None and recipe.resolved().stochastic else None
     carrier = None
     if isinstance(rhs, ScaledArray):
@@ -153,7 +151,9 @@ def _forward(how, carried, use, operation, operands, and_backward=True):
     frozen = in_bytes and not carried
     lhs = first_order_only(lhs)
     if not in_bytes:
-        rhs = first_order_only(rhs).astype(how.rhs_dtype or rhs.dtype)
+        rhs = first_order_only(rhs)
+        if how.rhs_dtype is not None:
+            rhs = CastLater(rhs, how.rhs_dtype)
     x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation)
     w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation)
     x_sum, w_sum = operation.contracting("fprop")
@@ -163,7 +163,8 @@ def _forward(how, carried, use, operation, operands, and_backward=True):
     x_again = Use("wgrad", wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
     w_again = Use("dgrad", dgrad, dgrad.rhs, w_free) if and_backward else None
     q_lhs, kept_lhs, lhs_amax = x.quantized(Use("fprop", fprop, fprop.lhs, x_sum), x_again)
-    q_rhs, kept_rhs, rhs_amax = w.quantized(Use("fprop", fprop, fprop.rhs, w_sum), w_again)
+    w_use = Use("fprop", fprop, fprop.rhs, w_sum, other=q_lhs)
+    q_rhs, kept_rhs, rhs_amax = w.quantized(w_use, w_again)
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
     lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
@@ -189,9 +190,12 @@ def _backward(how, carried, use, residuals, cotangents):
     g = QuantizedOperand("grad", dy, history, seed, operation)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
-    again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again) if q_lhs is not None else None
-    q_dy, q_dy_again, grad_amax = g.quantized(Use("dgrad", dgrad, dgrad.lhs, g_sum), again)
     assert q_rhs is not None
+    use = Use("dgrad", dgrad, dgrad.lhs, g_sum, other=q_rhs)
+    again = None
+    if q_lhs is not None:
+        again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again, other=q_lhs)
+    q_dy, q_dy_again, grad_amax = g.quantized(use, again)
     d_lhs = _product(operation, how, "dgrad", q_dy, q_rhs)
     d_lhs = quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed)
     d_rhs = None
@@ -332,7 +336,16 @@ def _sums(how: How, kind: Kind) -> Sums:
     return Sums(accumulation, product.fast_accumulation, product.powers_of_two, parts)
 
 
-def _check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
+def check_sink(sink: jax.Array) -> None:
+    """Raise ``ValueError`` if `sink` is not what ``init_sink()`` would give."""
+    if sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32:
+        raise ValueError(
+            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
+            f"jfp8.scaling.init_sink(); got {sink.dtype} of shape {sink.shape}."
+        )
+
+
+def check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
     """Raise ``ValueError`` if `state` is not what ``recipe.init_state()`` would give."""
     expected = jax.eval_shape(recipe.init_state)
     if expected is None:

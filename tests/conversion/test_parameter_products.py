@@ -167,10 +167,7 @@ WAYS = {
 OFTEN = ("@", "matmul", "vmap", "jit", "batched")
 
 
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(w, marks=[] if w in OFTEN else pytest.mark.slow) for w in (*WAYS, "method")],
-)
+@pytest.mark.parametrize("way", OFTEN)
 def test_however_it_is_written(way):
     model = jfp8.convert(Ways(way), "current", exempt=())
     rows = rows_of(model, X)
@@ -179,6 +176,12 @@ def test_however_it_is_written(way):
     expected = jax.eval_shape(functools.partial(WAYS.get(way, WAYS["@"])), X, jnp.ones((3, 8, 8)))
     variables = jax.eval_shape(model.init, KEY, X)
     assert jax.eval_shape(model.apply, variables, X) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", sorted({*WAYS, "method"} - {*OFTEN}))
+def test_however_rarely_it_is_written_so(way):
+    test_however_it_is_written(way)
 
 
 STAYS = {

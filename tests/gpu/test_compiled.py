@@ -317,12 +317,12 @@ def test_1x1_convolution(name, compiled):
     assert len(hlo.passes_over_outputs) <= 1
 
 
-LAUNCHES = {"delayed": (14, 5), "current": (15, 6), "block": (7, 1)}
+LAUNCHES = {"delayed": (11, 2), "current": (12, 3), "block": (7, 1)}
 
 
 @pytest.mark.parametrize("recipe", LAUNCHES)
 def test_launches(recipe, compiled):
-    """Three that quantize and three products. Scales are made by the kernels that use them."""
+    """Three that quantize and three products. The former make scales, and what products take."""
     layer = Dense(4096, use_bias=False, recipe=recipes.get(recipe))
     f, args = forward_and_backward(layer, (4096, 4096))
     hlo = compiled(f"`Dense`, 4096³, {recipe}", "h200", f, *args).hlo
@@ -428,9 +428,10 @@ def assert_tensor_cores(program, products=1):
     assert len(program.hlo.fp8_products) == products
     assert not any(kernel.other_mma for kernel in program.kernels)
     assert program.hlo.other_products == []
-    # Two for each part of a tile that is stored, of which there are up to 6, and some at the start
-    # and the end: none at a copy of operands. With those that Pallas adds there are 20 and more.
-    assert all(kernel.barriers <= 14 for kernel in program.kernels if kernel.qgmma)
+    # Two for each part of a tile that is stored, of which there are up to 6, one where scales came
+    # with the operands, and some at the start and the end: none at a copy of operands. With those
+    # that Pallas adds there are 20 and more.
+    assert all(kernel.barriers <= 15 for kernel in program.kernels if kernel.qgmma)
 
 
 PAIRS = {"e4m3×e4m3": (F8, F8), "e5m2×e4m3": (F8_GRAD, F8), "e4m3×e5m2": (F8, F8_GRAD)}

@@ -76,7 +76,7 @@ def test_kinds_of_scales():
 
 
 @pytest.mark.parametrize(
-    ("scales", "large"), [("one", 2208), ("blocks", 1664)], ids=["one scale", "blocks"]
+    ("scales", "large"), [("one", 2048), ("blocks", 1664)], ids=["one scale", "blocks"]
 )
 def test_what_the_page_on_gpus_says_of_whole_layers(scales, large):
     """The first multiple of 32 from which a layer is faster in FP8 than if it is not converted."""

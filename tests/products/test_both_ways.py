@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import jfp8
 from jfp8.products.both_ways import has_kernel, quantize_both_ways
+from jfp8.products.cast_later import CastLater
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
 from jfp8.quantizers.rowwise import Rowwise
@@ -75,6 +78,61 @@ def test_the_same_bytes_scales_and_amax(quantizer, state, dtype):
         a, b = (np.atleast_1d(np.asarray(v)).view(np.uint8) for v in (a, b))
         np.testing.assert_array_equal(a, b)
     assert np.unique(np.asarray(found.straight.data).view(np.uint8)).size > 20
+
+
+@pytest.mark.representative(2)
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("quantizer", "state"),
+    [
+        (Delayed(E4M3, length=4), NEW),
+        (Blockwise(E4M3, (128, 128), "power_of_two"), None),
+        (Current(E4M3), None),
+        (Rowwise(E4M3), None),
+        (Blockwise(E4M3, (128, 1)), None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_cast_as_it_is_read(quantizer, state, dtype):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x = matrix(jnp.float32)
+    x = x.at[3, 3].set(70000.0 if dtype == jnp.bfloat16 else 65519.0)  # the cast changes both
+    expected = jax.jit(in_two_steps, static_argnums=0)(quantizer, x.astype(dtype), state)
+    with plgpu.force_gpu_interpret_mode():
+        found = quantize_both_ways(quantizer, CastLater(x, np.dtype(dtype)), state)
+    found = found._replace(amax=jnp.max(found.amax))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = (np.atleast_1d(np.asarray(v)).view(np.uint8) for v in (a, b))
+        np.testing.assert_array_equal(a, b)
+    assert float(found.amax) == float(x[3, 3].astype(dtype)) != float(x[3, 3])
+
+
+@needs_mosaic
+@pytest.mark.parametrize("interpreted", [True, False])
+@pytest.mark.parametrize(
+    ("quantizer", "state"),
+    [(Unit(E5M2), None), (Current(E4M3), None), (Delayed(E5M2, length=4), SEEN)],
+    ids=str,
+)
+def test_factors_of_products(quantizer, state, interpreted):
+    """They are the scales' products, to the bit, and never Inf, which makes NaN of 0."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    met = jnp.float32(0.37), jnp.float32(2.0**120)
+    x = (matrix(jnp.float32) * 2.0**20).astype(jnp.bfloat16)
+    how = plgpu.force_gpu_interpret_mode() if interpreted else contextlib.nullcontext()
+    with how:
+        found = quantize_both_ways(quantizer, x, state, met)
+        one = quantize_both_ways(quantizer, x, state, (None, met[0])).transposed
+    for q, scale in ((found.straight, met[0]), (found.transposed, met[1]), (one, met[0])):
+        exact = float(q.scale) * float(scale)  # in f64
+        assert q.factor == np.float32(min(exact, float(np.finfo(np.float32).max)))
+        y = q.data.astype(jnp.float32) @ jnp.ones((q.shape[1], 3))
+        other = jfp8.ScaledArray(jnp.ones((q.shape[1], 3), E4M3.dtype), scale)
+        in_f32 = jfp8.scaled_matmul(q, other, (((1,), (0,)), ((), ())), implementation="emulate")
+        np.testing.assert_array_equal(in_f32, y * q.factor)
 
 
 @pytest.mark.parametrize(

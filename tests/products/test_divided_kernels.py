@@ -110,7 +110,7 @@ def test_quantizing(quantizer, kernels, divided_by_hand):
     kernel = both_ways._KERNELS[type(quantizer)]
     state = recipes.DelayedScaling().init_state()["lhs"]  # without an amax; others do not read it
     with plgpu.force_gpu_interpret_mode():
-        kernel(quantizer, numbers(256, 256), state)
+        kernel(quantizer, numbers(256, 256), state, (jnp.float32(3.0), None))
     assert set(divided_by_hand) == {(name, letter) for name in kernels for letter in "ij"}
 
 

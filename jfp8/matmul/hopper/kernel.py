@@ -188,6 +188,11 @@ class _Problem:
         rows, columns = self.grid
         return min(multiprocessors() // self.tiles.cluster, rows * columns)
 
+    def scales_in_ring(self) -> dict[str, int]:
+        """The scales that are copied with the operands, and how many of them."""
+        lengths = {"a_blocks": self.block_m, "b_blocks": self.tiles.tile_n}
+        return {name: length for name, length in lengths.items() if name in self.scales}
+
 
 def _scratch(
     p: _Problem, a_dtype: Any, b_dtype: Any, out_dtype: jax.typing.DTypeLike
@@ -201,7 +206,7 @@ def _scratch(
         "b_ring": plgpu.SMEM(
             (tiles.stages, tiles.tile_n, BLOCK), b_dtype, transforms=swizzled(b_dtype, BLOCK)
         ),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        "full": plgpu.Barrier(num_arrivals=2 + len(p.scales_in_ring()), num_barriers=tiles.stages),
         # Of the cluster: a slot is written by all of its blocks, once all have read it. One thread
         # of a warpgroup arrives here (all 128 would at a plain `Barrier`), even in clusters of one.
         "empty": plgpu.ClusterBarrier(
@@ -211,6 +216,8 @@ def _scratch(
             (COMPUTE, 2, tiles.tile_m, width), out_dtype, transforms=swizzled(out_dtype, width)
         ),
     }
+    for name, length in p.scales_in_ring().items():
+        scratch[f"{name}_ring"] = plgpu.SMEM((tiles.stages, length), jnp.float32)
     if "columns" in p.scales:
         scratch["columns"] = plgpu.SMEM((COMPUTE, tiles.tile_n), jnp.float32)
         scratch["copied"] = plgpu.Barrier(num_barriers=COMPUTE)
@@ -238,6 +245,8 @@ class _Block:
     full: Any
     empty: Any
     staging: Any
+    a_blocks_ring: Any = None
+    b_blocks_ring: Any = None
     columns: Any = None
     copied: Any = None
 
@@ -287,7 +296,7 @@ class _Block:
             plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
 
     def copy_block(self, slot: jax.Array, row: jax.Array, column: jax.Array, t: jax.Array) -> None:
-        """Block `t` of k of both operands."""
+        """Block `t` of k of both operands, with those scales that are vectors."""
         rows, columns = pl.ds(row, self.p.block_m), pl.ds(column, self.p.tiles.tile_n)
         k, full = pl.ds(t * BLOCK, BLOCK), self.full.at[slot]
         plgpu.copy_gmem_to_smem(self.a.at[rows, k], self.a_ring.at[slot], full)
@@ -297,6 +306,12 @@ class _Block:
             full,
             collective_axes="cluster" if self.p.tiles.cluster > 1 else None,
         )
+        if "a_blocks" in self.scale:
+            scales = self.scale["a_blocks"].at[t, rows]
+            plgpu.copy_gmem_to_smem(scales, self.a_blocks_ring.at[slot], full)
+        if "b_blocks" in self.scale:
+            scales = self.scale["b_blocks"].at[t, columns]
+            plgpu.copy_gmem_to_smem(scales, self.b_blocks_ring.at[slot], full)
 
     def multiply(self) -> None:
         """A warpgroup that computes one half of the rows of each tile."""
@@ -307,17 +322,21 @@ class _Block:
             row, column, first = self.place(i)
             row += lax.axis_index("warpgroup") * self.p.tiles.tile_m
             by_row = self.request_scales(row, column)
-            total = self.promoted(i, row, column) if self.p.promote else self.running(i)
+            total = self.promoted(i, column) if self.p.promote else self.running(i)
             self.store(total, by_row, row, column, first)
 
         plgpu.wait_smem_to_gmem(0)
 
     def wait(self, step: jax.Array) -> tuple[Any, Any]:
         """This warpgroup's operands of a step, once they have arrived."""
-        tile_m, slot = self.p.tiles.tile_m, lax.rem(step, self.p.tiles.stages)
+        slot = lax.rem(step, self.p.tiles.stages)
         plgpu.barrier_wait(self.full.at[slot])
-        half = pl.ds(lax.axis_index("warpgroup") * tile_m, tile_m)
-        return self.a_ring.at[slot, half], self.b_ring.at[slot].T
+        return self.a_ring.at[slot, self.half()], self.b_ring.at[slot].T
+
+    def half(self) -> Any:
+        """This warpgroup's rows of the block's."""
+        tile_m = self.p.tiles.tile_m
+        return pl.ds(lax.axis_index("warpgroup") * tile_m, tile_m)
 
     def release(self, step: jax.Array) -> None:
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.p.tiles.stages)])
@@ -343,47 +362,57 @@ class _Block:
 
         return _parts(pl.run_scoped(scope, self.accumulator()), COLUMNS)
 
-    def promoted(self, i: jax.Array, row: jax.Array, column: jax.Array) -> list[jax.Array]:
+    def promoted(self, i: jax.Array, column: jax.Array) -> list[jax.Array]:
         """An f32 sum of the tensor cores' sums of 128 products, each times its scales."""
 
         def step(t, carry):
-            total, scales = carry
+            total, tile_scales = carry
             a, b = self.wait(i * self.steps + t)
+            by_row, by_part = self.ring_scales(i * self.steps + t)
 
             def product(acc):
                 plgpu.wgmma(acc, a, b)
+                if self.p.scales_in_ring():
+                    # All warps have read them before one frees the slot. While wgmma works.
+                    plgpu.commit_smem()
                 # Loaded a step ahead, and after wgmma: the compiler makes everything after these
                 # loads wait for them.
-                next_scales = self.block_scales(jnp.minimum(t + 1, self.steps - 1), row, column)
-                return acc[...], next_scales
+                following = self.tile_scales(jnp.minimum(t + 1, self.steps - 1), column)
+                return acc[...], following
 
-            partial, next_scales = pl.run_scoped(product, self.accumulator())
+            partial, following = pl.run_scoped(product, self.accumulator())
             self.release(i * self.steps + t)
-            partial = self.scaled(_parts(partial, COLUMNS), *scales)
-            return [x + y for x, y in zip(total, partial, strict=True)], next_scales
+            partial = self.scaled(_parts(partial, COLUMNS), by_row, tile_scales or by_part)
+            return [x + y for x, y in zip(total, partial, strict=True)], following
 
         zero = jnp.zeros((self.p.tiles.tile_m, COLUMNS), jnp.float32)
         parts = self.p.tiles.tile_n // COLUMNS
         total = [plgpu.layout_cast(zero, plgpu.Layout.WGMMA)] * parts
-        scales = self.block_scales(0, row, column)
-        return lax.fori_loop(0, self.steps, step, (total, scales))[0]
+        return lax.fori_loop(0, self.steps, step, (total, self.tile_scales(0, column)))[0]
 
     def accumulator(self) -> Any:
         return plgpu.ACC((self.p.tiles.tile_m, self.p.tiles.tile_n), jnp.float32)
 
-    def block_scales(self, t: Any, row: jax.Array, column: jax.Array) -> tuple[Any, ...]:
-        """Scales of block `t` of k: of the rows, and of each part of the columns."""
-        if "a_blocks" not in self.scale:
-            return ()
-        by_row = _load(self.scale["a_blocks"].at[t, pl.ds(row, self.p.tiles.tile_m)], _BY_ROW)
+    def ring_scales(self, step: jax.Array) -> tuple[Any, list[jax.Array]]:
+        """Scales that came with a step's operands: of the rows, and of each part of the columns."""
+        slot = lax.rem(step, self.p.tiles.stages)
+        by_row, by_part = None, []
+        if "a_blocks" in self.scale:
+            by_row = _load(self.a_blocks_ring.at[slot, self.half()], _BY_ROW)
+        if "b_blocks" in self.scale:
+            parts = [pl.ds(c, COLUMNS) for c in range(0, self.p.tiles.tile_n, COLUMNS)]
+            by_part = [_load(self.b_blocks_ring.at[slot, part], _BY_COLUMN) for part in parts]
+        return by_row, by_part
+
+    def tile_scales(self, t: Any, column: jax.Array) -> list[jax.Array]:
+        """Scales of block `t` of k that are numbers, one for each part of the columns."""
+        if "b_tiles" not in self.scale:
+            return []
         parts = [column + c for c in range(0, self.p.tiles.tile_n, COLUMNS)]
-        if "b_tiles" in self.scale:
-            return by_row, [self.scale["b_tiles"][t, lax.div(c, BLOCK)] for c in parts]
-        by_column = self.scale["b_blocks"]
-        return by_row, [_load(by_column.at[t, pl.ds(c, COLUMNS)], _BY_COLUMN) for c in parts]
+        return [self.scale["b_tiles"][t, lax.div(c, BLOCK)] for c in parts]
 
     def scaled(
-        self, partial: list[jax.Array], by_row: Any = None, by_part: Any = ()
+        self, partial: list[jax.Array], by_row: Any, by_part: list[jax.Array]
     ) -> list[jax.Array]:
         """Parts of a sum over one block of k, times the scales of that block."""
         if by_row is None:

@@ -34,6 +34,7 @@ from jfp8.matmul.hopper.sweep import (
     write_amax,
 )
 from jfp8.matmul.hopper.tiles import padded
+from jfp8.matmul.job import LARGEST_FACTOR
 from jfp8.scaling.formats import Format
 
 
@@ -42,6 +43,7 @@ def tensor_amax(
     *known: jax.Array,
     unless: Callable[..., jax.Array] | None = None,
     sweep: Sweep | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """The amaxes of `parts` of `x`, as bits of f32; 0 for a part that has no elements.
@@ -53,12 +55,13 @@ def tensor_amax(
       known: vectors for `unless`.
       unless: of references to `known`, bool[]. If it is true `x` is not read; all results are 0.
       sweep: how to walk over `x`.
+      dtype: to which `x` is cast as it is read; None: it is not. Likewise below.
       interpret: see ``plgpu.kernel``; likewise below.
 
     Returns:
       int32[parts()].
     """
-    sweep = sweep or replace(both_ways(x.dtype), stages=3)
+    sweep, dtype = sweep or replace(both_ways(x.dtype), stages=3), dtype or x.dtype
     x = padded(x, sweep.rows, sweep.columns)
 
     def kernel(x: Ref, *refs: Ref) -> None:
@@ -66,12 +69,12 @@ def tensor_amax(
         wanted = None if unless is None else jnp.logical_not(unless(*known))
 
         def body(i, j, tile, largest):
-            largest = jnp.maximum(largest, jnp.max(magnitude(read(tile, ROWS)), axis=1))
+            largest = jnp.maximum(largest, jnp.max(magnitude(read(tile, ROWS, dtype)), axis=1))
             plgpu.commit_smem()  # read by all, before the copy engine puts the next tile there
             return largest
 
-        found = for_each_tile(body, x, sweep=sweep, wanted=wanted, carry=no_amax(x, sweep))
-        write_amax(amaxes, found, x, sweep)
+        found = for_each_tile(body, x, sweep=sweep, wanted=wanted, carry=no_amax(dtype, sweep))
+        write_amax(amaxes, found, dtype, x, sweep)
 
     out = [jax.ShapeDtypeStruct((parts(),), jnp.int32)]
     (amaxes,) = run("tensor_amax", kernel, x, *known, out=out, sweep=sweep, interpret=interpret)
@@ -79,10 +82,14 @@ def tensor_amax(
 
 
 def row_and_column_amax(
-    x: jax.Array, *, sweep: Sweep | None = None, interpret: Any = False
+    x: jax.Array,
+    *,
+    sweep: Sweep | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """``max(|x|)`` of every row and of every column: (f32[M], f32[N]) of x[M, N]."""
-    m, n = x.shape
+    (m, n), dtype = x.shape, dtype or x.dtype
     otherwise = replace(both_ways(x.dtype), stages=3)
     sweep = sweep or fastest("row_and_column_amax", x, otherwise)
     x = padded(x, sweep.rows, sweep.columns)
@@ -91,10 +98,10 @@ def row_and_column_amax(
         def body(i, j, tile):
             at_row = pl.ds(i * sweep.rows, sweep.rows)
             at_column = pl.ds(j * sweep.columns, sweep.columns)
-            by_row = jnp.max(magnitude(read(tile, ROWS)), axis=1)
-            rows[j, at_row] = f32_magnitude(by_row, x.dtype)
-            by_column = jnp.max(magnitude(read(tile.T, COLUMNS)), axis=1)
-            columns[i, at_column] = f32_magnitude(by_column, x.dtype)
+            by_row = jnp.max(magnitude(read(tile, ROWS, dtype)), axis=1)
+            rows[j, at_row] = f32_magnitude(by_row, dtype)
+            by_column = jnp.max(magnitude(read(tile.T, COLUMNS, dtype)), axis=1)
+            columns[i, at_column] = f32_magnitude(by_column, dtype)
             plgpu.commit_smem()  # as above
 
         for_each_tile(body, x, sweep=sweep)
@@ -116,42 +123,50 @@ def quantize_tensor(
     fmt: Format,
     scale_of: Callable[..., tuple[jax.Array, jax.Array]],
     with_amax: bool,
+    meets: int = 0,
     sweep: Sweep | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """``q = cast(x / scale)``, ``q.T``, ``scale`` and the amaxes of `x`.
+    """``q = cast(x / scale)``, ``q.T``, ``scale``, its products with others, the amaxes of `x`.
 
-    The scale is made by the kernel: a kernel of its own would take longer to start than to run.
+    Single numbers are made by this kernel: one of their own would take longer to start than to run.
     Finite values saturate; Inf and NaN become NaN.
 
     Args:
       x: f32, bf16 or f16[M, N].
-      known: vectors for `scale_of`.
+      known: vectors for `scale_of`; behind them the scales, f32[1], of operands that `x` meets.
       fmt: E4M3FN or E5M2.
       scale_of: of references to `known`: the scale and its reciprocal, as by `scale_and_inverse`,
         f32[128] of equal numbers.
       with_amax: whether to compute the amaxes as well.
+      meets: how many operands `x` meets.
       sweep: how to walk over `x`.
-      interpret: see `tensor_amax`.
+      dtype, interpret: see `tensor_amax`.
 
     Returns:
-      f8[M, N], f8[N, M], f32[1], and if `with_amax` int32[parts()] as of `tensor_amax`.
+      f8[M, N], f8[N, M], the scale f32[1], for each operand that `x` meets ``scale * its scale`` as
+      by `scale_products`, f32[1], and if `with_amax` int32[parts()] as of `tensor_amax`.
     """
+    first_met = len(known) - meets
 
     def prepare(known: Sequence[Ref], results: Sequence[Ref]) -> tuple[Any, Any]:
-        scale, inverse = scale_of(*known)
+        scale, inverse = scale_of(*known[:first_met])
 
         @pl.when(lax.axis_index("block") == 0)
         def _():
-            results[0][0] = jnp.max(scale)
+            results[0][0] = own = jnp.max(scale)
+            for factor, other in zip(results[1:], known[first_met:], strict=False):
+                factor[0] = jnp.minimum(own * other[0], LARGEST_FACTOR)
 
         factor = jnp.max(inverse)
         return factor, factor
 
-    out = [jax.ShapeDtypeStruct((1,), jnp.float32)]
+    out = [jax.ShapeDtypeStruct((1,), jnp.float32)] * (1 + meets)
     out += [jax.ShapeDtypeStruct((parts(),), jnp.int32)] if with_amax else []
     sweep = sweep or fastest("quantize_tensor", x, both_ways(x.dtype))
-    return _quantize("quantize_tensor", x, known, prepare, fmt, out, with_amax, sweep, interpret)
+    how = (fmt, out, with_amax, sweep, dtype or x.dtype, interpret)
+    return _quantize("quantize_tensor", x, known, prepare, *how)
 
 
 def quantize_lines(
@@ -161,6 +176,7 @@ def quantize_lines(
     fmt: Format,
     *,
     sweep: Sweep | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """``q = cast(x * row_inverse[:, None])`` and ``q_t = cast(x * column_inverse).T``.
@@ -173,7 +189,7 @@ def quantize_lines(
       column_inverse: those of `q_t`: f32[N].
       fmt: E4M3FN or E5M2.
       sweep: how to walk over `x`.
-      interpret: see `tensor_amax`.
+      dtype, interpret: see `tensor_amax`.
 
     Returns:
       f8[M, N] and f8[N, M].
@@ -181,7 +197,8 @@ def quantize_lines(
     sweep = sweep or fastest("quantize_lines", x, both_ways(x.dtype))
     inverses = padded(row_inverse, sweep.rows), padded(column_inverse, sweep.columns)
     take = lambda known, results: tuple(known)
-    return _quantize("quantize_lines", x, inverses, take, fmt, (), False, sweep, interpret)
+    how = (fmt, (), False, sweep, dtype or x.dtype, interpret)
+    return _quantize("quantize_lines", x, inverses, take, *how)
 
 
 def _quantize(
@@ -193,6 +210,7 @@ def _quantize(
     more: Sequence[jax.ShapeDtypeStruct],
     with_amax: bool,
     sweep: Sweep,
+    dtype: jax.typing.DTypeLike,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """Both directions, and results of the shapes `more`, of which the last are the amaxes.
@@ -227,19 +245,19 @@ def _quantize(
 
             at_row = pl.ds(i * sweep.rows, sweep.rows)
             at_column = pl.ds(j * sweep.columns, sweep.columns)
-            values = read(tile, ROWS)
+            values = read(tile, ROWS, dtype)
             if amax is not None:
                 amax = jnp.maximum(amax, jnp.max(magnitude(values), axis=1))
             write(cast(values, row_factor, ROWS), staged, q.at[at_row, at_column])
-            values = read(tile.T, COLUMNS)
+            values = read(tile.T, COLUMNS, dtype)
             write(cast(values, column_factor, COLUMNS), staged_t, q_t.at[at_column, at_row])
             return amax
 
         vectors = [(v, d) for d, v in enumerate(factors) if by_line[d]]
-        carry = no_amax(x, sweep) if with_amax else None
+        carry = no_amax(dtype, sweep) if with_amax else None
         amax = for_each_tile(body, x, *vectors, sweep=sweep, carry=carry)
         if with_amax:
-            write_amax(results[-1], amax, x, sweep)
+            write_amax(results[-1], amax, dtype, x, sweep)
         finish()
 
     out = [jax.ShapeDtypeStruct(s, fmt.dtype) for s in ((rows, columns), (columns, rows))]

@@ -41,6 +41,7 @@ def quantize_rows_in_blocks(
     scale_rounding: ScaleRounding,
     *,
     sweep: Sweep | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Quantize `x` in blocks of ``1 x block`` along its rows, and `x.T` along its own rows.
@@ -56,13 +57,13 @@ def quantize_rows_in_blocks(
       block: 128 or 32.
       scale_rounding: see `scaling.scale_from_amax`.
       sweep: how to walk over `x`; rows and columns are multiples of `block`.
-      interpret: see `quantize.tensor_amax`.
+      dtype, interpret: see `quantize.tensor_amax`.
 
     Returns:
       ``q`` f8[M, N], ``s`` [ceil(N / block), M], ``q_t`` f8[N, M], ``s_t`` [ceil(M / block), N].
       The scales are f32, or uint8 E8M0 codes where the rounding gives E8M0.
     """
-    m, n = x.shape
+    (m, n), dtype = x.shape, dtype or x.dtype
     if sweep is None:
         sweep = in_blocks(x.dtype, block)
         sweep = fastest("quantize_rows_in_blocks", x, sweep) if block == 128 else sweep
@@ -77,7 +78,7 @@ def quantize_rows_in_blocks(
                 parts = []
                 for b in range(values.shape[1] // block):
                     part = values[:, b * block : (b + 1) * block]
-                    amax = from_magnitude(jnp.max(magnitude(part), axis=1), x.dtype)
+                    amax = from_magnitude(jnp.max(magnitude(part), axis=1), dtype)
                     scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
                     store(scales.at[first + b, lines], scale)
                     scaled = part.astype(jnp.float32) * per_line(inverse, part.shape)
@@ -86,9 +87,9 @@ def quantize_rows_in_blocks(
 
             at_row = pl.ds(i * sweep.rows, sweep.rows)
             at_column = pl.ds(j * sweep.columns, sweep.columns)
-            codes = cast(read(tile, ROWS), s, j * (sweep.columns // block), at_row)
+            codes = cast(read(tile, ROWS, dtype), s, j * (sweep.columns // block), at_row)
             write(codes, staged, q.at[at_row, at_column])
-            codes = cast(read(tile.T, COLUMNS), s_t, i * (sweep.rows // block), at_column)
+            codes = cast(read(tile.T, COLUMNS, dtype), s_t, i * (sweep.rows // block), at_column)
             write(codes, staged_t, q_t.at[at_column, at_row])
 
         for_each_tile(body, x, sweep=sweep)
@@ -118,6 +119,7 @@ def quantize_tiles(
     scale_rounding: ScaleRounding,
     *,
     sweep: Sweep | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Quantize `x` in blocks of 128x128, which serve both directions: ``q_t`` is ``q.T``.
@@ -127,12 +129,12 @@ def quantize_tiles(
       fmt: E4M3FN or E5M2.
       scale_rounding: None or ``"power_of_two"``.
       sweep: how to walk over `x`, in tiles of 128x128.
-      interpret: see `quantize.tensor_amax`.
+      dtype, interpret: see `quantize.tensor_amax`.
 
     Returns:
       ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)].
     """
-    m, n = x.shape
+    (m, n), dtype = x.shape, dtype or x.dtype
     sweep = sweep or fastest("quantize_tiles", x, in_blocks(x.dtype, 128))
     assert (sweep.rows, sweep.columns) == (128, 128)
     x = padded(x, 128, 128)
@@ -140,9 +142,9 @@ def quantize_tiles(
 
     def kernel(x, q, q_t, s, staged, staged_t) -> None:
         def body(i, j, tile):
-            values = read(tile, ROWS)
+            values = read(tile, ROWS, dtype)
             # Only reductions over one dimension at a time and bitcasts of vectors can be lowered.
-            largest = f32_magnitude(jnp.max(magnitude(values), axis=1), x.dtype)
+            largest = f32_magnitude(jnp.max(magnitude(values), axis=1), dtype)
             amax = lax.bitcast_convert_type(jnp.full((128,), jnp.max(largest)), jnp.float32)
             scale, inverse = scale_and_inverse(amax, fmt, scale_rounding)
             s[i, j] = jnp.max(lax.bitcast_convert_type(scale, jnp.int32))
@@ -153,7 +155,7 @@ def quantize_tiles(
 
             at_row, at_column = pl.ds(i * 128, 128), pl.ds(j * 128, 128)
             write(cast(values), staged, q.at[at_row, at_column])
-            write(cast(read(tile.T, COLUMNS)), staged_t, q_t.at[at_column, at_row])
+            write(cast(read(tile.T, COLUMNS, dtype)), staged_t, q_t.at[at_column, at_row])
 
         for_each_tile(body, x, sweep=sweep)
         finish()

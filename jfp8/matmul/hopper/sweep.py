@@ -137,11 +137,12 @@ def staging(sweep: Sweep, fmt: Format) -> list[Any]:
     return [plgpu.SMEM(s, fmt.dtype, transforms=swizzled(fmt.dtype, s[1])) for s in shapes]
 
 
-def read(tile: Ref, layout: Any) -> jax.Array:
-    """A tile, its transposed view, or a part of a vector, in registers."""
+def read(tile: Ref, layout: Any, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """A tile, its transposed view, or a part of a vector, in registers, cast to `dtype`."""
     # Not optimized: the reads of ROWS meet two to a bank. Optimized ones do not, but cost a select
     # for every word, and instructions are scarcer here than shared memory's time.
-    return plgpu.load(tile, layout=layout, optimized=False)
+    values = plgpu.load(tile, layout=layout, optimized=False)
+    return values if dtype is None else values.astype(dtype)
 
 
 def write(values: jax.Array, staged: Ref, target: Ref) -> None:
@@ -175,9 +176,9 @@ def magnitude(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, integer) & integer(np.iinfo(integer).max)
 
 
-def no_amax(x: Ref, sweep: Sweep) -> jax.Array:
+def no_amax(dtype: jax.typing.DTypeLike, sweep: Sweep) -> jax.Array:
     """Zero magnitudes for the rows of a tile, in the layout that a maximum along them gives."""
-    return plgpu.layout_cast(jnp.zeros((sweep.rows,), lane(x.dtype)), ROWS.reduce(1))
+    return plgpu.layout_cast(jnp.zeros((sweep.rows,), lane(dtype)), ROWS.reduce(1))
 
 
 def from_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -206,10 +207,12 @@ def parts() -> int:
     return -(-4 * multiprocessors() // 128) * 128
 
 
-def write_amax(target: Ref, amax: jax.Array, x: Ref, sweep: Sweep) -> None:
+def write_amax(
+    target: Ref, amax: jax.Array, dtype: jax.typing.DTypeLike, x: Ref, sweep: Sweep
+) -> None:
     """What a block has found as its entry of `target`, and zeros that are left for it to write."""
     count, at = blocks(x, sweep), lax.axis_index("block")
-    target[at] = jnp.max(f32_magnitude(amax, x.dtype))
+    target[at] = jnp.max(f32_magnitude(amax, dtype))
 
     def write_zero(i, _):
         target[at + i * count] = jnp.int32(0)

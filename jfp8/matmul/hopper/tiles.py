@@ -74,7 +74,7 @@ def candidates(kind: Kind) -> list[Tiles]:
     widths = [n for n in (64, 128, 192, 256) if n <= _WIDEST[kind]]
     shapes = [(64, n) for n in widths] + ([(128, 128)] if kind == "running" else [])
     return [
-        Tiles(m, n, _stages(m, n), group, cluster)
+        Tiles(m, n, _stages(kind, m, n), group, cluster)
         for m, n in shapes
         for cluster in (1, 2)
         for group in (16, 8)
@@ -112,7 +112,8 @@ def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:
     return sorted(candidates(kind), key=cycles)
 
 
-def _stages(tile_m: int, tile_n: int) -> int:
+def _stages(kind: Kind, tile_m: int, tile_n: int) -> int:
     """As many as fit beside 2 x 2 staged stores of 128 bytes a row, column scales and barriers."""
+    line = 132 if kind.startswith("block") else 128  # of an operand, and its scale
     free = SHARED_MEMORY - 4 * tile_m * 128 - 2 * tile_n * 4 - 640
-    return min(8, free // ((2 * tile_m + tile_n) * 128))
+    return min(8, free // ((2 * tile_m + tile_n) * line))

@@ -17,6 +17,7 @@ import numpy as np
 
 from jfp8.matmul.hopper import product as mosaic
 from jfp8.products.both_ways import has_kernel, quantize_both_ways
+from jfp8.products.cast_later import CastLater, as_array
 from jfp8.products.operation import Kind, Operand, Sums, Use
 from jfp8.products.ragged.by_tiles import Grouped, grouped_operation
 from jfp8.recipes.recipe import Recipe
@@ -58,7 +59,12 @@ class GroupedKernels(Grouped):
     """Computes what `GroupedDot` does, for tiles of 128 rows."""
 
     def quantize_for_both(
-        self, role: str, x: jax.Array, first: Use, second: Use | None, state: AmaxState | None
+        self,
+        role: str,
+        x: jax.Array | CastLater,
+        first: Use,
+        second: Use | None,
+        state: AmaxState | None,
     ) -> tuple[Operand, Operand | None, jax.Array]:
         """The tiles as one matrix, and its transpose; the matrices of groups, and theirs."""
         del second  # the kernel always writes both
@@ -68,7 +74,7 @@ class GroupedKernels(Grouped):
             both = jax.vmap(lambda w: quantize_both_ways(quantizer, w, None))(x)
             straight, other = (_with_scales_by_group(q) for q in both[:2])
             return other, straight, jnp.max(both.amax)
-        both = quantize_both_ways(quantizer, x.reshape(-1, x.shape[-1]), state)
+        both = quantize_both_ways(quantizer, as_array(x).reshape(-1, x.shape[-1]), state)
         return both.straight, both.transposed, both.amax
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
