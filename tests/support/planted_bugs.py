@@ -1348,7 +1348,7 @@ BUGS: tuple[Bug, ...] = (
         "reasons_are_forgotten",
         "a report of a converted NNX model does not say why layers stayed in high precision",
         "jfp8/conversion/nnx_models.py",
-        "setattr(node, _REASON, decision.reason)",
+        "setattr(node, REASON, decision.reason)",
         "continue",
         "conversion/test_nnx_convert.py::test_a_report_has_a_reason_for_every_product",
     ),
