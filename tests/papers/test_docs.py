@@ -354,6 +354,7 @@ OTHERS = (
     "torchao",
     "FP8 Emulation Toolkit",
     "Accelerate",
+    "MaxText",
     *("Flax's examples", "gemma", "tunix", "bonsai", "big_vision", "transformers", "diffusers"),
 )
 NEWER = "# JAX 0.11.2 or later\n"
