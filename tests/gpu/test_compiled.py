@@ -673,3 +673,22 @@ def test_xla_quantizes_without_masks(name):
     assert hlo.masks(4096 * 4096) == hlo.f32_written(4096 * 4096) == []
     if name in ("delayed", "current"):
         assert hlo.bytes_beside_products < 360e6
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scales"), [("block", (32, 32)), ("rowwise", (1, 4096))], ids=["block", "rowwise"]
+)
+def test_stored_weights_are_multiplied_as_they_are(recipe, scales):
+    """A checkpoint of others: only the activation and the gradient are quantized."""
+    layer = Dense(4096, use_bias=False, recipe=recipe)
+    stored = jfp8.ScaledArray(of((4096, 4096), F8), of(scales, F32))
+
+    def f(x, kernel, dy):
+        y, back = jax.vjp(lambda x: layer.apply({"params": {"kernel": kernel}}, x), x)
+        return y, back(dy)
+
+    program = compile_for("h200", f, of((8192, 4096), BF16), stored, of((8192, 4096), BF16))
+    products = [kernel for kernel in program.kernels if kernel.qgmma]
+    assert len(products) == 2  # fprop, dgrad
+    assert program.hlo.other_products == []
+    assert_resources(program)
