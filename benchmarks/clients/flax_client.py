@@ -30,8 +30,8 @@ stack = importlib.import_module("nnx_toy_examples.06_scan_over_layers")
 
 LAYERS, WIDTH = 2, 32
 CONFIG = lm1b.TransformerConfig(
-    vocab_size=VOCABULARY,
-    output_vocab_size=VOCABULARY,
+    vocab_size=VOCABULARY + 1,  # 0 is padding
+    output_vocab_size=VOCABULARY + 1,
     emb_dim=WIDTH,
     num_heads=4,
     num_layers=LAYERS,
@@ -49,7 +49,8 @@ def init(model, key):
 
 
 def loss_fn(model, variables, tokens):
-    return next_token_loss(model.apply(variables, tokens + 1)[..., :VOCABULARY], tokens)
+    logits = model.apply(variables, tokens + 1)  # the model itself shifts its inputs
+    return next_token_loss(jnp.roll(logits, -1, axis=1), tokens + 1)
 
 
 def report(model):
