@@ -1,8 +1,8 @@
 """FP8 training for JAX and Flax.
 
 The folders, in the order in which data passes through them: tracing, scaling, quantizers, matmul,
-recipes, products, layers, collectives, optim, conversion, training, checkpoint, debug, plot. A file
-imports only from its own folder and from those before it.
+recipes, products, layers, collectives, optim, conversion, training, checkpoint, debug, plot,
+integrations. A file imports only from its own folder and from those before it.
 """
 
 from jfp8 import (
@@ -39,6 +39,7 @@ from jfp8.matmul.scaled_matmul import scaled_matmul
 from jfp8.optim import LossScaleState, loss_scale, scale_loss, skip_on_overflow
 from jfp8.products.conv import scaled_conv_general_dilated
 from jfp8.products.dot_general import scaled_dot_general
+from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.products.ragged.dot import scaled_ragged_dot
 from jfp8.products.saved_activations import save_in_fp8
 from jfp8.scaling.arrays import ScaledArray, dequantize, dequantize_tree, is_scaled_array
@@ -112,6 +113,7 @@ __all__ = [
     "scale_loss",
     "scaled_conv_general_dilated",
     "scaled_dot_general",
+    "scaled_dot_product_attention",
     "scaled_matmul",
     "scaled_ragged_dot",
     "scaling",

@@ -39,6 +39,7 @@ ROOMS = """
     debug        what FP8 did to each tensor
     plot         pictures of it
     __init__     the names of jfp8
+    integrations recipes in trainers of others, which need not be installed
 """
 ORDER = [line.split()[0] for line in ROOMS.strip().splitlines()]
 
@@ -97,6 +98,12 @@ def test_rooms_import_from_those_above_them():
         if place[room_of(other)] > place[room_of(module)]
     ]
     assert not wrong
+
+
+def test_nothing_imports_an_integration():
+    inside = {module for module in MODULES if room_of(module) == "integrations"}
+    assert inside
+    assert not [m for m, others in ARROWS.items() if m not in inside and others & inside]
 
 
 def test_no_file_imports_itself_by_way_of_others():
@@ -243,7 +250,8 @@ assert not seen, f"reads the environment: {{seen}}"
 
 
 def third_parties() -> list[str]:
-    names = {name for tree in MODULES.values() for name in imported_names(tree)}
+    trees = [tree for module, tree in MODULES.items() if room_of(module) != "integrations"]
+    names = {name for tree in trees for name in imported_names(tree)}
     known = {"jfp8", *sys.stdlib_module_names}
     return sorted(name for name in names if name.split(".")[0] not in known)
 

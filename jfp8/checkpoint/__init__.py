@@ -1,23 +1,33 @@
 """Checkpoints: saving so that nothing is lost, and loading into models with and without FP8.
 
 `load` and `save` handle files, `upgrade` and `downgrade` handle models, and `restore` does both.
-The others import amax histories of other libraries.
+`load_fp8_safetensors` and `save_fp8_safetensors` exchange FP8 weights with PyTorch. The others
+import amax histories of other libraries.
 """
 
 from jfp8.checkpoint.changes import CheckpointChange
 from jfp8.checkpoint.downgrade import downgrade
 from jfp8.checkpoint.files import load, restore, save
 from jfp8.checkpoint.flax_fp8_ops import from_flax_fp8_ops
+from jfp8.checkpoint.fp8_safetensors import load_fp8_safetensors, save_fp8_safetensors
+from jfp8.checkpoint.fp8_style import Fp8Style
+from jfp8.checkpoint.torch_layout import Place, from_flax_params, to_flax_params
 from jfp8.checkpoint.transformer_engine import from_transformer_engine
 from jfp8.checkpoint.upgrade import upgrade
 
 __all__ = [
     "CheckpointChange",
+    "Fp8Style",
+    "Place",
     "downgrade",
     "from_flax_fp8_ops",
+    "from_flax_params",
     "from_transformer_engine",
     "load",
+    "load_fp8_safetensors",
     "restore",
     "save",
+    "save_fp8_safetensors",
+    "to_flax_params",
     "upgrade",
 ]

@@ -22,6 +22,7 @@ import math
 import os
 import zlib
 from io import BufferedReader
+from pathlib import Path as FilePath
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -227,3 +228,50 @@ def _read_bytes(file: BufferedReader, count: int) -> np.ndarray:
     if file.readinto(raw.data) != count:
         raise ValueError(f"it ends before {count} more bytes")
     return raw
+
+
+# Files of others, which have arrays and nothing else.
+
+
+def mapped(path: FilePath) -> dict[str, np.ndarray]:
+    """The arrays of a file by name, mapped into memory: read only where they are used.
+
+    Raises:
+      ValueError: the file is damaged, or has a dtype that is not whole bytes.
+    """
+    with open(path, "rb") as file:
+        entries, _, size = _header(file)
+        start = file.tell()
+    found = {}
+    for name, entry in entries.items():
+        try:
+            dtype, shape = _type_of(entry, None)
+            begin, end = entry["data_offsets"]
+            if entry["dtype"] == "F4":
+                raise ValueError("two elements share a byte, which is not read here")
+            if not 0 <= begin <= end <= size:
+                raise ValueError(f"its data is said to be in bytes {begin} to {end} of {size}")
+        except ValueError as error:
+            raise ValueError(f"{path}: {short(name)}: {error}") from error
+        raw = np.memmap(path, np.uint8, "r", start + begin, (end - begin,)) if end > begin else b""
+        found[name] = np.frombuffer(raw, dtype).reshape(shape)
+    return found
+
+
+def write_arrays(arrays: dict[str, np.ndarray], file: BinaryIO) -> None:
+    """Write `arrays` as the library for PyTorch does, byte for byte."""
+    order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    end = 0
+    for name in order:
+        x = arrays[name]
+        stored = _NAMES.get(x.dtype.name)
+        if stored in (None, "F4"):
+            raise ValueError(f"{name!r} is {x.dtype}, for which safetensors has no name.")
+        begin, end = end, end + x.nbytes
+        header[name] = {"dtype": stored, "shape": list(x.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        file.write(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)

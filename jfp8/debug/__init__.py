@@ -12,6 +12,7 @@ from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison,
 from jfp8.debug.equivalence import Equivalence, equivalence
 from jfp8.debug.faults.run import Finding
 from jfp8.debug.looking_ahead import LooksAhead, looks_ahead
+from jfp8.debug.mismatch import DecodingMismatch, decoding_mismatch
 from jfp8.debug.recorder import Recorder
 from jfp8.debug.records import TensorStats, read_jsonl, write_jsonl
 from jfp8.debug.stats import Stats, stats
@@ -24,6 +25,7 @@ __all__ = [
     "ComparedGradient",
     "ComparedProduct",
     "Comparison",
+    "DecodingMismatch",
     "Equivalence",
     "Finding",
     "LooksAhead",
@@ -36,6 +38,7 @@ __all__ = [
     "assert_collectives",
     "collective_bytes",
     "compare",
+    "decoding_mismatch",
     "equivalence",
     "looks_ahead",
     "read_jsonl",

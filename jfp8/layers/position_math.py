@@ -112,17 +112,21 @@ def relative_position_bias(
     *,
     bidirectional: bool,
     max_distance: int = 128,
+    position: jax.Array | None = None,
 ) -> jax.Array:
     """The bias of attention scores that `table` holds for the distance of each query and key.
 
     Args:
       table: ``[heads, num_buckets]``; see `relative_position_buckets`.
+      position: int32[], of the first query, for decoding: all queries are before `key_length`.
+        None: 0.
 
     Returns:
       ``[heads, query_length, key_length]``.
     """
     # There are far fewer distances than pairs: look up the former once.
-    distances = np.arange(1 - query_length, key_length)
+    longest = query_length if position is None else key_length
+    distances = np.arange(1 - longest, key_length)
     buckets = relative_position_buckets(
         distances,
         bidirectional=bidirectional,
@@ -130,5 +134,6 @@ def relative_position_bias(
         max_distance=max_distance,
     )
     by_distance = table[:, buckets]
-    pairs = jnp.arange(key_length)[None, :] - jnp.arange(query_length)[:, None]
-    return by_distance[:, pairs + (query_length - 1)]
+    queries = jnp.arange(query_length) if position is None else position + jnp.arange(query_length)
+    pairs = jnp.arange(key_length)[None, :] - queries[:, None]
+    return by_distance[:, pairs + (longest - 1)]

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8.layers import kv_cache
+from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
 from jfp8.products.saved_activations import save_in_fp8
@@ -172,7 +174,11 @@ def causal_mask(query_length: int, key_length: int) -> jax.Array:
 
 def and_causal(mask: jax.Array | None, query_length: int, key_length: int) -> jax.Array:
     """`mask` and `causal_mask` combined."""
-    causal = causal_mask(query_length, key_length)
+    return both_masks(causal_mask(query_length, key_length), mask)
+
+
+def both_masks(causal: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Two masks combined, of which the second may be missing."""
     if mask is None:
         return causal
     # Flax makes masks of floats, too.
@@ -193,30 +199,38 @@ def projected_attention(
     keys_values: jax.Array,
     *,
     rotary: Rotary | None = None,
+    cache: KVCache | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     **options: Any,
-) -> jax.Array:
+) -> tuple[jax.Array, KVCache | None]:
     """`grouped_query_attention` of what projections made for each of ``G`` groups.
 
     Args:
       query: ``[..., q, G, H / G, depth]``.
       keys_values: ``[..., k, G, 2, depth]``.
       rotary: windows and group method of a `rotary_embedding`; None: there is none.
+      cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
+        those of the next ones, and the mask is for all ``max_length`` keys.
       dropout_rate, dropout_key: as for `drop`.
       options: as for `grouped_query_attention`.
 
     Returns:
-      ``[..., q, H, depth]``.
+      ``[..., q, H, depth]``, and the `cache` with the new keys and values.
     """
     *leading, groups, shared_by, depth = query.shape
     query = query.reshape(*leading, groups * shared_by, depth)
     key, value = keys_values[..., 0, :], keys_values[..., 1, :]
     if rotary is not None:
         windows, method = rotary
-        turn = partial(rotary_embedding, windows=windows, group_method=method)
+        positions = None if cache is None else cache.index + jnp.arange(query.shape[-3])
+        turn = partial(rotary_embedding, positions=positions, windows=windows, group_method=method)
         query, key = turn(query), turn(key)
-    return grouped_query_attention(
+    if cache is not None:
+        cache = kv_cache.extended(cache, key, value)
+        query = kv_cache.nan_if_full(query, cache)
+        key, value = kv_cache.keys_and_values(cache, value.dtype)
+    context = grouped_query_attention(
         query,
         key,
         value,
@@ -224,6 +238,7 @@ def projected_attention(
         dropout_args=(dropout_key,),
         **options,
     )
+    return context, cache
 
 
 def grouped_query_attention(

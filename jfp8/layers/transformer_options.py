@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -9,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jfp8.layers import transformer_math
+from jfp8.layers import kv_cache, transformer_math
+from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import PRODUCT_OPTIONS, check_option, options_of
 from jfp8.layers.position_math import GroupMethod, Rotary
 from jfp8.layers.transformer_math import LayerNormType
@@ -100,8 +102,25 @@ class TransformerOptions(Architecture):
             return self.layer_type == "decoder"
         return self.self_attn_mask_type == "causal"
 
-    def self_attention_mask(self, given: jax.Array | None, length: int) -> jax.Array | None:
+    def check_decodes(self) -> None:
+        """Raise ``ValueError`` if the layer attends to tokens that decoding does not have yet."""
+        if not self.is_causal:
+            raise ValueError(
+                "decode=True needs a causal self attention: a token cannot attend to tokens that "
+                'come later. Pass self_attn_mask_type="causal".'
+            )
+
+    def kv_cache_shape(self, input_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the keys of inputs ``[..., length, hidden_size]``."""
+        groups = self.num_gqa_groups or self.num_attention_heads
+        return (*input_shape[:-1], groups, self.hidden_size // self.num_attention_heads)
+
+    def self_attention_mask(
+        self, given: jax.Array | None, length: int, cache: KVCache | None = None
+    ) -> jax.Array | None:
         """The mask of the self attention, with the one that the call was `given`."""
+        if cache is not None:
+            return transformer_math.both_masks(kv_cache.visible(cache, length), given)
         return transformer_math.and_causal(given, length, length) if self.is_causal else given
 
     def normalization(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -134,10 +134,12 @@ def layout_of(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], numbers: N
     return Layout(lhs_free, rhs_free, sizes, (*batch, *rows, *columns))
 
 
-def as_matrices(
-    lhs: jax.Array, rhs: jax.Array, numbers: Numbers
-) -> tuple[jax.Array, jax.Array, Numbers]:
-    """Operands with at most one batch dimension, one free and one contracting dimension."""
+def as_matrices(lhs: jax.Array, rhs: Any, numbers: Numbers) -> tuple[jax.Array, Any, Numbers]:
+    """Operands with at most one batch dimension, one free and one contracting dimension.
+
+    Raises:
+      ValueError: `rhs` is a `ScaledArray`, whose blocks would be cut.
+    """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     layout = layout_of(lhs.shape, rhs.shape, numbers)
     lhs, lhs_k = _grouped(lhs, lhs_batch, layout.lhs_free, lhs_contract)
@@ -147,8 +149,8 @@ def as_matrices(
 
 
 def _grouped(
-    x: jax.Array, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
-) -> tuple[jax.Array, int]:
+    x: Any, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
+) -> tuple[Any, int]:
     """`x` with each of three groups of dimensions merged into one, and the position of `contract`.
 
     The batch dimension comes first, if there is one; the other two keep their order, and are added

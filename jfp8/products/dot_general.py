@@ -34,6 +34,7 @@ from jfp8.products.operation import (
     as_lhs,
     as_operand,
     check_out_dtype,
+    has_scales_of,
     value_dtype,
     values_of,
 )
@@ -72,8 +73,8 @@ def scaled_dot_general(
     Args:
       lhs, rhs: ``f32 | bf16 | f16`` arrays. `rhs` may be a `ScaledArray` instead: a weight that is
         only kept in FP8. It gets no gradient, unless it has a `ScaledArray.carrier`. Its bytes are
-        used unchanged if it has one scale and the format that `recipe` requires; otherwise its
-        values are quantized.
+        used unchanged if it has the format that `recipe` requires and its scales: one, or one for
+        each row or block as `recipe` has them in this product. Otherwise its values are quantized.
       dimension_numbers: as for ``jax.lax.dot_general``.
       recipe: how each operand of each product is quantized; an object or its name.
       state: amax histories of this product, ``{"lhs", "rhs", "grad"}`` as `Recipe.init_state` makes
@@ -142,24 +143,41 @@ def observed_dot_general(
     if how.recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
         # the borders of the dimensions that form them.
-        rhs = values_of(rhs)
-        lhs, rhs, dimension_numbers = as_matrices(lhs, rhs, dimension_numbers)
+        lhs, rhs, dimension_numbers = _matrices(lhs, rhs, dimension_numbers, how.recipe)
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     operation: Operation = Dot(
         (lhs.shape, rhs.shape), dtypes, dimension_numbers, how.implementation
     )
     m, n, k = layout_of(lhs.shape, rhs.shape, dimension_numbers).sizes
-    faster = None
-    if not dimension_numbers[1][0] and not isinstance(rhs, ScaledArray):
+    faster, in_bytes = None, isinstance(rhs, ScaledArray)
+    if not dimension_numbers[1][0] and (not in_bytes or how.recipe.resolved().matrices):
         faster = contraction_last((m, n, k), dtypes, how.recipe, how.implementation)
+        if in_bytes and faster is not None and faster.shapes[1] != (k, n):
+            faster = None  # bytes are not padded
     if faster is not None:
-        assert not isinstance(rhs, ScaledArray)
         operation = faster
         lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers, faster.shapes)
     y, observed = multiply_quantized(operation, lhs, rhs, how, state)
     if faster is not None:
         y = y[:m, :n]
     return y.reshape(shape), observed
+
+
+def _matrices(
+    lhs: jax.Array, rhs: Operand, numbers: Numbers, recipe: Recipe
+) -> tuple[jax.Array, Operand, Numbers]:
+    """`as_matrices`; of an `rhs` in bytes the values, unless `recipe` uses these very bytes."""
+    quantizer = recipe.resolved().fprop.rhs
+    if isinstance(rhs, ScaledArray) and quantizer is not None and quantizer.fmt == rhs.format:
+        try:
+            x, q, found = as_matrices(lhs, rhs, numbers)
+        except ValueError:  # its blocks are not those of the matrix
+            pass
+        else:
+            quantize = lambda x, quantizer, at: quantizer(x, at)
+            if has_scales_of(quantizer, q, found[0][1], quantize):
+                return x, q, found
+    return as_matrices(lhs, values_of(rhs), numbers)
 
 
 @jax.tree_util.register_static
@@ -345,18 +363,18 @@ def contraction_last(
 
 def _plain_matrices(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Operand,
     dimension_numbers: Numbers,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Operand]:
     """The operands as ``[m, k]`` and ``[k, n]``, padded with zeros to `shapes`."""
     lhs, rhs, (((lhs_k,), (rhs_k,)), _) = as_matrices(lhs, rhs, dimension_numbers)
     lhs, rhs = (lhs.T if lhs_k == 0 else lhs), (rhs.T if rhs_k == 1 else rhs)
     return _grown(lhs, shapes[0]), _grown(rhs, shapes[1])
 
 
-def _grown(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _grown(x: Any, shape: tuple[int, ...]) -> Any:
     """`x` padded with zeros to `shape`."""
-    if x.shape == shape:
+    if x.shape == shape or isinstance(x, ScaledArray):
         return x
     return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])

@@ -5,7 +5,9 @@ There are three products, fprop, dgrad and wgrad, and each tensor takes part in 
 
 from __future__ import annotations
 
+import functools
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -212,17 +214,21 @@ class QuantizedOperand:
     def _quantized(self, use: Use, largest: jax.Array, kinds: str) -> Operand:
         """The tensor as one product takes it; in high precision if `use.quantizer` is None.
 
-        A quantized tensor is used unchanged if the format is the same and there is one scale, which
-        serves any direction. Otherwise its values are quantized like any others.
+        A quantized tensor is used unchanged if the format is the same and it has one scale, which
+        serves any direction, or scales laid out as the quantizer would. Otherwise its values are
+        quantized like any others.
         """
         _, product, quantizer, contracting, _ = use
         x, of_tensor = self.x, largest
         assert not isinstance(x, CastLater)  # see `quantized`
         if isinstance(x, ScaledArray):
-            as_it_is = _with_one_scale(x)
-            if as_it_is is not None and quantizer is not None and product.rotation is None:
-                if quantizer.fmt == x.format:
+            if quantizer is not None and product.rotation is None and quantizer.fmt == x.format:
+                as_it_is = _with_one_scale(x)
+                if as_it_is is not None and quantizer.block is None:
                     return as_it_is
+                quantize = functools.partial(self.operation.quantize, self.role)
+                if has_scales_of(quantizer, x, contracting, quantize):
+                    return x
             x = scaled_values(x)
         if product.rotation is not None:
             (axis,) = contracting
@@ -238,6 +244,26 @@ class QuantizedOperand:
         q = self.operation.quantize(self.role, x, quantizer, at)
         watching = OBSERVER.value
         return q if watching is None else watching.quantized(self.role, kinds, quantizer, x, q)
+
+
+def has_scales_of(
+    quantizer: Quantizer,
+    q: ScaledArray,
+    contracting: tuple[int, ...],
+    quantize: Callable[[jax.Array, Quantizer, Context], ScaledArray],
+) -> bool:
+    """Whether the scales of `q` are laid out as those that `quantize` would make."""
+    if not jnp.ndim(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale):
+        return False
+
+    def quantized(x: jax.Array) -> ScaledArray:
+        seed = jnp.zeros((2,), jnp.uint32)
+        return quantize(x, quantizer, Context(contracting, amax(x), None, seed))
+
+    wanted = jax.eval_shape(quantized, jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    bare = [replace(each, block=None, carrier=None) for each in (q, wanted)]
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in bare]
+    return shapes[0] == shapes[1] and q.block_sizes() == wanted.block_sizes()
 
 
 def _same(first: Use, second: Use) -> bool:

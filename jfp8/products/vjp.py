@@ -120,12 +120,9 @@ def multiply_quantized(
     recipe, (histories, sink, key) = how.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
-        _check_state(recipe, histories)
-    if sink is not None and (sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32):
-        raise ValueError(
-            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
-            f"jfp8.scaling.init_sink(); got {sink.dtype} of shape {sink.shape}."
-        )
+        check_state(recipe, histories)
+    if sink is not None:
+        check_sink(sink)
     seed = seed_of(key) if key is not None and recipe.resolved().stochastic else None
     carrier = None
     if isinstance(rhs, ScaledArray):
@@ -171,7 +168,7 @@ def _forward(how, carried, use, operation, operands, and_backward=True):
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
     lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
-    y = _product(operation, how, "fprop", q_lhs, q_rhs)
+    y = _product(operation, how, "fprop", q_lhs, q_rhs, stored=frozen)
     y = quantized_output("fprop", fprop, "y", y, seed)
 
     # Without a sink the gradient's amax would be lost, so its history is not updated.
@@ -199,7 +196,7 @@ def _backward(how, carried, use, residuals, cotangents):
     if q_lhs is not None:
         again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again, other=q_lhs)
     q_dy, q_dy_again, grad_amax = g.quantized(use, again)
-    d_lhs = _product(operation, how, "dgrad", q_dy, q_rhs)
+    d_lhs = _product(operation, how, "dgrad", q_dy, q_rhs, stored=q_lhs is None)
     d_lhs = quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed)
     d_rhs = None
     if q_lhs is not None:
@@ -279,11 +276,23 @@ def _refuse_second_order(of, instead, primals, tangents):
 
 
 def _product(
-    operation: Operation, how: How, kind: Kind, first: Operand, second: Operand
+    operation: Operation,
+    how: How,
+    kind: Kind,
+    first: Operand,
+    second: Operand,
+    *,
+    stored: bool = False,
 ) -> jax.Array:
-    """One of the three products, under a name by which it is found in jaxprs and profiles."""
-    multiply = _called(kind, operation.terms(kind))
-    y = multiply(_sums(how, kind), first, second, operation)
+    """One of the three products, under a name by which it is found in jaxprs and profiles.
+
+    Args:
+      stored: whether `second` may be in bytes that somebody else made, with scales of any size.
+    """
+    multiply, sums = _called(kind, operation.terms(kind)), _sums(how, kind)
+    if stored:
+        sums = sums._replace(powers_of_two=False)
+    y = multiply(sums, first, second, operation)
     if (watching := OBSERVER.value) is not None:
         y = watching.multiplied(operation, kind, first, second, y)
     return y
@@ -339,7 +348,16 @@ def _sums(how: How, kind: Kind) -> Sums:
     return Sums(accumulation, product.fast_accumulation, product.powers_of_two, parts)
 
 
-def _check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
+def check_sink(sink: jax.Array) -> None:
+    """Raise ``ValueError`` if `sink` is not what ``init_sink()`` would give."""
+    if sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32:
+        raise ValueError(
+            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
+            f"jfp8.scaling.init_sink(); got {sink.dtype} of shape {sink.shape}."
+        )
+
+
+def check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
     """Raise ``ValueError`` if `state` is not what ``recipe.init_state()`` would give."""
     expected = jax.eval_shape(recipe.init_state)
     if expected is None:

@@ -19,7 +19,8 @@ from jfp8.scaling.by_values import ByValues
 from jfp8.scaling.casts import codes_to_format, decode, encode, straight_through
 from jfp8.scaling.formats import E8M0FNU, Format, format_of
 from jfp8.scaling.leaf_checks import check_leaves
-from jfp8.scaling.parts import apply_scale, index_of_scales, rule_of_scales
+from jfp8.scaling.parts import apply_scale, index_of_scales, rule_of_scales, split_e8m0
+from jfp8.scaling.reshaping import reshaped
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +93,21 @@ class ScaledArray(ByValues):
     @property
     def T(self) -> ScaledArray:
         """The transpose: the dimensions, and those of the scales, in reverse order."""
-        scale: Any = self.scale
-        scale = scale.T if jnp.ndim(_innermost(scale)) else scale
-        carrier = None if self.carrier is None else self.carrier.T
-        block = None if self.block is None else self.block[::-1]
-        return ScaledArray(self.data.T, scale, block, carrier)
+        return self.transpose()
+
+    def transpose(self, *axes: Any) -> ScaledArray:
+        """The dimensions and those of the scales in the order `axes`; default: in reverse."""
+        order = axes[0] if axes and not isinstance(axes[0], int) else axes
+        order = tuple(order) or tuple(reversed(range(self.ndim)))
+        move = lambda x: x.transpose(order) if jnp.ndim(_innermost(x)) else x
+        block = None if self.block is None else tuple(self.block[d] for d in order)
+        carrier = None if self.carrier is None else self.carrier.transpose(order)
+        return ScaledArray(self.data.transpose(order), move(self.scale), block, carrier)
+
+    def reshape(self, *shape: Any) -> ScaledArray:
+        """The same bits in `shape`; ``ValueError`` if that cuts blocks that share a scale."""
+        check_scale_shape(self)
+        return reshaped(self, shape if not shape or isinstance(shape[0], int) else shape[0])
 
     def __getitem__(self, index: Any) -> ScaledArray:
         """A part, bit for bit: any part if there is one scale, otherwise elements or whole blocks.
@@ -331,16 +342,6 @@ def scale_as_f32_pair(q: ScaledArray) -> tuple[jax.Array, ...]:
     if scale.dtype == E8M0FNU.dtype:
         return split_e8m0(scale)
     return (scale.astype(jnp.float32),)
-
-
-def split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """2^(c-127) = 2^a * 2^b with both factors normal; code 255 gives NaN."""
-    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
-    half = code >> 1  # c - 127 = (half - 63) + (code - half - 64)
-    first = lax.bitcast_convert_type((half + np.uint32(64)) << 23, jnp.float32)
-    second = lax.bitcast_convert_type((code - half + np.uint32(63)) << 23, jnp.float32)
-    # XLA:CPU multiplies constant factors with each other first; the barrier prevents that.
-    return lax.optimization_barrier((jnp.where(code == 255, jnp.nan, first), second))
 
 
 def check_scale_shape(q: ScaledArray) -> None:

@@ -47,6 +47,16 @@ def apply_scale(
     return (values.reshape(blocked) * scale.reshape(expanded)).reshape(values.shape)
 
 
+def split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """2^(c-127) = 2^a * 2^b with both factors normal; code 255 gives NaN."""
+    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
+    half = code >> 1  # c - 127 = (half - 63) + (code - half - 64)
+    first = lax.bitcast_convert_type((half + np.uint32(64)) << 23, jnp.float32)
+    second = lax.bitcast_convert_type((code - half + np.uint32(63)) << 23, jnp.float32)
+    # XLA:CPU multiplies constant factors with each other first; the barrier prevents that.
+    return lax.optimization_barrier((jnp.where(code == 255, jnp.nan, first), second))
+
+
 def expand_scale(
     scale: jax.Array, shape: tuple[int, ...], block: tuple[int, ...] | None
 ) -> jax.Array:

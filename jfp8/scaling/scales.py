@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.scaling.arrays import split_e8m0
 from jfp8.scaling.casts import as_float_array, codes_to_format, magnitude_bits
 from jfp8.scaling.formats import E8M0FNU, Format, FormatLike, as_format
+from jfp8.scaling.parts import split_e8m0
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def reciprocal_factors(scale: jax.Array) -> tuple[jax.Array, ...]:
     """f32 factors that divide by `scale` when multiplied by one after the other.
 
     The reciprocal of an E8M0 code ``c`` is the code ``254 - c``, exactly; like every E8M0 scale it
-    takes two factors (see `arrays.split_e8m0`).
+    takes two factors (see `parts.split_e8m0`).
     """
     if scale.dtype != E8M0FNU.dtype:
         return (reciprocal(scale),)

@@ -428,9 +428,10 @@ def assert_tensor_cores(program, products=1):
     assert len(program.hlo.fp8_products) == products
     assert not any(kernel.other_mma for kernel in program.kernels)
     assert program.hlo.other_products == []
-    # Two for each part of a tile that is stored, of which there are up to 6, and some at the start
-    # and the end: none at a copy of operands. With those that Pallas adds there are 20 and more.
-    assert all(kernel.barriers <= 14 for kernel in program.kernels if kernel.qgmma)
+    # Two for each part of a tile that is stored, of which there are up to 6, one where scales came
+    # with the operands, and some at the start and the end: none at a copy of operands. With those
+    # that Pallas adds there are 20 and more.
+    assert all(kernel.barriers <= 15 for kernel in program.kernels if kernel.qgmma)
 
 
 PAIRS = {"e4m3×e4m3": (F8, F8), "e5m2×e4m3": (F8_GRAD, F8), "e4m3×e5m2": (F8, F8_GRAD)}
@@ -672,3 +673,22 @@ def test_xla_quantizes_without_masks(name):
     assert hlo.masks(4096 * 4096) == hlo.f32_written(4096 * 4096) == []
     if name in ("delayed", "current"):
         assert hlo.bytes_beside_products < 360e6
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scales"), [("block", (32, 32)), ("rowwise", (1, 4096))], ids=["block", "rowwise"]
+)
+def test_stored_weights_are_multiplied_as_they_are(recipe, scales):
+    """A checkpoint of others: only the activation and the gradient are quantized."""
+    layer = Dense(4096, use_bias=False, recipe=recipe)
+    stored = jfp8.ScaledArray(of((4096, 4096), F8), of(scales, F32))
+
+    def f(x, kernel, dy):
+        y, back = jax.vjp(lambda x: layer.apply({"params": {"kernel": kernel}}, x), x)
+        return y, back(dy)
+
+    program = compile_for("h200", f, of((8192, 4096), BF16), stored, of((8192, 4096), BF16))
+    products = [kernel for kernel in program.kernels if kernel.qgmma]
+    assert len(products) == 2  # fprop, dgrad
+    assert program.hlo.other_products == []
+    assert_resources(program)

@@ -17,8 +17,9 @@ from jfp8.layers.transformer_options import OPTIONS, Architecture
 
 def test_linen_takes_its_fields_in_their_order_by_position():
     fields = dataclasses.fields(jfp8.TransformerLayer)
-    names = [field.name for field in fields if field.name != "state_collection"]
-    assert next(field for field in fields if field.name not in names).kw_only
+    names = [field.name for field in fields if not field.kw_only]
+    by_name = {field.name for field in fields if field.kw_only}
+    assert by_name == {"state_collection", "decode", "cache_dtype"}
     architecture = [field.name for field in dataclasses.fields(Architecture)]
     own = ["attention_products", "saved_activations", "recipe", "implementation"]
     assert names == [*architecture, "deterministic", *own, "parent", "name"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, replace
 from typing import Any
 
@@ -11,14 +13,24 @@ import flax.linen as nn
 import jax
 from flax.typing import PRNGKey
 
+from jfp8.layers.kv_cache import (
+    check_self_attention,
+    extended,
+    keys_and_values,
+    nan_if_full,
+    visible,
+)
+from jfp8.layers.linen.kv_cache import read_cache, write_cache
 from jfp8.layers.linen.layers import own_product, product_of
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
+from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
 from jfp8.recipes.attention import InAttention
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.formats import FormatLike
 
 # Flax's hooks for the two products of attention.
 EINSUM_HOOKS: dict[str, InAttention] = {
@@ -92,10 +104,12 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
       attention_products: also compute the two products of attention itself in FP8: queries with
         keys, and attention weights with values. No operand is a parameter, and errors in the first
         go through the softmax: try it, and compare. For their scales see `EinsumProduct`.
+      cache_dtype: of the cache of ``decode=True``; see `TransformerLayer`. Flax's layer takes one
+        position in each call, this one takes any number.
 
     Raises:
       ValueError: a hook for products; or `attention_products` with `precision`, or with an
-        `attention_fn` that does not let its products be replaced.
+        `attention_fn` that does not let its products be replaced; ``decode=True`` without a cache.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> layer = jfp8.linen.MultiHeadDotProductAttention(num_heads=2)
@@ -109,6 +123,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     attention_products: bool = False
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
+    cache_dtype: FormatLike | None = None
 
     def __post_init__(self) -> None:
         self.qkv_dot_general_cls = own_product(self, DotGeneral, "qkv_dot_general")
@@ -157,7 +172,10 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         """See ``flax.linen.MultiHeadDotProductAttention.__call__``."""
         # Any: its overloads know no call with all of its arguments.
         attend: Any = super().__call__
-        with nn.intercept_methods(_let_scaled_arrays_pass):
+        own: dict[str, Any] = {}
+        if self.decode:
+            own = {"decode": False, "attention_fn": self._with_cache(self.attention_fn)}
+        with nn.intercept_methods(_let_scaled_arrays_pass), _replaced(self, own):
             return attend(
                 inputs_q,
                 inputs_k,
@@ -168,6 +186,39 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 dropout_rng=dropout_rng,
                 sow_weights=sow_weights,
             )
+
+    @nn.nowrap
+    def _with_cache(self, attention_fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """`attention_fn` of queries with the keys and values of all positions so far."""
+
+        @functools.wraps(attention_fn)  # Flax passes the arguments that it finds in the signature
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
+            cache = read_cache(self, key.shape, self.cache_dtype or key.dtype)
+            if cache is None:
+                return attention_fn(query, key, value, **options)
+            *batch, length, _, _ = query.shape
+            check_self_attention(length, key.shape[-3])
+            seen = visible(cache, length).reshape((1,) * (len(batch) + 1) + (length, -1))
+            cache = extended(cache, key, value)
+            write_cache(self, cache)
+            options["mask"] = both_masks(seen, options.get("mask"))
+            key, value = keys_and_values(cache, value.dtype)
+            return attention_fn(nan_if_full(query, cache), key, value, **options)
+
+        return attend
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
+    """Give `module`, which is frozen, other `attributes` for one call."""
+    before = {name: getattr(module, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            object.__setattr__(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(module, name, value)
 
 
 def _let_scaled_arrays_pass(next_fun, args, kwargs, context):

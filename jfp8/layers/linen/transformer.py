@@ -12,12 +12,15 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import position_math, transformer_math
+from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.linen.attention import EinsumProduct
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
+from jfp8.layers.linen.kv_cache import read_cache, write_cache
 from jfp8.layers.linen.layers import DenseGeneral
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.position_math import Rotary
 from jfp8.layers.transformer_options import Architecture, TransformerOptions
+from jfp8.scaling.formats import FormatLike
 
 
 class RelativePositionBiases(nn.Module):
@@ -42,11 +45,18 @@ class RelativePositionBiases(nn.Module):
     param_dtype: Dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, query_length: int, key_length: int, bidirectional: bool = True) -> jax.Array:
+    def __call__(
+        self,
+        query_length: int,
+        key_length: int,
+        bidirectional: bool = True,
+        position: jax.Array | None = None,
+    ) -> jax.Array:
         """The biases, ``[1, heads, query_length, key_length]``.
 
         Args:
           bidirectional: whether keys after a query have distances of their own.
+          position: int32[], of the first query, if it is not 0.
         """
         shape = (self.num_attention_heads, self.num_buckets)
         table = self.param("rel_embedding", self.embedding_init, shape, self.param_dtype)
@@ -56,6 +66,7 @@ class RelativePositionBiases(nn.Module):
             key_length,
             bidirectional=bidirectional,
             max_distance=self.max_distance,
+            position=position,
         )[None]
 
 
@@ -91,9 +102,13 @@ class LayerNormAttention(nn.Module):
         *,
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
+        cache: KVCache | None = None,
         deterministic: bool = True,
-    ) -> jax.Array:
-        """``[..., q, hidden_size]``, from `inputs` of that shape and, if given, `encoded`."""
+    ) -> tuple[jax.Array, KVCache | None]:
+        """``[..., q, hidden_size]``, from `inputs` of that shape and, if given, `encoded`.
+
+        With a `cache`, `inputs` are the next positions; the second result is then the new cache.
+        """
         hidden_size, heads, groups = inputs.shape[-1], self.num_attention_heads, self.num_gqa_groups
         depth, shared_by = hidden_size // heads, heads // groups
         projected = partial(LayerNormDense, **self.norm, **self.dense)
@@ -112,10 +127,11 @@ class LayerNormAttention(nn.Module):
             names = ("recipe", "implementation", "state_collection")
             how = {name: self.dense[name] for name in names if name in self.dense}
             einsum = lambda name: EinsumProduct(**how, in_attention=name, name=name)
-        context = transformer_math.projected_attention(
+        context, cache = transformer_math.projected_attention(
             query,
             keys_values,
             rotary=self.rotary,
+            cache=cache,
             mask=mask,
             bias=bias,
             dropout_rate=self.attention_dropout,
@@ -124,7 +140,8 @@ class LayerNormAttention(nn.Module):
             context_einsum=einsum("context"),
             saved_activations=self.norm["saved_activations"],
         )
-        return DenseGeneral(hidden_size, axis=(-2, -1), **self.dense, name="out")(context)
+        out = DenseGeneral(hidden_size, axis=(-2, -1), **self.dense, name="out")
+        return out(context), cache
 
 
 # A field of Linen's alone, at its place among those that may be given by position.
@@ -133,6 +150,8 @@ class _Deterministic(Architecture):
     deterministic: bool | None = None
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
+    decode: bool = False
+    cache_dtype: FormatLike | None = None
 
 
 class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
@@ -147,9 +166,8 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
     for all that read it. The two products of attention itself stay in high precision, unless
     `attention_products` is set.
 
-    The names are those of Transformer Engine's layer where Flax has none. There is no cache for
-    decoding step by step. Lift it over a stack with ``nn.scan`` and ``nn.remat`` like any layer;
-    give `deterministic` to the constructor then.
+    The names are those of Transformer Engine's layer where Flax has none. Lift it over a stack with
+    ``nn.scan`` and ``nn.remat`` like any layer; give `deterministic` to the constructor then.
 
     Attributes:
       hidden_size: features of the input and the result.
@@ -178,9 +196,15 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         whose weights are computed again unless `attention_products` is set. None: keep all of these
         in high precision, and the weights of attention too. See `jfp8.save_in_fp8`.
       recipe, implementation, state_collection: see `Dense`.
+      decode: the self attention keeps keys and values in the collection ``cache``. ``init`` with
+        inputs of the longest length makes it; ``apply(..., mutable=["cache"])`` then takes the next
+        positions, one or several. Past that length results are NaN.
+      cache_dtype: of these keys and values: a wide dtype, or an FP8 format such as
+        ``jnp.float8_e4m3fn``, with an f32 scale for each token and head. None: that of the layer.
 
     Raises:
-      ValueError: a name that is unknown, or sizes that do not fit.
+      ValueError: a name that is unknown, sizes that do not fit, or `decode` without a causal mask
+        or a cache.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> layer = jfp8.linen.TransformerLayer(8, 32, num_attention_heads=2)
@@ -206,7 +230,8 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
           inputs: ``[..., length, hidden_size]``.
           encoded: the encoder's output, ``[..., encoded_length, any]``; for a decoder only.
           attention_mask: broadcast to ``[..., heads, length, length]``: True or 1 where a query may
-            attend to a key, as Flax's masks (Transformer Engine's say the opposite).
+            attend to a key, as Flax's masks (Transformer Engine's say the opposite). With a cache,
+            ``[..., heads, length, max_length]``, and the bias likewise.
           encoder_decoder_mask: likewise, ``[..., heads, length, encoded_length]``.
           attention_bias: added to the scores of the self attention; broadcast likewise.
           deterministic: no dropout; required if there is dropout and the constructor was not told.
@@ -222,15 +247,19 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         where: dict[str, Any] = {"state_collection": self.state_collection}
         options = self.attention_options()
         attention = partial(LayerNormAttention, **options | {"dense": options["dense"] | where})
-        length = inputs.shape[-2]
-        mask, bias = self.self_attention_mask(attention_mask, length), attention_bias
+        cache = self._cache(inputs)
+        length, mask = inputs.shape[-2], attention_mask
+        mask, bias = self.self_attention_mask(mask, length, cache), attention_bias
         if self.enable_relative_embedding:
             relative = RelativePositionBiases(
                 self.num_attention_heads,
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
                 name="relpos_bias",
-            )(length, length, bidirectional=not self.is_causal)
+            )
+            keys = length if cache is None else cache.max_length
+            first = None if cache is None else cache.index
+            relative = relative(length, keys, not self.is_causal, first)
             bias = transformer_math.plus_bias(relative, bias)
 
         def plus(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -238,15 +267,26 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
             return x + y.astype(x.dtype)
 
         x = inputs
-        y = attention(rotary=self.rotary(), name="self_attention")(
-            x, mask=mask, bias=bias, deterministic=fixed
+        y, cache = attention(rotary=self.rotary(), name="self_attention")(
+            x, mask=mask, bias=bias, cache=cache, deterministic=fixed
         )
+        if cache is not None:
+            write_cache(self, cache)
         x = plus(x, y)
         if self.layer_type == "decoder":
-            y = attention(name="encoder_decoder_attention")(
+            y, _ = attention(name="encoder_decoder_attention")(
                 x, encoded, mask=encoder_decoder_mask, deterministic=fixed
             )
             x = plus(x, y)
         options = self.mlp_options() | where
         mlp = LayerNormMLP(self.mlp_hidden_size, deterministic=fixed, **options, name="mlp")
         return plus(x, mlp(x))
+
+    @nn.nowrap
+    def _cache(self, inputs: jax.Array) -> KVCache | None:
+        """The keys and values of earlier tokens; None if there are none, or not yet."""
+        if not self.decode:
+            return None
+        self.check_decodes()
+        dtype = self.cache_dtype or self.dtype or jnp.result_type(inputs, self.param_dtype)
+        return read_cache(self, self.kv_cache_shape(inputs.shape), dtype)

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jfp8.layers import transformer_math
+from jfp8.layers.kv_cache import (
+    check_self_attention,
+    extended,
+    init_kv_cache,
+    keys_and_values,
+    nan_if_full,
+    visible,
+)
 from jfp8.layers.nnx.hooks import install
+from jfp8.layers.nnx.kv_cache import read_cache, write_cache
 from jfp8.layers.nnx.products import EinsumOp
+from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
+from jfp8.scaling.formats import FormatLike
 
 
 class DotProductAttention(nnx.Module):
@@ -119,7 +132,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     """``flax.nnx.MultiHeadAttention`` with its projections, forward and backward, in FP8.
 
     Takes every argument of ``nnx.MultiHeadAttention`` but those for its products; the ``nnx.Param``
-    state is the same, with the same initial values for the same `rngs`.
+    state is the same, with the same initial values for the same `rngs`. With ``decode=True`` a call
+    takes any number of next positions, where Flax's takes one.
 
     Args:
       args, kwargs: as for ``nnx.MultiHeadAttention``.
@@ -161,6 +175,53 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                     "attention_fn would have no effect. Leave out one of the two."
                 )
             install_attention(self, recipe=recipe, implementation=implementation)
+
+    def init_cache(self, input_shape: Sequence[int], dtype: FormatLike = jnp.float32) -> None:
+        """Make an empty cache of keys and values, for ``decode=True``.
+
+        Args:
+          input_shape: ``(..., max_length, features)``.
+          dtype: a wide dtype, or an FP8 format such as ``jnp.float8_e4m3fn``, with an f32 scale for
+            each token and head.
+        """
+        write_cache(self, init_kv_cache((*input_shape[:-1], *_heads(self)), dtype))
+
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        decode: bool | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """See ``flax.nnx.MultiHeadAttention.__call__``."""
+        attention_fn, cached = self.attention_fn, read_cache(self)
+        if not (self.decode if decode is None else decode) or cached is None:
+            # Without a cache Flax says what is missing.
+            return super().__call__(inputs_q, inputs_k, inputs_v, decode=decode, **options)
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
+            *batch, length, _, _ = query.shape
+            check_self_attention(length, key.shape[-3])
+            seen = visible(cached, length).reshape((1,) * (len(batch) + 1) + (length, -1))
+            cache = extended(cached, key, value)
+            write_cache(self, cache)
+            given |= {"mask": both_masks(seen, given["mask"]), "is_causal": False}
+            key, value = keys_and_values(cache, value.dtype)
+            return attention_fn(nan_if_full(query, cache), key, value, **given)
+
+        # For this call only, so NNX need not know.
+        object.__setattr__(self, "attention_fn", attend)
+        try:
+            return super().__call__(inputs_q, inputs_k, inputs_v, decode=False, **options)
+        finally:
+            object.__setattr__(self, "attention_fn", attention_fn)
+
+
+def _heads(layer: nnx.MultiHeadAttention) -> tuple[int, int]:
+    """The number of heads of keys and values, and their features."""
+    return getattr(layer, "num_kv_heads", layer.num_heads), layer.head_dim
 
 
 def has_stock_attention(layer: nnx.MultiHeadAttention) -> bool:

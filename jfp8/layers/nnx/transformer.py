@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,15 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 
 from jfp8.layers import position_math, transformer_math
+from jfp8.layers.kv_cache import NAMES, KVCache, init_kv_cache
 from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP, dropout_or_none
+from jfp8.layers.nnx.kv_cache import read_cache, write_cache
 from jfp8.layers.nnx.layers import LinearGeneral
 from jfp8.layers.nnx.products import EinsumOp
 from jfp8.layers.options import check_names
 from jfp8.layers.position_math import Rotary
 from jfp8.layers.transformer_options import OPTIONS, TransformerOptions
+from jfp8.scaling.formats import FormatLike
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
@@ -46,7 +50,13 @@ class RelativePositionBiases(nnx.Module):
         shape = (num_attention_heads, num_buckets)
         self.rel_embedding = nnx.Param(embedding_init(rngs.params(), shape, param_dtype))
 
-    def __call__(self, query_length: int, key_length: int, bidirectional: bool = True) -> jax.Array:
+    def __call__(
+        self,
+        query_length: int,
+        key_length: int,
+        bidirectional: bool = True,
+        position: jax.Array | None = None,
+    ) -> jax.Array:
         """See `jfp8.linen.RelativePositionBiases`."""
         return position_math.relative_position_bias(
             self.rel_embedding.get_value().astype(self.dtype),
@@ -54,6 +64,7 @@ class RelativePositionBiases(nnx.Module):
             key_length,
             bidirectional=bidirectional,
             max_distance=self.max_distance,
+            position=position,
         )[None]
 
 
@@ -108,17 +119,19 @@ class LayerNormAttention(nnx.Module):
         *,
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
+        cache: KVCache | None = None,
         deterministic: bool | None = None,
-    ) -> jax.Array:
-        """``[..., q, hidden_size]``, from `inputs` of that shape and, if made for it, `encoded`."""
+    ) -> tuple[jax.Array, KVCache | None]:
+        """See `jfp8.layers.linen.transformer.LayerNormAttention.__call__`."""
         if encoded is None:
             query, keys_values = jnp.split(self.qkv(inputs), [self.shared_by], axis=-2)
         else:
             query, keys_values = self.query(inputs), self.kv(encoded)
-        context = transformer_math.projected_attention(
+        context, cache = transformer_math.projected_attention(
             query,
             keys_values,
             rotary=self.rotary,
+            cache=cache,
             mask=mask,
             bias=bias,
             dropout_rate=self.dropout_rate,
@@ -127,7 +140,7 @@ class LayerNormAttention(nnx.Module):
             context_einsum=jnp.einsum if self.context is None else self.context,
             saved_activations=self.saved_activations,
         )
-        return self.out(context)
+        return self.out(context), cache
 
     def _dropout_key(self, deterministic: bool | None) -> jax.Array | None:
         """What the ``nnx.Dropout`` would draw its numbers by; None: nothing is dropped."""
@@ -199,6 +212,35 @@ class TransformerLayer(TransformerOptions, nnx.Module):
             self.encoder_decoder_attention = attention(encoded_features=features)
         self.mlp = LayerNormMLP(hidden_size, mlp_hidden_size, **self.mlp_options(), rngs=rngs)
         self.dropout = dropout_or_none(self.hidden_dropout, rngs)
+        self.decode = False
+        for name in NAMES:
+            setattr(self, name, nnx.data(None))
+
+    def init_cache(self, input_shape: Sequence[int], dtype: FormatLike = jnp.float32) -> None:
+        """Make an empty cache of keys and values for the self attention.
+
+        Args:
+          input_shape: ``(..., max_length, hidden_size)``.
+          dtype: a wide dtype, or an FP8 format such as ``jnp.float8_e4m3fn``, with an f32 scale for
+            each token and head.
+
+        Raises:
+          ValueError: the self attention is not causal.
+        """
+        self.check_decodes()
+        write_cache(self, init_kv_cache(self.kv_cache_shape(input_shape), dtype))
+
+    def _cache(self, decode: bool | None) -> KVCache | None:
+        """The keys and values of earlier tokens; None if they are not asked for."""
+        if not (self.decode if decode is None else decode):
+            return None
+        cache = read_cache(self)
+        if cache is None:
+            raise ValueError(
+                "decode=True needs a cache. Make one for the longest sequence: "
+                "layer.init_cache((batch, max_length, hidden_size))."
+            )
+        return cache
 
     def __call__(
         self,
@@ -208,6 +250,7 @@ class TransformerLayer(TransformerOptions, nnx.Module):
         encoder_decoder_mask: jax.Array | None = None,
         *,
         attention_bias: jax.Array | None = None,
+        decode: bool | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
         """Apply the layer.
@@ -217,16 +260,21 @@ class TransformerLayer(TransformerOptions, nnx.Module):
           encoded: ``[..., encoded_length, encoded_features]``; for a decoder only.
           attention_mask, encoder_decoder_mask, attention_bias: as for
             `jfp8.linen.TransformerLayer`.
+          decode: `inputs` are the next positions after those in the cache (see `init_cache`); None:
+            what ``model.set_attributes(decode=...)`` has set, or else False.
           deterministic: no dropout; None: what ``model.eval()`` and ``model.train()`` set.
 
         Returns:
           Array of the shape and dtype of `inputs`.
         """
         self.check_inputs(inputs, encoded, encoder_decoder_mask)
-        length = inputs.shape[-2]
-        mask, bias = self.self_attention_mask(attention_mask, length), attention_bias
+        cache = self._cache(decode)
+        length, mask = inputs.shape[-2], attention_mask
+        mask, bias = self.self_attention_mask(mask, length, cache), attention_bias
         if self.relpos_bias is not None:
-            relative = self.relpos_bias(length, length, bidirectional=not self.is_causal)
+            keys = length if cache is None else cache.max_length
+            first = None if cache is None else cache.index
+            relative = self.relpos_bias(length, keys, not self.is_causal, first)
             bias = transformer_math.plus_bias(relative, bias)
 
         def plus(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -235,8 +283,11 @@ class TransformerLayer(TransformerOptions, nnx.Module):
             return x + y.astype(x.dtype)
 
         how = {"deterministic": deterministic}
-        x = plus(inputs, self.self_attention(inputs, mask=mask, bias=bias, **how))
+        y, cache = self.self_attention(inputs, mask=mask, bias=bias, cache=cache, **how)
+        if cache is not None:
+            write_cache(self, cache)
+        x = plus(inputs, y)
         if self.encoder_decoder_attention is not None:
-            y = self.encoder_decoder_attention(x, encoded, mask=encoder_decoder_mask, **how)
+            y, _ = self.encoder_decoder_attention(x, encoded, mask=encoder_decoder_mask, **how)
             x = plus(x, y)
         return plus(x, self.mlp(x, **how))

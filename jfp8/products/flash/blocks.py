@@ -1,0 +1,238 @@
+"""Attention over blocks of queries and keys, with a running softmax: the reference of the kernels.
+
+    S = (Q K^T) scale + bias,   P = softmax(S),   O = P V
+
+Forward, for each block of queries, over the blocks of keys that it sees (Milakov, Gimelshein,
+arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691)::
+
+    s  = (q . k^T) q_scale_i k_scale_j scale + bias        f32; -inf where query i may not see key j
+    m' = max(m, max_j s)     p = exp(s - m')     a = exp(m - m')
+    l  = l a + sum_j p
+    b_i = max of v_scale_j over the keys of the block that query i sees
+    w  = cast(p (v_scale_j / b_i) c)                        c = 256 for e4m3: p is at most 1
+    o  = o a + (w . v) b_i / c
+
+and ``O = o / l``. The scale of each key's values goes into the weights, whose zeros hide what a
+query may not see. Backward, with ``p = exp(s - m - log l)``, and rounded anew for each sum with the
+scales of what it meets::
+
+    dV = P^T dO      w = cast(p (dO_scale_i / max_i) c)
+    dP = dO V^T      dS = p (dP - sum_h dO O)
+    dQ = dS K scale  cast(dS k_scale_j / r_i),  r_i = max_j |dS k_scale_j| / fmt.max
+    dK = dS^T Q scale  the same, with the scales of queries, for each key
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jfp8.products.flash.numerics import (
+    Numerics,
+    Quantized,
+    product,
+    quantize_made,
+    weights_factor,
+)
+from jfp8.products.flash.visible import Visible
+from jfp8.scaling.casts import cast
+from jfp8.scaling.formats import Format
+
+
+class Softmax(NamedTuple):
+    """The result of the forward pass, and its normalization.
+
+    Attributes:
+      out: O, f32[batch, heads, groups, queries, depth].
+      log_sum: ``m + log(l)``, f32[batch, heads, groups, queries]; -inf for a query without keys.
+    """
+
+    out: jax.Array
+    log_sum: jax.Array
+
+
+class Gradients(NamedTuple):
+    """With respect to the operands, f32, shaped like them.
+
+    Attributes:
+      bias: None if there is none.
+      largest: f32[], ``max(|dS|)``.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    largest: jax.Array
+
+
+def forward(
+    q: Quantized, k: Quantized, v: Quantized, visible: Visible, scale: float, numerics: Numerics
+) -> Softmax:
+    """Attention of whole blocks of queries and keys.
+
+    Args:
+      q: ``[batch, heads, groups, queries, depth]``; those of a group share the keys of a head.
+      k, v: ``[batch, heads, keys, depth]``.
+      visible: who sees what.
+      scale: of the scores.
+      numerics: what the recipe says.
+    """
+    (fmt, _), (size, of_keys) = numerics.weights, visible.block
+    factor = weights_factor(fmt)
+
+    def of_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q_i = _block(q, i, size, 3)
+
+        def add(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            m, l, o = carry
+            k_j, v_j = (_block(x, j, of_keys, 2) for x in (k, v))
+            s, seen = _scores(q_i, k_j, visible, scale, i, j)
+            largest = jnp.maximum(m, jnp.max(s, axis=-1))
+            p = jnp.exp(s - _finite(largest)[..., None])
+            before = jnp.exp(m - _finite(largest))
+            by_value = jnp.where(seen, _by_key(v_j.scale), 0)
+            of_row = jnp.max(by_value, axis=-1, keepdims=True)
+            of_row = jnp.where(of_row == 0, 1, of_row)
+            w = _rounded(p * (by_value / of_row), fmt)
+            y = product("bngts,bnsh->bngth", w, v_j.data) * (of_row / factor)
+            return largest, l * before + jnp.sum(p, axis=-1), o * before[..., None] + y
+
+        start = jnp.full(q_i.scale.shape, -jnp.inf), jnp.zeros_like(q_i.scale)
+        first, end = visible.keys_of(i)
+        zeros = jnp.zeros(q_i.data.shape, jnp.float32)
+        m, l, o = lax.fori_loop(first, end, add, (*start, zeros))
+        return o / jnp.where(l == 0, 1, l)[..., None], m + jnp.log(l)
+
+    out, log_sum = lax.map(of_block, jnp.arange(visible.blocks[0]))
+    return Softmax(_joined(out), _joined(log_sum))
+
+
+class Both(NamedTuple):
+    """The stored operands, each as its two products take it."""
+
+    query: tuple[Quantized, Quantized]
+    key: tuple[Quantized, Quantized]
+    value: tuple[Quantized, Quantized]
+    grad: tuple[Quantized, Quantized]
+
+
+def backward(
+    operands: Both,
+    log_sum: jax.Array,
+    dot: jax.Array,
+    visible: Visible,
+    scale: float,
+    numerics: Numerics,
+) -> Gradients:
+    """Gradients with respect to Q, K, V and the bias.
+
+    Args:
+      operands: shaped as those of `forward`; dO like Q.
+      visible, scale, numerics: as of `forward`.
+      log_sum: see `Softmax`.
+      dot: ``sum_h dO O``, f32[batch, heads, groups, queries].
+    """
+    (_, fmt), (size, of_keys) = numerics.weights, visible.block
+    factor = weights_factor(fmt)
+    (for_dq, for_dk), (k_of_s, k_of_dq) = numerics.scores, operands.key
+
+    def of_block(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
+        (q_i, q_of_dk), (g_of_dp, g_of_dv) = (
+            [_block(x, i, size, 3) for x in both] for both in (operands.query, operands.grad)
+        )
+        log_sum_i, dot_i = (
+            lax.dynamic_slice_in_dim(x, i * size, size, 3)[..., None] for x in (log_sum, dot)
+        )
+        by_grad = g_of_dv.scale[..., None]
+        of_block = jnp.max(by_grad, axis=(2, 3), keepdims=True)
+
+        def add(j: jax.Array, carry: tuple) -> tuple:
+            dq, dk, dv, dbias, largest = carry
+            k_j, of_dq, v_j = (
+                _block(x, j, of_keys, 2) for x in (k_of_s, k_of_dq, operands.value[1])
+            )
+            s, _ = _scores(q_i, k_j, visible, scale, i, j)
+            p = jnp.exp(s - _finite(log_sum_i))
+            w = _rounded(p * (by_grad / of_block), fmt)
+            y = product("bngts,bngth->bnsh", w, g_of_dv.data) * (of_block[:, :, 0] / factor)
+            dv = _added(dv, y, j * of_keys, 2)
+            dp = product("bngth,bnsh->bngts", g_of_dp.data, v_j.data)
+            dp = dp * g_of_dp.scale[..., None] * _by_key(v_j.scale)
+            ds = p * (dp - dot_i)
+            w, r = quantize_made(ds * _by_key(of_dq.scale), for_dq, (4,))
+            dq += product("bngts,bnsh->bngth", w, of_dq.data) * r
+            w, r = quantize_made(ds * q_of_dk.scale[..., None], for_dk, (2, 3))
+            r = r if r.ndim == 0 else r[:, :, 0, 0, :, None]
+            dk = _added(dk, product("bngts,bngth->bnsh", w, q_of_dk.data) * r, j * of_keys, 2)
+            if dbias is not None:
+                dbias = _with_block(dbias, ds, (i * size, j * of_keys))
+            return dq, dk, dv, dbias, jnp.maximum(largest, jnp.max(jnp.abs(ds)))
+
+        zeros = jnp.zeros(q_i.data.shape, jnp.float32)
+        dq, *sums = lax.fori_loop(*visible.keys_of(i), add, (zeros, *carry))
+        return tuple(sums), dq
+
+    zeros = jnp.zeros(k_of_s.data.shape, jnp.float32)
+    dbias = None if visible.bias is None else jnp.zeros(visible.padded_bias(), jnp.float32)
+    start = (zeros, zeros, dbias, jnp.zeros(()))
+    (dk, dv, dbias, largest), dq = lax.scan(of_block, start, jnp.arange(visible.blocks[0]))
+    if dbias is not None:
+        dbias = visible.without_padding(dbias)
+    return Gradients(_joined(dq) * scale, dk * scale, dv, dbias, largest)
+
+
+def _scores(
+    q: Quantized, k: Quantized, visible: Visible, scale: float, i: jax.Array, j: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``S`` of a block of queries and one of keys, -inf where the second result is False."""
+    s = product("bngth,bnsh->bngts", q.data, k.data)
+    s = s * (q.scale * scale)[..., None] * _by_key(k.scale)
+    if visible.bias is not None:
+        s = s + visible.part(visible.bias, i, j, fill=0).astype(jnp.float32)
+    seen = visible.of_block(i, j)
+    return jnp.where(seen, s, -jnp.inf), seen
+
+
+def _rounded(weights: jax.Array, fmt: Format | None) -> jax.Array:
+    return weights if fmt is None else cast(weights * weights_factor(fmt), fmt)
+
+
+def _finite(m: jax.Array) -> jax.Array:
+    """``m``, and 0 for the -inf of a query that has seen no key: ``exp(-inf - 0) = 0``."""
+    return jnp.where(m == -jnp.inf, 0, m)
+
+
+def _by_key(scale: jax.Array) -> jax.Array:
+    """Scales of keys, beside scores."""
+    return scale[:, :, None, None, :]
+
+
+def _block(x: Quantized, i: jax.Array, size: int, axis: int) -> Quantized:
+    data, scale = (
+        lax.dynamic_slice_in_dim(part, i * size, size, axis) for part in (x.data, x.scale)
+    )
+    return Quantized(data, scale, x.amax)
+
+
+def _joined(blocks: jax.Array) -> jax.Array:
+    """``[blocks, batch, heads, groups, queries, ...]`` with the blocks of queries in a row."""
+    x = jnp.moveaxis(blocks, 0, 3)
+    return x.reshape(*x.shape[:3], -1, *x.shape[5:])
+
+
+def _added(x: jax.Array, part: jax.Array, at: jax.Array, axis: int) -> jax.Array:
+    """`x` with `part` added to it, from `at` on along `axis`."""
+    before = lax.dynamic_slice_in_dim(x, at, part.shape[axis], axis)
+    return lax.dynamic_update_slice_in_dim(x, before + part, at, axis)
+
+
+def _with_block(dbias: jax.Array, ds: jax.Array, at: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The gradient of the bias with that of a block of scores added, summed where it is 1 wide."""
+    ds = jnp.sum(ds, axis=[d for d in range(5) if dbias.shape[d] == 1], keepdims=True)
+    start = [0, 0, 0, *(x if n > 1 else 0 for x, n in zip(at, dbias.shape[3:], strict=True))]
+    before = lax.dynamic_slice(dbias, start, ds.shape)
+    return lax.dynamic_update_slice(dbias, before + ds, start)

@@ -1,0 +1,289 @@
+"""`scaled_dot_product_attention`: ``jax.nn.dot_product_attention`` with FP8 operands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.products.flash import blocks
+from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
+from jfp8.products.flash.visible import Visible, padded
+from jfp8.products.vjp import SINK_UNIT, check_sink, check_state, first_order_only
+from jfp8.recipes.per_tensor import DelayedScaling
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
+from jfp8.scaling.casts import as_float_array
+from jfp8.scaling.history import AmaxState
+from jfp8.scaling.sink import encode_amax
+
+States = Mapping[str, Mapping[str, AmaxState]]
+
+
+def scaled_dot_product_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    bias: jax.typing.ArrayLike | None = None,
+    mask: jax.typing.ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.typing.ArrayLike | None = None,
+    key_value_seq_lengths: jax.typing.ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    recipe: Recipe | str = DelayedScaling(),
+    state: States | None = None,
+    sink: Mapping[str, jax.Array] | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``softmax(Q K^T scale + bias) V`` with all six products, forward and backward, in FP8. ::
+
+        S = q(Q) q(K)^T scale + bias     dP = q(dO) q(V)^T
+        O = q(P) q(V)                    dQ = q(dS) q(K) scale
+        dV = q(P)^T q(dO)                dK = q(dS)^T q(Q) scale
+
+    Computed over blocks of 128 queries and 128 keys with a running softmax in f32, without an array
+    of ``[T, S]``. See `jfp8.products.flash.blocks` for the equations of a block.
+
+    `recipe` says in which formats. Q, K, V and dO have a scale for each token and head, or that of
+    an amax history with an entry; P is multiplied by a power of two, since it is at most 1; dS is
+    scaled block by block. So no result depends on a key that its query may not see, or on another
+    sequence. Formats of four bits become e4m3; nothing is rotated or rounded stochastically.
+
+    Args:
+      query: ``f32 | bf16 | f16 [B, T, N, H]``, or ``[T, N, H]``.
+      key, value: ``[B, S, K, H]``. N is a multiple of K: ``N / K`` heads share a head of keys.
+      bias: added to the scores, floating; broadcasts to ``[B, N, T, S]``. It gets a gradient.
+      mask: bool; False hides a key from a query; broadcasts likewise.
+      scale: of the scores; None: ``1 / sqrt(H)``.
+      is_causal: query ``t`` sees keys ``s <= t`` only.
+      query_seq_lengths, key_value_seq_lengths: int32[B]; tokens from there on are padding.
+      local_window_size: keys that a query sees before and after its own position.
+      recipe: an object or its name.
+      state: amax histories, ``{"scores": recipe.init_state(), "context": recipe.init_state()}``:
+        of Q and K in ``scores``, of V and dO in ``context``; they are read, never written.
+      sink: ``{"scores": init_sink(), "context": init_sink()}``; see `scaled_dot_general`.
+      implementation: ``"emulate"`` or None: the reference, on any device.
+
+    Returns:
+      Array of the shape and dtype of `query`; 0 for a query that sees no key.
+
+    Raises:
+      TypeError: operands that are not floating, a mask that is not bool.
+      ValueError: shapes that do not fit; a `state` of another recipe; an unknown `implementation`.
+
+    References:
+      FlashAttention-3, arXiv 2407.08608, for FP8; `jax.nn.dot_product_attention` for the interface.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> q = jnp.ones((1, 5, 4, 64))
+    >>> k = v = jnp.ones((1, 5, 2, 64))
+    >>> jfp8.scaled_dot_product_attention(q, k, v, is_causal=True).shape
+    (1, 5, 4, 64)
+    """
+    recipe = check_recipe(recipe)
+    if implementation not in (None, "emulate"):
+        raise ValueError(f"implementation={implementation!r} is unknown. Allowed: None, 'emulate'.")
+    arrays = [as_float_array(x, n) for x, n in ((query, "query"), (key, "key"), (value, "value"))]
+    without_batch = arrays[0].ndim == 3
+    q, k, v = (x[None] if without_batch else x for x in arrays)
+    _check_shapes(q, k, v)
+    (batch, queries, heads, depth), (_, keys, kv_heads, _) = q.shape, k.shape
+    visible = Visible(
+        (queries, keys),
+        is_causal,
+        _window(local_window_size),
+        (
+            _lengths(query_seq_lengths, "query_seq_lengths", batch),
+            _lengths(key_value_seq_lengths, "key_value_seq_lengths", batch),
+        ),
+        _by_score(mask, "mask", (batch, heads, queries, keys), kv_heads),
+        _by_score(bias, "bias", (batch, heads, queries, keys), kv_heads),
+    )
+    _check_state(recipe, state, sink)
+    how = _How(recipe, float(1 / math.sqrt(depth) if scale is None else scale), q.dtype)
+    inputs = _Inputs(
+        q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
+        k.swapaxes(1, 2),
+        v.swapaxes(1, 2),
+        visible,
+        None if state is None else {name: dict(state[name]) for name in ("scores", "context")},
+        None if sink is None else dict(sink),
+    )
+    out = _attention(how, inputs)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    return out[0] if without_batch else out
+
+
+@dataclass(frozen=True)
+class _How:
+    recipe: Recipe
+    scale: float
+    dtype: np.dtype
+
+
+class _Inputs(NamedTuple):
+    """Of the computation; also their cotangents.
+
+    Attributes:
+      query: ``[batch, heads, groups, queries, depth]``.
+      key, value: ``[batch, heads, keys, depth]``.
+      visible: with the bias, which gets a gradient.
+      state, sink: see `scaled_dot_product_attention`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    visible: Any
+    state: Any
+    sink: Any
+
+
+class _Residuals(NamedTuple):
+    query: tuple[Quantized, Quantized]
+    key: tuple[Quantized, Quantized]
+    value: tuple[Quantized, Quantized]
+    out: jax.Array
+    log_sum: jax.Array
+    visible: Visible
+    history: AmaxState | None
+    sink: Any
+    like: Any
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(how: _How, inputs: _Inputs) -> jax.Array:
+    return _forward(how, inputs)[0]
+
+
+def _forward(how: _How, inputs: _Inputs) -> tuple[jax.Array, _Residuals]:
+    what = ("scaled_dot_product_attention", "jax.nn.dot_product_attention")
+    query, key, value = (first_order_only(x, *what) for x in inputs[:3])
+    visible, state = inputs.visible, inputs.state
+    numerics = numerics_of(how.recipe)
+    history = lambda which, role: None if state is None else state[which][role]
+    (size, of_keys), (n, m) = visible.block, visible.blocks
+    query, key, value = (
+        padded(query, 3, n * size),
+        padded(key, 2, m * of_keys),
+        padded(value, 2, m * of_keys),
+    )
+    q = for_both(query, numerics.query, history("scores", "lhs"))
+    k = for_both(key, numerics.key, history("scores", "rhs"))
+    v = for_both(value, numerics.value, history("context", "rhs"), folded=True)
+    softmax = blocks.forward(q[0], k[0], v[0], visible, how.scale, numerics)
+    out = softmax.out[:, :, :, : inputs.query.shape[3]].astype(how.dtype)
+    grad_history = None if inputs.sink is None else history("context", "grad")
+    like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
+    return out, _Residuals(q, k, v, out, softmax.log_sum, visible, grad_history, inputs.sink, like)
+
+
+def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Inputs]:
+    q, k, v, out, log_sum, visible, history, sink, like = residuals
+    numerics = numerics_of(how.recipe)
+    rows, size = grad.shape[3], q[0].data.shape[3]
+    grad = first_order_only(
+        grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention"
+    ).astype(jnp.float32)
+    dot = padded(jnp.sum(grad * out.astype(jnp.float32), axis=-1), 3, size)
+    g = for_both(padded(grad, 3, size), numerics.grad, history)
+    both = blocks.Both(q, k, v, g)
+    found = blocks.backward(both, log_sum, dot, visible, how.scale, numerics)
+    keys = visible.sizes[1]
+    d_sink = None
+    if sink is not None:
+        of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])
+        of_context = jnp.stack([jnp.ones(()), v[0].amax, g[0].amax])
+        amaxes = {"scores": of_scores, "context": of_context}
+        d_sink = {name: encode_amax(amaxes[name]) * SINK_UNIT for name in sink}
+    d_visible = replace(visible, lengths=(None, None), mask=None, bias=found.bias)
+    cotangents = _Inputs(
+        found.query[:, :, :, :rows].astype(like[0].dtype),
+        found.key[:, :, :keys].astype(like[1].dtype),
+        found.value[:, :, :keys].astype(like[2].dtype),
+        d_visible,
+        None,
+        d_sink,
+    )
+    return (cotangents,)
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    fits = q.ndim == k.ndim == v.ndim == 4 and k.shape == v.shape and 0 not in q.shape + k.shape
+    if fits:
+        fits = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and not q.shape[2] % k.shape[2]
+    if not fits:
+        raise ValueError(
+            "query must have the shape [B, T, N, H], key and value [B, S, K, H] with N a multiple "
+            f"of K and no size 0 (or all of them without B); got {q.shape}, {k.shape} and "
+            f"{v.shape}."
+        )
+
+
+def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    left, right = (size, size) if isinstance(size, int) else size
+    if left < 0 or right < 0:
+        raise ValueError(
+            f"local_window_size={size!r}: keys that a query sees before and after its own "
+            "position, which cannot be negative. None: it sees all."
+        )
+    return left, right
+
+
+def _lengths(x: jax.typing.ArrayLike | None, name: str, batch: int) -> jax.Array | None:
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} must be integers of shape {(batch,)}, one for each sequence; got {x.dtype} "
+            f"of shape {x.shape}."
+        )
+    return x
+
+
+def _by_score(
+    x: jax.typing.ArrayLike | None, name: str, shape: tuple[int, ...], kv_heads: int
+) -> jax.Array | None:
+    """A mask or bias as ``[batch | 1, heads | 1, groups | 1, queries | 1, keys | 1]``."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    wanted = jnp.bool_ if name == "mask" else jnp.floating
+    if not jnp.issubdtype(x.dtype, wanted):
+        raise TypeError(
+            f"{name} must be {'bool' if name == 'mask' else 'floating'}, got {x.dtype}. "
+            "A mask hides keys where it is False; a bias is added to the scores."
+        )
+    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    if x.ndim != 4 or any(n not in (1, whole) for n, whole in zip(x.shape, shape, strict=True)):
+        raise ValueError(f"{name} of shape {x.shape} does not broadcast to [B, N, T, S] = {shape}.")
+    heads = (kv_heads, shape[1] // kv_heads) if x.shape[1] > 1 else (1, 1)
+    return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+
+def _check_state(recipe: Recipe, state: States | None, sink: Any) -> None:
+    for name, given in (("state", state), ("sink", sink)):
+        if given is not None and set(given) != {"scores", "context"}:
+            raise ValueError(
+                f"{name} must have the entries 'scores' and 'context', one for each product of "
+                f"attention; got {sorted(given)}."
+            )
+    for which in ("scores", "context"):
+        if state is not None:
+            check_state(recipe, dict(state[which]))
+        if sink is not None:
+            check_sink(sink[which])

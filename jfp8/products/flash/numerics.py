@@ -1,0 +1,185 @@
+"""How attention quantizes its operands under a recipe.
+
+What is stored, queries, keys, values and the gradient of the result, has a scale for each token and
+head, or one from an amax history. So nothing that a query may not see changes its result. What
+exists block by block only, the weights ``P`` and the gradient ``dS`` of the scores, is scaled where
+it is made: see `blocks`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jfp8.quantizers.blocks import Blockwise, TwoLevel
+from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
+from jfp8.quantizers.rowwise import Rowwise
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.casts import cast
+from jfp8.scaling.formats import E4M3FN, Format
+from jfp8.scaling.history import AmaxState
+from jfp8.scaling.scales import SMALLEST_SCALE, reciprocal, scale_from_amax
+
+_KNOWN = (Current, Delayed, Rowwise, Blockwise, TwoLevel, Unit)
+
+
+class Quantized(NamedTuple):
+    """An operand ``x[..., tokens, depth] ~= data * scale[..., None]``.
+
+    Attributes:
+      data: f8, or the values themselves in f32 where the recipe leaves them in high precision.
+      scale: f32[..., tokens].
+      amax: f32[], of the operand.
+    """
+
+    data: jax.Array
+    scale: jax.Array
+    amax: jax.Array
+
+
+class Uses(NamedTuple):
+    """How the two products take an operand that is stored; None: in high precision."""
+
+    first: Quantizer | None = None
+    second: Quantizer | None = None
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How each operand of the six products is quantized; see `blocks` for their equations.
+
+    Attributes:
+      query: in S and dK.
+      key: in S and dQ.
+      value: in O and dP.
+      grad: dO, in dP and dV.
+      weights: the format of P in O and in dV; None: high precision.
+      scores: the format of dS in dQ and in dK.
+    """
+
+    query: Uses = Uses()
+    key: Uses = Uses()
+    value: Uses = Uses()
+    grad: Uses = Uses()
+    weights: tuple[Format | None, Format | None] = (None, None)
+    scores: tuple[Format | None, Format | None] = (None, None)
+
+
+@functools.cache
+def numerics_of(recipe: Recipe) -> Numerics:
+    """What `recipe` says of products, for those of attention.
+
+    S and O are forward products, and K and V their second operands. dQ and dP are gradients of
+    first operands, dK and dV of second ones.
+
+    Raises:
+      ValueError: the recipe emulates the sums of a GPU, which is done for products only.
+    """
+    if recipe.accumulation.startswith("hopper"):
+        raise ValueError(
+            f"{recipe!r} emulates the sums of a GPU (accumulation={recipe.accumulation!r}), and "
+            "scaled_dot_product_attention adds in f32. Use a recipe with accumulation='f32'."
+        )
+    products = recipe.resolved()
+    # A subclass may do anything.
+    fprop, dgrad, wgrad = (
+        [q if type(q) in _KNOWN else None for q in (product.lhs, product.rhs)]
+        for product in (products.fprop, products.dgrad, products.wgrad)
+    )
+    return Numerics(
+        query=Uses(fprop[0], wgrad[0]),
+        key=Uses(fprop[1], dgrad[1]),
+        value=Uses(fprop[1], dgrad[1]),
+        grad=Uses(dgrad[0], wgrad[1]),
+        weights=(_format(fprop[0]), _format(wgrad[0])),
+        scores=(_format(dgrad[0]), _format(wgrad[1])),
+    )
+
+
+def _format(quantizer: Quantizer | None) -> Format | None:
+    """Its format; e4m3 instead of four bits, which are too few without scales of small blocks."""
+    if quantizer is None:
+        return None
+    return quantizer.fmt if quantizer.fmt.has_nan else E4M3FN
+
+
+def for_both(
+    x: jax.Array, uses: Uses, state: AmaxState | None, *, folded: bool = False
+) -> tuple[Quantized, Quantized]:
+    """`x` as its first product takes it, and as its second one does; see `quantize_tokens`."""
+    first = quantize_tokens(x, uses.first, state, folded=folded)
+    if uses.second == uses.first:
+        return first, first
+    return first, quantize_tokens(x, uses.second, state)
+
+
+def quantize_tokens(
+    x: jax.Array, quantizer: Quantizer | None, state: AmaxState | None, *, folded: bool = False
+) -> Quantized:
+    """``x[..., tokens, depth]``, with a scale for each token.
+
+    Args:
+      quantizer: None: `x` is not rounded.
+      state: the amax history; None, or one without an entry: the scales follow from the tokens.
+      folded: whether a product multiplies its other operand by the scales, before that is rounded:
+        then they are powers of two, and exact.
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    if quantizer is None:
+        return Quantized(x, jnp.ones_like(largest), jnp.max(largest))
+    fmt = _format(quantizer)
+    assert fmt is not None
+    rounding = "power_of_two" if folded or quantizer.powers_of_two else None
+    margin = quantizer.margin if isinstance(quantizer, Delayed) else 0
+    scale = scale_from_amax(largest, fmt, margin=margin, scale_rounding=rounding, poison=True)
+    if isinstance(quantizer, Unit):
+        scale = jnp.ones_like(scale)
+    if isinstance(quantizer, Delayed) and state is not None:
+        seen = quantizer.expected(state) > 0
+        scale = jnp.where(seen, quantizer.scale(jnp.zeros(()), state), scale)
+    data = cast(x * reciprocal(scale)[..., None], fmt)
+    # Scales are compared where they move into weights. That of zeros, 1 so far, would be the
+    # largest.
+    scale = jnp.where(largest == 0, SMALLEST_SCALE, scale)
+    return Quantized(data, scale, jnp.max(largest))
+
+
+def quantize_made(
+    x: jax.Array, fmt: Format | None, axes: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """A block that was just made, and its scales: one for all elements along `axes`."""
+    if fmt is None:
+        return x, jnp.ones((), jnp.float32)
+    scale = scale_from_amax(jnp.max(jnp.abs(x), axis=axes, keepdims=True), fmt)
+    return cast(x * reciprocal(scale), fmt), scale
+
+
+def weights_factor(fmt: Format | None) -> float:
+    """What weights, which are at most 1, are multiplied by: the largest power of two that fits."""
+    return 1.0 if fmt is None else 2.0 ** math.floor(math.log2(fmt.max))
+
+
+def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """``einsum(equation, a, b)`` in f32 of data in f8, or of values.
+
+    f8 values are exact in bf16, and their products in f32: there, a GPU has tensor cores for them.
+    """
+    in_f32 = lambda a, b: jnp.einsum(
+        equation, a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    )
+    if a.dtype.itemsize > 1 or b.dtype.itemsize > 1:
+        return in_f32(a, b)
+    in_bf16 = lambda a, b: jnp.einsum(
+        equation,
+        a.astype(jnp.bfloat16),
+        b.astype(jnp.bfloat16),
+        preferred_element_type=jnp.float32,
+    )
+    return lax.platform_dependent(a, b, cuda=in_bf16, tpu=in_bf16, default=in_f32)

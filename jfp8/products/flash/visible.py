@@ -1,0 +1,103 @@
+"""Which keys a query may see, block by block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK = 128  # queries, and keys, of a block
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Visible:
+    """Which keys a query may see, and what is added to its scores.
+
+    Attributes:
+      sizes: numbers of queries and of keys.
+      is_causal: query ``i`` sees no key after ``i``.
+      window: how many keys before and after ``i`` query ``i`` sees; None: all.
+      lengths: of the queries and of the keys of each sequence, int32[batch], or None.
+      mask: bool[batch | 1, heads | 1, groups | 1, queries | 1, keys | 1], or None.
+      bias: floating, of such a shape, or None.
+    """
+
+    sizes: tuple[int, int] = field(metadata={"static": True})
+    is_causal: bool = field(metadata={"static": True})
+    window: tuple[int, int] | None = field(metadata={"static": True})
+    lengths: tuple[jax.Array | None, jax.Array | None] = (None, None)
+    mask: jax.Array | None = None
+    bias: jax.Array | None = None
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        queries, keys = self.sizes
+        return min(BLOCK, queries), min(BLOCK, keys)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The number of blocks of queries, and of keys."""
+        queries, keys = (-(-n // b) for n, b in zip(self.sizes, self.block, strict=True))
+        return queries, keys
+
+    def keys_of(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first block of keys that block `i` of queries sees some of, and the end of them."""
+        (of_queries, of_keys), (_, end) = self.block, self.blocks
+        first, last = jnp.int32(0), jnp.int32(end)
+        if self.window is not None:
+            first = jnp.maximum(i * of_queries - self.window[0], 0) // of_keys
+            last = jnp.minimum(last, ((i + 1) * of_queries - 1 + self.window[1]) // of_keys + 1)
+        if self.is_causal:
+            last = jnp.minimum(last, ((i + 1) * of_queries - 1) // of_keys + 1)
+        return jnp.minimum(first, last), jnp.maximum(last, 0)
+
+    def of_block(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """bool[batch | 1, heads | 1, groups | 1, queries, keys]: block `i` sees so much of `j`."""
+        (of_queries, of_keys), (queries, keys) = self.block, self.sizes
+        row = (i * of_queries + jnp.arange(of_queries))[None, None, None, :, None]
+        column = (j * of_keys + jnp.arange(of_keys))[None, None, None, None, :]
+        seen = (row < queries) & (column < keys)
+        if self.is_causal:
+            seen &= column <= row
+        if self.window is not None:
+            seen &= (column >= row - self.window[0]) & (column <= row + self.window[1])
+        for length, at in zip(self.lengths, (row, column), strict=True):
+            if length is not None:
+                seen = seen & (at < length[:, None, None, None, None])
+        return seen if self.mask is None else seen & self.part(self.mask, i, j, fill=False)
+
+    def part(self, x: jax.Array, i: jax.Array, j: jax.Array, fill: Any) -> jax.Array:
+        """Block ``(i, j)`` of a mask or bias; `fill` beyond its end."""
+        for axis, at, block, n in zip((3, 4), (i, j), self.block, self.blocks, strict=True):
+            if x.shape[axis] > 1:
+                x = lax.dynamic_slice_in_dim(
+                    padded(x, axis, n * block, fill), at * block, block, axis
+                )
+        return x
+
+    def padded_bias(self) -> tuple[int, ...]:
+        """The shape of the bias, with whole blocks of queries and keys."""
+        assert self.bias is not None
+        sizes = (n * block for n, block in zip(self.blocks, self.block, strict=True))
+        of_blocks = (
+            1 if old == 1 else n for old, n in zip(self.bias.shape[3:], sizes, strict=True)
+        )
+        return (*self.bias.shape[:3], *of_blocks)
+
+    def without_padding(self, dbias: jax.Array) -> jax.Array:
+        """Of the shape of `padded_bias`, cut to that of the bias."""
+        assert self.bias is not None
+        return lax.slice(dbias, [0] * 5, self.bias.shape).astype(self.bias.dtype)
+
+
+def padded(x: jax.Array, axis: int, size: int, fill: Any = 0) -> jax.Array:
+    """`x` with `fill` behind it along `axis`, up to `size`."""
+    if x.shape[axis] == size:
+        return x
+    width = [(0, size - x.shape[d] if d == axis else 0) for d in range(x.ndim)]
+    return jnp.pad(x, width, constant_values=fill)

@@ -1,0 +1,444 @@
+"""FP8 checkpoints that other libraries wrote: read, used, and written again byte for byte.
+
+tests/data/fp8_checkpoints/make.py made the files, and what their libraries say of the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8 import ScaledArray, checkpoint
+from jfp8.checkpoint.torch_layout import Place
+from jfp8.matmul import choice
+
+FOLDER = Path(__file__).parents[1] / "data" / "fp8_checkpoints"
+CHECKSUMS = json.loads((FOLDER / "checksums.json").read_text())
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+UP, DOWN, QUERY, OUT, NORM = (
+    "model.layers.0." + name
+    for name in (
+        "mlp.up_proj.weight",
+        "mlp.down_proj.weight",
+        "self_attn.q_proj.weight",
+        "self_attn.o_proj.weight",
+        "input_layernorm.weight",
+    )
+)
+
+
+def raw(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of a folder, read by a few lines of this test."""
+    dtypes = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F8_E4M3": E4M3}
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        content = file.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start])
+        assert header.pop("__metadata__") == {"format": "pt"}
+        for name, entry in header.items():
+            begin, end = (start + n for n in entry["data_offsets"])
+            array = np.frombuffer(content[begin:end], dtypes[entry["dtype"]])
+            found[name] = array.reshape(entry["shape"])
+    return found
+
+
+def values_of(data: np.ndarray, scale: np.ndarray, block: int | None) -> np.ndarray:
+    """What stored bytes and scales stand for, in numpy."""
+    scale = scale.astype(np.float32)
+    if block is not None:
+        scale = np.kron(scale, np.ones((block, block), np.float32))
+        scale = scale[: data.shape[0], : data.shape[1]]
+    return data.astype(np.float32) * scale
+
+
+@pytest.mark.parametrize("name", CHECKSUMS)
+def test_values_are_those_of_the_library_that_wrote_them(name):
+    tensors, style = checkpoint.load_fp8_safetensors(FOLDER / name)
+    stored = raw(FOLDER / name)
+    weights = {name for name, x in tensors.items() if isinstance(x, ScaledArray)}
+    assert weights == CHECKSUMS[name].keys()
+    for weight, checksum in CHECKSUMS[name].items():
+        values = np.asarray(tensors[weight])
+        places = np.arange(1, values.size + 1, dtype=np.float64)
+        # Some libraries dequantize in bf16.
+        assert np.sum(values.reshape(-1) * places) == pytest.approx(checksum, rel=1e-5, abs=1e-3)
+        block = 16 if "block" in name else None
+        expected = values_of(stored[weight], stored[weight + style.suffix], block)
+        np.testing.assert_array_equal(values, expected)
+    others = stored.keys() - weights - {weight + style.suffix for weight in weights}
+    assert others == tensors.keys() - weights
+    for other in others:
+        np.testing.assert_array_equal(tensors[other], stored[other])
+        assert tensors[other].dtype == stored[other].dtype
+
+
+@pytest.mark.parametrize("name", CHECKSUMS)
+def test_what_was_read_is_written_byte_for_byte(name, tmp_path):
+    tensors, style = checkpoint.load_fp8_safetensors(FOLDER / name)
+    shutil.copy(FOLDER / name / "config.json", tmp_path)
+    checkpoint.save_fp8_safetensors(tmp_path, tensors, style)
+    read = lambda folder, file: json.loads((folder / file).read_text())
+    assert read(tmp_path, "config.json") == read(FOLDER / name, "config.json")
+    single = FOLDER / name / "model.safetensors"
+    if single.exists():
+        assert (tmp_path / "model.safetensors").read_bytes() == single.read_bytes()
+    stored, again = raw(FOLDER / name), raw(tmp_path)
+    assert stored.keys() == again.keys()
+    for key, x in stored.items():
+        assert (x.dtype, x.shape, x.tobytes()) == (
+            again[key].dtype,
+            again[key].shape,
+            again[key].tobytes(),
+        )
+
+
+def test_several_files_and_their_index(tmp_path):
+    tensors, style = checkpoint.load_fp8_safetensors(FOLDER / "transformers_block")
+    checkpoint.save_fp8_safetensors(tmp_path, tensors, style, max_shard_size=3500)
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert files[0] == "model-00001-of-00003.safetensors"
+    assert len(files) == 3
+    again, same = checkpoint.load_fp8_safetensors(tmp_path)
+    assert same == style
+    assert again.keys() == tensors.keys()
+    np.testing.assert_array_equal(again[UP].data.view(np.uint8), tensors[UP].data.view(np.uint8))
+
+
+# In a model.
+
+
+def test_kernels_are_transposed_reshaped_and_stacked_without_rounding():
+    tensors, _ = checkpoint.load_fp8_safetensors(FOLDER / "transformers_block")
+    tensors = {name: tensors[name] for name in (UP, DOWN, QUERY, OUT, NORM)}
+    tensors |= {"second.up": tensors["model.layers.0.mlp.up_proj.weight"]}
+    names = {
+        UP: Place("up/kernel", layer=0),
+        "second.up": Place("up/kernel", layer=1),
+        DOWN: "down/kernel",
+        QUERY: Place("query/kernel", (32, 2, 16)),
+        OUT: Place("out/kernel", (2, 16, 32), inputs=2),
+        NORM: "norm/scale",
+    }
+    params = checkpoint.to_flax_params(tensors, names)
+    up, query, out = (params[name]["kernel"] for name in ("up", "query", "out"))
+    assert (up.shape, up.scale.shape) == ((2, 32, 48), (2, 2, 3))
+    assert (query.shape, query.scale.shape) == ((32, 2, 16), (2, 2, 1))
+    assert (out.shape, out.scale.shape) == ((2, 16, 32), (2, 1, 2))
+    np.testing.assert_array_equal(up[1], np.asarray(tensors[UP]).T)
+    np.testing.assert_array_equal(query, np.asarray(tensors[QUERY]).T.reshape(32, 2, 16))
+    np.testing.assert_array_equal(out, np.asarray(tensors[OUT]).T.reshape(2, 16, 32))
+    assert params["norm"]["scale"].dtype == jnp.bfloat16
+    back = checkpoint.from_flax_params(params, names)
+    assert back.keys() == tensors.keys()
+    for name, x in tensors.items():
+        for a, b in zip(jax.tree.leaves(back[name]), jax.tree.leaves(x), strict=True):
+            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, np.asarray(b).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("compressed_channel", "rowwise"),
+        pytest.param("compressed_tensor", "current", marks=pytest.mark.slow),
+        pytest.param("modelopt_tensor", "delayed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_multiplies_the_stored_bytes(name, recipe):
+    tensors, _ = checkpoint.load_fp8_safetensors(FOLDER / name)
+    check_layer(tensors[UP], recipe)
+
+
+def check_layer(weight, recipe):
+    """The product of jfp8's layer is that of its quantized input and of the stored values."""
+    values = np.asarray(weight, np.float64).T
+    params = checkpoint.to_flax_params({"w": weight}, {"w": "kernel"})
+    x = jax.random.normal(jax.random.key(0), (8, values.shape[0]))
+    layer = jfp8.Dense(values.shape[1], use_bias=False, recipe=recipe)
+    run = jax.jit(lambda params, x: layer.apply({"params": params}, x))
+    quantizer = jfp8.recipes.get(recipe).products().fprop.lhs
+    sizes = {"rowwise": (1, x.shape[1]), "block": (1, 128)}.get(recipe, x.shape)
+    q = jfp8.quantize(x, granularity=jfp8.Block(sizes), scale_rounding=quantizer.scale_rounding)
+    exact = np.asarray(q, np.float64) @ values
+    close = {"rtol": 0, "atol": 2e-6 * np.abs(exact).max()}
+    np.testing.assert_allclose(run(params, x), exact, **close)
+    if quantizer.scale_rounding:  # quantized again, by such scales, its values would be others
+        again = run({"kernel": jnp.asarray(values, jnp.float32)}, x)
+        assert np.abs(again - exact).max() > 1e-3 * np.abs(exact).max()
+
+
+def deepseek_file(folder: Path, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Write `weights` by DeepSeek's rule, in blocks of 128 x 128; returns what is in the file."""
+    arrays = {}
+    for name, w in weights.items():
+        rows, columns = (-(-n // 128) for n in w.shape)
+        padded = np.zeros((128 * rows, 128 * columns), np.float32)
+        padded[: w.shape[0], : w.shape[1]] = np.abs(w)
+        scale = padded.reshape(rows, 128, columns, 128).max((1, 3)) / np.float32(448)
+        each = np.kron(scale, np.ones((128, 128), np.float32))[: w.shape[0], : w.shape[1]]
+        arrays |= {name: (w / each).astype(E4M3), name + "_scale_inv": scale}
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, x in arrays.items():
+        dtype = "F32" if x.dtype == np.float32 else "F8_E4M3"
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(x.shape),
+            "data_offsets": [end, end + x.nbytes],
+        }
+        end += x.nbytes
+    text = json.dumps(header).encode()
+    content = (
+        len(text).to_bytes(8, "little") + text + b"".join(x.tobytes() for x in arrays.values())
+    )
+    (folder / "model.safetensors").write_bytes(content)
+    config = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return arrays
+
+
+def test_blocks_of_128_that_are_cut_short(tmp_path):
+    """DeepSeek-V3's kv_a_proj has 576 rows, 4.5 blocks."""
+    w = np.random.default_rng(0).normal(size=(200, 300)).astype(np.float32)
+    stored = deepseek_file(tmp_path, {"a.weight": w})
+    tensors, style = checkpoint.load_fp8_safetensors(tmp_path)
+    assert (style.granularity, style.block, style.suffix) == ("block", (128, 128), "_scale_inv")
+    q = tensors["a.weight"]
+    assert (q.scale.shape, q.block) == ((2, 3), (128, 128))
+    expected = values_of(stored["a.weight"], stored["a.weight_scale_inv"], 128)
+    np.testing.assert_array_equal(q, expected)
+    check_layer(q, "block")
+    checkpoint.save_fp8_safetensors(tmp_path / "again", tensors, "deepseek")
+    again = raw(tmp_path / "again")
+    for name, x in stored.items():
+        assert x.tobytes() == again[name].tobytes()
+
+
+@pytest.mark.slow
+def test_a_frozen_layer_in_blocks_uses_its_bytes_in_both_products(tmp_path):
+    """Scales that are no powers of two, which the recipe's own would be."""
+    w = np.random.default_rng(0).normal(size=(256, 384)).astype(np.float32)
+    deepseek_file(tmp_path, {"w": w})
+    q = checkpoint.load_fp8_safetensors(tmp_path)[0]["w"]
+    kernel = checkpoint.to_flax_params({"w": q}, {"w": "kernel"})
+    layer = jfp8.Dense(256, use_bias=False, recipe="block")
+    x = jax.random.normal(jax.random.key(0), (16, 384))
+    dy = jax.random.normal(jax.random.key(1), (16, 256))
+    (d_x,) = jax.vjp(lambda x: layer.apply({"params": kernel}, x), x)[1](dy)
+    rows = jfp8.quantize(dy, granularity=jfp8.Block((1, 128)), scale_rounding="power_of_two")
+    exact = np.asarray(rows, np.float64) @ np.asarray(q, np.float64)
+    np.testing.assert_allclose(d_x, exact, atol=2e-6 * np.abs(exact).max())
+    text = str(
+        jax.make_jaxpr(lambda x: jax.grad(lambda x: layer.apply({"params": kernel}, x).sum())(x))(x)
+    )
+    assert "jfp8_wgrad" not in text
+
+
+@pytest.mark.slow
+def test_stacked_layers_under_scan_and_attention_with_heads(tmp_path):
+    """A kernel of three dimensions, whose blocks of 128 hold two heads of 64."""
+    rng = np.random.default_rng(0)
+    deepseek_file(
+        tmp_path, {f"{i}.q": rng.normal(size=(256, 128)).astype(np.float32) for i in range(2)}
+    )
+    tensors, _ = checkpoint.load_fp8_safetensors(tmp_path)
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            y = jfp8.DenseGeneral((4, 64), use_bias=False, recipe="block", name="q")(x)
+            return x + y.sum(-2).repeat(2, -1), None
+
+    stack = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()
+    x = jax.random.normal(jax.random.key(0), (8, 128))
+    names = {f"{i}.q": Place("q/kernel", (128, 4, 64), layer=i) for i in range(2)}
+    params = checkpoint.to_flax_params(tensors, names)
+    assert params["q"]["kernel"].scale.shape == (2, 1, 2, 1)
+    y, _ = jax.jit(stack.apply)({"params": params}, x, None)
+    expected = np.asarray(x, np.float64)
+    for i in range(2):
+        rows = jfp8.quantize(
+            jnp.asarray(expected, jnp.float32),
+            granularity=jfp8.Block((1, 128)),
+            scale_rounding="power_of_two",
+        )
+        product = np.asarray(rows, np.float64) @ np.asarray(tensors[f"{i}.q"], np.float64).T
+        expected = expected + product.reshape(8, 4, 64).sum(-2).repeat(2, -1)
+    np.testing.assert_allclose(y, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_trap_scales_of_others_are_no_powers_of_two(monkeypatch):
+    """The recipe's own are, and bf16 would hold their products exactly."""
+    seen = []
+    product = choice.product
+
+    def watched(lhs, rhs, job, implementation):
+        seen.append(job.powers_of_two)
+        return product(lhs, rhs, job, implementation)
+
+    monkeypatch.setattr(choice, "product", watched)
+    w = jax.random.normal(jax.random.key(0), (128, 128))
+    q = jfp8.quantize(w, granularity=jfp8.Block((128, 128)))
+    numbers = (((1,), (0,)), ((), ()))
+    for kernel in (w, q):
+        f = partial(jfp8.scaled_dot_general, recipe="block", dimension_numbers=numbers)
+        jax.make_jaxpr(jax.grad(lambda x, kernel, f=f: f(x, kernel).sum()))(
+            jnp.ones((3, 128)), kernel
+        )
+    assert seen == [True, True, True, False, False]  # frozen weights have no wgrad
+
+
+# Styles of one's own.
+
+
+@pytest.mark.parametrize(
+    ("style", "granularity"),
+    [
+        ("deepseek", jfp8.Block((128, 128))),
+        ("compressed-tensors", jfp8.PerAxis(0)),
+        ("per-tensor", jfp8.PerTensor()),
+    ],
+)
+def test_new_checkpoints_in_each_style(style, granularity, tmp_path):
+    w = jax.random.normal(jax.random.key(0), (130, 200))
+    tensors = {
+        "w.weight": jfp8.quantize(w, granularity=granularity),
+        "norm.weight": jnp.ones(4, jnp.bfloat16),
+    }
+    checkpoint.save_fp8_safetensors(tmp_path, tensors, style)
+    again, found = checkpoint.load_fp8_safetensors(tmp_path)
+    assert found == checkpoint.fp8_style.STYLES[style]
+    np.testing.assert_array_equal(again["w.weight"], tensors["w.weight"])
+    np.testing.assert_array_equal(again["norm.weight"], tensors["norm.weight"])
+
+
+def test_scales_that_are_stored_as_powers_of_two(tmp_path):
+    """As transformers does with scale_fmt="ue8m0"."""
+    w = jax.random.normal(jax.random.key(0), (130, 200))
+    blocks = jfp8.Block((128, 128))
+    q = jfp8.quantize(w, granularity=blocks, scale_rounding="power_of_two")
+    style = dataclasses.replace(
+        checkpoint.fp8_style.STYLES["deepseek"], scale_dtype="float8_e8m0fnu"
+    )
+    checkpoint.save_fp8_safetensors(tmp_path, {"w": q}, style)
+    again, found = checkpoint.load_fp8_safetensors(tmp_path)
+    assert found == style
+    assert again["w"].scale.dtype == np.float32
+    np.testing.assert_array_equal(again["w"], q)
+
+
+# Mistakes.
+
+
+def changed(tmp_path: Path, **config) -> Path:
+    """A copy of a checkpoint with another quantization_config."""
+    shutil.copytree(FOLDER / "transformers_block", tmp_path / "copy")
+    path = tmp_path / "copy" / "config.json"
+    tree = json.loads(path.read_text())
+    tree["quantization_config"] |= config
+    path.write_text(json.dumps(tree))
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method='awq' is not read here. Known: 'fp8', "),
+        ({"fmt": "e5m2fnuz"}, "fmt='e5m2fnuz' in quantization_config is not read"),
+        ({"weight_block_size": [8]}, "weight_block_size=\\[8\\] .* not a list of two sizes"),
+        ({"weight_block_size": [32, 32]}, "of 32 x 32 need .* Does config.json belong to"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {"a": {"weights": {"type": "int", "num_bits": 8}}},
+            },
+            "type='int' in quantization_config is not read here. Known: 'float'",
+        ),
+    ],
+)
+def test_unknown_formats_raise(config, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load_fp8_safetensors(changed(tmp_path, **config))
+
+
+def test_damaged_checkpoints(tmp_path):
+    folder = changed(tmp_path)
+    index = folder / "model.safetensors.index.json"
+    tree = json.loads(index.read_text())
+    tree["weight_map"]["other"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match="'other' is not in model-00001"):
+        checkpoint.load_fp8_safetensors(folder)
+    tree["weight_map"]["other"] = "../elsewhere.safetensors"
+    index.write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match="names files elsewhere"):
+        checkpoint.load_fp8_safetensors(folder)
+    del tree["weight_map"]["other"], tree["weight_map"][UP + "_scale_inv"]
+    index.write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match="up_proj.weight' needs one scale, but of .* there are 0"):
+        checkpoint.load_fp8_safetensors(folder)
+    (folder / "config.json").write_text("{}")
+    tree["weight_map"].pop(UP)
+    index.write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match="has no quantization_config"):
+        checkpoint.load_fp8_safetensors(folder)
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+        checkpoint.load_fp8_safetensors(tmp_path)
+    single = shutil.copytree(FOLDER / "modelopt_tensor", tmp_path / "single") / "model.safetensors"
+    single.write_bytes(single.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model.safetensors: .* its data is said to be in bytes"):
+        checkpoint.load_fp8_safetensors(single.parent)
+
+
+def test_what_a_style_cannot_hold(tmp_path):
+    q = {"w": jfp8.quantize(jnp.ones((4, 6)), granularity=jfp8.PerAxis(0))}
+    save = checkpoint.save_fp8_safetensors
+    with pytest.raises(ValueError, match="scales of each block of 128 x 128 need .* another style"):
+        save(tmp_path, q, "deepseek")
+    with pytest.raises(ValueError, match="style='fp9' is unknown. Allowed: 'deepseek', "):
+        save(tmp_path, q, "fp9")
+    narrow = dataclasses.replace(
+        checkpoint.fp8_style.STYLES["compressed-tensors"], scale_dtype="bfloat16"
+    )
+    with pytest.raises(ValueError, match="not numbers of bfloat16.*scale_dtype='float32'"):
+        save(tmp_path, q, narrow)
+    with pytest.raises(ValueError, match="'w_scale' is taken by the scale of 'w'"):
+        save(tmp_path, q | {"w_scale": np.ones(1)}, "compressed-tensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_mistakes_in_names():
+    q = jfp8.quantize(jnp.ones((6, 4)), granularity=jfp8.Block((2, 2)))
+    to = checkpoint.to_flax_params
+    with pytest.raises(ValueError, match="tensors without a place in names: 'a'.* None leaves it"):
+        to({"a": q}, {})
+    with pytest.raises(ValueError, match="names without one of the tensors: 'b'"):
+        to({"a": q}, {"a": None, "b": None})
+    with pytest.raises(ValueError, match="'a': An array of shape .4, 6. .* cuts blocks"):
+        to({"a": q}, {"a": Place("kernel", (4, 2, 3))})
+    with pytest.raises(ValueError, match="gets two tensors; 'b' is the second"):
+        to({"a": q, "b": q}, {"a": "kernel", "b": "kernel"})
+    with pytest.raises(ValueError, match=r"has the layers \[1\], but they must count from 0"):
+        to({"a": q}, {"a": Place("kernel", layer=1)})
+    short = jfp8.quantize(jnp.ones((5, 4)), granularity=jfp8.Block((2, 2)))
+    with pytest.raises(ValueError, match="a stack cannot hold them. Use layers without nn.scan"):
+        to({"a": short}, {"a": Place("kernel", layer=0)})
+    with pytest.raises(ValueError, match="parameters without a place in names: 'bias'"):
+        checkpoint.from_flax_params({"bias": q}, {"a": None})

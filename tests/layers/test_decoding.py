@@ -1,0 +1,315 @@
+"""Decoding step by step from a cache of keys and values, against the whole sequence."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import jfp8
+from jfp8.layers import kv_cache
+
+BATCH, LENGTH, FEATURES, HEADS = 2, 10, 32, 4
+X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, FEATURES))
+CAUSAL = jnp.tri(LENGTH, dtype=bool)[None, None]
+RECIPES = [recipe.name for recipe in jfp8.recipes.RECIPES]
+PARTS = {"step by step": [1] * LENGTH, "prefill, then steps": [4, 3, 1, 1, 1]}
+
+
+class Linen:
+    """A Linen layer, the cached one, and their variables after a training step."""
+
+    def __init__(self, whole, cached, **masks):
+        self.whole, self.cached, self.masks = whole, cached, masks
+        self.variables = jax.jit(cached.init)(jax.random.key(1), X)
+        self.cache = self.variables.pop("cache")
+        self.variables.pop("fp8_sink", None)
+        if "fp8" in self.variables:
+            record = jax.jit(partial(whole.apply, mutable=["fp8"]))
+            self.variables |= record(self.variables, X, **masks)[1]
+
+    def at_once(self):
+        return jax.jit(self.whole.apply)(self.variables, X, **self.masks)
+
+    def in_parts(self, parts, x=X):
+        def step(variables, cache, x):
+            variables = {**variables, "cache": cache}
+            y, new = self.cached.apply(variables, x, mutable=["cache"])
+            return y, new["cache"]
+
+        step, cache = jax.jit(step, donate_argnums=1), jax.tree.map(jnp.copy, self.cache)
+        results = []
+        for part in jnp.split(x, np.cumsum(parts)[:-1], axis=1):
+            y, cache = step(self.variables, cache, part)
+            results.append(y)
+        return jnp.concatenate(results, axis=1), cache
+
+
+class NNX:
+    """The same for an NNX layer."""
+
+    def __init__(self, layer, cache_dtype, **masks):
+        self.layer, self.cache_dtype, self.masks = layer, cache_dtype or jnp.float32, masks
+        nnx.jit(lambda layer, x: layer(x, decode=False, **masks))(layer, X)  # histories
+        layer.eval()
+
+    def at_once(self):
+        return nnx.jit(lambda layer, x: layer(x, decode=False, **self.masks))(self.layer, X)
+
+    def in_parts(self, parts, x=X):
+        self.layer.init_cache(X.shape, self.cache_dtype)
+        step = nnx.jit(lambda layer, x: layer(x, decode=True))
+        results = [step(self.layer, p) for p in jnp.split(x, np.cumsum(parts)[:-1], axis=1)]
+        return jnp.concatenate(results, axis=1), nnx.state(self.layer, nnx.Cache)
+
+
+TRANSFORMER = {
+    "self_attn_mask_type": "causal",
+    "enable_rotary_pos_emb": True,
+    "enable_relative_embedding": True,
+    "num_gqa_groups": 2,
+}
+
+
+def make(kind, recipe, cache_dtype=None, *, attention_products=False):
+    own = {"recipe": recipe, "attention_products": attention_products}
+    if kind == "linen TransformerLayer":
+        layer = partial(jfp8.TransformerLayer, FEATURES, 64, HEADS, **TRANSFORMER, **own)
+        return Linen(layer(), layer(decode=True, cache_dtype=cache_dtype))
+    if kind == "linen attention":
+        layer = partial(jfp8.MultiHeadDotProductAttention, HEADS, normalize_qk=True, **own)
+        return Linen(layer(), layer(decode=True, cache_dtype=cache_dtype), mask=CAUSAL)
+    if kind == "nnx TransformerLayer":
+        layer = partial(jfp8.nnx.TransformerLayer, FEATURES, 64, HEADS, **TRANSFORMER, **own)
+        return NNX(layer(rngs=nnx.Rngs(1)), cache_dtype)
+    layer = jfp8.nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(1), **own)
+    return NNX(layer, cache_dtype, is_causal=True)
+
+
+KINDS = ["linen TransformerLayer", "linen attention", "nnx TransformerLayer", "nnx attention"]
+
+
+def difference(a, b) -> float:
+    return float(np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(np.asarray(b))))
+
+
+DAILY = {("linen TransformerLayer", "delayed")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        pytest.param(kind, recipe, marks=[] if (kind, recipe) in DAILY else pytest.mark.slow)
+        for kind in KINDS
+        for recipe in RECIPES
+    ],
+)
+def test_decoding_gives_the_whole_sequence_where_the_recipe_is_causal(kind, recipe):
+    """To the bit on this CPU; elsewhere sums may come in another order."""
+    case = make(kind, recipe)
+    whole = case.at_once()
+    causal = jfp8.recipes.get(recipe).is_causal(history=True)
+    for parts in PARTS.values():
+        y, _ = case.in_parts(parts)
+        if causal:
+            np.testing.assert_array_equal(y, whole)
+        else:
+            assert 1e-3 < difference(y, whole) < 0.5
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind == "nnx attention" else pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
+@pytest.mark.parametrize(
+    "dtype", ["e4m3", pytest.param(jnp.float8_e5m2, marks=pytest.mark.slow)], ids=str
+)
+def test_a_cache_in_fp8_does_not_depend_on_how_the_tokens_came(kind, dtype):
+    case = make(kind, "rowwise", dtype)
+    y, cache = case.in_parts(PARTS["step by step"])
+    again, same = case.in_parts(PARTS["prefill, then steps"])
+    np.testing.assert_array_equal(y, again)
+    for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(a, b)
+    kept = [x for x in jax.tree.leaves(cache) if x.dtype.itemsize == 1]
+    assert len(kept) == 2  # keys and values
+    assert 1e-4 < difference(y, case.at_once()) < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_products_decode_alike(kind, recipe):
+    case = make(kind, recipe, attention_products=True)
+    y, _ = case.in_parts(PARTS["step by step"])
+    # Blocks of 32 keys differ where a cache has more of them than the sequence: here it has not.
+    if jfp8.recipes.get(recipe).is_causal(history=True):
+        np.testing.assert_array_equal(y, case.at_once())
+    else:
+        assert difference(y, case.at_once()) < 0.5
+
+
+def fake_quantized(x: np.ndarray) -> np.ndarray:
+    """E4M3 with a scale for each row, by ml_dtypes."""
+    scale = (np.abs(x).max(-1, keepdims=True) / np.float32(448)).astype(np.float32)
+    data = (x * (np.float32(1) / scale)).astype(ml_dtypes.float8_e4m3fn)
+    return data.astype(np.float32) * scale
+
+
+def test_each_token_is_quantized_once_by_its_own_size():
+    shape = (2, 6, 3, 8)
+    keys, values = (np.array(jax.random.normal(jax.random.key(i), shape)) for i in (0, 1))
+    keys[:, 4] *= 1000  # a later token, which changes no earlier one
+    cache = kv_cache.init_kv_cache(shape, "e4m3")
+    for part in (slice(0, 3), slice(3, 4), slice(4, 6)):
+        before = cache
+        cache = kv_cache.extended(cache, keys[:, part], values[:, part])
+        for old, new in zip(before[:2], cache[:2], strict=True):
+            for a, b in ((old.data, new.data), (old.scale, new.scale)):
+                np.testing.assert_array_equal(a[:, : part.start], b[:, : part.start])
+    assert cache.index == 6
+    assert cache.key.nbytes == 2 * 6 * 3 * (8 + 4)
+    for found, x in zip(kv_cache.keys_and_values(cache, jnp.float32), (keys, values), strict=True):
+        np.testing.assert_array_equal(found, fake_quantized(x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", "float32"])
+def test_wide_caches_store_values(dtype):
+    cache = kv_cache.init_kv_cache((1, 4, 2, 8), dtype)
+    assert cache.key.dtype == cache.value.dtype == jnp.dtype(dtype)
+    x = jax.random.normal(jax.random.key(0), (1, 1, 2, 8))
+    cache = kv_cache.extended(cache, x, x)
+    np.testing.assert_array_equal(cache.key[:, :1], x.astype(dtype))
+
+
+def test_trap_more_tokens_than_the_cache_has_room_for():
+    """Flax writes over the last position, and nobody hears of it."""
+    case = make("linen attention", "rowwise")
+    y, cache = case.in_parts([1] * (LENGTH + 1), jnp.concatenate([X, X[:, :1]], axis=1))
+    assert np.isfinite(y[:, :LENGTH]).all()
+    assert np.isnan(y[:, LENGTH]).all()
+    assert cache["cache_index"] == LENGTH + 1
+    with pytest.raises(ValueError, match="room for 10. Make it with the length of the whole"):
+        case.in_parts([2 * LENGTH], jnp.concatenate([X, X], axis=1))
+
+
+def test_mistakes():
+    layer = jfp8.TransformerLayer(FEATURES, 64, HEADS, **TRANSFORMER, decode=True)
+    variables = jax.jit(layer.init)(jax.random.key(0), X)
+    cache = variables.pop("cache")
+    with pytest.raises(ValueError, match=r"has no cache. Make one .* use decode=False"):
+        layer.apply(variables, X, mutable=["cache"])
+    with pytest.raises(ValueError, match="make the cache with the batch size that is decoded"):
+        layer.apply({**variables, "cache": cache}, X[:1], mutable=["cache"])
+    with pytest.raises(ValueError, match=r"Pass self_attn_mask_type=\"causal\""):
+        jfp8.TransformerLayer(FEATURES, 64, HEADS, decode=True).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="cache_dtype='fp7'.*Or a wide dtype such as"):
+        kv_cache.init_kv_cache((1, 1, 1, 1), "fp7")
+    with pytest.raises(TypeError, match="cache_dtype must be .*Or a wide dtype such as"):
+        kv_cache.init_kv_cache((1, 1, 1, 1), jnp.int8)
+    attention = jfp8.MultiHeadDotProductAttention(HEADS, decode=True)
+    variables = attention.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="self attention, but there are 1 queries and 10 keys"):
+        attention.apply(variables, X[:, :1], X, mutable=["cache"])
+
+
+def test_mistakes_in_nnx():
+    layer = jfp8.nnx.TransformerLayer(FEATURES, 64, HEADS, **TRANSFORMER, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="decode=True needs a cache. Make one"):
+        layer(X, decode=True)
+    with pytest.raises(ValueError, match="self_attn_mask_type"):
+        jfp8.nnx.TransformerLayer(FEATURES, 64, HEADS, rngs=nnx.Rngs(0)).init_cache(X.shape)
+    attention = jfp8.nnx.MultiHeadAttention(HEADS, FEATURES, decode=True, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="init_cache"):
+        attention(X)
+
+
+class Stack(nn.Module):
+    """Layers under ``nn.scan``."""
+
+    decode: bool
+
+    @nn.compact
+    def __call__(self, x):
+        collections = ("params", "fp8", "fp8_sink", "cache")
+        stack = nn.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes=dict.fromkeys(collections, 0),
+            split_rngs={"params": True},
+            length=3,
+        )
+        layer = jfp8.TransformerLayer(
+            FEATURES, 64, HEADS, **TRANSFORMER, decode=self.decode, cache_dtype=self.dtype()
+        )
+        return stack(layer, x, None)[0]
+
+    def dtype(self):
+        return "e4m3" if self.decode else None
+
+
+@pytest.mark.slow
+def test_stacked_layers_with_a_donated_cache_in_fp8():
+    case = Linen(Stack(False), Stack(True))
+    (cache,) = case.cache.values()
+    assert cache["cached_key"].shape == (3, BATCH, LENGTH, 2, FEATURES // HEADS)
+    y, cache = case.in_parts(PARTS["step by step"])
+    again, _ = case.in_parts(PARTS["prefill, then steps"])
+    np.testing.assert_array_equal(y, again)
+    assert next(iter(cache.values()))["cache_index"].tolist() == [LENGTH] * 3
+    assert difference(y, case.at_once()) < 0.3
+
+
+class Plain(nn.Module):
+    """A model of Flax's own layers, to be converted."""
+
+    decode: bool
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        for _ in range(2):
+            attend = nn.MultiHeadDotProductAttention(HEADS, decode=self.decode)
+            x = x + attend(nn.LayerNorm()(x), mask=mask)
+            x = x + nn.Dense(FEATURES)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "mxfp8"])
+def test_converted_models_decode_with_the_cache_of_flax(recipe):
+    case = Linen(*(jfp8.convert(Plain(d), recipe, exempt=()) for d in (False, True)), mask=CAUSAL)
+    y, _ = case.in_parts(PARTS["step by step"])  # Flax's takes one token in each call
+    if jfp8.recipes.get(recipe).is_causal(history=True):
+        np.testing.assert_array_equal(y, case.at_once())
+    else:
+        assert 1e-3 < difference(y, case.at_once()) < 0.5
+
+
+@pytest.mark.slow
+def test_a_cross_attending_decoder_and_a_mask_of_the_user():
+    encoded = jax.random.normal(jax.random.key(5), (BATCH, 7, FEATURES))
+    mask = jax.random.bernoulli(jax.random.key(6), 0.7, (BATCH, 1, LENGTH, LENGTH))
+    mask |= jnp.eye(LENGTH, dtype=bool)[None, None]
+    layer = partial(
+        jfp8.TransformerLayer, FEATURES, 64, HEADS, layer_type="decoder", recipe="rowwise"
+    )
+    whole, cached = layer(), layer(decode=True)
+    variables = jax.jit(cached.init)(jax.random.key(1), X, encoded)
+    cache, params = variables["cache"], {"params": variables["params"]}
+    expected, results = jax.jit(whole.apply)(params, X, encoded, mask), []
+    for t in range(LENGTH):
+        step = slice(t, t + 1)
+        y, new = cached.apply(
+            {**params, "cache": cache}, X[:, step], encoded, mask[:, :, step], mutable=["cache"]
+        )
+        cache = new["cache"]
+        results.append(y)
+    np.testing.assert_allclose(jnp.concatenate(results, axis=1), expected, atol=1e-5)
