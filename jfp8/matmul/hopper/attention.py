@@ -77,7 +77,7 @@ def attention_forward(
     for one block of 128 keys after another; then ``o = acc / l`` and ``lse = m * ln 2 + ln l``. All
     of it is f32, but for the products of f8 that the tensor cores sum. A row that sees no key gets
     ``o = 0`` and ``lse = -inf``. Keys that a row does not see do not change it by a bit, unless a
-    value of theirs is NaN.
+    value of theirs, or its scale, is Inf or NaN.
 
     Args:
       q: ``f8[G, T, H]``, H of 64, 128 or 256.
@@ -85,7 +85,7 @@ def attention_forward(
       v_t: ``f8[G / groups, H, S]``.
       q_scale: ``f32[G, T]``, or ``f32[]``: one for all. Positive, as the others.
       k_scale: ``f32[G / groups, S]`` or ``f32[]``.
-      v_scale: ``f32[G / groups, S]``, powers of two; or ``f32[]``, any number.
+      v_scale: ``f32[G / groups, S]``, powers of two from 2^-90 to 2^100; or ``f32[]``, any number.
       groups: how many heads of queries share a head of keys and values.
       scale: of the logits, positive.
       is_causal: whether key j is visible to query i only if ``j <= i``.
@@ -387,8 +387,8 @@ class _Block:
         hide = lambda x, part: mask.where(x, -jnp.inf, part.start)
         s = mask.choose(lambda s: s, lambda s: list(map(hide, s, PARTS)), s)
 
-        # Softmax, of logits that are larger by LIFT. The maximum of a row that has seen no key,
-        # -inf, must not be subtracted.
+        # Softmax. The subtracted maximum is smaller by LIFT, which lifts probabilities at no cost,
+        # and divides them by the scale of the values. That of a row that has seen no key is -inf.
         before = highest
         highest = jnp.max(functools.reduce(jnp.maximum, s), axis=1) * factor - np.float32(LIFT)
         highest = jnp.maximum(before, highest)
