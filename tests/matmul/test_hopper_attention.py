@@ -31,7 +31,7 @@ def f64(x):
 
 
 def operands_of(heads, groups, rows, keys, size, vectors, dtypes=(E4M3, E4M3, E4M3)):
-    """Random ones; the scales of keys and values span three orders of magnitude."""
+    """Random ones, and a token of zeros; keys and values have scales of many magnitudes."""
     rng = np.random.default_rng(rows + keys + size)
     key_heads = heads // groups
     shapes = (heads, rows, size), (key_heads, keys, size), (key_heads, size, keys)
@@ -43,7 +43,10 @@ def operands_of(heads, groups, rows, keys, size, vectors, dtypes=(E4M3, E4M3, E4
         jnp.asarray(vector if on else number, F32)
         for (vector, number), on in zip((q_scale, k_scale, v_scale), vectors, strict=True)
     ]
-    return *data, *scales
+    # As tokens of zeros are quantized where scales move into weights.
+    of_zeros = lambda x: x if x.ndim == 0 else x.at[:, 5].set(2.0**-126)
+    data = [data[0].at[:, 5].set(0), data[1].at[:, 5].set(0), data[2].at[:, :, 5].set(0)]
+    return *data, *map(of_zeros, scales)
 
 
 def visible_keys(rows, keys, is_causal, window, length):

@@ -367,7 +367,9 @@ class _Block:
             factor = _load(q_scale.at[self.head, pl.ds(row, ROWS)], _BY_ROW) * self.p.factor
         else:
             factor = q_scale[0] * self.p.factor
-        return factor if k_scale.ndim == 2 else factor * k_scale[0]
+        factor = factor if k_scale.ndim == 2 else factor * k_scale[0]
+        # That of a query of zeros may underflow, and zero times the -inf of a hidden key is NaN.
+        return jnp.maximum(factor, np.finfo(np.float32).tiny)
 
     def step(self, factor: jax.Array, mask: Mask, i: jax.Array, carry: Any) -> Any:
         """One block of keys, the `i`-th of the ring."""
