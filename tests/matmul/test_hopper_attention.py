@@ -13,7 +13,11 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
+from jfp8 import recipes
 from jfp8.matmul.hopper.attention import BLOCK, attention_forward, division
+from jfp8.products.flash.blocks import forward
+from jfp8.products.flash.numerics import numerics_of, quantize_tokens
+from jfp8.products.flash.visible import Visible
 from support.interpreter import no_races
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -200,3 +204,31 @@ def test_rules_of_division():
     assert division(4, number, by_token, by_token, jnp.ones(2, jnp.int32)) == rule
     rule = "g T H, g S H, g H S, g T, , g S -> g T H, g T"
     assert division(1, by_token, number, by_token) == rule
+
+
+@pytest.mark.slow
+def test_it_computes_what_the_emulation_computes():
+    """Of the same bytes and scales, but for the last places of f32."""
+    groups, size, tokens = 2, 64, 256
+    q = normal(0, (1, 2, groups, tokens, size))
+    k, v = (normal(seed, (1, 2, tokens, size)) for seed in (1, 2))
+    how = numerics_of(recipes.RowwiseScaling())
+    q = quantize_tokens(q, how.query.first, None)
+    k = quantize_tokens(k, how.key.first, None)
+    v = quantize_tokens(v, how.value.first, None, folded=True)
+    visible = Visible((tokens, tokens), False, (100, 20))
+    want = forward(q, k, v, visible, 0.125, how)
+    heads = lambda x: x.reshape(4, tokens, *x.shape[4:])
+    o, lse = interpreted(
+        heads(q.data), k.data[0], v.data[0].swapaxes(1, 2), heads(q.scale), k.scale[0], v.scale[0],
+        groups=groups, scale=0.125, is_causal=False, window=(100, 20), out_dtype=F32,
+    )  # fmt: skip
+    largest = np.abs(want.out).max()
+    np.testing.assert_allclose(o, heads(want.out), atol=1e-5 * largest)
+    np.testing.assert_allclose(lse, heads(want.log_sum), rtol=1e-6, atol=2e-5)
+
+
+def normal(seed, shape):
+    """Rows of many magnitudes."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1))), F32)
