@@ -14,6 +14,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jfp8.recipes.in_effect import Region
+from jfp8.recipes.per_tensor import DelayedScaling
+
+# The region while a model is looked at: no cached trace of another is mistaken for this one.
+LOOKING = Region(DelayedScaling(), enabled=False, selection="looking for the layers at the edges")
+
 _INPUT, _OUTPUT = "jfp8 input of ", "jfp8 output of "
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 # What a value may be made of besides results of layers, which are strings.

@@ -19,23 +19,20 @@ from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 from jfp8.conversion import edges
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.linen_layers import is_layer, path_of, replace_products
+from jfp8.conversion.linen_parameters import by_choice, find_products
 from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
-from jfp8.conversion.parameter_products import ParameterProduct, find_products
+from jfp8.conversion.parameter_products import ParameterProduct
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
 from jfp8.layers.linen.state_in_params import collections_into_params, collections_out_of_params
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
-from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import dequantize_tree
 from jfp8.tracing.caller import user_level
 
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes
-
-# The region while a model is looked at: no cached trace of another is mistaken for this one.
-_LOOKING = Region(DelayedScaling(), enabled=False, selection="looking for the layers at the edges")
 
 
 def convert_module(
@@ -160,6 +157,7 @@ def _methods(cls: type[nn.Module]) -> list[str]:
         if getattr(nn.Module, name, None) is not value
         and (name == "__call__" or not name.startswith("_"))
         and not (name == "setup" or getattr(value, "nowrap", False))
+        and not isinstance(inspect.getattr_static(cls, name), staticmethod)
     ]
 
 
@@ -193,7 +191,8 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
 
 def _inside(model: Any) -> bool:
     here = region.current()
-    return here is not None and here.selection in (type(model).jfp8_selection, _LOOKING.selection)
+    selections = (type(model).jfp8_selection, edges.LOOKING.selection)
+    return here is not None and here.selection in selections
 
 
 @dataclasses.dataclass
@@ -277,8 +276,9 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     def found_one(product: ParameterProduct) -> jax.Array:
         if region.current() != here:
             return product.plain()
-        met.products.add("/".join(product.path.split("/")[len(depth) :]))
-        return product.by_choice(choose(product.path, product.module, product.x, ""))
+        path = product.parameter.path
+        met.products.add("/".join(path.split("/")[len(depth) :]))
+        return by_choice(product, choose(path, product.parameter.module, product.x, ""))
 
     def attention() -> ProductOf | None:
         if region.current() != here or not selection.attention_products:
@@ -334,13 +334,12 @@ def _edges_of(
     arrays, together = edges.arrays_apart((variables, rngs, args, kwargs))
 
     def mark_product(product: ParameterProduct) -> jax.Array:
-        x = edges.mark_input(product.x, product.path)
-        return edges.mark_output(dataclasses.replace(product, x=x).plain(), product.path)
+        x = edges.mark_input(product.x, product.parameter.path)
+        return edges.mark_output(dataclasses.replace(product, x=x).plain(), product.parameter.path)
 
-    mark_products = find_products(mark_product)
     with (
-        region.entered(_LOOKING),
-        nn.intercept_methods(mark_products),
+        region.entered(edges.LOOKING),
+        nn.intercept_methods(find_products(mark_product)),
         nn.intercept_methods(mark),
     ):
         closed = jax.make_jaxpr(lambda arrays: edges.arrays_in(run(*together(arrays))))(arrays)

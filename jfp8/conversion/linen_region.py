@@ -10,7 +10,8 @@ import flax.linen as nn
 import jax
 
 from jfp8.conversion.linen_layers import replace_products
-from jfp8.conversion.parameter_products import ParameterProduct, find_products
+from jfp8.conversion.linen_parameters import by_choice, find_products
+from jfp8.conversion.parameter_products import ParameterProduct
 from jfp8.layers.linen.products import DotGeneral, ProductOf
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
@@ -31,7 +32,7 @@ def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
     def found(product: ParameterProduct) -> jax.Array:
         if region.current() != here:
             return product.plain()
-        return product.by(ProductOf(DotGeneral, None, None))
+        return by_choice(product, ProductOf(DotGeneral, None, None))
 
     with (
         region.entered(here),

@@ -35,12 +35,12 @@ def convert(
     ``Dense`` (NNX: ``Linear``), ``DenseGeneral``, ``Conv``, ``ConvTranspose``, ``Einsum``, and the
     projections of attention, wherever they are: under ``setup`` or ``compact``, inside
     ``nn.scan``, ``nn.vmap``, ``nn.remat`` and ``nn.jit``. A layer that was given its own product
-    (``dot_general=``) keeps it. So are products of one parameter with something else that a Linen
-    module computes itself (``jnp.einsum``, ``x @ w``); their path is that of the module and the
+    (``dot_general=``) keeps it. So are products of one parameter with something else that a module
+    computes itself (``jnp.einsum``, ``x @ w``); their path is that of the module and the
     name of the parameter, ``"attn/w"``. Other products that no layer computes stay in high
     precision: `jfp8.report` lists them. If no product becomes FP8 although `exempt` and `only`
-    do not ask for that, a ``UserWarning`` says what stayed and why: for an NNX model at once, for a
-    Linen model when ``init`` or ``apply`` first traces it.
+    do not ask for that, a ``UserWarning`` says what stayed and why: when the model is first traced,
+    or at once for an NNX model that cannot have any.
 
     State is as for `jfp8.Dense`: ``init`` returns ``fp8`` and ``fp8_sink`` besides ``params``.
     Where ``nn.scan`` or ``nn.vmap`` share weights, Flax refuses ``apply(..., mutable=["fp8"])``:
@@ -54,8 +54,9 @@ def convert(
       exempt: layers that stay in high precision: patterns of paths (``"decoder/*"``), types
         (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
         Default: `jfp8.EDGES`, the first convolution of an image model and the final logits, which
-        the literature keeps in high precision; in an NNX model they are the first convolution and
-        the last linear layer that the model itself holds, unless it is a stack of layers. ``()``
+        the literature keeps in high precision; of the layers of an NNX model they are the first
+        convolution and the last linear layer that the model itself holds, unless it is a stack of
+        layers. ``()``
         exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
       only: convert these layers and no others, given like `exempt`, whose default is then ``()``.
       attention_products: also convert the products of queries with keys and of weights with values.

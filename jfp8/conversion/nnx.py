@@ -9,9 +9,13 @@ import jax
 from flax import nnx
 
 from jfp8.layers.nnx.attention import has_stock_attention, install_attention
-from jfp8.layers.nnx.hooks import has_stock_product, install
+from jfp8.layers.nnx.hooks import has_stock_product, hook_of, install
+from jfp8.layers.nnx.products import Product
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
+
+# Of a layer that was left as it is: the reason, for reports.
+REASON = "jfp8_stays"
 
 Path = tuple[Any, ...]
 Module = TypeVar("Module", bound=nnx.Module)
@@ -37,7 +41,7 @@ def layers_of(module: nnx.Module) -> list[tuple[str, nnx.Module]]:
     ['layers/0']
     """
     nodes = nodes_of(module)
-    return [("/".join(map(str, path)), node) for path, node in nodes if has_stock_product(node)]
+    return [("/".join(map(str, path)), node) for path, node in nodes if has_hook_free(node)]
 
 
 def convert_module(
@@ -78,7 +82,7 @@ def convert_module(
     how: dict[str, Any] = {"implementation": implementation}
     for path, node in nodes_of(module):
         name = "/".join(map(str, path))
-        if has_stock_product(node):
+        if has_hook_free(node):
             recipe = decide(name, node)
             if recipe is not None:
                 install(_at(converted, path), recipe=recipe, path=name, **how)
@@ -87,6 +91,26 @@ def convert_module(
             if recipe is not None:
                 install_attention(_at(converted, path), recipe=recipe, path=name, **how)
     return converted
+
+
+def has_hook_free(node: Any) -> bool:
+    """Whether `node` is a layer whose hook a conversion may take.
+
+    Args:
+      node: any module.
+    """
+    return has_stock_product(node) and not has_adapter(node)
+
+
+def has_adapter(node: Any) -> bool:
+    """Whether `node` itself holds adapters, which would be lost with a product in its hook.
+
+    Qwix adds them to what a layer calls by itself, ``jax.lax.dot_general``.
+
+    Args:
+      node: any module.
+    """
+    return any(isinstance(child, nnx.LoRAParam) for child in children_of(node).values())
 
 
 def nodes_of(module: nnx.Module) -> Iterator[tuple[Path, Any]]:
@@ -98,6 +122,26 @@ def nodes_of(module: nnx.Module) -> Iterator[tuple[Path, Any]]:
             yield path, node
 
 
+def reason_of(node: Any) -> str | None:
+    """Why the product of a layer is not FP8; None if it may be, or if there is none.
+
+    Args:
+      node: a module.
+    """
+    hook = hook_of(node)
+    if hook is None or has_adapter(node):
+        return None
+    if has_stock_product(node):
+        return getattr(node, REASON, "not converted")
+    for name in (hook.name, f"{hook.name}_cls"):
+        given = getattr(node, name, None)
+        if isinstance(given, Product):
+            return None
+        if given is not None and not any(given is stock for stock in hook.stock):
+            return f"the layer was given its own {hook.name}"
+    return f"{type(node).__name__} computes its own product"
+
+
 def _walk(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
     """All objects of NNX in `node` with their paths, parents first, in the order of definition."""
     if isinstance(node, nnx.Pytree):
@@ -105,12 +149,16 @@ def _walk(node: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
             return
         seen.add(id(node))
         yield path, node
-    for name, child in _children(node).items():
+    for name, child in children_of(node).items():
         yield from _walk(child, (*path, name), seen)
 
 
-def _children(node: Any) -> dict[Any, Any]:
-    """What `node` holds, by name."""
+def children_of(node: Any) -> dict[Any, Any]:
+    """What `node` holds, by name.
+
+    Args:
+      node: anything.
+    """
     if isinstance(node, nnx.Pytree):
         return {k: v for k, v in vars(node).items() if not k.startswith("_pytree__")}
     if isinstance(node, nnx.Variable):
@@ -124,7 +172,7 @@ def _children(node: Any) -> dict[Any, Any]:
 
 def _at(node: Any, path: Path) -> Any:
     for name in path:
-        node = _children(node)[name]
+        node = children_of(node)[name]
     return node
 
 

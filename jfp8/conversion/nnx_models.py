@@ -9,18 +9,24 @@ from typing import Any
 
 from flax import nnx
 
-from jfp8.conversion.nnx import convert_module, layers_of, nodes_of
+from jfp8.conversion.nnx import (
+    REASON,
+    convert_module,
+    has_hook_free,
+    layers_of,
+    nodes_of,
+    reason_of,
+)
+from jfp8.conversion.nnx_parameters import convert_own, own_of
 from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
 from jfp8.layers.nnx.attention import has_stock_attention
-from jfp8.layers.nnx.hooks import has_stock_product, hook_of, is_stacked
+from jfp8.layers.nnx.hooks import hook_of, is_stacked
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention
 from jfp8.tracing.context import note
 
-# Of a layer that was left as it is: the reason, for reports.
-_REASON = "jfp8_stays"
 # While a report is made: the path, the type and the reason.
 _PLACE = "jfp8_place"
 
@@ -28,8 +34,9 @@ _PLACE = "jfp8_place"
 def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
     """`model` with FP8 products as `selection` says; see `jfp8.convert`."""
     layers = layers_of(model)
-    selection.check_patterns([path for path, _ in layers])
-    selection.check_types([layer for _, layer in layers])
+    own = own_of(model)
+    selection.check_patterns([*(path for path, _ in layers), *(own.path for _, own in own)])
+    selection.check_types([*(layer for _, layer in layers), *(node for node, _ in own)])
     decided = decisions(model, selection)
     converted = convert_module(
         model,
@@ -38,17 +45,22 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
     )
     for path, node in nodes_of(converted):
         decision = decided.get("/".join(map(str, path)))
-        if has_stock_product(node) and decision is not None:
-            setattr(node, _REASON, decision.reason)
+        if has_hook_free(node) and decision is not None:
+            setattr(node, REASON, decision.reason)
+    convert_own(converted, selection)
     warn_of_nothing(model, _seen(converted, decided), "nnx")
     return converted
 
 
 def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:
-    """What becomes of each layer of an NNX model, by its path."""
+    """What becomes of each layer of an NNX model, by its path.
+
+    And of products with parameters of its own, unless calls find them at the edges of the model.
+    """
     layers = layers_of(model)
     edges = _edges(model, layers)
-    return {path: selection.decide(path, layer, edges.get(path)) for path, layer in layers}
+    own = ((own.path, node) for node, own in own_of(model) if not own.reason)
+    return {path: selection.decide(path, node, edges.get(path)) for path, node in (*layers, *own)}
 
 
 def _edges(model: nnx.Module, layers: list[tuple[str, nnx.Module]]) -> dict[str, Edge]:
@@ -80,7 +92,7 @@ def _seen(converted: nnx.Module, decided: dict[str, Decision]) -> Seen:
     seen = Seen(any(isinstance(node, Product) for node in nodes.values()))
     for path, node in nodes.items():
         name = "/".join(path)
-        if (reason := _reason(node)) is not None:
+        if (reason := reason_of(node)) is not None:
             seen.stayed[name] = (type(node), decided.get(name) or Decision(None, reason))
     kinds: dict[str, type] = {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -105,28 +117,12 @@ def _owner_depth(nodes: dict[tuple[str, ...], Any], path: tuple[str, ...]) -> in
     return 0
 
 
-def _reason(node: Any) -> str | None:
-    """Why the product of a layer is not FP8; None if it may be, or if there is none."""
-    hook = hook_of(node)
-    if hook is None:
-        return None
-    if has_stock_product(node):
-        return getattr(node, _REASON, "not converted")
-    for name in (hook.name, f"{hook.name}_cls"):
-        given = getattr(node, name, None)
-        if isinstance(given, Product):
-            return None
-        if given is not None and not any(given is stock for stock in hook.stock):
-            return f"the layer was given its own {hook.name}"
-    return f"{type(node).__name__} computes its own product"
-
-
 def note_place(node: Any, path: str) -> None:
     """Make the module `node` say, while `jfp8.report` looks, where it is and why it stays."""
     kind = type(node)
     if not isinstance(node, nnx.Module) or isinstance(node, Product) or not callable(node):
         return
-    reason = _reason(node) or ""
+    reason = reason_of(node) or ""
     if isinstance(node, nnx.MultiHeadAttention):
         given = "the layer was given its own attention_fn"
         reason = INSIDE_OF_ATTENTION if has_stock_attention(node) else given

@@ -18,8 +18,9 @@ _OF_OWN = {
         "cannot: use nn.remat and nn.scan, or jfp8.linen.DotGeneral or EinsumProduct in them.",
     ),
     "nnx": (
-        " and multiply by them themselves (jnp.einsum, @)",
-        "convert takes Flax's layers only: use jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp in them.",
+        ", but multiply by none of them where that can be seen",
+        "Inside of jax.checkpoint, jax.lax.scan and functions with derivatives of their own it "
+        "cannot: use nnx.remat and nnx.scan, or jfp8.nnx.DotGeneral or jfp8.nnx.EinsumOp in them.",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Products of Linen modules that multiply by their parameters themselves: einsum, dot, matmul, @.
+"""Products of modules that multiply by their parameters themselves: einsum, dot, matmul, @.
 
 All of these are ``dot_general`` in the end. While a method of such a module runs, the operations of
 JAX pass by here, one by one, and a value that is a parameter of the module, or one of them cast,
@@ -6,23 +6,21 @@ transposed, reshaped or sliced, is recognised by its identity. Nothing is patche
 are those that JAX has anyway.
 
 A product inside of ``jax.checkpoint``, ``jax.lax.scan`` or the like is not seen, if the module
-calls that itself; one inside of ``nn.remat``, ``nn.scan``, ``nn.vmap`` or ``jax.jit`` is.
+calls that itself; one inside of ``remat``, ``scan``, ``vmap`` of Flax or ``jax.jit`` is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jfp8.conversion.nothing import is_known
-from jfp8.layers.linen.products import ProductOf
-from jfp8.tracing.compat import interposed, interposing, not_interposed
+from jfp8.tracing.compat import interposed, interposing
 from jfp8.tracing.context import note
 
 # What gives the same numbers, or some of them, in another order or dtype.
@@ -51,20 +49,38 @@ _GATHERED = {"all_gather", "all_gather_invariant"}  # from the devices that hold
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """Where a parameter is.
+
+    Attributes:
+      module: that has it.
+      place: the path of the module, ``"Block_0/attn"``.
+      name: of the parameter in it.
+    """
+
+    module: Any
+    place: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        """``"Block_0/attn/w"``."""
+        return f"{self.place}/{self.name}".lstrip("/")
+
+
+@dataclass(frozen=True)
 class ParameterProduct:
     """``dot_general`` of `x` and `weight`, which is a parameter or was made of one.
 
     Attributes:
-      module: that has the parameter.
-      name: of the parameter.
+      parameter: the parameter.
       nth: 1, or more for those that sum over other dimensions of the weight than the first did.
       swapped: whether the weight is the first operand.
       bind: computes it, from both operands in their order.
       params: of the primitive.
     """
 
-    module: nn.Module
-    name: str
+    parameter: Parameter
     nth: int
     x: jax.Array
     weight: jax.Array
@@ -72,37 +88,22 @@ class ParameterProduct:
     bind: Callable[..., jax.Array]
     params: Mapping[str, Any]
 
-    @property
-    def path(self) -> str:
-        """``"Block_0/attn/w"``."""
-        return "/".join((*self.module.path, self.name))
-
     def plain(self) -> jax.Array:
         """What the module computes by itself."""
         operands = (self.weight, self.x) if self.swapped else (self.x, self.weight)
         return self.bind(*operands, **self.params)
 
-    def by_choice(self, chosen: ProductOf | str) -> jax.Array:
-        """Computed by a product, or plain and with the reason for that."""
-        if not isinstance(chosen, str):
-            return self.by(chosen)
+    def staying(self, reason: str) -> jax.Array:
+        """`plain`, with the reason for that in reports."""
         with (
-            note("path", "/".join(self.module.path)),
-            note("layer", type(self.module).__name__),
-            note("reason", chosen),
+            note("path", self.parameter.place),
+            note("layer", type(self.parameter.module).__name__),
+            note("reason", reason),
         ):
             return self.plain()
 
-    def by(self, product: ProductOf) -> jax.Array:
-        """Computed by `product`, with its state beside the parameter, as ``DotGeneral_<name>``.
-
-        If the module differentiates, its own dgrad is another product, ``DotGeneral_<name>_2``: the
-        amaxes of gradients have nothing to do with those of activations.
-        """
-        scope = self.module.scope
-        assert scope is not None
-        name = f"DotGeneral_{self.name}" + (f"_{self.nth}" if self.nth > 1 else "")
-        dot_general = product(parent=scope.push(name, reuse=True))
+    def by(self, dot_general: Callable[..., jax.Array]) -> jax.Array:
+        """Computed by `dot_general`, whose second operand is the weight."""
         (first, second), (first_batch, second_batch) = self.params["dimension_numbers"]
         numbers = (first, second), (first_batch, second_batch)
         if self.swapped:
@@ -117,42 +118,26 @@ class ParameterProduct:
         return y.transpose(*range(n), *range(x_end, y.ndim), *range(n, x_end))
 
 
-def find_products(found: Callable[[ParameterProduct], jax.Array]) -> Callable[..., Any]:
-    """An interceptor under which each such product is what `found` gives for it."""
-
-    def intercept(next_fun, args, kwargs, context):
-        module = context.module
-        if module.scope is None:
-            return next_fun(*args, **kwargs)
-        if is_known(type(module)) or is_known(context.orig_method.func):
-            with not_interposed():  # layers have products of their own
-                return next_fun(*args, **kwargs)
-        outer = interposing()
-        follower = _Follower((module,), found)
-        if isinstance(outer, _Follower):
-            follower = _Follower((module, *outer.modules), found, outer.known, outer.sums)
-        with interposed(follower):
-            return next_fun(*args, **kwargs)
-
-    return intercept
-
-
 @dataclass(frozen=True)
-class _Follower:
-    """Sees every operation, and follows the parameters of modules through them.
+class Follower:
+    """Sees every operation under `interposed`, and follows the parameters of modules through them.
 
     Attributes:
-      modules: those that are running, the innermost first.
-      found: see `find_products`.
+      modules: those whose parameters it follows.
+      parameter_of: the parameter of one of them that an array is, if it is one.
+      found: what each product of a parameter with something else becomes.
+      enters: whether to follow into a ``jit`` that is given these values.
       known: values made of a parameter, by identity; kept, so that no other value gets that.
       sums: for each parameter, the shapes of weights with the dimensions that are summed over, in
         the order in which products are seen.
     """
 
-    modules: tuple[nn.Module, ...]
+    modules: Sequence[Any]
+    parameter_of: Callable[[Any], Parameter | None]
     found: Callable[[ParameterProduct], jax.Array]
-    known: dict[int, tuple[Any, nn.Module, str]] = field(default_factory=dict)
-    sums: dict[tuple[str, ...], list[Any]] = field(default_factory=dict)
+    enters: Callable[[Any], bool]
+    known: dict[int, tuple[Any, Parameter]] = field(default_factory=dict)
+    sums: dict[str, list[Any]] = field(default_factory=dict)
 
     def __call__(self, primitive: Any, values: Any, params: Mapping[str, Any]) -> Any:
         sources = [self.source(value) for value in values]
@@ -161,7 +146,7 @@ class _Follower:
         if primitive.name in ("jit", "pjit"):
             body = params["jaxpr"]
             constants = map(self.source, getattr(body, "consts", ()))
-            if any(sources) or any(constants):
+            if (any(sources) or any(constants)) and self.enters(values):
                 with interposed(self):  # what is inside passes by here
                     return jaxpr_as_fun(body)(*values)
         result = primitive.bind(*values, **params)
@@ -169,7 +154,7 @@ class _Follower:
             for value in result if primitive.multiple_results else [result]:
                 # One that is repeated is an activation, such as queries that are learned.
                 if np.size(value) <= np.size(values[0]) or primitive.name in _GATHERED:
-                    self.known[id(value)] = (value, *sources[0])
+                    self.known[id(value)] = (value, sources[0])
         return result
 
     def product(self, primitive: Any, values: Any, params: Any, sources: Any) -> jax.Array:
@@ -180,33 +165,50 @@ class _Follower:
             return primitive.bind(*values, **params)
         swapped = first is not None
         x, weight = values[::-1] if swapped else values
-        module, name = first or second
-        seen = self.sums.setdefault((*module.path, name), [])
+        parameter = first or second
+        seen = self.sums.setdefault(parameter.path, [])
         sums = np.shape(weight), params["dimension_numbers"][0][0 if swapped else 1]
         if sums not in seen:
             seen.append(sums)
         nth = seen.index(sums) + 1
         return self.found(
-            ParameterProduct(module, name, nth, x, weight, swapped, primitive.bind, params)
+            ParameterProduct(parameter, nth, x, weight, swapped, primitive.bind, params)
         )
 
-    def source(self, value: Any) -> tuple[nn.Module, str] | None:
-        """The parameter that `value` is made of: its module and name."""
+    def derived(self, values: Any, results: Any) -> None:
+        """Of a function with a derivative of its own: what makes numbers of bytes (dequantize)."""
+        found = self.source(values[0]) if values else None
+        narrow = found is not None and jax.numpy.result_type(values[0]).itemsize == 1
+        if narrow and [np.shape(x) for x in results] == [np.shape(values[0])]:
+            self.known[id(results[0])] = (results[0], found)
+
+    def source(self, value: Any) -> Parameter | None:
+        """The parameter that `value` is made of."""
         if np.ndim(value) < 2:
             return None
         if id(value) in self.known:
-            return self.known[id(value)][1:]
-        for module in self.modules:
-            scope = module.scope
-            assert scope is not None
-            for name, collections in list(scope.reservations.items()):
-                if "params" not in collections or not scope.has_variable("params", name):
-                    continue
-                stored = scope.get_variable("params", name)
-                leaves = [stored] if stored is value else jax.tree.leaves(stored)  # of a box
-                if any(leaf is value for leaf in leaves):
-                    return module, name
-        return None
+            return self.known[id(value)][1]
+        return self.parameter_of(value)
+
+
+def followed_modules() -> tuple[Any, ...]:
+    """Those whose parameters are followed here."""
+    outer = interposing()
+    return tuple(outer.modules) if isinstance(outer, Follower) else ()
+
+
+def following(
+    modules: Sequence[Any],
+    parameter_of: Callable[[Any], Parameter | None],
+    found: Callable[[ParameterProduct], jax.Array],
+    enters: Callable[[Any], bool] = lambda values: True,
+) -> AbstractContextManager[None]:
+    """Inside, parameters are followed; for the arguments see `Follower`."""
+    outer = interposing()
+    if not isinstance(outer, Follower):
+        return interposed(Follower(modules, parameter_of, found, enters))
+    known, sums = outer.known, outer.sums
+    return interposed(Follower(modules, parameter_of, found, enters, known, sums))
 
 
 def _is_wide_float(x: Any) -> bool:

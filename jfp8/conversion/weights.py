@@ -27,6 +27,7 @@ def quantize_params(
     exempt: Choice | Sequence[Choice] = (),
     only: Choice | Sequence[Choice] | None = None,
     stacked: str | Sequence[str] = (),
+    kernels: str | Sequence[str] = "kernel",
 ) -> Any:
     """`params` with the kernels of layers in FP8: one byte for each weight, and scales. ::
 
@@ -47,9 +48,11 @@ def quantize_params(
         (``"decoder/*"``) or functions ``(path, kernel) -> bool``, as for `jfp8.convert`.
       stacked: patterns of layers whose kernels have a leading axis of layers (``nn.scan``, NNX
         models made under ``nnx.vmap``): scales for each layer.
+      kernels: the names of parameters to quantize, ``("kernel", "w")``; of modules that multiply by
+        them themselves, only in converted models.
 
     Returns:
-      The same tree with a `ScaledArray` for every ``kernel`` of at least two dimensions.
+      The same tree with a `ScaledArray` for every kernel of at least two dimensions.
 
     Raises:
       TypeError: `params` are not nested dicts; `recipe` is not a recipe.
@@ -69,7 +72,10 @@ def quantize_params(
     selection = select(recipe, exempt, only)
     stacks = Selection(recipe, (stacked,) if isinstance(stacked, str) else tuple(stacked))
     paths: list[str] = []
-    _mapped(params, (), lambda path, kernel: paths.append(path))
+    names = (kernels,) if isinstance(kernels, str) else tuple(kernels)
+    _mapped(params, (), names, lambda path, kernel: paths.append(path))
+    if not paths:
+        raise ValueError(f"params has no kernels of two or more dimensions called {list(names)}.")
     selection.check_patterns(paths)
     stacks.check_patterns(paths)
     quantizer = recipe.products().fprop.rhs or Current(E4M3FN)
@@ -82,7 +88,7 @@ def quantize_params(
         q = _stacked(value, quantizer) if is_stacked else _single(value, quantizer)
         return kernel.replace(q) if isinstance(kernel, nnx.Variable) else q
 
-    return _mapped(params, (), quantized)
+    return _mapped(params, (), names, quantized)
 
 
 def _single(kernel: jax.Array, quantizer: Quantizer) -> ScaledArray:
@@ -107,18 +113,18 @@ def _with_dims(scale: Any, ndim: int) -> Any:
     return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim))
 
 
-def is_kernel(name: Any, node: Any) -> bool:
+def is_kernel(name: Any, node: Any, names: Sequence[str] = ("kernel",)) -> bool:
     """Whether a parameter of this name is what a product multiplies by."""
     if isinstance(node, nnx.Variable):
         node = node.get_value()
-    return name == "kernel" and jnp.ndim(node.data if isinstance(node, ScaledArray) else node) >= 2
+    return name in names and jnp.ndim(node.data if isinstance(node, ScaledArray) else node) >= 2
 
 
-def _mapped(tree: Any, path: tuple[str, ...], function: Any) -> Any:
+def _mapped(tree: Any, path: tuple[str, ...], names: Sequence[str], function: Any) -> Any:
     new = {}
     for name, node in tree.items():
         if isinstance(node, Mapping):
-            new[name] = _mapped(node, (*path, str(name)), function)
+            new[name] = _mapped(node, (*path, str(name)), names, function)
         else:
-            new[name] = function("/".join(path), node) if is_kernel(name, node) else node
+            new[name] = function("/".join(path), node) if is_kernel(name, node, names) else node
     return nnx.State(new) if isinstance(tree, nnx.State) else new

@@ -151,15 +151,16 @@ def is_in_a_body() -> bool:
 
     Its body may run several times, or be traced once for several calls.
     """
-    trace: Any = core.trace_ctx.trace
-    parent = getattr(trace, "parent_trace", None)
+    trace = _not_interposed(core.trace_ctx.trace)
+    parent = _not_interposed(getattr(trace, "parent_trace", None))
     is_body = isinstance(trace, DynamicJaxprTrace)
     return is_body and parent is not None and not isinstance(parent, core.EvalTrace)
 
 
 def is_eager() -> bool:
     """Whether operations are computed immediately: nothing is being traced."""
-    return core.trace_state_clean()
+    trace = _not_interposed(core.trace_ctx.trace)
+    return core.trace_state_clean() or (trace is core.eval_trace and not core.nonempty_axis_env())
 
 
 def outermost_scope() -> Scope | None:
@@ -180,6 +181,10 @@ def primitive_of(x: Any) -> str | None:
     return getattr(getattr(getattr(x, "parent", None), "primitive", None), "name", None)
 
 
+# Compiled functions of the region inside are not those of the region outside.
+_interposes = jax.make_user_context(False)
+
+
 class _Interposed(core.Trace):
     """Hands every operation to a function, and everything else to the trace that is under way.
 
@@ -189,28 +194,39 @@ class _Interposed(core.Trace):
     def __init__(self, parent: Any, handle: Callable[..., Any]) -> None:
         super().__init__()
         self.parent_trace, self.handle = parent, handle
+        self._weakref = parent._weakref  # Flax: variables made outside may be changed inside
         self.requires_low = parent.requires_low
 
     def stage_value(self, val: Any) -> Any:
         return self.parent_trace.stage_value(val)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        with core.set_current_trace(self.parent_trace):
+        with core.set_current_trace(self.parent_trace), _interposes(False):
             return self.handle(primitive, tracers, params)
 
     def process_call(self, *args: Any, **params: Any) -> Any:
         return self.parent_trace.process_call(*args, **params)
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_custom_jvp_call(*args, **params)
+        with core.set_current_trace(self.parent_trace), _interposes(False):
+            return self.parent_trace.process_custom_jvp_call(*args, **params)
 
     def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_custom_vjp_call(*args, **params)
+        with core.set_current_trace(self.parent_trace), _interposes(False):
+            results = self.parent_trace.process_custom_vjp_call(*args, **params)
+            if (derived := getattr(self.handle, "derived", None)) is not None:
+                derived(args[4], results)  # after the primitive and its three functions
+            return results
 
     def __getattr__(self, name: str) -> Any:  # what some versions have besides
         if name.startswith("__") or name == "parent_trace":
             raise AttributeError(name)
         return getattr(self.parent_trace, name)
+
+
+def _not_interposed(trace: Any) -> Any:
+    """The trace that is under way where `trace` is the current one."""
+    return trace.parent_trace if isinstance(trace, _Interposed) else trace
 
 
 @contextlib.contextmanager
@@ -219,11 +235,11 @@ def interposed(handle: Callable[..., Any]) -> Iterator[None]:
 
     It returns what ``primitive.bind(*values, **params)`` would. What `handle` itself computes is
     not interposed, and neither are the bodies of loops, of ``jax.checkpoint`` and of functions with
-    derivatives of their own. A region inside of another takes its place.
+    derivatives of their own; the results of these are told to ``handle.derived(values, results)``,
+    if it is there. A region inside of another takes its place.
     """
-    trace: Any = core.trace_ctx.trace
-    parent = trace.parent_trace if isinstance(trace, _Interposed) else trace
-    with core.set_current_trace(_Interposed(parent, handle)):
+    parent = _not_interposed(core.trace_ctx.trace)
+    with core.set_current_trace(_Interposed(parent, handle)), _interposes(True):
         yield
 
 
@@ -240,5 +256,5 @@ def not_interposed() -> Iterator[None]:
     if not isinstance(trace, _Interposed):
         yield
         return
-    with core.set_current_trace(trace.parent_trace):
+    with core.set_current_trace(trace.parent_trace), _interposes(False):
         yield

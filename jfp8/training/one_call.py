@@ -17,6 +17,7 @@ from jfp8.conversion.inventory import report
 from jfp8.conversion.models import Model, convert_selected
 from jfp8.conversion.nnx_models import decisions
 from jfp8.conversion.selection import Choice, select
+from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.optim import Blocks, ScaledFloat16, fp8_gradients, loss_scale, skip_on_overflow
 from jfp8.optim.masters import has_master_weights
 from jfp8.optim.stored_state import StoredState, store_state
@@ -44,6 +45,7 @@ def initialize(
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
     output_fused: Sequence[str] = (),
+    state_collection: StateCollection = "fp8",
     verbose: bool = False,
 ) -> tuple[Model, optax.GradientTransformation]:
     """The model and the optimizer, ready for FP8.
@@ -79,6 +81,7 @@ def initialize(
       exempt, only: layers that stay in high precision, or are the only ones converted.
       output_fused: patterns of layers whose results stay in high precision under recipes that
         quantize results (``direct_e5m2``, ``hybrid``).
+      state_collection: of a Linen model, where the amax histories are; see `jfp8.convert`.
       verbose: print the report of the conversion: for Linen at the end of ``model.init``, when the
         shapes are known; for NNX at once, which layers are converted.
 
@@ -103,6 +106,7 @@ def initialize(
         "exempt": exempt,
         "only": only,
         "output_fused": output_fused,
+        "state_collection": state_collection,
         "verbose": verbose,
     }
     settings = _settings(config, given)
@@ -117,7 +121,8 @@ def initialize(
             "does not do. Use opt_level='O1', or jax.lax.pmean for a mean in f32."
         )
     chosen = _with_fused(_recipe(settings["recipe"]), settings["output_fused"])
-    selection = select(chosen, settings["exempt"], settings["only"])
+    where = {"state_collection": settings["state_collection"]}
+    selection = select(chosen, settings["exempt"], settings["only"], **where)
     converted = convert_selected(model, selection, _print_report if settings["verbose"] else None)
     if settings["verbose"] and isinstance(model, nnx.Module):
         found = decisions(model, selection).items()

@@ -399,14 +399,15 @@ def test_a_stack_of_convolutions_takes_no_images():
 
 
 class Home(nnx.Module):
-    """Multiplies by itself: no layer of Flax does."""
+    """Multiplies by itself, with more than its parameters: that is not found."""
 
     def __init__(self, rngs):
         self.w = nnx.Param(rngs.params.normal((D, D)))
         self.more = nnx.List([nnx.Param(rngs.params.normal((D, D))), nnx.Param(jnp.ones((1, D)))])
 
     def __call__(self, x):
-        return jnp.einsum("bd,df->bf", x, self.w[...]) @ self.more[0][...] * self.more[1][...]
+        x = jnp.einsum("bd,df->bf", x, 2 * self.w[...])
+        return x @ jnp.tanh(self.more[0][...]) * self.more[1][...]
 
 
 class Mixed(nnx.Module):
@@ -464,9 +465,15 @@ def test_a_conversion_of_nothing_says_what_it_saw():
             self.norm, self.embed = nnx.LayerNorm(D, rngs=rngs), nnx.Embed(9, D, rngs=rngs)
             self.head = nnx.Linear(D, 4, rngs=rngs)
 
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
     model = Model(nnx.Rngs(0))
+    converted = jfp8.convert(model)
     with pytest.warns(UserWarning, match="No product of Model is FP8") as caught:
-        jfp8.convert(model)
+        converted(normal(0, (3, D)))
     (warning,) = caught
     text = str(warning.message)
     assert warning.filename == __file__

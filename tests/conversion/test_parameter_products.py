@@ -241,7 +241,11 @@ class Home(nn.Module):
         first, second = (self.param(name, NORMAL, (8, 8)) for name in ("first", "second"))
         x = jnp.tanh(x @ first)
         x = jnp.tanh(Heir(8, name="heir")(x))
-        return nn.LayerNorm()(x @ second)
+        return self.normed(x @ second)
+
+    @staticmethod
+    def normed(x):
+        return nn.LayerNorm()(x)
 
 
 class Heir(nn.Dense):
@@ -370,6 +374,21 @@ def test_histories_are_those_of_our_product_to_the_bit():
     for found, expected in zip(trained(converted), trained(written), strict=True):
         assert found[0] == expected[0]
         assert_same(found[1], expected[1])
+
+
+def test_weights_in_fp8_give_what_their_values_give():
+    """To the bit: they are quantized again, with the scale that they have."""
+    model = jfp8.convert(Block(), "current", exempt=())
+    params = jax.jit(Block().init)(KEY, X)["params"]
+    q = jfp8.quantize_params(params, "current", kernels="w")
+    assert all(jfp8.is_scaled_array(module["w"]) for module in q.values())
+    found, _ = jax.jit(model.apply)({"params": q}, X)
+    expected, _ = jax.jit(model.apply)({"params": jfp8.dequantize_tree(q)}, X)
+    np.testing.assert_array_equal(found, expected)
+    rows = jfp8.report(model, {"params": q}, X).rows
+    assert sum(row.fp8 for row in rows) == 5  # the rest are the two products of attention
+    with pytest.raises(ValueError, match=r"no kernels .* called \['kernel'\]"):
+        jfp8.quantize_params(params)
 
 
 def test_a_module_that_differentiates_has_histories_for_its_gradients():

@@ -1348,7 +1348,7 @@ BUGS: tuple[Bug, ...] = (
         "reasons_are_forgotten",
         "a report of a converted NNX model does not say why layers stayed in high precision",
         "jfp8/conversion/nnx_models.py",
-        "setattr(node, _REASON, decision.reason)",
+        "setattr(node, REASON, decision.reason)",
         "continue",
         "conversion/test_nnx_convert.py::test_a_report_has_a_reason_for_every_product",
     ),
@@ -1587,6 +1587,14 @@ BUGS: tuple[Bug, ...] = (
         "        if not self.swapped:\n            return y\n",
         "        return y\n",
         "conversion/test_parameter_products.py::test_however_it_is_written[matmul]",
+    ),
+    Bug(
+        "state_that_nnx_jit_writes_back",
+        "a history that a function under nnx.jit was given is written back as it was, and stays empty",
+        "jfp8/conversion/nnx_parameters.py",
+        "return not any(id(x) in given",
+        "return True or any(id(x) in given",
+        "conversion/test_nnx_parameter_products.py::test_what_stays_as_it_is[in nnx.jit]",
     ),
     Bug(
         "weights_forget_the_scales_of_values",

@@ -40,6 +40,13 @@ def test_the_model_is_converted_and_the_optimizer_left_alone():
     assert sorted(model.init(jax.random.key(0), X)["fp8"]) == ["layers_0", "layers_2"]
 
 
+def test_state_that_gradients_replace():
+    where = "_overwrite_with_gradient"
+    for how in ({"state_collection": where}, {"config": {"state_collection": where}}):
+        model, _ = jfp8.initialize(MODEL, optax.sgd(1), **how)
+        assert set(jax.eval_shape(model.init, jax.random.key(0), X)) == {"params", where}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

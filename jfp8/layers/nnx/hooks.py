@@ -16,6 +16,7 @@ from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, P
 from jfp8.matmul.choice import Implementation
 from jfp8.products.cast_later import promoted
 from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.arrays import dequantize_tree
 
 
 def _own_kernel_shape(layer: Any) -> tuple[int, ...]:
@@ -133,3 +134,17 @@ class SparingScaledArrays:
         promote = lambda arrays: self.promote_dtype(tuple(arrays), **options)
         later = self.promote_dtype is dtypes.promote_dtype
         return tuple(promoted(promote, args, later=later))
+
+
+@dataclass(frozen=True)
+class ValuesOfScaledArrays:
+    """A layer's ``promote_dtype`` that takes the values of `ScaledArray`s.
+
+    For layers that keep their own product. It compares by value, as `SparingScaledArrays` does.
+    """
+
+    promote_dtype: Callable[..., Any]
+
+    def __call__(self, args: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
+        """Promote all `args`, in f32 where they are stored in FP8."""
+        return self.promote_dtype(dequantize_tree(tuple(args)), **options)

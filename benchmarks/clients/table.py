@@ -1,0 +1,51 @@
+"""The table of docs/trainers/index.md, from the records of the clients.
+
+python benchmarks/clients/table.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jfp8 import debug
+
+RESULTS = Path(__file__).parents[1] / "results" / "clients.json"
+RECIPES = ("delayed", "current", "mxfp8")
+HEAD = ("client", "projections in FP8", *RECIPES, "first step", "step")
+
+
+def gap(record: dict[str, Any], recipe: str) -> str:
+    """How far the loss is from that in f32, in %, with the 90 % interval of the mean."""
+    f32, fp8 = (np.array(record[name]["losses"]) for name in ("f32", recipe))
+    found = debug.equivalence(100 * (fp8 / f32 - 1), margin=1.0)
+    return f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
+
+
+def ratios(record: dict[str, Any], of: str, digits: int) -> str:
+    """Of the three recipes to f32."""
+    times = [record[recipe][of] / record["f32"][of] for recipe in RECIPES]
+    return ", ".join(f"{time:.{digits}f}" for time in times)
+
+
+def projections(record: dict[str, Any]) -> str:
+    """``"10 of 10"``; by recipe, if they differ."""
+    counts = {record[recipe]["fp8"] for recipe in RECIPES}
+    return f"{'/'.join(map(str, sorted(counts)))} of {record['needed']}"
+
+
+def table(records: dict[str, Any]) -> list[str]:
+    """The lines of the table."""
+    lines = [HEAD, ("---",) * len(HEAD)]
+    for name, record in sorted(records.items()):
+        gaps = (gap(record, recipe) for recipe in RECIPES)
+        times = ratios(record, "first_step_cpu_seconds", 1), ratios(record, "step_cpu_ms", 1)
+        lines.append((name, projections(record), *gaps, *times))
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+if __name__ == "__main__":
+    print("\n".join(table(json.loads(RESULTS.read_text()))))

@@ -1,0 +1,312 @@
+"""Products that NNX modules compute by themselves, with parameters of theirs.
+
+NNX has no interception of methods, so a copy of a model gets subclasses of its modules' classes,
+whose methods let the operations of JAX pass by a `Follower`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jfp8.conversion import edges
+from jfp8.conversion.nnx import children_of, has_adapter, nodes_of, reason_of
+from jfp8.conversion.nothing import Seen, is_known, own_parameters, warn_of_nothing
+from jfp8.conversion.parameter_products import (
+    Parameter,
+    ParameterProduct,
+    followed_modules,
+    following,
+)
+from jfp8.conversion.selection import Decision, Edge, Selection
+from jfp8.layers.nnx.hooks import ValuesOfScaledArrays, hook_of
+from jfp8.layers.nnx.products import DotGeneral, Product
+from jfp8.recipes import in_effect as region
+from jfp8.recipes.in_effect import Region
+from jfp8.recipes.per_tensor import DelayedScaling
+
+_OWN = "jfp8_own"  # the attribute of a module that has its `OwnParameter`s
+_ROOT = "jfp8_root"  # that of the model as a whole
+ADAPTER = "an adapter (nnx.LoRAParam)"
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnParameter:
+    """A parameter by which a module may multiply.
+
+    Attributes:
+      place: the path of the module.
+      keys: where the parameter is in the module.
+      reason: why its product stays as it is, if that is known; or "".
+      chosen: whether the user said so.
+    """
+
+    place: str
+    keys: tuple[Any, ...]
+    reason: str = ""
+    chosen: bool = False
+
+    @property
+    def name(self) -> str:
+        """``"w"``; of one in a list ``"w/0"``."""
+        return "/".join(map(str, self.keys))
+
+    @property
+    def path(self) -> str:
+        """``"layers/0/attn/w"``."""
+        return f"{self.place}/{self.name}".lstrip("/")
+
+    @property
+    def product(self) -> str:
+        """The attribute of the module with the product, which has the state."""
+        return "DotGeneral_" + "_".join(map(str, self.keys))
+
+
+def own_of(module: nnx.Module) -> list[tuple[nnx.Module, OwnParameter]]:
+    """Parameters by which modules of a model may multiply themselves, and these modules."""
+    found = []
+    for path, node in nodes_of(module):
+        known = is_known(type(node)) or hook_of(node) is not None
+        if isinstance(node, Product) or (known and not has_adapter(node)):
+            continue
+        place = "/".join(map(str, path))
+        for keys, variable in _variables(node):
+            value = variable.get_raw_value()
+            matrix = len(getattr(value, "shape", ())) >= 2
+            if matrix and jnp.issubdtype(value.dtype, jnp.floating):
+                reason = ADAPTER if isinstance(variable, nnx.LoRAParam) else ""
+                found.append((node, OwnParameter(place, keys, reason)))
+    return found
+
+
+def _variables(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The parameters that a module holds itself, or in containers."""
+    for name, child in children_of(node).items():
+        if isinstance(child, nnx.Param):
+            yield (*path, name), child
+        elif not isinstance(child, nnx.Module) or isinstance(child, (nnx.List, nnx.Dict)):
+            yield from _variables(child, (*path, name))
+
+
+def convert_own(model: nnx.Module, selection: Selection) -> None:
+    """Make `model` compute products with its own parameters in FP8, as `selection` says, in place.
+
+    A product and its state is made for each parameter by which a module may multiply: what it does
+    is seen when it is called.
+    """
+    decided: dict[int, tuple[nnx.Module, list[OwnParameter]]] = {}
+    for node, own in own_of(model):
+        decision = selection.decide(own.path, node, None)
+        if not own.reason and decision.recipe is None:
+            own = dataclasses.replace(own, reason=decision.reason, chosen=decision.chosen)
+        if not own.reason and not hasattr(node, own.product):
+            product = DotGeneral(recipe=decision.recipe, path=own.place)
+            setattr(node, own.product, nnx.data(product))
+        decided.setdefault(id(node), (node, []))[1].append(own)
+    if not decided:
+        return
+    for node, owned in decided.values():
+        setattr(node, _OWN, tuple(owned))
+        promote: Any = getattr(node, "promote_dtype", None)
+        if hook_of(node) is not None and not isinstance(promote, ValuesOfScaledArrays):
+            setattr(node, "promote_dtype", ValuesOfScaledArrays(promote))  # noqa: B010
+    for path, node in list(nodes_of(model)):
+        known = isinstance(node, Product) or is_known(type(node))
+        if path and known and id(node) not in decided:
+            continue
+        kind = getattr(type(node), "jfp8_original", type(node))
+        object.__setattr__(node, "__class__", _following(kind, selection))
+    setattr(model, _ROOT, True)
+
+
+@functools.cache
+def _following(kind: type[nnx.Module], selection: Selection) -> type[nnx.Module]:
+    """The subclass of `kind` whose methods are followed."""
+    namespace: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "jfp8_original": kind,
+        "jfp8_selection": selection,
+    }
+    for name, function in inspect.getmembers(kind, inspect.isfunction):
+        own = getattr(nnx.Module, name, None) is not function and not _is_private(name)
+        if own and not isinstance(inspect.getattr_static(kind, name), staticmethod):
+            namespace[name] = _entering(function, name)
+    with warnings.catch_warnings():  # what Flax says about annotations, it said about `kind`
+        warnings.simplefilter("ignore")
+        flags = {"pytree": kind._pytree__is_pytree}
+        return types.new_class(kind.__name__, (kind,), flags, lambda body: body.update(namespace))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and name != "__call__"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Edges:
+    """The paths of products whose results a model returns; and what is met in a call of it."""
+
+    returned: frozenset[str] = frozenset()
+    met: _Met | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass
+class _Met:
+    """The modules that ran, by path; the products that are FP8; and why others are not."""
+
+    modules: set[str] = dataclasses.field(default_factory=set)
+    converted: bool = False
+    stayed: dict[str, tuple[type, Decision]] = dataclasses.field(default_factory=dict)
+
+
+def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The method `function`, followed."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(function, self, *args, **kwargs)
+        here, selection = region.current(), type(self).jfp8_selection
+        if here is not None and here.selection == edges.LOOKING.selection:
+            return _followed(self, _marked, run)
+        if here is not None and here.selection == selection:
+            assert isinstance(here.edges, _Edges)
+            return _followed(self, functools.partial(_computed, selection, here.edges), run)
+        found = _Edges(_returned(self, selection, name, args, kwargs), _Met())
+        recipe = DelayedScaling() if here is None else here.recipe
+        inside = Region(recipe, here is None or here.enabled, selection, found)
+        with region.entered(inside), _explaining_stacks():
+            result = _followed(self, functools.partial(_computed, selection, found), run)
+        if inside.enabled and name == "__call__":
+            _warn(self, found.met)
+        return result
+
+    return method
+
+
+@contextlib.contextmanager
+def _explaining_stacks() -> Iterator[None]:
+    """Says what to type where JAX only says that axes differ in size."""
+    try:
+        yield
+    except ValueError as error:
+        said = ("axis sizes", "inconsistent sizes", "belongs to another recipe")
+        if any(words in str(error) for words in said):
+            error.add_note(
+                "If modules of your own are stacked here, made under nnx.vmap, jfp8.convert cannot "
+                "know that, and made one amax history for all. Convert inside: "
+                "nnx.vmap(lambda rngs: jfp8.convert(Block(rngs), recipe, exempt=())), or use a "
+                'recipe without state, such as "current".'
+            )
+        raise
+
+
+def _followed(module: nnx.Module, found: Callable[[ParameterProduct], Any], run: Any) -> Any:
+    """What `run` gives, where products of parameters in `module` are what `found` says."""
+    met = getattr(getattr(region.current(), "edges", None), "met", None)
+    if met is not None:
+        met.modules.update(own.place for own in getattr(module, _OWN, ()))
+    if any(inside is module for inside in followed_modules()):
+        return run()
+    modules, products, parameters = [], [], {}
+    for _, node in nodes_of(module):
+        modules.append(node)
+        products += [node] if isinstance(node, Product) and node.fp8 is not None else []
+        for own in getattr(node, _OWN, ()):
+            parameter = Parameter(node, own.place, own.name)
+            for leaf in jax.tree.leaves(_at(node, own.keys).get_raw_value()):
+                parameters[id(leaf)] = leaf, parameter
+    lookup = lambda value: parameters.get(id(value), (None, None))[1]
+
+    def enters(values: Any) -> bool:  # not where nnx.jit writes back what state it was given
+        given = set(map(id, values))
+        return not any(id(x) in given for p in products for x in p.histories().values())
+
+    with following(modules, lookup, found, enters):
+        return run()
+
+
+def _at(node: Any, keys: tuple[Any, ...]) -> Any:
+    for key in keys:
+        node = children_of(node)[key]
+    return node
+
+
+def _computed(selection: Selection, found: _Edges, product: ParameterProduct) -> jax.Array:
+    """`product` in FP8, or plain and with the reason for that."""
+    module, path = product.parameter.module, product.parameter.path
+    own = next(own for own in getattr(module, _OWN) if own.path == path)
+    decision = Decision(None, own.reason, own.chosen)
+    if not own.reason:
+        edge = Edge.LOGITS if path in found.returned else None
+        decision = selection.decide(path, module, edge)
+    if decision.recipe is None:
+        if found.met is not None:
+            found.met.stayed[path] = type(module), decision
+        return product.staying(decision.reason)
+    if found.met is not None:
+        found.met.converted = True
+    dot_general = getattr(module, own.product)
+    if product.nth > 1:  # such as a gradient that the module takes itself: another kind of tensors
+        dot_general = DotGeneral(recipe=decision.recipe, path=own.place)
+        dot_general.fp8 = None
+    return product.by(dot_general)
+
+
+def _marked(product: ParameterProduct) -> jax.Array:
+    path = product.parameter.path
+    x = edges.mark_input(product.x, path)
+    return edges.mark_output(dataclasses.replace(product, x=x).plain(), path)
+
+
+def _returned(
+    model: nnx.Module, selection: Selection, name: str, args: Any, kwargs: Any
+) -> frozenset[str]:
+    """Found by tracing the model as it is once more, if that makes a difference."""
+    if not getattr(model, _ROOT, False) or Edge.LOGITS not in selection.choices:
+        return frozenset()
+    graph, state = nnx.split((model, args, kwargs))
+    arrays, together = edges.arrays_apart(state)
+
+    def run(arrays: Any) -> Any:
+        copy, args, kwargs = nnx.merge(graph, together(arrays))
+        return edges.arrays_in(getattr(copy, name)(*args, **kwargs))
+
+    with region.entered(edges.LOOKING):
+        closed = jax.make_jaxpr(run)(arrays)
+    return edges.edge_layers(closed, 0)[1]
+
+
+def _warn(model: Any, met: Any) -> None:
+    """Warn if `model`, which was called as a whole, computed no product in FP8."""
+    if met.converted or not getattr(model, _ROOT, False):
+        return
+    owned = [(node, own) for _, node in nodes_of(model) for own in getattr(node, _OWN, ())]
+    products = {id(getattr(node, own.product, None)) for node, own in owned}
+    if any(isinstance(node, Product) and id(node) not in products for _, node in nodes_of(model)):
+        return
+    if not met.modules.issuperset(own.place for _, own in owned):
+        return
+    kinds, shapes = {}, {}
+    for node, own in owned:
+        if own.path not in met.stayed and not own.chosen:
+            kinds[own.place] = type(node)
+            shape = jnp.shape(_at(node, own.keys).get_raw_value())
+            shapes.setdefault(own.place, {})[own.name] = shape
+    stayed, selection = dict(met.stayed), type(model).jfp8_selection
+    for path, node in nodes_of(model):
+        if (reason := reason_of(node)) is not None:
+            place = "/".join(map(str, path))
+            chosen = selection.decide(place, node, None).chosen
+            stayed[place] = type(node), Decision(None, reason, chosen)
+    warn_of_nothing(model, Seen(False, stayed, own_parameters(kinds, shapes)), "nnx")

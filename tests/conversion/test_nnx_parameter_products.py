@@ -1,0 +1,368 @@
+"""Products that NNX modules compute by themselves: einsum, dot, matmul and @ with a parameter.
+
+The oracle is the same model, written with jfp8's own product in place of ``jnp.einsum``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfp8
+
+X = jax.random.normal(jax.random.key(1), (2, 6, 8))
+TOKENS = jnp.arange(12).reshape(2, 6)
+
+
+def normal(rngs, shape, scale=0.3):
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape))
+
+
+class Einsum(nnx.Module):
+    """The layer of tunix; with a recipe, the same with jfp8's product."""
+
+    def __init__(self, equation, shape, rngs, recipe=None):
+        self.equation, self.w = equation, normal(rngs, shape)
+        if recipe is not None:
+            self.op = jfp8.nnx.EinsumOp(recipe=recipe)
+
+    def __call__(self, x):
+        return getattr(self, "op", jnp.einsum)(self.equation, x, self.w[...])
+
+
+class Block(nnx.Module):
+    """Attention and a feed-forward layer as tunix's Gemma has them, in small and under remat."""
+
+    def __init__(self, rngs, recipe=None):
+        einsum = functools.partial(Einsum, rngs=rngs, recipe=recipe)
+        self.q_einsum = einsum("BTD,NDH->BTNH", (2, 8, 4))
+        self.kv_einsum = einsum("BSD,CKDH->CBSKH", (2, 2, 8, 4))
+        self.attn_vec_einsum = einsum("BTNH,NHD->BTD", (2, 4, 8))
+        hook = {"dot_general": jfp8.nnx.DotGeneral(recipe=recipe)} if recipe else {}
+        self.mlp = nnx.Linear(8, 8, rngs=rngs, **hook)
+        self.calls = nnx.Variable(jnp.zeros((), int))
+
+    def block(self, x):
+        self.calls[...] += 1
+        q, (k, v) = self.q_einsum(x), self.kv_einsum(x)
+        weights = nnx.softmax(jnp.einsum("BTNH,BSNH->BTNS", q, k))
+        x = x + self.attn_vec_einsum(jnp.einsum("BTNS,BSNH->BTNH", weights, v))
+        return x + self.mlp(nnx.gelu(x))
+
+    def __call__(self, x):
+        return nnx.remat(self.block.__func__)(self, x)
+
+
+class Gemma(nnx.Module):
+    """Blocks, and an embedding that gives the logits as well."""
+
+    def __init__(self, rngs, recipe=None):
+        self.input_embedding = normal(rngs, (16, 8))
+        self.layers = nnx.List([Block(rngs, recipe) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = self.input_embedding[...][tokens]
+        for layer in self.layers:
+            x = layer(x)
+        return jnp.dot(x, self.input_embedding[...].T)
+
+
+def fp8_paths(model, *inputs):
+    return {row.path for row in jfp8.report(model, *inputs).rows if row.fp8}
+
+
+def histories(model):
+    """By the path of the layer and the tensor, without the name of the product."""
+    found = nnx.to_flat_state(nnx.state(model, jfp8.nnx.Fp8State))
+    return {
+        tuple(k for k in path if k not in ("op", "dot_general", "DotGeneral_w")): variable[...]
+        for path, variable in found
+        if np.any(variable[...])
+    }
+
+
+def trained(model, value_and_grad, steps=2):
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+        loss_fn = lambda model: jnp.mean(cross_entropy(model(TOKENS), TOKENS))
+        loss, grads = value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    for _ in range(steps):
+        yield step(model, optimizer), histories(model)
+
+
+# What is found, and what it is called.
+
+
+def test_all_projections_of_a_gemma_and_nothing_else():
+    model = Gemma(nnx.Rngs(0))
+    converted = jfp8.convert(model, "delayed")
+    rows = jfp8.report(converted, TOKENS).rows
+    names = ("q_einsum", "kv_einsum", "attn_vec_einsum", "mlp")
+    expected = {f"layers/{i}/{name}" for i in range(2) for name in names}
+    assert {row.path for row in rows if row.fp8} == expected
+    (logits,) = {row.reason for row in rows if row.path == "" and not row.fp8}
+    assert logits == "exempt: a layer whose result the model returns: the final logits"
+    for kind in ("dgrad", "wgrad"):  # of two blocks
+        assert sum(row.times for row in rows if row.fp8 and row.kind == kind) == 8
+    stock = nnx.state(model, nnx.Param)
+    assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(converted, nnx.Param), stock))
+    assert type(converted).__name__ == "Gemma"
+    assert isinstance(converted, Gemma)
+    assert converted.layers[0].q_einsum.DotGeneral_w.fp8["lhs"].shape == (16,)
+    assert not hasattr(model.layers[0].q_einsum, "DotGeneral_w")
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_loss_and_histories_are_those_of_our_product_to_the_bit(ours):
+    """With ``jfp8.nnx.value_and_grad`` and with Flax's, and with a first step and a second."""
+    value_and_grad = jfp8.nnx.value_and_grad if ours else nnx.value_and_grad
+    converted = jfp8.convert(Gemma(nnx.Rngs(0)), "delayed")
+    written = Gemma(nnx.Rngs(0), recipe="delayed")
+    steps = zip(trained(converted, value_and_grad), trained(written, value_and_grad), strict=True)
+    for found, expected in steps:
+        assert found[0] == expected[0]
+        assert found[1].keys() == expected[1].keys()
+        assert len(found[1]) == 8 * (3 if ours else 2)
+        for path, history in expected[1].items():
+            np.testing.assert_array_equal(found[1][path], history, err_msg=str(path))
+    assert converted.layers[0].calls[...] == 2  # once a step, as of the model itself
+
+
+class Ways(nnx.Module):
+    """One product; `way` says how it is written."""
+
+    def __init__(self, way):
+        self.way, self.w = way, normal(nnx.Rngs(0), (3, 8, 8))
+        self.held = nnx.List([normal(nnx.Rngs(1), (8, 8))])
+        if way in ("of a child", "nnx.jit", "in nnx.jit"):
+            self.child = Einsum("btd,df->btf", (8, 8), nnx.Rngs(2))
+
+    def __call__(self, x):
+        return WAYS[self.way](self, x)
+
+
+WAYS = {
+    "@": lambda m, x: x @ m.w[0],
+    "value": lambda m, x: x @ m.w.get_value()[0],
+    "the variable": lambda m, x: jnp.einsum("btd,edf->ebtf", x, m.w),
+    "swapped": lambda m, x: jnp.matmul(m.w[2].T, x.swapaxes(-1, -2)),
+    "of a list": lambda m, x: x @ m.held[0][...],
+    "of a child": lambda m, x: x @ m.child.w[...].astype(jnp.bfloat16).astype(jnp.float32),
+    "jax.jit": lambda m, x: jax.jit(lambda x, w: jnp.tanh(x) @ w)(x, m.w[0]),
+    "jax.vmap": lambda m, x: jax.vmap(lambda x: x @ m.w[0])(x),
+    "nnx.jit": lambda m, x: nnx.jit(lambda child, x: child(x))(m.child, x),
+}
+OFTEN = ("value", "swapped", "of a list")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[] if w in OFTEN else pytest.mark.slow) for w in WAYS]
+)
+def test_however_it_is_written(way):
+    model = Ways(way)
+    converted = jfp8.convert(model, "delayed", exempt=())
+    assert all(row.fp8 for row in jfp8.report(converted, X).rows)
+    expected = model(X)
+    error = jnp.linalg.norm(converted(X) - expected) / jnp.linalg.norm(expected)
+    assert 1e-3 < error < 0.1  # eager
+    jax.tree.map(np.testing.assert_array_equal, nnx.jit(lambda m: m(X))(converted), converted(X))
+    assert len(histories(converted)) == 2  # of lhs and rhs; each call is a step
+
+
+STAYS = {
+    "activations": lambda m, x: jnp.einsum("btd,bsd->bts", x, x),
+    "computed": lambda m, x: x @ (2 * m.w[0]),
+    "checkpoint": lambda m, x: jax.checkpoint(jnp.dot)(x, m.w[0]),
+    # Its state would be written back as it came.
+    "in nnx.jit": lambda m, x: nnx.jit(lambda m, x: x @ m.w[...])(m.child, x),
+}
+
+
+def of(way, monkeypatch):
+    monkeypatch.setitem(WAYS, way, STAYS[way])
+    return jfp8.convert(Ways(way), "delayed", exempt=())
+
+
+@pytest.mark.parametrize("way", STAYS)
+@pytest.mark.filterwarnings("ignore:No product")
+def test_what_stays_as_it_is(way, monkeypatch):
+    converted = of(way, monkeypatch)
+    rows = jfp8.report(converted, X).rows
+    assert rows
+    assert not any(row.fp8 for row in rows)
+    assert way == "checkpoint" or "test_nnx_parameter_products.py" in rows[0].reason
+    np.testing.assert_array_equal(converted(X), Ways(way)(X))
+
+
+def test_a_call_without_any_product_in_fp8_says_so(monkeypatch):
+    converted = of("checkpoint", monkeypatch)
+    told = r"No product of Ways is FP8.*multiply by none.*model itself, 'held/0' \(8, 8\), 'w' \(3"
+    with pytest.warns(UserWarning, match=told):
+        jfp8.report(converted, X)
+
+
+class Home(nnx.Module):
+    """Two parameters, and a layer of Flax."""
+
+    def __init__(self, rngs):
+        self.first, self.second = normal(rngs, (8, 8)), normal(rngs, (8, 8))
+        self.bias, self.scale = nnx.Param(None), nnx.Param(1.0)
+        self.block = Einsum("btd,df->btf", (8, 8), rngs)
+        self.norm, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.drop(self.norm(jnp.tanh(x @ self.first)))
+        return self.doubled(jnp.exp(self.block(x)) @ self.second)
+
+    @staticmethod
+    def doubled(x):
+        return 2.0 * x
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"first", "block/w"}),  # the result of the second is scaled alone
+        ({"exempt": ()}, {"first", "second", "block/w"}),
+        ({"exempt": "first"}, {"second", "block/w"}),
+        ({"exempt": "block"}, {"first", "second"}),
+        ({"exempt": Einsum}, {"first", "second"}),
+        ({"only": "sec*"}, {"second"}),
+        ({"only": lambda path, layer: isinstance(layer, Home)}, {"first", "second"}),
+    ],
+)
+def test_the_same_choices_as_for_layers(options, expected):
+    converted = jfp8.convert(Home(nnx.Rngs(0)), "delayed", **options)
+    nnx.jit(lambda m: m(X))(converted)
+    assert converted.norm.mean[...].any()  # Flax's layers update variables of theirs
+    recorded = {
+        "/".join(path[:-3]) + "/" + path[-3].removeprefix("DotGeneral_")
+        for path, variable in nnx.to_flat_state(nnx.state(converted, jfp8.nnx.Fp8State))
+        if variable[...].any()
+    }
+    assert {path.lstrip("/") for path in recorded} == expected
+
+
+def test_a_pattern_that_matches_no_parameter():
+    with pytest.raises(ValueError, match="'third' matches no layer.*block/w, first"):
+        jfp8.convert(Home(nnx.Rngs(0)), exempt="third")
+
+
+@pytest.mark.slow
+def test_nothing_is_found_twice_and_a_region_disables_all():
+    model = Home(nnx.Rngs(0))
+    converted = jfp8.convert(model, "delayed", exempt=())
+    again = jfp8.convert(converted, "current", exempt=())
+    assert {row.recipe for row in jfp8.report(again, X).rows if row.fp8} == {"delayed"}
+    with jfp8.autocast(enabled=False):
+        assert not fp8_paths(converted, X)
+        np.testing.assert_array_equal(converted(X), Home(nnx.Rngs(0))(X))
+
+
+@pytest.mark.slow
+def test_a_function_of_state():
+    """``nnx.split`` and ``nnx.merge`` in a function of JAX, and a part of the model alone."""
+    converted = jfp8.convert(Gemma(nnx.Rngs(0)), "delayed")
+    graph, state = nnx.split(converted)
+
+    @jax.jit
+    def step(state):
+        model = nnx.merge(graph, state)
+        return model(TOKENS), nnx.state(model)
+
+    logits, new = step(state)
+    np.testing.assert_array_equal(logits, nnx.jit(lambda m: m(TOKENS))(converted))
+    assert jax.tree.all(jax.tree.map(np.array_equal, new, nnx.state(converted)))
+    assert len(fp8_paths(converted.layers[0], X)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["convert", "quantize"])
+def test_weights_in_fp8_give_what_their_values_give(first):
+    """To the bit: they are quantized again, with the scale that they have."""
+    model = Gemma(nnx.Rngs(0))
+    q = jfp8.quantize_params(nnx.state(model, nnx.Param), "current", kernels=("kernel", "w"))
+    apply = nnx.jit(lambda model: model(TOKENS))
+    if first == "quantize":
+        nnx.update(model, q)
+    model = jfp8.convert(model, "current")
+    nnx.update(model, q)
+    found = apply(model)
+    assert len(fp8_paths(model, TOKENS)) == 8
+    nnx.update(model, jfp8.dequantize_tree(q))
+    np.testing.assert_array_equal(found, apply(model))
+
+
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 16])
+def test_stacks_are_converted_inside(size):
+    """Where they are converted outside, the error says so; 16 is the length of a history too."""
+
+    class Stack(nnx.Module):
+        def __init__(self, make):
+            self.layers = nnx.vmap(make)(jax.random.split(jax.random.key(0), size))
+
+        def __call__(self, x):
+            scan = nnx.scan(lambda x, f: jnp.tanh(f(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return scan(x, self.layers)
+
+    make = lambda key: Einsum("btd,df->btf", (8, 8), nnx.Rngs(key))
+    stack = Stack(lambda key: jfp8.convert(make(key), "delayed", exempt=()))
+    jfp8.nnx.value_and_grad(lambda m: jnp.sum(m(X)))(stack)
+    history = stack.layers.DotGeneral_w.fp8["grad"][...]
+    assert history.shape == (size, 16)
+    assert np.all(history[:, 0])
+    with pytest.raises(ValueError, match="Convert inside: nnx.vmap"):
+        jfp8.convert(Stack(make), "delayed", exempt=())(X)
+
+
+def test_a_module_that_differentiates_has_no_history_for_its_gradients():
+    """These are a million times smaller here, and by the scale of activations all zeros."""
+
+    class Forces(nnx.Module):
+        def __init__(self, rngs):
+            self.w, self.v = normal(rngs, (8, 8)), normal(rngs, (8, 1), 1e-6)
+
+        def __call__(self, x):
+            return jax.grad(lambda x: jnp.sum(jnp.tanh(x @ self.w) @ self.v))(x)
+
+    model = Forces(nnx.Rngs(0))
+    converted = jfp8.convert(model, "delayed", exempt=())
+    for _ in range(2):
+        error = jnp.linalg.norm(converted(X) - model(X)) / jnp.linalg.norm(model(X))
+        assert 0 < error < 0.15  # some roundings of up to 2^-4 each
+
+
+def test_adapters_stay_and_are_not_cut_off():
+    """Qwix adds them to ``jax.lax.dot_general``, which a layer must go on calling."""
+
+    class Adapted(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(8, 8, rngs=rngs)
+            self.layer.kernel_lora_a = nnx.LoRAParam(jnp.ones((8, 8)))
+
+        def __call__(self, x):
+            return jnp.tanh(self.layer(x) + x @ self.layer.kernel_lora_a)
+
+    converted = jfp8.convert(Adapted(nnx.Rngs(0)), "delayed", exempt=())
+    assert converted.layer.dot_general is jax.lax.dot_general
+    rows = [row for row in jfp8.report(converted, X).rows if row.kind in ("fprop", "forward")]
+    assert [row.fp8 for row in rows] == [True, False]
+    assert rows[1].reason == "an adapter (nnx.LoRAParam)"
+    converted(X)
+    assert len(histories(converted)) == 2
+    converted.eval()
+    expected = converted(X)
+    nnx.update(converted, jfp8.quantize_params(nnx.state(converted, nnx.Param)))
+    np.testing.assert_allclose(converted(X), expected, rtol=1e-5)  # the same codes
