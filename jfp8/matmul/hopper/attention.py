@@ -1,0 +1,162 @@
+"""Attention of f8 matrices on Hopper: the call of the kernel in `attention_block`, and its rule."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfp8.matmul.hopper.attention_block import (
+    BLOCK,
+    COMPUTE,
+    ROWS,
+    Problem,
+    kernel,
+    most_stages,
+    scratch,
+)
+from jfp8.matmul.hopper.tiles import padded
+
+SIZES = (64, 128, 256)  # of a head
+
+# No barriers but those of the code, as for products: see `tiles.NO_OTHER_BARRIERS`. A warp writes
+# and multiplies its own rows of the probabilities. exp2 is one instruction, off by 2^-22 at most.
+_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
+
+
+def attention_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v_t: jax.Array,
+    q_scale: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    *,
+    groups: int,
+    scale: float,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    out_dtype: jax.typing.DTypeLike,
+    key_lengths: jax.Array | None = None,
+    stages: int | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """``o = softmax(scale * q k^T) v`` and the logarithm of the softmax's denominator. ::
+
+        s   = (q . k^T) * q_scale_i * (scale * log2(e)) * k_scale_j    -inf where invisible
+        m'  = max(m, rowmax(s));  p = exp2(s - m');  a = exp2(m - m')
+        l   = l * a + rowsum(p)
+        b_i = max(v_scale_j)  over the block's keys j that are visible to i
+        w   = e4m3fn(p * v_scale_j / b_i * 2^8)
+        acc = acc * a + (w . v^T) * (b_i * 2^-8)
+
+    for one block of 128 keys after another; then ``o = acc / l`` and ``lse = m * ln 2 + ln l``. All
+    of it is f32, but for the products of f8 that the tensor cores sum. A row that sees no key gets
+    ``o = 0`` and ``lse = -inf``. Keys that a row does not see do not change it by a bit, unless a
+    value of theirs, or its scale, is Inf or NaN.
+
+    Args:
+      q: ``f8[G, T, H]``, H of 64, 128 or 256.
+      k: ``f8[G / groups, S, H]``.
+      v_t: ``f8[G / groups, H, S]``.
+      q_scale: ``f32[G, T]``, or ``f32[]``: one for all. Positive, as the others.
+      k_scale: ``f32[G / groups, S]`` or ``f32[]``.
+      v_scale: ``f32[G / groups, S]``, powers of two from 2^-90 to 2^100; or ``f32[]``, any number.
+      groups: how many heads of queries share a head of keys and values.
+      scale: of the logits, positive.
+      is_causal: whether key j is visible to query i only if ``j <= i``.
+      window: ``(left, right)``: only if ``i - left <= j <= i + right``. None: no such bound.
+      out_dtype: f32, bf16 or f16, to which `o` is rounded once.
+      key_lengths: ``i32[G / groups]``: only if ``j < key_lengths[g]``.
+      stages: how many blocks of keys and values shared memory holds; None: as many as fit, up to 4.
+      interpret: for ``plgpu.kernel``.
+
+    Returns:
+      ``out_dtype[G, T, H]`` and ``f32[G, T]``.
+
+    Raises:
+      ValueError: H is another, or `scale` is not positive, or `window` is negative.
+    """
+    (heads, rows, size), keys = q.shape, k.shape[1]
+    _check(size, scale, window)
+    if 0 in (heads, rows, keys):
+        return jnp.zeros(q.shape, out_dtype), jnp.full((heads, rows), -jnp.inf, jnp.float32)
+    left, right = window or (None, None)
+    if is_causal:
+        right = 0
+    operands = {
+        "q": padded(q, 1, COMPUTE * ROWS, 1),
+        "k": padded(k, 1, BLOCK, 1),
+        "v_t": padded(v_t, 1, 1, BLOCK),
+        "q_scale": padded(q_scale, 1, COMPUTE * ROWS) if q_scale.ndim else q_scale.reshape(1),
+        "k_scale": padded(k_scale, 1, BLOCK) if k_scale.ndim else k_scale.reshape(1),
+        "v_scale": padded(v_scale, 1, BLOCK) if v_scale.ndim else v_scale.reshape(1),
+    }
+    if key_lengths is not None:
+        operands["key_lengths"] = key_lengths
+    problem = Problem(
+        rows=operands["q"].shape[1],
+        keys=keys,
+        size=size,
+        groups=groups,
+        factor=scale * math.log2(math.e),
+        left=left,
+        right=right,
+        stages=stages or most_stages(size),
+    )
+    out_type = [
+        jax.ShapeDtypeStruct((heads, problem.rows, size), out_dtype),
+        jax.ShapeDtypeStruct((heads, problem.rows), jnp.float32),
+    ]
+    attend = plgpu.kernel(
+        functools.partial(kernel, problem, tuple(operands)),
+        out_type=out_type,
+        grid=(heads * problem.tiles,),
+        grid_names=("tile",),
+        cluster=(1,),
+        cluster_names=("cluster",),
+        num_threads=COMPUTE + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch(problem, operands, out_dtype),
+        compiler_params=_PARAMS,
+        interpret=interpret,
+        kernel_name="jfp8_attention",
+    )
+    o, lse = attend(*operands.values())
+    return o[:, :rows], lse[:, :rows]
+
+
+def division(
+    groups: int,
+    q_scale: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    key_lengths: jax.Array | None = None,
+) -> str:
+    """How devices may divide `attention_forward`: by heads. A rule for `tracing.divided`."""
+    of_keys = "g" if groups == 1 else f"g/{groups}"
+    by_token = lambda scale, head, token: f"{head} {token}" if scale.ndim else ""
+    operands = ["g T H", f"{of_keys} S H", f"{of_keys} H S"]
+    operands += [by_token(q_scale, "g", "T")]
+    operands += [by_token(scale, of_keys, "S") for scale in (k_scale, v_scale)]
+    operands += [] if key_lengths is None else [of_keys]
+    return f"{', '.join(operands)} -> g T H, g T"
+
+
+def _check(size: int, scale: float, window: tuple[int, int] | None) -> None:
+    if size not in SIZES:
+        raise ValueError(
+            f"the attention kernel takes heads of 64, 128 or 256 numbers, not {size}: "
+            "pad queries, keys and values with zeros."
+        )
+    if not scale > 0:
+        raise ValueError(
+            f"scale={scale}: the attention kernel finds the largest logits before it multiplies by "
+            "scale, which must be positive. For a negative one, negate the queries."
+        )
+    if window is not None and min(window) < 0:
+        raise ValueError(f"window={window}: a query sees its own key; give no negative numbers.")

@@ -1,0 +1,234 @@
+"""Attention in Pallas, interpreted, against its equations in float64; and what it must not see."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11, 2):
+    pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
+
+from jfp8 import recipes
+from jfp8.matmul.hopper.attention import BLOCK, attention_forward, division
+from jfp8.products.flash.blocks import forward
+from jfp8.products.flash.numerics import numerics_of, quantize_tokens
+from jfp8.products.flash.visible import Visible
+from support.interpreter import no_races
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+def interpreted(*operands, **options):
+    """The results of the kernel, after a check that none of its threads raced another."""
+    with no_races() as params:
+        return jax.block_until_ready(attention_forward(*operands, **options, interpret=params))
+
+
+def f64(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def operands_of(heads, groups, rows, keys, size, vectors, dtypes=(E4M3, E4M3, E4M3)):
+    """Random ones, and a token of zeros; keys and values have scales of many magnitudes."""
+    rng = np.random.default_rng(rows + keys + size)
+    key_heads = heads // groups
+    shapes = (heads, rows, size), (key_heads, keys, size), (key_heads, size, keys)
+    data = [jnp.asarray(rng.standard_normal(s), d) for s, d in zip(shapes, dtypes, strict=True)]
+    q_scale = rng.uniform(0.5, 2, (heads, rows)), 1.25
+    k_scale = 10 ** rng.uniform(-2.5, 0.5, (key_heads, keys)), 0.75
+    v_scale = 2.0 ** rng.integers(-6, 6, (key_heads, keys)), 3.0
+    scales = [
+        jnp.asarray(vector if on else number, F32)
+        for (vector, number), on in zip((q_scale, k_scale, v_scale), vectors, strict=True)
+    ]
+    # As tokens of zeros are quantized where scales move into weights.
+    of_zeros = lambda x: x if x.ndim == 0 else x.at[:, 5].set(2.0**-126)
+    data = [data[0].at[:, 5].set(0), data[1].at[:, 5].set(0), data[2].at[:, :, 5].set(0)]
+    return *data, *map(of_zeros, scales)
+
+
+def visible_keys(rows, keys, is_causal, window, length):
+    """bool[rows, keys]."""
+    i, j = np.arange(rows)[:, None], np.arange(keys)
+    left, right = window or (rows + keys, rows + keys)
+    seen = (j >= i - left) & (j <= i + right) & (j < length)
+    return seen & (j <= i) if is_causal else seen
+
+
+def e4m3(x):
+    return x.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def attention_in_f64(q, k, v_t, q_scale, k_scale, v_scale, scale, visible):
+    """One head by the equations, block by block: o and lse, with a bound on the error of each.
+
+    The kernel's logits are f32: they differ by at most a rounding for each of the H terms and for
+    each factor. So does the maximum, and with exp2, off by 2^-22, that bounds how far a probability
+    may be from ours. Where a rounding to e4m3fn lies in between, its two results are both right.
+    """
+    rows, size = q.shape
+    by_key = np.broadcast_to(v_scale, k.shape[:1])
+    factor = np.broadcast_to(q_scale, rows)[:, None] * scale * np.log2(np.e)
+    s = np.where(visible, q @ k.T * factor * k_scale, -np.inf)
+    slack = (size + 6) * 2.0**-24 * (np.abs(q) @ np.abs(k).T * factor * k_scale + 8)
+    m, l, acc, bound = np.full(rows, -np.inf), np.zeros(rows), 0.0, 0.0
+    for start in range(0, len(k), BLOCK):
+        block = slice(start, start + BLOCK)
+        seen = visible[:, block]
+        before, m = m, np.maximum(m, s[:, block].max(1))
+        shift = np.where(np.isinf(m), 0, m)
+        p, shrink = np.exp2(s[:, block] - shift[:, None]), np.exp2(before - shift)
+        l = l * shrink + p.sum(1)
+        unit = np.where(seen, by_key[block], 0).max(1) if np.ndim(v_scale) else np.ones(rows)
+        unit = np.where(unit == 0, 1, unit)
+        w = p * (by_key[block] / unit[:, None] if np.ndim(v_scale) else 1) * 2.0**8
+        off = slack[:, block] + np.where(seen, slack[:, block], 0).max(1, keepdims=True) + 2.0**-22
+        flips = e4m3(w * (1 + off)) - e4m3(w * (1 - off))
+        unit = unit[:, None] * 2.0**-8
+        acc = acc * shrink[:, None] + e4m3(w) @ v_t[:, block].T * unit
+        bound = bound * shrink[:, None] + flips @ np.abs(v_t[:, block]).T * unit
+        bound = bound + 2.0**-16 * (e4m3(w) @ np.abs(v_t[:, block]).T * unit)
+    some = l > 0
+    factor = np.where(some, 1 / np.where(some, l, 1), 0) * (1 if np.ndim(v_scale) else v_scale)
+    off = np.where(visible, slack, 0).max(1) + 2.0**-20
+    with np.errstate(divide="ignore"):
+        lse = m * np.log(2) + np.log(l)
+    return acc * factor[:, None], (bound + off[:, None] * np.abs(acc)) * factor[:, None], lse, off
+
+
+def assert_attention(results, operands, groups, scale, is_causal, window, lengths, out_dtype):
+    o, lse = results
+    assert (o.dtype, lse.dtype, o.shape) == (out_dtype, F32, operands[0].shape)
+    q, k, v_t, *scales = map(f64, operands)
+    for head in range(len(q)):
+        g = head // groups
+        q_scale, k_scale, v_scale = (
+            x[i] if x.ndim else x for x, i in zip(scales, (head, g, g), strict=True)
+        )
+        length = k.shape[1] if lengths is None else lengths[g]
+        visible = visible_keys(q.shape[1], k.shape[1], is_causal, window, length)
+        want, bound, want_lse, lse_bound = attention_in_f64(
+            q[head], k[g], v_t[g], q_scale, k_scale, v_scale, scale, visible
+        )
+        bound = bound + float(jnp.finfo(out_dtype).eps) / 2 * (np.abs(want) + bound)
+        assert (np.abs(f64(o[head]) - want) <= bound).all()
+        none = ~visible.any(1)
+        assert (f64(o[head])[none] == 0).all()
+        assert (f64(lse[head])[none] == -np.inf).all()
+        off = np.abs(f64(lse[head])[~none] - want_lse[~none])
+        assert (off <= lse_bound[~none] + 2.0**-22 * np.abs(want_lse[~none])).all()
+        # The bound is no excuse: it is small beside the values.
+        if (~none).any():
+            assert np.median(bound[~none]) < 0.02 * np.median(np.abs(want[~none])) + 1e-30
+
+
+@pytest.mark.representative(2)
+@pytest.mark.parametrize(
+    ("sizes", "vectors", "options", "out_dtype"),
+    [
+        # heads, groups, rows, keys, size
+        ((2, 2, 200, 300, 64), (1, 1, 1), {"window": (150, 40), "key_lengths": [270]}, BF16),
+        ((1, 1, 256, 256, 128), (1, 1, 1), {"is_causal": True}, F32),
+        ((1, 1, 128, 384, 128), (0, 0, 0), {}, F32),
+        ((4, 4, 100, 130, 256), (1, 0, 1), {"is_causal": True}, F32),
+        ((1, 1, 130, 256, 256), (0, 1, 0), {"window": (30, 0)}, F16),
+        ((8, 4, 64, 200, 64), (1, 1, 0), {"key_lengths": [0, 77]}, F32),
+        ((1, 1, 400, 130, 64), (0, 0, 1), {"window": (100, 3), "is_causal": True}, F32),
+        ((1, 1, 128, 640, 64), (1, 1, 1), {"stages": 2}, F32),
+    ],
+    ids=["all", "causal", "numbers", "causal-256", "window", "lengths", "beyond", "ring"],
+)
+def test_attention(sizes, vectors, options, out_dtype):
+    heads, groups, rows, keys, size = sizes
+    operands = operands_of(heads, groups, rows, keys, size, vectors)
+    lengths = options.get("key_lengths")
+    given = {"is_causal": False, "window": None} | options
+    if lengths is not None:
+        given["key_lengths"] = jnp.array(lengths, jnp.int32)
+    results = interpreted(*operands, groups=groups, scale=size**-0.5, out_dtype=out_dtype, **given)
+    is_causal, window = given["is_causal"], given["window"]
+    assert_attention(results, operands, groups, size**-0.5, is_causal, window, lengths, out_dtype)
+
+
+@pytest.mark.slow
+def test_e5m2_operands():
+    operands = operands_of(1, 1, 128, 200, 64, (1, 1, 1), (E5M2, E4M3, E5M2))
+    o = interpreted(*operands, groups=1, scale=0.125, is_causal=True, window=None, out_dtype=F32)
+    assert_attention(o, operands, 1, 0.125, True, None, None, F32)
+
+
+@pytest.mark.parametrize("window", [None, (64, 9)])
+def test_later_tokens_change_nothing(window):
+    """Not a bit of an earlier one, whatever their keys, values and scales are."""
+    seen, look_ahead = 170, window[1] if window else 0
+    q, k, v_t, q_scale, k_scale, v_scale = operands_of(1, 1, 256, 256, 64, (1, 1, 1))
+    attend = partial(
+        interpreted, groups=1, scale=0.125, is_causal=not window, window=window, out_dtype=F32
+    )
+    before = attend(q, k, v_t, q_scale, k_scale, v_scale)
+    after = attend(
+        q.at[:, seen:].set(448.0),
+        k.at[:, seen:].set(-448.0),
+        v_t.at[:, :, seen:].set(448.0),
+        q_scale.at[:, seen:].set(1e4),
+        k_scale.at[:, seen:].set(1e4),
+        v_scale.at[:, seen:].set(2.0**60),
+    )
+    earlier = seen - look_ahead
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[:, :earlier], np.asarray(y)[:, :earlier])
+        assert (np.asarray(x)[:, seen:] != np.asarray(y)[:, seen:]).any()
+
+
+def test_what_is_refused():
+    operands = operands_of(1, 1, 8, 8, 32, (0, 0, 0))
+    attend = partial(attention_forward, groups=1, is_causal=False, out_dtype=F32)
+    with pytest.raises(ValueError, match="64, 128 or 256 numbers, not 32"):
+        attend(*operands, scale=1.0, window=None)
+    operands = operands_of(1, 1, 8, 8, 64, (0, 0, 0))
+    with pytest.raises(ValueError, match="negate the queries"):
+        attend(*operands, scale=-1.0, window=None)
+    with pytest.raises(ValueError, match="no negative numbers"):
+        attend(*operands, scale=1.0, window=(3, -1))
+
+
+def test_rules_of_division():
+    number, by_token = jnp.float32(1), jnp.ones((2, 8), F32)
+    rule = "g T H, g/4 S H, g/4 H S, , g/4 S, g/4 S, g/4 -> g T H, g T"
+    assert division(4, number, by_token, by_token, jnp.ones(2, jnp.int32)) == rule
+    rule = "g T H, g S H, g H S, g T, , g S -> g T H, g T"
+    assert division(1, by_token, number, by_token) == rule
+
+
+@pytest.mark.slow
+def test_it_computes_what_the_emulation_computes():
+    """Of the same bytes and scales, but for the last places of f32."""
+    groups, size, tokens = 2, 64, 256
+    q = normal(0, (1, 2, groups, tokens, size))
+    k, v = (normal(seed, (1, 2, tokens, size)) for seed in (1, 2))
+    how = numerics_of(recipes.RowwiseScaling())
+    q = quantize_tokens(q, how.query.first, None)
+    k = quantize_tokens(k, how.key.first, None)
+    v = quantize_tokens(v, how.value.first, None, folded=True)
+    visible = Visible((tokens, tokens), False, (100, 20))
+    want = forward(q, k, v, visible, 0.125, how)
+    heads = lambda x: x.reshape(4, tokens, *x.shape[4:])
+    o, lse = interpreted(
+        heads(q.data), k.data[0], v.data[0].swapaxes(1, 2), heads(q.scale), k.scale[0], v.scale[0],
+        groups=groups, scale=0.125, is_causal=False, window=(100, 20), out_dtype=F32,
+    )  # fmt: skip
+    largest = np.abs(want.out).max()
+    np.testing.assert_allclose(o, heads(want.out), atol=1e-5 * largest)
+    np.testing.assert_allclose(lse, heads(want.log_sum), rtol=1e-6, atol=2e-5)
+
+
+def normal(seed, shape):
+    """Rows of many magnitudes."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1))), F32)
