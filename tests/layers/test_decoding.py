@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 
 import flax.linen as nn
@@ -204,22 +205,25 @@ def test_trap_more_tokens_than_the_cache_has_room_for():
 
 def test_mistakes():
     layer = jfp8.TransformerLayer(FEATURES, 64, HEADS, **TRANSFORMER, decode=True)
-    variables = jax.jit(layer.init)(jax.random.key(0), X)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), X)
     cache = variables.pop("cache")
+    apply = functools.partial(layer.apply, mutable=["cache"])
     with pytest.raises(ValueError, match=r"has no cache. Make one .* use decode=False"):
-        layer.apply(variables, X, mutable=["cache"])
+        jax.eval_shape(apply, variables, X)
     with pytest.raises(ValueError, match="make the cache with the batch size that is decoded"):
-        layer.apply({**variables, "cache": cache}, X[:1], mutable=["cache"])
+        jax.eval_shape(apply, {**variables, "cache": cache}, X[:1])
+    layer = jfp8.TransformerLayer(FEATURES, 64, HEADS, decode=True)
     with pytest.raises(ValueError, match=r"Pass self_attn_mask_type=\"causal\""):
-        jfp8.TransformerLayer(FEATURES, 64, HEADS, decode=True).init(jax.random.key(0), X)
+        jax.eval_shape(layer.init, jax.random.key(0), X)
     with pytest.raises(ValueError, match="cache_dtype='fp7'.*Or a wide dtype such as"):
         kv_cache.init_kv_cache((1, 1, 1, 1), "fp7")
     with pytest.raises(TypeError, match="cache_dtype must be .*Or a wide dtype such as"):
         kv_cache.init_kv_cache((1, 1, 1, 1), jnp.int8)
     attention = jfp8.MultiHeadDotProductAttention(HEADS, decode=True)
-    variables = attention.init(jax.random.key(0), X)
+    variables = jax.eval_shape(attention.init, jax.random.key(0), X)
+    apply = functools.partial(attention.apply, mutable=["cache"])
     with pytest.raises(ValueError, match="self attention, but there are 1 queries and 10 keys"):
-        attention.apply(variables, X[:, :1], X, mutable=["cache"])
+        jax.eval_shape(apply, variables, X[:, :1], X)
 
 
 def test_mistakes_in_nnx():

@@ -17,6 +17,7 @@ def quantized(shape, block):
     return jfp8.quantize(jnp.asarray(x, jnp.float32), granularity=jfp8.Block(block))
 
 
+@pytest.mark.representative(3)
 @pytest.mark.parametrize(
     ("shape", "block", "new", "scale", "sizes"),
     [
@@ -88,7 +89,7 @@ def _spread(scale, sizes, shape):
     return scale
 
 
-def test_one_scale_two_levels_and_other_orders():
+def test_one_scale_and_other_orders():
     one = jfp8.quantize(jnp.arange(6.0))
     assert one.reshape(2, -1).shape == one.reshape((2, 3)).shape == (2, 3)
     with pytest.raises(ValueError, match=r"6 elements cannot have the shape \(4, 2\)"):
@@ -98,6 +99,10 @@ def test_one_scale_two_levels_and_other_orders():
     assert moved.block == (4, 2, 3)
     np.testing.assert_array_equal(moved, np.asarray(q).transpose(2, 0, 1))
     np.testing.assert_array_equal(q.T, np.asarray(q).T)
+
+
+@pytest.mark.slow
+def test_scales_of_two_levels():
     params = jfp8.quantize_params({"d": {"kernel": jnp.ones((32, 32))}}, "nvfp4")
     two = params["d"]["kernel"]
     assert two.scale.scale.ndim == 0
