@@ -376,6 +376,7 @@ def test_histories_are_those_of_our_product_to_the_bit():
         assert_same(found[1], expected[1])
 
 
+@pytest.mark.slow
 def test_weights_in_fp8_give_what_their_values_give():
     """To the bit: they are quantized again, with the scale that they have."""
     model = jfp8.convert(Block(), "current", exempt=())
