@@ -319,7 +319,8 @@ def test_trap_i_float16_does_not_overflow_before_the_scales():
         y, dw, variables["fp8"] = step(variables)
         assert y.dtype == jnp.float16
         np.testing.assert_array_equal(y, np.full((8, 4), 16.0))
-        np.testing.assert_array_equal(dw, np.full((256, 4), 4.0))
+        # In f32, with the roundings of two scales and of their product.
+        np.testing.assert_allclose(dw, np.full((256, 4), 4.0), rtol=2**-22)
     np.testing.assert_array_equal(history(variables["fp8"], "grad")[:4], [0.5, 0.5, 0.5, 0.0])
 
 
