@@ -246,12 +246,12 @@ def test_no_array_of_queries_by_keys():
     q, k, v, grad = operands(batch=1, queries=1024, keys=1024, heads=2, kv_heads=1)
     f = functools.partial(ATTENTION, is_causal=True)
     program = jax.make_jaxpr(lambda *x: with_gradients(f, *x[:3], grad=x[3]))(q, k, v, grad)
-    sizes = [v.aval.size for eqn in jfp8_equations(program.jaxpr) for v in eqn.outvars]
+    sizes = [v.aval.size for eqn in equations_of(program.jaxpr) for v in eqn.outvars]
     assert max(sizes) < 1024 * 1024 / 8
     assert len(sizes) > 100
 
 
-def jfp8_equations(jaxpr):
+def equations_of(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
         for value in jax.tree.leaves(
@@ -259,7 +259,7 @@ def jfp8_equations(jaxpr):
         ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from jfp8_equations(inner)
+                yield from equations_of(inner)
 
 
 def test_under_transformations():
@@ -272,6 +272,15 @@ def test_under_transformations():
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
     batched = jax.jit(jax.vmap(lambda q, k, v: f(q[None], k[None], v[None])[0]))(q, k, v)
     np.testing.assert_allclose(batched, jax.jit(f)(q, k, v), rtol=0, atol=1e-6)
+    by_batch = jax.sharding.PartitionSpec("data")
+    on_parts = jax.shard_map(
+        lambda *arrays: jax.vjp(f, *arrays[:3])[1](arrays[3]),
+        mesh=jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=by_batch,
+        out_specs=by_batch,
+    )
+    for a, b in zip(jax.jit(on_parts)(q, k, v, grad), gradient(loss), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
     with pytest.raises(TypeError, match="Second derivatives of scaled_dot_product_attention"):
         jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, k, v, grad) ** 2))(q)
 

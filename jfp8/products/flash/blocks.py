@@ -24,7 +24,7 @@ scales of what it meets::
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from jfp8.products.flash.numerics import (
 from jfp8.products.flash.visible import Visible
 from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import Format
+from jfp8.tracing.compat import same_varying_axes
 
 
 class Softmax(NamedTuple):
@@ -101,10 +102,9 @@ def forward(
             y = product("bngts,bnsh->bngth", w, v_j.data) * (of_row / factor)
             return largest, l * before + jnp.sum(p, axis=-1), o * before[..., None] + y
 
-        start = jnp.full(q_i.scale.shape, -jnp.inf), jnp.zeros_like(q_i.scale)
-        first, end = visible.keys_of(i)
         zeros = jnp.zeros(q_i.data.shape, jnp.float32)
-        m, l, o = lax.fori_loop(first, end, add, (*start, zeros))
+        start = jnp.full(q_i.scale.shape, -jnp.inf), jnp.zeros_like(q_i.scale), zeros
+        m, l, o = lax.fori_loop(*visible.keys_of(i), add, _varying(start, q_i))
         return o / jnp.where(l == 0, 1, l)[..., None], m + jnp.log(l)
 
     out, log_sum = lax.map(of_block, jnp.arange(visible.blocks[0]))
@@ -172,17 +172,22 @@ def backward(
                 dbias = _with_block(dbias, ds, (i * size, j * of_keys))
             return dq, dk, dv, dbias, jnp.maximum(largest, jnp.max(jnp.abs(ds)))
 
-        zeros = jnp.zeros(q_i.data.shape, jnp.float32)
+        zeros = _varying(jnp.zeros(q_i.data.shape, jnp.float32), q_i)
         dq, *sums = lax.fori_loop(*visible.keys_of(i), add, (zeros, *carry))
         return tuple(sums), dq
 
     zeros = jnp.zeros(k_of_s.data.shape, jnp.float32)
     dbias = None if visible.bias is None else jnp.zeros(visible.padded_bias(), jnp.float32)
-    start = (zeros, zeros, dbias, jnp.zeros(()))
+    start = _varying((zeros, zeros, dbias, jnp.zeros(())), k_of_s)
     (dk, dv, dbias, largest), dq = lax.scan(of_block, start, jnp.arange(visible.blocks[0]))
     if dbias is not None:
         dbias = visible.without_padding(dbias)
     return Gradients(_joined(dq) * scale, dk * scale, dv, dbias, largest)
+
+
+def _varying(start: Any, like: Quantized) -> Any:
+    """`start` of a loop, which ``shard_map`` wants to vary over the devices as its results do."""
+    return same_varying_axes((start, like.data))[0]
 
 
 def _scores(

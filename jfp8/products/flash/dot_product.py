@@ -22,6 +22,7 @@ from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.casts import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.sink import encode_amax
+from jfp8.tracing.compat import same_varying_axes
 
 States = Mapping[str, Mapping[str, AmaxState]]
 
@@ -117,7 +118,7 @@ def scaled_dot_product_attention(
         None if state is None else {name: dict(state[name]) for name in ("scores", "context")},
         None if sink is None else dict(sink),
     )
-    out = _attention(how, inputs)
+    out = _attention(how, same_varying_axes(inputs))
     out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
     return out[0] if without_batch else out
 
@@ -188,6 +189,7 @@ def _forward(how: _How, inputs: _Inputs) -> tuple[jax.Array, _Residuals]:
 
 def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Inputs]:
     q, k, v, out, log_sum, visible, history, sink, like = residuals
+    grad = same_varying_axes((grad, out))[0]
     numerics = numerics_of(how.recipe)
     rows, size = grad.shape[3], q[0].data.shape[3]
     grad = first_order_only(
