@@ -146,6 +146,16 @@ def test_an_error_inside_puts_everything_back(maxtext):
     assert maxtext.moe.mblx.gmm is gmm
 
 
+def test_within_itself_it_is_an_error(maxtext):
+    enabled = part("enabled").enabled
+    with enabled():
+        inside = maxtext.moe.mblx.gmm
+        with pytest.raises(RuntimeError, match="leave out the inner one"), enabled():
+            pass
+        assert maxtext.moe.mblx.gmm is inside is not gmm
+    assert maxtext.moe.mblx.gmm is gmm
+
+
 def test_every_recipe_has_a_name(maxtext):
     quantization = part("quantization")
     for recipe in jfp8.recipes.registry.RECIPES:

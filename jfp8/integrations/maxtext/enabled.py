@@ -29,7 +29,15 @@ def enabled() -> Iterator[None]:
         with enabled():
             config, recorder = train.initialize(argv)
             train.run(config, recorder)
+
+    Raises:
+      RuntimeError: within itself, where each function would be replaced twice.
     """
+    if getattr(quantizations.configure_quantization, "__globals__", None) is globals():
+        raise RuntimeError(
+            "enabled() is in effect already: leave out the inner one. (The command "
+            "`python -m jfp8.integrations.maxtext` contains one.)"
+        )
     replacements: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (pyconfig, "initialize", _taking_names),
         (quantizations, "configure_quantization", _configuring),
