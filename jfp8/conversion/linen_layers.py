@@ -6,17 +6,17 @@ product is set; the layer and its parameters stay as they are.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import numpy as np
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
-from jfp8.layers.linen.attention import EINSUM_HOOKS, EinsumProduct
+from jfp8.layers.linen.attention import EINSUM_HOOKS, EinsumProduct, cached, replaced
 from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
@@ -26,6 +26,7 @@ from jfp8.layers.linen.products import (
     promote_dtype,
     promote_values,
 )
+from jfp8.scaling.formats import Format
 from jfp8.tracing.context import note
 
 
@@ -63,18 +64,6 @@ def path_of(module: nn.Module) -> str:
     return "/".join(module.path)
 
 
-@contextlib.contextmanager
-def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in attributes}
-    for name, value in attributes.items():
-        object.__setattr__(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            object.__setattr__(module, name, value)
-
-
 def replace_products(
     choose: Callable[[str, nn.Module, Any, str], ProductOf | str],
     attention: Callable[[], ProductOf | None],
@@ -95,7 +84,7 @@ def replace_products(
                 for hook, which in EINSUM_HOOKS.items()
                 if getattr(layer, f"{hook}_cls") is None
             }
-            with _set(layer, **inside):
+            with replaced(layer, **inside):
                 return next_fun(*args, **kwargs)
         if not is_layer(context):
             return next_fun(*args, **kwargs)
@@ -116,7 +105,7 @@ def replace_products(
                 note("path", path),
                 note("layer", type(layer).__name__),
                 note("reason", made),
-                _set(layer, **attributes),
+                replaced(layer, **attributes),
             ):
                 return next_fun(*args, **kwargs)
         run, made = next_fun, dataclasses.replace(made, module=product)
@@ -126,7 +115,25 @@ def replace_products(
             attributes[f"{hook}_cls"] = made
         else:
             run = functools.partial(hook, layer, made)
-        with _set(layer, **attributes):
+        with replaced(layer, **attributes):
             return run(*args, **kwargs)
+
+    return intercept
+
+
+def replace_caches(dtype: Callable[[], np.dtype | Format | None]) -> Callable[..., Any]:
+    """An interceptor under which layers with ``decode=True`` store keys and values in `dtype`.
+
+    Args:
+      dtype: asked at each call; None: the layer's cache stays that of Flax.
+    """
+
+    def intercept(next_fun, args, kwargs, context):
+        layer = context.module
+        if _function_of(context) is not _ATTENTION or not layer.decode:
+            return next_fun(*args, **kwargs)
+        chosen = dtype()
+        with replaced(layer, **(cached(layer, chosen) if chosen is not None else {})):
+            return next_fun(*args, **kwargs)
 
     return intercept

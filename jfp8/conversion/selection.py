@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from jfp8.layers.kv_cache import dtype_or_format
 from jfp8.layers.linen.state_in_gradients import StateCollection, check_state_collection
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
+from jfp8.scaling.formats import Format, FormatLike
 
 MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
 
@@ -55,6 +59,7 @@ class Selection:
       only: layers to convert; None: all that are not exempt.
       attention_products: also convert the two products inside attention.
       state_collection: of Linen models; see `jfp8.Dense`.
+      cache_dtype: of the keys and values that layers keep for decoding; None: that of Flax.
     """
 
     recipe: Recipe
@@ -62,6 +67,7 @@ class Selection:
     only: tuple[Choice, ...] | None = None
     attention_products: bool = False
     state_collection: StateCollection = "fp8"
+    cache_dtype: np.dtype | Format | None = None
 
     def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
         """Whether the layer at `path` is converted. `edge` says at which edge it is, if at any."""
@@ -111,6 +117,7 @@ def select(
     only: Choice | Sequence[Choice] | None,
     attention_products: bool = False,
     state_collection: StateCollection = "fp8",
+    cache_dtype: FormatLike | None = None,
 ) -> Selection:
     """A `Selection` from what a user gave, or an error that says what to give."""
     check_state_collection(state_collection)
@@ -124,6 +131,7 @@ def select(
         chosen,
         bool(attention_products),
         state_collection,
+        None if cache_dtype is None else dtype_or_format(cache_dtype),
     )
 
 
