@@ -27,7 +27,6 @@ from gemma import gm  # noqa: E402
 from gemma.gm.nn import _config, _modules  # noqa: E402
 
 LAYERS, WIDTH = 2, 32
-ADAM = optax.adam(1e-2)
 CONFIG = _config.TransformerConfig(
     num_embed=VOCABULARY,
     embed_dim=WIDTH,
@@ -92,7 +91,7 @@ run(
         version_of("gemma"),
         make,
         report,
-        functools.partial(train_linen, loss_fn, tokens_of, init, tx=ADAM),
+        functools.partial(train_linen, loss_fn, tokens_of, init),
         needed=LAYERS * 5,  # q, kv, out; gate and up in one, down
         convert=convert_linen,
     ),
@@ -107,7 +106,7 @@ run(
             tokens_of,
             init,
             tx=optax.multi_transform(
-                {"adapter": ADAM, "frozen": optax.set_to_zero()}, only_adapters
+                {"adapter": optax.adam(5e-3), "frozen": optax.set_to_zero()}, only_adapters
             ),
         ),
         needed=LAYERS * 5,
