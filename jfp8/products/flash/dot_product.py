@@ -192,6 +192,11 @@ def _rounded(x: blocks.Softmax, dtype: np.dtype) -> blocks.Softmax:
     return x._replace(out=x.out.astype(dtype))
 
 
+def _gradients_in(found: blocks.Gradients, dtype: jax.typing.DTypeLike) -> blocks.Gradients:
+    query, key, value = (x.astype(dtype) for x in found[:3])
+    return blocks.Gradients(query, key, value, *found[3:])
+
+
 def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Inputs]:
     q, k, v, out, log_sum, visible, history, sink, like = residuals
     grad = same_varying_axes((grad, out))[0]
@@ -203,13 +208,12 @@ def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Input
     g = for_both(grad, numerics.grad, history)
     both = blocks.Both(q, k, v, g)
     by, numbers = how.by, {"scale": how.scale, "numerics": numerics}
-    dtypes = {x.dtype for x in like}
-    kernels = partial(
-        hopper.backward, **numbers, dtype=how.dtype if len(dtypes) == 1 else jnp.float32
-    )
-    if hopper.refusal_backward(numerics, both.query[0].data.shape[-1]) is not None:
+    if hopper.refusal_backward(numerics, q[0].data.shape[-1]) is not None:
         by = Choice(None, named=True)
-    found = by(partial(blocks.backward, **numbers), kernels, both, log_sum, dot, visible)
+    dtype = how.dtype if {x.dtype for x in like} == {how.dtype} else jnp.float32
+    reference = lambda *x: _gradients_in(blocks.backward(*x, **numbers), dtype)
+    kernels = partial(hopper.backward, **numbers, dtype=dtype)
+    found = by(reference, kernels, both, log_sum, dot, visible)
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])
