@@ -207,13 +207,13 @@ def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Input
     dot = jnp.sum(grad * out.astype(jnp.float32), axis=-1)
     g = for_both(grad, numerics.grad, history)
     both = blocks.Both(q, k, v, g)
-    by, numbers = how.by, {"scale": how.scale, "numerics": numerics}
+    by, scale = how.by, how.scale
     if hopper.refusal_backward(numerics, q[0].data.shape[-1]) is not None:
         by = Choice(None, named=True)
     dtype = how.dtype if {x.dtype for x in like} == {how.dtype} else jnp.float32
-    reference = lambda *x: _gradients_in(blocks.backward(*x, **numbers), dtype)
-    kernels = partial(hopper.backward, **numbers, dtype=dtype)
-    found = by(reference, kernels, both, log_sum, dot, visible)
+    reference = partial(blocks.backward, scale=scale, numerics=numerics)
+    kernels = partial(hopper.backward, scale=scale, numerics=numerics, dtype=dtype)
+    found = by(lambda *x: _gradients_in(reference(*x), dtype), kernels, both, log_sum, dot, visible)
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])
