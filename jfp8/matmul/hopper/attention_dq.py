@@ -181,7 +181,7 @@ class _Block:
 
         def step(t, carry):
             sees_all = (t >= first_full) & (t < end_full) if self.masked() else None
-            mask = Mask(bounds, row, t * BLOCK, sees_all, branch=True)
+            mask = Mask(bounds, row, t * BLOCK, sees_all, branch=False)
             return self.step(mine, of_row, mask, t - start, carry)
 
         total, largest = lax.fori_loop(start, stop, step, (zeros(self.p.size), of_rows(0.0)))
