@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.products.flash import blocks
+from jfp8.products.flash import blocks, passes
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
+from jfp8.products.flash.shown import shown
 from jfp8.products.flash.visible import Visible, padded
+from jfp8.products.operation import Observed
+from jfp8.products.uses import ProductUse, begin_use, end_use
 from jfp8.products.vjp import SINK_UNIT, check_sink, check_state, first_order_only
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -89,6 +92,46 @@ def scaled_dot_product_attention(
     >>> jfp8.scaled_dot_product_attention(q, k, v, is_causal=True).shape
     (1, 5, 4, 64)
     """
+    out, _ = observed_attention(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        recipe=recipe,
+        state=state,
+        sink=sink,
+        implementation=implementation,
+    )
+    return out
+
+
+def observed_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    bias: jax.typing.ArrayLike | None = None,
+    mask: jax.typing.ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.typing.ArrayLike | None = None,
+    key_value_seq_lengths: jax.typing.ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    recipe: Recipe | str,
+    state: States | None,
+    sink: Mapping[str, jax.Array] | None,
+    implementation: str | None,
+) -> tuple[jax.Array, dict[str, Observed]]:
+    """`scaled_dot_product_attention`, and the amaxes of the operands of both forward products.
+
+    The amaxes have no gradient. That of P counts as 1.
+    """
     recipe = check_recipe(recipe)
     if implementation not in (None, "emulate"):
         raise ValueError(f"implementation={implementation!r} is unknown. Allowed: None, 'emulate'.")
@@ -109,7 +152,10 @@ def scaled_dot_product_attention(
         _by_score(bias, "bias", (batch, heads, queries, keys), kv_heads),
     )
     _check_state(recipe, state, sink)
-    how = _How(recipe, float(1 / math.sqrt(depth) if scale is None else scale), q.dtype)
+    uses = {name: begin_use(sink[name]) for name in sink or ()}
+    noted = {name: use for name, use in uses.items() if use is not None}
+    factor = float(1 / math.sqrt(depth) if scale is None else scale)
+    how = _How(recipe, factor, q.dtype, tuple(noted.values()))
     inputs = _Inputs(
         q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
         k.swapaxes(1, 2),
@@ -118,9 +164,11 @@ def scaled_dot_product_attention(
         None if state is None else {name: dict(state[name]) for name in ("scores", "context")},
         None if sink is None else dict(sink),
     )
-    out = _attention(how, same_varying_axes(inputs))
+    out, observed = _attention(how, same_varying_axes(inputs))
+    for name, use in noted.items():
+        end_use(use, *observed[name])
     out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
-    return out[0] if without_batch else out
+    return out[0] if without_batch else out, jax.lax.stop_gradient(observed)
 
 
 @dataclass(frozen=True)
@@ -128,6 +176,7 @@ class _How:
     recipe: Recipe
     scale: float
     dtype: np.dtype
+    uses: tuple[ProductUse, ...] = ()
 
 
 class _Inputs(NamedTuple):
@@ -161,11 +210,15 @@ class _Residuals(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(how: _How, inputs: _Inputs) -> jax.Array:
-    return _forward(how, inputs)[0]
+def _attention(how: _How, inputs: _Inputs) -> tuple[jax.Array, dict[str, Observed]]:
+    return _forward(how, inputs, and_backward=False)[0]
 
 
-def _forward(how: _How, inputs: _Inputs) -> tuple[jax.Array, _Residuals]:
+def _forward(
+    how: _How, inputs: _Inputs, and_backward: bool = True
+) -> tuple[tuple[jax.Array, dict[str, Observed]], _Residuals]:
+    for use in how.uses if and_backward else ():
+        use.linearized = True
     what = ("scaled_dot_product_attention", "jax.nn.dot_product_attention")
     query, key, value = (first_order_only(x, *what) for x in inputs[:3])
     visible, state = inputs.visible, inputs.state
@@ -180,14 +233,25 @@ def _forward(how: _How, inputs: _Inputs) -> tuple[jax.Array, _Residuals]:
     q = for_both(query, numerics.query, history("scores", "lhs"))
     k = for_both(key, numerics.key, history("scores", "rhs"))
     v = for_both(value, numerics.value, history("context", "rhs"), folded=True)
-    softmax = blocks.forward(q[0], k[0], v[0], visible, how.scale, numerics)
+    q = shown("scores", "lhs", ("fprop", "wgrad"), numerics.query, query, q)
+    k = shown("scores", "rhs", ("fprop", "dgrad"), numerics.key, key, k)
+    v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
+    softmax = passes.forward(q[0], k[0], v[0], visible, how.scale, numerics)
     out = softmax.out[:, :, :, : inputs.query.shape[3]].astype(how.dtype)
     grad_history = None if inputs.sink is None else history("context", "grad")
     like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
-    return out, _Residuals(q, k, v, out, softmax.log_sum, visible, grad_history, inputs.sink, like)
+    observed = {
+        "scores": Observed(q[0].amax, k[0].amax),
+        "context": Observed(jnp.ones_like(v[0].amax), v[0].amax),
+    }
+    residuals = _Residuals(q, k, v, out, softmax.log_sum, visible, grad_history, inputs.sink, like)
+    return (out, observed), residuals
 
 
-def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Inputs]:
+def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Inputs]:
+    for use in how.uses:
+        use.differentiated = True
+    grad, _ = cotangents
     q, k, v, out, log_sum, visible, history, sink, like = residuals
     grad = same_varying_axes((grad, out))[0]
     numerics = numerics_of(how.recipe)
@@ -196,9 +260,11 @@ def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Input
         grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention"
     ).astype(jnp.float32)
     dot = padded(jnp.sum(grad * out.astype(jnp.float32), axis=-1), 3, size)
-    g = for_both(padded(grad, 3, size), numerics.grad, history)
+    padded_grad = padded(grad, 3, size)
+    g = for_both(padded_grad, numerics.grad, history)
+    g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, padded_grad, g)
     both = blocks.Both(q, k, v, g)
-    found = blocks.backward(both, log_sum, dot, visible, how.scale, numerics)
+    found = passes.backward(both, log_sum, dot, visible, how.scale, numerics)
     keys = visible.sizes[1]
     d_sink = None
     if sink is not None:
