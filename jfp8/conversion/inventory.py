@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
 from jfp8.conversion.nnx import nodes_of
@@ -184,7 +185,10 @@ def _rows(jaxpr: Jaxpr, stack: str, times: int) -> Iterator[ProductRow]:
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}"
         name = str(eqn.params.get("name", ""))
-        if name.startswith(PRODUCT_NAME):
+        if is_attention(eqn):
+            if any(inner.primitive.name in PRODUCTS for inner in _equations(eqn)):
+                yield from attention_rows(eqn, notes_of(here), _cuda(eqn), times)
+        elif name.startswith(PRODUCT_NAME):
             if not _is_whole(eqn):
                 continue
             yield _fp8_row(eqn, name.removeprefix(PRODUCT_NAME), here, times)
@@ -218,8 +222,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     narrow = all(x.dtype in _F8 for x in (first, second))
     inside = list(_equations(eqn))
     flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
-    stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
-    cuda = next((n["cuda"] for n in map(notes_of, stacks) if "cuda" in n), "emulate")
+    cuda = _cuda(eqn)
     gpu = jax.default_backend() == "gpu"
     work = Work(flops / 2, first.size + second.size + out.size)
     expected = expected_times(work, _scales(rest, second)) if narrow else None
@@ -243,6 +246,12 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         expected_us=us,
         bf16_us=None if expected is None else 1e6 * expected.bf16,
     )
+
+
+def _cuda(eqn: Any) -> str:
+    """What an NVIDIA GPU computes the products in `eqn` with; "emulate" if nothing else is said."""
+    stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
+    return next((n["cuda"] for n in map(notes_of, stacks) if "cuda" in n), "emulate")
 
 
 def _scales(rest: list[Any], second: Any) -> Scales:

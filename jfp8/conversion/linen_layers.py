@@ -16,7 +16,12 @@ from typing import Any
 import flax.linen as nn
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
-from jfp8.layers.linen.attention import EINSUM_HOOKS, EinsumProduct
+from jfp8.layers.linen.attention import EINSUM_HOOKS, MultiHeadDotProductAttention
+from jfp8.layers.linen.dot_product_attention import (
+    DotProductAttention,
+    attention_fn_by,
+    is_stock,
+)
 from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
@@ -42,7 +47,20 @@ _HOOKS: dict[Callable[..., Any], tuple[type[ProductModule], str | Callable[..., 
     _own_call(nn.Einsum): (DotGeneral, apply_einsum),
     _own_call(nn.ConvTranspose): (ConvGeneralDilated, apply_conv_transpose),
 }
-_ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
+_ATTENTION = {
+    _own_call(layer) for layer in (nn.MultiHeadDotProductAttention, MultiHeadDotProductAttention)
+}
+
+
+def _own_attention(layer: nn.MultiHeadDotProductAttention) -> str:
+    """What `layer` was given for attention itself; "" for nothing."""
+    given = [hook for hook in EINSUM_HOOKS if _has_own(layer, hook)]
+    given += [] if is_stock(layer.attention_fn) else ["attention_fn"]
+    return f"the layer was given its own {' and '.join(given)}" if given else ""
+
+
+def _has_own(layer: nn.Module, hook: str) -> bool:
+    return getattr(layer, hook, None) is not None or getattr(layer, f"{hook}_cls", None) is not None
 
 
 def _function_of(context: nn.module.InterceptorContext) -> Any:
@@ -77,25 +95,29 @@ def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
 
 def replace_products(
     choose: Callable[[str, nn.Module, Any, str], ProductOf | str],
-    attention: Callable[[], ProductOf | None],
+    attention: Callable[[str, nn.Module, str], Callable[..., DotProductAttention] | str | None],
 ) -> Callable[..., Any]:
     """An interceptor under which layers compute their products with what `choose` gives.
 
     Args:
       choose: ``(path, layer, input, own) -> `` what makes the product, or why it stays as it is.
         `own` says that the layer was given a product, which it then keeps; or is empty.
-      attention: what makes the two products of attention.
+      attention: ``(path, layer, own) -> `` what makes attention itself, whose path this is; or why
+        it stays as it is; or None to leave it alone.
     """
 
     def intercept(next_fun, args, kwargs, context):
         layer, function = context.module, _function_of(context)
-        if function is _ATTENTION and (einsum := attention()) is not None:
-            inside = {
-                f"{hook}_cls": dataclasses.replace(einsum, module=EinsumProduct, in_attention=which)
-                for hook, which in EINSUM_HOOKS.items()
-                if getattr(layer, f"{hook}_cls") is None
-            }
-            with _set(layer, **inside):
+        if function in _ATTENTION:
+            made = attention(
+                f"{path_of(layer)}/attention".lstrip("/"), layer, _own_attention(layer)
+            )
+            if made is None:
+                return next_fun(*args, **kwargs)
+            if isinstance(made, str):
+                with note("reason", made):
+                    return next_fun(*args, **kwargs)
+            with _set(layer, attention_fn=attention_fn_by(made, layer.attention_fn)):
                 return next_fun(*args, **kwargs)
         if not is_layer(context):
             return next_fun(*args, **kwargs)

@@ -25,7 +25,7 @@ def convert(
     *,
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
-    attention_products: bool = False,
+    attention: bool = False,
     state_collection: StateCollection = "fp8",
 ) -> Model:
     """The same model with FP8 products in its layers, forward and backward.
@@ -59,7 +59,12 @@ def convert(
         layers. ``()``
         exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
       only: convert these layers and no others, given like `exempt`, whose default is then ``()``.
-      attention_products: also convert the products of queries with keys and of weights with values.
+      attention: also convert attention itself, between the projections of
+        ``MultiHeadDotProductAttention`` (NNX: ``MultiHeadAttention``), by
+        `scaled_dot_product_attention`. Its path is ``"<path of the layer>/attention"`` (NNX: that
+        of the layer). Not for dropout of its weights, nor ``sow_weights``: such a call raises. A
+        query that sees no key gets 0, where Flax gives the mean of all values. Attention that
+        other modules compute stays in high precision: call `jfp8.linen.DotProductAttention` there.
       state_collection: of a Linen model, where the amax histories are: ``"fp8"``, or
         ``"_overwrite_with_gradient"`` for loops that replace its variables by their gradients, such
         as Flax's own ``TrainState``.
@@ -81,7 +86,7 @@ def convert(
     >>> fp8_model.init(jax.random.key(0), jnp.ones((1, 32))).keys()
     dict_keys(['params'])
     """
-    selection = select(recipe, exempt, only, attention_products, state_collection)
+    selection = select(recipe, exempt, only, attention, state_collection)
     return convert_selected(model, selection)
 
 

@@ -41,7 +41,7 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
     converted = convert_module(
         model,
         lambda path, layer: (decided.get(path) or selection.decide(path, layer, None)).recipe,
-        attention_products=selection.attention_products,
+        attention=selection.attention,
     )
     for path, node in nodes_of(converted):
         decision = decided.get("/".join(map(str, path)))

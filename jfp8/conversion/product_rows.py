@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jfp8.conversion.tables import Table
 
 NO_LAYER = "computed by no layer that can be converted"
-INSIDE_OF_ATTENTION = "inside of attention (convert with attention_products=True)"
+INSIDE_OF_ATTENTION = "inside of attention (convert with attention=True)"
 _HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
 _TIMES = ("expected µs", "in bf16 µs")
 

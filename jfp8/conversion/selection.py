@@ -53,14 +53,14 @@ class Selection:
       recipe: for all layers that are converted.
       exempt: layers that stay in high precision.
       only: layers to convert; None: all that are not exempt.
-      attention_products: also convert the two products inside attention.
+      attention: also convert attention itself, between its projections.
       state_collection: of Linen models; see `jfp8.Dense`.
     """
 
     recipe: Recipe
     exempt: tuple[Choice, ...] = EDGES
     only: tuple[Choice, ...] | None = None
-    attention_products: bool = False
+    attention: bool = False
     state_collection: StateCollection = "fp8"
 
     def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
@@ -109,7 +109,7 @@ def select(
     recipe: Recipe | str,
     exempt: Choice | Sequence[Choice] | None,
     only: Choice | Sequence[Choice] | None,
-    attention_products: bool = False,
+    attention: bool = False,
     state_collection: StateCollection = "fp8",
 ) -> Selection:
     """A `Selection` from what a user gave, or an error that says what to give."""
@@ -122,7 +122,7 @@ def select(
         check_recipe(recipe),
         _choices("exempt", exempt),
         chosen,
-        bool(attention_products),
+        bool(attention),
         state_collection,
     )
 

@@ -152,7 +152,7 @@ def observed_attention(
         _by_score(bias, "bias", (batch, heads, queries, keys), kv_heads),
     )
     _check_state(recipe, state, sink)
-    uses = {name: begin_use(sink[name]) for name in sink or ()}
+    uses = {name: begin_use(zeros) for name, zeros in (sink or {}).items()}
     noted = {name: use for name, use in uses.items() if use is not None}
     factor = float(1 / math.sqrt(depth) if scale is None else scale)
     how = _How(recipe, factor, q.dtype, tuple(noted.values()))

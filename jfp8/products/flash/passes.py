@@ -60,13 +60,11 @@ def backward(
 def _called(
     which: Pass, sizes: tuple[int, ...], formats: tuple[str, ...], causal: bool
 ) -> Callable[..., Any]:
-    def forward(scale: float, numerics: Numerics, *arrays: Any) -> Softmax:
-        return blocks.forward(*arrays, scale, numerics)
+    pass_: Callable[..., Any] = blocks.forward if which == "forward" else blocks.backward
 
-    def backward(scale: float, numerics: Numerics, *arrays: Any) -> Gradients:
-        return blocks.backward(*arrays, scale, numerics)
+    def run(scale: float, numerics: Numerics, *arrays: Any) -> Any:
+        return pass_(*arrays, scale, numerics)
 
-    run = forward if which == "forward" else backward
     hidden = "causal" if causal else "all"
     run.__name__ = ATTENTION_NAME + "_".join((which, hidden, "x".join(map(str, sizes)), *formats))
     return jax.jit(run, static_argnums=(0, 1))
