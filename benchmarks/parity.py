@@ -13,8 +13,8 @@ does not count. Every run is written to the results file when it ends, and is no
 next command, which must train as long, with the same versions and on as many cores. Runs are made
 seed by seed, so that all recipes have the same seeds whenever it is interrupted.
 
-Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. Three rows are
-controls. The twin is float32 with its loss times 3, to which AdamW is invariant but for rounding:
+Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. "attention too":
+attention itself is in FP8, of the language model. Three rows are controls. The twin is float32 with its loss times 3, to which AdamW is invariant but for rounding:
 its gaps are what roundings in float32 alone do. The control has no scales and its loss is shrunk by
 1e-3: it shows that the comparison can tell a broken recipe. Its repair adds `jfp8.loss_scale()` and
 nothing else.
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REFERENCE, TWIN, CONTROL, REPAIR = "float32", "twin", "control", "repair"
+ATTENTION = "+attention"  # behind a recipe: attention itself in FP8 as well
 MARGIN, CONFIDENCE = 0.25, 0.9
 MEAN_OF = 25  # steps: what is kept of a training curve
 
@@ -80,6 +81,10 @@ LABELS = {
         for recipe in jfp8.recipes.RECIPES
         if recipe is not jfp8.recipes.Unscaled
     },
+    **{
+        recipe.name + ATTENTION: f"`{recipe.__name__}()`, attention too"
+        for recipe in (jfp8.recipes.DelayedScaling, jfp8.recipes.MXFP8BlockScaling)
+    },
     CONTROL: "control: no scales, loss × 10⁻³",
     REPAIR: "the same with `loss_scale()`",
 }
@@ -93,6 +98,8 @@ def options_of(task: Task, recipe: str) -> list[str]:
         return ["--recipe", "none", *(["--loss-multiplier", "3"] if recipe == TWIN else [])]
     if recipe in (CONTROL, REPAIR):
         return [*task.control, *(["--loss-scale"] if recipe == REPAIR else [])]
+    if recipe.endswith(ATTENTION):
+        return ["--recipe", recipe.removesuffix(ATTENTION), "--fp8-attention"]
     scaled = ["--loss-scale"] if jfp8.recipes.get(recipe).needs_loss_scale else []
     return ["--recipe", recipe, *scaled]
 
@@ -380,7 +387,12 @@ def run_missing(args: argparse.Namespace) -> list[str]:
         for recipe, of_seeds in of_task["runs"].items()
         for seed in of_seeds
     }
-    work = [run for run in itertools.product(args.seeds, args.tasks, chosen) if run not in done]
+    work = [
+        (seed, name, recipe)
+        for seed, name, recipe in itertools.product(args.seeds, args.tasks, chosen)
+        if (seed, name, recipe) not in done
+        and (name == "lm" or not recipe.endswith(ATTENTION))  # the ResNet has none
+    ]
     failed = []
 
     def ended(run: tuple[int, str, str], future: Future[dict[str, Any]]) -> None:
