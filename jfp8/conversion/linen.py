@@ -250,8 +250,9 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     """Inside, the layers of `model` compute FP8 products. Gives what is met there, as it is met."""
     selection: Selection = type(model).jfp8_selection
     outer = region.current()
-    here = Region(selection.recipe, outer is None or outer.enabled, selection, found)
     depth = () if model.scope is None else model.scope.path
+    enabled = outer is None or outer.enabled
+    here = Region(selection.recipe, enabled, selection, found, len(depth))
     met = _Met()
 
     def product_with(recipe: Recipe) -> ProductOf:
@@ -338,7 +339,7 @@ def _edges_of(
 ) -> _Edges:
     """Found by tracing the model as it is once more, if they make a difference."""
     by_edge = any(isinstance(choice, Edge) for choice in selection.choices)
-    if not by_edge and selection.recipe.is_causal(history=True):
+    if not by_edge and all(recipe.is_causal(history=True) for recipe in selection.recipes):
         return _Edges()
 
     def mark(next_fun, args, kwargs, context):

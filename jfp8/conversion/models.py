@@ -10,7 +10,7 @@ import flax.linen as nn
 from flax import nnx
 
 from jfp8.conversion import linen, linen_region, nnx_models
-from jfp8.conversion.selection import Choice, Selection, select
+from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -21,7 +21,7 @@ Model = TypeVar("Model", nn.Module, nnx.Module)
 
 def convert(
     model: Model,
-    recipe: Recipe | str = DelayedScaling(),
+    recipe: Recipes = DelayedScaling(),
     *,
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
@@ -50,7 +50,9 @@ def convert(
 
     Args:
       model: a Linen or NNX module.
-      recipe: which quantizer each operand gets.
+      recipe: which quantizer each operand gets. Or a dict, ``{"layers_0/*": None, "*/attention/*":
+        "mxfp8", "*": "nvfp4"}``: patterns of paths and the recipes of the layers that they match.
+        The first that matches wins; None, as no match, leaves layers in high precision.
       exempt: layers that stay in high precision: patterns of paths (``"decoder/*"``), types
         (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
         Default: `jfp8.EDGES`, the first convolution of an image model and the final logits, which
@@ -77,8 +79,8 @@ def convert(
       TypeError: `model` is not a model, `recipe` is not a recipe, or `exempt` or `only` is none of
         the above.
       ValueError: unknown `state_collection`, or one for an NNX model; a pattern or a type that
-        matches no layer, which for Linen models ``init`` and ``apply`` raise, because their layers
-        exist only then.
+        matches no layer, or a pattern that only matches layers which one before it matches. For
+        Linen models ``init`` and ``apply`` raise these, because their layers exist only then.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])

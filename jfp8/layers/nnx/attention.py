@@ -87,7 +87,7 @@ class DotProductAttention(nnx.Module):
         Raises:
           ValueError: dropout, or a `module` that keeps the weights: there are none to drop or keep.
         """
-        if recipe_in_effect(self.recipe) is None:
+        if recipe_in_effect(self.recipe, self.path) is None:
             return nnx.dot_product_attention(
                 query,
                 key,
@@ -119,9 +119,8 @@ class DotProductAttention(nnx.Module):
         is_causal: bool,
     ) -> jax.Array:
         """Attention of operands of one dtype, where FP8 is not disabled."""
-        recipe = recipe_in_effect(self.recipe)
+        recipe = recipe_in_effect(self.recipe, self.path)
         assert recipe is not None
-        recipe = recipe.for_layer(self.path)
         parts = {"scores": self.scores, "context": self.context}
         # Weights are at most 1, and have no history.
         operands = {"scores": (query, key), "context": (jnp.ones(()), value)}
