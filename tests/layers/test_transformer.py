@@ -152,7 +152,7 @@ class Oracle:
         return y + p["bias"].reshape((1,) * (y.ndim - p["bias"].ndim) + p["bias"].shape)
 
     def attention(self, x, encoded, p, mask, table):
-        layer, heads, groups = self.layer, 4, self.layer.num_gqa_groups or 4
+        layer, heads = self.layer, 4
         if encoded is None:
             qkv = self.project("abi,igsd->abgsd", self.normalized(x, p["qkv"]), p["qkv"])
             query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
