@@ -36,6 +36,7 @@ def report(model, **how):
     return jfp8.report(model, jax.eval_shape(model.init, KEY, X), X, **how)
 
 
+@pytest.mark.slow
 def test_a_block_is_fp8_throughout():
     found = report(jfp8.convert(Block(), exempt=(), attention=True))
     assert "100.0 % of" in found.summary()
@@ -64,6 +65,7 @@ def test_a_block_is_fp8_throughout():
     }
 
 
+@pytest.mark.slow
 def test_a_step_records_every_use_and_shows_every_operand_and_nothing_looks_ahead():
     model = jfp8.convert(Block(), exempt=(), attention=True)
     attention = jfp8.MultiHeadDotProductAttention(2, attention_products=True)
@@ -90,14 +92,13 @@ def test_a_step_records_every_use_and_shows_every_operand_and_nothing_looks_ahea
         for row in seen.rows()
         if row.path.startswith("attn/attention/")
     }
-    # P and dS are rounded anew for each of two products.
+    # dS is rounded anew for each of two products. So is P: the backward pass computes it again.
     assert set(rows) == {
         ("scores", "lhs", "fprop+wgrad"),
         ("scores", "rhs", "fprop+dgrad"),
         ("scores", "grad", "dgrad"),
         ("scores", "grad", "wgrad"),
         ("context", "lhs", "fprop"),
-        ("context", "lhs", "wgrad"),
         ("context", "rhs", "fprop+dgrad"),
         ("context", "grad", "dgrad+wgrad"),
     }
@@ -118,6 +119,7 @@ def test_a_step_records_every_use_and_shows_every_operand_and_nothing_looks_ahea
     assert (found.later, found.others) == (0, 0)
 
 
+@pytest.mark.slow
 def test_attention_is_chosen_by_its_path_and_refuses_dropout():
     chosen = lambda **how: {
         row.path for row in report(jfp8.convert(Block(), attention=True, **how)).rows if row.fp8

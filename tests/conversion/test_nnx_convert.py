@@ -298,10 +298,10 @@ def test_every_product_is_fp8_and_carries_its_path():
 
     text = jax.jit(run).lower(state, tokens).as_text(debug_info=True)
     paths = [f"layers/0/{name}" for name in IN_A_LAYER]
-    paths += [f"layers/0/attention/attention_fn/{part}" for part in ("scores", "context")]
     paths += ["head"]
-    for path in paths:
+    for path in (*paths, "layers/0/attention/attention_fn"):
         assert path in text, path
+    paths += [f"layers/0/attention/attention_fn/{part}" for part in ("scores", "context")]
     products = [m.path for _, m in nnx.iter_modules(converted) if isinstance(m, jfp8.nnx.Product)]
     assert sorted(products) == sorted(paths)
 
