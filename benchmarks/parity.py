@@ -14,10 +14,10 @@ next command, which must train as long, with the same versions and on as many co
 seed by seed, so that all recipes have the same seeds whenever it is interrupted.
 
 Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. "attention too":
-attention itself is in FP8, of the language model. Three rows are controls. The twin is float32 with its loss times 3, to which AdamW is invariant but for rounding:
-its gaps are what roundings in float32 alone do. The control has no scales and its loss is shrunk by
-1e-3: it shows that the comparison can tell a broken recipe. Its repair adds `jfp8.loss_scale()` and
-nothing else.
+attention itself is in FP8, in the language model. Three rows are controls. The twin is float32 with
+its loss times 3, to which AdamW is invariant but for rounding: its gaps are what roundings in
+float32 alone do. The control has no scales and its loss is shrunk by 1e-3: it shows that the
+comparison can tell a broken recipe. Its repair adds `jfp8.loss_scale()` and nothing else.
 """
 
 from __future__ import annotations

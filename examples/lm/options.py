@@ -18,8 +18,8 @@ RECIPES = (*(recipe.name for recipe in jfp8.recipes.RECIPES), "none")
 
 # A checkpoint goes on only under the same values of these: each of them changes the numbers.
 CHANGES_NUMBERS = (
-    "recipe", "compare", "fp8_head", "fp8_attention", "steps", "batch_size", "micro_batches", "seq_len", "width",
-    "layers", "heads", "lr", "seed", "loss_multiplier", "loss_scale",
+    "recipe", "compare", "fp8_head", "fp8_attention", "steps", "batch_size", "micro_batches",
+    "seq_len", "width", "layers", "heads", "lr", "seed", "loss_multiplier", "loss_scale",
 )  # fmt: skip
 
 

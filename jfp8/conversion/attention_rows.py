@@ -28,9 +28,7 @@ def hides_later_keys(eqn: Any) -> bool:
     return is_attention(eqn) and read_name(eqn.params["name"])[1]
 
 
-def attention_rows(
-    eqn: Any, notes: dict[str, str], cuda: str, times: int
-) -> Iterator[ProductRow]:
+def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> Iterator[ProductRow]:
     """The rows of a pass of attention.
 
     Args:

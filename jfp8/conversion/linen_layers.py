@@ -52,8 +52,12 @@ _ATTENTION = {
 }
 
 
-def _own_attention(layer: nn.MultiHeadDotProductAttention) -> str:
-    """What `layer` was given for attention itself; "" for nothing."""
+def own_attention(layer: nn.MultiHeadDotProductAttention) -> str:
+    """Why attention itself is not Flax's: what `layer` was given for it; "" for nothing.
+
+    Args:
+      layer: of Flax.
+    """
     given = [hook for hook in EINSUM_HOOKS if _has_own(layer, hook)]
     given += [] if is_stock(layer.attention_fn) else ["attention_fn"]
     return f"the layer was given its own {' and '.join(given)}" if given else ""
@@ -109,9 +113,7 @@ def replace_products(
     def intercept(next_fun, args, kwargs, context):
         layer, function = context.module, _function_of(context)
         if function in _ATTENTION:
-            made = attention(
-                f"{path_of(layer)}/attention".lstrip("/"), layer, _own_attention(layer)
-            )
+            made = attention(f"{path_of(layer)}/attention".lstrip("/"), layer, own_attention(layer))
             if made is None:
                 return next_fun(*args, **kwargs)
             if isinstance(made, str):

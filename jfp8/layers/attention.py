@@ -100,6 +100,6 @@ def check_weights_stay_inside(dropout_rate: float, sown: bool) -> None:
             f"Attention in FP8 cannot do what {wanted} asks for: it makes its weights block by "
             "block and keeps none, so that none can be dropped or stored. Leave that out (of "
             "dropout: rate 0 for attention's weights, or deterministic=True), or keep this "
-            "attention in high precision: attention_products=False, or in jfp8.convert "
-            'exempt=(*jfp8.EDGES, "*/attention").'
+            "attention in high precision: attention_products=False of the layer, or its path in "
+            "exempt= of jfp8.convert."
         )
