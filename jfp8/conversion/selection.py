@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from jfp8.layers.kv_cache import dtype_or_format
 from jfp8.layers.linen.state_in_gradients import StateCollection, check_state_collection
 from jfp8.recipes.per_layer import PerLayer, check_recipes, path_matches
 from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.formats import Format, FormatLike
 
 MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
 
@@ -58,6 +62,7 @@ class Selection:
       only: layers to convert; None: all that are not exempt.
       attention: also convert attention itself, between its projections.
       state_collection: of Linen models; see `jfp8.Dense`.
+      cache_dtype: of the keys and values that layers keep for decoding; None: that of Flax.
     """
 
     recipe: Recipe | PerLayer
@@ -65,6 +70,7 @@ class Selection:
     only: tuple[Choice, ...] | None = None
     attention: bool = False
     state_collection: StateCollection = "fp8"
+    cache_dtype: np.dtype | Format | None = None
 
     def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
         """Whether the layer at `path` is converted. `edge` says at which edge it is, if at any."""
@@ -140,6 +146,7 @@ def select(
     only: Choice | Sequence[Choice] | None,
     attention: bool = False,
     state_collection: StateCollection = "fp8",
+    cache_dtype: FormatLike | None = None,
 ) -> Selection:
     """A `Selection` from what a user gave, or an error that says what to give."""
     check_state_collection(state_collection)
@@ -153,6 +160,7 @@ def select(
         chosen,
         bool(attention),
         state_collection,
+        None if cache_dtype is None else dtype_or_format(cache_dtype),
     )
 
 
