@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.products.flash import blocks
+from jfp8.products.flash import blocks, hopper
+from jfp8.products.flash.implementations import Choice, Facts, choose
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
-from jfp8.products.flash.visible import Visible, padded
+from jfp8.products.flash.visible import Visible
 from jfp8.products.vjp import SINK_UNIT, check_sink, check_state, first_order_only
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -71,14 +72,16 @@ def scaled_dot_product_attention(
       state: amax histories, ``{"scores": recipe.init_state(), "context": recipe.init_state()}``:
         of Q and K in ``scores``, of V and dO in ``context``; they are read, never written.
       sink: ``{"scores": init_sink(), "context": init_sink()}``; see `scaled_dot_general`.
-      implementation: ``"emulate"`` or None: the reference, on any device.
+      implementation: ``"emulate"``: the reference, on any device. ``"mosaic_gpu"``: Pallas kernels
+        for Hopper, which compute the same. None: these where they can, else the reference.
 
     Returns:
       Array of the shape and dtype of `query`; 0 for a query that sees no key.
 
     Raises:
       TypeError: operands that are not floating, a mask that is not bool.
-      ValueError: shapes that do not fit; a `state` of another recipe; an unknown `implementation`.
+      ValueError: shapes that do not fit; a `state` of another recipe; an `implementation` that is
+        unknown, or does not compute this: the message says why.
 
     References:
       FlashAttention-3, arXiv 2407.08608, for FP8; `jax.nn.dot_product_attention` for the interface.
@@ -90,8 +93,6 @@ def scaled_dot_product_attention(
     (1, 5, 4, 64)
     """
     recipe = check_recipe(recipe)
-    if implementation not in (None, "emulate"):
-        raise ValueError(f"implementation={implementation!r} is unknown. Allowed: None, 'emulate'.")
     arrays = [as_float_array(x, n) for x, n in ((query, "query"), (key, "key"), (value, "value"))]
     without_batch = arrays[0].ndim == 3
     q, k, v = (x[None] if without_batch else x for x in arrays)
@@ -109,7 +110,9 @@ def scaled_dot_product_attention(
         _by_score(bias, "bias", (batch, heads, queries, keys), kv_heads),
     )
     _check_state(recipe, state, sink)
-    how = _How(recipe, float(1 / math.sqrt(depth) if scale is None else scale), q.dtype)
+    scale = float(1 / math.sqrt(depth) if scale is None else scale)
+    by = choose(Facts(recipe, visible, depth, scale), implementation)
+    how = _How(recipe, scale, q.dtype, by)
     inputs = _Inputs(
         q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
         k.swapaxes(1, 2),
@@ -128,6 +131,7 @@ class _How:
     recipe: Recipe
     scale: float
     dtype: np.dtype
+    by: Choice
 
 
 class _Inputs(NamedTuple):
@@ -171,35 +175,34 @@ def _forward(how: _How, inputs: _Inputs) -> tuple[jax.Array, _Residuals]:
     visible, state = inputs.visible, inputs.state
     numerics = numerics_of(how.recipe)
     history = lambda which, role: None if state is None else state[which][role]
-    (size, of_keys), (n, m) = visible.block, visible.blocks
-    query, key, value = (
-        padded(query, 3, n * size),
-        padded(key, 2, m * of_keys),
-        padded(value, 2, m * of_keys),
-    )
     q = for_both(query, numerics.query, history("scores", "lhs"))
     k = for_both(key, numerics.key, history("scores", "rhs"))
     v = for_both(value, numerics.value, history("context", "rhs"), folded=True)
-    softmax = blocks.forward(q[0], k[0], v[0], visible, how.scale, numerics)
-    out = softmax.out[:, :, :, : inputs.query.shape[3]].astype(how.dtype)
+    reference = partial(blocks.forward, scale=how.scale, numerics=numerics)
+    kernels = partial(hopper.forward, scale=how.scale, dtype=how.dtype)
+    out, log_sum = how.by(
+        lambda *x: _rounded(reference(*x), how.dtype), kernels, q[0], k[0], v[0], visible
+    )
     grad_history = None if inputs.sink is None else history("context", "grad")
     like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
-    return out, _Residuals(q, k, v, out, softmax.log_sum, visible, grad_history, inputs.sink, like)
+    return out, _Residuals(q, k, v, out, log_sum, visible, grad_history, inputs.sink, like)
+
+
+def _rounded(x: blocks.Softmax, dtype: np.dtype) -> blocks.Softmax:
+    return x._replace(out=x.out.astype(dtype))
 
 
 def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Inputs]:
     q, k, v, out, log_sum, visible, history, sink, like = residuals
     grad = same_varying_axes((grad, out))[0]
     numerics = numerics_of(how.recipe)
-    rows, size = grad.shape[3], q[0].data.shape[3]
     grad = first_order_only(
         grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention"
     ).astype(jnp.float32)
-    dot = padded(jnp.sum(grad * out.astype(jnp.float32), axis=-1), 3, size)
-    g = for_both(padded(grad, 3, size), numerics.grad, history)
+    dot = jnp.sum(grad * out.astype(jnp.float32), axis=-1)
+    g = for_both(grad, numerics.grad, history)
     both = blocks.Both(q, k, v, g)
     found = blocks.backward(both, log_sum, dot, visible, how.scale, numerics)
-    keys = visible.sizes[1]
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])
@@ -208,9 +211,9 @@ def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Input
         d_sink = {name: encode_amax(amaxes[name]) * SINK_UNIT for name in sink}
     d_visible = replace(visible, lengths=(None, None), mask=None, bias=found.bias)
     cotangents = _Inputs(
-        found.query[:, :, :, :rows].astype(like[0].dtype),
-        found.key[:, :, :keys].astype(like[1].dtype),
-        found.value[:, :, :keys].astype(like[2].dtype),
+        found.query.astype(like[0].dtype),
+        found.key.astype(like[1].dtype),
+        found.value.astype(like[2].dtype),
         d_visible,
         None,
         d_sink,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -97,12 +97,12 @@ def numerics_of(recipe: Recipe) -> Numerics:
         key=Uses(fprop[1], dgrad[1]),
         value=Uses(fprop[1], dgrad[1]),
         grad=Uses(dgrad[0], wgrad[1]),
-        weights=(_format(fprop[0]), _format(wgrad[0])),
-        scores=(_format(dgrad[0]), _format(wgrad[1])),
+        weights=(format_of(fprop[0]), format_of(wgrad[0])),
+        scores=(format_of(dgrad[0]), format_of(wgrad[1])),
     )
 
 
-def _format(quantizer: Quantizer | None) -> Format | None:
+def format_of(quantizer: Quantizer | None) -> Format | None:
     """Its format; e4m3 instead of four bits, which are too few without scales of small blocks."""
     if quantizer is None:
         return None
@@ -134,7 +134,7 @@ def quantize_tokens(
     largest = jnp.max(jnp.abs(x), axis=-1)
     if quantizer is None:
         return Quantized(x, jnp.ones_like(largest), jnp.max(largest))
-    fmt = _format(quantizer)
+    fmt = format_of(quantizer)
     assert fmt is not None
     rounding = "power_of_two" if folded or quantizer.powers_of_two else None
     margin = quantizer.margin if isinstance(quantizer, Delayed) else 0
@@ -143,7 +143,8 @@ def quantize_tokens(
         scale = jnp.ones_like(scale)
     if isinstance(quantizer, Delayed) and state is not None:
         seen = quantizer.expected(state) > 0
-        scale = jnp.where(seen, quantizer.scale(jnp.zeros(()), state), scale)
+        of_history = replace(quantizer, scale_rounding=rounding or quantizer.scale_rounding)
+        scale = jnp.where(seen, of_history.scale(jnp.zeros(()), state), scale)
     data = cast(x * reciprocal(scale)[..., None], fmt)
     # Scales are compared where they move into weights. That of zeros, 1 so far, would be the
     # largest.
