@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.products.flash import blocks, hopper
+from jfp8.products.flash import blocks
 from jfp8.products.flash.implementations import Choice, Facts, choose
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
 from jfp8.products.flash.visible import Visible
@@ -74,6 +74,9 @@ def scaled_dot_product_attention(
       sink: ``{"scores": init_sink(), "context": init_sink()}``; see `scaled_dot_general`.
       implementation: ``"emulate"``: the reference, on any device. ``"mosaic_gpu"``: Pallas kernels
         for Hopper, which compute the same. None: these where they can, else the reference.
+        ``"cudnn"``: cuDNN's kernel, forward, for Hopper and Blackwell, delayed scaling with a
+        `state`, and `is_causal` or all keys. It has one scale for each tensor, which looks ahead
+        until each history has an entry, and rounds O to e4m3.
 
     Returns:
       Array of the shape and dtype of `query`; 0 for a query that sees no key.
@@ -111,7 +114,7 @@ def scaled_dot_product_attention(
     )
     _check_state(recipe, state, sink)
     scale = float(1 / math.sqrt(depth) if scale is None else scale)
-    by = choose(Facts(recipe, visible, depth, scale), implementation)
+    by = choose(Facts(recipe, visible, depth, scale, state is not None), implementation)
     how = _How(recipe, scale, q.dtype, by)
     inputs = _Inputs(
         q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
@@ -175,13 +178,16 @@ def _forward(how: _How, inputs: _Inputs) -> tuple[jax.Array, _Residuals]:
     visible, state = inputs.visible, inputs.state
     numerics = numerics_of(how.recipe)
     history = lambda which, role: None if state is None else state[which][role]
-    q = for_both(query, numerics.query, history("scores", "lhs"))
-    k = for_both(key, numerics.key, history("scores", "rhs"))
-    v = for_both(value, numerics.value, history("context", "rhs"), folded=True)
+    stored = partial(for_both, together=how.by.together)
+    q = stored(query, numerics.query, history("scores", "lhs"))
+    k = stored(key, numerics.key, history("scores", "rhs"))
+    v = stored(value, numerics.value, history("context", "rhs"), folded=True)
     reference = partial(blocks.forward, scale=how.scale, numerics=numerics)
-    kernels = partial(hopper.forward, scale=how.scale, dtype=how.dtype)
-    out, log_sum = how.by(
-        lambda *x: _rounded(reference(*x), how.dtype), kernels, q[0], k[0], v[0], visible
+    out, log_sum = how.by.forward(
+        lambda *x: _rounded(reference(*x), how.dtype),
+        *(q[0], k[0], v[0], visible),
+        scale=how.scale,
+        dtype=how.dtype,
     )
     grad_history = None if inputs.sink is None else history("context", "grad")
     like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
