@@ -268,16 +268,24 @@ def case_of(values: str, length: int, depth: int, causal: bool) -> str:
     return f"{values}, T {length}, H {depth}, {'causal' if causal else 'full'}"
 
 
-def table(results: dict, cases: list[str]) -> str:
-    """Errors against the unquantized operands in percent, and O against the dequantized ones."""
-    lines = []
-    for case in cases:
-        head = " | ".join([case, *OUTPUTS, "O, of P alone"])
-        lines += [f"| {head} |", "| --- |" + " ---: |" * 5]
-        for name, row in results[case].items():
-            figures = [*(row["unquantized"][o] for o in OUTPUTS), row["dequantized"]["O"]]
-            lines.append(f"| {name} | " + " | ".join(f"{100 * x:.2g}" for x in figures) + " |")
-        lines.append("")
+def table(errors: dict, length: int, depth: int, causal: bool) -> str:
+    """In percent, against the unquantized operands; and O of the rounding of P alone.
+
+    Ways with the same figures share a row. Of the gradients, the largest error.
+    """
+    cases = [errors[case_of(values, length, depth, causal)] for values in VALUES]
+    rows: dict[tuple[float, ...], list[str]] = {}
+    for name in WAYS:
+        figures = []
+        for of in (case[name] for case in cases):
+            out, *gradients = (of["unquantized"][output] for output in OUTPUTS)
+            figures += [out, max(gradients), of["dequantized"]["O"]]
+        rows.setdefault(tuple(figures), []).append(name)
+    heads = [f"{values}: {what}" for values in VALUES for what in ("O", "gradients", "P alone")]
+    lines = ["| " + " | ".join(("", *heads)) + " |", "| --- |" + " ---: |" * len(heads)]
+    for figures, names in rows.items():
+        cells = (f"{100 * x:.2g}" for x in figures)
+        lines.append("| " + " | ".join(("; ".join(names), *cells)) + " |")
     return "\n".join(lines)
 
 
@@ -293,7 +301,9 @@ def main() -> None:
     cases = {case_of(v, t, h, causal): (v, t, h, causal) for t, h, causal, v in cases}
     held = results_file.read(given.results, {"conditions", "commit", "errors"})
     if given.table:
-        print(table(held["errors"], [case for case in cases if case in held["errors"]]))
+        for length, depth, causal in itertools.product(given.lengths, given.depths, (True, False)):
+            print(f"T {length}, H {depth}, {'causal' if causal else 'full'}\n")
+            print(table(held["errors"], length, depth, causal) + "\n")
         return
     conditions = results_file.conditions()
     results_file.check_conditions(given.results, "errors", held.get("conditions", {}), conditions)

@@ -1,6 +1,6 @@
 """Attention by cuDNN, compiled for an H200 and a B200: one call of cuDNN, no array of all scores.
 
-As `test_compiled.py`: nothing is executed. Elsewhere all are skipped.
+And the reference, for a B200. As `test_compiled.py`: nothing is executed; elsewhere it is skipped.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ def attend(state, *operands):
     return jfp8.scaled_dot_product_attention(*operands, state=state, **how)
 
 
+def all_scores(program):
+    """What holds an array of ``[T, T]``."""
+    return [i for i, _ in program.hlo.launched for r in i.results if r.size >= T * T]
+
+
 def arguments(size, heads=8, key_heads=4):
     return [jax.ShapeDtypeStruct((2, T, n, size), BF16) for n in (heads, key_heads, key_heads)]
 
@@ -38,7 +43,7 @@ def assert_by_cudnn(program, size):
     assert program.hlo.other_products == []
     out = call.results[0]
     assert (out.dtype, out.shape[-2:]) == (F8[0], (T, size))
-    assert not [i for i, _ in program.hlo.launched for r in i.results if r.size >= T * T]
+    assert not all_scores(program)
 
 
 @pytest.mark.parametrize("target", ["h200", "b200"])
@@ -57,3 +62,21 @@ def test_it_is_divided_by_sequences_and_heads(compiled_for_eight):
     program = of((STATE, *arguments(128)), specs, spec)
     assert_by_cudnn(program, 128)
     assert program.exchanged.total < 1000  # amaxes
+
+
+def test_the_reference_on_blackwell(compiled):
+    """Forward and backward: products of blocks, in bf16, which holds what f8 stores."""
+
+    def forward_and_backward(q, k, v, grad):
+        attend = partial(jfp8.scaled_dot_product_attention, is_causal=True, recipe="current")
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, vjp(grad)
+
+    args = arguments(128)
+    name = f"B200: scaled_dot_product_attention, {T} tokens, 8 heads of 128"
+    program = compiled(name, "b200", forward_and_backward, *args, args[0])
+    assert program.hlo.fp8_products == []
+    assert len(program.hlo.other_products) == 7
+    for product in program.hlo.other_products:
+        assert program.hlo.factors(product) <= {"bf16", *F8}
+    assert not all_scores(program)
