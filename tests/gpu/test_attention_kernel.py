@@ -28,10 +28,11 @@ ALL = {"is_causal": False, "window": None}
 WINDOW = {"is_causal": False, "window": (1000, 64)}
 
 
-def program_of(size, groups, by_token, with_lengths, out_dtype=BF16, heads=8, **options):
+def program_of(size, groups, by_token, with_lengths, out_dtype=BF16, heads=(1, 8), **options):
     """Attention of `heads`, with scales for each token or one number, as function and arguments."""
+    batch, heads = heads
     key_heads = heads // groups
-    of = lambda shape, dtype: jax.ShapeDtypeStruct((2, *shape), dtype)
+    of = lambda shape, dtype: jax.ShapeDtypeStruct((batch, *shape), dtype)
     number = jax.ShapeDtypeStruct((), F32)
     scale = lambda heads: of((heads, T), F32) if by_token else number
     args = [of((heads, T, size), F8), of((key_heads, T, size), F8), of((key_heads, size, T), F8)]
@@ -86,7 +87,7 @@ def test_heads_of_256(options, by_token):
 
 def test_heads_are_divided(compiled_for_eight):
     """Each of eight devices has its heads, and sends nothing."""
-    f, args = program_of(128, 4, True, with_lengths=True, heads=32, **CAUSAL)
+    f, args = program_of(128, 4, True, with_lengths=True, heads=(2, 32), **CAUSAL)
     program = compiled_for_eight(
         "8 GPUs, heads: attention kernel",
         {"x": 2, "y": 4},

@@ -8,24 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.matmul.hopper.attention_block import (
-    BLOCK,
-    COMPUTE,
-    ROWS,
-    Problem,
-    kernel,
-    most_stages,
-    scratch,
-)
+from jfp8.matmul.hopper.attention_block import Problem, kernel, most_stages, scratch
+from jfp8.matmul.hopper.attention_parts import BLOCK, COMPUTE, ROWS, launch
 from jfp8.matmul.hopper.tiles import padded
 
 SIZES = (64, 128, 256)  # of a head
-
-# No barriers but those of the code, as for products: see `tiles.NO_OTHER_BARRIERS`. A warp writes
-# and multiplies its own rows of the probabilities. exp2 is one instruction, off by 2^-22 at most.
-_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 
 
 def attention_forward(
@@ -117,21 +105,10 @@ def attention_forward(
         jax.ShapeDtypeStruct((heads, problem.rows, size), out_dtype),
         jax.ShapeDtypeStruct((heads, problem.rows), jnp.float32),
     ]
-    attend = plgpu.kernel(
-        functools.partial(kernel, problem, tuple(operands)),
-        out_type=out_type,
-        grid=(heads * problem.tiles,),
-        grid_names=("tile",),
-        cluster=(1,),
-        cluster_names=("cluster",),
-        num_threads=COMPUTE + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch(problem, operands, out_dtype),
-        compiler_params=_PARAMS,
-        interpret=interpret,
-        kernel_name="jfp8_attention",
-    )
-    o, lse = attend(*operands.values())
+    run = functools.partial(kernel, problem, tuple(operands))
+    shared = scratch(problem, operands, out_dtype)
+    blocks = heads * problem.tiles
+    o, lse = launch(run, "attention", blocks, operands, out_type, shared, interpret)
     return o[:, :rows].reshape(shape), lse[:, :rows].reshape(shape[:-1])
 
 

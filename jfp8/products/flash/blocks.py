@@ -18,8 +18,9 @@ scales of what it meets::
 
     dV = P^T dO      w = cast(p (dO_scale_i / max_i) c)
     dP = dO V^T      dS = p (dP - sum_h dO O)
-    dQ = dS K scale  cast(dS k_scale_j / r_i),  r_i = max_j |dS k_scale_j| / fmt.max
-    dK = dS^T Q scale  the same, with the scales of queries, for each key
+    dQ = dS K scale  cast(dS k_scale_j / r_i),  r_i = max_j |dS k_scale_j| / fmt.max, rounded up to
+                                                a power of two
+    dK = dS^T Q scale  the same, with the scales of queries, for each key and head of queries
 """
 
 from __future__ import annotations
@@ -157,24 +158,24 @@ def backward(
             lax.dynamic_slice_in_dim(x, i * size, size, 3)[..., None] for x in (log_sum, dot)
         )
         by_grad = g_of_dv.scale[..., None]
-        of_block = jnp.max(by_grad, axis=(2, 3), keepdims=True)
+        of_head = jnp.max(by_grad, axis=3, keepdims=True)
 
         def add(j: jax.Array, carry: tuple) -> tuple:
             dq, dk, dv, dbias, largest = carry
             k_j, of_dq, v_j = (_block(x, j, of_keys, 2) for x in (k_of_s, k_of_dq, v))
             s, _ = _scores(q_i, k_j, visible, scale, i, j)
             p = jnp.exp(s - _finite(log_sum_i))
-            w = _rounded(p * (by_grad / of_block), fmt)
-            y = product("bngts,bngth->bnsh", w, g_of_dv.data) * (of_block[:, :, 0] / factor)
-            dv = _added(dv, y, j * of_keys, 2)
+            w = _rounded(p * (by_grad / of_head), fmt)
+            y = product("bngts,bngth->bngsh", w, g_of_dv.data) * (of_head / factor)
+            dv = _added(dv, jnp.sum(y, 2), j * of_keys, 2)
             dp = product("bngth,bnsh->bngts", g_of_dp.data, v_j.data)
             dp = dp * g_of_dp.scale[..., None] * _by_key(v_j.scale)
             ds = p * (dp - dot_i)
-            w, r = quantize_made(ds * _by_key(of_dq.scale), for_dq, (4,))
+            w, r = quantize_made(ds * _by_key(of_dq.scale), for_dq, 4)
             dq += product("bngts,bnsh->bngth", w, of_dq.data) * r
-            w, r = quantize_made(ds * q_of_dk.scale[..., None], for_dk, (2, 3))
-            r = r if r.ndim == 0 else r[:, :, 0, 0, :, None]
-            dk = _added(dk, product("bngts,bngth->bnsh", w, q_of_dk.data) * r, j * of_keys, 2)
+            w, r = quantize_made(ds * q_of_dk.scale[..., None], for_dk, 3)
+            y = product("bngts,bngth->bngsh", w, q_of_dk.data) * r.swapaxes(3, 4)
+            dk = _added(dk, jnp.sum(y, 2), j * of_keys, 2)
             if dbias is not None:
                 dbias = _with_block(dbias, ds, (i * size, j * of_keys))
             return dq, dk, dv, dbias, jnp.maximum(largest, jnp.max(jnp.abs(ds)))

@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
         O = q(P) q(V)                    dQ = q(dS) q(K) scale
         dV = q(P)^T q(dO)                dK = q(dS)^T q(Q) scale
 
-    Computed over blocks of 128 queries and 128 keys with a running softmax in f32, without an array
+    Computed over blocks of 64 queries and 128 keys with a running softmax in f32, without an array
     of ``[T, S]``. See `jfp8.products.flash.blocks` for the equations of a block.
 
     `recipe` says in which formats. Q, K, V and dO have a scale for each token and head, or that of
@@ -208,7 +208,14 @@ def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Input
     dot = jnp.sum(grad * out.astype(jnp.float32), axis=-1)
     g = for_both(grad, numerics.grad, history)
     both = blocks.Both(q, k, v, g)
-    found = blocks.backward(both, log_sum, dot, visible, how.scale, numerics)
+    by, numbers = how.by, {"scale": how.scale, "numerics": numerics}
+    dtypes = {x.dtype for x in like}
+    kernels = partial(
+        hopper.backward, **numbers, dtype=how.dtype if len(dtypes) == 1 else jnp.float32
+    )
+    if hopper.refusal_backward(numerics, both.query[0].data.shape[-1]) is not None:
+        by = Choice(None, named=True)
+    found = by(partial(blocks.backward, **numbers), kernels, both, log_sum, dot, visible)
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])

@@ -164,13 +164,12 @@ def quantize_tokens(
     return Quantized(data, scale, jnp.max(largest))
 
 
-def quantize_made(
-    x: jax.Array, fmt: Format | None, axes: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """A block that was just made, and its scales: one for all elements along `axes`."""
+def quantize_made(x: jax.Array, fmt: Format | None, axis: int) -> tuple[jax.Array, jax.Array]:
+    """A block that was just made, and its scales, powers of two: one for all along `axis`."""
+    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
     if fmt is None:
-        return x, jnp.ones((), jnp.float32)
-    scale = scale_from_amax(jnp.max(jnp.abs(x), axis=axes, keepdims=True), fmt)
+        return x, jnp.ones_like(largest)
+    scale = scale_from_amax(largest, fmt, scale_rounding="power_of_two", poison=True)
     return cast(x * reciprocal(scale), fmt), scale
 
 
