@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from support.gpu_programs import F8, why_not
+from support.gpu_programs import F8, compile_for, why_not
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -52,6 +52,21 @@ def test_forward(target, size, compiled):
     name = f"attention by cuDNN, {T} tokens, 8 heads of {size}"
     name = name if target == "h200" else f"B200: {name}"
     assert_by_cudnn(compiled(name, target, attend, STATE, *arguments(size)), size)
+
+
+def test_backward_on_hopper():
+    """By the Pallas kernels: nothing is multiplied in another format."""
+
+    def forward_and_backward(state, q, k, v, grad):
+        out, vjp = jax.vjp(partial(attend, state), q, k, v)
+        return out, vjp(grad)
+
+    args = arguments(128)
+    program = compile_for("h200", forward_and_backward, STATE, *args, args[0])
+    assert len(program.hlo.attention_products) == 1
+    assert len(program.hlo.pallas_products) == 2
+    assert program.hlo.other_products == []
+    assert not all_scores(program)
 
 
 def test_it_is_divided_by_sequences_and_heads(compiled_for_eight):

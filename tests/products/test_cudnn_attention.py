@@ -100,7 +100,7 @@ def test_the_scales_are_those_of_cudnn(with_cudnn):
         out, (*gradients, sent) = attention(q, k, v, states(entries))
         assert distance(out, exact) < 0.1
         for x, y in zip(gradients, vjp(grad), strict=True):
-            assert distance(x, y) < 0.15
+            assert distance(x, y) < 0.2
         amaxes = decode_amax(sent["scores"])[0], decode_amax(sent["context"])[0]
         np.testing.assert_array_equal(amaxes[0][:2], [jnp.abs(x).max() for x in (q, k)])
         assert amaxes[1][1] == jnp.abs(v).max()

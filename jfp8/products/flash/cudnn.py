@@ -8,9 +8,9 @@ cuDNN has one scale for each tensor, and writes O in f8, with a scale that it is
 |O| is at most max |V|, which is at most 448 v_scale, and rounding P adds less than 1/16 to it:
 ``o_scale = 2 v_scale`` never saturates. A factor of two costs no precision of a floating format.
 
-The backward pass is that of the reference. cuDNN has one in FP8, too, but JAX hands it its scales
-in another order than XLA reads them in, all gradients have to be e4m3, and dQ, dK and dV come out
-in it, with scales that have to be known before.
+The backward pass is that of the kernels for Hopper, or of the reference. cuDNN has one in FP8, too,
+but JAX hands it its scales in another order than XLA reads them in, dO has to be e4m3, and so are
+dQ, dK and dV, with scales that have to be known before.
 
 References:
   cuDNN frontend, test/python/sdpa/fp8_ref.py: these equations. Order of the scales: JAX 0.12,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.products.flash import blocks
+from jfp8.products.flash import blocks, hopper
 from jfp8.products.flash.implementations import Choice, Facts, choose
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
 from jfp8.products.flash.visible import Visible
@@ -208,14 +208,14 @@ def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Input
     dot = jnp.sum(grad * out.astype(jnp.float32), axis=-1)
     g = for_both(grad, numerics.grad, history)
     both = blocks.Both(q, k, v, g)
-    by, numbers = how.by, {"scale": how.scale, "numerics": numerics}
-    dtypes = {x.dtype for x in like}
-    kernels = partial(
-        hopper.backward, **numbers, dtype=how.dtype if len(dtypes) == 1 else jnp.float32
-    )
+    by, numbers = how.by.backward or how.by, {"scale": how.scale, "numerics": numerics}
+    dtype = how.dtype if len({x.dtype for x in like}) == 1 else jnp.float32
+    kernels = partial(hopper.backward, **numbers, dtype=dtype)
     if hopper.refusal_backward(numerics, both.query[0].data.shape[-1]) is not None:
         by = Choice(None, named=True)
-    found = by(partial(blocks.backward, **numbers), kernels, both, log_sum, dot, visible)
+    reference = partial(blocks.backward, **numbers)
+    in_dtype = lambda *x: _gradients_in(dtype, reference(*x))
+    found = by(in_dtype, kernels, both, log_sum, dot, visible)
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])
@@ -232,6 +232,10 @@ def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Input
         d_sink,
     )
     return (cotangents,)
+
+
+def _gradients_in(dtype: jax.typing.DTypeLike, x: blocks.Gradients) -> blocks.Gradients:
+    return x._replace(**{n: getattr(x, n).astype(dtype) for n in ("query", "key", "value")})
 
 
 _attention.defvjp(_forward, _backward)

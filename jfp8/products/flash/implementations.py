@@ -71,26 +71,34 @@ class Choice:
     Attributes:
       kernels: one of `KERNELS`; None: the reference.
       named: whether it was asked for: then nothing else computes.
+      backward: of an implementation without a backward pass: what computes that.
     """
 
     kernels: str | None
     named: bool
+    backward: Choice | None = None
 
     @property
     def together(self) -> bool:
         """Whether all tokens of an operand share a scale."""
         return self.kernels is not None and KERNELS[self.kernels].together
 
-    def forward(self, reference: Callable[..., Any], *operands: Any, **how: Any) -> Any:
-        """Of the kernels if they are chosen, and the program is compiled for CUDA."""
+    def __call__(
+        self, reference: Callable[..., Any], kernels: Callable[..., Any], *operands: Any
+    ) -> Any:
+        """``kernels(*operands)`` where they are chosen, and the program is compiled for CUDA."""
+        by_kernels = lambda *x: same_varying_axes((kernels(*x), x))[0]
         if self.kernels is None:
             return reference(*operands)
-        kernels = partial(KERNELS[self.kernels].forward, **how)
-        by_kernels = lambda *x: same_varying_axes((kernels(*x), x))[0]
         if not self.named:
             return by_platform(by_kernels, self.kernels, reference, *operands)
         with note("cuda", self.kernels):
             return KERNELS[self.kernels].run(by_kernels, *operands)
+
+    def forward(self, reference: Callable[..., Any], *operands: Any, **how: Any) -> Any:
+        """``reference(*operands)``, or what the kernels compute of `operands`, `how` they do it."""
+        kernels = None if self.kernels is None else KERNELS[self.kernels].forward
+        return self(reference, partial(kernels or reference, **how), *operands)
 
 
 def choose(facts: Facts, implementation: str | None) -> Choice:
@@ -120,7 +128,8 @@ def choose(facts: Facts, implementation: str | None) -> Choice:
             f"implementation={implementation!r} does not support {reason}. "
             "Use implementation=None or 'emulate'."
         )
-    return Choice(implementation, named=True)
+    backward = choose(facts, None) if KERNELS[implementation].together else None
+    return Choice(implementation, named=True, backward=backward)
 
 
 def _why_not(name: str, facts: Facts, *, named: bool) -> str | None:
