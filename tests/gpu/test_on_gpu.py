@@ -145,4 +145,4 @@ def test_attention(implementation, size):
     found = jax.jit(attention(implementation))(grad, *arrays)
     expected = on_cpu(attention("emulate"), grad, *arrays)
     for x, y in zip(found, expected, strict=True):
-        assert error(x, y) < (0.02 if implementation is None else 0.08)
+        assert error(x, y) < (0.02 if implementation is None else 0.15)
