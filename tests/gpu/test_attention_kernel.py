@@ -5,6 +5,8 @@ As `test_compiled.py`: nothing is executed. Elsewhere all are skipped.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,6 +17,7 @@ from support.gpu_programs import compile_for, why_not
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
+import jfp8
 from jfp8.matmul.hopper.attention import attention_forward, division
 from jfp8.tracing.divided import divided
 
@@ -25,24 +28,19 @@ ALL = {"is_causal": False, "window": None}
 WINDOW = {"is_causal": False, "window": (1000, 64)}
 
 
-def program_of(size, groups, by_token, with_lengths, out_dtype=BF16, heads=8, **options):
+def program_of(size, groups, by_token, with_lengths, out_dtype=BF16, heads=(1, 8), **options):
     """Attention of `heads`, with scales for each token or one number, as function and arguments."""
-    of, key_heads = jax.ShapeDtypeStruct, heads // groups
-    scale = lambda heads: of((heads, T) if by_token else (), F32)
+    batch, heads = heads
+    key_heads = heads // groups
+    of = lambda shape, dtype: jax.ShapeDtypeStruct((batch, *shape), dtype)
+    number = jax.ShapeDtypeStruct((), F32)
+    scale = lambda heads: of((heads, T), F32) if by_token else number
     args = [of((heads, T, size), F8), of((key_heads, T, size), F8), of((key_heads, size, T), F8)]
     args += [scale(heads), scale(key_heads), scale(key_heads)]
     args += [of((key_heads,), jnp.int32)] * with_lengths
-
-    def f(q, k, v_t, q_scale, k_scale, v_scale, *lengths):
-        attend = lambda *args: attention_forward(
-            *args[:6], groups=groups, scale=size**-0.5, out_dtype=out_dtype,
-            key_lengths=args[6] if lengths else None, **options,
-        )  # fmt: skip
-        scales = q_scale, k_scale, v_scale
-        rule = division(groups, *scales, *lengths)
-        return divided("attention", attend, rule)(q, k, v_t, *scales, *lengths)
-
-    return f, args
+    rule = division(groups, *args[3:6], with_lengths=with_lengths)
+    options |= {"groups": groups, "scale": size**-0.5, "out_dtype": out_dtype}
+    return divided("attention", partial(attention_forward, **options), rule), args
 
 
 def assert_fp8_alone(program, size):
@@ -89,9 +87,28 @@ def test_heads_of_256(options, by_token):
 
 def test_heads_are_divided(compiled_for_eight):
     """Each of eight devices has its heads, and sends nothing."""
-    f, args = program_of(128, 4, True, with_lengths=True, heads=64, **CAUSAL)
+    f, args = program_of(128, 4, True, with_lengths=True, heads=(2, 32), **CAUSAL)
     program = compiled_for_eight(
-        "8 GPUs, heads: attention kernel", {"x": 8}, f, tuple(args), (P("x"),) * len(args)
+        "8 GPUs, heads: attention kernel",
+        {"x": 2, "y": 4},
+        f,
+        tuple(args),
+        (P("x", "y"),) * len(args),
     )
     assert_fp8_alone(program, 128)
     assert program.exchanged.total == 0
+
+
+@pytest.mark.parametrize("spec", [None, P("x", None, "y")], ids=["one", "eight"])
+def test_public_function(spec, compiled, compiled_for_eight):
+    """`scaled_dot_product_attention` of bf16 arrays takes the kernel, and divides it."""
+    attend = partial(jfp8.scaled_dot_product_attention, is_causal=True, recipe="current")
+    of = lambda heads: jax.ShapeDtypeStruct((2, T, heads, 128), BF16)
+    args = of(8), of(4), of(4)
+    if spec is None:
+        program = compiled(f"scaled_dot_product_attention, {T} tokens", "h200", attend, *args)
+    else:
+        name = "8 GPUs, data x heads: scaled_dot_product_attention"
+        program = compiled_for_eight(name, {"x": 2, "y": 4}, attend, args, (spec,) * 3, spec)
+        assert program.exchanged.total == 0
+    assert_fp8_alone(program, 128)
