@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jfp8.matmul.hopper import attention_dkv, attention_dq
 from jfp8.matmul.hopper.attention_dkv import QUERIES
@@ -129,13 +130,21 @@ def attention_backward(
         attention_dkv,
         "attention_dkv",
         problem,
-        {n: x for n, x in operands.items() if n != "k_t"},
+        {n: x for n, x in operands.items() if n not in ("k_t", "key_lengths")},
         key_heads * (padded_keys // (COMPUTE * ROWS)),
         [result((key_heads, padded_keys, size), out_dtype)] * 2,
     )
     of_queries = lambda x: x[:, :rows].reshape(*stored.q.shape[:-1], *x.shape[2:])
-    of_keys = lambda x: x[:, :keys].reshape(stored.k.shape)
+    of_keys = lambda x: _without_padding(x[:, :keys].reshape(stored.k.shape), key_lengths)
     return of_queries(dq), of_keys(dk), of_keys(dv), of_queries(largest)
+
+
+def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """``x[..., S, H]``, and zeros from ``lengths[...]`` on."""
+    if lengths is None:
+        return x
+    real = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2) < lengths[..., None, None]
+    return jnp.where(real, x, 0)
 
 
 def division(groups: int, *, with_lengths: bool) -> str:

@@ -11,7 +11,8 @@ heads that share the keys. Scores are transposed, so that a sum over queries is 
     w  = cast(dS q2_scale_i / r_j)       r_j = max_i |dS q2_scale_i| / fmt.max, a power of two
     dK = dK + (w . q2) r_j
 
-`q2` and `dO2` are queries and gradients as these products take them.
+`q2` and `dO2` are queries and gradients as these products take them. Keys that are padding get
+numbers, too: lengths would cost registers that there are not.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from jfp8.matmul.hopper.tiles import SHARED_MEMORY
 from jfp8.matmul.hopper.visible import Bounds, Mask
 
 QUERIES = 64  # of a step
+PART = 16  # queries whose vectors are in registers at the same time
+PARTS: list[Any] = [pl.ds(c, PART) for c in range(0, QUERIES, PART)]
 
 
 def scratch(
@@ -114,16 +117,10 @@ class _Block:
         """Which queries see a key: as `Bounds` says of keys and queries, the other way round."""
         return Bounds(self.p.right, self.p.left, self.p.rows)
 
-    def length(self) -> Any:
-        """The number of keys that are not padding."""
-        if "key_lengths" not in self.given:
-            return self.p.keys
-        return jnp.minimum(self.given["key_lengths"][self.key_head], self.p.keys)
-
     def steps(self) -> tuple[jax.Array, jax.Array]:
         """The first block of queries, and how many: of each head that shares the keys."""
         first, _, _, end = self.bounds().blocks(self.row, COMPUTE * ROWS, QUERIES)
-        return first, jnp.where(self.row < self.length(), end - first, 0)
+        return first, end - first
 
     def at(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The head of queries and the block of the `i`-th step."""
@@ -163,21 +160,19 @@ class _Block:
         bounds, (_, count) = self.bounds(), self.steps()
         _, first_full, end_full, _ = bounds.blocks(row, ROWS, QUERIES)
         bounded = self.p.left is not None or self.p.right is not None
+        one_sided = self.p.left is None or self.p.right is None
 
         def step(i, carry):
             head, t = self.at(i)
             sees_all = (t >= first_full) & (t < end_full) if bounded else None
-            mask = Mask(bounds, row, t * QUERIES, sees_all, branch=True)
+            mask = Mask(bounds, row, t * QUERIES, sees_all, branch=one_sided)
             unit = self.given["unit"][head, t]
             return self.step(mine, of_row, mask, unit, i, carry)
 
         start = zeros(self.p.size), zeros(self.p.size)
         dk, dv = lax.fori_loop(0, count * self.p.groups, step, start)
-        # Keys that are padding have seen what they should not.
-        key = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW) + row
-        real = along(key, dk.shape, 0) < self.length()
         for x, to in ((dk * self.p.scale, self.dk), (dv, self.dv)):
-            store([jnp.where(real, x, 0.0)], self.staged.at[mine], to.at[self.key_head, rows])
+            store([x], self.staged.at[mine], to.at[self.key_head, rows])
 
     def step(
         self, mine: Any, of_row: list[jax.Array], mask: Mask, unit: Any, i: Any, carry: Any
@@ -189,12 +184,26 @@ class _Block:
             (self.keys.at[mine], self.query_ring.at[slot]),
             (self.values.at[mine], self.grad_ring.at[slot]),
         )
-        by_row = lambda n: along(of_row[n], s.shape, 0)
-        by_query = lambda n: along(load(self.vector_ring.at[slot, n], BY_COLUMN), s.shape, 1)
-        p = jnp.exp2(s * by_row(0) * by_query(0) - by_query(1))
-        p = mask.choose(lambda p: p, lambda p: mask.where(p, 0.0, 0), p)
-        self.weights[mine] = (p * by_query(4)).astype(self.weights.dtype)
-        ds = p * (dp * by_row(1) * by_query(2) - by_query(3)) * by_query(5)
+        by_row = lambda n, x: along(of_row[n], x.shape, 0)
+        vector = lambda n, part: load(self.vector_ring.at[slot, n, part], BY_COLUMN)
+        by_query = lambda n, x, part: along(vector(n, part), x.shape, 1)
+
+        def probabilities(x, part):
+            x = x[:, part.start : part.start + part.size]
+            return jnp.exp2(x * by_row(0, x) * by_query(0, x, part) - by_query(1, x, part))
+
+        p = [probabilities(s, part) for part in PARTS]
+        hide = lambda x, part: mask.where(x, 0.0, part.start)
+        p = mask.choose(lambda p: p, lambda p: list(map(hide, p, PARTS)), p)
+        weights = [x * by_query(4, x, part) for x, part in zip(p, PARTS, strict=True)]
+        self.weights[mine] = jnp.concatenate(weights, 1).astype(self.weights.dtype)
+
+        def scores(x, part):
+            y = dp[:, part.start : part.start + part.size]
+            y = x * (y * by_row(1, x) * by_query(2, x, part) - by_query(3, x, part))
+            return y * by_query(5, x, part)
+
+        ds = jnp.concatenate(list(map(scores, p, PARTS)), 1)
         largest = jnp.max(jnp.abs(ds), axis=1)
         scale, inverse = scale_and_inverse(largest, self.p.formats[1], "power_of_two")
         self.scores[mine] = (ds * along(inverse, ds.shape, 0)).astype(self.scores.dtype)

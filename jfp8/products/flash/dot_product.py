@@ -266,7 +266,7 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
     g = for_both(grad, numerics.grad, history)
     g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, grad, g)
     both = blocks.Both(q, k, v, g)
-    dtype = how.dtype if len({x.dtype for x in like}) == 1 else np.dtype(np.float32)
+    dtype = how.dtype if {x.dtype for x in like} == {how.dtype} else np.dtype(np.float32)
     numbers = passes.Numbers(how.by, how.scale, dtype, numerics)
     found = passes.backward(numbers, both, log_sum, dot, visible)
     d_sink = None
