@@ -236,7 +236,9 @@ def _forward(
     q = shown("scores", "lhs", ("fprop", "wgrad"), numerics.query, query, q)
     k = shown("scores", "rhs", ("fprop", "dgrad"), numerics.key, key, k)
     v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
-    softmax = passes.forward(q[0], k[0], v[0], visible, how.scale, numerics)
+    name = passes.forward_pass(q[0], k[0], v[0], visible, numerics).name
+    compute = passes.called(name, _forward_pass)
+    softmax = compute(replace(how, uses=()), q[0], k[0], v[0], visible)
     out = softmax.out[:, :, :, : inputs.query.shape[3]].astype(how.dtype)
     grad_history = None if inputs.sink is None else history("context", "grad")
     like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
@@ -264,7 +266,9 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
     g = for_both(padded_grad, numerics.grad, history)
     g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, padded_grad, g)
     both = blocks.Both(q, k, v, g)
-    found = passes.backward(both, log_sum, dot, visible, how.scale, numerics)
+    name = passes.backward_pass(both, visible, numerics).name
+    compute = passes.called(name, _backward_pass)
+    found = compute(replace(how, uses=()), both, log_sum, dot, visible)
     keys = visible.sizes[1]
     d_sink = None
     if sink is not None:
@@ -285,6 +289,14 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _forward_pass(how: _How, *arrays: Any) -> blocks.Softmax:
+    return blocks.forward(*arrays, scale=how.scale, numerics=numerics_of(how.recipe))
+
+
+def _backward_pass(how: _How, *arrays: Any) -> blocks.Gradients:
+    return blocks.backward(*arrays, scale=how.scale, numerics=numerics_of(how.recipe))
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
