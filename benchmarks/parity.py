@@ -81,10 +81,7 @@ LABELS = {
         for recipe in jfp8.recipes.RECIPES
         if recipe is not jfp8.recipes.Unscaled
     },
-    **{
-        recipe.name + ATTENTION: f"`{recipe.__name__}()`, attention too"
-        for recipe in (jfp8.recipes.DelayedScaling, jfp8.recipes.MXFP8BlockScaling)
-    },
+    jfp8.recipes.DelayedScaling.name + ATTENTION: "`DelayedScaling()`, attention too",
     CONTROL: "control: no scales, loss × 10⁻³",
     REPAIR: "the same with `loss_scale()`",
 }

@@ -25,7 +25,7 @@ def is_attention(eqn: Any) -> bool:
 
 def hides_later_keys(eqn: Any) -> bool:
     """Whether `eqn` is a pass of attention that is causal."""
-    return is_attention(eqn) and read_name(eqn.params["name"])[1]
+    return is_attention(eqn) and read_name(eqn.params["name"]).is_causal
 
 
 def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> Iterator[ProductRow]:

@@ -50,7 +50,7 @@ def emulated(
 
 @pytest.fixture
 def with_cudnn(monkeypatch):
-    monkeypatch.setattr(passes, "_called", functools.cache(passes._called.__wrapped__))
+    monkeypatch.setattr(passes, "called", functools.cache(passes.called.__wrapped__))
     monkeypatch.setattr(compat, "cudnn_attention", lambda: emulated)
     monkeypatch.setattr(cudnn, "on_cuda_only", lambda kernel, reason, *operands: kernel(*operands))
 

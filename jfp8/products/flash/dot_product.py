@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.products.flash import blocks, passes
+from jfp8.products.flash import blocks, hopper, passes
 from jfp8.products.flash.implementations import Choice, Facts, choose
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
 from jfp8.products.flash.shown import shown
@@ -240,8 +240,9 @@ def _forward(
     q = shown("scores", "lhs", ("fprop", "wgrad"), numerics.query, query, q)
     k = shown("scores", "rhs", ("fprop", "dgrad"), numerics.key, key, k)
     v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
-    numbers = passes.Numbers(how.by, how.scale, how.dtype, numerics)
-    out, log_sum = passes.forward(numbers, q[0], k[0], v[0], visible)
+    name = passes.forward_pass(q[0], k[0], v[0], visible, numerics).name
+    compute = passes.called(name, _forward_pass)
+    out, log_sum = compute(replace(how, uses=()), q[0], k[0], v[0], visible)
     grad_history = None if inputs.sink is None else history("context", "grad")
     like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
     observed = {
@@ -266,9 +267,10 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
     g = for_both(grad, numerics.grad, history)
     g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, grad, g)
     both = blocks.Both(q, k, v, g)
+    name = passes.backward_pass(both, visible, numerics).name
+    compute = passes.called(name, _backward_pass)
     dtype = how.dtype if {x.dtype for x in like} == {how.dtype} else np.dtype(np.float32)
-    numbers = passes.Numbers(how.by, how.scale, dtype, numerics)
-    found = passes.backward(numbers, both, log_sum, dot, visible)
+    found = compute(replace(how, uses=(), dtype=dtype), both, log_sum, dot, visible)
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])
@@ -288,6 +290,30 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _forward_pass(how: _How, *arrays: Any) -> blocks.Softmax:
+    def reference(*arrays: Any) -> blocks.Softmax:
+        found = blocks.forward(*arrays, scale=how.scale, numerics=numerics_of(how.recipe))
+        return found._replace(out=found.out.astype(how.dtype))
+
+    return how.by.forward(reference, *arrays, scale=how.scale, dtype=how.dtype)
+
+
+def _backward_pass(how: _How, operands: blocks.Both, *arrays: Any) -> blocks.Gradients:
+    numbers: dict[str, Any] = {"scale": how.scale, "numerics": numerics_of(how.recipe)}
+    by = how.by.backward or how.by
+    reason = hopper.refusal_backward(numbers["numerics"], operands.query[0].data.shape[-1])
+    if reason is not None:
+        by = Choice(None, named=True, reason=by.reason or reason)
+
+    def reference(*arrays: Any) -> blocks.Gradients:
+        found = blocks.backward(*arrays, **numbers)
+        in_dtype = {n: getattr(found, n).astype(how.dtype) for n in ("query", "key", "value")}
+        return found._replace(**in_dtype)
+
+    kernels = partial(hopper.backward, **numbers, dtype=how.dtype)
+    return by(reference, kernels, operands, *arrays)
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
