@@ -320,7 +320,7 @@ def draw_curves(results: Results, names: list[str]) -> Figure:
         runs = results.get(name, {}).get("runs", {})
         exact = {s for s, run in runs.get(REFERENCE, {}).items() if "train_loss" in run}
         kept = {
-            LABELS[recipe].replace("`", "").replace("the same", "control"): {
+            _short(LABELS[recipe]): {
                 s: run["train_loss"] for s, run in of.items() if s in exact and "train_loss" in run
             }
             for recipe, of in runs.items()
@@ -330,6 +330,12 @@ def draw_curves(results: Results, names: list[str]) -> Figure:
     if not tasks:
         raise SystemExit("there is nothing to draw: no run of float32 kept its training curve")
     return training_curves.draw(tasks, LABELS[REFERENCE], MEAN_OF, MARGIN)
+
+
+def _short(label: str) -> str:
+    """Of a narrow panel."""
+    label = label.replace("`", "").replace(", attention too", " + attention")
+    return label.replace("the same", "control")
 
 
 # ---- the command

@@ -119,7 +119,11 @@ class DotProductAttention(nnx.Module):
         *,
         is_causal: bool,
     ) -> jax.Array:
-        """Attention of operands of one dtype, where FP8 is not disabled."""
+        """Attention in FP8 of operands of one dtype, in a region that does not disable it.
+
+        Args:
+          query, key, value, bias, mask, is_causal: see `jfp8.scaled_dot_product_attention`.
+        """
         recipe = recipe_in_effect(self.recipe, self.path)
         assert recipe is not None
         parts = {"scores": self.scores, "context": self.context}
