@@ -16,14 +16,15 @@ import numpy as np
 from flax.core import meta
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 
-from jfp8.conversion import edges
+from jfp8.conversion import caches, edges
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.linen_layers import is_layer, path_of, replace_products
+from jfp8.conversion.linen_layers import is_layer, path_of, replace_caches, replace_products
 from jfp8.conversion.linen_parameters import by_choice, find_products
 from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
 from jfp8.conversion.parameter_products import ParameterProduct
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
+from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
 from jfp8.layers.linen.state_in_params import collections_into_params, collections_out_of_params
 from jfp8.recipes import in_effect as region
@@ -92,7 +93,8 @@ class _Converted:
         selection = type(self).jfp8_selection
         params = variables.get("params", {})
         shapes = _shapes(params)
-        names = (f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own)
+        names = [f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own]
+        names += [f"{path}/attention".lstrip("/") for path in ("", *_paths(params))]
         selection.check_patterns(_paths(params), names)
 
         def run(variables, rngs, args, kwargs, mutable=mutable):
@@ -110,10 +112,9 @@ class _Converted:
             out = run(variables, rngs, args, kwargs, inner)
         if kwargs.get("method") is None:
             met.warn(self, params)
-        if mutable is False:
-            return out
-        y, mutated = out
-        return y, collections_out_of_params(mutated, mutable)
+        y, mutated = (out, {}) if mutable is False else out
+        met.check_caches(selection, params, variables, mutated)
+        return out if mutable is False else (y, collections_out_of_params(mutated, mutable))
 
     def init_with_output(
         self,
@@ -137,9 +138,10 @@ class _Converted:
             y, variables = run({}, rngs, args, kwargs)
         variables = collections_out_of_params(variables, mutable)
         params = variables.get("params", {})
-        cls.jfp8_selection.check_patterns([*_paths(params), *met.products])
+        cls.jfp8_selection.check_patterns([*_paths(params), *met.products, *met.attentions])
         if met.knows_all(params):
             cls.jfp8_selection.check_types(met.layers)
+        met.check_caches(cls.jfp8_selection, params, variables)
         met.warn(self, params)
         cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
@@ -201,6 +203,7 @@ class _Met:
 
     Attributes:
       layers: those that the selection was asked about.
+      attentions: the paths of attention between the projections of a layer.
       products: the paths of parameters that modules multiply by themselves.
       kinds: the types of all modules, by path.
       seen: see `Seen`.
@@ -208,6 +211,7 @@ class _Met:
     """
 
     layers: list[nn.Module] = dataclasses.field(default_factory=list)
+    attentions: list[str] = dataclasses.field(default_factory=list)
     products: set[str] = dataclasses.field(default_factory=set)
     kinds: dict[str, type] = dataclasses.field(default_factory=dict)
     seen: Seen = dataclasses.field(default_factory=Seen)
@@ -219,6 +223,14 @@ class _Met:
         A method under ``nn.jit`` is not traced again, and what is called in it not met again.
         """
         return all(path in self.kinds for path in _shapes(params))
+
+    def check_caches(self, selection: Selection, params: Any, *variables: Any) -> None:
+        """Raise ``ValueError`` if keys and values are not stored as `selection` says."""
+        if selection.cache_dtype is not None:
+            if self.knows_all(params):
+                caches.check_kinds(selection.cache_dtype, self.kinds.values())
+            for given in variables:
+                caches.check_dtypes(selection.cache_dtype, given.get("cache", {}))
 
     def warn(self, model: Any, params: Any) -> None:
         """Warn, once, if nothing of `model`, which was called as a whole, became FP8.
@@ -246,8 +258,9 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     """Inside, the layers of `model` compute FP8 products. Gives what is met there, as it is met."""
     selection: Selection = type(model).jfp8_selection
     outer = region.current()
-    here = Region(selection.recipe, outer is None or outer.enabled, selection, found)
     depth = () if model.scope is None else model.scope.path
+    enabled = outer is None or outer.enabled
+    here = Region(selection.recipe, enabled, selection, found, len(depth))
     met = _Met()
 
     def product_with(recipe: Recipe) -> ProductOf:
@@ -280,19 +293,37 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         met.products.add("/".join(path.split("/")[len(depth) :]))
         return by_choice(product, choose(path, product.parameter.module, product.x, ""))
 
-    def attention() -> ProductOf | None:
-        if region.current() != here or not selection.attention_products:
+    def attention(path: str, layer: Any, own: str) -> Callable[..., Any] | str | None:
+        if region.current() != here or not selection.attention:
             return None
-        return product_with(selection.recipe)
+        if getattr(layer, "attention_products", False) and layer.recipe is not None:
+            return None  # a layer of jfp8 that has it, with a recipe of its own
+        inner = "/".join(path.split("/")[len(depth) :])
+        met.layers.append(layer)
+        met.attentions.append(inner)
+        decision = Decision(None, own) if own else selection.decide(inner, layer, None)
+        if decision.recipe is None:
+            return decision.reason
+        return functools.partial(
+            DotProductAttention,
+            decision.recipe,
+            getattr(layer, "implementation", None),
+            state_in_params,
+            state_collection=selection.state_collection,
+        )
 
     def watch(next_fun, args, kwargs, context):
         module = context.module
         if module.scope is not None:
             met.kinds["/".join(module.path[len(depth) :])] = type(module)
-            met.seen.converted |= isinstance(module, ProductModule)
+            met.seen.converted |= isinstance(module, (ProductModule, DotProductAttention))
         return next_fun(*args, **kwargs)
 
-    interceptors = (watch, find_products(found_one), replace_products(choose, attention))
+    def cache_dtype() -> Any:
+        return selection.cache_dtype if region.current() == here else None
+
+    products = find_products(found_one), replace_products(choose, attention)
+    interceptors = (watch, *products, replace_caches(cache_dtype))
     with region.entered(here), contextlib.ExitStack() as stack:
         for interceptor in interceptors:
             stack.enter_context(nn.intercept_methods(interceptor))
@@ -320,7 +351,7 @@ def _edges_of(
 ) -> _Edges:
     """Found by tracing the model as it is once more, if they make a difference."""
     by_edge = any(isinstance(choice, Edge) for choice in selection.choices)
-    if not by_edge and selection.recipe.is_causal(history=True):
+    if not by_edge and all(recipe.is_causal(history=True) for recipe in selection.recipes):
         return _Edges()
 
     def mark(next_fun, args, kwargs, context):
@@ -341,6 +372,7 @@ def _edges_of(
         region.entered(edges.LOOKING),
         nn.intercept_methods(find_products(mark_product)),
         nn.intercept_methods(mark),
+        nn.intercept_methods(replace_caches(lambda: selection.cache_dtype)),
     ):
         closed = jax.make_jaxpr(lambda arrays: edges.arrays_in(run(*together(arrays))))(arrays)
     # `init` makes the parameters from random numbers.

@@ -1,16 +1,18 @@
-"""Flax's attention with its projections in FP8, and optionally its products."""
+"""Flax's attention with its projections in FP8, and optionally attention itself."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jfp8.layers import transformer_math
+from jfp8.layers.attention import attend, check_weights_stay_inside
 from jfp8.layers.kv_cache import (
     check_self_attention,
     extended,
@@ -21,23 +23,27 @@ from jfp8.layers.kv_cache import (
 )
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
-from jfp8.layers.nnx.products import EinsumOp
+from jfp8.layers.nnx.products import Product
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.choice import Implementation
+from jfp8.products.uses import uses_of
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.scaling.formats import FormatLike
+from jfp8.scaling.formats import Format, FormatLike
+from jfp8.tracing.context import note
 
 
 class DotProductAttention(nnx.Module):
-    """``flax.nnx.dot_product_attention`` with its two products in FP8.
+    """``flax.nnx.dot_product_attention`` in FP8, forward and backward, with its amax histories.
 
     For ``nnx.MultiHeadAttention(..., attention_fn=DotProductAttention())``; each layer needs its
-    own. Softmax and mask are computed in float32 at least.
+    own. See `jfp8.scaled_dot_product_attention`. A query that sees no key gets 0.
 
     Args:
-      recipe, implementation, leading, path: see `Product`.
+      recipe, leading, path: see `Product`.
+      implementation: ``"emulate"``: the reference on any device. Others are for products, and do
+        nothing here.
     """
 
     def __init__(
@@ -48,14 +54,15 @@ class DotProductAttention(nnx.Module):
         path: str = "",
         leading: tuple[int, ...] = (),
     ) -> None:
-        inside = lambda name: EinsumOp(
+        inside = lambda name: Product(
             recipe=recipe,
             implementation=implementation,
             path=f"{path}/{name}" if path else "",
             leading=leading,
-            in_attention=name,
         )
         self.recipe = None if recipe is None else check_recipe(recipe)
+        self.implementation = implementation
+        self.path = path
         self.scores = inside("scores")
         self.context = inside("context")
 
@@ -76,8 +83,12 @@ class DotProductAttention(nnx.Module):
         promote_dtype: Any = dtypes.promote_dtype,
         is_causal: bool = False,
     ) -> jax.Array:
-        """See ``flax.nnx.dot_product_attention`` for the arguments."""
-        if recipe_in_effect(self.recipe) is None:
+        """See ``flax.nnx.dot_product_attention`` for the arguments.
+
+        Raises:
+          ValueError: dropout, or a `module` that keeps the weights: there are none to drop or keep.
+        """
+        if recipe_in_effect(self.recipe, self.path) is None:
             return nnx.dot_product_attention(
                 query,
                 key,
@@ -94,41 +105,109 @@ class DotProductAttention(nnx.Module):
                 promote_dtype,
                 is_causal,
             )
+        check_weights_stay_inside(0.0 if deterministic else dropout_rate, module is not None)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        if is_causal:
-            mask = transformer_math.and_causal(mask, query.shape[-3], key.shape[-3])
+        return self.of_projected(query, key, value, bias, mask, is_causal=is_causal)
 
-        def dropout(weights: jax.Array) -> jax.Array:
-            if module is not None:
-                module.sow(nnx.Intermediate, "attention_weights", weights.astype(query.dtype))
-            if deterministic or dropout_rate == 0.0:
-                return weights
-            return _dropped(weights, dropout_rng, dropout_rate, broadcast_dropout)
+    def of_projected(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None,
+        mask: jax.Array | None,
+        *,
+        is_causal: bool,
+    ) -> jax.Array:
+        """Attention in FP8 of operands of one dtype, in a region that does not disable it.
 
-        return transformer_math.grouped_query_attention(
-            query,
-            key,
-            value,
-            mask=None if mask is None else mask.astype(bool),
-            bias=bias,
-            dropout=dropout,
-            scores_einsum=self.scores,
-            context_einsum=self.context,
-        )
+        Args:
+          query, key, value, bias, mask, is_causal: see `jfp8.scaled_dot_product_attention`.
+        """
+        recipe = recipe_in_effect(self.recipe, self.path)
+        assert recipe is not None
+        parts = {"scores": self.scores, "context": self.context}
+        # Weights are at most 1, and have no history.
+        operands = {"scores": (query, key), "context": (jnp.ones(()), value)}
+        begun = {name: part.begin(recipe, operands[name]) for name, part in parts.items()}
+        scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
+        with (
+            scope,
+            note("path", self.path),
+            note("recipe", recipe.name),
+            uses_of(self.path),
+        ):
+            out, observed = attend(
+                query,
+                key,
+                value,
+                bias,
+                mask,
+                recipe=recipe,
+                implementation=self.implementation,
+                states={name: state for name, (state, _) in begun.items()},
+                is_causal=is_causal,
+            )
+        for name, (state, records) in begun.items():
+            if records:
+                parts[name].end(state, observed[name])
+        return out
 
 
-def _dropped(weights: jax.Array, key: jax.Array | None, rate: float, broadcast: bool) -> jax.Array:
-    """`weights` after the dropout of ``flax.nnx.dot_product_attention``."""
-    if key is None:
-        raise ValueError("dropout_rate needs a dropout_rng, or deterministic=True.")
-    shape = list(weights.shape)
-    if broadcast:
-        shape[:-2] = [1] * (weights.ndim - 2)
-    keep = jax.random.bernoulli(key, 1.0 - rate, shape)
-    return weights * (keep.astype(weights.dtype) / (1.0 - rate))
+class CachedAttention(nnx.MultiHeadAttention):
+    """``flax.nnx.MultiHeadAttention`` whose cache may be in FP8, and takes any number of positions.
+
+    Attributes:
+      cache_dtype: of the cache, whatever `init_cache` is told; None: what it is told.
+    """
+
+    cache_dtype: np.dtype | Format | None = None
+
+    def init_cache(self, input_shape: Sequence[int], dtype: FormatLike = jnp.float32) -> None:
+        """Make an empty cache of keys and values, for ``decode=True``.
+
+        Args:
+          input_shape: ``(..., max_length, features)``.
+          dtype: a wide dtype, or an FP8 format such as ``jnp.float8_e4m3fn``, with an f32 scale for
+            each token and head.
+        """
+        dtype = self.cache_dtype or dtype
+        write_cache(self, init_kv_cache((*input_shape[:-1], *_heads(self)), dtype))
+
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        decode: bool | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """See ``flax.nnx.MultiHeadAttention.__call__``."""
+        attention_fn, cached = self.attention_fn, read_cache(self)
+        if not (self.decode if decode is None else decode) or cached is None:
+            # Without a cache Flax says what is missing.
+            return super().__call__(inputs_q, inputs_k, inputs_v, decode=decode, **options)
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
+            *batch, length, _, _ = query.shape
+            check_self_attention(length, key.shape[-3])
+            seen = visible(cached, length).reshape((1,) * (len(batch) + 1) + (length, -1))
+            cache = extended(cached, key, value)
+            write_cache(self, cache)
+            given |= {"mask": both_masks(seen, given["mask"]), "is_causal": False}
+            key, value = keys_and_values(cache, value.dtype)
+            return attention_fn(nan_if_full(query, cache), key, value, **given)
+
+        # For this call only, so NNX need not know.
+        object.__setattr__(self, "attention_fn", attend)
+        try:
+            return super().__call__(inputs_q, inputs_k, inputs_v, decode=False, **options)
+        finally:
+            object.__setattr__(self, "attention_fn", attention_fn)
 
 
-class MultiHeadAttention(nnx.MultiHeadAttention):
+class MultiHeadAttention(CachedAttention):
     """``flax.nnx.MultiHeadAttention`` with its projections, forward and backward, in FP8.
 
     Takes every argument of ``nnx.MultiHeadAttention`` but those for its products; the ``nnx.Param``
@@ -171,52 +250,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if attention_products:
             if not has_stock_attention(self):
                 raise ValueError(
-                    "attention_products=True computes the products of attention in FP8, so "
+                    "attention_products=True computes attention itself in FP8, so "
                     "attention_fn would have no effect. Leave out one of the two."
                 )
             install_attention(self, recipe=recipe, implementation=implementation)
-
-    def init_cache(self, input_shape: Sequence[int], dtype: FormatLike = jnp.float32) -> None:
-        """Make an empty cache of keys and values, for ``decode=True``.
-
-        Args:
-          input_shape: ``(..., max_length, features)``.
-          dtype: a wide dtype, or an FP8 format such as ``jnp.float8_e4m3fn``, with an f32 scale for
-            each token and head.
-        """
-        write_cache(self, init_kv_cache((*input_shape[:-1], *_heads(self)), dtype))
-
-    def __call__(
-        self,
-        inputs_q: jax.Array,
-        inputs_k: jax.Array | None = None,
-        inputs_v: jax.Array | None = None,
-        *,
-        decode: bool | None = None,
-        **options: Any,
-    ) -> jax.Array:
-        """See ``flax.nnx.MultiHeadAttention.__call__``."""
-        attention_fn, cached = self.attention_fn, read_cache(self)
-        if not (self.decode if decode is None else decode) or cached is None:
-            # Without a cache Flax says what is missing.
-            return super().__call__(inputs_q, inputs_k, inputs_v, decode=decode, **options)
-
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
-            *batch, length, _, _ = query.shape
-            check_self_attention(length, key.shape[-3])
-            seen = visible(cached, length).reshape((1,) * (len(batch) + 1) + (length, -1))
-            cache = extended(cached, key, value)
-            write_cache(self, cache)
-            given |= {"mask": both_masks(seen, given["mask"]), "is_causal": False}
-            key, value = keys_and_values(cache, value.dtype)
-            return attention_fn(nan_if_full(query, cache), key, value, **given)
-
-        # For this call only, so NNX need not know.
-        object.__setattr__(self, "attention_fn", attend)
-        try:
-            return super().__call__(inputs_q, inputs_k, inputs_v, decode=False, **options)
-        finally:
-            object.__setattr__(self, "attention_fn", attention_fn)
 
 
 def _heads(layer: nnx.MultiHeadAttention) -> tuple[int, int]:
@@ -225,7 +262,7 @@ def _heads(layer: nnx.MultiHeadAttention) -> tuple[int, int]:
 
 
 def has_stock_attention(layer: nnx.MultiHeadAttention) -> bool:
-    """Whether the products of attention are still those of Flax."""
+    """Whether attention between the projections is still Flax's."""
     return layer.attention_fn is nnx.dot_product_attention
 
 
@@ -236,12 +273,34 @@ def install_attention(
     implementation: Implementation = None,
     path: str = "",
 ) -> None:
-    """Make `layer` compute the two products of attention in FP8 from now on."""
+    """Make `layer` compute attention itself in FP8 from now on."""
     kernel = layer.query.kernel.get_value()
     attention = DotProductAttention(
         recipe=recipe,
         implementation=implementation,
-        path=path,
+        path=f"{path}/attention_fn" if path else "",
         leading=kernel.shape[: kernel.ndim - 3],
     )
     layer.attention_fn = nnx.data(attention)
+
+
+def install_cache(layer: Any, dtype: np.dtype | Format, path: str) -> None:
+    """Make `layer`, an ``nnx.MultiHeadAttention``, keep keys and values in `dtype` from now on.
+
+    Raises:
+      ValueError: it has a cache already, or is of a class that may have another one.
+    """
+    if not isinstance(layer, CachedAttention):
+        if type(layer) is not nnx.MultiHeadAttention:
+            raise ValueError(
+                f"cache_dtype={dtype}: {path!r} is a {type(layer).__name__}, a subclass of "
+                "nnx.MultiHeadAttention that may keep its cache in its own way. Leave out "
+                "cache_dtype, or use nnx.MultiHeadAttention."
+            )
+        object.__setattr__(layer, "__class__", CachedAttention)
+    if read_cache(layer) is not None:
+        raise ValueError(
+            f"cache_dtype={dtype}: {path!r} has a cache already, in another dtype. Convert the "
+            "model first, then call init_cache of the converted model."
+        )
+    layer.cache_dtype = dtype

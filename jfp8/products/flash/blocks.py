@@ -38,6 +38,7 @@ from jfp8.products.flash.numerics import (
     quantize_made,
     weights_factor,
 )
+from jfp8.products.flash.shown import shown_block
 from jfp8.products.flash.visible import Visible, padded
 from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import Format
@@ -101,7 +102,7 @@ def forward(
             by_value = jnp.where(seen, _by_key(v_j.scale), 0)
             of_row = jnp.max(by_value, axis=-1, keepdims=True)
             of_row = jnp.where(of_row == 0, 1, of_row)
-            w = _rounded(p * (by_value / of_row), fmt)
+            w = _rounded("fprop", p * (by_value / of_row), fmt)
             y = product("bngts,bnsh->bngth", w, v_j.data) * (of_row / factor)
             return largest, l * before + jnp.sum(p, axis=-1), o * before[..., None] + y
 
@@ -165,15 +166,15 @@ def backward(
             k_j, of_dq, v_j = (_block(x, j, of_keys, 2) for x in (k_of_s, k_of_dq, v))
             s, _ = _scores(q_i, k_j, visible, scale, i, j)
             p = jnp.exp(s - _finite(log_sum_i))
-            w = _rounded(p * (by_grad / of_head), fmt)
+            w = _rounded("wgrad", p * (by_grad / of_head), fmt)
             y = product("bngts,bngth->bngsh", w, g_of_dv.data) * (of_head / factor)
             dv = _added(dv, jnp.sum(y, 2), j * of_keys, 2)
             dp = product("bngth,bnsh->bngts", g_of_dp.data, v_j.data)
             dp = dp * g_of_dp.scale[..., None] * _by_key(v_j.scale)
             ds = p * (dp - dot_i)
-            w, r = quantize_made(ds * _by_key(of_dq.scale), for_dq, 4)
+            w, r = _quantized("dgrad", ds * _by_key(of_dq.scale), for_dq, 4)
             dq += product("bngts,bnsh->bngth", w, of_dq.data) * r
-            w, r = quantize_made(ds * q_of_dk.scale[..., None], for_dk, 3)
+            w, r = _quantized("wgrad", ds * q_of_dk.scale[..., None], for_dk, 3)
             y = product("bngts,bngth->bngsh", w, q_of_dk.data) * r.swapaxes(3, 4)
             dk = _added(dk, jnp.sum(y, 2), j * of_keys, 2)
             if dbias is not None:
@@ -211,8 +212,19 @@ def _scores(
     return jnp.where(seen, s, -jnp.inf), seen
 
 
-def _rounded(weights: jax.Array, fmt: Format | None) -> jax.Array:
-    return weights if fmt is None else cast(weights * weights_factor(fmt), fmt)
+def _rounded(kind: str, weights: jax.Array, fmt: Format | None) -> jax.Array:
+    if fmt is None:
+        return weights
+    factor = weights_factor(fmt)
+    data, scale = cast(weights * factor, fmt), jnp.float32(1 / factor)
+    return shown_block("context", "lhs", kind, fmt, weights, data, scale)
+
+
+def _quantized(
+    kind: str, ds: jax.Array, fmt: Format | None, axis: int
+) -> tuple[jax.Array, jax.Array]:
+    data, scale = quantize_made(ds, fmt, axis)
+    return shown_block("scores", "grad", kind, fmt, ds, data, scale), scale
 
 
 def _finite(m: jax.Array) -> jax.Array:

@@ -110,17 +110,27 @@ def format_of(quantizer: Quantizer | None) -> Format | None:
 
 
 def for_both(
-    x: jax.Array, uses: Uses, state: AmaxState | None, *, folded: bool = False
+    x: jax.Array,
+    uses: Uses,
+    state: AmaxState | None,
+    *,
+    folded: bool = False,
+    together: bool = False,
 ) -> tuple[Quantized, Quantized]:
     """`x` as its first product takes it, and as its second one does; see `quantize_tokens`."""
-    first = quantize_tokens(x, uses.first, state, folded=folded)
+    first = quantize_tokens(x, uses.first, state, folded=folded, together=together)
     if uses.second == uses.first:
         return first, first
     return first, quantize_tokens(x, uses.second, state)
 
 
 def quantize_tokens(
-    x: jax.Array, quantizer: Quantizer | None, state: AmaxState | None, *, folded: bool = False
+    x: jax.Array,
+    quantizer: Quantizer | None,
+    state: AmaxState | None,
+    *,
+    folded: bool = False,
+    together: bool = False,
 ) -> Quantized:
     """``x[..., tokens, depth]``, with a scale for each token.
 
@@ -129,6 +139,7 @@ def quantize_tokens(
       state: the amax history; None, or one without an entry: the scales follow from the tokens.
       folded: whether a product multiplies its other operand by the scales, before that is rounded:
         then they are powers of two, and exact.
+      together: whether all tokens have one scale. Without an entry, it looks ahead.
     """
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
@@ -138,7 +149,8 @@ def quantize_tokens(
     assert fmt is not None
     rounding = "power_of_two" if folded or quantizer.powers_of_two else None
     margin = quantizer.margin if isinstance(quantizer, Delayed) else 0
-    scale = scale_from_amax(largest, fmt, margin=margin, scale_rounding=rounding, poison=True)
+    of = jnp.broadcast_to(jnp.max(largest), largest.shape) if together else largest
+    scale = scale_from_amax(of, fmt, margin=margin, scale_rounding=rounding, poison=True)
     if isinstance(quantizer, Unit):
         scale = jnp.ones_like(scale)
     if isinstance(quantizer, Delayed) and state is not None:
@@ -182,4 +194,5 @@ def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
         b.astype(jnp.bfloat16),
         preferred_element_type=jnp.float32,
     )
+
     return lax.platform_dependent(a, b, cuda=in_bf16, tpu=in_bf16, default=in_f32)
