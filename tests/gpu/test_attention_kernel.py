@@ -186,9 +186,9 @@ def test_public_function(spec, compiled, compiled_for_eight):
         y, back = jax.vjp(attend, q, k, v)
         return y, *back(grad)
 
-    name = "scaled_dot_product_attention, forward and backward"
+    name = f"`scaled_dot_product_attention`, 2×{T}, 8 heads of 128, causal, current"
     if spec is None:
-        program = compiled(f"{name}, {T} tokens", "h200", f, *args)
+        program = compiled(name, "h200", f, *args)
     else:
         name = f"8 GPUs, data x heads: {name}"
         specs = (spec,) * 4
