@@ -34,18 +34,15 @@ BATCH, LENGTH, FEATURES = 2, 8, 32
 
 
 class _Attention(nn.Module):
-    """The two products of attention, of queries, keys and values that are all the input."""
+    """Attention itself, of queries, keys and values that are all the input."""
 
     recipe: Recipe
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         q = x.reshape(*x.shape[:-1], 2, -1)
-        inside = lambda which: jfp8.linen.EinsumProduct(recipe=self.recipe, in_attention=which)
-        scores = inside("scores")("bqhd,bkhd->bhqk", q, q) / 4
-        causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30))
-        return inside("context")("bhqk,bkhd->bqhd", weights, q).reshape(x.shape)
+        attention = jfp8.linen.DotProductAttention(self.recipe)
+        return attention(q, q, q, is_causal=True).reshape(x.shape)
 
 
 # What computes each layer, and what `Recipe.is_causal` calls it.
@@ -59,7 +56,7 @@ LAYERS: dict[str, tuple[Layer, Callable[[Recipe], nn.Module]]] = {
 # The columns of the table: layers of which every recipe promises the same.
 COLUMNS = {
     "products with weights": [name for name, (kind, _) in LAYERS.items() if kind != "attention"],
-    "attention's own": ["attention"],
+    "attention itself": ["attention"],
 }
 
 

@@ -13,11 +13,11 @@ does not count. Every run is written to the results file when it ends, and is no
 next command, which must train as long, with the same versions and on as many cores. Runs are made
 seed by seed, so that all recipes have the same seeds whenever it is interrupted.
 
-Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. Three rows are
-controls. The twin is float32 with its loss times 3, to which AdamW is invariant but for rounding:
-its gaps are what roundings in float32 alone do. The control has no scales and its loss is shrunk by
-1e-3: it shows that the comparison can tell a broken recipe. Its repair adds `jfp8.loss_scale()` and
-nothing else.
+Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. "attention too":
+attention itself is in FP8, in the language model. Three rows are controls. The twin is float32 with
+its loss times 3, to which AdamW is invariant but for rounding: its gaps are what roundings in
+float32 alone do. The control has no scales and its loss is shrunk by 1e-3: it shows that the
+comparison can tell a broken recipe. Its repair adds `jfp8.loss_scale()` and nothing else.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REFERENCE, TWIN, CONTROL, REPAIR = "float32", "twin", "control", "repair"
+ATTENTION = "+attention"  # behind a recipe: attention itself in FP8 as well
 MARGIN, CONFIDENCE = 0.25, 0.9
 MEAN_OF = 25  # steps: what is kept of a training curve
 
@@ -80,6 +81,7 @@ LABELS = {
         for recipe in jfp8.recipes.RECIPES
         if recipe is not jfp8.recipes.Unscaled
     },
+    jfp8.recipes.DelayedScaling.name + ATTENTION: "`DelayedScaling()`, attention too",
     CONTROL: "control: no scales, loss × 10⁻³",
     REPAIR: "the same with `loss_scale()`",
 }
@@ -93,6 +95,8 @@ def options_of(task: Task, recipe: str) -> list[str]:
         return ["--recipe", "none", *(["--loss-multiplier", "3"] if recipe == TWIN else [])]
     if recipe in (CONTROL, REPAIR):
         return [*task.control, *(["--loss-scale"] if recipe == REPAIR else [])]
+    if recipe.endswith(ATTENTION):
+        return ["--recipe", recipe.removesuffix(ATTENTION), "--fp8-attention"]
     scaled = ["--loss-scale"] if jfp8.recipes.get(recipe).needs_loss_scale else []
     return ["--recipe", recipe, *scaled]
 
@@ -316,7 +320,7 @@ def draw_curves(results: Results, names: list[str]) -> Figure:
         runs = results.get(name, {}).get("runs", {})
         exact = {s for s, run in runs.get(REFERENCE, {}).items() if "train_loss" in run}
         kept = {
-            LABELS[recipe].replace("`", "").replace("the same", "control"): {
+            _short(LABELS[recipe]): {
                 s: run["train_loss"] for s, run in of.items() if s in exact and "train_loss" in run
             }
             for recipe, of in runs.items()
@@ -326,6 +330,12 @@ def draw_curves(results: Results, names: list[str]) -> Figure:
     if not tasks:
         raise SystemExit("there is nothing to draw: no run of float32 kept its training curve")
     return training_curves.draw(tasks, LABELS[REFERENCE], MEAN_OF, MARGIN)
+
+
+def _short(label: str) -> str:
+    """Of a narrow panel."""
+    label = label.replace("`", "").replace(", attention too", " + attention")
+    return label.replace("the same", "control")
 
 
 # ---- the command
@@ -380,7 +390,12 @@ def run_missing(args: argparse.Namespace) -> list[str]:
         for recipe, of_seeds in of_task["runs"].items()
         for seed in of_seeds
     }
-    work = [run for run in itertools.product(args.seeds, args.tasks, chosen) if run not in done]
+    work = [
+        (seed, name, recipe)
+        for seed, name, recipe in itertools.product(args.seeds, args.tasks, chosen)
+        if (seed, name, recipe) not in done
+        and (name == "lm" or not recipe.endswith(ATTENTION))  # the ResNet has none
+    ]
     failed = []
 
     def ended(run: tuple[int, str, str], future: Future[dict[str, Any]]) -> None:

@@ -39,6 +39,7 @@ def make_model(args: argparse.Namespace, run: str) -> Transformer:
         max_length=args.seq_len,
         recipe=recipe,
         head_recipe=recipe if args.fp8_head else None,
+        attention_recipe=recipe if args.fp8_attention else None,
     )
 
 

@@ -19,6 +19,7 @@ Recipes that round stochastically draw from the random stream ``fp8``, if `apply
 """
 
 from jfp8.layers.linen.attention import EinsumProduct, MultiHeadDotProductAttention
+from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.layers.linen.layers import Conv, ConvTranspose, Dense, DenseGeneral, Einsum
 from jfp8.layers.linen.moe import ExpertDense, MoE, RaggedDot
@@ -33,6 +34,7 @@ __all__ = [
     "Dense",
     "DenseGeneral",
     "DotGeneral",
+    "DotProductAttention",
     "Einsum",
     "EinsumProduct",
     "ExpertDense",

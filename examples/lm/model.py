@@ -1,4 +1,4 @@
-"""A small pre-norm Transformer: four FP8 products per block, everything else in high precision.
+"""A small pre-norm Transformer: four FP8 products per block, the rest in high precision by default.
 
 `recipe=None` builds the same model from stock `flax.linen.Dense`. Both have the same parameter tree
 and, for the same key, the same initial values, so the two can be trained side by side.
@@ -32,10 +32,14 @@ def dense(x: jax.Array, features: int, recipe: Any, name: str) -> jax.Array:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); qkv, out, up and down are the FP8 products."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); qkv, out, up and down are the FP8 products.
+
+    With `attention_recipe` attention itself is in FP8 as well.
+    """
 
     heads: int
     recipe: Any = None
+    attention_recipe: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -43,7 +47,10 @@ class Block(nn.Module):
 
         qkv = dense(nn.LayerNorm(name="attention_norm")(x), 3 * width, self.recipe, "qkv")
         q, k, v = jnp.split(qkv.reshape(batch, length, self.heads, -1), 3, axis=-1)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        attend = jax.nn.dot_product_attention
+        if self.attention_recipe is not None:
+            attend = jfp8.linen.DotProductAttention(self.attention_recipe, name="attention")
+        attended = attend(q, k, v, is_causal=True)
         x = x + dense(attended.reshape(batch, length, width), width, self.recipe, "out")
 
         hidden = dense(nn.LayerNorm(name="mlp_norm")(x), 4 * width, self.recipe, "up")
@@ -64,6 +71,7 @@ class Transformer(nn.Module):
     max_length: int = 128
     recipe: Any = None
     head_recipe: Any = None
+    attention_recipe: Any = None
     scan_layers: bool = False
     gather: Callable[[Any], Any] | None = None
 
@@ -72,7 +80,7 @@ class Transformer(nn.Module):
         positions = jnp.arange(tokens.shape[1])
         x = nn.Embed(VOCABULARY, self.width, name="embed")(tokens)
         x = x + nn.Embed(self.max_length, self.width, name="position")(positions)[None]
-        block = self._block()
+        block, how = self._block(), (self.heads, self.recipe, self.attention_recipe)
         if self.scan_layers:
             scan = nn.scan(
                 lambda block, x, _: (block(x), None),
@@ -80,10 +88,10 @@ class Transformer(nn.Module):
                 split_rngs={"params": True},
                 length=self.layers,
             )
-            x, _ = scan(block(self.heads, self.recipe, name="blocks"), x, None)
+            x, _ = scan(block(*how, name="blocks"), x, None)
         else:
             for i in range(self.layers):
-                x = block(self.heads, self.recipe, name=f"block_{i}")(x)
+                x = block(*how, name=f"block_{i}")(x)
         return dense(nn.LayerNorm(name="norm")(x), VOCABULARY, self.head_recipe, "head")
 
     def _block(self) -> type[Block]:

@@ -1,7 +1,7 @@
 """Whether a program is a causal model, which masks what comes after a position.
 
-It is taken for one if it compares positions with positions, or has a triangular constant. Both are
-found in its jaxpr: nothing is computed.
+It is taken for one if it compares positions with positions, has a triangular constant, or computes
+causal attention in FP8. All are found in its jaxpr: nothing is computed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jfp8.conversion.attention_rows import hides_later_keys
 from jfp8.conversion.edges import jaxprs_of
 
 _ORDERS = {"ge", "gt", "le", "lt"}
@@ -55,6 +56,8 @@ def _compares(jaxpr: Jaxpr, ins: Iterable[_Varies]) -> tuple[bool, list[_Varies]
     known: dict[Any, _Varies] = dict(zip(jaxpr.invars, ins, strict=True))
     read = lambda v: frozenset() if isinstance(v, Literal) else known.get(v)
     for eqn in jaxpr.eqns:
+        if hides_later_keys(eqn):
+            return True, []
         given = [read(v) for v in eqn.invars]
         if eqn.primitive.name in _ORDERS and None not in given:
             first, second = given

@@ -17,12 +17,21 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jfp8.conversion.attention_rows import attention_rows, is_attention
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
+from jfp8.conversion.linen_layers import own_attention
 from jfp8.conversion.nnx import nodes_of
 from jfp8.conversion.nnx_models import note_place
 from jfp8.conversion.product_report import Report
-from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, NO_LAYER, ProductRow
+from jfp8.conversion.product_rows import (
+    INSIDE_OF_ATTENTION,
+    INSIDE_OF_OURS,
+    NO_LAYER,
+    OWN_ATTENTION,
+    ProductRow,
+)
+from jfp8.layers.linen.attention import MultiHeadDotProductAttention
 from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.linen.transformer import LayerNormAttention
 from jfp8.matmul.choice import expected_times
@@ -124,11 +133,10 @@ def _linen_jaxpr(
         module = context.module
         if module.scope is None or isinstance(module, ProductModule):  # without: it is being made
             return next_fun(*args, **kwargs)
-        attends = isinstance(module, (nn.MultiHeadDotProductAttention, LayerNormAttention))
         with (
             note("path", "/".join(module.path)),
             note("layer", type(module).__name__),
-            note("reason", INSIDE_OF_ATTENTION if attends else ""),
+            note("reason", _inside_of_attention(module)),
         ):
             return next_fun(*args, **kwargs)
 
@@ -146,6 +154,15 @@ def _linen_jaxpr(
 
     arguments = (variables["params"], others, inputs, kwargs, jax.random.key(0))
     return _traced(forward, arguments)
+
+
+def _inside_of_attention(module: nn.Module) -> str:
+    """Why attention between the projections of `module` is not FP8; "" if it has none."""
+    if isinstance(module, (MultiHeadDotProductAttention, LayerNormAttention)):
+        return INSIDE_OF_OURS
+    if not isinstance(module, nn.MultiHeadDotProductAttention):
+        return ""
+    return own_attention(module) or INSIDE_OF_ATTENTION
 
 
 def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> ClosedJaxpr:
@@ -184,7 +201,10 @@ def _rows(jaxpr: Jaxpr, stack: str, times: int) -> Iterator[ProductRow]:
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}"
         name = str(eqn.params.get("name", ""))
-        if name.startswith(PRODUCT_NAME):
+        if is_attention(eqn):
+            if any(inner.primitive.name in PRODUCTS for inner in _equations(eqn)):
+                yield from attention_rows(eqn, notes_of(here), _cuda(eqn), times)
+        elif name.startswith(PRODUCT_NAME):
             if not _is_whole(eqn):
                 continue
             yield _fp8_row(eqn, name.removeprefix(PRODUCT_NAME), here, times)
@@ -218,8 +238,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     narrow = all(x.dtype in _F8 for x in (first, second))
     inside = list(_equations(eqn))
     flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
-    stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
-    cuda = next((n["cuda"] for n in map(notes_of, stacks) if "cuda" in n), "emulate")
+    cuda = _cuda(eqn)
     gpu = jax.default_backend() == "gpu"
     work = Work(flops / 2, first.size + second.size + out.size)
     expected = expected_times(work, _scales(rest, second)) if narrow else None
@@ -243,6 +262,12 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         expected_us=us,
         bf16_us=None if expected is None else 1e6 * expected.bf16,
     )
+
+
+def _cuda(eqn: Any) -> str:
+    """What an NVIDIA GPU computes the products in `eqn` with; "emulate" if nothing else is said."""
+    stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
+    return next((n["cuda"] for n in map(notes_of, stacks) if "cuda" in n), "emulate")
 
 
 def _scales(rest: list[Any], second: Any) -> Scales:
@@ -280,13 +305,15 @@ def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
 def _why_not(eqn: Any) -> str:
     """Why a product is not FP8, if no layer gave a reason."""
     # The innermost call outside of JAX, Flax and this library.
-    where, own = "", str(Path(__file__).parents[1])
+    why, where, own = NO_LAYER, "", str(Path(__file__).parents[1])
     for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
         inside = any(f"/{name}/" in frame.file_name for name in ("jax", "flax", "jaxlib"))
+        if inside and frame.function_name.startswith("dot_product_attention"):
+            why = OWN_ATTENTION
         if not inside and not frame.file_name.startswith((own, "<")):
             where = f": {Path(frame.file_name).name}:{frame.line_num}"
             break
-    return f"{NO_LAYER}{where}"
+    return f"{why}{where}"
 
 
 def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jfp8.conversion.layer_tree import TreeLine, tree_lines
-from jfp8.conversion.product_rows import NO_LAYER, ProductRow
+from jfp8.conversion.product_rows import NO_LAYER, OWN_ATTENTION, ProductRow
 from jfp8.conversion.tables import Table, table_lines
 
 WIDTH = 100  # columns of text
@@ -86,8 +86,9 @@ def in_high_precision(lines: Sequence[LayerLine]) -> list[Reason]:
         for row in line.rows:
             if not row.fp8:
                 text, place = row.reason, ""
-                if text.startswith(f"{NO_LAYER}: "):
-                    text, place = NO_LAYER, text.removeprefix(f"{NO_LAYER}: ")
+                for known in (NO_LAYER, OWN_ATTENTION):
+                    if text.startswith(f"{known}: "):
+                        text, place = known, text.removeprefix(f"{known}: ")
                 places = found.setdefault(text, {}).setdefault(line.place.path, [])
                 if place and place not in places:
                     places.append(place)

@@ -24,6 +24,7 @@ from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
 from jfp8.conversion.parameter_products import ParameterProduct
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
+from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
 from jfp8.layers.linen.state_in_params import collections_into_params, collections_out_of_params
 from jfp8.recipes import in_effect as region
@@ -92,7 +93,8 @@ class _Converted:
         selection = type(self).jfp8_selection
         params = variables.get("params", {})
         shapes = _shapes(params)
-        names = (f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own)
+        names = [f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own]
+        names += [f"{path}/attention".lstrip("/") for path in ("", *_paths(params))]
         selection.check_patterns(_paths(params), names)
 
         def run(variables, rngs, args, kwargs, mutable=mutable):
@@ -136,7 +138,7 @@ class _Converted:
             y, variables = run({}, rngs, args, kwargs)
         variables = collections_out_of_params(variables, mutable)
         params = variables.get("params", {})
-        cls.jfp8_selection.check_patterns([*_paths(params), *met.products])
+        cls.jfp8_selection.check_patterns([*_paths(params), *met.products, *met.attentions])
         if met.knows_all(params):
             cls.jfp8_selection.check_types(met.layers)
         met.check_caches(cls.jfp8_selection, params, variables)
@@ -201,6 +203,7 @@ class _Met:
 
     Attributes:
       layers: those that the selection was asked about.
+      attentions: the paths of attention between the projections of a layer.
       products: the paths of parameters that modules multiply by themselves.
       kinds: the types of all modules, by path.
       seen: see `Seen`.
@@ -208,6 +211,7 @@ class _Met:
     """
 
     layers: list[nn.Module] = dataclasses.field(default_factory=list)
+    attentions: list[str] = dataclasses.field(default_factory=list)
     products: set[str] = dataclasses.field(default_factory=set)
     kinds: dict[str, type] = dataclasses.field(default_factory=dict)
     seen: Seen = dataclasses.field(default_factory=Seen)
@@ -254,8 +258,9 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     """Inside, the layers of `model` compute FP8 products. Gives what is met there, as it is met."""
     selection: Selection = type(model).jfp8_selection
     outer = region.current()
-    here = Region(selection.recipe, outer is None or outer.enabled, selection, found)
     depth = () if model.scope is None else model.scope.path
+    enabled = outer is None or outer.enabled
+    here = Region(selection.recipe, enabled, selection, found, len(depth))
     met = _Met()
 
     def product_with(recipe: Recipe) -> ProductOf:
@@ -288,16 +293,30 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         met.products.add("/".join(path.split("/")[len(depth) :]))
         return by_choice(product, choose(path, product.parameter.module, product.x, ""))
 
-    def attention() -> ProductOf | None:
-        if region.current() != here or not selection.attention_products:
+    def attention(path: str, layer: Any, own: str) -> Callable[..., Any] | str | None:
+        if region.current() != here or not selection.attention:
             return None
-        return product_with(selection.recipe)
+        if getattr(layer, "attention_products", False) and layer.recipe is not None:
+            return None  # a layer of jfp8 that has it, with a recipe of its own
+        inner = "/".join(path.split("/")[len(depth) :])
+        met.layers.append(layer)
+        met.attentions.append(inner)
+        decision = Decision(None, own) if own else selection.decide(inner, layer, None)
+        if decision.recipe is None:
+            return decision.reason
+        return functools.partial(
+            DotProductAttention,
+            decision.recipe,
+            getattr(layer, "implementation", None),
+            state_in_params,
+            state_collection=selection.state_collection,
+        )
 
     def watch(next_fun, args, kwargs, context):
         module = context.module
         if module.scope is not None:
             met.kinds["/".join(module.path[len(depth) :])] = type(module)
-            met.seen.converted |= isinstance(module, ProductModule)
+            met.seen.converted |= isinstance(module, (ProductModule, DotProductAttention))
         return next_fun(*args, **kwargs)
 
     def cache_dtype() -> Any:
@@ -332,7 +351,7 @@ def _edges_of(
 ) -> _Edges:
     """Found by tracing the model as it is once more, if they make a difference."""
     by_edge = any(isinstance(choice, Edge) for choice in selection.choices)
-    if not by_edge and selection.recipe.is_causal(history=True):
+    if not by_edge and all(recipe.is_causal(history=True) for recipe in selection.recipes):
         return _Edges()
 
     def mark(next_fun, args, kwargs, context):

@@ -16,7 +16,17 @@ import flax.linen as nn
 import numpy as np
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
-from jfp8.layers.linen.attention import EINSUM_HOOKS, EinsumProduct, cached, replaced
+from jfp8.layers.linen.attention import (
+    EINSUM_HOOKS,
+    MultiHeadDotProductAttention,
+    cached,
+    replaced,
+)
+from jfp8.layers.linen.dot_product_attention import (
+    DotProductAttention,
+    attention_fn_by,
+    is_stock,
+)
 from jfp8.layers.linen.layers import apply_conv_transpose, apply_einsum
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
@@ -43,7 +53,23 @@ _HOOKS: dict[Callable[..., Any], tuple[type[ProductModule], str | Callable[..., 
     _own_call(nn.Einsum): (DotGeneral, apply_einsum),
     _own_call(nn.ConvTranspose): (ConvGeneralDilated, apply_conv_transpose),
 }
-_ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
+_STOCK_ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
+_ATTENTION = (_STOCK_ATTENTION, _own_call(MultiHeadDotProductAttention))
+
+
+def own_attention(layer: nn.MultiHeadDotProductAttention) -> str:
+    """Why attention itself is not Flax's: what `layer` was given for it; "" for nothing.
+
+    Args:
+      layer: of Flax.
+    """
+    given = [hook for hook in EINSUM_HOOKS if _has_own(layer, hook)]
+    given += [] if is_stock(layer.attention_fn) else ["attention_fn"]
+    return f"the layer was given its own {' and '.join(given)}" if given else ""
+
+
+def _has_own(layer: nn.Module, hook: str) -> bool:
+    return getattr(layer, hook, None) is not None or getattr(layer, f"{hook}_cls", None) is not None
 
 
 def _function_of(context: nn.module.InterceptorContext) -> Any:
@@ -66,25 +92,27 @@ def path_of(module: nn.Module) -> str:
 
 def replace_products(
     choose: Callable[[str, nn.Module, Any, str], ProductOf | str],
-    attention: Callable[[], ProductOf | None],
+    attention: Callable[[str, nn.Module, str], Callable[..., DotProductAttention] | str | None],
 ) -> Callable[..., Any]:
     """An interceptor under which layers compute their products with what `choose` gives.
 
     Args:
       choose: ``(path, layer, input, own) -> `` what makes the product, or why it stays as it is.
         `own` says that the layer was given a product, which it then keeps; or is empty.
-      attention: what makes the two products of attention.
+      attention: ``(path, layer, own) -> `` what makes attention itself, whose path this is; or why
+        it stays as it is; or None to leave it alone.
     """
 
     def intercept(next_fun, args, kwargs, context):
         layer, function = context.module, _function_of(context)
-        if function is _ATTENTION and (einsum := attention()) is not None:
-            inside = {
-                f"{hook}_cls": dataclasses.replace(einsum, module=EinsumProduct, in_attention=which)
-                for hook, which in EINSUM_HOOKS.items()
-                if getattr(layer, f"{hook}_cls") is None
-            }
-            with replaced(layer, **inside):
+        if function in _ATTENTION:
+            made = attention(f"{path_of(layer)}/attention".lstrip("/"), layer, own_attention(layer))
+            if made is None:
+                return next_fun(*args, **kwargs)
+            if isinstance(made, str):
+                with note("reason", made):
+                    return next_fun(*args, **kwargs)
+            with replaced(layer, attention_fn=attention_fn_by(made, layer.attention_fn)):
                 return next_fun(*args, **kwargs)
         if not is_layer(context):
             return next_fun(*args, **kwargs)
@@ -130,10 +158,11 @@ def replace_caches(dtype: Callable[[], np.dtype | Format | None]) -> Callable[..
 
     def intercept(next_fun, args, kwargs, context):
         layer = context.module
-        if _function_of(context) is not _ATTENTION or not layer.decode:
+        if _function_of(context) is not _STOCK_ATTENTION or not layer.decode:
             return next_fun(*args, **kwargs)
         chosen = dtype()
-        with replaced(layer, **(cached(layer, chosen) if chosen is not None else {})):
+        own = {} if chosen is None else cached(layer, chosen, layer.attention_fn)
+        with replaced(layer, **own):
             return next_fun(*args, **kwargs)
 
     return intercept

@@ -10,7 +10,7 @@ import flax.linen as nn
 from flax import nnx
 
 from jfp8.conversion import linen, linen_region, nnx_models
-from jfp8.conversion.selection import Choice, Selection, select
+from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -22,11 +22,11 @@ Model = TypeVar("Model", nn.Module, nnx.Module)
 
 def convert(
     model: Model,
-    recipe: Recipe | str = DelayedScaling(),
+    recipe: Recipes = DelayedScaling(),
     *,
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
-    attention_products: bool = False,
+    attention: bool = False,
     state_collection: StateCollection = "fp8",
     cache_dtype: FormatLike | None = None,
 ) -> Model:
@@ -52,7 +52,9 @@ def convert(
 
     Args:
       model: a Linen or NNX module.
-      recipe: which quantizer each operand gets.
+      recipe: which quantizer each operand gets. Or a dict, ``{"layers_0/*": None, "*/attention/*":
+        "mxfp8", "*": "nvfp4"}``: patterns of paths and the recipes of the layers that they match.
+        The first that matches wins; None, as no match, leaves layers in high precision.
       exempt: layers that stay in high precision: patterns of paths (``"decoder/*"``), types
         (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
         Default: `jfp8.EDGES`, the first convolution of an image model and the final logits, which
@@ -61,7 +63,12 @@ def convert(
         layers. ``()``
         exempts none; ``(*jfp8.EDGES, "decoder/*")`` adds to the default.
       only: convert these layers and no others, given like `exempt`, whose default is then ``()``.
-      attention_products: also convert the products of queries with keys and of weights with values.
+      attention: also convert attention itself, between the projections of
+        ``MultiHeadDotProductAttention`` (NNX: ``MultiHeadAttention``), by
+        `scaled_dot_product_attention`. Its path is ``"<path of the layer>/attention"`` (NNX: that
+        of the layer). Not for dropout of its weights, nor ``sow_weights``: such a call raises. A
+        query that sees no key gets 0, where Flax gives the mean of all values. Attention that
+        other modules compute stays in high precision: call `jfp8.linen.DotProductAttention` there.
       state_collection: of a Linen model, where the amax histories are: ``"fp8"``, or
         ``"_overwrite_with_gradient"`` for loops that replace its variables by their gradients, such
         as Flax's own ``TrainState``.
@@ -77,8 +84,9 @@ def convert(
       TypeError: `model` is not a model, `recipe` is not a recipe, or `exempt`, `only` or
         `cache_dtype` is none of the above.
       ValueError: unknown `state_collection`, or one for an NNX model; a pattern or a type that
-        matches no layer, or a cache that `cache_dtype` does not reach: for Linen models ``init``
-        and ``apply`` raise these, because their layers exist only then.
+        matches no layer, or a pattern that only matches layers which one before it matches; a cache
+        that `cache_dtype` does not reach. For Linen models ``init`` and ``apply`` raise these,
+        because their layers exist only then.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
@@ -86,7 +94,7 @@ def convert(
     >>> fp8_model.init(jax.random.key(0), jnp.ones((1, 32))).keys()
     dict_keys(['params'])
     """
-    selection = select(recipe, exempt, only, attention_products, state_collection, cache_dtype)
+    selection = select(recipe, exempt, only, attention, state_collection, cache_dtype)
     return convert_selected(model, selection)
 
 

@@ -49,7 +49,7 @@ def convert_module(
     decide: Callable[[str, nnx.Module], Recipe | None],
     *,
     implementation: Implementation = None,
-    attention_products: bool = False,
+    attention: bool = False,
 ) -> Module:
     """A copy of `module` that computes in FP8 the layers that `decide` chooses.
 
@@ -62,8 +62,8 @@ def convert_module(
       decide: called with path (``"layers/0/linear1"``) and layer for each of `layers_of`; returns
         the recipe of the layer, or None to leave it alone.
       implementation: see `jfp8.scaled_matmul`.
-      attention_products: also ask `decide`, for each ``nnx.MultiHeadAttention``, whether the
-        products of queries with keys and of weights with values become FP8.
+      attention: also ask `decide`, for each ``nnx.MultiHeadAttention``, whether attention itself,
+        between its projections, becomes FP8.
 
     Returns:
       A module of the type of `module`.
@@ -86,7 +86,7 @@ def convert_module(
             recipe = decide(name, node)
             if recipe is not None:
                 install(_at(converted, path), recipe=recipe, path=name, **how)
-        elif attention_products and isinstance(node, nnx.MultiHeadAttention):
+        elif attention and isinstance(node, nnx.MultiHeadAttention):
             recipe = decide(name, node) if has_stock_attention(node) else None
             if recipe is not None:
                 install_attention(_at(converted, path), recipe=recipe, path=name, **how)

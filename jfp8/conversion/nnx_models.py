@@ -20,9 +20,9 @@ from jfp8.conversion.nnx import (
 )
 from jfp8.conversion.nnx_parameters import convert_own, own_of
 from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
-from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION
+from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.layers.nnx.attention import has_stock_attention, install_cache
+from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention, install_cache
 from jfp8.layers.nnx.hooks import hook_of, is_stacked
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention, TransformerLayer
@@ -43,7 +43,7 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
     converted = convert_module(
         model,
         lambda path, layer: (decided.get(path) or selection.decide(path, layer, None)).recipe,
-        attention_products=selection.attention_products,
+        attention=selection.attention,
     )
     for path, node in nodes_of(converted):
         decision = decided.get("/".join(map(str, path)))
@@ -157,9 +157,11 @@ def note_place(node: Any, path: str) -> None:
     reason = reason_of(node) or ""
     if isinstance(node, nnx.MultiHeadAttention):
         given = "the layer was given its own attention_fn"
-        reason = INSIDE_OF_ATTENTION if has_stock_attention(node) else given
+        ours = isinstance(node, MultiHeadAttention)
+        stock = INSIDE_OF_OURS if ours else INSIDE_OF_ATTENTION
+        reason = stock if has_stock_attention(node) else given
     if isinstance(node, LayerNormAttention):
-        reason = INSIDE_OF_ATTENTION
+        reason = INSIDE_OF_OURS
     object.__setattr__(node, "__class__", _noting(kind))
     setattr(node, _PLACE, (path, kind.__name__, reason))
 

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from jfp8.conversion.tables import Table
 
 NO_LAYER = "computed by no layer that can be converted"
-INSIDE_OF_ATTENTION = "inside of attention (convert with attention_products=True)"
+INSIDE_OF_ATTENTION = "inside of attention (convert with attention=True)"
+INSIDE_OF_OURS = "inside of attention (set attention_products=True of the layer)"
+OWN_ATTENTION = (
+    "attention by a function, which convert does not replace (call "
+    "jfp8.linen.DotProductAttention or jfp8.nnx.DotProductAttention)"
+)
 _HEAD = ("layer", "product", "lhs", "rhs", "result", "times", "FLOPs", "how")
 _TIMES = ("expected µs", "in bf16 µs")
 

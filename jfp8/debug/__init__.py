@@ -1,6 +1,7 @@
 """Looking into programs: what FP8 did to each tensor, and what a compiled program communicates."""
 
 from jfp8.debug.advice import Advice, advice, report
+from jfp8.debug.attention_error import AttentionError, attention_error
 from jfp8.debug.collective_bytes import (
     Collective,
     CollectiveBytes,
@@ -20,6 +21,7 @@ from jfp8.debug.tensorboard import TensorBoardWriter, write_tensorboard
 
 __all__ = [
     "Advice",
+    "AttentionError",
     "Collective",
     "CollectiveBytes",
     "ComparedGradient",
@@ -36,6 +38,7 @@ __all__ = [
     "TensorStats",
     "advice",
     "assert_collectives",
+    "attention_error",
     "collective_bytes",
     "compare",
     "decoding_mismatch",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.layers import kv_cache
+from jfp8.layers.attention import check_weights_stay_inside
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
@@ -22,7 +23,6 @@ from jfp8.products.saved_activations import save_in_fp8
 from jfp8.scaling.formats import Format
 
 LayerNormType = Literal["layernorm", "rmsnorm"]
-EinsumFunction = Callable[..., jax.Array]
 
 
 def _keeping_inputs(f: Callable[..., jax.Array], saved: Format | None) -> Callable[..., jax.Array]:
@@ -200,9 +200,13 @@ def projected_attention(
     *,
     rotary: Rotary | None = None,
     cache: KVCache | None = None,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    is_causal: bool = False,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    **options: Any,
+    saved_activations: Format | None = None,
+    attention: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """`grouped_query_attention` of what projections made for each of ``G`` groups.
 
@@ -212,8 +216,11 @@ def projected_attention(
       rotary: windows and group method of a `rotary_embedding`; None: there is none.
       cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
         those of the next ones, and the mask is for all ``max_length`` keys.
+      mask, bias, saved_activations: as for `grouped_query_attention`.
+      is_causal: no query attends to a key after it. Not with a `cache`, whose mask says that.
       dropout_rate, dropout_key: as for `drop`.
-      options: as for `grouped_query_attention`.
+      attention: computes ``attention(query, key, value, bias, mask, is_causal=...)`` instead, in
+        FP8 and without dropout.
 
     Returns:
       ``[..., q, H, depth]``, and the `cache` with the new keys and values.
@@ -230,13 +237,20 @@ def projected_attention(
         cache = kv_cache.extended(cache, key, value)
         query = kv_cache.nan_if_full(query, cache)
         key, value = kv_cache.keys_and_values(cache, value.dtype)
+    if attention is not None:
+        check_weights_stay_inside(0.0 if dropout_key is None else dropout_rate, sown=False)
+        return attention(query, key, value, bias, mask, is_causal=is_causal), cache
+    if is_causal:
+        mask = and_causal(mask, query.shape[-3], key.shape[-3])
     context = grouped_query_attention(
         query,
         key,
         value,
+        mask=mask,
+        bias=bias,
         dropout=partial(drop, rate=dropout_rate),
         dropout_args=(dropout_key,),
-        **options,
+        saved_activations=saved_activations,
     )
     return context, cache
 
@@ -250,8 +264,6 @@ def grouped_query_attention(
     bias: jax.Array | None = None,
     dropout: Callable[..., jax.Array] = _identity,
     dropout_args: tuple[Any, ...] = (),
-    scores_einsum: EinsumFunction = jnp.einsum,
-    context_einsum: EinsumFunction = jnp.einsum,
     saved_activations: Format | None = None,
 ) -> jax.Array:
     """Attention in which each group of query heads shares a head of keys and values. ::
@@ -268,11 +280,10 @@ def grouped_query_attention(
       mask: broadcast to ``[..., H, q, k]``: True or 1 where a query may attend to a key.
       bias: broadcast to ``[..., H, q, k]``.
       dropout: of the weights, ``[..., H, q, k]`` in float32, and of `dropout_args`, such as a key.
-      scores_einsum, context_einsum: compute the two products, like ``jnp.einsum``.
       saved_activations: keep `value` in this format for the backward pass, `query` and `key` as
         they are (an error in a score would be one in the exponent of a weight), and compute the
-        weights again. `dropout` must then have no side effects and close over no array. None, or
-        products other than ``jnp.einsum``: keep the weights.
+        weights again. `dropout` must then have no side effects and close over no array. None: keep
+        the weights.
 
     Returns:
       ``[..., q, H, depth]``, in the dtype of `value`.
@@ -293,12 +304,12 @@ def grouped_query_attention(
     grouped = (*batch, groups, heads // groups, q_length, k_length)
 
     def attend(value, query, key, mask, bias, dropout_args) -> jax.Array:
-        scores = _scores(query, key, mask, bias, scores_einsum)
+        scores = _scores(query, key, mask, bias)
         weights = dropout(jax.nn.softmax(scores), *dropout_args).astype(value.dtype)
-        context = context_einsum("...grqk,...kgd->...qgrd", weights.reshape(grouped), value)
+        context = jnp.einsum("...grqk,...kgd->...qgrd", weights.reshape(grouped), value)
         return context.reshape(*batch, q_length, heads, depth)
 
-    if saved_activations is not None and scores_einsum is context_einsum is jnp.einsum:
+    if saved_activations is not None:
         attend = save_in_fp8(attend, fmt=saved_activations)
     return attend(value, query, key, mask, bias, dropout_args)
 
@@ -308,7 +319,6 @@ def _scores(
     key: jax.Array,
     mask: jax.Array | None,
     bias: jax.Array | None,
-    einsum: EinsumFunction,
 ) -> jax.Array:
     """What attention takes the softmax of: ``[..., H, q, k]``, in float32 at least."""
     *batch, q_length, heads, depth = query.shape
@@ -316,7 +326,7 @@ def _scores(
     wide = jnp.promote_types(query.dtype, jnp.float32)
     every_head = (*batch, heads, q_length, k_length)
     query = query.reshape(*batch, q_length, groups, heads // groups, depth)
-    scores = einsum("...qgrd,...kgd->...grqk", query, key, preferred_element_type=wide)
+    scores = jnp.einsum("...qgrd,...kgd->...grqk", query, key, preferred_element_type=wide)
     scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
     if bias is not None:
         scores += jnp.broadcast_to(bias, every_head).astype(wide)

@@ -117,11 +117,14 @@ class TransformerOptions(Architecture):
 
     def self_attention_mask(
         self, given: jax.Array | None, length: int, cache: KVCache | None = None
-    ) -> jax.Array | None:
-        """The mask of the self attention, with the one that the call was `given`."""
+    ) -> tuple[jax.Array | None, bool]:
+        """The mask of the self attention, with the one that the call was `given`.
+
+        And whether, besides, no query may attend to a key after it.
+        """
         if cache is not None:
-            return transformer_math.both_masks(kv_cache.visible(cache, length), given)
-        return transformer_math.and_causal(given, length, length) if self.is_causal else given
+            return transformer_math.both_masks(kv_cache.visible(cache, length), given), False
+        return given, self.is_causal
 
     def normalization(self) -> dict[str, Any]:
         """The options of a normalisation."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from jfp8.quantizers.quantizer import EVERYWHERE, Along, Quantizer
-from jfp8.recipes.attention import InAttention, attention_products
 from jfp8.recipes.product import Product, Products
 
 Layer = Literal["dense", "conv", "moe", "attention"]
@@ -28,11 +27,6 @@ class _Place(NamedTuple):
 # The operands that are data; those not named are weights. A convolution is a product of patches,
 # which hold what its result may depend on.
 _ROWS = {"lhs": _Place("free", "free")}
-_IN_ATTENTION: dict[InAttention, dict[str, _Place]] = {
-    "scores": {"lhs": _Place("free", "batch"), "rhs": _Place("free", "batch")},
-    # Attention weights are summed over keys, too, but those that a query may not see are zeros.
-    "context": {"lhs": _Place("free", "batch"), "rhs": _Place("contracting", "batch")},
-}
 LAYERS: tuple[Layer, ...] = ("dense", "conv", "moe", "attention")
 OPERANDS: tuple[Operand, ...] = ("lhs", "rhs", "output")
 
@@ -55,12 +49,10 @@ def shares_among(
                 f"{name}={given!r} is unknown. Allowed: {', '.join(map(repr, allowed))}."
             )
     operands = OPERANDS if operand is None else (operand,)
-    if layer != "attention":
-        return _shares(products.fprop, _ROWS, among, operands, history)
-    return any(
-        _shares(attention_products(products, which)[0].fprop, places, among, operands, history)
-        for which, places in _IN_ATTENTION.items()
-    )
+    if layer == "attention":
+        # Whatever the recipe: see `products.flash.numerics`.
+        return False
+    return _shares(products.fprop, _ROWS, among, operands, history)
 
 
 def _shares(

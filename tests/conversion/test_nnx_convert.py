@@ -274,22 +274,22 @@ def test_products_inside_of_attention_are_opt_in():
     convert_module(model, decide)
     assert [path for path, _ in asked] == IN_A_LAYER
     asked.clear()
-    converted = convert_module(model, decide, attention_products=True)
+    converted = convert_module(model, decide, attention=True)
     assert asked[0] == ("attention", "MultiHeadAttention")
-    assert converted.attention.attention_fn.scores.path == "attention/scores"
+    assert converted.attention.attention_fn.scores.path == "attention/attention_fn/scores"
     assert model.attention.attention_fn is nnx.dot_product_attention
     call(converted, normal(0, (2, 5, D)))
     found = histories(converted)
     assert found["attention", "attention_fn", "context", "rhs"][0] > 0
     refused = convert_module(
-        model, lambda path, _: None if path == "attention" else RECIPE, attention_products=True
+        model, lambda path, _: None if path == "attention" else RECIPE, attention=True
     )
     assert refused.attention.attention_fn is nnx.dot_product_attention
 
 
 def test_every_product_is_fp8_and_carries_its_path():
     model, tokens = LanguageModel(nnx.Rngs(0), layers=1), jnp.arange(6).reshape(1, 6)
-    converted = convert_module(model, everything, attention_products=True)
+    converted = convert_module(model, everything, attention=True)
     graphdef, state = nnx.split(converted)
 
     def run(state, tokens):
@@ -298,9 +298,10 @@ def test_every_product_is_fp8_and_carries_its_path():
 
     text = jax.jit(run).lower(state, tokens).as_text(debug_info=True)
     paths = [f"layers/0/{name}" for name in IN_A_LAYER]
-    paths += ["layers/0/attention/scores", "layers/0/attention/context", "head"]
-    for path in paths:
+    paths += ["head"]
+    for path in (*paths, "layers/0/attention/attention_fn"):
         assert path in text, path
+    paths += [f"layers/0/attention/attention_fn/{part}" for part in ("scores", "context")]
     products = [m.path for _, m in nnx.iter_modules(converted) if isinstance(m, jfp8.nnx.Product)]
     assert sorted(products) == sorted(paths)
 
@@ -444,9 +445,7 @@ def test_a_report_has_a_reason_for_every_product():
     assert by_path == {
         ("up", "Linear"): {"exempt: 'up'"},
         ("own", "Linear"): {"the layer was given its own dot_general"},
-        ("attention", "MultiHeadAttention"): {
-            "inside of attention (convert with attention_products=True)"
-        },
+        ("attention", "MultiHeadAttention"): {"inside of attention (convert with attention=True)"},
         **attention,
         ("transposed", "ConvTranspose"): {"exempt: 'transposed'"},
         ("ours", "Linear"): {""},

@@ -440,12 +440,13 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("products", [False, True])
 def test_attention(products):
     x = jnp.ones((2, 5, 8))
-    r = report(jfp8.convert(Attention(), CURRENT, attention_products=products), x)
-    inside = [row for row in r.rows if row.path == "MultiHeadDotProductAttention_0"]
+    r = report(jfp8.convert(Attention(), CURRENT, attention=products), x)
+    path = "MultiHeadDotProductAttention_0" + ("/attention" if products else "")
+    inside = [row for row in r.rows if row.path == path]
     assert sum(row.times for row in inside) == 6
     for row in inside:
         assert row.fp8 == products
-        assert ("attention_products=True" in row.reason) == (not products)
+        assert ("convert with attention=True" in row.reason) == (not products)
         assert row.flops // row.times == 2 * (2 * 2 * 5 * 5) * 4
     projections = counted(r, "path", "fp8", "kind")
     for name in ("query", "key", "value", "out"):

@@ -100,10 +100,10 @@ def test_nothing_chosen_with_only():
 
 
 def test_a_selection_is_a_value():
-    make = lambda: select(RECIPE, ["a", nn.Conv], "b", attention_products=True)
+    make = lambda: select(RECIPE, ["a", nn.Conv], "b", attention=True)
     assert make() == make() == Selection(RECIPE, ("a", nn.Conv), ("b",), True)
     assert hash(make()) == hash(make())
-    assert make() != select(DelayedScaling(), ["a", nn.Conv], "b", attention_products=True)
+    assert make() != select(DelayedScaling(), ["a", nn.Conv], "b", attention=True)
 
 
 @pytest.mark.parametrize("name", ["exempt", "only"])

@@ -1,7 +1,8 @@
 """Attention: Flax's layer with FP8 projections and, if wanted, FP8 products of attention.
 
 The oracle is fake quantization: the layer written out, in float32, with products whose operands
-were rounded by ml_dtypes, and whose gradient is straight-through.
+were rounded by ml_dtypes, and whose gradient is straight-through. For attention itself it is the
+function that layers call, which tests/products/test_flash_attention.py compares with sums of bytes.
 """
 
 from __future__ import annotations
@@ -78,19 +79,26 @@ def _backward(equation, operands, dy):
 fake_product.defvjp(_forward, _backward)
 
 
-def attention(params, query, keys, values, mask, product, inner_product):
-    """Multi-head attention, written out: products with weights, and those between."""
+def exact_attention(q, k, v, mask):
+    scores = exact_product("aqhd,akhd->ahqk", q / math.sqrt(q.shape[-1]), k)
+    scores = scores if mask is None else jnp.where(mask, scores, -1e30)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    return exact_product("ahqk,akhd->aqhd", weights / jnp.sum(weights, axis=-1, keepdims=True), v)
+
+
+def fp8_attention(q, k, v, mask):
+    return jfp8.scaled_dot_product_attention(q, k, v, mask=mask)
+
+
+def attention(params, query, keys, values, mask, product, inside):
+    """Multi-head attention, written out: products with weights, and what is between them."""
 
     def project(name, x):
         y = product("abi,ihd->abhd", x, params[name]["kernel"])
         return y + params[name]["bias"][None, None] if "bias" in params[name] else y
 
     q, k, v = project("query", query), project("key", keys), project("value", values)
-    scores = inner_product("aqhd,akhd->ahqk", q / math.sqrt(q.shape[-1]), k)
-    scores = scores if mask is None else jnp.where(mask, scores, -1e30)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    context = inner_product("ahqk,akhd->aqhd", weights, v)
+    context = inside(q, k, v, mask)
     y = product("abhd,hdo->abo", context, params["out"]["kernel"])
     return y + params["out"]["bias"][None, None] if "bias" in params["out"] else y
 
@@ -232,15 +240,15 @@ def test_forward_and_gradients_are_those_of_rounded_operands(masked, attention_p
         mask = jnp.asarray(np.random.default_rng(3).random((2, 1, 6, 5)) > 0.3).at[..., 0].set(True)
     params = init(layer, *inputs)["params"]
     dy = normal((2, 6, 10), 5, 2.0**-10)
-    inner = fake_product if attention_products else exact_product
+    inner = fp8_attention if attention_products else exact_attention
 
     def ours(params, *inputs):
         return layer.apply({"params": params}, *inputs, mask=mask)
 
-    def oracle(params, *inputs, product=fake_product, inner_product=inner):
-        return attention(params, *inputs, mask, product, inner_product)
+    def oracle(params, *inputs, product=fake_product, inside=inner):
+        return attention(params, *inputs, mask, product, inside)
 
-    unrounded = functools.partial(oracle, product=exact_product, inner_product=exact_product)
+    unrounded = functools.partial(oracle, product=exact_product, inside=exact_attention)
 
     @jax.jit
     def run(params, inputs):
@@ -264,8 +272,9 @@ def test_state_is_of_each_product():
     recipe = DelayedScaling(amax_history_len=4)
     layer = MultiHeadDotProductAttention(2, recipe=recipe, attention_products=True)
     variables = init(layer, X)
-    products = ["EinsumProduct_0", "EinsumProduct_1", *PROJECTIONS]
-    assert sorted(variables["fp8"]) == sorted(variables["fp8_sink"]) == products
+    for collection in ("fp8", "fp8_sink"):
+        assert sorted(variables[collection]) == ["attention", *PROJECTIONS]
+        assert sorted(variables[collection]["attention"]) == ["context", "scores"]
 
     @jax.jit
     def step(variables, x):
@@ -275,6 +284,7 @@ def test_state_is_of_each_product():
         return jfp8.advance(variables["fp8"], jax.grad(loss)(variables["fp8_sink"]))
 
     fp8 = step(variables, X)
+    fp8 |= {name: {"DotGeneral_0": part} for name, part in fp8["attention"].items()}
     newest = lambda name, role: float(fp8[name]["DotGeneral_0"][role]["amax_history"][0])
     params = variables["params"]
     amax = lambda x: float(jnp.max(jnp.abs(x)))
@@ -283,11 +293,14 @@ def test_state_is_of_each_product():
         assert newest(name, "rhs") == amax(params[name]["kernel"])
         assert newest(name, "grad") > 0
     assert newest("out", "grad") == 1
-    # The keys are the right operand of the first product; the weights the left of the second.
-    keys = fake_product("abi,ihd->abhd", X, params["key"]["kernel"])
-    assert newest("EinsumProduct_0", "rhs") == pytest.approx(amax(keys), rel=1e-5)
-    assert newest("EinsumProduct_0", "grad") > 0
-    assert 1 / X.shape[1] <= newest("EinsumProduct_1", "lhs") <= 1
+    # Queries and keys make the scores; weights, which are at most 1, and values the context.
+    projected = lambda name: amax(fake_product("abi,ihd->abhd", X, params[name]["kernel"]))
+    assert newest("scores", "lhs") == pytest.approx(projected("query"), rel=1e-5)
+    assert newest("scores", "rhs") == pytest.approx(projected("key"), rel=1e-5)
+    assert newest("context", "rhs") == pytest.approx(projected("value"), rel=1e-5)
+    assert newest("context", "lhs") == 1
+    assert newest("scores", "grad") > 0
+    assert newest("context", "grad") > 0
 
 
 @pytest.mark.slow
@@ -357,7 +370,8 @@ def test_an_einsum_of_the_users_own_is_kept_or_refused():
     params = init(nn.MultiHeadDotProductAttention(2), X)
     expected = apply(MultiHeadDotProductAttention(2), params, X)
     np.testing.assert_allclose(apply(layer, params, X), expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="qk_attn_weights_einsum_cls would have no effect"):
+    words = "qk_attn_weights_einsum_cls, attn_weights_value_einsum_cls would have no effect"
+    with pytest.raises(ValueError, match=words):
         MultiHeadDotProductAttention(2, **hooks, attention_products=True)
 
 
@@ -365,8 +379,24 @@ def test_what_would_silently_stay_in_high_precision_is_refused():
     with pytest.raises(ValueError, match="precision='highest'.*no precision to choose"):
         MultiHeadDotProductAttention(2, precision="highest", attention_products=True)
     attention_fn = lambda query, key, value: value
-    with pytest.raises(ValueError, match="takes no qk_attn_weights_einsum"):
+    with pytest.raises(ValueError, match="so attention_fn would have no effect"):
         MultiHeadDotProductAttention(2, attention_fn=attention_fn, attention_products=True)
+
+
+def test_what_attention_in_fp8_cannot_do_is_refused():
+    layer = MultiHeadDotProductAttention(2, dropout_rate=0.1, attention_products=True)
+    params = jax.eval_shape(layer.clone(deterministic=True).init, KEY, X)
+
+    def call(**how):
+        return jax.eval_shape(lambda p: layer.apply(p, X, rngs={"dropout": KEY}, **how), params)
+
+    with pytest.raises(ValueError, match="what dropout_rate=0.1 asks for.*exempt="):
+        call(deterministic=False)
+    with pytest.raises(ValueError, match="what sow_weights=True asks for"):
+        call(deterministic=True, sow_weights=True)
+    assert call(deterministic=True).shape == X.shape
+    with region.entered(region.Region(DelayedScaling(), enabled=False)):
+        assert call(deterministic=False).shape == X.shape
 
 
 def test_a_class_of_recipes_is_no_recipe():

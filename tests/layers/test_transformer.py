@@ -122,11 +122,21 @@ def relative_biases(table, length):
     return table[:, distance][None]
 
 
-class Oracle:
-    """The layer written out. `product` computes those with weights, `inner` those between."""
+def exact_attention(query, key, value, bias, mask):
+    """Every head gets its own copy of the keys and values of its group."""
+    repeats = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(a, repeats, axis=2) for a in (key, value))
+    scores = exact_product("aqhd,akhd->ahqk", query, key) / math.sqrt(query.shape[-1])
+    scores = scores if bias is None else scores + bias
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e30))
+    return exact_product("ahqk,akhd->aqhd", weights, value)
 
-    def __init__(self, layer, product, inner):
-        self.layer, self.product, self.inner = layer, product, inner
+
+class Oracle:
+    """The layer written out. `product` computes those with weights, `inside` what is between."""
+
+    def __init__(self, layer, product, inside):
+        self.layer, self.product, self.inside = layer, product, inside
 
     def normalized(self, x, p):
         rms = self.layer.layernorm_type == "rmsnorm"
@@ -142,7 +152,7 @@ class Oracle:
         return y + p["bias"].reshape((1,) * (y.ndim - p["bias"].ndim) + p["bias"].shape)
 
     def attention(self, x, encoded, p, mask, table):
-        layer, heads, groups = self.layer, 4, self.layer.num_gqa_groups or 4
+        layer, heads = self.layer, 4
         if encoded is None:
             qkv = self.project("abi,igsd->abgsd", self.normalized(x, p["qkv"]), p["qkv"])
             query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
@@ -157,14 +167,8 @@ class Oracle:
                 rotated, windows=layer.rotary_pos_emb_windows, consecutive=consecutive
             )
             query, key = turn(query), turn(key)
-        # Every head gets its own copy of the keys and values of its group.
-        key, value = (jnp.repeat(a, heads // groups, axis=2) for a in (key, value))
-        scores = self.inner("aqhd,akhd->ahqk", query, key) / math.sqrt(query.shape[-1])
-        if table is not None:
-            scores = scores + relative_biases(table, x.shape[1])
-        scores = jnp.where(mask, scores, -1e30)
-        weights = jax.nn.softmax(scores)
-        context = self.inner("ahqk,akhd->aqhd", weights, value)
+        bias = None if table is None else relative_biases(table, x.shape[1])
+        context = self.inside(query, key, value, bias, mask)
         return self.project("abhd,hdo->abo", context, p["out"])
 
     def mlp(self, x, p):
@@ -238,16 +242,18 @@ def test_forward_and_gradients_are_those_of_rounded_operands(case):
     def ours(params, *inputs):
         return layer.apply({"params": params}, *inputs, **masks)
 
-    def oracle(product, inner):
-        written_out = Oracle(layer, product, inner)
+    def oracle(product, inside):
+        written_out = Oracle(layer, product, inside)
         renamed = {
             "mask": masks.get("attention_mask", True),
             "encoder_mask": masks.get("encoder_decoder_mask", True),
         }
         return functools.partial(written_out, **renamed)
 
-    inner = fake_product if layer.attention_products else exact_product
-    functions = ours, oracle(fake_product, inner), oracle(exact_product, exact_product)
+    # What layers call, which tests/products/test_flash_attention.py compares with sums of bytes.
+    fp8 = jfp8.scaled_dot_product_attention
+    inside = fp8 if layer.attention_products else exact_attention
+    functions = ours, oracle(fake_product, inside), oracle(exact_product, exact_attention)
 
     @jax.jit
     def run(params, inputs):
@@ -305,11 +311,11 @@ def test_state_is_of_each_product(attention_products):
         **SIZES, layer_type="decoder", attention_products=attention_products, recipe=recipe
     )
     variables = jax.eval_shape(layer.init, KEY, X, ENCODED)
-    inner = ["context", "scores"] if attention_products else []
+    inside = ["attention"] if attention_products else []
     for collection in ("fp8", "fp8_sink"):
         names = {name: sorted(tree) for name, tree in variables[collection].items()}
         expected = {
-            name: sorted(products + (inner if "attention" in name else []))
+            name: sorted(products + (inside if "attention" in name else []))
             for name, products in DECODER_PRODUCTS.items()
         }
         assert names == expected

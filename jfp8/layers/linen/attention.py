@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, replace
+from dataclasses import KW_ONLY
 from typing import Any
 
 import flax.linen as nn
@@ -20,40 +19,32 @@ from jfp8.layers.kv_cache import (
     nan_if_full,
     visible,
 )
+from jfp8.layers.linen.dot_product_attention import (
+    DotProductAttention,
+    attention_fn_by,
+    is_stock,
+)
 from jfp8.layers.linen.kv_cache import read_cache, write_cache
-from jfp8.layers.linen.layers import own_product, product_of
-from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf, promote_dtype
+from jfp8.layers.linen.layers import own_product
+from jfp8.layers.linen.products import DotGeneral, ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
-from jfp8.recipes.attention import InAttention
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FormatLike
 
 # Flax's hooks for the two products of attention.
-EINSUM_HOOKS: dict[str, InAttention] = {
-    "qk_attn_weights_einsum": "scores",
-    "attn_weights_value_einsum": "context",
-}
+EINSUM_HOOKS = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
 
 
 class EinsumProduct(ProductModule):
-    """An FP8 einsum of two operands with its state, for the products inside of attention.
+    """An FP8 einsum of two operands with its state.
 
-    ``nn.MultiHeadDotProductAttention(
-    qk_attn_weights_einsum_cls=partial(EinsumProduct, in_attention="scores"),
-    attn_weights_value_einsum_cls=partial(EinsumProduct, in_attention="context"))`` computes both
-    with it. For the other attributes see `ProductModule`.
-
-    Attributes:
-      in_attention: ``"scores"`` (queries with keys) or ``"context"`` (weights with values): scales
-        that follow from the data then belong to single positions, so that no result depends on keys
-        that its query may not see (see `Recipe.is_causal`). None: the scales of the recipe.
+    For the attributes see `ProductModule`. Not for attention's own products, in which a scale tells
+    queries of keys that they may not see: `DotProductAttention` computes those.
     """
-
-    in_attention: InAttention | None = None
 
     @nn.compact
     def __call__(
@@ -80,7 +71,6 @@ class EinsumProduct(ProductModule):
             self.recipe,
             self.implementation,
             self.state_in_params,
-            self.in_attention,
             state_collection=self.state_collection,
         )
         return einsum.as_dot_general(
@@ -101,15 +91,16 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     Attributes:
       recipe, implementation, state_collection: see `Dense`.
-      attention_products: also compute the two products of attention itself in FP8: queries with
-        keys, and attention weights with values. No operand is a parameter, and errors in the first
-        go through the softmax: try it, and compare. For their scales see `EinsumProduct`.
+      attention_products: also compute attention itself in FP8, by `DotProductAttention`: no array
+        of ``[queries, keys]``, and 0 for a query that sees no key, where Flax's layer gives the
+        mean of all values. Errors of the scores go through the softmax: try it, and compare.
       cache_dtype: of the cache of ``decode=True``; see `TransformerLayer`. Flax's layer takes one
         position in each call, this one takes any number.
 
     Raises:
-      ValueError: a hook for products; or `attention_products` with `precision`, or with an
-        `attention_fn` that does not let its products be replaced; ``decode=True`` without a cache.
+      ValueError: a hook for products; or `attention_products` with `precision`, with an
+        `attention_fn` or hook for its products, or when called for dropout of attention weights or
+        with ``sow_weights``; ``decode=True`` without a cache.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> layer = jfp8.linen.MultiHeadDotProductAttention(num_heads=2)
@@ -128,20 +119,17 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     def __post_init__(self) -> None:
         self.qkv_dot_general_cls = own_product(self, DotGeneral, "qkv_dot_general")
         self.out_dot_general_cls = own_product(self, DotGeneral, "out_dot_general")
-        for hook in EINSUM_HOOKS:
-            setattr(self, f"{hook}_cls", self._einsum_of(hook))
+        if self.attention_products:
+            self._check_attention()
         super().__post_init__()
 
-    def _einsum_of(self, hook: str) -> Callable[..., Any] | None:
-        """What makes one of the products of attention; None: ``jnp.einsum``."""
-        given = getattr(self, f"{hook}_cls")
-        # A clone arrives with the one of its original.
-        inherited = isinstance(given, ProductOf) and given.module is EinsumProduct
-        if not self.attention_products:
-            return None if inherited else given
-        if given is not None and not inherited:
+    def _check_attention(self) -> None:
+        """Raise ``ValueError`` for an argument that attention in FP8 would not use."""
+        given = [f"{hook}_cls" for hook in EINSUM_HOOKS if getattr(self, f"{hook}_cls") is not None]
+        given += [] if is_stock(self.attention_fn) else ["attention_fn"]
+        if given:
             raise ValueError(
-                f"attention_products=True computes the products of attention in FP8, so {hook}_cls "
+                f"attention_products=True computes attention itself in FP8, so {', '.join(given)} "
                 "would have no effect. Leave out one of the two."
             )
         if self.precision is not None:
@@ -149,12 +137,6 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 f"attention_products=True with precision={self.precision!r}: the FP8 products have "
                 "no precision to choose. Leave out one of the two."
             )
-        if hook not in inspect.signature(self.attention_fn).parameters:
-            raise ValueError(
-                f"attention_products=True needs an attention_fn whose products can be replaced, as "
-                f"in nn.dot_product_attention; {self.attention_fn} takes no {hook}."
-            )
-        return replace(product_of(self, EinsumProduct), in_attention=EINSUM_HOOKS[hook])
 
     @nn.compact
     def __call__(
@@ -172,9 +154,12 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         """See ``flax.linen.MultiHeadDotProductAttention.__call__``."""
         # Any: its overloads know no call with all of its arguments.
         attend: Any = super().__call__
-        own: dict[str, Any] = {}
+        attention_fn = self.attention_fn
+        if self.attention_products and is_stock(attention_fn):  # not yet set by a conversion
+            attention_fn = attention_fn_by(self._attention, attention_fn)
+        own: dict[str, Any] = {"attention_fn": attention_fn}
         if self.decode:
-            own = cached(self, self.cache_dtype)
+            own = cached(self, self.cache_dtype, attention_fn)
         with nn.intercept_methods(_let_scaled_arrays_pass), replaced(self, **own):
             return attend(
                 inputs_q,
@@ -187,15 +172,23 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
                 sow_weights=sow_weights,
             )
 
+    @nn.nowrap
+    def _attention(self, **where: Any) -> DotProductAttention:
+        return DotProductAttention(
+            self.recipe, self.implementation, state_collection=self.state_collection, **where
+        )
 
-def cached(layer: nn.MultiHeadDotProductAttention, dtype: Any) -> dict[str, Any]:
+
+def cached(
+    layer: nn.MultiHeadDotProductAttention, dtype: Any, attention_fn: Callable[..., jax.Array]
+) -> dict[str, Any]:
     """Attributes with which Flax's layer attends to all positions so far.
 
     Args:
       layer: one with ``decode=True``.
       dtype: of its cache, see `init_kv_cache`; None: that of the keys.
+      attention_fn: of queries with the keys and values of all positions so far.
     """
-    attention_fn = layer.attention_fn
 
     @functools.wraps(attention_fn)  # Flax passes the arguments that it finds in the signature
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:

@@ -23,14 +23,13 @@ from jfp8.layers.linen.state_in_params import from_params, into_params, place_in
 from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation
 from jfp8.products import cast_later
-from jfp8.products.attention import observed_in_attention
 from jfp8.products.cast_later import Kernel, as_array
 from jfp8.products.conv import observed_convolution
+from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
-from jfp8.recipes.attention import InAttention
-from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.looking_ahead import Layer
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -80,26 +79,13 @@ class ProductModule(nn.Module):
           layer: what the product is one of, for reports.
         """
         own = None if self.recipe is None else check_recipe(self.recipe)
-        recipe = recipe_in_effect(own)
+        recipe = recipe_in_effect(own, "/".join(self.path[:-1]))
         if recipe is None:
-            with note("reason", "FP8 is disabled in this region"):
+            with note("reason", why_in_high_precision()):
                 return plain(lhs, as_array(rhs, lhs.dtype))
         check_operand(lhs)
-        check_state_collection(self.state_collection)
-        recipe = recipe.for_layer("/".join(self.path[:-1]))
-        key = None
-        if recipe.products().stochastic and self.has_rng("fp8"):
-            key = self.make_rng("fp8")
-        if self.state_collection == OVERWRITTEN:
-            state, sink = self._read_overwritten(recipe)
-        else:
-            state, sink = self._read_state(recipe), self._read_sink(recipe)
-        records = state is not None and self._is_mutable("fp8") and not self.is_initializing()
-        records = records and self.state_collection == "fp8"
-        if state is not None and records:
-            step = resume_recorded if self._is_used_again() else end_recorded
-            state = {role: step(amaxes) for role, amaxes in state.items()}
-        causal = recipe.is_causal(layer, history=state is not None)
+        state, records = self.begin(recipe)
+        causal = recipe.is_causal(layer, history=state.histories is not None)
         path, product = self._place_in_model()
         with (
             note("path", path),
@@ -110,10 +96,42 @@ class ProductModule(nn.Module):
         ):
             rhs, rhs_dtype = cast_later.split(rhs)
             how = How(recipe, self.implementation, rhs_dtype)
-            y, observed = quantized(lhs, rhs, how=how, state=State(state, sink, key))
-        if state is not None and records:
-            self._record(state, observed, record if sink is None else observe)
+            y, observed = quantized(lhs, rhs, how=how, state=state)
+        if records:
+            self.end(state, observed)
         return y
+
+    @nn.nowrap
+    def begin(self, recipe: Recipe) -> tuple[State, bool]:
+        """The state for one use of the product; and whether `end` is to record that use."""
+        check_state_collection(self.state_collection)
+        key = None
+        if recipe.products().stochastic and self.has_rng("fp8"):
+            key = self.make_rng("fp8")
+        if self.state_collection == OVERWRITTEN:
+            histories, sink = self._read_overwritten(recipe)
+        else:
+            histories, sink = self._read_state(recipe), self._read_sink(recipe)
+        records = histories is not None and self._is_mutable("fp8") and not self.is_initializing()
+        records = records and self.state_collection == "fp8"
+        if histories is not None and records:
+            step = resume_recorded if self._is_used_again() else end_recorded
+            histories = {role: step(amaxes) for role, amaxes in histories.items()}
+        return State(histories, sink, key), records
+
+    @nn.nowrap
+    def end(self, state: State, observed: Observed) -> None:
+        """Write the amaxes of lhs and rhs into the mutable ``fp8`` collection.
+
+        Without a sink this ``apply`` is the step; with one `advance` will end the step.
+
+        Args:
+          state: what `begin` gave.
+        """
+        assert state.histories is not None
+        how = record if state.sink is None else observe
+        for role, amax in zip(Observed._fields, observed, strict=True):
+            self._put("fp8", role, how(state.histories[role], amax))
 
     @nn.nowrap
     def _is_used_again(self) -> bool:
@@ -204,33 +222,13 @@ class ProductModule(nn.Module):
             stored = meta.replace_boxed(unfreeze(self.get_variable(*place)), stored)
         self.put_variable(*place, stored)
 
-    @nn.nowrap
-    def _record(
-        self,
-        state: dict[str, AmaxState],
-        observed: Observed,
-        how: Callable[[AmaxState, jax.Array], AmaxState],
-    ) -> None:
-        """Write the amaxes of lhs and rhs into the mutable ``fp8`` collection.
-
-        Args:
-          how: without a sink this ``apply`` is the step; with one `advance` will end the step.
-        """
-        for role, amax in zip(Observed._fields, observed, strict=True):
-            self._put("fp8", role, how(state[role], amax))
-
 
 class DotGeneral(ProductModule):
     """An FP8 ``dot_general`` with its state, for ``nn.Dense(dot_general_cls=DotGeneral)``.
 
     Use ``functools.partial(DotGeneral, recipe=...)`` for a recipe other than the default. For the
-    other attributes see `ProductModule`.
-
-    Attributes:
-      in_attention: see `EinsumProduct`.
+    attributes see `ProductModule`.
     """
-
-    in_attention: InAttention | None = None
 
     @nn.compact
     def __call__(
@@ -250,7 +248,7 @@ class DotGeneral(ProductModule):
           preferred_element_type: dtype of the result.
         """
         quantized = partial(
-            observed_in_attention(self.in_attention),
+            observed_dot_general,
             dimension_numbers=dimension_numbers,
             preferred_element_type=preferred_element_type,
         )
@@ -260,8 +258,7 @@ class DotGeneral(ProductModule):
             precision=precision,
             preferred_element_type=preferred_element_type,
         )
-        layer = "dense" if self.in_attention is None else "attention"
-        return self._multiply(quantized, plain, lhs, rhs, layer)
+        return self._multiply(quantized, plain, lhs, rhs)
 
 
 class ConvGeneralDilated(ProductModule):
@@ -327,7 +324,6 @@ class ProductOf:
     recipe: Recipe | str | None
     implementation: Implementation
     state_in_params: bool = False
-    in_attention: InAttention | None = None
     state_collection: StateCollection = "fp8"
 
     def __post_init__(self) -> None:
@@ -335,15 +331,11 @@ class ProductOf:
             object.__setattr__(self, "recipe", check_recipe(self.recipe))
 
     def __call__(self, **where: Any) -> ProductModule:
-        own: dict[str, Any] = (
-            {} if self.in_attention is None else {"in_attention": self.in_attention}
-        )
         return self.module(
             recipe=self.recipe,
             implementation=self.implementation,
             state_in_params=self.state_in_params,
             state_collection=self.state_collection,
-            **own,
             **where,
         )
 

@@ -13,13 +13,15 @@ from flax.typing import Dtype, Initializer
 
 from jfp8.layers import position_math, transformer_math
 from jfp8.layers.kv_cache import KVCache
-from jfp8.layers.linen.attention import EinsumProduct
+from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.fused import LayerNormDense, LayerNormMLP
 from jfp8.layers.linen.kv_cache import read_cache, write_cache
 from jfp8.layers.linen.layers import DenseGeneral
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.position_math import Rotary
 from jfp8.layers.transformer_options import Architecture, TransformerOptions
+from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.formats import FormatLike
 
 
@@ -102,6 +104,7 @@ class LayerNormAttention(nn.Module):
         *,
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
+        is_causal: bool = False,
         cache: KVCache | None = None,
         deterministic: bool = True,
     ) -> tuple[jax.Array, KVCache | None]:
@@ -122,11 +125,12 @@ class LayerNormAttention(nn.Module):
         dropout_key = None
         if self.attention_dropout and not deterministic:
             dropout_key = self.make_rng("dropout")
-        einsum = lambda name: jnp.einsum
-        if self.attention_products:
+        attention, own = None, self.dense["recipe"]
+        path = "/".join((*self.path, "attention"))
+        if self.attention_products and recipe_in_effect(own and check_recipe(own), path):
             names = ("recipe", "implementation", "state_collection")
             how = {name: self.dense[name] for name in names if name in self.dense}
-            einsum = lambda name: EinsumProduct(**how, in_attention=name, name=name)
+            attention = DotProductAttention(**how, name="attention")
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,
@@ -134,11 +138,11 @@ class LayerNormAttention(nn.Module):
             cache=cache,
             mask=mask,
             bias=bias,
+            is_causal=is_causal,
             dropout_rate=self.attention_dropout,
             dropout_key=dropout_key,
-            scores_einsum=einsum("scores"),
-            context_einsum=einsum("context"),
             saved_activations=self.norm["saved_activations"],
+            attention=attention,
         )
         out = DenseGeneral(hidden_size, axis=(-2, -1), **self.dense, name="out")
         return out(context), cache
@@ -163,8 +167,8 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
 
     All products with weights are in FP8: ``qkv`` and ``out`` of the attentions (``query``, ``kv``
     and ``out`` of the second), ``wi`` and ``wo`` of the MLP. A normalised input is quantized once
-    for all that read it. The two products of attention itself stay in high precision, unless
-    `attention_products` is set.
+    for all that read it. Attention itself stays in high precision, unless `attention_products` is
+    set.
 
     The names are those of Transformer Engine's layer where Flax has none. Lift it over a stack with
     ``nn.scan`` and ``nn.remat`` like any layer; give `deterministic` to the constructor then.
@@ -190,11 +194,13 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
       use_bias, dtype, param_dtype, kernel_init, bias_init: of all products; see
         ``flax.linen.Dense``.
       deterministic: no dropout; may be given to the call instead.
-      attention_products: also compute the two products of attention itself in FP8.
+      attention_products: also compute attention itself in FP8, by `DotProductAttention`: no array
+        of ``[length, length]``, and 0 for a query that sees no key, which otherwise gets the mean
+        of all values. `attention_dropout` must then be 0 in training.
       saved_activations: keep in this format what the backward pass needs besides the operands of
         FP8 products: inputs of normalisations and of the activation, and the values of attention,
-        whose weights are computed again unless `attention_products` is set. None: keep all of these
-        in high precision, and the weights of attention too. See `jfp8.save_in_fp8`.
+        whose weights are computed again. None: keep all of these in high precision, and unless
+        `attention_products` is set the weights of attention too. See `jfp8.save_in_fp8`.
       recipe, implementation, state_collection: see `Dense`.
       decode: the self attention keeps keys and values in the collection ``cache``. ``init`` with
         inputs of the longest length makes it; ``apply(..., mutable=["cache"])`` then takes the next
@@ -203,8 +209,8 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         ``jnp.float8_e4m3fn``, with an f32 scale for each token and head. None: that of the layer.
 
     Raises:
-      ValueError: a name that is unknown, sizes that do not fit, or `decode` without a causal mask
-        or a cache.
+      ValueError: a name that is unknown, sizes that do not fit, `decode` without a causal mask or a
+        cache, or dropout of attention's weights with `attention_products`.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> layer = jfp8.linen.TransformerLayer(8, 32, num_attention_heads=2)
@@ -249,7 +255,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
         attention = partial(LayerNormAttention, **options | {"dense": options["dense"] | where})
         cache = self._cache(inputs)
         length, mask = inputs.shape[-2], attention_mask
-        mask, bias = self.self_attention_mask(mask, length, cache), attention_bias
+        (mask, is_causal), bias = self.self_attention_mask(mask, length, cache), attention_bias
         if self.enable_relative_embedding:
             relative = RelativePositionBiases(
                 self.num_attention_heads,
@@ -268,7 +274,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
 
         x = inputs
         y, cache = attention(rotary=self.rotary(), name="self_attention")(
-            x, mask=mask, bias=bias, cache=cache, deterministic=fixed
+            x, mask=mask, bias=bias, is_causal=is_causal, cache=cache, deterministic=fixed
         )
         if cache is not None:
             write_cache(self, cache)

@@ -1,7 +1,8 @@
-"""Flax's attention with its projections in FP8, and optionally its products."""
+"""Flax's attention with its projections in FP8, and optionally attention itself."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jfp8.layers import transformer_math
+from jfp8.layers.attention import attend, check_weights_stay_inside
 from jfp8.layers.kv_cache import (
     check_self_attention,
     extended,
@@ -22,23 +23,27 @@ from jfp8.layers.kv_cache import (
 )
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
-from jfp8.layers.nnx.products import EinsumOp
+from jfp8.layers.nnx.products import Product
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.choice import Implementation
+from jfp8.products.uses import uses_of
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.formats import Format, FormatLike
+from jfp8.tracing.context import note
 
 
 class DotProductAttention(nnx.Module):
-    """``flax.nnx.dot_product_attention`` with its two products in FP8.
+    """``flax.nnx.dot_product_attention`` in FP8, forward and backward, with its amax histories.
 
     For ``nnx.MultiHeadAttention(..., attention_fn=DotProductAttention())``; each layer needs its
-    own. Softmax and mask are computed in float32 at least.
+    own. See `jfp8.scaled_dot_product_attention`. A query that sees no key gets 0.
 
     Args:
-      recipe, implementation, leading, path: see `Product`.
+      recipe, leading, path: see `Product`.
+      implementation: ``"emulate"``: the reference on any device. Others are for products, and do
+        nothing here.
     """
 
     def __init__(
@@ -49,14 +54,15 @@ class DotProductAttention(nnx.Module):
         path: str = "",
         leading: tuple[int, ...] = (),
     ) -> None:
-        inside = lambda name: EinsumOp(
+        inside = lambda name: Product(
             recipe=recipe,
             implementation=implementation,
             path=f"{path}/{name}" if path else "",
             leading=leading,
-            in_attention=name,
         )
         self.recipe = None if recipe is None else check_recipe(recipe)
+        self.implementation = implementation
+        self.path = path
         self.scores = inside("scores")
         self.context = inside("context")
 
@@ -77,8 +83,12 @@ class DotProductAttention(nnx.Module):
         promote_dtype: Any = dtypes.promote_dtype,
         is_causal: bool = False,
     ) -> jax.Array:
-        """See ``flax.nnx.dot_product_attention`` for the arguments."""
-        if recipe_in_effect(self.recipe) is None:
+        """See ``flax.nnx.dot_product_attention`` for the arguments.
+
+        Raises:
+          ValueError: dropout, or a `module` that keeps the weights: there are none to drop or keep.
+        """
+        if recipe_in_effect(self.recipe, self.path) is None:
             return nnx.dot_product_attention(
                 query,
                 key,
@@ -95,38 +105,53 @@ class DotProductAttention(nnx.Module):
                 promote_dtype,
                 is_causal,
             )
+        check_weights_stay_inside(0.0 if deterministic else dropout_rate, module is not None)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        if is_causal:
-            mask = transformer_math.and_causal(mask, query.shape[-3], key.shape[-3])
+        return self.of_projected(query, key, value, bias, mask, is_causal=is_causal)
 
-        def dropout(weights: jax.Array) -> jax.Array:
-            if module is not None:
-                module.sow(nnx.Intermediate, "attention_weights", weights.astype(query.dtype))
-            if deterministic or dropout_rate == 0.0:
-                return weights
-            return _dropped(weights, dropout_rng, dropout_rate, broadcast_dropout)
+    def of_projected(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None,
+        mask: jax.Array | None,
+        *,
+        is_causal: bool,
+    ) -> jax.Array:
+        """Attention in FP8 of operands of one dtype, in a region that does not disable it.
 
-        return transformer_math.grouped_query_attention(
-            query,
-            key,
-            value,
-            mask=None if mask is None else mask.astype(bool),
-            bias=bias,
-            dropout=dropout,
-            scores_einsum=self.scores,
-            context_einsum=self.context,
-        )
-
-
-def _dropped(weights: jax.Array, key: jax.Array | None, rate: float, broadcast: bool) -> jax.Array:
-    """`weights` after the dropout of ``flax.nnx.dot_product_attention``."""
-    if key is None:
-        raise ValueError("dropout_rate needs a dropout_rng, or deterministic=True.")
-    shape = list(weights.shape)
-    if broadcast:
-        shape[:-2] = [1] * (weights.ndim - 2)
-    keep = jax.random.bernoulli(key, 1.0 - rate, shape)
-    return weights * (keep.astype(weights.dtype) / (1.0 - rate))
+        Args:
+          query, key, value, bias, mask, is_causal: see `jfp8.scaled_dot_product_attention`.
+        """
+        recipe = recipe_in_effect(self.recipe, self.path)
+        assert recipe is not None
+        parts = {"scores": self.scores, "context": self.context}
+        # Weights are at most 1, and have no history.
+        operands = {"scores": (query, key), "context": (jnp.ones(()), value)}
+        begun = {name: part.begin(recipe, operands[name]) for name, part in parts.items()}
+        scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
+        with (
+            scope,
+            note("path", self.path),
+            note("recipe", recipe.name),
+            uses_of(self.path),
+        ):
+            out, observed = attend(
+                query,
+                key,
+                value,
+                bias,
+                mask,
+                recipe=recipe,
+                implementation=self.implementation,
+                states={name: state for name, (state, _) in begun.items()},
+                is_causal=is_causal,
+            )
+        for name, (state, records) in begun.items():
+            if records:
+                parts[name].end(state, observed[name])
+        return out
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -177,7 +202,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if attention_products:
             if not has_stock_attention(self):
                 raise ValueError(
-                    "attention_products=True computes the products of attention in FP8, so "
+                    "attention_products=True computes attention itself in FP8, so "
                     "attention_fn would have no effect. Leave out one of the two."
                 )
             install_attention(self, recipe=recipe, implementation=implementation)
@@ -232,7 +257,7 @@ def _heads(layer: nnx.MultiHeadAttention) -> tuple[int, int]:
 
 
 def has_stock_attention(layer: nnx.MultiHeadAttention) -> bool:
-    """Whether the products of attention are still those of Flax."""
+    """Whether attention between the projections is still Flax's."""
     return layer.attention_fn is nnx.dot_product_attention
 
 
@@ -243,12 +268,12 @@ def install_attention(
     implementation: Implementation = None,
     path: str = "",
 ) -> None:
-    """Make `layer` compute the two products of attention in FP8 from now on."""
+    """Make `layer` compute attention itself in FP8 from now on."""
     kernel = layer.query.kernel.get_value()
     attention = DotProductAttention(
         recipe=recipe,
         implementation=implementation,
-        path=path,
+        path=f"{path}/attention_fn" if path else "",
         leading=kernel.shape[: kernel.ndim - 3],
     )
     layer.attention_fn = nnx.data(attention)

@@ -15,15 +15,13 @@ from jax import lax
 from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation
 from jfp8.products import cast_later, einsum
-from jfp8.products.attention import observed_in_attention
 from jfp8.products.cast_later import Kernel, as_array
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
-from jfp8.recipes.attention import InAttention
-from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
+from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
 from jfp8.recipes.looking_ahead import Layer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -113,7 +111,8 @@ class Product(nnx.Module):
         self.path = path
         self.use_running_average = use_running_average
         # The products of a region that disables FP8 may be called outside of it.
-        state = (recipe_in_effect(self.recipe) or self.recipe or DelayedScaling()).init_state()
+        recipe = recipe_in_effect(self.recipe, path) or self.recipe or DelayedScaling()
+        state = recipe.init_state()
         self.fp8: Any = nnx.data(None)
         if state is not None:
             # An array in each Variable, not a dict in one: nnx.replace_by_pure_dict needs that.
@@ -153,35 +152,43 @@ class Product(nnx.Module):
         Args:
           layer: what the product is one of, for reports.
         """
-        recipe = recipe_in_effect(self.recipe)
+        recipe = recipe_in_effect(self.recipe, self.path)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
         with scope, note("path", self.path):
             if recipe is None:
-                with note("reason", "FP8 is disabled in this region"):
+                with note("reason", why_in_high_precision()):
                     return plain(lhs, as_array(rhs, lhs.dtype), out_sharding=out_sharding)
             check_operand(lhs)
-            recipe = recipe.for_layer(self.path)
-            state = self._read_state(recipe)
-            sink = None
-            if state is not None and self.fp8_sink is not None:
-                sink = self.fp8_sink.get_value()
-            records = state is not None and sink is None and not self.use_running_average
-            is_a_step = is_eager() or is_in_a_body()
-            if state is not None and records and is_a_step and not isinstance(rhs, ScaledArray):
-                # Scales of the call before would saturate what another use of the layer takes.
-                operands = zip(Observed._fields, (lhs, as_array(rhs)), strict=True)
-                state |= {role: observe(state[role], amax(x)) for role, x in operands}
-            causal = recipe.is_causal(layer, history=state is not None)
+            in_bytes = isinstance(rhs, ScaledArray)
+            state, records = self.begin(recipe, None if in_bytes else (lhs, as_array(rhs)))
+            causal = recipe.is_causal(layer, history=state.histories is not None)
             ahead = note("ahead", "" if causal else "later positions")
             with note("recipe", recipe.name), ahead, uses_of(self.path):
                 rhs, rhs_dtype = cast_later.split(rhs)
                 how = How(recipe, self.implementation, rhs_dtype)
-                y, observed = quantized(
-                    lhs, rhs, how=how, state=State(state, sink), out_sharding=out_sharding
-                )
-            if state is not None and records:
-                self._record(state, observed)
+                y, observed = quantized(lhs, rhs, how=how, state=state, out_sharding=out_sharding)
+            if records:
+                self.end(state, observed)
             return y
+
+    def begin(
+        self, recipe: Recipe, operands: tuple[jax.Array, jax.Array] | None
+    ) -> tuple[State, bool]:
+        """The state for one use of the product; and whether `end` is to record that use.
+
+        Args:
+          operands: lhs and rhs; None if rhs is in bytes.
+        """
+        state, sink = self._read_state(recipe), None
+        if state is not None and self.fp8_sink is not None:
+            sink = self.fp8_sink.get_value()
+        records = state is not None and sink is None and not self.use_running_average
+        is_a_step = is_eager() or is_in_a_body()
+        if state is not None and records and is_a_step and operands is not None:
+            # Scales of the call before would saturate what another use of the layer takes.
+            by_role = zip(Observed._fields, operands, strict=True)
+            state |= {role: observe(state[role], amax(x)) for role, x in by_role}
+        return State(state, sink), records
 
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
         if self.fp8 is None or is_overridden():
@@ -200,8 +207,14 @@ class Product(nnx.Module):
             )
         return {role: self.fp8[role].step_under_way() for role in ROLES}
 
-    def _record(self, state: dict[str, AmaxState], observed: Observed) -> None:
-        """Make the largest amaxes of the step under way the newest entries of lhs and rhs."""
+    def end(self, begun: State, observed: Observed) -> None:
+        """Make the largest amaxes of the step under way the newest entries of lhs and rhs.
+
+        Args:
+          begun: what `begin` gave.
+        """
+        state = begun.histories
+        assert state is not None
         # A filter by path may differentiate by histories, too.
         seen = {
             role: lax.stop_gradient(observe(state[role], largest))
@@ -336,16 +349,8 @@ class ConvGeneralDilated(Product):
 class EinsumOp(Product):
     """An FP8 ``einsum`` of two operands with its state, for ``nnx.Einsum(..., einsum_op=...)``.
 
-    Each layer needs its own. For the other arguments and attributes see `Product`.
-
-    Args:
-      in_attention: see `jfp8.linen.EinsumProduct`.
-      options: see `Product`.
+    Each layer needs its own. For the arguments and attributes see `Product`.
     """
-
-    def __init__(self, *, in_attention: InAttention | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.in_attention = in_attention
 
     def __call__(
         self,
@@ -371,8 +376,7 @@ class EinsumOp(Product):
             spec, seen = options.pop("out_sharding"), []
 
             def dot_general(lhs: Any, rhs: Any, numbers: Any) -> jax.Array:
-                multiply = observed_in_attention(self.in_attention)
-                y, observed = multiply(lhs, rhs, numbers, **preferred, **options)
+                y, observed = observed_dot_general(lhs, rhs, numbers, **preferred, **options)
                 seen.append(observed)
                 return y
 
@@ -381,5 +385,4 @@ class EinsumOp(Product):
             return y if spec is None else jax.sharding.reshard(y, spec), seen[0]
 
         plain = partial(jnp.einsum, equation, **preferred, precision=precision)
-        layer = "dense" if self.in_attention is None else "attention"
-        return self._multiply(quantized, plain, lhs, rhs, out_sharding, layer)
+        return self._multiply(quantized, plain, lhs, rhs, out_sharding)

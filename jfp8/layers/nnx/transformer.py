@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,14 @@ from flax.typing import Dtype, Initializer
 
 from jfp8.layers import position_math, transformer_math
 from jfp8.layers.kv_cache import NAMES, KVCache, init_kv_cache
+from jfp8.layers.nnx.attention import DotProductAttention
 from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP, dropout_or_none
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
 from jfp8.layers.nnx.layers import LinearGeneral
-from jfp8.layers.nnx.products import EinsumOp
 from jfp8.layers.options import check_names
 from jfp8.layers.position_math import Rotary
 from jfp8.layers.transformer_options import OPTIONS, TransformerOptions
+from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.scaling.formats import FormatLike
 
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_avg", "uniform")
@@ -108,8 +109,7 @@ class LayerNormAttention(nnx.Module):
         self.dropout_rate = attention_dropout
         self.dropout = dropout_or_none(attention_dropout, rngs)
         how: dict[str, Any] = {name: dense[name] for name in ("recipe", "implementation")}
-        inside = lambda which: EinsumOp(**how, in_attention=which) if attention_products else None
-        self.scores, self.context = nnx.data(inside("scores")), nnx.data(inside("context"))
+        self.attention = nnx.data(DotProductAttention(**how) if attention_products else None)
         self.out = LinearGeneral((heads, depth), hidden_size, axis=(-2, -1), **dense, rngs=rngs)
 
     def __call__(
@@ -119,6 +119,7 @@ class LayerNormAttention(nnx.Module):
         *,
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
+        is_causal: bool = False,
         cache: KVCache | None = None,
         deterministic: bool | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
@@ -134,13 +135,20 @@ class LayerNormAttention(nnx.Module):
             cache=cache,
             mask=mask,
             bias=bias,
+            is_causal=is_causal,
             dropout_rate=self.dropout_rate,
             dropout_key=self._dropout_key(deterministic),
-            scores_einsum=jnp.einsum if self.scores is None else self.scores,
-            context_einsum=jnp.einsum if self.context is None else self.context,
             saved_activations=self.saved_activations,
+            attention=self._in_fp8(),
         )
         return self.out(context), cache
+
+    def _in_fp8(self) -> Callable[..., jax.Array] | None:
+        """What computes attention itself in FP8; None: nothing does."""
+        attention = self.attention
+        if attention is None or recipe_in_effect(attention.recipe, attention.path) is None:
+            return None
+        return attention.of_projected
 
     def _dropout_key(self, deterministic: bool | None) -> jax.Array | None:
         """What the ``nnx.Dropout`` would draw its numbers by; None: nothing is dropped."""
@@ -270,7 +278,7 @@ class TransformerLayer(TransformerOptions, nnx.Module):
         self.check_inputs(inputs, encoded, encoder_decoder_mask)
         cache = self._cache(decode)
         length, mask = inputs.shape[-2], attention_mask
-        mask, bias = self.self_attention_mask(mask, length, cache), attention_bias
+        (mask, is_causal), bias = self.self_attention_mask(mask, length, cache), attention_bias
         if self.relpos_bias is not None:
             keys = length if cache is None else cache.max_length
             first = None if cache is None else cache.index
@@ -283,7 +291,9 @@ class TransformerLayer(TransformerOptions, nnx.Module):
             return x + y.astype(x.dtype)
 
         how = {"deterministic": deterministic}
-        y, cache = self.self_attention(inputs, mask=mask, bias=bias, cache=cache, **how)
+        y, cache = self.self_attention(
+            inputs, mask=mask, bias=bias, is_causal=is_causal, cache=cache, **how
+        )
         if cache is not None:
             write_cache(self, cache)
         x = plus(inputs, y)

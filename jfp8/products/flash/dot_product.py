@@ -12,9 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.products.flash import blocks
+from jfp8.products.flash import blocks, hopper, passes
+from jfp8.products.flash.implementations import Choice, Facts, choose
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
-from jfp8.products.flash.visible import Visible, padded
+from jfp8.products.flash.shown import shown
+from jfp8.products.flash.visible import Visible
+from jfp8.products.observers import OBSERVER
+from jfp8.products.operation import Observed
+from jfp8.products.uses import ProductUse, begin_use, end_use
 from jfp8.products.vjp import SINK_UNIT, check_sink, check_state, first_order_only
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -50,7 +55,7 @@ def scaled_dot_product_attention(
         O = q(P) q(V)                    dQ = q(dS) q(K) scale
         dV = q(P)^T q(dO)                dK = q(dS)^T q(Q) scale
 
-    Computed over blocks of 128 queries and 128 keys with a running softmax in f32, without an array
+    Computed over blocks of 64 queries and 128 keys with a running softmax in f32, without an array
     of ``[T, S]``. See `jfp8.products.flash.blocks` for the equations of a block.
 
     `recipe` says in which formats. Q, K, V and dO have a scale for each token and head, or that of
@@ -71,14 +76,19 @@ def scaled_dot_product_attention(
       state: amax histories, ``{"scores": recipe.init_state(), "context": recipe.init_state()}``:
         of Q and K in ``scores``, of V and dO in ``context``; they are read, never written.
       sink: ``{"scores": init_sink(), "context": init_sink()}``; see `scaled_dot_general`.
-      implementation: ``"emulate"`` or None: the reference, on any device.
+      implementation: ``"emulate"``: the reference, on any device. ``"mosaic_gpu"``: Pallas kernels
+        for Hopper, which compute the same. None: these where they can, else the reference.
+        ``"cudnn"``: cuDNN's kernel, forward, for Hopper and Blackwell, delayed scaling with a
+        `state`, and `is_causal` or all keys. It has one scale for each tensor, which looks ahead
+        until each history has an entry, and rounds O to e4m3.
 
     Returns:
       Array of the shape and dtype of `query`; 0 for a query that sees no key.
 
     Raises:
       TypeError: operands that are not floating, a mask that is not bool.
-      ValueError: shapes that do not fit; a `state` of another recipe; an unknown `implementation`.
+      ValueError: shapes that do not fit; a `state` of another recipe; an `implementation` that is
+        unknown, or does not compute this: the message says why.
 
     References:
       FlashAttention-3, arXiv 2407.08608, for FP8; `jax.nn.dot_product_attention` for the interface.
@@ -89,9 +99,47 @@ def scaled_dot_product_attention(
     >>> jfp8.scaled_dot_product_attention(q, k, v, is_causal=True).shape
     (1, 5, 4, 64)
     """
+    out, _ = observed_attention(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        recipe=recipe,
+        state=state,
+        sink=sink,
+        implementation=implementation,
+    )
+    return out
+
+
+def observed_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    bias: jax.typing.ArrayLike | None = None,
+    mask: jax.typing.ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.typing.ArrayLike | None = None,
+    key_value_seq_lengths: jax.typing.ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    recipe: Recipe | str,
+    state: States | None,
+    sink: Mapping[str, jax.Array] | None,
+    implementation: str | None,
+) -> tuple[jax.Array, dict[str, Observed]]:
+    """`scaled_dot_product_attention`, and the amaxes of the operands of both forward products.
+
+    The amaxes have no gradient. That of P counts as 1.
+    """
     recipe = check_recipe(recipe)
-    if implementation not in (None, "emulate"):
-        raise ValueError(f"implementation={implementation!r} is unknown. Allowed: None, 'emulate'.")
     arrays = [as_float_array(x, n) for x, n in ((query, "query"), (key, "key"), (value, "value"))]
     without_batch = arrays[0].ndim == 3
     q, k, v = (x[None] if without_batch else x for x in arrays)
@@ -109,7 +157,13 @@ def scaled_dot_product_attention(
         _by_score(bias, "bias", (batch, heads, queries, keys), kv_heads),
     )
     _check_state(recipe, state, sink)
-    how = _How(recipe, float(1 / math.sqrt(depth) if scale is None else scale), q.dtype)
+    uses = {name: begin_use(zeros) for name, zeros in (sink or {}).items()}
+    noted = {name: use for name, use in uses.items() if use is not None}
+    factor = float(1 / math.sqrt(depth) if scale is None else scale)
+    facts = Facts(recipe, visible, depth, factor, state is not None)
+    if implementation is None and OBSERVER.value is not None:
+        implementation = "emulate"  # only the reference shows weights and gradients of scores
+    how = _How(recipe, factor, q.dtype, choose(facts, implementation), tuple(noted.values()))
     inputs = _Inputs(
         q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
         k.swapaxes(1, 2),
@@ -118,9 +172,11 @@ def scaled_dot_product_attention(
         None if state is None else {name: dict(state[name]) for name in ("scores", "context")},
         None if sink is None else dict(sink),
     )
-    out = _attention(how, same_varying_axes(inputs))
+    out, observed = _attention(how, same_varying_axes(inputs))
+    for name, use in noted.items():
+        end_use(use, *observed[name])
     out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
-    return out[0] if without_batch else out
+    return out[0] if without_batch else out, jax.lax.stop_gradient(observed)
 
 
 @dataclass(frozen=True)
@@ -128,6 +184,8 @@ class _How:
     recipe: Recipe
     scale: float
     dtype: np.dtype
+    by: Choice
+    uses: tuple[ProductUse, ...] = ()
 
 
 class _Inputs(NamedTuple):
@@ -161,45 +219,58 @@ class _Residuals(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(how: _How, inputs: _Inputs) -> jax.Array:
-    return _forward(how, inputs)[0]
+def _attention(how: _How, inputs: _Inputs) -> tuple[jax.Array, dict[str, Observed]]:
+    return _forward(how, inputs, and_backward=False)[0]
 
 
-def _forward(how: _How, inputs: _Inputs) -> tuple[jax.Array, _Residuals]:
+def _forward(
+    how: _How, inputs: _Inputs, and_backward: bool = True
+) -> tuple[tuple[jax.Array, dict[str, Observed]], _Residuals]:
+    for use in how.uses if and_backward else ():
+        use.linearized = True
     what = ("scaled_dot_product_attention", "jax.nn.dot_product_attention")
     query, key, value = (first_order_only(x, *what) for x in inputs[:3])
     visible, state = inputs.visible, inputs.state
     numerics = numerics_of(how.recipe)
     history = lambda which, role: None if state is None else state[which][role]
-    (size, of_keys), (n, m) = visible.block, visible.blocks
-    query, key, value = (
-        padded(query, 3, n * size),
-        padded(key, 2, m * of_keys),
-        padded(value, 2, m * of_keys),
-    )
-    q = for_both(query, numerics.query, history("scores", "lhs"))
-    k = for_both(key, numerics.key, history("scores", "rhs"))
-    v = for_both(value, numerics.value, history("context", "rhs"), folded=True)
-    softmax = blocks.forward(q[0], k[0], v[0], visible, how.scale, numerics)
-    out = softmax.out[:, :, :, : inputs.query.shape[3]].astype(how.dtype)
+    stored = partial(for_both, together=how.by.together)
+    q = stored(query, numerics.query, history("scores", "lhs"))
+    k = stored(key, numerics.key, history("scores", "rhs"))
+    v = stored(value, numerics.value, history("context", "rhs"), folded=True)
+    q = shown("scores", "lhs", ("fprop", "wgrad"), numerics.query, query, q)
+    k = shown("scores", "rhs", ("fprop", "dgrad"), numerics.key, key, k)
+    v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
+    name = passes.forward_pass(q[0], k[0], v[0], visible, numerics).name
+    compute = passes.called(name, _forward_pass)
+    out, log_sum = compute(replace(how, uses=()), q[0], k[0], v[0], visible)
     grad_history = None if inputs.sink is None else history("context", "grad")
     like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
-    return out, _Residuals(q, k, v, out, softmax.log_sum, visible, grad_history, inputs.sink, like)
+    observed = {
+        "scores": Observed(q[0].amax, k[0].amax),
+        "context": Observed(jnp.ones_like(v[0].amax), v[0].amax),
+    }
+    residuals = _Residuals(q, k, v, out, log_sum, visible, grad_history, inputs.sink, like)
+    return (out, observed), residuals
 
 
-def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Inputs]:
+def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Inputs]:
+    for use in how.uses:
+        use.differentiated = True
+    grad, _ = cotangents
     q, k, v, out, log_sum, visible, history, sink, like = residuals
     grad = same_varying_axes((grad, out))[0]
     numerics = numerics_of(how.recipe)
-    rows, size = grad.shape[3], q[0].data.shape[3]
     grad = first_order_only(
         grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention"
     ).astype(jnp.float32)
-    dot = padded(jnp.sum(grad * out.astype(jnp.float32), axis=-1), 3, size)
-    g = for_both(padded(grad, 3, size), numerics.grad, history)
+    dot = jnp.sum(grad * out.astype(jnp.float32), axis=-1)
+    g = for_both(grad, numerics.grad, history)
+    g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, grad, g)
     both = blocks.Both(q, k, v, g)
-    found = blocks.backward(both, log_sum, dot, visible, how.scale, numerics)
-    keys = visible.sizes[1]
+    name = passes.backward_pass(both, visible, numerics).name
+    compute = passes.called(name, _backward_pass)
+    dtype = how.dtype if {x.dtype for x in like} == {how.dtype} else np.dtype(np.float32)
+    found = compute(replace(how, uses=(), dtype=dtype), both, log_sum, dot, visible)
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])
@@ -208,9 +279,9 @@ def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Input
         d_sink = {name: encode_amax(amaxes[name]) * SINK_UNIT for name in sink}
     d_visible = replace(visible, lengths=(None, None), mask=None, bias=found.bias)
     cotangents = _Inputs(
-        found.query[:, :, :, :rows].astype(like[0].dtype),
-        found.key[:, :, :keys].astype(like[1].dtype),
-        found.value[:, :, :keys].astype(like[2].dtype),
+        found.query.astype(like[0].dtype),
+        found.key.astype(like[1].dtype),
+        found.value.astype(like[2].dtype),
         d_visible,
         None,
         d_sink,
@@ -219,6 +290,30 @@ def _backward(how: _How, residuals: _Residuals, grad: jax.Array) -> tuple[_Input
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _forward_pass(how: _How, *arrays: Any) -> blocks.Softmax:
+    def reference(*arrays: Any) -> blocks.Softmax:
+        found = blocks.forward(*arrays, scale=how.scale, numerics=numerics_of(how.recipe))
+        return found._replace(out=found.out.astype(how.dtype))
+
+    return how.by.forward(reference, *arrays, scale=how.scale, dtype=how.dtype)
+
+
+def _backward_pass(how: _How, operands: blocks.Both, *arrays: Any) -> blocks.Gradients:
+    numbers: dict[str, Any] = {"scale": how.scale, "numerics": numerics_of(how.recipe)}
+    by = how.by.backward or how.by
+    reason = hopper.refusal_backward(numbers["numerics"], operands.query[0].data.shape[-1])
+    if reason is not None:
+        by = Choice(None, named=True, reason=by.reason or reason)
+
+    def reference(*arrays: Any) -> blocks.Gradients:
+        found = blocks.backward(*arrays, **numbers)
+        in_dtype = {n: getattr(found, n).astype(how.dtype) for n in ("query", "key", "value")}
+        return found._replace(**in_dtype)
+
+    kernels = partial(hopper.backward, **numbers, dtype=how.dtype)
+    return by(reference, kernels, operands, *arrays)
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

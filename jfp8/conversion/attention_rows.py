@@ -1,0 +1,77 @@
+"""The products of attention in FP8, for a report: two forward, four backward.
+
+They are in loops over blocks, of which the program does not tell how often they run, so they are
+read from the name of the pass that they are in (see `products.flash.passes`). FLOPs are those of
+whole arrays of scores, as for attention in high precision, also where blocks are skipped. That the
+backward pass computes the scores again does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jfp8.conversion.product_rows import ProductRow
+from jfp8.products.flash.passes import ATTENTION_NAME, WIDE, read_name
+
+
+def is_attention(eqn: Any) -> bool:
+    """Whether `eqn` is a pass of attention in FP8."""
+    return str(eqn.params.get("name", "")).startswith(ATTENTION_NAME)
+
+
+def hides_later_keys(eqn: Any) -> bool:
+    """Whether `eqn` is a pass of attention that is causal."""
+    return is_attention(eqn) and read_name(eqn.params["name"]).is_causal
+
+
+def attention_rows(eqn: Any, notes: dict[str, str], cuda: str, times: int) -> Iterator[ProductRow]:
+    """The rows of a pass of attention.
+
+    Args:
+      notes: about its place.
+      cuda: what an NVIDIA GPU computes it with.
+      times: how often it is computed.
+    """
+    which, _, sizes, formats = read_name(eqn.params["name"])
+    batch, heads, groups, queries, keys, depth = sizes
+    by_query, by_key = (batch, heads, groups, queries, depth), (batch, heads, keys, depth)
+    by_score = (batch, heads, groups, queries, keys)
+    products = {
+        "forward": [("fprop", by_query, by_key, by_score), ("fprop", by_score, by_key, by_query)],
+        "backward": [
+            ("dgrad", by_query, by_key, by_score),  # dP = dO V^T
+            ("wgrad", by_score, by_query, by_key),  # dV = P^T dO
+            ("dgrad", by_score, by_key, by_query),  # dQ = dS K
+            ("wgrad", by_score, by_query, by_key),  # dK = dS^T Q
+        ],
+    }[which]
+    # What vmap and the like stack is in the result, O or dQ, and not in the name.
+    repeated = max(v.aval.size for v in eqn.outvars) // math.prod(by_query)
+    flops = 2 * max(repeated, 1) * math.prod(by_score) * depth
+    on_gpu = jax.default_backend() == "gpu"
+    for n, (kind, lhs, rhs, out) in enumerate(products):
+        operands = formats[2 * n], formats[2 * n + 1]
+        narrow = WIDE not in operands
+        yield ProductRow(
+            path=notes.get("path", ""),
+            layer=notes.get("layer", ""),
+            kind=kind if narrow else "forward" if which == "forward" else "backward",
+            lhs=_spelled(operands[0], lhs),
+            rhs=_spelled(operands[1], rhs),
+            out=_spelled(WIDE, out),
+            fp8=narrow,
+            recipe=notes.get("recipe", "") if narrow else "",
+            implementation=cuda if on_gpu else "emulate",
+            cuda=cuda,
+            reason="" if narrow else "the recipe keeps an operand in high precision",
+            times=times,
+            flops=times * flops,
+        )
+
+
+def _spelled(fmt: str, shape: tuple[int, ...]) -> str:
+    return f"{'f32' if fmt == WIDE else fmt}[{','.join(map(str, shape))}]"

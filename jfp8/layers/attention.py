@@ -1,0 +1,105 @@
+"""Attention in FP8 as layers call it: any batch dimensions, Flax's masks, and what it cannot do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfp8.layers.options import check_operand
+from jfp8.matmul.choice import Implementation
+from jfp8.products.flash.dot_product import observed_attention
+from jfp8.products.operation import Observed, State
+from jfp8.recipes.recipe import Recipe
+
+PARTS = ("scores", "context")  # the two forward products of attention, each with state of its own
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    recipe: Recipe,
+    implementation: Implementation,
+    states: Mapping[str, State],
+    **options: Any,
+) -> tuple[jax.Array, dict[str, Observed]]:
+    """`scaled_dot_product_attention`, and the amaxes of its operands.
+
+    Args:
+      query, key, value: ``[..., tokens, heads, depth]``.
+      bias, mask: broadcast to ``[..., heads, queries, keys]``; the mask may be of numbers.
+      implementation: of the layer's products. Of these only ``"emulate"`` is for attention, too.
+      states: of each of `PARTS`.
+      options: as for `scaled_dot_product_attention`.
+    """
+    for x in (query, key, value):
+        check_operand(x)
+    histories = {name: state.histories for name, state in states.items() if state.histories}
+    sinks = {name: state.sink for name, state in states.items() if state.sink is not None}
+    out, observed = observed_attention(
+        *_in_one_batch(query, key, value, bias, mask),
+        recipe=recipe,
+        state=histories or None,
+        sink=sinks or None,
+        implementation="emulate" if implementation == "emulate" else None,
+        **options,
+    )
+    return out.reshape(query.shape), observed
+
+
+def plain_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    **options: Any,
+) -> jax.Array:
+    """``jax.nn.dot_product_attention`` of the arguments of `attend`."""
+    arrays = _in_one_batch(query, key, value, bias, mask)
+    return jax.nn.dot_product_attention(*arrays, **options).reshape(query.shape)
+
+
+def _in_one_batch(query, key, value, bias, mask) -> list[Any]:
+    batch = query.shape[:-3]
+    if mask is not None:
+        mask = jnp.asarray(mask, bool)
+    if len(batch) < 2:
+        return [query, key, value, bias, mask]
+    arrays = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    return [*arrays, *(_by_score(x, batch) for x in (bias, mask))]
+
+
+def _by_score(x: jax.Array | None, batch: tuple[int, ...]) -> jax.Array | None:
+    if x is None:
+        return None
+    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
+    own = x.shape[len(batch) :]
+    if math.prod(x.shape[: len(batch)]) == 1:
+        return x.reshape(1, *own)
+    return jnp.broadcast_to(x, (*batch, *own)).reshape(-1, *own)
+
+
+def check_weights_stay_inside(dropout_rate: float, sown: bool) -> None:
+    """Raise ``ValueError`` where a layer asks for attention weights, which FP8 attention has not.
+
+    Args:
+      dropout_rate: of the weights, in this call.
+      sown: whether they are to be stored.
+    """
+    wanted = f"dropout_rate={dropout_rate}" if dropout_rate else "sow_weights=True" if sown else ""
+    if wanted:
+        raise ValueError(
+            f"Attention in FP8 cannot do what {wanted} asks for: it makes its weights block by "
+            "block and keeps none, so that none can be dropped or stored. Leave that out (of "
+            "dropout: rate 0 for attention's weights, or deterministic=True), or keep this "
+            "attention in high precision: attention_products=False of the layer, or its path in "
+            "exempt= of jfp8.convert."
+        )

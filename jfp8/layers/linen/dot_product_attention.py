@@ -1,0 +1,137 @@
+"""Attention itself in FP8, with its state: between the projections of a Linen layer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import KW_ONLY
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.linen.dtypes import promote_dtype
+
+from jfp8.layers.attention import PARTS, attend, check_weights_stay_inside, plain_attention
+from jfp8.layers.linen.products import ProductModule
+from jfp8.layers.linen.state_in_gradients import StateCollection
+from jfp8.matmul.choice import Implementation
+from jfp8.products.uses import uses_of
+from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
+from jfp8.tracing.context import note
+
+
+class DotProductAttention(nn.Module):
+    """``jax.nn.dot_product_attention`` in FP8, forward and backward, with its amax histories.
+
+    See `jfp8.scaled_dot_product_attention`. It has no parameters; the state of its two forward
+    products is called ``scores`` (of queries and keys) and ``context`` (of values).
+
+    Attributes:
+      recipe, state_collection: see `Dense`.
+      implementation: ``"emulate"``: the reference on any device. Others are for products, and do
+        nothing here.
+      state_in_params: see `jfp8.layers.linen.products.ProductModule`.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> q = jnp.ones((2, 5, 4, 16))
+    >>> attention = jfp8.linen.DotProductAttention()
+    >>> variables = attention.init(jax.random.key(0), q, q, q, is_causal=True)
+    >>> sorted(variables["fp8"])
+    ['context', 'scores']
+    """
+
+    recipe: Recipe | str | None = None
+    implementation: Implementation = None
+    state_in_params: bool = False
+    _: KW_ONLY
+    state_collection: StateCollection = "fp8"
+
+    @nn.compact
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        *,
+        scale: float | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: jax.Array | None = None,
+        key_value_seq_lengths: jax.Array | None = None,
+        local_window_size: int | tuple[int, int] | None = None,
+    ) -> jax.Array:
+        """See `jfp8.scaled_dot_product_attention`; there may be any number of batch dimensions."""
+        arrays = query, key, value, bias, mask
+        options: dict[str, Any] = {
+            "scale": scale,
+            "is_causal": is_causal,
+            "query_seq_lengths": query_seq_lengths,
+            "key_value_seq_lengths": key_value_seq_lengths,
+            "local_window_size": local_window_size,
+        }
+        own = None if self.recipe is None else check_recipe(self.recipe)
+        path = "/".join(self.path)
+        recipe = recipe_in_effect(own, path)
+        if recipe is None:
+            with note("reason", why_in_high_precision()):
+                return plain_attention(*arrays, **options)
+        parts = {name: self._part(name) for name in PARTS}
+        begun = {name: part.begin(recipe) for name, part in parts.items()}
+        records = all(records for _, records in begun.values())
+        with (
+            note("path", path),
+            note("recipe", recipe.name),
+            uses_of(None if records else path),
+        ):
+            out, observed = attend(
+                *arrays,
+                recipe=recipe,
+                implementation=self.implementation,
+                states={name: state for name, (state, _) in begun.items()},
+                **options,
+            )
+        for name, (state, recorded) in begun.items():
+            if recorded:
+                parts[name].end(state, observed[name])
+        return out
+
+    def _part(self, name: str) -> ProductModule:
+        return ProductModule(
+            self.recipe,
+            self.implementation,
+            self.state_in_params,
+            state_collection=self.state_collection,
+            name=name,
+        )
+
+
+def is_stock(attention_fn: Callable[..., jax.Array]) -> bool:
+    """Whether `attention_fn` of a layer is Flax's own."""
+    return attention_fn is nn.dot_product_attention
+
+
+def attention_fn_by(
+    make: Callable[..., DotProductAttention], attention_fn: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """An ``attention_fn`` for a layer of Flax, in FP8 by what `make` makes.
+
+    Args:
+      attention_fn: the layer's own, for regions in which FP8 is disabled.
+    """
+
+    def in_fp8(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
+        attention = make(name="attention")
+        own = None if attention.recipe is None else check_recipe(attention.recipe)
+        if recipe_in_effect(own, "/".join(attention.path)) is None:
+            return attention_fn(query, key, value, **given)
+        rate = 0.0 if given.get("deterministic") else given.get("dropout_rate", 0.0)
+        check_weights_stay_inside(rate, sown=given.get("module") is not None)
+        query, key, value = promote_dtype(query, key, value, dtype=given.get("dtype"))
+        return attention(query, key, value, given.get("bias"), given.get("mask"))
+
+    # Flax passes the arguments that it finds in the signature.
+    in_fp8.__signature__ = inspect.signature(attention_fn)  # pyrefly: ignore
+    return in_fp8

@@ -1,0 +1,87 @@
+"""What attention quantizes, shown to the observer of products (`jfp8.debug.stats`).
+
+The operands of the two forward products, and the gradients by their results:
+
+    scores   S = Q K^T       lhs: Q     rhs: K     grad: dS
+    context  O = P V         lhs: P     rhs: V     grad: dO
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+
+from jfp8.products.flash.numerics import Quantized, Uses
+from jfp8.products.observers import OBSERVER
+from jfp8.quantizers.quantizer import Quantizer, Unit
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.formats import Format
+from jfp8.tracing.context import note
+
+Part = Literal["scores", "context"]
+
+
+def shown(
+    part: Part,
+    role: str,
+    kinds: tuple[str, str],
+    uses: Uses,
+    x: jax.Array,
+    both: tuple[Quantized, Quantized],
+) -> tuple[Quantized, Quantized]:
+    """`both`, shown: a stored operand as its two products, of these `kinds`, take it.
+
+    Args:
+      x: the operand, ``[..., tokens, depth]``.
+    """
+    first, second = both
+    if first is second:
+        first = _shown(part, role, "+".join(kinds), uses.first, x, first)
+        return first, first
+    return (
+        _shown(part, role, kinds[0], uses.first, x, first),
+        _shown(part, role, kinds[1], uses.second, x, second),
+    )
+
+
+def _shown(
+    part: Part, role: str, kinds: str, quantizer: Quantizer | None, x: jax.Array, q: Quantized
+) -> Quantized:
+    if quantizer is None:
+        return q
+    return q._replace(data=_data(part, role, kinds, quantizer, x, q.data, q.scale[..., None]))
+
+
+def shown_block(
+    part: Part,
+    role: str,
+    kind: str,
+    fmt: Format | None,
+    x: jax.Array,
+    data: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """`data`, shown: a block of weights or of gradients of scores as one product takes it.
+
+    Args:
+      x: the block before it was rounded.
+      scale: broadcasts to its shape.
+    """
+    return data if fmt is None else _data(part, role, kind, Unit(fmt), x, data, scale)
+
+
+def _data(
+    part: Part,
+    role: str,
+    kinds: str,
+    quantizer: Quantizer,
+    x: jax.Array,
+    data: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    watching = OBSERVER.value
+    if watching is None:
+        return data
+    with note("product", part):
+        return watching.quantized(role, kinds, quantizer, x, ScaledArray(data, scale)).data

@@ -1,0 +1,192 @@
+"""Attention itself in FP8 in a converted Transformer: state, statistics, report, promises."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfp8
+
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (2, 6, 16))
+PROJECTIONS = ("query", "key", "value", "out")
+
+
+class Block(nn.Module):
+    """A pre-norm block of a decoder-only Transformer."""
+
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        mask = nn.make_causal_mask(x[..., 0])
+        attention = nn.MultiHeadDotProductAttention(2, dropout_rate=self.dropout, name="attn")
+        x = x + attention(nn.LayerNorm()(x), mask=mask, deterministic=not train)
+        return x + nn.Dense(16, name="down")(nn.gelu(nn.Dense(32, name="up")(nn.LayerNorm()(x))))
+
+
+def report(model, **how):
+    return jfp8.report(model, jax.eval_shape(model.init, KEY, X), X, **how)
+
+
+@pytest.mark.slow
+def test_a_block_is_fp8_throughout():
+    found = report(jfp8.convert(Block(), exempt=(), attention=True))
+    assert "100.0 % of" in found.summary()
+    assert "24 of 24 products" in found.summary()
+    assert found.causal
+    rows = [row for row in found.rows if row.path == "attn/attention"]
+    shape = lambda *sizes: f"[{','.join(map(str, sizes))}]"
+    q, k, s = shape(2, 2, 1, 6, 8), shape(2, 2, 6, 8), shape(2, 2, 1, 6, 6)
+    said = [(row.kind, row.lhs, row.rhs, row.out, row.times) for row in rows]
+    assert said == [
+        ("fprop", f"e4m3fn{q}", f"e4m3fn{k}", f"f32{s}", 1),
+        ("fprop", f"e4m3fn{s}", f"e4m3fn{k}", f"f32{q}", 1),
+        ("dgrad", f"e5m2{q}", f"e4m3fn{k}", f"f32{s}", 1),
+        ("wgrad", f"e4m3fn{s}", f"e5m2{q}", f"f32{k}", 1),
+        ("dgrad", f"e5m2{s}", f"e4m3fn{k}", f"f32{q}", 1),
+        ("wgrad", f"e5m2{s}", f"e4m3fn{q}", f"f32{k}", 1),
+    ]
+    assert {row.flops for row in rows} == {2 * 2 * 2 * 6 * 6 * 8}
+    products = jfp8.recipes.get("current").products()
+    none = jfp8.recipes.PerOperand(jfp8.recipes.Product(None, None), products.dgrad, products.wgrad)
+    rows = report(jfp8.convert(Block(), none, exempt=(), attention=True)).rows
+    assert {(row.kind, row.fp8) for row in rows if row.path == "attn/attention"} == {
+        ("forward", False),
+        ("dgrad", True),
+        ("wgrad", True),
+    }
+
+
+@pytest.mark.slow
+def test_a_step_records_every_use_and_shows_every_operand_and_nothing_looks_ahead():
+    model = jfp8.convert(Block(), exempt=(), attention=True)
+    attention = jfp8.MultiHeadDotProductAttention(2, attention_products=True)
+    variables = jax.jit(model.init)(KEY, X)
+    other = jax.jit(attention.init)(KEY, X)
+    variables = {c: {**variables[c], "other": other[c]} for c in variables}
+    state = jfp8.TrainState.create(apply_fn=None, variables=variables, tx=optax.sgd(0.0))
+
+    def loss_fn(variables, x):
+        # The target has no backward pass.
+        of_other = {collection: node["other"] for collection, node in variables.items()}
+        target = jax.lax.stop_gradient(attention.apply(of_other, x))
+        return jnp.sum(model.apply(variables, x) ** 2) + jnp.sum(target)
+
+    @jax.jit
+    @jfp8.debug.stats
+    def step(state, x):
+        _, grads = jfp8.value_and_grad(loss_fn)(state, x)
+        return state.apply_gradients(grads)
+
+    state, seen = step(state, X)
+    rows = {
+        (row.path.removeprefix("attn/attention/"), row.tensor, row.products): row
+        for row in seen.rows()
+        if row.path.startswith("attn/attention/")
+    }
+    # dS is rounded anew for each of two products. So is P: the backward pass computes it again.
+    assert set(rows) == {
+        ("scores", "lhs", "fprop+wgrad"),
+        ("scores", "rhs", "fprop+dgrad"),
+        ("scores", "grad", "dgrad"),
+        ("scores", "grad", "wgrad"),
+        ("context", "lhs", "fprop"),
+        ("context", "rhs", "fprop+dgrad"),
+        ("context", "grad", "dgrad+wgrad"),
+    }
+    for (part, role, _), row in rows.items():
+        assert (row.format, row.nonfinite) == ("E5M2" if role == "grad" else "E4M3FN", 0), row
+        assert 18 < row.sqnr < 45, row
+        history = state.fp8["attn"]["attention"][part][role]["amax_history"]
+        newest = 1 if (part, role) == ("context", "lhs") else row.amax  # of weights not recorded
+        if (part, role) != ("scores", "grad"):  # whose rows are multiplied by scales of keys
+            assert float(history[0]) == pytest.approx(newest, rel=1e-6), (part, role)
+    unseen = state.fp8["other"]["attention"]["scores"]
+    assert [float(unseen[role]["amax_history"][0]) > 0 for role in ("lhs", "rhs", "grad")] == [
+        *(True, True, False)
+    ]
+    assert float(state.fp8["attn"]["attention"]["scores"]["grad"]["amax_history"][0]) > 0
+    with_histories = {"params": state.params, "fp8": state.fp8}
+    found = jfp8.debug.looks_ahead(lambda x: model.apply(with_histories, x), X)
+    assert (found.later, found.others) == (0, 0)
+
+
+@pytest.mark.slow
+def test_attention_is_chosen_by_its_path_and_refuses_dropout():
+    chosen = lambda **how: {
+        row.path for row in report(jfp8.convert(Block(), attention=True, **how)).rows if row.fp8
+    }
+    projections = {f"attn/{name}" for name in PROJECTIONS}
+    assert chosen(exempt=["*/attention", "up", "down"]) == projections
+    assert chosen(only="*/attention") == {"attn/attention"}
+    exempt = jfp8.convert(Block(), exempt="*/attention", attention=True)
+    reasons = {row.reason for row in report(exempt).unconverted}
+    assert reasons == {"exempt: '*/attention'"}
+    with pytest.raises(ValueError, match=r"'\*/attentoin' matches no layer.*attn/attention"):
+        report(jfp8.convert(Block(), only="*/attentoin", attention=True))
+    with pytest.raises(ValueError, match=r"dropout_rate=0.1 asks for.*exempt="):
+        report(jfp8.convert(Block(dropout=0.1), attention=True), train=True)
+
+
+def own_attention(query, key, value, mask=None):
+    return nn.dot_product_attention(query, key, value, mask=mask)
+
+
+class ByFunctions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        q = nn.Dense(16)(x).reshape(2, 6, 2, 8)
+        x = x + jax.nn.dot_product_attention(q, q, q).reshape(x.shape)
+        return nn.MultiHeadDotProductAttention(2, attention_fn=own_attention, name="own")(x)
+
+
+def test_a_report_says_why_attention_is_not_fp8():
+    rows = report(jfp8.convert(ByFunctions(), attention=True)).unconverted
+    reasons = {row.reason for row in rows if row.path == "own"}
+    assert reasons == {"the layer was given its own attention_fn"}
+    ((reason,),) = ({row.reason for row in rows if row.path == ""},)
+    assert reason.startswith("attention by a function, which convert does not replace (call jfp8.")
+    assert "test_attention.py:" in reason
+
+
+def test_attention_of_nnx_is_chosen_and_explained_alike():
+    class Model(nnx.Module):
+        def __init__(self):
+            new = functools.partial(nnx.MultiHeadAttention, 2, 16, decode=False, rngs=nnx.Rngs(0))
+            self.attn, self.own = new(), new(attention_fn=own_attention_of_nnx)
+
+        def __call__(self, x):
+            return x + self.own(x + self.attn(x, is_causal=True))
+
+    found = jfp8.report(jfp8.convert(Model(), exempt=(), attention=True), X)
+    inside = [row for row in found.rows if row.path == "attn/attention_fn"]
+    assert [row.kind for row in inside] == ["fprop", "fprop", "dgrad", "wgrad", "dgrad", "wgrad"]
+    assert all(row.fp8 for row in inside)
+    assert found.causal
+    reasons = {(row.path, row.reason) for row in found.unconverted}
+    assert reasons == {("own", "the layer was given its own attention_fn")}
+
+
+def own_attention_of_nnx(query, key, value, **options):
+    return nnx.dot_product_attention(query, key, value, is_causal=options["is_causal"])
+
+
+def test_histories_are_used():
+    """A history that is too large costs small values their bits."""
+    attention = jfp8.linen.DotProductAttention()
+    q = X.reshape(2, 6, 2, 8)
+    variables = jax.jit(attention.init)(KEY, q, q, q)
+    large = jax.tree.map(lambda x: x + 1e6, variables["fp8"])
+    apply = jax.jit(lambda fp8: attention.apply({"fp8": fp8}, q, q, q))
+    reference = jax.nn.dot_product_attention(q, q, q)
+    error = lambda fp8: float(np.linalg.norm(apply(fp8) - reference) / np.linalg.norm(reference))
+    assert error(variables["fp8"]) < 0.06
+    assert error(large) > 0.2
