@@ -342,6 +342,21 @@ def test_transformer_layer(compiled):
     assert len(hlo.kernels) <= 110
 
 
+def test_transformer_layer_with_attention(compiled):
+    """All 18 products: 12 of cuBLASLt, 6 in three kernels, of which two compute the scores again."""
+    layer = jfp8.linen.TransformerLayer(
+        4096, 11264, num_attention_heads=32, self_attn_mask_type="causal", attention_products=True,
+        layernorm_type="rmsnorm", use_bias=False, dtype=BF16, param_dtype=BF16,
+    )  # fmt: skip
+    f, args = forward_and_backward(layer, (1, 4096, 4096))
+    program = compiled("the same, attention too", "h200", f, *args)
+    kernels = {kernel.name for kernel in program.kernels if kernel.qgmma}
+    assert kernels == {"jfp8_attention", "jfp8_attention_dq", "jfp8_attention_dkv"}
+    assert program.hlo.other_products == []
+    written = [r.size for made, _ in program.hlo.launched for r in made.results]
+    assert max(written) < 4096**2 * 32  # no scores of all heads
+
+
 def test_trap_small_products_stay_in_bf16(compiled):
     f, args = forward_and_backward(Dense(256), (256, 256))
     program = compiled("B200: `Dense`, 256×256→256, bias, delayed", "b200", f, *args)
