@@ -19,6 +19,7 @@ from jfp8.scaling.arrays import ScaledArray
 
 _INDEX, _SINGLE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _SCALES = ("_scale_inv", "_scale")
+_OF_INPUTS = ("input_scale", "act_scale")  # the second in older files for vLLM
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 Tensors = dict[str, ScaledArray | np.ndarray]
 
@@ -106,9 +107,15 @@ def save_fp8_safetensors(
 
     Raises:
       ValueError: scales that the style does not have, or would round; names that collide; an
-        unknown style.
+        unknown style; no scales of activations where the style says that there are.
     """
     style, folder = style_called(style), Path(path)
+    if style.has_input_scales and not any(name.endswith(_OF_INPUTS) for name in tensors):
+        raise ValueError(
+            "The style's quantization_config says that the files have calibrated scales of "
+            "activations (input_scale), but there are none among the tensors. Add those that "
+            'load_fp8_safetensors returned, or write another style, such as "per-tensor".'
+        )
     arrays: dict[str, np.ndarray] = {}
     for name, x in tensors.items():
         if isinstance(x, ScaledArray):

@@ -54,6 +54,14 @@ class Fp8Style:
     scale_ndim: int = 0
     quantization_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
+    @property
+    def has_input_scales(self) -> bool:
+        """Whether config.json says that scales of activations were calibrated, and are stored."""
+        groups = self.quantization_config.get("config_groups") or {}
+        inputs = [group.get("input_activations") or {} for group in groups.values()]
+        static = self.quantization_config.get("activation_scheme") == "static"
+        return static or any(x.get("dynamic") is False for x in inputs)
+
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the stored scale of a weight of this `shape`."""
         if self.granularity == "block":

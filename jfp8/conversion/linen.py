@@ -16,9 +16,9 @@ import numpy as np
 from flax.core import meta
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 
-from jfp8.conversion import edges
+from jfp8.conversion import caches, edges
 from jfp8.conversion.causal import masks_later_positions
-from jfp8.conversion.linen_layers import is_layer, path_of, replace_products
+from jfp8.conversion.linen_layers import is_layer, path_of, replace_caches, replace_products
 from jfp8.conversion.linen_parameters import by_choice, find_products
 from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
 from jfp8.conversion.parameter_products import ParameterProduct
@@ -112,10 +112,9 @@ class _Converted:
             out = run(variables, rngs, args, kwargs, inner)
         if kwargs.get("method") is None:
             met.warn(self, params)
-        if mutable is False:
-            return out
-        y, mutated = out
-        return y, collections_out_of_params(mutated, mutable)
+        y, mutated = (out, {}) if mutable is False else out
+        met.check_caches(selection, params, variables, mutated)
+        return out if mutable is False else (y, collections_out_of_params(mutated, mutable))
 
     def init_with_output(
         self,
@@ -142,6 +141,7 @@ class _Converted:
         cls.jfp8_selection.check_patterns([*_paths(params), *met.products, *met.attentions])
         if met.knows_all(params):
             cls.jfp8_selection.check_types(met.layers)
+        met.check_caches(cls.jfp8_selection, params, variables)
         met.warn(self, params)
         cls.jfp8_on_init(self, variables, *args, **kwargs)
         return y, variables
@@ -224,6 +224,14 @@ class _Met:
         """
         return all(path in self.kinds for path in _shapes(params))
 
+    def check_caches(self, selection: Selection, params: Any, *variables: Any) -> None:
+        """Raise ``ValueError`` if keys and values are not stored as `selection` says."""
+        if selection.cache_dtype is not None:
+            if self.knows_all(params):
+                caches.check_kinds(selection.cache_dtype, self.kinds.values())
+            for given in variables:
+                caches.check_dtypes(selection.cache_dtype, given.get("cache", {}))
+
     def warn(self, model: Any, params: Any) -> None:
         """Warn, once, if nothing of `model`, which was called as a whole, became FP8.
 
@@ -250,8 +258,9 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     """Inside, the layers of `model` compute FP8 products. Gives what is met there, as it is met."""
     selection: Selection = type(model).jfp8_selection
     outer = region.current()
-    here = Region(selection.recipe, outer is None or outer.enabled, selection, found)
     depth = () if model.scope is None else model.scope.path
+    enabled = outer is None or outer.enabled
+    here = Region(selection.recipe, enabled, selection, found, len(depth))
     met = _Met()
 
     def product_with(recipe: Recipe) -> ProductOf:
@@ -310,7 +319,11 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
             met.seen.converted |= isinstance(module, (ProductModule, DotProductAttention))
         return next_fun(*args, **kwargs)
 
-    interceptors = (watch, find_products(found_one), replace_products(choose, attention))
+    def cache_dtype() -> Any:
+        return selection.cache_dtype if region.current() == here else None
+
+    products = find_products(found_one), replace_products(choose, attention)
+    interceptors = (watch, *products, replace_caches(cache_dtype))
     with region.entered(here), contextlib.ExitStack() as stack:
         for interceptor in interceptors:
             stack.enter_context(nn.intercept_methods(interceptor))
@@ -338,7 +351,7 @@ def _edges_of(
 ) -> _Edges:
     """Found by tracing the model as it is once more, if they make a difference."""
     by_edge = any(isinstance(choice, Edge) for choice in selection.choices)
-    if not by_edge and selection.recipe.is_causal(history=True):
+    if not by_edge and all(recipe.is_causal(history=True) for recipe in selection.recipes):
         return _Edges()
 
     def mark(next_fun, args, kwargs, context):
@@ -359,6 +372,7 @@ def _edges_of(
         region.entered(edges.LOOKING),
         nn.intercept_methods(find_products(mark_product)),
         nn.intercept_methods(mark),
+        nn.intercept_methods(replace_caches(lambda: selection.cache_dtype)),
     ):
         closed = jax.make_jaxpr(lambda arrays: edges.arrays_in(run(*together(arrays))))(arrays)
     # `init` makes the parameters from random numbers.

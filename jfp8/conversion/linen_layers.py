@@ -6,17 +6,22 @@ product is set; the layer and its parameters stay as they are.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import numpy as np
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
-from jfp8.layers.linen.attention import EINSUM_HOOKS, MultiHeadDotProductAttention
+from jfp8.layers.linen.attention import (
+    EINSUM_HOOKS,
+    MultiHeadDotProductAttention,
+    cached,
+    replaced,
+)
 from jfp8.layers.linen.dot_product_attention import (
     DotProductAttention,
     attention_fn_by,
@@ -31,6 +36,7 @@ from jfp8.layers.linen.products import (
     promote_dtype,
     promote_values,
 )
+from jfp8.scaling.formats import Format
 from jfp8.tracing.context import note
 
 
@@ -47,9 +53,8 @@ _HOOKS: dict[Callable[..., Any], tuple[type[ProductModule], str | Callable[..., 
     _own_call(nn.Einsum): (DotGeneral, apply_einsum),
     _own_call(nn.ConvTranspose): (ConvGeneralDilated, apply_conv_transpose),
 }
-_ATTENTION = {
-    _own_call(layer) for layer in (nn.MultiHeadDotProductAttention, MultiHeadDotProductAttention)
-}
+_STOCK_ATTENTION = _own_call(nn.MultiHeadDotProductAttention)
+_ATTENTION = (_STOCK_ATTENTION, _own_call(MultiHeadDotProductAttention))
 
 
 def own_attention(layer: nn.MultiHeadDotProductAttention) -> str:
@@ -85,18 +90,6 @@ def path_of(module: nn.Module) -> str:
     return "/".join(module.path)
 
 
-@contextlib.contextmanager
-def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in attributes}
-    for name, value in attributes.items():
-        object.__setattr__(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            object.__setattr__(module, name, value)
-
-
 def replace_products(
     choose: Callable[[str, nn.Module, Any, str], ProductOf | str],
     attention: Callable[[str, nn.Module, str], Callable[..., DotProductAttention] | str | None],
@@ -119,7 +112,7 @@ def replace_products(
             if isinstance(made, str):
                 with note("reason", made):
                     return next_fun(*args, **kwargs)
-            with _set(layer, attention_fn=attention_fn_by(made, layer.attention_fn)):
+            with replaced(layer, attention_fn=attention_fn_by(made, layer.attention_fn)):
                 return next_fun(*args, **kwargs)
         if not is_layer(context):
             return next_fun(*args, **kwargs)
@@ -140,7 +133,7 @@ def replace_products(
                 note("path", path),
                 note("layer", type(layer).__name__),
                 note("reason", made),
-                _set(layer, **attributes),
+                replaced(layer, **attributes),
             ):
                 return next_fun(*args, **kwargs)
         run, made = next_fun, dataclasses.replace(made, module=product)
@@ -150,7 +143,26 @@ def replace_products(
             attributes[f"{hook}_cls"] = made
         else:
             run = functools.partial(hook, layer, made)
-        with _set(layer, **attributes):
+        with replaced(layer, **attributes):
             return run(*args, **kwargs)
+
+    return intercept
+
+
+def replace_caches(dtype: Callable[[], np.dtype | Format | None]) -> Callable[..., Any]:
+    """An interceptor under which layers with ``decode=True`` store keys and values in `dtype`.
+
+    Args:
+      dtype: asked at each call; None: the layer's cache stays that of Flax.
+    """
+
+    def intercept(next_fun, args, kwargs, context):
+        layer = context.module
+        if _function_of(context) is not _STOCK_ATTENTION or not layer.decode:
+            return next_fun(*args, **kwargs)
+        chosen = dtype()
+        own = {} if chosen is None else cached(layer, chosen, layer.attention_fn)
+        with replaced(layer, **own):
+            return next_fun(*args, **kwargs)
 
     return intercept

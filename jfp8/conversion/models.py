@@ -10,23 +10,25 @@ import flax.linen as nn
 from flax import nnx
 
 from jfp8.conversion import linen, linen_region, nnx_models
-from jfp8.conversion.selection import Choice, Selection, select
+from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
+from jfp8.scaling.formats import FormatLike
 
 Model = TypeVar("Model", nn.Module, nnx.Module)
 
 
 def convert(
     model: Model,
-    recipe: Recipe | str = DelayedScaling(),
+    recipe: Recipes = DelayedScaling(),
     *,
     exempt: Choice | Sequence[Choice] | None = None,
     only: Choice | Sequence[Choice] | None = None,
     attention: bool = False,
     state_collection: StateCollection = "fp8",
+    cache_dtype: FormatLike | None = None,
 ) -> Model:
     """The same model with FP8 products in its layers, forward and backward.
 
@@ -50,7 +52,9 @@ def convert(
 
     Args:
       model: a Linen or NNX module.
-      recipe: which quantizer each operand gets.
+      recipe: which quantizer each operand gets. Or a dict, ``{"layers_0/*": None, "*/attention/*":
+        "mxfp8", "*": "nvfp4"}``: patterns of paths and the recipes of the layers that they match.
+        The first that matches wins; None, as no match, leaves layers in high precision.
       exempt: layers that stay in high precision: patterns of paths (``"decoder/*"``), types
         (``nn.Conv``), members of `jfp8.Edge`, functions ``(path, layer) -> bool``; one or several.
         Default: `jfp8.EDGES`, the first convolution of an image model and the final logits, which
@@ -68,17 +72,21 @@ def convert(
       state_collection: of a Linen model, where the amax histories are: ``"fp8"``, or
         ``"_overwrite_with_gradient"`` for loops that replace its variables by their gradients, such
         as Flax's own ``TrainState``.
+      cache_dtype: how attention stores earlier keys and values for decoding: an FP8 format, or a
+        wide dtype; see ``decode=True`` of `jfp8.TransformerLayer`. Of ``init_cache`` of NNX layers,
+        it replaces the dtype. A call then takes any number of positions. None: as Flax does.
 
     Returns:
       A Linen module, an instance of a subclass of ``type(model)``; or an NNX module of the same
       type that shares the arrays of `model`.
 
     Raises:
-      TypeError: `model` is not a model, `recipe` is not a recipe, or `exempt` or `only` is none of
-        the above.
+      TypeError: `model` is not a model, `recipe` is not a recipe, or `exempt`, `only` or
+        `cache_dtype` is none of the above.
       ValueError: unknown `state_collection`, or one for an NNX model; a pattern or a type that
-        matches no layer, which for Linen models ``init`` and ``apply`` raise, because their layers
-        exist only then.
+        matches no layer, or a pattern that only matches layers which one before it matches; a cache
+        that `cache_dtype` does not reach. For Linen models ``init`` and ``apply`` raise these,
+        because their layers exist only then.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
@@ -86,7 +94,7 @@ def convert(
     >>> fp8_model.init(jax.random.key(0), jnp.ones((1, 32))).keys()
     dict_keys(['params'])
     """
-    selection = select(recipe, exempt, only, attention, state_collection)
+    selection = select(recipe, exempt, only, attention, state_collection, cache_dtype)
     return convert_selected(model, selection)
 
 

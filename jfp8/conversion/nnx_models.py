@@ -7,6 +7,7 @@ import types
 import warnings
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from jfp8.conversion.nnx import (
@@ -21,10 +22,11 @@ from jfp8.conversion.nnx_parameters import convert_own, own_of
 from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
-from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention
+from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention, install_cache
 from jfp8.layers.nnx.hooks import hook_of, is_stacked
 from jfp8.layers.nnx.products import Product
-from jfp8.layers.nnx.transformer import LayerNormAttention
+from jfp8.layers.nnx.transformer import LayerNormAttention, TransformerLayer
+from jfp8.scaling.formats import Format
 from jfp8.tracing.context import note
 
 # While a report is made: the path, the type and the reason.
@@ -48,8 +50,38 @@ def convert_model(model: nnx.Module, selection: Selection) -> nnx.Module:
         if has_hook_free(node) and decision is not None:
             setattr(node, REASON, decision.reason)
     convert_own(converted, selection)
+    if selection.cache_dtype is not None:
+        _convert_caches(converted, selection.cache_dtype)
     warn_of_nothing(model, _seen(converted, decided), "nnx")
     return converted
+
+
+def _convert_caches(converted: nnx.Module, dtype: np.dtype | Format) -> None:
+    """Make attention keep keys and values in `dtype`.
+
+    Raises:
+      ValueError: there is no attention of Flax, or something else that keeps a cache.
+    """
+    found = False
+    for path, node in nodes_of(converted):
+        name = "/".join(map(str, path))
+        if isinstance(node, nnx.MultiHeadAttention):
+            install_cache(node, dtype, name)
+            found = True
+        elif any(isinstance(x, nnx.Cache) for x in vars(node).values()) or isinstance(
+            node, TransformerLayer
+        ):
+            raise ValueError(
+                f"cache_dtype={dtype} does not reach the cache of {name!r}, a "
+                f"{type(node).__name__}, but only those of nnx.MultiHeadAttention. Leave out "
+                "cache_dtype. (Layers of jfp8 take the dtype in init_cache.)"
+            )
+    if not found:
+        raise ValueError(
+            f"cache_dtype={dtype} is for models with nnx.MultiHeadAttention, and this model has no "
+            "such layer. Caches that other modules make, or that are arguments, stay as they are. "
+            "Leave out cache_dtype."
+        )
 
 
 def decisions(model: nnx.Module, selection: Selection) -> dict[str, Decision]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import enum
-import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from jfp8.layers.kv_cache import dtype_or_format
 from jfp8.layers.linen.state_in_gradients import StateCollection, check_state_collection
+from jfp8.recipes.per_layer import PerLayer, check_recipes, path_matches
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
+from jfp8.scaling.formats import Format, FormatLike
 
 MAX_IMAGE_CHANNELS = 4  # grey, RGB, RGBA
 
@@ -29,6 +32,9 @@ class Edge(enum.Enum):
 Choice = str | type | Edge | Callable[[str, Any], bool]
 """A pattern of paths (``"Encoder_0/*"``), a type, an `Edge`, or ``(path, layer) -> bool``."""
 
+Recipes = Recipe | str | PerLayer | Mapping[str, Recipe | str | None]
+"""A recipe or its name; or patterns of paths with those of the layers that they match."""
+
 EDGES: tuple[Choice, ...] = (Edge.IMAGE_INPUT, Edge.LOGITS)
 
 
@@ -37,7 +43,8 @@ class Decision:
     """What became of a layer: its recipe, or None and the reason.
 
     Attributes:
-      chosen: whether it has no recipe because of `exempt` or `only` of the user.
+      chosen: whether it has no recipe because the user said so: by `exempt`, `only`, or a recipe
+        of None.
     """
 
     recipe: Recipe | None
@@ -50,18 +57,20 @@ class Selection:
     """What `jfp8.convert` was told.
 
     Attributes:
-      recipe: for all layers that are converted.
+      recipe: for all layers that are converted, or by their paths.
       exempt: layers that stay in high precision.
       only: layers to convert; None: all that are not exempt.
       attention: also convert attention itself, between its projections.
       state_collection: of Linen models; see `jfp8.Dense`.
+      cache_dtype: of the keys and values that layers keep for decoding; None: that of Flax.
     """
 
-    recipe: Recipe
+    recipe: Recipe | PerLayer
     exempt: tuple[Choice, ...] = EDGES
     only: tuple[Choice, ...] | None = None
     attention: bool = False
     state_collection: StateCollection = "fp8"
+    cache_dtype: np.dtype | Format | None = None
 
     def decide(self, path: str, layer: Any, edge: Edge | None) -> Decision:
         """Whether the layer at `path` is converted. `edge` says at which edge it is, if at any."""
@@ -70,15 +79,31 @@ class Selection:
                 return Decision(None, f"exempt: {_spelled(choice)}", not isinstance(choice, Edge))
         if self.only is not None and not any(_matches(c, path, layer, edge) for c in self.only):
             return Decision(None, f"not among only={', '.join(map(_spelled, self.only))}", True)
-        return Decision(self.recipe)
+        recipe = self.recipe.for_layer(path)
+        if recipe is None:
+            assert isinstance(self.recipe, PerLayer)
+            return Decision(None, self.recipe.reason(path), chosen=True)
+        return Decision(recipe)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """All that `exempt` and `only` hold."""
-        return (*self.exempt, *(self.only or ()))
+        """All that `exempt`, `only` and the recipes hold."""
+        return (*self.exempt, *(self.only or ()), *self.patterns)
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """All that a layer may have."""
+        return self.recipe.given if isinstance(self.recipe, PerLayer) else (self.recipe,)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Those of the recipes, if these differ."""
+        return self.recipe.patterns if isinstance(self.recipe, PerLayer) else ()
 
     def check_patterns(self, paths: Iterable[str], possible: Iterable[str] = ()) -> None:
         """Raise ``ValueError`` if a pattern matches none of `paths`, nor what is inside of one.
+
+        Also if all that a recipe is for has another recipe, of a pattern before it.
 
         Args:
           possible: paths that it may match as well, because they may be those of products.
@@ -86,12 +111,22 @@ class Selection:
         listed = sorted(set(paths))
         known = [*listed, *possible]
         for choice in self.choices:
-            if isinstance(choice, str) and not any(_path_matches(choice, path) for path in known):
+            if isinstance(choice, str) and not any(path_matches(choice, path) for path in known):
                 raise ValueError(
                     f"The pattern {choice!r} matches no layer of the model. Layers: "
                     f"{', '.join(listed) or 'none'}. Patterns match paths, with * for "
                     'anything, such as "decoder/*" or "*/logits".'
                 )
+        left = known
+        for pattern in self.patterns:
+            rest = [path for path in left if not path_matches(pattern, path)]
+            if len(rest) == len(left):
+                raise ValueError(
+                    f"The recipe of {pattern!r} is that of no layer: the patterns before it match "
+                    f"all that it matches, and the first that matches wins. Put {pattern!r} in "
+                    "front of them."
+                )
+            left = rest
 
     def check_types(self, layers: Iterable[Any]) -> None:
         """Raise ``ValueError`` if a type is that of none of `layers`."""
@@ -106,11 +141,12 @@ class Selection:
 
 
 def select(
-    recipe: Recipe | str,
+    recipe: Recipes,
     exempt: Choice | Sequence[Choice] | None,
     only: Choice | Sequence[Choice] | None,
     attention: bool = False,
     state_collection: StateCollection = "fp8",
+    cache_dtype: FormatLike | None = None,
 ) -> Selection:
     """A `Selection` from what a user gave, or an error that says what to give."""
     check_state_collection(state_collection)
@@ -119,11 +155,12 @@ def select(
         # Who names layers to convert means these, wherever they are.
         exempt = EDGES if chosen is None else ()
     return Selection(
-        check_recipe(recipe),
+        check_recipes(recipe),
         _choices("exempt", exempt),
         chosen,
         bool(attention),
         state_collection,
+        None if cache_dtype is None else dtype_or_format(cache_dtype),
     )
 
 
@@ -142,19 +179,12 @@ def _choices(name: str, given: Choice | Sequence[Choice]) -> tuple[Choice, ...]:
 
 def _matches(choice: Choice, path: str, layer: Any, edge: Edge | None) -> bool:
     if isinstance(choice, str):
-        return _path_matches(choice, path)
+        return path_matches(choice, path)
     if isinstance(choice, type):
         return isinstance(layer, choice)
     if isinstance(choice, Edge):
         return choice is edge
     return bool(choice(path, layer))
-
-
-def _path_matches(pattern: str, path: str) -> bool:
-    """Whether `pattern` matches `path` or a module that contains it."""
-    parts = path.split("/")
-    wholes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return any(fnmatch.fnmatchcase(whole, pattern) for whole in wholes)
 
 
 def _spelled(choice: Choice) -> str:

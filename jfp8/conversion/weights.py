@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jfp8.conversion.selection import Choice, Selection, select
+from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.quantizers.quantizer import Context, Current, Quantizer
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import amax
@@ -22,7 +20,7 @@ from jfp8.scaling.scales import amax
 
 def quantize_params(
     params: Any,
-    recipe: Recipe | str = DelayedScaling(),
+    recipe: Recipes = DelayedScaling(),
     *,
     exempt: Choice | Sequence[Choice] = (),
     only: Choice | Sequence[Choice] | None = None,
@@ -41,9 +39,9 @@ def quantize_params(
 
     Args:
       params: the ``params`` of a Linen model, nested dicts; or ``nnx.state(model, nnx.Param)``.
-      recipe: the recipe of the model. Matrices are quantized as it quantizes weights in the forward
-        product; other kernels with its format and one scale, from which recipes with finer scales
-        quantize again.
+      recipe: the recipe of the model, or those of its layers. Matrices are quantized as it
+        quantizes weights in the forward product; other kernels with its format and one scale, from
+        which recipes with finer scales quantize again.
       exempt, only: layers whose kernels stay, or are the only ones quantized: patterns of paths
         (``"decoder/*"``) or functions ``(path, kernel) -> bool``, as for `jfp8.convert`.
       stacked: patterns of layers whose kernels have a leading axis of layers (``nn.scan``, NNX
@@ -68,9 +66,8 @@ def quantize_params(
         raise TypeError(
             f"params must be nested dicts, variables['params'], got {type(params).__name__}."
         )
-    recipe = check_recipe(recipe)
     selection = select(recipe, exempt, only)
-    stacks = Selection(recipe, (stacked,) if isinstance(stacked, str) else tuple(stacked))
+    stacks = Selection(DelayedScaling(), (stacked,) if isinstance(stacked, str) else tuple(stacked))
     paths: list[str] = []
     names = (kernels,) if isinstance(kernels, str) else tuple(kernels)
     _mapped(params, (), names, lambda path, kernel: paths.append(path))
@@ -78,11 +75,12 @@ def quantize_params(
         raise ValueError(f"params has no kernels of two or more dimensions called {list(names)}.")
     selection.check_patterns(paths)
     stacks.check_patterns(paths)
-    quantizer = recipe.products().fprop.rhs or Current(E4M3FN)
 
     def quantized(path: str, kernel: Any) -> Any:
-        if selection.decide(path, kernel, None).recipe is None:
+        chosen = selection.decide(path, kernel, None).recipe
+        if chosen is None:
             return kernel
+        quantizer = chosen.products().fprop.rhs or Current(E4M3FN)
         value = kernel.get_value() if isinstance(kernel, nnx.Variable) else kernel
         is_stacked = stacks.decide(path, kernel, None).recipe is None
         q = _stacked(value, quantizer) if is_stacked else _single(value, quantizer)

@@ -53,7 +53,7 @@ def init_kv_cache(shape: tuple[int, ...], dtype: Any) -> KVCache:
     Raises:
       TypeError, ValueError: another `dtype`.
     """
-    known = _dtype_or_format(dtype)
+    known = dtype_or_format(dtype)
 
     def empty() -> Stored:
         if not isinstance(known, Format):
@@ -63,7 +63,12 @@ def init_kv_cache(shape: tuple[int, ...], dtype: Any) -> KVCache:
     return KVCache(empty(), empty(), jnp.zeros((), jnp.int32))
 
 
-def _dtype_or_format(given: FormatLike) -> np.dtype | Format:
+def dtype_or_format(given: FormatLike) -> np.dtype | Format:
+    """What a cache holds.
+
+    Raises:
+      TypeError, ValueError: neither a floating dtype of at least 16 bits nor an FP8 format.
+    """
     try:
         dtype = jnp.dtype(given)  # pyrefly: ignore
     except TypeError:

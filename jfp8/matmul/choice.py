@@ -223,6 +223,17 @@ def contraction_last(
     return hopper.BACKEND if kernels else xla.BACKEND
 
 
+def why_not_here(why_not: Callable[[Gpu | None], str | None], *, named: bool) -> str | None:
+    """Why kernels do not compute something besides a product; None: they do.
+
+    Args:
+      why_not: why they cannot compute it on a given GPU, or None.
+      named: whether they are requested. Else they must know the GPU.
+    """
+    gpu = current_gpu()
+    return "no GPU is known" if gpu is None and not named else why_not(gpu)
+
+
 def grouped_kernels(
     why_not: Callable[[Gpu | None], str | None], implementation: Implementation
 ) -> bool:
@@ -231,7 +242,7 @@ def grouped_kernels(
     Small ones too: the ways in bf16 move two to three times as many bytes.
 
     Args:
-      why_not: why they cannot compute it on a given GPU, or None.
+      why_not: see `why_not_here`.
       implementation: see `scaled_ragged_dot`.
 
     Raises:
@@ -239,12 +250,10 @@ def grouped_kernels(
     """
     if implementation not in (None, hopper.BACKEND.name):
         return False
-    gpu = current_gpu()
-    reason = why_not(gpu)
-    if implementation is None:
-        return gpu is not None and reason is None
-    check_not_refused(implementation, reason)
-    return True
+    reason = why_not_here(why_not, named=implementation is not None)
+    if implementation is not None:
+        check_not_refused(implementation, reason)
+    return reason is None
 
 
 def tiles_or_groups(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 
@@ -24,16 +25,18 @@ class Region:
     """The settings inside of a region.
 
     Attributes:
-      recipe: for layers without a recipe of their own.
+      recipe: for layers without a recipe of their own, by their paths.
       enabled: False computes everything in high precision, even layers with a recipe.
       selection: which layers of a model are converted in it; None in a region of `jfp8.autocast`.
       edges: which layers are at the edges of the model, on which the selection depends too.
+      depth: how many modules the model is in: so many parts of a path are not the recipe's.
     """
 
-    recipe: Recipe
+    recipe: Recipe | PerLayer
     enabled: bool
     selection: Hashable = None
     edges: Hashable = None
+    depth: int = 0
 
 
 def entered(region: Region) -> AbstractContextManager[object]:
@@ -56,13 +59,22 @@ def is_overridden() -> bool:
     return _override.value is not None
 
 
-def recipe_in_effect(own: Recipe | None) -> Recipe | None:
-    """The recipe of a layer whose own recipe is `own`, or None: high precision."""
+def recipe_in_effect(own: Recipe | None, path: str) -> Recipe | None:
+    """The recipe of the layer at `path` whose own recipe is `own`, or None: high precision."""
     region = current()
     if region is not None and not region.enabled:
         return None
     if is_overridden():
-        return _override.value
+        return _override.value.for_layer(path)
     if own is not None:
-        return own
-    return DelayedScaling() if region is None else region.recipe
+        return own.for_layer(path)
+    if region is None:
+        return DelayedScaling()
+    return region.recipe.for_layer("/".join(path.split("/")[region.depth :]))
+
+
+def why_in_high_precision() -> str:
+    """Why `recipe_in_effect` is None."""
+    region = current()
+    disabled = region is not None and not region.enabled
+    return "FP8 is disabled in this region" if disabled else "its recipe is None"

@@ -25,8 +25,8 @@ _refuse_p.def_impl(_refuse)
 mlir.register_lowering(_refuse_p, _refuse)
 
 
-def on_cuda_only(kernel: Callable[..., jax.Array], reason: str, *operands: Any) -> jax.Array:
-    """``kernel(*operands)`` where the program is compiled for CUDA.
+def on_cuda_only(kernel: Callable[..., Any], reason: str, *operands: Any) -> Any:
+    """``kernel(*operands)``, an array or a tree, where the program is compiled for CUDA.
 
     Raises:
       NotImplementedError: with `reason`, when it is compiled for anything else.
@@ -37,7 +37,7 @@ def on_cuda_only(kernel: Callable[..., jax.Array], reason: str, *operands: Any) 
         return same_varying_axes((kernel(*operands), operands))[0]
 
     def default(*operands):
-        refused = _refuse_p.bind(shape=of.shape, dtype=of.dtype, reason=reason)
-        return same_varying_axes((refused, operands))[0]
+        refuse = lambda of: _refuse_p.bind(shape=of.shape, dtype=of.dtype, reason=reason)
+        return same_varying_axes((jax.tree.map(refuse, of), operands))[0]
 
     return lax.platform_dependent(*operands, cuda=cuda, default=default)

@@ -22,12 +22,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jfp8.collectives.exchange import reduce_scatter
-from jfp8.conversion.selection import Choice, select
+from jfp8.conversion.selection import Choice, Recipes, select
 from jfp8.conversion.weights import is_kernel
 from jfp8.quantizers.quantizer import Context, Current, Quantizer
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, is_scaled_array
 from jfp8.scaling.casts import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format
@@ -42,7 +40,7 @@ def gather_weights(
     axis_name: Axes,
     specs: Any = None,
     *,
-    recipe: Recipe | str = DelayedScaling(),
+    recipe: Recipes = DelayedScaling(),
     exempt: Choice | Sequence[Choice] = (),
     only: Choice | Sequence[Choice] | None = None,
     gradients_as: Format | jax.typing.DTypeLike | None = None,
@@ -74,7 +72,7 @@ def gather_weights(
       specs: ``PartitionSpec`` (or ``NamedSharding``) of each, or of whole subtrees. Not needed if
         the axis is of type ``Explicit``, because the arrays then carry it. Other axes in it, such
         as those of tensor parallelism, stay as they are.
-      recipe: the recipe of the model.
+      recipe: the recipe of the model, or those of its layers.
       exempt, only: layers whose kernels are gathered in high precision, or are the only ones that
         are not; see `jfp8.quantize_params`.
       gradients_as: a dtype (``jnp.bfloat16``) to which gradients are rounded before they are sent;
@@ -102,9 +100,7 @@ def gather_weights(
     ...     jax.tree.map(jnp.shape, jax.jit(jax.grad(loss))(params))
     {'bias': (4,), 'kernel': (8, 4)}
     """
-    recipe = check_recipe(recipe)
     selection = select(recipe, exempt, only)
-    quantizer = recipe.products().fprop.rhs
     with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_scaled_array)
     leaves = [x for _, x in with_paths]
     ways = [
@@ -118,22 +114,20 @@ def gather_weights(
         if is_kernel(leaf, x):
             kernels[i] = layer
     selection.check_patterns(list(kernels.values()))
-    in_fp8 = [
-        i
-        for i, layer in kernels.items()
-        if quantizer is not None
-        and ways[i] is not None
-        and not is_scaled_array(leaves[i])
-        and selection.decide(layer, leaves[i], None).recipe is not None
-    ]
+    quantizers = {}  # of those that are gathered in FP8
+    for i, layer in kernels.items():
+        chosen = selection.decide(layer, leaves[i], None).recipe
+        quantizer = None if chosen is None else chosen.products().fprop.rhs
+        if quantizer is not None and ways[i] is not None and not is_scaled_array(leaves[i]):
+            quantizers[i] = quantizer
 
     # One maximum over the devices for all of them together.
-    amaxes = {i: amax(leaves[i]) for i in in_fp8}
-    if in_fp8:
-        way = ways[in_fp8[0]]
+    amaxes = {i: amax(leaves[i]) for i in quantizers}
+    if amaxes:
+        way = ways[next(iter(amaxes))]
         assert way is not None
         together = way.max_over_devices(jnp.stack(list(amaxes.values())))
-        amaxes = dict(zip(in_fp8, together, strict=True))
+        amaxes = dict(zip(amaxes, together, strict=True))
     gathered = []
     for i, (x, way) in enumerate(zip(leaves, ways, strict=True)):
         if way is None:
@@ -141,8 +135,7 @@ def gather_weights(
         elif isinstance(x, ScaledArray):
             gathered.append(_gather_stored(x, way))
         elif i in amaxes:
-            assert quantizer is not None
-            gathered.append(_gather_bytes(x, way, amaxes[i], quantizer))
+            gathered.append(_gather_bytes(x, way, amaxes[i], quantizers[i]))
         else:
             gathered.append(way.gather(x))
     return structure.unflatten(gathered)

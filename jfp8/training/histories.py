@@ -134,6 +134,25 @@ def close_step(
     return {k: close_step(node, amaxes.get(k, {}), (*path, k), ends) for k, node in fp8.items()}
 
 
+def carried_over(empty: Any, old: Any) -> Any:
+    """`empty`, an ``fp8`` collection, with the histories of `old` of products that both have.
+
+    If a history is shorter, the newest entries stay. Products stacked otherwise start empty.
+    """
+    if not _is_product(empty):
+        return {name: carried_over(node, old.get(name, {})) for name, node in empty.items()}
+    both = {role: (empty[role], old.get(role)) for role in ROLES}
+    return {role: new if x is None else _resized(new, x) for role, (new, x) in both.items()}
+
+
+def _resized(empty: Any, old: Any) -> Any:
+    history, slots = old["amax_history"], empty["amax_history"]
+    if history.shape[:-1] != slots.shape[:-1]:
+        return empty
+    kept = history[..., : slots.shape[-1]]
+    return {**old, "amax_history": slots.at[..., : kept.shape[-1]].set(kept)}
+
+
 def _is_product(node: Any) -> bool:
     """Whether `node` is the state of one product, rather than a module that holds some."""
     return set(node) == set(ROLES) and all("amax_history" in node[role] for role in ROLES)

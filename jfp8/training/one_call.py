@@ -23,6 +23,7 @@ from jfp8.optim.masters import has_master_weights
 from jfp8.optim.stored_state import StoredState, store_state
 from jfp8.optim.wrapping import states_of, transformation
 from jfp8.recipes import registry
+from jfp8.recipes.per_layer import PerLayer, check_recipes
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 
@@ -31,6 +32,7 @@ OptLevel = Literal["O0", "O1", "O2"]
 # By the names of optax: the first moment (of sgd and others it is called trace), and the second.
 # Stochastic: with rounding to nearest, a moment stops a third away from where it should go.
 _FIRST = Blocks(rounding="stochastic")
+_RECIPE = (Recipe, str, Mapping, type(None))  # or a class, of which `check_recipe` speaks
 _MOMENTS = {"mu": _FIRST, "trace": _FIRST, "nu": ScaledFloat16()}
 
 
@@ -74,7 +76,8 @@ def initialize(
         installed): ``{"mixed_precision": "fp8", "recipe": "delayed", "exempt": ["decoder/*"]}``.
         What it sets must not be an argument too. With ``"mixed_precision": "no"``, model and
         optimizer stay as they are.
-      recipe: a recipe, its name, or ``{"name": ..., field: value, ...}``.
+      recipe: a recipe, its name, or ``{"name": ..., field: value, ...}``; or patterns of paths with
+        one of these, or None, for the layers that they match, as for `jfp8.convert`.
       opt_level: ``"O0"``: FP8 products. ``"O1"``: also FP8 gradients and communication. ``"O2"``:
         also an FP8 first moment and a 16-bit second one.
       axis_name: mapped axis, or axes, over which `tx` averages gradients; needs O1 or O2.
@@ -120,7 +123,7 @@ def initialize(
             f"axis_name={settings['axis_name']!r} averages gradients in FP8, which opt_level='O0' "
             "does not do. Use opt_level='O1', or jax.lax.pmean for a mean in f32."
         )
-    chosen = _with_fused(_recipe(settings["recipe"]), settings["output_fused"])
+    chosen = _with_fused(_recipes(settings["recipe"]), settings["output_fused"])
     where = {"state_collection": settings["state_collection"]}
     selection = select(chosen, settings["exempt"], settings["only"], **where)
     converted = convert_selected(model, selection, _print_report if settings["verbose"] else None)
@@ -213,20 +216,35 @@ def _parsed(text: str) -> Any:
             raise ValueError(f"config is neither JSON nor YAML: {yaml_error}") from yaml_error
 
 
+def _recipes(given: Any) -> Recipe | PerLayer:
+    """What a file says of all layers, or of those that patterns match."""
+    if not isinstance(given, Mapping) or "name" in given:
+        return _recipe(given)
+    wrong = [pattern for pattern, of in given.items() if not isinstance(of, _RECIPE)]
+    if wrong:
+        raise ValueError(
+            'A recipe in a config is a name, or {"name": "delayed", field: value, ...}, or has one '
+            'of these or null for patterns of paths, {"decoder/*": null, "*": "mxfp8"}; got '
+            f"{given!r}, where {wrong[0]!r} is neither a field nor a pattern with a recipe."
+        )
+    recipes = {pattern: None if of is None else _recipe(of) for pattern, of in given.items()}
+    return check_recipes(recipes)
+
+
 def _recipe(given: Any) -> Recipe:
-    if isinstance(given, Mapping):
-        fields = dict(given)
-        name = fields.pop("name", None)
-        if not isinstance(name, str):
-            raise ValueError(
-                'A recipe in a config is a name, or {"name": "delayed", field: value, ...}; got '
-                f"{given!r}."
-            )
-        return registry.get(name, **fields)
-    return registry.check_recipe(given)
+    if not isinstance(given, Mapping):
+        return registry.check_recipe(given)
+    fields = dict(given)
+    name = fields.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(
+            'A recipe in a config is a name, or {"name": "delayed", field: value, ...}; got '
+            f"{given!r}."
+        )
+    return registry.get(name, **fields)
 
 
-def _with_fused(recipe: Recipe, fused: str | Sequence[str]) -> Recipe:
+def _with_fused(recipe: Recipe | PerLayer, fused: str | Sequence[str]) -> Recipe | PerLayer:
     patterns = (fused,) if isinstance(fused, str) else tuple(fused)
     if not patterns:
         return recipe

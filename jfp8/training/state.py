@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jfp8.scaling.arrays import ScaledArray, is_scaled_array
 from jfp8.scaling.history import as_dicts
 from jfp8.training.histories import (
     Collections,
+    carried_over,
     close_step,
     decode_all,
     init_sinks,
@@ -173,6 +175,49 @@ class TrainState(flax.struct.PyTreeNode):
             tx=tx,
         )
 
+    def with_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> TrainState:
+        """The same run with `model` from here on: the way to another recipe in mid-run.
+
+        Parameters, optimizer state, step and other collections stay. A product that has amax
+        histories under both recipes goes on with theirs, which are of the same tensors; others
+        start empty, with current scaling until they fill. A compiled step that calls
+        ``state.apply_fn`` is traced again, by itself.
+
+        Args:
+          model: of the same parameters, such as ``jfp8.convert(base, recipe)``.
+          args, kwargs: as for ``model.init``, arrays or their shapes.
+
+        Raises:
+          ValueError: `model` has other parameters or collections.
+
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8, optax
+        >>> base, x = nn.Sequential([nn.Dense(8), nn.Dense(4)]), jnp.ones((2, 3))
+        >>> def model_of(step):  # high precision, then FP8
+        ...     return jfp8.convert(base, {"*": None} if step < 100 else "delayed", exempt=())
+        >>> state = jfp8.TrainState.create(
+        ...     apply_fn=base.apply, variables=base.init(jax.random.key(0), x), tx=optax.sgd(0.1)
+        ... )
+        >>> sorted(state.with_model(model_of(100), x).fp8)
+        ['layers_0', 'layers_1']
+        """
+        shapes = as_dicts(jax.eval_shape(partial(model.init, jax.random.key(0), **kwargs), *args))
+        fp8 = shapes.pop("fp8", {})
+        shapes.pop("fp8_sink", None)
+        given = {"params": self.params, **self.collections}
+        found, own = (_shapes_in(tree) for tree in (shapes, given))
+        different = sorted(
+            path for path in found.keys() | own.keys() if found.get(path) != own.get(path)
+        )
+        if different:
+            path = different[0]
+            raise ValueError(
+                f"with_model got a model of other variables: {path} is {found.get(path, 'missing')}"
+                f" in it and {own.get(path, 'missing')} in the state. Pass the same model with "
+                "another recipe, jfp8.convert(base, recipe), and inputs as for model.init."
+            )
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), fp8)
+        return self.replace(apply_fn=model.apply, fp8=carried_over(empty, as_dicts(self.fp8)))
+
     @property
     def variables(self) -> Collections:
         """The collections for ``apply``: histories are read, nothing is recorded."""
@@ -241,6 +286,13 @@ class TrainState(flax.struct.PyTreeNode):
             opt_state=opt_state,
             collections={**self.collections, **collections},
         )
+
+
+def _shapes_in(variables: Any) -> dict[str, tuple[int, ...]]:
+    """By path."""
+    leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_scaled_array)
+    spelled = partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {spelled(path): tuple(jnp.shape(leaf)) for path, leaf in leaves}
 
 
 def _steps_end(before: optax.OptState, after: optax.OptState) -> jax.Array | None:

@@ -425,6 +425,17 @@ def test_what_a_style_cannot_hold(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["compressed_tensor", "modelopt_tensor"])
+def test_trap_a_config_that_promises_scales_of_activations(name, tmp_path):
+    """A server would take them from files that have none."""
+    tensors, style = checkpoint.load_fp8_safetensors(FOLDER / name)
+    weights = {name: x for name, x in tensors.items() if not name.endswith("input_scale")}
+    with pytest.raises(ValueError, match=r"calibrated scales of activations \(input_scale\), but"):
+        checkpoint.save_fp8_safetensors(tmp_path, weights, style)
+    assert not list(tmp_path.iterdir())
+    checkpoint.save_fp8_safetensors(tmp_path, weights, "per-tensor")
+
+
 def test_mistakes_in_names():
     q = jfp8.quantize(jnp.ones((6, 4)), granularity=jfp8.Block((2, 2)))
     to = checkpoint.to_flax_params

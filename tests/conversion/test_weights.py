@@ -113,7 +113,7 @@ def test_stacked_layers_have_scales_of_their_own(name):
             return scan(nn.Dense(32, name="layers"), x, None)[0]
 
     model = jfp8.convert(Stack(), recipe, exempt=())
-    params = model.init(KEY, X)["params"]
+    params = jax.jit(model.init)(KEY, X)["params"]
     params["layers"]["kernel"] *= jnp.array([1.0, 64.0, 1 / 64]).reshape(3, 1, 1)
     frozen = jfp8.quantize_params(params, recipe, stacked="layers")
     assert frozen["layers"]["kernel"].scale.shape[0] == 3

@@ -232,7 +232,6 @@ def test_nnx_models():
     assert found.gradients[0].path == "first/bias"
 
 
-@pytest.mark.slow
 def linen_layer(recipe):
     return jfp8.Dense(8, recipe=recipe)
 
@@ -241,6 +240,7 @@ def nnx_layer(recipe):
     return jfp8.nnx.Linear(8, 8, recipe=recipe, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_it_prints_and_shows_in_notebooks():
     found = jfp8.debug.compare(Net(), "current", "mxfp8", normal((8, 16)))
     text = str(found)

@@ -100,10 +100,11 @@ def test_nnx_steps():
 
 
 def test_resumed_and_bounded():
-    state, step, batches = setup()
-    record = jfp8.debug.Recorder(step, every=2, start=5, keep=2)
-    for x in batches:
-        state, _ = record(state, x)
+    model = jfp8.Dense(4, recipe="current")
+    variables = {"params": {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}}
+    record = jfp8.debug.Recorder(jax.jit(model.apply), every=2, start=5, keep=2)
+    for _ in range(7):
+        record(variables, jnp.ones((2, 8)))
     assert sorted({row.step for row in record.rows}) == [8, 10]
 
 

@@ -473,7 +473,7 @@ def test_vmap_is_taken_together():
     x, w = normal((3, 4, 8)), normal((8, 4), 1)
     x[1] *= 50
     y, seen = jax.jit(jfp8.debug.stats(jax.vmap(one, (0, None))))(x, w)
-    np.testing.assert_array_equal(y, jax.vmap(one, (0, None))(x, w))
+    np.testing.assert_array_equal(y, jax.jit(jax.vmap(one, (0, None)))(x, w))
     row = only(seen.rows(), "lhs")
     assert row.count == x.size
     scales = np.abs(x).max((1, 2)) / np.float32(448)

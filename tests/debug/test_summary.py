@@ -149,7 +149,7 @@ def test_tabulate_counts_fp8_state_as_parameters():
 
 def test_shapes_instead_of_arrays():
     shapes = jax.eval_shape(variables)
-    assert summary(Model(), shapes) == summary(Model(), variables())
+    assert summary(Model(), shapes) == summary(Model(), jax.jit(variables)())
 
 
 @pytest.mark.slow

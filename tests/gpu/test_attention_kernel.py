@@ -1,9 +1,11 @@
-"""The attention kernel, compiled for an H200: FP8 products alone, in registers alone.
+"""The attention kernels, compiled for an H200: FP8 products alone, in registers alone.
 
 As `test_compiled.py`: nothing is executed. Elsewhere all are skipped.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ from support.gpu_programs import compile_for, why_not
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
-from jfp8.matmul.hopper.attention import attention_forward, division
+import jfp8
+from jfp8 import E4M3FN, E5M2
+from jfp8.matmul.hopper import attention, attention_backward
 from jfp8.tracing.divided import divided
 
 F8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
@@ -25,24 +29,19 @@ ALL = {"is_causal": False, "window": None}
 WINDOW = {"is_causal": False, "window": (1000, 64)}
 
 
-def program_of(size, groups, by_token, with_lengths, out_dtype=BF16, heads=8, **options):
+def program_of(size, groups, by_token, with_lengths, out_dtype=BF16, heads=(1, 8), **options):
     """Attention of `heads`, with scales for each token or one number, as function and arguments."""
-    of, key_heads = jax.ShapeDtypeStruct, heads // groups
-    scale = lambda heads: of((heads, T) if by_token else (), F32)
+    batch, heads = heads
+    key_heads = heads // groups
+    of = lambda shape, dtype: jax.ShapeDtypeStruct((batch, *shape), dtype)
+    number = jax.ShapeDtypeStruct((), F32)
+    scale = lambda heads: of((heads, T), F32) if by_token else number
     args = [of((heads, T, size), F8), of((key_heads, T, size), F8), of((key_heads, size, T), F8)]
     args += [scale(heads), scale(key_heads), scale(key_heads)]
     args += [of((key_heads,), jnp.int32)] * with_lengths
-
-    def f(q, k, v_t, q_scale, k_scale, v_scale, *lengths):
-        attend = lambda *args: attention_forward(
-            *args[:6], groups=groups, scale=size**-0.5, out_dtype=out_dtype,
-            key_lengths=args[6] if lengths else None, **options,
-        )  # fmt: skip
-        scales = q_scale, k_scale, v_scale
-        rule = division(groups, *scales, *lengths)
-        return divided("attention", attend, rule)(q, k, v_t, *scales, *lengths)
-
-    return f, args
+    rule = attention.division(groups, *args[3:6], with_lengths=with_lengths)
+    options |= {"groups": groups, "scale": size**-0.5, "out_dtype": out_dtype}
+    return divided("attention", partial(attention.attention_forward, **options), rule), args
 
 
 def assert_fp8_alone(program, size):
@@ -89,9 +88,105 @@ def test_heads_of_256(options, by_token):
 
 def test_heads_are_divided(compiled_for_eight):
     """Each of eight devices has its heads, and sends nothing."""
-    f, args = program_of(128, 4, True, with_lengths=True, heads=64, **CAUSAL)
+    f, args = program_of(128, 4, True, with_lengths=True, heads=(2, 32), **CAUSAL)
     program = compiled_for_eight(
-        "8 GPUs, heads: attention kernel", {"x": 8}, f, tuple(args), (P("x"),) * len(args)
+        "8 GPUs, heads: attention kernel",
+        {"x": 2, "y": 4},
+        f,
+        tuple(args),
+        (P("x", "y"),) * len(args),
     )
     assert_fp8_alone(program, 128)
     assert program.exchanged.total == 0
+
+
+# Two at a time of 32 numbers each: the scores and dP over `size`; dQ over 128 keys; dV and dK over
+# 64 queries.
+def products_backward(size):
+    return {"jfp8_attention_dq": 2 * size // 32 + 4, "jfp8_attention_dkv": 2 * size // 32 + 4}
+
+
+def assert_fp8_backward(program, size, forward=0):
+    """Two kernels besides those of the forward pass, as above."""
+    qgmma = {k.name: len(k.qgmma) for k in program.kernels if k.name != "jfp8_attention"}
+    assert qgmma == products_backward(size)
+    assert all(k.other_mma == () and k.registers <= 168 for k in program.kernels)
+    assert len(program.hlo.calls_of("mosaic_gpu_v2")) == 2 + forward
+    assert program.hlo.other_products == []
+    assert not [i for i, _ in program.hlo.launched for r in i.results if r.size >= T * T]
+
+
+def program_backward(size, groups, with_lengths, heads=(1, 8), out_dtype=BF16, **options):
+    """As `program_of`."""
+    batch, heads = heads
+    of = lambda heads, *shape: jax.ShapeDtypeStruct((batch, heads, *shape), F8)
+    q, k, q_t, k_t = (
+        of(n, *shape) for shape in ((T, size), (size, T)) for n in (heads, heads // groups)
+    )
+    by_query, by_key = (jax.ShapeDtypeStruct(x.shape[:3], F32) for x in (q, k))
+    args = [q, k, k, q, q_t, k_t, q_t, by_query, *[by_key] * 2, *[by_query] * 2, by_key]
+    args += [by_query] * 3 + [jax.ShapeDtypeStruct(k.shape[:2], jnp.int32)] * with_lengths
+    options |= {"groups": groups, "scale": size**-0.5, "out_dtype": out_dtype}
+
+    def f(*args):
+        stored, vectors = attention_backward.Stored(*args[:7]), args[7:16]
+        return attention_backward.attention_backward(
+            stored,
+            attention_backward.Vectors(*vectors),
+            *args[16:],
+            formats=(E5M2, E4M3FN),
+            **options,
+        )
+
+    rule = attention_backward.division(groups, with_lengths=with_lengths)
+    return divided("attention_backward", f, rule), args
+
+
+@pytest.mark.parametrize("options", [ALL, CAUSAL, WINDOW], ids=["all", "causal", "window"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_backward(size, options, compiled):
+    f, args = program_backward(size, 1, False, **options)
+    name = f"attention's backward kernels, {T} tokens, 8 heads of {size}, {options}"
+    assert_fp8_backward(compiled(name, "h200", f, *args), size)
+
+
+def test_backward_of_grouped_queries(compiled):
+    f, args = program_backward(128, 4, True, out_dtype=F32, **CAUSAL)
+    name = f"attention's backward kernels, {T} tokens, 8 heads of 128, 2 of keys, lengths, f32"
+    assert_fp8_backward(compiled(name, "h200", f, *args), 128)
+
+
+def test_heads_are_divided_backward(compiled_for_eight):
+    f, args = program_backward(128, 2, False, heads=(2, 16), **CAUSAL)
+    program = compiled_for_eight(
+        "8 GPUs, data x heads: attention's backward kernels",
+        {"x": 2, "y": 4},
+        f,
+        tuple(args),
+        (P("x", "y"),) * len(args),
+    )
+    assert_fp8_backward(program, 128)
+    assert program.exchanged.total == 0
+
+
+@pytest.mark.parametrize("spec", [None, P("x", None, "y")], ids=["one", "eight"])
+def test_public_function(spec, compiled, compiled_for_eight):
+    """`scaled_dot_product_attention` of bf16 arrays, forward and backward, takes the kernels."""
+    attend = partial(jfp8.scaled_dot_product_attention, is_causal=True, recipe="current")
+    of = lambda heads: jax.ShapeDtypeStruct((2, T, heads, 128), BF16)
+    args = of(8), of(4), of(4), of(8)
+
+    def f(q, k, v, grad):
+        y, back = jax.vjp(attend, q, k, v)
+        return y, *back(grad)
+
+    name = "scaled_dot_product_attention, forward and backward"
+    if spec is None:
+        program = compiled(f"{name}, {T} tokens", "h200", f, *args)
+    else:
+        name = f"8 GPUs, data x heads: {name}"
+        specs = (spec,) * 4
+        program = compiled_for_eight(name, {"x": 2, "y": 4}, f, args, specs, specs)
+        assert program.exchanged.total == 0
+    assert {k.name for k in program.kernels} == {"jfp8_attention", *products_backward(128)}
+    assert_fp8_backward(program, 128, forward=1)

@@ -13,11 +13,11 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jfp8
 from jfp8 import recipes
 from jfp8.matmul.hopper.attention import BLOCK, attention_forward, division
-from jfp8.products.flash.blocks import forward
-from jfp8.products.flash.numerics import numerics_of, quantize_tokens
-from jfp8.products.flash.visible import Visible
 from support.interpreter import no_races
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -198,34 +198,90 @@ def test_what_is_refused():
         attend(*operands, scale=1.0, window=(3, -1))
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"mask": jnp.ones((8, 8), bool)}, "a mask"),
+        ({"bias": jnp.ones((8, 8))}, "a bias"),
+        ({"scale": -1.0}, "negate the queries"),
+        ({"recipe": "direct_e5m2"}, "P in E4M3FN"),
+        ({}, "heads of 16 numbers"),
+    ],
+)
+def test_when_the_reference_computes(options, reason):
+    """What the kernels do not compute is refused where they are asked for, and only there."""
+    size = 64 if options else 16
+    x = jnp.ones((1, 8, 2, size))
+    attend = partial(jfp8.scaled_dot_product_attention, **options)
+    with pytest.raises(ValueError, match=reason):
+        attend(x, x, x, implementation="mosaic_gpu")
+    assert "jfp8_attention" not in jaxpr_on_h200(attend, x, x, x)
+
+
+def test_kernels_are_chosen_where_they_compute_the_same():
+    x = jnp.ones((1, 8, 2, 64))
+    attend = partial(jfp8.scaled_dot_product_attention, is_causal=True)
+    assert "jfp8_attention" in jaxpr_on_h200(attend, x, x, x)
+    by_reference = partial(attend, implementation="emulate")
+    assert "jfp8_attention" not in jaxpr_on_h200(by_reference, x, x, x)
+    assert "jfp8_attention" not in str(jax.make_jaxpr(attend)(x, x, x))  # on a CPU
+
+
+def jaxpr_on_h200(f, *args):
+    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=gpu)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return str(jax.make_jaxpr(f)(*args))
+
+
 def test_rules_of_division():
-    number, by_token = jnp.float32(1), jnp.ones((2, 8), F32)
-    rule = "g T H, g/4 S H, g/4 H S, , g/4 S, g/4 S, g/4 -> g T H, g T"
-    assert division(4, number, by_token, by_token, jnp.ones(2, jnp.int32)) == rule
-    rule = "g T H, g S H, g H S, g T, , g S -> g T H, g T"
-    assert division(1, by_token, number, by_token) == rule
+    number, by_token = jnp.float32(1), jnp.ones((1, 2, 8), F32)
+    rule = "b n T H, b n/4 S H, b n/4 H S, , b n/4 S, b n/4 S, b n/4 -> b n T H, b n T"
+    assert division(4, number, by_token, by_token, with_lengths=True) == rule
+    rule = "b n T H, b n S H, b n H S, b n T, , b n S -> b n T H, b n T"
+    assert division(1, by_token, number, by_token, with_lengths=False) == rule
 
 
-@pytest.mark.slow
-def test_it_computes_what_the_emulation_computes():
-    """Of the same bytes and scales, but for the last places of f32."""
-    groups, size, tokens = 2, 64, 256
-    q = normal(0, (1, 2, groups, tokens, size))
-    k, v = (normal(seed, (1, 2, tokens, size)) for seed in (1, 2))
-    how = numerics_of(recipes.RowwiseScaling())
-    q = quantize_tokens(q, how.query.first, None)
-    k = quantize_tokens(k, how.key.first, None)
-    v = quantize_tokens(v, how.value.first, None, folded=True)
-    visible = Visible((tokens, tokens), False, (100, 20))
-    want = forward(q, k, v, visible, 0.125, how)
-    heads = lambda x: x.reshape(4, tokens, *x.shape[4:])
-    o, lse = interpreted(
-        heads(q.data), k.data[0], v.data[0].swapaxes(1, 2), heads(q.scale), k.scale[0], v.scale[0],
-        groups=groups, scale=0.125, is_causal=False, window=(100, 20), out_dtype=F32,
-    )  # fmt: skip
-    largest = np.abs(want.out).max()
-    np.testing.assert_allclose(o, heads(want.out), atol=1e-5 * largest)
-    np.testing.assert_allclose(lse, heads(want.log_sum), rtol=1e-6, atol=2e-5)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True, "query_seq_lengths": [150], "key_value_seq_lengths": [130]},
+        pytest.param({"local_window_size": (100, 20)}, marks=pytest.mark.slow),
+    ],
+    ids=["lengths", "window"],
+)
+def test_it_computes_what_the_emulation_computes(options):
+    """But for the last places of f32, which decide how a few weights are rounded."""
+    options = {n: jnp.array(x) if "lengths" in n else x for n, x in options.items()}
+    q, k, v = (normal(seed, (1, 170, heads, 64)) for seed, heads in enumerate((4, 2, 2)))
+    recipe = recipes.DelayedScaling()
+    states = {which: recipe.init_state() for which in ("scores", "context")}
+    full = jax.tree.map(jnp.copy, states["context"]["rhs"]) | {"amax_history": jnp.full(16, 3.0)}
+    states["context"] = states["context"] | {"rhs": full}  # V has been seen, Q and K have not
+    grad = normal(3, q.shape)
+
+    def results(implementation):
+        attend = partial(
+            jfp8.scaled_dot_product_attention,
+            recipe=recipe,
+            state=states,
+            implementation=implementation,
+            **options,
+        )
+        y, back = jax.vjp(attend, q, k, v)
+        return [y, *back(grad)]
+
+    with plgpu.force_gpu_interpret_mode():
+        found = results("mosaic_gpu")
+    for a, b in zip(found, results("emulate"), strict=True):
+        assert a.dtype == b.dtype
+        assert float(jnp.abs(a - b).max()) < 1e-3 * float(jnp.abs(b).max())
+        assert distance(a, b) < 1e-4
+
+
+def distance(a, b):
+    a, b = f64(a), f64(b)
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 def normal(seed, shape):

@@ -431,7 +431,8 @@ def test_extra_arguments_reach_inner():
     inner = optax.GradientTransformationExtraArgs(lambda params: Momentum(params), update)
     tx = store_state(inner, {"m": Blocks()})
     params = normal(0)
-    updates, _ = tx.update(params, tx.init(params), params, factor=2.0)
+    step = lambda params: tx.update(params, tx.init(params), params, factor=2.0)
+    updates, _ = jax.jit(step)(params)
     np.testing.assert_array_equal(updates["w"], 2 * params["w"])
 
 

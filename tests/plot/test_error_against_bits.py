@@ -97,6 +97,7 @@ def test_every_recipe_has_its_bits_and_its_error(x):
     assert ax.lines[1].get_ydata()[0] == pytest.approx(bf16, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_blocks_keep_an_outlier_from_other_features():
     names = {"delayed": "delayed", "mxfp8": "mxfp8"}
     small, large = (drawn(jfp8.plot.error_against_bits(x, names)) for x in (NORMAL, OUTLIERS))

@@ -197,7 +197,7 @@ def test_histories():
     assert largest("context", "grad") == amax(grad)
     assert largest("context", "lhs") == 1
     clipped = f(q, k, 100 * v, advanced, sink)
-    assert amax(clipped) <= amax(v) * (1 + 1e-6)
+    assert amax(clipped) <= 2 * amax(v)  # the scale of V is the next power of two
     assert amax(f(q, k, 100 * v, state, sink)) > 10 * amax(v)
 
 
@@ -314,7 +314,7 @@ ERRORS = {
         "'scores' and 'context'",
     ),
     "recipe": (lambda: ATTENTION(Q, K, V, recipe="fp9"), ValueError, "fp9"),
-    "implementation": (lambda: ATTENTION(Q, K, V, implementation="cudnn"), ValueError, "Allowed"),
+    "implementation": (lambda: ATTENTION(Q, K, V, implementation="xla"), ValueError, "Allowed"),
     "hopper": (
         lambda: ATTENTION(Q, K, V, recipe=recipes.DelayedScaling(accumulation="hopper")),
         ValueError,

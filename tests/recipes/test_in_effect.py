@@ -376,11 +376,11 @@ def test_a_model_initialized_inside_trains_with_delayed_scaling(stacked):
 
 def test_the_function_that_layers_ask():
     assert region.current() is None
-    assert region.recipe_in_effect(None) == DELAYED
-    assert region.recipe_in_effect(CURRENT) is CURRENT
+    assert region.recipe_in_effect(None, "") == DELAYED
+    assert region.recipe_in_effect(CURRENT, "") is CURRENT
     with region.entered(region.Region(ROWWISE, enabled=True)):
-        assert region.recipe_in_effect(None) is ROWWISE
-        assert region.recipe_in_effect(CURRENT) is CURRENT
+        assert region.recipe_in_effect(None, "") is ROWWISE
+        assert region.recipe_in_effect(CURRENT, "") is CURRENT
     with region.entered(region.Region(ROWWISE, enabled=False)):
-        assert region.recipe_in_effect(None) is None
-        assert region.recipe_in_effect(CURRENT) is None
+        assert region.recipe_in_effect(None, "") is None
+        assert region.recipe_in_effect(CURRENT, "") is None

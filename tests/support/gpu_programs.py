@@ -204,6 +204,11 @@ class Hlo:
         return self.calls_of("__cudnn$blockScaledDot")
 
     @functools.cached_property
+    def attention_products(self) -> list[Instruction]:
+        """Calls of cuDNN's attention in FP8, with two products each."""
+        return self.calls_of("__cudnn$fmhaSoftmaxF8")
+
+    @functools.cached_property
     def pallas_products(self) -> list[Instruction]:
         """Calls of kernels in Mosaic GPU that use the FP8 tensor cores.
 
@@ -220,7 +225,8 @@ class Hlo:
     @functools.cached_property
     def fp8_products(self) -> list[Instruction]:
         """All products on FP8 tensor cores, whoever wrote them."""
-        return [*self.f8_products, *self.block_products, *self.pallas_products]
+        by_cudnn = [*self.block_products, *self.attention_products]
+        return [*self.f8_products, *by_cudnn, *self.pallas_products]
 
     @functools.cached_property
     def other_products(self) -> list[Instruction]:
@@ -414,7 +420,7 @@ class Program:
         """Its counts, for the table."""
         by = {
             "cuBLASLt": len(self.hlo.f8_products),
-            "cuDNN": len(self.hlo.block_products),
+            "cuDNN": len(self.hlo.block_products) + 2 * len(self.hlo.attention_products),
             "Pallas": len(self.hlo.pallas_products),
         }
         most = lambda values: str(max(values, default="–"))

@@ -464,11 +464,19 @@ BUGS: tuple[Bug, ...] = (
         "recipes/test_recipes.py::test_each_tensor_has_its_quantizer_in_both_products[delayed-HYBRID]",
     ),
     Bug(
+        "last_pattern_wins",
+        "of recipes for layers, the last pattern that matches wins",
+        "jfp8/recipes/per_layer.py",
+        "for both in self.recipes if",
+        "for both in reversed(self.recipes) if",
+        "conversion/test_recipe_per_layer.py::test_each_layer_has_the_recipe_of_the_first_pattern_that_matches",
+    ),
+    Bug(
         "json_drops_false",
         "fields that are 0, False or empty are lost on the way through JSON",
-        "jfp8/recipes/registry.py",
-        "for name, value in fields.items()})\n\n\ndef check_recipe",
-        "for name, value in fields.items() if value})\n\n\ndef check_recipe",
+        "jfp8/recipes/in_json.py",
+        "for name, value in fields.items()})\n\n\ndef _from_plain",
+        "for name, value in fields.items() if value})\n\n\ndef _from_plain",
         "recipes/test_recipes.py::test_round_trips[json-NVFP4BlockScaling(stochastic_rounding=False)]",
     ),
     Bug(

@@ -559,6 +559,7 @@ def test_nnx_every_product_that_should_be_is_in_fp8():
     assert counts["plain"] == {"plain": sum(vars(expected).values())}
 
 
+@pytest.mark.slow
 def test_nnx_trains_as_it_did():
     theirs, ours = gqa(), convert(gqa())
     assert_same_tree(parameters(ours), parameters(theirs))

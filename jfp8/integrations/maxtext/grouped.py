@@ -33,7 +33,7 @@ def multiplying(gmm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         if not isinstance(lhs_quantize_dtype, Recipe):
             more |= {"lhs_quantize_dtype": lhs_quantize_dtype}
             return gmm(lhs, rhs, group_sizes, preferred_element_type, *args, **more)
-        recipe = recipe_in_effect(lhs_quantize_dtype)
+        recipe = recipe_in_effect(lhs_quantize_dtype, "")
         if recipe is None:
             more |= {"rhs_quantize_dtype": None}
             return gmm(lhs, rhs, group_sizes, preferred_element_type, *args, **more)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from maxtext.layers import quantizations
 
 import jfp8.linen
+from jfp8.recipes.in_json import from_json
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import RECIPES, from_json, get
+from jfp8.recipes.registry import RECIPES, get
 
 STATE = "_overwrite_with_gradient"  # the collection that MaxText's loop replaces by its gradient
 PREFIX = "jfp8_"

@@ -159,8 +159,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             attention_fn = attention_fn_by(self._attention, attention_fn)
         own: dict[str, Any] = {"attention_fn": attention_fn}
         if self.decode:
-            own = {"decode": False, "attention_fn": self._with_cache(attention_fn)}
-        with nn.intercept_methods(_let_scaled_arrays_pass), _replaced(self, own):
+            own = cached(self, self.cache_dtype, attention_fn)
+        with nn.intercept_methods(_let_scaled_arrays_pass), replaced(self, **own):
             return attend(
                 inputs_q,
                 inputs_k,
@@ -178,29 +178,37 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             self.recipe, self.implementation, state_collection=self.state_collection, **where
         )
 
-    @nn.nowrap
-    def _with_cache(self, attention_fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """`attention_fn` of queries with the keys and values of all positions so far."""
 
-        @functools.wraps(attention_fn)  # Flax passes the arguments that it finds in the signature
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
-            cache = read_cache(self, key.shape, self.cache_dtype or key.dtype)
-            if cache is None:
-                return attention_fn(query, key, value, **options)
-            *batch, length, _, _ = query.shape
-            check_self_attention(length, key.shape[-3])
-            seen = visible(cache, length).reshape((1,) * (len(batch) + 1) + (length, -1))
-            cache = extended(cache, key, value)
-            write_cache(self, cache)
-            options["mask"] = both_masks(seen, options.get("mask"))
-            key, value = keys_and_values(cache, value.dtype)
-            return attention_fn(nan_if_full(query, cache), key, value, **options)
+def cached(
+    layer: nn.MultiHeadDotProductAttention, dtype: Any, attention_fn: Callable[..., jax.Array]
+) -> dict[str, Any]:
+    """Attributes with which Flax's layer attends to all positions so far.
 
-        return attend
+    Args:
+      layer: one with ``decode=True``.
+      dtype: of its cache, see `init_kv_cache`; None: that of the keys.
+      attention_fn: of queries with the keys and values of all positions so far.
+    """
+
+    @functools.wraps(attention_fn)  # Flax passes the arguments that it finds in the signature
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
+        cache = read_cache(layer, key.shape, dtype or key.dtype)
+        if cache is None:
+            return attention_fn(query, key, value, **options)
+        *batch, length, _, _ = query.shape
+        check_self_attention(length, key.shape[-3])
+        seen = visible(cache, length).reshape((1,) * (len(batch) + 1) + (length, -1))
+        cache = extended(cache, key, value)
+        write_cache(layer, cache)
+        options["mask"] = both_masks(seen, options.get("mask"))
+        key, value = keys_and_values(cache, value.dtype)
+        return attention_fn(nan_if_full(query, cache), key, value, **options)
+
+    return {"decode": False, "attention_fn": attend}
 
 
 @contextlib.contextmanager
-def _replaced(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
+def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
     """Give `module`, which is frozen, other `attributes` for one call."""
     before = {name: getattr(module, name) for name in attributes}
     try:

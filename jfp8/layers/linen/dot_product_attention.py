@@ -16,7 +16,7 @@ from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.matmul.choice import Implementation
 from jfp8.products.uses import uses_of
-from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.tracing.context import note
@@ -73,12 +73,11 @@ class DotProductAttention(nn.Module):
             "local_window_size": local_window_size,
         }
         own = None if self.recipe is None else check_recipe(self.recipe)
-        recipe = recipe_in_effect(own)
-        if recipe is None:
-            with note("reason", "FP8 is disabled in this region"):
-                return plain_attention(*arrays, **options)
         path = "/".join(self.path)
-        recipe = recipe.for_layer(path)
+        recipe = recipe_in_effect(own, path)
+        if recipe is None:
+            with note("reason", why_in_high_precision()):
+                return plain_attention(*arrays, **options)
         parts = {name: self._part(name) for name in PARTS}
         begun = {name: part.begin(recipe) for name, part in parts.items()}
         records = all(records for _, records in begun.values())
@@ -126,7 +125,7 @@ def attention_fn_by(
     def in_fp8(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
         attention = make(name="attention")
         own = None if attention.recipe is None else check_recipe(attention.recipe)
-        if recipe_in_effect(own) is None:
+        if recipe_in_effect(own, "/".join(attention.path)) is None:
             return attention_fn(query, key, value, **given)
         rate = 0.0 if given.get("deterministic") else given.get("dropout_rate", 0.0)
         check_weights_stay_inside(rate, sown=given.get("module") is not None)

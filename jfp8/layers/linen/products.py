@@ -29,7 +29,7 @@ from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
-from jfp8.recipes.in_effect import recipe_in_effect
+from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.looking_ahead import Layer
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -79,12 +79,11 @@ class ProductModule(nn.Module):
           layer: what the product is one of, for reports.
         """
         own = None if self.recipe is None else check_recipe(self.recipe)
-        recipe = recipe_in_effect(own)
+        recipe = recipe_in_effect(own, "/".join(self.path[:-1]))
         if recipe is None:
-            with note("reason", "FP8 is disabled in this region"):
+            with note("reason", why_in_high_precision()):
                 return plain(lhs, as_array(rhs, lhs.dtype))
         check_operand(lhs)
-        recipe = recipe.for_layer("/".join(self.path[:-1]))
         state, records = self.begin(recipe)
         causal = recipe.is_causal(layer, history=state.histories is not None)
         path, product = self._place_in_model()

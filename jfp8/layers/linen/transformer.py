@@ -126,7 +126,8 @@ class LayerNormAttention(nn.Module):
         if self.attention_dropout and not deterministic:
             dropout_key = self.make_rng("dropout")
         attention, own = None, self.dense["recipe"]
-        if self.attention_products and recipe_in_effect(own and check_recipe(own)) is not None:
+        path = "/".join((*self.path, "attention"))
+        if self.attention_products and recipe_in_effect(own and check_recipe(own), path):
             names = ("recipe", "implementation", "state_collection")
             how = {name: self.dense[name] for name in names if name in self.dense}
             attention = DotProductAttention(**how, name="attention")

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 
@@ -29,7 +30,7 @@ from jfp8.products.uses import uses_of
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.scaling.formats import FormatLike
+from jfp8.scaling.formats import Format, FormatLike
 from jfp8.tracing.context import note
 
 
@@ -87,7 +88,7 @@ class DotProductAttention(nnx.Module):
         Raises:
           ValueError: dropout, or a `module` that keeps the weights: there are none to drop or keep.
         """
-        if recipe_in_effect(self.recipe) is None:
+        if recipe_in_effect(self.recipe, self.path) is None:
             return nnx.dot_product_attention(
                 query,
                 key,
@@ -123,9 +124,8 @@ class DotProductAttention(nnx.Module):
         Args:
           query, key, value, bias, mask, is_causal: see `jfp8.scaled_dot_product_attention`.
         """
-        recipe = recipe_in_effect(self.recipe)
+        recipe = recipe_in_effect(self.recipe, self.path)
         assert recipe is not None
-        recipe = recipe.for_layer(self.path)
         parts = {"scores": self.scores, "context": self.context}
         # Weights are at most 1, and have no history.
         operands = {"scores": (query, key), "context": (jnp.ones(()), value)}
@@ -154,7 +154,60 @@ class DotProductAttention(nnx.Module):
         return out
 
 
-class MultiHeadAttention(nnx.MultiHeadAttention):
+class CachedAttention(nnx.MultiHeadAttention):
+    """``flax.nnx.MultiHeadAttention`` whose cache may be in FP8, and takes any number of positions.
+
+    Attributes:
+      cache_dtype: of the cache, whatever `init_cache` is told; None: what it is told.
+    """
+
+    cache_dtype: np.dtype | Format | None = None
+
+    def init_cache(self, input_shape: Sequence[int], dtype: FormatLike = jnp.float32) -> None:
+        """Make an empty cache of keys and values, for ``decode=True``.
+
+        Args:
+          input_shape: ``(..., max_length, features)``.
+          dtype: a wide dtype, or an FP8 format such as ``jnp.float8_e4m3fn``, with an f32 scale for
+            each token and head.
+        """
+        dtype = self.cache_dtype or dtype
+        write_cache(self, init_kv_cache((*input_shape[:-1], *_heads(self)), dtype))
+
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        decode: bool | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """See ``flax.nnx.MultiHeadAttention.__call__``."""
+        attention_fn, cached = self.attention_fn, read_cache(self)
+        if not (self.decode if decode is None else decode) or cached is None:
+            # Without a cache Flax says what is missing.
+            return super().__call__(inputs_q, inputs_k, inputs_v, decode=decode, **options)
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
+            *batch, length, _, _ = query.shape
+            check_self_attention(length, key.shape[-3])
+            seen = visible(cached, length).reshape((1,) * (len(batch) + 1) + (length, -1))
+            cache = extended(cached, key, value)
+            write_cache(self, cache)
+            given |= {"mask": both_masks(seen, given["mask"]), "is_causal": False}
+            key, value = keys_and_values(cache, value.dtype)
+            return attention_fn(nan_if_full(query, cache), key, value, **given)
+
+        # For this call only, so NNX need not know.
+        object.__setattr__(self, "attention_fn", attend)
+        try:
+            return super().__call__(inputs_q, inputs_k, inputs_v, decode=False, **options)
+        finally:
+            object.__setattr__(self, "attention_fn", attention_fn)
+
+
+class MultiHeadAttention(CachedAttention):
     """``flax.nnx.MultiHeadAttention`` with its projections, forward and backward, in FP8.
 
     Takes every argument of ``nnx.MultiHeadAttention`` but those for its products; the ``nnx.Param``
@@ -202,48 +255,6 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 )
             install_attention(self, recipe=recipe, implementation=implementation)
 
-    def init_cache(self, input_shape: Sequence[int], dtype: FormatLike = jnp.float32) -> None:
-        """Make an empty cache of keys and values, for ``decode=True``.
-
-        Args:
-          input_shape: ``(..., max_length, features)``.
-          dtype: a wide dtype, or an FP8 format such as ``jnp.float8_e4m3fn``, with an f32 scale for
-            each token and head.
-        """
-        write_cache(self, init_kv_cache((*input_shape[:-1], *_heads(self)), dtype))
-
-    def __call__(
-        self,
-        inputs_q: jax.Array,
-        inputs_k: jax.Array | None = None,
-        inputs_v: jax.Array | None = None,
-        *,
-        decode: bool | None = None,
-        **options: Any,
-    ) -> jax.Array:
-        """See ``flax.nnx.MultiHeadAttention.__call__``."""
-        attention_fn, cached = self.attention_fn, read_cache(self)
-        if not (self.decode if decode is None else decode) or cached is None:
-            # Without a cache Flax says what is missing.
-            return super().__call__(inputs_q, inputs_k, inputs_v, decode=decode, **options)
-
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
-            *batch, length, _, _ = query.shape
-            check_self_attention(length, key.shape[-3])
-            seen = visible(cached, length).reshape((1,) * (len(batch) + 1) + (length, -1))
-            cache = extended(cached, key, value)
-            write_cache(self, cache)
-            given |= {"mask": both_masks(seen, given["mask"]), "is_causal": False}
-            key, value = keys_and_values(cache, value.dtype)
-            return attention_fn(nan_if_full(query, cache), key, value, **given)
-
-        # For this call only, so NNX need not know.
-        object.__setattr__(self, "attention_fn", attend)
-        try:
-            return super().__call__(inputs_q, inputs_k, inputs_v, decode=False, **options)
-        finally:
-            object.__setattr__(self, "attention_fn", attention_fn)
-
 
 def _heads(layer: nnx.MultiHeadAttention) -> tuple[int, int]:
     """The number of heads of keys and values, and their features."""
@@ -271,3 +282,25 @@ def install_attention(
         leading=kernel.shape[: kernel.ndim - 3],
     )
     layer.attention_fn = nnx.data(attention)
+
+
+def install_cache(layer: Any, dtype: np.dtype | Format, path: str) -> None:
+    """Make `layer`, an ``nnx.MultiHeadAttention``, keep keys and values in `dtype` from now on.
+
+    Raises:
+      ValueError: it has a cache already, or is of a class that may have another one.
+    """
+    if not isinstance(layer, CachedAttention):
+        if type(layer) is not nnx.MultiHeadAttention:
+            raise ValueError(
+                f"cache_dtype={dtype}: {path!r} is a {type(layer).__name__}, a subclass of "
+                "nnx.MultiHeadAttention that may keep its cache in its own way. Leave out "
+                "cache_dtype, or use nnx.MultiHeadAttention."
+            )
+        object.__setattr__(layer, "__class__", CachedAttention)
+    if read_cache(layer) is not None:
+        raise ValueError(
+            f"cache_dtype={dtype}: {path!r} has a cache already, in another dtype. Convert the "
+            "model first, then call init_cache of the converted model."
+        )
+    layer.cache_dtype = dtype

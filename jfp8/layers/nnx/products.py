@@ -21,7 +21,7 @@ from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
-from jfp8.recipes.in_effect import is_overridden, recipe_in_effect
+from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
 from jfp8.recipes.looking_ahead import Layer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -111,7 +111,8 @@ class Product(nnx.Module):
         self.path = path
         self.use_running_average = use_running_average
         # The products of a region that disables FP8 may be called outside of it.
-        state = (recipe_in_effect(self.recipe) or self.recipe or DelayedScaling()).init_state()
+        recipe = recipe_in_effect(self.recipe, path) or self.recipe or DelayedScaling()
+        state = recipe.init_state()
         self.fp8: Any = nnx.data(None)
         if state is not None:
             # An array in each Variable, not a dict in one: nnx.replace_by_pure_dict needs that.
@@ -151,14 +152,13 @@ class Product(nnx.Module):
         Args:
           layer: what the product is one of, for reports.
         """
-        recipe = recipe_in_effect(self.recipe)
+        recipe = recipe_in_effect(self.recipe, self.path)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
         with scope, note("path", self.path):
             if recipe is None:
-                with note("reason", "FP8 is disabled in this region"):
+                with note("reason", why_in_high_precision()):
                     return plain(lhs, as_array(rhs, lhs.dtype), out_sharding=out_sharding)
             check_operand(lhs)
-            recipe = recipe.for_layer(self.path)
             in_bytes = isinstance(rhs, ScaledArray)
             state, records = self.begin(recipe, None if in_bytes else (lhs, as_array(rhs)))
             causal = recipe.is_causal(layer, history=state.histories is not None)
@@ -177,7 +177,8 @@ class Product(nnx.Module):
         """The state for one use of the product; and whether `end` is to record that use.
 
         Args:
-          operands: lhs and rhs; None if rhs is in bytes.
+          recipe: in effect.
+          operands: lhs and rhs, floating arrays of any shape; None if rhs is in bytes.
         """
         state, sink = self._read_state(recipe), None
         if state is not None and self.fp8_sink is not None:
@@ -212,6 +213,11 @@ class Product(nnx.Module):
 
         Args:
           begun: what `begin` gave.
+          observed: the amaxes of this use.
+
+        Raises:
+          ValueError: histories cannot be written here, because the model was made outside of the
+            JAX transformation that calls it.
         """
         state = begun.histories
         assert state is not None

@@ -145,9 +145,10 @@ class LayerNormAttention(nnx.Module):
 
     def _in_fp8(self) -> Callable[..., jax.Array] | None:
         """What computes attention itself in FP8; None: nothing does."""
-        if self.attention is None or recipe_in_effect(self.attention.recipe) is None:
+        attention = self.attention
+        if attention is None or recipe_in_effect(attention.recipe, attention.path) is None:
             return None
-        return self.attention.of_projected
+        return attention.of_projected
 
     def _dropout_key(self, deterministic: bool | None) -> jax.Array | None:
         """What the ``nnx.Dropout`` would draw its numbers by; None: nothing is dropped."""

@@ -8,24 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.matmul.hopper.attention_block import (
-    BLOCK,
-    COMPUTE,
-    ROWS,
-    Problem,
-    kernel,
-    most_stages,
-    scratch,
-)
+from jfp8.matmul.hopper.attention_block import Problem, kernel, most_stages, scratch
+from jfp8.matmul.hopper.attention_parts import BLOCK, COMPUTE, ROWS, launch
 from jfp8.matmul.hopper.tiles import padded
 
 SIZES = (64, 128, 256)  # of a head
-
-# No barriers but those of the code, as for products: see `tiles.NO_OTHER_BARRIERS`. A warp writes
-# and multiplies its own rows of the probabilities. exp2 is one instruction, off by 2^-22 at most.
-_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 
 
 def attention_forward(
@@ -35,13 +23,13 @@ def attention_forward(
     q_scale: jax.Array,
     k_scale: jax.Array,
     v_scale: jax.Array,
+    key_lengths: jax.Array | None = None,
     *,
     groups: int,
     scale: float,
     is_causal: bool,
     window: tuple[int, int] | None,
     out_dtype: jax.typing.DTypeLike,
-    key_lengths: jax.Array | None = None,
     stages: int | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -60,31 +48,36 @@ def attention_forward(
     value of theirs, or its scale, is Inf or NaN.
 
     Args:
-      q: ``f8[G, T, H]``, H of 64, 128 or 256.
-      k: ``f8[G / groups, S, H]``.
-      v_t: ``f8[G / groups, H, S]``.
-      q_scale: ``f32[G, T]``, or ``f32[]``: one for all. Positive, as the others.
-      k_scale: ``f32[G / groups, S]`` or ``f32[]``.
-      v_scale: ``f32[G / groups, S]``, powers of two from 2^-90 to 2^100; or ``f32[]``, any number.
+      q: ``f8[..., G, T, H]``, H of 64, 128 or 256.
+      k: ``f8[..., G / groups, S, H]``.
+      v_t: ``f8[..., G / groups, H, S]``.
+      q_scale: ``f32[..., G, T]``, or ``f32[]``: one for all. Positive, as the others.
+      k_scale: ``f32[..., G / groups, S]`` or ``f32[]``.
+      v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100; or ``f32[]``, any
+        number.
+      key_lengths: ``i32[..., G / groups]``: only if ``j < key_lengths[g]``.
       groups: how many heads of queries share a head of keys and values.
       scale: of the logits, positive.
       is_causal: whether key j is visible to query i only if ``j <= i``.
       window: ``(left, right)``: only if ``i - left <= j <= i + right``. None: no such bound.
       out_dtype: f32, bf16 or f16, to which `o` is rounded once.
-      key_lengths: ``i32[G / groups]``: only if ``j < key_lengths[g]``.
       stages: how many blocks of keys and values shared memory holds; None: as many as fit, up to 4.
       interpret: for ``plgpu.kernel``.
 
     Returns:
-      ``out_dtype[G, T, H]`` and ``f32[G, T]``.
+      ``out_dtype[..., G, T, H]`` and ``f32[..., G, T]``.
 
     Raises:
       ValueError: H is another, or `scale` is not positive, or `window` is negative.
     """
-    (heads, rows, size), keys = q.shape, k.shape[1]
+    shape, (*_, rows, size), keys = q.shape, q.shape, k.shape[-2]
     _check(size, scale, window)
-    if 0 in (heads, rows, keys):
-        return jnp.zeros(q.shape, out_dtype), jnp.full((heads, rows), -jnp.inf, jnp.float32)
+    if 0 in (*shape, keys):
+        return jnp.zeros(shape, out_dtype), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
+    q, k, v_t = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v_t))
+    by_head = lambda x: x.reshape(-1, x.shape[-1]) if x.ndim else x
+    q_scale, k_scale, v_scale = map(by_head, (q_scale, k_scale, v_scale))
+    heads = q.shape[0]
     left, right = window or (None, None)
     if is_causal:
         right = 0
@@ -97,7 +90,7 @@ def attention_forward(
         "v_scale": padded(v_scale, 1, BLOCK) if v_scale.ndim else v_scale.reshape(1),
     }
     if key_lengths is not None:
-        operands["key_lengths"] = key_lengths
+        operands["key_lengths"] = key_lengths.reshape(-1)
     problem = Problem(
         rows=operands["q"].shape[1],
         keys=keys,
@@ -112,39 +105,23 @@ def attention_forward(
         jax.ShapeDtypeStruct((heads, problem.rows, size), out_dtype),
         jax.ShapeDtypeStruct((heads, problem.rows), jnp.float32),
     ]
-    attend = plgpu.kernel(
-        functools.partial(kernel, problem, tuple(operands)),
-        out_type=out_type,
-        grid=(heads * problem.tiles,),
-        grid_names=("tile",),
-        cluster=(1,),
-        cluster_names=("cluster",),
-        num_threads=COMPUTE + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch(problem, operands, out_dtype),
-        compiler_params=_PARAMS,
-        interpret=interpret,
-        kernel_name="jfp8_attention",
-    )
-    o, lse = attend(*operands.values())
-    return o[:, :rows], lse[:, :rows]
+    run = functools.partial(kernel, problem, tuple(operands))
+    shared = scratch(problem, operands, out_dtype)
+    blocks = heads * problem.tiles
+    o, lse = launch(run, "attention", blocks, operands, out_type, shared, interpret)
+    return o[:, :rows].reshape(shape), lse[:, :rows].reshape(shape[:-1])
 
 
-def division(
-    groups: int,
-    q_scale: jax.Array,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    key_lengths: jax.Array | None = None,
-) -> str:
-    """How devices may divide `attention_forward`: by heads. A rule for `tracing.divided`."""
-    of_keys = "g" if groups == 1 else f"g/{groups}"
-    by_token = lambda scale, head, token: f"{head} {token}" if scale.ndim else ""
-    operands = ["g T H", f"{of_keys} S H", f"{of_keys} H S"]
-    operands += [by_token(q_scale, "g", "T")]
-    operands += [by_token(scale, of_keys, "S") for scale in (k_scale, v_scale)]
-    operands += [] if key_lengths is None else [of_keys]
-    return f"{', '.join(operands)} -> g T H, g T"
+def division(groups: int, *by_token: jax.Array, with_lengths: bool) -> str:
+    """How devices may divide `attention_forward`: by sequences and heads, ``[B, N, T, H]``.
+
+    A rule for `tracing.divided`, with the scales of queries, keys and values.
+    """
+    of_keys = "b n" if groups == 1 else f"b n/{groups}"
+    axes = "b n T", f"{of_keys} S", f"{of_keys} S"
+    scales = [axes if x.ndim else "" for x, axes in zip(by_token, axes, strict=True)]
+    operands = ["b n T H", f"{of_keys} S H", f"{of_keys} H S", *scales, *[of_keys] * with_lengths]
+    return f"{', '.join(operands)} -> b n T H, b n T"
 
 
 def _check(size: int, scale: float, window: tuple[int, int] | None) -> None:

@@ -26,21 +26,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.matmul.hopper.tiles import SHARED_MEMORY, swizzled
+from jfp8.matmul.hopper.attention_parts import (
+    BLOCK,
+    BY_COLUMN,
+    BY_ROW,
+    COMPUTE,
+    COMPUTE_REGISTERS,
+    ROWS,
+    along,
+    fill,
+    freed,
+    load,
+    multiply,
+    of_rows,
+    staging,
+    store,
+    tile,
+    zeros,
+)
+from jfp8.matmul.hopper.tiles import SHARED_MEMORY
 from jfp8.matmul.hopper.visible import Bounds, Mask
-
-BLOCK = 128  # keys of a step
-COMPUTE = 2  # warpgroups that multiply; the one after them copies
-ROWS = 64  # queries of each
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240  # per thread: 128 * (24 + 2 * 240) <= 65536
 
 LIFT = 8  # probabilities, at most 1, are multiplied by 2^8 to be cast to e4m3fn
 SMALLEST_SCALE = np.float32(2.0**-90)  # of a block of values: probabilities are divided by it
 PART = 64  # keys whose scales are in registers at the same time
-PARTS = [pl.ds(c, PART) for c in range(0, BLOCK, PART)]
-
-_BY_ROW = plgpu.Layout.WGMMA.reduce(1)  # of a vector that is broadcast along the rows of a tile
-_BY_KEY = plgpu.Layout.WGMMA.reduce(0)
+PARTS: list[Any] = [pl.ds(c, PART) for c in range(0, BLOCK, PART)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +99,14 @@ def scratch(
     p: Problem, operands: dict[str, jax.Array], out_dtype: jax.typing.DTypeLike
 ) -> dict[str, Any]:
     """The shared memory of a block, named like the attributes of `_Block`."""
-    width = 128 // jnp.dtype(out_dtype).itemsize  # 128 bytes: the widest swizzle
-    tile = lambda shape, dtype: plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, shape[-1]))
     found = {
         "queries": tile((COMPUTE, ROWS, p.size), operands["q"].dtype),
         "key_ring": tile((p.stages, BLOCK, p.size), operands["k"].dtype),
         "value_ring": tile((p.stages, p.size, BLOCK), operands["v_t"].dtype),
         "weights": tile((COMPUTE, ROWS, BLOCK), jnp.float8_e4m3fn),
-        "staging": tile((COMPUTE, 2, ROWS, width), out_dtype),
+        "staged": staging(2, out_dtype),
         "copied": plgpu.Barrier(num_barriers=COMPUTE),
-        # One thread of a warpgroup arrives at a barrier of a cluster, all 128 at a plain one.
-        "empty": plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=COMPUTE, num_barriers=p.stages
-        ),
+        "empty": freed(p.stages),
     }
     vectors = [name for name in ("k_scale", "v_scale") if operands[name].ndim == 2]
     for name in vectors:
@@ -113,10 +118,10 @@ def scratch(
 def kernel(p: Problem, names: tuple[str, ...], *refs: Any, **shared: Any) -> None:
     """One block, from its start to its end. All arguments but the first two are references."""
     *operands, out, lse = refs
-    tile = lax.axis_index("tile")
-    head = lax.div(tile, p.tiles)
+    at = lax.axis_index("tile")
+    head = lax.div(at, p.tiles)
     # The last rows of a head first: with `is_causal` they take longest.
-    row = (p.tiles - 1 - lax.rem(tile, p.tiles)) * (COMPUTE * ROWS)
+    row = (p.tiles - 1 - lax.rem(at, p.tiles)) * (COMPUTE * ROWS)
     given = dict(zip(names, operands, strict=True))
     block = _Block(p, given, out, lse, head, lax.div(head, p.groups), row, **shared)
     lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.attend, block.copy)
@@ -137,7 +142,7 @@ class _Block:
     key_ring: Any
     value_ring: Any
     weights: Any
-    staging: Any
+    staged: Any
     copied: Any
     empty: Any
     full: Any
@@ -159,17 +164,9 @@ class _Block:
     # The warpgroup that fills the ring
 
     def copy(self) -> None:
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        stages, (first, end) = self.p.stages, self.steps(self.bounds())
+        first, end = self.steps(self.bounds())
 
-        @pl.loop(0, end - first)
-        def _(i):
-            slot = lax.rem(i, stages)
-
-            @pl.when(i >= stages)
-            def _():
-                plgpu.barrier_wait(self.empty.at[slot])
-
+        def copy(i, slot):
             keys, full = pl.ds((first + i) * BLOCK, BLOCK), self.full.at[slot]
             k, v = (self.given[name].at[self.key_head] for name in ("k", "v_t"))
             plgpu.copy_gmem_to_smem(k.at[keys], self.key_ring.at[slot], full)
@@ -179,10 +176,7 @@ class _Block:
                     scales = self.given[name].at[self.key_head, keys]
                     plgpu.copy_gmem_to_smem(scales, ring.at[slot], full)
 
-        # A block must not end before all have arrived at its barriers.
-        @pl.loop(jnp.maximum(end - first - stages, 0), end - first)
-        def _(i):
-            plgpu.barrier_wait(self.empty.at[lax.rem(i, stages)])
+        fill(end - first, self.p.stages, self.empty, copy)
 
     # The warpgroups that multiply
 
@@ -196,11 +190,8 @@ class _Block:
         factor = self.row_factor(row)
         plgpu.barrier_wait(self.copied.at[mine])
 
-        tile = lambda width: plgpu.layout_cast(
-            jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA
-        )
-        of_rows = lambda x: plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), _BY_ROW)
-        carry = [tile(part.size) for part in self.p.parts], of_rows(-jnp.inf), of_rows(0.0)
+        totals = [zeros(part.size) for part in self.p.parts]
+        carry = totals, of_rows(-jnp.inf), of_rows(0.0)
         bounds = self.bounds()
         start, stop = self.steps(bounds)
         _, first_full, end_full, _ = bounds.blocks(row, ROWS, BLOCK)
@@ -225,7 +216,7 @@ class _Block:
         """By what the products of each query are multiplied: f32[ROWS], or one number."""
         q_scale, k_scale = self.given["q_scale"], self.given["k_scale"]
         if q_scale.ndim == 2:
-            factor = _load(q_scale.at[self.head, pl.ds(row, ROWS)], _BY_ROW) * self.p.factor
+            factor = load(q_scale.at[self.head, pl.ds(row, ROWS)], BY_ROW) * self.p.factor
         else:
             factor = q_scale[0] * self.p.factor
         factor = factor if k_scale.ndim == 2 else factor * k_scale[0]
@@ -238,15 +229,11 @@ class _Block:
         plgpu.barrier_wait(self.full.at[slot])
         unit = self.unit(slot, mask)
 
-        def scores(acc):
-            plgpu.wgmma(acc, self.queries.at[mine], self.key_ring.at[slot].T)
-            return acc[...]
-
-        s = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+        (s,) = multiply((self.queries.at[mine], self.key_ring.at[slot]))
         s = [s[:, part.start : part.start + part.size] for part in PARTS]
         if self.k_scale_ring is not None:
-            scales = [_load(self.k_scale_ring.at[slot, part], _BY_KEY) for part in PARTS]
-            s = [x * _along(scale, x.shape, 1) for x, scale in zip(s, scales, strict=True)]
+            scales = [load(self.k_scale_ring.at[slot, part], BY_COLUMN) for part in PARTS]
+            s = [x * along(scale, x.shape, 1) for x, scale in zip(s, scales, strict=True)]
         hide = lambda x, part: mask.where(x, -jnp.inf, part.start)
         s = mask.choose(lambda s: s, lambda s: list(map(hide, s, PARTS)), s)
 
@@ -261,7 +248,7 @@ class _Block:
             shift = shift + _log2(unit)
         added, weights = [], []
         for part, x in zip(PARTS, s, strict=True):
-            p = jnp.exp2(x * _along(factor, x.shape, 0) - _along(shift, x.shape, 0))
+            p = jnp.exp2(x * along(factor, x.shape, 0) - along(shift, x.shape, 0))
             added.append(jnp.sum(p, axis=1))
             weights.append(self.weighed(p, slot, part))
         added = functools.reduce(jnp.add, added)
@@ -270,16 +257,11 @@ class _Block:
         plgpu.commit_smem()  # and all warps have read the slot's scales, before it is freed
 
         for n, part in enumerate(self.p.parts):
-
-            def product(acc, part=part):
-                values = self.value_ring.at[slot, part]
-                plgpu.wgmma(acc, self.weights.at[mine], values.T)
-                return acc[...]
-
-            added = pl.run_scoped(product, plgpu.ACC((ROWS, part.size), jnp.float32))
+            values = self.value_ring.at[slot, part]
+            (added,) = multiply((self.weights.at[mine], values))
             if unit is not None:
-                added = added * _along(unit, added.shape, 0)
-            total[n] = total[n] * _along(shrink, added.shape, 0) + added
+                added = added * along(unit, added.shape, 0)
+            total[n] = total[n] * along(shrink, added.shape, 0) + added
         plgpu.barrier_arrive(self.empty.at[slot])
         return total, highest, sums
 
@@ -287,14 +269,14 @@ class _Block:
         """The largest scale of the values that each query sees: f32[ROWS]; None: there is one."""
         if self.v_scale_ring is None:
             return None
-        scales = lambda part: _load(self.v_scale_ring.at[slot, part], _BY_KEY)
+        scales = lambda part: load(self.v_scale_ring.at[slot, part], BY_COLUMN)
 
         def all_seen():
             largest = jnp.max(functools.reduce(jnp.maximum, map(scales, PARTS)))
-            return plgpu.layout_cast(jnp.full((ROWS,), largest), _BY_ROW)
+            return plgpu.layout_cast(jnp.full((ROWS,), largest), BY_ROW)
 
         def some_seen():
-            seen = lambda part: mask.where(_along(scales(part), (ROWS, PART), 1), 0.0, part.start)
+            seen = lambda part: mask.where(along(scales(part), (ROWS, PART), 1), 0.0, part.start)
             return jnp.max(functools.reduce(jnp.maximum, map(seen, PARTS)), axis=1)
 
         return jnp.maximum(mask.choose(all_seen, some_seen), SMALLEST_SCALE)
@@ -302,39 +284,21 @@ class _Block:
     def weighed(self, p: jax.Array, slot: jax.Array, part: Any) -> jax.Array:
         """A part of the probabilities times the scales of its values, in f8."""
         if self.v_scale_ring is not None:
-            p = p * _along(_load(self.v_scale_ring.at[slot, part], _BY_KEY), p.shape, 1)
+            p = p * along(load(self.v_scale_ring.at[slot, part], BY_COLUMN), p.shape, 1)
         return p.astype(self.weights.dtype)
 
     def store(self, row: jax.Array, total: list[jax.Array], highest: Any, sums: Any) -> None:
         """The output, rounded, and the logarithm of the softmax's denominator."""
-        mine, width = self.mine(), self.staging.shape[-1]
         rows = pl.ds(row, ROWS)
         self.lse[self.head, rows] = highest * np.float32(math.log(2)) + jnp.log(sums)
         inverse = 1.0 / jnp.where(sums == 0, 1.0, sums)
         if self.given["v_scale"].ndim == 1:
             inverse = inverse * self.given["v_scale"][0]
-        parts = [x[:, c : c + width] for x in total for c in range(0, x.shape[1], width)]
-        for c, x in enumerate(parts):
-            staged = self.staging.at[mine, c % 2]
-            if c >= 2:  # two slots, alternating
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            staged[...] = (x * _along(inverse, x.shape, 0)).astype(self.out.dtype)
-            plgpu.commit_smem()
-            target = self.out.at[self.head, rows, pl.ds(c * width, width)]
-            plgpu.copy_smem_to_gmem(staged, target)
-        plgpu.wait_smem_to_gmem(0)
+        parts = [x * along(inverse, x.shape, 0) for x in total]
+        store(parts, self.staged.at[self.mine()], self.out.at[self.head, rows])
 
 
 def _log2(x: jax.Array) -> jax.Array:
     """Of powers of two that are normal, exactly."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return ((bits >> 23) - 127).astype(jnp.float32)
-
-
-def _load(vector: Any, layout: Any) -> jax.Array:
-    return plgpu.load(vector, layout=layout, optimized=False)
-
-
-def _along(x: Any, shape: tuple[int, ...], dimension: int) -> Any:
-    """A vector along `dimension` of a matrix, constant along the other; a number as it is."""
-    return lax.broadcast_in_dim(x, shape, (dimension,)) if getattr(x, "ndim", 0) else x

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
     return run(kernel, lhs, rhs)
 
 
-def run(kernel: Callable[..., jax.Array], *operands: ScaledArray) -> jax.Array:
+def run(kernel: Callable[..., Any], *operands: Any) -> Any:
     """``kernel(*operands)`` on CUDA, or interpreted; an error if compiled for another platform."""
     if kernels_are_interpreted():
         return kernel(*operands)

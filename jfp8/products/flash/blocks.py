@@ -18,8 +18,9 @@ scales of what it meets::
 
     dV = P^T dO      w = cast(p (dO_scale_i / max_i) c)
     dP = dO V^T      dS = p (dP - sum_h dO O)
-    dQ = dS K scale  cast(dS k_scale_j / r_i),  r_i = max_j |dS k_scale_j| / fmt.max
-    dK = dS^T Q scale  the same, with the scales of queries, for each key
+    dQ = dS K scale  cast(dS k_scale_j / r_i),  r_i = max_j |dS k_scale_j| / fmt.max, rounded up to
+                                                a power of two
+    dK = dS^T Q scale  the same, with the scales of queries, for each key and head of queries
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from jfp8.products.flash.numerics import (
     weights_factor,
 )
 from jfp8.products.flash.shown import shown_block
-from jfp8.products.flash.visible import Visible
+from jfp8.products.flash.visible import Visible, padded
 from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import Format
+from jfp8.scaling.scales import SMALLEST_SCALE
 from jfp8.tracing.compat import same_varying_axes
 
 
@@ -74,7 +76,7 @@ class Gradients(NamedTuple):
 def forward(
     q: Quantized, k: Quantized, v: Quantized, visible: Visible, scale: float, numerics: Numerics
 ) -> Softmax:
-    """Attention of whole blocks of queries and keys.
+    """Attention, block by block.
 
     Args:
       q: ``[batch, heads, groups, queries, depth]``; those of a group share the keys of a head.
@@ -84,7 +86,8 @@ def forward(
       numerics: what the recipe says.
     """
     (fmt, _), (size, of_keys) = numerics.weights, visible.block
-    factor = weights_factor(fmt)
+    factor, rows = weights_factor(fmt), q.data.shape[3]
+    q, k, v = _whole(q, 3, size), _whole(k, 2, of_keys), _whole(v, 2, of_keys)
 
     def of_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         q_i = _block(q, i, size, 3)
@@ -108,8 +111,8 @@ def forward(
         m, l, o = lax.fori_loop(*visible.keys_of(i), add, _varying(start, q_i))
         return o / jnp.where(l == 0, 1, l)[..., None], m + jnp.log(l)
 
-    out, log_sum = lax.map(of_block, jnp.arange(visible.blocks[0]))
-    return Softmax(_joined(out), _joined(log_sum))
+    found = lax.map(of_block, jnp.arange(visible.blocks[0]))
+    return Softmax(*(_joined(x, rows) for x in found))
 
 
 class Both(NamedTuple):
@@ -139,36 +142,41 @@ def backward(
     """
     (_, fmt), (size, of_keys) = numerics.weights, visible.block
     factor = weights_factor(fmt)
-    (for_dq, for_dk), (k_of_s, k_of_dq) = numerics.scores, operands.key
+    for_dq, for_dk = numerics.scores
+    rows, keys = operands.query[0].data.shape[3], operands.key[0].data.shape[2]
+    of_s, of_dp = ([_whole(x, 3, size) for x in both] for both in (operands.query, operands.grad))
+    (k_of_s, k_of_dq), (_, v) = (
+        [_whole(x, 2, of_keys) for x in both] for both in (operands.key, operands.value)
+    )
+    log_sum = padded(log_sum, 3, visible.blocks[0] * size, -jnp.inf)
+    dot = padded(dot, 3, visible.blocks[0] * size)
 
     def of_block(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
         (q_i, q_of_dk), (g_of_dp, g_of_dv) = (
-            [_block(x, i, size, 3) for x in both] for both in (operands.query, operands.grad)
+            [_block(x, i, size, 3) for x in both] for both in (of_s, of_dp)
         )
         log_sum_i, dot_i = (
             lax.dynamic_slice_in_dim(x, i * size, size, 3)[..., None] for x in (log_sum, dot)
         )
         by_grad = g_of_dv.scale[..., None]
-        of_block = jnp.max(by_grad, axis=(2, 3), keepdims=True)
+        of_head = jnp.max(by_grad, axis=3, keepdims=True)
 
         def add(j: jax.Array, carry: tuple) -> tuple:
             dq, dk, dv, dbias, largest = carry
-            k_j, of_dq, v_j = (
-                _block(x, j, of_keys, 2) for x in (k_of_s, k_of_dq, operands.value[1])
-            )
+            k_j, of_dq, v_j = (_block(x, j, of_keys, 2) for x in (k_of_s, k_of_dq, v))
             s, _ = _scores(q_i, k_j, visible, scale, i, j)
             p = jnp.exp(s - _finite(log_sum_i))
-            w = _rounded("wgrad", p * (by_grad / of_block), fmt)
-            y = product("bngts,bngth->bnsh", w, g_of_dv.data) * (of_block[:, :, 0] / factor)
-            dv = _added(dv, y, j * of_keys, 2)
+            w = _rounded("wgrad", p * (by_grad / of_head), fmt)
+            y = product("bngts,bngth->bngsh", w, g_of_dv.data) * (of_head / factor)
+            dv = _added(dv, jnp.sum(y, 2), j * of_keys, 2)
             dp = product("bngth,bnsh->bngts", g_of_dp.data, v_j.data)
             dp = dp * g_of_dp.scale[..., None] * _by_key(v_j.scale)
             ds = p * (dp - dot_i)
-            w, r = _quantized("dgrad", ds * _by_key(of_dq.scale), for_dq, (4,))
+            w, r = _quantized("dgrad", ds * _by_key(of_dq.scale), for_dq, 4)
             dq += product("bngts,bnsh->bngth", w, of_dq.data) * r
-            w, r = _quantized("wgrad", ds * q_of_dk.scale[..., None], for_dk, (2, 3))
-            r = r if r.ndim == 0 else r[:, :, 0, 0, :, None]
-            dk = _added(dk, product("bngts,bngth->bnsh", w, q_of_dk.data) * r, j * of_keys, 2)
+            w, r = _quantized("wgrad", ds * q_of_dk.scale[..., None], for_dk, 3)
+            y = product("bngts,bngth->bngsh", w, q_of_dk.data) * r.swapaxes(3, 4)
+            dk = _added(dk, jnp.sum(y, 2), j * of_keys, 2)
             if dbias is not None:
                 dbias = _with_block(dbias, ds, (i * size, j * of_keys))
             return dq, dk, dv, dbias, jnp.maximum(largest, jnp.max(jnp.abs(ds)))
@@ -183,7 +191,8 @@ def backward(
     (dk, dv, dbias, largest), dq = lax.scan(of_block, start, jnp.arange(visible.blocks[0]))
     if dbias is not None:
         dbias = visible.without_padding(dbias)
-    return Gradients(_joined(dq) * scale, dk * scale, dv, dbias, largest)
+    dk, dv = dk[:, :, :keys] * scale, dv[:, :, :keys]
+    return Gradients(_joined(dq, rows) * scale, dk, dv, dbias, largest)
 
 
 def _varying(start: Any, like: Quantized) -> Any:
@@ -212,9 +221,9 @@ def _rounded(kind: str, weights: jax.Array, fmt: Format | None) -> jax.Array:
 
 
 def _quantized(
-    kind: str, ds: jax.Array, fmt: Format | None, axes: tuple[int, ...]
+    kind: str, ds: jax.Array, fmt: Format | None, axis: int
 ) -> tuple[jax.Array, jax.Array]:
-    data, scale = quantize_made(ds, fmt, axes)
+    data, scale = quantize_made(ds, fmt, axis)
     return shown_block("scores", "grad", kind, fmt, ds, data, scale), scale
 
 
@@ -235,10 +244,17 @@ def _block(x: Quantized, i: jax.Array, size: int, axis: int) -> Quantized:
     return Quantized(data, scale, x.amax)
 
 
-def _joined(blocks: jax.Array) -> jax.Array:
-    """``[blocks, batch, heads, groups, queries, ...]`` with the blocks of queries in a row."""
+def _whole(x: Quantized, axis: int, block: int) -> Quantized:
+    """`x` with tokens of zeros behind it, up to a whole block."""
+    size = -(-x.scale.shape[axis] // block) * block
+    data, scale = padded(x.data, axis, size), padded(x.scale, axis, size, SMALLEST_SCALE)
+    return Quantized(data, scale, x.amax)
+
+
+def _joined(blocks: jax.Array, rows: int) -> jax.Array:
+    """``[blocks, batch, heads, groups, queries, ...]`` with the first `rows` queries in a row."""
     x = jnp.moveaxis(blocks, 0, 3)
-    return x.reshape(*x.shape[:3], -1, *x.shape[5:])
+    return x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, :rows]
 
 
 def _added(x: jax.Array, part: jax.Array, at: jax.Array, axis: int) -> jax.Array:

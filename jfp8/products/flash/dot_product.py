@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.products.explicit_sharding import with_layout_of
-from jfp8.products.flash import blocks, passes
+from jfp8.products.flash import blocks, hopper, passes
+from jfp8.products.flash.implementations import Choice, Facts, choose
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
 from jfp8.products.flash.shown import shown
-from jfp8.products.flash.visible import Visible, padded
+from jfp8.products.flash.visible import Visible
+from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Observed
 from jfp8.products.uses import ProductUse, begin_use, end_use
 from jfp8.products.vjp import SINK_UNIT, check_sink, check_state, first_order_only
@@ -55,7 +57,7 @@ def scaled_dot_product_attention(
         O = q(P) q(V)                    dQ = q(dS) q(K) scale
         dV = q(P)^T q(dO)                dK = q(dS)^T q(Q) scale
 
-    Computed over blocks of 128 queries and 128 keys with a running softmax in f32, without an array
+    Computed over blocks of 64 queries and 128 keys with a running softmax in f32, without an array
     of ``[T, S]``. See `jfp8.products.flash.blocks` for the equations of a block.
 
     `recipe` says in which formats. Q, K, V and dO have a scale for each token and head, or that of
@@ -76,14 +78,19 @@ def scaled_dot_product_attention(
       state: amax histories, ``{"scores": recipe.init_state(), "context": recipe.init_state()}``:
         of Q and K in ``scores``, of V and dO in ``context``; they are read, never written.
       sink: ``{"scores": init_sink(), "context": init_sink()}``; see `scaled_dot_general`.
-      implementation: ``"emulate"`` or None: the reference, on any device.
+      implementation: ``"emulate"``: the reference, on any device. ``"mosaic_gpu"``: Pallas kernels
+        for Hopper, which compute the same. None: these where they can, else the reference.
+        ``"cudnn"``: cuDNN's kernel, forward, for Hopper and Blackwell, delayed scaling with a
+        `state`, and `is_causal` or all keys. It has one scale for each tensor, which looks ahead
+        until each history has an entry, and rounds O to e4m3.
 
     Returns:
       Array of the shape and dtype of `query`; 0 for a query that sees no key.
 
     Raises:
       TypeError: operands that are not floating, a mask that is not bool.
-      ValueError: shapes that do not fit; a `state` of another recipe; an unknown `implementation`.
+      ValueError: shapes that do not fit; a `state` of another recipe; an `implementation` that is
+        unknown, or does not compute this: the message says why.
 
     References:
       FlashAttention-3, arXiv 2407.08608, for FP8; `jax.nn.dot_product_attention` for the interface.
@@ -147,8 +154,6 @@ def observed_attention(
 
         arrays = query, key, value, bias, mask
         return with_layout_of(jnp.asarray(query), inside, arrays, lengths, state, sink)
-    if implementation not in (None, "emulate"):
-        raise ValueError(f"implementation={implementation!r} is unknown. Allowed: None, 'emulate'.")
     arrays = [as_float_array(x, n) for x, n in ((query, "query"), (key, "key"), (value, "value"))]
     without_batch = arrays[0].ndim == 3
     q, k, v = (x[None] if without_batch else x for x in arrays)
@@ -169,7 +174,10 @@ def observed_attention(
     uses = {name: begin_use(zeros) for name, zeros in (sink or {}).items()}
     noted = {name: use for name, use in uses.items() if use is not None}
     factor = float(1 / math.sqrt(depth) if scale is None else scale)
-    how = _How(recipe, factor, q.dtype, tuple(noted.values()))
+    facts = Facts(recipe, visible, depth, factor, state is not None)
+    if implementation is None and OBSERVER.value is not None:
+        implementation = "emulate"  # only the reference shows weights and gradients of scores
+    how = _How(recipe, factor, q.dtype, choose(facts, implementation), tuple(noted.values()))
     inputs = _Inputs(
         q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
         k.swapaxes(1, 2),
@@ -190,6 +198,7 @@ class _How:
     recipe: Recipe
     scale: float
     dtype: np.dtype
+    by: Choice
     uses: tuple[ProductUse, ...] = ()
 
 
@@ -238,29 +247,23 @@ def _forward(
     visible, state = inputs.visible, inputs.state
     numerics = numerics_of(how.recipe)
     history = lambda which, role: None if state is None else state[which][role]
-    (size, of_keys), (n, m) = visible.block, visible.blocks
-    query, key, value = (
-        padded(query, 3, n * size),
-        padded(key, 2, m * of_keys),
-        padded(value, 2, m * of_keys),
-    )
-    q = for_both(query, numerics.query, history("scores", "lhs"))
-    k = for_both(key, numerics.key, history("scores", "rhs"))
-    v = for_both(value, numerics.value, history("context", "rhs"), folded=True)
+    stored = partial(for_both, together=how.by.together)
+    q = stored(query, numerics.query, history("scores", "lhs"))
+    k = stored(key, numerics.key, history("scores", "rhs"))
+    v = stored(value, numerics.value, history("context", "rhs"), folded=True)
     q = shown("scores", "lhs", ("fprop", "wgrad"), numerics.query, query, q)
     k = shown("scores", "rhs", ("fprop", "dgrad"), numerics.key, key, k)
     v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
     name = passes.forward_pass(q[0], k[0], v[0], visible, numerics).name
     compute = passes.called(name, _forward_pass)
-    softmax = compute(replace(how, uses=()), q[0], k[0], v[0], visible)
-    out = softmax.out[:, :, :, : inputs.query.shape[3]].astype(how.dtype)
+    out, log_sum = compute(replace(how, uses=()), q[0], k[0], v[0], visible)
     grad_history = None if inputs.sink is None else history("context", "grad")
     like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs[:3])
     observed = {
         "scores": Observed(q[0].amax, k[0].amax),
         "context": Observed(jnp.ones_like(v[0].amax), v[0].amax),
     }
-    residuals = _Residuals(q, k, v, out, softmax.log_sum, visible, grad_history, inputs.sink, like)
+    residuals = _Residuals(q, k, v, out, log_sum, visible, grad_history, inputs.sink, like)
     return (out, observed), residuals
 
 
@@ -271,19 +274,17 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
     q, k, v, out, log_sum, visible, history, sink, like = residuals
     grad = same_varying_axes((grad, out))[0]
     numerics = numerics_of(how.recipe)
-    rows, size = grad.shape[3], q[0].data.shape[3]
     grad = first_order_only(
         grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention"
     ).astype(jnp.float32)
-    dot = padded(jnp.sum(grad * out.astype(jnp.float32), axis=-1), 3, size)
-    padded_grad = padded(grad, 3, size)
-    g = for_both(padded_grad, numerics.grad, history)
-    g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, padded_grad, g)
+    dot = jnp.sum(grad * out.astype(jnp.float32), axis=-1)
+    g = for_both(grad, numerics.grad, history)
+    g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, grad, g)
     both = blocks.Both(q, k, v, g)
     name = passes.backward_pass(both, visible, numerics).name
     compute = passes.called(name, _backward_pass)
-    found = compute(replace(how, uses=()), both, log_sum, dot, visible)
-    keys = visible.sizes[1]
+    dtype = how.dtype if {x.dtype for x in like} == {how.dtype} else np.dtype(np.float32)
+    found = compute(replace(how, uses=(), dtype=dtype), both, log_sum, dot, visible)
     d_sink = None
     if sink is not None:
         of_scores = jnp.stack([q[0].amax, k[0].amax, found.largest])
@@ -292,9 +293,9 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
         d_sink = {name: encode_amax(amaxes[name]) * SINK_UNIT for name in sink}
     d_visible = replace(visible, lengths=(None, None), mask=None, bias=found.bias)
     cotangents = _Inputs(
-        found.query[:, :, :, :rows].astype(like[0].dtype),
-        found.key[:, :, :keys].astype(like[1].dtype),
-        found.value[:, :, :keys].astype(like[2].dtype),
+        found.query.astype(like[0].dtype),
+        found.key.astype(like[1].dtype),
+        found.value.astype(like[2].dtype),
         d_visible,
         None,
         d_sink,
@@ -306,11 +307,27 @@ _attention.defvjp(_forward, _backward)
 
 
 def _forward_pass(how: _How, *arrays: Any) -> blocks.Softmax:
-    return blocks.forward(*arrays, scale=how.scale, numerics=numerics_of(how.recipe))
+    def reference(*arrays: Any) -> blocks.Softmax:
+        found = blocks.forward(*arrays, scale=how.scale, numerics=numerics_of(how.recipe))
+        return found._replace(out=found.out.astype(how.dtype))
+
+    return how.by.forward(reference, *arrays, scale=how.scale, dtype=how.dtype)
 
 
-def _backward_pass(how: _How, *arrays: Any) -> blocks.Gradients:
-    return blocks.backward(*arrays, scale=how.scale, numerics=numerics_of(how.recipe))
+def _backward_pass(how: _How, operands: blocks.Both, *arrays: Any) -> blocks.Gradients:
+    numbers: dict[str, Any] = {"scale": how.scale, "numerics": numerics_of(how.recipe)}
+    by = how.by.backward or how.by
+    reason = hopper.refusal_backward(numbers["numerics"], operands.query[0].data.shape[-1])
+    if reason is not None:
+        by = Choice(None, named=True, reason=by.reason or reason)
+
+    def reference(*arrays: Any) -> blocks.Gradients:
+        found = blocks.backward(*arrays, **numbers)
+        in_dtype = {n: getattr(found, n).astype(how.dtype) for n in ("query", "key", "value")}
+        return found._replace(**in_dtype)
+
+    kernels = partial(hopper.backward, **numbers, dtype=how.dtype)
+    return by(reference, kernels, operands, *arrays)
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -25,7 +25,6 @@ from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import E4M3FN, Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import SMALLEST_SCALE, reciprocal, scale_from_amax
-from jfp8.tracing.context import note
 
 _KNOWN = (Current, Delayed, Rowwise, Blockwise, TwoLevel, Unit)
 
@@ -98,12 +97,12 @@ def numerics_of(recipe: Recipe) -> Numerics:
         key=Uses(fprop[1], dgrad[1]),
         value=Uses(fprop[1], dgrad[1]),
         grad=Uses(dgrad[0], wgrad[1]),
-        weights=(_format(fprop[0]), _format(wgrad[0])),
-        scores=(_format(dgrad[0]), _format(wgrad[1])),
+        weights=(format_of(fprop[0]), format_of(wgrad[0])),
+        scores=(format_of(dgrad[0]), format_of(wgrad[1])),
     )
 
 
-def _format(quantizer: Quantizer | None) -> Format | None:
+def format_of(quantizer: Quantizer | None) -> Format | None:
     """Its format; e4m3 instead of four bits, which are too few without scales of small blocks."""
     if quantizer is None:
         return None
@@ -111,17 +110,27 @@ def _format(quantizer: Quantizer | None) -> Format | None:
 
 
 def for_both(
-    x: jax.Array, uses: Uses, state: AmaxState | None, *, folded: bool = False
+    x: jax.Array,
+    uses: Uses,
+    state: AmaxState | None,
+    *,
+    folded: bool = False,
+    together: bool = False,
 ) -> tuple[Quantized, Quantized]:
     """`x` as its first product takes it, and as its second one does; see `quantize_tokens`."""
-    first = quantize_tokens(x, uses.first, state, folded=folded)
+    first = quantize_tokens(x, uses.first, state, folded=folded, together=together)
     if uses.second == uses.first:
         return first, first
     return first, quantize_tokens(x, uses.second, state)
 
 
 def quantize_tokens(
-    x: jax.Array, quantizer: Quantizer | None, state: AmaxState | None, *, folded: bool = False
+    x: jax.Array,
+    quantizer: Quantizer | None,
+    state: AmaxState | None,
+    *,
+    folded: bool = False,
+    together: bool = False,
 ) -> Quantized:
     """``x[..., tokens, depth]``, with a scale for each token.
 
@@ -130,21 +139,24 @@ def quantize_tokens(
       state: the amax history; None, or one without an entry: the scales follow from the tokens.
       folded: whether a product multiplies its other operand by the scales, before that is rounded:
         then they are powers of two, and exact.
+      together: whether all tokens have one scale. Without an entry, it looks ahead.
     """
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
     if quantizer is None:
         return Quantized(x, jnp.ones_like(largest), jnp.max(largest))
-    fmt = _format(quantizer)
+    fmt = format_of(quantizer)
     assert fmt is not None
     rounding = "power_of_two" if folded or quantizer.powers_of_two else None
     margin = quantizer.margin if isinstance(quantizer, Delayed) else 0
-    scale = scale_from_amax(largest, fmt, margin=margin, scale_rounding=rounding, poison=True)
+    of = jnp.broadcast_to(jnp.max(largest), largest.shape) if together else largest
+    scale = scale_from_amax(of, fmt, margin=margin, scale_rounding=rounding, poison=True)
     if isinstance(quantizer, Unit):
         scale = jnp.ones_like(scale)
     if isinstance(quantizer, Delayed) and state is not None:
         seen = quantizer.expected(state) > 0
-        scale = jnp.where(seen, quantizer.scale(jnp.zeros(()), state), scale)
+        of_history = replace(quantizer, scale_rounding=rounding or quantizer.scale_rounding)
+        scale = jnp.where(seen, of_history.scale(jnp.zeros(()), state), scale)
     data = cast(x * reciprocal(scale)[..., None], fmt)
     # Scales are compared where they move into weights. That of zeros, 1 so far, would be the
     # largest.
@@ -152,13 +164,12 @@ def quantize_tokens(
     return Quantized(data, scale, jnp.max(largest))
 
 
-def quantize_made(
-    x: jax.Array, fmt: Format | None, axes: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """A block that was just made, and its scales: one for all elements along `axes`."""
+def quantize_made(x: jax.Array, fmt: Format | None, axis: int) -> tuple[jax.Array, jax.Array]:
+    """A block that was just made, and its scales, powers of two: one for all along `axis`."""
+    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
     if fmt is None:
-        return x, jnp.ones((), jnp.float32)
-    scale = scale_from_amax(jnp.max(jnp.abs(x), axis=axes, keepdims=True), fmt)
+        return x, jnp.ones_like(largest)
+    scale = scale_from_amax(largest, fmt, scale_rounding="power_of_two", poison=True)
     return cast(x * reciprocal(scale), fmt), scale
 
 
@@ -184,8 +195,4 @@ def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
 
-    def on_cuda(a: jax.Array, b: jax.Array) -> jax.Array:
-        with note("cuda", "bf16: no FP8 kernel for attention is called yet"):
-            return in_bf16(a, b)
-
-    return lax.platform_dependent(a, b, cuda=on_cuda, tpu=in_bf16, default=in_f32)
+    return lax.platform_dependent(a, b, cuda=in_bf16, tpu=in_bf16, default=in_f32)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-BLOCK = 128  # queries, and keys, of a block
+BLOCK = 64, 128  # queries, and keys, of a block
 
 
 @jax.tree_util.register_dataclass
@@ -36,8 +36,8 @@ class Visible:
     @property
     def block(self) -> tuple[int, int]:
         """Queries and keys of a block."""
-        queries, keys = self.sizes
-        return min(BLOCK, queries), min(BLOCK, keys)
+        queries, keys = map(min, BLOCK, self.sizes)
+        return queries, keys
 
     @property
     def blocks(self) -> tuple[int, int]:

@@ -1,0 +1,156 @@
+"""Attention by the Pallas kernels for Hopper: what they take, and their calls."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfp8.matmul.hopper.product import why_no_kernels
+from jfp8.matmul.job import HARDWARE_FORMATS
+from jfp8.products.flash.blocks import Both, Gradients, Softmax
+from jfp8.products.flash.numerics import Numerics, Quantized, format_of
+from jfp8.products.flash.visible import Visible
+from jfp8.quantizers.quantizer import Quantizer
+from jfp8.scaling.formats import E4M3FN
+from jfp8.tracing.context import Gpu
+from jfp8.tracing.divided import divided
+
+SIZES = (64, 128, 256)  # of a head
+SIZES_BACKWARD = (64, 128)
+
+
+def refusal(
+    numerics: Numerics, visible: Visible, depth: int, scale: float, gpu: Gpu | None
+) -> str | None:
+    """Why the kernel does not compute the reference's forward pass on `gpu`; None if it does."""
+    reason = why_no_kernels(gpu)
+    if reason is not None:
+        return reason
+    for name in ("mask", "bias"):
+        if getattr(visible, name) is not None:
+            return f"a {name}: the kernels know is_causal, local_window_size and lengths"
+    if depth not in SIZES:
+        return f"heads of {depth} numbers: the kernels are for 64, 128 and 256"
+    if not scale > 0:
+        return f"scale={scale}: the kernels are for positive ones; negate the queries"
+    stored = numerics.query.first, numerics.key.first, numerics.value.first
+    if not all(map(_known, stored)) or numerics.weights[0] != E4M3FN:
+        return "a recipe whose forward products are not of E4M3FN and E5M2, with P in E4M3FN"
+    return None
+
+
+def refusal_backward(numerics: Numerics, depth: int) -> str | None:
+    """Why there are no kernels for the backward pass of what `refusal` does not refuse."""
+    if depth not in SIZES_BACKWARD:
+        return f"heads of {depth} numbers: the kernels of the backward pass are for 64 and 128"
+    of = numerics
+    stored = of.query.second, of.key.second, of.value.second, of.grad.first, of.grad.second
+    formats = all(fmt in HARDWARE_FORMATS for fmt in of.scores)
+    if not (all(map(_known, stored)) and formats) or of.weights[1] != E4M3FN:
+        return "a recipe whose backward products are not of E4M3FN and E5M2, with P in E4M3FN"
+    return None
+
+
+def _known(quantizer: Quantizer | None) -> bool:
+    return format_of(quantizer) in HARDWARE_FORMATS
+
+
+def forward(
+    q: Quantized,
+    k: Quantized,
+    v: Quantized,
+    visible: Visible,
+    *,
+    scale: float,
+    dtype: jax.typing.DTypeLike,
+) -> Softmax:
+    """`blocks.forward`, with the result in `dtype`."""
+    from jfp8.matmul.hopper.attention import attention_forward, division
+
+    groups, rows = q.data.shape[2:4]
+    options = _options(groups, visible, scale, dtype)
+    lengths, (of_queries, _) = _key_lengths(k, visible), visible.lengths
+    scales = _heads(q.scale), k.scale, v.scale
+    rule = division(groups, *scales, with_lengths=bool(lengths))
+    attend = divided(f"attention, {options}", partial(attention_forward, **options), rule)
+    out, log_sum = attend(_heads(q.data), k.data, v.data.swapaxes(2, 3), *scales, *lengths)
+    if of_queries is not None:
+        real = jnp.arange(rows)[None, None] < of_queries[:, None, None]
+        out = jnp.where(real[..., None], out, 0)
+        log_sum = jnp.where(real, log_sum, -jnp.inf)
+    return Softmax(out.reshape(q.data.shape), log_sum.reshape(q.scale.shape))
+
+
+def backward(
+    operands: Both,
+    log_sum: jax.Array,
+    dot: jax.Array,
+    visible: Visible,
+    *,
+    scale: float,
+    numerics: Numerics,
+    dtype: jax.typing.DTypeLike,
+) -> Gradients:
+    """`blocks.backward`, with the results in `dtype`."""
+    from jfp8.matmul.hopper.attention_backward import (
+        Stored,
+        Vectors,
+        attention_backward,
+        division,
+    )
+
+    (q, q_2), (k, k_2), (_, v), (grad, grad_2) = operands
+    groups, lengths = q.data.shape[2], _key_lengths(k, visible)
+    transposed = lambda x: x.data.swapaxes(-1, -2)
+    stored = Stored(
+        _heads(q.data),
+        k.data,
+        v.data,
+        _heads(grad.data),
+        _heads(transposed(q_2)),
+        transposed(k_2),
+        _heads(transposed(grad_2)),
+    )
+    of_queries = map(_heads, (q.scale, grad.scale, q_2.scale, grad_2.scale, log_sum, dot))
+    q_scale, grad_scale, q_2_scale, grad_2_scale, log_sum, dot = of_queries
+    vectors = Vectors(
+        q_scale, k.scale, v.scale, grad_scale, q_2_scale, k_2.scale, grad_2_scale, log_sum, dot
+    )
+    options = _options(groups, visible, scale, dtype) | {"formats": numerics.scores}
+
+    def differentiate(*x: jax.Array) -> tuple[jax.Array, ...]:
+        n, m = len(stored), len(stored) + len(vectors)
+        return attention_backward(Stored(*x[:n]), Vectors(*x[n:m]), *x[m:], **options)
+
+    rule = division(groups, with_lengths=bool(lengths))
+    by_parts = divided(f"attention_backward, {options}", differentiate, rule)
+    dq, dk, dv, largest = by_parts(*stored, *vectors, *lengths)
+    return Gradients(dq.reshape(q.data.shape), dk, dv, None, jnp.max(largest))
+
+
+def _heads(x: jax.Array) -> jax.Array:
+    """``[batch, heads, groups, ...]`` as ``[batch, heads * groups, ...]``."""
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _options(
+    groups: int, visible: Visible, scale: float, dtype: jax.typing.DTypeLike
+) -> dict[str, Any]:
+    return {
+        "groups": groups,
+        "scale": scale,
+        "is_causal": visible.is_causal,
+        "window": visible.window,
+        "out_dtype": jnp.dtype(dtype),
+    }
+
+
+def _key_lengths(k: Quantized, visible: Visible) -> list[jax.Array]:
+    """None or one array: the number of keys of each head that are not padding."""
+    lengths = visible.lengths[1]
+    if lengths is None:
+        return []
+    return [jnp.broadcast_to(lengths[:, None], k.data.shape[:2]).astype(jnp.int32)]

@@ -1,0 +1,139 @@
+"""Which implementation computes attention: the reference, kernels that compute the same, cuDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from jfp8.matmul.choice import by_platform, why_not_here
+from jfp8.matmul.hopper.product import run
+from jfp8.products.flash import cudnn, hopper
+from jfp8.products.flash.numerics import numerics_of
+from jfp8.products.flash.visible import Visible
+from jfp8.recipes.recipe import Recipe
+from jfp8.tracing.compat import same_varying_axes
+from jfp8.tracing.context import Gpu, note
+
+
+class Facts(NamedTuple):
+    """What the choice depends on; see `scaled_dot_product_attention`.
+
+    Attributes:
+      depth: H.
+      has_state: whether amax histories are given.
+    """
+
+    recipe: Recipe
+    visible: Visible
+    depth: int
+    scale: float
+    has_state: bool
+
+
+class Kernels(NamedTuple):
+    """An implementation other than the reference, which computes everything.
+
+    Attributes:
+      refusal: why it does not compute something on a GPU, or None.
+      forward: computes what `blocks.forward` does.
+      run: calls that on CUDA, and is an error elsewhere.
+      together: whether all tokens of an operand share a scale. If so, it has to be named.
+    """
+
+    refusal: Callable[[Facts, Gpu | None], str | None]
+    forward: Callable[..., Any]
+    run: Callable[..., Any]
+    together: bool = False
+
+
+def _mosaic_gpu(facts: Facts, gpu: Gpu | None) -> str | None:
+    numerics = numerics_of(facts.recipe)
+    return hopper.refusal(numerics, facts.visible, facts.depth, facts.scale, gpu)
+
+
+def _cudnn(facts: Facts, gpu: Gpu | None) -> str | None:
+    numerics = numerics_of(facts.recipe)
+    return cudnn.refusal(numerics, facts.visible, facts.depth, facts.has_state, gpu)
+
+
+KERNELS = {
+    "mosaic_gpu": Kernels(_mosaic_gpu, hopper.forward, run),
+    "cudnn": Kernels(_cudnn, cudnn.forward, cudnn.run, together=True),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An implementation.
+
+    Attributes:
+      kernels: one of `KERNELS`; None: the reference.
+      named: whether it was asked for: then nothing else computes.
+      backward: of an implementation without a backward pass: what computes that.
+      reason: of the reference: why no kernels were chosen.
+    """
+
+    kernels: str | None
+    named: bool
+    backward: Choice | None = None
+    reason: str = ""
+
+    @property
+    def together(self) -> bool:
+        """Whether all tokens of an operand share a scale."""
+        return self.kernels is not None and KERNELS[self.kernels].together
+
+    def __call__(
+        self, reference: Callable[..., Any], kernels: Callable[..., Any], *operands: Any
+    ) -> Any:
+        """``kernels(*operands)`` where they are chosen, and the program is compiled for CUDA."""
+        by_kernels = lambda *x: same_varying_axes((kernels(*x), x))[0]
+        if self.kernels is None:
+            with note("cuda", f"bf16: {self.reason}" if self.reason else "emulate"):
+                return reference(*operands)
+        if not self.named:
+            return by_platform(by_kernels, self.kernels, reference, *operands)
+        with note("cuda", self.kernels):
+            return KERNELS[self.kernels].run(by_kernels, *operands)
+
+    def forward(self, reference: Callable[..., Any], *operands: Any, **how: Any) -> Any:
+        """``reference(*operands)``, or what the kernels compute of `operands`, `how` they do it."""
+        kernels = None if self.kernels is None else KERNELS[self.kernels].forward
+        return self(reference, partial(kernels or reference, **how), *operands)
+
+
+def choose(facts: Facts, implementation: str | None) -> Choice:
+    """The implementation that is asked for, or the best one that computes what the reference does.
+
+    Raises:
+      ValueError: it is unknown, or does not compute this.
+    """
+    if implementation == "emulate":
+        return Choice(None, named=True)
+    if implementation is None:
+        causal = [name for name, kernels in KERNELS.items() if not kernels.together]
+        reasons = {name: _why_not(name, facts, named=False) for name in causal}
+        can = [name for name, reason in reasons.items() if reason is None]
+        if can:
+            return Choice(can[0], named=False)
+        return Choice(None, named=False, reason="; ".join(filter(None, reasons.values())))
+    if implementation not in KERNELS:
+        allowed = ", ".join(map(repr, ("emulate", *KERNELS)))
+        raise ValueError(
+            f"implementation={implementation!r} is unknown. Allowed: {allowed}, or None, which "
+            "picks one for the platform."
+        )
+    reason = _why_not(implementation, facts, named=True)
+    if reason is not None:
+        raise ValueError(
+            f"implementation={implementation!r} does not support {reason}. "
+            "Use implementation=None or 'emulate'."
+        )
+    backward = choose(facts, None) if KERNELS[implementation].together else None
+    return Choice(implementation, named=True, backward=backward)
+
+
+def _why_not(name: str, facts: Facts, *, named: bool) -> str | None:
+    return why_not_here(partial(KERNELS[name].refusal, facts), named=named)

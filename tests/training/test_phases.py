@@ -1,0 +1,111 @@
+"""Another recipe from a step on. Oracle: a state made for that recipe, with the old parameters."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfp8
+
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (16, 32))
+BASE = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(32)])
+DELAYED = jfp8.recipes.DelayedScaling(amax_history_len=4)
+PHASES = {0: None, 2: DELAYED, 4: jfp8.recipes.DelayedScaling(amax_history_len=2)}
+
+
+@functools.cache
+def model_with(recipe) -> nn.Module:
+    return jfp8.convert(BASE, {"*": recipe}, exempt=())
+
+
+def model_at(step: int) -> nn.Module:
+    return model_with(PHASES[max(s for s in PHASES if s <= step)])
+
+
+def begun() -> jfp8.TrainState:
+    model = model_at(0)
+    variables = jax.jit(model.init)(KEY, X)
+    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.adam(1e-2))
+
+
+@jax.jit
+def train_step(state):
+    loss_fn = lambda variables, x: jnp.mean((state.apply_fn(variables, x) - jnp.roll(x, 1)) ** 2)
+    loss, grads = jfp8.value_and_grad(loss_fn)(state, X)
+    return state.apply_gradients(grads), loss
+
+
+def made_by_hand(state, step):
+    """What a user would have to write: a new state, with what the old one has but its histories."""
+    model = model_at(step)
+    fresh = jfp8.TrainState.create(apply_fn=model.apply, variables=model.init(KEY, X), tx=state.tx)
+    return fresh.replace(params=state.params, opt_state=state.opt_state, step=state.step)
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found.fp8) == jax.tree.structure(expected.fp8)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_run_of_three_phases_and_one_that_was_killed(tmp_path):
+    state, losses = begun(), []
+    for step in range(6):
+        if step in PHASES:
+            switched = state.with_model(model_at(step), X)
+            if step < 4:
+                assert_same(switched, made_by_hand(state, step))
+            else:
+                for tensor in ("lhs", "rhs", "grad"):
+                    old, new = (
+                        s.fp8["layers_0"]["DotGeneral_0"][tensor] for s in (state, switched)
+                    )
+                    assert new["amax_history"].shape == (2,)
+                    np.testing.assert_array_equal(new["amax_history"], old["amax_history"][:2])
+                    assert float(old["amax_history"][1]) > 0
+            state = switched
+        state, loss = train_step(state)
+        losses.append(float(loss))
+        if step == 3:
+            jfp8.checkpoint.save(tmp_path / "state", state)
+    assert losses[-1] < 0.9 * losses[0]
+    assert set(state.fp8) == {"layers_0", "layers_2"}
+
+    resumed = begun().with_model(model_at(3), X)
+    resumed = jfp8.checkpoint.restore(tmp_path / "state", resumed, strict=True)
+    for step in range(4, 6):
+        if step in PHASES:
+            resumed = resumed.with_model(model_at(step), X)
+        resumed, loss = train_step(resumed)
+        assert float(loss) == losses[step]
+    assert_same(resumed, state)
+
+
+def test_the_recipe_is_another_from_the_switch_on():
+    state = begun()
+    plain = train_step(state)[1]
+    found = train_step(state.with_model(model_with("mxfp8"), X))[1]
+    loss = lambda model: jnp.mean((model.apply(state.variables, X) - jnp.roll(X, 1)) ** 2)
+    written = nn.Sequential(
+        [jfp8.Dense(32, recipe="mxfp8"), nn.relu, jfp8.Dense(32, recipe="mxfp8")]
+    )
+    np.testing.assert_array_equal(found, jax.jit(lambda: loss(written))())
+    assert float(found) != float(plain)
+
+
+def test_another_model_is_refused():
+    state = begun()
+    wider = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(32)])
+    with pytest.raises(
+        ValueError, match=r"params/layers_0/bias is \(64,\) in it and \(32,\) in the"
+    ):
+        state.with_model(wider, X)
+    with pytest.raises(ValueError, match=r"params/layers_2/bias is missing in it"):
+        state.with_model(nn.Sequential([nn.Dense(32)]), X)
