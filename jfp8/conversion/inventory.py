@@ -202,7 +202,7 @@ def _rows(jaxpr: Jaxpr, stack: str, times: int) -> Iterator[ProductRow]:
         here = f"{stack}/{eqn.source_info.name_stack}"
         name = str(eqn.params.get("name", ""))
         if is_attention(eqn):
-            if any(inner.primitive.name in PRODUCTS for inner in _equations(eqn)):
+            if _is_whole(eqn):
                 yield from attention_rows(eqn, notes_of(here), _cuda(eqn), times)
         elif name.startswith(PRODUCT_NAME):
             if not _is_whole(eqn):

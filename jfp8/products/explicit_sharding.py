@@ -45,3 +45,18 @@ def with_result_like(
         lambda lhs, rhs, state: function(lhs, rhs, state=state), out_sharding=layouts
     )
     return automatic(lhs, rhs, state)
+
+
+def with_layout_of(
+    like: jax.Array, function: Callable[..., tuple[jax.Array, Any]], *arguments: Any
+) -> tuple[jax.Array, Any]:
+    """``function(*arguments)``, whose first result is laid out over the devices as `like` is.
+
+    Args:
+      like: an array of the rank of that result.
+      function: of arrays, none of whose axes are explicit inside of it.
+      arguments: pytrees.
+    """
+    layouts = jax.typeof(like).sharding.spec, PartitionSpec()
+    automatic: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=layouts)
+    return automatic(*arguments)

@@ -136,6 +136,26 @@ def test_attention_is_chosen_by_its_path_and_refuses_dropout():
         report(jfp8.convert(Block(dropout=0.1), attention=True), train=True)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    tuple(map(int, jax.__version__.split(".")[:3])) < (0, 11, 2), reason="kernels need JAX 0.11.2"
+)
+def test_a_report_for_a_hopper_names_the_kernels_or_what_they_lack():
+    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    x = jnp.zeros((1, 256, 128))
+    layer = jfp8.TransformerLayer(128, 256, 2, attention_products=True)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+        for causal, cuda in (("causal", "mosaic_gpu"), ("no_mask", "bf16")):
+            model = layer.clone(self_attn_mask_type=causal)
+            mask = None if causal == "causal" else jnp.ones((1, 1, 256, 256), bool)
+            variables = jax.eval_shape(model.init, KEY, x)
+            found = jfp8.report(model, variables, x, attention_mask=mask)
+            rows = [row for row in found.rows if row.path == "self_attention/attention"]
+            assert "18 of 18 products" in found.summary()
+            assert [row.cuda.partition(":")[0] for row in rows] == [cuda] * 6
+    assert "a mask" in rows[0].cuda
+
+
 def own_attention(query, key, value, mask=None):
     return nn.dot_product_attention(query, key, value, mask=mask)
 

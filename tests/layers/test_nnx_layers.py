@@ -354,7 +354,7 @@ def test_attention_is_the_function_that_is_tested_by_itself(groups):
     q, k, v = (normal(i, (2, 5, n, 8)) for i, n in enumerate((4, groups, groups)))
     layer, function = jfp8.nnx.DotProductAttention(), jfp8.scaled_dot_product_attention
     layer.eval()
-    mask = jnp.asarray(normal(9, (2, 1, 5, 5)) > -0.5) | jnp.eye(5, dtype=bool)
+    mask = jnp.asarray(normal(9, (2, 1, 5, 5)) > -0.5) | jnp.eye(5, dtype=bool)[None, None]
     for how in ({}, {"is_causal": True}, {"is_causal": True, "mask": mask}):
         y, expected = (jax.jit(partial(f, **how))(q, k, v) for f in (layer, function))
         np.testing.assert_array_equal(y, expected)

@@ -161,3 +161,20 @@ def test_a_converted_model():
     f = jax.jit(jax.grad(lambda p, x: (model.apply({**variables, "params": p}, x) ** 2).mean()))
     grads = f(variables["params"], spread(x, P("data", None)))
     assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.slow
+@explicit_mesh
+def test_attention_is_laid_out_like_its_queries():
+    q, k, v = (normal(i, (4, 6, 2, 8)) for i in range(3))
+    spread_out = [spread(x, P("data", None, "model")) for x in (q, k, v)]
+    attend = lambda q, k, v: jfp8.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    @jax.jit
+    def run(*arrays):
+        y, vjp = jax.vjp(attend, *arrays)
+        return y, *vjp(y)
+
+    for found, expected in zip(run(*spread_out), run(q, k, v), strict=True):
+        assert found.sharding.spec[:3] == ("data", None, "model")
+        assert relative(found, expected) < 1e-6

@@ -177,7 +177,8 @@ class Product(nnx.Module):
         """The state for one use of the product; and whether `end` is to record that use.
 
         Args:
-          operands: lhs and rhs; None if rhs is in bytes.
+          recipe: in effect.
+          operands: lhs and rhs, floating arrays of any shape; None if rhs is in bytes.
         """
         state, sink = self._read_state(recipe), None
         if state is not None and self.fp8_sink is not None:
@@ -212,6 +213,11 @@ class Product(nnx.Module):
 
         Args:
           begun: what `begin` gave.
+          observed: the amaxes of this use.
+
+        Raises:
+          ValueError: histories cannot be written here, because the model was made outside of the
+            JAX transformation that calls it.
         """
         state = begun.histories
         assert state is not None

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8.products.explicit_sharding import with_layout_of
 from jfp8.products.flash import blocks, hopper, passes
 from jfp8.products.flash.implementations import Choice, Facts, choose
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
@@ -28,6 +29,7 @@ from jfp8.scaling.casts import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.sink import encode_amax
 from jfp8.tracing.compat import same_varying_axes
+from jfp8.tracing.context import has_explicit_axes
 
 States = Mapping[str, Mapping[str, AmaxState]]
 
@@ -140,6 +142,18 @@ def observed_attention(
     The amaxes have no gradient. That of P counts as 1.
     """
     recipe = check_recipe(recipe)
+    if has_explicit_axes():
+        lengths = query_seq_lengths, key_value_seq_lengths
+        options: dict[str, Any] = {"local_window_size": local_window_size, "recipe": recipe}
+        options |= {"scale": scale, "is_causal": is_causal, "implementation": implementation}
+
+        def inside(arrays: Any, lengths: Any, state: Any, sink: Any) -> Any:
+            names = "query_seq_lengths", "key_value_seq_lengths"
+            more = dict(zip(names, lengths, strict=True))
+            return observed_attention(*arrays, **options, **more, state=state, sink=sink)
+
+        arrays = query, key, value, bias, mask
+        return with_layout_of(jnp.asarray(query), inside, arrays, lengths, state, sink)
     arrays = [as_float_array(x, n) for x, n in ((query, "query"), (key, "key"), (value, "value"))]
     without_batch = arrays[0].ndim == 3
     q, k, v = (x[None] if without_batch else x for x in arrays)
