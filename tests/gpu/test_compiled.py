@@ -343,7 +343,7 @@ def test_transformer_layer(compiled):
 
 
 def test_transformer_layer_with_attention(compiled):
-    """All 18 products: 12 of cuBLASLt, 6 in three kernels, of which two compute the scores again."""
+    """All 18 products: 12 of cuBLASLt, 6 in three kernels, two of which compute the scores anew."""
     layer = jfp8.linen.TransformerLayer(
         4096, 11264, num_attention_heads=32, self_attn_mask_type="causal", attention_products=True,
         layernorm_type="rmsnorm", use_bias=False, dtype=BF16, param_dtype=BF16,
