@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import jfp8
-from jfp8.layers.nnx.attention import CachedAttention
 
 BATCH, LENGTH, FEATURES, HEADS = 2, 7, 32, 4
 X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, FEATURES))
@@ -189,7 +188,7 @@ def test_caches_out_of_reach_raise_in_nnx():
     convert = lambda model: jfp8.convert(model, "rowwise", cache_dtype="e4m3")
     attention = nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0))
     model = nnx.List([attention, nnx.Linear(4, 4, rngs=nnx.Rngs(0))])
-    assert type(convert(nnx.Dict(a=attention))["a"]) is CachedAttention
+    assert type(convert(nnx.Dict(a=attention))["a"]) is jfp8.nnx.MultiHeadAttention
     assert type(attention) is nnx.MultiHeadAttention
     model[1].kept = nnx.Cache(jnp.zeros(4))
     with pytest.raises(ValueError, match="does not reach the cache of '1', a Linear, but only"):

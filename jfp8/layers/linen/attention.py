@@ -192,7 +192,7 @@ def cached(
 
     @functools.wraps(attention_fn)  # Flax passes the arguments that it finds in the signature
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
-        cache = read_cache(layer, key.shape, dtype or key.dtype)
+        cache = read_cache(layer, key.shape, key.dtype if dtype is None else dtype)
         if cache is None:
             return attention_fn(query, key, value, **options)
         *batch, length, _, _ = query.shape

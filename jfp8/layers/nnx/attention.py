@@ -154,14 +154,58 @@ class DotProductAttention(nnx.Module):
         return out
 
 
-class CachedAttention(nnx.MultiHeadAttention):
-    """``flax.nnx.MultiHeadAttention`` whose cache may be in FP8, and takes any number of positions.
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """``flax.nnx.MultiHeadAttention`` with its projections, forward and backward, in FP8.
+
+    Takes every argument of ``nnx.MultiHeadAttention`` but those for its products; the ``nnx.Param``
+    state is the same, with the same initial values for the same `rngs`. With ``decode=True`` a call
+    takes any number of next positions, where Flax's takes one.
+
+    Args:
+      args, kwargs: as for ``nnx.MultiHeadAttention``.
+      recipe, implementation: see `Linear`.
+      attention_products: as for `jfp8.linen.MultiHeadDotProductAttention`.
 
     Attributes:
-      cache_dtype: of the cache, whatever `init_cache` is told; None: what it is told.
+      cache_dtype: of what `init_cache` makes, whatever it is told; None: what it is told.
+
+    Raises:
+      ValueError: an argument for a product, or `attention_products` with an ``attention_fn``.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> from flax import nnx
+    >>> layer = jfp8.nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((1, 3, 8))).shape
+    (1, 3, 8)
     """
 
     cache_dtype: np.dtype | Format | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        recipe: Recipe | str | None = None,
+        implementation: Implementation = None,
+        attention_products: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        hooks = [f"{which}_dot_general{cls}" for which in ("qkv", "out") for cls in ("", "_cls")]
+        given = [name for name in hooks if kwargs.get(name) is not None]
+        if given:
+            raise ValueError(
+                f"jfp8.nnx.MultiHeadAttention computes its projections itself, so it does not take "
+                f"{', '.join(given)}. Pass recipe=..., or use flax.nnx.MultiHeadAttention."
+            )
+        super().__init__(*args, **kwargs)
+        for name in ("query", "key", "value", "out"):
+            install(getattr(self, name), recipe=recipe, implementation=implementation)
+        if attention_products:
+            if not has_stock_attention(self):
+                raise ValueError(
+                    "attention_products=True computes attention itself in FP8, so "
+                    "attention_fn would have no effect. Leave out one of the two."
+                )
+            install_attention(self, recipe=recipe, implementation=implementation)
 
     def init_cache(self, input_shape: Sequence[int], dtype: FormatLike = jnp.float32) -> None:
         """Make an empty cache of keys and values, for ``decode=True``.
@@ -171,7 +215,7 @@ class CachedAttention(nnx.MultiHeadAttention):
           dtype: a wide dtype, or an FP8 format such as ``jnp.float8_e4m3fn``, with an f32 scale for
             each token and head.
         """
-        dtype = self.cache_dtype or dtype
+        dtype = dtype if self.cache_dtype is None else self.cache_dtype
         write_cache(self, init_kv_cache((*input_shape[:-1], *_heads(self)), dtype))
 
     def __call__(
@@ -205,55 +249,6 @@ class CachedAttention(nnx.MultiHeadAttention):
             return super().__call__(inputs_q, inputs_k, inputs_v, decode=False, **options)
         finally:
             object.__setattr__(self, "attention_fn", attention_fn)
-
-
-class MultiHeadAttention(CachedAttention):
-    """``flax.nnx.MultiHeadAttention`` with its projections, forward and backward, in FP8.
-
-    Takes every argument of ``nnx.MultiHeadAttention`` but those for its products; the ``nnx.Param``
-    state is the same, with the same initial values for the same `rngs`. With ``decode=True`` a call
-    takes any number of next positions, where Flax's takes one.
-
-    Args:
-      args, kwargs: as for ``nnx.MultiHeadAttention``.
-      recipe, implementation: see `Linear`.
-      attention_products: as for `jfp8.linen.MultiHeadDotProductAttention`.
-
-    Raises:
-      ValueError: an argument for a product, or `attention_products` with an ``attention_fn``.
-
-    >>> import jax.numpy as jnp, jfp8
-    >>> from flax import nnx
-    >>> layer = jfp8.nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-    >>> layer(jnp.ones((1, 3, 8))).shape
-    (1, 3, 8)
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        recipe: Recipe | str | None = None,
-        implementation: Implementation = None,
-        attention_products: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        hooks = [f"{which}_dot_general{cls}" for which in ("qkv", "out") for cls in ("", "_cls")]
-        given = [name for name in hooks if kwargs.get(name) is not None]
-        if given:
-            raise ValueError(
-                f"jfp8.nnx.MultiHeadAttention computes its projections itself, so it does not take "
-                f"{', '.join(given)}. Pass recipe=..., or use flax.nnx.MultiHeadAttention."
-            )
-        super().__init__(*args, **kwargs)
-        for name in ("query", "key", "value", "out"):
-            install(getattr(self, name), recipe=recipe, implementation=implementation)
-        if attention_products:
-            if not has_stock_attention(self):
-                raise ValueError(
-                    "attention_products=True computes attention itself in FP8, so "
-                    "attention_fn would have no effect. Leave out one of the two."
-                )
-            install_attention(self, recipe=recipe, implementation=implementation)
 
 
 def _heads(layer: nnx.MultiHeadAttention) -> tuple[int, int]:
@@ -290,14 +285,14 @@ def install_cache(layer: Any, dtype: np.dtype | Format, path: str) -> None:
     Raises:
       ValueError: it has a cache already, or is of a class that may have another one.
     """
-    if not isinstance(layer, CachedAttention):
+    if not isinstance(layer, MultiHeadAttention):
         if type(layer) is not nnx.MultiHeadAttention:
             raise ValueError(
                 f"cache_dtype={dtype}: {path!r} is a {type(layer).__name__}, a subclass of "
                 "nnx.MultiHeadAttention that may keep its cache in its own way. Leave out "
                 "cache_dtype, or use nnx.MultiHeadAttention."
             )
-        object.__setattr__(layer, "__class__", CachedAttention)
+        object.__setattr__(layer, "__class__", MultiHeadAttention)
     if read_cache(layer) is not None:
         raise ValueError(
             f"cache_dtype={dtype}: {path!r} has a cache already, in another dtype. Convert the "

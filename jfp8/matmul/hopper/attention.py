@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jfp8.matmul.hopper.attention_block import Problem, kernel, most_stages, scratch
-from jfp8.matmul.hopper.attention_parts import BLOCK, COMPUTE, ROWS, launch
+from jfp8.matmul.hopper.attention_parts import BLOCK, COMPUTE, ROWS, heads_first, launch
 from jfp8.matmul.hopper.tiles import padded
 
 SIZES = (64, 128, 256)  # of a head
@@ -102,14 +102,14 @@ def attention_forward(
         stages=stages or most_stages(size),
     )
     out_type = [
-        jax.ShapeDtypeStruct((heads, problem.rows, size), out_dtype),
+        jax.ShapeDtypeStruct((heads // shape[-3], problem.rows, shape[-3], size), out_dtype),
         jax.ShapeDtypeStruct((heads, problem.rows), jnp.float32),
     ]
     run = functools.partial(kernel, problem, tuple(operands))
     shared = scratch(problem, operands, out_dtype)
-    blocks = heads * problem.tiles
+    blocks = heads // shape[-3], shape[-3] * problem.tiles
     o, lse = launch(run, "attention", blocks, operands, out_type, shared, interpret)
-    return o[:, :rows].reshape(shape), lse[:, :rows].reshape(shape[:-1])
+    return heads_first(o, shape), lse[:, :rows].reshape(shape[:-1])
 
 
 def division(groups: int, *by_token: jax.Array, with_lengths: bool) -> str:

@@ -13,7 +13,7 @@ from jax import lax
 
 from jfp8.matmul.hopper import attention_dkv, attention_dq
 from jfp8.matmul.hopper.attention_dkv import QUERIES
-from jfp8.matmul.hopper.attention_parts import BLOCK, COMPUTE, ROWS, launch
+from jfp8.matmul.hopper.attention_parts import BLOCK, COMPUTE, ROWS, heads_first, launch
 from jfp8.matmul.hopper.tiles import padded
 from jfp8.scaling.formats import Format
 
@@ -100,11 +100,9 @@ def attention_backward(
             "queries, keys, values and gradients with zeros."
         )
     operands = _operands(stored, vectors, key_lengths, scale)
-    heads, padded_rows, _ = operands["q"].shape
-    key_heads, padded_keys, _ = operands["k"].shape
     left, right = window or (None, None)
     problem = attention_dq.Problem(
-        rows=padded_rows,
+        rows=operands["q"].shape[1],
         keys=keys,
         size=size,
         groups=groups,
@@ -113,30 +111,25 @@ def attention_backward(
         scale=scale,
         formats=formats,
     )
-    result = jax.ShapeDtypeStruct
-    run = functools.partial(_run, interpret=interpret, out_dtype=out_dtype)
-    dq, largest = run(
-        attention_dq,
-        "attention_dq",
-        problem,
-        {n: x for n, x in operands.items() if n not in ("q_t", "grad_t", "unit")},
-        heads * problem.tiles,
-        [
-            result((heads, padded_rows, size), out_dtype),
-            result((heads, padded_rows), jnp.float32),
-        ],
-    )
-    dk, dv = run(
-        attention_dkv,
-        "attention_dkv",
-        problem,
-        {n: x for n, x in operands.items() if n not in ("k_t", "key_lengths")},
-        key_heads * (padded_keys // (COMPUTE * ROWS)),
-        [result((key_heads, padded_keys, size), out_dtype)] * 2,
-    )
-    of_queries = lambda x: x[:, :rows].reshape(*stored.q.shape[:-1], *x.shape[2:])
-    of_keys = lambda x: _without_padding(x[:, :keys].reshape(stored.k.shape), key_lengths)
-    return of_queries(dq), of_keys(dk), of_keys(dv), of_queries(largest)
+
+    def run(module: Any, name: str, like: str, tiles: int, but: tuple[str, ...]) -> Any:
+        given = {n: x for n, x in operands.items() if n not in but}
+        heads, tokens, _ = given[like].shape
+        n = getattr(stored, like).shape[-3]
+        gradient = jax.ShapeDtypeStruct((heads // n, tokens, n, size), out_dtype)
+        largest = jax.ShapeDtypeStruct((heads, tokens), jnp.float32)
+        out_type = [gradient, largest if like == "q" else gradient]
+        kernel = functools.partial(module.kernel, problem, tuple(given))
+        scratch = module.scratch(problem, given, out_dtype)
+        return launch(kernel, name, (heads // n, n * tiles), given, out_type, scratch, interpret)
+
+    without = "q_t", "grad_t", "unit"
+    dq, largest = run(attention_dq, "attention_dq", "q", problem.tiles, without)
+    tiles = operands["k"].shape[1] // (COMPUTE * ROWS)
+    found = run(attention_dkv, "attention_dkv", "k", tiles, ("k_t", "key_lengths"))
+    dk, dv = (_without_padding(heads_first(x, stored.k.shape), key_lengths) for x in found)
+    largest = largest[:, :rows].reshape(stored.q.shape[:-1])
+    return heads_first(dq, stored.q.shape), dk, dv, largest
 
 
 def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
@@ -190,20 +183,3 @@ def _operands(
     if key_lengths is not None:
         found["key_lengths"] = key_lengths.reshape(-1)
     return found
-
-
-def _run(
-    module: Any,
-    name: str,
-    problem: attention_dq.Problem,
-    operands: dict[str, jax.Array],
-    blocks: int,
-    out_type: list[jax.ShapeDtypeStruct],
-    *,
-    out_dtype: jax.typing.DTypeLike,
-    interpret: Any,
-) -> Any:
-    """One of the two kernels."""
-    kernel = functools.partial(module.kernel, problem, tuple(operands))
-    scratch = module.scratch(problem, operands, out_dtype)
-    return launch(kernel, name, blocks, operands, out_type, scratch, interpret)

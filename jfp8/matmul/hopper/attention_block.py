@@ -36,9 +36,11 @@ from jfp8.matmul.hopper.attention_parts import (
     along,
     fill,
     freed,
+    head_of,
     load,
     multiply,
     of_rows,
+    place,
     staging,
     store,
     tile,
@@ -118,10 +120,9 @@ def scratch(
 def kernel(p: Problem, names: tuple[str, ...], *refs: Any, **shared: Any) -> None:
     """One block, from its start to its end. All arguments but the first two are references."""
     *operands, out, lse = refs
-    at = lax.axis_index("tile")
-    head = lax.div(at, p.tiles)
+    head, tile_of_head = place(out, p.tiles)
     # The last rows of a head first: with `is_causal` they take longest.
-    row = (p.tiles - 1 - lax.rem(at, p.tiles)) * (COMPUTE * ROWS)
+    row = (p.tiles - 1 - tile_of_head) * (COMPUTE * ROWS)
     given = dict(zip(names, operands, strict=True))
     block = _Block(p, given, out, lse, head, lax.div(head, p.groups), row, **shared)
     lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.attend, block.copy)
@@ -295,7 +296,7 @@ class _Block:
         if self.given["v_scale"].ndim == 1:
             inverse = inverse * self.given["v_scale"][0]
         parts = [x * along(inverse, x.shape, 0) for x in total]
-        store(parts, self.staged.at[self.mine()], self.out.at[self.head, rows])
+        store(parts, self.staged.at[self.mine()], head_of(self.out, self.head).at[rows])
 
 
 def _log2(x: jax.Array) -> jax.Array:

@@ -36,8 +36,10 @@ from jfp8.matmul.hopper.attention_parts import (
     along,
     fill,
     freed,
+    head_of,
     load,
     multiply,
+    place,
     staging,
     store,
     tile,
@@ -80,12 +82,9 @@ def kernel(p: Problem, names: tuple[str, ...], *refs: Any, **shared: Any) -> Non
     """One block, from its start to its end. All arguments but the first two are references."""
     *operands, dk, dv = refs
     given = dict(zip(names, operands, strict=True))
-    tiles = given["k"].shape[1] // (COMPUTE * ROWS)
     # The first keys of a head first: with causal masks they take longest.
-    at = lax.axis_index("tile")
-    block = _Block(
-        p, given, dk, dv, lax.div(at, tiles), lax.rem(at, tiles) * (COMPUTE * ROWS), **shared
-    )
+    head, tile_of_head = place(dk, given["k"].shape[1] // (COMPUTE * ROWS))
+    block = _Block(p, given, dk, dv, head, tile_of_head * (COMPUTE * ROWS), **shared)
     lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.attend, block.copy)
 
 
@@ -172,7 +171,7 @@ class _Block:
         start = zeros(self.p.size), zeros(self.p.size)
         dk, dv = lax.fori_loop(0, count * self.p.groups, step, start)
         for x, to in ((dk * self.p.scale, self.dk), (dv, self.dv)):
-            store([x], self.staged.at[mine], to.at[self.key_head, rows])
+            store([x], self.staged.at[mine], head_of(to, self.key_head).at[rows])
 
     def step(
         self, mine: Any, of_row: list[jax.Array], mask: Mask, unit: Any, i: Any, carry: Any

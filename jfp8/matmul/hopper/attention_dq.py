@@ -34,9 +34,11 @@ from jfp8.matmul.hopper.attention_parts import (
     along,
     fill,
     freed,
+    head_of,
     load,
     multiply,
     of_rows,
+    place,
     staging,
     store,
     tile,
@@ -104,10 +106,9 @@ def scratch(
 def kernel(p: Problem, names: tuple[str, ...], *refs: Any, **shared: Any) -> None:
     """One block, from its start to its end. All arguments but the first two are references."""
     *operands, dq, largest = refs
-    at = lax.axis_index("tile")
-    head = lax.div(at, p.tiles)
+    head, tile_of_head = place(dq, p.tiles)
     # The last rows of a head first: with causal masks they take longest.
-    row = (p.tiles - 1 - lax.rem(at, p.tiles)) * (COMPUTE * ROWS)
+    row = (p.tiles - 1 - tile_of_head) * (COMPUTE * ROWS)
     given = dict(zip(names, operands, strict=True))
     block = _Block(p, given, dq, largest, head, lax.div(head, p.groups), row, **shared)
     lax.cond(lax.axis_index("warpgroup") < COMPUTE, block.attend, block.copy)
@@ -180,12 +181,13 @@ class _Block:
 
         def step(t, carry):
             sees_all = (t >= first_full) & (t < end_full) if self.masked() else None
-            mask = Mask(bounds, row, t * BLOCK, sees_all, branch=True)
+            mask = Mask(bounds, row, t * BLOCK, sees_all, branch=False)
             return self.step(mine, of_row, mask, t - start, carry)
 
         total, largest = lax.fori_loop(start, stop, step, (zeros(self.p.size), of_rows(0.0)))
         self.largest[self.head, rows] = largest
-        store([total * self.p.scale], self.staged.at[mine], self.dq.at[self.head, rows])
+        target = head_of(self.dq, self.head).at[rows]
+        store([total * self.p.scale], self.staged.at[mine], target)
 
     def step(self, mine: Any, of_row: list[jax.Array], mask: Mask, i: Any, carry: Any) -> Any:
         """One block of keys, the `i`-th of the ring."""

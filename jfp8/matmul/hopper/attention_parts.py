@@ -33,18 +33,18 @@ PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
 def launch(
     kernel: Callable[..., None],
     name: str,
-    blocks: int,
+    blocks: tuple[int, int],
     operands: dict[str, jax.Array],
     out_type: list[jax.ShapeDtypeStruct],
     scratch: dict[str, Any],
     interpret: Any,
 ) -> Any:
-    """Results of ``kernel(*operands, *out, **scratch)``."""
+    """Results of ``kernel(*operands, *out, **scratch)``, by `blocks` of each batch."""
     return plgpu.kernel(
         kernel,
         out_type=out_type,
-        grid=(blocks,),
-        grid_names=("tile",),
+        grid=blocks,
+        grid_names=("batch", "tile"),
         cluster=(1,),
         cluster_names=("cluster",),
         num_threads=COMPUTE + 1,
@@ -129,6 +129,27 @@ def multiply(*pairs: tuple[Any, Any]) -> list[jax.Array]:
         return [total[...] for total in sums]
 
     return pl.run_scoped(products, *(plgpu.ACC((ROWS, b.shape[0]), jnp.float32) for _, b in pairs))
+
+
+def place(result: Any, tiles: int) -> tuple[jax.Array, jax.Array]:
+    """Which of all ``B N`` heads is this block's, and which of the tiles of that.
+
+    `result` is ``[B, T, N, H]``.
+    """
+    at = lax.axis_index("tile")
+    head = lax.axis_index("batch") * result.shape[2] + lax.div(at, tiles)
+    return head, lax.rem(at, tiles)
+
+
+def head_of(result: Any, head: jax.Array) -> Any:
+    """Of a result ``[B, T, N, H]``, the ``[T, H]`` of this block's head."""
+    batch = lax.axis_index("batch")
+    return result.at[batch, :, head - batch * result.shape[2]]
+
+
+def heads_first(result: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A result ``[B, T', N, H]``, padded, as ``[..., N, T, H]``. XLA does it with what follows."""
+    return result[:, : shape[-2]].swapaxes(1, 2).reshape(shape)
 
 
 def store(parts: list[jax.Array], staged: Any, target: Any) -> None:
