@@ -147,7 +147,8 @@ def compare(
     on the same inputs, so that errors do not add up from layer to layer. ``y*`` separates the error
     of rounding the operands from that of multiplying them. In addition, the whole model runs under
     each recipe, for its loss and its gradients. Recipes with a history have none here: their scales
-    follow from the tensors themselves.
+    follow from the tensors themselves. Attention in FP8 takes part in loss and gradients, and has
+    no rows of its own: `attention_error` measures it.
 
     Args:
       model: a Linen or NNX module: plain Flax, converted, or with layers of jfp8. Flax's layers
