@@ -82,6 +82,7 @@ LABELS = {
         if recipe is not jfp8.recipes.Unscaled
     },
     jfp8.recipes.DelayedScaling.name + ATTENTION: "`DelayedScaling()`, attention too",
+    jfp8.recipes.RowwiseScaling.name + ATTENTION: "`RowwiseScaling()`, attention too",
     CONTROL: "control: no scales, loss × 10⁻³",
     REPAIR: "the same with `loss_scale()`",
 }
