@@ -124,7 +124,8 @@ def test_all_projections_of_a_gemma_and_nothing_else():
     assert not hasattr(model.layers[0].q_einsum, "DotGeneral_w")
 
 
-@pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ours", [True, False])
 def test_loss_and_histories_are_those_of_our_product_to_the_bit(ours):
     """With ``jfp8.nnx.value_and_grad`` and with Flax's, and with a first step and a second."""
     value_and_grad = jfp8.nnx.value_and_grad if ours else nnx.value_and_grad

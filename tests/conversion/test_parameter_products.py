@@ -368,6 +368,7 @@ def trained(model, steps=2):
         yield loss, state.fp8
 
 
+@pytest.mark.slow
 def test_histories_are_those_of_our_product_to_the_bit():
     """Inside of remat and scan, with a first step that makes them and a second that uses them."""
     converted, written = jfp8.convert(Gemma(), "delayed"), Gemma(get("delayed"))

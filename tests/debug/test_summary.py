@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import flax.linen as nn
@@ -39,8 +40,9 @@ BLOCK = (8 * 32 + 32) + (32 * 8 + 8) + 2 * 8
 PARAMS = 2 * BLOCK + 2 * 8 + (8 * 3 + 3)
 
 
+@functools.cache
 def variables():
-    return Model().init(KEY, X)
+    return jax.jit(Model().init)(KEY, X)
 
 
 def of_path(found, path):
@@ -149,7 +151,7 @@ def test_tabulate_counts_fp8_state_as_parameters():
 
 def test_shapes_instead_of_arrays():
     shapes = jax.eval_shape(variables)
-    assert summary(Model(), shapes) == summary(Model(), jax.jit(variables)())
+    assert summary(Model(), shapes) == summary(Model(), variables())
 
 
 @pytest.mark.slow
