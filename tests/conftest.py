@@ -45,7 +45,7 @@ if importlib.util.find_spec("hypothesis"):
     reproducible = settings(
         derandomize=True, database=None, deadline=None, suppress_health_check=unhurried
     )
-    settings.register_profile("default", reproducible, max_examples=8)
+    settings.register_profile("default", reproducible, max_examples=4)
     settings.register_profile("full", reproducible, max_examples=25)
     settings.register_profile("thorough", reproducible, max_examples=100)
     settings.load_profile("default")

@@ -68,7 +68,7 @@ def test_everything_is_run_once(parity, runs, command):
         (script, recipe, seed, steps)
         for seed in range(12)
         for script, steps, more in (
-            ("train_lm.py", 450, ["delayed+attention"]),
+            ("train_lm.py", 450, ["delayed+attention", "rowwise+attention"]),
             ("train_images.py", 600, []),  # without attention
         )
         for recipe in (*recipes, *more, *controls)
