@@ -95,7 +95,6 @@ class _Converted:
         shapes = _shapes(params)
         names = [f"{path}/{name}".lstrip("/") for path, own in shapes.items() for name in own]
         names += [f"{path}/attention".lstrip("/") for path in ("", *_paths(params))]
-        selection.check_patterns(_paths(params), names)
 
         def run(variables, rngs, args, kwargs, mutable=mutable):
             apply = self._original("apply")
@@ -110,6 +109,7 @@ class _Converted:
             # Parameters are recognised by identity, which arrays of NumPy lose in JAX's functions.
             variables = jax.tree.map(_of_jax, collections_into_params(variables, mutable))
             out = run(variables, rngs, args, kwargs, inner)
+        selection.check_patterns(_paths(params), [*names, *met.attentions])
         if kwargs.get("method") is None:
             met.warn(self, params)
         y, mutated = (out, {}) if mutable is False else out
@@ -259,8 +259,7 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     selection: Selection = type(model).jfp8_selection
     outer = region.current()
     depth = () if model.scope is None else model.scope.path
-    enabled = outer is None or outer.enabled
-    here = Region(selection.recipe, enabled, selection, found, len(depth))
+    here = Region(selection.recipe, outer is None or outer.enabled, selection, found, len(depth))
     met = _Met()
 
     def product_with(recipe: Recipe) -> ProductOf:
@@ -317,13 +316,13 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         if module.scope is not None:
             met.kinds["/".join(module.path[len(depth) :])] = type(module)
             met.seen.converted |= isinstance(module, (ProductModule, DotProductAttention))
+            if isinstance(module, DotProductAttention):
+                met.attentions.append("/".join(module.path[len(depth) :]))
         return next_fun(*args, **kwargs)
 
-    def cache_dtype() -> Any:
-        return selection.cache_dtype if region.current() == here else None
-
+    kept = lambda: selection.cache_dtype if region.current() == here else None
     products = find_products(found_one), replace_products(choose, attention)
-    interceptors = (watch, *products, replace_caches(cache_dtype))
+    interceptors = (watch, *products, replace_caches(kept))
     with region.entered(here), contextlib.ExitStack() as stack:
         for interceptor in interceptors:
             stack.enter_context(nn.intercept_methods(interceptor))

@@ -85,6 +85,23 @@ def test_patterns_are_those_of_the_converted_part_of_a_model():
     assert recipes_of(model, model.init(KEY, X)) == within
 
 
+@pytest.mark.parametrize("name", ["attention", "context"])
+def test_attention_of_jfp8_has_a_path_and_a_recipe(name):
+    """It has no parameters; and without histories no state either."""
+
+    class Attends(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = x[:, None, None]
+            return jfp8.linen.DotProductAttention(name=name)(x, x, x)
+
+    model = jfp8.convert(Attends(), {name: "rowwise", "*": "delayed"})
+    assert model.init(KEY, X) == {}
+    assert recipes_of(model, {"params": {}}) == {name: "rowwise"}
+    with pytest.raises(ValueError, match="'other' matches no layer"):
+        jfp8.convert(Attends(), {"other": "rowwise"}).apply({}, X)
+
+
 class Stack(nnx.Module):
     def __init__(self, rngs):
         self.first = nnx.Linear(32, 32, rngs=rngs)
