@@ -13,11 +13,12 @@ does not count. Every run is written to the results file when it ends, and is no
 next command, which must train as long, with the same versions and on as many cores. Runs are made
 seed by seed, so that all recipes have the same seeds whenever it is interrupted.
 
-Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. "attention too":
-attention itself is in FP8, in the language model. Three rows are controls. The twin is float32 with
-its loss times 3, to which AdamW is invariant but for rounding: its gaps are what roundings in
-float32 alone do. The control has no scales and its loss is shrunk by 1e-3: it shows that the
-comparison can tell a broken recipe. Its repair adds `jfp8.loss_scale()` and nothing else.
+Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. "attention":
+attention itself is in FP8 as well, by its own recipe, in the language model. Three rows are
+controls. The twin is float32 with its loss times 3, to which AdamW is invariant but for rounding:
+its gaps are what roundings in float32 alone do. The control has no scales and its loss is shrunk by
+1e-3: it shows that the comparison can tell a broken recipe. Its repair adds `jfp8.loss_scale()` and
+nothing else.
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REFERENCE, TWIN, CONTROL, REPAIR = "float32", "twin", "control", "repair"
-ATTENTION = "+attention"  # behind a recipe: attention itself in FP8 as well
+WITH_ATTENTION = (
+    ("delayed", "delayed"),
+    ("delayed", "current"),
+    ("delayed", "rowwise"),
+    ("rowwise", "rowwise"),
+)
 MARGIN, CONFIDENCE = 0.25, 0.9
 MEAN_OF = 25  # steps: what is kept of a training curve
 
@@ -72,6 +78,12 @@ TASKS = {
     "images": Task("ResNet", "train_images.py", 600, "test_loss", "test_accuracy", SHRUNK),
 }
 
+
+def _label_of_two(layers: str, attention: str) -> str:
+    names = (type(jfp8.recipes.get(name)).__name__ for name in (layers, attention))
+    return "`{}()`, attention `{}()`".format(*names)
+
+
 # What is run, in the order of the table, and how the table calls it.
 LABELS = {
     REFERENCE: "float32",
@@ -81,8 +93,7 @@ LABELS = {
         for recipe in jfp8.recipes.RECIPES
         if recipe is not jfp8.recipes.Unscaled
     },
-    jfp8.recipes.DelayedScaling.name + ATTENTION: "`DelayedScaling()`, attention too",
-    jfp8.recipes.RowwiseScaling.name + ATTENTION: "`RowwiseScaling()`, attention too",
+    **{"+".join(both): _label_of_two(*both) for both in WITH_ATTENTION},
     CONTROL: "control: no scales, loss × 10⁻³",
     REPAIR: "the same with `loss_scale()`",
 }
@@ -96,8 +107,9 @@ def options_of(task: Task, recipe: str) -> list[str]:
         return ["--recipe", "none", *(["--loss-multiplier", "3"] if recipe == TWIN else [])]
     if recipe in (CONTROL, REPAIR):
         return [*task.control, *(["--loss-scale"] if recipe == REPAIR else [])]
-    if recipe.endswith(ATTENTION):
-        return ["--recipe", recipe.removesuffix(ATTENTION), "--fp8-attention"]
+    if "+" in recipe:
+        layers, attention = recipe.split("+")
+        return ["--recipe", layers, "--attention-recipe", attention]
     scaled = ["--loss-scale"] if jfp8.recipes.get(recipe).needs_loss_scale else []
     return ["--recipe", recipe, *scaled]
 
@@ -335,7 +347,7 @@ def draw_curves(results: Results, names: list[str]) -> Figure:
 
 def _short(label: str) -> str:
     """Of a narrow panel."""
-    label = label.replace("`", "").replace(", attention too", " + attention")
+    label = label.replace("`", "").replace(", attention", " +")
     return label.replace("the same", "control")
 
 
@@ -395,7 +407,7 @@ def run_missing(args: argparse.Namespace) -> list[str]:
         (seed, name, recipe)
         for seed, name, recipe in itertools.product(args.seeds, args.tasks, chosen)
         if (seed, name, recipe) not in done
-        and (name == "lm" or not recipe.endswith(ATTENTION))  # the ResNet has none
+        and (name == "lm" or "+" not in recipe)  # the ResNet has no attention
     ]
     failed = []
 

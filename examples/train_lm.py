@@ -31,7 +31,8 @@ import jfp8
 
 def make_model(args: argparse.Namespace, run: str) -> Transformer:
     """The `"fp8"` model or its `"f32"` twin."""
-    recipe = jfp8.recipes.get(args.recipe) if run == "fp8" else None
+    in_fp8 = lambda name: None if run == "f32" or name == "none" else jfp8.recipes.get(name)
+    recipe = in_fp8(args.recipe)
     return Transformer(
         width=args.width,
         layers=args.layers,
@@ -39,7 +40,7 @@ def make_model(args: argparse.Namespace, run: str) -> Transformer:
         max_length=args.seq_len,
         recipe=recipe,
         head_recipe=recipe if args.fp8_head else None,
-        attention_recipe=recipe if args.fp8_attention else None,
+        attention_recipe=in_fp8(args.attention_recipe),
     )
 
 

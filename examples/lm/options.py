@@ -18,7 +18,7 @@ RECIPES = (*(recipe.name for recipe in jfp8.recipes.RECIPES), "none")
 
 # A checkpoint goes on only under the same values of these: each of them changes the numbers.
 CHANGES_NUMBERS = (
-    "recipe", "compare", "fp8_head", "fp8_attention", "steps", "batch_size", "micro_batches",
+    "recipe", "compare", "fp8_head", "attention_recipe", "steps", "batch_size", "micro_batches",
     "seq_len", "width", "layers", "heads", "lr", "seed", "loss_multiplier", "loss_scale",
 )  # fmt: skip
 
@@ -38,8 +38,8 @@ def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
     group.add_argument("--compare", action="store_true",
                        help="train in float32 as well, from the same seed and on the same batches")
     group.add_argument("--fp8-head", action="store_true", help="the logits head in FP8 as well")
-    group.add_argument("--fp8-attention", action="store_true",
-                       help="attention itself in FP8 as well, between its projections")
+    group.add_argument("--attention-recipe", choices=RECIPES, default="none",
+                       help="of attention itself, between its projections (%(default)s)")
     add_text(group)
     add_size(parser)
 
@@ -153,12 +153,12 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             "--compare with --recipe none would train float32 twice: leave --compare out, or name "
             "an FP8 recipe, for example --recipe delayed"
         )
-    for part in ("head", "attention"):
-        if getattr(o, f"fp8_{part}") and o.recipe == "none":
-            parser.error(
-                f"--fp8-{part} with --recipe none has no FP8 to put in the {part}: leave "
-                f"--fp8-{part} out, or name an FP8 recipe, for example --recipe delayed"
-            )
+    asked = {"--fp8-head": o.fp8_head, "--attention-recipe": o.attention_recipe != "none"}
+    for flag in (flag for flag, given in asked.items() if given and o.recipe == "none"):
+        parser.error(
+            f"{flag} with --recipe none would put FP8 into a model that is to be float32: leave "
+            f"{flag} out, or name an FP8 recipe, for example --recipe delayed"
+        )
     for name in ("resume", "checkpoint_every", "stop_at"):
         if getattr(o, name) and not o.checkpoint:
             flag = "--" + name.replace("_", "-")
