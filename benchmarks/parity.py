@@ -13,8 +13,8 @@ does not count. Every run is written to the results file when it ends, and is no
 next command, which must train as long, with the same versions and on as many cores. Runs are made
 seed by seed, so that all recipes have the same seeds whenever it is interrupted.
 
-Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. "attention":
-attention itself is in FP8 as well, by its own recipe, in the language model. Three rows are
+Recipes whose gradients have no scale of their own train with `jfp8.loss_scale()`. "attention
+too": attention itself is in FP8 as well, in the language model. Three rows are
 controls. The twin is float32 with its loss times 3, to which AdamW is invariant but for rounding:
 its gaps are what roundings in float32 alone do. The control has no scales and its loss is shrunk by
 1e-3: it shows that the comparison can tell a broken recipe. Its repair adds `jfp8.loss_scale()` and
@@ -48,12 +48,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REFERENCE, TWIN, CONTROL, REPAIR = "float32", "twin", "control", "repair"
-WITH_ATTENTION = (
-    ("delayed", "delayed"),
-    ("delayed", "current"),
-    ("delayed", "rowwise"),
-    ("rowwise", "rowwise"),
-)
 MARGIN, CONFIDENCE = 0.25, 0.9
 MEAN_OF = 25  # steps: what is kept of a training curve
 
@@ -79,10 +73,29 @@ TASKS = {
 }
 
 
-def _label_of_two(layers: str, attention: str) -> str:
-    names = (type(jfp8.recipes.get(name)).__name__ for name in (layers, attention))
-    return "`{}()`, attention `{}()`".format(*names)
+def _mixed(label: str, *options: str) -> tuple[str, tuple[str, ...]]:
+    return label, tuple(word for option in options for word in option.split())
 
+
+# Several recipes in the language model: what the table calls them, and what the script is told.
+MIXED = {
+    "delayed+attention": _mixed(
+        "`DelayedScaling()`, attention too", "--recipe delayed", "--attention-recipe delayed"
+    ),
+    "rowwise+attention": _mixed(
+        "`RowwiseScaling()`, attention too", "--recipe rowwise", "--attention-recipe rowwise"
+    ),
+    "nvfp4_between": _mixed(
+        "`NVFP4BlockScaling()`, first and last block in float32",
+        "--recipe nvfp4",
+        "--recipe-of block_0/*=none block_3/*=none",
+    ),
+    "nvfp4_forward": _mixed(
+        "`NVFP4BlockScaling()`, backward `MXFP8BlockScaling()`",
+        "--recipe nvfp4",
+        "--backward-recipe mxfp8",
+    ),
+}
 
 # What is run, in the order of the table, and how the table calls it.
 LABELS = {
@@ -93,7 +106,7 @@ LABELS = {
         for recipe in jfp8.recipes.RECIPES
         if recipe is not jfp8.recipes.Unscaled
     },
-    **{"+".join(both): _label_of_two(*both) for both in WITH_ATTENTION},
+    **{name: label for name, (label, _) in MIXED.items()},
     CONTROL: "control: no scales, loss × 10⁻³",
     REPAIR: "the same with `loss_scale()`",
 }
@@ -107,9 +120,8 @@ def options_of(task: Task, recipe: str) -> list[str]:
         return ["--recipe", "none", *(["--loss-multiplier", "3"] if recipe == TWIN else [])]
     if recipe in (CONTROL, REPAIR):
         return [*task.control, *(["--loss-scale"] if recipe == REPAIR else [])]
-    if "+" in recipe:
-        layers, attention = recipe.split("+")
-        return ["--recipe", layers, "--attention-recipe", attention]
+    if recipe in MIXED:
+        return list(MIXED[recipe][1])
     scaled = ["--loss-scale"] if jfp8.recipes.get(recipe).needs_loss_scale else []
     return ["--recipe", recipe, *scaled]
 
@@ -406,8 +418,7 @@ def run_missing(args: argparse.Namespace) -> list[str]:
     work = [
         (seed, name, recipe)
         for seed, name, recipe in itertools.product(args.seeds, args.tasks, chosen)
-        if (seed, name, recipe) not in done
-        and (name == "lm" or "+" not in recipe)  # the ResNet has no attention
+        if (seed, name, recipe) not in done and (name == "lm" or recipe not in MIXED)
     ]
     failed = []
 

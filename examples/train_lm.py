@@ -33,6 +33,13 @@ def make_model(args: argparse.Namespace, run: str) -> Transformer:
     """The `"fp8"` model or its `"f32"` twin."""
     in_fp8 = lambda name: None if run == "f32" or name == "none" else jfp8.recipes.get(name)
     recipe = in_fp8(args.recipe)
+    if recipe is not None and args.backward_recipe:
+        backward = args.backward_recipe
+        recipe = jfp8.recipes.PerOperand(fprop=recipe, dgrad=backward, wgrad=backward)
+    if recipe is not None and args.recipe_of:
+        by_layer = {pattern: in_fp8(name) for pattern, name in args.recipe_of}
+        exempt = () if args.fp8_head else ("head",)
+        return jfp8.convert(make_model(args, "f32"), {**by_layer, "*": recipe}, exempt=exempt)
     return Transformer(
         width=args.width,
         layers=args.layers,

@@ -18,8 +18,9 @@ RECIPES = (*(recipe.name for recipe in jfp8.recipes.RECIPES), "none")
 
 # A checkpoint goes on only under the same values of these: each of them changes the numbers.
 CHANGES_NUMBERS = (
-    "recipe", "compare", "fp8_head", "attention_recipe", "steps", "batch_size", "micro_batches",
-    "seq_len", "width", "layers", "heads", "lr", "seed", "loss_multiplier", "loss_scale",
+    "recipe", "backward_recipe", "recipe_of", "compare", "fp8_head", "attention_recipe", "steps",
+    "batch_size", "micro_batches", "seq_len", "width", "layers", "heads", "lr", "seed",
+    "loss_multiplier", "loss_scale",
 )  # fmt: skip
 
 
@@ -37,6 +38,11 @@ def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
                        help="where FP8 scales come from; none is float32 (%(default)s)")
     group.add_argument("--compare", action="store_true",
                        help="train in float32 as well, from the same seed and on the same batches")
+    group.add_argument("--backward-recipe", choices=RECIPES[:-1],
+                       help="of the two products of each layer's backward pass (--recipe)")
+    group.add_argument("--recipe-of", type=layers_and_recipe, nargs="+", default=[],
+                       metavar="PATTERN=RECIPE",
+                       help="of layers whose paths match, 'block_0/*=none'; the first match wins")
     group.add_argument("--fp8-head", action="store_true", help="the logits head in FP8 as well")
     group.add_argument("--attention-recipe", choices=RECIPES, default="none",
                        help="of attention itself, between its projections (%(default)s)")
@@ -153,11 +159,21 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             "--compare with --recipe none would train float32 twice: leave --compare out, or name "
             "an FP8 recipe, for example --recipe delayed"
         )
-    asked = {"--fp8-head": o.fp8_head, "--attention-recipe": o.attention_recipe != "none"}
+    asked = {
+        "--fp8-head": o.fp8_head,
+        "--attention-recipe": o.attention_recipe != "none",
+        "--backward-recipe": o.backward_recipe,
+        "--recipe-of": o.recipe_of,
+    }
     for flag in (flag for flag, given in asked.items() if given and o.recipe == "none"):
         parser.error(
             f"{flag} with --recipe none would put FP8 into a model that is to be float32: leave "
             f"{flag} out, or name an FP8 recipe, for example --recipe delayed"
+        )
+    if o.recipe_of and o.attention_recipe != "none":
+        parser.error(
+            "--recipe-of converts a model whose attention is in high precision, so "
+            f"--attention-recipe {o.attention_recipe} would have no effect: leave one of them out"
         )
     for name in ("resume", "checkpoint_every", "stop_at"):
         if getattr(o, name) and not o.checkpoint:
@@ -175,6 +191,16 @@ def check_size(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             f"--width {width} does not divide into --heads {heads}: each head takes an equal "
             f"share of the width. Type --heads with one of {allowed}"
         )
+
+
+def layers_and_recipe(text: str) -> tuple[str, str]:
+    pattern, _, recipe = text.rpartition("=")
+    if not pattern or recipe not in RECIPES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is given, but it must be a pattern of paths and a recipe, such as "
+            f"block_0/*=none; recipes: {', '.join(RECIPES)}"
+        )
+    return pattern, recipe
 
 
 def positive_int(text: str) -> int:

@@ -303,13 +303,8 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
         decision = Decision(None, own) if own else selection.decide(inner, layer, None)
         if decision.recipe is None:
             return decision.reason
-        return functools.partial(
-            DotProductAttention,
-            decision.recipe,
-            getattr(layer, "implementation", None),
-            state_in_params,
-            state_collection=selection.state_collection,
-        )
+        implementation = getattr(layer, "implementation", None)
+        return functools.partial(DotProductAttention, decision.recipe, implementation)
 
     def watch(next_fun, args, kwargs, context):
         module = context.module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,11 +10,8 @@ import jax.numpy as jnp
 
 from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation
-from jfp8.products.flash.dot_product import observed_attention
-from jfp8.products.operation import Observed, State
+from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.recipes.recipe import Recipe
-
-PARTS = ("scores", "context")  # the two forward products of attention, each with state of its own
 
 
 def attend(
@@ -27,31 +23,25 @@ def attend(
     *,
     recipe: Recipe,
     implementation: Implementation,
-    states: Mapping[str, State],
     **options: Any,
-) -> tuple[jax.Array, dict[str, Observed]]:
-    """`scaled_dot_product_attention`, and the amaxes of its operands.
+) -> jax.Array:
+    """`scaled_dot_product_attention`, whose scales come from the tokens, with any recipe.
 
     Args:
       query, key, value: ``[..., tokens, heads, depth]``.
       bias, mask: broadcast to ``[..., heads, queries, keys]``; the mask may be of numbers.
       implementation: of the layer's products. Of these only ``"emulate"`` is for attention, too.
-      states: of each of `PARTS`.
       options: as for `scaled_dot_product_attention`.
     """
     for x in (query, key, value):
         check_operand(x)
-    histories = {name: state.histories for name, state in states.items() if state.histories}
-    sinks = {name: state.sink for name, state in states.items() if state.sink is not None}
-    out, observed = observed_attention(
+    out = scaled_dot_product_attention(
         *_in_one_batch(query, key, value, bias, mask),
         recipe=recipe,
-        state=histories or None,
-        sink=sinks or None,
         implementation="emulate" if implementation == "emulate" else None,
         **options,
     )
-    return out.reshape(query.shape), observed
+    return out.reshape(query.shape)
 
 
 def plain_attention(

@@ -276,11 +276,11 @@ def test_products_inside_of_attention_are_opt_in():
     asked.clear()
     converted = convert_module(model, decide, attention=True)
     assert asked[0] == ("attention", "MultiHeadAttention")
-    assert converted.attention.attention_fn.scores.path == "attention/attention_fn/scores"
+    assert converted.attention.attention_fn.path == "attention/attention_fn"
     assert model.attention.attention_fn is nnx.dot_product_attention
-    call(converted, normal(0, (2, 5, D)))
-    found = histories(converted)
-    assert found["attention", "attention_fn", "context", "rhs"][0] > 0
+    x = normal(0, (2, 5, D))
+    by_fp8, by_model = call(converted, x), call(convert_module(model, decide), x)
+    assert 1e-3 < np.linalg.norm(by_fp8 - by_model) / np.linalg.norm(by_model) < 0.1
     refused = convert_module(
         model, lambda path, _: None if path == "attention" else RECIPE, attention=True
     )
@@ -301,7 +301,6 @@ def test_every_product_is_fp8_and_carries_its_path():
     paths += ["head"]
     for path in (*paths, "layers/0/attention/attention_fn"):
         assert path in text, path
-    paths += [f"layers/0/attention/attention_fn/{part}" for part in ("scores", "context")]
     products = [m.path for _, m in nnx.iter_modules(converted) if isinstance(m, jfp8.nnx.Product)]
     assert sorted(products) == sorted(paths)
 

@@ -172,6 +172,18 @@ def test_nothing_of_a_later_token_or_another_sequence_shows(recipe):
     assert np.any(np.asarray(other[1] != y[1]))
 
 
+@pytest.mark.parametrize("recipe", ["current", "hybrid"])
+def test_gradients_with_scales_are_in_the_format_of_forward_operands(recipe):
+    """Those of `Hybrid` have none, and keep the range of e5m2."""
+    q, k, v, grad = operands(queries=20, keys=30)
+    f = lambda recipe: functools.partial(
+        jax.jit(ATTENTION, static_argnames="recipe"), recipe=recipe
+    )
+    found, in_e4m3 = (with_gradients(f(r), q, k, v, grad=grad) for r in (recipe, "rowwise"))
+    same = [np.array_equal(a, b) for a, b in zip(found, in_e4m3, strict=True)]
+    assert same == [True] + 3 * [recipe == "current"]
+
+
 def states(recipe):
     return {which: recipe.init_state() for which in ("scores", "context")}
 

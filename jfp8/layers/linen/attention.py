@@ -174,9 +174,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     @nn.nowrap
     def _attention(self, **where: Any) -> DotProductAttention:
-        return DotProductAttention(
-            self.recipe, self.implementation, state_collection=self.state_collection, **where
-        )
+        return DotProductAttention(self.recipe, self.implementation, **where)
 
 
 def cached(

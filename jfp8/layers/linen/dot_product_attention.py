@@ -1,21 +1,17 @@
-"""Attention itself in FP8, with its state: between the projections of a Linen layer."""
+"""Attention itself in FP8: between the projections of a Linen layer."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import KW_ONLY
 from typing import Any
 
 import flax.linen as nn
 import jax
 from flax.linen.dtypes import promote_dtype
 
-from jfp8.layers.attention import PARTS, attend, check_weights_stay_inside, plain_attention
-from jfp8.layers.linen.products import ProductModule
-from jfp8.layers.linen.state_in_gradients import StateCollection
+from jfp8.layers.attention import attend, check_weights_stay_inside, plain_attention
 from jfp8.matmul.choice import Implementation
-from jfp8.products.uses import uses_of
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -23,32 +19,26 @@ from jfp8.tracing.context import note
 
 
 class DotProductAttention(nn.Module):
-    """``jax.nn.dot_product_attention`` in FP8, forward and backward, with its amax histories.
+    """``jax.nn.dot_product_attention`` in FP8, forward and backward.
 
-    See `jfp8.scaled_dot_product_attention`. It has no parameters; the state of its two forward
-    products is called ``scores`` (of queries and keys) and ``context`` (of values).
+    See `jfp8.scaled_dot_product_attention`. It has no variables: its scales are those of tokens,
+    with any recipe. As a layer it has a path, by which recipes are chosen, and `jfp8.report` shows
+    it.
 
     Attributes:
-      recipe, state_collection: see `Dense`.
+      recipe: see `Dense`.
       implementation: ``"emulate"``: the reference on any device. Others are for products, and do
         nothing here.
-      state_in_params: see `jfp8.layers.linen.products.ProductModule`.
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> q = jnp.ones((2, 5, 4, 16))
-    >>> attention = jfp8.linen.DotProductAttention()
-    >>> variables = attention.init(jax.random.key(0), q, q, q, is_causal=True)
-    >>> sorted(variables["fp8"])
-    ['context', 'scores']
+    >>> jfp8.linen.DotProductAttention().apply({}, q, q, q, is_causal=True).shape
+    (2, 5, 4, 16)
     """
 
     recipe: Recipe | str | None = None
     implementation: Implementation = None
-    state_in_params: bool = False
-    _: KW_ONLY
-    state_collection: StateCollection = "fp8"
 
-    @nn.compact
     def __call__(
         self,
         query: jax.Array,
@@ -78,34 +68,8 @@ class DotProductAttention(nn.Module):
         if recipe is None:
             with note("reason", why_in_high_precision()):
                 return plain_attention(*arrays, **options)
-        parts = {name: self._part(name) for name in PARTS}
-        begun = {name: part.begin(recipe) for name, part in parts.items()}
-        records = all(records for _, records in begun.values())
-        with (
-            note("path", path),
-            note("recipe", recipe.name),
-            uses_of(None if records else path),
-        ):
-            out, observed = attend(
-                *arrays,
-                recipe=recipe,
-                implementation=self.implementation,
-                states={name: state for name, (state, _) in begun.items()},
-                **options,
-            )
-        for name, (state, recorded) in begun.items():
-            if recorded:
-                parts[name].end(state, observed[name])
-        return out
-
-    def _part(self, name: str) -> ProductModule:
-        return ProductModule(
-            self.recipe,
-            self.implementation,
-            self.state_in_params,
-            state_collection=self.state_collection,
-            name=name,
-        )
+        with note("path", path), note("recipe", recipe.name):
+            return attend(*arrays, recipe=recipe, implementation=self.implementation, **options)
 
 
 def is_stock(attention_fn: Callable[..., jax.Array]) -> bool:

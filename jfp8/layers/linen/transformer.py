@@ -128,8 +128,7 @@ class LayerNormAttention(nn.Module):
         attention, own = None, self.dense["recipe"]
         path = "/".join((*self.path, "attention"))
         if self.attention_products and recipe_in_effect(own and check_recipe(own), path):
-            names = ("recipe", "implementation", "state_collection")
-            how = {name: self.dense[name] for name in names if name in self.dense}
+            how = {name: self.dense[name] for name in ("recipe", "implementation")}
             attention = DotProductAttention(**how, name="attention")
         context, cache = transformer_math.projected_attention(
             query,

@@ -23,10 +23,8 @@ from jfp8.layers.kv_cache import (
 )
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
-from jfp8.layers.nnx.products import Product
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.choice import Implementation
-from jfp8.products.uses import uses_of
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -35,13 +33,14 @@ from jfp8.tracing.context import note
 
 
 class DotProductAttention(nnx.Module):
-    """``flax.nnx.dot_product_attention`` in FP8, forward and backward, with its amax histories.
+    """``flax.nnx.dot_product_attention`` in FP8, forward and backward.
 
-    For ``nnx.MultiHeadAttention(..., attention_fn=DotProductAttention())``; each layer needs its
-    own. See `jfp8.scaled_dot_product_attention`. A query that sees no key gets 0.
+    For ``nnx.MultiHeadAttention(..., attention_fn=DotProductAttention())``. See
+    `jfp8.scaled_dot_product_attention`: its scales are those of tokens, with any recipe. A query
+    that sees no key gets 0.
 
     Args:
-      recipe, leading, path: see `Product`.
+      recipe, path: see `Product`.
       implementation: ``"emulate"``: the reference on any device. Others are for products, and do
         nothing here.
     """
@@ -52,19 +51,10 @@ class DotProductAttention(nnx.Module):
         recipe: Recipe | str | None = None,
         implementation: Implementation = None,
         path: str = "",
-        leading: tuple[int, ...] = (),
     ) -> None:
-        inside = lambda name: Product(
-            recipe=recipe,
-            implementation=implementation,
-            path=f"{path}/{name}" if path else "",
-            leading=leading,
-        )
         self.recipe = None if recipe is None else check_recipe(recipe)
         self.implementation = implementation
         self.path = path
-        self.scores = inside("scores")
-        self.context = inside("context")
 
     def __call__(
         self,
@@ -126,18 +116,9 @@ class DotProductAttention(nnx.Module):
         """
         recipe = recipe_in_effect(self.recipe, self.path)
         assert recipe is not None
-        parts = {"scores": self.scores, "context": self.context}
-        # Weights are at most 1, and have no history.
-        operands = {"scores": (query, key), "context": (jnp.ones(()), value)}
-        begun = {name: part.begin(recipe, operands[name]) for name, part in parts.items()}
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
-        with (
-            scope,
-            note("path", self.path),
-            note("recipe", recipe.name),
-            uses_of(self.path),
-        ):
-            out, observed = attend(
+        with scope, note("path", self.path), note("recipe", recipe.name):
+            return attend(
                 query,
                 key,
                 value,
@@ -145,13 +126,8 @@ class DotProductAttention(nnx.Module):
                 mask,
                 recipe=recipe,
                 implementation=self.implementation,
-                states={name: state for name, (state, _) in begun.items()},
                 is_causal=is_causal,
             )
-        for name, (state, records) in begun.items():
-            if records:
-                parts[name].end(state, observed[name])
-        return out
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -269,13 +245,8 @@ def install_attention(
     path: str = "",
 ) -> None:
     """Make `layer` compute attention itself in FP8 from now on."""
-    kernel = layer.query.kernel.get_value()
-    attention = DotProductAttention(
-        recipe=recipe,
-        implementation=implementation,
-        path=f"{path}/attention_fn" if path else "",
-        leading=kernel.shape[: kernel.ndim - 3],
-    )
+    inner = f"{path}/attention_fn" if path else ""
+    attention = DotProductAttention(recipe=recipe, implementation=implementation, path=inner)
     layer.attention_fn = nnx.data(attention)
 
 

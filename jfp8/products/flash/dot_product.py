@@ -60,10 +60,11 @@ def scaled_dot_product_attention(
     Computed over blocks of 64 queries and 128 keys with a running softmax in f32, without an array
     of ``[T, S]``. See `jfp8.products.flash.blocks` for the equations of a block.
 
-    `recipe` says in which formats. Q, K, V and dO have a scale for each token and head, or that of
-    an amax history with an entry; P is multiplied by a power of two, since it is at most 1; dS is
-    scaled block by block. So no result depends on a key that its query may not see, or on another
-    sequence. Formats of four bits become e4m3; nothing is rotated or rounded stochastically.
+    Q, K, V and dO have a scale for each token and head, or that of an amax history with an entry; P
+    is multiplied by a power of two, since it is at most 1; dS is scaled block by block. So no
+    result depends on a key that its query may not see, or on another sequence. The format of all of
+    them is that of forward operands under `recipe`, e4m3 instead of four bits; nothing is rotated
+    or rounded stochastically.
 
     Args:
       query: ``f32 | bf16 | f16 [B, T, N, H]``, or ``[T, N, H]``.

@@ -76,7 +76,8 @@ def numerics_of(recipe: Recipe) -> Numerics:
     """What `recipe` says of products, for those of attention.
 
     S and O are forward products, and K and V their second operands. dQ and dP are gradients of
-    first operands, dK and dV of second ones.
+    first operands, dK and dV of second ones. The format of gradients is that of forward operands:
+    with a scale for each token, they need no wider range, and would lose a bit of precision.
 
     Raises:
       ValueError: the recipe emulates the sums of a GPU, which is done for products only.
@@ -92,6 +93,9 @@ def numerics_of(recipe: Recipe) -> Numerics:
         [q if type(q) in _KNOWN else None for q in (product.lhs, product.rhs)]
         for product in (products.fprop, products.dgrad, products.wgrad)
     )
+    forward = format_of(fprop[0])
+    if forward is not None:
+        dgrad[0], wgrad[1] = (_in(forward, q) for q in (dgrad[0], wgrad[1]))
     return Numerics(
         query=Uses(fprop[0], wgrad[0]),
         key=Uses(fprop[1], dgrad[1]),
@@ -100,6 +104,12 @@ def numerics_of(recipe: Recipe) -> Numerics:
         weights=(format_of(fprop[0]), format_of(wgrad[0])),
         scores=(format_of(dgrad[0]), format_of(wgrad[1])),
     )
+
+
+def _in(fmt: Format, quantizer: Quantizer | None) -> Quantizer | None:
+    """The quantizer of a gradient in `fmt`, unless it has no scale."""
+    own = quantizer is None or isinstance(quantizer, Unit)
+    return quantizer if own else replace(quantizer, fmt=fmt)
 
 
 def format_of(quantizer: Quantizer | None) -> Format | None:
