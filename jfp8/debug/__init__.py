@@ -14,6 +14,7 @@ from jfp8.debug.equivalence import Equivalence, equivalence
 from jfp8.debug.faults.run import Finding
 from jfp8.debug.looking_ahead import LooksAhead, looks_ahead
 from jfp8.debug.mismatch import DecodingMismatch, decoding_mismatch
+from jfp8.debug.recommend import Predicted, Proposed, Recommendation, recommend
 from jfp8.debug.recorder import Recorder
 from jfp8.debug.records import TensorStats, read_jsonl, write_jsonl
 from jfp8.debug.stats import Stats, stats
@@ -31,7 +32,10 @@ __all__ = [
     "Equivalence",
     "Finding",
     "LooksAhead",
+    "Predicted",
     "ProductError",
+    "Proposed",
+    "Recommendation",
     "Recorder",
     "Stats",
     "TensorBoardWriter",
@@ -45,6 +49,7 @@ __all__ = [
     "equivalence",
     "looks_ahead",
     "read_jsonl",
+    "recommend",
     "report",
     "stats",
     "write_jsonl",

@@ -64,13 +64,11 @@ def test_everything_is_run_once(parity, runs, command):
     command("")
     recipes = ["float32", "twin", *(r.name for r in jfp8.recipes.RECIPES if r.name != "unscaled")]
     controls = ["control", "repair"]
+    mixed = ["delayed+attention", "rowwise+attention", "nvfp4_between", "nvfp4_forward"]
     expected = [
         (script, recipe, seed, steps)
         for seed in range(12)
-        for script, steps, more in (
-            ("train_lm.py", 450, ["delayed+attention", "rowwise+attention"]),
-            ("train_images.py", 600, []),  # without attention
-        )
+        for script, steps, more in (("train_lm.py", 450, mixed), ("train_images.py", 600, []))
         for recipe in (*recipes, *more, *controls)
     ]
     assert runs == expected

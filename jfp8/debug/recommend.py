@@ -1,0 +1,298 @@
+"""`recommend`: which layers to compute in few bits, from statistics of a short run."""
+
+from __future__ import annotations
+
+import glob
+import html
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from jfp8.conversion.product_report import Report
+from jfp8.conversion.tables import Table, table_html, table_lines
+from jfp8.debug.records import TensorStats
+from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
+from jfp8.scaling.formats import format_called
+
+# The operands of each product of a layer.
+OPERANDS = {"fprop": ("lhs", "rhs"), "dgrad": ("grad", "rhs"), "wgrad": ("lhs", "grad")}
+
+_Group = Mapping[
+    tuple[str, str], TensorStats
+]  # the rows of a layer in a step, by tensor and product
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The errors of a layer under a recipe, as expected from its operands.
+
+    Roundings of two operands do not correlate, so their squared relative errors add up.
+
+    Attributes:
+      fprop, dgrad, wgrad: relative error of each product, ``|y' - y| / |y|``.
+      noise: ``E |dW' - dW|^2``: the power of what rounding adds to the gradient of the weight.
+    """
+
+    fprop: float
+    dgrad: float
+    wgrad: float
+    noise: float
+
+
+NOTHING = Predicted(0.0, 0.0, 0.0, 0.0)  # lost in high precision
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """What is proposed for a layer.
+
+    Attributes:
+      path: of the layer, or of stacked layers.
+      share: of the FLOPs of all layers here.
+      few: whether it gets the recipe with the fewest bits.
+      in_few, otherwise: its errors under that recipe, and under the other one.
+    """
+
+    path: str
+    share: float
+    few: bool
+    in_few: Predicted
+    otherwise: Predicted
+
+
+@dataclass(frozen=True, repr=False)
+class Recommendation:
+    """What `recommend` proposes; prints as a table, and shows as one in Jupyter.
+
+    Attributes:
+      layers: those that the model gains most from keeping in more bits come first.
+      few: the recipe with the fewest bits.
+      otherwise: that of the layers which do not get it; None: high precision.
+    """
+
+    layers: tuple[Proposed, ...]
+    few: Recipe
+    otherwise: Recipe | None
+
+    @property
+    def recipes(self) -> dict[str, Recipe | None]:
+        """For `jfp8.convert` and `jfp8.initialize`: layers that do not get `few`, then all."""
+        exceptions = {glob.escape(row.path): self.otherwise for row in self.layers if not row.few}
+        return {**exceptions, "*": self.few}
+
+    @property
+    def share(self) -> float:
+        """Of the FLOPs, the part that is computed under `few`."""
+        return sum(row.share for row in self.layers if row.few)
+
+    @property
+    def noise(self) -> float:
+        """``E |dW' - dW|^2`` of all layers, as a fraction of that with `few` everywhere."""
+        before = sum(row.in_few.noise for row in self.layers)
+        return sum(_chosen(row).noise for row in self.layers) / before if before else 0.0
+
+    def __str__(self) -> str:
+        head, *lines = table_lines(self._table(), numbers=True)
+        return "\n".join([*self._said(), "", head, "-" * len(head), *lines])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        faded = [number for number, row in enumerate(self.layers, 1) if row.few]
+        said = "".join(f"<p>{html.escape(line)}</p>" for line in self._said())
+        return said + table_html(self._table(), numbers=True, faded=faded)
+
+    def _said(self) -> list[str]:
+        few, otherwise = _name(self.few), _name(self.otherwise)
+        return [
+            f"{100 * self.share:.3g} % of the FLOPs in {few}, the others in {otherwise}.",
+            f"Rounding adds {100 * self.noise:.3g} % of the noise that {few} everywhere would add "
+            "to the gradients of weights.",
+        ]
+
+    def _table(self) -> Table:
+        head = ("layer", "recipe", "FLOPs", *OPERANDS, f"of the noise, in {_name(self.few)}")
+        total = sum(row.in_few.noise for row in self.layers) or 1.0
+        percent = lambda x: f"{100 * x:.3g} %"
+        table: list[tuple[str, ...]] = [head]
+        for row in self.layers:
+            of, chosen = self.few if row.few else self.otherwise, _chosen(row)
+            errors = (getattr(chosen, kind) for kind in OPERANDS)
+            noise = percent(row.in_few.noise / total)
+            table.append((row.path, _name(of), percent(row.share), *map(percent, errors), noise))
+        return table
+
+
+def recommend(
+    rows: Iterable[TensorStats],
+    products: Report,
+    *,
+    share: float = 0.85,
+    recipes: Iterable[Recipe] = (),
+) -> Recommendation:
+    """Propose the layers to compute in the fewest bits, and those to keep in more. ::
+
+        noise = E |dW' - dW|^2 = M K N (mse(x) rms(g)^2 + rms(x)^2 mse(g))
+
+    is what rounding ``x`` (``[M, K]``) and ``g`` (``[M, N]``) adds to the gradient ``dW = x^T g``
+    of a weight. In a network the gradients of some layers are much larger than those of others, and
+    so is their noise, though all lose the same fraction. Layers are kept in more bits in the
+    order of the noise which that saves, for each FLOP, until the others have `share` of the FLOPs.
+
+    Run some training steps with the recipe of fewest bits, and, to choose between two recipes, some
+    with the other one. For example::
+
+        model, wide = jfp8.convert(plain, "nvfp4"), jfp8.convert(plain, "mxfp8")
+        rows = [*statistics(model), *statistics(wide)]  # of `jfp8.debug.stats`, or a `Recorder`
+        found = jfp8.debug.recommend(rows, jfp8.report(model, variables, x), share=0.75)
+        model = jfp8.convert(plain, found.recipes)
+
+    Args:
+      rows: statistics of steps with gradients, under one recipe or two. If it is one, the layers
+        that do not get it are proposed for high precision.
+      products: what ``jfp8.report(model, variables, x)`` returns of the model in the fewest bits.
+      share: of the FLOPs of all layers with statistics, at least what the recipe with the fewest
+        bits gets: 0 to 1.
+      recipes: those in `rows` that are not defaults of their names, or have none.
+
+    Returns:
+      A `Recommendation`: ``print`` it; pass ``.recipes`` to `jfp8.convert`.
+
+    Raises:
+      TypeError: `rows` or `products` are something else.
+      ValueError: no statistics of gradients; a layer without statistics under one of two recipes;
+        more than two recipes; `share` out of range.
+    """
+    groups = _groups(rows)
+    if not isinstance(products, Report):
+        raise TypeError(
+            "products must be what jfp8.report(model, variables, x) returned, got "
+            f"{type(products).__name__}."
+        )
+    if not 0 <= share <= 1:
+        raise ValueError(f"share={share!r}: a fraction of the FLOPs, from 0 to 1.")
+    few, otherwise = _two_recipes(groups, recipes)
+    predicted = {
+        name: {path: _predicted(steps) for path, steps in by_path.items()}
+        for name, by_path in groups.items()
+    }
+    in_few = predicted[few.name]
+    other = dict.fromkeys(in_few, NOTHING) if otherwise is None else predicted[otherwise.name]
+    if missing := sorted(in_few.keys() ^ other.keys()):
+        raise ValueError(
+            f"There are statistics of {missing[0]!r} under one of {few.name!r} and "
+            f"{otherwise and otherwise.name!r} only. Convert the same layers for both."
+        )
+    flops = dict.fromkeys(in_few, 0)
+    for row in products.rows:
+        if row.path in flops:
+            flops[row.path] += row.flops
+    total = sum(flops.values())
+    if not total:
+        raise ValueError(
+            f"products has none of the layers in rows ({', '.join(in_few)}). Pass the report of "
+            "the same model."
+        )
+    saved = lambda path: (in_few[path].noise - other[path].noise) / max(flops[path], 1)
+    left, kept = (1 - share) * total, set()
+    for path in sorted(in_few, key=saved, reverse=True):
+        if flops[path] <= left and saved(path) > 0:
+            kept.add(path)
+            left -= flops[path]
+    layers = (
+        Proposed(path, flops[path] / total, path not in kept, in_few[path], other[path])
+        for path in sorted(in_few, key=saved, reverse=True)
+    )
+    return Recommendation(tuple(layers), few, otherwise)
+
+
+def _chosen(row: Proposed) -> Predicted:
+    return row.in_few if row.few else row.otherwise
+
+
+def _name(recipe: Recipe | None) -> str:
+    return "high precision" if recipe is None else recipe.name
+
+
+def _groups(rows: Iterable[TensorStats]) -> dict[str, dict[str, dict[object, _Group]]]:
+    """The rows of layers by recipe, path, and step with the index of a stacked layer."""
+    found: dict[str, dict[str, dict[object, dict[tuple[str, str], TensorStats]]]] = {}
+    for row in rows:
+        if not isinstance(row, TensorStats):
+            raise TypeError(
+                f"recommend takes rows of statistics, got a {type(row).__name__}. Pass "
+                "stats.rows(step) of what jfp8.debug.stats returned, recorder.rows, or "
+                "jfp8.debug.read_jsonl(path)."
+            )
+        steps = found.setdefault(row.recipe, {}).setdefault(row.path, {})
+        group = steps.setdefault((row.step, row.index), {})
+        for kind in row.products.split("+"):
+            group[row.tensor, kind] = row
+    layers = {
+        recipe: {path: steps for path, steps in by_path.items() if _is_layer(steps)}
+        for recipe, by_path in found.items()
+    }
+    layers = {recipe: by_path for recipe, by_path in layers.items() if by_path}
+    if not layers:
+        raise ValueError(
+            "There are no statistics of a layer with its gradients. Measure training steps: "
+            "jax.jit(jfp8.debug.stats(step)), where step computes the gradients itself."
+        )
+    return layers
+
+
+def _is_layer(steps: Mapping[object, _Group]) -> bool:
+    """Whether there are statistics of a product with a weight, forward and backward."""
+    return all({role for role, _ in group} >= {"lhs", "rhs", "grad"} for group in steps.values())
+
+
+def _two_recipes(
+    groups: Mapping[str, Mapping[str, Mapping[object, _Group]]], given: Iterable[Recipe]
+) -> tuple[Recipe, Recipe | None]:
+    """The recipe with the fewest bits, and the other one."""
+    if len(groups) > 2:
+        raise ValueError(
+            f"rows are of {len(groups)} recipes: {', '.join(groups)}. Pass those of one or two."
+        )
+    own = {recipe.name: recipe for recipe in given}
+
+    def bits(name: str) -> float:
+        rows = [
+            row for steps in groups[name].values() for g in steps.values() for row in g.values()
+        ]
+        return sum(format_called(row.format).bits for row in rows) / len(rows)
+
+    names = sorted(groups, key=bits)
+    found = [own[name] if name in own else check_recipe(name) for name in names]
+    return found[0], found[1] if len(found) > 1 else None
+
+
+def _predicted(steps: Mapping[object, _Group]) -> Predicted:
+    """Means over the steps, and the sum of the noise of stacked layers."""
+    mean = lambda f: sum(map(f, steps.values())) / len(steps)
+    error: Callable[[str], float] = lambda kind: math.sqrt(mean(lambda g: _squared_error(g, kind)))
+    stacked = len({index for _, index in steps})  # pyrefly: ignore
+    return Predicted(error("fprop"), error("dgrad"), error("wgrad"), stacked * mean(_noise))
+
+
+def _squared_error(group: _Group, kind: str) -> float:
+    """Of a product, relative."""
+    return sum(mse / power for mse, power in _powers(group, kind) if power)
+
+
+def _noise(group: _Group) -> float:
+    (lhs, lhs_power), (grad, grad_power) = _powers(group, "wgrad")
+    count = {role: row.count for (role, _), row in group.items()}
+    multiplications = math.sqrt(count["lhs"] * count["rhs"] * count["grad"])  # M K N
+    return multiplications * (lhs * grad_power + lhs_power * grad)
+
+
+def _powers(group: _Group, kind: str) -> list[tuple[float, float]]:
+    """``(mse, rms^2)`` of both operands of a product; those in high precision lose nothing."""
+    found = []
+    for role in OPERANDS[kind]:
+        row = group.get((role, kind))
+        any_row = row or next(r for (other, _), r in group.items() if other == role)
+        found.append((row.mse if row else 0.0, any_row.rms**2))
+    return found
