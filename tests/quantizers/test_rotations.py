@@ -166,11 +166,6 @@ def test_trap_rotated_values_exceed_the_amax_of_the_tensor():
 # Signs that are drawn.
 
 
-kinds = pytest.mark.parametrize(
-    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("fprop", "dgrad")), "wgrad"]
-)
-
-
 def seeds(n):
     return jax.random.bits(KEY, (n, 2), jnp.uint32)
 
@@ -189,7 +184,8 @@ def test_random_signs():
     assert abs(pairs).max() < 5 / 8
 
 
-@kinds
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
 def test_both_operands_of_a_product_get_the_same_signs(kind):
     """With or without a key; one operand stays in high precision, and is rotated all the same."""
     q = Current(E4M3FN)
