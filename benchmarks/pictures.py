@@ -52,7 +52,7 @@ def error_against_bits() -> Figure:
     """Activations of one size, and with features that are much larger than the others."""
     normal = np.random.default_rng(0).normal(size=(512, 2048)).astype(np.float32)
     large = np.where(np.arange(2048) % 128 == 7, np.float32(2.0**15), np.float32(1.0))
-    figure = figure_of(5.6, "Error of a tensor under each recipe, against bits per element")
+    figure = figure_of(7.6, "Error of a tensor under each recipe, against bits per element")
     above, below = figure.subplots(2, 1, sharex=True)
     jfp8.plot.error_against_bits(normal, ax=above)
     jfp8.plot.error_against_bits(normal * large, ax=below)

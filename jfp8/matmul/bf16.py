@@ -10,7 +10,17 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.backend import Backend
-from jfp8.matmul.job import Job, Numbers, factors_of, multiply, scale_dtype, times, varies_along_sum
+from jfp8.matmul.job import (
+    Job,
+    Numbers,
+    factors_of,
+    layout_of,
+    multiply,
+    scale_dtype,
+    times,
+    to_output,
+    varies_along_sum,
+)
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.casts import decode
 
@@ -24,8 +34,8 @@ def in_bf16(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
     if not varies_along_sum(lhs, rhs, job):
         factors = factors_of(lhs, rhs, job)
         return exact_product(lhs.data, rhs.data, job.dimension_numbers, factors, job.dtype)
-    (first, outer), (second, other) = _without_outer_scale(lhs), _without_outer_scale(rhs)
-    factors = [factor for factor in (outer, other) if factor is not None]
+    factors = _outer_factors(lhs, rhs, job)
+    first, second = _without_outer_scale(lhs), _without_outer_scale(rhs)
     exact = job.powers_of_two or all(scale_dtype(q).itemsize == 1 for q in (lhs, rhs))
     if exact:
         a, b = (scaled_values(q).astype(jnp.bfloat16) for q in (first, second))
@@ -49,14 +59,30 @@ def exact_product(
     return times(y, factors).astype(dtype)
 
 
-def _without_outer_scale(q: ScaledArray) -> tuple[ScaledArray, jax.Array | None]:
-    """`q` with only its blocks' scales, and the factor that all of them need, if there is one."""
-    if not isinstance(q.scale, ScaledArray) or isinstance(q.scale.scale, ScaledArray):
-        return q, None
-    if jnp.ndim(q.scale.scale):
-        return q, None
-    one = jnp.ones((), jnp.float32)
-    return ScaledArray(q.data, ScaledArray(q.scale.data, one), q.block), q.scale.scale
+def _outer_factors(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> list[jax.Array]:
+    """The outer scales of both operands, laid out like their product: those that have one."""
+    _, (lhs_batch, rhs_batch) = job.dimension_numbers
+    layout = layout_of(lhs.shape, rhs.shape, job.dimension_numbers)
+    rows, columns = layout.lhs_free, layout.rhs_free
+    of_lhs, of_rhs, factors = _outer_scale(lhs), _outer_scale(rhs), []
+    if of_lhs is not None:
+        factors.append(to_output(of_lhs, lhs, lhs_batch, rows, 0, len(columns)))
+    if of_rhs is not None:
+        factors.append(to_output(of_rhs, rhs, rhs_batch, columns, len(rows), 0))
+    return factors
+
+
+def _outer_scale(q: ScaledArray) -> jax.Array | None:
+    """The scale above those of its blocks, one for each row or one for all, if there is one."""
+    outer = q.scale.scale if isinstance(q.scale, ScaledArray) else None
+    return None if isinstance(outer, ScaledArray) else outer
+
+
+def _without_outer_scale(q: ScaledArray) -> ScaledArray:
+    """`q` with only its blocks' scales."""
+    if not isinstance(q.scale, ScaledArray) or _outer_scale(q) is None:
+        return q
+    return ScaledArray(q.data, ScaledArray(q.scale.data, jnp.ones((), jnp.float32)), q.block)
 
 
 BACKEND = Backend("bf16", in_bf16, accumulations=("f32",))

@@ -87,6 +87,8 @@ class Use(NamedTuple):
       quantizer: the recipe's quantizer for this operand; None leaves it in high precision.
       contracting: the dimensions of the tensor that the product sums over.
       other: the product's other operand, if it is quantized before this one.
+      turn: the seed of a random rotation, if the other operand was rotated before this one; see
+        `turn_of`.
     """
 
     kind: Kind
@@ -94,6 +96,7 @@ class Use(NamedTuple):
     quantizer: Quantizer | None
     contracting: tuple[int, ...]
     other: Operand | None = None
+    turn: jax.Array | None = None
 
     @property
     def other_scale(self) -> jax.Array | None:
@@ -218,7 +221,7 @@ class QuantizedOperand:
         serves any direction, or scales laid out as the quantizer would. Otherwise its values are
         quantized like any others.
         """
-        _, product, quantizer, contracting, _ = use
+        product, quantizer, contracting = use.product, use.quantizer, use.contracting
         x, of_tensor = self.x, largest
         assert not isinstance(x, CastLater)  # see `quantized`
         if isinstance(x, ScaledArray):
@@ -232,8 +235,11 @@ class QuantizedOperand:
             x = scaled_values(x)
         if product.rotation is not None:
             (axis,) = contracting
+            turn = use.turn
+            if turn is None:  # of the two operands this is the first
+                turn = turn_of(product, use.kind, of_tensor, self.seed)
             with jax.named_scope(ROTATION_NAME):
-                x = product.rotation(x, axis)
+                x = product.rotation(x, axis, turn)
             largest = amax(x)
         if quantizer is None:
             return x
@@ -283,6 +289,22 @@ def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
         seed = jnp.zeros((2,), jnp.uint32)
     word = np.uint32(zlib.crc32(use.encode()))
     return fold_in(seed, lax.bitcast_convert_type(amax, jnp.uint32) ^ word)
+
+
+def turn_of(
+    product: Product, kind: Kind, amax: jax.Array, seed: jax.Array | None
+) -> jax.Array | None:
+    """The seed of the random rotation of both operands, uint32[2]; None if there is none.
+
+    Args:
+      product: the recipe's settings for the product.
+      kind: which one.
+      amax: f32[], of the operand that is quantized first.
+      seed: the user's.
+    """
+    if product.rotation is None or not product.rotation.random:
+        return None
+    return _seed_for(f"{kind} rotation", amax, seed)
 
 
 def quantized_output(

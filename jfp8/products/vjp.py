@@ -35,6 +35,7 @@ from jfp8.products.operation import (
     Sums,
     Use,
     quantized_output,
+    turn_of,
 )
 from jfp8.products.uses import begin_use, end_use
 from jfp8.recipes.product import Product
@@ -94,6 +95,7 @@ class _Residuals(NamedTuple):
       history: the gradient's; None: its scale comes from its own amax.
       seen: the amaxes of the forward pass, or of parts, if there is a sink for them.
       seed: see `_Operands`.
+      turns: the seeds of random rotations in dgrad and wgrad, see `turn_of`.
       operation: with the arrays that it needs.
     """
 
@@ -102,6 +104,7 @@ class _Residuals(NamedTuple):
     history: AmaxState | None
     seen: Observed | None
     seed: jax.Array | None
+    turns: tuple[jax.Array | None, jax.Array | None]
     operation: Operation
 
 
@@ -163,7 +166,8 @@ def _forward(how, carried, use, operation, operands, and_backward=True):
     x_again = Use("wgrad", wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
     w_again = Use("dgrad", dgrad, dgrad.rhs, w_free) if and_backward else None
     q_lhs, kept_lhs, lhs_amax = x.quantized(Use("fprop", fprop, fprop.lhs, x_sum), x_again)
-    w_use = Use("fprop", fprop, fprop.rhs, w_sum, other=q_lhs)
+    turn = turn_of(fprop, "fprop", lhs_amax, seed)
+    w_use = Use("fprop", fprop, fprop.rhs, w_sum, other=q_lhs, turn=turn)
     q_rhs, kept_rhs, rhs_amax = w.quantized(w_use, w_again)
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
@@ -175,13 +179,14 @@ def _forward(how, carried, use, operation, operands, and_backward=True):
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else Observed(lhs_amax, rhs_amax)
     observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
-    return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, operation)
+    turns = turn_of(dgrad, "dgrad", rhs_amax, seed), turn_of(wgrad, "wgrad", lhs_amax, seed)
+    return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, turns, operation)
 
 
 def _backward(how, carried, use, residuals, cotangents):
     if use is not None:
         use.differentiated = True
-    lhs, rhs, history, seen, seed, operation = residuals
+    lhs, rhs, history, seen, seed, turns, operation = residuals
     products = how.recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
     q_lhs = restore(lhs, wgrad.lhs and wgrad.lhs.fmt)
@@ -191,10 +196,10 @@ def _backward(how, carried, use, residuals, cotangents):
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
     assert q_rhs is not None
-    use = Use("dgrad", dgrad, dgrad.lhs, g_sum, other=q_rhs)
+    use = Use("dgrad", dgrad, dgrad.lhs, g_sum, other=q_rhs, turn=turns[0])
     again = None
     if q_lhs is not None:
-        again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again, other=q_lhs)
+        again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again, other=q_lhs, turn=turns[1])
     q_dy, q_dy_again, grad_amax = g.quantized(use, again)
     d_lhs = _product(operation, how, "dgrad", q_dy, q_rhs, stored=q_lhs is None)
     d_lhs = quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed)
@@ -314,9 +319,10 @@ def product_by(
     """
     how: Product = getattr(recipe.resolved(), kind)
     given = zip((first, second), _OPERANDS[kind], (how.lhs, how.rhs), operation.contracting(kind))
+    turn = turn_of(how, kind, amax(first), None)
     q_first, q_second = (
         QuantizedOperand(role, x, None, None, operation).quantized(
-            Use(kind, how, quantizer, sums), None
+            Use(kind, how, quantizer, sums, turn=turn), None
         )[0]
         for x, role, quantizer, sums in given
     )

@@ -1,6 +1,7 @@
 """Quantizers: how one operand of a product is quantized. Recipes are made of them."""
 
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
+from jfp8.quantizers.eden import Eden
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.quantization import block_scale, quantize, quantize_with_scale
@@ -10,6 +11,7 @@ __all__ = [
     "Context",
     "Current",
     "Delayed",
+    "Eden",
     "Quantizer",
     "Rowwise",
     "TwoLevel",

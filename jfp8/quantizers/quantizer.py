@@ -87,6 +87,11 @@ class Quantizer:
         return False
 
     @property
+    def spans_rows(self) -> bool:
+        """Whether a whole row, along the contraction, shares a scale that other rows do not."""
+        return self.block is None and not self.one_for_both
+
+    @property
     def powers_of_two(self) -> bool:
         """Whether all of its scales are powers of two."""
         return False

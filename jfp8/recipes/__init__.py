@@ -7,10 +7,12 @@ family, write its class there and add it to that file's ``__all__``.
 from jfp8.recipes.blocks import *
 from jfp8.recipes.in_json import from_json
 from jfp8.recipes.intel import *
+from jfp8.recipes.mxfp4 import *
 from jfp8.recipes.nvfp4 import *
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import *
 from jfp8.recipes.product import Product, Products
+from jfp8.recipes.quartet_ii import *
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import RECIPES, get
 from jfp8.recipes.rowwise import *

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jfp8.quantizers as quantizers
-from jfp8.quantizers.rotations import Hadamard
+from jfp8.quantizers.rotations import Hadamard, RandomHadamard
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
@@ -65,7 +65,7 @@ def _from_plain(value: Any, known: Sequence[type]) -> Any:
     if name == "Format":
         return format_called(fields.get("name"))
     classes = [c for c in vars(quantizers).values() if isinstance(c, type)]
-    classes = {c.__name__: c for c in (*classes, Product, Hadamard, *known)}
+    classes = {c.__name__: c for c in (*classes, Product, Hadamard, RandomHadamard, *known)}
     if name not in classes:
         raise ValueError(
             f"{name!r} is not a class of jfp8. If it is yours, pass it: recipes.from_json(text, "

@@ -31,7 +31,9 @@ def _product(product: Product) -> str:
 def _operand(quantizer: Quantizer | None) -> str:
     if quantizer is None:
         return "high precision"
-    rounding = " (stochastic)" if quantizer.rounding == "stochastic" else ""
+    rounding = ""
+    if quantizer.stochastic:
+        rounding = " (stochastic)" if quantizer.rounding == "stochastic" else " (stochastic scales)"
     return f"{quantizer.fmt.name}{rounding} {_shares(quantizer)}"
 
 
@@ -41,6 +43,8 @@ def _shares(quantizer: Quantizer) -> str:
     if quantizer.block is not None:
         contracting, free = quantizer.block
         blocks = f"per {free}x{contracting}"
+        if quantizer.spans_rows:
+            return f"{blocks} and row"
         return f"{blocks} and tensor" if along == EVERYWHERE else blocks
     if not along:
         return "without scales"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jfp8.quantizers.quantizer import Quantizer
-from jfp8.quantizers.rotations import Hadamard
+from jfp8.quantizers.rotations import Rotation
 from jfp8.scaling import printing
 
 
@@ -22,7 +22,8 @@ class Product:
       fast_accumulation: whether hardware may accumulate in fewer bits (see `scaled_matmul`).
 
     Raises:
-      TypeError: anything but a `Quantizer` or None, or a `rotation` other than a ``Hadamard``.
+      TypeError: anything but a `Quantizer` or None, or a `rotation` other than a ``Hadamard`` or a
+        ``RandomHadamard``.
       ValueError: a combination that cannot be computed, or would gain nothing; the message says
         why.
     """
@@ -30,15 +31,18 @@ class Product:
     lhs: Quantizer | None
     rhs: Quantizer | None
     output: Quantizer | None = None
-    rotation: Hadamard | None = None
+    rotation: Rotation | None = None
     fast_accumulation: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lhs", "rhs", "output"):
             _check_quantizer(name, getattr(self, name))
         if self.rotation is not None:
-            if not isinstance(self.rotation, Hadamard):
-                raise TypeError(f"rotation must be a Hadamard() or None, got {self.rotation!r}.")
+            if not isinstance(self.rotation, Rotation):
+                raise TypeError(
+                    "rotation must be a Hadamard(), a RandomHadamard() or None, got "
+                    f"{self.rotation!r}."
+                )
             if self.lhs is None and self.rhs is None:
                 raise ValueError(
                     "rotation without a quantized operand changes nothing: leave it out, or give "
@@ -137,8 +141,10 @@ class Products:
 
     @property
     def stochastic(self) -> bool:
-        """Whether any of them rounds stochastically."""
-        return any(q.stochastic for q in self.quantizers())
+        """Whether any of them rounds stochastically, or any product is rotated at random."""
+        rotations = (p.rotation for p in (self.fprop, self.dgrad, self.wgrad))
+        turns = any(r is not None and r.random for r in rotations)
+        return turns or any(q.stochastic for q in self.quantizers())
 
     @property
     def matrices(self) -> bool:

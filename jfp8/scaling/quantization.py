@@ -222,22 +222,43 @@ def _with_subnormal_inputs(
 
 
 def two_level_scale(
-    block_amax: jax.Array, fmt: Format, scale_fmt: Format
+    block_amax: jax.Array,
+    fmt: Format,
+    scale_fmt: Format,
+    *,
+    target: float | None = None,
+    reach: float | None = None,
+    axis: int | None = None,
 ) -> tuple[ScaledArray, jax.Array]:
-    """The scales of `TwoLevel`, `scale_fmt` under one f32, and what to multiply `x` by.
+    """The scales of `TwoLevel`, `scale_fmt` under f32, and what to multiply `x` by. ::
 
-    A non-finite amax makes its block's scale NaN, and the tensor's scale is that of the others.
-    Blocks so far below the tensor's amax that their scale is zero become zero.
+        S = reach / amax
+        s = cast(block_amax / target * S, scale_fmt)
+
+    A non-finite amax makes its block's scale NaN, and ``S`` is that of the others. Blocks so far
+    below the amax that their scale is zero become zero.
+
+    Args:
+      block_amax: f32 array, of each block.
+      fmt, scale_fmt: of the data and of its scales.
+      target: to what the largest value of a block is scaled; None: ``fmt.max``.
+      reach: to what the amax is scaled; None: ``scale_fmt.max * target``.
+      axis: blocks along it share an ``S``; None: all do.
+
+    Returns:
+      ``(scale, inverse)``: the outer scale is f32[], or has a 1 at `axis`; f32 array.
     """
+    target = fmt.max if target is None else target
     finite = jnp.isfinite(block_amax)
-    largest = jnp.max(jnp.where(finite, block_amax, 0.0), initial=0.0)
-    numerator = np.float32(scale_fmt.max * fmt.max)
+    largest = jnp.where(finite, block_amax, 0.0)
+    largest = jnp.max(largest, axis=axis, keepdims=axis is not None, initial=0.0)
+    numerator = np.float32(scale_fmt.max * target if reach is None else reach)
     encode_scale = jnp.where(largest > 0, numerator / jnp.where(largest > 0, largest, 1.0), 1.0)
     encode_scale = jnp.clip(encode_scale, SMALLEST_SCALE, LARGEST_SCALE)
     # XLA would multiply by the reciprocal of a divisor that is constant or the same for all blocks,
     # and turn 1 / (s / S) into S / s: fewer roundings than the rule has, but not everywhere. XLA
     # does not know that these values are never negative, so to it the divisors vary.
-    s = block_amax / jnp.where(block_amax < 0, 1.0, np.float32(fmt.max)) * encode_scale
+    s = block_amax / jnp.where(block_amax < 0, 1.0, np.float32(target)) * encode_scale
     narrow = codes_to_format(encode(jnp.where(finite, s, jnp.nan), scale_fmt), scale_fmt)
     s = decode(narrow)
     quotient = s / jnp.where(s < 0, 1.0, encode_scale)

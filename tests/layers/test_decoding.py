@@ -118,7 +118,9 @@ def test_decoding_gives_the_whole_sequence_where_the_recipe_is_causal(kind, reci
     causal = jfp8.recipes.get(recipe).is_causal(history=True)
     for parts in PARTS.values():
         y, _ = case.in_parts(parts)
-        if causal:
+        if causal and recipe == "nvfp4_row":  # scales within a sum that are no powers of two
+            assert difference(y, whole) < 1e-6
+        elif causal:
             np.testing.assert_array_equal(y, whole)
         else:
             assert 1e-3 < difference(y, whole) < 0.5

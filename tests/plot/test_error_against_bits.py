@@ -38,13 +38,24 @@ def in_blocks(k):
     return lambda x: by_rows(blocks(x, k).reshape(-1, k)).reshape(x.shape)
 
 
-def nvfp4(x):
-    """An E4M3 scale for 16 values, and one above them all."""
-    large = 448 * 6 / np.abs(x).max()
-    scale = (np.abs(blocks(x, 16)).max(2, keepdims=True) / 6 * large).astype(E4M3)
+def nvfp4(x, target=6, reach=448 * 6, axis=None):
+    """An E4M3 scale for 16 values, and one above them all, or above each row."""
+    large = reach / np.abs(x).max(axis, keepdims=True)[..., None]
+    scale = (np.abs(blocks(x, 16)).max(2, keepdims=True) / target * large).astype(E4M3)
     inverse = np.where(scale == 0, 0, large / scale.astype(np.float32))
     data = np.clip(blocks(x, 16) * inverse, -6, 6).astype(E2M1).astype(np.float32)
     return (data * scale.astype(np.float32) / large).reshape(x.shape)
+
+
+def four_over_six(x):
+    six, four = (nvfp4(x, target, 256 * 6) for target in (6, 4))
+    error = lambda y: (blocks(y - x, 16) ** 2).sum(2, keepdims=True)
+    return np.where(error(four) < error(six), blocks(four, 16), blocks(six, 16)).reshape(x.shape)
+
+
+def mxfp4(x):
+    scale = 2.0 ** np.ceil(np.log2(np.abs(blocks(x, 32)).max(2, keepdims=True) / 6))
+    return ((blocks(x, 32) / scale).astype(E2M1).astype(np.float32) * scale).reshape(x.shape)
 
 
 FAKE = {
@@ -54,7 +65,11 @@ FAKE = {
     "rowwise": by_rows,
     "block": in_blocks(128),
     "mxfp8": in_blocks(32),
+    "mxfp4": mxfp4,
     "nvfp4": nvfp4,
+    "nvfp4_4over6": four_over_six,
+    "nvfp4_row": lambda x: nvfp4(x, axis=1),
+    "quartet_ii": four_over_six,
     "direct_e5m2": lambda x: np.clip(x, -57344, 57344).astype(E5M2).astype(np.float32),
     "unscaled": lambda x: np.clip(x, -448, 448).astype(E4M3).astype(np.float32),
 }
@@ -63,7 +78,9 @@ BITS = dict.fromkeys(FAKE, 8 + 32 / ELEMENTS) | {
     "rowwise": 8 + 32 / FEATURES,
     "block": 8 + 32 / 128,
     "mxfp8": 8 + 8 / 32,
-    "nvfp4": 4 + 8 / 16 + 32 / ELEMENTS,
+    "mxfp4": 4 + 8 / 32,
+    **dict.fromkeys(("nvfp4", "nvfp4_4over6", "quartet_ii"), 4 + 8 / 16 + 32 / ELEMENTS),
+    "nvfp4_row": 4 + 8 / 16 + 32 / FEATURES,
 }
 
 

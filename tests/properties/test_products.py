@@ -434,6 +434,7 @@ E4M3_UNIT, E5M2_UNIT = Rule(E4M3FN, "unit"), Rule(E5M2, "unit")
 E5M2_STOCHASTIC = Rule(E5M2, "unit", stochastic=True)
 ALONG_128, TILE_128 = (Rule(E4M3FN, (128, n), "power_of_two") for n in (1, 128))
 ALONG_32 = Rule(E4M3FN, (32, 1), "power_of_two")
+E2M1_32 = Rule(E2M1FN, (32, 1), "power_of_two")
 ALONG_16, TILE_16 = (Rule(E2M1FN, (16, n), "two-level") for n in (1, 16))
 STOCHASTIC_16 = Rule(E2M1FN, (16, 1), "two-level", stochastic=True)
 # Delayed scaling is current scaling without a history. Where gradients are rounded stochastically,
@@ -444,6 +445,9 @@ RULES = {
     recipes.RowwiseScaling(): Rules(E4M3_ROW, E4M3_ROW, E4M3_ROW),
     recipes.Float8BlockScaling(): Rules(ALONG_128, TILE_128, ALONG_128),
     recipes.MXFP8BlockScaling(): Rules(ALONG_32, ALONG_32, ALONG_32),
+    recipes.MXFP4BlockScaling(stochastic_rounding=False, random_hadamard=False): Rules(
+        E2M1_32, E2M1_32, E2M1_32
+    ),
     recipes.NVFP4BlockScaling(): Rules(ALONG_16, TILE_16, STOCHASTIC_16, rotated_wgrad=True),
     recipes.NVFP4BlockScaling(stochastic_rounding=False): Rules(
         ALONG_16, TILE_16, ALONG_16, rotated_wgrad=True
@@ -459,11 +463,15 @@ RULES = {
     ),
     recipes.Unscaled(): Rules(E4M3_UNIT, E4M3_UNIT, E5M2_UNIT),
 }
-NOT_BY_XLA = ("block", "mxfp8", "nvfp4")  # scales that may vary along a sum, and E2M1
+NOT_BY_XLA = ("block", "mxfp8", "mxfp4", "nvfp4")  # scales that may vary along a sum, and E2M1
+
+
+# The same products of other quantizers, which tests/quantizers holds to their definitions.
+LIKE_NVFP4 = {"nvfp4_4over6", "nvfp4_row", "quartet_ii"}
 
 
 def test_every_recipe_has_its_rules():
-    assert {recipe.name for recipe in RULES} == {cls.name for cls in recipes.RECIPES}
+    assert {recipe.name for recipe in RULES} | LIKE_NVFP4 == {cls.name for cls in recipes.RECIPES}
 
 
 def product(equation, a, b, k) -> Interval:

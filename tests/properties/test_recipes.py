@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import jfp8
 from jfp8 import quantizers, recipes
-from jfp8.quantizers.rotations import Hadamard
+from jfp8.quantizers.rotations import Hadamard, RandomHadamard
 from jfp8.scaling.casts import ROUNDINGS
 from jfp8.scaling.formats import FORMATS
 
@@ -48,7 +48,9 @@ FIELDS = {
     "stochastic_gradients": st.booleans(),
     "fused": patterns,
 }
-FIELDS_OF = {"MXFP8BlockScaling": {"scale_rounding": E8M0_SCALES}}
+FIELDS_OF = dict.fromkeys(
+    ("MXFP8BlockScaling", "MXFP4BlockScaling"), {"scale_rounding": E8M0_SCALES}
+)
 
 
 def fields_of(cls: type[recipes.Recipe]) -> dict[str, st.SearchStrategy[Any]]:
@@ -87,10 +89,24 @@ any_quantizer = st.one_of(
     st.builds(quantizers.Rowwise, signed, F32_SCALES, **rounding),
     st.builds(quantizers.Blockwise, signed, block_sizes, any_scales, **rounding),
     st.builds(quantizers.TwoLevel, signed, block_sizes, scale_fmt=with_nan, **rounding),
+    st.builds(
+        quantizers.TwoLevel,
+        st.just(jfp8.E2M1FN),
+        st.just((16, 1)),
+        targets=st.sampled_from([(), (6.0,), (6.0, 4.0)]),
+        reach=st.sampled_from([1536.0, 100]),
+        outer=st.sampled_from(["tensor", "row"]),
+        **rounding,
+    ),
+    st.builds(quantizers.Eden, signed, st.just((16, 1)), group=st.sampled_from([16, 128])),
 )
-rotations = st.builds(Hadamard) | st.builds(
-    Hadamard,
-    st.integers(0, 4).flatmap(lambda n: st.tuples(*[st.sampled_from([-1, 1])] * (1 << n))),
+rotations = (
+    st.builds(Hadamard)
+    | st.builds(RandomHadamard, st.sampled_from([1, 64]))
+    | st.builds(
+        Hadamard,
+        st.integers(0, 4).flatmap(lambda n: st.tuples(*[st.sampled_from([-1, 1])] * (1 << n))),
+    )
 )
 
 
@@ -130,6 +146,7 @@ NAMES = {
     **{name: getattr(recipes, name) for name in recipes.__all__},
     **{name: getattr(quantizers, name) for name in quantizers.__all__},
     "Hadamard": Hadamard,
+    "RandomHadamard": RandomHadamard,
 }
 
 
@@ -251,6 +268,7 @@ QUANTIZERS = (
     quantizers.Blockwise,
     quantizers.Current,
     quantizers.Delayed,
+    quantizers.Eden,
     quantizers.Rowwise,
     quantizers.TwoLevel,
     quantizers.Unit,

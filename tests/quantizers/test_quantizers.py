@@ -802,6 +802,8 @@ ALL_QUANTIZERS = [
     Blockwise(E4M3FN, (128, 128)),
     TwoLevel(E2M1FN, (16, 1)),
     TwoLevel(E2M1FN, (16, 16)),
+    TwoLevel(E2M1FN, (16, 1), targets=(6.0, 4.0), reach=1536.0),
+    TwoLevel(E2M1FN, (16, 1), outer="row"),
 ]
 all_quantizers = pytest.mark.parametrize("quantizer", ALL_QUANTIZERS, ids=str)
 

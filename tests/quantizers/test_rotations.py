@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 
 from jfp8 import E4M3FN, scaled_dot_general
+from jfp8.products.dot_general import Dot
+from jfp8.products.vjp import product_by
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current
-from jfp8.quantizers.rotations import Hadamard
+from jfp8.quantizers.rotations import Hadamard, RandomHadamard, Rotation
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.product import Product
 
+KEY = jax.random.key(0)
 UNIT = 2.0**-24  # unit roundoff of f32
 DEFAULT = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 SIGNS = {1: (-1,), 2: (1, -1), 4: (1, 1, -1, 1), 16: DEFAULT, 32: DEFAULT + DEFAULT[::-1]}
@@ -159,6 +163,69 @@ def test_trap_rotated_values_exceed_the_amax_of_the_tensor():
     assert np.linalg.norm(y - exact) < 0.05 * np.linalg.norm(exact)
 
 
+# Signs that are drawn.
+
+
+def seeds(n):
+    return jax.random.bits(KEY, (n, 2), jnp.uint32)
+
+
+def test_random_signs():
+    """The matrix is that of some signs, which are fair coins; another seed draws others."""
+    rotate = jax.jit(jax.vmap(partial(RandomHadamard(64), jnp.eye(64), 1)))
+    drawn = np.asarray(rotate(seeds(64)), np.float64)
+    signs = np.sign(drawn[:, :, 0])
+    for r, s in zip(drawn, signs, strict=True):
+        np.testing.assert_allclose(r, matrix(tuple(s)), rtol=0, atol=4 * 64 * UNIT)
+    # 4096 coins, and the 2016 pairs of draws: within 5 standard deviations.
+    assert abs(signs.mean()) < 5 / 64
+    pairs = signs @ signs.T / 64
+    np.fill_diagonal(pairs, 0)
+    assert abs(pairs).max() < 5 / 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
+def test_both_operands_of_a_product_get_the_same_signs(kind):
+    """With or without a key; one operand stays in high precision, and is rotated all the same."""
+    q = Current(E4M3FN)
+    plain, turned = Product(q, q), Product(q, None, rotation=RandomHadamard(16))
+    products = dict.fromkeys(("fprop", "dgrad", "wgrad"), plain) | {kind: turned}
+    x, w, g = sample(24, 40), sample(40, 16), sample(24, 16)
+    dot = partial(
+        scaled_dot_general,
+        dimension_numbers=(((1,), (0,)), ((), ())),
+        recipe=PerOperand(**products),
+    )
+
+    @jax.jit
+    def results(x, w, g, key):
+        y, vjp = jax.vjp(partial(dot, key=key), x, w)
+        return (y, *vjp(g))
+
+    exact = [a.astype(np.float64) for a in (x, w, g)]
+    exact = (exact[0] @ exact[1], exact[2] @ exact[1].T, exact[0].T @ exact[2])
+    i = ("fprop", "dgrad", "wgrad").index(kind)
+    drawn = [np.asarray(results(x, w, g, key)[i]) for key in (*jax.random.split(KEY), None)]
+    for y in drawn:
+        assert 0 < np.linalg.norm(y - exact[i]) < 0.06 * np.linalg.norm(exact[i])
+    assert not np.array_equal(drawn[0], drawn[1])
+
+
+@pytest.mark.slow
+def test_a_product_by_itself_draws_one_rotation():
+    """As `debug.compare` computes it."""
+    x, w = jnp.asarray(sample(24, 40)), jnp.asarray(sample(40, 16))
+    q = Current(E4M3FN)
+    plain = Product(q, q)
+    recipe = PerOperand(dataclasses.replace(plain, rotation=RandomHadamard(16)), plain, plain)
+    f32 = np.dtype(np.float32)
+    dot = Dot((x.shape, w.shape), (f32, f32, f32), (((1,), (0,)), ((), ())), None)
+    y, *_ = product_by(recipe, dot, "fprop", x, w)
+    exact = np.float64(x) @ np.float64(w)
+    assert 0 < np.linalg.norm(y - exact) < 0.06 * np.linalg.norm(exact)
+
+
 # Values and errors.
 
 
@@ -175,3 +242,16 @@ def test_rotations_are_values():
 def test_signs_are_checked(signs):
     with pytest.raises(ValueError, match=r"1, 2, 4, 8, \.\.\. signs, each 1 or -1; got \("):
         Hadamard(signs)
+
+
+@pytest.mark.parametrize("n", [0, 3, -4, 2.0, True], ids=str)
+def test_sizes_are_checked(n):
+    with pytest.raises(
+        ValueError, match=r"RandomHadamard\(n=.*\): must be 1, 2, 4, 8, \.\.\. values"
+    ):
+        RandomHadamard(n)
+
+
+def test_the_base_class_does_not_rotate():
+    with pytest.raises(NotImplementedError, match="Rotation does not override"):
+        Rotation()(jnp.ones((2, 16)), 1)

@@ -17,15 +17,18 @@ import pytest
 import jfp8
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, recipes
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
+from jfp8.quantizers.eden import Eden
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
-from jfp8.quantizers.rotations import Hadamard
+from jfp8.quantizers.rotations import Hadamard, RandomHadamard
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.blocks import Float8BlockScaling, MXFP8BlockScaling
 from jfp8.recipes.intel import DirectE5M2, Hybrid
-from jfp8.recipes.nvfp4 import NVFP4BlockScaling
+from jfp8.recipes.mxfp4 import MXFP4BlockScaling
+from jfp8.recipes.nvfp4 import NVFP4BlockScaling, NVFP4FourOverSix, NVFP4RowScaling
 from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.product import Product, Products
+from jfp8.recipes.quartet_ii import QuartetII
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.recipes.unscaled import Unscaled
@@ -36,7 +39,11 @@ NAMES = {
     "rowwise": RowwiseScaling,
     "block": Float8BlockScaling,
     "mxfp8": MXFP8BlockScaling,
+    "mxfp4": MXFP4BlockScaling,
     "nvfp4": NVFP4BlockScaling,
+    "nvfp4_4over6": NVFP4FourOverSix,
+    "nvfp4_row": NVFP4RowScaling,
+    "quartet_ii": QuartetII,
     "direct_e5m2": DirectE5M2,
     "hybrid": Hybrid,
     "unscaled": Unscaled,
@@ -46,6 +53,12 @@ TOOLKIT = {
     "quantize_outputs": False,
     "fused": ("*/logits", "Block_*/query"),
     "stochastic_gradients": False,
+    "accumulation": "f32_every_128",
+}
+NVFP4_OTHER = {
+    "stochastic_rounding": False,
+    "random_hadamard": False,
+    "two_dimensional_weights": False,
     "accumulation": "f32_every_128",
 }
 # Every field of every recipe, with a value that is not its default.
@@ -76,12 +89,16 @@ OTHER = {
         "two_dimensional_weights": True,
         "accumulation": "hopper",
     },
-    NVFP4BlockScaling: {
+    MXFP4BlockScaling: {
+        "scale_rounding": "even",
         "stochastic_rounding": False,
         "random_hadamard": False,
-        "two_dimensional_weights": False,
         "accumulation": "f32_every_128",
     },
+    NVFP4BlockScaling: NVFP4_OTHER,
+    NVFP4FourOverSix: NVFP4_OTHER,
+    NVFP4RowScaling: NVFP4_OTHER,
+    QuartetII: {"accumulation": "f32_every_128"},
     DirectE5M2: TOOLKIT,
     Hybrid: TOOLKIT,
     Unscaled: {"fp8_format": "E4M3", "accumulation": "hopper"},
@@ -431,14 +448,12 @@ def test_what_holds_for_every_recipe(recipe):
     assert fast == [True, False, False]
     assert products == recipe.products()
     assert hash(products) == hash(recipe.products())
-    in_blocks = (Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+    nvfp4 = (NVFP4BlockScaling, NVFP4FourOverSix, NVFP4RowScaling)
+    in_blocks = (Float8BlockScaling, MXFP8BlockScaling, MXFP4BlockScaling, QuartetII, *nvfp4)
     assert products.matrices == isinstance(recipe, in_blocks)
-    rounds_at_random = {
-        NVFP4BlockScaling: getattr(recipe, "stochastic_rounding", False),
-        DirectE5M2: getattr(recipe, "stochastic_gradients", False),
-        Hybrid: getattr(recipe, "stochastic_gradients", False),
-    }
-    assert products.stochastic == rounds_at_random.get(type(recipe), False)
+    at_random = getattr(recipe, "stochastic_rounding", isinstance(recipe, QuartetII))
+    at_random |= isinstance(recipe, MXFP4BlockScaling) and recipe.random_hadamard
+    assert products.stochastic == getattr(recipe, "stochastic_gradients", at_random)
     assert (recipe.init_state() is not None) == isinstance(recipe, DelayedScaling)
     assert recipe.needs_loss_scale == isinstance(recipe, DirectE5M2 | Hybrid | Unscaled)
 
@@ -632,7 +647,7 @@ def test_error_out_of_range(field, value, words):
 @pytest.mark.parametrize("value", ["hybrid", "rceil", 0, False, "", jfp8.E4M3FN])
 def test_error_choice(field, allowed, value):
     for cls in CLASSES:
-        if field in OTHER[cls] and cls is not MXFP8BlockScaling:
+        if field in OTHER[cls] and cls not in (MXFP8BlockScaling, MXFP4BlockScaling):
             with pytest.raises(ValueError, match=f"allowed are {allowed}") as error:
                 cls(**{field: value})
             assert f"{cls.__name__}({field}={value!r})" in str(error.value)
@@ -798,7 +813,7 @@ def test_error_product(case):
 
 @pytest.mark.parametrize("rotation", [True, "hadamard", Hadamard, (1, -1)], ids=str)
 def test_error_no_rotation(rotation):
-    with pytest.raises(TypeError, match=r"rotation must be a Hadamard\(\) or None, got"):
+    with pytest.raises(TypeError, match=r"rotation must be a Hadamard\(\), a Ran.* or None, got"):
         Product(Q, Q, rotation=rotation)
 
 
@@ -893,6 +908,13 @@ OF_ONES_OWN = {
         ),
         accumulation="f32_every_128",
     ),
+    "four bits": per_operand(
+        dgrad=Product(
+            Eden(E2M1FN, (16, 1), targets=(6.0, 4.0), reach=1536.0, group=32),
+            TwoLevel(E2M1FN, (16, 1), outer="row"),
+            rotation=RandomHadamard(32),
+        ),
+    ),
     "high precision": per_operand(wgrad=Product(None, None)),
 }
 
@@ -919,6 +941,9 @@ def test_json_names_classes_and_formats():
         "rounding": "stochastic",
         "block_size": [16, 16],
         "scale_fmt": {"class": "Format", "name": "E5M2"},
+        "targets": [],
+        "reach": None,
+        "outer": "tensor",
     }
     assert fields["wgrad"]["rotation"] == {"class": "Hadamard", "signs": [1, -1, -1, 1]}
     assert fields["fprop"]["fast_accumulation"] is True

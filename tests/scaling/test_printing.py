@@ -21,7 +21,7 @@ from jfp8.optim.blocks import ExpandedArray
 from jfp8.optim.storage import HalfArray
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
-from jfp8.quantizers.rotations import Hadamard
+from jfp8.quantizers.rotations import Hadamard, RandomHadamard
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.product import Product
@@ -159,6 +159,7 @@ NAMES = {
     **{fmt.name: fmt for fmt in (E2M1FN, E3M4, E4M3FN, E5M2)},
     "jfp8": jfp8,
     "Hadamard": Hadamard,
+    "RandomHadamard": RandomHadamard,
 }
 
 
@@ -176,7 +177,10 @@ NAMES = {
         "Rowwise(E4M3FN)",
         "Blockwise(E4M3FN, block_size=(128, 128))",
         "TwoLevel(E2M1FN, rounding='stochastic', block_size=(16, 1), scale_fmt=E5M2)",
+        "TwoLevel(E2M1FN, block_size=(16, 1), targets=(6.0, 4.0), reach=1536.0, outer='row')",
+        "Eden(E2M1FN, block_size=(16, 1), group=64)",
         "Hadamard()",
+        "RandomHadamard(n=64)",
         "PerOperand(fprop=Product(lhs=Current(E4M3FN), rhs=Current(E4M3FN)), "
         "dgrad=Product(lhs=Current(E5M2), rhs=None), "
         "wgrad=Product(lhs=None, rhs=None))",

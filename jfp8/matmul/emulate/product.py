@@ -175,7 +175,10 @@ def _merged_last(q: ScaledArray, batch: Sequence[int], contract: Sequence[int]) 
         run = math.gcd(q.block_sizes()[contract[-1]], q.shape[contract[-1]])
     scale = lax.slice_in_dim(scale, 0, None, max(run, 1), axis=-1)
     if isinstance(q.scale, ScaledArray):
-        return ScaledArray(merged(q.data), ScaledArray(scale, q.scale.scale))
+        outer = jnp.asarray(q.scale.scale)
+        return ScaledArray(
+            merged(q.data), ScaledArray(scale, merged(outer) if outer.ndim else outer)
+        )
     return ScaledArray(merged(q.data), scale)
 
 

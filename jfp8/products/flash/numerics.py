@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
+from jfp8.quantizers.eden import Eden
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.recipe import Recipe
@@ -26,7 +27,7 @@ from jfp8.scaling.formats import E4M3FN, Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import SMALLEST_SCALE, reciprocal, scale_from_amax
 
-_KNOWN = (Current, Delayed, Rowwise, Blockwise, TwoLevel, Unit)
+_KNOWN = (Current, Delayed, Rowwise, Blockwise, TwoLevel, Eden, Unit)
 
 
 class Quantized(NamedTuple):

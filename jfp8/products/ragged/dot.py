@@ -187,12 +187,12 @@ def _tile_height(recipe: Recipe, m: int, groups: int) -> int:
     along_rows = [q.block[1] for q in (fprop.lhs, dgrad.lhs) if q is not None and q.block]
     along_rows += [q.block[0] for q in (wgrad.lhs, wgrad.rhs) if q is not None and q.block]
     if wgrad.rotation is not None:
-        along_rows.append(len(wgrad.rotation.signs))
+        along_rows.append(wgrad.rotation.size)
     multiple = math.lcm(*along_rows)
 
     height = _TILE
-    by_row = (q is None or q.block or q.one_for_both for q in (wgrad.lhs, wgrad.rhs))
-    if recipe.accumulation == "f32" and all(by_row):
+    spans = any(q is not None and q.spans_rows for q in (wgrad.lhs, wgrad.rhs))
+    if recipe.accumulation == "f32" and not spans:
         quarter = max(m // (4 * groups), 1)
         height = min(max(1 << (quarter.bit_length() - 1), _SMALLEST_TILE), _TILE)
     return -(-height // multiple) * multiple
