@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8 import recipes
+from jfp8 import E4M3FN, E5M2, recipes
 from jfp8.products.flash import dot_product
-from jfp8.products.flash.numerics import Numerics, quantize_tokens
+from jfp8.products.flash.numerics import Numerics, numerics_of, quantize_tokens
 from jfp8.scaling import init_sink
 
 ATTENTION = jfp8.scaled_dot_product_attention
@@ -170,6 +170,15 @@ def test_nothing_of_a_later_token_or_another_sequence_shows(recipe):
     other = f(*(x.at[1].multiply(1e4) for x in (q, k, v)))
     np.testing.assert_array_equal(other[0], y[0])
     assert np.any(np.asarray(other[1] != y[1]))
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda recipe: recipe.name)
+def test_every_recipe_has_formats_for_attention(recipe):
+    found = numerics_of(recipe())
+    forward = E5M2 if recipe.name == "direct_e5m2" else E4M3FN
+    backward = E5M2 if recipe.name in ("direct_e5m2", "hybrid", "unscaled") else E4M3FN
+    assert found.weights == (forward, forward)
+    assert found.scores == (backward, backward)
 
 
 @pytest.mark.parametrize("recipe", ["current", "hybrid"])

@@ -109,8 +109,9 @@ def numerics_of(recipe: Recipe) -> Numerics:
 
 def _in(fmt: Format, quantizer: Quantizer | None) -> Quantizer | None:
     """The quantizer of a gradient in `fmt`, unless it has no scale."""
-    own = quantizer is None or isinstance(quantizer, Unit)
-    return quantizer if own else replace(quantizer, fmt=fmt)
+    if quantizer is None or isinstance(quantizer, Unit) or format_of(quantizer) == fmt:
+        return quantizer
+    return replace(quantizer, fmt=fmt)
 
 
 def format_of(quantizer: Quantizer | None) -> Format | None:
