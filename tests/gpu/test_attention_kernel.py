@@ -29,17 +29,15 @@ ALL = {"is_causal": False, "window": None}
 WINDOW = {"is_causal": False, "window": (1000, 64)}
 
 
-def program_of(size, groups, by_token, with_lengths, out_dtype=BF16, heads=(1, 8), **options):
-    """Attention of `heads`, with scales for each token or one number, as function and arguments."""
+def program_of(size, groups, with_lengths, out_dtype=BF16, heads=(1, 8), **options):
+    """Attention of `heads`, as function and arguments."""
     batch, heads = heads
     key_heads = heads // groups
     of = lambda shape, dtype: jax.ShapeDtypeStruct((batch, *shape), dtype)
-    number = jax.ShapeDtypeStruct((), F32)
-    scale = lambda heads: of((heads, T), F32) if by_token else number
     args = [of((heads, T, size), F8), of((key_heads, T, size), F8), of((key_heads, size, T), F8)]
-    args += [scale(heads), scale(key_heads), scale(key_heads)]
+    args += [of((n, T), F32) for n in (heads, key_heads, key_heads)]
     args += [of((key_heads,), jnp.int32)] * with_lengths
-    rule = attention.division(groups, *args[3:6], with_lengths=with_lengths)
+    rule = attention.division(groups, with_lengths=with_lengths)
     options |= {"groups": groups, "scale": size**-0.5, "out_dtype": out_dtype}
     return divided("attention", partial(attention.attention_forward, **options), rule), args
 
@@ -56,39 +54,36 @@ def assert_fp8_alone(program, size):
     assert not [i for i, _ in program.hlo.launched for r in i.results if r.size >= T * T]
 
 
-@pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize("options", [ALL, CAUSAL, WINDOW], ids=["all", "causal", "window"])
 @pytest.mark.parametrize("size", [64, 128])
-def test_attention(size, options, by_token, compiled):
-    f, args = program_of(size, 1, by_token, with_lengths=False, **options)
-    scales = "scales by token" if by_token else "one scale"
-    name = f"attention kernel, {T} tokens, 8 heads of {size}, {scales}"
+def test_attention(size, options, compiled):
+    f, args = program_of(size, 1, with_lengths=False, **options)
+    name = f"attention kernel, {T} tokens, 8 heads of {size}"
     assert_fp8_alone(compiled(f"{name}, {options}", "h200", f, *args), size)
 
 
 @pytest.mark.parametrize("size", [64, 128])
 def test_grouped_queries_with_lengths(size, compiled):
-    f, args = program_of(size, 4, True, with_lengths=True, out_dtype=F32, **ALL)
+    f, args = program_of(size, 4, with_lengths=True, out_dtype=F32, **ALL)
     name = f"attention kernel, {T} tokens, 8 heads of {size}, 2 of keys, lengths, f32"
     assert_fp8_alone(compiled(name, "h200", f, *args), size)
 
 
-@pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize("options", [ALL, CAUSAL, WINDOW], ids=["all", "causal", "window"])
-def test_heads_of_256(options, by_token):
-    """Sums and logits take 192 of 240 registers. Masks with scales by token spill a few numbers
-    that stay the same in the loop: stored once, loaded in each step.
+def test_heads_of_256(options):
+    """Sums and logits take 192 of 240 registers. Masks spill a few numbers that stay the same in
+    the loop: stored once, loaded in each step.
     """
-    f, args = program_of(256, 1, by_token, with_lengths=False, **options)
+    f, args = program_of(256, 1, with_lengths=False, **options)
     program = compile_for("h200", f, *args)
     assert_fp8_alone(program, 256)
     (kernel,) = program.kernels
-    assert kernel.spilled <= (100 if by_token and options is not ALL else 0)
+    assert kernel.spilled <= (0 if options is ALL else 100)
 
 
 def test_heads_are_divided(compiled_for_eight):
     """Each of eight devices has its heads, and sends nothing."""
-    f, args = program_of(128, 4, True, with_lengths=True, heads=(2, 32), **CAUSAL)
+    f, args = program_of(128, 4, with_lengths=True, heads=(2, 32), **CAUSAL)
     program = compiled_for_eight(
         "8 GPUs, heads: attention kernel",
         {"x": 2, "y": 4},

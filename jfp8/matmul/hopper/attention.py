@@ -51,10 +51,9 @@ def attention_forward(
       q: ``f8[..., G, T, H]``, H of 64, 128 or 256.
       k: ``f8[..., G / groups, S, H]``.
       v_t: ``f8[..., G / groups, H, S]``.
-      q_scale: ``f32[..., G, T]``, or ``f32[]``: one for all. Positive, as the others.
-      k_scale: ``f32[..., G / groups, S]`` or ``f32[]``.
-      v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100; or ``f32[]``, any
-        number.
+      q_scale: ``f32[..., G, T]``. Positive, as the others.
+      k_scale: ``f32[..., G / groups, S]``.
+      v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100.
       key_lengths: ``i32[..., G / groups]``: only if ``j < key_lengths[g]``.
       groups: how many heads of queries share a head of keys and values.
       scale: of the logits, positive.
@@ -75,8 +74,7 @@ def attention_forward(
     if 0 in (*shape, keys):
         return jnp.zeros(shape, out_dtype), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
     q, k, v_t = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v_t))
-    by_head = lambda x: x.reshape(-1, x.shape[-1]) if x.ndim else x
-    q_scale, k_scale, v_scale = map(by_head, (q_scale, k_scale, v_scale))
+    q_scale, k_scale, v_scale = (x.reshape(-1, x.shape[-1]) for x in (q_scale, k_scale, v_scale))
     heads = q.shape[0]
     left, right = window or (None, None)
     if is_causal:
@@ -85,9 +83,9 @@ def attention_forward(
         "q": padded(q, 1, COMPUTE * ROWS, 1),
         "k": padded(k, 1, BLOCK, 1),
         "v_t": padded(v_t, 1, 1, BLOCK),
-        "q_scale": padded(q_scale, 1, COMPUTE * ROWS) if q_scale.ndim else q_scale.reshape(1),
-        "k_scale": padded(k_scale, 1, BLOCK) if k_scale.ndim else k_scale.reshape(1),
-        "v_scale": padded(v_scale, 1, BLOCK) if v_scale.ndim else v_scale.reshape(1),
+        "q_scale": padded(q_scale, 1, COMPUTE * ROWS),
+        "k_scale": padded(k_scale, 1, BLOCK),
+        "v_scale": padded(v_scale, 1, BLOCK),
     }
     if key_lengths is not None:
         operands["key_lengths"] = key_lengths.reshape(-1)
@@ -112,15 +110,14 @@ def attention_forward(
     return heads_first(o, shape), lse[:, :rows].reshape(shape[:-1])
 
 
-def division(groups: int, *by_token: jax.Array, with_lengths: bool) -> str:
+def division(groups: int, *, with_lengths: bool) -> str:
     """How devices may divide `attention_forward`: by sequences and heads, ``[B, N, T, H]``.
 
-    A rule for `tracing.divided`, with the scales of queries, keys and values.
+    A rule for `tracing.divided`.
     """
-    of_keys = "b n" if groups == 1 else f"b n/{groups}"
-    axes = "b n T", f"{of_keys} S", f"{of_keys} S"
-    scales = [axes if x.ndim else "" for x, axes in zip(by_token, axes, strict=True)]
-    operands = ["b n T H", f"{of_keys} S H", f"{of_keys} H S", *scales, *[of_keys] * with_lengths]
+    k = "b n" if groups == 1 else f"b n/{groups}"
+    matrices, scales = ["b n T H", f"{k} S H", f"{k} H S"], ["b n T", f"{k} S", f"{k} S"]
+    operands = [*matrices, *scales, *[k] * with_lengths]
     return f"{', '.join(operands)} -> b n T H, b n T"
 
 

@@ -74,7 +74,7 @@ def forward(
     options = _options(groups, visible, scale, dtype)
     lengths, (of_queries, _) = _key_lengths(k, visible), visible.lengths
     scales = _heads(q.scale), k.scale, v.scale
-    rule = division(groups, *scales, with_lengths=bool(lengths))
+    rule = division(groups, with_lengths=bool(lengths))
     attend = divided(f"attention, {options}", partial(attention_forward, **options), rule)
     out, log_sum = attend(_heads(q.data), k.data, v.data.swapaxes(2, 3), *scales, *lengths)
     if of_queries is not None:
