@@ -97,7 +97,20 @@ def attention_in_f64(q, k, v_t, q_scale, k_scale, v_scale, scale, visible):
     return acc * factor[:, None], (bound + off[:, None] * np.abs(acc)) * factor[:, None], lse, off
 
 
-def assert_attention(results, operands, groups, scale, is_causal, window, lengths, out_dtype):
+def random_mask(*shape):
+    """bool[shape]: most keys hidden; some queries see none, and some no key of a block."""
+    mask = np.random.default_rng(sum(shape)).random(shape) < 0.3
+    if shape[-2] > 1:
+        mask[..., 3, :] = False
+        mask[..., :40, :BLOCK] = False
+    else:
+        mask[..., -BLOCK:] = False
+    return mask
+
+
+def assert_attention(
+    results, operands, groups, scale, is_causal, window, lengths, out_dtype, mask=True
+):
     o, lse = results
     assert (o.dtype, lse.dtype, o.shape) == (out_dtype, F32, operands[0].shape)
     q, k, v_t, *scales = map(f64, operands)
@@ -106,6 +119,7 @@ def assert_attention(results, operands, groups, scale, is_causal, window, length
         q_scale, k_scale, v_scale = (x[i] for x, i in zip(scales, (head, g, g), strict=True))
         length = k.shape[1] if lengths is None else lengths[g]
         visible = visible_keys(q.shape[1], k.shape[1], is_causal, window, length)
+        visible = visible & np.broadcast_to(mask, (len(q), *visible.shape))[head]
         want, bound, want_lse, lse_bound = attention_in_f64(
             q[head], k[g], v_t[g], q_scale, k_scale, v_scale, scale, visible
         )
@@ -133,8 +147,14 @@ def assert_attention(results, operands, groups, scale, is_causal, window, length
         ((8, 4, 64, 200, 64), {"key_lengths": [0, 77]}, F32),
         ((1, 1, 400, 130, 64), {"window": (100, 3), "is_causal": True}, F32),
         ((1, 1, 128, 640, 64), {"stages": 2}, F32),
+        ((2, 2, 130, 300, 64), {"mask": (2, 130, 300)}, F32),
+        ((1, 1, 140, 400, 128), {"mask": (1, 1, 400), "window": (300, 90)}, BF16),
+        ((1, 1, 100, 150, 256), {"mask": (1, 100, 1), "is_causal": True}, F32),
     ],
-    ids=["all", "causal", "causal-256", "window", "lengths", "beyond", "ring"],
+    ids=[
+        *("all", "causal", "causal-256", "window", "lengths", "beyond", "ring"),
+        *("mask", "mask-of-keys", "mask-of-queries"),
+    ],
 )
 def test_attention(sizes, options, out_dtype):
     heads, groups, rows, keys, size = sizes
@@ -143,9 +163,13 @@ def test_attention(sizes, options, out_dtype):
     given = {"is_causal": False, "window": None} | options
     if lengths is not None:
         given["key_lengths"] = jnp.array(lengths, jnp.int32)
+    mask = random_mask(*given["mask"]) if "mask" in given else np.array(True)
+    if "mask" in given:
+        given["mask"] = jnp.array(mask)
     results = interpreted(*operands, groups=groups, scale=size**-0.5, out_dtype=out_dtype, **given)
     is_causal, window = given["is_causal"], given["window"]
-    assert_attention(results, operands, groups, size**-0.5, is_causal, window, lengths, out_dtype)
+    how = is_causal, window, lengths, out_dtype, mask
+    assert_attention(results, operands, groups, size**-0.5, *how)
 
 
 @pytest.mark.slow
@@ -155,13 +179,23 @@ def test_e5m2_operands():
     assert_attention(o, operands, 1, 0.125, True, None, None, F32)
 
 
-@pytest.mark.parametrize("window", [None, (64, 9)])
-def test_later_tokens_change_nothing(window):
+@pytest.mark.parametrize(
+    ("window", "by_mask"),
+    [(None, False), ((64, 9), False), pytest.param(None, True, marks=pytest.mark.slow)],
+    ids=["causal", "window", "mask"],
+)
+def test_later_tokens_change_nothing(window, by_mask):
     """Not a bit of an earlier one, whatever their keys, values and scales are."""
     seen, look_ahead = 170, window[1] if window else 0
     q, k, v_t, q_scale, k_scale, v_scale = operands_of(1, 1, 256, 256, 64)
     attend = partial(
-        interpreted, groups=1, scale=0.125, is_causal=not window, window=window, out_dtype=F32
+        interpreted,
+        mask=jnp.tri(256, dtype=bool)[None] if by_mask else None,
+        groups=1,
+        scale=0.125,
+        is_causal=not (window or by_mask),
+        window=window,
+        out_dtype=F32,
     )
     before = attend(q, k, v_t, q_scale, k_scale, v_scale)
     after = attend(
@@ -193,7 +227,6 @@ def test_what_is_refused():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mask": jnp.ones((8, 8), bool)}, "a mask"),
         ({"bias": jnp.ones((8, 8))}, "a bias"),
         ({"scale": -1.0}, "negate the queries"),
         ({"recipe": "direct_e5m2"}, "P in E4M3FN"),
@@ -210,9 +243,10 @@ def test_when_the_reference_computes(options, reason):
     assert "mpmd_map" not in jaxpr_on_h200(attend, x, x, x)
 
 
-def test_kernels_are_chosen_where_they_compute_the_same():
+@pytest.mark.parametrize("how", [{"is_causal": True}, {"mask": np.tri(8, dtype=bool)}])
+def test_kernels_are_chosen_where_they_compute_the_same(how):
     x = jnp.ones((1, 8, 2, 64))
-    attend = partial(jfp8.scaled_dot_product_attention, is_causal=True)
+    attend = partial(jfp8.scaled_dot_product_attention, **how)
     assert "mpmd_map" in jaxpr_on_h200(attend, x, x, x)
     by_reference = partial(attend, implementation="emulate")
     assert "mpmd_map" not in jaxpr_on_h200(by_reference, x, x, x)
@@ -228,9 +262,13 @@ def jaxpr_on_h200(f, *args):
 
 def test_rules_of_division():
     rule = "b n T H, b n/4 S H, b n/4 H S, b n T, b n/4 S, b n/4 S, b n/4 -> b n T H, b n T"
-    assert division(4, with_lengths=True) == rule
+    assert division(4, key_lengths=jnp.ones((2, 2), jnp.int32)) == rule
     rule = "b n T H, b n S H, b n H S, b n T, b n S, b n S -> b n T H, b n T"
-    assert division(1, with_lengths=False) == rule
+    assert division(1) == rule
+    each = lambda *shape: division(1, mask=jnp.ones(shape, bool))
+    assert each(1, 1, 8, 9) == rule.replace(" ->", ", B N T S ->")
+    assert each(2, 8, 1, 9) == rule.replace(" ->", ", b n Q S ->")
+    assert each(2, 1, 8, 1) == rule.replace(" ->", ", b N T K ->")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +306,30 @@ def test_it_computes_what_the_emulation_computes(options):
         assert a.dtype == b.dtype
         assert float(jnp.abs(a - b).max()) < 1e-3 * float(jnp.abs(b).max())
         assert distance(a, b) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 4, 70, 140), (1, 1, 70, 140), (2, 1, 1, 140)])
+def test_masks_of_batches_and_heads(shape):
+    """Also heads that share keys, and a query that sees nothing: all of it is zero."""
+    q, k, v = (normal(n, (2, t, h, 64)) for n, (t, h) in enumerate(((70, 4), (140, 2), (140, 2))))
+    mask, grad = random_mask(*shape), normal(3, q.shape)
+
+    def results(implementation):
+        how = {"mask": jnp.array(mask), "recipe": "current", "implementation": implementation}
+        y, back = jax.vjp(partial(jfp8.scaled_dot_product_attention, **how), q, k, v)
+        return [y, *back(grad)]
+
+    with plgpu.force_gpu_interpret_mode():
+        found = results("mosaic_gpu")
+    for a, b in zip(found, results("emulate"), strict=True):
+        # A weight whose rounding the last place of f32 decides is a good part of its query's sum.
+        assert distance(a, b) < 1e-3
+        assert np.mean(np.abs(a - b) > 1e-5 * np.abs(b).max()) < 0.01
+    unseen = ~np.broadcast_to(mask, (2, 4, 70, 140)).any(3).swapaxes(1, 2)
+    assert unseen.any() == (shape[2] > 1)
+    for x in found[:2]:
+        assert (f64(x)[unseen] == 0).all()
 
 
 def distance(a, b):

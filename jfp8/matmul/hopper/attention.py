@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jfp8.matmul.hopper.attention_block import Problem, kernel, most_stages, scratch
 from jfp8.matmul.hopper.attention_parts import BLOCK, COMPUTE, ROWS, heads_first, launch
+from jfp8.matmul.hopper.mask_bits import packed
 from jfp8.matmul.hopper.tiles import padded
 
 SIZES = (64, 128, 256)  # of a head
@@ -24,6 +25,7 @@ def attention_forward(
     k_scale: jax.Array,
     v_scale: jax.Array,
     key_lengths: jax.Array | None = None,
+    mask: jax.Array | None = None,
     *,
     groups: int,
     scale: float,
@@ -54,10 +56,12 @@ def attention_forward(
       q_scale: ``f32[..., G, T]``. Positive, as the others.
       k_scale: ``f32[..., G / groups, S]``.
       v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100.
-      key_lengths: ``i32[..., G / groups]``: only if ``j < key_lengths[g]``.
+      key_lengths: ``i32[..., G / groups]``: key j is visible to query i only if ``j <
+        key_lengths[g]``.
+      mask: ``bool[... | 1, G | 1, T | 1, S | 1]``: only if it is True.
       groups: how many heads of queries share a head of keys and values.
       scale: of the logits, positive.
-      is_causal: whether key j is visible to query i only if ``j <= i``.
+      is_causal: whether only if ``j <= i``.
       window: ``(left, right)``: only if ``i - left <= j <= i + right``. None: no such bound.
       out_dtype: f32, bf16 or f16, to which `o` is rounded once.
       stages: how many blocks of keys and values shared memory holds; None: as many as fit, up to 4.
@@ -89,6 +93,8 @@ def attention_forward(
     }
     if key_lengths is not None:
         operands["key_lengths"] = key_lengths.reshape(-1)
+    if mask is not None:
+        operands |= packed(mask.reshape(-1, *mask.shape[-3:]), (rows, keys), 3, BLOCK)
     problem = Problem(
         rows=operands["q"].shape[1],
         keys=keys,
@@ -97,7 +103,7 @@ def attention_forward(
         factor=scale * math.log2(math.e),
         left=left,
         right=right,
-        stages=stages or most_stages(size),
+        stages=stages or most_stages(size, with_mask=mask is not None),
     )
     out_type = [
         jax.ShapeDtypeStruct((heads // shape[-3], problem.rows, shape[-3], size), out_dtype),
@@ -110,15 +116,32 @@ def attention_forward(
     return heads_first(o, shape), lse[:, :rows].reshape(shape[:-1])
 
 
-def division(groups: int, *, with_lengths: bool) -> str:
+def division(
+    groups: int, *, key_lengths: jax.Array | None = None, mask: jax.Array | None = None
+) -> str:
     """How devices may divide `attention_forward`: by sequences and heads, ``[B, N, T, H]``.
 
-    A rule for `tracing.divided`.
+    A rule for `tracing.divided`, with as many dimensions and those of `key_lengths` and `mask` that
+    are not None.
     """
-    k = "b n" if groups == 1 else f"b n/{groups}"
+    k = of_keys(groups)
     matrices, scales = ["b n T H", f"{k} S H", f"{k} H S"], ["b n T", f"{k} S", f"{k} S"]
-    operands = [*matrices, *scales, *[k] * with_lengths]
+    operands = [*matrices, *scales, *of_hidden(groups, key_lengths, mask)]
     return f"{', '.join(operands)} -> b n T H, b n T"
+
+
+def of_keys(groups: int) -> str:
+    """What `division` calls the heads of keys."""
+    return "b n" if groups == 1 else f"b n/{groups}"
+
+
+def of_hidden(groups: int, key_lengths: jax.Array | None, mask: jax.Array | None) -> list[str]:
+    """What `division` calls the dimensions of what hides keys. Every device has those of 1."""
+    names = [] if key_lengths is None else [of_keys(groups)]
+    if mask is not None:
+        each = zip("bnTS", ("B", "N", "Q", "K"), mask.shape, strict=True)
+        names.append(" ".join(name if size > 1 else one for name, one, size in each))
+    return names
 
 
 def _check(size: int, scale: float, window: tuple[int, int] | None) -> None:

@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfp8.matmul.hopper import mask_bits
 from jfp8.matmul.hopper.attention_parts import (
     BLOCK,
     BY_COLUMN,
@@ -37,6 +38,7 @@ from jfp8.matmul.hopper.attention_parts import (
     fill,
     freed,
     head_of,
+    in_batch,
     load,
     multiply,
     of_rows,
@@ -90,9 +92,9 @@ class Problem:
         return [pl.ds(c, width) for c in range(0, self.size, width)]
 
 
-def most_stages(size: int) -> int:
+def most_stages(size: int, *, with_mask: bool) -> int:
     """As many as fit beside queries, probabilities, staged stores and barriers."""
-    stage = 2 * BLOCK * size + 2 * BLOCK * 4
+    stage = 2 * BLOCK * size + 2 * BLOCK * 4 + mask_bits.stage_bytes(BLOCK, with_mask=with_mask)
     free = SHARED_MEMORY - COMPUTE * ROWS * (size + BLOCK + 2 * 128) - 1024
     return min(4, free // stage)
 
@@ -111,7 +113,8 @@ def scratch(
         "staged": staging(2, out_dtype),
         "copied": plgpu.Barrier(num_barriers=COMPUTE),
         "empty": freed(p.stages),
-        "full": plgpu.Barrier(num_arrivals=4, num_barriers=p.stages),
+        "full": plgpu.Barrier(num_arrivals=4 + ("bits" in operands), num_barriers=p.stages),
+        **mask_bits.ring(p.stages, BLOCK, operands),
     }
 
 
@@ -147,6 +150,7 @@ class _Block:
     copied: Any
     empty: Any
     full: Any
+    bits_ring: Any = None
 
     def bounds(self) -> Bounds:
         """Which keys the queries of this block's head see."""
@@ -158,7 +162,11 @@ class _Block:
     def steps(self, bounds: Bounds) -> tuple[jax.Array, jax.Array]:
         """The blocks of keys that go through the ring: those that any query of this block sees."""
         first, _, _, end = bounds.blocks(self.row, COMPUTE * ROWS, BLOCK)
-        return first, end
+        return mask_bits.span(self.given, *self.tile(), first, end)
+
+    def tile(self) -> tuple[Any, Any]:
+        """The batch and head of this block, and which of its tiles."""
+        return in_batch(self.out, self.head), lax.div(self.row, COMPUTE * ROWS)
 
     # The warpgroup that fills the ring
 
@@ -172,6 +180,9 @@ class _Block:
             plgpu.copy_gmem_to_smem(of_head["v_t"].at[:, keys], self.value_ring.at[slot], full)
             plgpu.copy_gmem_to_smem(of_head["k_scale"].at[keys], self.k_scale_ring.at[slot], full)
             plgpu.copy_gmem_to_smem(of_head["v_scale"].at[keys], self.v_scale_ring.at[slot], full)
+            if "bits" in self.given:
+                bits = mask_bits.of_block(self.given["bits"], *self.tile(), first + i, BLOCK)
+                plgpu.copy_gmem_to_smem(bits, self.bits_ring.at[slot], full)
 
         fill(end - first, self.p.stages, self.empty, copy)
 
@@ -196,9 +207,11 @@ class _Block:
         _, first_full, end_full, _ = bounds.blocks(row, ROWS, BLOCK)
 
         def step(t, carry):
-            sees_all = (t >= first_full) & (t < end_full) if self.masked() else None
-            mask = Mask(bounds, row, t * BLOCK, sees_all, branch=self.p.size <= 128)
-            return self.step(factor, mask, t - start, carry)
+            sees_all = (t >= first_full) & (t < end_full) if self.bounded() else None
+            slot = lax.rem(t - start, self.p.stages)
+            words = mask_bits.of_rows(self.bits_ring, slot, mine)
+            mask = Mask(bounds, row, t * BLOCK, sees_all, branch=self.p.size <= 128, words=words)
+            return self.step(factor, mask, slot, carry)
 
         self.store(row, *lax.fori_loop(start, stop, step, carry))
 
@@ -206,14 +219,14 @@ class _Block:
         """Which half is this warpgroup's."""
         return lax.axis_index("warpgroup")
 
-    def masked(self) -> bool:
-        """Whether some query may see a part of a block."""
+    def bounded(self) -> bool:
+        """Whether bounds may hide a part of a block from some query."""
         bounded = self.p.left is not None or self.p.right is not None
         return bounded or "key_lengths" in self.given or self.p.keys % BLOCK != 0
 
-    def step(self, factor: jax.Array, mask: Mask, i: jax.Array, carry: Any) -> Any:
-        """One block of keys, the `i`-th of the ring."""
-        (total, highest, sums), (mine, slot) = carry, (self.mine(), lax.rem(i, self.p.stages))
+    def step(self, factor: jax.Array, mask: Mask, slot: jax.Array, carry: Any) -> Any:
+        """One block of keys."""
+        (total, highest, sums), mine = carry, self.mine()
         plgpu.barrier_wait(self.full.at[slot])
         unit = self.unit(slot, mask)
 
