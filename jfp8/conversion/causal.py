@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jfp8.conversion.attention_rows import hides_later_keys
+from jfp8.conversion.attention_rows import hides_later_keys, is_attention
 from jfp8.conversion.edges import jaxprs_of
 
 _ORDERS = {"ge", "gt", "le", "lt"}
@@ -56,8 +56,11 @@ def _compares(jaxpr: Jaxpr, ins: Iterable[_Varies]) -> tuple[bool, list[_Varies]
     known: dict[Any, _Varies] = dict(zip(jaxpr.invars, ins, strict=True))
     read = lambda v: frozenset() if isinstance(v, Literal) else known.get(v)
     for eqn in jaxpr.eqns:
-        if hides_later_keys(eqn):
-            return True, []
+        if is_attention(eqn):  # whose own comparisons, in loops or a kernel, are of no interest
+            if hides_later_keys(eqn):
+                return True, []
+            known.update(dict.fromkeys(eqn.outvars))
+            continue
         given = [read(v) for v in eqn.invars]
         if eqn.primitive.name in _ORDERS and None not in given:
             first, second = given

@@ -126,18 +126,24 @@ def test_attention_is_chosen_by_its_path_and_refuses_dropout():
 )
 def test_a_report_for_a_hopper_names_the_kernels_or_what_they_lack():
     gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    x = jnp.zeros((1, 256, 128))
-    layer = jfp8.TransformerLayer(128, 256, 2, attention_products=True)
+    x = jnp.zeros((1, 250, 128))
+    layer = jfp8.TransformerLayer(
+        128, 256, 2, attention_products=True, self_attn_mask_type="causal"
+    )
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
-        for causal, cuda in (("causal", "mosaic_gpu"), ("no_mask", "bf16")):
-            model = layer.clone(self_attn_mask_type=causal)
-            mask = None if causal == "causal" else jnp.ones((1, 1, 256, 256), bool)
+        for changes, mask, cuda in (
+            ({}, None, "mosaic_gpu"),
+            ({"self_attn_mask_type": "no_mask"}, np.ones((1, 1, 250, 250), bool), "mosaic_gpu"),
+            ({"recipe": "direct_e5m2"}, None, "bf16"),
+        ):
+            model = layer.clone(**changes)
             variables = jax.eval_shape(model.init, KEY, x)
             found = jfp8.report(model, variables, x, attention_mask=mask)
             rows = [row for row in found.rows if row.path == "self_attention/attention"]
             assert "18 of 18 products" in found.summary()
-            assert [row.cuda.partition(":")[0] for row in rows] == [cuda] * 6
-    assert "a mask" in rows[0].cuda
+            assert {row.cuda.partition(":")[0] for row in rows} == {cuda}
+            assert found.causal == (mask is None)  # kernels compare positions for other reasons
+    assert "P in E4M3FN" in rows[0].cuda
 
 
 def own_attention(query, key, value, mask=None):

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from support.gpu_programs import compile_for, why_not
+from support.gpu_programs import compile_for, forward_and_backward, why_not
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
 import jfp8
-from jfp8 import E4M3FN, E5M2
+from jfp8 import E4M3FN, E5M2, recipes
 from jfp8.matmul.hopper import attention, attention_backward
 from jfp8.tracing.divided import divided
 
@@ -29,19 +30,22 @@ ALL = {"is_causal": False, "window": None}
 WINDOW = {"is_causal": False, "window": (1000, 64)}
 
 
-def program_of(size, groups, by_token, with_lengths, out_dtype=BF16, heads=(1, 8), **options):
-    """Attention of `heads`, with scales for each token or one number, as function and arguments."""
+def program_of(size, groups, with_lengths, out_dtype=BF16, heads=(1, 8), mask=None, **options):
+    """Attention of `heads`, as function and arguments."""
     batch, heads = heads
     key_heads = heads // groups
     of = lambda shape, dtype: jax.ShapeDtypeStruct((batch, *shape), dtype)
-    number = jax.ShapeDtypeStruct((), F32)
-    scale = lambda heads: of((heads, T), F32) if by_token else number
     args = [of((heads, T, size), F8), of((key_heads, T, size), F8), of((key_heads, size, T), F8)]
-    args += [scale(heads), scale(key_heads), scale(key_heads)]
-    args += [of((key_heads,), jnp.int32)] * with_lengths
-    rule = attention.division(groups, *args[3:6], with_lengths=with_lengths)
+    args += [of((n, T), F32) for n in (heads, key_heads, key_heads)]
+    hidden = {"key_lengths": of((key_heads,), jnp.int32)} if with_lengths else {}
+    hidden |= {} if mask is None else {"mask": jax.ShapeDtypeStruct(mask, jnp.bool_)}
     options |= {"groups": groups, "scale": size**-0.5, "out_dtype": out_dtype}
-    return divided("attention", partial(attention.attention_forward, **options), rule), args
+
+    def f(*args):
+        more = dict(zip(hidden, args[6:], strict=True))
+        return attention.attention_forward(*args[:6], **more, **options)
+
+    return divided("attention", f, attention.division(groups, **hidden)), [*args, *hidden.values()]
 
 
 def assert_fp8_alone(program, size):
@@ -56,39 +60,49 @@ def assert_fp8_alone(program, size):
     assert not [i for i, _ in program.hlo.launched for r in i.results if r.size >= T * T]
 
 
-@pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize("options", [ALL, CAUSAL, WINDOW], ids=["all", "causal", "window"])
 @pytest.mark.parametrize("size", [64, 128])
-def test_attention(size, options, by_token, compiled):
-    f, args = program_of(size, 1, by_token, with_lengths=False, **options)
-    scales = "scales by token" if by_token else "one scale"
-    name = f"attention kernel, {T} tokens, 8 heads of {size}, {scales}"
+def test_attention(size, options, compiled):
+    f, args = program_of(size, 1, with_lengths=False, **options)
+    name = f"attention kernel, {T} tokens, 8 heads of {size}"
     assert_fp8_alone(compiled(f"{name}, {options}", "h200", f, *args), size)
 
 
 @pytest.mark.parametrize("size", [64, 128])
+def test_mask(size, compiled):
+    """Bits of one mask for all heads beside the operands."""
+    f, args = program_of(size, 1, with_lengths=False, mask=(1, 1, T, T), **ALL)
+    name = f"attention kernel, {T} tokens, 8 heads of {size}, a mask"
+    program = compiled(name, "h200", f, *args)
+    assert_fp8_alone(program, size)
+    # The mask is read once; its bits are written, and read once for the spans.
+    dtypes = lambda i: {r.dtype for r in i.results}
+    packing = sum(n for i, n in program.hlo.kernels if dtypes(i) <= {"s32", "pred"})
+    assert packing < T * T * 1.3
+
+
+@pytest.mark.parametrize("size", [64, 128])
 def test_grouped_queries_with_lengths(size, compiled):
-    f, args = program_of(size, 4, True, with_lengths=True, out_dtype=F32, **ALL)
+    f, args = program_of(size, 4, with_lengths=True, out_dtype=F32, **ALL)
     name = f"attention kernel, {T} tokens, 8 heads of {size}, 2 of keys, lengths, f32"
     assert_fp8_alone(compiled(name, "h200", f, *args), size)
 
 
-@pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize("options", [ALL, CAUSAL, WINDOW], ids=["all", "causal", "window"])
-def test_heads_of_256(options, by_token):
-    """Sums and logits take 192 of 240 registers. Masks with scales by token spill a few numbers
-    that stay the same in the loop: stored once, loaded in each step.
+def test_heads_of_256(options):
+    """Sums and logits take 192 of 240 registers. Masks spill a few numbers that stay the same in
+    the loop: stored once, loaded in each step.
     """
-    f, args = program_of(256, 1, by_token, with_lengths=False, **options)
+    f, args = program_of(256, 1, with_lengths=False, **options)
     program = compile_for("h200", f, *args)
     assert_fp8_alone(program, 256)
     (kernel,) = program.kernels
-    assert kernel.spilled <= (100 if by_token and options is not ALL else 0)
+    assert kernel.spilled <= (0 if options is ALL else 100)
 
 
 def test_heads_are_divided(compiled_for_eight):
     """Each of eight devices has its heads, and sends nothing."""
-    f, args = program_of(128, 4, True, with_lengths=True, heads=(2, 32), **CAUSAL)
+    f, args = program_of(128, 4, with_lengths=True, heads=(2, 32), **CAUSAL)
     program = compiled_for_eight(
         "8 GPUs, heads: attention kernel",
         {"x": 2, "y": 4},
@@ -126,7 +140,8 @@ def program_backward(size, groups, with_lengths, heads=(1, 8), out_dtype=BF16, *
     )
     by_query, by_key = (jax.ShapeDtypeStruct(x.shape[:3], F32) for x in (q, k))
     args = [q, k, k, q, q_t, k_t, q_t, by_query, *[by_key] * 2, *[by_query] * 2, by_key]
-    args += [by_query] * 3 + [jax.ShapeDtypeStruct(k.shape[:2], jnp.int32)] * with_lengths
+    lengths = jax.ShapeDtypeStruct(k.shape[:2], jnp.int32) if with_lengths else None
+    args += [by_query] * 3 + [lengths] * with_lengths
     options |= {"groups": groups, "scale": size**-0.5, "out_dtype": out_dtype}
 
     def f(*args):
@@ -139,7 +154,7 @@ def program_backward(size, groups, with_lengths, heads=(1, 8), out_dtype=BF16, *
             **options,
         )
 
-    rule = attention_backward.division(groups, with_lengths=with_lengths)
+    rule = attention_backward.division(groups, key_lengths=lengths)
     return divided("attention_backward", f, rule), args
 
 
@@ -196,3 +211,55 @@ def test_public_function(spec, compiled, compiled_for_eight):
         assert program.exchanged.total == 0
     assert {k.name for k in program.kernels} == {"jfp8_attention", *products_backward(128)}
     assert_fp8_backward(program, 128, forward=1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, T, T), (2, 1, T, T), (2, 1, 1, T)])
+def test_masks_are_divided(shape, compiled_for_eight):
+    """Each device packs what its batches see. Numbers are spilled outside of loops only."""
+    of = lambda heads: jax.ShapeDtypeStruct((2, T, heads, 128), BF16)
+    specs = [P("x", None, "y")] * 4 + [P("x" if shape[0] > 1 else None)]
+
+    def f(q, k, v, grad, mask):
+        attend = partial(jfp8.scaled_dot_product_attention, mask=mask, recipe="current")
+        y, back = jax.vjp(attend, q, k, v)
+        return y, *back(grad)
+
+    name = "8 GPUs, data x heads: `scaled_dot_product_attention`, 2×{0}, 8 heads of 128, mask {1}"
+    args = (of(8), of(4), of(4), of(8), jax.ShapeDtypeStruct(shape, jnp.bool_))
+    program = compiled_for_eight(
+        name.format(T, "×".join(map(str, shape))), {"x": 2, "y": 4},
+        f, args, tuple(specs), tuple(specs[:4]), spilled=128,
+    )  # fmt: skip
+    assert program.exchanged.total == 0
+    assert_fp8_backward(program, 128, forward=1, spilled=128)
+
+
+class Causal(nn.Module):
+    """Flax's own attention with its own causal mask, as models of others have it."""
+
+    @nn.compact
+    def __call__(self, x):
+        attention = nn.MultiHeadDotProductAttention(16, dtype=BF16, param_dtype=BF16)
+        return attention(x, mask=nn.make_causal_mask(x[..., 0]))
+
+
+def test_attention_of_flax_with_its_mask(compiled):
+    """All products in FP8, and `jfp8.report` says so. No mask of truth values is written."""
+    model = jfp8.convert(Causal(), recipes.DelayedScaling(), exempt=(), attention=True)
+    f, args = forward_and_backward(model, (2, T, 2048))
+    name = f"`nn.MultiHeadDotProductAttention` with `make_causal_mask`, 2×{T}×2048, attention too"
+    program = compiled(name, "h200", f, *args, spilled=128)
+    assert {k.name for k in program.kernels if k.qgmma} == {
+        "jfp8_attention",
+        *products_backward(128),
+    }
+    assert len(program.hlo.fp8_products) == 4 * 3 + 3
+    assert program.hlo.other_products == []
+    written = [r for i, _ in program.hlo.launched for r in i.results]
+    assert not [r for r in written if r.dtype in ("pred", "s32", "u32") and r.size >= T * T]
+    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+        found = jfp8.report(model, *args[:2])
+    assert "15 of 15 products" in found.summary()  # x needs no gradient
+    inside = [row for row in found.rows if row.path.endswith("/attention")]
+    assert [row.cuda for row in inside] == ["mosaic_gpu"] * 6

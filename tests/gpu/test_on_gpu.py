@@ -115,8 +115,12 @@ def test_training(name):
 
 
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("implementation", [None, "cudnn"])
-def test_attention(implementation, size):
+@pytest.mark.parametrize(
+    ("implementation", "masked"),
+    [(None, False), (None, True), ("cudnn", False)],
+    ids=["causal", "mask", "cudnn"],
+)
+def test_attention(implementation, masked, size):
     """Against the reference; cuDNN rounds O to e4m3. A scale in the wrong place would show."""
     rng = np.random.default_rng(0)
     amaxes = {("scores", "lhs"): 2.0, ("scores", "rhs"): 40.0, ("context", "rhs"): 0.03}
@@ -132,8 +136,11 @@ def test_attention(implementation, size):
         history = state[which][role]["amax_history"]
         state[which][role]["amax_history"] = history.at[0].set(amax)
 
+    mask = jnp.asarray(rng.random((2, 1, 384, 384)) < 0.5) if masked else None
+
     def attention(implementation):
-        how = {"recipe": recipe, "is_causal": True, "implementation": implementation}
+        how = {"recipe": recipe, "mask": mask, "is_causal": not masked}
+        how["implementation"] = implementation
         of = lambda *x: jfp8.scaled_dot_product_attention(*x, state=state, **how)
 
         def forward_and_backward(grad, *x):

@@ -34,23 +34,19 @@ def f64(x):
     return np.asarray(x).astype(np.float64)
 
 
-def operands_of(heads, groups, rows, keys, size, vectors, dtypes=(E4M3, E4M3, E4M3)):
+def operands_of(heads, groups, rows, keys, size, dtypes=(E4M3, E4M3, E4M3)):
     """Random ones, and a token of zeros; keys and values have scales of many magnitudes."""
     rng = np.random.default_rng(rows + keys + size)
     key_heads = heads // groups
     shapes = (heads, rows, size), (key_heads, keys, size), (key_heads, size, keys)
     data = [jnp.asarray(rng.standard_normal(s), d) for s, d in zip(shapes, dtypes, strict=True)]
-    q_scale = rng.uniform(0.5, 2, (heads, rows)), 1.25
-    k_scale = 10 ** rng.uniform(-2.5, 0.5, (key_heads, keys)), 0.75
-    v_scale = 2.0 ** rng.integers(-6, 6, (key_heads, keys)), 3.0
-    scales = [
-        jnp.asarray(vector if on else number, F32)
-        for (vector, number), on in zip((q_scale, k_scale, v_scale), vectors, strict=True)
-    ]
+    q_scale = rng.uniform(0.5, 2, (heads, rows))
+    k_scale = 10 ** rng.uniform(-2.5, 0.5, (key_heads, keys))
+    v_scale = 2.0 ** rng.integers(-6, 6, (key_heads, keys))
     # As tokens of zeros are quantized where scales move into weights.
-    of_zeros = lambda x: x if x.ndim == 0 else x.at[:, 5].set(2.0**-126)
+    of_zeros = lambda x: jnp.asarray(x, F32).at[:, 5].set(2.0**-126)
     data = [data[0].at[:, 5].set(0), data[1].at[:, 5].set(0), data[2].at[:, :, 5].set(0)]
-    return *data, *map(of_zeros, scales)
+    return *data, *map(of_zeros, (q_scale, k_scale, v_scale))
 
 
 def visible_keys(rows, keys, is_causal, window, length):
@@ -73,8 +69,7 @@ def attention_in_f64(q, k, v_t, q_scale, k_scale, v_scale, scale, visible):
     may be from ours. Where a rounding to e4m3fn lies in between, its two results are both right.
     """
     rows, size = q.shape
-    by_key = np.broadcast_to(v_scale, k.shape[:1])
-    factor = np.broadcast_to(q_scale, rows)[:, None] * scale * np.log2(np.e)
+    factor = q_scale[:, None] * scale * np.log2(np.e)
     s = np.where(visible, q @ k.T * factor * k_scale, -np.inf)
     slack = (size + 6) * 2.0**-24 * (np.abs(q) @ np.abs(k).T * factor * k_scale + 8)
     m, l, acc, bound = np.full(rows, -np.inf), np.zeros(rows), 0.0, 0.0
@@ -85,9 +80,9 @@ def attention_in_f64(q, k, v_t, q_scale, k_scale, v_scale, scale, visible):
         shift = np.where(np.isinf(m), 0, m)
         p, shrink = np.exp2(s[:, block] - shift[:, None]), np.exp2(before - shift)
         l = l * shrink + p.sum(1)
-        unit = np.where(seen, by_key[block], 0).max(1) if np.ndim(v_scale) else np.ones(rows)
+        unit = np.where(seen, v_scale[block], 0).max(1)
         unit = np.where(unit == 0, 1, unit)
-        w = p * (by_key[block] / unit[:, None] if np.ndim(v_scale) else 1) * 2.0**8
+        w = p * (v_scale[block] / unit[:, None]) * 2.0**8
         off = slack[:, block] + np.where(seen, slack[:, block], 0).max(1, keepdims=True) + 2.0**-22
         flips = e4m3(w * (1 + off)) - e4m3(w * (1 - off))
         unit = unit[:, None] * 2.0**-8
@@ -95,24 +90,36 @@ def attention_in_f64(q, k, v_t, q_scale, k_scale, v_scale, scale, visible):
         bound = bound * shrink[:, None] + flips @ np.abs(v_t[:, block]).T * unit
         bound = bound + 2.0**-16 * (e4m3(w) @ np.abs(v_t[:, block]).T * unit)
     some = l > 0
-    factor = np.where(some, 1 / np.where(some, l, 1), 0) * (1 if np.ndim(v_scale) else v_scale)
+    factor = np.where(some, 1 / np.where(some, l, 1), 0)
     off = np.where(visible, slack, 0).max(1) + 2.0**-20
     with np.errstate(divide="ignore"):
         lse = m * np.log(2) + np.log(l)
     return acc * factor[:, None], (bound + off[:, None] * np.abs(acc)) * factor[:, None], lse, off
 
 
-def assert_attention(results, operands, groups, scale, is_causal, window, lengths, out_dtype):
+def random_mask(*shape):
+    """bool[shape]: most keys hidden; some queries see none, and some no key of a block."""
+    mask = np.random.default_rng(sum(shape)).random(shape) < 0.3
+    if shape[-2] > 1:
+        mask[..., 3, :] = False
+        mask[..., :40, :BLOCK] = False
+    else:
+        mask[..., -BLOCK:] = False
+    return mask
+
+
+def assert_attention(
+    results, operands, groups, scale, is_causal, window, lengths, out_dtype, mask=True
+):
     o, lse = results
     assert (o.dtype, lse.dtype, o.shape) == (out_dtype, F32, operands[0].shape)
     q, k, v_t, *scales = map(f64, operands)
     for head in range(len(q)):
         g = head // groups
-        q_scale, k_scale, v_scale = (
-            x[i] if x.ndim else x for x, i in zip(scales, (head, g, g), strict=True)
-        )
+        q_scale, k_scale, v_scale = (x[i] for x, i in zip(scales, (head, g, g), strict=True))
         length = k.shape[1] if lengths is None else lengths[g]
         visible = visible_keys(q.shape[1], k.shape[1], is_causal, window, length)
+        visible = visible & np.broadcast_to(mask, (len(q), *visible.shape))[head]
         want, bound, want_lse, lse_bound = attention_in_f64(
             q[head], k[g], v_t[g], q_scale, k_scale, v_scale, scale, visible
         )
@@ -130,46 +137,65 @@ def assert_attention(results, operands, groups, scale, is_causal, window, length
 
 @pytest.mark.representative(2)
 @pytest.mark.parametrize(
-    ("sizes", "vectors", "options", "out_dtype"),
+    ("sizes", "options", "out_dtype"),
     [
         # heads, groups, rows, keys, size
-        ((2, 2, 200, 300, 64), (1, 1, 1), {"window": (150, 40), "key_lengths": [270]}, BF16),
-        ((1, 1, 256, 256, 128), (1, 1, 1), {"is_causal": True}, F32),
-        ((1, 1, 128, 384, 128), (0, 0, 0), {}, F32),
-        ((4, 4, 100, 130, 256), (1, 0, 1), {"is_causal": True}, F32),
-        ((1, 1, 130, 256, 256), (0, 1, 0), {"window": (30, 0)}, F16),
-        ((8, 4, 64, 200, 64), (1, 1, 0), {"key_lengths": [0, 77]}, F32),
-        ((1, 1, 400, 130, 64), (0, 0, 1), {"window": (100, 3), "is_causal": True}, F32),
-        ((1, 1, 128, 640, 64), (1, 1, 1), {"stages": 2}, F32),
+        ((2, 2, 200, 300, 64), {"window": (150, 40), "key_lengths": [270]}, BF16),
+        ((1, 1, 256, 256, 128), {"is_causal": True}, F32),
+        ((4, 4, 100, 130, 256), {"is_causal": True}, F32),
+        ((1, 1, 130, 256, 256), {"window": (30, 0)}, F16),
+        ((8, 4, 64, 200, 64), {"key_lengths": [0, 77]}, F32),
+        ((1, 1, 400, 130, 64), {"window": (100, 3), "is_causal": True}, F32),
+        ((1, 1, 128, 640, 64), {"stages": 2}, F32),
+        ((2, 2, 130, 300, 64), {"mask": (2, 130, 300)}, F32),
+        ((1, 1, 140, 400, 128), {"mask": (1, 1, 400), "window": (300, 90)}, BF16),
+        ((1, 1, 100, 150, 256), {"mask": (1, 100, 1), "is_causal": True}, F32),
     ],
-    ids=["all", "causal", "numbers", "causal-256", "window", "lengths", "beyond", "ring"],
+    ids=[
+        *("all", "causal", "causal-256", "window", "lengths", "beyond", "ring"),
+        *("mask", "mask-of-keys", "mask-of-queries"),
+    ],
 )
-def test_attention(sizes, vectors, options, out_dtype):
+def test_attention(sizes, options, out_dtype):
     heads, groups, rows, keys, size = sizes
-    operands = operands_of(heads, groups, rows, keys, size, vectors)
+    operands = operands_of(heads, groups, rows, keys, size)
     lengths = options.get("key_lengths")
     given = {"is_causal": False, "window": None} | options
     if lengths is not None:
         given["key_lengths"] = jnp.array(lengths, jnp.int32)
+    mask = random_mask(*given["mask"]) if "mask" in given else np.array(True)
+    if "mask" in given:
+        given["mask"] = jnp.array(mask)
     results = interpreted(*operands, groups=groups, scale=size**-0.5, out_dtype=out_dtype, **given)
     is_causal, window = given["is_causal"], given["window"]
-    assert_attention(results, operands, groups, size**-0.5, is_causal, window, lengths, out_dtype)
+    how = is_causal, window, lengths, out_dtype, mask
+    assert_attention(results, operands, groups, size**-0.5, *how)
 
 
 @pytest.mark.slow
 def test_e5m2_operands():
-    operands = operands_of(1, 1, 128, 200, 64, (1, 1, 1), (E5M2, E4M3, E5M2))
+    operands = operands_of(1, 1, 128, 200, 64, (E5M2, E4M3, E5M2))
     o = interpreted(*operands, groups=1, scale=0.125, is_causal=True, window=None, out_dtype=F32)
     assert_attention(o, operands, 1, 0.125, True, None, None, F32)
 
 
-@pytest.mark.parametrize("window", [None, (64, 9)])
-def test_later_tokens_change_nothing(window):
+@pytest.mark.parametrize(
+    ("window", "by_mask"),
+    [(None, False), ((64, 9), False), pytest.param(None, True, marks=pytest.mark.slow)],
+    ids=["causal", "window", "mask"],
+)
+def test_later_tokens_change_nothing(window, by_mask):
     """Not a bit of an earlier one, whatever their keys, values and scales are."""
     seen, look_ahead = 170, window[1] if window else 0
-    q, k, v_t, q_scale, k_scale, v_scale = operands_of(1, 1, 256, 256, 64, (1, 1, 1))
+    q, k, v_t, q_scale, k_scale, v_scale = operands_of(1, 1, 256, 256, 64)
     attend = partial(
-        interpreted, groups=1, scale=0.125, is_causal=not window, window=window, out_dtype=F32
+        interpreted,
+        mask=jnp.tri(256, dtype=bool)[None] if by_mask else None,
+        groups=1,
+        scale=0.125,
+        is_causal=not (window or by_mask),
+        window=window,
+        out_dtype=F32,
     )
     before = attend(q, k, v_t, q_scale, k_scale, v_scale)
     after = attend(
@@ -187,11 +213,11 @@ def test_later_tokens_change_nothing(window):
 
 
 def test_what_is_refused():
-    operands = operands_of(1, 1, 8, 8, 32, (0, 0, 0))
+    operands = operands_of(1, 1, 8, 8, 32)
     attend = partial(attention_forward, groups=1, is_causal=False, out_dtype=F32)
     with pytest.raises(ValueError, match="64, 128 or 256 numbers, not 32"):
         attend(*operands, scale=1.0, window=None)
-    operands = operands_of(1, 1, 8, 8, 64, (0, 0, 0))
+    operands = operands_of(1, 1, 8, 8, 64)
     with pytest.raises(ValueError, match="negate the queries"):
         attend(*operands, scale=-1.0, window=None)
     with pytest.raises(ValueError, match="no negative numbers"):
@@ -201,7 +227,6 @@ def test_what_is_refused():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mask": jnp.ones((8, 8), bool)}, "a mask"),
         ({"bias": jnp.ones((8, 8))}, "a bias"),
         ({"scale": -1.0}, "negate the queries"),
         ({"recipe": "direct_e5m2"}, "P in E4M3FN"),
@@ -218,9 +243,10 @@ def test_when_the_reference_computes(options, reason):
     assert "mpmd_map" not in jaxpr_on_h200(attend, x, x, x)
 
 
-def test_kernels_are_chosen_where_they_compute_the_same():
+@pytest.mark.parametrize("how", [{"is_causal": True}, {"mask": np.tri(8, dtype=bool)}])
+def test_kernels_are_chosen_where_they_compute_the_same(how):
     x = jnp.ones((1, 8, 2, 64))
-    attend = partial(jfp8.scaled_dot_product_attention, is_causal=True)
+    attend = partial(jfp8.scaled_dot_product_attention, **how)
     assert "mpmd_map" in jaxpr_on_h200(attend, x, x, x)
     by_reference = partial(attend, implementation="emulate")
     assert "mpmd_map" not in jaxpr_on_h200(by_reference, x, x, x)
@@ -235,11 +261,14 @@ def jaxpr_on_h200(f, *args):
 
 
 def test_rules_of_division():
-    number, by_token = jnp.float32(1), jnp.ones((1, 2, 8), F32)
-    rule = "b n T H, b n/4 S H, b n/4 H S, , b n/4 S, b n/4 S, b n/4 -> b n T H, b n T"
-    assert division(4, number, by_token, by_token, with_lengths=True) == rule
-    rule = "b n T H, b n S H, b n H S, b n T, , b n S -> b n T H, b n T"
-    assert division(1, by_token, number, by_token, with_lengths=False) == rule
+    rule = "b n T H, b n/4 S H, b n/4 H S, b n T, b n/4 S, b n/4 S, b n/4 -> b n T H, b n T"
+    assert division(4, key_lengths=jnp.ones((2, 2), jnp.int32)) == rule
+    rule = "b n T H, b n S H, b n H S, b n T, b n S, b n S -> b n T H, b n T"
+    assert division(1) == rule
+    each = lambda *shape: division(1, mask=jnp.ones(shape, bool))
+    assert each(1, 1, 8, 9) == rule.replace(" ->", ", B N T S ->")
+    assert each(2, 8, 1, 9) == rule.replace(" ->", ", b n Q S ->")
+    assert each(2, 1, 8, 1) == rule.replace(" ->", ", b N T K ->")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +306,30 @@ def test_it_computes_what_the_emulation_computes(options):
         assert a.dtype == b.dtype
         assert float(jnp.abs(a - b).max()) < 1e-3 * float(jnp.abs(b).max())
         assert distance(a, b) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 4, 70, 140), (1, 1, 70, 140), (2, 1, 1, 140)])
+def test_masks_of_batches_and_heads(shape):
+    """Also heads that share keys, and a query that sees nothing: all of it is zero."""
+    q, k, v = (normal(n, (2, t, h, 64)) for n, (t, h) in enumerate(((70, 4), (140, 2), (140, 2))))
+    mask, grad = random_mask(*shape), normal(3, q.shape)
+
+    def results(implementation):
+        how = {"mask": jnp.array(mask), "recipe": "current", "implementation": implementation}
+        y, back = jax.vjp(partial(jfp8.scaled_dot_product_attention, **how), q, k, v)
+        return [y, *back(grad)]
+
+    with plgpu.force_gpu_interpret_mode():
+        found = results("mosaic_gpu")
+    for a, b in zip(found, results("emulate"), strict=True):
+        # A weight whose rounding the last place of f32 decides is a good part of its query's sum.
+        assert distance(a, b) < 1e-3
+        assert np.mean(np.abs(a - b) > 1e-5 * np.abs(b).max()) < 0.01
+    unseen = ~np.broadcast_to(mask, (2, 4, 70, 140)).any(3).swapaxes(1, 2)
+    assert unseen.any() == (shape[2] > 1)
+    for x in found[:2]:
+        assert (f64(x)[unseen] == 0).all()
 
 
 def distance(a, b):

@@ -34,11 +34,22 @@ def visible_keys(rows, keys, is_causal, window, length):
     return seen & (j <= i) if is_causal else seen
 
 
+def random_mask(*shape):
+    """bool[shape]: most keys hidden; some queries see none, and some no key of a block."""
+    mask = np.random.default_rng(sum(shape)).random(shape) < 0.3
+    if shape[-2] > 1:
+        mask[..., 3, :] = False
+        mask[..., 64:, :128] = False
+    else:
+        mask[..., -128:] = False
+    return mask
+
+
 def operands_of(sizes, seen, grad_fmt, scale):
     """Random ones, each of two uses of an operand with bytes and scales of its own.
 
     Args:
-      seen: of each head of keys, bool[rows, keys].
+      seen: of each head of queries, bool[rows, keys].
     """
     heads, groups, rows, keys, size = sizes
     rng = np.random.default_rng(rows + keys + size)
@@ -66,7 +77,7 @@ def operands_of(sizes, seen, grad_fmt, scale):
         s = f64(stored.q[head]) @ f64(stored.k[g]).T * scale
         s = s * f64(scales[0][head])[:, None] * f64(scales[1][g])
         with np.errstate(divide="ignore"):
-            log_sum[head] = np.log(np.where(seen[g], np.exp(s), 0).sum(1))
+            log_sum[head] = np.log(np.where(seen[head], np.exp(s), 0).sum(1))
     dot = jnp.asarray(rng.standard_normal((heads, rows)), F32)
     return stored, Vectors(*scales, jnp.asarray(log_sum, F32), dot)
 
@@ -116,14 +127,14 @@ def scores_in_f64(stored, vectors, head, g, scale, seen):
 
 def gradients_in_f64(stored, vectors, groups, scale, seen, formats):
     """dQ, dK, dV, the largest of dS, and bounds on the errors of the first three."""
-    heads, of_keys = len(stored.q), len(stored.k)
+    heads = len(stored.q)
     dq, dk, dv = (np.zeros((2, *x.shape)) for x in (stored.q, stored.k, stored.v))
     largest = np.zeros(stored.q.shape[:2])
     q_2, k_2, grad_2 = (f64(x).swapaxes(1, 2) for x in stored[4:])
     q_scale, k_scale, grad_scale = map(f64, vectors[4:7])
     for head in range(heads):
         g = head // groups
-        p, p_error, ds, error = scores_in_f64(stored, vectors, head, g, scale, seen[g])
+        p, p_error, ds, error = scores_in_f64(stored, vectors, head, g, scale, seen[head])
         largest[head] = np.abs(ds).max(1)
         for at in range(0, stored.k.shape[1], 128):
             part = slice(at, at + 128)
@@ -136,10 +147,11 @@ def gradients_in_f64(stored, vectors, groups, scale, seen, formats):
             dv[:, g] += np.array(times(x, e, grad_2[head, part], E4M3FN)) * unit
             x, e = (y[part].T * q_scale[head, part] for y in (ds, error))
             dk[:, g] += np.array(times_scaled(x, e, q_2[head, part], formats[1])) * scale
-    assert of_keys == len(seen)
+    assert heads == len(seen)
     return (dq, dk, dv), largest
 
 
+BOTH = (E5M2, E4M3FN), BF16
 CASES = {
     # heads, groups, rows, keys, size
     "all": (
@@ -152,6 +164,9 @@ CASES = {
     "grouped": ((2, 2, 130, 100, 64), {"is_causal": True}, (E4M3FN, E5M2), F32),
     "rings": ((1, 1, 400, 700, 64), {}, (E4M3FN, E4M3FN), F32),
     "window": ((1, 1, 130, 256, 128), {"window": (30, 0)}, (E5M2, E5M2), BF16),
+    "mask": ((2, 2, 200, 150, 64), {"mask": (2, 200, 150)}, (E5M2, E5M2), F32),
+    "mask-of-keys": ((1, 1, 150, 200, 128), {"mask": (1, 1, 200), "is_causal": True}, *BOTH),
+    "mask-of-queries": ((1, 1, 150, 200, 64), {"mask": (1, 150, 1), "window": (90, 30)}, *BOTH),
 }
 
 
@@ -162,14 +177,21 @@ def test_gradients(case):
     heads, groups, rows, keys, size = sizes
     options = {"is_causal": False, "window": None} | options
     lengths, scale = options.pop("key_lengths", None), 0.7 * size**-0.5
-    of_head = lengths or [keys] * (heads // groups)
+    of_head = np.repeat(lengths or [keys] * (heads // groups), groups)
+    mask = random_mask(*options.pop("mask")) if "mask" in options else None
     seen = [visible_keys(rows, keys, *options.values(), length) for length in of_head]
+    seen = np.array(seen) & (True if mask is None else mask)
     stored, vectors = operands_of(sizes, seen, formats[0], scale)
     key_lengths = None if lengths is None else jnp.array(lengths, jnp.int32)
     how = {"groups": groups, "scale": scale, "formats": formats, "out_dtype": out_dtype}
     with no_races() as params:
         *found, largest = jax.block_until_ready(
-            attention_backward(stored, vectors, key_lengths, **how, **options, interpret=params)
+            attention_backward(
+                *(stored, vectors, key_lengths, None if mask is None else jnp.array(mask)),
+                **how,
+                **options,
+                interpret=params,
+            )
         )
     wanted, largest_wanted = gradients_in_f64(stored, vectors, groups, scale, seen, formats)
     np.testing.assert_allclose(largest, largest_wanted, rtol=1e-4, atol=1e-5)
@@ -193,6 +215,7 @@ def test_rules_of_division():
     matrices = "b n T H, b n/4 S H, b n/4 S H, b n T H, b n H T, b n/4 H S, b n H T"
     vectors = "b n T, b n/4 S, b n/4 S, b n T, b n T, b n/4 S, b n T, b n T, b n T"
     results = "b n T H, b n/4 S H, b n/4 S H, b n T"
-    assert division(4, with_lengths=True) == f"{matrices}, {vectors}, b n/4 -> {results}"
-    rule = division(1, with_lengths=False)
+    lengths = jnp.ones((2, 2), jnp.int32)
+    assert division(4, key_lengths=lengths) == f"{matrices}, {vectors}, b n/4 -> {results}"
+    rule = division(1)
     assert rule == f"{matrices}, {vectors} -> {results}".replace("/4", "")

@@ -106,20 +106,22 @@ def test_the_equations_of_a_block():
     q, k, v, _ = operands(batch=1, queries=300, keys=300, heads=1, kv_heads=1, depth=64)
     v = v * 2.0 ** np.random.default_rng(2).integers(-4, 5, (1, 300, 1, 1))  # scales that differ
     v = v.at[:, 7].set(0)
-    y = jax.jit(functools.partial(ATTENTION, is_causal=True, recipe="rowwise"))(q, k, v)[0, :, 0]
+    y = jax.jit(functools.partial(ATTENTION, is_causal=True, recipe="mxfp8"))(q, k, v)[0, :, 0]
     tokens = lambda x, folded: quantize_tokens(
-        x[0, :, 0], recipes.RowwiseScaling().resolved().fprop.lhs, None, folded=folded
+        x[0, :, 0], recipes.MXFP8BlockScaling().resolved().fprop.lhs, None, folded=folded
     )
     stored = [tokens(q, False), tokens(k, False), tokens(v, True)]
     data = [np.asarray(x.data).astype(np.float64) for x in stored]
     scales = [np.asarray(x.scale, np.float64) for x in stored]
-    # The stored bytes, by ml_dtypes: scales are amax / 448, those of values rounded up to 2^n.
-    for x, found, s in zip((q, k, v), data, scales, strict=True):
+    # The stored bytes, by ml_dtypes: scales are amax / 448. Those of values alone are rounded up to
+    # 2^n, also where the recipe rounds those of its blocks.
+    up = lambda scale: 2.0 ** np.ceil(np.log2(scale))
+    for x, found, s, rounded in zip((q, k, v), data, scales, (np.array,) * 2 + (up,), strict=True):
         x = np.asarray(x[0, :, 0], np.float32)
         largest = np.abs(x).max(1)
         exact = np.where(largest > 0, largest / np.float32(448), 1)
         s = np.where(largest > 0, s, 1)
-        assert np.all((s == exact) | (s == 2.0 ** np.ceil(np.log2(exact))))
+        np.testing.assert_array_equal(s, rounded(exact))
         inverse = (1 / s.astype(np.float32)).astype(np.float32)[:, None]
         np.testing.assert_array_equal(
             found, (x * inverse).astype(ml_dtypes.float8_e4m3fn).astype(float)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jfp8.matmul.hopper.attention_block import Problem, kernel, most_stages, scratch
 from jfp8.matmul.hopper.attention_parts import BLOCK, COMPUTE, ROWS, heads_first, launch
+from jfp8.matmul.hopper.mask_bits import packed
 from jfp8.matmul.hopper.tiles import padded
 
 SIZES = (64, 128, 256)  # of a head
@@ -24,6 +25,7 @@ def attention_forward(
     k_scale: jax.Array,
     v_scale: jax.Array,
     key_lengths: jax.Array | None = None,
+    mask: jax.Array | None = None,
     *,
     groups: int,
     scale: float,
@@ -51,14 +53,15 @@ def attention_forward(
       q: ``f8[..., G, T, H]``, H of 64, 128 or 256.
       k: ``f8[..., G / groups, S, H]``.
       v_t: ``f8[..., G / groups, H, S]``.
-      q_scale: ``f32[..., G, T]``, or ``f32[]``: one for all. Positive, as the others.
-      k_scale: ``f32[..., G / groups, S]`` or ``f32[]``.
-      v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100; or ``f32[]``, any
-        number.
-      key_lengths: ``i32[..., G / groups]``: only if ``j < key_lengths[g]``.
+      q_scale: ``f32[..., G, T]``. Positive, as the others.
+      k_scale: ``f32[..., G / groups, S]``.
+      v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100.
+      key_lengths: ``i32[..., G / groups]``: key j is visible to query i only if ``j <
+        key_lengths[g]``.
+      mask: ``bool[... | 1, G | 1, T | 1, S | 1]``: only if it is True.
       groups: how many heads of queries share a head of keys and values.
       scale: of the logits, positive.
-      is_causal: whether key j is visible to query i only if ``j <= i``.
+      is_causal: whether only if ``j <= i``.
       window: ``(left, right)``: only if ``i - left <= j <= i + right``. None: no such bound.
       out_dtype: f32, bf16 or f16, to which `o` is rounded once.
       stages: how many blocks of keys and values shared memory holds; None: as many as fit, up to 4.
@@ -75,8 +78,7 @@ def attention_forward(
     if 0 in (*shape, keys):
         return jnp.zeros(shape, out_dtype), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
     q, k, v_t = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v_t))
-    by_head = lambda x: x.reshape(-1, x.shape[-1]) if x.ndim else x
-    q_scale, k_scale, v_scale = map(by_head, (q_scale, k_scale, v_scale))
+    q_scale, k_scale, v_scale = (x.reshape(-1, x.shape[-1]) for x in (q_scale, k_scale, v_scale))
     heads = q.shape[0]
     left, right = window or (None, None)
     if is_causal:
@@ -85,12 +87,14 @@ def attention_forward(
         "q": padded(q, 1, COMPUTE * ROWS, 1),
         "k": padded(k, 1, BLOCK, 1),
         "v_t": padded(v_t, 1, 1, BLOCK),
-        "q_scale": padded(q_scale, 1, COMPUTE * ROWS) if q_scale.ndim else q_scale.reshape(1),
-        "k_scale": padded(k_scale, 1, BLOCK) if k_scale.ndim else k_scale.reshape(1),
-        "v_scale": padded(v_scale, 1, BLOCK) if v_scale.ndim else v_scale.reshape(1),
+        "q_scale": padded(q_scale, 1, COMPUTE * ROWS),
+        "k_scale": padded(k_scale, 1, BLOCK),
+        "v_scale": padded(v_scale, 1, BLOCK),
     }
     if key_lengths is not None:
         operands["key_lengths"] = key_lengths.reshape(-1)
+    if mask is not None:
+        operands |= packed(mask.reshape(-1, *mask.shape[-3:]), (rows, keys), 3, BLOCK)
     problem = Problem(
         rows=operands["q"].shape[1],
         keys=keys,
@@ -99,7 +103,7 @@ def attention_forward(
         factor=scale * math.log2(math.e),
         left=left,
         right=right,
-        stages=stages or most_stages(size),
+        stages=stages or most_stages(size, with_mask=mask is not None),
     )
     out_type = [
         jax.ShapeDtypeStruct((heads // shape[-3], problem.rows, shape[-3], size), out_dtype),
@@ -112,16 +116,32 @@ def attention_forward(
     return heads_first(o, shape), lse[:, :rows].reshape(shape[:-1])
 
 
-def division(groups: int, *by_token: jax.Array, with_lengths: bool) -> str:
+def division(
+    groups: int, *, key_lengths: jax.Array | None = None, mask: jax.Array | None = None
+) -> str:
     """How devices may divide `attention_forward`: by sequences and heads, ``[B, N, T, H]``.
 
-    A rule for `tracing.divided`, with the scales of queries, keys and values.
+    A rule for `tracing.divided`, with as many dimensions and those of `key_lengths` and `mask` that
+    are not None.
     """
-    of_keys = "b n" if groups == 1 else f"b n/{groups}"
-    axes = "b n T", f"{of_keys} S", f"{of_keys} S"
-    scales = [axes if x.ndim else "" for x, axes in zip(by_token, axes, strict=True)]
-    operands = ["b n T H", f"{of_keys} S H", f"{of_keys} H S", *scales, *[of_keys] * with_lengths]
+    k = of_keys(groups)
+    matrices, scales = ["b n T H", f"{k} S H", f"{k} H S"], ["b n T", f"{k} S", f"{k} S"]
+    operands = [*matrices, *scales, *of_hidden(groups, key_lengths, mask)]
     return f"{', '.join(operands)} -> b n T H, b n T"
+
+
+def of_keys(groups: int) -> str:
+    """What `division` calls the heads of keys."""
+    return "b n" if groups == 1 else f"b n/{groups}"
+
+
+def of_hidden(groups: int, key_lengths: jax.Array | None, mask: jax.Array | None) -> list[str]:
+    """What `division` calls the dimensions of what hides keys. Every device has those of 1."""
+    names = [] if key_lengths is None else [of_keys(groups)]
+    if mask is not None:
+        each = zip("bnTS", ("B", "N", "Q", "K"), mask.shape, strict=True)
+        names.append(" ".join(name if size > 1 else one for name, one, size in each))
+    return names
 
 
 def _check(size: int, scale: float, window: tuple[int, int] | None) -> None:

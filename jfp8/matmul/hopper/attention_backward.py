@@ -12,8 +12,10 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.hopper import attention_dkv, attention_dq
+from jfp8.matmul.hopper.attention import of_hidden, of_keys
 from jfp8.matmul.hopper.attention_dkv import QUERIES
 from jfp8.matmul.hopper.attention_parts import BLOCK, COMPUTE, ROWS, heads_first, launch
+from jfp8.matmul.hopper.mask_bits import packed
 from jfp8.matmul.hopper.tiles import padded
 from jfp8.scaling.formats import Format
 
@@ -66,6 +68,7 @@ def attention_backward(
     stored: Stored,
     vectors: Vectors,
     key_lengths: jax.Array | None = None,
+    mask: jax.Array | None = None,
     *,
     groups: int,
     scale: float,
@@ -81,7 +84,8 @@ def attention_backward(
 
     Args:
       stored, vectors: see there.
-      key_lengths: ``i32[..., G / groups]``, as of `attention_forward`; so are the next four.
+      key_lengths, mask: ``i32[..., G / groups]``, ``bool[... | 1, G | 1, T | 1, S | 1]``, as of
+        `attention_forward`; so are the next four.
       groups, scale, is_causal, window: see above.
       formats: of dS in dQ and in dK: E4M3FN or E5M2.
       out_dtype: of dQ, dK and dV.
@@ -112,8 +116,11 @@ def attention_backward(
         formats=formats,
     )
 
-    def run(module: Any, name: str, like: str, tiles: int, but: tuple[str, ...]) -> Any:
-        given = {n: x for n, x in operands.items() if n not in but}
+    def run(
+        module: Any, like: str, tiles: int, bits: dict[str, jax.Array], but: tuple[str, ...]
+    ) -> Any:
+        name = module.__name__.rpartition(".")[2]
+        given = {n: x for n, x in operands.items() if n not in but} | bits
         heads, tokens, _ = given[like].shape
         n = getattr(stored, like).shape[-3]
         gradient = jax.ShapeDtypeStruct((heads // n, tokens, n, size), out_dtype)
@@ -123,10 +130,15 @@ def attention_backward(
         scratch = module.scratch(problem, given, out_dtype)
         return launch(kernel, name, (heads // n, n * tiles), given, out_type, scratch, interpret)
 
+    by_query, by_key = {}, {}
+    if mask is not None:
+        mask = mask.reshape(-1, *mask.shape[-3:])
+        by_query = packed(mask, (rows, keys), 3, BLOCK)
+        by_key = packed(mask, (rows, keys), 2, QUERIES, groups)
     without = "q_t", "grad_t", "unit"
-    dq, largest = run(attention_dq, "attention_dq", "q", problem.tiles, without)
+    dq, largest = run(attention_dq, "q", problem.tiles, by_query, without)
     tiles = operands["k"].shape[1] // (COMPUTE * ROWS)
-    found = run(attention_dkv, "attention_dkv", "k", tiles, ("k_t", "key_lengths"))
+    found = run(attention_dkv, "k", tiles, by_key, ("k_t", "key_lengths"))
     dk, dv = (_without_padding(heads_first(x, stored.k.shape), key_lengths) for x in found)
     largest = largest[:, :rows].reshape(stored.q.shape[:-1])
     return heads_first(dq, stored.q.shape), dk, dv, largest
@@ -140,18 +152,20 @@ def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     return jnp.where(real, x, 0)
 
 
-def division(groups: int, *, with_lengths: bool) -> str:
+def division(
+    groups: int, *, key_lengths: jax.Array | None = None, mask: jax.Array | None = None
+) -> str:
     """How devices may divide `attention_backward`: by sequences and heads, ``[B, N, T, H]``.
 
-    A rule for `tracing.divided`, with the leaves of its operands.
+    A rule for `tracing.divided`, with the leaves of its operands; see that of `attention`.
     """
-    q, k = "b n", "b n" if groups == 1 else f"b n/{groups}"
+    q, k = "b n", of_keys(groups)
     tokens = [f"{k} S" if name[0] in "kv" else f"{q} T" for name in Stored._fields]
     matrices = [
         f"{axes[:-1]}H {axes[-1]}" if name.endswith("_t") else f"{axes} H"
         for name, axes in zip(Stored._fields, tokens, strict=True)
     ]
-    operands = [*matrices, *tokens, f"{q} T", f"{q} T", *[k] * with_lengths]
+    operands = [*matrices, *tokens, f"{q} T", f"{q} T", *of_hidden(groups, key_lengths, mask)]
     return f"{', '.join(operands)} -> {q} T H, {k} S H, {k} S H, {q} T"
 
 

@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfp8.matmul.hopper import mask_bits
 from jfp8.matmul.hopper.attention_parts import (
     BLOCK,
     BY_COLUMN,
@@ -37,6 +38,7 @@ from jfp8.matmul.hopper.attention_parts import (
     fill,
     freed,
     head_of,
+    in_batch,
     load,
     multiply,
     of_rows,
@@ -90,9 +92,9 @@ class Problem:
         return [pl.ds(c, width) for c in range(0, self.size, width)]
 
 
-def most_stages(size: int) -> int:
+def most_stages(size: int, *, with_mask: bool) -> int:
     """As many as fit beside queries, probabilities, staged stores and barriers."""
-    stage = 2 * BLOCK * size + 2 * BLOCK * 4
+    stage = 2 * BLOCK * size + 2 * BLOCK * 4 + mask_bits.stage_bytes(BLOCK, with_mask=with_mask)
     free = SHARED_MEMORY - COMPUTE * ROWS * (size + BLOCK + 2 * 128) - 1024
     return min(4, free // stage)
 
@@ -101,20 +103,19 @@ def scratch(
     p: Problem, operands: dict[str, jax.Array], out_dtype: jax.typing.DTypeLike
 ) -> dict[str, Any]:
     """The shared memory of a block, named like the attributes of `_Block`."""
-    found = {
+    return {
         "queries": tile((COMPUTE, ROWS, p.size), operands["q"].dtype),
         "key_ring": tile((p.stages, BLOCK, p.size), operands["k"].dtype),
         "value_ring": tile((p.stages, p.size, BLOCK), operands["v_t"].dtype),
+        "k_scale_ring": plgpu.SMEM((p.stages, BLOCK), jnp.float32),
+        "v_scale_ring": plgpu.SMEM((p.stages, BLOCK), jnp.float32),
         "weights": tile((COMPUTE, ROWS, BLOCK), jnp.float8_e4m3fn),
         "staged": staging(2, out_dtype),
         "copied": plgpu.Barrier(num_barriers=COMPUTE),
         "empty": freed(p.stages),
+        "full": plgpu.Barrier(num_arrivals=4 + ("bits" in operands), num_barriers=p.stages),
+        **mask_bits.ring(p.stages, BLOCK, operands),
     }
-    vectors = [name for name in ("k_scale", "v_scale") if operands[name].ndim == 2]
-    for name in vectors:
-        found[f"{name}_ring"] = plgpu.SMEM((p.stages, BLOCK), jnp.float32)
-    found["full"] = plgpu.Barrier(num_arrivals=2 + len(vectors), num_barriers=p.stages)
-    return found
 
 
 def kernel(p: Problem, names: tuple[str, ...], *refs: Any, **shared: Any) -> None:
@@ -142,13 +143,14 @@ class _Block:
     queries: Any
     key_ring: Any
     value_ring: Any
+    k_scale_ring: Any
+    v_scale_ring: Any
     weights: Any
     staged: Any
     copied: Any
     empty: Any
     full: Any
-    k_scale_ring: Any = None
-    v_scale_ring: Any = None
+    bits_ring: Any = None
 
     def bounds(self) -> Bounds:
         """Which keys the queries of this block's head see."""
@@ -160,7 +162,11 @@ class _Block:
     def steps(self, bounds: Bounds) -> tuple[jax.Array, jax.Array]:
         """The blocks of keys that go through the ring: those that any query of this block sees."""
         first, _, _, end = bounds.blocks(self.row, COMPUTE * ROWS, BLOCK)
-        return first, end
+        return mask_bits.span(self.given, *self.tile(), first, end)
+
+    def tile(self) -> tuple[Any, Any]:
+        """The batch and head of this block, and which of its tiles."""
+        return in_batch(self.out, self.head), lax.div(self.row, COMPUTE * ROWS)
 
     # The warpgroup that fills the ring
 
@@ -169,13 +175,14 @@ class _Block:
 
         def copy(i, slot):
             keys, full = pl.ds((first + i) * BLOCK, BLOCK), self.full.at[slot]
-            k, v = (self.given[name].at[self.key_head] for name in ("k", "v_t"))
-            plgpu.copy_gmem_to_smem(k.at[keys], self.key_ring.at[slot], full)
-            plgpu.copy_gmem_to_smem(v.at[:, keys], self.value_ring.at[slot], full)
-            for name in ("k_scale", "v_scale"):
-                if (ring := getattr(self, f"{name}_ring")) is not None:
-                    scales = self.given[name].at[self.key_head, keys]
-                    plgpu.copy_gmem_to_smem(scales, ring.at[slot], full)
+            of_head = {n: self.given[n].at[self.key_head] for n in _OF_KEYS}
+            plgpu.copy_gmem_to_smem(of_head["k"].at[keys], self.key_ring.at[slot], full)
+            plgpu.copy_gmem_to_smem(of_head["v_t"].at[:, keys], self.value_ring.at[slot], full)
+            plgpu.copy_gmem_to_smem(of_head["k_scale"].at[keys], self.k_scale_ring.at[slot], full)
+            plgpu.copy_gmem_to_smem(of_head["v_scale"].at[keys], self.v_scale_ring.at[slot], full)
+            if "bits" in self.given:
+                bits = mask_bits.of_block(self.given["bits"], *self.tile(), first + i, BLOCK)
+                plgpu.copy_gmem_to_smem(bits, self.bits_ring.at[slot], full)
 
         fill(end - first, self.p.stages, self.empty, copy)
 
@@ -188,7 +195,9 @@ class _Block:
         row = self.row + mine * ROWS
         queries = self.given["q"].at[self.head, pl.ds(row, ROWS)]
         plgpu.copy_gmem_to_smem(queries, self.queries.at[mine], self.copied.at[mine])
-        factor = self.row_factor(row)
+        factor = load(self.given["q_scale"].at[self.head, pl.ds(row, ROWS)], BY_ROW)
+        # That of a query of zeros may underflow, and zero times the -inf of a hidden key is NaN.
+        factor = jnp.maximum(factor * self.p.factor, np.finfo(np.float32).tiny)
         plgpu.barrier_wait(self.copied.at[mine])
 
         totals = [zeros(part.size) for part in self.p.parts]
@@ -198,9 +207,11 @@ class _Block:
         _, first_full, end_full, _ = bounds.blocks(row, ROWS, BLOCK)
 
         def step(t, carry):
-            sees_all = (t >= first_full) & (t < end_full) if self.masked() else None
-            mask = Mask(bounds, row, t * BLOCK, sees_all, branch=self.p.size <= 128)
-            return self.step(factor, mask, t - start, carry)
+            sees_all = (t >= first_full) & (t < end_full) if self.bounded() else None
+            slot = lax.rem(t - start, self.p.stages)
+            words = mask_bits.of_rows(self.bits_ring, slot, mine)
+            mask = Mask(bounds, row, t * BLOCK, sees_all, branch=self.p.size <= 128, words=words)
+            return self.step(factor, mask, slot, carry)
 
         self.store(row, *lax.fori_loop(start, stop, step, carry))
 
@@ -208,33 +219,21 @@ class _Block:
         """Which half is this warpgroup's."""
         return lax.axis_index("warpgroup")
 
-    def masked(self) -> bool:
-        """Whether some query may see a part of a block."""
+    def bounded(self) -> bool:
+        """Whether bounds may hide a part of a block from some query."""
         bounded = self.p.left is not None or self.p.right is not None
         return bounded or "key_lengths" in self.given or self.p.keys % BLOCK != 0
 
-    def row_factor(self, row: jax.Array) -> jax.Array:
-        """By what the products of each query are multiplied: f32[ROWS], or one number."""
-        q_scale, k_scale = self.given["q_scale"], self.given["k_scale"]
-        if q_scale.ndim == 2:
-            factor = load(q_scale.at[self.head, pl.ds(row, ROWS)], BY_ROW) * self.p.factor
-        else:
-            factor = q_scale[0] * self.p.factor
-        factor = factor if k_scale.ndim == 2 else factor * k_scale[0]
-        # That of a query of zeros may underflow, and zero times the -inf of a hidden key is NaN.
-        return jnp.maximum(factor, np.finfo(np.float32).tiny)
-
-    def step(self, factor: jax.Array, mask: Mask, i: jax.Array, carry: Any) -> Any:
-        """One block of keys, the `i`-th of the ring."""
-        (total, highest, sums), (mine, slot) = carry, (self.mine(), lax.rem(i, self.p.stages))
+    def step(self, factor: jax.Array, mask: Mask, slot: jax.Array, carry: Any) -> Any:
+        """One block of keys."""
+        (total, highest, sums), mine = carry, self.mine()
         plgpu.barrier_wait(self.full.at[slot])
         unit = self.unit(slot, mask)
 
         (s,) = multiply((self.queries.at[mine], self.key_ring.at[slot]))
         s = [s[:, part.start : part.start + part.size] for part in PARTS]
-        if self.k_scale_ring is not None:
-            scales = [load(self.k_scale_ring.at[slot, part], BY_COLUMN) for part in PARTS]
-            s = [x * along(scale, x.shape, 1) for x, scale in zip(s, scales, strict=True)]
+        scales = [load(self.k_scale_ring.at[slot, part], BY_COLUMN) for part in PARTS]
+        s = [x * along(scale, x.shape, 1) for x, scale in zip(s, scales, strict=True)]
         hide = lambda x, part: mask.where(x, -jnp.inf, part.start)
         s = mask.choose(lambda s: s, lambda s: list(map(hide, s, PARTS)), s)
 
@@ -245,31 +244,27 @@ class _Block:
         highest = jnp.maximum(before, highest)
         shift = jnp.where(highest == -jnp.inf, 0.0, highest)
         shrink = jnp.exp2(before - shift)
-        if unit is not None:
-            shift = shift + _log2(unit)
+        shift = shift + _log2(unit)
         added, weights = [], []
         for part, x in zip(PARTS, s, strict=True):
             p = jnp.exp2(x * along(factor, x.shape, 0) - along(shift, x.shape, 0))
             added.append(jnp.sum(p, axis=1))
-            weights.append(self.weighed(p, slot, part))
-        added = functools.reduce(jnp.add, added)
-        sums = sums * shrink + (added if unit is None else added * unit)
+            p = p * along(load(self.v_scale_ring.at[slot, part], BY_COLUMN), p.shape, 1)
+            weights.append(p.astype(self.weights.dtype))
+        sums = sums * shrink + functools.reduce(jnp.add, added) * unit
         self.weights[mine] = jnp.concatenate(weights, 1)
         plgpu.commit_smem()  # and all warps have read the slot's scales, before it is freed
 
         for n, part in enumerate(self.p.parts):
             values = self.value_ring.at[slot, part]
             (added,) = multiply((self.weights.at[mine], values))
-            if unit is not None:
-                added = added * along(unit, added.shape, 0)
+            added = added * along(unit, added.shape, 0)
             total[n] = total[n] * along(shrink, added.shape, 0) + added
         plgpu.barrier_arrive(self.empty.at[slot])
         return total, highest, sums
 
-    def unit(self, slot: jax.Array, mask: Mask) -> Any:
-        """The largest scale of the values that each query sees: f32[ROWS]; None: there is one."""
-        if self.v_scale_ring is None:
-            return None
+    def unit(self, slot: jax.Array, mask: Mask) -> jax.Array:
+        """The largest scale of the values that each query sees: f32[ROWS]."""
         scales = lambda part: load(self.v_scale_ring.at[slot, part], BY_COLUMN)
 
         def all_seen():
@@ -282,19 +277,11 @@ class _Block:
 
         return jnp.maximum(mask.choose(all_seen, some_seen), SMALLEST_SCALE)
 
-    def weighed(self, p: jax.Array, slot: jax.Array, part: Any) -> jax.Array:
-        """A part of the probabilities times the scales of its values, in f8."""
-        if self.v_scale_ring is not None:
-            p = p * along(load(self.v_scale_ring.at[slot, part], BY_COLUMN), p.shape, 1)
-        return p.astype(self.weights.dtype)
-
     def store(self, row: jax.Array, total: list[jax.Array], highest: Any, sums: Any) -> None:
         """The output, rounded, and the logarithm of the softmax's denominator."""
         rows = pl.ds(row, ROWS)
         self.lse[self.head, rows] = highest * np.float32(math.log(2)) + jnp.log(sums)
         inverse = 1.0 / jnp.where(sums == 0, 1.0, sums)
-        if self.given["v_scale"].ndim == 1:
-            inverse = inverse * self.given["v_scale"][0]
         parts = [x * along(inverse, x.shape, 0) for x in total]
         store(parts, self.staged.at[self.mine()], head_of(self.out, self.head).at[rows])
 
@@ -303,3 +290,6 @@ def _log2(x: jax.Array) -> jax.Array:
     """Of powers of two that are normal, exactly."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return ((bits >> 23) - 127).astype(jnp.float32)
+
+
+_OF_KEYS = ("k", "v_t", "k_scale", "v_scale")

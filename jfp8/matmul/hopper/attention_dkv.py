@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfp8.matmul.hopper import mask_bits
 from jfp8.matmul.hopper.attention_dq import Problem
 from jfp8.matmul.hopper.attention_parts import (
     BY_COLUMN,
@@ -37,6 +38,7 @@ from jfp8.matmul.hopper.attention_parts import (
     fill,
     freed,
     head_of,
+    in_batch,
     load,
     multiply,
     place,
@@ -58,7 +60,8 @@ def scratch(
     p: Problem, operands: dict[str, jax.Array], out_dtype: jax.typing.DTypeLike
 ) -> dict[str, Any]:
     """The shared memory of a block, named like the attributes of `_Block`."""
-    stage = 4 * QUERIES * p.size + 6 * QUERIES * 4
+    with_mask = "bits" in operands
+    stage = QUERIES * (4 * p.size + 6 * 4) + mask_bits.stage_bytes(QUERIES, with_mask=with_mask)
     free = SHARED_MEMORY - COMPUTE * ROWS * (2 * p.size + 2 * QUERIES + 128) - 1024
     stages = min(4, free // stage)
     return {
@@ -74,7 +77,8 @@ def scratch(
         "staged": staging(1, out_dtype),
         "copied": plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
         "empty": freed(stages),
-        "full": plgpu.Barrier(num_arrivals=5, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=5 + with_mask, num_barriers=stages),
+        **mask_bits.ring(stages, QUERIES, operands),
     }
 
 
@@ -111,6 +115,7 @@ class _Block:
     copied: Any
     empty: Any
     full: Any
+    bits_ring: Any = None
 
     def bounds(self) -> Bounds:
         """Which queries see a key: as `Bounds` says of keys and queries, the other way round."""
@@ -119,18 +124,29 @@ class _Block:
     def steps(self) -> tuple[jax.Array, jax.Array]:
         """The first block of queries, and how many: of each head that shares the keys."""
         first, _, _, end = self.bounds().blocks(self.row, COMPUTE * ROWS, QUERIES)
+        head, tile = in_batch(self.dk, self.key_head), lax.div(self.row, COMPUTE * ROWS)
+        first, end = mask_bits.span(self.given, head, tile, first, end)
         return first, end - first
 
-    def at(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def at(self, i: jax.Array, steps: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
         """The head of queries and the block of the `i`-th step."""
-        first, count = self.steps()
+        first, count = steps
         return self.key_head * self.p.groups + lax.div(i, count), first + lax.rem(i, count)
+
+    def copy_bits(self, head: Any, block: Any, slot: Any) -> None:
+        """Those of a block of queries of one head to the ring."""
+        batch, own = in_batch(self.dk, self.key_head)
+        n = head - (self.key_head - own) * self.p.groups
+        tile = lax.div(self.row, COMPUTE * ROWS)
+        bits = mask_bits.of_block(self.given["bits"], (batch, n), tile, block, QUERIES)
+        plgpu.copy_gmem_to_smem(bits, self.bits_ring.at[slot], self.full.at[slot])
 
     def copy(self) -> None:
         """The warpgroup that fills the ring."""
+        steps = self.steps()
 
         def copy(i, slot):
-            head, block = self.at(i)
+            head, block = self.at(i, steps)
             rows, full = pl.ds(block * QUERIES, QUERIES), self.full.at[slot]
             for name, ring in (("q", self.query_ring), ("grad", self.grad_ring)):
                 plgpu.copy_gmem_to_smem(self.given[name].at[head, rows], ring.at[slot], full)
@@ -140,9 +156,10 @@ class _Block:
                 ("by_query", self.vector_ring),
             ):
                 plgpu.copy_gmem_to_smem(self.given[name].at[head, :, rows], ring.at[slot], full)
+            if "bits" in self.given:
+                self.copy_bits(head, block, slot)
 
-        _, count = self.steps()
-        fill(count * self.p.groups, self.full.shape[0], self.empty, copy)
+        fill(steps[1] * self.p.groups, self.full.shape[0], self.empty, copy)
 
     def attend(self) -> None:
         """One half of the block's keys."""
@@ -156,28 +173,30 @@ class _Block:
         by_key = self.given["by_key"].at[self.key_head]
         of_row = [load(by_key.at[n, rows], BY_ROW) for n in range(2)]
         plgpu.barrier_wait(self.copied.at[mine])
-        bounds, (_, count) = self.bounds(), self.steps()
+        bounds, steps = self.bounds(), self.steps()
         _, first_full, end_full, _ = bounds.blocks(row, ROWS, QUERIES)
         bounded = self.p.left is not None or self.p.right is not None
         one_sided = self.p.left is None or self.p.right is None
 
         def step(i, carry):
-            head, t = self.at(i)
+            head, t = self.at(i, steps)
+            slot = lax.rem(i, self.full.shape[0])
             sees_all = (t >= first_full) & (t < end_full) if bounded else None
-            mask = Mask(bounds, row, t * QUERIES, sees_all, branch=one_sided)
+            words = mask_bits.of_rows(self.bits_ring, slot, mine)
+            mask = Mask(bounds, row, t * QUERIES, sees_all, branch=one_sided, words=words)
             unit = self.given["unit"][head, t]
-            return self.step(mine, of_row, mask, unit, i, carry)
+            return self.step(mine, of_row, mask, unit, slot, carry)
 
         start = zeros(self.p.size), zeros(self.p.size)
-        dk, dv = lax.fori_loop(0, count * self.p.groups, step, start)
+        dk, dv = lax.fori_loop(0, steps[1] * self.p.groups, step, start)
         for x, to in ((dk * self.p.scale, self.dk), (dv, self.dv)):
             store([x], self.staged.at[mine], head_of(to, self.key_head).at[rows])
 
     def step(
-        self, mine: Any, of_row: list[jax.Array], mask: Mask, unit: Any, i: Any, carry: Any
+        self, mine: Any, of_row: list[jax.Array], mask: Mask, unit: Any, slot: Any, carry: Any
     ) -> Any:
-        """One block of queries, the `i`-th of the ring."""
-        (dk, dv), slot = carry, lax.rem(i, self.full.shape[0])
+        """One block of queries."""
+        dk, dv = carry
         plgpu.barrier_wait(self.full.at[slot])
         s, dp = multiply(
             (self.keys.at[mine], self.query_ring.at[slot]),

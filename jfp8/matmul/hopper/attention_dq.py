@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfp8.matmul.hopper import mask_bits
 from jfp8.matmul.hopper.attention_parts import (
     BLOCK,
     BY_COLUMN,
@@ -35,6 +36,7 @@ from jfp8.matmul.hopper.attention_parts import (
     fill,
     freed,
     head_of,
+    in_batch,
     load,
     multiply,
     of_rows,
@@ -85,7 +87,8 @@ def scratch(
     p: Problem, operands: dict[str, jax.Array], out_dtype: jax.typing.DTypeLike
 ) -> dict[str, Any]:
     """The shared memory of a block, named like the attributes of `_Block`."""
-    stage = 3 * BLOCK * p.size + 3 * BLOCK * 4
+    with_mask = "bits" in operands
+    stage = 3 * BLOCK * (p.size + 4) + mask_bits.stage_bytes(BLOCK, with_mask=with_mask)
     free = SHARED_MEMORY - COMPUTE * ROWS * (2 * p.size + BLOCK + 128) - 1024
     stages = min(4, free // stage)
     return {
@@ -99,7 +102,8 @@ def scratch(
         "staged": staging(1, out_dtype),
         "copied": plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE),
         "empty": freed(stages),
-        "full": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=4 + with_mask, num_barriers=stages),
+        **mask_bits.ring(stages, BLOCK, operands),
     }
 
 
@@ -136,6 +140,7 @@ class _Block:
     copied: Any
     empty: Any
     full: Any
+    bits_ring: Any = None
 
     def bounds(self) -> Bounds:
         """Which keys the queries of this block's head see."""
@@ -144,14 +149,23 @@ class _Block:
             length = jnp.clip(self.given["key_lengths"][self.key_head], 0, length)
         return Bounds(self.p.left, self.p.right, length)
 
-    def masked(self) -> bool:
-        """Whether some query may see a part of a block."""
+    def steps(self, bounds: Bounds) -> tuple[Any, Any]:
+        """The blocks of keys that go through the ring: those that any query of this block sees."""
+        first, _, _, end = bounds.blocks(self.row, COMPUTE * ROWS, BLOCK)
+        return mask_bits.span(self.given, *self.tile(), first, end)
+
+    def tile(self) -> tuple[Any, Any]:
+        """The batch and head of this block, and which of its tiles."""
+        return in_batch(self.dq, self.head), lax.div(self.row, COMPUTE * ROWS)
+
+    def bounded(self) -> bool:
+        """Whether bounds may hide a part of a block from some query."""
         bounded = self.p.left is not None or self.p.right is not None
         return bounded or "key_lengths" in self.given or self.p.keys % BLOCK != 0
 
     def copy(self) -> None:
         """The warpgroup that fills the ring."""
-        first, _, _, end = self.bounds().blocks(self.row, COMPUTE * ROWS, BLOCK)
+        first, end = self.steps(self.bounds())
 
         def copy(i, slot):
             keys, full = pl.ds((first + i) * BLOCK, BLOCK), self.full.at[slot]
@@ -160,6 +174,9 @@ class _Block:
             plgpu.copy_gmem_to_smem(of_head["v"].at[keys], self.value_ring.at[slot], full)
             plgpu.copy_gmem_to_smem(of_head["k_t"].at[:, keys], self.k_t_ring.at[slot], full)
             plgpu.copy_gmem_to_smem(of_head["by_key"].at[:, keys], self.scale_ring.at[slot], full)
+            if "bits" in self.given:
+                bits = mask_bits.of_block(self.given["bits"], *self.tile(), first + i, BLOCK)
+                plgpu.copy_gmem_to_smem(bits, self.bits_ring.at[slot], full)
 
         fill(end - first, self.full.shape[0], self.empty, copy)
 
@@ -176,22 +193,24 @@ class _Block:
         of_row = [load(by_query.at[n, rows], BY_ROW) for n in range(4)]
         plgpu.barrier_wait(self.copied.at[mine])
         bounds = self.bounds()
-        start, _, _, stop = bounds.blocks(self.row, COMPUTE * ROWS, BLOCK)
+        start, stop = self.steps(bounds)
         _, first_full, end_full, _ = bounds.blocks(row, ROWS, BLOCK)
 
         def step(t, carry):
-            sees_all = (t >= first_full) & (t < end_full) if self.masked() else None
-            mask = Mask(bounds, row, t * BLOCK, sees_all, branch=False)
-            return self.step(mine, of_row, mask, t - start, carry)
+            sees_all = (t >= first_full) & (t < end_full) if self.bounded() else None
+            slot = lax.rem(t - start, self.full.shape[0])
+            words = mask_bits.of_rows(self.bits_ring, slot, mine)
+            mask = Mask(bounds, row, t * BLOCK, sees_all, branch=False, words=words)
+            return self.step(mine, of_row, mask, slot, carry)
 
         total, largest = lax.fori_loop(start, stop, step, (zeros(self.p.size), of_rows(0.0)))
         self.largest[self.head, rows] = largest
         target = head_of(self.dq, self.head).at[rows]
         store([total * self.p.scale], self.staged.at[mine], target)
 
-    def step(self, mine: Any, of_row: list[jax.Array], mask: Mask, i: Any, carry: Any) -> Any:
-        """One block of keys, the `i`-th of the ring."""
-        (total, largest), slot = carry, lax.rem(i, self.full.shape[0])
+    def step(self, mine: Any, of_row: list[jax.Array], mask: Mask, slot: Any, carry: Any) -> Any:
+        """One block of keys."""
+        total, largest = carry
         plgpu.barrier_wait(self.full.at[slot])
         s, dp = multiply(
             (self.queries.at[mine], self.key_ring.at[slot]),

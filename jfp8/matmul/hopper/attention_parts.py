@@ -141,10 +141,16 @@ def place(result: Any, tiles: int) -> tuple[jax.Array, jax.Array]:
     return head, lax.rem(at, tiles)
 
 
+def in_batch(result: Any, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The batch of this block, and which of its heads `head` is."""
+    batch = lax.axis_index("batch")
+    return batch, head - batch * result.shape[2]
+
+
 def head_of(result: Any, head: jax.Array) -> Any:
     """Of a result ``[B, T, N, H]``, the ``[T, H]`` of this block's head."""
-    batch = lax.axis_index("batch")
-    return result.at[batch, :, head - batch * result.shape[2]]
+    batch, n = in_batch(result, head)
+    return result.at[batch, :, n]
 
 
 def heads_first(result: jax.Array, shape: tuple[int, ...]) -> jax.Array:

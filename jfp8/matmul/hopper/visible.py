@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jfp8.matmul.hopper.mask_bits import shown
+
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
@@ -77,6 +79,7 @@ class Mask:
       row, key: the first query and the first key.
       sees_all: bool[], whether all queries see all keys; None: it is known that they do.
       branch: whether a mask is made only where it is needed. Branches cost registers.
+      words: of a mask's bits for these queries, in shared memory; None: there is none.
     """
 
     bounds: Bounds
@@ -84,17 +87,20 @@ class Mask:
     key: jax.Array
     sees_all: jax.Array | None
     branch: bool
+    words: Any = None
 
     def choose(
         self, all_seen: Callable[..., Any], some_seen: Callable[..., Any], *args: Any
     ) -> Any:
         """``all_seen(*args)`` if all queries see all keys, else ``some_seen(*args)``."""
-        if self.sees_all is None:
+        if self.words is None and self.sees_all is None:
             return all_seen(*args)
-        if not self.branch:
+        if self.words is not None or not self.branch:
             return some_seen(*args)
         return lax.cond(self.sees_all, all_seen, some_seen, *args)
 
     def where(self, x: jax.Array, otherwise: float, start: int) -> jax.Array:
         """`x`, of keys of the block from `start` on, or `otherwise` where one is not seen."""
-        return self.bounds.masked(x, otherwise, self.row, self.key + start)
+        if self.sees_all is not None:
+            x = self.bounds.masked(x, otherwise, self.row, self.key + start)
+        return x if self.words is None else shown(x, otherwise, self.words, start)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,9 +28,8 @@ def refusal(
     reason = why_no_kernels(gpu)
     if reason is not None:
         return reason
-    for name in ("mask", "bias"):
-        if getattr(visible, name) is not None:
-            return f"a {name}: the kernels know is_causal, local_window_size and lengths"
+    if visible.bias is not None:
+        return "a bias: the kernels know masks, is_causal, local_window_size and lengths"
     if depth not in SIZES:
         return f"heads of {depth} numbers: the kernels are for 64, 128 and 256"
     if not scale > 0:
@@ -72,11 +70,15 @@ def forward(
 
     groups, rows = q.data.shape[2:4]
     options = _options(groups, visible, scale, dtype)
-    lengths, (of_queries, _) = _key_lengths(k, visible), visible.lengths
-    scales = _heads(q.scale), k.scale, v.scale
-    rule = division(groups, *scales, with_lengths=bool(lengths))
-    attend = divided(f"attention, {options}", partial(attention_forward, **options), rule)
-    out, log_sum = attend(_heads(q.data), k.data, v.data.swapaxes(2, 3), *scales, *lengths)
+    hidden, (of_queries, _) = _hidden(k, visible), visible.lengths
+
+    def attend(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        more: dict[str, Any] = dict(zip(hidden, x[6:], strict=True))
+        return attention_forward(*x[:6], **more, **options)
+
+    operands = _heads(q.data), k.data, v.data.swapaxes(2, 3), _heads(q.scale), k.scale, v.scale
+    by_parts = divided(f"attention, {options}", attend, division(groups, **hidden))
+    out, log_sum = by_parts(*operands, *hidden.values())
     if of_queries is not None:
         real = jnp.arange(rows)[None, None] < of_queries[:, None, None]
         out = jnp.where(real[..., None], out, 0)
@@ -103,7 +105,7 @@ def backward(
     )
 
     (q, q_2), (k, k_2), (_, v), (grad, grad_2) = operands
-    groups, lengths = q.data.shape[2], _key_lengths(k, visible)
+    groups, hidden = q.data.shape[2], _hidden(k, visible)
     transposed = lambda x: x.data.swapaxes(-1, -2)
     stored = Stored(
         _heads(q.data),
@@ -123,11 +125,12 @@ def backward(
 
     def differentiate(*x: jax.Array) -> tuple[jax.Array, ...]:
         n, m = len(stored), len(stored) + len(vectors)
-        return attention_backward(Stored(*x[:n]), Vectors(*x[n:m]), *x[m:], **options)
+        more: dict[str, Any] = dict(zip(hidden, x[m:], strict=True))
+        return attention_backward(Stored(*x[:n]), Vectors(*x[n:m]), **more, **options)
 
-    rule = division(groups, with_lengths=bool(lengths))
+    rule = division(groups, **hidden)
     by_parts = divided(f"attention_backward, {options}", differentiate, rule)
-    dq, dk, dv, largest = by_parts(*stored, *vectors, *lengths)
+    dq, dk, dv, largest = by_parts(*stored, *vectors, *hidden.values())
     return Gradients(dq.reshape(q.data.shape), dk, dv, None, jnp.max(largest))
 
 
@@ -148,9 +151,12 @@ def _options(
     }
 
 
-def _key_lengths(k: Quantized, visible: Visible) -> list[jax.Array]:
-    """None or one array: the number of keys of each head that are not padding."""
-    lengths = visible.lengths[1]
-    if lengths is None:
-        return []
-    return [jnp.broadcast_to(lengths[:, None], k.data.shape[:2]).astype(jnp.int32)]
+def _hidden(k: Quantized, visible: Visible) -> dict[str, jax.Array]:
+    """What of this there is: how many keys of each head are not padding, and the mask."""
+    found = {}
+    if (lengths := visible.lengths[1]) is not None:
+        lengths = jnp.broadcast_to(lengths[:, None], k.data.shape[:2])
+        found["key_lengths"] = lengths.astype(jnp.int32)
+    if visible.mask is not None:
+        found["mask"] = _heads(visible.mask)
+    return found

@@ -147,7 +147,7 @@ def quantize_tokens(
     """``x[..., tokens, depth]``, with a scale for each token.
 
     Args:
-      quantizer: None: `x` is not rounded.
+      quantizer: None: `x` is not rounded. Its blocks do not matter, nor how it rounds their scales.
       state: the amax history; None, or one without an entry: the scales follow from the tokens.
       folded: whether a product multiplies its other operand by the scales, before that is rounded:
         then they are powers of two, and exact.
@@ -159,7 +159,7 @@ def quantize_tokens(
         return Quantized(x, jnp.ones_like(largest), jnp.max(largest))
     fmt = format_of(quantizer)
     assert fmt is not None
-    rounding = "power_of_two" if folded or quantizer.powers_of_two else None
+    rounding = "power_of_two" if folded else None
     margin = quantizer.margin if isinstance(quantizer, Delayed) else 0
     of = jnp.broadcast_to(jnp.max(largest), largest.shape) if together else largest
     scale = scale_from_amax(of, fmt, margin=margin, scale_rounding=rounding, poison=True)
