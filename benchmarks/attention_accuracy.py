@@ -10,7 +10,8 @@ Values: normal; outlier channels, normal with one channel of Q, and another one 
 outlier values, N(0, 1) + N(0, 100) Bernoulli(0.001), those of FlashAttention-3 (arXiv 2407.08608,
 section 4.3), in Q, K and V.
 
-Recipes are those of `jfp8.scaled_dot_product_attention`. The others are computed here: bf16
+"tokens" is `jfp8.scaled_dot_product_attention`, with a scale for each token, and "histories" the
+same with amax histories of another sample as its `state`. The others are computed here: bf16
 operands, P and dS with f32 sums; one scale per tensor as FlashAttention-3 and Transformer Engine
 have it; and the same with O in e4m3, as cuDNN returns it. "Rotated": Q and K are multiplied by one
 random Hadamard matrix over the head first, and their gradients are rotated back.
@@ -217,21 +218,14 @@ def rotated(way: Way) -> Way:
     return run
 
 
-_RECIPES = jfp8.recipes
 WAYS: dict[str, Way] = {
     "bf16": in_bf16,
     "per tensor": per_tensor,
     "per tensor, O in e4m3": functools.partial(per_tensor, out_in_e4m3=True),
     "per tensor, rotated": rotated(per_tensor),
-    "delayed, with a history": of_library(_RECIPES.DelayedScaling(), history=True),
-    "delayed, without a history": of_library(_RECIPES.DelayedScaling()),
-    "current": of_library(_RECIPES.Float8CurrentScaling()),
-    "rowwise": of_library(_RECIPES.RowwiseScaling()),
-    "rowwise, rotated": rotated(of_library(_RECIPES.RowwiseScaling())),
-    "block": of_library(_RECIPES.Float8BlockScaling()),
-    "mxfp8": of_library(_RECIPES.MXFP8BlockScaling()),
-    "mxfp8, rotated": rotated(of_library(_RECIPES.MXFP8BlockScaling())),
-    "nvfp4": of_library(_RECIPES.NVFP4BlockScaling()),
+    "histories": of_library(jfp8.recipes.DelayedScaling(), history=True),
+    "tokens": of_library(jfp8.recipes.DelayedScaling()),
+    "tokens, rotated": rotated(of_library(jfp8.recipes.DelayedScaling())),
 }
 
 
