@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jfp8.matmul.choice import by_platform, why_not_here
 from jfp8.matmul.hopper.product import run
 from jfp8.products.flash import cudnn, hopper
-from jfp8.products.flash.numerics import numerics_of
+from jfp8.products.flash.numerics import Numerics, numerics_of
 from jfp8.products.flash.visible import Visible
 from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.compat import same_varying_axes
@@ -40,12 +40,17 @@ class Kernels(NamedTuple):
       forward: computes what `blocks.forward` does.
       run: calls that on CUDA, and is an error elsewhere.
       together: whether all tokens of an operand share a scale. If so, it has to be named.
+      refusal_backward: why the reference computes the backward pass of what `refusal` does not
+        refuse, or None.
+      backward: computes what `blocks.backward` does; None: another one does, see `Choice.backward`.
     """
 
     refusal: Callable[[Facts, Gpu | None], str | None]
     forward: Callable[..., Any]
     run: Callable[..., Any]
     together: bool = False
+    refusal_backward: Callable[[Numerics, int], str | None] | None = None
+    backward: Callable[..., Any] | None = None
 
 
 def _mosaic_gpu(facts: Facts, gpu: Gpu | None) -> str | None:
@@ -59,7 +64,13 @@ def _cudnn(facts: Facts, gpu: Gpu | None) -> str | None:
 
 
 KERNELS = {
-    "mosaic_gpu": Kernels(_mosaic_gpu, hopper.forward, run),
+    "mosaic_gpu": Kernels(
+        _mosaic_gpu,
+        hopper.forward,
+        run,
+        refusal_backward=hopper.refusal_backward,
+        backward=hopper.backward,
+    ),
     "cudnn": Kernels(_cudnn, cudnn.forward, cudnn.run, together=True),
 }
 
@@ -102,6 +113,21 @@ class Choice:
         """``reference(*operands)``, or what the kernels compute of `operands`, `how` they do it."""
         kernels = None if self.kernels is None else KERNELS[self.kernels].forward
         return self(reference, partial(kernels or reference, **how), *operands)
+
+    def differentiate(
+        self, reference: Callable[..., Any], *operands: Any, numerics: Numerics, **how: Any
+    ) -> Any:
+        """The same of the backward pass; the first of `operands` is a `blocks.Both`."""
+        by, kernels = self.backward or self, None
+        if by.kernels is not None:
+            chosen = KERNELS[by.kernels]
+            assert chosen.refusal_backward is not None
+            kernels = chosen.backward
+            reason = chosen.refusal_backward(numerics, operands[0].query[0].data.shape[-1])
+            if reason is not None:
+                by = Choice(None, named=True, reason=reason)
+        how |= {"numerics": numerics}
+        return by(reference, partial(kernels or reference, **how), *operands)
 
 
 def choose(facts: Facts, implementation: str | None) -> Choice:
