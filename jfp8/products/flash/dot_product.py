@@ -80,7 +80,8 @@ def scaled_dot_product_attention(
         of Q and K in ``scores``, of V and dO in ``context``; they are read, never written.
       sink: ``{"scores": init_sink(), "context": init_sink()}``; see `scaled_dot_general`.
       implementation: ``"emulate"``: the reference, on any device. ``"mosaic_gpu"``: Pallas kernels
-        for Hopper, which compute the same. None: these where they can, else the reference.
+        for Hopper, which compute the same, and ``"mosaic_gpu_blackwell"``: for Blackwell. None:
+        these where they can, else the reference.
         ``"cudnn"``: cuDNN's kernel, forward, for Hopper and Blackwell, delayed scaling with a
         `state`, and `is_causal` or all keys. It has one scale for each tensor, which looks ahead
         until each history has an entry, and rounds O to e4m3.
