@@ -37,8 +37,9 @@ class ProductRow:
       times: how often it is computed: iterations of loops.
       flops: multiplications and additions, of all times together.
       cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
-        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"cudnn"`` or ``"bf16"``; and after a colon
-        why each of those that would be better is not used (see `choice.choose`).
+        (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"mosaic_gpu_blackwell"``, ``"cudnn"`` or
+        ``"bf16"``; and after a colon why each of those that would be better is not used (see
+        `choice.choose`).
       looks_ahead: for forward products, whether positions of a sequence share a scale, so that a
         later one changes an earlier result; see ``Recipe.is_causal``. For a product with a history,
         this is about the steps after its first entry.

@@ -7,7 +7,7 @@ a file or folder with such a value, and list it here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -232,6 +232,13 @@ def why_not_here(why_not: Callable[[Gpu | None], str | None], *, named: bool) ->
     """
     gpu = current_gpu()
     return "no GPU is known" if gpu is None and not named else why_not(gpu)
+
+
+def made_for_this_gpu(gpus: Mapping[str, int | None]) -> list[str]:
+    """The names whose major compute capability is that of the GPU; all if it is that of none."""
+    gpu = current_gpu()
+    major = gpu and gpu.capability and gpu.capability[0]
+    return [name for name, made_for in gpus.items() if made_for == major] or list(gpus)
 
 
 def grouped_kernels(

@@ -373,6 +373,8 @@ def _kernel_of(call: Instruction) -> str:
 
 # Kernels in Mosaic GPU
 
+FP8_MMA = ("QGMMA", "UTCQMMA")  # on Hopper, and on Blackwell
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -401,8 +403,8 @@ class Kernel:
             int(re.search(r"Used (\d+) registers", ptxas)[1]),
             sum(map(int, re.findall(r"(\d+) bytes spill", ptxas))),
             int(re.search(rf"%{size} = arith.constant (\d+) : i32", module)[1]),
-            tuple(m for m in mma if m.startswith("QGMMA")),
-            tuple(m for m in mma if not m.startswith("QGMMA")),
+            tuple(m for m in mma if m.startswith(FP8_MMA)),
+            tuple(m for m in mma if not m.startswith(FP8_MMA)),
             len(re.findall(r"\bBAR\.", sass)),
             len(re.findall(r"\bUTMALDG\.\S*MULTICAST", sass)),
         )

@@ -1,1 +1,1 @@
-"""Products of MX operands by the block-scaled tensor cores of Blackwell."""
+"""On Blackwell: products of MX operands by block-scaled tensor cores, and kernels of attention."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.products.explicit_sharding import with_layout_of
-from jfp8.products.flash import blocks, hopper, passes
+from jfp8.products.flash import blocks, passes
 from jfp8.products.flash.implementations import Choice, Facts, choose
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
 from jfp8.products.flash.shown import shown
@@ -80,7 +80,8 @@ def scaled_dot_product_attention(
         of Q and K in ``scores``, of V and dO in ``context``; they are read, never written.
       sink: ``{"scores": init_sink(), "context": init_sink()}``; see `scaled_dot_general`.
       implementation: ``"emulate"``: the reference, on any device. ``"mosaic_gpu"``: Pallas kernels
-        for Hopper, which compute the same. None: these where they can, else the reference.
+        for Hopper, which compute the same, and ``"mosaic_gpu_blackwell"``: for Blackwell. None:
+        these where they can, else the reference.
         ``"cudnn"``: cuDNN's kernel, forward, for Hopper and Blackwell, delayed scaling with a
         `state`, and `is_causal` or all keys. It has one scale for each tensor, which looks ahead
         until each history has an entry, and rounds O to e4m3.
@@ -317,18 +318,13 @@ def _forward_pass(how: _How, *arrays: Any) -> blocks.Softmax:
 
 def _backward_pass(how: _How, operands: blocks.Both, *arrays: Any) -> blocks.Gradients:
     numbers: dict[str, Any] = {"scale": how.scale, "numerics": numerics_of(how.recipe)}
-    by = how.by.backward or how.by
-    reason = hopper.refusal_backward(numbers["numerics"], operands.query[0].data.shape[-1])
-    if reason is not None:
-        by = Choice(None, named=True, reason=by.reason or reason)
 
     def reference(*arrays: Any) -> blocks.Gradients:
         found = blocks.backward(*arrays, **numbers)
         in_dtype = {n: getattr(found, n).astype(how.dtype) for n in ("query", "key", "value")}
         return found._replace(**in_dtype)
 
-    kernels = partial(hopper.backward, **numbers, dtype=how.dtype)
-    return by(reference, kernels, operands, *arrays)
+    return how.by.differentiate(reference, operands, *arrays, **numbers, dtype=how.dtype)
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

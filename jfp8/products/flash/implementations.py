@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from jfp8.matmul.choice import by_platform, why_not_here
+from jfp8.matmul.choice import by_platform, made_for_this_gpu, why_not_here
 from jfp8.matmul.hopper.product import run
-from jfp8.products.flash import cudnn, hopper
-from jfp8.products.flash.numerics import numerics_of
+from jfp8.products.flash import blackwell, cudnn, hopper
+from jfp8.products.flash.numerics import Numerics, numerics_of
 from jfp8.products.flash.visible import Visible
 from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.compat import same_varying_axes
@@ -40,17 +40,29 @@ class Kernels(NamedTuple):
       forward: computes what `blocks.forward` does.
       run: calls that on CUDA, and is an error elsewhere.
       together: whether all tokens of an operand share a scale. If so, it has to be named.
+      gpus: the major compute capability that it is for; None: several.
+      refusal_backward: why the reference computes the backward pass of what `refusal` does not
+        refuse, or None.
+      backward: computes what `blocks.backward` does; None: another one does, see `Choice.backward`.
     """
 
     refusal: Callable[[Facts, Gpu | None], str | None]
     forward: Callable[..., Any]
     run: Callable[..., Any]
     together: bool = False
+    gpus: int | None = None
+    refusal_backward: Callable[[Numerics, int], str | None] | None = None
+    backward: Callable[..., Any] | None = None
 
 
 def _mosaic_gpu(facts: Facts, gpu: Gpu | None) -> str | None:
     numerics = numerics_of(facts.recipe)
     return hopper.refusal(numerics, facts.visible, facts.depth, facts.scale, gpu)
+
+
+def _blackwell(facts: Facts, gpu: Gpu | None) -> str | None:
+    numerics = numerics_of(facts.recipe)
+    return blackwell.refusal(numerics, facts.visible, facts.depth, facts.scale, gpu)
 
 
 def _cudnn(facts: Facts, gpu: Gpu | None) -> str | None:
@@ -59,7 +71,22 @@ def _cudnn(facts: Facts, gpu: Gpu | None) -> str | None:
 
 
 KERNELS = {
-    "mosaic_gpu": Kernels(_mosaic_gpu, hopper.forward, run),
+    "mosaic_gpu": Kernels(
+        _mosaic_gpu,
+        hopper.forward,
+        run,
+        gpus=9,
+        refusal_backward=hopper.refusal_backward,
+        backward=hopper.backward,
+    ),
+    blackwell.NAME: Kernels(
+        _blackwell,
+        blackwell.forward,
+        blackwell.run,
+        gpus=10,
+        refusal_backward=blackwell.refusal_backward,
+        backward=blackwell.backward,
+    ),
     "cudnn": Kernels(_cudnn, cudnn.forward, cudnn.run, together=True),
 }
 
@@ -103,6 +130,21 @@ class Choice:
         kernels = None if self.kernels is None else KERNELS[self.kernels].forward
         return self(reference, partial(kernels or reference, **how), *operands)
 
+    def differentiate(
+        self, reference: Callable[..., Any], *operands: Any, numerics: Numerics, **how: Any
+    ) -> Any:
+        """The same of the backward pass; the first of `operands` is a `blocks.Both`."""
+        by, kernels = self.backward or self, None
+        if by.kernels is not None:
+            chosen = KERNELS[by.kernels]
+            assert chosen.refusal_backward is not None
+            kernels = chosen.backward
+            reason = chosen.refusal_backward(numerics, operands[0].query[0].data.shape[-1])
+            if reason is not None:
+                by = Choice(None, named=True, reason=reason)
+        how |= {"numerics": numerics}
+        return by(reference, partial(kernels or reference, **how), *operands)
+
 
 def choose(facts: Facts, implementation: str | None) -> Choice:
     """The implementation that is asked for, or the best one that computes what the reference does.
@@ -114,11 +156,13 @@ def choose(facts: Facts, implementation: str | None) -> Choice:
         return Choice(None, named=True)
     if implementation is None:
         causal = [name for name, kernels in KERNELS.items() if not kernels.together]
-        reasons = {name: _why_not(name, facts, named=False) for name in causal}
+        candidates = made_for_this_gpu({name: KERNELS[name].gpus for name in causal})
+        reasons = {name: _why_not(name, facts, named=False) for name in candidates}
         can = [name for name, reason in reasons.items() if reason is None]
         if can:
             return Choice(can[0], named=False)
-        return Choice(None, named=False, reason="; ".join(filter(None, reasons.values())))
+        different = dict.fromkeys(filter(None, reasons.values()))
+        return Choice(None, named=False, reason="; ".join(different))
     if implementation not in KERNELS:
         allowed = ", ".join(map(repr, ("emulate", *KERNELS)))
         raise ValueError(
