@@ -85,6 +85,17 @@ def test_values_with_any_scale_take_three_products_in_bf16():
     assert "num_primitive_operations" not in text  # promised, and then one product is exact
 
 
+def test_trap_one_scale_beside_blocks_is_promised_nothing():
+    """A promise about scales of blocks; the tensor's would be rounded to bf16, by up to 1/512."""
+    x, w = operands(8, 64, 8)
+    one = jfp8.ScaledArray(jfp8.quantize(x).data, jnp.float32(1 + 2.0**-8))
+    blocks = jfp8.quantize(w, granularity=jfp8.Block((32, 1)), scale_rounding="power_of_two")
+    y = jax.jit(in_bf16, static_argnums=2)(one, blocks, job(powers_of_two=True))
+    a, b = (np.asarray(q.dequantize(), np.float64) for q in (one, blocks))
+    assert (abs(np.asarray(y, np.float64) - a @ b) <= 2.0**-15 * (abs(a) @ abs(b))).all()
+    assert abs(a @ b).max() > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shapes", "numbers"),
