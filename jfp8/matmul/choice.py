@@ -54,7 +54,7 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
     2. If the GPU is known: bf16 also for products that are faster in it by the model of
        `pays_off`, and for GPUs without FP8.
     3. One scale per operand: cuBLASLt, by XLA. Scales by row, and in blocks of 128: Pallas kernels
-       on Hopper. In blocks of 32: cuDNN on Blackwell.
+       on Hopper. In blocks of 32, and powers of two in larger ones: cuDNN on Blackwell.
     4. Otherwise scales by row after cuBLASLt's product, and blocks in bf16.
 
     Models of hardware sums are emulated everywhere.
@@ -213,11 +213,11 @@ def contraction_last(
         return None
     # Without a known GPU, these are Hopper's kernels.
     major = hopper.BACKEND.gpus if gpu is None else gpu.capability and gpu.capability[0]
-    multiplied = {block for b in ON_CUDA if b.gpus == major for block in b.blocks}
+    multiplying = [b for b in ON_CUDA if b.gpus == major]
     if (
         accumulation.startswith("hopper")
         or not formats <= HARDWARE_FORMATS
-        or not blocks <= multiplied
+        or not all(any(b.takes(block) for b in multiplying) for block in blocks)
     ):
         return None
     return hopper.BACKEND if kernels else xla.BACKEND

@@ -646,9 +646,11 @@ def test_dense_on_blackwell(name, compiled):
     assert program.kernels == ()  # wgmma is Hopper's
 
 
-def test_mx_on_blackwell(compiled):
-    f, args = forward_and_backward(Dense(4096, recipe=recipes.get("mxfp8")), (8192, 4096))
-    program = compiled("B200: `Dense`, 8192×4096→4096, bias, mxfp8", "b200", f, *args)
+@pytest.mark.parametrize("name", ["mxfp8", "block"])
+def test_blocks_on_blackwell(name, compiled):
+    """Blocks of 128 are MX blocks, too: their scales are powers of two, repeated four times."""
+    f, args = forward_and_backward(Dense(4096, recipe=recipes.get(name)), (8192, 4096))
+    program = compiled(f"B200: `Dense`, 8192×4096→4096, bias, {name}", "b200", f, *args)
     assert len(program.hlo.block_products) == 3
     assert program.hlo.other_products == []
     assert program.hlo.f32_written(4096 * 4096) == []
@@ -669,10 +671,14 @@ def test_scaled_matmul_on_blackwell(pair, compiled):
     assert hlo.other_products == []
 
 
-@pytest.mark.parametrize("name", ["rowwise", "block", "nvfp4", "direct_e5m2"])
+OTHERS = {name: recipes.get(name) for name in ("rowwise", "nvfp4", "direct_e5m2")}
+OTHERS["block, f32 scales"] = recipes.Float8BlockScaling(scale_rounding=None)
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_recipes_on_blackwell(name, compiled):
     """They compile: no kernel of Hopper's is asked for."""
-    f, args = forward_and_backward(Dense(4096, recipe=recipes.get(name)), (8192, 4096))
+    f, args = forward_and_backward(Dense(4096, recipe=OTHERS[name]), (8192, 4096))
     program = compiled(f"B200: `Dense`, 8192×4096→4096, bias, {name}", "b200", f, *args)
     products = [p for p in program.hlo.other_products if not is_rotation(p)]
     assert len(program.hlo.fp8_products) + len(products) == 3

@@ -184,7 +184,7 @@ needs_mosaic = jax.__version_info__ >= (0, 11, 2)
     [
         (None, ["xla", "xla", "bf16", "bf16"]),
         (HOPPER, ["xla", *["mosaic_gpu" if needs_mosaic else "xla"], "mosaic_gpu", "bf16"]),
-        (BLACKWELL, ["xla", "xla", "bf16", "cudnn"]),
+        (BLACKWELL, ["xla", "xla", "cudnn", "cudnn"]),
         (Gpu("NVIDIA H200", (9, 0), partly_manual=True), ["xla", "xla", "bf16", "bf16"]),
         (Gpu("NVIDIA L4", (8, 9)), ["xla", "xla", "bf16", "bf16"]),
         (Gpu("NVIDIA A100", (8, 0)), ["bf16"] * 4),
@@ -282,6 +282,22 @@ def test_the_choice_says_why_each_better_backend_is_not_taken():
     assert all(f"{name}: {why}" in str(choice) for name, why in choice.refused.items())
     assert choose(facts, BLACKWELL).backend.name == "cudnn"
     assert list(choose(facts, BLACKWELL).refused) == ["mosaic_gpu"]
+
+
+def test_blackwell_takes_powers_of_two():
+    """In blocks of any multiple of 32; others stay in bf16, and the reason says what helps."""
+    lhs, rhs = q(LARGE, jfp8.Block((1, 128))), q(LARGE, jfp8.Block((128, 128)))
+    promised, unknown = facts_of(lhs, rhs, job(powers_of_two=True)), facts_of(lhs, rhs, job())
+    assert str(choose(promised, BLACKWELL)).startswith("cudnn")
+    choice = choose(unknown, BLACKWELL)
+    assert choice.backend.name == "bf16"
+    assert "set scale_rounding='power_of_two' in the recipe" in choice.refused["cudnn"]
+    # A promise about blocks says nothing of the scales of rows beside them, or of a tensor's.
+    for other in (q(LARGE, jfp8.PerAxis(1)), q(LARGE)):
+        facts = facts_of(lhs, other, job(powers_of_two=True))
+        assert "may not be powers of two" in choose(facts, BLACKWELL).refused["cudnn"]
+    e8m0 = q(LARGE, jfp8.PerAxis(1), "rceil")
+    assert choose(facts_of(lhs, e8m0, job(powers_of_two=True)), BLACKWELL).backend.name == "cudnn"
 
 
 @pytest.mark.parametrize("gpu", [None, HOPPER, BLACKWELL])

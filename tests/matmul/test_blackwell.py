@@ -1,4 +1,4 @@
-"""MX products by `jax.nn.scaled_matmul`: JAX's own lowering for CPUs against float64, and CUDA's.
+"""Products in blocks by `jax.nn.scaled_matmul`: JAX's lowering for CPUs, and that for CUDA.
 
 What it compiles to for a Blackwell GPU is checked with the other programs for GPUs.
 """
@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jfp8
 from jfp8.matmul.blackwell.kernel import scaled_matmul
+from jfp8.matmul.blackwell.product import as_e8m0, by_blackwell, mx_scales
+from jfp8.matmul.job import Job
 
 E4M3, E5M2, E8M0 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -124,3 +127,61 @@ def test_what_cudnn_does_not_multiply(dtypes, reason):
     a, b, scale = jnp.ones((32, 32), a), jnp.ones((32, 32), b), jnp.ones((32, 1), scale)
     with pytest.raises(NotImplementedError, match=reason):
         scaled_matmul(a, b, scale, scale, out_dtype)
+
+
+# Operands in blocks that are several of those that the hardware knows
+
+
+def in_blocks(shape, block, seed=0):
+    """Small integers in E4M3, times powers of two from 1/4 to 4 in f32, one for each block."""
+    rng = np.random.default_rng(seed)
+    data = jnp.asarray(rng.integers(-8, 9, shape), E4M3)
+    scales = [-(-n // b) for n, b in zip(shape, block, strict=True)]
+    return jfp8.ScaledArray(data, jnp.asarray(2.0 ** rng.integers(-2, 3, scales), F32), block)
+
+
+def values(q):
+    """``data * scale`` in float64; element i has scale i // b."""
+    scale = np.asarray(q.scale, np.float64)
+    at = np.ix_(*(np.arange(n) // b for n, b in zip(q.shape, q.block, strict=True)))
+    return f64(q.data) * scale[at]
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "contract"),
+    [((6, 256), (1, 128), 1), ((300, 260), (128, 128), 0), ((300, 260), (128, 128), 1)],
+    ids=str,
+)
+def test_scales_of_larger_blocks_are_those_of_several(shape, block, contract):
+    """The values of 32 elements by their E8M0 scale are those by the scale of their block."""
+    q = in_blocks(shape, block)
+    scales = mx_scales(q, contract, ())
+    assert (scales.shape, scales.dtype) == ((shape[1 - contract], -(-shape[contract] // 32)), E8M0)
+    data = f64(q.data) if contract else f64(q.data).T
+    repeated = np.repeat(f64(scales), 32, axis=1)[:, : shape[contract]]
+    expected = values(q) if contract else values(q).T
+    np.testing.assert_array_equal(data * repeated, expected)
+    assert len(np.unique(f64(scales))) >= 3
+
+
+def test_every_power_of_two_is_exact_and_nothing_else_is():
+    exact = 2.0 ** np.arange(-126, 128, dtype=np.float64)
+    np.testing.assert_array_equal(f64(as_e8m0(jnp.asarray(exact, F32))), exact)
+    others = [0.0, 2.0**-127, 2.0**-149, -1.0, 1.5, np.nextafter(F32(2), F32(0)), np.inf, np.nan]
+    codes = as_e8m0(jnp.asarray(np.asarray(others, np.float32)))
+    assert np.isnan(f64(codes)).all()
+    stored = jnp.asarray([2.0**-127, 2.0, np.nan], E8M0)
+    assert as_e8m0(stored) is stored
+
+
+@executes
+@pytest.mark.parametrize("numbers", [(((1,), (0,)), ((), ())), (((0,), (1,)), ((), ()))], ids=str)
+def test_product_in_larger_blocks(numbers):
+    """300 products of at most 64, times at most 16, are integers below 2^24 over 16: exact."""
+    (k_lhs,), (k_rhs,) = numbers[0]
+    lhs = in_blocks((40, 300) if k_lhs else (300, 40), (1, 128) if k_lhs else (128, 1))
+    rhs = in_blocks((300, 260) if k_rhs == 0 else (260, 300), (128, 128), seed=1)
+    y = by_blackwell(lhs, rhs, Job(numbers, np.dtype(np.float32), "f32", False, True))
+    a, b = (values(lhs) if k_lhs else values(lhs).T), (values(rhs) if k_rhs == 0 else values(rhs).T)
+    np.testing.assert_array_equal(f64(y), a @ b)
+    assert np.abs(a @ b).max() > 100

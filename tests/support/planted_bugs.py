@@ -546,6 +546,22 @@ BUGS: tuple[Bug, ...] = (
     ),
     # Products
     Bug(
+        "scales_of_half_a_block",
+        "the second half of each block of 128 gets the scale of the next block",
+        "jfp8/matmul/blackwell/product.py",
+        "jnp.repeat(scale, along // BLOCK, axis=-1)",
+        "jnp.repeat(scale, along // BLOCK // 2 + 1, axis=-1)",
+        "matmul/test_blackwell.py::test_scales_of_larger_blocks_are_those_of_several",
+    ),
+    Bug(
+        "promise_for_all_scales",
+        "a promise about scales of blocks is taken for one about the scales of rows",
+        "jfp8/matmul/job.py",
+        "return job.powers_of_two and varies_along(q, dims)",
+        "return job.powers_of_two",
+        "matmul/test_backends.py::test_blackwell_takes_powers_of_two",
+    ),
+    Bug(
         "compared_with_what_is_no_choice",
         "products go to bf16 because a layer that does not quantize were faster",
         "jfp8/matmul/choice.py",

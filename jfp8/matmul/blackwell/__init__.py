@@ -1,1 +1,1 @@
-"""Products of MX operands by the block-scaled tensor cores of Blackwell."""
+"""Products of operands in blocks by the block-scaled tensor cores of Blackwell."""
