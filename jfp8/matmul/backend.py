@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jfp8.matmul.job import (
@@ -38,8 +39,8 @@ class Facts:
       granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that can be applied
         after the sum; ``"blocks"``: an operand has scales that vary along the sum.
       blocks: the number of elements that share a scale, along the sum and across it: ``(0, 0)`` if
-        all do, None if the operand is neither a matrix nor a batch of them, or has scales of two
-        levels.
+        all do, None if the operand is neither a matrix nor a batch of them, or has several scales
+        at its outermost level.
       sizes: ``(m, n, k)``.
       accumulation: see `scaled_matmul`.
       powers_of_two: whether all scales are known to be powers of two.
@@ -83,7 +84,7 @@ def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) ->
     shape = scale_shape_of(q)
     if len(contract) != 1 or len(batch) > 1 or q.ndim != len(batch) + 2:
         return None
-    if isinstance(q.scale, ScaledArray):
+    if isinstance(q.scale, ScaledArray) and _is_not_one(q.scale.scale):
         return None
     if not shape:
         return 0, 0
@@ -91,6 +92,10 @@ def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) ->
         return None
     (free,) = free_dims(q.ndim, contract, batch)
     return q.block_sizes()[contract[0]], q.block_sizes()[free]
+
+
+def _is_not_one(scale: jax.Array | ScaledArray) -> bool:
+    return isinstance(scale, ScaledArray) or jnp.ndim(scale) > 0
 
 
 @dataclass(frozen=True)

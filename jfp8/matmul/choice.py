@@ -30,7 +30,13 @@ Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
 
 # The first that supports the product is used; those that are `first_for` its scales come before all
 # others.
-ON_CUDA = (hopper.BACKEND, blackwell.BACKEND, xla.BACKEND, bf16.BACKEND)
+ON_CUDA = (
+    hopper.BACKEND,
+    blackwell.MX_BACKEND,
+    blackwell.NVFP4_BACKEND,
+    xla.BACKEND,
+    bf16.BACKEND,
+)
 BY_NAME = {b.name: b for b in (emulate.BACKEND, xla.BACKEND, hopper.BACKEND)}
 
 
@@ -69,6 +75,8 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
     for backend in sorted(ON_CUDA, key=lambda b: facts.granularity not in b.first_for):
         if gpu is None and backend.gpus is not None:
             continue
+        if not backend.formats.issuperset(facts.formats):
+            continue  # another one has them: see `_why_no_f8`
         reason = backend.why_not(facts, gpu)
         if reason is None and facts.formats == (E5M2, E5M2):
             reason = backend.why_not_e5m2
@@ -79,7 +87,7 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
 
 
 def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
-    if not HARDWARE_FORMATS.issuperset(facts.formats):
+    if not any(b.formats.issuperset(facts.formats) for b in _made_for(gpu)):
         return "no tensor cores for {} x {}".format(*(fmt.name for fmt in facts.formats))
     if gpu is not None and not gpu.multiplies_f8:
         return f"{gpu.kind} has no FP8 tensor cores"
@@ -88,6 +96,12 @@ def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
     if gpu is not None and _faster_in_bf16(facts.sizes, gpu, scales):
         return "FP8 does not pay for a product this small"
     return None
+
+
+def _made_for(gpu: Gpu | None) -> list[Backend]:
+    """The backends for narrow formats on such a GPU; None: those that work on any."""
+    major = None if gpu is None or gpu.capability is None else gpu.capability[0]
+    return [b for b in ON_CUDA if b is not bf16.BACKEND and b.gpus in (None, major)]
 
 
 def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:
@@ -212,12 +226,12 @@ def contraction_last(
     if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
         return None
     # Without a known GPU, these are Hopper's kernels.
-    major = hopper.BACKEND.gpus if gpu is None else gpu.capability and gpu.capability[0]
-    multiplying = [b for b in ON_CUDA if b.gpus == major]
+    multiplying = [hopper.BACKEND] if gpu is None else _made_for(gpu)
+    in_blocks = [b for b in multiplying if "blocks" in b.granularities]
     if (
         accumulation.startswith("hopper")
-        or not formats <= HARDWARE_FORMATS
-        or not all(any(b.takes(block) for b in multiplying) for block in blocks)
+        or not formats <= frozenset().union(*(b.formats for b in multiplying))
+        or not all(any(b.takes(block) for b in in_blocks) for block in blocks)
     ):
         return None
     return hopper.BACKEND if kernels else xla.BACKEND

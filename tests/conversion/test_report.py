@@ -344,7 +344,7 @@ def test_expected_times_of_a_known_gpu():
     assert re.search(text, " ".join(r.verbose().split()))
 
 
-TIMED = {"current": "one", "rowwise": "one", "block": "blocks", "mxfp8": "mx"}
+TIMED = {"current": "one", "rowwise": "one", "block": "blocks", "mxfp8": "mx", "nvfp4": "nvfp4"}
 
 
 def test_expected_times_are_by_the_kind_of_scales():

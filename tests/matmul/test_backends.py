@@ -218,6 +218,7 @@ MX = (jfp8.Block((1, 32)), jfp8.Block((32, 1)), "rceil")
         (PER_TENSOR, Gpu("NVIDIA L40S", (8, 9)), 592),
         (PER_TENSOR, BLACKWELL, 1264),
         (MX, BLACKWELL, 2272),
+        (IN_BLOCKS, BLACKWELL, 2256),
         (PER_TENSOR, Gpu("NVIDIA A GPU OF NO TABLE", (8, 9)), 960),
         (BY_ROW, Gpu("NVIDIA A GPU OF NO TABLE", (8, 9)), 960),
     ],
@@ -266,6 +267,34 @@ def test_e5m2_by_e5m2():
 def test_formats_without_tensor_cores():
     narrow = q(LARGE, fmt=jfp8.E2M1FN)
     assert name_of(narrow, narrow, HOPPER) == "bf16: no tensor cores for E2M1FN x E2M1FN"
+
+
+def two_levels(block=(16, 1), scale_fmt=jfp8.E4M3FN, shape=LARGE):
+    quantizer = TwoLevel(jfp8.E2M1FN, block, scale_fmt=scale_fmt)
+    make = lambda x: quantizer(x, Context((1,), amax(x)))
+    return jax.eval_shape(make, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+BY_ROWS = (((1,), (1,)), ((), ()))
+
+
+def test_nvfp4_on_blackwell():
+    def chosen(lhs, rhs, gpu=BLACKWELL):
+        return choose(facts_of(lhs, rhs, job(BY_ROWS)), gpu)
+
+    assert str(chosen(two_levels(), two_levels((16, 16)))) == "cudnn"
+    assert chosen(two_levels((32, 1)), two_levels((32, 1))).backend.name == "cudnn"
+    for other, reason in (
+        (two_levels((8, 1)), "other blocks than 1x16 and 16x16"),
+        (two_levels(scale_fmt=jfp8.E5M2), "not stored in float8_e4m3fn"),
+        (q(LARGE, jfp8.Block((1, 16)), fmt=jfp8.E2M1FN), "not stored in float8_e4m3fn"),
+        (q(LARGE), "no tensor cores for E2M1FN x E4M3FN"),
+    ):
+        assert reason in str(chosen(two_levels(), other))
+    assert str(chosen(two_levels(), two_levels(), HOPPER)).startswith("bf16: no tensor cores")
+    small, large = (two_levels(shape=(n, n)) for n in (2976, 2992))
+    assert str(chosen(small, small)) == "bf16: FP8 does not pay for a product this small"
+    assert str(chosen(large, large)) == "cudnn"
 
 
 def test_the_choice_says_why_each_better_backend_is_not_taken():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -15,9 +16,11 @@ LARGE = Work(multiplications=39e9, elements=0.0)  # in bf16 0.1 ms at 0.78 of th
 
 @pytest.mark.parametrize("scales", pays_off.FP8)
 def test_a_product_of_arithmetic_alone(scales):
+    """In NVFP4 as fast as in bf16 where there are no tensor cores for it."""
     times = expected(LARGE, ROUND, scales, kernels=True)
     assert times.bf16 == pytest.approx(100e-6 + 2e-6)
-    assert times.fp8 == pytest.approx(50e-6 + pays_off.FP8[scales].launches * 2e-6 / 3)
+    multiplying = 100e-6 if scales == "nvfp4" else 50e-6
+    assert times.fp8 == pytest.approx(multiplying + pays_off.FP8[scales].launches * 2e-6 / 3)
     assert times.rounded == pytest.approx(100e-6 + pays_off.ROUNDED[scales].launches * 2e-6 / 3)
 
 
@@ -27,6 +30,16 @@ def test_a_product_of_bytes_alone():
     assert times.bf16 == pytest.approx(2e-3 + 2e-6)
     assert times.fp8 == pytest.approx(4e-3 / 3 + 4.1e-3 / 3 + 8 * 2e-6 / 3)
     assert times.rounded == pytest.approx(2e-3 + 9e-3 / 3 + 17 * 2e-6 / 3)
+
+
+def test_four_bits():
+    """A quarter of the time of bf16; 0.5 + 0.5 + 2 bytes for three elements."""
+    rates = replace(ROUND, fp4=4e15)
+    launches = pays_off.FP8["nvfp4"].launches * 2e-6 / 3
+    assert expected(LARGE, rates, "nvfp4", kernels=True).fp8 == pytest.approx(25e-6 + launches)
+    moved = (1 + pays_off.FP8["nvfp4"].bytes / 3) * 1e-3
+    times = expected(Work(0.0, 0.9e9), rates, "nvfp4", kernels=True)
+    assert times.fp8 == pytest.approx(moved + launches)
 
 
 def test_scales_that_no_kernel_makes_are_kernels_of_their_own():
@@ -65,11 +78,12 @@ def test_no_rates_of_others(kind):
 @pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
 def test_fp8_has_twice_the_rate(rates):
     assert rates.fp8 / rates.bf16 == pytest.approx(2, abs=0.03)
+    assert rates.fp4 in (None, 2 * rates.fp8)
 
 
 def test_kinds_of_scales():
-    assert [scales_of(along) for along in ([], [0, 0], [128, 0], [256, 128], [128, 32])] == [
-        *("one", "one", "blocks", "blocks", "mx")
+    assert [scales_of(along) for along in ([], [0, 0], [128, 0], [256, 128], [128, 32], [16])] == [
+        *("one", "one", "blocks", "blocks", "mx", "nvfp4")
     ]
 
 

@@ -546,11 +546,19 @@ BUGS: tuple[Bug, ...] = (
     ),
     # Products
     Bug(
+        "scale_of_the_tensor_lost",
+        "products in NVFP4 on Blackwell lack the scales of the tensors",
+        "jfp8/matmul/blackwell/product.py",
+        "scale, outer = q.scale.data, (jnp.asarray(q.scale.scale, jnp.float32),)",
+        "scale, outer = q.scale.data, ()",
+        "matmul/test_blackwell.py::test_scales_of_nvfp4",
+    ),
+    Bug(
         "scales_of_half_a_block",
         "the second half of each block of 128 gets the scale of the next block",
         "jfp8/matmul/blackwell/product.py",
-        "jnp.repeat(scale, along // BLOCK, axis=-1)",
-        "jnp.repeat(scale, along // BLOCK // 2 + 1, axis=-1)",
+        "jnp.repeat(scale, along // kind.block, axis=-1)",
+        "jnp.repeat(scale, along // kind.block // 2 + 1, axis=-1)",
         "matmul/test_blackwell.py::test_scales_of_larger_blocks_are_those_of_several",
     ),
     Bug(

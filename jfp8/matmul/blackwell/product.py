@@ -1,13 +1,16 @@
 """Products of operands in blocks, by the block-scaled tensor cores of Blackwell.
 
 The cores multiply MX operands: each 32 elements along the sum share an E8M0 scale. A power of two
-that more elements share, as in blocks of 1x128 and 128x128, is the scale of several such blocks. So
-these products are exact in the same sense: only the order of f32 sums is the hardware's.
+that more elements share, as in blocks of 1x128 and 128x128, is the scale of several such blocks.
+And they multiply NVFP4 operands: each 16 elements share an E4M3 scale; the tensors' own scales are
+multiplied by the sum. All products are exact, only the order of f32 sums is the hardware's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +18,22 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.backend import Backend
-from jfp8.matmul.job import HARDWARE_FORMATS, Job, as_matrices, free_dims, layout_of, to_last
+from jfp8.matmul.blackwell.kernel import MX, NVFP4, Kind, scaled_matmul
+from jfp8.matmul.job import (
+    HARDWARE_FORMATS,
+    Job,
+    as_matrices,
+    free_dims,
+    layout_of,
+    scale_products,
+    times,
+    to_last,
+)
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import codes_to_format
-from jfp8.scaling.formats import E8M0FNU
+from jfp8.scaling.formats import E2M1FN, E8M0FNU, Format
 from jfp8.tracing.context import Gpu, why_not_divided
 from jfp8.tracing.divided import divided_sum
-
-BLOCK = 32
 
 
 def _why_not_on(gpu: Gpu | None) -> str | None:
@@ -33,52 +44,56 @@ def _why_not_on(gpu: Gpu | None) -> str | None:
     return why_not_divided(gpu)
 
 
-def by_blackwell(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
-    """The product by the block-scaled tensor cores."""
-    from jfp8.matmul.blackwell import kernel as blackwell
-
+def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """The product by the block-scaled tensor cores, of operands as `kind` has them."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
     a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
     a, b = (to_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
-    scales = (
-        mx_scales(lhs, lhs_contract[0], lhs_batch),
-        mx_scales(rhs, rhs_contract[0], rhs_batch),
-    )
-    product = divided_sum(
-        "scaled_matmul",
-        lambda dtype, a, b, s, t: blackwell.scaled_matmul(a, b, s, t, dtype),
-        f"m k, n k, m k/{BLOCK}, n k/{BLOCK} -> m n",
-        job.dtype,
-        job.parts,
-    )
+    a_scale, of_lhs = scales_of_rows(kind, lhs, lhs_contract[0], lhs_batch)
+    b_scale, of_rhs = scales_of_rows(kind, rhs, rhs_contract[0], rhs_batch)
+    factors = scale_products(of_lhs, of_rhs)
+
+    def product(dtype, a, b, a_scale, b_scale, *factors):
+        y = scaled_matmul(a, b, a_scale, b_scale, np.float32 if factors else dtype)
+        return times(y, factors).astype(dtype)
+
+    rule = f"m k, n k, m k/{kind.block}, n k/{kind.block}{',' * len(factors)} -> m n"
+    multiply = divided_sum(f"scaled_matmul, {kind.name}", product, rule, job.dtype, job.parts)
     if lhs_batch:
-        product = jax.vmap(product)
-    y = product(a, b, *scales)
+        multiply = jax.vmap(multiply, in_axes=(0, 0, 0, 0, *[None] * len(factors)))
+    y = multiply(a, b, a_scale, b_scale, *factors)
     return y.reshape(layout_of(lhs.shape, rhs.shape, job.dimension_numbers).shape)
 
 
-def mx_scales(q: ScaledArray, contract: int, batch: Sequence[int]) -> jax.Array:
-    """The scales of an operand, one for each row and each 32 elements along the sum.
+def scales_of_rows(
+    kind: Kind, q: ScaledArray, contract: int, batch: Sequence[int]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The scales of an operand, one for each row and each block along the sum, and that of all.
 
     Args:
-      q: a matrix, or a batch of them, with blocks that `BACKEND` takes, or one scale.
+      kind: which product.
+      q: a matrix, or a batch of them, with blocks that its backend takes, or one scale.
       contract: the dimension of the sum.
       batch: the dimension before the matrix, if there is one.
 
     Returns:
-      ``e8m0[(batch,) rows, ceil(k / 32)]``.
+      ``[(batch,) rows, ceil(k / kind.block)]`` in ``kind.scale``, and if the scales have two
+      levels, the outer one, f32[].
     """
     (free,) = free_dims(q.ndim, (contract,), batch)
-    rows, blocks = q.shape[free], -(-q.shape[contract] // BLOCK)
-    scale = as_e8m0(jnp.asarray(q.scale))
+    rows, blocks = q.shape[free], -(-q.shape[contract] // kind.block)
+    scale, outer = jnp.asarray(q.scale), ()
+    if isinstance(q.scale, ScaledArray):
+        scale, outer = q.scale.data, (jnp.asarray(q.scale.scale, jnp.float32),)
+    scale = as_e8m0(scale) if kind is MX else scale
     if scale.ndim:
         along, across = q.block_sizes()[contract], q.block_sizes()[free]
         scale = scale.transpose(*batch, free, contract)
         if scale.shape[-1] != blocks:
-            scale = jnp.repeat(scale, along // BLOCK, axis=-1)[..., :blocks]
+            scale = jnp.repeat(scale, along // kind.block, axis=-1)[..., :blocks]
         if scale.shape[-2] != rows:
             scale = jnp.repeat(scale, across, axis=-2)[..., :rows, :]
-    return jnp.broadcast_to(scale, (*(q.shape[d] for d in batch), rows, blocks))
+    return jnp.broadcast_to(scale, (*(q.shape[d] for d in batch), rows, blocks)), outer
 
 
 def as_e8m0(scale: jax.Array) -> jax.Array:
@@ -95,16 +110,25 @@ def as_e8m0(scale: jax.Array) -> jax.Array:
     return codes_to_format(jnp.where(exact, code, 255).astype(jnp.uint8), E8M0FNU)
 
 
-BACKEND = Backend(
-    "cudnn",
-    by_blackwell,
-    formats=HARDWARE_FORMATS,
-    granularities=frozenset({"blocks"}),
-    blocks=frozenset({(BLOCK, 1), (BLOCK, BLOCK)}),
-    multiples=True,
+def _backend(kind: Kind, formats: frozenset[Format], **more: Any) -> Backend:
+    return Backend(
+        "cudnn",
+        partial(by_blackwell, kind),
+        formats=formats,
+        granularities=frozenset({"blocks"}),
+        blocks=frozenset({(kind.block, 1), (kind.block, kind.block)}),
+        multiples=True,
+        accumulations=("f32",),
+        gpus=10,
+        why_not_on=_why_not_on,
+        **more,
+    )
+
+
+MX_BACKEND = _backend(
+    MX,
+    HARDWARE_FORMATS,
     powers_of_two=True,
-    accumulations=("f32",),
     why_not_e5m2="no tensor core of Blackwell multiplies e5m2 by e5m2",
-    gpus=10,
-    why_not_on=_why_not_on,
 )
+NVFP4_BACKEND = _backend(NVFP4, frozenset({E2M1FN}), scale_dtype=NVFP4.scale)
