@@ -21,12 +21,26 @@ from jfp8.matmul.blackwell import product as blackwell
 from jfp8.matmul.emulate import product as emulate
 from jfp8.matmul.hopper import product as hopper
 from jfp8.matmul.job import HARDWARE_FORMATS, Job
-from jfp8.matmul.pays_off import RATES, Scales, Times, Work, expected, rates_of, scales_of, work_of
+from jfp8.matmul.pays_off import (
+    BY_XLA,
+    ON_BLACKWELL,
+    ON_HOPPER,
+    RATES,
+    Costs,
+    Scales,
+    Times,
+    Work,
+    expected,
+    rates_of,
+    scales_of,
+    work_of,
+)
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E5M2, Format
 from jfp8.tracing.context import Gpu, current_gpu, note
 
 Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
+Quantizing = Literal["kernels", "xla"]
 
 # The first that supports the product is used; those that are `first_for` its scales come before all
 # others.
@@ -107,9 +121,26 @@ def _made_for(gpu: Gpu | None) -> list[Backend]:
 def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:
     """Whether quantized operands are multiplied faster in bf16; GPUs not listed count as H100."""
     rates = rates_of(gpu.kind) or RATES["H100"]
-    kernels = hopper.BACKEND.why_not_on(gpu) is None
-    times = expected(work_of(sizes, _devices()), rates, scales, kernels=kernels)
+    times = expected(work_of(sizes, _devices()), rates, scales, _costs(gpu))
     return times.rounded < times.fp8
+
+
+def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
+    """Whether Pallas kernels quantize for products on this GPU.
+
+    On Blackwell those in blocks. Of operands with one scale, cuBLASLt takes any layout there, and
+    XLA moves less by not writing them in two.
+    """
+    if scales in ("blocks", "mx"):
+        return hopper.why_no_quantizing(gpu) is None
+    return hopper.BACKEND.why_not_on(gpu) is None
+
+
+def _costs(gpu: Gpu) -> Costs:
+    """What quantizing costs on this GPU; see `pays_off`."""
+    if hopper.BACKEND.why_not_on(gpu) is None:
+        return ON_HOPPER
+    return ON_BLACKWELL if hopper.why_no_quantizing(gpu) is None else BY_XLA
 
 
 def _devices() -> int:
@@ -130,7 +161,7 @@ def expected_times(work: Work, scales: Scales) -> Times | None:
         return None
     n = _devices()
     work = Work(work.multiplications / n, work.elements / n)
-    return expected(work, rates, scales, kernels=hopper.BACKEND.why_not_on(gpu) is None)
+    return expected(work, rates, scales, _costs(gpu))
 
 
 def product(
@@ -201,11 +232,10 @@ def contraction_last(
     blocks: Set[Blocks],
     accumulation: str,
     implementation: Implementation,
-) -> Backend | None:
-    """The backend for which matrices are quantized with the contraction last, if there is one.
+) -> Quantizing | None:
+    """What quantizes matrices with the contraction last, for the tensor cores of the current GPU.
 
-    For Hopper's, kernels quantize as well. None for products that are not computed in FP8 on the
-    current GPU.
+    None for products of formats or blocks that they do not take, or that do not pay.
 
     Args:
       sizes: ``(m, n, k)``.
@@ -217,12 +247,12 @@ def contraction_last(
     if implementation != "mosaic_gpu":
         if implementation == "emulate" or gpu is None or not gpu.multiplies_f8:
             return None
-    kernels = implementation != "xla" and hopper.BACKEND.why_not_on(gpu) is None
-    if implementation == "mosaic_gpu" and not kernels:
+    if implementation == "mosaic_gpu" and hopper.BACKEND.why_not_on(gpu) is not None:
         return None  # and the product says why
     if 0 in sizes:
         return None
     scales = scales_of(along for along, _ in blocks)
+    kernels = implementation != "xla" and _quantized_by_kernels(gpu, scales)
     if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
         return None
     # Without a known GPU, these are Hopper's kernels.
@@ -234,7 +264,7 @@ def contraction_last(
         or not all(any(b.takes(block) for b in in_blocks) for block in blocks)
     ):
         return None
-    return hopper.BACKEND if kernels else xla.BACKEND
+    return "kernels" if kernels else "xla"
 
 
 def why_not_here(why_not: Callable[[Gpu | None], str | None], *, named: bool) -> str | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,27 @@ class _Cost(NamedTuple):
 # "one": none varies along the sum. "blocks": blocks of 128. "mx": of 32. "nvfp4": of 16.
 Scales = Literal["one", "blocks", "mx", "nvfp4"]
 
-# As compiled for an H200, "mx" and "nvfp4" in FP8 for a B200: `Dense` of 1024^3, and of 512^3 where
-# XLA makes fewer kernels of small arrays. "one" is the mean of current scaling and of delayed
+Costs: TypeAlias = dict[Scales, _Cost]
+
+# As compiled: `Dense` of 1024^3, and of 512^3 where XLA makes fewer kernels of small arrays; for
+# a B200 "mx" of 2304^3 and "nvfp4" of 3072^3. "one" is the mean of current scaling and of delayed
 # scaling with an entry in its history, which reads each tensor once less.
-FP8: dict[Scales, _Cost] = {
-    "one": _Cost(5.0, 12),
-    "blocks": _Cost(4.1, 8),
+BY_XLA: Costs = {
+    "one": _Cost(5.0, 22),
+    "blocks": _Cost(7.7, 28),
     "mx": _Cost(11.0, 29),
     "nvfp4": _Cost(29.0, 58),
 }
-ROUNDED: dict[Scales, _Cost] = {
+# Where kernels quantize. Those for one scale make it, too. On Blackwell XLA lays the scales of
+# blocks out for the tensor cores.
+ON_HOPPER: Costs = BY_XLA | {"one": _Cost(5.0, 12), "blocks": _Cost(4.1, 8)}
+ON_BLACKWELL: Costs = BY_XLA | {"blocks": _Cost(4.3, 17), "mx": _Cost(4.3, 18)}
+ROUNDED: Costs = {
     "one": _Cost(6.0, 20),
     "blocks": _Cost(9.0, 17),
     "mx": _Cost(11.0, 19),
     "nvfp4": _Cost(23.0, 35),
 }
-# Where XLA quantizes: no kernel makes its own scale, "blocks" compiled for a B200.
-FP8_BY_XLA = FP8 | {"one": _Cost(5.0, 22), "blocks": _Cost(7.7, 28)}
 
 
 class Work(NamedTuple):
@@ -123,8 +127,15 @@ def scales_of(along: Iterable[int]) -> Scales:
     return "blocks" if smallest >= 128 else "mx" if smallest >= 32 else "nvfp4"
 
 
-def expected(work: Work, rates: Rates, scales: Scales, *, kernels: bool) -> Times:
-    """The times of a product by the `rates` of a device, on which Pallas `kernels` run or not."""
+def expected(work: Work, rates: Rates, scales: Scales, costs: Costs) -> Times:
+    """The times of a product by the `rates` of a device.
+
+    Args:
+      work: of the product.
+      rates: of the device.
+      scales: of the operands.
+      costs: `ON_HOPPER` or `ON_BLACKWELL` where Pallas kernels quantize, else `BY_XLA`.
+    """
     bandwidth = OF_BANDWIDTH * rates.memory
 
     def multiply(peak: float, width: float) -> float:
@@ -140,7 +151,7 @@ def expected(work: Work, rates: Rates, scales: Scales, *, kernels: bool) -> Time
     elif rates.fp4 is not None:
         in_fp8 = multiply(rates.fp4, 0.5)
     return Times(
-        fp8=in_fp8 + beside((FP8 if kernels else FP8_BY_XLA)[scales]),
+        fp8=in_fp8 + beside(costs[scales]),
         rounded=in_bf16 + beside(ROUNDED[scales]),
         bf16=in_bf16 + LAUNCH,
     )
