@@ -39,8 +39,8 @@ class Facts:
       granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that can be applied
         after the sum; ``"blocks"``: an operand has scales that vary along the sum.
       blocks: the number of elements that share a scale, along the sum and across it: ``(0, 0)`` if
-        all do, None if the operand is neither a matrix nor a batch of them, or has several scales
-        at its outermost level.
+        all do, None if the operand is neither a matrix nor a batch of them, or its scales have two
+        levels of which the outer one is not one scale for each matrix.
       sizes: ``(m, n, k)``.
       accumulation: see `scaled_matmul`.
       powers_of_two: whether all scales are known to be powers of two.
@@ -84,18 +84,18 @@ def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) ->
     shape = scale_shape_of(q)
     if len(contract) != 1 or len(batch) > 1 or q.ndim != len(batch) + 2:
         return None
-    if isinstance(q.scale, ScaledArray) and _is_not_one(q.scale.scale):
-        return None
+    if isinstance(q.scale, ScaledArray):
+        outer = q.scale.scale
+        if isinstance(outer, ScaledArray):
+            return None
+        if any(n > 1 for d, n in enumerate(jnp.shape(outer)) if d not in batch):
+            return None
     if not shape:
         return 0, 0
     if any(shape[d] not in (1, q.shape[d]) for d in batch):
         return None
     (free,) = free_dims(q.ndim, contract, batch)
     return q.block_sizes()[contract[0]], q.block_sizes()[free]
-
-
-def _is_not_one(scale: jax.Array | ScaledArray) -> bool:
-    return isinstance(scale, ScaledArray) or jnp.ndim(scale) > 0
 
 
 @dataclass(frozen=True)

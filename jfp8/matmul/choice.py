@@ -255,16 +255,17 @@ def contraction_last(
     kernels = implementation != "xla" and _quantized_by_kernels(gpu, scales)
     if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
         return None
-    # Without a known GPU, these are Hopper's kernels.
-    multiplying = [hopper.BACKEND] if gpu is None else _made_for(gpu)
-    in_blocks = [b for b in multiplying if "blocks" in b.granularities]
-    if (
-        accumulation.startswith("hopper")
-        or not formats <= frozenset().union(*(b.formats for b in multiplying))
-        or not all(any(b.takes(block) for b in in_blocks) for block in blocks)
-    ):
+    if accumulation.startswith("hopper") or not _taken(formats, blocks, gpu):
         return None
     return "kernels" if kernels else "xla"
+
+
+def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
+    """Whether backends for this GPU take all formats and blocks; for Hopper, if none is known."""
+    multiplying = [hopper.BACKEND] if gpu is None else _made_for(gpu)
+    in_blocks = [b for b in multiplying if "blocks" in b.granularities]
+    known = frozenset().union(*(b.formats for b in multiplying))
+    return formats <= known and all(any(b.takes(block) for b in in_blocks) for block in blocks)
 
 
 def why_not_here(why_not: Callable[[Gpu | None], str | None], *, named: bool) -> str | None:
@@ -300,14 +301,52 @@ def grouped_kernels(
     return reason is None
 
 
+def may_go_by_rounds(
+    formats: Set[Format],
+    blocks: Set[Blocks],
+    accumulation: str,
+    implementation: Implementation,
+) -> bool:
+    """Whether a grouped product of these may have a backend of `in_rounds`; see `_taken`."""
+    gpu = current_gpu()
+    if implementation is not None or accumulation.startswith("hopper"):
+        return False
+    return gpu is not None and gpu.multiplies_f8 and _taken(formats, blocks, gpu)
+
+
+def in_rounds(facts: Facts) -> Backend | None:
+    """The backend that multiplies a tile of each group at a time, in a narrow format.
+
+    None if there is none. Small ones too: see `grouped_kernels`.
+    """
+    gpu = current_gpu()
+    if gpu is None or not gpu.multiplies_f8 or facts.accumulation.startswith("hopper"):
+        return None
+    facts = replace(facts, accumulation="f32")
+    for backend in sorted(_made_for(gpu), key=lambda b: facts.granularity not in b.first_for):
+        twice_e5m2 = facts.formats == (E5M2, E5M2) and backend.why_not_e5m2
+        if backend.why_not(facts, gpu) is None and not twice_e5m2:
+            return backend
+    return None
+
+
 def tiles_or_groups(
     by_tiles: Callable[..., jax.Array],
     by_groups: Callable[..., jax.Array],
     *operands: Any,
     accumulation: str,
     implementation: Implementation,
+    by_rounds: tuple[Backend, Callable[..., jax.Array]] | None = None,
 ) -> jax.Array:
-    """A grouped product without kernels: a loop over tiles, or JAX's own product, in bf16."""
+    """A grouped product without kernels for it.
+
+    A loop over tiles, JAX's own product, in bf16, or a tile of each group at a time by a backend.
+    """
+    if implementation is None and by_rounds is not None:
+        backend, function = by_rounds
+        return by_platform(
+            function, f"{backend.name}: a tile of each group at a time", by_tiles, *operands
+        )
     if implementation == "emulate" or (implementation is None and accumulation != "f32"):
         return by_tiles(*operands)
     if implementation is None:

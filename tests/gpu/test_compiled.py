@@ -363,8 +363,9 @@ def test_other_recipes(name, compiled):
         assert program.hlo.factors(product) <= {"bf16", "f16", "f8e4m3fn", "f8e5m2"}
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
 def test_experts(name, compiled):
+    """By kernels for groups; by rows, a tile of each group at a time."""
     f = lambda x, w, sizes, dy: gradients_of(
         lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipes.get(name))
     )(x, w, dy)

@@ -97,6 +97,23 @@ def test_trap_small_products_stay_in_bf16(compiled):
     assert len(program.hlo.other_products) == 3
 
 
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "mxfp8", "nvfp4"])
+def test_experts(name, compiled):
+    """A tile of each group at a time: no group is multiplied by the matrices of others."""
+
+    def f(x, w, sizes, dy):
+        product = lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipes.get(name))
+        y, back = jax.vjp(product, x, w)
+        return y, *back(dy)
+
+    args = of((8192, 2048), BF16), of((8, 2048, 1024), BF16), of((8,), jnp.int32)
+    title = f"B200: `scaled_ragged_dot`, 8192×2048→1024, 8 groups, {name}"
+    hlo = compiled(title, "b200", f, *args, of((8192, 1024), BF16)).hlo
+    assert len(hlo.fp8_products) == 3
+    assert all(map(is_rotation, hlo.other_products))
+    assert hlo.bytes_beside_products < 1.5e9  # what is in a loop once
+
+
 N = 4096
 # On eight devices: rows of x, layout of x, of the weight, and of the result.
 WAYS = {"data": (P("x"), P(), P("x")), "FSDP": (P("x"), P("x"), P("x"))}
@@ -128,6 +145,30 @@ def test_on_eight_gpus(recipe, way, recorded):
     assert program.exchanged.total <= sent * N * N * 7 / 8 * 1.01
     if recipe != "nvfp4":
         assert hlo.bytes_beside_products <= 1.02 * 4.3 * 3 * N * N
+
+
+@pytest.mark.parametrize("way", ["data", "data, shard_map"])
+def test_experts_on_eight_gpus(way, recorded):
+    """Tokens sorted over all devices change places first; in shard_map devices sort their own."""
+
+    def f(x, w, sizes, dy):
+        product = lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe="mxfp8")
+        y, back = jax.vjp(product, x, w)
+        return y, *back(dy)
+
+    rows, groups, sizes = P("x"), 8, P()
+    if way != "data":
+        groups, sizes = 64, P("x")
+        specs = (rows, P(), sizes, rows)
+        f = jax.shard_map(f, in_specs=specs, out_specs=(rows, rows, P()))
+    args = of((8 * 8192, 2048), BF16), of((8, 2048, 1024), BF16), of((groups,), jnp.int32)
+    args = (*args, of((8 * 8192, 1024), BF16))
+    specs = (rows, P(), sizes, rows)
+    program = compile_divided("b200", {"x": 8}, f, args, specs, (rows, rows, P()))
+    name = f"8 B200, {way}: `scaled_ragged_dot`, 8192×2048→1024 for each, 8 groups, mxfp8"
+    hlo = recorded(name, program).hlo
+    assert len(hlo.block_products) == 3
+    assert hlo.other_products == []
 
 
 COSTS = {"blocks": ("block", 1024), "mx": ("mxfp8", 2304), "nvfp4": ("nvfp4", 3072)}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jfp8
+from jfp8.matmul.backend import facts_of
 from jfp8.matmul.blackwell.kernel import MX, NVFP4, scaled_matmul
 from jfp8.matmul.blackwell.product import as_e8m0, by_blackwell, scales_of_rows
 from jfp8.matmul.job import Job
@@ -256,6 +257,26 @@ def test_product_in_nvfp4(dtype, batch):
     bound = 75 * 2.0**-24 * (abs(a) @ abs(b)) + float(jnp.finfo(dtype).eps) / 2 * abs(a @ b)
     np.testing.assert_array_less(abs(f64(y) - a @ b), bound)
     assert abs(a @ b).max() > 5
+
+
+@executes
+def test_each_matrix_of_a_batch_has_its_own_outer_scale():
+    """As the groups of a grouped product; the other operand has one for all."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 24, 32)), F32)
+    x = x * jnp.array([1.0, 100.0])[:, None, None]
+    each = jax.vmap(lambda x: TwoLevel(jfp8.E2M1FN, (16, 1))(x, Context((1,), amax(x))))(x)
+    outer = each.scale.scale.reshape(2, 1, 1)
+    lhs = jfp8.ScaledArray(each.data, jfp8.ScaledArray(each.scale.data, outer))
+    rhs = TwoLevel(jfp8.E2M1FN, (16, 1))(x, Context((2,), amax(x)))
+    job = Job((((2,), (2,)), ((0,), (0,))), np.dtype(F32), "f32", False, False)
+    assert facts_of(lhs, rhs, job).blocks == ((16, 1), (16, 1))
+    y = by_blackwell(NVFP4, lhs, rhs, job)
+    repeat = lambda q: f64(q.data) * np.repeat(f64(q.scale.data), 16, axis=2)
+    a, b = repeat(lhs) * f64(outer), repeat(rhs) * float(rhs.scale.scale)
+    expected = np.einsum("gik,gjk->gij", a, b)
+    bound = 40 * 2.0**-24 * np.einsum("gik,gjk->gij", abs(a), abs(b))
+    np.testing.assert_array_less(abs(f64(y) - expected), bound)
+    assert abs(expected[1]).max() > 100 * abs(expected[0]).max()
 
 
 def test_nvfp4_lowers_for_cuda():

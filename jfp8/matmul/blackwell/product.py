@@ -60,7 +60,8 @@ def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, job: Job) -> ja
     rule = f"m k, n k, m k/{kind.block}, n k/{kind.block}{',' * len(factors)} -> m n"
     multiply = divided_sum(f"scaled_matmul, {kind.name}", product, rule, job.dtype, job.parts)
     if lhs_batch:
-        multiply = jax.vmap(multiply, in_axes=(0, 0, 0, 0, *[None] * len(factors)))
+        of_factors = [0 if factor.ndim else None for factor in factors]
+        multiply = jax.vmap(multiply, in_axes=(0, 0, 0, 0, *of_factors))
     y = multiply(a, b, a_scale, b_scale, *factors)
     return y.reshape(layout_of(lhs.shape, rhs.shape, job.dimension_numbers).shape)
 
@@ -78,13 +79,15 @@ def scales_of_rows(
 
     Returns:
       ``[(batch,) rows, ceil(k / kind.block)]`` in ``kind.scale``, and if the scales have two
-      levels, the outer one, f32[].
+      levels, the outer one, f32[], or f32[batch] if each matrix has its own.
     """
     (free,) = free_dims(q.ndim, (contract,), batch)
     rows, blocks = q.shape[free], -(-q.shape[contract] // kind.block)
+    sizes = [q.shape[d] for d in batch]
     scale, outer = jnp.asarray(q.scale), ()
     if isinstance(q.scale, ScaledArray):
-        scale, outer = q.scale.data, (jnp.asarray(q.scale.scale, jnp.float32),)
+        scale, top = q.scale.data, jnp.asarray(q.scale.scale, jnp.float32)
+        outer = (jnp.broadcast_to(top.reshape(-1), sizes) if top.ndim else top,)
     scale = as_e8m0(scale) if kind is MX else scale
     if scale.ndim:
         along, across = q.block_sizes()[contract], q.block_sizes()[free]
@@ -93,7 +96,7 @@ def scales_of_rows(
             scale = jnp.repeat(scale, along // kind.block, axis=-1)[..., :blocks]
         if scale.shape[-2] != rows:
             scale = jnp.repeat(scale, across, axis=-2)[..., :rows, :]
-    return jnp.broadcast_to(scale, (*(q.shape[d] for d in batch), rows, blocks)), outer
+    return jnp.broadcast_to(scale, (*sizes, rows, blocks)), outer
 
 
 def as_e8m0(scale: jax.Array) -> jax.Array:
