@@ -100,6 +100,19 @@ def test_kinds_of_scales():
 
 
 @pytest.mark.parametrize(
+    ("scales", "large"), [("one", 3296), ("blocks", 2944), ("mx", 3008), ("nvfp4", 5952)]
+)
+def test_what_the_page_on_gpus_says_of_a_b200(scales, large):
+    """As below."""
+
+    def gain(n):
+        times = expected(work_of((n, n, n)), RATES["B200"], scales, ON_BLACKWELL)
+        return times.bf16 / times.fp8
+
+    assert gain(large - 32) < 1 < gain(large)
+
+
+@pytest.mark.parametrize(
     ("scales", "large"), [("one", 2048), ("blocks", 1664)], ids=["one scale", "blocks"]
 )
 def test_what_the_page_on_gpus_says_of_whole_layers(scales, large):
