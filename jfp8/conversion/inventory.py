@@ -280,6 +280,8 @@ def _scales(rest: list[Any], second: Any) -> Scales:
     in_blocks = [scale for scale in found if sum(n > 1 for n in scale.shape) > 1]
     if not in_blocks:
         return "one"
+    if any(scale.dtype == formats.E4M3FN.dtype for scale in in_blocks):
+        return "nvfp4"
     return "mx" if any(scale.dtype in _F8 for scale in in_blocks) else "blocks"
 
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jfp8.matmul.job import (
     ACCUMULATIONS,
     Job,
+    are_powers_of_two,
     free_dims,
     layout_of,
     scale_dtype,
@@ -37,10 +39,11 @@ class Facts:
       granularity: ``"tensor"``: one scale for each operand; ``"rows"``: scales that can be applied
         after the sum; ``"blocks"``: an operand has scales that vary along the sum.
       blocks: the number of elements that share a scale, along the sum and across it: ``(0, 0)`` if
-        all do, None if the operand is neither a matrix nor a batch of them, or has scales of two
-        levels.
+        all do, None if the operand is neither a matrix nor a batch of them, or its scales have two
+        levels of which the outer one is not one scale for each matrix.
       sizes: ``(m, n, k)``.
       accumulation: see `scaled_matmul`.
+      powers_of_two: whether all scales are known to be powers of two.
     """
 
     formats: tuple[Format, Format]
@@ -50,6 +53,7 @@ class Facts:
     blocks: tuple[Blocks | None, Blocks | None]
     sizes: tuple[int, int, int]
     accumulation: str
+    powers_of_two: bool = False
 
 
 def facts_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> Facts:
@@ -69,6 +73,9 @@ def facts_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> Facts:
         blocks=(_block(lhs, contract[0], batch[0]), _block(rhs, contract[1], batch[1])),
         sizes=layout_of(lhs.shape, rhs.shape, job.dimension_numbers).sizes,
         accumulation=job.accumulation,
+        powers_of_two=all(
+            are_powers_of_two(q, k, job) for q, k in zip((lhs, rhs), contract, strict=True)
+        ),
     )
 
 
@@ -78,7 +85,11 @@ def _block(q: ScaledArray, contract: tuple[int, ...], batch: tuple[int, ...]) ->
     if len(contract) != 1 or len(batch) > 1 or q.ndim != len(batch) + 2:
         return None
     if isinstance(q.scale, ScaledArray):
-        return None
+        outer = q.scale.scale
+        if isinstance(outer, ScaledArray):
+            return None
+        if any(n > 1 for d, n in enumerate(jnp.shape(outer)) if d not in batch):
+            return None
     if not shape:
         return 0, 0
     if any(shape[d] not in (1, q.shape[d]) for d in batch):
@@ -100,6 +111,7 @@ class Backend:
       blocks: the blocks of scales that vary along the sum, ``(along it, across it)``; empty: any.
       multiples: whether it takes larger blocks as several of `blocks`.
       scale_dtype: in which scales must be stored; None: any.
+      powers_of_two: whether scales must be powers of two.
       accumulations: the values of `accumulation` that it supports.
       why_not_e5m2: why it is not chosen to multiply e5m2 by e5m2, if it is not.
       first_for: the granularities for which it is better than the backends listed before it.
@@ -115,6 +127,7 @@ class Backend:
     blocks: frozenset[Blocks] = frozenset()
     multiples: bool = False
     scale_dtype: Any = None
+    powers_of_two: bool = False
     accumulations: tuple[str, ...] = ACCUMULATIONS
     why_not_e5m2: str | None = None
     first_for: frozenset[Granularity] = frozenset()
@@ -133,9 +146,14 @@ class Backend:
         shapes = "lhs scale {}, rhs scale {}".format(*facts.scale_shapes)
         if facts.granularity not in self.granularities:
             return f"scales that {_PLACES[facts.granularity]} ({shapes})"
-        if facts.granularity == "blocks" and not all(map(self._takes, facts.blocks)):
+        if facts.granularity == "blocks" and not all(map(self.takes, facts.blocks)):
             known = " and ".join(f"{across}x{along}" for along, across in sorted(self.blocks))
             return f"scales that vary along the contraction in other blocks than {known} ({shapes})"
+        if self.powers_of_two and not facts.powers_of_two:
+            return (
+                "scales that may not be powers of two: set scale_rounding='power_of_two' in the "
+                "recipe, or promise powers_of_two=True to scaled_matmul"
+            )
         return None
 
     def why_not_sums(self, accumulation: str) -> str | None:
@@ -144,7 +162,8 @@ class Backend:
             return None
         return f"accumulation={accumulation!r}: it computes real products, not models of them"
 
-    def _takes(self, block: Blocks | None) -> bool:
+    def takes(self, block: Blocks | None) -> bool:
+        """Whether it takes scales of such blocks; see `Facts.blocks`."""
         if not self.blocks or block is None or not self.multiples:
             return not self.blocks or block in self.blocks
         along, across = block

@@ -13,6 +13,7 @@ from jfp8.matmul.backend import Backend
 from jfp8.matmul.job import (
     Job,
     Numbers,
+    are_powers_of_two,
     factors_of,
     layout_of,
     multiply,
@@ -36,8 +37,8 @@ def in_bf16(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
         return exact_product(lhs.data, rhs.data, job.dimension_numbers, factors, job.dtype)
     factors = _outer_factors(lhs, rhs, job)
     first, second = _without_outer_scale(lhs), _without_outer_scale(rhs)
-    exact = job.powers_of_two or all(scale_dtype(q).itemsize == 1 for q in (lhs, rhs))
-    if exact:
+    operands = zip((lhs, rhs), job.dimension_numbers[0], strict=True)
+    if all(scale_dtype(q).itemsize == 1 or are_powers_of_two(q, k, job) for q, k in operands):
         a, b = (scaled_values(q).astype(jnp.bfloat16) for q in (first, second))
         y = multiply(a, b, job.dimension_numbers)
     else:

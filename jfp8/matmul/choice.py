@@ -21,16 +21,36 @@ from jfp8.matmul.blackwell import product as blackwell
 from jfp8.matmul.emulate import product as emulate
 from jfp8.matmul.hopper import product as hopper
 from jfp8.matmul.job import HARDWARE_FORMATS, Job
-from jfp8.matmul.pays_off import RATES, Scales, Times, Work, expected, rates_of, scales_of, work_of
+from jfp8.matmul.pays_off import (
+    BY_XLA,
+    ON_BLACKWELL,
+    ON_HOPPER,
+    RATES,
+    Costs,
+    Scales,
+    Times,
+    Work,
+    expected,
+    rates_of,
+    scales_of,
+    work_of,
+)
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E5M2, Format
 from jfp8.tracing.context import Gpu, current_gpu, note
 
 Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
+Quantizing = Literal["kernels", "xla"]
 
 # The first that supports the product is used; those that are `first_for` its scales come before all
 # others.
-ON_CUDA = (hopper.BACKEND, blackwell.BACKEND, xla.BACKEND, bf16.BACKEND)
+ON_CUDA = (
+    hopper.BACKEND,
+    blackwell.MX_BACKEND,
+    blackwell.NVFP4_BACKEND,
+    xla.BACKEND,
+    bf16.BACKEND,
+)
 BY_NAME = {b.name: b for b in (emulate.BACKEND, xla.BACKEND, hopper.BACKEND)}
 
 
@@ -54,7 +74,7 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
     2. If the GPU is known: bf16 also for products that are faster in it by the model of
        `pays_off`, and for GPUs without FP8.
     3. One scale per operand: cuBLASLt, by XLA. Scales by row, and in blocks of 128: Pallas kernels
-       on Hopper. In blocks of 32: cuDNN on Blackwell.
+       on Hopper. In blocks of 32, and powers of two in larger ones: cuDNN on Blackwell.
     4. Otherwise scales by row after cuBLASLt's product, and blocks in bf16.
 
     Models of hardware sums are emulated everywhere.
@@ -69,6 +89,8 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
     for backend in sorted(ON_CUDA, key=lambda b: facts.granularity not in b.first_for):
         if gpu is None and backend.gpus is not None:
             continue
+        if not backend.formats.issuperset(facts.formats):
+            continue  # another one has them: see `_why_no_f8`
         reason = backend.why_not(facts, gpu)
         if reason is None and facts.formats == (E5M2, E5M2):
             reason = backend.why_not_e5m2
@@ -79,7 +101,7 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
 
 
 def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
-    if not HARDWARE_FORMATS.issuperset(facts.formats):
+    if not any(b.formats.issuperset(facts.formats) for b in _made_for(gpu)):
         return "no tensor cores for {} x {}".format(*(fmt.name for fmt in facts.formats))
     if gpu is not None and not gpu.multiplies_f8:
         return f"{gpu.kind} has no FP8 tensor cores"
@@ -90,12 +112,35 @@ def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
     return None
 
 
+def _made_for(gpu: Gpu | None) -> list[Backend]:
+    """The backends for narrow formats on such a GPU; None: those that work on any."""
+    major = None if gpu is None or gpu.capability is None else gpu.capability[0]
+    return [b for b in ON_CUDA if b is not bf16.BACKEND and b.gpus in (None, major)]
+
+
 def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:
     """Whether quantized operands are multiplied faster in bf16; GPUs not listed count as H100."""
     rates = rates_of(gpu.kind) or RATES["H100"]
-    kernels = hopper.BACKEND.why_not_on(gpu) is None
-    times = expected(work_of(sizes, _devices()), rates, scales, kernels=kernels)
+    times = expected(work_of(sizes, _devices()), rates, scales, _costs(gpu))
     return times.rounded < times.fp8
+
+
+def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
+    """Whether Pallas kernels quantize for products on this GPU.
+
+    On Blackwell those in blocks. Of operands with one scale, cuBLASLt takes any layout there, and
+    XLA moves less by not writing them in two.
+    """
+    if scales in ("blocks", "mx"):
+        return hopper.why_no_quantizing(gpu) is None
+    return hopper.BACKEND.why_not_on(gpu) is None
+
+
+def _costs(gpu: Gpu) -> Costs:
+    """What quantizing costs on this GPU; see `pays_off`."""
+    if hopper.BACKEND.why_not_on(gpu) is None:
+        return ON_HOPPER
+    return ON_BLACKWELL if hopper.why_no_quantizing(gpu) is None else BY_XLA
 
 
 def _devices() -> int:
@@ -116,7 +161,7 @@ def expected_times(work: Work, scales: Scales) -> Times | None:
         return None
     n = _devices()
     work = Work(work.multiplications / n, work.elements / n)
-    return expected(work, rates, scales, kernels=hopper.BACKEND.why_not_on(gpu) is None)
+    return expected(work, rates, scales, _costs(gpu))
 
 
 def product(
@@ -187,11 +232,10 @@ def contraction_last(
     blocks: Set[Blocks],
     accumulation: str,
     implementation: Implementation,
-) -> Backend | None:
-    """The backend for which matrices are quantized with the contraction last, if there is one.
+) -> Quantizing | None:
+    """What quantizes matrices with the contraction last, for the tensor cores of the current GPU.
 
-    For Hopper's, kernels quantize as well. None for products that are not computed in FP8 on the
-    current GPU.
+    None for products of formats or blocks that they do not take, or that do not pay.
 
     Args:
       sizes: ``(m, n, k)``.
@@ -203,24 +247,25 @@ def contraction_last(
     if implementation != "mosaic_gpu":
         if implementation == "emulate" or gpu is None or not gpu.multiplies_f8:
             return None
-    kernels = implementation != "xla" and hopper.BACKEND.why_not_on(gpu) is None
-    if implementation == "mosaic_gpu" and not kernels:
+    if implementation == "mosaic_gpu" and hopper.BACKEND.why_not_on(gpu) is not None:
         return None  # and the product says why
     if 0 in sizes:
         return None
     scales = scales_of(along for along, _ in blocks)
+    kernels = implementation != "xla" and _quantized_by_kernels(gpu, scales)
     if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
         return None
-    # Without a known GPU, these are Hopper's kernels.
-    major = hopper.BACKEND.gpus if gpu is None else gpu.capability and gpu.capability[0]
-    multiplied = {block for b in ON_CUDA if b.gpus == major for block in b.blocks}
-    if (
-        accumulation.startswith("hopper")
-        or not formats <= HARDWARE_FORMATS
-        or not blocks <= multiplied
-    ):
+    if accumulation.startswith("hopper") or not _taken(formats, blocks, gpu):
         return None
-    return hopper.BACKEND if kernels else xla.BACKEND
+    return "kernels" if kernels else "xla"
+
+
+def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
+    """Whether backends for this GPU take all formats and blocks; for Hopper, if none is known."""
+    multiplying = [hopper.BACKEND] if gpu is None else _made_for(gpu)
+    in_blocks = [b for b in multiplying if "blocks" in b.granularities]
+    known = frozenset().union(*(b.formats for b in multiplying))
+    return formats <= known and all(any(b.takes(block) for b in in_blocks) for block in blocks)
 
 
 def why_not_here(why_not: Callable[[Gpu | None], str | None], *, named: bool) -> str | None:
@@ -263,14 +308,52 @@ def grouped_kernels(
     return reason is None
 
 
+def may_go_by_rounds(
+    formats: Set[Format],
+    blocks: Set[Blocks],
+    accumulation: str,
+    implementation: Implementation,
+) -> bool:
+    """Whether a grouped product of these may have a backend of `in_rounds`; see `_taken`."""
+    gpu = current_gpu()
+    if implementation is not None or accumulation.startswith("hopper"):
+        return False
+    return gpu is not None and gpu.multiplies_f8 and _taken(formats, blocks, gpu)
+
+
+def in_rounds(facts: Facts) -> Backend | None:
+    """The backend that multiplies a tile of each group at a time, in a narrow format.
+
+    None if there is none. Small ones too: see `grouped_kernels`.
+    """
+    gpu = current_gpu()
+    if gpu is None or not gpu.multiplies_f8 or facts.accumulation.startswith("hopper"):
+        return None
+    facts = replace(facts, accumulation="f32")
+    for backend in sorted(_made_for(gpu), key=lambda b: facts.granularity not in b.first_for):
+        twice_e5m2 = facts.formats == (E5M2, E5M2) and backend.why_not_e5m2
+        if backend.why_not(facts, gpu) is None and not twice_e5m2:
+            return backend
+    return None
+
+
 def tiles_or_groups(
     by_tiles: Callable[..., jax.Array],
     by_groups: Callable[..., jax.Array],
     *operands: Any,
     accumulation: str,
     implementation: Implementation,
+    by_rounds: tuple[Backend, Callable[..., jax.Array]] | None = None,
 ) -> jax.Array:
-    """A grouped product without kernels: a loop over tiles, or JAX's own product, in bf16."""
+    """A grouped product without kernels for it.
+
+    A loop over tiles, JAX's own product, in bf16, or a tile of each group at a time by a backend.
+    """
+    if implementation is None and by_rounds is not None:
+        backend, function = by_rounds
+        return by_platform(
+            function, f"{backend.name}: a tile of each group at a time", by_tiles, *operands
+        )
     if implementation == "emulate" or (implementation is None and accumulation != "f32"):
         return by_tiles(*operands)
     if implementation is None:

@@ -17,7 +17,7 @@ from jax import lax
 
 from jfp8.matmul.paired import Paired
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
-from jfp8.scaling.formats import E4M3FN, E5M2
+from jfp8.scaling.formats import E4M3FN, E5M2, E8M0FNU
 from jfp8.scaling.parts import expand_scale
 
 Numbers: TypeAlias = tuple[
@@ -241,6 +241,16 @@ def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
     """Whether the scale of `q` varies along these dimensions."""
     shape = scale_shape_of(q)
     return bool(shape) and any(shape[d] != 1 for d in dims)
+
+
+def are_powers_of_two(q: ScaledArray, dims: Sequence[int], job: Job) -> bool:
+    """Whether the scales of an operand that is summed over `dims` are known to be powers of two.
+
+    What `job` promises is about scales of blocks, which vary along the sum.
+    """
+    if scale_dtype(q) == E8M0FNU.dtype:
+        return True
+    return job.powers_of_two and varies_along(q, dims)
 
 
 def factors_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> list[jax.Array]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,20 @@ class Rates:
     Attributes:
       bf16, fp8: multiplications and additions per second.
       memory: bytes per second.
+      fp4: as `fp8`, of NVFP4 operands; None: there are no such tensor cores.
     """
 
     bf16: float
     fp8: float
     memory: float
+    fp4: float | None = None
 
 
 # Data sheets: NVIDIA H100 and H200 (SXM boards), DGX B200 (an eighth), L40S.
 RATES = {
     "H100": Rates(989.5e12, 1979e12, 3.35e12),
     "H200": Rates(989.5e12, 1979e12, 4.8e12),
-    "B200": Rates(2250e12, 4500e12, 8.0e12),
+    "B200": Rates(2250e12, 4500e12, 8.0e12, fp4=9000e12),
     "L40S": Rates(362e12, 733e12, 0.864e12),
 }
 # The parts of the peaks that programs achieve. torchao's roofline has 0.78 for FP8; on an H200 bf16
@@ -58,15 +60,30 @@ class _Cost(NamedTuple):
     launches: int  # of all kernels, the three products included
 
 
-# "one": none varies along the sum. "blocks": blocks of 128. "mx": of 32 or fewer.
-Scales = Literal["one", "blocks", "mx"]
+# "one": none varies along the sum. "blocks": blocks of 128. "mx": of 32. "nvfp4": of 16.
+Scales = Literal["one", "blocks", "mx", "nvfp4"]
 
-# As compiled for an H200, "mx" for a B200: `Dense` of 1024^3, and of 512^3 where XLA makes fewer
-# kernels of small arrays. "one" is the mean of current scaling and of delayed scaling with an entry
-# in its history, which reads each tensor once less.
-FP8 = {"one": _Cost(5.0, 12), "blocks": _Cost(4.1, 8), "mx": _Cost(11.0, 29)}
-ROUNDED = {"one": _Cost(6.0, 20), "blocks": _Cost(9.0, 17), "mx": _Cost(11.0, 19)}
-FP8_BY_XLA = FP8 | {"one": _Cost(5.0, 22)}  # where no kernel makes its own scale
+Costs: TypeAlias = dict[Scales, _Cost]
+
+# As compiled: `Dense` of 1024^3, and of 512^3 where XLA makes fewer kernels of small arrays; for
+# a B200 "mx" of 2304^3 and "nvfp4" of 3072^3. "one" is the mean of current scaling and of delayed
+# scaling with an entry in its history, which reads each tensor once less.
+BY_XLA: Costs = {
+    "one": _Cost(5.0, 22),
+    "blocks": _Cost(7.7, 28),
+    "mx": _Cost(11.0, 29),
+    "nvfp4": _Cost(29.0, 58),
+}
+# Where kernels quantize. Those for one scale make it, too. On Blackwell XLA lays the scales of
+# blocks out for the tensor cores.
+ON_HOPPER: Costs = BY_XLA | {"one": _Cost(5.0, 12), "blocks": _Cost(4.1, 8)}
+ON_BLACKWELL: Costs = BY_XLA | {"blocks": _Cost(4.3, 17), "mx": _Cost(4.3, 18)}
+ROUNDED: Costs = {
+    "one": _Cost(6.0, 20),
+    "blocks": _Cost(9.0, 17),
+    "mx": _Cost(11.0, 19),
+    "nvfp4": _Cost(23.0, 35),
+}
 
 
 class Work(NamedTuple):
@@ -105,23 +122,36 @@ def rates_of(kind: str) -> Rates | None:
 def scales_of(along: Iterable[int]) -> Scales:
     """The kind of scales that are shared by so many elements each along the sum, 0 if by all."""
     smallest = min(filter(None, along), default=0)
-    return "one" if smallest == 0 else "blocks" if smallest >= 128 else "mx"
+    if smallest == 0:
+        return "one"
+    return "blocks" if smallest >= 128 else "mx" if smallest >= 32 else "nvfp4"
 
 
-def expected(work: Work, rates: Rates, scales: Scales, *, kernels: bool) -> Times:
-    """The times of a product by the `rates` of a device, on which Pallas `kernels` run or not."""
+def expected(work: Work, rates: Rates, scales: Scales, costs: Costs) -> Times:
+    """The times of a product by the `rates` of a device.
+
+    Args:
+      work: of the product.
+      rates: of the device.
+      scales: of the operands.
+      costs: `ON_HOPPER` or `ON_BLACKWELL` where Pallas kernels quantize, else `BY_XLA`.
+    """
     bandwidth = OF_BANDWIDTH * rates.memory
 
-    def multiply(peak: float, width: int) -> float:
+    def multiply(peak: float, width: float) -> float:
         moved = (2 * width + 2) * work.elements / 3
         return max(2 * work.multiplications / (OF_PEAK * peak), moved / bandwidth)
 
     def beside(cost: _Cost) -> float:
         return (cost.bytes * work.elements / bandwidth + cost.launches * LAUNCH) / 3
 
-    in_fp8, in_bf16 = multiply(rates.fp8, 1), multiply(rates.bf16, 2)
+    in_bf16 = in_fp8 = multiply(rates.bf16, 2)
+    if scales != "nvfp4":
+        in_fp8 = multiply(rates.fp8, 1)
+    elif rates.fp4 is not None:
+        in_fp8 = multiply(rates.fp4, 0.5)
     return Times(
-        fp8=in_fp8 + beside((FP8 if kernels else FP8_BY_XLA)[scales]),
+        fp8=in_fp8 + beside(costs[scales]),
         rounded=in_bf16 + beside(ROUNDED[scales]),
         bf16=in_bf16 + LAUNCH,
     )

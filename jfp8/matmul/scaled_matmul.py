@@ -42,8 +42,9 @@ def scaled_matmul(
         scale changes.
       fast_accumulation: if `accumulation` is ``"f32"``, allow real tensor cores to keep fewer bits
         of the running sum, which is faster; no effect where they are not used.
-      powers_of_two: a promise that all scales of blocks are powers of two, so that the values of
-        the operands are exact in bf16. E8M0 scales do not need it.
+      powers_of_two: a promise that all scales of blocks are powers of two and normal f32 numbers,
+        so that the values of the operands are exact in bf16, and their scales in E8M0. (Blackwell
+        gives NaN for a block whose scale is not.) E8M0 scales do not need it.
       implementation: ``"emulate"``: f32 arithmetic on any device, the reference. ``"xla"``: f8
         operands for XLA, FP8 tensor cores on CUDA. ``"mosaic_gpu"``: Pallas kernels for Hopper.
         None: the best for the platform that the program is compiled for (emulate on CPUs);

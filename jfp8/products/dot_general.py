@@ -17,7 +17,6 @@ from jax import lax
 
 from jfp8.matmul import choice
 from jfp8.matmul.choice import Implementation
-from jfp8.matmul.hopper import product as hopper
 from jfp8.matmul.job import Job, Numbers, as_matrices, check_dimension_numbers, layout_of, multiply
 from jfp8.products.both_ways import has_kernel, quantize_both_ways
 from jfp8.products.cast_later import CastLater
@@ -353,10 +352,10 @@ def contraction_last(
         return None
     quantizers = products.quantizers()
     formats, blocks = {q.fmt for q in quantizers}, {q.block for q in quantizers if q.block}
-    backend = choice.contraction_last(sizes, formats, blocks, recipe.accumulation, implementation)
-    if backend is None:
+    found = choice.contraction_last(sizes, formats, blocks, recipe.accumulation, implementation)
+    if found is None:
         return None
-    kernels = backend is hopper.BACKEND
+    kernels = found == "kernels"
     m, n, k = (-(-size // TILE) * TILE for size in sizes) if kernels else sizes
     return ContractionLast(((m, k), (k, n)), dtypes, implementation, kernels)
 

@@ -17,7 +17,7 @@ from flax import nnx
 
 import jfp8
 from jfp8.conversion.product_rows import ProductRow
-from jfp8.matmul.pays_off import RATES, expected, work_of
+from jfp8.matmul.pays_off import BY_XLA, ON_BLACKWELL, RATES, expected, work_of
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
@@ -329,7 +329,7 @@ def test_expected_times_of_a_known_gpu():
         r = jfp8.report(model, variables, x)
     found = {row.path: (row.cuda.split(":")[0], row) for row in r.rows}
     for name, n, k in (("layers_0", 4096, 4096), ("layers_1", 128, 4096), ("layers_2", 16, 128)):
-        times = expected(work_of((4096, n, k)), RATES["L40S"], "one", kernels=False)
+        times = expected(work_of((4096, n, k)), RATES["L40S"], "one", BY_XLA)
         used, row = found[name]
         fastest = min(times.fp8, times.rounded)
         assert used == ("xla" if fastest == times.fp8 else "bf16")
@@ -344,18 +344,19 @@ def test_expected_times_of_a_known_gpu():
     assert re.search(text, " ".join(r.verbose().split()))
 
 
-TIMED = {"current": "one", "rowwise": "one", "block": "blocks", "mxfp8": "mx"}
+TIMED = {"current": "one", "rowwise": "one", "block": "blocks", "mxfp8": "mx", "nvfp4": "nvfp4"}
 
 
 def test_expected_times_are_by_the_kind_of_scales():
     layers = {name: jfp8.Dense(4096, recipe=jfp8.recipes.get(name)) for name in TIMED}
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
+    costs = BY_XLA if jax.__version_info__ < (0, 11, 2) else ON_BLACKWELL
     for name, layer in layers.items():
         variables = jax.eval_shape(layer.init, KEY, x)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
             row = jfp8.report(layer, variables, x).rows[0]
-        times = expected(work_of((4096,) * 3), RATES["B200"], TIMED[name], kernels=False)
+        times = expected(work_of((4096,) * 3), RATES["B200"], TIMED[name], costs)
         used = times.rounded if row.cuda.startswith("bf16") else times.fp8
         assert row.expected_us == pytest.approx(1e6 * used), name
 

@@ -1,4 +1,4 @@
-"""What the compilers for an H200 and a B200 make of jfp8: FP8 products, and little beside them.
+"""What the compilers for an H200 make of jfp8: FP8 products, and little beside them.
 
 No GPU is needed, but the CUDA plugin of JAX in an environment of its own: ``.ci/compile_for_gpus``
 makes it, runs these tests, and prints the counts that they leave in the report. Elsewhere all are
@@ -6,8 +6,6 @@ skipped. Nothing is executed or timed, and the autotuner, which needs a device, 
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import flax.linen as nn
 import jax
@@ -21,6 +19,19 @@ import jfp8
 from jfp8 import recipes
 from jfp8.matmul import pays_off
 from jfp8.scaling.formats import E4M3FN, E5M2
+from support.compiled_layers import (
+    BF16,
+    F8,
+    F8_GRAD,
+    F32,
+    PAIRS,
+    PER_TENSOR,
+    Dense,
+    assert_by_cublaslt,
+    assert_costs,
+    is_rotation,
+    of,
+)
 from support.gpu_programs import (
     Hlo,
     Kernel,
@@ -34,12 +45,7 @@ from support.gpu_programs import (
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
-F8, F8_GRAD, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 ROWS = (((1,), (1,)), ((), ()))  # both operands are rows: lhs @ rhs.T
-
-
-def of(shape, dtype):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def gradients_of(product):
@@ -50,30 +56,6 @@ def gradients_of(product):
         return y, *back(dy)
 
     return f
-
-
-Dense = partial(jfp8.Dense, dtype=BF16, param_dtype=BF16)
-
-
-def assert_by_cublaslt(program, products, size, dtype="bf16"):
-    """All products are cuBLASLt's FP8 products, and leave nothing to do for kernels after them.
-
-    Args:
-      products: their number: a third are forward.
-      size: elements of the smallest result, from which on no array may be f32.
-      dtype: of all results.
-    """
-    hlo = program.hlo
-    assert len(hlo.f8_products) == products
-    assert hlo.other_products == []
-    assert not any(kernel.qgmma or kernel.other_mma for kernel in program.kernels)
-    assert {call.results[0].dtype for call in hlo.f8_products} == {dtype}
-    assert hlo.passes_over_outputs == hlo.rounded_scales == []
-    if dtype != "f32":
-        assert hlo.f32_written(size) == []
-    fast = [call for call in hlo.f8_products if "F8_F32_FAST_ACCUM" in call.attributes]
-    assert 3 * len(fast) == products
-    assert all("ANY_F8_ANY_F8_F32" in call.attributes for call in hlo.f8_products)
 
 
 # The reader itself: programs that are known to be bad
@@ -160,17 +142,6 @@ def test_control_spilled_registers(tmp_path):
 
 
 # One scale per tensor: three calls of cuBLASLt
-
-
-PER_TENSOR = {
-    "delayed": recipes.DelayedScaling(),
-    "delayed, e4m3, powers of two": recipes.DelayedScaling(
-        fp8_format="E4M3", scale_rounding="power_of_two"
-    ),
-    "current": recipes.Float8CurrentScaling(),
-    "hybrid": recipes.Hybrid(),
-    "unscaled": recipes.Unscaled(),
-}
 
 
 @pytest.mark.parametrize("name", PER_TENSOR)
@@ -357,37 +328,12 @@ def test_transformer_layer_with_attention(compiled):
     assert max(written) < 4096**2 * 32  # no scores of all heads
 
 
-def test_trap_small_products_stay_in_bf16(compiled):
-    f, args = forward_and_backward(Dense(256), (256, 256))
-    program = compiled("B200: `Dense`, 256×256→256, bias, delayed", "b200", f, *args)
-    assert program.hlo.fp8_products == []
-    assert len(program.hlo.other_products) == 3
-
-
-COSTS = {  # of which GPU, recipes, and size
-    "one": ("h200", ["delayed", "current"], 1024),
-    "blocks": ("h200", ["block"], 1024),
-    "mx": ("b200", ["mxfp8"], 2304),
-}
+COSTS = {"one": ["delayed", "current"], "blocks": ["block"]}
 
 
 @pytest.mark.parametrize("scales", COSTS)
 def test_costs_in_the_model_of_time(scales):
-    """Of `pays_off`: not less than compiled, and not half as much again."""
-    target, names, n = COSTS[scales]
-    launches, moved = [], []
-    for name in names:
-        layer = Dense(n, use_bias=False, recipe=recipes.get(name))
-        f, args = forward_and_backward(layer, (n, n))
-        hlo = compile_for(target, f, *args).hlo
-        assert len(hlo.fp8_products) == 3
-        launches.append(len(hlo.launched))
-        # Once there is a history, delayed scaling does not read for the amax.
-        amax = 2.0 if name == "delayed" else 0.0
-        moved.append(hlo.bytes_beside_products / (3 * n**2) - amax)
-    cost = pays_off.FP8[scales]
-    assert np.mean(launches) <= 1.05 * cost.launches <= 1.5 * np.mean(launches)
-    assert np.mean(moved) <= 1.05 * cost.bytes <= 1.5 * np.mean(moved)
+    assert_costs("h200", COSTS[scales], 1024, pays_off.ON_HOPPER[scales])
 
 
 # Several scales: kernels of our own
@@ -417,13 +363,9 @@ def test_other_recipes(name, compiled):
         assert program.hlo.factors(product) <= {"bf16", "f16", "f8e4m3fn", "f8e5m2"}
 
 
-def is_rotation(product):
-    """NVFP4's: by a matrix of 16x16."""
-    return 16 in product.results[0].shape
-
-
-@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "rowwise"])
 def test_experts(name, compiled):
+    """By kernels for groups; by rows, a tile of each group at a time."""
     f = lambda x, w, sizes, dy: gradients_of(
         lambda x, w: jfp8.scaled_ragged_dot(x, w, sizes, recipe=recipes.get(name))
     )(x, w, dy)
@@ -449,7 +391,6 @@ def assert_tensor_cores(program, products=1):
     assert all(kernel.barriers <= 15 for kernel in program.kernels if kernel.qgmma)
 
 
-PAIRS = {"e4m3×e4m3": (F8, F8), "e5m2×e4m3": (F8_GRAD, F8), "e4m3×e5m2": (F8, F8_GRAD)}
 ALL_PAIRS = PAIRS | {"e5m2×e5m2": (F8_GRAD, F8_GRAD)}
 SUMS = {"fast sums": False, "promoted sums": True}
 
@@ -633,50 +574,6 @@ def test_quantize_tiles(rounding, dtype, compiled):
     name = f"kernel `quantize_tiles`, {x.dtype.name}, {rounding or 'exact'}"
     program = compiled(name, "h200", lambda x: quantize_tiles(x, E4M3FN, rounding), x)
     in_one_read(program, x, written=2 * x.size)
-
-
-# Blackwell
-
-
-@pytest.mark.parametrize("name", PER_TENSOR)
-def test_dense_on_blackwell(name, compiled):
-    f, args = forward_and_backward(Dense(4096, recipe=PER_TENSOR[name]), (8192, 4096))
-    program = compiled(f"B200: `Dense`, 8192×4096→4096, bias, {name}", "b200", f, *args)
-    assert_by_cublaslt(program, 3, 4096 * 4096)
-    assert program.kernels == ()  # wgmma is Hopper's
-
-
-def test_mx_on_blackwell(compiled):
-    f, args = forward_and_backward(Dense(4096, recipe=recipes.get("mxfp8")), (8192, 4096))
-    program = compiled("B200: `Dense`, 8192×4096→4096, bias, mxfp8", "b200", f, *args)
-    assert len(program.hlo.block_products) == 3
-    assert program.hlo.other_products == []
-    assert program.hlo.f32_written(4096 * 4096) == []
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_scaled_matmul_on_blackwell(pair, compiled):
-    from jfp8.matmul.blackwell.kernel import scaled_matmul
-
-    m, n, k = 8192, 4096, 2048
-    f = lambda a, b, s, t: scaled_matmul(a, b, s, t, BF16)
-    e8m0 = jnp.float8_e8m0fnu
-    a, b = PAIRS[pair]
-    args = (of((m, k), a), of((n, k), b), of((m, k // 32), e8m0), of((n, k // 32), e8m0))
-    hlo = compiled(f"B200: kernel `scaled_matmul`, MX, {pair}", "b200", f, *args).hlo
-    assert len(hlo.block_products) == 1
-    assert hlo.block_products[0].results[0].dtype == "bf16"
-    assert hlo.other_products == []
-
-
-@pytest.mark.parametrize("name", ["rowwise", "block", "nvfp4", "direct_e5m2"])
-def test_other_recipes_on_blackwell(name, compiled):
-    """They compile: no kernel of Hopper's is asked for."""
-    f, args = forward_and_backward(Dense(4096, recipe=recipes.get(name)), (8192, 4096))
-    program = compiled(f"B200: `Dense`, 8192×4096→4096, bias, {name}", "b200", f, *args)
-    products = [p for p in program.hlo.other_products if not is_rotation(p)]
-    assert len(program.hlo.fp8_products) + len(products) == 3
-    assert program.kernels == ()
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "unscaled"])

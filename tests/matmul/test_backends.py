@@ -85,6 +85,17 @@ def test_values_with_any_scale_take_three_products_in_bf16():
     assert "num_primitive_operations" not in text  # promised, and then one product is exact
 
 
+def test_trap_one_scale_beside_blocks_is_promised_nothing():
+    """A promise about scales of blocks; the tensor's would be rounded to bf16, by up to 1/512."""
+    x, w = operands(8, 64, 8)
+    one = jfp8.ScaledArray(jfp8.quantize(x).data, jnp.float32(1 + 2.0**-8))
+    blocks = jfp8.quantize(w, granularity=jfp8.Block((32, 1)), scale_rounding="power_of_two")
+    y = jax.jit(in_bf16, static_argnums=2)(one, blocks, job(powers_of_two=True))
+    a, b = (np.asarray(q.dequantize(), np.float64) for q in (one, blocks))
+    assert (abs(np.asarray(y, np.float64) - a @ b) <= 2.0**-15 * (abs(a) @ abs(b))).all()
+    assert abs(a @ b).max() > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shapes", "numbers"),
@@ -173,7 +184,7 @@ needs_mosaic = jax.__version_info__ >= (0, 11, 2)
     [
         (None, ["xla", "xla", "bf16", "bf16"]),
         (HOPPER, ["xla", *["mosaic_gpu" if needs_mosaic else "xla"], "mosaic_gpu", "bf16"]),
-        (BLACKWELL, ["xla", "xla", "bf16", "cudnn"]),
+        (BLACKWELL, ["xla", "xla", "cudnn", "cudnn"]),
         (Gpu("NVIDIA H200", (9, 0), partly_manual=True), ["xla", "xla", "bf16", "bf16"]),
         (Gpu("NVIDIA L4", (8, 9)), ["xla", "xla", "bf16", "bf16"]),
         (Gpu("NVIDIA A100", (8, 0)), ["bf16"] * 4),
@@ -206,7 +217,7 @@ MX = (jfp8.Block((1, 32)), jfp8.Block((32, 1)), "rceil")
     [
         (PER_TENSOR, Gpu("NVIDIA L40S", (8, 9)), 592),
         (PER_TENSOR, BLACKWELL, 1264),
-        (MX, BLACKWELL, 2272),
+        *([] if needs_mosaic else [(MX, BLACKWELL, 2272), (IN_BLOCKS, BLACKWELL, 2256)]),
         (PER_TENSOR, Gpu("NVIDIA A GPU OF NO TABLE", (8, 9)), 960),
         (BY_ROW, Gpu("NVIDIA A GPU OF NO TABLE", (8, 9)), 960),
     ],
@@ -225,11 +236,17 @@ def test_small_products_do_not_pay(scales, gpu, large):
 
 
 @pytest.mark.skipif(not needs_mosaic, reason="JAX 0.11.2 or later has these kernels")
-@pytest.mark.parametrize("scales", [PER_TENSOR, BY_ROW, IN_BLOCKS], ids=str)
-def test_small_products_pay_where_there_are_kernels(scales):
+@pytest.mark.parametrize(
+    ("scales", "gpu"),
+    [(scales, HOPPER) for scales in (PER_TENSOR, BY_ROW, IN_BLOCKS)]
+    + [(scales, BLACKWELL) for scales in (IN_BLOCKS, MX)],
+    ids=str,
+)
+def test_small_products_pay_where_there_are_kernels(scales, gpu):
     """Rounded with XLA's own kernels for bf16 they need more of these, and more bytes."""
-    lhs, rhs, _ = scales
-    assert not name_of(q((256, 256), lhs), q((256, 256), rhs), HOPPER).startswith("bf16")
+    lhs, rhs, rounding = scales
+    small = q((256, 256), lhs, rounding), q((256, 256), rhs, rounding)
+    assert not name_of(*small, gpu).startswith("bf16")
 
 
 def test_products_are_as_large_as_the_part_of_a_device():
@@ -257,6 +274,34 @@ def test_formats_without_tensor_cores():
     assert name_of(narrow, narrow, HOPPER) == "bf16: no tensor cores for E2M1FN x E2M1FN"
 
 
+def two_levels(block=(16, 1), scale_fmt=jfp8.E4M3FN, shape=LARGE):
+    quantizer = TwoLevel(jfp8.E2M1FN, block, scale_fmt=scale_fmt)
+    make = lambda x: quantizer(x, Context((1,), amax(x)))
+    return jax.eval_shape(make, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+BY_ROWS = (((1,), (1,)), ((), ()))
+
+
+def test_nvfp4_on_blackwell():
+    def chosen(lhs, rhs, gpu=BLACKWELL):
+        return choose(facts_of(lhs, rhs, job(BY_ROWS)), gpu)
+
+    assert str(chosen(two_levels(), two_levels((16, 16)))) == "cudnn"
+    assert chosen(two_levels((32, 1)), two_levels((32, 1))).backend.name == "cudnn"
+    for other, reason in (
+        (two_levels((8, 1)), "other blocks than 1x16 and 16x16"),
+        (two_levels(scale_fmt=jfp8.E5M2), "not stored in float8_e4m3fn"),
+        (q(LARGE, jfp8.Block((1, 16)), fmt=jfp8.E2M1FN), "not stored in float8_e4m3fn"),
+        (q(LARGE), "no tensor cores for E2M1FN x E4M3FN"),
+    ):
+        assert reason in str(chosen(two_levels(), other))
+    assert str(chosen(two_levels(), two_levels(), HOPPER)).startswith("bf16: no tensor cores")
+    small, large = (two_levels(shape=(n, n)) for n in (2976, 2992))
+    assert str(chosen(small, small)) == "bf16: FP8 does not pay for a product this small"
+    assert str(chosen(large, large)) == "cudnn"
+
+
 def test_the_choice_says_why_each_better_backend_is_not_taken():
     mx = (
         q(LARGE, jfp8.Block((1, 32)), "rceil"),
@@ -271,6 +316,22 @@ def test_the_choice_says_why_each_better_backend_is_not_taken():
     assert all(f"{name}: {why}" in str(choice) for name, why in choice.refused.items())
     assert choose(facts, BLACKWELL).backend.name == "cudnn"
     assert list(choose(facts, BLACKWELL).refused) == ["mosaic_gpu"]
+
+
+def test_blackwell_takes_powers_of_two():
+    """In blocks of any multiple of 32; others stay in bf16, and the reason says what helps."""
+    lhs, rhs = q(LARGE, jfp8.Block((1, 128))), q(LARGE, jfp8.Block((128, 128)))
+    promised, unknown = facts_of(lhs, rhs, job(powers_of_two=True)), facts_of(lhs, rhs, job())
+    assert str(choose(promised, BLACKWELL)).startswith("cudnn")
+    choice = choose(unknown, BLACKWELL)
+    assert choice.backend.name == "bf16"
+    assert "set scale_rounding='power_of_two' in the recipe" in choice.refused["cudnn"]
+    # A promise about blocks says nothing of the scales of rows beside them, or of a tensor's.
+    for other in (q(LARGE, jfp8.PerAxis(1)), q(LARGE)):
+        facts = facts_of(lhs, other, job(powers_of_two=True))
+        assert "may not be powers of two" in choose(facts, BLACKWELL).refused["cudnn"]
+    e8m0 = q(LARGE, jfp8.PerAxis(1), "rceil")
+    assert choose(facts_of(lhs, e8m0, job(powers_of_two=True)), BLACKWELL).backend.name == "cudnn"
 
 
 @pytest.mark.parametrize("gpu", [None, HOPPER, BLACKWELL])

@@ -1,4 +1,4 @@
-"""MX products by `jax.nn.scaled_matmul`: JAX's own lowering for CPUs against float64, and CUDA's.
+"""Products in blocks by `jax.nn.scaled_matmul`: JAX's lowering for CPUs, and that for CUDA.
 
 What it compiles to for a Blackwell GPU is checked with the other programs for GPUs.
 """
@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from jfp8.matmul.blackwell.kernel import scaled_matmul
+import jfp8
+from jfp8.matmul.backend import facts_of
+from jfp8.matmul.blackwell.kernel import MX, NVFP4, scaled_matmul
+from jfp8.matmul.blackwell.product import as_e8m0, by_blackwell, scales_of_rows
+from jfp8.matmul.job import Job
+from jfp8.quantizers.blocks import TwoLevel
+from jfp8.quantizers.quantizer import Context
+from jfp8.scaling.scales import amax
 
 E4M3, E5M2, E8M0 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu
+E2M1 = jnp.float4_e2m1fn
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 PAIRS = {"e4m3fn x e4m3fn": (E4M3, E4M3), "e5m2 x e4m3fn": (E5M2, E4M3), "mixed": (E4M3, E5M2)}
 executes = pytest.mark.skipif(
@@ -115,6 +124,11 @@ def test_lowers_for_cuda(pair, out_dtype):
     [
         ((E5M2, E5M2, E8M0, BF16), "operands in float8_e5m2 and float8_e5m2: cuDNN multiplies"),
         ((E4M3, BF16, E8M0, BF16), "take float8_e4m3fn and float8_e5m2"),
+        (
+            (E2M1, E4M3, E4M3, BF16),
+            "float8_e4m3fn: NVFP4 products on Blackwell take float4_e2m1fn",
+        ),
+        ((E2M1, E2M1, E8M0, BF16), "NVFP4 .* take float8_e4m3fn, one scale for each 16 elements"),
         ((E4M3, E4M3, F32, BF16), "scales in float32 and float32: .* take float8_e8m0fnu"),
         ((E4M3, E4M3, E8M0, E4M3), "a result in float8_e4m3fn: .* float32, bfloat16 and float16"),
     ],
@@ -124,3 +138,151 @@ def test_what_cudnn_does_not_multiply(dtypes, reason):
     a, b, scale = jnp.ones((32, 32), a), jnp.ones((32, 32), b), jnp.ones((32, 1), scale)
     with pytest.raises(NotImplementedError, match=reason):
         scaled_matmul(a, b, scale, scale, out_dtype)
+
+
+# Operands in blocks that are several of those that the hardware knows
+
+
+def in_blocks(shape, block, seed=0):
+    """Small integers in E4M3, times powers of two from 1/4 to 4 in f32, one for each block."""
+    rng = np.random.default_rng(seed)
+    data = jnp.asarray(rng.integers(-8, 9, shape), E4M3)
+    scales = [-(-n // b) for n, b in zip(shape, block, strict=True)]
+    return jfp8.ScaledArray(data, jnp.asarray(2.0 ** rng.integers(-2, 3, scales), F32), block)
+
+
+def values(q):
+    """``data * scale`` in float64; element i has scale i // b."""
+    scale = np.asarray(q.scale, np.float64)
+    at = np.ix_(*(np.arange(n) // b for n, b in zip(q.shape, q.block, strict=True)))
+    return f64(q.data) * scale[at]
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "contract"),
+    [((6, 256), (1, 128), 1), ((300, 260), (128, 128), 0), ((300, 260), (128, 128), 1)],
+    ids=str,
+)
+def test_scales_of_larger_blocks_are_those_of_several(shape, block, contract):
+    """The values of 32 elements by their E8M0 scale are those by the scale of their block."""
+    q = in_blocks(shape, block)
+    scales, outer = scales_of_rows(MX, q, contract, ())
+    assert outer == ()
+    assert (scales.shape, scales.dtype) == ((shape[1 - contract], -(-shape[contract] // 32)), E8M0)
+    data = f64(q.data) if contract else f64(q.data).T
+    repeated = np.repeat(f64(scales), 32, axis=1)[:, : shape[contract]]
+    expected = values(q) if contract else values(q).T
+    np.testing.assert_array_equal(data * repeated, expected)
+    assert len(np.unique(f64(scales))) >= 3
+
+
+def test_every_power_of_two_is_exact_and_nothing_else_is():
+    exact = 2.0 ** np.arange(-126, 128, dtype=np.float64)
+    np.testing.assert_array_equal(f64(as_e8m0(jnp.asarray(exact, F32))), exact)
+    others = [0.0, 2.0**-127, 2.0**-149, -1.0, 1.5, np.nextafter(F32(2), F32(0)), np.inf, np.nan]
+    codes = as_e8m0(jnp.asarray(np.asarray(others, np.float32)))
+    assert np.isnan(f64(codes)).all()
+    stored = jnp.asarray([2.0**-127, 2.0, np.nan], E8M0)
+    assert as_e8m0(stored) is stored
+
+
+@executes
+@pytest.mark.parametrize("numbers", [(((1,), (0,)), ((), ())), (((0,), (1,)), ((), ()))], ids=str)
+def test_product_in_larger_blocks(numbers):
+    """300 products of at most 64, times at most 16, are integers below 2^24 over 16: exact."""
+    (k_lhs,), (k_rhs,) = numbers[0]
+    lhs = in_blocks((40, 300) if k_lhs else (300, 40), (1, 128) if k_lhs else (128, 1))
+    rhs = in_blocks((300, 260) if k_rhs == 0 else (260, 300), (128, 128), seed=1)
+    y = by_blackwell(MX, lhs, rhs, Job(numbers, np.dtype(np.float32), "f32", False, True))
+    a, b = (values(lhs) if k_lhs else values(lhs).T), (values(rhs) if k_rhs == 0 else values(rhs).T)
+    np.testing.assert_array_equal(f64(y), a @ b)
+    assert np.abs(a @ b).max() > 100
+
+
+# NVFP4
+
+
+@executes
+def test_every_pair_of_codes_and_scales():
+    """All 16 codes with all 127 finite scales, by one another: products of 12 bits are exact."""
+    codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    scales = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    data = np.zeros((16 * 127, 16), codes.dtype)
+    data[:, 5], scale = np.tile(codes, 127), np.repeat(scales, 16)[:, None]
+    a, s = jnp.asarray(data), jnp.asarray(scale)
+    y = jax.jit(scaled_matmul, static_argnums=4)(a, a, s, s, F32)
+    x = data[:, 5].astype(np.float64) * scale[:, 0].astype(np.float64)
+    np.testing.assert_array_equal(f64(y), np.outer(x, x))
+    assert len(np.unique(x)) > 300
+
+
+def two_levels(shape, block, contract, seed):
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal(shape), F32)
+    return TwoLevel(jfp8.E2M1FN, block)(x, Context((contract,), amax(x)))
+
+
+def nvfp4_values(q):
+    """``data * scale * outer scale`` in float64; element i has scale i // b."""
+    return values(jfp8.ScaledArray(q.data, q.scale.data, q.block_sizes())) * float(q.scale.scale)
+
+
+@pytest.mark.parametrize(("block", "contract"), [((16, 1), 1), ((16, 16), 0), ((32, 1), 1)])
+def test_scales_of_nvfp4(block, contract):
+    shape = (40, 72)
+    q = two_levels(shape, block, contract, 0)
+    scales, (outer,) = scales_of_rows(NVFP4, q, contract, ())
+    assert (scales.shape, scales.dtype) == ((shape[1 - contract], -(-shape[contract] // 16)), E4M3)
+    assert outer == q.scale.scale
+    data, expected = (x if contract else x.T for x in (f64(q.data), nvfp4_values(q)))
+    repeated = np.repeat(f64(scales), 16, axis=1)[:, : shape[contract]]
+    np.testing.assert_array_equal(data * repeated * float(outer), expected)
+    assert len(np.unique(f64(scales))) > 3
+
+
+@executes
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_product_in_nvfp4(dtype, batch):
+    """Exact products; 72 roundings of f32 sums, two of the scales' product, one of the result."""
+    lhs, rhs = two_levels((40, 72), (16, 1), 1, 0), two_levels((72, 24), (16, 16), 0, 1)
+    a, b = nvfp4_values(lhs), nvfp4_values(rhs)
+    job = Job((((1,), (0,)), ((), ())), np.dtype(dtype), "f32", False, False)
+    product = lambda lhs, rhs: by_blackwell(NVFP4, lhs, rhs, job)
+    y = (
+        jax.vmap(product)(*jax.tree.map(lambda x: x[None], (lhs, rhs)))[0]
+        if batch
+        else product(lhs, rhs)
+    )
+    assert y.dtype == dtype
+    bound = 75 * 2.0**-24 * (abs(a) @ abs(b)) + float(jnp.finfo(dtype).eps) / 2 * abs(a @ b)
+    np.testing.assert_array_less(abs(f64(y) - a @ b), bound)
+    assert abs(a @ b).max() > 5
+
+
+@executes
+def test_each_matrix_of_a_batch_has_its_own_outer_scale():
+    """As the groups of a grouped product; the other operand has one for all."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 24, 32)), F32)
+    x = x * jnp.array([1.0, 100.0])[:, None, None]
+    each = jax.vmap(lambda x: TwoLevel(jfp8.E2M1FN, (16, 1))(x, Context((1,), amax(x))))(x)
+    outer = each.scale.scale.reshape(2, 1, 1)
+    lhs = jfp8.ScaledArray(each.data, jfp8.ScaledArray(each.scale.data, outer))
+    rhs = TwoLevel(jfp8.E2M1FN, (16, 1))(x, Context((2,), amax(x)))
+    job = Job((((2,), (2,)), ((0,), (0,))), np.dtype(F32), "f32", False, False)
+    assert facts_of(lhs, rhs, job).blocks == ((16, 1), (16, 1))
+    y = by_blackwell(NVFP4, lhs, rhs, job)
+    repeat = lambda q: f64(q.data) * np.repeat(f64(q.scale.data), 16, axis=2)
+    a, b = repeat(lhs) * f64(outer), repeat(rhs) * float(rhs.scale.scale)
+    expected = np.einsum("gik,gjk->gij", a, b)
+    bound = 40 * 2.0**-24 * np.einsum("gik,gjk->gij", abs(a), abs(b))
+    np.testing.assert_array_less(abs(f64(y) - expected), bound)
+    assert abs(expected[1]).max() > 100 * abs(expected[0]).max()
+
+
+def test_nvfp4_lowers_for_cuda():
+    data, scale = jax.ShapeDtypeStruct((256, 512), E2M1), jax.ShapeDtypeStruct((256, 32), E4M3)
+    f = jax.jit(lambda *operands: scaled_matmul(*operands, BF16))
+    text = f.trace(data, data, scale, scale).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "__op$block_scaled_dot" in line)
+    assert "(tensor<1x256x512xf4E2M1FN>, tensor<1x256x512xf4E2M1FN>, " in call
+    assert "tensor<1x256x32xf8E4M3FN>) -> tensor<1x256x256xbf16>" in call

@@ -128,6 +128,19 @@ def test_contraction_is_last_without_kernels_too(kind, recipe):
 
 
 @pytest.mark.parametrize(
+    "recipe", [recipes.MXFP8BlockScaling(), recipes.Float8BlockScaling()], ids=repr
+)
+def test_block_scaled_products_on_blackwell(recipe):
+    """Three calls that XLA gives to cuDNN, of operands whose contraction is last already."""
+    f, args = product_and_gradients(recipe, (2560, 2432, 2688))
+    text = lowered_for("NVIDIA B200", f, *args)
+    assert text.count("custom_call @__op$block_scaled_dot") == 3
+    assert kernels(text) == (3 if jax.__version_info__ >= (0, 11, 2) else 0)  # they quantize
+    assert (f8_products(text), other_products(text)) == ([], 0)
+    assert all(f"x{n // 32}xf8E8M0FNU>" in text for n in (2560, 2432, 2688))
+
+
+@pytest.mark.parametrize(
     "recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=repr
 )
 def test_gpus_without_f8_multiply_in_bf16(recipe):

@@ -4,7 +4,10 @@ The CUDA plugin of JAX compiles for a text description of a device, ``data/{h200
 XLA's passes, Mosaic GPU, LLVM and ptxas run as for the device itself; only autotuning does not.
 `compile_for` returns the optimized HLO and the resources of the Mosaic kernels as a `Program`.
 
-``python tests/gpu_programs.py report.xml`` prints the table of counts of a test run.
+``python tests/support/gpu_programs.py report.xml...`` prints the table of counts of test runs.
+
+In one process Mosaic GPU compiles kernels for one kind of GPU: programs with kernels for an H200
+and for a B200 are tested in different files, which run apart.
 """
 
 from __future__ import annotations
@@ -539,15 +542,16 @@ def forward_and_backward(
 # The table
 
 
-def print_table(report: str) -> None:
-    """From the properties that tests left in a JUnit report: one row each, in Markdown."""
+def print_table(*reports: str) -> None:
+    """From the properties that tests left in JUnit reports: one row each, in Markdown."""
     rows = []
-    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
-        properties = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
-        if "program" in properties:
-            rows.append((int(properties.pop("order")), properties))
+    for number, report in enumerate(reports):
+        for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+            properties = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
+            if "program" in properties:
+                rows.append(((number, int(properties.pop("order"))), properties))
     if not rows:
-        sys.exit(f"{report}: no program was compiled.")
+        sys.exit(f"{', '.join(reports)}: no program was compiled.")
     rows.sort(key=lambda row: row[0])
     print("|", " | ".join(rows[0][1]), "|")
     print("|---" * len(rows[0][1]) + "|")
@@ -556,4 +560,4 @@ def print_table(report: str) -> None:
 
 
 if __name__ == "__main__":
-    print_table(sys.argv[1])
+    print_table(*sys.argv[1:])

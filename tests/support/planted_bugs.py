@@ -546,6 +546,38 @@ BUGS: tuple[Bug, ...] = (
     ),
     # Products
     Bug(
+        "scale_of_the_tensor_lost",
+        "products in NVFP4 on Blackwell lack the scales of the tensors",
+        "jfp8/matmul/blackwell/product.py",
+        "outer = (jnp.broadcast_to(top.reshape(-1), sizes) if top.ndim else top,)",
+        "outer = ()",
+        "matmul/test_blackwell.py::test_scales_of_nvfp4",
+    ),
+    Bug(
+        "every_round_the_first",
+        "where a tile of each group is multiplied at a time, it is the first tile of the group",
+        "jfp8/products/ragged/by_tiles.py",
+        "at = jnp.cumsum(count) - count + i",
+        "at = jnp.cumsum(count) - count",
+        "products/test_ragged_dot.py::test_a_tile_of_each_group_at_a_time[current]",
+    ),
+    Bug(
+        "scales_of_half_a_block",
+        "the second half of each block of 128 gets the scale of the next block",
+        "jfp8/matmul/blackwell/product.py",
+        "jnp.repeat(scale, along // kind.block, axis=-1)",
+        "jnp.repeat(scale, along // kind.block // 2 + 1, axis=-1)",
+        "matmul/test_blackwell.py::test_scales_of_larger_blocks_are_those_of_several",
+    ),
+    Bug(
+        "promise_for_all_scales",
+        "a promise about scales of blocks is taken for one about the scales of rows",
+        "jfp8/matmul/job.py",
+        "return job.powers_of_two and varies_along(q, dims)",
+        "return job.powers_of_two",
+        "matmul/test_backends.py::test_blackwell_takes_powers_of_two",
+    ),
+    Bug(
         "compared_with_what_is_no_choice",
         "products go to bf16 because a layer that does not quantize were faster",
         "jfp8/matmul/choice.py",

@@ -1,1 +1,1 @@
-"""On Blackwell: products of MX operands by block-scaled tensor cores, and kernels of attention."""
+"""On Blackwell: products of operands in blocks by block-scaled tensor cores; attention."""

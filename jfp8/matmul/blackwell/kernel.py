@@ -1,12 +1,35 @@
-"""The product of MX operands on Blackwell: cuDNN's, scaled by the tensor cores themselves."""
+"""Products of MX and NVFP4 operands: cuDNN's, scaled by Blackwell's tensor cores themselves."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-BLOCK = 32  # elements along the contraction that share a scale
-FORMATS = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+class Kind(NamedTuple):
+    """What the tensor cores take as both operands of a product.
+
+    Attributes:
+      name: for messages.
+      data: dtypes of the values.
+      scale: dtype of the scales.
+      block: elements along the sum that share one.
+    """
+
+    name: str
+    data: tuple[np.dtype, ...]
+    scale: np.dtype
+    block: int
+
+
+_E4M3, _E5M2, _E2M1, _E8M0 = map(
+    np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.float8_e8m0fnu)
+)
+MX = Kind("MX", (_E4M3, _E5M2), _E8M0, 32)
+NVFP4 = Kind("NVFP4", (_E2M1,), _E4M3, 16)
 
 
 def scaled_matmul(
@@ -22,9 +45,10 @@ def scaled_matmul(
     scaled operands to memory and multiplies those, which is slower than a product in bf16.
 
     Args:
-      a, b: ``f8[M, K]`` and ``f8[N, K]``, e4m3fn or e5m2, but not both e5m2. If M or N is not a
-        multiple of 128, XLA copies operands to pad them.
-      a_scale, b_scale: ``e8m0[M, ceil(K/32)]`` and ``e8m0[N, ceil(K/32)]``.
+      a, b: ``[M, K]`` and ``[N, K]``. MX: e4m3fn or e5m2, but not both e5m2. NVFP4: e2m1fn. If M or
+        N is not a multiple of 128, XLA copies operands to pad them.
+      a_scale, b_scale: ``[M, ceil(K/block)]`` and ``[N, ceil(K/block)]``. MX: e8m0, for blocks of
+        32. NVFP4: e4m3fn, not negative, for blocks of 16.
       out_dtype: f32, bf16 or f16.
 
     Returns:
@@ -33,12 +57,13 @@ def scaled_matmul(
     Raises:
       NotImplementedError: dtypes for which cuDNN has no such product; XLA would dequantize.
     """
-    _check_dtypes(a, b, a_scale, b_scale, out_dtype)
+    kind = NVFP4 if a.dtype in NVFP4.data else MX
+    _check_dtypes(kind, a, b, a_scale, b_scale, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     # JAX infers the block size from the shapes, which an incomplete block would change.
-    a, b = (jnp.pad(x, ((0, 0), (0, -k % BLOCK))) for x in (a, b))
+    a, b = (jnp.pad(x, ((0, 0), (0, -k % kind.block))) for x in (a, b))
     # With f16, devices where XLA scales the values would do so in f16.
     dtype = jnp.float32 if out_dtype == jnp.float16 else out_dtype
     operands = (x[None] for x in (a, b, a_scale, b_scale))  # a batch of one product
@@ -46,6 +71,7 @@ def scaled_matmul(
 
 
 def _check_dtypes(
+    kind: Kind,
     a: jax.Array,
     b: jax.Array,
     a_scale: jax.Array,
@@ -54,21 +80,21 @@ def _check_dtypes(
 ) -> None:
     """Raises NotImplementedError unless cuDNN multiplies these."""
     of_operands = f"operands in {a.dtype.name} and {b.dtype.name}"
-    if a.dtype not in FORMATS or b.dtype not in FORMATS:
-        raise NotImplementedError(
-            f"{of_operands}: MX products on Blackwell take float8_e4m3fn and float8_e5m2."
-        )
-    if a.dtype == b.dtype == jnp.float8_e5m2:
+    products = f"{kind.name} products on Blackwell"
+    if a.dtype not in kind.data or b.dtype not in kind.data:
+        taken = " and ".join(dtype.name for dtype in kind.data)
+        raise NotImplementedError(f"{of_operands}: {products} take {taken}.")
+    if a.dtype == b.dtype == _E5M2:
         raise NotImplementedError(
             f"{of_operands}: cuDNN multiplies e5m2 only by e4m3fn; XLA would dequantize both."
         )
-    if not a_scale.dtype == b_scale.dtype == jnp.float8_e8m0fnu:
+    if not a_scale.dtype == b_scale.dtype == kind.scale:
         raise NotImplementedError(
-            f"scales in {a_scale.dtype.name} and {b_scale.dtype.name}: MX products on Blackwell "
-            "take float8_e8m0fnu, one scale for each 32 elements."
+            f"scales in {a_scale.dtype.name} and {b_scale.dtype.name}: {products} take "
+            f"{kind.scale.name}, one scale for each {kind.block} elements."
         )
     if out_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
-            f"a result in {jnp.dtype(out_dtype).name}: MX products on Blackwell give float32, "
-            "bfloat16 and float16."
+            f"a result in {jnp.dtype(out_dtype).name}: {products} give float32, bfloat16 and "
+            "float16."
         )

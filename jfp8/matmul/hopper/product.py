@@ -37,6 +37,15 @@ BLOCK = 128  # along the contraction: what the kernels sum before they scale
 
 def why_no_kernels(gpu: Gpu | None) -> str | None:
     """Why jfp8 has no kernels for `gpu`; None if it has. An unknown GPU counts as a Hopper."""
+    return _why_none(gpu, {9: "Hopper (compute capability 9.0)"})
+
+
+def why_no_quantizing(gpu: Gpu | None) -> str | None:
+    """Why no kernel quantizes on `gpu`. Those that do need no tensor cores: Blackwell runs them."""
+    return _why_none(gpu, {9: "Hopper (compute capability 9.0)", 10: "Blackwell (10.x)"})
+
+
+def _why_none(gpu: Gpu | None, families: dict[int, str]) -> str | None:
     if jax.__version_info__ < (0, 11, 2):
         return (
             f"JAX {jax.__version__}: the Mosaic GPU kernels need 0.11.2 or later, and with it "
@@ -44,8 +53,8 @@ def why_no_kernels(gpu: Gpu | None) -> str | None:
         )
     if kernels_are_interpreted() or gpu is None:
         return None
-    if not gpu.hopper:
-        return f"{gpu.kind}: the Mosaic GPU kernels are for Hopper (compute capability 9.0)"
+    if gpu.capability is None or gpu.capability[0] not in families:
+        return f"{gpu.kind}: the Mosaic GPU kernels are for {' and '.join(families.values())}"
     return why_not_divided(gpu)
 
 

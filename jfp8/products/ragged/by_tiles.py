@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation, tiles_or_groups
-from jfp8.matmul.job import scale_products, to_output, varies_along
+from jfp8.matmul.backend import Backend, facts_of
+from jfp8.matmul.choice import Implementation, in_rounds, tiles_or_groups
+from jfp8.matmul.job import Job, scale_products, to_output, varies_along
 from jfp8.products.dot_general import Dot
 from jfp8.products.operation import Kind, Operand, Operation, Sums
 from jfp8.quantizers.quantizer import Context, Quantizer
@@ -79,15 +81,76 @@ class GroupedDot(Grouped):
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
         if self.scales is not None and isinstance(second, ScaledArray):
             second = ScaledArray(second.data, self.scales)
-        y = tiles_or_groups(
-            lambda a, b: self._by_tiles(kind, a, b, sums),
-            lambda a, b: self._by_groups(kind, a, b),
+        dtype = self.dtype_of(kind)
+        return tiles_or_groups(
+            lambda a, b: self._by_tiles(kind, a, b, sums).astype(dtype),
+            lambda a, b: self._by_groups(kind, a, b).astype(dtype),
             first,
             second,
             accumulation=sums.accumulation,
             implementation=self.implementation,
+            by_rounds=self._rounds(kind, first, second, sums),
         )
-        return y.astype(self.dtype_of(kind))
+
+    def _rounds(
+        self, kind: Kind, first: Operand, second: Operand, sums: Sums
+    ) -> tuple[Backend, Callable[..., jax.Array]] | None:
+        """A backend that multiplies a tile of each group at once, and `by_rounds` with it."""
+        if not isinstance(first, ScaledArray) or not isinstance(second, ScaledArray):
+            return None
+        # Sums over tiles are in f32; other products are written once.
+        dtype = np.dtype(np.float32) if kind == "wgrad" else self.dtype_of(kind)
+        job = Job(_ROWS_IN_BATCHES, dtype, *sums[:-1])
+        a, b = jax.eval_shape(lambda a, b: self._of_round(kind, a, b, 0)[:2], first, second)
+        backend = in_rounds(facts_of(a, b, job))
+        if backend is None:
+            return None
+        product = lambda a, b: backend.multiply(a, b, job)
+        return backend, lambda a, b: self._by_rounds(kind, a, b, product).astype(
+            self.dtype_of(kind)
+        )
+
+    def _of_round(
+        self, kind: Kind, first: ScaledArray, second: ScaledArray, i: jax.typing.ArrayLike
+    ) -> tuple[ScaledArray, ScaledArray, jax.Array]:
+        """The operands of the i-th tile of every group, with rows to sum over last, and the tiles.
+
+        A group without such a tile gets another one, and beyond the last tile as its number.
+        """
+        tiles, height, _ = self.shapes[0]
+        count = self.padded_sizes // height
+        at = jnp.cumsum(count) - count + i
+        here = jnp.where(i < count, at, 0)
+        a = _at(first if kind != "wgrad" else first.transpose(0, 2, 1), here)
+        b = second if kind == "dgrad" else second.transpose(0, 2, 1)
+        b = _at(b, here) if kind == "wgrad" else b
+        return a, b, jnp.where(i < count, at, tiles)
+
+    def _by_rounds(
+        self,
+        kind: Kind,
+        first: ScaledArray,
+        second: ScaledArray,
+        product: Callable[[ScaledArray, ScaledArray], jax.Array],
+    ) -> jax.Array:
+        """Round by round, as many as the group with the most tiles has."""
+        (tiles, height, k), (groups, _, n) = self.shapes
+        shape = {
+            "fprop": (tiles, height, n),
+            "dgrad": (tiles, height, k),
+            "wgrad": (groups, k, n),
+        }[kind]
+
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            a, b, tile = self._of_round(kind, first, second, i)
+            y = product(a, b)
+            if kind == "wgrad":
+                return total + jnp.where((tile < tiles)[:, None, None], y, 0.0)
+            return total.at[tile].set(y, mode="drop")
+
+        zeros = jnp.zeros(shape, jnp.float32 if kind == "wgrad" else self.dtype_of(kind))
+        zeros, *_ = same_varying_axes((zeros, first, second, self.padded_sizes))
+        return lax.fori_loop(0, jnp.max(self.padded_sizes) // height, add, zeros)
 
     def _by_tiles(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
         """One tile after the other, each an ordinary product; f32."""
@@ -146,6 +209,16 @@ class GroupedDot(Grouped):
         for factor in factors:
             y = y * factor
         return y
+
+
+_ROWS_IN_BATCHES = (((2,), (2,)), ((0,), (0,)))
+
+
+def _at(q: ScaledArray, index: jax.Array) -> ScaledArray:
+    """The matrices of a stack at `index`; what all of them share stays as it is."""
+    take = lambda leaf: leaf[index] if leaf.ndim and leaf.shape[0] > 1 else leaf
+    taken = jax.tree.map(take, q)
+    return replace(taken, data=q.data[index])
 
 
 def _factors(

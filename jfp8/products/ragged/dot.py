@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation, grouped_kernels
+from jfp8.matmul.choice import Implementation, grouped_kernels, may_go_by_rounds
 from jfp8.matmul.job import scale_shape_of
 from jfp8.products.operation import (
     How,
@@ -88,8 +88,9 @@ def scaled_ragged_dot(
       implementation: ``"emulate"`` (a loop over tiles on any device), ``"xla"``
         (``jax.lax.ragged_dot_general`` of the stored values in bfloat16, which is exact),
         ``"mosaic_gpu"`` (Pallas kernels for Hopper, for recipes with one scale per tensor or in
-        blocks of 128), or None: on CUDA mosaic_gpu where possible, else xla; emulate elsewhere. (On
-        CPUs JAX's own ragged products compute every row with every matrix.)
+        blocks of 128), or None: on CUDA mosaic_gpu where possible; else a tile of each group at a
+        time, where a product of `scaled_matmul` takes the recipe's formats and scales; else xla.
+        Elsewhere emulate. (JAX's own ragged products may compute every row with every matrix.)
 
     Returns:
       Array of shape ``[m, n]``.
@@ -139,7 +140,12 @@ def _observed(how, out_dtype, lhs, rhs, sizes, state):
     rhs, scales = _frozen_groups(rhs, recipe)
     why_not = functools.partial(why_not_grouped_kernels, recipe, rhs)
     by_kernels = grouped_kernels(why_not, implementation)
-    tiles = lay_out(sizes, m, _TILE if by_kernels else _tile_height(recipe, m, groups))
+    products = recipe.resolved()
+    formats = {q.fmt for q in products.quantizers()}
+    blocks = {q.block for q in products.quantizers() if q.block}
+    by_rounds = may_go_by_rounds(formats, blocks, recipe.accumulation, implementation)
+    height = _TILE if by_kernels else _tile_height(recipe, m, groups, by_rounds)
+    tiles = lay_out(sizes, m, height)
     rows = take_rows(lhs, tiles.rows, tiles.slots)
     kind = GroupedKernels if by_kernels else GroupedDot
     operation = kind(
@@ -176,11 +182,11 @@ def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Ar
     return sizes.astype(jnp.int32)
 
 
-def _tile_height(recipe: Recipe, m: int, groups: int) -> int:
+def _tile_height(recipe: Recipe, m: int, groups: int, by_rounds: bool) -> int:
     """A height that no block of scales, and no rotated stretch, along the rows reaches across.
 
     The height changes results only by the order of f32 sums, unless they depend on how long a sum
-    is: then it is 128.
+    is: then it is 128. If a tile of each group is multiplied at a time, each may be higher.
     """
     products = recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
@@ -192,9 +198,13 @@ def _tile_height(recipe: Recipe, m: int, groups: int) -> int:
 
     height = _TILE
     spans = any(q is not None and q.spans_rows for q in (wgrad.lhs, wgrad.rhs))
-    if recipe.accumulation == "f32" and not spans:
+    if not spans:
         quarter = max(m // (4 * groups), 1)
-        height = min(max(1 << (quarter.bit_length() - 1), _SMALLEST_TILE), _TILE)
+        quarter = 1 << (quarter.bit_length() - 1)
+        if by_rounds:
+            height = max(quarter, _TILE)
+        elif recipe.accumulation == "f32":
+            height = min(max(quarter, _SMALLEST_TILE), _TILE)
     return -(-height // multiple) * multiple
 
 
