@@ -18,9 +18,7 @@ from jfp8.scaling.formats import format_called
 # The operands of each product of a layer.
 OPERANDS = {"fprop": ("lhs", "rhs"), "dgrad": ("grad", "rhs"), "wgrad": ("lhs", "grad")}
 
-_Group = Mapping[
-    tuple[str, str], TensorStats
-]  # the rows of a layer in a step, by tensor and product
+_Group = dict[tuple[str, str], TensorStats]  # the rows of a layer in a step, by tensor and product
 
 
 @dataclass(frozen=True)
@@ -217,7 +215,7 @@ def _name(recipe: Recipe | None) -> str:
 
 def _groups(rows: Iterable[TensorStats]) -> dict[str, dict[str, dict[object, _Group]]]:
     """The rows of layers by recipe, path, and step with the index of a stacked layer."""
-    found: dict[str, dict[str, dict[object, dict[tuple[str, str], TensorStats]]]] = {}
+    found: dict[str, dict[str, dict[object, _Group]]] = {}
     for row in rows:
         if not isinstance(row, TensorStats):
             raise TypeError(

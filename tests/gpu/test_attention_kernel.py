@@ -215,7 +215,7 @@ def test_public_function(spec, compiled, compiled_for_eight):
 
 @pytest.mark.parametrize("shape", [(1, 1, T, T), (2, 1, T, T), (2, 1, 1, T)])
 def test_masks_are_divided(shape, compiled_for_eight):
-    """Each device packs what its batches see. Numbers are spilled outside of loops only."""
+    """Each device packs what its batches see, and exchanges nothing. A few numbers are spilled."""
     of = lambda heads: jax.ShapeDtypeStruct((2, T, heads, 128), BF16)
     specs = [P("x", None, "y")] * 4 + [P("x" if shape[0] > 1 else None)]
 
