@@ -52,7 +52,7 @@ def test_the_page_has_the_recorded_figures(benchmark, errors):
         " ".join(page.split()),
     )
     before, rotated = of("per tensor"), of("per tensor, rotated")
-    wanted = (100 * before, 100 * rotated, before / rotated, 100 * of("rowwise"))
+    wanted = (100 * before, 100 * rotated, before / rotated, 100 * of("tokens"))
     assert in_page.groups() == tuple(f"{x:.2g}" for x in wanted)
 
 

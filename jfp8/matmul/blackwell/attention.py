@@ -99,18 +99,3 @@ def attention_forward(
     blocks = heads // shape[-3], shape[-3] * problem.tiles
     o, lse = launch(run, "attention_blackwell", blocks, operands, out_type, memory, interpret)
     return heads_first(o, shape), lse[:, :rows].reshape(shape[:-1])
-
-
-def division(groups: int, *, with_lengths: bool) -> str:
-    """How devices may divide `attention_forward`: by sequences and heads, ``[B, N, T, H]``.
-
-    A rule for `tracing.divided`.
-    """
-    k = of_keys(groups)
-    operands = ["b n T H", f"{k} S H", f"{k} H S", "b n T", f"{k} S", f"{k} S", *[k] * with_lengths]
-    return f"{', '.join(operands)} -> b n T H, b n T"
-
-
-def of_keys(groups: int) -> str:
-    """What a rule calls the heads of keys."""
-    return "b n" if groups == 1 else f"b n/{groups}"

@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.blackwell import attention_dkv, attention_dq
-from jfp8.matmul.blackwell.attention import of_keys
 from jfp8.matmul.blackwell.attention_dkv import QUERIES
 from jfp8.matmul.blackwell.attention_parts import ROWS
 from jfp8.matmul.hopper.attention_backward import Stored, Vectors
@@ -72,21 +71,6 @@ def attention_backward(
     dk, dv = (_without_padding(heads_first(x, stored.k.shape), key_lengths) for x in found)
     largest = largest[:, :rows].reshape(stored.q.shape[:-1])
     return heads_first(dq, stored.q.shape), dk, dv, largest
-
-
-def division(groups: int, *, with_lengths: bool) -> str:
-    """How devices may divide `attention_backward`: by sequences and heads, ``[B, N, T, H]``.
-
-    A rule for `tracing.divided`, with the leaves of its operands.
-    """
-    q, k = "b n", of_keys(groups)
-    tokens = [f"{k} S" if name[0] in "kv" else f"{q} T" for name in Stored._fields]
-    matrices = [
-        f"{axes[:-1]}H {axes[-1]}" if name.endswith("_t") else f"{axes} H"
-        for name, axes in zip(Stored._fields, tokens, strict=True)
-    ]
-    operands = [*matrices, *tokens, f"{q} T", f"{q} T", *[k] * with_lengths]
-    return f"{', '.join(operands)} -> {q} T H, {k} S H, {k} S H, {q} T"
 
 
 def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

@@ -37,15 +37,16 @@ BLOCK = 128  # along the contraction: what the kernels sum before they scale
 
 def why_no_kernels(gpu: Gpu | None) -> str | None:
     """Why jfp8 has no kernels for `gpu`; None if it has. An unknown GPU counts as a Hopper."""
-    return _why_none(gpu, {9: "Hopper (compute capability 9.0)"})
+    return why_none_for(gpu, {9: "Hopper (compute capability 9.0)"})
 
 
 def why_no_quantizing(gpu: Gpu | None) -> str | None:
     """Why no kernel quantizes on `gpu`. Those that do need no tensor cores: Blackwell runs them."""
-    return _why_none(gpu, {9: "Hopper (compute capability 9.0)", 10: "Blackwell (10.x)"})
+    return why_none_for(gpu, {9: "Hopper (compute capability 9.0)", 10: "Blackwell (10.x)"})
 
 
-def _why_none(gpu: Gpu | None, families: dict[int, str]) -> str | None:
+def why_none_for(gpu: Gpu | None, families: dict[int, str]) -> str | None:
+    """Why there are no kernels for `gpu`, but for `families`, by major compute capability."""
     if jax.__version_info__ < (0, 11, 2):
         return (
             f"JAX {jax.__version__}: the Mosaic GPU kernels need 0.11.2 or later, and with it "
@@ -93,12 +94,12 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
     return run(kernel, lhs, rhs)
 
 
-def run(kernel: Callable[..., Any], *operands: Any) -> Any:
+def run(kernel: Callable[..., Any], *operands: Any, name: str = "mosaic_gpu") -> Any:
     """``kernel(*operands)`` on CUDA, or interpreted; an error if compiled for another platform."""
     if kernels_are_interpreted():
         return kernel(*operands)
     reason = (
-        "implementation='mosaic_gpu' runs on CUDA, and this program is compiled for another "
+        f"implementation={name!r} runs on CUDA, and this program is compiled for another "
         "platform. Use implementation=None or 'emulate', which give the same numbers."
     )
     return on_cuda_only(kernel, reason, *operands)

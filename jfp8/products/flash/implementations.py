@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from jfp8.matmul.choice import by_platform, made_for_this_gpu, why_not_here
 from jfp8.matmul.hopper.product import run
-from jfp8.products.flash import blackwell, cudnn, hopper
+from jfp8.products.flash import cudnn
 from jfp8.products.flash.numerics import Numerics, numerics_of
+from jfp8.products.flash.pallas import BLACKWELL, HOPPER, Pallas
 from jfp8.products.flash.visible import Visible
 from jfp8.recipes.recipe import Recipe
 from jfp8.tracing.compat import same_varying_axes
@@ -55,14 +56,19 @@ class Kernels(NamedTuple):
     backward: Callable[..., Any] | None = None
 
 
-def _mosaic_gpu(facts: Facts, gpu: Gpu | None) -> str | None:
-    numerics = numerics_of(facts.recipe)
-    return hopper.refusal(numerics, facts.visible, facts.depth, facts.scale, gpu)
+def _by_pallas(kernels: Pallas, capability: int) -> Kernels:
+    def refusal(facts: Facts, gpu: Gpu | None) -> str | None:
+        numerics = numerics_of(facts.recipe)
+        return kernels.refusal(numerics, facts.visible, facts.depth, facts.scale, gpu)
 
-
-def _blackwell(facts: Facts, gpu: Gpu | None) -> str | None:
-    numerics = numerics_of(facts.recipe)
-    return blackwell.refusal(numerics, facts.visible, facts.depth, facts.scale, gpu)
+    return Kernels(
+        refusal,
+        kernels.forward,
+        partial(run, name=kernels.name),
+        gpus=capability,
+        refusal_backward=kernels.refusal_backward,
+        backward=kernels.backward,
+    )
 
 
 def _cudnn(facts: Facts, gpu: Gpu | None) -> str | None:
@@ -71,22 +77,8 @@ def _cudnn(facts: Facts, gpu: Gpu | None) -> str | None:
 
 
 KERNELS = {
-    "mosaic_gpu": Kernels(
-        _mosaic_gpu,
-        hopper.forward,
-        run,
-        gpus=9,
-        refusal_backward=hopper.refusal_backward,
-        backward=hopper.backward,
-    ),
-    blackwell.NAME: Kernels(
-        _blackwell,
-        blackwell.forward,
-        blackwell.run,
-        gpus=10,
-        refusal_backward=blackwell.refusal_backward,
-        backward=blackwell.backward,
-    ),
+    HOPPER.name: _by_pallas(HOPPER, 9),
+    BLACKWELL.name: _by_pallas(BLACKWELL, 10),
     "cudnn": Kernels(_cudnn, cudnn.forward, cudnn.run, together=True),
 }
 
