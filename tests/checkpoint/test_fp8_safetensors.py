@@ -63,6 +63,7 @@ def values_of(data: np.ndarray, scale: np.ndarray, block: int | None) -> np.ndar
     return data.astype(np.float32) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.representative(2)
 @pytest.mark.parametrize("name", CHECKSUMS)
 def test_values_are_those_of_the_library_that_wrote_them(name):

@@ -239,6 +239,7 @@ def test_a_plain_training_state_becomes_one_of_fp8_and_trains():
     assert isinstance(back.step, int)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["state", "variables", "state dict", "dict of variables"])
 def test_downgraded_variables_give_the_logits_of_the_plain_model(of):
     state, saved = saved_of("plain")
@@ -542,6 +543,7 @@ def test_moments_go_into_another_form_and_back(name):
     trained(state, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", UNMASTERED)
 @pytest.mark.parametrize("after", ["O2", "stored"])
 def test_between_all_optimizers(before, after):

@@ -528,6 +528,7 @@ def test_mutable_is_obeyed(setup_model, mutable):
         assert first[0] == np.abs(X).max()
 
 
+@pytest.mark.slow
 def test_frozen_dicts_and_intermediates(setup_model):
     model, variables = setup_model
     y, mutated = model.apply(

@@ -328,6 +328,7 @@ def test_stacks_are_converted_inside(size):
         jfp8.convert(Stack(make), "delayed", exempt=())(X)
 
 
+@pytest.mark.slow
 def test_a_module_that_differentiates_has_no_history_for_its_gradients():
     """These are a million times smaller here, and by the scale of activations all zeros."""
 

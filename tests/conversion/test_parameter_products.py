@@ -393,6 +393,7 @@ def test_weights_in_fp8_give_what_their_values_give():
         jfp8.quantize_params(params)
 
 
+@pytest.mark.slow
 def test_a_module_that_differentiates_has_histories_for_its_gradients():
     """These are a million times smaller here, and by the scale of activations all zeros."""
 

@@ -73,6 +73,7 @@ def test_each_layer_has_the_recipe_of_the_first_pattern_that_matches():
     assert np.all(found != plain)
 
 
+@pytest.mark.slow
 def test_patterns_are_those_of_the_converted_part_of_a_model():
     class Outer(nn.Module):
         inner: nn.Module
@@ -85,6 +86,7 @@ def test_patterns_are_those_of_the_converted_part_of_a_model():
     assert recipes_of(model, model.init(KEY, X)) == within
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "context"])
 def test_attention_of_jfp8_has_a_path_and_a_recipe(name):
     """It has no parameters; and without histories no state either."""
@@ -135,6 +137,7 @@ def test_from_a_file():
     assert "loss_scale" in repr(jax.eval_shape(tx.init, variables["params"])).lower()
 
 
+@pytest.mark.slow
 def test_stored_weights_follow_their_recipes():
     params = jax.jit(Model().init)(KEY, X)["params"]
     stored = jfp8.quantize_params(params, {"first": None, "blocks_0": "mxfp8", "*": "current"})

@@ -203,6 +203,7 @@ def test_steps_that_differ_a_lot_are_no_fault(seed):
 # Outliers
 
 
+@pytest.mark.slow
 def test_an_activation_outlier():
     rows = train(recipes.DelayedScaling(), outliers=LARGE)
     finding = first(report(rows))
@@ -395,6 +396,7 @@ def test_a_gradient_that_overflows():
     assert finding.severity == "error"
 
 
+@pytest.mark.slow
 def test_what_a_dynamic_loss_scale_does_is_a_note():
     def grow(i, old, new):
         return with_loss_scale(new, 2.0**15 if i != 10 else np.inf)

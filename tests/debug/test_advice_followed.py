@@ -88,6 +88,7 @@ FAULTS = {
 QUICK = ("outlier channel, blocks of 128",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAULTS],

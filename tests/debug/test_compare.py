@@ -260,6 +260,7 @@ def test_layers_with_a_recipe_of_their_own_take_part(make):
     assert own == without
 
 
+@pytest.mark.slow
 def test_partly_quantized_layers_show_each_product_once():
     """This recipe leaves wgrad in high precision, and that alone was once compared."""
     own = linen_layer(jfp8.recipes.RowwiseScaling(high_precision_wgrad=True))

@@ -71,6 +71,7 @@ CASES = {
 DAILY = ["current", "Conv", "ExpertDense", "nnx.Linear"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [c if c in DAILY else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )

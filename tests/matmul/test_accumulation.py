@@ -191,6 +191,7 @@ def test_chunks_are_visible():
     assert y.item() == first + np.float32(2) * (np.float32(0.5) * third)
 
 
+@pytest.mark.slow
 def test_chunks_run_over_merged_contracting_dimensions():
     """In the order in which they are named, the last of them fastest."""
     rng = np.random.default_rng(0)

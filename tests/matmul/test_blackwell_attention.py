@@ -130,18 +130,6 @@ def test_gradients(case):
         assert np.median(bound) < 0.02 * np.median(np.abs(want[want != 0]))  # it is no excuse
 
 
-def test_rules_of_division():
-    keys = "b n/4 S H, b n/4 H S, b n T, b n/4 S, b n/4 S, b n/4"
-    assert attention.division(4, with_lengths=True) == f"b n T H, {keys} -> b n T H, b n T"
-    rule = "b n T H, b n S H, b n H S, b n T, b n S, b n S -> b n T H, b n T"
-    assert attention.division(1, with_lengths=False) == rule
-    matrices = "b n T H, b n/4 S H, b n/4 S H, b n T H, b n H T, b n/4 H S, b n H T"
-    vectors = "b n T, b n/4 S, b n/4 S, b n T, b n T, b n/4 S, b n T, b n T, b n T"
-    results = "b n T H, b n/4 S H, b n/4 S H, b n T"
-    rule = attention_backward.division(4, with_lengths=True)
-    assert rule == f"{matrices}, {vectors}, b n/4 -> {results}"
-
-
 # In `scaled_dot_product_attention`
 
 
@@ -185,7 +173,7 @@ def test_when_the_reference_computes(options, reason):
 def test_another_gpu_is_refused():
     x = jnp.ones((1, 8, 2, 64))
     attend = partial(jfp8.scaled_dot_product_attention, implementation=NAME)
-    with pytest.raises(ValueError, match="NVIDIA H200: these kernels are for Blackwell"):
+    with pytest.raises(ValueError, match="NVIDIA H200: the Mosaic GPU kernels are for Blackwell"):
         jaxpr_on("H200", attend, x, x, x)
     with pytest.raises(Exception, match="compiled for another platform"):
         jax.jit(attend)(x, x, x)

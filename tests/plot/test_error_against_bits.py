@@ -122,6 +122,7 @@ def test_blocks_keep_an_outlier_from_other_features():
     assert large["mxfp8"][1] < 2 * small["mxfp8"][1]
 
 
+@pytest.mark.slow
 def test_takes_quantizers_and_more_dimensions():
     given = {"a": Current(jfp8.E5M2), "b": Blockwise(jfp8.E4M3FN, (64, 1)), "c": "mxfp8"}
     points = drawn(jfp8.plot.error_against_bits(NORMAL.reshape(2, -1, FEATURES), given))

@@ -652,6 +652,7 @@ def test_heat_map_of_many_steps_marks_columns_of_which_one_step_is_dead():
     assert marked(jfp8.plot.heat_map(rows)) == {"dead: all zeros": {(0, 77 // 3)}}
 
 
+@pytest.mark.slow
 def test_heat_map_of_a_gradient_that_dies():
     """Under `Unscaled` the second layer's gradient is flushed, and the first one's is all zeros."""
     model = nn.Sequential([jfp8.Dense(8, recipe="unscaled") for _ in range(2)])

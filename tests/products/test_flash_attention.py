@@ -183,6 +183,7 @@ def test_every_recipe_has_formats_for_attention(recipe):
     assert found.scores == (backward, backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["current", "hybrid"])
 def test_gradients_with_scales_are_in_the_format_of_forward_operands(recipe):
     """Those of `Hybrid` have none, and keep the range of e5m2."""
@@ -285,6 +286,7 @@ def equations_of(jaxpr):
                 yield from equations_of(inner)
 
 
+@pytest.mark.slow
 def test_under_transformations():
     q, k, v, grad = operands(queries=20, keys=30)
     f = functools.partial(ATTENTION, is_causal=True, recipe="rowwise")

@@ -226,6 +226,7 @@ def test_a_program_and_its_loops_are_the_same(program, recipe, seed):
                 same(leaf(fp8, place, *names), leaf(other_fp8, there, *names))
 
 
+@pytest.mark.slow
 @few_programs
 @given(program=programs(deepest=2), recipe=named_recipes, seed=st.integers(0, 1 << 32))
 def test_jit_changes_nothing(program, recipe, seed):

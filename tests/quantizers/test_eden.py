@@ -74,6 +74,7 @@ def test_scales_are_neighbours_of_the_corrected_ones(axis):
     assert 0.7 < np.sqrt(np.mean(score**2)) < 1.1
 
 
+@pytest.mark.slow
 def test_rotated_at_random_it_is_unbiased_and_loses_half_as_much():
     """The mean of 256 estimates is 16 times as close as one; stochastic values lose twice as much.
 

@@ -55,6 +55,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_run_of_three_phases_and_one_that_was_killed(tmp_path):
     state, losses = begun(), []
     for step in range(6):
