@@ -262,4 +262,4 @@ def test_attention_of_flax_with_its_mask(compiled):
         found = jfp8.report(model, *args[:2])
     assert "15 of 15 products" in found.summary()  # x needs no gradient
     inside = [row for row in found.rows if row.path.endswith("/attention")]
-    assert [row.cuda for row in inside] == ["mosaic_gpu"] * 6
+    assert {row.cuda for row in inside} == {"mosaic_gpu"}
