@@ -148,7 +148,8 @@ def recommend(
 
     Args:
       rows: statistics of steps with gradients, under one recipe or two. If it is one, the layers
-        that do not get it are proposed for high precision.
+        that do not get it are proposed for high precision. Steps without gradients do not count,
+        and layers that never have some get the fewest bits.
       products: what ``jfp8.report(model, variables, x)`` returns of the model in the fewest bits.
       share: of the FLOPs of all layers with statistics, at least what the recipe with the fewest
         bits gets: 0 to 1.
@@ -227,11 +228,11 @@ def _groups(rows: Iterable[TensorStats]) -> dict[str, dict[str, dict[object, _Gr
         group = steps.setdefault((row.step, row.index), {})
         for kind in row.products.split("+"):
             group[row.tensor, kind] = row
-    layers = {
-        recipe: {path: steps for path, steps in by_path.items() if _is_layer(steps)}
-        for recipe, by_path in found.items()
-    }
-    layers = {recipe: by_path for recipe, by_path in layers.items() if by_path}
+    layers: dict[str, dict[str, dict[object, _Group]]] = {}
+    for recipe, by_path in found.items():
+        for path, steps in by_path.items():
+            if trained := {step: group for step, group in steps.items() if _is_trained(group)}:
+                layers.setdefault(recipe, {})[path] = trained
     if not layers:
         raise ValueError(
             "There are no statistics of a layer with its gradients. Measure training steps: "
@@ -240,9 +241,9 @@ def _groups(rows: Iterable[TensorStats]) -> dict[str, dict[str, dict[object, _Gr
     return layers
 
 
-def _is_layer(steps: Mapping[object, _Group]) -> bool:
+def _is_trained(group: _Group) -> bool:
     """Whether there are statistics of a product with a weight, forward and backward."""
-    return all({role for role, _ in group} >= {"lhs", "rhs", "grad"} for group in steps.values())
+    return {role for role, _ in group} >= {"lhs", "rhs", "grad"}
 
 
 def _two_recipes(

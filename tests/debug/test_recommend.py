@@ -11,7 +11,7 @@ from jfp8.debug import recommend
 
 M, K, N = 128, 192, 64
 KEYS = jax.random.split(jax.random.key(0), 4)
-X = jax.random.normal(KEYS[0], (M, K))
+X = dict.fromkeys(("quiet", "loud"), jax.random.normal(KEYS[0], (M, K)))
 GRADS = {"quiet": jax.random.normal(KEYS[1], (M, N)), "loud": jax.random.normal(KEYS[2], (M, N))}
 GRADS["loud"] *= 30
 
@@ -20,52 +20,58 @@ class TwoLayers(nn.Module):
     """With gradients of different sizes."""
 
     @nn.compact
-    def __call__(self, x):
-        return {name: nn.Dense(N, use_bias=False, name=name)(x) for name in GRADS}
+    def __call__(self, xs):
+        return {name: nn.Dense(N, use_bias=False, name=name)(xs[name]) for name in GRADS}
 
 
-def loss_fn(model, params, x, grads):
-    ys = model.apply({"params": params}, x)
+def loss_fn(model, params, xs, grads):
+    ys = model.apply({"params": params}, xs)
     return sum(jnp.sum(ys[name] * grads[name]) for name in grads), ys
 
 
 @pytest.fixture(scope="module")
 def run():
-    """Rows under MX and NVFP4, results and gradients under each and in high precision, a report."""
+    """Rows under MX and NVFP4, a report, gradients and results under each, and the kernels."""
     plain, rows, results = TwoLayers(), [], {}
     params = jax.jit(plain.init)(KEYS[3], X)["params"]
     for name in ("mxfp8", "nvfp4"):
         model = jfp8.convert(plain, {"*": name}, exempt=())
-        step = jax.grad(lambda *args, model=model: loss_fn(model, *args), has_aux=True)
+        step = jax.grad(lambda *args, model=model: loss_fn(model, *args), (0, 1), has_aux=True)
         results[name], seen = jax.jit(jfp8.debug.stats(step))(params, X, GRADS)
-        rows += seen.rows()
-    x = np.asarray(X, float)
-    exact = {name: {"kernel": x.T @ np.asarray(grad, float)} for name, grad in GRADS.items()}
-    results[None] = exact, {n: x @ np.asarray(p["kernel"], float) for n, p in params.items()}
+        rows += seen.rows(step=0)
+        _, seen = jax.jit(jfp8.debug.stats(model.apply))({"params": params}, X)
+        rows += seen.rows(step=1)  # which has no gradients
     model = jfp8.convert(plain, "nvfp4", exempt=())
-    return rows, jfp8.report(model, {"params": params}, X), results
+    kernels = {name: layer["kernel"] for name, layer in params.items()}
+    return rows, jfp8.report(model, {"params": params}, X), results, kernels
 
 
 def test_predicted_errors_are_those_of_the_products(run):
-    rows, products, results = run
+    rows, products, results, params = run
     found = recommend(rows, products, share=0.5)
     assert (found.few.name, found.otherwise.name) == ("nvfp4", "mxfp8")
     for layer in found.layers:
+        x, w, g = (
+            np.asarray(v, float) for v in (X[layer.path], params[layer.path], GRADS[layer.path])
+        )
+        exact = {"fprop": x @ w, "dgrad": g @ w.T, "wgrad": x.T @ g}
         for name, predicted in (("nvfp4", layer.in_few), ("mxfp8", layer.otherwise)):
-            (dw, y), (exact_dw, exact_y) = (
-                (np.asarray(grads[layer.path]["kernel"], float), np.asarray(ys[layer.path], float))
-                for grads, ys in (results[name], results[None])
-            )
-            # Sums of 8,192 and 12,288 squares, whose roundings correlate within a block.
-            error = np.linalg.norm(y - exact_y) / np.linalg.norm(exact_y)
-            assert predicted.fprop == pytest.approx(error, rel=0.08)
-            error = np.linalg.norm(dw - exact_dw) / np.linalg.norm(exact_dw)
-            assert predicted.wgrad == pytest.approx(error, rel=0.08)
-            assert predicted.noise == pytest.approx(np.sum((dw - exact_dw) ** 2), rel=0.16)
+            (dw, dx), y = results[name]
+            of = {
+                "fprop": y[layer.path],
+                "dgrad": dx[layer.path],
+                "wgrad": dw[layer.path]["kernel"],
+            }
+            # Sums of 8,192 squares or more, whose roundings correlate within a block.
+            for kind, wanted in exact.items():
+                error = np.linalg.norm(of[kind] - wanted) / np.linalg.norm(wanted)
+                assert getattr(predicted, kind) == pytest.approx(error, rel=0.08), kind
+            noise = float(np.sum((of["wgrad"] - exact["wgrad"]) ** 2))
+            assert predicted.noise == pytest.approx(noise, rel=0.16)
 
 
 def test_the_noisiest_layer_is_kept_in_more_bits(run):
-    rows, products, _ = run
+    rows, products, *_ = run
     found = recommend(rows, products, share=0.5)
     assert found.recipes == {"loud": jfp8.recipes.get("mxfp8"), "*": jfp8.recipes.get("nvfp4")}
     assert found.share == 0.5
@@ -86,7 +92,7 @@ def test_the_noisiest_layer_is_kept_in_more_bits(run):
 
 
 def test_one_recipe_is_compared_with_high_precision(run):
-    rows, products, _ = run
+    rows, products, *_ = run
     of_four_bits = [row for row in rows if row.recipe == "nvfp4"]
     own = jfp8.recipes.NVFP4BlockScaling(stochastic_rounding=False)
     found = recommend(of_four_bits, products, share=0.5, recipes=[own])
@@ -96,7 +102,7 @@ def test_one_recipe_is_compared_with_high_precision(run):
 
 
 def test_what_it_refuses(run):
-    rows, products, _ = run
+    rows, products, *_ = run
     forward = [row for row in rows if row.tensor != "grad"]
     few = [row for row in rows if row.recipe == "nvfp4"]
     lacking = [row for row in rows if (row.recipe, row.path) != ("mxfp8", "loud")]

@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -18,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jfp8
 from jfp8 import recipes
 from jfp8.matmul.hopper.attention import BLOCK, attention_forward, division
+from support.attention_in_f64 import assert_attention, f64, operands_of
 from support.interpreter import no_races
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -30,73 +30,6 @@ def interpreted(*operands, **options):
         return jax.block_until_ready(attention_forward(*operands, **options, interpret=params))
 
 
-def f64(x):
-    return np.asarray(x).astype(np.float64)
-
-
-def operands_of(heads, groups, rows, keys, size, dtypes=(E4M3, E4M3, E4M3)):
-    """Random ones, and a token of zeros; keys and values have scales of many magnitudes."""
-    rng = np.random.default_rng(rows + keys + size)
-    key_heads = heads // groups
-    shapes = (heads, rows, size), (key_heads, keys, size), (key_heads, size, keys)
-    data = [jnp.asarray(rng.standard_normal(s), d) for s, d in zip(shapes, dtypes, strict=True)]
-    q_scale = rng.uniform(0.5, 2, (heads, rows))
-    k_scale = 10 ** rng.uniform(-2.5, 0.5, (key_heads, keys))
-    v_scale = 2.0 ** rng.integers(-6, 6, (key_heads, keys))
-    # As tokens of zeros are quantized where scales move into weights.
-    of_zeros = lambda x: jnp.asarray(x, F32).at[:, 5].set(2.0**-126)
-    data = [data[0].at[:, 5].set(0), data[1].at[:, 5].set(0), data[2].at[:, :, 5].set(0)]
-    return *data, *map(of_zeros, (q_scale, k_scale, v_scale))
-
-
-def visible_keys(rows, keys, is_causal, window, length):
-    """bool[rows, keys]."""
-    i, j = np.arange(rows)[:, None], np.arange(keys)
-    left, right = window or (rows + keys, rows + keys)
-    seen = (j >= i - left) & (j <= i + right) & (j < length)
-    return seen & (j <= i) if is_causal else seen
-
-
-def e4m3(x):
-    return x.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-
-
-def attention_in_f64(q, k, v_t, q_scale, k_scale, v_scale, scale, visible):
-    """One head by the equations, block by block: o and lse, with a bound on the error of each.
-
-    The kernel's logits are f32: they differ by at most a rounding for each of the H terms and for
-    each factor. So does the maximum, and with exp2, off by 2^-22, that bounds how far a probability
-    may be from ours. Where a rounding to e4m3fn lies in between, its two results are both right.
-    """
-    rows, size = q.shape
-    factor = q_scale[:, None] * scale * np.log2(np.e)
-    s = np.where(visible, q @ k.T * factor * k_scale, -np.inf)
-    slack = (size + 6) * 2.0**-24 * (np.abs(q) @ np.abs(k).T * factor * k_scale + 8)
-    m, l, acc, bound = np.full(rows, -np.inf), np.zeros(rows), 0.0, 0.0
-    for start in range(0, len(k), BLOCK):
-        block = slice(start, start + BLOCK)
-        seen = visible[:, block]
-        before, m = m, np.maximum(m, s[:, block].max(1))
-        shift = np.where(np.isinf(m), 0, m)
-        p, shrink = np.exp2(s[:, block] - shift[:, None]), np.exp2(before - shift)
-        l = l * shrink + p.sum(1)
-        unit = np.where(seen, v_scale[block], 0).max(1)
-        unit = np.where(unit == 0, 1, unit)
-        w = p * (v_scale[block] / unit[:, None]) * 2.0**8
-        off = slack[:, block] + np.where(seen, slack[:, block], 0).max(1, keepdims=True) + 2.0**-22
-        flips = e4m3(w * (1 + off)) - e4m3(w * (1 - off))
-        unit = unit[:, None] * 2.0**-8
-        acc = acc * shrink[:, None] + e4m3(w) @ v_t[:, block].T * unit
-        bound = bound * shrink[:, None] + flips @ np.abs(v_t[:, block]).T * unit
-        bound = bound + 2.0**-16 * (e4m3(w) @ np.abs(v_t[:, block]).T * unit)
-    some = l > 0
-    factor = np.where(some, 1 / np.where(some, l, 1), 0)
-    off = np.where(visible, slack, 0).max(1) + 2.0**-20
-    with np.errstate(divide="ignore"):
-        lse = m * np.log(2) + np.log(l)
-    return acc * factor[:, None], (bound + off[:, None] * np.abs(acc)) * factor[:, None], lse, off
-
-
 def random_mask(*shape):
     """bool[shape]: most keys hidden; some queries see none, and some no key of a block."""
     mask = np.random.default_rng(sum(shape)).random(shape) < 0.3
@@ -106,33 +39,6 @@ def random_mask(*shape):
     else:
         mask[..., -BLOCK:] = False
     return mask
-
-
-def assert_attention(
-    results, operands, groups, scale, is_causal, window, lengths, out_dtype, mask=True
-):
-    o, lse = results
-    assert (o.dtype, lse.dtype, o.shape) == (out_dtype, F32, operands[0].shape)
-    q, k, v_t, *scales = map(f64, operands)
-    for head in range(len(q)):
-        g = head // groups
-        q_scale, k_scale, v_scale = (x[i] for x, i in zip(scales, (head, g, g), strict=True))
-        length = k.shape[1] if lengths is None else lengths[g]
-        visible = visible_keys(q.shape[1], k.shape[1], is_causal, window, length)
-        visible = visible & np.broadcast_to(mask, (len(q), *visible.shape))[head]
-        want, bound, want_lse, lse_bound = attention_in_f64(
-            q[head], k[g], v_t[g], q_scale, k_scale, v_scale, scale, visible
-        )
-        bound = bound + float(jnp.finfo(out_dtype).eps) / 2 * (np.abs(want) + bound)
-        assert (np.abs(f64(o[head]) - want) <= bound).all()
-        none = ~visible.any(1)
-        assert (f64(o[head])[none] == 0).all()
-        assert (f64(lse[head])[none] == -np.inf).all()
-        off = np.abs(f64(lse[head])[~none] - want_lse[~none])
-        assert (off <= lse_bound[~none] + 2.0**-22 * np.abs(want_lse[~none])).all()
-        # The bound is no excuse: it is small beside the values.
-        if (~none).any():
-            assert np.median(bound[~none]) < 0.02 * np.median(np.abs(want[~none])) + 1e-30
 
 
 @pytest.mark.representative(2)

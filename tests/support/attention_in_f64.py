@@ -82,7 +82,9 @@ def attention_in_f64(q, k, v_t, q_scale, k_scale, v_scale, scale, visible):
     return acc * factor[:, None], (bound + off[:, None] * np.abs(acc)) * factor[:, None], lse, off
 
 
-def assert_attention(results, operands, groups, scale, is_causal, window, lengths, out_dtype):
+def assert_attention(
+    results, operands, groups, scale, is_causal, window, lengths, out_dtype, mask=True
+):
     o, lse = results
     assert (o.dtype, lse.dtype, o.shape) == (out_dtype, jnp.float32, operands[0].shape)
     q, k, v_t, *scales = map(f64, operands)
@@ -91,6 +93,7 @@ def assert_attention(results, operands, groups, scale, is_causal, window, length
         q_scale, k_scale, v_scale = (x[i] for x, i in zip(scales, (head, g, g), strict=True))
         length = k.shape[1] if lengths is None else lengths[g]
         visible = visible_keys(q.shape[1], k.shape[1], is_causal, window, length)
+        visible = visible & np.broadcast_to(mask, (len(q), *visible.shape))[head]
         want, bound, want_lse, lse_bound = attention_in_f64(
             q[head], k[g], v_t[g], q_scale, k_scale, v_scale, scale, visible
         )

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jfp8.matmul.blackwell import attention_dkv, attention_dq
 from jfp8.matmul.blackwell.attention_dkv import QUERIES
 from jfp8.matmul.blackwell.attention_parts import ROWS
-from jfp8.matmul.hopper.attention_backward import Stored, Vectors
+from jfp8.matmul.hopper.attention_backward import Stored, Vectors, without_padding
 from jfp8.matmul.hopper.attention_parts import BLOCK, COMPUTE, heads_first, launch
 from jfp8.matmul.hopper.tiles import padded
 from jfp8.scaling.formats import Format
@@ -68,17 +67,9 @@ def attention_backward(
     dq, largest = run(attention_dq, "attention_dq_blackwell", "q", problem.tiles, without)
     tiles = operands["k"].shape[1] // ROWS
     found = run(attention_dkv, "attention_dkv_blackwell", "k", tiles, ("k_t", "key_lengths"))
-    dk, dv = (_without_padding(heads_first(x, stored.k.shape), key_lengths) for x in found)
+    dk, dv = (without_padding(heads_first(x, stored.k.shape), key_lengths) for x in found)
     largest = largest[:, :rows].reshape(stored.q.shape[:-1])
     return heads_first(dq, stored.q.shape), dk, dv, largest
-
-
-def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """``x[..., S, H]``, and zeros from ``lengths[...]`` on."""
-    if lengths is None:
-        return x
-    real = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2) < lengths[..., None, None]
-    return jnp.where(real, x, 0)
 
 
 def _operands(

@@ -139,12 +139,12 @@ def attention_backward(
     dq, largest = run(attention_dq, "q", problem.tiles, by_query, without)
     tiles = operands["k"].shape[1] // (COMPUTE * ROWS)
     found = run(attention_dkv, "k", tiles, by_key, ("k_t", "key_lengths"))
-    dk, dv = (_without_padding(heads_first(x, stored.k.shape), key_lengths) for x in found)
+    dk, dv = (without_padding(heads_first(x, stored.k.shape), key_lengths) for x in found)
     largest = largest[:, :rows].reshape(stored.q.shape[:-1])
     return heads_first(dq, stored.q.shape), dk, dv, largest
 
 
-def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+def without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """``x[..., S, H]``, and zeros from ``lengths[...]`` on."""
     if lengths is None:
         return x
