@@ -96,6 +96,18 @@ MIXED = {
         "--recipe nvfp4",
         "--backward-recipe mxfp8",
     ),
+    # What `recommend_lm.py` prints: 23 % of the FLOPs in 8 bits.
+    "recommended": _mixed(
+        "`NVFP4BlockScaling()`, six layers in `MXFP8BlockScaling()` that `recommend` names",
+        "--recipe nvfp4",
+        "--recipe-of block_0/qkv=mxfp8 block_0/down=mxfp8 */out=mxfp8",
+    ),
+    # 25 %, and the same in all blocks.
+    "uniform_qkv": _mixed(
+        "`NVFP4BlockScaling()`, every `qkv` in `MXFP8BlockScaling()`",
+        "--recipe nvfp4",
+        "--recipe-of */qkv=mxfp8",
+    ),
 }
 
 # What is run, in the order of the table, and how the table calls it.
