@@ -327,7 +327,8 @@ class ContractionLast(Operation):
         straight, other, largest = quantize_both_ways(first.quantizer, x, state, meets)
         return (straight, other, largest) if along_rows else (other, straight, largest)
 
-    def laid_out(self, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+    def laid_out(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+        del role
         if contracting == (1,):
             return operand
         return operand.T

@@ -171,9 +171,17 @@ class Operation:
         del role, x, first, second, state
         return None
 
-    def laid_out(self, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+    def sent(self, role: str, q: Operand) -> Operand:
+        """An operand as quantized for its first product, where the products take it.
+
+        If it travels there, what arrives is all that its second product has of it.
+        """
+        del role
+        return q
+
+    def laid_out(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
         """A quantized operand as `multiply` takes it, for a sum over `contracting`."""
-        del contracting
+        del role, contracting
         return operand
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
@@ -207,12 +215,14 @@ class QuantizedOperand:
         largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
         for_both = second is not None and _same(first, second)
         kinds = f"{first.kind}+{second.kind}" if for_both else first.kind
-        q = self._quantized(first, largest, kinds)
+        made = self._quantized(first, largest, kinds)
+        q = self.operation.sent(self.role, made)
         again = None
         if second is not None:
-            again = q if for_both else self._quantized(second, largest, second.kind)
-            again = self.operation.laid_out(again, second.contracting)
-        return self.operation.laid_out(q, first.contracting), again, largest
+            source = self if q is made else replace(self, x=q)
+            again = q if for_both else source._quantized(second, largest, second.kind)
+            again = self.operation.laid_out(self.role, again, second.contracting)
+        return self.operation.laid_out(self.role, q, first.contracting), again, largest
 
     def _quantized(self, use: Use, largest: jax.Array, kinds: str) -> Operand:
         """The tensor as one product takes it; in high precision if `use.quantizer` is None.

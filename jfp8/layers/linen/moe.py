@@ -13,11 +13,14 @@ from flax.typing import Dtype, Initializer
 from jax import lax
 
 from jfp8.layers import transformer_math
+from jfp8.layers.expert_math import recipes_in_effect, through_experts
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.matmul.choice import Implementation
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
+from jfp8.products.ragged.expert_mesh import expert_mesh
+from jfp8.products.ragged.experts import ExpertRows, observed_expert_dot, plain_expert_dot
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
@@ -36,7 +39,7 @@ class RaggedDot(ProductModule):
         self,
         lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
-        group_sizes: jax.Array,
+        group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
@@ -45,11 +48,17 @@ class RaggedDot(ProductModule):
         Args:
           lhs: ``f32 | bf16 | f16`` of shape ``[m, k]``.
           rhs: the same of shape ``[g, k, n]``, or a `ScaledArray`.
-          group_sizes: integers of shape ``[g]``.
+          group_sizes: integers of shape ``[g]``; or the rows of experts on many devices, see
+            `observed_expert_dot`.
           precision: of the product where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
         """
-        how = {"group_sizes": group_sizes, "preferred_element_type": preferred_element_type}
+        result = {"preferred_element_type": preferred_element_type}
+        if isinstance(group_sizes, ExpertRows):
+            quantized = partial(observed_expert_dot, rows=group_sizes, **result)
+            plain = partial(plain_expert_dot, rows=group_sizes, **result)
+            return self._multiply(quantized, plain, lhs, rhs, "moe")
+        how = {"group_sizes": group_sizes, **result}
         quantized = partial(observed_ragged_dot, **how)
         plain = partial(lax.ragged_dot, **how, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs, "moe")
@@ -79,12 +88,12 @@ class ExpertDense(nn.Module):
     state_collection: StateCollection = "fp8"
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows) -> jax.Array:
         """Apply the layer.
 
         Args:
           inputs: ``[tokens, in]``, sorted by expert.
-          group_sizes: i32[num_experts], the tokens of each expert.
+          group_sizes: i32[num_experts], the tokens of each expert; or see `RaggedDot`.
         """
 
         def init(key: jax.Array) -> jax.Array:
@@ -185,6 +194,10 @@ class MoE(nn.Module):
     implementation: Implementation = None
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
+    expert_axis: str | None = None
+    data_axes: tuple[str, ...] = ("data", "fsdp")
+    tensor_axis: str | None = "tensor"
+    capacity_factor: float | None = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -223,12 +236,18 @@ class MoE(nn.Module):
             implementation=self.implementation,
             state_collection=self.state_collection,
         )
-        x = routing.to_experts(tokens, routed)
-        hidden = dense(projections * self.intermediate_dim, name="wi")(x, routed.group_sizes)
-        hidden = hidden.reshape(-1, projections, self.intermediate_dim)
-        hidden = transformer_math.activate(
-            hidden, self.activation, saved_activations=self.saved_activations
+        wi, wo = dense(projections * self.intermediate_dim, name="wi"), dense(features, name="wo")
+        y = through_experts(
+            tokens,
+            routed,
+            wi,
+            wo,
+            mesh=expert_mesh(self.expert_axis, self.data_axes, self.tensor_axis, self.num_experts),
+            recipes=recipes_in_effect(self.recipe, ["/".join(wi.path), "/".join(wo.path)]),
+            implementation=self.implementation,
+            activation=self.activation,
+            saved_activations=self.saved_activations,
+            capacity_factor=self.capacity_factor,
         )
-        y = dense(features, name="wo")(hidden, routed.group_sizes)
-        y = routing.from_experts(y, routed).astype(y.dtype).reshape(inputs.shape)
+        y = y.astype(self.dtype or jnp.result_type(inputs, self.param_dtype)).reshape(inputs.shape)
         return (y, loss) if self.return_load_balancing_loss else y

@@ -58,6 +58,24 @@ def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> st
 class GroupedKernels(Grouped):
     """Computes what `GroupedDot` does, for tiles of 128 rows."""
 
+    @classmethod
+    def dimensions(cls, kind: Kind) -> tuple[str, str, str]:
+        return {
+            "fprop": ("tk", "Enk", "thn"),
+            "dgrad": ("tn", "Ekn", "thk"),
+            "wgrad": ("kt", "nt", "Ekn"),
+        }[kind]
+
+    def laid_out(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+        """What `quantize_for_both` gives; for operands that were quantized elsewhere."""
+        assert isinstance(operand, ScaledArray)
+        if role == "rhs":
+            return operand if contracting == (2,) else operand.transpose(0, 2, 1)
+        rows = lambda x: x.reshape(-1, x.shape[-1]) if x.ndim else x
+        block = None if operand.block is None else operand.block[1:]
+        matrix = ScaledArray(rows(operand.data), rows(operand.scale), block)
+        return matrix if contracting == (2,) else matrix.T
+
     def quantize_for_both(
         self,
         role: str,

@@ -46,6 +46,18 @@ class Grouped(Operation):
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return {"fprop": ((2,), (1,)), "dgrad": ((2,), (2,)), "wgrad": ((1,), (1,))}[kind]
 
+    @classmethod
+    def dimensions(cls, kind: Kind) -> tuple[str, str, str]:
+        """What the dimensions of both operands and the result are, as quantized and laid out.
+
+        ``t`` tiles, or their rows, ``h`` rows of a tile, ``E`` groups, ``k`` and ``n``.
+        """
+        return {
+            "fprop": ("thk", "Ekn", "thn"),
+            "dgrad": ("thn", "Ekn", "thk"),
+            "wgrad": ("thk", "thn", "Ekn"),
+        }[kind]
+
     def terms(self, kind: Kind) -> int:
         """The exact number; in wgrad the average, including the zeros that fill up tiles."""
         (tiles, height, k), (groups, _, n) = self.shapes

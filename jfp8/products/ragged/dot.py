@@ -137,14 +137,9 @@ def _observed(how, out_dtype, lhs, rhs, sizes, state):
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     m, (groups, _, n) = lhs.shape[0], rhs.shape
     lhs, rhs, sizes = same_varying_axes((lhs, rhs, sizes))
-    rhs, scales = _frozen_groups(rhs, recipe)
-    why_not = functools.partial(why_not_grouped_kernels, recipe, rhs)
-    by_kernels = grouped_kernels(why_not, implementation)
-    products = recipe.resolved()
-    formats = {q.fmt for q in products.quantizers()}
-    blocks = {q.block for q in products.quantizers() if q.block}
-    by_rounds = may_go_by_rounds(formats, blocks, recipe.accumulation, implementation)
-    height = _TILE if by_kernels else _tile_height(recipe, m, groups, by_rounds)
+    rhs, scales = frozen_groups(rhs, recipe)
+    by_kernels = goes_by_kernels(recipe, rhs, implementation)
+    height = _TILE if by_kernels else tile_height(recipe, m, groups, implementation)
     tiles = lay_out(sizes, m, height)
     rows = take_rows(lhs, tiles.rows, tiles.slots)
     kind = GroupedKernels if by_kernels else GroupedDot
@@ -182,13 +177,21 @@ def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Ar
     return sizes.astype(jnp.int32)
 
 
-def _tile_height(recipe: Recipe, m: int, groups: int, by_rounds: bool) -> int:
+def goes_by_kernels(recipe: Recipe, rhs: Operand, implementation: Implementation) -> bool:
+    """Whether Hopper's kernels compute the products: of tiles of 128 rows."""
+    return grouped_kernels(functools.partial(why_not_grouped_kernels, recipe, rhs), implementation)
+
+
+def tile_height(recipe: Recipe, m: int, groups: int, implementation: Implementation) -> int:
     """A height that no block of scales, and no rotated stretch, along the rows reaches across.
 
     The height changes results only by the order of f32 sums, unless they depend on how long a sum
     is: then it is 128. If a tile of each group is multiplied at a time, each may be higher.
     """
     products = recipe.resolved()
+    formats = {q.fmt for q in products.quantizers()}
+    blocks = {q.block for q in products.quantizers() if q.block}
+    by_rounds = may_go_by_rounds(formats, blocks, recipe.accumulation, implementation)
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     along_rows = [q.block[1] for q in (fprop.lhs, dgrad.lhs) if q is not None and q.block]
     along_rows += [q.block[0] for q in (wgrad.lhs, wgrad.rhs) if q is not None and q.block]
@@ -208,7 +211,7 @@ def _tile_height(recipe: Recipe, m: int, groups: int, by_rounds: bool) -> int:
     return -(-height // multiple) * multiple
 
 
-def _frozen_groups(rhs: Operand, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
+def frozen_groups(rhs: Operand, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
     """`rhs` as `multiply_quantized` takes it, and scales, one for each group, to use instead.
 
     A `ScaledArray` with a scale for each group is passed on with a single one, which makes its amax

@@ -1,0 +1,256 @@
+"""`Exchange`: copies of tokens on their way to the experts that they chose, and results back.
+
+    tokens of a device  --send-->  tiles of its experts  --back-->  a result for each copy
+
+Experts are divided over the devices of one axis of a mesh, tokens over those of several. Copies
+arrive sorted by expert, and in the order of the tokens: on many devices the rows of an expert are
+those that it has on one. Rows are sent as they are given, so what is given in 8 bits travels as
+bytes. On CUDA a ragged exchange writes each copy where it belongs; elsewhere every pair of devices
+exchanges a bucket that would hold all copies, since sizes are known only from the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jfp8.products.ragged.expert_mesh import ExpertMesh
+from jfp8.products.ragged.tiles import lay_out
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Exchange:
+    """Where the copies of tokens go; the leading dimension of all arrays counts devices.
+
+    ``t`` tokens and ``c = t k`` copies of a device; ``n`` devices that share the experts; ``m``
+    rows of tiles; ``b`` rows of a bucket.
+
+    Attributes:
+      mesh: what divides tokens and experts.
+      tokens, copies, height, bucket: ``t``, ``c``, the rows of a tile, and ``b``.
+      group: i32[d, tiles], the expert of each tile, counted from the first of its device.
+      padded_sizes: i32[d, e], the rows of all tiles of each expert of a device.
+      sizes: i32[d, e], the copies that each gets.
+      copy_at: i32[d, n, b], the copy at each place of the buckets; ``c`` where there is none.
+      place_of: i32[d, c], the inverse; ``n b`` for a copy that no expert gets.
+      row_of: i32[d, n, b], the row of the tiles for each place of the buckets that arrive; ``m``
+        for none.
+      place_at: i32[d, m], the inverse; ``n b`` where a tile has no row.
+      chunks: of the ragged exchange; see `_Chunks`.
+    """
+
+    mesh: ExpertMesh = field(metadata={"static": True})
+    tokens: int = field(metadata={"static": True})
+    copies: int = field(metadata={"static": True})
+    height: int = field(metadata={"static": True})
+    bucket: int = field(metadata={"static": True})
+    group: jax.Array
+    padded_sizes: jax.Array
+    sizes: jax.Array
+    copy_at: jax.Array
+    place_of: jax.Array
+    row_of: jax.Array
+    place_at: jax.Array
+    chunks: _Chunks
+
+    @property
+    def here(self) -> Exchange:
+        """That of this device, without the leading dimension."""
+        return jax.tree.map(lambda x: x[0], self)
+
+    @property
+    def rows(self) -> int:
+        """Of all tiles of a device."""
+        return self.place_at.shape[-1]
+
+    def send(self, x: jax.Array) -> jax.Array:
+        """Rows of tokens, ``[t, ...]``, or of copies, ``[c, ...]``, to rows of tiles, ``[m, ...]``.
+
+        This and `back` are called on a device, on its own part; see `here`.
+        """
+        each = self.copies // x.shape[0] if x.shape[0] else 1  # copies of a row
+        if self.mesh.experts == 1:
+            copy = _rows_at(self.copy_at.reshape(-1), self.place_at, fill=self.copies)
+            return _rows_at(x, copy // each)
+
+        def by_buckets(x: jax.Array) -> jax.Array:
+            return _rows_at(self.mesh.all_to_all(_rows_at(x, self.copy_at // each)), self.place_at)
+
+        def ragged(x: jax.Array) -> jax.Array:
+            sorted_copies = _rows_at(x, self.chunks.order // each)
+            tiles = jnp.zeros((self.rows, *x.shape[1:]), x.dtype)
+            return self.mesh.ragged(sorted_copies, tiles, *self.chunks.there)
+
+        with jax.named_scope("jfp8_dispatch"):
+            return lax.platform_dependent(x, cuda=ragged, default=by_buckets)
+
+    def back(self, y: jax.Array) -> jax.Array:
+        """Rows of tiles, ``[m, ...]``, to those of copies, ``[c, ...]``; 0 for dropped ones."""
+        if self.mesh.experts == 1:
+            return _rows_at(y, _rows_at(self.row_of.reshape(-1), self.place_of, fill=self.rows))
+
+        def by_buckets(y: jax.Array) -> jax.Array:
+            return _rows_at(self.mesh.all_to_all(_rows_at(y, self.row_of)), self.place_of)
+
+        def ragged(y: jax.Array) -> jax.Array:
+            copies = jnp.zeros((self.copies, *y.shape[1:]), y.dtype)
+            return self.mesh.ragged(y, copies, *self.chunks.back)[self.chunks.places]
+
+        with jax.named_scope("jfp8_combine"):
+            return lax.platform_dependent(y, cuda=ragged, default=by_buckets)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Chunks:
+    """What a device exchanges with each expert: rows that lie together on both sides.
+
+    Attributes:
+      order: i32[c], the copies sorted by expert.
+      places: i32[c], the inverse.
+      there, back: offsets at the sender, sizes, offsets at the receiver, and sizes that arrive; see
+        ``jax.lax.ragged_all_to_all``.
+    """
+
+    order: jax.Array
+    places: jax.Array
+    there: tuple[jax.Array, ...]
+    back: tuple[jax.Array, ...]
+
+
+def plan_exchange(
+    experts: jax.Array,
+    count: int,
+    mesh: ExpertMesh,
+    height: Callable[[int, int], int],
+    capacity_factor: float | None = None,
+) -> Exchange:
+    """Where the copies of tokens go.
+
+    Args:
+      experts: i32[t, k], those that each token chose; `count` for none. The number of tokens is a
+        multiple of that of their parts, ``mesh.parts``.
+      count: of all experts.
+      height: of tiles, for the largest number of rows on a device, and its number of experts.
+      capacity_factor: an expert gets at most this times the mean of copies, the first of them. The
+        others are dropped: their results are 0. None: none is dropped, and there is room on each
+        device for the copies of all that share the experts.
+    """
+    tokens, k = experts.shape[0] // mesh.parts, experts.shape[1]
+    copies, own = tokens * k, count // mesh.experts
+    everyone = mesh.experts * copies
+    capacity = None
+    rows = everyone
+    if capacity_factor is not None:
+        capacity = max(1, int(-(-capacity_factor * everyone // count)))
+        rows = min(rows, own * capacity)
+    plan = partial(
+        _plan_here,
+        count=count,
+        mesh=mesh,
+        rows=rows,
+        height=height(rows, own),
+        capacity=capacity,
+    )
+    of_device = mesh.rows
+    found = mesh.run(
+        lambda experts: jax.tree.map(lambda x: x[None], plan(experts)),
+        in_specs=of_device,
+        out_specs=of_device,
+    )(experts)
+    return found
+
+
+def _plan_here(
+    experts: jax.Array,
+    *,
+    count: int,
+    mesh: ExpertMesh,
+    rows: int,
+    height: int,
+    capacity: int | None,
+) -> Exchange:
+    """The exchange of one device, without the leading dimension."""
+    tokens, k = experts.shape
+    copies, n = tokens * k, mesh.experts
+    own = count // n
+    chosen = experts.reshape(-1)
+    me = mesh.index()
+
+    # Of all devices [n] that share the experts, and all experts [E].
+    counted = jnp.zeros((count,), jnp.int32).at[chosen].add(1, mode="drop")
+    counts = mesh.all_gather(counted)
+    before = _exclusive(counts, 0)
+    kept = counts if capacity is None else jnp.clip(capacity - before, 0, counts)
+    before = _exclusive(kept, 0)
+    sizes = jnp.sum(kept, 0)
+    starts = _exclusive(counts, 1)  # of each expert among the sorted copies of a device
+
+    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+    indices = jnp.arange(copies, dtype=jnp.int32)
+    places = jnp.zeros_like(order).at[order].set(indices, unique_indices=True)
+    rank = places - _rows_at(starts[me], chosen)  # among the copies of this device for its expert
+    is_kept = rank < _rows_at(kept[me], chosen)
+
+    # Buckets: that for each device has the copies for its experts, one expert after the other.
+    bucket = min(copies, rows)
+    in_bucket = _exclusive(kept.reshape(n, n, own), 2).reshape(n, count)
+    place = chosen // own * bucket + _rows_at(in_bucket[me], chosen) + rank
+    place = jnp.where(is_kept, place, n * bucket).astype(jnp.int32)
+    copy_at = jnp.full((n * bucket,), copies, jnp.int32).at[place].set(indices, mode="drop")
+
+    # Tiles of the experts of this device.
+    of_mine = lambda x: lax.dynamic_slice_in_dim(x, me * own, own, axis=-1)
+    tiles = lay_out(of_mine(sizes), rows, height)
+    ends = jnp.cumsum(of_mine(kept), 1)  # [n, own]
+    at = jnp.arange(bucket, dtype=jnp.int32)
+    expert = jax.vmap(lambda end: jnp.searchsorted(end, at, side="right"))(ends)
+    inside = jnp.minimum(expert, own - 1)
+    offset = _exclusive(of_mine(sizes), 0)[None] + of_mine(before) - (ends - of_mine(kept))
+    position = at[None] + jnp.take_along_axis(offset, inside, 1)  # among the rows of all experts
+    total = tiles.rows.size
+    row_of = jnp.where(expert < own, _rows_at(tiles.slots, position), total).astype(jnp.int32)
+    place_at = jnp.full((total,), n * bucket, jnp.int32)
+    all_places = jnp.arange(n * bucket, dtype=jnp.int32)
+    place_at = place_at.at[row_of.reshape(-1)].set(all_places, mode="drop")
+
+    # Chunks: one for each pair of a device and an expert.
+    tile_starts = _exclusive((-(-sizes // height) * height).reshape(n, own), 1).reshape(count)
+    arrive = of_mine(kept).reshape(-1)
+    there = (starts[me], kept[me], tile_starts + before[me], arrive)
+    from_tiles = (of_mine(tile_starts)[None] + of_mine(before)).reshape(-1)
+    back = (from_tiles, arrive, of_mine(starts).reshape(-1), kept[me])
+    return Exchange(
+        mesh=mesh,
+        tokens=tokens,
+        copies=copies,
+        height=height,
+        bucket=bucket,
+        group=tiles.group,
+        padded_sizes=tiles.padded_sizes,
+        sizes=of_mine(sizes),
+        copy_at=copy_at.reshape(n, bucket),
+        place_of=place,
+        row_of=row_of,
+        place_at=place_at,
+        chunks=_Chunks(order, places, there, back),
+    )
+
+
+def _exclusive(x: jax.Array, axis: int) -> jax.Array:
+    """The sum of what comes before each element."""
+    return jnp.cumsum(x, axis) - x
+
+
+def _rows_at(x: jax.Array, index: jax.Array, fill: Any = 0) -> jax.Array:
+    """``x[index]``, and `fill` where `index` is beyond the last row."""
+    if not x.shape[0]:
+        return jnp.full((*index.shape, *x.shape[1:]), fill, x.dtype)
+    return x.at[index].get(mode="fill", fill_value=fill)

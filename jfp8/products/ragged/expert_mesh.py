@@ -1,0 +1,146 @@
+"""`ExpertMesh`: the axes of a mesh that divide tokens and experts, and what devices exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+
+@dataclass(frozen=True)
+class ExpertMesh:
+    """How experts and tokens are divided; without a mesh they are not.
+
+    Attributes:
+      mesh: None: everything is on one device, or where the compiler puts it.
+      expert_axis: divides the experts, and tokens.
+      data_axes: divide tokens, too; each part of them has all experts.
+      tensor_axis: divides the matrices of each expert; None: nothing does.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    expert_axis: str = "expert"
+    data_axes: tuple[str, ...] = ()
+    tensor_axis: str | None = None
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """All that divide tokens, in the order of their parts."""
+        return (*self.data_axes, self.expert_axis)
+
+    @property
+    def experts(self) -> int:
+        """The number of devices that share the experts."""
+        return self._size(self.expert_axis)
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of the tokens."""
+        return math.prod(map(self._size, self.token_axes))
+
+    @property
+    def tensor(self) -> int:
+        """The number of parts of each matrix."""
+        return 1 if self.tensor_axis is None else self._size(self.tensor_axis)
+
+    def _size(self, axis: str) -> int:
+        return 1 if self.mesh is None else self.mesh.shape[axis]
+
+    @property
+    def rows(self) -> PartitionSpec:
+        """The layout of arrays whose first dimension is that of tokens, or of their parts."""
+        return PartitionSpec(self.token_axes)
+
+    def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`f` on every device, of its parts; without a mesh just `f`."""
+        if self.mesh is None:
+            return f
+        mapped = jax.shard_map(
+            f,
+            mesh=self.mesh,
+            in_specs=in_specs if isinstance(in_specs, tuple) else (in_specs,),
+            out_specs=out_specs,
+            axis_names=set(self.mesh.axis_names) - set(self._manual()),
+            check_vma=False,
+        )
+        return jax.jit(mapped)
+
+    def _manual(self) -> tuple[str, ...]:
+        """Axes of an enclosing ``shard_map``."""
+        return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+    # On a device, inside of `run`.
+
+    def index(self) -> jax.Array | int:
+        """Which of the devices that share the experts this is."""
+        return 0 if self.mesh is None else lax.axis_index(self.expert_axis)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """Those of all devices that share the experts: ``[n, ...]``."""
+        return x[None] if self.mesh is None else lax.all_gather(x, self.expert_axis)
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        """``x[i]`` to device i: ``[n, b, ...]`` to ``[n b, ...]``, in the order of senders."""
+        moved = lax.all_to_all(x, self.expert_axis, 0, 0)
+        return moved.reshape(-1, *x.shape[2:])
+
+    def ragged(self, x: jax.Array, result: jax.Array, *chunks: jax.Array) -> jax.Array:
+        """``jax.lax.ragged_all_to_all``."""
+        return lax.ragged_all_to_all(x, result, *chunks, axis_name=self.expert_axis)
+
+    def sum_over_tensor(self, x: jax.Array) -> jax.Array:
+        return x if self.tensor == 1 else lax.psum(x, self.tensor_axis)
+
+    def sum_over_data(self, x: jax.Array) -> jax.Array:
+        axes = tuple(axis for axis in self.data_axes if self._size(axis) > 1)
+        return lax.psum(x, axes) if axes else x
+
+
+def expert_mesh(
+    expert_axis: str | None,
+    data_axes: tuple[str, ...],
+    tensor_axis: str | None,
+    num_experts: int,
+) -> ExpertMesh:
+    """Of the mesh in effect (``jax.set_mesh``).
+
+    Args:
+      expert_axis: None: experts are not divided.
+      data_axes, tensor_axis: those that the mesh does not have are left out.
+      num_experts: which have to be divided evenly.
+
+    Raises:
+      ValueError: there is a mesh, but without `expert_axis`; or it does not divide the experts; or
+        it belongs to an enclosing ``jax.shard_map``.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if expert_axis is None or mesh.empty:
+        return ExpertMesh()
+    if expert_axis not in mesh.shape:
+        raise ValueError(
+            f"expert_axis={expert_axis!r} is not an axis of the mesh in effect, which has "
+            f"{mesh.axis_names}. Name one of them, or make the mesh with it: "
+            f"jax.make_mesh((8,), ({expert_axis!r},))."
+        )
+    manual = set(mesh.manual_axes)
+    if expert_axis in manual:
+        raise ValueError(
+            f"expert_axis={expert_axis!r} belongs to an enclosing jax.shard_map, where each device "
+            "has its own part already. Leave that axis out of it (axis_names=...): the layer "
+            "divides tokens and experts along it by itself."
+        )
+    size = mesh.shape[expert_axis]
+    if num_experts % size:
+        raise ValueError(
+            f"{num_experts} experts cannot be divided evenly among the {size} devices of "
+            f"expert_axis={expert_axis!r}. Choose a multiple of {size} experts, or a shorter axis."
+        )
+    free = lambda axis: axis in mesh.shape and axis not in manual
+    data = tuple(axis for axis in data_axes if free(axis) and axis != expert_axis)
+    tensor = tensor_axis if tensor_axis is not None and free(tensor_axis) else None
+    return ExpertMesh(mesh, expert_axis, data, tensor)

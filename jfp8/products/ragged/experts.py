@@ -1,0 +1,359 @@
+"""`observed_expert_dot`: the products of a mixture of experts, and the way of their operands.
+
+    travels="lhs"     y[tiles]  = send(q(x)) . q(w)     x [t, k] tokens,   w [E, k, n]
+    travels="result"  y[copies] = back(q(h) . q(w))     h [tiles, height, k]
+
+A tensor that travels to experts (tokens; the gradient of results) is quantized where it is, each
+row with scales of its own or all with one, and arrives as bytes. Its first product takes these. Its
+second one, which sums over rows, takes the values that arrived, and quantizes them along the other
+direction if their scales do not serve it. What returns (results; the gradient of tokens) has the
+dtype of the operands.
+
+All arrays are wholes, of all devices, and so are amaxes and scales: the compiler divides what is
+done here element by element. Only the exchange and the products are done device by device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jfp8.matmul.choice import Implementation
+from jfp8.products.cast_later import CastLater
+from jfp8.products.operation import (
+    How,
+    Kind,
+    Observed,
+    Operand,
+    Operation,
+    State,
+    Sums,
+    Use,
+    as_lhs,
+    as_operand,
+    check_out_dtype,
+    value_dtype,
+)
+from jfp8.products.ragged.by_kernels import GroupedKernels
+from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
+from jfp8.products.ragged.dot import frozen_groups, goes_by_kernels, tile_height
+from jfp8.products.ragged.exchange import Exchange
+from jfp8.products.vjp import multiply_quantized
+from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.casts import codes_of, codes_to_format
+from jfp8.scaling.formats import format_of
+from jfp8.scaling.history import AmaxState
+from jfp8.tracing.compat import same_varying_axes
+
+Travels = Literal["lhs", "result"]
+
+_TILE = 128  # rows of a tile, as kernels take them
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["exchange"], meta_fields=["travels"]
+)
+@dataclass(frozen=True)
+class ExpertRows:
+    """Which rows a product of experts takes, in place of the sizes of groups.
+
+    Attributes:
+      exchange: where copies of tokens go.
+      travels: which of its tensors.
+    """
+
+    exchange: Exchange
+    travels: Travels
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["exchange", "scales"],
+    meta_fields=["shapes", "dtypes", "travels", "way", "tensor", "implementation"],
+)
+@dataclass(frozen=True)
+class ExpertDot(Operation):
+    """Products of tiles with the matrices of experts, whose rows travel between devices.
+
+    Attributes:
+      shapes: of lhs, ``[t, 1, k]`` or ``[tiles, height, k]``, and rhs ``[E, k, n]``.
+      exchange: where rows go.
+      travels: ``"lhs"``, and its gradient back; or ``"result"``, and its gradient there.
+      way: how a device multiplies tiles.
+      tensor: whether the axis for it divides the matrices: ``n`` if lhs travels, else ``k``.
+      implementation: see `scaled_ragged_dot`.
+      scales: those of an rhs that came quantized with one for each expert: f32[E, 1, 1].
+    """
+
+    exchange: Exchange
+    travels: Travels
+    way: type[Grouped]
+    tensor: bool
+    implementation: Implementation
+    scales: jax.Array | None = None
+
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self._here(self.exchange).contracting(kind)
+
+    def terms(self, kind: Kind) -> int:
+        """As `Grouped.terms`, over all devices."""
+        (experts, k, n), rows = self.shapes[1], self.exchange.place_at.size
+        return {"fprop": k, "dgrad": n, "wgrad": rows // experts}[kind]
+
+    def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
+        return self._here(self.exchange).quantize(role, x, quantizer, at)
+
+    def quantize_for_both(
+        self,
+        role: str,
+        x: jax.Array | CastLater,
+        first: Use,
+        second: Use | None,
+        state: AmaxState | None,
+    ) -> tuple[Operand, Operand | None, jax.Array] | None:
+        if role == self._sent_role:
+            return None
+        return self._here(self.exchange).quantize_for_both(role, x, first, second, state)
+
+    def sent(self, role: str, q: Operand) -> Operand:
+        if role != self._sent_role:
+            return q
+        leaves, rebuild = _as_bytes(q)
+
+        def send(exchange: Exchange, *leaves: jax.Array) -> list[jax.Array]:
+            return [exchange.here.send(leaf) for leaf in leaves]
+
+        rows = self.exchange.mesh.rows
+        run = self.exchange.mesh.run(send, (rows,) * (1 + len(leaves)), rows)
+        return rebuild(run(self.exchange, *leaves), self.exchange.height)
+
+    def laid_out(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+        return self._here(self.exchange).laid_out(role, operand, contracting)
+
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        if self.scales is not None and isinstance(second, ScaledArray):
+            second = ScaledArray(second.data, self.scales)
+        mesh, dtype = self.exchange.mesh, self.dtype_of(kind)
+        names = self.way.dimensions(kind)
+        returns = kind == {"lhs": "dgrad", "result": "fprop"}[self.travels]
+        divided = {"lhs": "n", "result": "k"}[self.travels] if self.tensor else ""
+        in_parts = bool(divided) and divided not in names[2]
+        in_parts |= kind == "wgrad" and mesh.parts > mesh.experts
+        parts = (sums.parts or np.dtype(np.float32)) if in_parts else dtype
+        packed = [_leaves(x) for x in (first, second)]
+        counts = [len(leaves) for leaves, _ in packed]
+
+        def product(exchange: Exchange, *leaves: jax.Array) -> jax.Array:
+            a, b = leaves[: counts[0]], leaves[counts[0] :]
+            here = replace(self._here(exchange.here), dtypes=(parts,) * 3)
+            operands = (rebuild(x) for x, (_, rebuild) in zip((a, b), packed, strict=True))
+            y = here.multiply(kind, *operands, sums)
+            if divided and divided not in names[2]:
+                y = mesh.sum_over_tensor(y)
+            if kind == "wgrad":
+                y = mesh.sum_over_data(y)
+            y = y.astype(dtype)
+            return self._returned(exchange.here, y) if returns else y
+
+        axes = {"t": mesh.token_axes, "E": mesh.expert_axis}
+        if divided:
+            axes[divided] = mesh.tensor_axis
+        layout = lambda shape, dims: PartitionSpec(
+            *(None if n == 1 else axes.get(d) for n, d in zip(shape, dims, strict=False))
+        )
+        specs = [mesh.rows]
+        for (leaves, _), dims in zip(packed, names[:2], strict=True):
+            specs += [layout(leaf.shape, dims) for leaf in leaves]
+        result = mesh.rows if returns else PartitionSpec(*map(axes.get, names[2]))
+        run = mesh.run(product, tuple(specs), result)
+        return run(self.exchange, *(leaf for leaves, _ in packed for leaf in leaves))
+
+    @property
+    def _sent_role(self) -> str:
+        return {"lhs": "lhs", "result": "grad"}[self.travels]
+
+    def _here(self, exchange: Exchange) -> Grouped:
+        """The products of one device."""
+        (experts, k, n), mesh = self.shapes[1], self.exchange.mesh
+        if self.tensor and self.travels == "lhs":
+            n //= mesh.tensor
+        elif self.tensor:
+            k //= mesh.tensor
+        tiles = (exchange.group.shape[-1], exchange.height, k)
+        shapes = (tiles, (experts // mesh.experts, k, n))
+        group, sizes = exchange.group, exchange.padded_sizes
+        return self.way(shapes, self.dtypes, self.implementation, group, sizes)
+
+    def _returned(self, exchange: Exchange, y: jax.Array) -> jax.Array:
+        """Tiles as rows of copies ``[c, 1, n]``; their gradients are added up for each token."""
+        copies = exchange.back(y.reshape(-1, y.shape[-1]))
+        if self.travels == "result":
+            return copies[:, None]
+        each = copies.reshape(exchange.tokens, -1, y.shape[-1]).astype(jnp.float32)
+        return jnp.sum(each, 1, keepdims=True).astype(y.dtype)
+
+
+def observed_expert_dot(
+    lhs: jax.Array,
+    rhs: Operand,
+    rows: ExpertRows,
+    how: How,
+    state: State,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+) -> tuple[jax.Array, Observed]:
+    """The product of each row with the matrix of its expert, and the amaxes of both operands.
+
+    Args:
+      lhs: ``[t, k]``, tokens, if `travels` is ``"lhs"``; else ``[tiles, height, k]``, what the
+        other
+        one returned.
+      rhs: ``[E, k, n]``.
+      rows: where they go; see above.
+      how, state, preferred_element_type: as in `observed_ragged_dot`.
+
+    Returns:
+      ``[tiles, height, n]`` if lhs travels, else ``[c, n]``, a row for each copy of a token.
+    """
+    lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
+    return _observed(how, out_dtype, lhs, rhs, rows, state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _observed(how, out_dtype, lhs, rhs, rows, state):
+    exchange, travels = rows.exchange, rows.travels
+    recipe, implementation = how.recipe, how.implementation
+    dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
+    lhs, rhs = same_varying_axes((lhs, rhs))
+    rhs, scales = frozen_groups(rhs, recipe)
+    lhs = lhs[:, None] if travels == "lhs" else lhs
+    kernels = exchange.height == _TILE and goes_by_kernels(recipe, rhs, implementation)
+    way = GroupedKernels if kernels else GroupedDot
+    tensor = _is_divided(rows, rhs, _unit(recipe))
+    operation = ExpertDot(
+        (lhs.shape, rhs.shape), dtypes, exchange, travels, way, tensor, implementation, scales
+    )
+    y, observed = multiply_quantized(operation, lhs, rhs, how, state)
+    return (y[:, 0] if travels == "result" else y), observed
+
+
+def plain_expert_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    rows: ExpertRows,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """What `observed_expert_dot` computes, in high precision."""
+    out_dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
+    dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype)
+    lhs = lhs[:, None] if rows.travels == "lhs" else lhs
+    tensor = _is_divided(rows, rhs, 1)
+    shapes = (lhs.shape, rhs.shape)
+    y = _plain(
+        ExpertDot(shapes, dtypes, rows.exchange, rows.travels, GroupedDot, tensor, None), lhs, rhs
+    )
+    return y[:, 0] if rows.travels == "result" else y
+
+
+@jax.custom_vjp
+def _plain(operation: ExpertDot, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return _plain_forward(operation, lhs, rhs)[0]
+
+
+def _plain_forward(operation, lhs, rhs):
+    lhs = operation.sent("lhs", lhs)
+    return operation.multiply("fprop", lhs, rhs, Sums()), (operation, lhs, rhs)
+
+
+def _plain_backward(residuals, dy):
+    operation, lhs, rhs = residuals
+    dy = operation.sent("grad", dy)
+    d_lhs = operation.multiply("dgrad", dy, rhs, Sums())
+    return None, d_lhs, operation.multiply("wgrad", lhs, dy, Sums())
+
+
+_plain.defvjp(_plain_forward, _plain_backward)
+
+
+def _is_divided(rows: ExpertRows, rhs: Operand, unit: int) -> bool:
+    """Whether matrices are divided along the axis for it: into parts of whole units."""
+    size = rhs.shape[{"lhs": 2, "result": 1}[rows.travels]]
+    parts = rows.exchange.mesh.tensor
+    return parts > 1 and size % (parts * unit) == 0
+
+
+def height_for(
+    recipes: Sequence[Recipe], implementation: Implementation
+) -> Callable[[int, int], int]:
+    """The height of tiles for products of several recipes: a function of rows and groups."""
+
+    def height(rows: int, groups: int) -> int:
+        any_rhs = jnp.zeros((), jnp.float32)
+        heights = [
+            _TILE
+            if goes_by_kernels(r, any_rhs, implementation)
+            else tile_height(r, rows, groups, implementation)
+            for r in recipes
+        ]
+        return math.lcm(*heights)
+
+    return height
+
+
+def _unit(recipe: Recipe) -> int:
+    """Elements that no device may have a part of: those that share a scale."""
+    return math.lcm(*(b for q in recipe.resolved().quantizers() if q.block for b in q.block))
+
+
+# Arrays that go from device to device.
+
+
+def _leaves(q: Operand) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], Operand]]:
+    """The arrays of an operand, those in 8 bits as uint8, and what puts them together again."""
+    leaves, structure = jax.tree.flatten(q)
+    formats = [format_of(x.dtype) if x.dtype.itemsize == 1 else None for x in leaves]
+    as_codes = [x if f is None else codes_of(x) for x, f in zip(leaves, formats, strict=True)]
+
+    def rebuild(arrays: Sequence[jax.Array]) -> Operand:
+        pairs = zip(arrays, formats, strict=True)
+        return structure.unflatten(x if f is None else codes_to_format(x, f) for x, f in pairs)
+
+    return as_codes, rebuild
+
+
+def _as_bytes(q: Operand) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array], int], Operand]]:
+    """An operand of rows, ``[t, 1, k]``, as arrays ``[t, n]`` that travel, and what they become.
+
+    Scales travel as bytes, too. One for all rows does not.
+    """
+    leaves, join = _leaves(q)
+    travel = [x.ndim == 3 for x in leaves]
+    sent, numbers = [], []
+    for x in (x for x, t in zip(leaves, travel, strict=True) if t):
+        row = x.reshape(x.shape[0], x.shape[2])
+        is_scale = isinstance(q, ScaledArray) and row.dtype == jnp.float32
+        numbers.append(is_scale)
+        if is_scale:
+            row = jax.lax.bitcast_convert_type(row, jnp.uint8).reshape(x.shape[0], -1)
+        sent.append(row)
+
+    def rebuild(arrays: Sequence[jax.Array], height: int) -> Operand:
+        arrived = []
+        for x, is_scale in zip(arrays, numbers, strict=True):
+            if is_scale:
+                x = jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 4), jnp.float32)
+            arrived.append(x.reshape(-1, height, x.shape[-1]))
+        each = iter(arrived)
+        return join([next(each) if t else x for x, t in zip(leaves, travel, strict=True)])
+
+    return sent, rebuild
