@@ -285,6 +285,18 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def add_rates(group: argparse._ArgumentGroup) -> None:
+    """Rates of a device, without those of its links."""
+    # fmt: off
+    group.add_argument("--bf16-tflops", type=float, default=H200.bf16 / 1e12,
+                       help="half of the 1979 with sparsity (%(default)s)")
+    group.add_argument("--fp8-tflops", type=float, default=H200.fp8 / 1e12,
+                       help="half of the 3958 with sparsity (%(default)s)")
+    group.add_argument("--memory-bandwidth", type=float, default=H200.memory / 1e9,
+                       help="GB/s (%(default)s)")
+    # fmt: on
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     # fmt: off
@@ -303,12 +315,7 @@ def make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group(
         "rates of one device; the defaults are peaks from the data sheet of the NVIDIA H200 SXM"
     )
-    group.add_argument("--bf16-tflops", type=float, default=H200.bf16 / 1e12,
-                       help="half of the 1979 with sparsity (%(default)s)")
-    group.add_argument("--fp8-tflops", type=float, default=H200.fp8 / 1e12,
-                       help="half of the 3958 with sparsity (%(default)s)")
-    group.add_argument("--memory-bandwidth", type=float, default=H200.memory / 1e9,
-                       help="GB/s (%(default)s)")
+    add_rates(group)
     group.add_argument("--data-bandwidth", type=float, default=50.0,
                        help="GB/s sent over the data axis: a 400 Gb/s network card (%(default)s)")
     group.add_argument("--fsdp-bandwidth", type=float, default=450.0,

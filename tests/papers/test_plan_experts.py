@@ -1,0 +1,284 @@
+"""The planning calculator for mixtures of experts, against numbers by hand and copies counted."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def module(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    yield from module("plan")
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    yield from module("expert_bytes")
+
+
+@pytest.fixture(scope="module")
+def experts():
+    yield from module("plan_experts")
+
+
+@pytest.fixture(scope="module")
+def tiny(sizes):
+    """Matrices [128, 2 * 32] and [32, 128] of each of 8 experts: 12288 elements; 20 copies."""
+    return sizes.Model(128, 32, experts=8, per_token=2, tokens=10)
+
+
+@pytest.fixture(scope="module")
+def rows(sizes):
+    """The rows of a table: bf16, FP8 products, and both kinds of casts."""
+    return sizes.precisions("block", 2)
+
+
+# Bytes between devices
+
+
+def arrays_of_a_row(encoding, width):
+    """What is sent of a row, as arrays."""
+    if encoding in ("f32", "bf16"):
+        return [np.zeros(width, {"f32": np.float32, "bf16": np.float16}[encoding])]
+    scales = {
+        "tensor": np.zeros(0, np.float32),
+        "row": np.zeros(1, np.float32),
+        "block": np.zeros(width // 128, np.float32),
+        "mx": np.zeros(width // 32, np.uint8),
+    }
+    return [np.zeros(width, np.uint8), scales[encoding]]
+
+
+@pytest.mark.parametrize("encoding", ["f32", "bf16", "tensor", "row", "block", "mx"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_leaves_a_device(sizes, encoding, padded):
+    """4 devices with 2 experts each; device 1 has 8 tokens, whose 16 copies use all 8 equally."""
+    width, me = 256, 1
+    to = Counter(expert // 2 for token in range(8) for expert in (token, (token + 3) % 8))
+    away = sum(16 if padded else to[device] for device in range(4) if device != me)
+    of_row = sum(array.nbytes for array in arrays_of_a_row(encoding, width))
+    assert sizes.dispatch_bytes(8, 2, width, 4, encoding, padded=padded) == away * of_row
+    assert sizes.combine_bytes(8, 2, width, 4, encoding, padded=padded) == away * of_row
+
+
+def test_a_part_of_a_block_has_a_scale(sizes):
+    assert sizes.ROW_BYTES["block"](130) == 130 + 2 * 4
+    assert sizes.ROW_BYTES["mx"](33) == 33 + 2
+
+
+@pytest.mark.parametrize(
+    ("scales", "share"), [("tensor", 0), ("row", 4 / 7168), ("block", 4 / 128), ("mx", 1 / 32)]
+)
+def test_dispatch_over_that_in_bf16(sizes, scales, share):
+    """Half, and the scales' share of two bytes; results return in bf16 in any case."""
+    model, mesh = sizes.MODELS["deepseek-v3"], sizes.Mesh(expert=64)
+    bf16, products, *fp8 = (sizes.wire(model, mesh, row) for row in sizes.precisions(scales, 2))
+    assert products == bf16
+    for sent in fp8:
+        assert sent["dispatch"] / bf16["dispatch"] == pytest.approx(0.5 + share / 2, rel=1e-12)
+        assert sent["combine"] == bf16["combine"] == bf16["dispatch"]
+
+
+def test_one_device_sends_nothing(sizes, tiny, rows):
+    for row in rows:
+        assert set(sizes.wire(tiny, sizes.Mesh(), row).values()) == {0.0}
+        alone = sizes.wire(tiny, sizes.Mesh(fsdp=2, data=2, tensor=2), row)
+        assert [alone[name] for name in ("dispatch", "combine", "counts")] == [0, 0, 0]
+        assert min(alone[name] for name in ("fsdp", "data", "tensor")) > 0
+
+
+def test_bytes_by_hand(sizes, tiny, rows):
+    """Experts in fours, so 2 of them, or 24576 elements; half of that with tensor parallelism."""
+    mesh = sizes.Mesh(expert=4, data=2, fsdp=2, tensor=2)
+    assert mesh.elements(tiny) == 12288
+    same = {
+        "combine": 2 * 15 * 256,
+        "counts": 3 * 8 * 4,
+        "data": 2 * 1 / 2 * 6144 * 2,
+        "tensor": 2 * (2 * 1 / 2) * 20 * 128 * 4,
+    }
+    bf16 = {"dispatch": 2 * 15 * 256, "fsdp": 2 * 6144 * 2 + 6144 * 2}
+    fp8 = {"dispatch": 2 * 15 * (128 + 4), "fsdp": 2 * 6144 + 6144 * 2}
+    for row, own in zip(rows, (bf16, bf16, fp8, fp8), strict=True):
+        assert sizes.wire(tiny, mesh, row) == {**same, **own}
+    f32 = sizes.wire(tiny, mesh, sizes.precisions("block", 4)[0])
+    assert f32["data"] == 2 * same["data"]
+    assert f32["fsdp"] == 2 * 6144 * 2 + 6144 * 4
+
+
+# Memory
+
+
+def test_rows_that_experts_may_get(sizes):
+    """4 devices of 6 copies and 2 experts: 24 copies, a mean of 3 for each of the 8 experts."""
+    model, mesh = sizes.Model(4, 4, experts=8, per_token=2, tokens=3), sizes.Mesh(expert=4)
+    assert sizes.rows_of(model, mesh, 1.25) == {"expected": 6, "capacity": 2 * 4, "worst": 24}
+    assert sizes.rows_of(model, mesh, 1.0)["capacity"] == 6
+    assert sizes.rows_of(model, mesh, 100.0)["capacity"] == 24
+
+
+def test_memory_by_hand(sizes, tiny, rows):
+    """20 rows are expected of 40; results at home are 20 rows of 128 in bf16."""
+    mesh, home, gate = sizes.Mesh(expert=2), 20 * 256, 2 * 64
+    bf16 = 2 * (128 + 32) + gate
+    fp8 = (128 + 4) + (32 + 4) + gate
+    for row, kept in zip(rows, (bf16, fp8, fp8, fp8), strict=True):
+        found = sizes.memory(tiny, mesh, row, 1.25)
+        assert found == {
+            "expected": home + 20 * kept,
+            "capacity": home + 4 * 7 * kept,  # of each of 4 experts, ceil(1.25 * 40 / 8)
+            "worst": home + 40 * kept,
+        }
+    halved = sizes.memory(tiny, sizes.Mesh(expert=2, tensor=2), rows[0], 1.25)["expected"]
+    assert halved == home + 20 * (2 * (128 + 16) + gate / 2)
+
+
+# Time
+
+
+def test_products_by_arithmetic(experts, sizes, plan, tiny, rows):
+    """2 multiplications and additions, 3 products, 20 rows and the 12288 elements of an expert."""
+    rates = plan.Rates(1.0, 2.0, 1e30, {})
+    flops = 2 * 3 * 20 * 12288
+    times = [experts.product_seconds(tiny, sizes.Mesh(expert=4), row, rates) for row in rows]
+    assert times == [flops, flops / 2, flops / 2, flops / 2]
+    assert experts.product_seconds(tiny, sizes.Mesh(tensor=2), rows[0], rates) == flops / 2
+
+
+def test_products_by_memory(experts, sizes, plan, tiny, rows):
+    """With few rows: every matrix of 2 experts, read for two products and written by the third."""
+    rates, mesh = plan.Rates(1e30, 1e30, 1.0, {}), sizes.Mesh(expert=4)
+    first, second = 2 * 128 * 64, 2 * 32 * 128  # elements of the two matrices
+    x, projected, activated, y = 20 * 128, 20 * 64, 20 * 32, 20 * 128
+    elements = 3 * (x + first + projected) + 3 * (activated + second + y)
+    assert experts.product_seconds(tiny, mesh, rows[0], rates) == 2 * elements
+    # In FP8 a byte of each operand; results and gradients in two.
+    results = (projected + x + first) + (y + activated + second)
+    assert experts.product_seconds(tiny, mesh, rows[1], rates) == elements + results
+
+
+def test_casts_by_hand(experts, sizes, tiny, rows):
+    """8 where the wire is bf16: four operands, two directions. 10 tokens, 20 copies."""
+    assert [sum(row.casts) for row in rows] == [0, 8, 12, 2]
+    mesh = sizes.Mesh(expert=4, fsdp=2)
+    weights = 6 * 24576 / 2
+    tokens, copies, hidden, gate = 10 * 128, 20 * 128, 20 * 32, 20 * 64
+    by_kernels = 2 * hidden + 2 * gate
+    elements = [0, 4 * copies + by_kernels, tokens + 7 * copies + by_kernels, tokens + copies]
+    for row, cast in zip(rows, elements, strict=True):
+        assert experts.cast_bytes(tiny, mesh, row) == weights + 3 * cast
+
+
+def test_links_of_axes(experts, sizes):
+    """Rates of 8 and 1: what is within a node of 8, and what is not."""
+    of = lambda **axes: experts.links(sizes.Mesh(**axes), nvlink=8.0, network=1.0)
+    assert of(expert=8, fsdp=4) == {"tensor": 8, "expert": 8, "fsdp": 1, "data": 1}
+    assert of(expert=2, fsdp=4, data=2) == {"tensor": 8, "expert": 8, "fsdp": 8, "data": 1}
+    # Of 15 others 7 are in the node, and of 3 others one with tensor=4: the rest by the network.
+    assert of(expert=16)["expert"] == pytest.approx(15 / 8)
+    assert of(expert=4, tensor=4)["expert"] == pytest.approx(3 / 2)
+    assert of(expert=4, tensor=8)["expert"] == 1
+    # NVLink decides where it is the slower one for what it has to send.
+    assert experts.links(sizes.Mesh(expert=16), 1.0, 100.0)["expert"] == pytest.approx(15 / 7)
+
+
+def test_times_by_hand(experts, sizes, plan, tiny, rows):
+    mesh = sizes.Mesh(expert=2, data=2, fsdp=2, tensor=2)
+    links = {"data": 2.0, "fsdp": 4.0, "tensor": 5.0, "expert": 8.0}
+    rates = plan.Rates(1.0, 2.0, 1e30, links)
+    sent = sizes.wire(tiny, mesh, rows[1])
+    times = experts.seconds(tiny, mesh, rows[1], rates, alpha=3.0)
+    exchanged = (2 * 10 * 256 + 2 * 10 * 256 + 8 * 4) / 8 + 5 * 3.0
+    assert times["exchange"] == exchanged
+    assert times["weights"] == sent["data"] / 2 + sent["fsdp"] / 4
+    assert times["tensor"] == 2 * (2 * 1 / 2) * 20 * 128 * 4 / 5
+    products = 6 * 20 * 12288 / 2 / 2
+    assert times["products"] == products
+    assert times["casts"] == pytest.approx(0)
+    parts = ("products", "casts", "exchange", "weights", "tensor")
+    assert times["in_turn"] == pytest.approx(sum(times[part] for part in parts))
+    assert products > times["weights"]
+    exposed = exchanged + times["tensor"]
+    assert times["overlapped"] == pytest.approx(products + exposed)
+    slow = plan.Rates(1.0, 2.0, 1e30, {**links, "fsdp": 1e-5})
+    waiting = sent["data"] / 2 + sent["fsdp"] * 1e5
+    found = experts.seconds(tiny, mesh, rows[1], slow, alpha=3.0)["overlapped"]
+    assert found == pytest.approx(waiting + exposed)
+
+
+# The command
+
+
+def test_the_expert_axis_is_as_long_as_it_can_be(sizes):
+    deepseek, mixtral = sizes.MODELS["deepseek-v3"], sizes.MODELS["mixtral-8x7b"]
+    assert sizes.mesh_of(8, deepseek) == sizes.Mesh(expert=8)
+    assert sizes.mesh_of(1024, deepseek) == sizes.Mesh(expert=64, fsdp=16)
+    assert sizes.mesh_of(64, mixtral) == sizes.Mesh(expert=8, fsdp=8)
+    assert sizes.mesh_of(64, deepseek, 16, data=2, tensor=2) == sizes.Mesh(16, 2, 1, 2)
+    with pytest.raises(ValueError, match=r"multiple of 8, experts of 8.*--longest-expert"):
+        sizes.mesh_of(12, mixtral)
+    with pytest.raises(ValueError, match=r"axis of 6 for 8 experts"):
+        sizes.mesh_of(6, mixtral)
+    with pytest.raises(ValueError, match="at least one device"):
+        sizes.mesh_of(8, mixtral, data=0)
+
+
+def test_sizes_that_are_missing_or_wrong(experts):
+    with pytest.raises(ValueError, match=r"lacks --hidden, --per-token\. Give them, or --model"):
+        experts.main(["--width=8", "--experts=2"])
+    with pytest.raises(ValueError, match="per_token at most experts"):
+        experts.main(["--model=mixtral-8x7b", "--per-token=9"])
+
+
+def test_the_command_line(experts, capsys):
+    arguments = "--model mixtral-8x7b --tokens 1024 --devices 8 64 --scales mx"
+    experts.main([*arguments.split(), "--json"])
+    printed = json.loads(capsys.readouterr().out)["plan"]
+    assert [row["mesh"]["fsdp"] for row in printed] == [1] * 4 + [8] * 4
+    bf16, fp8 = printed[4], printed[7]
+    assert fp8["wire"]["dispatch"] == 2 * 7 / 8 * 1024 * 2 * 4096 * (1 + 1 / 32)
+    for name, times in fp8["faster"].items():
+        assert times == bf16["seconds"][name] / fp8["seconds"][name] > 1
+    experts.main(arguments.split())
+    head, table = capsys.readouterr().out.strip().split("\n\n")
+    assert head == "8 experts of 4096 x 14336, 2 per token, 1,024 tokens per device"
+    lines = table.splitlines()
+    assert len(lines) == 2 + 8
+    assert len({line.count("|") for line in lines}) == 1
+    heading, cells = (line.strip("| ").split(" | ") for line in (lines[0], lines[9]))
+    cells = dict(zip(heading, cells, strict=True))
+    assert cells["worst GB"] == f"{fp8['memory']['worst'] / 1e9:.2f}"
+    assert cells["overlapped ms"] == f"{1e3 * fp8['seconds']['overlapped']:.2f}"
+
+
+def test_sizes_by_flags_are_those_of_the_model(experts, capsys):
+    experts.main(["--model=mixtral-8x7b", "--devices=8"])
+    named = capsys.readouterr().out
+    flags = {"width": 4096, "hidden": 14336, "experts": 8, "per-token": 2, "devices": 8}
+    experts.main([f"--{name}={value}" for name, value in flags.items()])
+    assert capsys.readouterr().out == named
+
+
+def test_the_tables_of_the_page_are_what_the_commands_print(experts, capsys):
+    page = (ROOT / "docs/scaling_out.md").read_text()
+    commands = re.findall(r"\$ python benchmarks/plan_experts\.py (.*)\n", page)
+    assert len(commands) == len(experts.MODELS)
+    for command in commands:
+        experts.main(command.split())
+        head, table = capsys.readouterr().out.strip().split("\n\n")
+        assert head in page
+        assert table in page
