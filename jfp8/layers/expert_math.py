@@ -11,7 +11,7 @@ from jfp8.layers import transformer_math
 from jfp8.matmul.choice import Implementation
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
-from jfp8.products.ragged.experts import ExpertRows, height_for
+from jfp8.products.ragged.experts import ExpertRows, can_be_divided, height_for
 from jfp8.products.ragged.routing import Routing
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
@@ -27,6 +27,7 @@ def through_experts(
     wi: Layer,
     wo: Layer,
     *,
+    intermediate_dim: int,
     mesh: ExpertMesh,
     recipes: Sequence[Recipe],
     implementation: Implementation,
@@ -42,6 +43,7 @@ def through_experts(
       tokens: ``[t, in]``.
       routed: which experts they go to.
       wi, wo: the products with the matrices of all experts.
+      intermediate_dim: features between both products.
       mesh: what divides tokens and experts over devices.
       recipes: of both products.
       implementation: see `scaled_ragged_dot`.
@@ -57,11 +59,14 @@ def through_experts(
     height = height_for(recipes, implementation)
     exchange = plan_exchange(experts, groups, mesh, height, capacity_factor)
 
-    hidden = wi(jnp.pad(tokens, [(0, more), (0, 0)]), ExpertRows(exchange, "lhs"))
     n = transformer_math.projections_of(activation)
-    hidden = hidden.reshape(*hidden.shape[:2], n, hidden.shape[2] // n)
+    divided = can_be_divided(intermediate_dim, mesh, recipes)
+    parts = mesh.tensor if divided else 1
+    hidden = wi(jnp.pad(tokens, [(0, more), (0, 0)]), ExpertRows(exchange, "lhs", divided, n))
+    hidden = hidden.reshape(*hidden.shape[:2], parts, n, intermediate_dim // parts)
     hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
-    y = wo(hidden, ExpertRows(exchange, "result"))
+    hidden = hidden.reshape(*hidden.shape[:2], intermediate_dim)
+    y = wo(hidden, ExpertRows(exchange, "result", divided))
     y = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
     return jnp.sum(y * routed.weights[:, :, None], axis=1)
 

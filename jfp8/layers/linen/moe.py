@@ -242,6 +242,7 @@ class MoE(nn.Module):
             routed,
             wi,
             wo,
+            intermediate_dim=self.intermediate_dim,
             mesh=expert_mesh(self.expert_axis, self.data_axes, self.tensor_axis, self.num_experts),
             recipes=recipes_in_effect(self.recipe, ["/".join(wi.path), "/".join(wo.path)]),
             implementation=self.implementation,

@@ -22,6 +22,8 @@ from jax import lax
 
 from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.ragged.tiles import lay_out
+from jfp8.scaling.casts import codes_of, codes_to_format
+from jfp8.scaling.formats import format_of
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +83,8 @@ class Exchange:
             return _rows_at(x, copy // each)
 
         def by_buckets(x: jax.Array) -> jax.Array:
-            return _rows_at(self.mesh.all_to_all(_rows_at(x, self.copy_at // each)), self.place_at)
+            wire, arrived = _as_bytes(_rows_at(x, self.copy_at // each))
+            return arrived(_rows_at(self.mesh.all_to_all(wire), self.place_at))
 
         def ragged(x: jax.Array) -> jax.Array:
             sorted_copies = _rows_at(x, self.chunks.order // each)
@@ -242,6 +245,14 @@ def _plan_here(
         place_at=place_at,
         chunks=_Chunks(order, places, there, back),
     )
+
+
+def _as_bytes(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """8-bit codes as uint8, and what makes them of it again; XLA:CPU would send 16 bits."""
+    if x.dtype.itemsize > 1 or x.dtype == jnp.uint8:
+        return x, lambda x: x
+    fmt = format_of(x.dtype)
+    return codes_of(x), lambda x: codes_to_format(x, fmt)
 
 
 def _exclusive(x: jax.Array, axis: int) -> jax.Array:

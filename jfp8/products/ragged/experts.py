@@ -24,6 +24,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jfp8.matmul.choice import Implementation
@@ -46,12 +47,11 @@ from jfp8.products.ragged.by_kernels import GroupedKernels
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
 from jfp8.products.ragged.dot import frozen_groups, goes_by_kernels, tile_height
 from jfp8.products.ragged.exchange import Exchange
+from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.vjp import multiply_quantized
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_of, codes_to_format
-from jfp8.scaling.formats import format_of
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.compat import same_varying_axes
 
@@ -61,7 +61,9 @@ _TILE = 128  # rows of a tile, as kernels take them
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["exchange"], meta_fields=["travels"]
+    jax.tree_util.register_dataclass,
+    data_fields=["exchange"],
+    meta_fields=["travels", "divided", "projections"],
 )
 @dataclass(frozen=True)
 class ExpertRows:
@@ -70,10 +72,26 @@ class ExpertRows:
     Attributes:
       exchange: where copies of tokens go.
       travels: which of its tensors.
+      divided: whether the axis for tensors divides the matrices: ``n`` if lhs travels, else ``k``.
+      projections: so many equal parts of ``n`` lie side by side. If it is divided, the columns of y
+        are sorted by device first, and then by projection.
     """
 
     exchange: Exchange
     travels: Travels
+    divided: bool = False
+    projections: int = 1
+
+    def sort_columns(self, rhs: Operand) -> Operand:
+        """``[E, k, n]`` with the columns in the order of those of y."""
+        parts = self.exchange.mesh.tensor
+        if not self.divided or self.projections == 1:
+            return rhs
+        if isinstance(rhs, ScaledArray):
+            carrier = None if rhs.carrier is None else self.sort_columns(rhs.carrier)
+            return replace(rhs, data=self.sort_columns(rhs.data), carrier=carrier)
+        apart = rhs.reshape(*rhs.shape[:2], self.projections, parts, -1)
+        return apart.swapaxes(2, 3).reshape(rhs.shape)
 
 
 @functools.partial(
@@ -90,7 +108,7 @@ class ExpertDot(Operation):
       exchange: where rows go.
       travels: ``"lhs"``, and its gradient back; or ``"result"``, and its gradient there.
       way: how a device multiplies tiles.
-      tensor: whether the axis for it divides the matrices: ``n`` if lhs travels, else ``k``.
+      tensor: see `ExpertRows.divided`.
       implementation: see `scaled_ragged_dot`.
       scales: those of an rhs that came quantized with one for each expert: f32[E, 1, 1].
     """
@@ -128,7 +146,7 @@ class ExpertDot(Operation):
     def sent(self, role: str, q: Operand) -> Operand:
         if role != self._sent_role:
             return q
-        leaves, rebuild = _as_bytes(q)
+        leaves, rebuild = _as_rows(q)
 
         def send(exchange: Exchange, *leaves: jax.Array) -> list[jax.Array]:
             return [exchange.here.send(leaf) for leaf in leaves]
@@ -150,14 +168,11 @@ class ExpertDot(Operation):
         in_parts = bool(divided) and divided not in names[2]
         in_parts |= kind == "wgrad" and mesh.parts > mesh.experts
         parts = (sums.parts or np.dtype(np.float32)) if in_parts else dtype
-        packed = [_leaves(x) for x in (first, second)]
-        counts = [len(leaves) for leaves, _ in packed]
+        leaves, structure = jax.tree.flatten((first, second))
 
         def product(exchange: Exchange, *leaves: jax.Array) -> jax.Array:
-            a, b = leaves[: counts[0]], leaves[counts[0] :]
             here = replace(self._here(exchange.here), dtypes=(parts,) * 3)
-            operands = (rebuild(x) for x, (_, rebuild) in zip((a, b), packed, strict=True))
-            y = here.multiply(kind, *operands, sums)
+            y = here.multiply(kind, *structure.unflatten(leaves), sums)
             if divided and divided not in names[2]:
                 y = mesh.sum_over_tensor(y)
             if kind == "wgrad":
@@ -172,11 +187,11 @@ class ExpertDot(Operation):
             *(None if n == 1 else axes.get(d) for n, d in zip(shape, dims, strict=False))
         )
         specs = [mesh.rows]
-        for (leaves, _), dims in zip(packed, names[:2], strict=True):
-            specs += [layout(leaf.shape, dims) for leaf in leaves]
+        for operand, dims in zip((first, second), names[:2], strict=True):
+            specs += [layout(leaf.shape, dims) for leaf in jax.tree.leaves(operand)]
         result = mesh.rows if returns else PartitionSpec(*map(axes.get, names[2]))
         run = mesh.run(product, tuple(specs), result)
-        return run(self.exchange, *(leaf for leaves, _ in packed for leaf in leaves))
+        return run(self.exchange, *leaves)
 
     @property
     def _sent_role(self) -> str:
@@ -236,12 +251,12 @@ def _observed(how, out_dtype, lhs, rhs, rows, state):
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     lhs, rhs = same_varying_axes((lhs, rhs))
     rhs, scales = frozen_groups(rhs, recipe)
+    rhs = rows.sort_columns(rhs)
     lhs = lhs[:, None] if travels == "lhs" else lhs
     kernels = exchange.height == _TILE and goes_by_kernels(recipe, rhs, implementation)
     way = GroupedKernels if kernels else GroupedDot
-    tensor = _is_divided(rows, rhs, _unit(recipe))
     operation = ExpertDot(
-        (lhs.shape, rhs.shape), dtypes, exchange, travels, way, tensor, implementation, scales
+        (lhs.shape, rhs.shape), dtypes, exchange, travels, way, rows.divided, implementation, scales
     )
     y, observed = multiply_quantized(operation, lhs, rhs, how, state)
     return (y[:, 0] if travels == "result" else y), observed
@@ -257,11 +272,8 @@ def plain_expert_dot(
     out_dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
     dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype)
     lhs = lhs[:, None] if rows.travels == "lhs" else lhs
-    tensor = _is_divided(rows, rhs, 1)
-    shapes = (lhs.shape, rhs.shape)
-    y = _plain(
-        ExpertDot(shapes, dtypes, rows.exchange, rows.travels, GroupedDot, tensor, None), lhs, rhs
-    )
+    shapes, where = (lhs.shape, rhs.shape), (rows.exchange, rows.travels, GroupedDot, rows.divided)
+    y = _plain(ExpertDot(shapes, dtypes, *where, None), lhs, rows.sort_columns(rhs))
     return y[:, 0] if rows.travels == "result" else y
 
 
@@ -285,13 +297,6 @@ def _plain_backward(residuals, dy):
 _plain.defvjp(_plain_forward, _plain_backward)
 
 
-def _is_divided(rows: ExpertRows, rhs: Operand, unit: int) -> bool:
-    """Whether matrices are divided along the axis for it: into parts of whole units."""
-    size = rhs.shape[{"lhs": 2, "result": 1}[rows.travels]]
-    parts = rows.exchange.mesh.tensor
-    return parts > 1 and size % (parts * unit) == 0
-
-
 def height_for(
     recipes: Sequence[Recipe], implementation: Implementation
 ) -> Callable[[int, int], int]:
@@ -310,50 +315,38 @@ def height_for(
     return height
 
 
-def _unit(recipe: Recipe) -> int:
-    """Elements that no device may have a part of: those that share a scale."""
-    return math.lcm(*(b for q in recipe.resolved().quantizers() if q.block for b in q.block))
+def can_be_divided(size: int, mesh: ExpertMesh, recipes: Sequence[Recipe]) -> bool:
+    """Whether the axis for tensors divides a dimension into whole blocks, and whole rotations."""
+    units = [b for r in recipes for q in r.resolved().quantizers() if q.block for b in q.block]
+    for recipe in recipes:
+        products = recipe.resolved()
+        rotations = (products.fprop.rotation, products.dgrad.rotation, products.wgrad.rotation)
+        units += [rotation.size for rotation in rotations if rotation is not None]
+    return mesh.tensor > 1 and size % (mesh.tensor * math.lcm(*units)) == 0
 
 
-# Arrays that go from device to device.
-
-
-def _leaves(q: Operand) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], Operand]]:
-    """The arrays of an operand, those in 8 bits as uint8, and what puts them together again."""
-    leaves, structure = jax.tree.flatten(q)
-    formats = [format_of(x.dtype) if x.dtype.itemsize == 1 else None for x in leaves]
-    as_codes = [x if f is None else codes_of(x) for x, f in zip(leaves, formats, strict=True)]
-
-    def rebuild(arrays: Sequence[jax.Array]) -> Operand:
-        pairs = zip(arrays, formats, strict=True)
-        return structure.unflatten(x if f is None else codes_to_format(x, f) for x, f in pairs)
-
-    return as_codes, rebuild
-
-
-def _as_bytes(q: Operand) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array], int], Operand]]:
+def _as_rows(q: Operand) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array], int], Operand]]:
     """An operand of rows, ``[t, 1, k]``, as arrays ``[t, n]`` that travel, and what they become.
 
-    Scales travel as bytes, too. One for all rows does not.
+    Scales travel as bytes, too; one for all rows does not.
     """
-    leaves, join = _leaves(q)
+    leaves, structure = jax.tree.flatten(q)
+    scales = [x.dtype == jnp.float32 and isinstance(q, ScaledArray) for x in leaves]
     travel = [x.ndim == 3 for x in leaves]
-    sent, numbers = [], []
-    for x in (x for x, t in zip(leaves, travel, strict=True) if t):
-        row = x.reshape(x.shape[0], x.shape[2])
-        is_scale = isinstance(q, ScaledArray) and row.dtype == jnp.float32
-        numbers.append(is_scale)
-        if is_scale:
-            row = jax.lax.bitcast_convert_type(row, jnp.uint8).reshape(x.shape[0], -1)
-        sent.append(row)
 
     def rebuild(arrays: Sequence[jax.Array], height: int) -> Operand:
-        arrived = []
-        for x, is_scale in zip(arrays, numbers, strict=True):
-            if is_scale:
-                x = jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 4), jnp.float32)
-            arrived.append(x.reshape(-1, height, x.shape[-1]))
-        each = iter(arrived)
-        return join([next(each) if t else x for x, t in zip(leaves, travel, strict=True)])
+        each, found = iter(arrays), []
+        for x, is_scale, travels in zip(leaves, scales, travel, strict=True):
+            arrived = next(each) if travels else x
+            if travels and is_scale:
+                as_bytes = arrived.reshape(-1, x.shape[2], 4)
+                arrived = lax.bitcast_convert_type(as_bytes, jnp.float32)
+            found.append(arrived.reshape(-1, height, x.shape[2]) if travels else x)
+        return structure.unflatten(found)
 
-    return sent, rebuild
+    rows = []
+    for x, is_scale, travels in zip(leaves, scales, travel, strict=True):
+        if travels:
+            row = lax.bitcast_convert_type(x, jnp.uint8) if is_scale else x
+            rows.append(row.reshape(x.shape[0], -1))
+    return rows, rebuild

@@ -1,0 +1,204 @@
+"""A mixture of experts divided over eight devices against the same one on one device."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jfp8.debug import collective_bytes
+from jfp8.layers.linen.moe import MoE
+from jfp8.products.ragged.exchange import plan_exchange
+from jfp8.products.ragged.expert_mesh import ExpertMesh
+
+EXPERTS, FEATURES = 8, 128
+MESHES = {
+    "expert": {"expert": 8},
+    "data and expert": {"data": 2, "expert": 4},
+    "fsdp, expert, tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
+}
+
+
+def mesh_of(sizes):
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def layouts(sizes, variables):
+    """Of the variables, and of tokens."""
+    fsdp, tensor = (axis if axis in sizes else None for axis in ("fsdp", "tensor"))
+    of_kernel = {"wi": P("expert", fsdp, tensor), "wo": P("expert", tensor, fsdp)}
+
+    def spec(path, leaf):
+        layer = path[1].key
+        return of_kernel[layer] if path[0].key == "params" and layer in of_kernel else P()
+
+    specs = jax.tree_util.tree_map_with_path(spec, variables)
+    return specs, P(tuple(axis for axis in sizes if axis != "tensor"))
+
+
+def step(model, variables, x, dy):
+    """The result; the gradients of parameters, sinks and tokens; the histories after it."""
+    trained = {name: variables[name] for name in ("params", "fp8_sink") if name in variables}
+    y, back = jax.vjp(lambda v, x: model.apply({**variables, **v}, x), trained, x)
+    histories = {}
+    if "fp8" in variables:
+        fixed = {name: variables[name] for name in ("params", "fp8")}
+        histories = model.apply(fixed, x, mutable=["fp8"])[1]
+    return y, back(dy), histories
+
+
+@functools.cache
+def made(recipe, hidden):
+    model = MoE(EXPERTS, hidden, recipe=recipe, expert_axis="expert")
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, FEATURES)))
+    return model, variables, jax.jit(functools.partial(step, model))
+
+
+def assert_same(found, expected, tolerance):
+    """Relative to the largest value of each array."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+    for (path, a), b in pairs:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), jax.tree_util.keystr(path)
+
+
+def compiled_on(sizes, recipe, hidden, tokens, variables=None):
+    """The step on a mesh, compiled, with its arguments."""
+    model, fresh, _ = made(recipe, hidden)
+    variables = variables or fresh
+    mesh = mesh_of(sizes)
+    specs, rows = layouts(sizes, variables)
+    rows = rows if tokens % 8 == 0 else P()
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    x, dy = (place(normal(seed, tokens, FEATURES), rows) for seed in (1, 2))
+    args = (jax.tree.map(place, variables, specs), x, dy)
+    with jax.set_mesh(mesh):
+        return jax.jit(functools.partial(step, model)).lower(*args).compile(), args
+
+
+# Sums over tokens are added up in another order. Tokens that came as bytes are quantized once more
+# for the gradient of a matrix, with other tokens: by powers of two, so that only values far below
+# the largest of their block are rounded again.
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("recipe", "hidden"),
+    [
+        pytest.param("delayed", 64, marks=pytest.mark.representative(2)),
+        ("current", 64),
+        ("rowwise", 64),
+        ("mxfp8", 64),
+        ("block", 256),
+    ],
+)
+@pytest.mark.slow
+def test_many_devices_compute_what_one_does(recipe, hidden, mesh):
+    variables, run = made(recipe, hidden)[1:]
+    f, args = compiled_on(MESHES[mesh], recipe, hidden, 64)
+    expected = run(variables, *args[1:])
+    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 0
+    assert_same(f(*args), expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_all_tokens_on_one_expert_and_none_on_the_others():
+    """And fewer tokens than devices."""
+    variables, run = made("current", 64)[1:]
+    for tokens, experts in ((64, (6, 7)), (3, (0, 5))):
+        router = 1e-3 * normal(5, FEATURES, EXPERTS)
+        x = normal(1, tokens, FEATURES)
+        # Along the direction that all tokens share.
+        direction = np.linalg.lstsq(x, np.ones(tokens, np.float32), rcond=None)[0]
+        for height, expert in zip((30.0, 20.0), experts, strict=True):
+            router[:, expert] = height * direction
+        chosen = {**variables, "params": {**variables["params"], "router": {"kernel": router}}}
+        f, args = compiled_on(MESHES["expert"], "current", 64, tokens, chosen)
+        found, expected = f(*args), run(chosen, *args[1:])
+        assert_same(found, expected, 1e-5)
+        gradient = np.asarray(found[1][0]["params"]["wo"]["kernel"])
+        used = np.abs(gradient).max(axis=(1, 2)) > 0
+        assert sorted(np.flatnonzero(used)) == sorted(experts)
+
+
+# The exchange alone.
+
+
+def exchanged(experts, count, n, capacity_factor=None):
+    """On `n` devices: tiles of numbered tokens, what comes back, and the plan."""
+    tokens = len(experts)
+    mesh = ExpertMesh(mesh_of({"expert": n}).abstract_mesh, "expert")
+
+    def run(experts, numbers):
+        plan = plan_exchange(experts, count, mesh, lambda rows, groups: 4, capacity_factor)
+
+        def there_and_back(plan, numbers):
+            tiles = plan.here.send(numbers)
+            return tiles, plan.here.back(tiles)
+
+        return *mesh.run(there_and_back, (mesh.rows, mesh.rows), mesh.rows)(plan, numbers), plan
+
+    with jax.set_mesh(mesh_of({"expert": n})):
+        return jax.jit(run)(jnp.asarray(experts, jnp.int32), jnp.arange(1, tokens + 1)[:, None])
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_copies_arrive_sorted_by_expert_and_return(capacity_factor):
+    n, count, tokens, k = 4, 8, 16, 2
+    experts = np.argsort(np.random.default_rng(0).random((tokens, count)) ** 4, axis=1)[:, :k]
+    experts[5] = count  # of no expert
+    tiles, back, plan = exchanged(experts, count, n, capacity_factor)
+    tiles = np.asarray(tiles).reshape(n, -1, 4)
+    capacity = tokens * k if capacity_factor is None else tokens * k // count
+    expected_back = np.zeros((tokens, k), int)
+    for expert in range(count):
+        device, own = divmod(expert, count // n)
+        rows, choices = np.nonzero(experts == expert)
+        kept = rows[:capacity] + 1
+        expected_back[rows[:capacity], choices[:capacity]] = kept
+        found = tiles[device][np.asarray(plan.group)[device] == own].ravel()
+        mine = int(np.asarray(plan.padded_sizes)[device, own])
+        assert int(np.asarray(plan.sizes)[device, own]) == len(kept)
+        assert found[:mine][found[:mine] > 0].tolist() == kept.tolist()
+    assert np.asarray(back)[:, 0].reshape(tokens, k).tolist() == expected_back.tolist()
+
+
+# What is sent.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "hidden"), [("delayed", 64), ("block", 256), ("mxfp8", 64)])
+def test_tokens_travel_as_bytes(recipe, hidden):
+    """Of the dispatch, forward and backward: at most 0.27 of the bytes of f32."""
+    f, _ = compiled_on(MESHES["expert"], recipe, hidden, 64)
+    sent = {"u8": 0, "f32": 0}
+    for collective in collective_bytes(f).collectives:
+        if collective.op == "all-to-all":
+            sent[collective.dtype] += collective.bytes
+    # As many elements come back in f32 as went there.
+    assert 0.25 <= sent["u8"] / sent["f32"] <= 0.27
+
+
+# Mistakes.
+
+
+def test_errors():
+    x, model = jnp.ones((8, FEATURES)), MoE(EXPERTS, 16, expert_axis="expert")
+    with (
+        jax.set_mesh(mesh_of({"data": 8})),
+        pytest.raises(ValueError, match=r"'expert' is not an axis of the mesh .* \('data',\)"),
+    ):
+        jax.eval_shape(model.init, jax.random.key(0), x)
+    with (
+        jax.set_mesh(mesh_of({"expert": 8})),
+        pytest.raises(ValueError, match="12 experts cannot be divided evenly among the 8"),
+    ):
+        jax.eval_shape(model.clone(num_experts=12).init, jax.random.key(0), x)
