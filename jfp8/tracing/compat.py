@@ -12,11 +12,12 @@ import numpy as np
 from flax.core import Scope
 from jax import lax
 from jax._src import config, core
+from jax._src import mesh as mesh_lib
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend.core import ClosedJaxpr, Jaxpr, get_opaque_trace_state
 from jax.interpreters import partial_eval
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 
 def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -67,6 +68,15 @@ def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """`x` made to vary over all mesh axes over which `other` does."""
     missing = tuple(varying_axes(other) - varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def mesh_in_effect() -> Mesh | AbstractMesh | None:
+    """That of ``jax.set_mesh``, or of ``with mesh:``, which JAX deprecates."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty:
+        return abstract
+    physical = mesh_lib.thread_resources.env.physical_mesh
+    return None if physical.empty else physical
 
 
 def finest_mesh(mesh: Mesh, sharding: Any) -> Mesh:

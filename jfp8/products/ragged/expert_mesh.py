@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from jfp8.tracing.compat import mesh_in_effect
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def expert_mesh(
     tensor_axis: str | None,
     num_experts: int,
 ) -> ExpertMesh:
-    """Of the mesh in effect (``jax.set_mesh``).
+    """Of the mesh in effect: that of ``jax.set_mesh``.
 
     Args:
       expert_axis: None: experts are not divided.
@@ -115,11 +117,12 @@ def expert_mesh(
       num_experts: which have to be divided evenly.
 
     Raises:
+      NotImplementedError: the mesh has explicit axes.
       ValueError: there is a mesh, but without `expert_axis`; or it does not divide the experts; or
         it belongs to an enclosing ``jax.shard_map``.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if expert_axis is None or mesh.empty:
+    mesh = mesh_in_effect()
+    if expert_axis is None or mesh is None:
         return ExpertMesh()
     if expert_axis not in mesh.shape:
         raise ValueError(
@@ -127,7 +130,14 @@ def expert_mesh(
             f"{mesh.axis_names}. Name one of them, or make the mesh with it: "
             f"jax.make_mesh((8,), ({expert_axis!r},))."
         )
-    manual = set(mesh.manual_axes)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit in kinds.values():
+        raise NotImplementedError(
+            f"expert_axis={expert_axis!r} on a mesh with explicit axes: tokens are sorted on the "
+            "device that has them, which explicit shardings do not allow. Make the mesh with "
+            "axis_types=(jax.sharding.AxisType.Auto, ...)."
+        )
+    manual = {axis for axis, kind in kinds.items() if kind == AxisType.Manual}
     if expert_axis in manual:
         raise ValueError(
             f"expert_axis={expert_axis!r} belongs to an enclosing jax.shard_map, where each device "

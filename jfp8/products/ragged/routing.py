@@ -60,17 +60,30 @@ def route(logits: jax.Array, experts_per_token: int, *, renormalize: bool) -> Ro
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _route(logits: jax.Array, experts_per_token: int, renormalize: bool) -> Routing:
-    groups = logits.shape[1]
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    weights, experts = jax.lax.top_k(probabilities, experts_per_token)
+    chosen = _largest(probabilities, experts_per_token)
+    experts = jnp.argmax(chosen, axis=-1).astype(jnp.int32)
+    weights = jnp.sum(jnp.where(chosen, probabilities[:, None], 0), axis=-1)
+    group_sizes = jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)
     if renormalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    chosen = experts.reshape(-1)
-    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+    order = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
     indices = jnp.arange(order.shape[0], dtype=jnp.int32)
     places = jnp.zeros_like(order).at[order].set(indices, unique_indices=True)
-    group_sizes = jnp.zeros((groups,), jnp.int32).at[chosen].add(1)
     return Routing(weights, experts, probabilities, group_sizes, order, places)
+
+
+def _largest(scores: jax.Array, k: int) -> jax.Array:
+    """Which are the `k` largest of each row, the largest first: bool[t, k, g].
+
+    As ``jax.lax.top_k``, of which the compiler would gather all rows on every device.
+    """
+    index = jnp.arange(scores.shape[1])[None]
+    found: list[jax.Array] = []
+    for _ in range(k):
+        found.append(index == jnp.argmax(scores, axis=1)[:, None])
+        scores = jnp.where(found[-1], -jnp.inf, scores)
+    return jnp.stack(found, axis=1)
 
 
 def to_experts(x: jax.Array, routing: Routing) -> jax.Array:
