@@ -376,6 +376,17 @@ def test_experts(name, compiled):
     assert program.hlo.other_products == []
 
 
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_mixture_of_experts(name, compiled):
+    """Tokens are sorted as bytes: no pass over the copies of a token in bf16."""
+    layer = jfp8.linen.MoE(8, 1024, recipe=recipes.get(name), dtype=BF16, param_dtype=BF16)
+    f, args = forward_and_backward(layer, (8192, 2048))
+    program = compiled(f"`MoE`, 8192×2048, 2 of 8 experts of 1024, {name}", "h200", f, *args)
+    assert len(program.hlo.fp8_products) == 6
+    assert len(program.hlo.other_products) == 3  # the router's, in f32
+    assert program.hlo.passes_over_outputs == []
+
+
 # The kernels, one by one
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
+from jfp8.linen import MoE
 from support.gpu_programs import compile_divided, forward_and_backward, why_not
 
 if reason := why_not():
@@ -187,6 +188,29 @@ def test_grouped_products(recipe, compiled_for_eight):
     )
     assert len(program.hlo.fp8_products) == 3
     assert program.hlo.other_products == []
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_experts(recipe, compiled_for_eight):
+    """One of eight experts on each: tokens arrive in f8, results return in bf16."""
+    of_recipe = {"recipe": recipes.get(recipe), "dtype": BF16, "param_dtype": BF16}
+    layer = MoE(8, 1024, expert_axis="expert", capacity_factor=1.25, **of_recipe)
+    where = lambda path: P("expert") if "router" not in path else P()
+    program = compiled_for_eight(
+        f"8 GPUs, experts: `MoE`, 8192×2048 for each, 8 experts of 1024, {recipe}",
+        {"expert": 8},
+        *layer_on_devices(layer, (8 * 8192, 2048), where, P("expert"), P("expert")),
+    )
+    assert len(program.hlo.fp8_products) == 6
+    assert len(program.hlo.other_products) == 3  # the router's, in f32
+    assert program.hlo.passes_over_outputs == []
+    sent = [c for c in program.exchanged.collectives if c.op == "ragged-all-to-all"]
+    codes, results = ([c for c in sent if c.dtype.startswith(t)] for t in ("f8", "bf16"))
+    assert len(codes) == len(results) == 2
+    # Scales of blocks, where there are some, are bytes.
+    scales = [c for c in sent if c.dtype == "u8"]
+    assert len(sent) == 4 + len(scales) == (6 if recipe == "block" else 4)
+    assert sum(c.bytes for c in codes + scales) <= 0.27 * 4 * sum(c.elements for c in codes) * 7 / 8
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])

@@ -15,6 +15,7 @@ from jfp8.debug import collective_bytes
 from jfp8.layers.linen.moe import MoE
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
+from jfp8.training.hoist import split
 
 EXPERTS, FEATURES = 8, 128
 MESHES = {
@@ -47,14 +48,10 @@ def layouts(sizes, variables):
 
 
 def step(model, variables, x, dy):
-    """The result; the gradients of parameters, sinks and tokens; the histories after it."""
+    """The result; the gradients of parameters, sinks (the amaxes) and tokens."""
     trained = {name: variables[name] for name in ("params", "fp8_sink") if name in variables}
     y, back = jax.vjp(lambda v, x: model.apply({**variables, **v}, x), trained, x)
-    histories = {}
-    if "fp8" in variables:
-        fixed = {name: variables[name] for name in ("params", "fp8")}
-        histories = model.apply(fixed, x, mutable=["fp8"])[1]
-    return y, back(dy), histories
+    return y, *back(dy)
 
 
 @functools.cache
@@ -124,7 +121,7 @@ def test_all_tokens_on_one_expert_and_none_on_the_others():
         f, args = compiled_on(MESHES["expert"], "current", 64, tokens, chosen)
         found, expected = f(*args), run(chosen, *args[1:])
         assert_same(found, expected, 1e-5)
-        gradient = np.asarray(found[1][0]["params"]["wo"]["kernel"])
+        gradient = np.asarray(found[1]["params"]["wo"]["kernel"])
         used = np.abs(gradient).max(axis=(1, 2)) > 0
         assert sorted(np.flatnonzero(used)) == sorted(experts)
 
@@ -185,6 +182,24 @@ def test_tokens_travel_as_bytes(recipe, hidden):
             sent[collective.dtype] += collective.bytes
     # As many elements come back in f32 as went there.
     assert 0.25 <= sent["u8"] / sent["f32"] <= 0.27
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_weights_are_quantized_once_for_all_micro_batches(recipe):
+    """One byte for each element, or one for each of its two directions, is kept beside scales."""
+    model, variables, _ = made(recipe, 64)
+
+    def gradient(params, x):
+        loss = lambda p: jnp.sum(model.apply({**variables, "params": p}, x) ** 2)
+        return jax.grad(loss)(params)
+
+    x = jax.ShapeDtypeStruct((64, FEATURES), jnp.float32)
+    with jax.set_mesh(mesh_of(MESHES["data and expert"])):
+        kept = jax.eval_shape(lambda p, x: split(gradient, p, x)[0], variables["params"], x)
+    directions = {"delayed": 1, "mxfp8": 2}[recipe]
+    weights = sum(variables["params"][name]["kernel"].size for name in ("wi", "wo"))
+    in_bytes = sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.uint8)
+    assert in_bytes == directions * weights
 
 
 # Mistakes.

@@ -122,7 +122,7 @@ PASSING = {"parameter", "constant", "bitcast", "convert", "copy", "multiply", "b
 PASSING |= {"reshape", "transpose", "slice", "pad", "bitcast-convert", "dynamic-slice", "add"}
 PASSING |= {"select", "compare", "is-finite", "abs", "and", "or", "clamp", "maximum", "minimum"}
 PASSING |= {"dynamic-update-slice", "divide", "iota"}
-COLLECTIVES = "all-|reduce-scatter|collective-|async-|partition-id|replica-id"
+COLLECTIVES = "all-|ragged-all-|reduce-scatter|collective-|async-|partition-id|replica-id"
 PRODUCTS = {"dot", "convolution", "scaled-dot", "ragged-dot"}
 
 

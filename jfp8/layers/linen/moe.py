@@ -142,7 +142,8 @@ class MoE(nn.Module):
         p = softmax(x . router)              y = sum over the chosen e of  p_e * mlp_e(x)
         mlp_e(x) = activation(x . wi_e) . wo_e
 
-    No token is dropped, however many choose the same expert. The router computes in float32, the
+    No token is dropped by default, however many choose the same expert. A token is quantized once,
+    for all experts that it chose, and travels to them as bytes. The router computes in float32, the
     experts in FP8, each with scales of its own. The ``params`` are ``router/kernel``
     ``[in, num_experts]``, ``wi/kernel`` ``[num_experts, in, projections * intermediate_dim]`` (two
     projections side by side for gated activations) and ``wo/kernel``
@@ -163,9 +164,19 @@ class MoE(nn.Module):
       router_init: of the router's kernel.
       saved_activations: see `LayerNormMLP`; of the activation's input.
       recipe, implementation, state_collection: see `jfp8.Dense`.
+      expert_axis: axis of the mesh in effect (``jax.set_mesh``) that divides experts, and tokens;
+        None, or without a mesh: they are not divided.
+      data_axes: axes that divide tokens as well; those that the mesh does not have do not count.
+      tensor_axis: axis that divides the kernels of each expert, likewise.
+      capacity_factor: an expert gets at most this times its share of the tokens, the first of them;
+        the results of the others are 0. None: no token is dropped, and every device has room for
+        the tokens of all devices along `expert_axis`.
 
     Raises:
-      ValueError: unknown `activation`; more experts per token than there are.
+      NotImplementedError: `expert_axis` on a mesh with explicit axes.
+      ValueError: unknown `activation`; more experts per token than there are; a mesh without
+        `expert_axis`, or one that does not divide the experts evenly; a `capacity_factor` that is
+        not positive.
 
     References:
       arXiv 2101.03961 (Switch Transformers), arXiv 2401.04088 (Mixtral), arXiv 2211.15841

@@ -87,11 +87,15 @@ class ExpertRows:
         parts = self.exchange.mesh.tensor
         if not self.divided or self.projections == 1:
             return rhs
-        if isinstance(rhs, ScaledArray):
-            carrier = None if rhs.carrier is None else self.sort_columns(rhs.carrier)
-            return replace(rhs, data=self.sort_columns(rhs.data), carrier=carrier)
-        apart = rhs.reshape(*rhs.shape[:2], self.projections, parts, -1)
-        return apart.swapaxes(2, 3).reshape(rhs.shape)
+
+        def by_device(x: jax.Array) -> jax.Array:
+            apart = x.reshape(*x.shape[:2], self.projections, parts, -1)
+            return apart.swapaxes(2, 3).reshape(x.shape)
+
+        if not isinstance(rhs, ScaledArray):
+            return by_device(rhs)
+        carrier = None if rhs.carrier is None else by_device(rhs.carrier)
+        return replace(rhs, data=by_device(rhs.data), carrier=carrier)
 
 
 @functools.partial(
@@ -172,7 +176,8 @@ class ExpertDot(Operation):
 
         def product(exchange: Exchange, *leaves: jax.Array) -> jax.Array:
             here = replace(self._here(exchange.here), dtypes=(parts,) * 3)
-            y = here.multiply(kind, *structure.unflatten(leaves), sums)
+            a, b = structure.unflatten(leaves)
+            y = here.multiply(kind, a, b, sums)
             if divided and divided not in names[2]:
                 y = mesh.sum_over_tensor(y)
             if kind == "wgrad":
@@ -180,9 +185,7 @@ class ExpertDot(Operation):
             y = y.astype(dtype)
             return self._returned(exchange.here, y) if returns else y
 
-        axes = {"t": mesh.token_axes, "E": mesh.expert_axis}
-        if divided:
-            axes[divided] = mesh.tensor_axis
+        axes = {"t": mesh.token_axes, "E": mesh.expert_axis, divided: mesh.tensor_axis}
         layout = lambda shape, dims: PartitionSpec(
             *(None if n == 1 else axes.get(d) for n, d in zip(shape, dims, strict=False))
         )
