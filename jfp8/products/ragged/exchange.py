@@ -154,8 +154,8 @@ def plan_exchange(
     if capacity_factor is not None:
         if not capacity_factor > 0:
             raise ValueError(
-                f"capacity_factor={capacity_factor!r} must be positive: an expert gets at most this "
-                "times its share of the tokens. Use 1.25, or None to drop none."
+                f"capacity_factor={capacity_factor!r} must be positive: an expert gets at most "
+                "this times its share of the tokens. Use 1.25, or None to drop none."
             )
         capacity = max(1, int(-(-capacity_factor * everyone // count)))
         rows = min(rows, own * capacity)
