@@ -16,6 +16,7 @@ from jfp8.conversion.nnx import convert_module, layers_of
 from jfp8.layers.nnx.attention import DotProductAttention, MultiHeadAttention
 from jfp8.layers.nnx.fused import LayerNormLinear, LayerNormMLP
 from jfp8.layers.nnx.layers import Conv, ConvTranspose, Einsum, Linear, LinearGeneral
+from jfp8.layers.nnx.moe import ExpertDense, MoE, RaggedDot, RouterBias
 from jfp8.layers.nnx.products import (
     ConvGeneralDilated,
     DotGeneral,
@@ -35,15 +36,19 @@ __all__ = [
     "DotProductAttention",
     "Einsum",
     "EinsumOp",
+    "ExpertDense",
     "Fp8Sink",
     "Fp8State",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "LinearGeneral",
+    "MoE",
     "MultiHeadAttention",
     "Product",
+    "RaggedDot",
     "RelativePositionBiases",
+    "RouterBias",
     "TransformerLayer",
     "convert_module",
     "layers_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import KW_ONLY
 from functools import partial
 from typing import Any
@@ -12,8 +13,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from jfp8.layers import transformer_math
-from jfp8.layers.expert_math import recipes_in_effect, through_experts
+from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.matmul.choice import Implementation
@@ -24,6 +24,7 @@ from jfp8.products.ragged.experts import ExpertRows, observed_expert_dot, plain_
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
+from jfp8.tracing.caller import user_level
 
 
 class RaggedDot(ProductModule):
@@ -97,9 +98,8 @@ class ExpertDense(nn.Module):
         """
 
         def init(key: jax.Array) -> jax.Array:
-            shape = (inputs.shape[-1], self.features)
-            make = lambda key: self.kernel_init(key, shape, self.param_dtype)
-            kernels = jax.vmap(make)(jax.random.split(key, self.num_experts))
+            shape, dtype = (inputs.shape[-1], self.features), self.param_dtype
+            kernels = moe_math.expert_kernels(self.kernel_init, key, self.num_experts, shape, dtype)
             # Where the initializer says how kernels are partitioned, over experts they are not.
             return nn.meta.add_axis(kernels, 0, {nn.meta.PARTITION_NAME: None})
 
@@ -114,10 +114,12 @@ class Router(nn.Module):
     """Which experts each token goes to, by a product in high precision; see `routing.route`.
 
     Its weights are few, and a wrong expert costs more than a rounded product. The ``params`` are
-    ``kernel``, ``[in, num_experts]``.
+    ``kernel``, ``[in, num_experts]``. With a `bias_update_rate`, ``bias``, f32[num_experts], is in
+    the collection ``router_bias``.
 
     Attributes:
       num_experts, num_experts_per_token, renormalize, kernel_init, param_dtype: see `MoE`.
+      scores, bias_update_rate: likewise.
     """
 
     num_experts: int
@@ -125,15 +127,63 @@ class Router(nn.Module):
     renormalize: bool
     kernel_init: Initializer
     param_dtype: Dtype = jnp.float32
+    _: KW_ONLY
+    scores: routing.Scores = "softmax"
+    bias_update_rate: float | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> routing.Routing:
-        """Route `tokens`, ``[tokens, in]``."""
+        """Route `tokens`, ``[tokens, in]``; and update the bias, if its collection is mutable."""
         shape = (tokens.shape[-1], self.num_experts)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        x, kernel = (a.astype(jnp.float32) for a in (tokens, kernel))
-        logits = jnp.dot(x, kernel, precision=lax.Precision.HIGHEST)
-        return routing.route(logits, self.num_experts_per_token, renormalize=self.renormalize)
+        logits, rate = moe_math.router_logits(tokens, kernel), self.bias_update_rate
+        moe_math.check_bias_update_rate(rate)
+        how: dict[str, Any] = {"renormalize": self.renormalize, "scores": self.scores}
+        if rate is None:
+            return routing.route(logits, self.num_experts_per_token, **how)
+        updates = self.is_mutable_collection(ROUTER_BIAS)
+        if not updates and not self.has_variable(ROUTER_BIAS, "bias"):
+            raise ValueError(_no_bias("/".join(self.path), rate))
+        bias = self.variable(ROUTER_BIAS, "bias", jnp.zeros, (self.num_experts,), jnp.float32)
+        if rate and not updates:
+            logits = _warns_if_differentiated("/".join(self.path), logits)
+        routed = routing.route(logits, self.num_experts_per_token, **how, bias=bias.value)
+        if updates and not self.is_initializing():
+            bias.value = routing.updated_bias(bias.value, routed.group_sizes, rate)
+        return routed
+
+
+ROUTER_BIAS = "router_bias"
+
+
+def _no_bias(path: str, rate: float) -> str:
+    return (
+        f"The router {path!r} has bias_update_rate={rate}, but there is no {ROUTER_BIAS!r} "
+        "collection, so that it would choose other experts than in training. Pass all that "
+        "model.init(...) returned and training has updated, "
+        f"model.apply({{'params': params, {ROUTER_BIAS!r}: ...}}, x). Under nn.scan or nn.vmap "
+        f"lift it like the parameters: variable_axes={{'params': 0, {ROUTER_BIAS!r}: 0, ...}}."
+    )
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _warns_if_differentiated(path: str, logits: jax.Array) -> jax.Array:
+    """`logits`; where a gradient is computed through them, training has forgotten the bias."""
+    return logits
+
+
+@_warns_if_differentiated.defjvp
+def _warn(path: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    warnings.warn(
+        f"A gradient is computed through the router {path!r}, whose bias balances the experts, but "
+        f"the {ROUTER_BIAS!r} collection is not mutable, so the bias stays as it is. In training "
+        f"write y, mutated = model.apply(variables, x, mutable=[{ROUTER_BIAS!r}]) and keep what is "
+        "in mutated for the next step: return it from the loss_fn of jfp8.value_and_grad. To keep "
+        "the bias as it is, make the model with bias_update_rate=0.0.",
+        UserWarning,
+        stacklevel=user_level(),
+    )
+    return primals[0], tangents[0]
 
 
 class MoE(nn.Module):
@@ -150,7 +200,18 @@ class MoE(nn.Module):
     ``[num_experts, intermediate_dim, in]``.
 
     The load-balancing loss (see `routing.load_balancing_loss`) is returned if you ask for it,
-    and sown as ``load_balancing_loss`` into the collection ``intermediates`` in any case.
+    and sown as ``load_balancing_loss`` into the collection ``intermediates`` in any case, as are
+    ``sequence_balance_loss`` (of sequences along the axis before the last) and ``router_z_loss``.
+
+    With `bias_update_rate` experts are balanced without a loss: the ``k`` largest of ``p_e + b_e``
+    are chosen, and each call with a mutable collection ``router_bias`` moves ``b``, f32[experts],
+    by ``rate * sign(mean load - load_e)``, from all tokens of the call. Carry the collection on as
+    you do ``batch_stats``: ``jfp8.value_and_grad`` does with what the loss function returns as
+    mutated. A skipped step leaves ``b`` as it was. Each micro-batch is a step of ``b`` by its own
+    loads, and the next one is routed by the result, so divide the rate by their number. Under
+    ``jit`` loads are those of the whole batch, however it is sharded, and in ``data_parallel``
+    they are added up over devices first: the mean of the collections is that of equal ones. A call
+    without the collection raises; a gradient where it is not mutable warns.
 
     Attributes:
       num_experts: the experts there are.
@@ -171,16 +232,23 @@ class MoE(nn.Module):
       capacity_factor: an expert gets at most this times its share of the tokens, the first of them;
         the results of the others are 0. None: no token is dropped, and every device has room for
         the tokens of all devices along `expert_axis`.
+      scores: ``"softmax"``, or ``"sigmoid"`` for ``p = sigmoid(x . router)``.
+      bias_update_rate: how far a bias moves in a step, such as 0.001; 0.0: there is a bias, which
+        stays as it is; None: no bias.
 
     Raises:
       NotImplementedError: `expert_axis` on a mesh with explicit axes.
-      ValueError: unknown `activation`; more experts per token than there are; a mesh without
-        `expert_axis`, or one that does not divide the experts evenly; a `capacity_factor` that is
-        not positive.
+      ValueError: unknown `activation` or `scores`; more experts per token than there are; a mesh
+        without `expert_axis`, or one that does not divide the experts evenly; a `capacity_factor`
+        that is not positive; a negative `bias_update_rate`; no ``router_bias`` although there is a
+        bias.
+
+    Warns:
+      UserWarning: a gradient is computed, but ``router_bias`` is not mutable.
 
     References:
       arXiv 2101.03961 (Switch Transformers), arXiv 2401.04088 (Mixtral), arXiv 2211.15841
-      (without dropping).
+      (without dropping), arXiv 2412.19437 (DeepSeek-V3: sigmoid), arXiv 2408.15664 (bias).
 
     >>> import jax, jax.numpy as jnp, jfp8
     >>> from jfp8.layers.linen.moe import MoE
@@ -209,6 +277,8 @@ class MoE(nn.Module):
     data_axes: tuple[str, ...] = ("data", "fsdp")
     tensor_axis: str | None = "tensor"
     capacity_factor: float | None = None
+    scores: routing.Scores = "softmax"
+    bias_update_rate: float | None = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -223,19 +293,20 @@ class MoE(nn.Module):
         projections = transformer_math.projections_of(self.activation)
         features = inputs.shape[-1]
         tokens = inputs.reshape(-1, features)
-        renormalize = self.renormalize
-        if renormalize is None:
-            renormalize = self.num_experts_per_token > 1
         routed = Router(
             self.num_experts,
             self.num_experts_per_token,
-            renormalize,
+            moe_math.renormalizes(self.renormalize, self.num_experts_per_token),
             self.router_init,
             self.param_dtype,
+            scores=self.scores,
+            bias_update_rate=self.bias_update_rate,
             name="router",
         )(tokens)
-        loss = routing.load_balancing_loss(routed)
-        self.sow("intermediates", "load_balancing_loss", loss)
+        losses = moe_math.losses_of(routed, inputs.shape)
+        for name, value in losses.items():
+            self.sow("intermediates", name, value)
+        loss = losses["load_balancing_loss"]
 
         dense = partial(
             ExpertDense,
@@ -248,18 +319,18 @@ class MoE(nn.Module):
             state_collection=self.state_collection,
         )
         wi, wo = dense(projections * self.intermediate_dim, name="wi"), dense(features, name="wo")
-        y = through_experts(
+        y = moe_math.through_experts(
             tokens,
             routed,
             wi,
             wo,
             intermediate_dim=self.intermediate_dim,
             mesh=expert_mesh(self.expert_axis, self.data_axes, self.tensor_axis, self.num_experts),
-            recipes=recipes_in_effect(self.recipe, ["/".join(wi.path), "/".join(wo.path)]),
+            recipes=moe_math.recipes_in_effect(self.recipe, ["/".join(wi.path), "/".join(wo.path)]),
             implementation=self.implementation,
             activation=self.activation,
             saved_activations=self.saved_activations,
             capacity_factor=self.capacity_factor,
         )
-        y = y.astype(self.dtype or jnp.result_type(inputs, self.param_dtype)).reshape(inputs.shape)
+        y = y.reshape(inputs.shape)
         return (y, loss) if self.return_load_balancing_loss else y

@@ -23,7 +23,7 @@ from jax import lax
 from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.ragged.tiles import lay_out
 from jfp8.scaling.casts import codes_of, codes_to_format
-from jfp8.scaling.formats import format_of
+from jfp8.scaling.formats import E8M0FNU, format_of
 
 
 @jax.tree_util.register_dataclass
@@ -77,6 +77,8 @@ class Exchange:
 
         This and `back` are called on a device, on its own part; see `here`.
         """
+        if x.dtype == E8M0FNU.dtype:  # which has no zero to fill up tiles with
+            return codes_to_format(self.send(codes_of(x)), E8M0FNU)
         each = self.copies // x.shape[0] if x.shape[0] else 1  # copies of a row
         if self.mesh.experts == 1:
             copy = _rows_at(self.copy_at.reshape(-1), self.place_at, fill=self.copies)

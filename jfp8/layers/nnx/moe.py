@@ -1,0 +1,309 @@
+"""Mixture of experts: grouped products with their state, and the block made of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import errors, nnx
+from flax.nnx.nn import dtypes
+from flax.typing import Dtype, Initializer
+from jax import lax
+
+from jfp8.layers import moe_math, transformer_math
+from jfp8.layers.nnx.products import Product
+from jfp8.matmul.choice import Implementation
+from jfp8.products import cast_later
+from jfp8.products.ragged import routing
+from jfp8.products.ragged.dot import observed_ragged_dot
+from jfp8.products.ragged.expert_mesh import expert_mesh
+from jfp8.products.ragged.experts import ExpertRows, observed_expert_dot, plain_expert_dot
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.formats import Format
+
+default_kernel_init = nnx.initializers.lecun_normal()
+
+
+class RaggedDot(Product):
+    """An FP8 ``ragged_dot`` with its state.
+
+    The history for "rhs" records the largest amax of all groups, but is not read: each group's
+    matrix is scaled by its own amax. For the arguments and attributes see `Product`.
+    """
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | ScaledArray | cast_later.CastLater,
+        group_sizes: jax.Array | ExpertRows,
+        precision: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
+        result = {"preferred_element_type": preferred_element_type}
+        of_rows = isinstance(group_sizes, ExpertRows)
+
+        # A ragged product takes no out_sharding.
+        def quantized(lhs: Any, rhs: Any, *, out_sharding: None, **given: Any) -> Any:
+            observed = observed_expert_dot if of_rows else observed_ragged_dot
+            return observed(lhs, rhs, group_sizes, **result, **given)
+
+        def plain(lhs: Any, rhs: Any, *, out_sharding: None) -> jax.Array:
+            if isinstance(group_sizes, ExpertRows):
+                return plain_expert_dot(lhs, rhs, group_sizes, **result)
+            return lax.ragged_dot(lhs, rhs, group_sizes, **result, precision=precision)
+
+        return self._multiply(quantized, plain, lhs, rhs, None, "moe")
+
+
+class ExpertDense(nnx.Module):
+    """A dense layer for each expert: ``y_i = x_i . kernel_e`` for each token i of expert e.
+
+    The parameter is ``kernel``, ``[num_experts, in, features]``, which may be a `ScaledArray`.
+
+    Args:
+      num_experts, in_features, features: what the kernel is made for.
+      dtype, param_dtype, precision: see ``flax.nnx.Linear``.
+      kernel_init: makes the kernel of one expert, ``[in, features]``.
+      recipe, implementation: see `Product`.
+      rngs: stream ``params`` for initial values.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        features: int,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: Any = None,
+        kernel_init: Initializer = default_kernel_init,
+        recipe: Recipe | str | None = None,
+        implementation: Implementation = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.dtype = dtype
+        self.precision = precision
+        shape = (in_features, features)
+        self.kernel = nnx.Param(
+            moe_math.expert_kernels(kernel_init, rngs.params(), num_experts, shape, param_dtype)
+        )
+        self.ragged_dot = RaggedDot(recipe=recipe, implementation=implementation)
+
+    def __call__(self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows) -> jax.Array:
+        """Apply the layer.
+
+        Args:
+          inputs: ``[tokens, in]``, sorted by expert.
+          group_sizes: i32[num_experts], the tokens of each expert; or the rows of experts, see
+            `observed_expert_dot`.
+        """
+        promote = partial(dtypes.promote_dtype, dtype=self.dtype)
+        x, kernel = cast_later.promoted(promote, (inputs, self.kernel.get_value()))
+        return self.ragged_dot(x, kernel, group_sizes, self.precision)
+
+
+class RouterBias(nnx.Variable):
+    """The bias by which a `Router` balances its experts, ``f32[num_experts]``."""
+
+
+class Router(nnx.Module):
+    """Which experts each token goes to, by a product in high precision; see `routing.route`.
+
+    The parameter is ``kernel``, ``[in, num_experts]``. With a `bias_update_rate` there is a
+    `RouterBias`, too, which every call updates in training, as ``BatchNorm`` does its statistics.
+
+    Args:
+      in_features, num_experts, num_experts_per_token, renormalize, kernel_init: see `MoE`.
+      param_dtype, scores, bias_update_rate: likewise.
+      rngs: stream ``params`` for initial values.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        *,
+        renormalize: bool,
+        kernel_init: Initializer = default_kernel_init,
+        param_dtype: Dtype = jnp.float32,
+        scores: routing.Scores = "softmax",
+        bias_update_rate: float | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        moe_math.check_bias_update_rate(bias_update_rate)
+        self.num_experts_per_token = num_experts_per_token
+        self.renormalize = renormalize
+        self.scores: routing.Scores = scores
+        self.bias_update_rate = bias_update_rate
+        self.use_running_average = False
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, num_experts), param_dtype))
+        self.bias: RouterBias | None = nnx.data(None)
+        if bias_update_rate is not None:
+            self.bias = RouterBias(jnp.zeros(num_experts))
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """What ``nnx.view`` calls.
+
+        Args:
+          use_running_average: whether to leave the bias as it is; what ``model.eval()`` sets.
+        """
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+    def __call__(self, tokens: jax.Array) -> routing.Routing:
+        """Route `tokens`, ``[tokens, in]``; and update the bias, in training."""
+        logits = moe_math.router_logits(tokens, self.kernel.get_value())
+        routed = routing.route(
+            logits,
+            self.num_experts_per_token,
+            renormalize=self.renormalize,
+            scores=self.scores,
+            bias=None if self.bias is None else self.bias.get_value(),
+        )
+        if self.bias is not None and self.bias_update_rate and not self.use_running_average:
+            self._update(self.bias, routed.group_sizes, self.bias_update_rate)
+        return routed
+
+    def _update(self, bias: RouterBias, group_sizes: jax.Array, rate: float) -> None:
+        try:
+            bias.set_value(routing.updated_bias(bias.get_value(), group_sizes, rate))
+        except errors.TraceContextError as error:
+            raise ValueError(
+                "The router updates its bias in training, but here it is called inside a JAX "
+                "transformation and was made outside, where the bias cannot go. Pass the model as "
+                "an argument to nnx.jit, nnx.grad, nnx.scan or nnx.remat, not to jax's. To leave "
+                "the bias as it is: model.eval(), or nnx.view(model, use_running_average=True)."
+            ) from error
+
+
+class MoE(nnx.Module):
+    """A feed-forward block in which each token uses a few experts out of many.
+
+    It computes what `jfp8.linen.MoE` does, with the same parameters: ``router/kernel``,
+    ``wi/kernel``, ``wo/kernel``. With `bias_update_rate` the bias is a `RouterBias`, which each
+    call updates until ``model.eval()``; over devices in ``nnx.shard_map`` loads are added up. It
+    moves also in a step whose loss is not finite, by the rate at most.
+
+    The losses of `jfp8.linen.MoE` are sown as ``nnx.Intermediate``, for ``nnx.capture``.
+
+    Args:
+      in_features: features of the input and the result.
+      num_experts, intermediate_dim, num_experts_per_token, activation, renormalize: as for
+        `jfp8.linen.MoE`.
+      return_load_balancing_loss, dtype, param_dtype, kernel_init, router_init: likewise.
+      saved_activations, recipe, implementation, scores, bias_update_rate: likewise.
+      expert_axis, data_axes, tensor_axis, capacity_factor: likewise.
+      rngs: stream ``params`` for initial values.
+
+    Raises:
+      ValueError: unknown `activation` or `scores`; more experts per token than there are; a
+        negative `bias_update_rate`; a bias that is to be updated inside of a transformation of
+        JAX's own.
+
+    >>> import jax.numpy as jnp, jfp8
+    >>> from flax import nnx
+    >>> moe = jfp8.nnx.MoE(8, num_experts=4, intermediate_dim=16, rngs=nnx.Rngs(0))
+    >>> moe.wi.kernel.shape, moe(jnp.ones((2, 3, 8))).shape
+    ((4, 8, 32), (2, 3, 8))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_experts: int,
+        intermediate_dim: int,
+        num_experts_per_token: int = 2,
+        *,
+        activation: str = "swiglu",
+        renormalize: bool | None = None,
+        return_load_balancing_loss: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        router_init: Initializer = default_kernel_init,
+        saved_activations: Format | None = None,
+        recipe: Recipe | str | None = None,
+        implementation: Implementation = None,
+        scores: routing.Scores = "softmax",
+        bias_update_rate: float | None = None,
+        expert_axis: str | None = None,
+        data_axes: tuple[str, ...] = ("data", "fsdp"),
+        tensor_axis: str | None = "tensor",
+        capacity_factor: float | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.recipe = recipe
+        self.implementation = implementation
+        self.expert_axis = expert_axis
+        self.data_axes = data_axes
+        self.tensor_axis = tensor_axis
+        self.capacity_factor = capacity_factor
+        self.intermediate_dim = intermediate_dim
+        self.activation = activation
+        self.return_load_balancing_loss = return_load_balancing_loss
+        self.saved_activations = saved_activations
+        self.projections = transformer_math.projections_of(activation)
+        self.router = Router(
+            in_features,
+            num_experts,
+            num_experts_per_token,
+            renormalize=moe_math.renormalizes(renormalize, num_experts_per_token),
+            kernel_init=router_init,
+            param_dtype=param_dtype,
+            scores=scores,
+            bias_update_rate=bias_update_rate,
+            rngs=rngs,
+        )
+        dense = partial(
+            ExpertDense,
+            num_experts,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            recipe=recipe,
+            implementation=implementation,
+            rngs=rngs,
+        )
+        self.wi = dense(in_features, self.projections * intermediate_dim)
+        self.wo = dense(intermediate_dim, in_features)
+
+    def __call__(self, inputs: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Apply the block.
+
+        Args:
+          inputs: ``[..., in_features]``; every leading dimension counts tokens.
+
+        Returns:
+          ``[..., in_features]``; or a pair, see `return_load_balancing_loss`.
+        """
+        tokens = inputs.reshape(-1, inputs.shape[-1])
+        routed = self.router(tokens)
+        losses = moe_math.losses_of(routed, inputs.shape)
+        if hasattr(self, "__captures__"):  # in nnx.capture; elsewhere sow changes the module
+            for name, value in losses.items():
+                self.sow(nnx.Intermediate, name, value)
+        loss = losses["load_balancing_loss"]
+
+        axes = (self.expert_axis, self.data_axes, self.tensor_axis)
+        paths = [layer.ragged_dot.path for layer in (self.wi, self.wo)]
+        y = moe_math.through_experts(
+            tokens,
+            routed,
+            self.wi,
+            self.wo,
+            intermediate_dim=self.intermediate_dim,
+            mesh=expert_mesh(*axes, routed.probabilities.shape[1]),
+            recipes=moe_math.recipes_in_effect(self.recipe, paths),
+            implementation=self.implementation,
+            activation=self.activation,
+            saved_activations=self.saved_activations,
+            capacity_factor=self.capacity_factor,
+        )
+        y = y.reshape(inputs.shape)
+        return (y, loss) if self.return_load_balancing_loss else y

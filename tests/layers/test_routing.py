@@ -1,0 +1,330 @@
+"""Scores, biases and losses of routing, against NumPy in float64; and the bias in training."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jfp8
+from jfp8.layers.linen.moe import MoE, Router
+from jfp8.products.ragged import routing
+
+KEY = jax.random.key(2)
+T, G, K, FEATURES = 24, 5, 2, 8
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+LOGITS = normal((T, G))
+BIAS = np.float32([0.3, -0.2, 0.0, 0.5, -0.4])
+
+
+# The oracle: one token at a time, in float64.
+
+
+def scores64(logits, scores):
+    z = np.asarray(logits, np.float64)
+    if scores == "sigmoid":
+        return 1 / (1 + np.exp(-z))
+    return np.exp(z) / np.sum(np.exp(z), axis=1, keepdims=True)
+
+
+def best64(s):
+    return [sorted(range(G), key=lambda e: -row[e])[:K] for row in s]
+
+
+def weights64(logits, scores, chosen, renormalize):
+    s = scores64(logits, scores)
+    picked = np.array([[s[t, e] for e in chosen[t]] for t in range(len(s))])
+    return picked / picked.sum(axis=1, keepdims=True) if renormalize else picked
+
+
+def losses64(logits, scores, length):
+    """``(sequence-wise balance loss, z-loss)``."""
+    s = scores64(logits, scores)
+    best, balance = best64(s), []
+    for first in range(0, len(s), length):
+        sequence = range(first, first + length)
+        f = [G / (K * length) * sum(e in best[t] for t in sequence) for e in range(G)]
+        p = np.mean([s[t] / s[t].sum() for t in sequence], axis=0)
+        balance.append(np.dot(f, p))
+    z = np.log(np.sum(np.exp(np.asarray(logits, np.float64)), axis=1))
+    return np.mean(balance), np.mean(z**2)
+
+
+def slope64(f, x, direction, step=1e-6):
+    """How fast `f` grows along `direction`."""
+    x = np.asarray(x, np.float64)
+    return (f(x + step * direction) - f(x - step * direction)) / (2 * step)
+
+
+@pytest.mark.parametrize("scores", [pytest.param("softmax", marks=pytest.mark.slow), "sigmoid"])
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_experts_are_chosen_by_score_and_bias_and_weighed_by_score(scores, bias):
+    s = scores64(LOGITS, scores)
+    chosen = best64(s if bias is None else s + bias)
+    if bias is not None:
+        assert chosen != best64(s)
+    ct, direction = normal((T, K), 3), normal((T, G), 4)
+    for renormalize in (False, True):
+        run = functools.partial(
+            routing.route, experts_per_token=K, renormalize=renormalize, scores=scores
+        )
+
+        @jax.jit
+        def run_and_vjp(logits, bias, ct, run=run):
+            _, vjp = jax.vjp(lambda *args: run(args[0], bias=args[1]).weights, logits, bias)
+            return run(logits, bias=bias), vjp(ct)
+
+        routed, (by_logits, by_bias) = run_and_vjp(LOGITS, bias, ct)
+        assert routed.experts.tolist() == chosen
+        assert routed.group_sizes.tolist() == [sum(e in c for c in chosen) for e in range(G)]
+        expected = weights64(LOGITS, scores, chosen, renormalize)
+        np.testing.assert_allclose(routed.weights, expected, rtol=1e-6)
+        share = s / s.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(routed.probabilities, share, rtol=2e-6)
+        weights = functools.partial(
+            weights64, scores=scores, chosen=chosen, renormalize=renormalize
+        )
+        slope = slope64(lambda x, weights=weights: np.sum(weights(x) * ct), LOGITS, direction)
+        assert np.sum(by_logits * direction) == pytest.approx(slope, rel=1e-4)
+        assert bias is None or not np.any(by_bias)
+
+
+def test_sigmoids_of_zero_have_weights():
+    logits = jnp.float32([[-200.0, -201.0, -300.0]])
+    routed = routing.route(logits, 2, renormalize=True, scores="sigmoid")
+    expected = 1 / (1 + np.exp(-1.0))
+    np.testing.assert_allclose(routed.weights, [[expected, 1 - expected]], rtol=1e-5)
+    np.testing.assert_allclose(routed.probabilities[0, :2], [expected, 1 - expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize("scores", [pytest.param("softmax", marks=pytest.mark.slow), "sigmoid"])
+def test_losses_of_sequences_and_logits(scores):
+    def losses(logits):
+        # The bias changes what is chosen, but not what the loss counts.
+        routed = routing.route(logits, K, renormalize=True, scores=scores, bias=BIAS)
+        return routing.sequence_balance_loss(routed, 6), routing.router_z_loss(routed.logits)
+
+    found, gradients = jax.jit(lambda x: (losses(x), jax.jacrev(losses)(x)))(LOGITS)
+    np.testing.assert_allclose(found, losses64(LOGITS, scores, 6), rtol=1e-5)
+    direction = normal((T, G), 4)
+    for i in range(2):
+        slope = slope64(lambda x, i=i: losses64(x, scores, 6)[i], LOGITS, direction)
+        assert np.sum(gradients[i] * direction) == pytest.approx(slope, rel=1e-4)
+
+
+def test_even_sequences_have_a_balance_loss_of_1():
+    logits = np.tile(1e-3 * (np.eye(G) + np.roll(np.eye(G), 1, axis=1)), (2, 1))
+    routed = routing.route(jnp.float32(logits), K, renormalize=True)
+    assert float(routing.sequence_balance_loss(routed, G)) == pytest.approx(1.0, abs=1e-6)
+    assert float(routing.sequence_balance_loss(routed, 1)) > 1.0
+    for length in (0, 3):
+        with pytest.raises(ValueError, match=f"sequence_length={length} must divide the 10 tokens"):
+            routing.sequence_balance_loss(routed, length)
+
+
+def test_bias_goes_up_where_the_load_is_below_the_mean():
+    bias = routing.updated_bias(jnp.asarray(BIAS), jnp.int32([7, 0, 3, 2, 3]), 0.125)
+    np.testing.assert_array_equal(bias, BIAS + np.float32([-0.125, 0.125, 0, 0.125, 0]))
+    # 1 / 49 is no f32; loads of the mean leave their biases alone all the same.
+    even = jnp.full((49,), 41, jnp.int32)
+    assert not np.any(routing.updated_bias(jnp.zeros(49), even, 0.125))
+
+
+def test_a_bias_evens_out_what_a_router_prefers():
+    """Expert 0 is the favourite of all tokens, and gets a fair share of them in the end."""
+    logits = jnp.asarray(normal((400, G)) + np.float32([3, 1, 0, 0, -1]))
+
+    def step(bias, _):
+        routed = routing.route(logits, K, renormalize=True, scores="sigmoid", bias=bias)
+        return routing.updated_bias(bias, routed.group_sizes, 0.005), routed.group_sizes
+
+    _, loads = jax.lax.scan(step, jnp.zeros(G), length=300)
+    mean = 400 * K / G
+    assert np.max(loads[0]) > 2 * mean
+    assert np.max(np.abs(loads[-1] - mean)) < 0.1 * mean
+
+
+# State.
+
+
+class Routed(nn.Module):
+    """A router, and a result that depends on its choices."""
+
+    rate: float | None = 0.125
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        how = {"scores": "sigmoid", "bias_update_rate": self.rate}
+        routed = Router(G, K, True, init, **how, name="router")(x)
+        return jnp.sum(routed.weights * (1 + routed.experts), axis=-1)
+
+
+X = normal((64, FEATURES), 1)
+
+
+@functools.cache
+def made(rate=0.125):
+    model = Routed(rate)
+    return model, model.init(KEY, X)
+
+
+def loads64(variables, x):
+    """How many tokens of `x` choose each expert."""
+    s = scores64(np.float64(x) @ np.float64(variables["params"]["router"]["kernel"]), "sigmoid")
+    best = best64(s + np.float64(variables["router_bias"]["router"]["bias"]))
+    return np.bincount(np.ravel(best), minlength=G)
+
+
+def moved(variables, x, rate=0.125):
+    """The bias that a call with `x` leaves."""
+    loads = loads64(variables, x)
+    step = np.float32(rate * np.sign(np.mean(loads) - loads))
+    return variables["router_bias"]["router"]["bias"] + step
+
+
+def with_bias(variables, bias):
+    return {**variables, "router_bias": {"router": {"bias": bias}}}
+
+
+def bias_of(collections):
+    return np.asarray(collections["router_bias"]["router"]["bias"])
+
+
+def test_bias_moves_where_its_collection_is_mutable():
+    model, variables = made()
+    assert bias_of(variables).tolist() == [0.0] * G
+    _, mutated = model.apply(variables, X, mutable=["router_bias"])
+    expected = moved(variables, X)
+    assert np.any(expected)
+    np.testing.assert_array_equal(bias_of(mutated), expected)
+    # And is read where it is not.
+    with_favourite = with_bias(variables, jnp.float32([0, 0, 0, 9, 0]))
+    assert np.any(model.apply(with_favourite, X) != model.apply(variables, X))
+    assert "router_bias" not in made(None)[1]
+
+
+def test_a_gradient_without_a_mutable_bias_warns():
+    model, variables = made()
+    loss = lambda variables: jnp.sum(model.apply(variables, X))
+    with pytest.warns(UserWarning, match="router 'router'.*mutable=.'router_bias'.") as seen:
+        jax.grad(loss)(variables)
+    assert seen[0].filename == __file__
+    frozen, variables = made(0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.grad(lambda variables: jnp.sum(frozen.apply(variables, X)))(variables)
+        _, mutated = frozen.apply(variables, X, mutable=["router_bias"])
+    assert not np.any(bias_of(mutated))
+
+
+def test_a_missing_bias_raises():
+    model, variables = made()
+    with pytest.raises(ValueError, match="'router' has .*=0.125, but there is no 'router_bias'"):
+        model.apply({"params": variables["params"]}, X)
+
+
+def made_state():
+    model, variables = made()
+    return jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
+
+
+def loss_fn(variables, batch):
+    y, mutated = Routed().apply(variables, batch["x"], mutable=["router_bias"])
+    return jnp.mean(batch["factor"] * y**2), mutated
+
+
+def stepped(compute, state, x, factor=1.0):
+    batch = {"x": x, "factor": np.full((len(x),), factor, np.float32)}
+
+    @jax.jit
+    def step(state, batch):
+        _, grads = compute(state, batch)
+        return state.apply_gradients(grads)
+
+    return step(state, batch)
+
+
+def test_train_state_carries_the_bias_and_keeps_it_in_a_skipped_step():
+    state = made_state()
+    compute = jfp8.value_and_grad(loss_fn)
+    after = stepped(compute, state, X)
+    expected = moved(state.variables, X)
+    np.testing.assert_array_equal(bias_of(after.collections), expected)
+    skipped = stepped(compute, after, X, np.inf)
+    assert int(skipped.step) == 2
+    np.testing.assert_array_equal(bias_of(skipped.collections), expected)
+
+
+def test_each_micro_batch_is_a_step_of_the_bias():
+    state = made_state()
+    after = stepped(jfp8.value_and_grad(loss_fn, micro_batches=2), state, X)
+    first = moved(state.variables, X[:32])
+    expected = moved(with_bias(state.variables, first), X[32:])
+    np.testing.assert_array_equal(bias_of(after.collections), expected)
+
+
+def test_devices_add_up_their_loads():
+    state = made_state()
+    devices = 4
+    parts = np.split(X, devices)
+    expected = moved(state.variables, X)
+    each = [moved(state.variables, part) for part in parts]
+    assert np.any(np.mean(each, axis=0) != expected)  # so that a mean of biases would be seen
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    compute = jfp8.data_parallel(jfp8.value_and_grad(loss_fn), "data", mesh=mesh)
+    after = stepped(compute, state, X)
+    np.testing.assert_array_equal(bias_of(after.collections), expected)
+
+
+# The block.
+
+
+def block64(params, bias, x):
+    """The block of sigmoid scores with swiglu, every expert for every token."""
+    params, x = jax.tree.map(np.float64, params), np.float64(x)
+    s = scores64(x @ params["router"]["kernel"], "sigmoid")
+    chosen = best64(s + bias)
+    weights = weights64(x @ params["router"]["kernel"], "sigmoid", chosen, True)
+    y = np.zeros_like(x)
+    for t, experts in enumerate(chosen):
+        for e, weight in zip(experts, weights[t], strict=True):
+            gate, up = np.split(x[t] @ params["wi"]["kernel"][e], 2)
+            y[t] += weight * (gate / (1 + np.exp(-gate)) * up) @ params["wo"]["kernel"][e]
+    return y
+
+
+@pytest.mark.slow
+def test_block_with_sigmoids_and_a_bias():
+    model = MoE(G, 12, scores="sigmoid", bias_update_rate=0.125)
+    x = normal((4, 6, FEATURES), 5)
+    with jfp8.autocast(enabled=False):
+        variables = {**model.init(KEY, x), "router_bias": {"router": {"bias": jnp.asarray(BIAS)}}}
+        y, mutated = model.apply(variables, x, mutable=["router_bias", "intermediates"])
+    tokens = x.reshape(-1, FEATURES)
+    expected = block64(variables["params"], BIAS, tokens)
+    np.testing.assert_allclose(y.reshape(-1, FEATURES), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(bias_of(mutated), moved(variables, tokens))
+    logits = np.float64(tokens) @ np.float64(variables["params"]["router"]["kernel"])
+    balance, z = losses64(logits, "sigmoid", 6)
+    assert float(mutated["intermediates"]["sequence_balance_loss"][0]) == pytest.approx(balance)
+    assert float(mutated["intermediates"]["router_z_loss"][0]) == pytest.approx(z, rel=1e-5)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="scores must be one of 'softmax', 'sigmoid'; got 'relu'"):
+        MoE(G, 12, scores="relu").init(KEY, X)
+    with pytest.raises(ValueError, match=r"bias_update_rate=-0.1 must not be negative"):
+        MoE(G, 12, bias_update_rate=-0.1).init(KEY, X)
