@@ -44,12 +44,12 @@ class RaggedDot(Product):
     ) -> jax.Array:
         """``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
         result = {"preferred_element_type": preferred_element_type}
-        of_rows = isinstance(group_sizes, ExpertRows)
 
         # A ragged product takes no out_sharding.
         def quantized(lhs: Any, rhs: Any, *, out_sharding: None, **given: Any) -> Any:
-            observed = observed_expert_dot if of_rows else observed_ragged_dot
-            return observed(lhs, rhs, group_sizes, **result, **given)
+            if isinstance(group_sizes, ExpertRows):
+                return observed_expert_dot(lhs, rhs, group_sizes, **result, **given)
+            return observed_ragged_dot(lhs, rhs, group_sizes, **result, **given)
 
         def plain(lhs: Any, rhs: Any, *, out_sharding: None) -> jax.Array:
             if isinstance(group_sizes, ExpertRows):
