@@ -1,4 +1,4 @@
-"""Train both examples under every recipe and in float32, from the same seeds: which are as good?
+"""Train three examples under every recipe and in float32, from the same seeds: which are as good?
 
     python benchmarks/parity.py            # everything, twelve seeds: hours; it may be interrupted
     python benchmarks/parity.py --tasks lm --recipes delayed mxfp8 --seeds 0 1 2
@@ -70,6 +70,7 @@ TASKS = {
         "language model", "train_lm.py", 450, "validation_loss", None, (*SHRUNK, "--fp8-head")
     ),
     "images": Task("ResNet", "train_images.py", 600, "test_loss", "test_accuracy", SHRUNK),
+    "moe": Task("mixture of experts", "train_moe.py", 400, "validation_loss", None, SHRUNK),
 }
 
 
@@ -235,7 +236,8 @@ GAPS = {
     "loss": ("loss_percent", lambda run, f32: 100 * (run / f32 - 1)),
     "accuracy": ("accuracy_points", lambda run, f32: run - f32),
 }
-COLUMNS = [("lm", "loss"), ("images", "accuracy"), ("images", "loss")]
+COLUMNS = [("lm", "loss"), ("moe", "loss"), ("images", "accuracy"), ("images", "loss")]
+PANELS = COLUMNS[:3]  # of these there is a picture
 
 
 def gaps(runs: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -330,7 +332,7 @@ def draw(results: Results) -> Figure:
     from matplotlib.figure import Figure
 
     panels = {}
-    for name, quantity in COLUMNS[:2]:
+    for name, quantity in PANELS:
         gap = GAPS[quantity][0]
         found = gaps(results.get(name, {}).get("runs", {}))
         told = {LABELS[r]: found[r][gap] for r in LABELS if gap in found.get(r, {})}
@@ -385,7 +387,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--recipes", choices=LABELS, nargs="+", default=list(LABELS),
                         help="float32 is always among them")  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(12)))
-    parser.add_argument("--steps", type=int, help="instead of 450 (lm) and 600 (images)")
+    parser.add_argument("--steps", type=int, help="instead of 450 (lm), 600 (images) and 400 (moe)")
     parser.add_argument("--jobs", type=int, default=len(CORES) or 1,
                         help="runs at a time, each on one core (%(default)s)")  # fmt: skip
     parser.add_argument("--results", metavar="PATH", type=Path,

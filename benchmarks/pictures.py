@@ -1,6 +1,6 @@
 """Draw the pictures of the pages again: all, or those that are named.
 
-    python benchmarks/pictures.py                    # a few minutes; `loss` is a training of two
+    python benchmarks/pictures.py         # minutes; `loss` and `experts` are trainings of two each
     python benchmarks/pictures.py memory roofline
     python benchmarks/pictures.py roofline --measured h200.jsonl   # what benchmarks/gpu.py wrote
 
@@ -215,7 +215,8 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "gaps": lambda: parity.draw(parity.read(RESULTS / "parity.json")),
     "long_run": lambda: long_run.draw(long_run.read(RESULTS / "long_run.json")),
 }
-NAMES = (*NOTEBOOKS, *DRAWN, "loss")
+TRAINED = {"loss": "train_lm.py", "experts": "train_moe.py"}  # what `--compare` leaves behind
+NAMES = (*NOTEBOOKS, *DRAWN, *TRAINED)
 
 
 def of_notebook(name: str) -> bytes:
@@ -234,9 +235,10 @@ def write(name: str, folder: Path) -> None:
         png.save(DRAWN[name](), folder / f"{name}.png")
     else:
         with tempfile.TemporaryDirectory() as out:
-            script = ROOT / "examples/train_lm.py"
+            script = ROOT / "examples" / TRAINED[name]
             subprocess.run([sys.executable, script, "--compare", "--out", out], check=True)
-            png.shrink(Path(out, "loss.png"), folder.parent / "loss.png")
+            where = folder.parent if name == "loss" else folder
+            png.shrink(Path(out, "loss.png"), where / f"{name}.png")
 
 
 def main(argv: list[str] | None = None) -> None:

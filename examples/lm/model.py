@@ -31,6 +31,23 @@ def dense(x: jax.Array, features: int, recipe: Any, name: str) -> jax.Array:
     return layer(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], features)
 
 
+def attention(
+    x: jax.Array, heads: int, recipe: Any = None, attention_recipe: Any = None
+) -> jax.Array:
+    """x + attention(norm(x)): the first half of a block, in whose `nn.compact` method it is called.
+
+    qkv and out are FP8 products if there is a `recipe`.
+    """
+    batch, length, width = x.shape
+    qkv = dense(nn.LayerNorm(name="attention_norm")(x), 3 * width, recipe, "qkv")
+    q, k, v = jnp.split(qkv.reshape(batch, length, heads, -1), 3, axis=-1)
+    attend = jax.nn.dot_product_attention
+    if attention_recipe is not None:
+        attend = jfp8.linen.DotProductAttention(attention_recipe, name="attention")
+    attended = attend(q, k, v, is_causal=True)
+    return x + dense(attended.reshape(batch, length, width), width, recipe, "out")
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); qkv, out, up and down are the FP8 products.
 
@@ -43,16 +60,8 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        batch, length, width = x.shape
-
-        qkv = dense(nn.LayerNorm(name="attention_norm")(x), 3 * width, self.recipe, "qkv")
-        q, k, v = jnp.split(qkv.reshape(batch, length, self.heads, -1), 3, axis=-1)
-        attend = jax.nn.dot_product_attention
-        if self.attention_recipe is not None:
-            attend = jfp8.linen.DotProductAttention(self.attention_recipe, name="attention")
-        attended = attend(q, k, v, is_causal=True)
-        x = x + dense(attended.reshape(batch, length, width), width, self.recipe, "out")
-
+        width = x.shape[-1]
+        x = attention(x, self.heads, self.recipe, self.attention_recipe)
         hidden = dense(nn.LayerNorm(name="mlp_norm")(x), 4 * width, self.recipe, "up")
         return x + dense(nn.gelu(hidden), width, self.recipe, "down")
 

@@ -34,10 +34,7 @@ def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
     parser = parser_of("train_lm.py", description)
     # fmt: off
     group = parser.add_argument_group("what to train")
-    group.add_argument("--recipe", choices=RECIPES, default="delayed",
-                       help="where FP8 scales come from; none is float32 (%(default)s)")
-    group.add_argument("--compare", action="store_true",
-                       help="train in float32 as well, from the same seed and on the same batches")
+    add_recipe(group)
     group.add_argument("--backward-recipe", choices=RECIPES[:-1],
                        help="of the two products of each layer's backward pass (--recipe)")
     group.add_argument("--recipe-of", type=layers_and_recipe, nargs="+", default=[],
@@ -53,9 +50,7 @@ def make_parser(description: str = DESCRIPTION) -> argparse.ArgumentParser:
     add_training(group, steps=450)
     group.add_argument("--micro-batches", type=positive_int, default=1,
                        help="equal parts that a batch is computed in, one by one (%(default)s)")
-    group.add_argument("--loss-scale", action="store_true", help="wrap AdamW with jfp8.loss_scale")
-    group.add_argument("--loss-multiplier", type=positive_float, default=1.0, metavar="M",
-                       help="differentiate M * loss: AdamW does not mind, unscaled FP8 does (1)")
+    add_loss(group)
 
     group = parser.add_argument_group("files")
     group.add_argument("--out", metavar="DIR", default="runs/train_lm",
@@ -90,6 +85,23 @@ def lm_parser(
     add_training(parser.add_argument_group("training"), steps=steps)
     add_out(parser, script, files)
     return parser
+
+
+def add_recipe(parser: Any) -> None:
+    # fmt: off
+    parser.add_argument("--recipe", choices=RECIPES, default="delayed",
+                        help="where FP8 scales come from; none is float32 (%(default)s)")
+    parser.add_argument("--compare", action="store_true",
+                        help="train in float32 as well, from the same seed and on the same batches")
+    # fmt: on
+
+
+def add_loss(parser: Any) -> None:
+    # fmt: off
+    parser.add_argument("--loss-scale", action="store_true", help="wrap AdamW with jfp8.loss_scale")
+    parser.add_argument("--loss-multiplier", type=positive_float, default=1.0, metavar="M",
+                        help="differentiate M * loss: AdamW does not mind, unscaled FP8 does (1)")
+    # fmt: on
 
 
 def add_text(parser: Any) -> None:
@@ -129,13 +141,16 @@ def parse(
     parser: argparse.ArgumentParser,
     argv: list[str] | None,
     load: Callable[[str | None, int], corpus.Corpus] = corpus.load,
+    check: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda *_: None,
 ) -> tuple[argparse.Namespace, corpus.Corpus, np.ndarray]:
     """The options of an `lm_parser`, its text, and batches of what is held out of the text.
 
-    Makes the folder for the results. Mistakes end the program with a message.
+    Makes the folder for the results. Mistakes, also those that `check` finds, end the program with
+    a message.
     """
     args = parser.parse_args(argv)
     check_size(parser, args)
+    check(parser, args)
     try:
         text = load(args.data, args.seq_len)
         validation = text.validation_batches(args.batch_size, args.eval_batches)
@@ -154,11 +169,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             f"--batch-size {o.batch_size} does not divide into --micro-batches {o.micro_batches}: "
             f"type --batch-size {math.ceil(o.batch_size / o.micro_batches) * o.micro_batches}"
         )
-    if o.compare and o.recipe == "none":
-        parser.error(
-            "--compare with --recipe none would train float32 twice: leave --compare out, or name "
-            "an FP8 recipe, for example --recipe delayed"
-        )
+    check_compare(parser, o)
     asked = {
         "--fp8-head": o.fp8_head,
         "--attention-recipe": o.attention_recipe != "none",
@@ -181,6 +192,14 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(
                 f"{flag} needs a file for the state: add --checkpoint {o.out}/state.msgpack"
             )
+
+
+def check_compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.compare and options.recipe == "none":
+        parser.error(
+            "--compare with --recipe none would train float32 twice: leave --compare out, or name "
+            "an FP8 recipe, for example --recipe delayed"
+        )
 
 
 def check_size(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -213,6 +232,10 @@ def natural_int(text: str) -> int:
 
 def positive_float(text: str) -> float:
     return _number(text, float, math.nextafter(0.0, 1.0), "a finite number above 0")
+
+
+def natural_float(text: str) -> float:
+    return _number(text, float, 0.0, "a finite number of 0 or more")
 
 
 def _number(text, kind, least, allowed):

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt
 SMOOTHED_OVER = 20  # steps, or a tenth of all
 
 
-Numbers = dict[str, list[dict[str, float]]]  # of each run, one {"loss": ..., "ms": ...} per step
+Numbers = dict[str, list[dict[str, Any]]]  # of each run, one {"loss": ..., "ms": ...} per step
 
 
 class Metrics:
@@ -157,6 +157,8 @@ def finish(
     labels: dict[str, str],
     numbers: Numbers,
     validation: dict[str, float],
+    *,
+    picture: Callable[..., None] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Ends a script that trained language models: files, table, and the line of results.
@@ -164,6 +166,7 @@ def finish(
     Args:
       labels, numbers, validation: of each run its name for readers, its steps, its loss at the end.
         The first one's gap to float32 is the script's.
+      picture: what draws `loss.png` from the first arguments of `draw`; None for that.
       more: figures of this script only, for `result.json` and the line of results.
 
     Returns:
@@ -182,7 +185,7 @@ def finish(
         "train_loss": losses,
     }
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw(out / "loss.png", losses, labels, title, legend_of(labels, validation))
+    (picture or draw)(out / "loss.png", losses, labels, title, legend_of(labels, validation))
     print(table(labels, validation, ms))
     print(f"written to {out}: loss.png, result.json")
     figures = {"gap_percent": result["gap_percent"], **more, "steps": args.steps, "seed": args.seed}
@@ -206,30 +209,51 @@ def draw(
     reference: tuple[str, str] = ("f32", "float32"),
 ) -> None:
     """The training loss of every run; below it, how far each lies above that of `reference`."""
+    two = len(labels) > 1 and reference[0] in labels
+    figure = plt.figure(figsize=(8, 6.5 if two else 5), layout="constrained")
+    draw_losses(figure, losses, labels, legend, unit=unit, reference=reference).set_title(title)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def smoothed_over(steps: int) -> int:
+    """Of how many steps a curve of so many is the mean."""
+    return max(1, min(SMOOTHED_OVER, steps // 10))
+
+
+def draw_losses(
+    figure: Any,
+    losses: dict[str, Any],
+    labels: dict[str, str],
+    legend: dict[str, str],
+    *,
+    unit: str = "nats per byte",
+    reference: tuple[str, str] = ("f32", "float32"),
+) -> Any:
+    """What `draw` draws, on a figure or a part of one; returns the axes of the losses."""
     steps = np.arange(1, len(next(iter(losses.values()))) + 1)
-    window = max(1, min(SMOOTHED_OVER, len(steps) // 10))
+    window = smoothed_over(len(steps))
     base, name = reference
     others = [run for run in labels if run != base] if base in labels else []
 
-    figure, axes = plt.subplots(
-        1 + bool(others), figsize=(8, 6.5 if others else 5), squeeze=False, sharex=True,
-        layout="constrained", height_ratios=(3, 1) if others else None,
-    )  # fmt: skip
+    axes = figure.subplots(
+        1 + bool(others), squeeze=False, sharex=True, height_ratios=(3, 1) if others else None
+    )
     top = axes[0, 0]
     mean = f", mean of {window} steps" if window > 1 else ""
     plot.loss_curves(
         {legend[run]: losses[run] for run in labels}, steps=steps, window=window, ax=top
     )
-    top.set(title=title, xlabel="", ylabel=f"training loss ({unit}){mean}")
+    top.set(xlabel="", ylabel=f"training loss ({unit}){mean}")
 
     for run in others:
         bottom = axes[1, 0]
-        smooth, reference = (
+        smooth, exact = (
             np.convolve(losses[r], np.full(window, 1 / window), "valid") for r in (run, base)
         )
         curve = top.lines[list(labels).index(run)]
         bottom.plot(
-            steps[window - 1 :], 100 * (smooth / reference - 1),
+            steps[window - 1 :], 100 * (smooth / exact - 1),
             color=curve.get_color(), linestyle=curve.get_linestyle(), linewidth=1.5,
         )  # fmt: skip
         bottom.axhline(0, color="0.5", linewidth=1)
@@ -237,5 +261,4 @@ def draw(
         bottom.grid(alpha=0.3)
         bottom.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("optimizer step")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return top

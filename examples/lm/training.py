@@ -18,7 +18,8 @@ from . import report
 
 STEPS_PER_SYNC = 10  # the host waits for the device this often, to move the progress bar
 
-# (state, batch) -> (state, {"loss": f32[], ...}); a state is whatever the step takes and returns
+# (state, batch) -> (state, {"loss": f32[], ...}); a state is whatever the step takes and returns.
+# Numbers may be arrays, which become nested lists.
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 
 
@@ -82,7 +83,7 @@ def take_steps(
         for batch in batches:
             states[run], of_step = steps[run](states[run], batch)
             pending.append(of_step)
-        numbers[run] = [{k: float(v) for k, v in n.items()} for n in jax.device_get(pending)]
+        numbers[run] = [{k: v.tolist() for k, v in n.items()} for n in jax.device_get(pending)]
         ms = 1000 * (time.perf_counter() - start) / len(batches)
         for of_step in numbers[run]:
             of_step["ms"] = round(ms, 2)

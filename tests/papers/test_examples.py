@@ -200,7 +200,7 @@ def test_every_product_in_fp8_without_scales(train_lm, text, tmp_path):
         ("--recipe delay", "invalid choice: 'delay' (choose from"),
         ("--batch-size 8 --micro-batches 3", "--micro-batches 3: type --batch-size 9"),
         ("--compare --recipe none", "--compare with --recipe none would train float32 twice"),
-        ("--fp8-head --recipe none", "--fp8-head with --recipe none has no FP8"),
+        ("--fp8-head --recipe none", "--fp8-head with --recipe none would put FP8"),
         ("--attention-recipe rowwise --recipe none", "--attention-recipe with --recipe none would"),
         ("--resume", "--resume needs a file for the state: add --checkpoint runs/train_lm/"),
         ("--checkpoint-every 5", "--checkpoint-every needs a file for the state: add --checkpoint"),

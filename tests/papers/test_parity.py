@@ -60,15 +60,18 @@ def command(parity, tmp_path):
     return run
 
 
-def test_everything_is_run_once(parity, runs, command):
+def test_everything_is_run_once(parity, runs, command, monkeypatch):
+    monkeypatch.setattr(parity, "gaps", lambda runs: {})  # again after each of so many
     command("")
     recipes = ["float32", "twin", *(r.name for r in jfp8.recipes.RECIPES if r.name != "unscaled")]
     controls = ["control", "repair"]
     mixed = ["delayed+attention", "rowwise+attention", "nvfp4_between", "nvfp4_forward"]
+    mixed += ["recommended", "uniform_qkv"]
+    tasks = [("train_lm.py", 450, mixed), ("train_images.py", 600, []), ("train_moe.py", 400, [])]
     expected = [
         (script, recipe, seed, steps)
         for seed in range(12)
-        for script, steps, more in (("train_lm.py", 450, mixed), ("train_images.py", 600, []))
+        for script, steps, more in tasks
         for recipe in (*recipes, *more, *controls)
     ]
     assert runs == expected
@@ -341,6 +344,35 @@ def test_the_picture(command, tmp_path):
     )
 
 
+def test_a_mixture_of_experts_has_its_own_table_and_panel(parity, command, capsys):
+    """Between those of the language model and of the images, as everywhere."""
+    runs = {
+        "float32": {"0": {"loss": 2.0}, "1": {"loss": 4.0}},
+        "delayed": {"0": {"loss": 2.02}, "1": {"loss": 4.08}},
+    }
+    canned = {**CANNED, "moe": {"conditions": {"data": "some text"}, "runs": runs}}
+    command.path.parent.mkdir()
+    command.path.write_text(json.dumps(canned))
+    command("--table")
+    tables = [part for part in capsys.readouterr().out.split("\n\n") if ": float32 has" in part]
+    assert [table.partition(" on ")[0] for table in tables] == [
+        "language model",
+        "mixture of experts",
+        "ResNet",
+        "ResNet",
+    ]
+    assert tables[1] == (
+        "mixture of experts on some text, loss: float32 has 2.0000 to 4.0000 over 2 seeds."
+    )
+    told = [
+        ax.get_legend().get_title().get_text() for ax in parity.draw(parity.read(command.path)).axes
+    ]
+    assert told == [
+        "Language model: loss, percent above float32",
+        "Mixture of experts: loss, percent above float32",
+    ]
+
+
 def test_the_picture_of_training_curves(parity, command, tmp_path, monkeypatch):
     """Of seeds that float32 kept a curve of, at the steps at which its parts end.
 
@@ -387,15 +419,16 @@ def test_the_picture_of_training_curves(parity, command, tmp_path, monkeypatch):
     assert image.imread(tmp_path / "curves.png").shape[1] == 7 * 110
 
 
-@pytest.mark.parametrize("name", ["lm", "images"])
+@pytest.mark.parametrize("name", ["lm", "images", "moe"])
 def test_every_run_is_a_command_that_its_script_knows(parity, name):
     """The options reach the script's own parser, and no two runs are the same."""
     task = parity.TASKS[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS.parent / "examples")
         options = importlib.import_module("lm.options")
-        script = importlib.import_module("train_images")
-    parser = options.make_parser() if name == "lm" else script.make_parser()
+        scripts = {"images": "train_images", "moe": "train_moe"}
+        script = options if name == "lm" else importlib.import_module(scripts[name])
+    parser = script.make_parser()
     runs = [r for r in parity.LABELS if name == "lm" or r not in parity.MIXED]
     told = {r: vars(parser.parse_args(parity.options_of(task, r))) for r in runs}
     assert told["float32"]["recipe"] == "none"
