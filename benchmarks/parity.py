@@ -88,24 +88,24 @@ MIXED = {
         "`RowwiseScaling()`, attention too", "--recipe rowwise", "--attention-recipe rowwise"
     ),
     "nvfp4_between": _mixed(
-        "`NVFP4BlockScaling()`, first and last block in float32",
+        "`nvfp4`, both ends in float32",
         "--recipe nvfp4",
         "--recipe-of block_0/*=none block_3/*=none",
     ),
     "nvfp4_forward": _mixed(
-        "`NVFP4BlockScaling()`, backward `MXFP8BlockScaling()`",
+        "`nvfp4`, backward `mxfp8`",
         "--recipe nvfp4",
         "--backward-recipe mxfp8",
     ),
     # What `recommend_lm.py` prints: 23 % of the FLOPs in 8 bits.
     "recommended": _mixed(
-        "`NVFP4BlockScaling()`, six layers in `MXFP8BlockScaling()` that `recommend` names",
+        "`nvfp4` as `recommend` says",
         "--recipe nvfp4",
         "--recipe-of block_0/qkv=mxfp8 block_0/down=mxfp8 */out=mxfp8",
     ),
     # 25 %, and the same in all blocks.
     "uniform_qkv": _mixed(
-        "`NVFP4BlockScaling()`, every `qkv` in `MXFP8BlockScaling()`",
+        "`nvfp4`, `mxfp8` in every `qkv`",
         "--recipe nvfp4",
         "--recipe-of */qkv=mxfp8",
     ),
