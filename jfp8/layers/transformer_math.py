@@ -20,11 +20,10 @@ from jfp8.layers.attention import check_weights_stay_inside
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
+from jfp8.matmul.choice import may_quantize_by_kernels
 from jfp8.products.made import Made, Source, make_all
 from jfp8.products.saved_activations import save_in_fp8
 from jfp8.scaling.formats import Format
-from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.context import current_gpu
 
 LayerNormType = Literal["layernorm", "rmsnorm"]
 
@@ -191,10 +190,10 @@ def activated(
     For arguments and errors see there. The gradients are its own.
 
     Returns:
-      A `Made` of what it returns, if the program is traced for a GPU that may have such a kernel.
+      A `Made` of what it returns, if the program is traced for a GPU that has such kernels.
     """
     y = activate(x, activation, saved_activations=saved_activations)
-    if current_gpu() is None and not kernels_are_interpreted():
+    if not may_quantize_by_kernels():
         return y
     return Made(y, Source(x, Activation(activation, in_kernels=True)))
 
