@@ -7,6 +7,7 @@ cost little to compute again are not kept for the backward pass, only their inpu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from jfp8.layers.attention import check_weights_stay_inside
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
+from jfp8.matmul.choice import may_quantize_by_kernels
+from jfp8.products.made import Made, Source, make_all
 from jfp8.products.saved_activations import save_in_fp8
 from jfp8.scaling.formats import Format
 
@@ -115,6 +118,35 @@ def projections_of(activation: str) -> int:
     return len(ACTIVATIONS[activation])
 
 
+# The same values without a rule of differentiation, which the compiler of kernels does not know.
+_IN_KERNELS: dict[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]] = {
+    jax.nn.relu: lambda x: jnp.maximum(x, 0),
+    _squared_relu: lambda x: jnp.square(jnp.maximum(x, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One of `ACTIVATIONS`, as a function of its projections.
+
+    Attributes:
+      name: which one.
+      in_kernels: whether it is for kernels, which need no gradient.
+    """
+
+    name: str
+    in_kernels: bool = False
+
+    def __call__(self, *projections: jax.Array) -> jax.Array:
+        functions = ACTIVATIONS[self.name]
+        if self.in_kernels:
+            functions = tuple(_IN_KERNELS.get(f, f) for f in functions)
+        y, *gates = (f(x) for f, x in zip(functions, projections, strict=True))
+        for gate in gates:
+            y = y * gate
+        return y
+
+
 def activate(
     x: jax.Array, activation: str, *, saved_activations: Format | None = None
 ) -> jax.Array:
@@ -145,13 +177,25 @@ def activate(
         )
 
     def run(x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        y, *gates = (f(wide[..., i, :]) for i, f in enumerate(ACTIVATIONS[activation]))
-        for gate in gates:
-            y = y * gate
-        return y.astype(x.dtype)
+        return make_all(Source(x, Activation(activation)))
 
     return _keeping_inputs(run, saved_activations)(x)
+
+
+def activated(
+    x: jax.Array, activation: str, *, saved_activations: Format | None = None
+) -> jax.Array | Made:
+    """`activate`, for a product whose kernel may compute it as it quantizes it.
+
+    For arguments and errors see there. The gradients are its own.
+
+    Returns:
+      A `Made` of what it returns, if the program is traced for a GPU that has such kernels.
+    """
+    y = activate(x, activation, saved_activations=saved_activations)
+    if not may_quantize_by_kernels():
+        return y
+    return Made(y, Source(x, Activation(activation, in_kernels=True)))
 
 
 def drop(x: jax.Array, key: jax.Array | None, *, rate: float) -> jax.Array:

@@ -37,6 +37,7 @@ from jfp8.matmul.pays_off import (
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E5M2, Format
+from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.context import Gpu, current_gpu, note
 
 Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
@@ -277,6 +278,12 @@ def why_not_here(why_not: Callable[[Gpu | None], str | None], *, named: bool) ->
     """
     gpu = current_gpu()
     return "no GPU is known" if gpu is None and not named else why_not(gpu)
+
+
+def may_quantize_by_kernels() -> bool:
+    """Whether Pallas kernels quantize anything on the GPU at hand, or are interpreted."""
+    interpreted = kernels_are_interpreted()
+    return why_not_here(hopper.why_no_quantizing, named=interpreted) is None
 
 
 def made_for_this_gpu(gpus: Mapping[str, int | None]) -> list[str]:

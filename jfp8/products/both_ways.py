@@ -2,7 +2,8 @@
 
 A tensor takes part in two products, one of which sums over its rows and one over its columns.
 Tensor cores want the contraction last in both, so one takes ``q`` and the other ``q^T``. XLA would
-read the tensor for each, and again for its amax; a kernel writes them all from one tile.
+read the tensor for each, and again for its amax; a kernel writes them all from one tile. It may
+also cast the tile first, or make it of others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from jax import lax
 
 from jfp8.matmul.job import HARDWARE_FORMATS, scale_products
 from jfp8.matmul.paired import Paired
-from jfp8.products.cast_later import CastLater, as_array, split
+from jfp8.products.cast_later import CastLater, as_array
+from jfp8.products.made import Made
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
@@ -31,7 +33,7 @@ from jfp8.scaling.scales import Block, amax, ragged_block, reciprocal, scale_fro
 from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
 from jfp8.tracing.divided import Combine, divided
 
-Matrix: TypeAlias = jax.Array | CastLater  # the kernel casts it as it reads it
+Matrix: TypeAlias = jax.Array | CastLater | Made  # the kernel casts or makes it as it reads it
 
 # The scales, f32[], of the operands that a matrix meets: in sums over n, and over m. None: they are
 # not known, or are more than one.
@@ -77,6 +79,8 @@ def quantize_both_ways(
     to the same bytes.
     """
     kernel = _KERNELS[type(quantizer)]
+    if isinstance(x, Made) and not _makes(quantizer, state):
+        x = x.array
 
     if quantizer.block is not None or isinstance(quantizer, Rowwise):
         meets = None, None
@@ -102,6 +106,39 @@ def quantize_both_ways(
     if kernels_are_interpreted():
         return by_kernel(x, state, meets)
     return lax.platform_dependent(x, state, meets, cuda=by_kernel, default=in_steps)
+
+
+class _Read(NamedTuple):
+    """How a kernel reads a matrix.
+
+    Attributes:
+      array: in memory, ``[m, n]`` or ``[m, projections, n]``.
+      dims: the names of its dimensions, for `divided`.
+      what: the rest, in words, for its name.
+      how: the rest: arguments of the kernel.
+    """
+
+    array: jax.Array
+    dims: str
+    what: str
+    how: dict[str, Any]
+
+
+def _read(x: Matrix) -> _Read:
+    if isinstance(x, Made):
+        projections, make = x.source.projections, x.source.make
+        what = f"{make} in {projections.dtype}"
+        return _Read(projections, "i PROJECTION j", what, {"make": make})
+    array, dtype = (x.array, x.dtype) if isinstance(x, CastLater) else (x, None)
+    return _Read(array, "i j", f"{dtype}", {"dtype": dtype})
+
+
+def _makes(quantizer: Quantizer, state: AmaxState | None) -> bool:
+    """Whether the kernel of `quantizer` can also make the matrix.
+
+    Not if it needs amaxes beforehand: what they are taken of would be read twice.
+    """
+    return _finds_amax(quantizer, state) or isinstance(quantizer, Blockwise)
 
 
 def _paired(q: ScaledArray, met: jax.Array) -> Paired:
@@ -148,10 +185,10 @@ def _delayed(quantizer: Delayed, x: Matrix, state: AmaxState | None, meets: Meet
         return functools.reduce(jnp.maximum, [history[i] for i in range(read)])
 
     # The current amax matters only while the history is empty, and is computed only then.
-    array, dtype = split(x)
-    find = partial(quantize.tensor_amax, unless=lambda history: expected(history) > 0, dtype=dtype)
-    name = f"tensor_amax, {quantizer}, {dtype}"
-    found = divided(name, find, "i j, STEP -> PART", "max")(array, history)
+    array, dims, what, how = _read(x)
+    find = partial(quantize.tensor_amax, unless=lambda history: expected(history) > 0, **how)
+    name = f"tensor_amax, {quantizer}, {what}"
+    found = divided(name, find, f"{dims}, STEP -> PART", "max")(array, history)
 
     def scale_of(history: Any, in_step: Any, found: Any) -> tuple[jax.Array, jax.Array]:
         predicted = jnp.full((128,), expected(history))
@@ -188,7 +225,7 @@ def _with_one_scale(
     """
     from jfp8.matmul.hopper import quantize
 
-    array, dtype = split(x)
+    array, dims, what, how = _read(x)
     others = [scale.reshape(1) for scale in meets if scale is not None]
     kernel = partial(
         quantize.quantize_tensor,
@@ -196,16 +233,16 @@ def _with_one_scale(
         scale_of=scale_of,
         with_amax=largest is None,
         meets=len(others),
-        dtype=dtype,
+        **how,
     )
     ones = ["ONE"] * len(others)
-    operands, results = ["i j", *known, *ones], ["i j", "j i", "ONE", *ones]
+    operands, results = [dims, *known, *ones], ["i j", "j i", "ONE", *ones]
     combine: list[Combine] = ["alike"] * len(results)
     if largest is None:
         results.append("PART")
         combine.append("max")
     rule = f"{', '.join(operands)} -> {', '.join(results)}"
-    q, q_t, *numbers = divided(f"quantize_tensor, {quantizer}, {dtype}", kernel, rule, combine)(
+    q, q_t, *numbers = divided(f"quantize_tensor, {quantizer}, {what}", kernel, rule, combine)(
         array, *known.values(), *others
     )
     if largest is None:
@@ -223,14 +260,14 @@ def _rowwise(quantizer: Rowwise, x: Matrix, state: AmaxState | None, meets: Meet
     from jfp8.matmul.hopper import quantize
 
     del state, meets
-    array, dtype = split(x)
-    maximum = partial(quantize.row_and_column_amax, dtype=dtype)
-    maxima = divided(f"row_and_column_amax, {dtype}", maximum, "i j -> i, j", combine="max")(array)
+    array, _, what, how = _read(x)
+    maximum = partial(quantize.row_and_column_amax, **how)
+    maxima = divided(f"row_and_column_amax, {what}", maximum, "i j -> i, j", combine="max")(array)
     rows, columns = (
         scale_from_amax(m, quantizer.fmt, scale_rounding=quantizer.scale_rounding) for m in maxima
     )
-    both = partial(quantize.quantize_lines, fmt=quantizer.fmt, dtype=dtype)
-    q, q_t = divided(f"quantize_lines, {dtype}", both, "i j, i, j -> i j, j i")(
+    both = partial(quantize.quantize_lines, fmt=quantizer.fmt, **how)
+    q, q_t = divided(f"quantize_lines, {what}", both, "i j, i, j -> i j, j i")(
         array, reciprocal(rows), reciprocal(columns)
     )
     straight, other = ScaledArray(q, rows[:, None]), ScaledArray(q_t, columns[:, None])
@@ -242,15 +279,12 @@ def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None, meets: 
 
     del state, meets
     along, across = quantizer.block_size
-    (m, n), (array, dtype) = x.shape, split(x)
+    (m, n), (array, dims, what, how) = x.shape, _read(x)
     fmt, rounding = quantizer.fmt, quantizer.scale_rounding
     if across > 1:
-        tiles = partial(
-            quantize_blocks.quantize_tiles, fmt=fmt, scale_rounding=rounding, dtype=dtype
-        )
-        q, q_t, scale = divided(
-            f"quantize_tiles, {rounding}, {dtype}", tiles, f"i j -> i j, j i, i/{along} j/{along}"
-        )(array)
+        tiles = partial(quantize_blocks.quantize_tiles, fmt=fmt, scale_rounding=rounding, **how)
+        rule = f"{dims} -> i j, j i, i/{along} j/{along}"
+        q, q_t, scale = divided(f"quantize_tiles, {rounding}, {what}", tiles, rule)(array)
         scales = scale, scale.T
     else:
         rows = partial(
@@ -258,12 +292,12 @@ def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None, meets: 
             fmt=fmt,
             block=along,
             scale_rounding=rounding,
-            dtype=dtype,
+            **how,
         )
         q, s, q_t, s_t = divided(
-            f"quantize_rows_in_blocks_{along}, {rounding}, {dtype}",
+            f"quantize_rows_in_blocks_{along}, {rounding}, {what}",
             rows,
-            f"i j -> i j, j/{along} i, j i, i/{along} j",
+            f"{dims} -> i j, j/{along} i, j i, i/{along} j",
         )(array)
         scales = s.T, s_t.T
     if scales[0].dtype == jnp.uint8:

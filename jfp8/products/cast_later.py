@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8.products.made import Made, cast_made
 from jfp8.scaling.arrays import ScaledArray
 
 
@@ -48,9 +49,13 @@ def promoted(
 ) -> list[Any]:
     """Inputs, a kernel and maybe a bias, as ``promote(arrays)`` casts them.
 
-    `ScaledArray`s stay as they are. With `later`, a kernel in f32 that would become narrower is
-    cast by its product.
+    `ScaledArray`s stay as they are, and so do inputs that are `Made`, unless they are cast. With
+    `later`, a kernel in f32 that would become narrower is cast by its product.
     """
+    first = arrays[0]
+    if isinstance(first, Made):
+        inputs, *others = promoted(promote, [first.array, *arrays[1:]], later)
+        return [cast_made(first, inputs), *others]
     cast = promote([None if isinstance(x, ScaledArray) else x for x in arrays])
     both = zip(arrays, cast, strict=True)
     inputs, kernel, *bias = (x if isinstance(x, ScaledArray) else p for x, p in both)
@@ -66,8 +71,10 @@ def split(kernel: Kernel) -> tuple[jax.Array | ScaledArray, np.dtype | None]:
     return (kernel.array, kernel.dtype) if isinstance(kernel, CastLater) else (kernel, None)
 
 
-def as_array(kernel: Kernel, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-    """The values of a kernel; those of a `ScaledArray` in `dtype`."""
+def as_array(kernel: Kernel | Made, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+    """The values of an operand; those of a `ScaledArray` in `dtype`."""
     if isinstance(kernel, ScaledArray):
         return kernel.dequantize(dtype)
+    if isinstance(kernel, Made):
+        return kernel.array
     return kernel.array.astype(kernel.dtype) if isinstance(kernel, CastLater) else kernel

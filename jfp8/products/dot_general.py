@@ -21,6 +21,7 @@ from jfp8.matmul.job import Job, Numbers, as_matrices, check_dimension_numbers, 
 from jfp8.products.both_ways import has_kernel, quantize_both_ways
 from jfp8.products.cast_later import CastLater
 from jfp8.products.explicit_sharding import with_result_like
+from jfp8.products.made import Made, Source, source_of_matrix
 from jfp8.products.operation import (
     How,
     Kind,
@@ -127,8 +128,12 @@ def observed_dot_general(
     *,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
+    source: Source | None = None,
 ) -> tuple[jax.Array, Observed]:
-    """`scaled_dot_general`, and the amaxes of its operands, which have no gradient."""
+    """`scaled_dot_general`, and the amaxes of its operands, which have no gradient.
+
+    If the `source` of `lhs` is given, a kernel may make `lhs` itself.
+    """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     if has_explicit_axes():
         what: dict[str, Any] = {"dimension_numbers": dimension_numbers}
@@ -139,6 +144,7 @@ def observed_dot_general(
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
     shape = layout_of(lhs.shape, rhs.shape, dimension_numbers).shape
+    contracting = dimension_numbers[0][0]
     if how.recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
         # the borders of the dimensions that form them.
@@ -156,7 +162,10 @@ def observed_dot_general(
     if faster is not None:
         operation = faster
         lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers, faster.shapes)
-    y, observed = multiply_quantized(operation, lhs, rhs, how, state)
+    if source is not None:
+        kernels = faster is not None and faster.kernels
+        source = source_of_matrix(source, contracting, lhs.shape) if kernels else None
+    y, observed = multiply_quantized(operation, lhs, rhs, how, state, source)
     if faster is not None:
         y = y[:m, :n]
     return y.reshape(shape), observed
@@ -311,7 +320,7 @@ class ContractionLast(Operation):
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | CastLater,
+        x: jax.Array | CastLater | Made,
         first: Use,
         second: Use | None,
         state: AmaxState | None,

@@ -18,6 +18,7 @@ from jax import lax
 
 from jfp8.matmul.choice import Implementation, check_implementation
 from jfp8.products.cast_later import CastLater, as_array
+from jfp8.products.made import Made
 from jfp8.products.observers import OBSERVER
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.product import Product
@@ -156,7 +157,7 @@ class Operation:
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | CastLater,
+        x: jax.Array | CastLater | Made,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
@@ -197,7 +198,7 @@ class QuantizedOperand:
     """One tensor that takes part in two of the three products."""
 
     role: str
-    x: Operand | CastLater
+    x: Operand | CastLater | Made
     state: AmaxState | None
     seed: jax.Array | None
     operation: Operation
@@ -210,7 +211,7 @@ class QuantizedOperand:
             at_once = self.operation.quantize_for_both(self.role, self.x, first, second, self.state)
             if at_once is not None:
                 return at_once
-        if isinstance(self.x, CastLater):
+        if isinstance(self.x, CastLater | Made):
             return replace(self, x=as_array(self.x)).quantized(first, second)
         largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
         for_both = second is not None and _same(first, second)
@@ -233,7 +234,7 @@ class QuantizedOperand:
         """
         product, quantizer, contracting = use.product, use.quantizer, use.contracting
         x, of_tensor = self.x, largest
-        assert not isinstance(x, CastLater)  # see `quantized`
+        assert not isinstance(x, CastLater | Made)  # see `quantized`
         if isinstance(x, ScaledArray):
             if quantizer is not None and product.rotation is None and quantizer.fmt == x.format:
                 as_it_is = _with_one_scale(x)

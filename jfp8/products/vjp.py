@@ -23,6 +23,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.products.cast_later import CastLater
+from jfp8.products.made import Made, Source
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
     How,
@@ -76,6 +77,7 @@ class _Operands(NamedTuple):
       carrier: the carrier of such a weight, if it has one, which receives its gradient.
       histories, sink: see `scaled_dot_general`.
       seed: uint32[2] for stochastic rounding, if a key was given.
+      source: what lhs is made of, if a kernel may make it.
     """
 
     lhs: jax.Array | None
@@ -84,6 +86,7 @@ class _Operands(NamedTuple):
     histories: dict[str, AmaxState] | None = None
     sink: jax.Array | None = None
     seed: jax.Array | None = None
+    source: Source | None = None
 
 
 class _Residuals(NamedTuple):
@@ -114,11 +117,12 @@ def multiply_quantized(
     rhs: Operand,
     how: How,
     state: State,
+    source: Source | None = None,
 ) -> tuple[jax.Array, Observed]:
     """`operation` of `lhs` and `rhs` as `how` says, and the amaxes of both.
 
     The amaxes have no gradient. The gradient of an `rhs` that is a `ScaledArray` goes to its
-    carrier, if it has one.
+    carrier, if it has one. If the `source` of `lhs` is given, a kernel may make `lhs` itself.
     """
     recipe, (histories, sink, key) = how.recipe, state
     if histories is not None:
@@ -130,7 +134,7 @@ def multiply_quantized(
     carrier = None
     if isinstance(rhs, ScaledArray):
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
-    operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
+    operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed, source)
     operation, operands = same_varying_axes((operation, operands))
     use = None if sink is None else begin_use(sink)
     y, observed = _multiply(how, carrier is not None, use, operation, operands)
@@ -147,7 +151,7 @@ def _multiply(how, carried, use, operation, operands):
 def _forward(how, carried, use, operation, operands, and_backward=True):
     if use is not None and and_backward:
         use.linearized = True
-    lhs, rhs, _, state, sink, seed = operands
+    lhs, rhs, _, state, sink, seed, source = operands
     products = how.recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     in_bytes = isinstance(rhs, ScaledArray)
@@ -157,7 +161,8 @@ def _forward(how, carried, use, operation, operands, and_backward=True):
         rhs = first_order_only(rhs)
         if how.rhs_dtype is not None:
             rhs = CastLater(rhs, how.rhs_dtype)
-    x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation)
+    made = lhs if source is None else Made(lhs, source)
+    x = QuantizedOperand("lhs", made, state and state["lhs"], seed, operation)
     w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation)
     x_sum, w_sum = operation.contracting("fprop")
     x_free, _ = operation.contracting("wgrad")

@@ -17,6 +17,7 @@ from jax import lax
 
 import jfp8
 from jfp8 import recipes
+from jfp8.layers.transformer_math import ACTIVATIONS, Activation, projections_of
 from jfp8.matmul import pays_off
 from jfp8.scaling.formats import E4M3FN, E5M2
 from support.compiled_layers import (
@@ -328,6 +329,31 @@ def test_transformer_layer_with_attention(compiled):
     assert max(written) < 4096**2 * 32  # no scores of all heads
 
 
+MLP_MOVES = {"delayed": 3050e6, "block": 2350e6}  # before, 3138e6 and 2528e6
+
+
+@pytest.mark.parametrize("recipe", MLP_MOVES)
+def test_mlp_makes_its_activation_where_it_is_quantized(recipe, compiled):
+    """No kernel writes 16 bits of that size but products, dgrad and wgrad of ``wo``."""
+    layer = jfp8.LayerNormMLP(
+        11264, activation="swiglu", layernorm_type="rmsnorm", use_bias=False, recipe=recipe,
+        dtype=BF16, param_dtype=BF16,
+    )  # fmt: skip
+    f, args = forward_and_backward(layer, (4096, 4096))
+    name = f"`LayerNormMLP`, 4096×4096→11264→4096, swiglu, {recipe}"
+    hlo = compiled(name, "h200", f, *args).hlo
+    assert len(hlo.fp8_products) == 2 * 3
+    assert hlo.other_products == []
+    hidden = [
+        made
+        for made, _ in hlo.launched
+        if any(r.dtype == "bf16" and r.size == 4096 * 11264 for r in made.results)
+    ]
+    assert len(hidden) == 2
+    assert all(made in hlo.fp8_products for made in hidden)
+    assert hlo.bytes_beside_products < MLP_MOVES[recipe]
+
+
 COSTS = {"one": ["delayed", "current"], "blocks": ["block"]}
 
 
@@ -585,6 +611,40 @@ def test_quantize_tiles(rounding, dtype, compiled):
     name = f"kernel `quantize_tiles`, {x.dtype.name}, {rounding or 'exact'}"
     program = compiled(name, "h200", lambda x: quantize_tiles(x, E4M3FN, rounding), x)
     in_one_read(program, x, written=2 * x.size)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernels_that_make_what_they_quantize(activation, compiled):
+    """The lowering of kernels knows all that activations consist of."""
+    from jfp8.matmul.hopper.quantize import quantize_tensor, tensor_amax
+    from jfp8.matmul.hopper.scales import scale_and_inverse
+
+    make = Activation(activation, in_kernels=True)
+    x = of((4096, projections_of(activation), 8192), BF16)
+
+    def f(x, amax):
+        scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), E4M3FN, None)
+        return quantize_tensor(x, amax, fmt=E4M3FN, scale_of=scale_of, with_amax=True, make=make)
+
+    name = f"kernel `quantize_tensor`, {activation}, bfloat16"
+    program = compiled(name, "h200", f, x, of((1,), F32))
+    in_one_read(program, x, written=2 * 4096 * 8192)
+    find = lambda x, known: tensor_amax(x, known, unless=lambda known: known[0] > 0, make=make)
+    program = compile_for("h200", find, x, of((1,), F32))
+    assert_resources(program)
+    in_one_read(program, x, written=0)
+
+
+@pytest.mark.parametrize("block", [128, 32])
+def test_kernels_that_make_what_they_quantize_in_blocks(block, compiled):
+    from jfp8.matmul.hopper.quantize_blocks import quantize_rows_in_blocks
+
+    rounding = "power_of_two" if block == 128 else "rceil"
+    x, make = of((4096, 2, 8192), BF16), Activation("swiglu", in_kernels=True)
+    f = lambda x: quantize_rows_in_blocks(x, E4M3FN, block, rounding, make=make)
+    program = compiled(f"kernel `quantize_rows_in_blocks`, 1×{block}, swiglu", "h200", f, x)
+    scales = x.size // block * (4 if block == 128 else 1)
+    in_one_read(program, x, written=x.size + scales)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "unscaled"])

@@ -49,6 +49,24 @@ def test_blocks(name, compiled):
     assert hlo.bytes_beside_products <= 4.4 * tensors + bias
 
 
+def test_mlp_makes_its_activation_where_it_is_quantized(compiled):
+    """As on an H200: no kernel writes 16 bits of that size but dgrad and wgrad of ``wo``."""
+    layer = jfp8.LayerNormMLP(
+        11264, activation="swiglu", layernorm_type="rmsnorm", use_bias=False, recipe="mxfp8",
+        dtype=BF16, param_dtype=BF16,
+    )  # fmt: skip
+    f, args = forward_and_backward(layer, (4096, 4096))
+    name = "B200: `LayerNormMLP`, 4096×4096→11264→4096, swiglu, mxfp8"
+    hlo = compiled(name, "b200", f, *args).hlo
+    assert len(hlo.block_products) == 2 * 3
+    written = [i for i, _ in hlo.launched for r in i.results if (r.dtype, r.size) == HIDDEN]
+    assert len(written) == 2
+    assert all(made in hlo.block_products for made in written)
+
+
+HIDDEN = ("bf16", 4096 * 11264)
+
+
 def test_nvfp4(compiled):
     """Operands of four bits; the tensors' scales and what follows are one pass over f32 sums."""
     f, args = forward_and_backward(Dense(4096, recipe=recipes.get("nvfp4")), (8192, 4096))

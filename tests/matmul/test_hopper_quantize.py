@@ -292,3 +292,51 @@ def test_lowers_for_cuda(name, dtype, fmt):
     x = jax.ShapeDtypeStruct((4096, 4224), dtype)
     lowered = jax.jit(kernels(fmt)[name]).trace(x).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
+
+
+def swiglu(x0, x1):
+    return jax.nn.silu(x0) * x1
+
+
+def made(x, make):
+    """The matrix that a kernel makes itself, by XLA."""
+    wide = x.astype(jnp.float32)
+    return make(*(wide[:, p] for p in range(x.shape[1]))).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "dtype", "sweep"),
+    [
+        (swiglu, (200, 2, 300), jnp.bfloat16, SMALL),
+        (jax.nn.gelu, (128, 1, 256), jnp.bfloat16, None),
+        (swiglu, (64, 2, 128), jnp.float16, None),
+    ],
+)
+def test_a_matrix_that_the_kernel_makes(interpret, make, shape, dtype, sweep):
+    """Amaxes, and both directions with one scale, as of the matrix that XLA makes."""
+    m, p, n = shape
+    x = numbers((m, p * n), dtype, (np.nan, np.inf)).reshape(shape)
+    want = jax.jit(made, static_argnums=1)(x, make)
+    how = {"make": make, "sweep": sweep, "interpret": interpret}
+    np.testing.assert_array_equal(largest(tensor_amax(x, **how)), jfp8.scaling.amax(want))
+    scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), jfp8.E4M3FN, None)
+    how |= {"fmt": jfp8.E4M3FN, "scale_of": scale_of, "with_amax": True}
+    q, q_t, scale, amaxes = quantize_tensor(x, jnp.float32([50.0]), **how)
+    want = jfp8.quantize(want, scale=jnp.float32(50 / 448))
+    np.testing.assert_array_equal(scale, want.scale[None])
+    assert_same_codes(q, want.data)
+    assert_same_codes(q_t, want.data.T)
+    np.testing.assert_array_equal(largest(amaxes), jfp8.scaling.amax(made(x, make)))
+
+
+@pytest.mark.parametrize("block", [128, 32])
+def test_blocks_of_a_matrix_that_the_kernel_makes(interpret, block):
+    x = numbers((100, 2 * 150), jnp.bfloat16).reshape(100, 2, 150)
+    how = {"make": swiglu, "interpret": interpret}
+    found = quantize_rows_in_blocks(x, jfp8.E4M3FN, block, None, **how)
+    want = jax.jit(made, static_argnums=1)(x, swiglu)
+    for a, b in zip(
+        found, quantize_rows_in_blocks(want, jfp8.E4M3FN, block, None, interpret=interpret),
+        strict=True,
+    ):  # fmt: skip
+        np.testing.assert_array_equal(*(np.asarray(v).view(np.uint8) for v in (a, b)))

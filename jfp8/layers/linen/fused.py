@@ -161,10 +161,11 @@ class LayerNormMLP(nn.Module):
             **dense,
             name="wi",
         )(inputs)
-        hidden = transformer_math.activate(
-            hidden, self.activation, saved_activations=self.saved_activations
-        )
-        if self.intermediate_dropout_rate:
+        dropout = bool(self.intermediate_dropout_rate)
+        # What dropout changes is not made by the kernel that quantizes it.
+        activation = transformer_math.activate if dropout else transformer_math.activated
+        hidden = activation(hidden, self.activation, saved_activations=self.saved_activations)
+        if dropout:
             fixed = nn.merge_param("deterministic", self.deterministic, deterministic)
             hidden = nn.Dropout(self.intermediate_dropout_rate, deterministic=fixed)(hidden)
         y = DenseGeneral(inputs.shape[-1], **dense, name="wo")(hidden)

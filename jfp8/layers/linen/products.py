@@ -26,6 +26,7 @@ from jfp8.products import cast_later
 from jfp8.products.cast_later import Kernel, as_array
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
+from jfp8.products.made import Made, split_made
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
@@ -233,7 +234,7 @@ class DotGeneral(ProductModule):
     @nn.compact
     def __call__(
         self,
-        lhs: jax.Array,
+        lhs: jax.Array | Made,
         rhs: jax.Array | ScaledArray,
         dimension_numbers: lax.DotDimensionNumbers,
         precision: Any = None,
@@ -247,10 +248,12 @@ class DotGeneral(ProductModule):
           precision: of the product where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
         """
+        lhs, source = split_made(lhs)
         quantized = partial(
             observed_dot_general,
             dimension_numbers=dimension_numbers,
             preferred_element_type=preferred_element_type,
+            source=source,
         )
         plain = partial(
             lax.dot_general,

@@ -143,11 +143,13 @@ class LayerNormMLP(nnx.Module):
           ``[..., in_features]``; or a pair, see `return_layernorm_output`.
         """
         hidden, normalized = self.wi(inputs)
-        hidden = transformer_math.activate(
-            hidden, self.activation, saved_activations=self.wi.saved_activations
-        )
-        if self.dropout is not None:
-            hidden = self.dropout(hidden, deterministic=deterministic)
+        dropout = self.dropout
+        # What dropout changes is not made by the kernel that quantizes it.
+        activate, activated = transformer_math.activate, transformer_math.activated
+        activation: Any = activated if dropout is None else activate
+        hidden = activation(hidden, self.activation, saved_activations=self.wi.saved_activations)
+        if dropout is not None:
+            hidden = dropout(hidden, deterministic=deterministic)
         y = self.wo(hidden)
         return (y, normalized) if self.return_layernorm_output else y
 

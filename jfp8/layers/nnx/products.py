@@ -18,6 +18,7 @@ from jfp8.products import cast_later, einsum
 from jfp8.products.cast_later import Kernel, as_array
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
+from jfp8.products.made import Made, split_made
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
 from jfp8.products.window import window_of
@@ -276,7 +277,7 @@ class DotGeneral(Product):
 
     def __call__(
         self,
-        lhs: jax.Array,
+        lhs: jax.Array | Made,
         rhs: jax.Array | ScaledArray,
         dimension_numbers: lax.DotDimensionNumbers,
         precision: Any = None,
@@ -293,7 +294,8 @@ class DotGeneral(Product):
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
         }
-        quantized = partial(observed_dot_general, **how)
+        lhs, source = split_made(lhs)
+        quantized = partial(observed_dot_general, **how, source=source)
         plain = partial(lax.dot_general, **how, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs, out_sharding)
 

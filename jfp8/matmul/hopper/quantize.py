@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.matmul.hopper.sweep import (
     COLUMNS,
     ROWS,
+    Make,
     Ref,
     Sweep,
     both_ways,
@@ -30,6 +31,7 @@ from jfp8.matmul.hopper.sweep import (
     run,
     saturating,
     staging,
+    taken,
     write,
     write_amax,
 )
@@ -44,6 +46,7 @@ def tensor_amax(
     unless: Callable[..., jax.Array] | None = None,
     sweep: Sweep | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    make: Make | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """The amaxes of `parts` of `x`, as bits of f32; 0 for a part that has no elements.
@@ -51,18 +54,19 @@ def tensor_amax(
     The largest integer is ``max(|x|)``; NaN if an element is NaN, Inf if one is Inf.
 
     Args:
-      x: f32, bf16 or f16[M, N].
+      x: f32, bf16 or f16[M, N]; with `make` [M, projections, N].
       known: vectors for `unless`.
       unless: of references to `known`, bool[]. If it is true `x` is not read; all results are 0.
       sweep: how to walk over `x`.
       dtype: to which `x` is cast as it is read; None: it is not. Likewise below.
+      make: `x` is what makes the matrix, see `sweep.taken`; None: the matrix itself.
       interpret: see ``plgpu.kernel``; likewise below.
 
     Returns:
       int32[parts()].
     """
-    sweep, dtype = sweep or replace(both_ways(x.dtype), stages=3), dtype or x.dtype
-    x = padded(x, sweep.rows, sweep.columns)
+    x, sweep = taken(x, make, sweep or replace(both_ways(x), stages=3))
+    dtype = dtype or x.dtype
 
     def kernel(x: Ref, *refs: Ref) -> None:
         *known, amaxes = refs
@@ -90,7 +94,7 @@ def row_and_column_amax(
 ) -> tuple[jax.Array, jax.Array]:
     """``max(|x|)`` of every row and of every column: (f32[M], f32[N]) of x[M, N]."""
     (m, n), dtype = x.shape, dtype or x.dtype
-    otherwise = replace(both_ways(x.dtype), stages=3)
+    otherwise = replace(both_ways(x), stages=3)
     sweep = sweep or fastest("row_and_column_amax", x, otherwise)
     x = padded(x, sweep.rows, sweep.columns)
 
@@ -126,6 +130,7 @@ def quantize_tensor(
     meets: int = 0,
     sweep: Sweep | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    make: Make | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """``q = cast(x / scale)``, ``q.T``, ``scale``, its products with others, the amaxes of `x`.
@@ -134,7 +139,7 @@ def quantize_tensor(
     Finite values saturate; Inf and NaN become NaN.
 
     Args:
-      x: f32, bf16 or f16[M, N].
+      x: f32, bf16 or f16[M, N]; with `make` [M, projections, N].
       known: vectors for `scale_of`; behind them the scales, f32[1], of operands that `x` meets.
       fmt: E4M3FN or E5M2.
       scale_of: of references to `known`: the scale and its reciprocal, as by `scale_and_inverse`,
@@ -142,7 +147,7 @@ def quantize_tensor(
       with_amax: whether to compute the amaxes as well.
       meets: how many operands `x` meets.
       sweep: how to walk over `x`.
-      dtype, interpret: see `tensor_amax`.
+      dtype, make, interpret: see `tensor_amax`.
 
     Returns:
       f8[M, N], f8[N, M], the scale f32[1], for each operand that `x` meets ``scale * its scale`` as
@@ -164,8 +169,8 @@ def quantize_tensor(
 
     out = [jax.ShapeDtypeStruct((1,), jnp.float32)] * (1 + meets)
     out += [jax.ShapeDtypeStruct((parts(),), jnp.int32)] if with_amax else []
-    sweep = sweep or fastest("quantize_tensor", x, both_ways(x.dtype))
-    how = (fmt, out, with_amax, sweep, dtype or x.dtype, interpret)
+    sweep = sweep or fastest("quantize_tensor", x, both_ways(x))
+    how = (fmt, out, with_amax, sweep, dtype or x.dtype, make, interpret)
     return _quantize("quantize_tensor", x, known, prepare, *how)
 
 
@@ -194,10 +199,10 @@ def quantize_lines(
     Returns:
       f8[M, N] and f8[N, M].
     """
-    sweep = sweep or fastest("quantize_lines", x, both_ways(x.dtype))
+    sweep = sweep or fastest("quantize_lines", x, both_ways(x))
     inverses = padded(row_inverse, sweep.rows), padded(column_inverse, sweep.columns)
     take = lambda known, results: tuple(known)
-    how = (fmt, (), False, sweep, dtype or x.dtype, interpret)
+    how = (fmt, (), False, sweep, dtype or x.dtype, None, interpret)
     return _quantize("quantize_lines", x, inverses, take, *how)
 
 
@@ -211,6 +216,7 @@ def _quantize(
     with_amax: bool,
     sweep: Sweep,
     dtype: jax.typing.DTypeLike,
+    make: Make | None,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """Both directions, and results of the shapes `more`, of which the last are the amaxes.
@@ -219,9 +225,9 @@ def _quantize(
       prepare: from references to `known` and to those results, what rows and columns are multiplied
         by: numbers, or references to vectors.
     """
-    m, n = x.shape
-    x = padded(x, sweep.rows, sweep.columns)
-    rows, columns = x.shape
+    m, n = x.shape[0], x.shape[-1]
+    x, sweep = taken(x, make, sweep)
+    rows, columns = sweep.shape(x)
 
     def kernel(x: Ref, *refs: Ref) -> None:
         known_refs, (q, q_t, *results, staged, staged_t) = refs[: len(known)], refs[len(known) :]

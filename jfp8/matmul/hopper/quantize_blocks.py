@@ -14,8 +14,10 @@ from jfp8.matmul.hopper.scales import scale_and_inverse
 from jfp8.matmul.hopper.sweep import (
     COLUMNS,
     ROWS,
+    Make,
     Sweep,
     both_ways,
+    bytes_read,
     f32_magnitude,
     fastest,
     finish,
@@ -27,9 +29,9 @@ from jfp8.matmul.hopper.sweep import (
     run,
     saturating,
     staging,
+    taken,
     write,
 )
-from jfp8.matmul.hopper.tiles import padded
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
 
@@ -42,6 +44,7 @@ def quantize_rows_in_blocks(
     *,
     sweep: Sweep | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    make: Make | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Quantize `x` in blocks of ``1 x block`` along its rows, and `x.T` along its own rows.
@@ -52,24 +55,24 @@ def quantize_rows_in_blocks(
     the first dimension of the scales, so that scales of neighbouring lines are side by side.
 
     Args:
-      x: f32, bf16 or f16[M, N].
+      x: f32, bf16 or f16[M, N]; with `make` [M, projections, N].
       fmt: E4M3FN or E5M2.
       block: 128 or 32.
       scale_rounding: see `scaling.scale_from_amax`.
       sweep: how to walk over `x`; rows and columns are multiples of `block`.
-      dtype, interpret: see `quantize.tensor_amax`.
+      dtype, make, interpret: see `quantize.tensor_amax`.
 
     Returns:
       ``q`` f8[M, N], ``s`` [ceil(N / block), M], ``q_t`` f8[N, M], ``s_t`` [ceil(M / block), N].
       The scales are f32, or uint8 E8M0 codes where the rounding gives E8M0.
     """
-    (m, n), dtype = x.shape, dtype or x.dtype
+    m, n, dtype = x.shape[0], x.shape[-1], dtype or x.dtype
     if sweep is None:
-        sweep = in_blocks(x.dtype, block)
+        sweep = in_blocks(x, block)
         sweep = fastest("quantize_rows_in_blocks", x, sweep) if block == 128 else sweep
     assert sweep.rows % block == sweep.columns % block == 0
-    x = padded(x, sweep.rows, sweep.columns)
-    rows, columns = x.shape
+    x, sweep = taken(x, make, sweep)
+    rows, columns = sweep.shape(x)
 
     def kernel(x, q, s, q_t, s_t, staged, staged_t) -> None:
         def body(i, j, tile):
@@ -120,25 +123,26 @@ def quantize_tiles(
     *,
     sweep: Sweep | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    make: Make | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Quantize `x` in blocks of 128x128, which serve both directions: ``q_t`` is ``q.T``.
 
     Args:
-      x: f32, bf16 or f16[M, N].
+      x: f32, bf16 or f16[M, N]; with `make` [M, projections, N].
       fmt: E4M3FN or E5M2.
       scale_rounding: None or ``"power_of_two"``.
       sweep: how to walk over `x`, in tiles of 128x128.
-      dtype, interpret: see `quantize.tensor_amax`.
+      dtype, make, interpret: see `quantize.tensor_amax`.
 
     Returns:
       ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)].
     """
-    (m, n), dtype = x.shape, dtype or x.dtype
-    sweep = sweep or fastest("quantize_tiles", x, in_blocks(x.dtype, 128))
+    m, n, dtype = x.shape[0], x.shape[-1], dtype or x.dtype
+    sweep = sweep or fastest("quantize_tiles", x, in_blocks(x, 128))
     assert (sweep.rows, sweep.columns) == (128, 128)
-    x = padded(x, 128, 128)
-    rows, columns = x.shape
+    x, sweep = taken(x, make, sweep)
+    rows, columns = sweep.shape(x)
 
     def kernel(x, q, q_t, s, staged, staged_t) -> None:
         def body(i, j, tile):
@@ -176,11 +180,11 @@ def quantize_tiles(
     return q[:m, :n], q_t[:n, :m], lax.bitcast_convert_type(s, jnp.float32)
 
 
-def in_blocks(dtype: jax.typing.DTypeLike, block: int) -> Sweep:
+def in_blocks(x: jax.Array, block: int) -> Sweep:
     """Tiles of whole blocks in both directions, of which two fit a multiprocessor; for f32 one."""
-    if jnp.dtype(dtype).itemsize == 4 and block == 128:
+    if bytes_read(x) >= 4 and block == 128:
         return Sweep(stages=1)
-    return both_ways(dtype)
+    return both_ways(x)
 
 
 def store(ref: Any, values: jax.Array) -> None:

@@ -5,22 +5,26 @@ tiles into shared memory while earlier ones are processed, and takes the results
 read once from memory but twice from shared memory: directly for ``q``, and through its transposed
 view for ``q^T``. So both directions are the same code on lines of the tile, and a reduction along a
 line never leaves a warp.
+
+A matrix that follows element by element from others is never in memory: tiles of those are brought,
+and its own is made in place of the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.matmul.hopper.measured import measured
-from jfp8.matmul.hopper.tiles import multiprocessors, swizzled
+from jfp8.matmul.hopper.tiles import multiprocessors, padded, swizzled
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
 
@@ -29,6 +33,9 @@ from jfp8.tracing.compat import kernels_are_interpreted
 ROWS, COLUMNS = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
 
 Ref: TypeAlias = Any  # to memory or shared memory
+
+# Of as many f32 arrays of one shape as there are projections, element by element.
+Make: TypeAlias = Callable[..., jax.Array]
 
 
 @dataclass(frozen=True)
@@ -40,23 +47,50 @@ class Sweep:
       stages: tiles of the input in shared memory, one being processed and the others being loaded.
       blocks: blocks that share the tiles; by default two for each multiprocessor, which together
         must fit into its shared memory.
+      make: what makes a tile, if the input is not the matrix itself; see `taken`.
+      projections: matrices of which the input then consists, side by side.
     """
 
     rows: int = 128
     columns: int = 128
     stages: int = 2
     blocks: int = field(default_factory=lambda: 2 * multiprocessors())
+    make: Make | None = None
+    projections: int = 1
+
+    def shape(self, x: Ref) -> tuple[int, int]:
+        """The shape of the matrix, of which `x` is the input."""
+        return x.shape[0], x.shape[1] // self.projections
 
 
-def both_ways(dtype: jax.typing.DTypeLike) -> Sweep:
+def bytes_read(x: jax.Array) -> int:
+    """Bytes of `x` for each element of the matrix; see `taken`."""
+    return x.dtype.itemsize * (1 if x.ndim == 2 else x.shape[1])
+
+
+def both_ways(x: jax.Array) -> Sweep:
     """Tiles with which two blocks fit a multiprocessor, each with two tiles and both results."""
-    return Sweep(rows=128 if jnp.dtype(dtype).itemsize == 2 else 64)
+    return Sweep(rows=128 if bytes_read(x) == 2 else 64)
 
 
 def fastest(kernel: str, x: jax.Array, otherwise: Sweep) -> Sweep:
     """What was measured to be fastest for `x`, with 16-bit elements; else `otherwise`."""
-    found = measured(kernel, *x.shape) if x.dtype.itemsize == 2 else None
+    found = measured(kernel, *x.shape) if x.dtype.itemsize == x.ndim == 2 else None
     return otherwise if found is None else Sweep(**found)
+
+
+def taken(x: jax.Array, make: Make | None, sweep: Sweep) -> tuple[jax.Array, Sweep]:
+    """`x` in whole tiles, as kernels take it, and a sweep that knows how they are made.
+
+    Args:
+      x: the matrix, ``[M, N]``; or, if there is a `make`, ``[M, projections, N]``: then the matrix
+        is ``make(x[:, 0], x[:, 1], ...)`` in f32, rounded to the dtype of `x`.
+    """
+    if make is None:
+        return padded(x, sweep.rows, sweep.columns), sweep
+    _, projections, _ = x.shape
+    x = padded(x, sweep.rows, 1, sweep.columns)
+    return x.reshape(len(x), -1), replace(sweep, make=make, projections=projections)
 
 
 def run(
@@ -83,7 +117,8 @@ def run(
 
 def blocks(x: Ref, sweep: Sweep) -> int:
     """Number of blocks that `run` starts."""
-    return min(sweep.blocks, (x.shape[0] // sweep.rows) * (x.shape[1] // sweep.columns))
+    rows, columns = sweep.shape(x)
+    return min(sweep.blocks, (rows // sweep.rows) * (columns // sweep.columns))
 
 
 def for_each_tile(
@@ -99,13 +134,14 @@ def for_each_tile(
     Args:
       body: gets the position of the tile, and tile and parts in shared memory; if there is a
         `carry`, it returns the next one.
-      x: matrix in memory, of whole tiles.
+      x: matrix in memory, of whole tiles; or what its tiles are made of, see `taken`.
       vectors: vectors in memory, each with the dimension of `x` that it belongs to.
       sweep: size of the tiles, and how many blocks share them.
       wanted: bool[]; if False nothing is read.
       carry: its first value.
     """
-    down, across = x.shape[0] // sweep.rows, x.shape[1] // sweep.columns
+    rows, columns = sweep.shape(x)
+    down, across = rows // sweep.rows, columns // sweep.columns
     total, stride, block = down * across, blocks(x, sweep), lax.axis_index("block")
     steps = lax.div(total - 1 - block, stride) + 1 if total % stride else total // stride
     if wanted is not None:
@@ -119,16 +155,38 @@ def for_each_tile(
         size = (sweep.rows, sweep.columns)[dimension]
         return plgpu.BlockSpec((size,), lambda step: (position(step)[dimension],))
 
-    tile = plgpu.BlockSpec(
-        (sweep.rows, sweep.columns), position, transforms=swizzled(x.dtype, sweep.columns)
-    )
+    def tile(projection: int) -> plgpu.BlockSpec:
+        def place(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+            i, j = position(step)
+            return i, j + projection * across
+
+        transforms = swizzled(x.dtype, sweep.columns)
+        return plgpu.BlockSpec((sweep.rows, sweep.columns), place, transforms=transforms)
+
+    def of_tile(step: tuple[jax.Array], *refs: Ref) -> Any:
+        tiles, others = refs[: sweep.projections], refs[sweep.projections :]
+        if sweep.make is not None:
+            make_in_place(sweep.make, tiles)
+        return body(*position(*step), tiles[0], *others)
+
+    tiles = [tile(projection) for projection in range(sweep.projections)]
     return plgpu.emit_pipeline(
-        lambda step, *refs: body(*position(*step), *refs),
+        of_tile,
         grid=(steps,),
-        in_specs=[tile, *(part(dimension) for _, dimension in vectors)],
+        in_specs=[*tiles, *(part(dimension) for _, dimension in vectors)],
         max_concurrent_steps=sweep.stages,
         init_carry=carry,
-    )(x, *(vector for vector, _ in vectors))
+    )(*[x] * sweep.projections, *(vector for vector, _ in vectors))
+
+
+def make_in_place(make: Make, tiles: Sequence[Ref]) -> None:
+    """``tiles[0] = make(*tiles)``: each thread writes what it has read itself."""
+    for first in range(0, tiles[0].shape[0], 64):  # all at once would not fit the registers
+        at = pl.ds(first, 64)
+        values = (plgpu.load(tile.at[at], layout=COLUMNS) for tile in tiles)
+        made = make(*(each.astype(jnp.float32) for each in values))
+        tiles[0][at] = made.astype(tiles[0].dtype)
+    plgpu.commit_smem()  # `body` reads it in other layouts
 
 
 def staging(sweep: Sweep, fmt: Format) -> list[Any]:

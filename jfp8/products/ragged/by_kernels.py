@@ -18,6 +18,7 @@ import numpy as np
 from jfp8.matmul.hopper import product as mosaic
 from jfp8.products.both_ways import has_kernel, quantize_both_ways
 from jfp8.products.cast_later import CastLater, as_array
+from jfp8.products.made import Made
 from jfp8.products.operation import Kind, Operand, Sums, Use
 from jfp8.products.ragged.by_tiles import Grouped, grouped_operation
 from jfp8.recipes.recipe import Recipe
@@ -79,7 +80,7 @@ class GroupedKernels(Grouped):
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | CastLater,
+        x: jax.Array | CastLater | Made,
         first: Use,
         second: Use | None,
         state: AmaxState | None,

@@ -1,0 +1,209 @@
+"""Operands that the kernel which quantizes them makes itself."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jfp8
+from jfp8.layers import transformer_math
+from jfp8.layers.transformer_math import ACTIVATIONS, Activation, projections_of
+from jfp8.products import both_ways
+from jfp8.products.both_ways import quantize_both_ways
+from jfp8.products.cast_later import promoted
+from jfp8.products.made import Made, Source, source_of_matrix
+from jfp8.quantizers.blocks import Blockwise
+from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
+from jfp8.scaling.scales import amax
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
+)
+
+E4M3, E5M2 = jfp8.E4M3FN, jfp8.E5M2
+NEW = {"amax_history": jnp.zeros(4), "amax": jnp.zeros(())}
+SEEN = {"amax_history": jnp.array([3.0, 0.5, 0.0, 0.0]), "amax": jnp.array(7.0)}
+
+
+def by_numpy(name, projections):
+    """In float64, from the published formulas; projections are the last but one dimension."""
+    x, *gates = np.moveaxis(np.asarray(projections, np.float64), -2, 0)
+    f = {
+        "gelu": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+        "silu": lambda x: x / (1 + np.exp(-x)),
+        "relu": lambda x: np.maximum(x, 0),
+        "squared_relu": lambda x: np.maximum(x, 0) ** 2,
+    }
+    f |= {"geglu": f["gelu"], "swiglu": f["silu"], "reglu": f["relu"]}
+    return f[name](x) * np.prod(gates, axis=0)
+
+
+def projections(name, m=100, n=150, dtype=jnp.bfloat16):
+    x = np.random.default_rng(0).normal(size=(m, projections_of(name), n))
+    return jnp.asarray(x * 2.0 ** np.random.default_rng(1).integers(-3, 3, size=(m, 1, 1)), dtype)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_for_kernels(name):
+    """To the bit those of the layers; a NaN stays one."""
+    x = projections(name).at[3, 0, 3].set(jnp.nan).at[4, 0, 4].set(-0.0)
+    wide = [x[:, p].astype(jnp.float32) for p in range(x.shape[1])]
+    found = jax.jit(Activation(name, in_kernels=True))(*wide).astype(x.dtype)
+    layers = jax.jit(lambda x: transformer_math.activate(x, name))(x)
+    found, layers = (np.asarray(y, np.float32) for y in (found, layers))
+    np.testing.assert_array_equal(found, layers)
+    np.testing.assert_allclose(found, by_numpy(name, x), rtol=5e-3, atol=1e-5)
+    assert np.isnan(found[3, 3])
+    assert "custom_jvp" not in str(jax.make_jaxpr(Activation(name, in_kernels=True))(*wide))
+
+
+@pytest.mark.representative(1)
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("quantizer", "state", "name"),
+    [
+        (Delayed(E4M3, length=4), SEEN, "swiglu"),
+        (Delayed(E5M2, length=4), NEW, "gelu"),
+        (Blockwise(E4M3, (128, 1), "power_of_two"), None, "swiglu"),
+        (Blockwise(E4M3, (128, 128)), None, "swiglu"),
+        (Blockwise(E4M3, (32, 1), "rceil"), None, "squared_relu"),
+        (Unit(E5M2), None, "reglu"),
+    ],
+    ids=str,
+)
+def test_the_kernel_makes_it(quantizer, state, name):
+    """The same bytes, scales and amaxes, without a look at the array."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x = projections(name)
+    y = jax.jit(lambda x: transformer_math.activate(x, name))(x)
+    unknown = Made(jnp.full_like(y, jnp.nan), Source(x, Activation(name, in_kernels=True)))
+
+    @jax.jit
+    def in_two_steps(y):
+        largest = amax(y)
+        along, across = (quantizer(y, Context((d,), largest, state)) for d in (1, 0))
+        return along, across.T, largest
+
+    with plgpu.force_gpu_interpret_mode():
+        found = quantize_both_ways(quantizer, unknown, state)
+    found = found._replace(amax=jnp.max(found.amax))
+    if quantizer.block is not None:  # XLA takes it, if it is wanted
+        found = found._replace(amax=amax(y))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(in_two_steps(y)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.atleast_1d(np.asarray(v)).view(np.uint8) for v in (a, b))
+        np.testing.assert_array_equal(a, b)
+
+
+@needs_mosaic
+def test_an_amax_beforehand_is_taken_of_the_array():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x = projections("swiglu", 64, 64)
+    array = jnp.ones((64, 64), jnp.bfloat16)
+    made = Made(array, Source(x, Activation("swiglu", in_kernels=True)))
+    with plgpu.force_gpu_interpret_mode():
+        found = quantize_both_ways(Current(E4M3), made, None)
+    np.testing.assert_array_equal(found.straight.dequantize(), array)
+
+
+def forward_and_backward(layer, variables, x, dy):
+    histories = {"fp8": variables.get("fp8", {})}
+    others = {name: v for name, v in variables.items() if name != "fp8"}
+    y, back = jax.vjp(lambda v, x: layer.apply({**v, **histories}, x), others, x)
+    return y, back(dy)
+
+
+@needs_mosaic
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_in_a_layer(recipe, monkeypatch):
+    """Values and all gradients are those of the array, which XLA makes."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    options = {"use_bias": False, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    layer = jfp8.LayerNormMLP(
+        128, activation="swiglu", recipe=recipe, implementation="mosaic_gpu", **options
+    )
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(128, 128)), jnp.bfloat16)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
+    kinds = []
+
+    def quantize(quantizer, x, *args):
+        kinds.append(type(x).__name__)
+        return quantize_both_ways(quantizer, x, *args)
+
+    monkeypatch.setattr("jfp8.products.dot_general.quantize_both_ways", quantize)
+    found = []
+    for makes in (both_ways._makes, lambda *_: False):
+        monkeypatch.setattr(both_ways, "_makes", makes)
+        jax.clear_caches()
+        with plgpu.force_gpu_interpret_mode():
+            found.append(forward_and_backward(layer, variables, x, x))
+    assert kinds.count("Made") == 2  # once each time
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    assert np.isfinite(np.asarray(found[0][0], np.float32)).all()
+
+
+def made(shape=(2, 3, 8), dtype=jnp.float32):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(*shape[:-1], 1, shape[-1])), dtype)
+    return Made(jnp.square(x[..., 0, :]), Source(x, jnp.square))
+
+
+def test_an_array_for_all_others():
+    x = made()
+    np.testing.assert_array_equal(jnp.sum(x, axis=0), x.array.sum(axis=0))
+    y, _ = nn.Dense(4).init_with_output(jax.random.key(0), x)
+    z = nnx.Linear(8, 4, rngs=nnx.Rngs(0))(x)
+    assert y.shape == z.shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_gradients_are_those_of_the_array(framework):
+    """On a CPU, where XLA makes it; of what it is made of there are none."""
+    if framework == "linen":
+        layer = jfp8.linen.Dense(4)
+        apply = layer.bind(layer.init(jax.random.key(0), jnp.ones((1, 8))))
+    else:
+        apply = jfp8.nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        apply = nnx.view(apply, use_running_average=True)
+    x = made()
+    value = lambda x: jnp.sum(apply(x) ** 2)
+    want, d_array = jax.value_and_grad(value)(x.array)
+    found, d_made = jax.value_and_grad(lambda array: value(Made(array, x.source)))(x.array)
+    assert found == want
+    np.testing.assert_array_equal(d_made, d_array)
+    d_source = jax.grad(lambda p: value(Made(x.array, Source(p, jnp.square))))(x.source.projections)
+    assert not d_source.any()
+
+
+def test_what_is_cast_is_not_made_by_a_kernel():
+    def to(dtype):
+        return promoted(lambda arrays: [a.astype(dtype) for a in arrays], [made(), jnp.ones(3)])[0]
+
+    assert isinstance(to(jnp.float32), Made)
+    assert isinstance(to(jnp.bfloat16), jax.Array)
+
+
+@pytest.mark.parametrize(
+    ("contracting", "shape", "fits"),
+    [((2,), (6, 8), True), ((1,), (6, 8), False), ((2,), (128, 128), False), ((1, 2), (2, 24), 0)],
+)
+def test_source_of_a_matrix(contracting, shape, fits):
+    source = source_of_matrix(made().source, contracting, shape)
+    assert (source is not None) == fits
+    if fits:
+        np.testing.assert_array_equal(
+            source.projections[:, 0], made().source.projections.reshape(6, 8)
+        )
+
+
+def test_layers_hand_on_arrays_where_there_is_no_gpu():
+    x = jnp.ones((2, 2, 8))
+    assert isinstance(transformer_math.activated(x, "swiglu"), jax.Array)
