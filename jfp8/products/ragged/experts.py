@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from jfp8.matmul.choice import Implementation
 from jfp8.products.cast_later import CastLater
+from jfp8.products.made import Made
 from jfp8.products.operation import (
     How,
     Kind,
@@ -138,7 +139,7 @@ class ExpertDot(Operation):
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | CastLater,
+        x: jax.Array | CastLater | Made,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
