@@ -201,14 +201,22 @@ def tile_height(recipe: Recipe, m: int, groups: int, implementation: Implementat
 
     height = _TILE
     spans = any(q is not None and q.spans_rows for q in (wgrad.lhs, wgrad.rhs))
-    if not spans:
-        quarter = max(m // (4 * groups), 1)
-        quarter = 1 << (quarter.bit_length() - 1)
-        if by_rounds:
-            height = max(quarter, _TILE)
-        elif recipe.accumulation == "f32":
-            height = min(max(quarter, _SMALLEST_TILE), _TILE)
+    if not spans and by_rounds:
+        height = max(_quarter(m, groups), _TILE)
+    elif not spans and recipe.accumulation == "f32":
+        height = plain_tile_height(m, groups)
     return -(-height // multiple) * multiple
+
+
+def plain_tile_height(m: int, groups: int) -> int:
+    """That of products in high precision."""
+    return min(max(_quarter(m, groups), _SMALLEST_TILE), _TILE)
+
+
+def _quarter(m: int, groups: int) -> int:
+    """A power of two, at most a quarter of the average rows of a group."""
+    quarter = max(m // (4 * groups), 1)
+    return 1 << (quarter.bit_length() - 1)
 
 
 def frozen_groups(rhs: Operand, recipe: Recipe) -> tuple[Operand, jax.Array | None]:

@@ -46,7 +46,12 @@ from jfp8.products.operation import (
 )
 from jfp8.products.ragged.by_kernels import GroupedKernels
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
-from jfp8.products.ragged.dot import frozen_groups, goes_by_kernels, tile_height
+from jfp8.products.ragged.dot import (
+    frozen_groups,
+    goes_by_kernels,
+    plain_tile_height,
+    tile_height,
+)
 from jfp8.products.ragged.exchange import Exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.vjp import multiply_quantized
@@ -304,7 +309,7 @@ _plain.defvjp(_plain_forward, _plain_backward)
 def height_for(
     recipes: Sequence[Recipe], implementation: Implementation
 ) -> Callable[[int, int], int]:
-    """The height of tiles for products of several recipes: a function of rows and groups."""
+    """The height of tiles for products of these recipes: a function of rows and groups."""
 
     def height(rows: int, groups: int) -> int:
         any_rhs = jnp.zeros((), jnp.float32)
@@ -314,7 +319,7 @@ def height_for(
             else tile_height(r, rows, groups, implementation)
             for r in recipes
         ]
-        return math.lcm(*heights)
+        return math.lcm(*heights) if heights else plain_tile_height(rows, groups)
 
     return height
 
