@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jfp8
 from jfp8.debug import collective_bytes
 from jfp8.layers.linen.moe import MoE
 from jfp8.products.ragged.exchange import plan_exchange
@@ -21,9 +23,9 @@ from jfp8.training.hoist import split
 
 EXPERTS, FEATURES = 8, 128
 MESHES = {
-    "expert": {"expert": 8},
-    "data and expert": {"data": 2, "expert": 4},
     "fsdp, expert, tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "data and expert": {"data": 2, "expert": 4},
+    "expert": {"expert": 8},
 }
 
 
@@ -92,14 +94,14 @@ def compiled_on(sizes, recipe, hidden, tokens, variables=None):
 @pytest.mark.parametrize(
     ("recipe", "hidden"),
     [
-        pytest.param("delayed", 64, marks=pytest.mark.representative(2)),
+        ("delayed", 64),
         ("current", 64),
         ("rowwise", 64),
         ("mxfp8", 64),
         ("block", 256),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.representative(1)
 def test_many_devices_compute_what_one_does(recipe, hidden, mesh):
     variables, run = made(recipe, hidden)[1:]
     f, args = compiled_on(MESHES[mesh], recipe, hidden, 64)
@@ -126,6 +128,22 @@ def test_all_tokens_on_one_expert_and_none_on_the_others():
         gradient = np.asarray(found[1]["params"]["wo"]["kernel"])
         used = np.abs(gradient).max(axis=(1, 2)) > 0
         assert sorted(np.flatnonzero(used)) == sorted(experts)
+
+
+@pytest.mark.slow
+def test_layer_for_nnx():
+    model = jfp8.nnx.MoE(
+        FEATURES, EXPERTS, 32, expert_axis="expert", recipe="current", rngs=nnx.Rngs(0)
+    )
+    x = jnp.asarray(normal(1, 64, FEATURES))
+
+    def gradients():
+        loss = lambda model, x: jnp.sum(model(x) ** 2)
+        return nnx.jit(lambda model, x: nnx.grad(loss)(model, x))(model, x)
+
+    expected = gradients()
+    with jax.set_mesh(mesh_of(MESHES["data and expert"])):
+        assert_same(gradients(), expected, 1e-5)
 
 
 # The exchange alone.

@@ -1293,6 +1293,22 @@ BUGS: tuple[Bug, ...] = (
         "back = take_rows(y, routing.order, routing.places)",
         "layers/test_moe.py::test_gradients_of_the_way_there_and_back_are_exact",
     ),
+    Bug(
+        "senders_start_alike",
+        "rows of an expert from different devices are written over each other",
+        "jfp8/products/ragged/exchange.py",
+        "offset = _exclusive(of_mine(sizes), 0)[None] + of_mine(before) - (ends - of_mine(kept))",
+        "offset = _exclusive(of_mine(sizes), 0)[None] - (ends - of_mine(kept))",
+        "layers/test_expert_parallel.py::test_copies_arrive_sorted_by_expert_and_return",
+    ),
+    Bug(
+        "capacity_of_each_device",
+        "an expert gets as many tokens from each device as it may get from all",
+        "jfp8/products/ragged/exchange.py",
+        "jnp.clip(capacity - before, 0, counts)",
+        "jnp.clip(capacity, 0, counts)",
+        "layers/test_expert_parallel.py::test_copies_arrive_sorted_by_expert_and_return",
+    ),
     # Layers
     Bug(
         "two_entries_per_step",

@@ -239,8 +239,7 @@ def observed_expert_dot(
 
     Args:
       lhs: ``[t, k]``, tokens, if `travels` is ``"lhs"``; else ``[tiles, height, k]``, what the
-        other
-        one returned.
+        other one returned.
       rhs: ``[E, k, n]``.
       rows: where they go; see above.
       how, state, preferred_element_type: as in `observed_ragged_dot`.
