@@ -105,6 +105,7 @@ def compiled_on(sizes, recipe, hidden, tokens, variables=None):
 def test_many_devices_compute_what_one_does(recipe, hidden, mesh):
     variables, run = made(recipe, hidden)[1:]
     f, args = compiled_on(MESHES[mesh], recipe, hidden, 64)
+    assert "all-to-all" in f.as_text()
     expected = run(variables, *args[1:])
     assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 0
     assert_same(f(*args), expected, 1e-5)
@@ -142,8 +143,12 @@ def test_layer_for_nnx():
         return nnx.jit(lambda model, x: nnx.grad(loss)(model, x))(model, x)
 
     expected = gradients()
+    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 0
+    graph, state = nnx.split(model)
     with jax.set_mesh(mesh_of(MESHES["data and expert"])):
         assert_same(gradients(), expected, 1e-5)
+        program = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).as_text()
+    assert "all_to_all" in program
 
 
 # The exchange alone.
@@ -186,6 +191,30 @@ def test_copies_arrive_sorted_by_expert_and_return(capacity_factor):
         assert int(np.asarray(plan.sizes)[device, own]) == len(kept)
         assert found[:mine][found[:mine] > 0].tolist() == kept.tolist()
     assert np.asarray(back)[:, 0].reshape(tokens, k).tolist() == expected_back.tolist()
+
+    # The chunks that GPUs exchange bring the same, as ``jax.lax.ragged_all_to_all`` is documented.
+    order, places = np.asarray(plan.chunks.order), np.asarray(plan.chunks.places)
+    copies = np.repeat(np.arange(1, tokens + 1), k).reshape(n, -1)
+    by_expert = np.take_along_axis(copies, order, 1)
+    arrived = ragged_all_to_all(by_expert, tiles[0].size, plan.chunks.there)
+    assert arrived.tolist() == tiles.reshape(n, -1).tolist()
+    returned = ragged_all_to_all(arrived, copies.shape[1], plan.chunks.back)
+    returned = np.take_along_axis(returned, places, 1).reshape(tokens, k)
+    assert returned.tolist() == expected_back.tolist()
+
+
+def ragged_all_to_all(rows, length, chunks):
+    """What each device has received, if all begin with zeros: [devices, length]."""
+    starts, sizes, ends, arrive = map(np.asarray, chunks)
+    n, slices = starts.shape[0], starts.shape[1] // starts.shape[0]
+    result = np.zeros((n, length), rows.dtype)
+    for sender in range(n):
+        for i in range(n * slices):
+            to, size = i // slices, sizes[sender, i]
+            assert arrive[to, sender * slices + i % slices] == size
+            sent = rows[sender, starts[sender, i] :][:size]
+            result[to, ends[sender, i] :][:size] = sent
+    return result
 
 
 # What is sent.

@@ -518,6 +518,29 @@ def test_other_recipes(name):
 
 
 @pytest.mark.slow
+def test_on_one_device_nothing_is_rounded_twice():
+    """Rows are sorted first, and quantized in both directions: scales are no powers of two."""
+    recipe = recipes.Float8BlockScaling(scale_rounding=None)
+    model, params = made(recipe=recipe)
+    x, dy = tokens(), tokens(seed=1)
+
+    def sorted_first(params, x):
+        logits = jnp.dot(x, params["router"]["kernel"], precision="highest")
+        routed = routing.route(logits, 2, renormalize=True)
+        product = lambda x, layer: jfp8.scaled_ragged_dot(
+            x, params[layer]["kernel"], routed.group_sizes, recipe=recipe
+        )
+        gate, up = jnp.split(product(routing.to_experts(x, routed), "wi"), 2, axis=-1)
+        return routing.from_experts(product(jax.nn.silu(gate) * up, "wo"), routed)
+
+    run = jax.jit(lambda f, p, x: jax.vjp(f, p, x)[1](dy), static_argnums=0)
+    found = run(lambda p, x: model.apply({"params": p}, x), params, x)
+    for a, b in zip(*map(jax.tree.leaves, (found, run(sorted_first, params, x))), strict=True):
+        assert np.abs(b).max() > 0
+        assert error(a, b) < 1e-5
+
+
+@pytest.mark.slow
 def test_errors():
     x = jnp.ones((2, FEATURES))
     with pytest.raises(ValueError, match="activation must be one of 'gelu', .*; got 'tanh'"):

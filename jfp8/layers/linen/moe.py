@@ -193,8 +193,8 @@ class MoE(nn.Module):
         mlp_e(x) = activation(x . wi_e) . wo_e
 
     No token is dropped by default, however many choose the same expert. A token is quantized once,
-    for all experts that it chose, and travels to them as bytes. The router computes in float32, the
-    experts in FP8, each with scales of its own. The ``params`` are ``router/kernel``
+    for all experts that it chose, and travels to other devices as bytes. The router computes in
+    float32, the experts in FP8, each with scales of its own. The ``params`` are ``router/kernel``
     ``[in, num_experts]``, ``wi/kernel`` ``[num_experts, in, projections * intermediate_dim]`` (two
     projections side by side for gated activations) and ``wo/kernel``
     ``[num_experts, intermediate_dim, in]``.

@@ -81,8 +81,7 @@ class Exchange:
             return codes_to_format(self.send(codes_of(x)), E8M0FNU)
         each = self.copies // x.shape[0] if x.shape[0] else 1  # copies of a row
         if self.mesh.experts == 1:
-            copy = _rows_at(self.copy_at.reshape(-1), self.place_at, fill=self.copies)
-            return _rows_at(x, copy // each)
+            return _rows_at(x, self.places_here()[0] // each)
 
         def by_buckets(x: jax.Array) -> jax.Array:
             wire, arrived = _as_bytes(_rows_at(x, self.copy_at // each))
@@ -96,10 +95,15 @@ class Exchange:
         with jax.named_scope("jfp8_dispatch"):
             return lax.platform_dependent(x, cuda=ragged, default=by_buckets)
 
+    def places_here(self) -> tuple[jax.Array, jax.Array]:
+        """Where nothing leaves a device: the copy in each row of its tiles, and the inverse."""
+        copy = _rows_at(self.copy_at.reshape(-1), self.place_at, fill=self.copies)
+        return copy, _rows_at(self.row_of.reshape(-1), self.place_of, fill=self.rows)
+
     def back(self, y: jax.Array) -> jax.Array:
         """Rows of tiles, ``[m, ...]``, to those of copies, ``[c, ...]``; 0 for dropped ones."""
         if self.mesh.experts == 1:
-            return _rows_at(y, _rows_at(self.row_of.reshape(-1), self.place_of, fill=self.rows))
+            return _rows_at(y, self.places_here()[1])
 
         def by_buckets(y: jax.Array) -> jax.Array:
             return _rows_at(self.mesh.all_to_all(_rows_at(y, self.row_of)), self.place_of)

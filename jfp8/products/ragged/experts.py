@@ -6,7 +6,8 @@
 A tensor that travels to experts (tokens; the gradient of results) is quantized where it is, each
 row with scales of its own or all with one, and arrives as bytes. Its first product takes these. Its
 second one, which sums over rows, takes the values that arrived, and quantizes them along the other
-direction if their scales do not serve it. What returns (results; the gradient of tokens) has the
+direction if their scales do not serve it. (On one device, where nothing has to travel, it is
+quantized for that from the tensor itself.) What returns (results; the gradient of tokens) has the
 dtype of the operands.
 
 All arrays are wholes, of all devices, and so are amaxes and scales: the compiler divides what is
@@ -54,6 +55,7 @@ from jfp8.products.ragged.dot import (
 )
 from jfp8.products.ragged.exchange import Exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
+from jfp8.products.ragged.tiles import take_rows
 from jfp8.products.vjp import multiply_quantized
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.recipe import Recipe
@@ -62,6 +64,7 @@ from jfp8.scaling.history import AmaxState
 from jfp8.tracing.compat import same_varying_axes
 
 Travels = Literal["lhs", "result"]
+_SENT: dict[Travels, str] = {"lhs": "lhs", "result": "grad"}  # the operand that is sent
 
 _TILE = 128  # rows of a tile, as kernels take them
 
@@ -204,7 +207,7 @@ class ExpertDot(Operation):
 
     @property
     def _sent_role(self) -> str:
-        return {"lhs": "lhs", "result": "grad"}[self.travels]
+        return _SENT[self.travels]
 
     def _here(self, exchange: Exchange) -> Grouped:
         """The products of one device."""
@@ -263,11 +266,40 @@ def _observed(how, out_dtype, lhs, rhs, rows, state):
     lhs = lhs[:, None] if travels == "lhs" else lhs
     kernels = exchange.height == _TILE and goes_by_kernels(recipe, rhs, implementation)
     way = GroupedKernels if kernels else GroupedDot
+    if exchange.mesh.mesh is None and not _serves_both(recipe, travels):
+        return _sorted_first(way, dtypes, how, lhs, rhs, scales, rows, state)
     operation = ExpertDot(
         (lhs.shape, rhs.shape), dtypes, exchange, travels, way, rows.divided, implementation, scales
     )
     y, observed = multiply_quantized(operation, lhs, rhs, how, state)
     return (y[:, 0] if travels == "result" else y), observed
+
+
+def _serves_both(recipe: Recipe, travels: Travels) -> bool:
+    """Whether both products of the tensor that travels take the same bytes."""
+    products = recipe.resolved()
+    if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
+        return False
+    first, second = products.by_role()[_SENT[travels]]
+    return first is not None and first == second and first.one_for_both
+
+
+def _sorted_first(way, dtypes, how, lhs, rhs, scales, rows, state):
+    """On one device: rows are sorted as they are, and quantized for both products from that.
+
+    From bytes in one direction those in the other would be rounded twice.
+    """
+    exchange = rows.exchange.here
+    copy, row = exchange.places_here()
+    if rows.travels == "lhs":
+        each = jnp.repeat(lhs[:, 0], exchange.copies // max(len(lhs), 1), axis=0)
+        lhs = take_rows(each, copy, row).reshape(-1, exchange.height, each.shape[-1])
+    shapes, groups = (lhs.shape, rhs.shape), (exchange.group, exchange.padded_sizes)
+    operation = way(shapes, dtypes, how.implementation, *groups, scales)
+    y, observed = multiply_quantized(operation, lhs, rhs, how, state)
+    if rows.travels == "result":
+        y = take_rows(y.reshape(-1, y.shape[-1]), row, copy)
+    return y, observed
 
 
 def plain_expert_dot(
