@@ -22,7 +22,7 @@ from jfp8.matmul.job import (
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FORMATS, Format
-from jfp8.tracing.context import Gpu
+from jfp8.tracing.context import Gpu, Tpu
 
 Granularity = Literal["tensor", "rows", "blocks"]
 Blocks = tuple[int, int]
@@ -113,11 +113,12 @@ class Backend:
       scale_dtype: in which scales must be stored; None: any.
       powers_of_two: whether scales must be powers of two.
       accumulations: the values of `accumulation` that it supports.
+      multiples_of: what all sizes must be multiples of, none of them 0.
       why_not_e5m2: why it is not chosen to multiply e5m2 by e5m2, if it is not.
       first_for: the granularities for which it is better than the backends listed before it.
       gpus: major compute capabilities of the GPUs that it is for; None: any.
-      why_not_on: why it does not run on a GPU; None if it does. An unknown GPU counts as one of
-        `gpus`.
+      why_not_on: why it does not run on a `Gpu` or `Tpu`; None if it does. An unknown GPU counts as
+        one of `gpus`.
     """
 
     name: str
@@ -129,20 +130,26 @@ class Backend:
     scale_dtype: Any = None
     powers_of_two: bool = False
     accumulations: tuple[str, ...] = ACCUMULATIONS
+    multiples_of: int = 1
     why_not_e5m2: str | None = None
     first_for: frozenset[Granularity] = frozenset()
     gpus: int | None = None
-    why_not_on: Callable[[Gpu | None], str | None] = lambda gpu: None
+    why_not_on: Callable[[Any], str | None] = lambda device: None
 
-    def why_not(self, facts: Facts, gpu: Gpu | None) -> str | None:
-        """What it does not support about a product, on `gpu`; None if it supports all."""
-        reason = self.why_not_on(gpu) or self.why_not_sums(facts.accumulation)
+    def why_not(self, facts: Facts, device: Gpu | Tpu | None) -> str | None:
+        """What it does not support about a product, on `device`; None if it supports all."""
+        reason = self.why_not_on(device) or self.why_not_sums(facts.accumulation)
         if reason is not None:
             return reason
         if not self.formats.issuperset(facts.formats):
             return f"operands in {facts.formats[0].name} and {facts.formats[1].name}"
         if self.scale_dtype is not None and any(d != self.scale_dtype for d in facts.scale_dtypes):
             return f"scales that are not stored in {np.dtype(self.scale_dtype).name}"
+        if (
+            any(size % self.multiples_of or not size for size in facts.sizes)
+            and self.multiples_of > 1
+        ):
+            return f"sizes m, n, k = {facts.sizes} that are not multiples of {self.multiples_of}"
         shapes = "lhs scale {}, rhs scale {}".format(*facts.scale_shapes)
         if facts.granularity not in self.granularities:
             return f"scales that {_PLACES[facts.granularity]} ({shapes})"

@@ -1,7 +1,7 @@
-"""Which backend computes a product: the only file that looks at the GPU and ranks backends.
+"""Which backend computes a product: the only file that looks at the device and ranks backends.
 
-A backend is a value in `ON_CUDA`, which holds what it does and what it supports. To add one, write
-a file or folder with such a value, and list it here.
+A backend is a value in `ON_CUDA` or `ON_TPU`, which holds what it does and what it supports. To add
+one, write a file or folder with such a value, and list it here.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from jfp8.matmul.pays_off import (
     scales_of,
     work_of,
 )
+from jfp8.matmul.tpu import product as tpu
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E5M2, Format
 from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.context import Gpu, current_gpu, note
+from jfp8.tracing.context import Gpu, Kind, Tpu, current_gpu, current_tpu, note
 
-Implementation = Literal[None, "emulate", "xla", "mosaic_gpu"]
+Implementation = Literal[None, "emulate", "xla", "mosaic_gpu", "mosaic_tpu"]
 Quantizing = Literal["kernels", "xla"]
 
 # The first that supports the product is used; those that are `first_for` its scales come before all
@@ -52,7 +53,13 @@ ON_CUDA = (
     xla.BACKEND,
     bf16.BACKEND,
 )
-BY_NAME = {b.name: b for b in (emulate.BACKEND, xla.BACKEND, hopper.BACKEND)}
+ON_TPU = (tpu.BACKEND, tpu.BLOCK_BACKEND, xla.BACKEND, bf16.BACKEND)
+BY_NAME = {
+    "emulate": (emulate.BACKEND,),
+    "xla": (xla.BACKEND,),
+    "mosaic_gpu": (hopper.BACKEND,),
+    "mosaic_tpu": (tpu.BACKEND, tpu.BLOCK_BACKEND),
+}
 
 
 class Choice(NamedTuple):
@@ -95,6 +102,28 @@ def choose(facts: Facts, gpu: Gpu | None) -> Choice:
         reason = backend.why_not(facts, gpu)
         if reason is None and facts.formats == (E5M2, E5M2):
             reason = backend.why_not_e5m2
+        if reason is None:
+            return Choice(backend, refused)
+        refused[backend.name] = reason
+    raise AssertionError("bf16 takes everything")
+
+
+def choose_on_tpu(facts: Facts, device: Tpu | None) -> Choice:
+    """The backend for a product on a TPU; None: for any, by XLA.
+
+    1. The Pallas kernel, which takes f8 codes with scales for tensors, rows and columns, and
+       dequantizes blocks with powers of two to bf16 as it reads them.
+    2. By XLA: f8 arrays, which TPU7x multiplies, and others convert to bf16 on the way. What has
+       scales that vary along the sum, in bf16.
+    """
+    if facts.accumulation.startswith("hopper"):
+        return Choice(emulate.BACKEND, {})
+    facts = replace(facts, accumulation="f32")
+    refused: dict[str, str] = {}
+    for backend in ON_TPU if device is not None else ON_TPU[2:]:
+        if facts.granularity not in backend.granularities and backend in ON_TPU[:2]:
+            continue  # the same kernel takes them in another way
+        reason = backend.why_not(facts, device)
         if reason is None:
             return Choice(backend, refused)
         refused[backend.name] = reason
@@ -181,12 +210,14 @@ def product(
             f"accumulation={job.accumulation!r} models tensor cores that multiply E4M3FN and E5M2, "
             f"but the operands are {lhs.format.name} and {rhs.format.name}. Use accumulation='f32'."
         )
+    device = job.tpu or current_tpu(lhs.data, rhs.data)
     if implementation is not None:
-        backend = BY_NAME[implementation]
-        check_not_refused(implementation, backend.why_not(facts, gpu))
+        named = BY_NAME[implementation]
+        backend = next((b for b in named if facts.granularity in b.granularities), named[0])
+        check_not_refused(implementation, backend.why_not(facts, device or gpu))
         with note("cuda", implementation):
             return backend.multiply(lhs, rhs, job)
-    choice = choose(facts, gpu)
+    choice, choice_on_tpu = choose(facts, gpu), choose_on_tpu(facts, device)
     reference = lambda lhs, rhs: emulate.emulated(lhs, rhs, job)
     by_xla = lambda lhs, rhs: xla.f8_elsewhere(lhs, rhs, job)
     if choice.backend is emulate.BACKEND:
@@ -197,8 +228,10 @@ def product(
         reference,
         lhs,
         rhs,
-        # AMD's and Google's compilers take f8 arrays, and multiply them as well as the chip can.
-        others=reference if xla.BACKEND.why_not(facts, gpu) else by_xla,
+        # AMD's compiler takes f8 arrays, and multiplies them as well as the chip can.
+        rocm=reference if xla.BACKEND.why_not(facts, gpu) else by_xla,
+        tpu=lambda lhs, rhs: choice_on_tpu.backend.multiply(lhs, rhs, job),
+        why_on_tpu=str(choice_on_tpu),
     )
 
 
@@ -207,7 +240,9 @@ def by_platform(
     why: str,
     default: Callable[..., jax.Array],
     *operands: Any,
-    others: Callable[..., jax.Array] | None = None,
+    rocm: Callable[..., jax.Array] | None = None,
+    tpu: Callable[..., jax.Array] | None = None,
+    why_on_tpu: str = "",
 ) -> jax.Array:
     """``cuda(*operands)`` where the program is compiled for CUDA, `default` elsewhere.
 
@@ -216,14 +251,24 @@ def by_platform(
       why: the reason that `jfp8.report` shows.
       default: the function for other compilers.
       operands: the arguments of either.
-      others: the function for AMD's GPUs and for TPUs; None: `default`.
+      rocm, tpu: the functions for AMD's GPUs and for TPUs; None: `default`.
+      why_on_tpu: as `why`, of `tpu`.
     """
 
-    def noted(*operands: Any) -> jax.Array:
-        with note("cuda", why):
-            return cuda(*operands)
+    def noted(
+        kind: Kind, text: str, function: Callable[..., jax.Array]
+    ) -> Callable[..., jax.Array]:
+        def call(*operands: Any) -> jax.Array:
+            with note(kind, text):
+                return function(*operands)
 
-    branches = {"cuda": noted} if others is None else {"cuda": noted, "rocm": others, "tpu": others}
+        return call
+
+    branches = {"cuda": noted("cuda", why, cuda)}
+    if rocm is not None:
+        branches["rocm"] = rocm
+    if tpu is not None:
+        branches["tpu"] = noted("tpu", why_on_tpu, tpu)
     return lax.platform_dependent(*operands, **branches, default=default)
 
 
@@ -246,7 +291,7 @@ def contraction_last(
     """
     gpu = current_gpu()
     if implementation != "mosaic_gpu":
-        if implementation == "emulate" or gpu is None or not gpu.multiplies_f8:
+        if implementation in ("emulate", tpu.BACKEND.name) or gpu is None or not gpu.multiplies_f8:
             return None
     if implementation == "mosaic_gpu" and hopper.BACKEND.why_not_on(gpu) is not None:
         return None  # and the product says why
@@ -267,6 +312,15 @@ def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
     in_blocks = [b for b in multiplying if "blocks" in b.granularities]
     known = frozenset().union(*(b.formats for b in multiplying))
     return formats <= known and all(any(b.takes(block) for b in in_blocks) for block in blocks)
+
+
+def quantizing_tpu(x: jax.Array, implementation: Implementation) -> Tpu | None:
+    """The TPU whose kernels quantize the operands of a product; None: none does."""
+    device = current_tpu(x)
+    if implementation == tpu.BACKEND.name:
+        return device or Tpu("TPU")
+    divided = device is not None and not device.partly_manual
+    return device if implementation is None and divided else None
 
 
 def why_not_here(why_not: Callable[[Gpu | None], str | None], *, named: bool) -> str | None:

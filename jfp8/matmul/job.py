@@ -19,6 +19,7 @@ from jfp8.matmul.paired import Paired
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2, E8M0FNU
 from jfp8.scaling.parts import expand_scale
+from jfp8.tracing.context import Tpu
 
 Numbers: TypeAlias = tuple[
     tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
@@ -40,6 +41,7 @@ class Job:
       accumulation, fast_accumulation, powers_of_two: see `scaled_matmul`.
       parts: the dtype in which devices send the parts of a sum that the compiler divides; None:
         that of the result.
+      tpu: that the operands are on, where their types do not say it.
     """
 
     dimension_numbers: Numbers
@@ -48,6 +50,7 @@ class Job:
     fast_accumulation: bool
     powers_of_two: bool
     parts: np.dtype | None = None
+    tpu: Tpu | None = None
 
 
 # Products of arrays of any shape, as products of (batches of) matrices.
@@ -189,6 +192,18 @@ def to_output(
     scale = scale.transpose(*kept, *(d for d in range(scale.ndim) if d not in kept))
     sizes = scale.shape[: len(kept)]
     return scale.reshape(*sizes[: len(batch)], *(1,) * before, *sizes[len(batch) :], *(1,) * after)
+
+
+def row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> jax.Array:
+    """The scales as f32[], or one for each free index, f32[(batch,) free]."""
+    scale = jnp.asarray(q.scale)
+    if not scale.ndim:
+        return scale
+    free = free_dims(q.ndim, contract, batch)
+    scale = to_output(scale, q, batch, free, 0, 0)
+    scale = jnp.broadcast_to(scale, [q.shape[d] for d in (*batch, *free)])
+    size = math.prod(q.shape[d] for d in free)
+    return scale.reshape(-1, size) if batch else scale.reshape(size)
 
 
 LARGEST_FACTOR = np.float32(np.finfo(np.float32).max)

@@ -203,7 +203,7 @@ def _scale(
     quantizer: Current | Delayed, amax: jax.Array, margin: int
 ) -> tuple[jax.Array, jax.Array]:
     """The scale and its reciprocal, inside of a kernel."""
-    from jfp8.matmul.hopper.scales import scale_and_inverse
+    from jfp8.matmul.scales_in_kernels import scale_and_inverse
 
     rounding = quantizer.scale_rounding
     return scale_and_inverse(amax, quantizer.fmt, rounding, margin=margin, poison=False)

@@ -22,6 +22,7 @@ from jfp8.products.both_ways import has_kernel, quantize_both_ways
 from jfp8.products.cast_later import CastLater
 from jfp8.products.explicit_sharding import with_result_like
 from jfp8.products.made import Made, Source, source_of_matrix
+from jfp8.products.on_tpu import quantized_for_both
 from jfp8.products.operation import (
     How,
     Kind,
@@ -44,7 +45,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.context import has_explicit_axes
+from jfp8.tracing.context import Tpu, has_explicit_axes
 
 
 def scaled_dot_general(
@@ -162,6 +163,10 @@ def observed_dot_general(
     if faster is not None:
         operation = faster
         lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers, faster.shapes)
+    elif not dimension_numbers[1][0]:
+        tpu = choice.quantizing_tpu(lhs, how.implementation)
+        if tpu is not None:
+            operation, lhs, rhs = _on_tpu(tpu, operation, lhs, rhs)
     if source is not None:
         kernels = faster is not None and faster.kernels
         source = source_of_matrix(source, contracting, lhs.shape) if kernels else None
@@ -282,6 +287,42 @@ def _three_products(
         "dgrad": _DotProduct(((y_rhs, rhs_free), (y_batch, rhs_batch)), d_lhs_order, n),
         "wgrad": _DotProduct(((lhs_free, y_lhs), (lhs_batch, y_batch)), d_rhs_order, m),
     }
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class DotOnTpu(Dot):
+    """`Dot` of two matrices, each quantized in one step for both of its products.
+
+    Attributes:
+      tpu: on which they are.
+    """
+
+    tpu: Tpu
+
+    def quantize_for_both(
+        self,
+        role: str,
+        x: jax.Array | CastLater | Made,
+        first: Use,
+        second: Use | None,
+        state: AmaxState | None,
+    ) -> tuple[Operand, Operand | None, jax.Array] | None:
+        del role
+        return quantized_for_both(x, first, second, state)
+
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        return super().multiply(kind, first, second, sums._replace(tpu=self.tpu))
+
+
+def _on_tpu(tpu: Tpu, dot: Dot, lhs: jax.Array, rhs: Operand) -> tuple[Dot, jax.Array, Operand]:
+    """`dot` and its operands as matrices, if that is possible."""
+    try:
+        lhs, rhs, numbers = as_matrices(lhs, rhs, dot.dimension_numbers)
+    except ValueError:  # an rhs in bytes, whose blocks are not those of a matrix
+        return dot, lhs, rhs
+    shapes = lhs.shape, rhs.shape
+    return DotOnTpu(shapes, dot.dtypes, numbers, dot.implementation, tpu), lhs, rhs
 
 
 _BOTH_LAST = (((1,), (1,)), ((), ()))

@@ -29,6 +29,7 @@ from jfp8.scaling.casts import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax
+from jfp8.tracing.context import Tpu
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
 Operand = ScaledArray | jax.Array
@@ -115,6 +116,7 @@ class Sums(NamedTuple):
     fast_accumulation: bool = False
     powers_of_two: bool = False
     parts: np.dtype | None = None
+    tpu: Tpu | None = None
 
 
 @dataclass(frozen=True)

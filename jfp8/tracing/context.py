@@ -10,10 +10,10 @@ import contextlib
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 # Compute capability by the name of the device, for programs that are compiled without it.
 _CAPABILITIES = {
@@ -64,8 +64,7 @@ def current_gpu() -> Gpu | None:
             ...
     """
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = {kind for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1}
-    partly_manual = AxisType.Manual in kinds and len(kinds) > 1
+    partly_manual = _partly_manual(mesh)
     described = getattr(mesh, "abstract_device", None)
     if described is not None:
         if described.platform != "gpu":
@@ -80,7 +79,7 @@ def current_gpu() -> Gpu | None:
     return Gpu(device.device_kind, capability, partly_manual)
 
 
-def why_not_divided(gpu: Gpu) -> str | None:
+def why_not_divided(gpu: Gpu | Tpu) -> str | None:
     """Why the compiler cannot be told how to divide a kernel here; None if it can."""
     if not gpu.partly_manual:
         return None
@@ -88,6 +87,46 @@ def why_not_divided(gpu: Gpu) -> str | None:
         "arrays inside of a jax.shard_map over some axes of the mesh, which the compiler divides "
         "along the others. Make all axes manual, or none"
     )
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """A TPU.
+
+    Attributes:
+      kind: its name, such as ``"TPU7x"``.
+      partly_manual: see `Gpu`.
+    """
+
+    kind: str
+    partly_manual: bool = False
+
+    @property
+    def multiplies_f8(self) -> bool:
+        """Whether its matrix units take f8: from TPU7x on. Earlier ones convert it to bf16."""
+        return re.match(r"TPU v\d", self.kind) is None
+
+
+def current_tpu(*arrays: Any) -> Tpu | None:
+    """The TPU that JAX is tracing for; None if it is another device, or unknown.
+
+    It is the one that an abstract mesh describes, see `current_gpu`, or that is in the types of
+    `arrays`, whose mesh knows its devices, or else the default device.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    for mesh in (here, *(jax.typeof(x).sharding.mesh for x in arrays)):
+        described = getattr(mesh, "abstract_device", None)
+        if described is not None:
+            is_tpu = described.platform == "tpu"
+            return Tpu(described.device_kind, _partly_manual(here)) if is_tpu else None
+    if jax.default_backend() != "tpu":
+        return None
+    return Tpu(jax.devices()[0].device_kind, _partly_manual(here))
+
+
+def _partly_manual(mesh: AbstractMesh) -> bool:
+    kinds = {kind for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1}
+    return AxisType.Manual in kinds and len(kinds) > 1
 
 
 def device_kind() -> str:
@@ -114,7 +153,7 @@ def _capability_of(kind: str) -> tuple[int, int] | None:
     return None
 
 
-Kind = Literal["path", "product", "layer", "recipe", "ahead", "reason", "cuda"]
+Kind = Literal["path", "product", "layer", "recipe", "ahead", "reason", "cuda", "tpu"]
 
 _context = jax.make_user_context(None)
 

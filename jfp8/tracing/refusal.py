@@ -25,19 +25,19 @@ _refuse_p.def_impl(_refuse)
 mlir.register_lowering(_refuse_p, _refuse)
 
 
-def on_cuda_only(kernel: Callable[..., Any], reason: str, *operands: Any) -> Any:
-    """``kernel(*operands)``, an array or a tree, where the program is compiled for CUDA.
+def only_on(platform: str, kernel: Callable[..., Any], reason: str, *operands: Any) -> Any:
+    """``kernel(*operands)``, an array or a tree, where the program is compiled for `platform`.
 
     Raises:
       NotImplementedError: with `reason`, when it is compiled for anything else.
     """
     of = jax.eval_shape(kernel, *operands)
 
-    def cuda(*operands):
+    def there(*operands):
         return same_varying_axes((kernel(*operands), operands))[0]
 
     def default(*operands):
         refuse = lambda of: _refuse_p.bind(shape=of.shape, dtype=of.dtype, reason=reason)
         return same_varying_axes((jax.tree.map(refuse, of), operands))[0]
 
-    return lax.platform_dependent(*operands, cuda=cuda, default=default)
+    return lax.platform_dependent(*operands, **{platform: there}, default=default)

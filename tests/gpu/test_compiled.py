@@ -539,7 +539,7 @@ by_dtype = pytest.mark.parametrize(
 @by_dtype
 def test_quantize_tensor(dtype, compiled):
     from jfp8.matmul.hopper.quantize import quantize_tensor
-    from jfp8.matmul.hopper.scales import scale_and_inverse
+    from jfp8.matmul.scales_in_kernels import scale_and_inverse
 
     def f(x, amax):
         scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), E5M2, None)
@@ -617,7 +617,7 @@ def test_quantize_tiles(rounding, dtype, compiled):
 def test_kernels_that_make_what_they_quantize(activation, compiled):
     """The lowering of kernels knows all that activations consist of."""
     from jfp8.matmul.hopper.quantize import quantize_tensor, tensor_amax
-    from jfp8.matmul.hopper.scales import scale_and_inverse
+    from jfp8.matmul.scales_in_kernels import scale_and_inverse
 
     make = Activation(activation, in_kernels=True)
     x = of((4096, projections_of(activation), 8192), BF16)

@@ -17,7 +17,7 @@ from jfp8.matmul.hopper.quantize import (
     tensor_amax,
 )
 from jfp8.matmul.hopper.quantize_blocks import quantize_rows_in_blocks, quantize_tiles
-from jfp8.matmul.hopper.scales import nearest_quotient, scale_and_inverse
+from jfp8.matmul.scales_in_kernels import nearest_quotient, scale_and_inverse
 from jfp8.matmul.hopper.sweep import Sweep, largest_of
 from jfp8.scaling.casts import codes_of, decode
 from support.interpreter import no_races

@@ -57,9 +57,9 @@ from jfp8.matmul.hopper.attention_parts import (
     store,
     tile,
 )
-from jfp8.matmul.hopper.scales import scale_and_inverse
 from jfp8.matmul.hopper.tiles import SHARED_MEMORY
 from jfp8.matmul.hopper.visible import Bounds
+from jfp8.matmul.scales_in_kernels import scale_and_inverse
 from jfp8.scaling.formats import Format
 
 HALF = BLOCK // 2

@@ -47,9 +47,9 @@ from jfp8.matmul.hopper.attention_parts import (
     tile,
     zeros,
 )
-from jfp8.matmul.hopper.scales import scale_and_inverse
 from jfp8.matmul.hopper.tiles import SHARED_MEMORY
 from jfp8.matmul.hopper.visible import Bounds, Mask
+from jfp8.matmul.scales_in_kernels import scale_and_inverse
 
 QUERIES = 64  # of a step
 PART = 16  # queries whose vectors are in registers at the same time

@@ -46,9 +46,9 @@ from jfp8.matmul.hopper.attention_parts import (
     tile,
     zeros,
 )
-from jfp8.matmul.hopper.scales import scale_and_inverse
 from jfp8.matmul.hopper.tiles import SHARED_MEMORY
 from jfp8.matmul.hopper.visible import Bounds, Mask
+from jfp8.matmul.scales_in_kernels import scale_and_inverse
 from jfp8.scaling.formats import Format
 
 PART = 64  # keys whose scales are in registers at the same time

@@ -7,7 +7,6 @@ that form, and its scales into the shapes that the kernels take.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,15 +21,15 @@ from jfp8.matmul.job import (
     as_matrices,
     free_dims,
     layout_of,
+    row_scales,
     to_last,
-    to_output,
     varies_along_sum,
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.context import Gpu, why_not_divided
 from jfp8.tracing.divided import divided_sum
-from jfp8.tracing.refusal import on_cuda_only
+from jfp8.tracing.refusal import only_on
 
 BLOCK = 128  # along the contraction: what the kernels sum before they scale
 
@@ -76,8 +75,8 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
             by_tile = b_scale.shape[-1] != b.shape[-2]
             rule = f"m k, n k, k/{BLOCK} m, k/{BLOCK} n{f'/{BLOCK}' if by_tile else ''} -> m n"
         else:
-            a_scale = _row_scales(lhs, lhs_contract, lhs_batch)
-            b_scale = _row_scales(rhs, rhs_contract, rhs_batch)
+            a_scale = row_scales(lhs, lhs_contract, lhs_batch)
+            b_scale = row_scales(rhs, rhs_contract, rhs_batch)
             name = "matmul, fast" if job.fast_accumulation else "matmul"
             product = lambda dtype, a, b, s, t: kernels.matmul(
                 a, b, s, t, dtype, promote=not job.fast_accumulation
@@ -102,7 +101,7 @@ def run(kernel: Callable[..., Any], *operands: Any, name: str = "mosaic_gpu") ->
         f"implementation={name!r} runs on CUDA, and this program is compiled for another "
         "platform. Use implementation=None or 'emulate', which give the same numbers."
     )
-    return on_cuda_only(kernel, reason, *operands)
+    return only_on("cuda", kernel, reason, *operands)
 
 
 BACKEND = Backend(
@@ -116,18 +115,6 @@ BACKEND = Backend(
     gpus=9,
     why_not_on=why_no_kernels,
 )
-
-
-def _row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> jax.Array:
-    """The scales as f32[], or one for each free index, f32[(batch,) free]."""
-    scale = jnp.asarray(q.scale)
-    if not scale.ndim:
-        return scale
-    free = free_dims(q.ndim, contract, batch)
-    scale = to_output(scale, q, batch, free, 0, 0)
-    scale = jnp.broadcast_to(scale, [q.shape[d] for d in (*batch, *free)])
-    size = math.prod(q.shape[d] for d in free)
-    return scale.reshape(-1, size) if batch else scale.reshape(size)
 
 
 def _block_scales(q: ScaledArray, contract: int, batch: Sequence[int], tiles: bool) -> jax.Array:

@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.matmul.hopper.scales import scale_and_inverse
 from jfp8.matmul.hopper.sweep import (
     COLUMNS,
     ROWS,
@@ -32,6 +31,7 @@ from jfp8.matmul.hopper.sweep import (
     taken,
     write,
 )
+from jfp8.matmul.scales_in_kernels import scale_and_inverse
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
 

@@ -34,7 +34,7 @@ from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import reciprocal
 from jfp8.tracing import compat
 from jfp8.tracing.context import Gpu
-from jfp8.tracing.refusal import on_cuda_only
+from jfp8.tracing.refusal import only_on
 
 LARGEST = {9: 256, 10: 128}  # heads, by major compute capability
 _FIRST_VERSION, _BROKEN_VERSION = 90100, 91000
@@ -86,7 +86,7 @@ def run(kernel: Callable[..., Any], *operands: Any) -> Any:
         "implementation='cudnn' runs on CUDA, and this program is compiled for another platform. "
         "Use implementation=None or 'emulate'."
     )
-    return on_cuda_only(kernel, reason, *operands)
+    return only_on("cuda", kernel, reason, *operands)
 
 
 def forward(

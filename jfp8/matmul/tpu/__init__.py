@@ -1,0 +1,1 @@
+"""Pallas kernels for TPUs, and the backend that multiplies with them."""
