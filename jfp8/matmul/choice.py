@@ -216,23 +216,32 @@ def product(
         backend = next((b for b in named if facts.granularity in b.granularities), named[0])
         check_not_refused(implementation, backend.why_not(facts, device or gpu))
         with note("cuda", implementation):
-            return backend.multiply(lhs, rhs, job)
+            return _plus_bias(backend.multiply, job)(lhs, rhs)
     choice, choice_on_tpu = choose(facts, gpu), choose_on_tpu(facts, device)
-    reference = lambda lhs, rhs: emulate.emulated(lhs, rhs, job)
-    by_xla = lambda lhs, rhs: xla.f8_elsewhere(lhs, rhs, job)
+    reference = _plus_bias(emulate.emulated, job)
+    by_xla = _plus_bias(xla.f8_elsewhere, job)
     if choice.backend is emulate.BACKEND:
         return reference(lhs, rhs)
     return by_platform(
-        lambda lhs, rhs: choice.backend.multiply(lhs, rhs, job),
+        _plus_bias(choice.backend.multiply, job),
         str(choice),
         reference,
         lhs,
         rhs,
         # AMD's compiler takes f8 arrays, and multiplies them as well as the chip can.
         rocm=reference if xla.BACKEND.why_not(facts, gpu) else by_xla,
-        tpu=lambda lhs, rhs: choice_on_tpu.backend.multiply(lhs, rhs, job),
+        tpu=_plus_bias(choice_on_tpu.backend.multiply, job),
         why_on_tpu=str(choice_on_tpu),
     )
+
+
+def _plus_bias(
+    multiply: Callable[[ScaledArray, ScaledArray, Job], jax.Array], job: Job
+) -> Callable[[ScaledArray, ScaledArray], jax.Array]:
+    """`multiply` for a `job`. Only the kernel for TPUs adds its bias by itself."""
+    if job.bias is None or multiply is tpu.BACKEND.multiply:
+        return lambda lhs, rhs: multiply(lhs, rhs, job)
+    return lambda lhs, rhs: multiply(lhs, rhs, job) + job.bias
 
 
 def by_platform(

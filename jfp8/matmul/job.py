@@ -42,6 +42,7 @@ class Job:
       parts: the dtype in which devices send the parts of a sum that the compiler divides; None:
         that of the result.
       tpu: that the operands are on, where their types do not say it.
+      bias: ``[n]``, added to the result once that has its dtype; None: none is.
     """
 
     dimension_numbers: Numbers
@@ -51,6 +52,7 @@ class Job:
     powers_of_two: bool
     parts: np.dtype | None = None
     tpu: Tpu | None = None
+    bias: jax.Array | None = None
 
 
 # Products of arrays of any shape, as products of (batches of) matrices.

@@ -41,6 +41,28 @@ class CastLater:
         return self.array.ndim
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WithBias:
+    """A kernel, and a bias that its product shall add, which may do so before it writes its result.
+
+    Attributes:
+      kernel: ``[..., n]``.
+      bias: ``[n]``, in the dtype of the product.
+    """
+
+    kernel: jax.Array | ScaledArray | CastLater
+    bias: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernel.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.kernel.ndim
+
+
 Kernel = jax.Array | ScaledArray | CastLater
 
 
@@ -64,6 +86,11 @@ def promoted(
     if later and in_f32 and kernel.dtype.itemsize < 4:
         kernel = CastLater(given, np.dtype(kernel.dtype))
     return [inputs, kernel, *bias]
+
+
+def split_bias(kernel: Kernel | WithBias) -> tuple[Kernel, jax.Array | None]:
+    """A kernel, and the bias that its product shall add, if there is one."""
+    return (kernel.kernel, kernel.bias) if isinstance(kernel, WithBias) else (kernel, None)
 
 
 def split(kernel: Kernel) -> tuple[jax.Array | ScaledArray, np.dtype | None]:

@@ -22,6 +22,7 @@ from jfp8.products.both_ways import has_kernel, quantize_both_ways
 from jfp8.products.cast_later import CastLater
 from jfp8.products.explicit_sharding import with_result_like
 from jfp8.products.made import Made, Source, source_of_matrix
+from jfp8.products.observers import OBSERVER
 from jfp8.products.on_tpu import quantized_for_both
 from jfp8.products.operation import (
     How,
@@ -130,10 +131,12 @@ def observed_dot_general(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
     source: Source | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, Observed]:
     """`scaled_dot_general`, and the amaxes of its operands, which have no gradient.
 
-    If the `source` of `lhs` is given, a kernel may make `lhs` itself.
+    If the `source` of `lhs` is given, a kernel may make `lhs` itself. A `bias` ``[n]`` is added to
+    the result, by a kernel if that can.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     if has_explicit_axes():
@@ -141,7 +144,8 @@ def observed_dot_general(
         result = {"preferred_element_type": preferred_element_type}
         reference = partial(lax.dot_general, **what, out_sharding=out_sharding)
         function = partial(observed_dot_general, **what, how=how, **result)
-        return with_result_like(reference, function, lhs, rhs, state)
+        y, observed = with_result_like(reference, function, lhs, rhs, state)
+        return plus_bias(y, bias), observed
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
     shape = layout_of(lhs.shape, rhs.shape, dimension_numbers).shape
@@ -151,9 +155,8 @@ def observed_dot_general(
         # the borders of the dimensions that form them.
         lhs, rhs, dimension_numbers = _matrices(lhs, rhs, dimension_numbers, how.recipe)
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
-    operation: Operation = Dot(
-        (lhs.shape, rhs.shape), dtypes, dimension_numbers, how.implementation
-    )
+    dot = Dot((lhs.shape, rhs.shape), dtypes, dimension_numbers, how.implementation)
+    operation: Operation = dot
     m, n, k = layout_of(lhs.shape, rhs.shape, dimension_numbers).sizes
     faster, in_bytes = None, isinstance(rhs, ScaledArray)
     if not dimension_numbers[1][0] and (not in_bytes or how.recipe.resolved().matrices):
@@ -166,14 +169,41 @@ def observed_dot_general(
     elif not dimension_numbers[1][0]:
         tpu = choice.quantizing_tpu(lhs, how.implementation)
         if tpu is not None:
-            operation, lhs, rhs = _on_tpu(tpu, operation, lhs, rhs)
+            operation, lhs, rhs = _on_tpu(tpu, dot, lhs, rhs, bias)
     if source is not None:
         kernels = faster is not None and faster.kernels
         source = source_of_matrix(source, contracting, lhs.shape) if kernels else None
     y, observed = multiply_quantized(operation, lhs, rhs, how, state, source)
     if faster is not None:
         y = y[:m, :n]
-    return y.reshape(shape), observed
+    y = y.reshape(shape)
+    if bias is not None and isinstance(operation, DotOnTpu) and operation.bias is not None:
+        return _with_bias_of_kernel(y, bias), observed
+    return plus_bias(y, bias), observed
+
+
+def plus_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """``y + bias``, as Flax adds it; `y` if there is none."""
+    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+@jax.custom_vjp
+def _with_bias_of_kernel(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """`y`, to which a kernel has added `bias`; with the gradient of ``y' + bias``."""
+    del bias
+    return y
+
+
+def _bias_forward(y, bias):
+    return y, bias
+
+
+def _bias_backward(bias, dy):
+    (d_bias,) = jax.vjp(lambda bias: plus_bias(jnp.zeros_like(dy), bias), bias)[1](dy)
+    return dy, d_bias
+
+
+_with_bias_of_kernel.defvjp(_bias_forward, _bias_backward)
 
 
 def _matrices(
@@ -289,16 +319,22 @@ def _three_products(
     }
 
 
-@jax.tree_util.register_static
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["bias"],
+    meta_fields=["shapes", "dtypes", "dimension_numbers", "implementation", "tpu"],
+)
 @dataclass(frozen=True)
 class DotOnTpu(Dot):
     """`Dot` of two matrices, each quantized in one step for both of its products.
 
     Attributes:
       tpu: on which they are.
+      bias: ``[n]``, which is added to y; None: none is.
     """
 
     tpu: Tpu
+    bias: jax.Array | None = None
 
     def quantize_for_both(
         self,
@@ -312,17 +348,23 @@ class DotOnTpu(Dot):
         return quantized_for_both(x, first, second, state)
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
-        return super().multiply(kind, first, second, sums._replace(tpu=self.tpu))
+        bias = self.bias if kind == "fprop" else None
+        return super().multiply(kind, first, second, sums._replace(tpu=self.tpu, bias=bias))
 
 
-def _on_tpu(tpu: Tpu, dot: Dot, lhs: jax.Array, rhs: Operand) -> tuple[Dot, jax.Array, Operand]:
+def _on_tpu(
+    tpu: Tpu, dot: Dot, lhs: jax.Array, rhs: Operand, bias: jax.Array | None
+) -> tuple[Dot, jax.Array, Operand]:
     """`dot` and its operands as matrices, if that is possible."""
     try:
         lhs, rhs, numbers = as_matrices(lhs, rhs, dot.dimension_numbers)
     except ValueError:  # an rhs in bytes, whose blocks are not those of a matrix
         return dot, lhs, rhs
     shapes = lhs.shape, rhs.shape
-    return DotOnTpu(shapes, dot.dtypes, numbers, dot.implementation, tpu), lhs, rhs
+    # Parts of a sum on several devices would all have it; statistics are of the product alone.
+    by_kernel = bias is not None and tpu.devices == 1 and OBSERVER.value is None
+    added = lax.stop_gradient(bias) if by_kernel else None
+    return DotOnTpu(shapes, dot.dtypes, numbers, dot.implementation, tpu, added), lhs, rhs
 
 
 _BOTH_LAST = (((1,), (1,)), ((), ()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +25,20 @@ from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_to_format, convert
+from jfp8.scaling.casts import codes_to_format
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.scaling.history import AmaxState
-from jfp8.scaling.scales import PerAxis, amax, reciprocal, scale_from_amax
+from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
 from jfp8.tracing.divided import divided
 
+Matrix: TypeAlias = jax.Array | CastLater | Made
+
 # A matrix quantized for sums over its rows and over its columns, and its amax, or those of parts.
-Quantized = tuple[ScaledArray, ScaledArray, jax.Array]
+Quantized: TypeAlias = tuple[ScaledArray, ScaledArray, jax.Array]
 
 
 def quantized_for_both(
-    x: jax.Array | CastLater | Made, first: Use, second: Use | None, state: AmaxState | None
+    x: Matrix, first: Use, second: Use | None, state: AmaxState | None
 ) -> tuple[Operand, Operand | None, jax.Array] | None:
     """A matrix as both of its products take it; None if the quantizer is none of those below."""
     quantizer = first.quantizer
@@ -59,23 +62,21 @@ def is_supported(quantizer: Quantizer) -> bool:
     )
 
 
-def _read(x: jax.Array | CastLater | Made) -> tuple[jax.Array, np.dtype | None]:
+def _read(x: Matrix) -> tuple[jax.Array, np.dtype | None]:
     """An array in memory, and to what a kernel casts it as it reads it."""
     if isinstance(x, CastLater):
         return x.array, x.dtype
     return as_array(x), None
 
 
-def _with_one_scale(
-    quantizer: Quantizer, x: jax.Array | CastLater | Made, scale: jax.Array
-) -> Quantized:
+def _with_one_scale(quantizer: Quantizer, x: Matrix, scale: jax.Array) -> Quantized:
     from jfp8.matmul.tpu import quantize
 
     array, dtype = _read(x)
     kernel = partial(quantize.quantize_tensor, fmt=quantizer.fmt, dtype=dtype)
     name = f"quantize_tensor_tpu, {quantizer.fmt.name}, {dtype}"
-    call = divided(name, _in_whole_tiles(kernel), "i j, -> i j, PART LANE", ("alike", "max"))
-    data, bits = call(array, reciprocal(scale))
+    call = divided(name, _in_whole_tiles(kernel), "i j, ONE -> i j, PART LANE", ("alike", "max"))
+    data, bits = call(array, reciprocal(scale).reshape(1))
     q = ScaledArray(data, scale)
     return q, q, lax.bitcast_convert_type(bits, jnp.float32).reshape(-1)
 
@@ -84,20 +85,20 @@ def _in_whole_tiles(kernel: Callable[..., tuple[jax.Array, jax.Array]]) -> Calla
     """`kernel`, for parts of any size: those that it does not take get zeros behind."""
 
     def call(x: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
-        m, n = x.shape
-        x = jnp.pad(x, [(0, -m % LANES), (0, -n % LANES)])
-        q, found = kernel(x, *others)
-        return q[:m, :n], found
+        grown = lambda x: jnp.pad(x, [(0, -n % LANES if n > 1 else 0) for n in x.shape])
+        cut = lambda y: y[: x.shape[0], : x.shape[1]] if y.dtype.itemsize == 1 else y
+        first, second = kernel(*map(grown, (x, *others)))
+        return cut(first), cut(second)
 
     return call
 
 
-def _unit(quantizer: Unit, x: jax.Array, state: AmaxState | None) -> Quantized:
+def _unit(quantizer: Unit, x: Matrix, state: AmaxState | None) -> Quantized:
     del state
     return _with_one_scale(quantizer, x, jnp.ones((), jnp.float32))
 
 
-def _current(quantizer: Current, x: jax.Array, state: AmaxState | None) -> Quantized:
+def _current(quantizer: Current, x: Matrix, state: AmaxState | None) -> Quantized:
     del state
     largest = amax(as_array(x))
     scale = scale_from_amax(largest, quantizer.fmt, scale_rounding=quantizer.scale_rounding)
@@ -105,7 +106,7 @@ def _current(quantizer: Current, x: jax.Array, state: AmaxState | None) -> Quant
     return q, again, largest
 
 
-def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> Quantized:
+def _delayed(quantizer: Delayed, x: Matrix, state: AmaxState | None) -> Quantized:
     if state is None:
         observed = amax(as_array(x))
     else:
@@ -116,21 +117,37 @@ def _delayed(quantizer: Delayed, x: jax.Array, state: AmaxState | None) -> Quant
     return _with_one_scale(quantizer, x, quantizer.scale(observed, state))
 
 
-def _rowwise(quantizer: Rowwise, x: jax.Array, state: AmaxState | None) -> Quantized:
+def _rowwise(quantizer: Rowwise, x: Matrix, state: AmaxState | None) -> Quantized:
+    from jfp8.matmul.tpu import quantize
+
     del state
-    values = as_array(x)
-    # NaN for Inf by arithmetic: XLA would write a mask to memory.
-    wide = values.astype(jnp.float32)
-    wide = wide + wide * np.float32(0)
-    found = []
-    largest = [amax(values, PerAxis(d)) for d in (0, 1)]
-    for of_lines in largest:
-        scale = scale_from_amax(of_lines, quantizer.fmt, scale_rounding=quantizer.scale_rounding)
-        found.append(ScaledArray(convert(wide * reciprocal(scale), quantizer.fmt), scale))
-    return found[0], found[1], largest[0].reshape(-1)
+    array, dtype = _read(x)
+    find = divided(
+        f"line_amaxes_tpu, {dtype}", partial(_line_amaxes, dtype=dtype), "i j -> i, j", "max"
+    )
+    largest = find(array)
+    rows, columns = (
+        scale_from_amax(found, quantizer.fmt, scale_rounding=quantizer.scale_rounding)
+        for found in (largest[0][:, None], largest[1][None])
+    )
+    kernel = partial(quantize.quantize_lines, fmt=quantizer.fmt, dtype=dtype)
+    name = f"quantize_lines_tpu, {quantizer.fmt.name}, {dtype}"
+    call = divided(name, _in_whole_tiles(kernel), "i j, i ONE, ONE j -> i j, i j")
+    q, q_other = call(array, reciprocal(rows), reciprocal(columns))
+    return ScaledArray(q, rows), ScaledArray(q_other, columns), largest[0]
 
 
-def _blockwise(quantizer: Blockwise, x: jax.Array, state: AmaxState | None) -> Quantized:
+def _line_amaxes(x: jax.Array, dtype: np.dtype | None) -> tuple[jax.Array, jax.Array]:
+    """The amaxes of rows and columns, f32[m] and f32[n]."""
+    from jfp8.matmul.tpu.quantize import line_amaxes
+
+    m, n = x.shape
+    found = line_amaxes(jnp.pad(x, [(0, -m % LANES), (0, -n % LANES)]), dtype=dtype)
+    rows, columns = (lax.bitcast_convert_type(jnp.max(bits, 0), jnp.float32) for bits in found)
+    return rows[:m], columns[:n]
+
+
+def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None) -> Quantized:
     from jfp8.matmul.tpu import quantize
 
     del state

@@ -117,6 +117,7 @@ class Sums(NamedTuple):
     powers_of_two: bool = False
     parts: np.dtype | None = None
     tpu: Tpu | None = None
+    bias: jax.Array | None = None
 
 
 @dataclass(frozen=True)

@@ -96,10 +96,12 @@ class Tpu:
     Attributes:
       kind: its name, such as ``"TPU7x"``.
       partly_manual: see `Gpu`.
+      devices: how many there are in the mesh, or in all.
     """
 
     kind: str
     partly_manual: bool = False
+    devices: int = 1
 
     @property
     def multiplies_f8(self) -> bool:
@@ -117,11 +119,12 @@ def current_tpu(*arrays: Any) -> Tpu | None:
     for mesh in (here, *(jax.typeof(x).sharding.mesh for x in arrays)):
         described = getattr(mesh, "abstract_device", None)
         if described is not None:
-            is_tpu = described.platform == "tpu"
-            return Tpu(described.device_kind, _partly_manual(here)) if is_tpu else None
+            if described.platform != "tpu":
+                return None
+            return Tpu(described.device_kind, _partly_manual(here), mesh.size)
     if jax.default_backend() != "tpu":
         return None
-    return Tpu(jax.devices()[0].device_kind, _partly_manual(here))
+    return Tpu(jax.devices()[0].device_kind, _partly_manual(here), jax.device_count())
 
 
 def _partly_manual(mesh: AbstractMesh) -> bool:

@@ -17,6 +17,7 @@ from jfp8.layers.linen.products import (
     ProductModule,
     ProductOf,
     promote_dtype,
+    promote_with_bias,
 )
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.options import check_use_bias
@@ -79,6 +80,8 @@ class Dense(Fp8Layer, nn.Dense):
     >>> sorted(variables)
     ['fp8', 'fp8_sink', 'params']
     """
+
+    promote_dtype: Callable[..., Any] = promote_with_bias
 
     def __post_init__(self) -> None:
         self.dot_general_cls = own_product(self, DotGeneral, "dot_general")

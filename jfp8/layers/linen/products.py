@@ -21,11 +21,11 @@ from jfp8.layers.linen.state_in_gradients import (
 )
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.layers.options import check_operand
-from jfp8.matmul.choice import Implementation
+from jfp8.matmul.choice import Implementation, quantizing_tpu
 from jfp8.products import cast_later
 from jfp8.products.cast_later import Kernel, as_array
 from jfp8.products.conv import observed_convolution
-from jfp8.products.dot_general import observed_dot_general
+from jfp8.products.dot_general import observed_dot_general, plus_bias
 from jfp8.products.made import Made, split_made
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of
@@ -249,19 +249,17 @@ class DotGeneral(ProductModule):
           preferred_element_type: dtype of the result.
         """
         lhs, source = split_made(lhs)
-        quantized = partial(
-            observed_dot_general,
-            dimension_numbers=dimension_numbers,
-            preferred_element_type=preferred_element_type,
-            source=source,
-        )
-        plain = partial(
-            lax.dot_general,
-            dimension_numbers=dimension_numbers,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-        )
-        return self._multiply(quantized, plain, lhs, rhs)
+        kernel, bias = cast_later.split_bias(rhs)
+        how: dict[str, Any] = {
+            "dimension_numbers": dimension_numbers,
+            "preferred_element_type": preferred_element_type,
+        }
+        quantized = partial(observed_dot_general, **how, source=source, bias=bias)
+
+        def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)
+
+        return self._multiply(quantized, plain, lhs, kernel)
 
 
 class ConvGeneralDilated(ProductModule):
@@ -347,6 +345,14 @@ def promote_dtype(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list
     """Flax's ``promote_dtype`` of inputs, a kernel and a bias, as `cast_later.promoted` says."""
     promote = partial(dtypes.promote_dtype, dtype=dtype, inexact=inexact)
     return cast_later.promoted(lambda arrays: promote(*arrays), arrays)
+
+
+def promote_with_bias(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+    """`promote_dtype`; for a TPU the bias goes with the kernel, to be added by the product."""
+    inputs, kernel, *bias = promote_dtype(*arrays, dtype=dtype, inexact=inexact)
+    if not bias or bias[0] is None or quantizing_tpu(as_array(inputs), None) is None:
+        return [inputs, kernel, *bias]
+    return [inputs, cast_later.WithBias(kernel, bias[0]), None]
 
 
 def promote_values(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:

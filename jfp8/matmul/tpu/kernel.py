@@ -7,6 +7,7 @@ bf16 as it arrives, which is exact for powers of two, and is never in memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jfp8.matmul.job import LARGEST_FACTOR
 from jfp8.matmul.tpu.tiles import dequantized
+from jfp8.tracing.compat import kernels_are_interpreted
 
 TILE = 1024  # rows, columns and terms of a tile, at most
 VMEM = 48 * 2**20  # bytes that a kernel may use; a TPU7x has 64 MiB for each core, others 128
@@ -31,8 +33,9 @@ def matmul(
     summed: tuple[int, int],
     dtype: jax.typing.DTypeLike,
     *,
-    ends: tuple[jax.Array, jax.Array] | None = None,
-    blocks: tuple[jax.Array, jax.Array] | None = None,
+    ends: Sequence[jax.Array] | None = None,
+    blocks: Sequence[jax.Array] | None = None,
+    bias: jax.Array | None = None,
     flops: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
@@ -45,6 +48,7 @@ def matmul(
       ends: ``u`` and ``v``: f32[], or f32[m, 1] and f32[1, n]; None: 1.
       blocks: ``s`` and ``t``, powers of two, one for each block of 32 or 128 terms: f32, or uint8
         of E8M0 codes, ``[k / block, free]``; None: 1.
+      bias: [1, n], added to ``y`` once that has its dtype; None: none is.
       flops: what the compiler shall believe that it takes; None: ``2 m n k``.
       interpret: see ``pl.pallas_call``.
 
@@ -70,22 +74,28 @@ def matmul(
         specs.append(spec(*dims) if factor.ndim else pl.BlockSpec(memory_space=pltpu.SMEM))
         operands.append(factor if factor.ndim else factor.reshape(1))
 
+    if bias is not None:
+        specs.append(spec("", "n"))
+        operands.append(bias)
+
     def kernel(*refs: Ref) -> None:
         a, b, *others, y, total = refs
+        added = None if bias is None else others.pop()
         t, last = pl.program_id(2), pl.num_programs(2) - 1
 
         @pl.when(t == 0)
         def _():
             total[...] = jnp.zeros_like(total)
 
-        tiles = [a[...], b[...]]
+        tiles: list[jax.Array] = [a[...], b[...]]
         if blocks is not None:
             tiles = list(map(_dequantized, tiles, others, summed))
             if left:
                 terms = jnp.where(t == last, left, step)
                 tiles = [_without(tile, dim, terms) for tile, dim in zip(tiles, summed)]
         numbers = (((summed[0],), (summed[1],)), ((), ()))
-        total[...] += lax.dot_general(*tiles, numbers, preferred_element_type=jnp.float32)
+        first, second = tiles
+        total[...] += lax.dot_general(first, second, numbers, preferred_element_type=jnp.float32)
 
         @pl.when(t == last)
         def _():
@@ -93,7 +103,8 @@ def matmul(
             if ends is not None:
                 u, v = (x[0] if x.ndim == 1 else x[...] for x in others[-2:])
                 result = result * jnp.minimum(u * v, LARGEST_FACTOR)
-            y[...] = result.astype(y.dtype)
+            result = result.astype(y.dtype)
+            y[...] = result if added is None else result + added[...]
 
     out = jax.ShapeDtypeStruct((m, n), dtype)
     moved = [*operands, out]
@@ -114,7 +125,14 @@ def matmul(
         ),
         name="jfp8_matmul",
         interpret=interpret,
-    )(*operands)
+    )(*map(in_hbm, operands))
+
+
+def in_hbm(x: jax.Array) -> jax.Array:
+    """`x`, which stays in memory. The compiler would bring it into the kernel's own before."""
+    if kernels_are_interpreted() or x.ndim < 2:
+        return x
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
 def _rows(n: int) -> int:

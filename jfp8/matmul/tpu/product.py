@@ -68,8 +68,8 @@ def _scaled_after(tpu: Tpu | None, lhs: ScaledArray, rhs: ScaledArray, job: Job)
     ends = (u[..., None] if u.ndim else u, v[..., None, :] if v.ndim else v)
     in_f8 = tpu is None or tpu.multiplies_f8
 
-    def product(summed, dtype, a, b, *ends):
-        return _whole(summed, dtype, a, b, ends=ends, in_f8=in_f8)
+    def product(summed, dtype, a, b, *ends, bias=None):
+        return _whole(summed, dtype, a, b, ends=ends, bias=bias, in_f8=in_f8)
 
     of_ends = ["m ONE" if u.ndim else "", "ONE n" if v.ndim else ""]
     return _divided(f"matmul_tpu, {in_f8}", product, of_ends, ends, lhs, rhs, job)
@@ -82,8 +82,8 @@ def _in_blocks(tpu: Tpu | None, lhs: ScaledArray, rhs: ScaledArray, job: Job) ->
     a_scale, a_block = _block_scales(lhs, lhs_sum[0], lhs_batch)
     b_scale, b_block = _block_scales(rhs, rhs_sum[0], rhs_batch)
 
-    def product(summed, dtype, a, b, *blocks):
-        return _whole(summed, dtype, a, b, blocks=blocks)
+    def product(summed, dtype, a, b, *blocks, bias=None):
+        return _whole(summed, dtype, a, b, blocks=blocks, bias=bias)
 
     dims = [f"k/{a_block} m", f"k/{b_block} n"]
     return _divided("matmul_tpu_in_blocks", product, dims, (a_scale, b_scale), lhs, rhs, job)
@@ -101,6 +101,9 @@ def _divided(
     """``product(summed, dtype, a, b, *scales)`` of matrices, which the compiler may divide."""
     a, b, (((a_k,), (b_k,)), (batch, _)) = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
     summed = a_k - len(batch), b_k - len(batch)
+    if job.bias is not None:
+        dims, scales = [*dims, "ONE n"], [*scales, job.bias.reshape(1, -1)]
+        product = partial(_with_bias, product)
     of_data = ["m k" if summed[0] else "k m", "n k" if summed[1] else "k n"]
     rule = f"{', '.join([*of_data, *dims])} -> m n"
     multiply = divided_sum(
@@ -113,6 +116,16 @@ def _divided(
     return y.reshape(layout_of(lhs.shape, rhs.shape, job.dimension_numbers).shape)
 
 
+def _with_bias(
+    product: Callable[..., jax.Array],
+    summed: tuple[int, int],
+    dtype: np.dtype,
+    *operands: jax.Array,
+) -> jax.Array:
+    """`product`, whose last operand is a bias."""
+    return product(summed, dtype, *operands[:-1], bias=operands[-1])
+
+
 def _whole(
     summed: tuple[int, int],
     dtype: np.dtype,
@@ -120,6 +133,7 @@ def _whole(
     b: jax.Array,
     ends: Sequence[jax.Array] | None = None,
     blocks: Sequence[jax.Array] | None = None,
+    bias: jax.Array | None = None,
     in_f8: bool = False,
 ) -> jax.Array:
     """By the kernel, if the sizes are those that it takes; else by XLA, in bf16."""
@@ -130,8 +144,10 @@ def _whole(
         out = dtype if dtype in (jnp.float32, jnp.bfloat16) else np.dtype(np.float32)
         # The compiler counts with one rate, that of bf16, when it decides what to do meanwhile.
         flops = m * n * k * (1 if in_f8 else 2)
-        y = matmul(a, b, summed, out, ends=ends, blocks=blocks, flops=flops)
-        return y.astype(dtype)
+        how = {"ends": ends, "blocks": blocks, "flops": flops}
+        if out != dtype:  # which the bias has
+            return _plus(matmul(a, b, summed, out, **how).astype(dtype), bias)
+        return matmul(a, b, summed, out, bias=bias, **how)
     a, b = (
         x.astype(jnp.bfloat16) if blocks is None else dequantized(x, blocks[i], summed[i])
         for i, x in enumerate((a, b))
@@ -139,7 +155,11 @@ def _whole(
     numbers = (((summed[0],), (summed[1],)), ((), ()))
     y = lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
     factors = () if ends is None else scale_products((ends[0],), (ends[1],))
-    return times(y, factors).astype(dtype)
+    return _plus(times(y, factors).astype(dtype), bias)
+
+
+def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return y if bias is None else y + bias
 
 
 def _block_scales(q: ScaledArray, summed: int, batch: Sequence[int]) -> tuple[jax.Array, int]:

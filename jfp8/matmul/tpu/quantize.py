@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jfp8.matmul.scales_in_kernels import scale_and_inverse
-from jfp8.matmul.tpu.kernel import TILE, VMEM, Ref
+from jfp8.matmul.tpu.kernel import TILE, VMEM, Ref, in_hbm
 from jfp8.matmul.tpu.tiles import LANES, along_rows
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
@@ -32,7 +32,7 @@ def quantize_tensor(
 
     Args:
       x: f32 or bf16 matrix whose sizes are multiples of 128.
-      inverse: f32[], the reciprocal of the scale.
+      inverse: f32[1], the reciprocal of the scale.
       fmt: E4M3FN or E5M2.
       dtype: to which `x` is cast as it is read; None: it is not.
       interpret: see ``pl.pallas_call``.
@@ -59,8 +59,75 @@ def quantize_tensor(
     largest = jax.ShapeDtypeStruct((8, LANES), jnp.int32)
     whole = pl.BlockSpec(largest.shape, lambda i, j: (0, 0))
     specs = [pl.BlockSpec(memory_space=pltpu.SMEM), tile]
-    operands = [inverse.reshape(1), x]
+    operands = [inverse, x]
     return _run("quantize_tensor", kernel, operands, specs, [q, largest], [tile, whole], interpret)
+
+
+def line_amaxes(
+    x: jax.Array, *, dtype: jax.typing.DTypeLike | None = None, interpret: Any = False
+) -> tuple[jax.Array, jax.Array]:
+    """The amaxes of rows and of columns, in one read.
+
+    Args:
+      x, dtype, interpret: see `quantize_tensor`.
+
+    Returns:
+      int32[p, M] and int32[q, N], the bits of amaxes of parts of a line, of which the largest along
+      the first dimension is the line's.
+    """
+    (m, n), (rows, columns) = x.shape, _sizes(x)
+
+    def kernel(x, by_row, by_column):
+        by_row[...], by_column[...] = jnp.zeros_like(by_row), jnp.zeros_like(by_column)
+        for i, j in _squares(rows, columns):
+            bits = _magnitude(_read(x, dtype, i, j))
+            for line, found, at in ((by_row, bits.T, i), (by_column, bits, j)):
+                in_eight = jnp.max(found.reshape(-1, 8, LANES), 0)
+                line[:, at] = jnp.maximum(line[:, at], in_eight)
+
+    down, across = pl.cdiv(m, rows), pl.cdiv(n, columns)
+    out = [jax.ShapeDtypeStruct((8 * p, s), jnp.int32) for p, s in ((across, m), (down, n))]
+    specs = [
+        pl.BlockSpec((8, rows), lambda i, j: (j, i)),
+        pl.BlockSpec((8, columns), lambda i, j: (i, j)),
+    ]
+    return _run("line_amaxes", kernel, [x], [_tile(x)], out, specs, interpret)
+
+
+def quantize_lines(
+    x: jax.Array,
+    row_inverse: jax.Array,
+    column_inverse: jax.Array,
+    fmt: Format,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """``cast(x * row_inverse)`` and ``cast(x * column_inverse)``, as by `quantize_tensor`.
+
+    Args:
+      x, fmt, dtype, interpret: see `quantize_tensor`.
+      row_inverse, column_inverse: reciprocals of scales, f32[M, 1] and f32[1, N].
+
+    Returns:
+      f8[M, N] twice.
+    """
+    (rows, columns), tile = _sizes(x), _tile(x)
+
+    def kernel(by_row, by_column, x, q, q_other):
+        for i, j in _squares(rows, columns):
+            values = _read(x, dtype, i, j)
+            values = values + values * 0
+            q[i, j] = _cast(values * by_row[i, :], fmt)
+            q_other[i, j] = _cast(values * by_column[:, j], fmt)
+
+    specs = [
+        pl.BlockSpec((rows, 1), lambda i, j: (i, 0)),
+        pl.BlockSpec((1, columns), lambda i, j: (0, j)),
+        tile,
+    ]
+    out, operands = [jax.ShapeDtypeStruct(x.shape, fmt.dtype)] * 2, [row_inverse, column_inverse, x]
+    return _run("quantize_lines", kernel, operands, specs, out, [tile, tile], interpret)
 
 
 def quantize_blocks(
@@ -173,7 +240,7 @@ def _run(name, kernel, operands, in_specs, out, out_specs, interpret, scratch=()
         grid=(pl.cdiv(x.shape[0], rows), pl.cdiv(x.shape[1], columns)),
         in_specs=in_specs,
         out_specs=out_specs,
-        out_shape=out,
+        out_shape=[pltpu.HBM(a.shape, a.dtype) for a in out],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
@@ -185,7 +252,7 @@ def _run(name, kernel, operands, in_specs, out, out_specs, interpret, scratch=()
         ),
         name=f"jfp8_{name}",
         interpret=interpret,
-    )(*operands)
+    )(*map(in_hbm, operands))
 
 
 def _sizes(x: jax.Array) -> tuple[int, int]:
