@@ -324,12 +324,11 @@ def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
 
 
 def quantizing_tpu(x: jax.Array, implementation: Implementation) -> Tpu | None:
-    """The TPU whose kernels quantize the operands of a product; None: none does."""
+    """The TPU on which the operands of a product are quantized in its own way; None: none."""
     device = current_tpu(x)
     if implementation == tpu.BACKEND.name:
         return device or Tpu("TPU")
-    divided = device is not None and not device.partly_manual
-    return device if implementation is None and divided else None
+    return device if implementation is None else None
 
 
 def why_not_here(why_not: Callable[[Gpu | None], str | None], *, named: bool) -> str | None:

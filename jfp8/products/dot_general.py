@@ -345,7 +345,7 @@ class DotOnTpu(Dot):
         state: AmaxState | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
         del role
-        return quantized_for_both(x, first, second, state)
+        return quantized_for_both(x, first, second, state, kernels=not self.tpu.divides)
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
         bias = self.bias if kind == "fprop" else None
@@ -361,8 +361,8 @@ def _on_tpu(
     except ValueError:  # an rhs in bytes, whose blocks are not those of a matrix
         return dot, lhs, rhs
     shapes = lhs.shape, rhs.shape
-    # Parts of a sum on several devices would all have it; statistics are of the product alone.
-    by_kernel = bias is not None and tpu.devices == 1 and OBSERVER.value is None
+    # Statistics are of the product alone.
+    by_kernel = bias is not None and not tpu.divides and OBSERVER.value is None
     added = lax.stop_gradient(bias) if by_kernel else None
     return DotOnTpu(shapes, dot.dtypes, numbers, dot.implementation, tpu, added), lhs, rhs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,10 @@ from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_to_format
-from jfp8.scaling.formats import E8M0FNU
+from jfp8.scaling.casts import codes_to_format, convert
+from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.history import AmaxState
-from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
-from jfp8.tracing.divided import divided
+from jfp8.scaling.scales import PerAxis, amax, reciprocal, scale_from_amax
 
 Matrix: TypeAlias = jax.Array | CastLater | Made
 
@@ -38,15 +37,26 @@ Quantized: TypeAlias = tuple[ScaledArray, ScaledArray, jax.Array]
 
 
 def quantized_for_both(
-    x: Matrix, first: Use, second: Use | None, state: AmaxState | None
+    x: Matrix, first: Use, second: Use | None, state: AmaxState | None, *, kernels: bool
 ) -> tuple[Operand, Operand | None, jax.Array] | None:
-    """A matrix as both of its products take it; None if the quantizer is none of those below."""
+    """A matrix as both of its products take it; None if the quantizer is none of those below.
+
+    With `kernels` by Pallas kernels, else by XLA alone, which can divide the matrix.
+    """
     quantizer = first.quantizer
     if quantizer is None or (second is not None and second.quantizer != quantizer):
         return None
-    if not is_supported(quantizer) or any(size % LANES or not size for size in x.shape):
+    if not is_supported(quantizer) or (quantizer.block is not None and not kernels):
         return None
-    straight, other, largest = _QUANTIZE[type(quantizer)](quantizer, x, state)
+    if any(size % LANES or not size for size in x.shape):
+        return None
+    if kernels:
+        found = _BY_KERNELS[type(quantizer)](quantizer, x, state)
+    elif isinstance(quantizer, Rowwise):
+        found = _lines(quantizer, x, _amaxes, _cast_lines)
+    else:
+        found = _one_scale(quantizer, x, state, _cast)
+    straight, other, largest = found
     if first.contracting == (0,):
         straight, other = other, straight
     return straight, None if second is None else other, largest
@@ -55,96 +65,118 @@ def quantized_for_both(
 def is_supported(quantizer: Quantizer) -> bool:
     """Whether this file does what `quantizer` does, to the same bytes."""
     return (
-        type(quantizer) in _QUANTIZE
+        type(quantizer) in _BY_KERNELS
         and quantizer.rounding == "nearest_even"
         and quantizer.fmt in HARDWARE_FORMATS
         and quantizer.block in (None, (128, 1), (128, 128), (32, 1), (32, 32))
     )
 
 
-def _read(x: Matrix) -> tuple[jax.Array, np.dtype | None]:
-    """An array in memory, and to what a kernel casts it as it reads it."""
-    if isinstance(x, CastLater):
-        return x.array, x.dtype
-    return as_array(x), None
+def _one_scale(
+    quantizer: Unit | Current | Delayed,
+    x: Matrix,
+    state: AmaxState | None,
+    cast: Callable[..., Any],
+) -> Quantized:
+    """By one scale for both directions.
 
-
-def _with_one_scale(quantizer: Quantizer, x: Matrix, scale: jax.Array) -> Quantized:
-    from jfp8.matmul.tpu import quantize
-
-    array, dtype = _read(x)
-    kernel = partial(quantize.quantize_tensor, fmt=quantizer.fmt, dtype=dtype)
-    name = f"quantize_tensor_tpu, {quantizer.fmt.name}, {dtype}"
-    call = divided(name, _in_whole_tiles(kernel), "i j, ONE -> i j, PART LANE", ("alike", "max"))
-    data, bits = call(array, reciprocal(scale).reshape(1))
-    q = ScaledArray(data, scale)
-    return q, q, lax.bitcast_convert_type(bits, jnp.float32).reshape(-1)
-
-
-def _in_whole_tiles(kernel: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[..., object]:
-    """`kernel`, for parts of any size: those that it does not take get zeros behind."""
-
-    def call(x: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
-        grown = lambda x: jnp.pad(x, [(0, -n % LANES if n > 1 else 0) for n in x.shape])
-        cut = lambda y: y[: x.shape[0], : x.shape[1]] if y.dtype.itemsize == 1 else y
-        first, second = kernel(*map(grown, (x, *others)))
-        return cut(first), cut(second)
-
-    return call
-
-
-def _unit(quantizer: Unit, x: Matrix, state: AmaxState | None) -> Quantized:
-    del state
-    return _with_one_scale(quantizer, x, jnp.ones((), jnp.float32))
-
-
-def _current(quantizer: Current, x: Matrix, state: AmaxState | None) -> Quantized:
-    del state
-    largest = amax(as_array(x))
-    scale = scale_from_amax(largest, quantizer.fmt, scale_rounding=quantizer.scale_rounding)
-    q, again, _ = _with_one_scale(quantizer, x, scale)
-    return q, again, largest
-
-
-def _delayed(quantizer: Delayed, x: Matrix, state: AmaxState | None) -> Quantized:
-    if state is None:
-        observed = amax(as_array(x))
+    Args:
+      cast: of `x`, the reciprocal of the scale, f32[], and the format: codes and amaxes.
+    """
+    if isinstance(quantizer, Unit):
+        scale = jnp.ones((), jnp.float32)
+    elif isinstance(quantizer, Current):
+        rounding = quantizer.scale_rounding
+        scale = scale_from_amax(amax(as_array(x)), quantizer.fmt, scale_rounding=rounding)
+    elif state is None:
+        assert isinstance(quantizer, Delayed)
+        scale = quantizer.scale(amax(as_array(x)), None)
     else:
+        assert isinstance(quantizer, Delayed)
         # The current amax matters only while the history is empty, and is computed only then.
         none_yet = quantizer.expected(state) <= 0
         zero = lambda x: jnp.zeros((), jnp.float32)
         observed = lax.cond(none_yet, lambda x: amax(as_array(x)), zero, x)
-    return _with_one_scale(quantizer, x, quantizer.scale(observed, state))
+        scale = quantizer.scale(observed, state)
+    data, largest = cast(x, reciprocal(scale), quantizer.fmt)
+    q = ScaledArray(data, scale)
+    return q, q, largest
+
+
+def _lines(
+    quantizer: Rowwise, x: Matrix, amaxes: Callable[..., Any], cast: Callable[..., Any]
+) -> Quantized:
+    """By a scale for each row, and by one for each column.
+
+    Args:
+      amaxes: of `x`, those of its rows and columns, f32[m, 1] and f32[1, n].
+      cast: of `x`, the reciprocals of the scales and the format: codes by row and by column.
+    """
+    largest = amaxes(x)
+    rounding = quantizer.scale_rounding
+    scales = [scale_from_amax(a, quantizer.fmt, scale_rounding=rounding) for a in largest]
+    data = cast(x, *map(reciprocal, scales), quantizer.fmt)
+    straight, other = map(ScaledArray, data, scales)
+    return straight, other, largest[0].reshape(-1)
+
+
+# By XLA. NaN for Inf by arithmetic: a mask it would write to memory.
+
+
+def _cast(x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    values = as_array(x)
+    wide = values.astype(jnp.float32)
+    return convert((wide + wide * np.float32(0)) * inverse, fmt), amax(values)
+
+
+def _amaxes(x: Matrix) -> tuple[jax.Array, jax.Array]:
+    values = as_array(x)
+    return amax(values, PerAxis(0)), amax(values, PerAxis(1))
+
+
+def _cast_lines(
+    x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
+) -> tuple[jax.Array, jax.Array]:
+    return _cast(x, rows, fmt)[0], _cast(x, columns, fmt)[0]
+
+
+# By kernels.
+
+
+def _read(x: Matrix) -> tuple[jax.Array, np.dtype | None]:
+    """An array in memory, and to what a kernel casts it as it reads it."""
+    return (x.array, x.dtype) if isinstance(x, CastLater) else (as_array(x), None)
+
+
+def _cast_by_kernel(x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    from jfp8.matmul.tpu.quantize import quantize_tensor
+
+    array, dtype = _read(x)
+    data, bits = quantize_tensor(array, inverse.reshape(1), fmt, dtype=dtype)
+    return data, lax.bitcast_convert_type(bits, jnp.float32).reshape(-1)
+
+
+def _amaxes_by_kernel(x: Matrix) -> tuple[jax.Array, jax.Array]:
+    from jfp8.matmul.tpu.quantize import line_amaxes
+
+    array, dtype = _read(x)
+    found = line_amaxes(array, dtype=dtype)
+    rows, columns = (lax.bitcast_convert_type(jnp.max(bits, 0), jnp.float32) for bits in found)
+    return rows[:, None], columns[None]
+
+
+def _cast_lines_by_kernel(
+    x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
+) -> tuple[jax.Array, jax.Array]:
+    from jfp8.matmul.tpu.quantize import quantize_lines
+
+    array, dtype = _read(x)
+    return quantize_lines(array, rows, columns, fmt, dtype=dtype)
 
 
 def _rowwise(quantizer: Rowwise, x: Matrix, state: AmaxState | None) -> Quantized:
-    from jfp8.matmul.tpu import quantize
-
     del state
-    array, dtype = _read(x)
-    find = divided(
-        f"line_amaxes_tpu, {dtype}", partial(_line_amaxes, dtype=dtype), "i j -> i, j", "max"
-    )
-    largest = find(array)
-    rows, columns = (
-        scale_from_amax(found, quantizer.fmt, scale_rounding=quantizer.scale_rounding)
-        for found in (largest[0][:, None], largest[1][None])
-    )
-    kernel = partial(quantize.quantize_lines, fmt=quantizer.fmt, dtype=dtype)
-    name = f"quantize_lines_tpu, {quantizer.fmt.name}, {dtype}"
-    call = divided(name, _in_whole_tiles(kernel), "i j, i ONE, ONE j -> i j, i j")
-    q, q_other = call(array, reciprocal(rows), reciprocal(columns))
-    return ScaledArray(q, rows), ScaledArray(q_other, columns), largest[0]
-
-
-def _line_amaxes(x: jax.Array, dtype: np.dtype | None) -> tuple[jax.Array, jax.Array]:
-    """The amaxes of rows and columns, f32[m] and f32[n]."""
-    from jfp8.matmul.tpu.quantize import line_amaxes
-
-    m, n = x.shape
-    found = line_amaxes(jnp.pad(x, [(0, -m % LANES), (0, -n % LANES)]), dtype=dtype)
-    rows, columns = (lax.bitcast_convert_type(jnp.max(bits, 0), jnp.float32) for bits in found)
-    return rows[:m], columns[:n]
+    return _lines(quantizer, x, _amaxes_by_kernel, _cast_lines_by_kernel)
 
 
 def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None) -> Quantized:
@@ -152,24 +184,15 @@ def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None) -> Quan
 
     del state
     array, dtype = _read(x)
-    along, across = quantizer.block_size
-    how = {
-        "fmt": quantizer.fmt,
-        "block": along,
-        "scale_rounding": quantizer.scale_rounding,
-        "dtype": dtype,
-    }
-    name = f"{along}, {quantizer.fmt.name}, {quantizer.scale_rounding}, {dtype}"
+    (along, across), fmt, rounding = quantizer.block_size, quantizer.fmt, quantizer.scale_rounding
     if across > 1:
-        rule = f"i j -> i j, i/{along} j"
-        kernel = partial(quantize.quantize_tiles, **how)
-        q, s = divided(f"quantize_tiles_tpu, {name}", kernel, rule)(array)
-        q = ScaledArray(q, _e8m0(s[:, ::along]))
+        data, scale = quantize.quantize_tiles(array, fmt, along, rounding, dtype=dtype)
+        q = ScaledArray(data, _e8m0(scale[:, ::along]))
         return q, q, amax(as_array(x))
-    rule = f"i j -> i j, j/{along} i, i j, i/{along} j"
-    kernel = partial(quantize.quantize_blocks, **how)
-    q, s, q_other, s_other = divided(f"quantize_blocks_tpu, {name}", kernel, rule)(array)
-    straight, other = ScaledArray(q, _e8m0(s.T)), ScaledArray(q_other, _e8m0(s_other))
+    data, s, data_other, s_other = quantize.quantize_blocks(
+        array, fmt, along, rounding, dtype=dtype
+    )
+    straight, other = ScaledArray(data, _e8m0(s.T)), ScaledArray(data_other, _e8m0(s_other))
     return straight, other, amax(as_array(x))
 
 
@@ -177,10 +200,11 @@ def _e8m0(scale: jax.Array) -> jax.Array:
     return codes_to_format(scale, E8M0FNU) if scale.dtype == jnp.uint8 else scale
 
 
-_QUANTIZE: dict[type[Quantizer], Callable[..., Quantized]] = {
-    Unit: _unit,
-    Current: _current,
-    Delayed: _delayed,
+_by_one_scale = partial(_one_scale, cast=_cast_by_kernel)
+_BY_KERNELS: dict[type[Quantizer], Callable[..., Quantized]] = {
+    Unit: _by_one_scale,
+    Current: _by_one_scale,
+    Delayed: _by_one_scale,
     Rowwise: _rowwise,
     Blockwise: _blockwise,
 }

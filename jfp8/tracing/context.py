@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 
 # Compute capability by the name of the device, for programs that are compiled without it.
 _CAPABILITIES = {
@@ -64,7 +64,8 @@ def current_gpu() -> Gpu | None:
             ...
     """
     mesh = jax.sharding.get_abstract_mesh()
-    partly_manual = _partly_manual(mesh)
+    kinds = {kind for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1}
+    partly_manual = AxisType.Manual in kinds and len(kinds) > 1
     described = getattr(mesh, "abstract_device", None)
     if described is not None:
         if described.platform != "gpu":
@@ -79,7 +80,7 @@ def current_gpu() -> Gpu | None:
     return Gpu(device.device_kind, capability, partly_manual)
 
 
-def why_not_divided(gpu: Gpu | Tpu) -> str | None:
+def why_not_divided(gpu: Gpu) -> str | None:
     """Why the compiler cannot be told how to divide a kernel here; None if it can."""
     if not gpu.partly_manual:
         return None
@@ -95,13 +96,12 @@ class Tpu:
 
     Attributes:
       kind: its name, such as ``"TPU7x"``.
-      partly_manual: see `Gpu`.
-      devices: how many there are in the mesh, or in all.
+      divides: whether the compiler divides arrays among several. It cannot be told how to divide a
+        kernel: libtpu knows no ``custom_partitioning``.
     """
 
     kind: str
-    partly_manual: bool = False
-    devices: int = 1
+    divides: bool = False
 
     @property
     def multiplies_f8(self) -> bool:
@@ -121,15 +121,14 @@ def current_tpu(*arrays: Any) -> Tpu | None:
         if described is not None:
             if described.platform != "tpu":
                 return None
-            return Tpu(described.device_kind, _partly_manual(here), mesh.size)
+            manual = set(here.manual_axes)
+            sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+            divides = any(size > 1 and name not in manual for name, size in sizes)
+            return Tpu(described.device_kind, divides)
     if jax.default_backend() != "tpu":
         return None
-    return Tpu(jax.devices()[0].device_kind, _partly_manual(here), jax.device_count())
-
-
-def _partly_manual(mesh: AbstractMesh) -> bool:
-    kinds = {kind for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1}
-    return AxisType.Manual in kinds and len(kinds) > 1
+    # Without a mesh in the types there may be one all the same.
+    return Tpu(jax.devices()[0].device_kind, jax.device_count() > 1)
 
 
 def device_kind() -> str:
