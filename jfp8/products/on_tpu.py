@@ -73,7 +73,7 @@ def is_supported(quantizer: Quantizer) -> bool:
 
 
 def _one_scale(
-    quantizer: Unit | Current | Delayed,
+    quantizer: Quantizer,
     x: Matrix,
     state: AmaxState | None,
     cast: Callable[..., Any],
