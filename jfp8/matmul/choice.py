@@ -327,7 +327,7 @@ def quantizing_tpu(x: jax.Array, implementation: Implementation) -> Tpu | None:
     """The TPU on which the operands of a product are quantized in its own way; None: none."""
     device = current_tpu(x)
     if implementation == tpu.BACKEND.name:
-        return device or Tpu("TPU")
+        return Tpu("TPU") if device is None and kernels_are_interpreted() else device
     return device if implementation is None else None
 
 

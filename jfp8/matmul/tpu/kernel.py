@@ -8,6 +8,7 @@ bf16 as it arrives, which is exact for powers of two, and is never in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ VMEM = 48 * 2**20  # bytes that a kernel may use; a TPU7x has 64 MiB for each co
 Ref = Any
 
 
+@partial(jax.jit, static_argnames=("summed", "dtype", "flops", "interpret"))
 def matmul(
     a: jax.Array,
     b: jax.Array,
@@ -125,14 +127,15 @@ def matmul(
         ),
         name="jfp8_matmul",
         interpret=interpret,
-    )(*map(in_hbm, operands))
+    )(*in_hbm(operands, interpret))
 
 
-def in_hbm(x: jax.Array) -> jax.Array:
-    """`x`, which stays in memory. The compiler would bring it into the kernel's own before."""
-    if kernels_are_interpreted() or x.ndim < 2:
-        return x
-    return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+def in_hbm(arrays: Sequence[jax.Array], interpret: Any) -> list[jax.Array]:
+    """`arrays` that stay in memory. The compiler would bring them into the kernel's own before."""
+    if interpret or kernels_are_interpreted():
+        return list(arrays)
+    stay = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM) if x.ndim > 1 else x
+    return list(map(stay, arrays))
 
 
 def _rows(n: int) -> int:

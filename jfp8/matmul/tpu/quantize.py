@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
 
 
+@partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
 def quantize_tensor(
     x: jax.Array,
     inverse: jax.Array,
@@ -63,6 +65,7 @@ def quantize_tensor(
     return _run("quantize_tensor", kernel, operands, specs, [q, largest], [tile, whole], interpret)
 
 
+@partial(jax.jit, static_argnames=("dtype", "interpret"))
 def line_amaxes(
     x: jax.Array, *, dtype: jax.typing.DTypeLike | None = None, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
@@ -94,6 +97,7 @@ def line_amaxes(
     return _run("line_amaxes", kernel, [x], [_tile(x)], out, specs, interpret)
 
 
+@partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
 def quantize_lines(
     x: jax.Array,
     row_inverse: jax.Array,
@@ -130,6 +134,7 @@ def quantize_lines(
     return _run("quantize_lines", kernel, operands, specs, out, [tile, tile], interpret)
 
 
+@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype", "interpret"))
 def quantize_blocks(
     x: jax.Array,
     fmt: Format,
@@ -191,6 +196,7 @@ def quantize_blocks(
     return _run(f"quantize_blocks_{block}", kernel, [x], [tile], out, specs, interpret, scratch)
 
 
+@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype", "interpret"))
 def quantize_tiles(
     x: jax.Array,
     fmt: Format,
@@ -252,7 +258,7 @@ def _run(name, kernel, operands, in_specs, out, out_specs, interpret, scratch=()
         ),
         name=f"jfp8_{name}",
         interpret=interpret,
-    )(*map(in_hbm, operands))
+    )(*in_hbm(operands, interpret))
 
 
 def _sizes(x: jax.Array) -> tuple[int, int]:

@@ -1,0 +1,187 @@
+"""Products on TPUs: what is chosen for them, and that interpreted kernels give the same numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+
+import jfp8
+from jfp8 import recipes
+from jfp8.layers.linen import products as linen_products
+from jfp8.matmul import choice
+from jfp8.matmul.backend import facts_of
+from jfp8.matmul.choice import choose_on_tpu
+from jfp8.matmul.job import Job
+from jfp8.matmul.tpu import kernel, product
+from jfp8.products.on_tpu import quantized_for_both
+from jfp8.products.operation import Use
+from jfp8.tracing.context import Tpu, current_tpu
+
+BF16 = jnp.bfloat16
+ROWS = (((1,), (0,)), ((), ()))
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Kernels for TPUs run on this machine."""
+    call = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda *a, **kw: call(*a, **kw | {"interpret": True}))
+    for module in (kernel, product, choice):
+        monkeypatch.setattr(module, "kernels_are_interpreted", lambda: True)
+    yield
+    jax.clear_caches()
+
+
+def operands(m=128, k=256, n=128):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))
+    return tuple(jnp.asarray(draw(*s), BF16) for s in ((m, k), (k, n), (m, n)))
+
+
+def results(recipe, implementation, x, w, dy, state):
+    """y, both gradients, and the amaxes that leave by the sink."""
+    sink = jfp8.scaling.init_sink()
+
+    def f(x, w, sink):
+        return jfp8.scaled_dot_general(
+            x, w, ROWS, recipe=recipe, state=state, sink=sink, implementation=implementation
+        )
+
+    y, back = jax.vjp(f, x, w, None if state is None else sink)
+    return y, back(dy)
+
+
+@pytest.mark.parametrize("filled", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["delayed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("current", "unscaled"))],
+)
+def test_one_scale_gives_the_numbers_of_the_reference(interpreted, name, filled):
+    recipe = recipes.get(name)
+    state = recipe.init_state()
+    if filled and state is not None:
+        state = jax.tree.map(lambda x: x.at[..., 3].set(5.0) if x.ndim else x, state)
+    x, w, dy = operands()
+    expected = results(recipe, "emulate", x, w, dy, state)
+    found = results(recipe, "mosaic_tpu", x, w, dy, state)
+    assert float(jnp.abs(expected[0].astype(jnp.float32)).max()) > 1
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in ("rowwise", "mxfp8", "block")]
+)
+def test_several_scales_give_the_numbers_of_the_reference(interpreted, name):
+    """To the order of sums: a bf16 result may be rounded to the other side."""
+    recipe = recipes.get(name)
+    arrays = operands()
+    expected = results(recipe, "emulate", *arrays, None)
+    found = results(recipe, "mosaic_tpu", *arrays, None)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert (a != b).mean() < 0.002, name
+        np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-6 * np.abs(b).max())
+
+
+def test_by_xla_the_same_codes_as_by_kernels(interpreted):
+    """Where the compiler divides arrays no kernel runs."""
+    x, _, _ = operands()
+    x = x.at[3, 4].set(jnp.inf)
+    for name in ("current", "rowwise"):
+        fprop = recipes.get(name).resolved().fprop
+        use = Use("fprop", fprop, fprop.lhs, (1,)), Use("wgrad", fprop, fprop.lhs, (0,))
+        by_kernels, by_xla = (
+            quantized_for_both(x, *use, None, kernels=kernels) for kernels in (True, False)
+        )
+        for q, expected in zip(by_kernels[:2], by_xla[:2], strict=True):
+            np.testing.assert_array_equal(q.scale, expected.scale)
+            codes = (np.asarray(a.data.astype(jnp.float32)) for a in (q, expected))
+            np.testing.assert_array_equal(*codes)
+            assert np.isnan(np.asarray(q.data.astype(jnp.float32))).sum() == 1
+
+
+def test_dense_gives_its_bias_to_the_product(interpreted, monkeypatch):
+    """Flax would add it in a pass of its own. Rounded twice, as Flax does."""
+    x, _, _ = operands()
+    dense = partial(jfp8.Dense, 128, dtype=BF16, recipe="current")
+    layer, plain = dense(implementation="mosaic_tpu"), dense(implementation="emulate")
+    variables = layer.init(jax.random.key(0), x)
+    variables["params"]["bias"] = jnp.linspace(-3, 3, 128)
+
+    def run(layer):
+        y, back = jax.vjp(layer.apply, variables, x)
+        return y, back(jnp.ones_like(y) * x[:, :128])
+
+    expected = run(plain)
+    seen = []
+    monkeypatch.setattr(
+        linen_products, "quantizing_tpu", lambda x, how: seen.append(x) or Tpu("TPU7x")
+    )
+    with jax.disable_jit(False):
+        found = run(layer)
+    assert seen
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_name_is_never_replaced():
+    x, w, _ = operands()
+    named = partial(jfp8.scaled_dot_general, recipe="current", implementation="mosaic_tpu")
+    with pytest.raises(NotImplementedError, match="runs on TPUs"):
+        named(x, w, ROWS)
+    with pytest.raises(NotImplementedError, match=r"\(128, 100, 256\).*multiples of 128"):
+        named(x, w[:, :100], ROWS)
+
+
+def on(kind, platform="tpu", sizes=(), types=()):
+    names = tuple("abc"[: len(sizes)])
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    return use_abstract_mesh(AbstractMesh(sizes, names, types, abstract_device=device))
+
+
+def test_the_tpu_that_is_described():
+    for kind, f8 in (("TPU7x", True), ("TPU v6 lite", False), ("TPU v5 lite", False)):
+        with on(kind):
+            assert current_tpu() == Tpu(kind)
+            assert current_tpu().multiplies_f8 == f8
+    with on("NVIDIA H200", "gpu"):
+        assert current_tpu() is None
+    assert current_tpu() is None  # this machine has none
+    auto, manual = AxisType.Auto, AxisType.Manual
+    for types, divides in (((auto, auto), True), ((manual, auto), True), ((manual,) * 2, False)):
+        with on("TPU7x", sizes=(4, 2), types=types):
+            assert current_tpu().divides is divides
+    with on("TPU7x", sizes=(4, 1), types=(manual, auto)):
+        assert not current_tpu().divides
+
+
+def chosen(q, r, device, **how):
+    job = Job(ROWS, np.dtype(BF16), "f32", False, **{"powers_of_two": True} | how)
+    return choose_on_tpu(facts_of(q, r, job), device)
+
+
+def test_what_is_chosen_and_why():
+    x, w, _ = operands()
+    q, r = jfp8.quantize(x), jfp8.quantize(w)
+    one, many = Tpu("TPU7x"), Tpu("TPU7x", divides=True)
+    assert chosen(q, r, one).backend.name == "mosaic_tpu"
+    assert chosen(q, r, None).backend.name == "xla"
+    assert chosen(q, r, many).backend.name == "xla"
+    assert "shard_map" in str(chosen(q, r, many))
+    cut = jfp8.quantize(w[:, :100])
+    assert str(chosen(q, cut, one)) == (
+        "xla: sizes m, n, k = (128, 100, 256) that are not multiples of 128"
+    )
+    blocks = [
+        jfp8.quantize(a, granularity=jfp8.Block(b), scale_rounding="power_of_two")
+        for a, b in ((x, (1, 128)), (w, (128, 128)))
+    ]
+    assert chosen(*blocks, one).backend.name == "mosaic_tpu"
+    found = chosen(*blocks, one, powers_of_two=False)
+    assert found.backend.name == "bf16"
+    assert "powers of two" in str(found)
