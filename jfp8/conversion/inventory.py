@@ -40,7 +40,7 @@ from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.scaling import formats
 from jfp8.tracing.compat import without_dead_code
-from jfp8.tracing.context import explaining, note, notes_of
+from jfp8.tracing.context import Kind, current_tpu, explaining, note, notes_of
 
 _F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
@@ -203,7 +203,7 @@ def _rows(jaxpr: Jaxpr, stack: str, times: int) -> Iterator[ProductRow]:
         name = str(eqn.params.get("name", ""))
         if is_attention(eqn):
             if _is_whole(eqn):
-                yield from attention_rows(eqn, notes_of(here), _cuda(eqn), times)
+                yield from attention_rows(eqn, notes_of(here), _noted(eqn, "cuda"), times)
         elif name.startswith(PRODUCT_NAME):
             if not _is_whole(eqn):
                 continue
@@ -238,8 +238,8 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     narrow = all(x.dtype in _F8 for x in (first, second))
     inside = list(_equations(eqn))
     flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
-    cuda = _cuda(eqn)
-    gpu = jax.default_backend() == "gpu"
+    cuda, gpu = _noted(eqn, "cuda"), jax.default_backend() == "gpu"
+    tpu = "" if current_tpu() is None else _noted(eqn, "tpu")
     work = Work(flops / 2, first.size + second.size + out.size)
     expected = expected_times(work, _scales(rest, second)) if narrow else None
     in_fp8 = cuda.partition(":")[0] not in ("bf16", "emulate")
@@ -253,8 +253,9 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
         out=_spelled(out),
         fp8=narrow,
         recipe=notes.get("recipe", ""),
-        implementation=cuda if gpu else "emulate",
+        implementation=cuda if gpu else tpu or "emulate",
         cuda=cuda,
+        tpu=tpu,
         looks_ahead=kind == "fprop" and "ahead" in notes,
         reason="" if narrow else "the recipe keeps an operand in high precision",
         times=times,
@@ -264,10 +265,10 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     )
 
 
-def _cuda(eqn: Any) -> str:
-    """What an NVIDIA GPU computes the products in `eqn` with; "emulate" if nothing else is said."""
+def _noted(eqn: Any, kind: Kind) -> str:
+    """What a device computes the products in `eqn` with; "emulate" if nothing else is said."""
     stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
-    return next((n["cuda"] for n in map(notes_of, stacks) if "cuda" in n), "emulate")
+    return next((n[kind] for n in map(notes_of, stacks) if kind in n), "emulate")
 
 
 def _scales(rest: list[Any], second: Any) -> Scales:

@@ -53,8 +53,9 @@ def lines_of(rows: Rows) -> list[LayerLine]:
 def table_of(lines: Sequence[LayerLine]) -> Table:
     """Head and lines, each with a mark for each of the three products."""
     rows = [row for line in lines for row in line.rows]
+    here = any(row.tpu for row in rows)
     elsewhere = any(row.cuda not in ("", row.implementation) for row in rows if row.fp8)
-    by = "on CUDA" if elsewhere else "computed by"
+    by = "on CUDA" if elsewhere and not here else "computed by"
     table: list[Sequence[str]] = [("layer", "fprop", "dgrad", "wgrad", "FLOPs", "recipe", by)]
     flops = max(sum(row.flops for row in rows), 1)
     for line in lines:
@@ -101,8 +102,8 @@ def in_high_precision(lines: Sequence[LayerLine]) -> list[Reason]:
     ]
 
 
-def slow_on_cuda(lines: Sequence[LayerLine]) -> list[Reason]:
-    """Why an NVIDIA GPU computes products of FP8 operands in bf16: each reason once."""
+def in_bf16(lines: Sequence[LayerLine]) -> list[Reason]:
+    """Why a GPU or TPU computes products of FP8 operands in bf16: each reason once."""
     found: dict[str, dict[str, None]] = {}
     for line in lines:
         for row in line.rows:
@@ -169,8 +170,8 @@ def _high_precision(row: ProductRow) -> str:
 
 
 def _backend(row: ProductRow) -> tuple[str, str]:
-    """What computes it on CUDA, and why nothing better does."""
-    name, _, why = (row.cuda or row.implementation).partition(": ")
+    """What computes it on the TPU, or else on CUDA, and why nothing better does."""
+    name, _, why = (row.tpu or row.cuda or row.implementation).partition(": ")
     return name, why
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from jfp8.conversion.layer_table import (
     LayerLine,
     Reason,
+    in_bf16,
     in_high_precision,
     lines_of,
     reason_lines,
-    slow_on_cuda,
     table_of,
     text_lines,
     wrapped,
@@ -145,8 +145,9 @@ class Report:
 
 
 def _why_not(layers: Sequence[LayerLine]) -> list[tuple[str, list[Reason]]]:
+    who = "a TPU" if any(row.tpu for line in layers for row in line.rows) else "an NVIDIA GPU"
     found = [
         ("In high precision:", in_high_precision(layers)),
-        ("FP8 that an NVIDIA GPU computes in bf16:", slow_on_cuda(layers)),
+        (f"FP8 that {who} computes in bf16:", in_bf16(layers)),
     ]
     return [(title, reasons) for title, reasons in found if reasons]

@@ -32,7 +32,7 @@ class ProductRow:
       fp8: whether both operands are in a narrow format.
       recipe: its name, if it has one.
       implementation: what the default device computes it with: ``"emulate"``, or the same as `cuda`
-        on an NVIDIA GPU; ``"jax"`` for products in high precision.
+        on an NVIDIA GPU and as `tpu` on a TPU; ``"jax"`` for products in high precision.
       reason: why it is not FP8.
       times: how often it is computed: iterations of loops.
       flops: multiplications and additions, of all times together.
@@ -40,6 +40,8 @@ class ProductRow:
         (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"mosaic_gpu_blackwell"``, ``"cudnn"`` or
         ``"bf16"``; and after a colon why each of those that would be better is not used (see
         `choice.choose`).
+      tpu: where JAX traces for a TPU, what that computes it with: ``"mosaic_tpu"``, ``"xla"`` or
+        ``"bf16"``, and reasons as in `cuda` (see `choice.choose_on_tpu`).
       looks_ahead: for forward products, whether positions of a sequence share a scale, so that a
         later one changes an earlier result; see ``Recipe.is_causal``. For a product with a history,
         this is about the steps after its first entry.
@@ -62,6 +64,7 @@ class ProductRow:
     times: int
     flops: int
     cuda: str = ""
+    tpu: str = ""
     looks_ahead: bool = dataclasses.field(default=False, compare=False)
     expected_us: float | None = dataclasses.field(default=None, compare=False)
     bf16_us: float | None = dataclasses.field(default=None, compare=False)
@@ -117,7 +120,7 @@ def si(n: int) -> str:
 def _cells(row: ProductRow) -> tuple[str, ...]:
     layer = row.path or "(no layer)"
     how = f"{row.recipe}, {row.implementation}" if row.fp8 else f"high precision: {row.reason}"
-    if row.cuda not in ("", row.implementation):
+    if row.cuda not in ("", row.implementation) and not row.tpu:
         how += f"; on CUDA {row.cuda}"
     return (layer, row.kind, row.lhs, row.rhs, row.out, str(row.times), si(row.flops), how)
 

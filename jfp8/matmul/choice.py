@@ -20,7 +20,7 @@ from jfp8.matmul.backend import Backend, Blocks, Facts, facts_of
 from jfp8.matmul.blackwell import product as blackwell
 from jfp8.matmul.emulate import product as emulate
 from jfp8.matmul.hopper import product as hopper
-from jfp8.matmul.job import HARDWARE_FORMATS, Job
+from jfp8.matmul.job import HARDWARE_FORMATS, Job, plus_bias
 from jfp8.matmul.pays_off import (
     BY_XLA,
     ON_BLACKWELL,
@@ -241,7 +241,7 @@ def _plus_bias(
     """`multiply` for a `job`. Only the kernel for TPUs adds its bias by itself."""
     if job.bias is None or multiply is tpu.BACKEND.multiply:
         return lambda lhs, rhs: multiply(lhs, rhs, job)
-    return lambda lhs, rhs: multiply(lhs, rhs, job) + job.bias
+    return lambda lhs, rhs: plus_bias(multiply(lhs, rhs, job), job.bias)
 
 
 def by_platform(

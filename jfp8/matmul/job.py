@@ -285,6 +285,11 @@ def factors_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> list[jax.Array]:
     )
 
 
+def plus_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """``y + bias`` for every row, as Flax adds a bias; `y` if there is none."""
+    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+
+
 def times(y: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
     """`y` times all factors, in f32 if there are any."""
     for factor in factors:

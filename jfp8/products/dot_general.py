@@ -17,7 +17,15 @@ from jax import lax
 
 from jfp8.matmul import choice
 from jfp8.matmul.choice import Implementation
-from jfp8.matmul.job import Job, Numbers, as_matrices, check_dimension_numbers, layout_of, multiply
+from jfp8.matmul.job import (
+    Job,
+    Numbers,
+    as_matrices,
+    check_dimension_numbers,
+    layout_of,
+    multiply,
+    plus_bias,
+)
 from jfp8.products.both_ways import has_kernel, quantize_both_ways
 from jfp8.products.cast_later import CastLater
 from jfp8.products.explicit_sharding import with_result_like
@@ -180,11 +188,6 @@ def observed_dot_general(
     if bias is not None and isinstance(operation, DotOnTpu) and operation.bias is not None:
         return _with_bias_of_kernel(y, bias), observed
     return plus_bias(y, bias), observed
-
-
-def plus_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """``y + bias``, as Flax adds it; `y` if there is none."""
-    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 @jax.custom_vjp

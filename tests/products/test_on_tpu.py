@@ -185,3 +185,19 @@ def test_what_is_chosen_and_why():
     found = chosen(*blocks, one, powers_of_two=False)
     assert found.backend.name == "bf16"
     assert "powers of two" in str(found)
+
+
+def test_report_says_what_a_tpu_computes():
+    """Traced for one that is described: by whom, and why not."""
+    x = jnp.ones((128, 256), BF16)
+    layer = jfp8.Dense(128, dtype=BF16, recipe="current")
+    variables = layer.init(jax.random.key(0), x)
+    with on("TPU7x"):
+        rows = jfp8.report(layer, variables, x).rows
+        cut = jfp8.report(layer, variables, x[:100])
+    assert {row.kind: row.implementation for row in rows} == dict.fromkeys(
+        ("fprop", "wgrad"), "mosaic_tpu"
+    )
+    assert {row.implementation.partition(":")[0] for row in cut.rows} == {"xla"}
+    assert "not multiples of 128" in cut.verbose()
+    assert "CUDA" not in cut.verbose()

@@ -22,10 +22,11 @@ from jfp8.layers.linen.state_in_gradients import (
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation, quantizing_tpu
+from jfp8.matmul.job import plus_bias
 from jfp8.products import cast_later
 from jfp8.products.cast_later import Kernel, as_array
 from jfp8.products.conv import observed_convolution
-from jfp8.products.dot_general import observed_dot_general, plus_bias
+from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.made import Made, split_made
 from jfp8.products.operation import How, Observed, State
 from jfp8.products.uses import uses_of

@@ -20,6 +20,7 @@ from jfp8.matmul.job import (
     as_matrices,
     free_dims,
     layout_of,
+    plus_bias,
     row_scales,
     varies_along_sum,
 )
@@ -88,7 +89,7 @@ def _multiply(lhs: ScaledArray, rhs: ScaledArray, job: Job, in_f8: bool) -> jax.
     if batch:
         product = jax.vmap(product, in_axes=[0 if x.ndim > 2 else None for x in operands])
     y = product(*operands).astype(job.dtype).reshape(layout.shape)
-    return y if job.bias is None or bias is not None else y + job.bias
+    return plus_bias(y, job.bias if bias is None else None)
 
 
 def _block_scales(q: ScaledArray, summed: int, batch: Sequence[int]) -> jax.Array:
