@@ -152,7 +152,7 @@ def _cast_by_kernel(x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Arr
     from jfp8.matmul.tpu.quantize import quantize_tensor
 
     array, dtype = _read(x)
-    data, bits = quantize_tensor(array, inverse.reshape(1), fmt, dtype=dtype)
+    data, bits = quantize_tensor(array, inverse.reshape(1, 1), fmt, dtype=dtype)
     return data, lax.bitcast_convert_type(bits, jnp.float32).reshape(-1)
 
 

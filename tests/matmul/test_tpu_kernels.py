@@ -59,12 +59,12 @@ def power_of_two_above(ratio):
 
 def test_tensor_with_its_amax():
     x = draw((256, 384))
-    q, bits = quantize_tensor(jnp.asarray(x), jnp.full((1,), 0.7), E5M2, interpret=True)
+    q, bits = quantize_tensor(jnp.asarray(x), jnp.full((1, 1), 0.7), E5M2, interpret=True)
     scaled = x.astype(np.float32) * np.float32(0.7)
     assert_same_codes(q, cast(scaled, ml_dtypes.float8_e5m2))
     assert np.isnan(np.asarray(bits).view(np.float32).max())
     x[3, 5], x[200, 70] = 0, 0
-    _, bits = quantize_tensor(jnp.asarray(x), jnp.ones((1,)), E5M2, interpret=True)
+    _, bits = quantize_tensor(jnp.asarray(x), jnp.ones((1, 1)), E5M2, interpret=True)
     assert np.asarray(bits).max().view(np.float32) == np.abs(x.astype(np.float32)).max()
 
 

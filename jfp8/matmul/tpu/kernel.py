@@ -25,6 +25,9 @@ from jfp8.tracing.compat import kernels_are_interpreted
 TILE = 1024  # rows, columns and terms of a tile, at most
 VMEM = 48 * 2**20  # bytes that a kernel may use; a TPU7x has 64 MiB for each core, others 128
 
+# A matrix of one element, for registers of numbers: vectors of them are not batched by ``vmap``.
+ONE_NUMBER = pl.BlockSpec((1, 1), lambda *_: (0, 0), memory_space=pltpu.SMEM)
+
 Ref = Any
 
 
@@ -73,8 +76,8 @@ def matmul(
         specs.append(pl.BlockSpec((rows, sizes[free]), spec("k", free).index_map))
         operands.append(scale)
     for factor, dims in zip(ends or (), (("m", ""), ("", "n")), strict=False):
-        specs.append(spec(*dims) if factor.ndim else pl.BlockSpec(memory_space=pltpu.SMEM))
-        operands.append(factor if factor.ndim else factor.reshape(1))
+        specs.append(spec(*dims) if factor.ndim else ONE_NUMBER)
+        operands.append(factor if factor.ndim else factor.reshape(1, 1))
 
     if bias is not None:
         specs.append(spec("", "n"))
@@ -103,7 +106,7 @@ def matmul(
         def _():
             result = total[...]
             if ends is not None:
-                u, v = (x[0] if x.ndim == 1 else x[...] for x in others[-2:])
+                u, v = (x[0, 0] if x.shape == (1, 1) else x[...] for x in others[-2:])
                 result = result * jnp.minimum(u * v, LARGEST_FACTOR)
             result = result.astype(y.dtype)
             y[...] = result if added is None else result + added[...]

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jfp8.matmul.scales_in_kernels import scale_and_inverse
-from jfp8.matmul.tpu.kernel import TILE, VMEM, Ref, in_hbm
+from jfp8.matmul.tpu.kernel import ONE_NUMBER, TILE, VMEM, Ref, in_hbm
 from jfp8.matmul.tpu.tiles import LANES, along_rows
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
@@ -34,7 +34,7 @@ def quantize_tensor(
 
     Args:
       x: f32 or bf16 matrix whose sizes are multiples of 128.
-      inverse: f32[1], the reciprocal of the scale.
+      inverse: f32[1, 1], the reciprocal of the scale.
       fmt: E4M3FN or E5M2.
       dtype: to which `x` is cast as it is read; None: it is not.
       interpret: see ``pl.pallas_call``.
@@ -53,14 +53,14 @@ def quantize_tensor(
             values = _read(x, dtype, *at)
             found = jnp.maximum(found, jnp.max(_magnitude(values).reshape(-1, 8, LANES), 0))
             values = values + values * 0  # Inf becomes NaN, all else is unchanged
-            q[at] = _cast(values * inverse[0], fmt)
+            q[at] = _cast(values * inverse[0, 0], fmt)
         largest[...] = found
 
     tile, (rows, columns) = _tile(x), _sizes(x)
     q = jax.ShapeDtypeStruct(x.shape, fmt.dtype)
     largest = jax.ShapeDtypeStruct((8, LANES), jnp.int32)
     whole = pl.BlockSpec(largest.shape, lambda i, j: (0, 0))
-    specs = [pl.BlockSpec(memory_space=pltpu.SMEM), tile]
+    specs = [ONE_NUMBER, tile]
     operands = [inverse, x]
     return _run("quantize_tensor", kernel, operands, specs, [q, largest], [tile, whole], interpret)
 
