@@ -58,7 +58,8 @@ def power_of_two_above(ratio):
 
 
 def test_tensor_with_its_amax():
-    x = draw((256, 384))
+    """Of 1152 rows, which are no whole tiles of 1024: what lies behind must not count."""
+    x = draw((1152, 384))
     q, bits = quantize_tensor(jnp.asarray(x), jnp.full((1, 1), 0.7), E5M2, interpret=True)
     scaled = x.astype(np.float32) * np.float32(0.7)
     assert_same_codes(q, cast(scaled, ml_dtypes.float8_e5m2))
@@ -69,7 +70,7 @@ def test_tensor_with_its_amax():
 
 
 def test_lines_with_their_amaxes():
-    x = draw((256, 384))
+    x = draw((256, 1152))
     values = np.abs(x.astype(np.float32))
     values = np.where(np.isnan(values), np.float32(np.nan), values).view(np.int32)
     by_row, by_column = line_amaxes(jnp.asarray(x), interpret=True)
@@ -87,7 +88,7 @@ def test_lines_with_their_amaxes():
 
 @pytest.mark.parametrize(("block", "rounding"), [(128, "power_of_two"), (32, "rceil")])
 def test_blocks_in_both_directions(block, rounding):
-    x = draw((256, 384))
+    x = draw((256, 1152))
     found = quantize_blocks(jnp.asarray(x), E4M3FN, block, rounding, interpret=True)
     for q, s, rows, columns in ((*found[:2], 1, block), (*found[2:], block, 1)):
         amaxes = block_amaxes(x, rows, columns)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jfp8.matmul.job import LARGEST_FACTOR
-from jfp8.matmul.tpu.tiles import dequantized
+from jfp8.matmul.tpu.tiles import LANES, dequantized
 from jfp8.tracing.compat import kernels_are_interpreted
 
 TILE = 1024  # rows, columns and terms of a tile, at most
@@ -141,16 +141,19 @@ def in_hbm(arrays: Sequence[jax.Array], interpret: Any) -> list[jax.Array]:
     return list(map(stay, arrays))
 
 
+def divisor(n: int) -> int:
+    """The largest tile that divides `n`: what is read beyond an array is anything."""
+    return next(t for t in range(TILE, 0, -LANES) if n % t == 0)
+
+
 def _rows(n: int) -> int:
     """Rows of a tile of `n`: of those that leave the least empty, the most."""
-    return min((t for t in (1024, 512, 256, 128) if t <= n), key=lambda t: (-(-n // t) * t, -t))
+    return min(range(min(n, TILE), 0, -LANES), key=lambda t: -(-n // t) * t)
 
 
 def _terms(k: int, in_blocks: bool) -> int:
     """Terms of a step. Tiles of scales must be whole, so that the last step may have fewer."""
-    if in_blocks:
-        return min(k, TILE)
-    return next(t for t in (1024, 896, 768, 640, 512, 384, 256, 128) if k % t == 0)
+    return min(k, TILE) if in_blocks else divisor(k)
 
 
 def _dequantized(tile: jax.Array, scale: Ref, summed: int) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jfp8.matmul.scales_in_kernels import scale_and_inverse
-from jfp8.matmul.tpu.kernel import ONE_NUMBER, TILE, VMEM, Ref, in_hbm
+from jfp8.matmul.tpu.kernel import ONE_NUMBER, TILE, VMEM, Ref, divisor, in_hbm
 from jfp8.matmul.tpu.tiles import LANES, along_rows
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
@@ -56,7 +56,8 @@ def quantize_tensor(
             q[at] = _cast(values * inverse[0, 0], fmt)
         largest[...] = found
 
-    tile, (rows, columns) = _tile(x), _sizes(x)
+    rows, columns = _divisors(x)
+    tile = _tile((rows, columns))
     q = jax.ShapeDtypeStruct(x.shape, fmt.dtype)
     largest = jax.ShapeDtypeStruct((8, LANES), jnp.int32)
     whole = pl.BlockSpec(largest.shape, lambda i, j: (0, 0))
@@ -78,7 +79,7 @@ def line_amaxes(
       int32[p, M] and int32[q, N], the bits of amaxes of parts of a line, of which the largest along
       the first dimension is the line's.
     """
-    (m, n), (rows, columns) = x.shape, _sizes(x)
+    (m, n), (rows, columns) = x.shape, _divisors(x)
 
     def kernel(x, by_row, by_column):
         by_row[...], by_column[...] = jnp.zeros_like(by_row), jnp.zeros_like(by_column)
@@ -94,7 +95,7 @@ def line_amaxes(
         pl.BlockSpec((8, rows), lambda i, j: (j, i)),
         pl.BlockSpec((8, columns), lambda i, j: (i, j)),
     ]
-    return _run("line_amaxes", kernel, [x], [_tile(x)], out, specs, interpret)
+    return _run("line_amaxes", kernel, [x], [_tile((rows, columns))], out, specs, interpret)
 
 
 @partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
@@ -116,7 +117,8 @@ def quantize_lines(
     Returns:
       f8[M, N] twice.
     """
-    (rows, columns), tile = _sizes(x), _tile(x)
+    rows, columns = _divisors(x)
+    tile = _tile((rows, columns))
 
     def kernel(by_row, by_column, x, q, q_other):
         for i, j in _squares(rows, columns):
@@ -178,7 +180,7 @@ def quantize_blocks(
             q_other[i, j] = _cast(values * inverse, fmt, scale_rounding)
 
     scale = _scale_dtype(scale_rounding)
-    codes, tile = jax.ShapeDtypeStruct(x.shape, fmt.dtype), _tile(x)
+    codes, tile = jax.ShapeDtypeStruct(x.shape, fmt.dtype), _tile((rows, columns))
     out = [
         codes,
         jax.ShapeDtypeStruct((n // block, m), scale),
@@ -232,15 +234,23 @@ def quantize_tiles(
         jax.ShapeDtypeStruct(x.shape, fmt.dtype),
         jax.ShapeDtypeStruct((m // block, n), _scale_dtype(scale_rounding)),
     ]
-    specs = [_tile(x), pl.BlockSpec(shape, lambda i, j: (i, j))]
+    specs = [_tile((rows, columns)), pl.BlockSpec(shape, lambda i, j: (i, j))]
     scratch = [pltpu.VMEM(shape, jnp.int32)]
-    return _run(f"quantize_tiles_{block}", kernel, [x], [_tile(x)], out, specs, interpret, scratch)
+    return _run(
+        f"quantize_tiles_{block}",
+        kernel,
+        [x],
+        [_tile((rows, columns))],
+        out,
+        specs,
+        interpret,
+        scratch,
+    )
 
 
 def _run(name, kernel, operands, in_specs, out, out_specs, interpret, scratch=()):
-    """``kernel(*operands, *out)`` for each tile of the last operand."""
-    x = operands[-1]
-    rows, columns = _sizes(x)
+    """``kernel(*operands, *out)`` for each tile of the last operand, of which there is a spec."""
+    x, (rows, columns) = operands[-1], in_specs[-1].block_shape
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(x.shape[0], rows), pl.cdiv(x.shape[1], columns)),
@@ -262,12 +272,21 @@ def _run(name, kernel, operands, in_specs, out, out_specs, interpret, scratch=()
 
 
 def _sizes(x: jax.Array) -> tuple[int, int]:
-    """Rows and columns of a tile."""
+    """Rows and columns of a tile, of which the last may reach beyond `x`.
+
+    Where each block is on its own, what is read there is harmless, and nothing is written there.
+    Tiles of their scales must be whole.
+    """
     return min(x.shape[0], TILE), min(x.shape[1], TILE)
 
 
-def _tile(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec(_sizes(x), lambda i, j: (i, j))
+def _divisors(x: jax.Array) -> tuple[int, int]:
+    """Rows and columns of a tile, where all of a tile counts."""
+    return divisor(x.shape[0]), divisor(x.shape[1])
+
+
+def _tile(sizes: tuple[int, int]) -> pl.BlockSpec:
+    return pl.BlockSpec(sizes, lambda i, j: (i, j))
 
 
 def _squares(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
