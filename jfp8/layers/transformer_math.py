@@ -43,6 +43,7 @@ def normalize(
     layernorm_type: LayerNormType = "layernorm",
     zero_centered_gamma: bool = False,
     saved_activations: Format | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Layer normalisation, or root mean square normalisation. ::
 
@@ -56,9 +57,10 @@ def normalize(
       scale, bias: of the shape of `axes`, in the order of `axes`.
       axes: of `x`, over which it is normalised.
       saved_activations: keep `x` in this format for the backward pass; None: as it is.
+      dtype: of the result, which is computed in float32 at least; None: that.
 
     Returns:
-      Array of the shape of `x`, in float32 at least.
+      Array of the shape of `x`.
 
     Raises:
       ValueError: unknown `layernorm_type`.
@@ -76,7 +78,9 @@ def normalize(
         y = x * jax.lax.rsqrt(jnp.mean(x * x, axes, keepdims=True) + epsilon)
         gamma = _along(scale, axes, x)
         y = y * (1 + gamma if zero_centered_gamma else gamma)
-        return y if bias is None else y + _along(bias, axes, x)
+        y = y if bias is None else y + _along(bias, axes, x)
+        # Here, since what enters and leaves `run` is an array in memory, in both directions.
+        return y if dtype is None else y.astype(dtype)
 
     return _keeping_inputs(run, saved_activations)(x, scale, bias)
 

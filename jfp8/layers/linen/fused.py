@@ -83,8 +83,9 @@ class LayerNormDense(DenseGeneral):
         bias = None
         if self.layernorm_type == "layernorm":
             bias = self.param("ln_bias", self.ln_bias_init, shape, self.param_dtype)
-        y = transformer_math.normalize(x, scale, bias, axes=axes, **options_of(self, NORM_OPTIONS))
-        return y.astype(nn.dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype))
+        dtype = nn.dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+        options = options_of(self, NORM_OPTIONS)
+        return transformer_math.normalize(x, scale, bias, axes=axes, dtype=dtype, **options)
 
 
 class LayerNormMLP(nn.Module):

@@ -71,11 +71,11 @@ class LayerNormLinear(LinearGeneral):
         """Apply the layer; see ``flax.nnx.LinearGeneral`` for the arguments and shapes."""
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
-        normalized = transformer_math.normalize(
-            inputs, scale, bias, axes=self.axis, **options_of(self, NORM_OPTIONS)
-        )
         dtype = dtypes.canonicalize_dtype(inputs, scale, bias, dtype=self.dtype)
-        normalized = normalized.astype(dtype)
+        options = options_of(self, NORM_OPTIONS)
+        normalized = transformer_math.normalize(
+            inputs, scale, bias, axes=self.axis, dtype=dtype, **options
+        )
         y = super().__call__(normalized, out_sharding=out_sharding)
         return (y, normalized) if self.return_layernorm_output else y
 
