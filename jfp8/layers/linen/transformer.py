@@ -269,7 +269,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
 
         def plus(x: jax.Array, y: jax.Array) -> jax.Array:
             y = nn.Dropout(self.hidden_dropout, deterministic=fixed)(y)
-            return x + y.astype(x.dtype)
+            return transformer_math.residual_sum(x, y)
 
         x = inputs
         y, cache = attention(rotary=self.rotary(), name="self_attention")(

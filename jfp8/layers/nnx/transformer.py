@@ -288,7 +288,7 @@ class TransformerLayer(TransformerOptions, nnx.Module):
         def plus(x: jax.Array, y: jax.Array) -> jax.Array:
             if self.dropout is not None:
                 y = self.dropout(y, deterministic=deterministic)
-            return x + y.astype(x.dtype)
+            return transformer_math.residual_sum(x, y)
 
         how = {"deterministic": deterministic}
         y, cache = self.self_attention(
