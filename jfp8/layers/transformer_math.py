@@ -21,6 +21,7 @@ from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
 from jfp8.matmul.choice import may_quantize_by_kernels, traced_for_gpu
+from jfp8.products.flash.heads import Heads, Whole
 from jfp8.products.made import Made, Source, make_all
 from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
 from jfp8.scaling.formats import Format
@@ -208,6 +209,7 @@ def projected_attention(
     query: jax.Array,
     keys_values: jax.Array,
     *,
+    qkv: jax.Array | None = None,
     rotary: Rotary | None = None,
     cache: KVCache | None = None,
     mask: jax.Array | None = None,
@@ -223,6 +225,7 @@ def projected_attention(
     Args:
       query: ``[..., q, G, H / G, depth]``.
       keys_values: ``[..., k, G, 2, depth]``.
+      qkv: what both are parts of, one after the other; None: they are separate products.
       rotary: windows and group method of a `rotary_embedding`; None: there is none.
       cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
         those of the next ones, and the mask is for all ``max_length`` keys.
@@ -249,6 +252,12 @@ def projected_attention(
         key, value = kv_cache.keys_and_values(cache, value.dtype)
     if attention is not None:
         check_weights_stay_inside(0.0 if dropout_key is None else dropout_rate, sown=False)
+        if cache is None and len(leading) == 2:
+            whole, first = (keys_values, 0) if qkv is None else (qkv, shared_by)
+            value = Heads(value, Whole(whole, first + 1))
+            if rotary is None:
+                key = Heads(key, Whole(whole, first))
+                query = query if qkv is None else Heads(query, Whole(qkv))
         return attention(query, key, value, bias, mask, is_causal=is_causal), cache
     if is_causal:
         mask = and_causal(mask, query.shape[-3], key.shape[-3])
