@@ -258,7 +258,9 @@ def _forward(
     numerics = numerics_of(how.recipe)
     history = lambda which, role: None if state is None else state[which][role]
     of_query, of_key, of_value = inputs.wholes
-    stored = partial(for_both, together=how.by.together, kernels=how.by.both_ways)
+    # Forward alone, each is taken in one direction.
+    kernels = how.by.both_ways and and_backward
+    stored = partial(for_both, together=how.by.together, kernels=kernels)
     q = stored(query, numerics.query, history("scores", "lhs"), whole=of_query)
     k = stored(key, numerics.key, history("scores", "rhs"), whole=of_key)
     v = stored(value, numerics.value, history("context", "rhs"), folded=True, whole=of_value)
