@@ -35,7 +35,7 @@ def attend(
       options: as for `scaled_dot_product_attention`.
     """
     for x in (query, key, value):
-        check_operand(x)
+        check_operand(split_heads(x)[0])
     out = scaled_dot_product_attention(
         *_in_one_batch(query, key, value, bias, mask),
         recipe=recipe,

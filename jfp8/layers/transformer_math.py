@@ -252,13 +252,14 @@ def projected_attention(
         key, value = kv_cache.keys_and_values(cache, value.dtype)
     if attention is not None:
         check_weights_stay_inside(0.0 if dropout_key is None else dropout_rate, sown=False)
+        operands: list[jax.Array | Heads] = [query, key, value]
         if cache is None and len(leading) == 2:
             whole, first = (keys_values, 0) if qkv is None else (qkv, shared_by)
-            value = Heads(value, Whole(whole, first + 1))
+            operands[2] = Heads(value, Whole(whole, first + 1))
             if rotary is None:
-                key = Heads(key, Whole(whole, first))
-                query = query if qkv is None else Heads(query, Whole(qkv))
-        return attention(query, key, value, bias, mask, is_causal=is_causal), cache
+                operands[1] = Heads(key, Whole(whole, first))
+                operands[0] = query if qkv is None else Heads(query, Whole(qkv))
+        return attention(*operands, bias, mask, is_causal=is_causal), cache
     if is_causal:
         mask = and_causal(mask, query.shape[-3], key.shape[-3])
     context = grouped_query_attention(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
 from jfp8.tracing.divided import divided
+
+Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +65,7 @@ class Heads:
         return self.array.dtype
 
 
-def split_heads(x: jax.typing.ArrayLike | Heads) -> tuple[jax.typing.ArrayLike, Whole | None]:
+def split_heads(x: Any) -> tuple[Any, Whole | None]:
     """The heads alone, and what they are a part of, if that is known."""
     return (x.array, lax.stop_gradient(x.whole)) if isinstance(x, Heads) else (x, None)
 
@@ -75,9 +78,7 @@ def has_kernel(x: jax.Array, fmt: Format) -> bool:
 
 # A kernel takes a while to compile, so it is compiled once for all layers of the same shapes.
 @partial(jax.jit, static_argnums=2)
-def cast_heads(
-    x: jax.Array, inverse: jax.Array, fmt: Format, whole: Whole | None
-) -> tuple[jax.Array, jax.Array]:
+def cast_heads(x: jax.Array, inverse: jax.Array, fmt: Format, whole: Whole | None) -> Pair:
     """``cast(x * inverse[..., None], fmt)``, straight and transposed; `has_kernel` must hold.
 
     The kernel runs where the program is compiled for CUDA.
@@ -89,7 +90,7 @@ def cast_heads(
     """
     each = x.shape[:-2]
 
-    def by_kernel(x: jax.Array, inverse: jax.Array, whole: Whole | None) -> tuple[jax.Array, ...]:
+    def by_kernel(x: jax.Array, inverse: jax.Array, whole: Whole | None) -> Pair:
         from jfp8.matmul.hopper.quantize_heads import quantize_heads
 
         if whole is None:
@@ -99,10 +100,10 @@ def cast_heads(
         rule = "b T g R H, b g N T -> b g N T H, b g N H T"
         quantize = divided(f"quantize_heads, {fmt}, {whole.first}", kernel, rule)
         inverse = inverse.reshape(*each[:2], -1, inverse.shape[-1])
-        found = same_varying_axes((quantize(whole.array, inverse), x))[0]
-        return tuple(q.reshape(*each, *q.shape[-2:]) for q in found)
+        q, q_t = same_varying_axes((quantize(whole.array, inverse), x))[0]
+        return q.reshape(*each, *q.shape[-2:]), q_t.reshape(*each, *q_t.shape[-2:])
 
-    def in_steps(x: jax.Array, inverse: jax.Array, whole: Whole | None) -> tuple[jax.Array, ...]:
+    def in_steps(x: jax.Array, inverse: jax.Array, whole: Whole | None) -> Pair:
         del whole
         q = cast(x.astype(jnp.float32) * inverse[..., None], fmt)
         return q, q.swapaxes(-1, -2)
