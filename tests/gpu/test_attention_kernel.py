@@ -127,8 +127,8 @@ def assert_fp8_backward(program, size, forward=0, spilled=0):
     assert (qgmma.pop("jfp8_attention", None) is not None) == bool(forward)
     assert qgmma == products_backward(size)
     assert all(k.other_mma == () and k.registers <= 168 for k in program.kernels)
-    quantize = sum(not k.qgmma for k in program.kernels)
-    assert len(program.hlo.calls_of("mosaic_gpu_v2")) == 2 + forward + quantize
+    calls = program.hlo.calls_of("mosaic_gpu_v2")  # but those that quantize, which write f8
+    assert sum(not call.results[0].dtype.startswith("f8") for call in calls) == 2 + forward
     assert program.hlo.other_products == []
     assert not [i for i, _ in program.hlo.launched for r in i.results if r.size >= T * T]
 
@@ -215,7 +215,7 @@ def test_public_function(spec, compiled, compiled_for_eight):
         "jfp8_attention",
         *products_backward(128),
     }
-    assert sum(k.name == "jfp8_quantize_heads" for k in program.kernels) == 4
+    assert "jfp8_quantize_heads" in {k.name for k in program.kernels}
     assert_fp8_backward(program, 128, forward=1)
 
 
