@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jfp8.layers.options import check_operand
 from jfp8.matmul.choice import Implementation
 from jfp8.products.flash.dot_product import scaled_dot_product_attention
+from jfp8.products.flash.heads import Heads, split_heads
 from jfp8.recipes.recipe import Recipe
 
 
 def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: jax.Array | Heads,
+    key: jax.Array | Heads,
+    value: jax.Array | Heads,
     bias: jax.Array | None,
     mask: jax.Array | None,
     *,
@@ -34,7 +35,7 @@ def attend(
       options: as for `scaled_dot_product_attention`.
     """
     for x in (query, key, value):
-        check_operand(x)
+        check_operand(split_heads(x)[0])
     out = scaled_dot_product_attention(
         *_in_one_batch(query, key, value, bias, mask),
         recipe=recipe,
@@ -45,14 +46,15 @@ def attend(
 
 
 def plain_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: jax.Array | Heads,
+    key: jax.Array | Heads,
+    value: jax.Array | Heads,
     bias: jax.Array | None,
     mask: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
     """``jax.nn.dot_product_attention`` of the arguments of `attend`."""
+    query, key, value = (split_heads(x)[0] for x in (query, key, value))
     arrays = _in_one_batch(query, key, value, bias, mask)
     return jax.nn.dot_product_attention(*arrays, **options).reshape(query.shape)
 
@@ -63,7 +65,8 @@ def _in_one_batch(query, key, value, bias, mask) -> list[Any]:
         mask = jnp.asarray(mask, bool)
     if len(batch) < 2:
         return [query, key, value, bias, mask]
-    arrays = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    arrays = [split_heads(x)[0] for x in (query, key, value)]
+    arrays = [x.reshape(-1, *x.shape[-3:]) for x in arrays]
     return [*arrays, *(_by_score(x, batch) for x in (bias, mask))]
 
 

@@ -6,10 +6,10 @@ cost little to compute again are not kept for the backward pass, only their inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,71 +20,13 @@ from jfp8.layers.attention import check_weights_stay_inside
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
-from jfp8.matmul.choice import may_quantize_by_kernels
+from jfp8.matmul.choice import may_quantize_by_kernels, traced_for_gpu
+from jfp8.products.flash.heads import Heads, Whole
 from jfp8.products.made import Made, Source, make_all
-from jfp8.products.saved_activations import save_in_fp8
+from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
 from jfp8.scaling.formats import Format
-
-LayerNormType = Literal["layernorm", "rmsnorm"]
-
-
-def _keeping_inputs(f: Callable[..., jax.Array], saved: Format | None) -> Callable[..., jax.Array]:
-    """`f`, for which the backward pass keeps only the arguments, the first in `saved` if given."""
-    return jax.checkpoint(f) if saved is None else save_in_fp8(f, fmt=saved)
-
-
-def normalize(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    axes: Sequence[int] = (-1,),
-    epsilon: float = 1e-6,
-    layernorm_type: LayerNormType = "layernorm",
-    zero_centered_gamma: bool = False,
-    saved_activations: Format | None = None,
-) -> jax.Array:
-    """Layer normalisation, or root mean square normalisation. ::
-
-        layernorm  y = (x - mean(x)) / sqrt(var(x) + epsilon) * gamma + bias
-        rmsnorm    y =  x            / sqrt(mean(x^2) + epsilon) * gamma + bias
-
-    ``gamma`` is `scale`, or ``1 + scale`` with `zero_centered_gamma`.
-
-    Args:
-      x: floating array.
-      scale, bias: of the shape of `axes`, in the order of `axes`.
-      axes: of `x`, over which it is normalised.
-      saved_activations: keep `x` in this format for the backward pass; None: as it is.
-
-    Returns:
-      Array of the shape of `x`, in float32 at least.
-
-    Raises:
-      ValueError: unknown `layernorm_type`.
-
-    References:
-      arXiv 1607.06450 (LayerNorm), arXiv 1910.07467 (RMSNorm).
-    """
-    check_option("layernorm_type", layernorm_type, ("layernorm", "rmsnorm"))
-    axes = tuple(axis % x.ndim for axis in axes)
-
-    def run(x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        if layernorm_type == "layernorm":
-            x = x - jnp.mean(x, axes, keepdims=True)
-        y = x * jax.lax.rsqrt(jnp.mean(x * x, axes, keepdims=True) + epsilon)
-        gamma = _along(scale, axes, x)
-        y = y * (1 + gamma if zero_centered_gamma else gamma)
-        return y if bias is None else y + _along(bias, axes, x)
-
-    return _keeping_inputs(run, saved_activations)(x, scale, bias)
-
-
-def _along(parameter: jax.Array, axes: tuple[int, ...], x: jax.Array) -> jax.Array:
-    """`parameter`, whose dimensions are the `axes` of `x`, laid out to broadcast against `x`."""
-    parameter = parameter.astype(x.dtype).transpose(np.argsort(axes).tolist())
-    return parameter.reshape([n if d in axes else 1 for d, n in enumerate(x.shape)])
+from jfp8.tracing.context import has_explicit_axes
+from jfp8.tracing.divided import divided
 
 
 def _identity(x: jax.Array) -> jax.Array:
@@ -159,7 +101,7 @@ def activate(
 
     Args:
       x: ``[..., projections, features]``.
-      saved_activations: see `normalize`.
+      saved_activations: see `jfp8.layers.norm_math.normalize`.
 
     Returns:
       ``[..., features]``, in the dtype of `x`.
@@ -179,7 +121,7 @@ def activate(
     def run(x: jax.Array) -> jax.Array:
         return make_all(Source(x, Activation(activation)))
 
-    return _keeping_inputs(run, saved_activations)(x)
+    return keeping_inputs(run, saved_activations)(x)
 
 
 def activated(
@@ -196,6 +138,31 @@ def activated(
     if not may_quantize_by_kernels():
         return y
     return Made(y, Source(x, Activation(activation, in_kernels=True)))
+
+
+@jax.custom_jvp
+def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """``x + y`` in the dtype of `x`, where `y` is what a product wrote.
+
+    On GPUs cuBLASLt adds `x` itself, as it writes `y`. Its results are matrices, so the sum is one:
+    otherwise XLA would copy `x` first, to overwrite it.
+    """
+    y = y.astype(x.dtype)
+    if not traced_for_gpu() or has_explicit_axes():
+        return x + y
+
+    def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        rows = lambda x: x.reshape(-1, x.shape[-1])
+        return (rows(x) + rows(y)).reshape(x.shape)
+
+    dims = " ".join(f"d{i}" for i in range(x.ndim))
+    return divided("residual_sum", add, f"{dims}, {dims} -> {dims}")(x, y)
+
+
+@residual_sum.defjvp
+def _residual_sum_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    dx, dy = tangents
+    return residual_sum(*primals), dx + dy.astype(dx.dtype)
 
 
 def drop(x: jax.Array, key: jax.Array | None, *, rate: float) -> jax.Array:
@@ -242,6 +209,7 @@ def projected_attention(
     query: jax.Array,
     keys_values: jax.Array,
     *,
+    qkv: jax.Array | None = None,
     rotary: Rotary | None = None,
     cache: KVCache | None = None,
     mask: jax.Array | None = None,
@@ -257,6 +225,7 @@ def projected_attention(
     Args:
       query: ``[..., q, G, H / G, depth]``.
       keys_values: ``[..., k, G, 2, depth]``.
+      qkv: what both are parts of, one after the other; None: they are separate products.
       rotary: windows and group method of a `rotary_embedding`; None: there is none.
       cache: keys and values of earlier positions, for decoding. `query` and `keys_values` are then
         those of the next ones, and the mask is for all ``max_length`` keys.
@@ -283,7 +252,14 @@ def projected_attention(
         key, value = kv_cache.keys_and_values(cache, value.dtype)
     if attention is not None:
         check_weights_stay_inside(0.0 if dropout_key is None else dropout_rate, sown=False)
-        return attention(query, key, value, bias, mask, is_causal=is_causal), cache
+        operands: list[jax.Array | Heads] = [query, key, value]
+        if cache is None and len(leading) == 2:
+            whole, first = (keys_values, 0) if qkv is None else (qkv, shared_by)
+            operands[2] = Heads(value, Whole(whole, first + 1))
+            if rotary is None:
+                operands[1] = Heads(key, Whole(whole, first))
+                operands[0] = query if qkv is None else Heads(query, Whole(qkv))
+        return attention(*operands, bias, mask, is_causal=is_causal), cache
     if is_causal:
         mask = and_causal(mask, query.shape[-3], key.shape[-3])
     context = grouped_query_attention(
@@ -370,7 +346,12 @@ def _scores(
     wide = jnp.promote_types(query.dtype, jnp.float32)
     every_head = (*batch, heads, q_length, k_length)
     query = query.reshape(*batch, q_length, groups, heads // groups, depth)
-    scores = jnp.einsum("...qgrd,...kgd->...grqk", query, key, preferred_element_type=wide)
+    # On GPUs softmax then goes along rows of memory, and nothing transposes scores or their
+    # gradients. (On CPUs the gradient of `key` would be summed in another order.)
+    by = ("...kgd,...qgrd->...grqk", key, query)
+    if not traced_for_gpu():
+        by = ("...qgrd,...kgd->...grqk", query, key)
+    scores = jnp.einsum(*by, preferred_element_type=wide)
     scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)
     if bias is not None:
         scores += jnp.broadcast_to(bias, every_head).astype(wide)

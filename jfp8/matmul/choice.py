@@ -348,6 +348,11 @@ def may_quantize_by_kernels() -> bool:
     return why_not_here(hopper.why_no_quantizing, named=interpreted) is None
 
 
+def traced_for_gpu() -> bool:
+    """Whether the program is traced for an NVIDIA GPU, which likes other orders of operations."""
+    return current_gpu() is not None
+
+
 def made_for_this_gpu(gpus: Mapping[str, int | None]) -> list[str]:
     """The names whose major compute capability is that of the GPU; all if it is that of none."""
     gpu = current_gpu()

@@ -99,6 +99,11 @@ def save_in_fp8(
     return saving
 
 
+def keeping_inputs(f: Callable[..., jax.Array], saved: Format | None) -> Callable[..., jax.Array]:
+    """`f`, for which the backward pass keeps only the arguments, the first in `saved` if given."""
+    return jax.checkpoint(f) if saved is None else save_in_fp8(f, fmt=saved)
+
+
 def _check_closes_over_nothing(f: Callable[..., Any], x: jax.Array, rest: tuple[Any, ...]) -> None:
     """Raise ``ValueError`` if `f` reads traced arrays beside its arguments.
 

@@ -240,6 +240,33 @@ def test_tokens_travel_as_bytes(recipe, hidden, monkeypatch):
     assert sent["f32"] == 2 * planned.combine_bytes(*sizes, "f32", padded=True)
 
 
+@pytest.mark.parametrize("mesh", ["fsdp, expert, tensor", "data and expert"])
+def test_gradients_of_kernels_are_scattered(mesh):
+    """As they are added up. Who wants all of one gathers it: no more than an all-reduce sends."""
+    sizes = MESHES[mesh]
+    model, variables, _ = made("delayed", 64)
+    specs, rows = layouts(sizes, variables)
+    lie = lambda specs: jax.tree.map(functools.partial(NamedSharding, mesh_of(sizes)), specs)
+    args = variables, *(jnp.zeros((64, FEATURES)),) * 2
+
+    def gradients(variables, x, dy):
+        return step(model, variables, x, dy)[1]["params"]
+
+    with jax.set_mesh(mesh_of(sizes)):
+        jitted = jax.jit(
+            gradients,
+            in_shardings=(lie(specs), *[NamedSharding(mesh_of(sizes), rows)] * 2),
+            out_shardings=lie(specs["params"]),
+        )
+        sent = collective_bytes(jitted.lower(*args).compile()).collectives
+    kernels = {name: variables["params"][name]["kernel"].size for name in ("wi", "wo")}
+    scattered = sorted(c.elements for c in sent if c.op == "reduce-scatter")
+    assert scattered == sorted(size // 8 for size in kernels.values())
+    # What else is added up is that of tokens, and the router's.
+    added = [c.elements for c in sent if c.op == "all-reduce"]
+    assert max(added) < sum(kernels.values()) * sizes.get("data", sizes.get("fsdp")) // 8
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_weights_are_quantized_once_for_all_micro_batches(recipe):
     """One byte for each element, or one for each of its two directions, is kept beside scales."""

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jfp8.layers import position_math, transformer_math
+from jfp8.layers import norm_math, position_math, transformer_math
 
 F32_EPS = 2.0**-23
 
@@ -45,7 +46,7 @@ def normalized(x, scale, bias, axes, epsilon, kind, zero_centered) -> np.ndarray
 @pytest.mark.parametrize("epsilon", [1e-6, 0.3])
 def test_normalize(kind, zero_centered, epsilon):
     x, scale, bias = normal((3, 5, 16)) + 2, normal(16, 1), normal(16, 2)
-    y = transformer_math.normalize(
+    y = norm_math.normalize(
         x,
         jnp.asarray(scale),
         jnp.asarray(bias),
@@ -69,7 +70,7 @@ def test_normalize_over_other_axes(axes):
         full = [n if d in [a % 3 for a in axes] else 1 for d, n in enumerate(x.shape)]
         return p.transpose(order).reshape(full)
 
-    y = transformer_math.normalize(x, jnp.asarray(scale), jnp.asarray(bias), axes=axes)
+    y = norm_math.normalize(x, jnp.asarray(scale), jnp.asarray(bias), axes=axes)
     expected = normalized(x, laid_out(scale), laid_out(bias), axes, 1e-6, "layernorm", False)
     assert_close(y, expected)
 
@@ -81,7 +82,7 @@ def test_normalize_is_flax(kind):
     layer = nn.LayerNorm() if kind == "layernorm" else nn.RMSNorm()
     params = layer.init(jax.random.key(0), x)["params"]
     params = jax.tree.map(lambda p: p + normal(p.shape, 1), params)
-    y = transformer_math.normalize(x, params["scale"], params.get("bias"), layernorm_type=kind)
+    y = norm_math.normalize(x, params["scale"], params.get("bias"), layernorm_type=kind)
     assert_close(y, layer.apply({"params": params}, x))
 
 
@@ -89,7 +90,7 @@ def test_normalize_is_flax(kind):
 def test_normalize_computes_bf16_in_f32():
     x = jnp.asarray(normal((4, 64)) + 30, jnp.bfloat16)
     scale, bias = jnp.ones(64, jnp.bfloat16), jnp.zeros(64, jnp.bfloat16)
-    y = transformer_math.normalize(x, scale, bias)
+    y = norm_math.normalize(x, scale, bias)
     assert y.dtype == jnp.float32
     assert_close(y, normalized(x, 1.0, 0.0, (-1,), 1e-6, "layernorm", False))
 
@@ -98,7 +99,7 @@ def test_normalize_computes_bf16_in_f32():
 def test_trap_the_variance_does_not_cancel():
     """E[x^2] - E[x]^2 would lose it all: the mean is 10000 standard deviations."""
     x = normal((2, 256)) + np.float32(1e4)
-    y = transformer_math.normalize(x, jnp.ones(256), jnp.zeros(256))
+    y = norm_math.normalize(x, jnp.ones(256), jnp.zeros(256))
     expected = normalized(x, 1.0, 0.0, (-1,), 1e-6, "layernorm", False)
     # The mean is rounded to 2^-11, half an ulp of 1e4.
     np.testing.assert_allclose(y, expected, rtol=0, atol=2.0**-10)
@@ -113,7 +114,7 @@ def test_normalize_has_the_gradient_of_the_formula():
         spread = jnp.sqrt((centered**2).mean(-1, keepdims=True) + 1e-6)
         return jnp.sum((centered / spread * scale[None] + bias[None]) * dy)
 
-    ours = lambda *args: jnp.sum(transformer_math.normalize(*args) * dy)
+    ours = lambda *args: jnp.sum(norm_math.normalize(*args) * dy)
     args = tuple(map(jnp.asarray, (x, scale, bias)))
     for d, expected in zip(*(jax.grad(f, argnums=(0, 1, 2))(*args) for f in (ours, plain))):
         assert_close(d, expected, ulps=16)
@@ -122,7 +123,7 @@ def test_normalize_has_the_gradient_of_the_formula():
 def test_an_unknown_normalisation_lists_the_known_ones():
     words = "layernorm_type must be one of 'layernorm', 'rmsnorm'; got 'batchnorm'"
     with pytest.raises(ValueError, match=words):
-        transformer_math.normalize(jnp.ones((2, 4)), jnp.ones(4), layernorm_type="batchnorm")
+        norm_math.normalize(jnp.ones((2, 4)), jnp.ones(4), layernorm_type="batchnorm")
 
 
 # Activations.
@@ -199,7 +200,7 @@ def test_a_wrong_number_of_projections_is_refused(shape):
 @pytest.mark.parametrize(
     ("function", "x"),
     [
-        (lambda x: transformer_math.normalize(x, jnp.ones(64)), jnp.ones((32, 64), jnp.bfloat16)),
+        (lambda x: norm_math.normalize(x, jnp.ones(64)), jnp.ones((32, 64), jnp.bfloat16)),
         (lambda x: transformer_math.activate(x, "swiglu"), jnp.ones((32, 2, 64), jnp.bfloat16)),
     ],
     ids=["normalize", "activate"],
@@ -486,3 +487,40 @@ def test_activations_of_a_few_numbers():
         assert transformer_math.projections_of(name) == n
         expected = formula(given[name].astype(np.float64))
         np.testing.assert_allclose(found[name], expected, rtol=4e-6, atol=50 * F32_EPS)
+
+
+# As programs for a GPU compute it, where other operations have the same values.
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+
+@pytest.mark.parametrize("device", [None, H200], ids=["cpu", "gpu"])
+def test_residual_sum(device):
+    """The sum, in every dimension and mapped; its gradients are that of the sum, in both modes."""
+    x, y, dz = normal((2, 3, 4)), normal((2, 3, 4), 1), normal((2, 3, 4), 2)
+    f = lambda x, y: transformer_math.residual_sum(x, y.astype(jnp.bfloat16))
+    rounded = np.asarray(jnp.asarray(y, jnp.bfloat16), np.float32)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        z, back = jax.vjp(f, x, y)
+        np.testing.assert_array_equal(z, x + rounded)
+        np.testing.assert_array_equal(jax.vmap(f)(x, y), x + rounded)
+        dx, dy = back(dz)
+        np.testing.assert_array_equal(dx, dz)
+        np.testing.assert_allclose(dy, dz, rtol=2.0**-8)
+        _, tangent = jax.jvp(f, (x, y), (dz, 0 * y))
+        np.testing.assert_array_equal(tangent, dz)
+
+
+def test_scores_in_the_order_of_gpus():
+    """Attention and its gradients are those of programs for CPUs, but for the order of sums."""
+    q, k, v, dy = (normal((2, 5, heads, 8), heads + i) for i, heads in enumerate((4, 2, 2, 4)))
+
+    def found():
+        attend = transformer_math.grouped_query_attention
+        y, back = jax.vjp(lambda *x: attend(*x), *map(jnp.asarray, (q, k, v)))
+        return y, *back(jnp.asarray(dy))
+
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        on_gpu = found()
+    for x, expected in zip(on_gpu, found(), strict=True):
+        assert_close(x, expected)

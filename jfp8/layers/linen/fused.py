@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jfp8.layers import transformer_math
+from jfp8.layers import norm_math, transformer_math
 from jfp8.layers.linen.layers import DenseGeneral
 from jfp8.layers.linen.state_in_gradients import StateCollection
+from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, options_of
-from jfp8.layers.transformer_math import LayerNormType
 from jfp8.matmul.choice import Implementation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
@@ -83,8 +83,9 @@ class LayerNormDense(DenseGeneral):
         bias = None
         if self.layernorm_type == "layernorm":
             bias = self.param("ln_bias", self.ln_bias_init, shape, self.param_dtype)
-        y = transformer_math.normalize(x, scale, bias, axes=axes, **options_of(self, NORM_OPTIONS))
-        return y.astype(nn.dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype))
+        dtype = nn.dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+        options = options_of(self, NORM_OPTIONS)
+        return norm_math.normalize(x, scale, bias, axes=axes, dtype=dtype, **options)
 
 
 class LayerNormMLP(nn.Module):

@@ -115,6 +115,7 @@ class LayerNormAttention(nn.Module):
         hidden_size, heads, groups = inputs.shape[-1], self.num_attention_heads, self.num_gqa_groups
         depth, shared_by = hidden_size // heads, heads // groups
         projected = partial(LayerNormDense, **self.norm, **self.dense)
+        qkv = None
         if encoded is None:
             qkv = projected((groups, shared_by + 2, depth), name="qkv")(inputs)
             query, keys_values = jnp.split(qkv, [shared_by], axis=-2)
@@ -133,6 +134,7 @@ class LayerNormAttention(nn.Module):
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,
+            qkv=qkv,
             rotary=self.rotary,
             cache=cache,
             mask=mask,
@@ -269,7 +271,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
 
         def plus(x: jax.Array, y: jax.Array) -> jax.Array:
             y = nn.Dropout(self.hidden_dropout, deterministic=fixed)(y)
-            return x + y.astype(x.dtype)
+            return transformer_math.residual_sum(x, y)
 
         x = inputs
         y, cache = attention(rotary=self.rotary(), name="self_attention")(

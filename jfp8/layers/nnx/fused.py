@@ -10,10 +10,10 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Initializer
 
-from jfp8.layers import transformer_math
+from jfp8.layers import norm_math, transformer_math
 from jfp8.layers.nnx.layers import LinearGeneral
+from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_names, check_option, options_of
-from jfp8.layers.transformer_math import LayerNormType
 from jfp8.scaling.formats import Format
 
 
@@ -71,11 +71,11 @@ class LayerNormLinear(LinearGeneral):
         """Apply the layer; see ``flax.nnx.LinearGeneral`` for the arguments and shapes."""
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
-        normalized = transformer_math.normalize(
-            inputs, scale, bias, axes=self.axis, **options_of(self, NORM_OPTIONS)
-        )
         dtype = dtypes.canonicalize_dtype(inputs, scale, bias, dtype=self.dtype)
-        normalized = normalized.astype(dtype)
+        options = options_of(self, NORM_OPTIONS)
+        normalized = norm_math.normalize(
+            inputs, scale, bias, axes=self.axis, dtype=dtype, **options
+        )
         y = super().__call__(normalized, out_sharding=out_sharding)
         return (y, normalized) if self.return_layernorm_output else y
 

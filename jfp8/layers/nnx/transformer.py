@@ -124,13 +124,16 @@ class LayerNormAttention(nnx.Module):
         deterministic: bool | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """See `jfp8.layers.linen.transformer.LayerNormAttention.__call__`."""
+        qkv = None
         if encoded is None:
-            query, keys_values = jnp.split(self.qkv(inputs), [self.shared_by], axis=-2)
+            qkv = self.qkv(inputs)
+            query, keys_values = jnp.split(qkv, [self.shared_by], axis=-2)
         else:
             query, keys_values = self.query(inputs), self.kv(encoded)
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,
+            qkv=qkv,
             rotary=self.rotary,
             cache=cache,
             mask=mask,
@@ -288,7 +291,7 @@ class TransformerLayer(TransformerOptions, nnx.Module):
         def plus(x: jax.Array, y: jax.Array) -> jax.Array:
             if self.dropout is not None:
                 y = self.dropout(y, deterministic=deterministic)
-            return x + y.astype(x.dtype)
+            return transformer_math.residual_sum(x, y)
 
         how = {"deterministic": deterministic}
         y, cache = self.self_attention(

@@ -14,10 +14,11 @@ import numpy as np
 
 from jfp8.products.explicit_sharding import with_layout_of
 from jfp8.products.flash import blocks, passes
+from jfp8.products.flash.heads import Heads, Whole, split_heads
 from jfp8.products.flash.implementations import Choice, Facts, choose
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
 from jfp8.products.flash.shown import shown
-from jfp8.products.flash.visible import Visible
+from jfp8.products.flash.visible import Visible, lengths_of, window_of
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Observed
 from jfp8.products.uses import ProductUse, begin_use, end_use
@@ -123,9 +124,9 @@ def scaled_dot_product_attention(
 
 
 def observed_attention(
-    query: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike,
+    query: jax.typing.ArrayLike | Heads,
+    key: jax.typing.ArrayLike | Heads,
+    value: jax.typing.ArrayLike | Heads,
     bias: jax.typing.ArrayLike | None = None,
     mask: jax.typing.ArrayLike | None = None,
     *,
@@ -155,8 +156,12 @@ def observed_attention(
             return observed_attention(*arrays, **options, **more, state=state, sink=sink)
 
         arrays = query, key, value, bias, mask
-        return with_layout_of(jnp.asarray(query), inside, arrays, lengths, state, sink)
-    arrays = [as_float_array(x, n) for x, n in ((query, "query"), (key, "key"), (value, "value"))]
+        return with_layout_of(
+            jnp.asarray(split_heads(query)[0]), inside, arrays, lengths, state, sink
+        )
+    given, wholes = zip(*map(split_heads, (query, key, value)), strict=True)
+    names = "query", "key", "value"
+    arrays = [as_float_array(x, name) for x, name in zip(given, names, strict=True)]
     without_batch = arrays[0].ndim == 3
     q, k, v = (x[None] if without_batch else x for x in arrays)
     _check_shapes(q, k, v)
@@ -164,10 +169,10 @@ def observed_attention(
     visible = Visible(
         (queries, keys),
         is_causal,
-        _window(local_window_size),
+        window_of(local_window_size),
         (
-            _lengths(query_seq_lengths, "query_seq_lengths", batch),
-            _lengths(key_value_seq_lengths, "key_value_seq_lengths", batch),
+            lengths_of(query_seq_lengths, "query_seq_lengths", batch),
+            lengths_of(key_value_seq_lengths, "key_value_seq_lengths", batch),
         ),
         _by_score(mask, "mask", (batch, heads, queries, keys), kv_heads),
         _by_score(bias, "bias", (batch, heads, queries, keys), kv_heads),
@@ -184,6 +189,7 @@ def observed_attention(
         q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
         k.swapaxes(1, 2),
         v.swapaxes(1, 2),
+        wholes,
         visible,
         None if state is None else {name: dict(state[name]) for name in ("scores", "context")},
         None if sink is None else dict(sink),
@@ -210,6 +216,7 @@ class _Inputs(NamedTuple):
     Attributes:
       query: ``[batch, heads, groups, queries, depth]``.
       key, value: ``[batch, heads, keys, depth]``.
+      wholes: what these three are a part of, if that is known; they get no gradient.
       visible: with the bias, which gets a gradient.
       state, sink: see `scaled_dot_product_attention`.
     """
@@ -217,6 +224,7 @@ class _Inputs(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
+    wholes: tuple[Whole | None, Whole | None, Whole | None]
     visible: Any
     state: Any
     sink: Any
@@ -249,10 +257,13 @@ def _forward(
     visible, state = inputs.visible, inputs.state
     numerics = numerics_of(how.recipe)
     history = lambda which, role: None if state is None else state[which][role]
-    stored = partial(for_both, together=how.by.together)
-    q = stored(query, numerics.query, history("scores", "lhs"))
-    k = stored(key, numerics.key, history("scores", "rhs"))
-    v = stored(value, numerics.value, history("context", "rhs"), folded=True)
+    of_query, of_key, of_value = inputs.wholes
+    # Forward alone, each is taken in one direction.
+    kernels = how.by.both_ways and and_backward
+    stored = partial(for_both, together=how.by.together, kernels=kernels)
+    q = stored(query, numerics.query, history("scores", "lhs"), whole=of_query)
+    k = stored(key, numerics.key, history("scores", "rhs"), whole=of_key)
+    v = stored(value, numerics.value, history("context", "rhs"), folded=True, whole=of_value)
     q = shown("scores", "lhs", ("fprop", "wgrad"), numerics.query, query, q)
     k = shown("scores", "rhs", ("fprop", "dgrad"), numerics.key, key, k)
     v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
@@ -265,7 +276,10 @@ def _forward(
         "scores": Observed(q[0].amax, k[0].amax),
         "context": Observed(jnp.ones_like(v[0].amax), v[0].amax),
     }
-    residuals = _Residuals(q, k, v, out, log_sum, visible, grad_history, inputs.sink, like)
+    first, second = (each._replace(transposed=None) for each in v)  # which takes it straight
+    residuals = _Residuals(
+        q, k, (first, second), out, log_sum, visible, grad_history, inputs.sink, like
+    )
     return (out, observed), residuals
 
 
@@ -276,11 +290,9 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
     q, k, v, out, log_sum, visible, history, sink, like = residuals
     grad = same_varying_axes((grad, out))[0]
     numerics = numerics_of(how.recipe)
-    grad = first_order_only(
-        grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention"
-    ).astype(jnp.float32)
-    dot = jnp.sum(grad * out.astype(jnp.float32), axis=-1)
-    g = for_both(grad, numerics.grad, history)
+    grad = first_order_only(grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention")
+    dot = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    g = for_both(grad, numerics.grad, history, kernels=(how.by.backward or how.by).both_ways)
     g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, grad, g)
     both = blocks.Both(q, k, v, g)
     name = passes.backward_pass(both, visible, numerics).name
@@ -298,6 +310,7 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
         found.query.astype(like[0].dtype),
         found.key.astype(like[1].dtype),
         found.value.astype(like[2].dtype),
+        (None, None, None),
         d_visible,
         None,
         d_sink,
@@ -337,30 +350,6 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             f"of K and no size 0 (or all of them without B); got {q.shape}, {k.shape} and "
             f"{v.shape}."
         )
-
-
-def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    if size is None:
-        return None
-    left, right = (size, size) if isinstance(size, int) else size
-    if left < 0 or right < 0:
-        raise ValueError(
-            f"local_window_size={size!r}: keys that a query sees before and after its own "
-            "position, which cannot be negative. None: it sees all."
-        )
-    return left, right
-
-
-def _lengths(x: jax.typing.ArrayLike | None, name: str, batch: int) -> jax.Array | None:
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(
-            f"{name} must be integers of shape {(batch,)}, one for each sequence; got {x.dtype} "
-            f"of shape {x.shape}."
-        )
-    return x
 
 
 def _by_score(

@@ -104,6 +104,11 @@ class Choice:
         """Whether all tokens of an operand share a scale."""
         return self.kernels is not None and KERNELS[self.kernels].together
 
+    @property
+    def both_ways(self) -> bool:
+        """Whether kernels compute attention that take operands straight and transposed."""
+        return self.kernels is not None and not self.together
+
     def __call__(
         self, reference: Callable[..., Any], kernels: Callable[..., Any], *operands: Any
     ) -> Any:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jfp8.products.flash.heads import Whole, cast_heads, has_kernel
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.eden import Eden
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
@@ -37,11 +39,17 @@ class Quantized(NamedTuple):
       data: f8, or the values themselves in f32 where the recipe leaves them in high precision.
       scale: f32[..., tokens].
       amax: f32[], of the operand.
+      transposed: `data` with its last two dimensions exchanged, if a kernel wrote that as well.
     """
 
     data: jax.Array
     scale: jax.Array
     amax: jax.Array
+    transposed: jax.Array | None = None
+
+    def turned(self) -> jax.Array:
+        """`transposed`, also if no kernel wrote it."""
+        return self.data.swapaxes(-1, -2) if self.transposed is None else self.transposed
 
 
 class Uses(NamedTuple):
@@ -128,12 +136,15 @@ def for_both(
     *,
     folded: bool = False,
     together: bool = False,
+    kernels: bool = False,
+    whole: Whole | None = None,
 ) -> tuple[Quantized, Quantized]:
     """`x` as its first product takes it, and as its second one does; see `quantize_tokens`."""
-    first = quantize_tokens(x, uses.first, state, folded=folded, together=together)
+    quantize = partial(quantize_tokens, x, state=state, kernels=kernels, whole=whole)
+    first = quantize(uses.first, folded=folded, together=together)
     if uses.second == uses.first:
         return first, first
-    return first, quantize_tokens(x, uses.second, state)
+    return first, quantize(uses.second)
 
 
 def quantize_tokens(
@@ -143,6 +154,8 @@ def quantize_tokens(
     *,
     folded: bool = False,
     together: bool = False,
+    kernels: bool = False,
+    whole: Whole | None = None,
 ) -> Quantized:
     """``x[..., tokens, depth]``, with a scale for each token.
 
@@ -152,8 +165,10 @@ def quantize_tokens(
       folded: whether a product multiplies its other operand by the scales, before that is rounded:
         then they are powers of two, and exact.
       together: whether all tokens have one scale. Without an entry, it looks ahead.
+      kernels: whether kernels compute attention, which take both directions.
+      whole: what `x` is a part of, if that is known.
     """
-    x = x.astype(jnp.float32)
+    stored, x = x, x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
     if quantizer is None:
         return Quantized(x, jnp.ones_like(largest), jnp.max(largest))
@@ -169,11 +184,15 @@ def quantize_tokens(
         seen = quantizer.expected(state) > 0
         of_history = replace(quantizer, scale_rounding=rounding or quantizer.scale_rounding)
         scale = jnp.where(seen, of_history.scale(jnp.zeros(()), state), scale)
-    data = cast(x * reciprocal(scale)[..., None], fmt)
+    inverse, transposed = reciprocal(scale), None
+    if kernels and has_kernel(stored, fmt):
+        data, transposed = cast_heads(stored, inverse, fmt, whole)
+    else:
+        data = cast(x * inverse[..., None], fmt)
     # Scales are compared where they move into weights. That of zeros, 1 so far, would be the
     # largest.
     scale = jnp.where(largest == 0, SMALLEST_SCALE, scale)
-    return Quantized(data, scale, jnp.max(largest))
+    return Quantized(data, scale, jnp.max(largest), transposed)
 
 
 def quantize_made(x: jax.Array, fmt: Format | None, axis: int) -> tuple[jax.Array, jax.Array]:

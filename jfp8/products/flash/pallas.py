@@ -93,7 +93,7 @@ class Pallas:
             more: dict[str, Any] = dict(zip(hidden, x[6:], strict=True))
             return attention_forward(*x[:6], **more, **options)
 
-        operands = _heads(q.data), k.data, v.data.swapaxes(2, 3), _heads(q.scale), k.scale, v.scale
+        operands = _heads(q.data), k.data, v.turned(), _heads(q.scale), k.scale, v.scale
         rule = division(groups, **hidden)
         by_parts = divided(f"attention, {self.name}, {options}", attend, rule)
         out, log_sum = by_parts(*operands, *hidden.values())
@@ -120,15 +120,14 @@ class Pallas:
         _, attention_backward = self.passes()
         (q, q_2), (k, k_2), (_, v), (grad, grad_2) = operands
         groups, hidden = q.data.shape[2], _hidden(k, visible)
-        transposed = lambda x: x.data.swapaxes(-1, -2)
         stored = Stored(
             _heads(q.data),
             k.data,
             v.data,
             _heads(grad.data),
-            _heads(transposed(q_2)),
-            transposed(k_2),
-            _heads(transposed(grad_2)),
+            _heads(q_2.turned()),
+            k_2.turned(),
+            _heads(grad_2.turned()),
         )
         of_queries = map(_heads, (q.scale, grad.scale, q_2.scale, grad_2.scale, log_sum, dot))
         q_scale, grad_scale, q_2_scale, grad_2_scale, log_sum, dot = of_queries

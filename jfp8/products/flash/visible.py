@@ -101,3 +101,29 @@ def padded(x: jax.Array, axis: int, size: int, fill: Any = 0) -> jax.Array:
         return x
     width = [(0, size - x.shape[d] if d == axis else 0) for d in range(x.ndim)]
     return jnp.pad(x, width, constant_values=fill)
+
+
+def window_of(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    """The ``local_window_size`` of users, before and after a query; None: all."""
+    if size is None:
+        return None
+    left, right = (size, size) if isinstance(size, int) else size
+    if left < 0 or right < 0:
+        raise ValueError(
+            f"local_window_size={size!r}: keys that a query sees before and after its own "
+            "position, which cannot be negative. None: it sees all."
+        )
+    return left, right
+
+
+def lengths_of(x: jax.typing.ArrayLike | None, name: str, batch: int) -> jax.Array | None:
+    """The lengths of sequences that users give, int[batch]; `name` is for the message."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} must be integers of shape {(batch,)}, one for each sequence; got {x.dtype} "
+            f"of shape {x.shape}."
+        )
+    return x

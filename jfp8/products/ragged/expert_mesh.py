@@ -50,6 +50,22 @@ class ExpertMesh:
         """The number of parts of each matrix."""
         return 1 if self.tensor_axis is None else self._size(self.tensor_axis)
 
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The `data_axes` with several devices, of which each has a part of sums over tokens."""
+        return tuple(axis for axis in self.data_axes if self._size(axis) > 1)
+
+    def scattered(self, spec: PartitionSpec, shape: tuple[int, ...]) -> int | None:
+        """The dimension of a sum over tokens that is divided among devices as it is added up.
+
+        None: devices get all of it, since no dimension but the first is whole and divides evenly.
+        """
+        parts = math.prod(map(self._size, self.summed_axes))
+        for dimension, (axis, size) in enumerate(zip(spec, shape, strict=True)):
+            if parts > 1 and dimension and axis is None and size % parts == 0:
+                return dimension
+        return None
+
     def _size(self, axis: str) -> int:
         return 1 if self.mesh is None else self.mesh.shape[axis]
 
@@ -98,9 +114,14 @@ class ExpertMesh:
     def sum_over_tensor(self, x: jax.Array) -> jax.Array:
         return x if self.tensor == 1 else lax.psum(x, self.tensor_axis)
 
-    def sum_over_data(self, x: jax.Array) -> jax.Array:
-        axes = tuple(axis for axis in self.data_axes if self._size(axis) > 1)
-        return lax.psum(x, axes) if axes else x
+    def sum_over_data(self, x: jax.Array, dimension: int | None) -> jax.Array:
+        """The sum of `x`, or of `dimension` only the part that this device shall have."""
+        axes = self.summed_axes
+        if not axes:
+            return x
+        if dimension is None:
+            return lax.psum(x, axes)
+        return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
 
 
 def expert_mesh(

@@ -182,6 +182,15 @@ class ExpertDot(Operation):
         in_parts |= kind == "wgrad" and mesh.parts > mesh.experts
         parts = (sums.parts or np.dtype(np.float32)) if in_parts else dtype
         leaves, structure = jax.tree.flatten((first, second))
+        axes = {"t": mesh.token_axes, "E": mesh.expert_axis, divided: mesh.tensor_axis}
+        result = mesh.rows if returns else PartitionSpec(*map(axes.get, names[2]))
+        scattered = None
+        if kind == "wgrad":
+            # What is divided as it is added up is half of what an all-reduce sends. If a gradient
+            # is wanted in other parts, or as a whole, it travels once more, in `dtype`.
+            scattered = mesh.scattered(result, self.shapes[1])
+            over = [mesh.summed_axes if d == scattered else a for d, a in enumerate(result)]
+            result = PartitionSpec(*over)
 
         def product(exchange: Exchange, *leaves: jax.Array) -> jax.Array:
             here = replace(self._here(exchange.here), dtypes=(parts,) * 3)
@@ -190,18 +199,16 @@ class ExpertDot(Operation):
             if divided and divided not in names[2]:
                 y = mesh.sum_over_tensor(y)
             if kind == "wgrad":
-                y = mesh.sum_over_data(y)
+                y = mesh.sum_over_data(y, scattered)
             y = y.astype(dtype)
             return self._returned(exchange.here, y) if returns else y
 
-        axes = {"t": mesh.token_axes, "E": mesh.expert_axis, divided: mesh.tensor_axis}
         layout = lambda shape, dims: PartitionSpec(
             *(None if n == 1 else axes.get(d) for n, d in zip(shape, dims, strict=False))
         )
         specs = [mesh.rows]
         for operand, dims in zip((first, second), names[:2], strict=True):
             specs += [layout(leaf.shape, dims) for leaf in jax.tree.leaves(operand)]
-        result = mesh.rows if returns else PartitionSpec(*map(axes.get, names[2]))
         run = mesh.run(product, tuple(specs), result)
         return run(self.exchange, *leaves)
 

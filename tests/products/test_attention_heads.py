@@ -1,0 +1,126 @@
+"""Operands of attention that a kernel quantizes where a projection wrote them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8 import recipes
+from jfp8.layers.transformer_math import projected_attention
+from jfp8.products.flash.dot_product import observed_attention
+from jfp8.products.flash.heads import Heads, Whole
+from jfp8.products.flash.numerics import for_both, numerics_of
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
+)
+SHARED_BY, GROUPS, DEPTH = 2, 2, 64
+
+
+def projection(tokens=128, batch=1):
+    """Queries, keys and values as one product, and alone; no two heads have the same values."""
+    shape = (batch, tokens, GROUPS, SHARED_BY + 2, DEPTH)
+    qkv = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.bfloat16)
+    heads = lambda x: x.reshape(batch, tokens, -1, DEPTH)
+    return qkv, heads(qkv[..., :SHARED_BY, :]), qkv[..., SHARED_BY, :], qkv[..., SHARED_BY + 1, :]
+
+
+@needs_mosaic
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_the_kernel_quantizes_heads_of_a_projection(which):
+    """The bytes, scales and amax of the heads alone, and the same bytes transposed."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    qkv, query, key, value = projection()
+    x = {"query": query.reshape(1, 128, GROUPS, SHARED_BY, DEPTH).transpose(0, 2, 3, 1, 4)}
+    x |= {"key": key.swapaxes(1, 2), "value": value.swapaxes(1, 2)}
+    first = {"query": 0, "key": SHARED_BY, "value": SHARED_BY + 1}[which]
+    uses = getattr(numerics_of(recipes.Float8CurrentScaling()), which)
+    with plgpu.force_gpu_interpret_mode():
+        found, _ = for_both(x[which], uses, None, kernels=True, whole=Whole(qkv, first))
+        alone, _ = for_both(x[which], uses, None, kernels=True)
+    expected, _ = jax.jit(lambda x: for_both(x, uses, None))(x[which])
+    assert expected.transposed is None
+    for q in (found, alone):
+        for name in ("data", "scale", "amax"):
+            a, b = (np.atleast_1d(getattr(each, name)) for each in (q, expected))
+            np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+        transposed = np.asarray(expected.data).swapaxes(-1, -2)
+        assert q.transposed.shape == transposed.shape
+        np.testing.assert_array_equal(
+            np.asarray(q.transposed).astype("f4"), transposed.astype("f4")
+        )
+
+
+@needs_mosaic
+@pytest.mark.slow
+def test_attention_of_heads_by_kernels():
+    """All kernels, forward and backward, against the reference of the heads alone."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    qkv, *alone = projection()
+    parts = zip(alone, (0, SHARED_BY, SHARED_BY + 1), strict=True)
+    dy = jnp.asarray(np.random.default_rng(1).normal(size=alone[0].shape), jnp.bfloat16)
+
+    def run(implementation, *wholes):
+        def attend(*x):
+            x = [Heads(a, whole) if whole else a for a, whole in zip(x, wholes, strict=True)]
+            how = {"recipe": "current", "state": None, "sink": None, "is_causal": True}
+            return observed_attention(*x, implementation=implementation, **how)[0]
+
+        y, back = jax.vjp(attend, *alone)
+        return y, *back(dy)
+
+    with plgpu.force_gpu_interpret_mode():
+        found = run("mosaic_gpu", *(Whole(qkv, first) for _, first in parts))
+    for x, expected in zip(found, run("emulate", None, None, None), strict=True):
+        x, expected = (np.asarray(each, np.float64) for each in (x, expected))
+        assert np.linalg.norm(x - expected) < 0.02 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_is_told_what_heads_are_a_part_of(fused):
+    """The arrays, from which others compute, and the same numbers within the whole."""
+    qkv, *alone = projection(tokens=5, batch=2)
+    seen = []
+
+    def attention(query, key, value, *_, **__):
+        seen.extend((query, key, value))
+        return value.array
+
+    query, keys_values = jnp.split(qkv, [SHARED_BY], axis=-2)
+    whole = qkv if fused else None
+    projected_attention(query, keys_values, qkv=whole, attention=attention)
+    for x, array in zip(seen, alone, strict=True):
+        assert isinstance(x, Heads) == (fused or array is not alone[0])
+        if not isinstance(x, Heads):
+            np.testing.assert_array_equal(x, array)
+            continue
+        np.testing.assert_array_equal(x.array, array)
+        count = array.shape[-2] // GROUPS
+        part = x.whole.array[..., x.whole.first : x.whole.first + count, :]
+        np.testing.assert_array_equal(part.reshape(array.shape), array)
+
+
+def test_attention_of_heads_is_that_of_the_arrays():
+    """With their gradients, also where FP8 is switched off."""
+    qkv, *alone = projection(tokens=7)
+    wholes = [Whole(qkv, first) for first in (0, SHARED_BY, SHARED_BY + 1)]
+    layer = jfp8.linen.DotProductAttention(recipe="current")
+
+    def run(*wholes):
+        def attend(*x):
+            x = [Heads(a, whole) if whole else a for a, whole in zip(x, wholes, strict=True)]
+            return layer.apply({}, *x, is_causal=True)
+
+        y, back = jax.vjp(attend, *alone)
+        return y, *back(y)
+
+    for enabled in (True, False):
+        with jfp8.autocast(enabled=enabled):
+            for a, b in zip(run(*wholes), run(None, None, None), strict=True):
+                assert float(jnp.abs(b.astype(jnp.float32)).max()) > 0
+                np.testing.assert_array_equal(a, b)
