@@ -248,12 +248,13 @@ class DotGeneral(ProductModule):
           precision: of the product where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
         """
-        lhs, source = split_made(lhs)
+        lhs, source, then = split_made(lhs)
         quantized = partial(
             observed_dot_general,
             dimension_numbers=dimension_numbers,
             preferred_element_type=preferred_element_type,
             source=source,
+            then=then,
         )
         plain = partial(
             lax.dot_general,
