@@ -216,6 +216,7 @@ def noted_makes(monkeypatch):
 
 LAYERS = {
     "LayerNormMLP": lambda **how: jfp8.LayerNormMLP(128, use_bias=False, **how),
+    "MoE": lambda **how: jfp8.linen.MoE(2, 128, **how),
 }
 
 
