@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 
 from jfp8.layers import transformer_math
 from jfp8.matmul.choice import Implementation
+from jfp8.products.cast_later import as_array
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
@@ -21,7 +23,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.formats import Format
 
-Layer = Callable[[jax.Array, ExpertRows], jax.Array]
+Layer = Callable[[Any, ExpertRows], Any]  # of an array, or a `Made`; to one, or a `Followed`
 
 
 def expert_kernels(
@@ -112,11 +114,17 @@ def through_experts(
 
     n = transformer_math.projections_of(activation)
     divided = can_be_divided(intermediate_dim, mesh, recipes)
-    parts = mesh.tensor if divided else 1
-    hidden = wi(jnp.pad(tokens, [(0, more), (0, 0)]), ExpertRows(exchange, "lhs", divided, n))
-    hidden = hidden.reshape(*hidden.shape[:2], parts, n, intermediate_dim // parts)
-    hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
-    hidden = hidden.reshape(*hidden.shape[:2], intermediate_dim)
+    then = None
+    if saved_activations is None and not divided:
+        then = transformer_math.following(activation)
+    rows = ExpertRows(exchange, "lhs", divided, n, then)
+    hidden: Any = wi(jnp.pad(tokens, [(0, more), (0, 0)]), rows)
+    if isinstance(hidden, jax.Array):
+        parts = (mesh.tensor,) if divided else ()
+        hidden = hidden.reshape(*hidden.shape[:2], *parts, n, -1)
+    hidden = transformer_math.activated(hidden, activation, saved_activations=saved_activations)
+    if divided:
+        hidden = as_array(hidden).reshape(*hidden.shape[:2], intermediate_dim)
     y = wo(hidden, ExpertRows(exchange, "result", divided))
     each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
     return jnp.sum(each * routed.weights[:, :, None], axis=1).astype(y.dtype)

@@ -22,7 +22,7 @@ from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
 from jfp8.matmul.choice import may_quantize_by_kernels, traced_for_gpu
 from jfp8.products.flash.heads import Heads, Whole
-from jfp8.products.made import Made, Source, make_all
+from jfp8.products.made import Followed, Made, Source, Then, make_all, through_make
 from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
 from jfp8.scaling.formats import Format
 from jfp8.tracing.context import has_explicit_axes
@@ -60,29 +60,14 @@ def projections_of(activation: str) -> int:
     return len(ACTIVATIONS[activation])
 
 
-# The same values without a rule of differentiation, which the compiler of kernels does not know.
-_IN_KERNELS: dict[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]] = {
-    jax.nn.relu: lambda x: jnp.maximum(x, 0),
-    _squared_relu: lambda x: jnp.square(jnp.maximum(x, 0)),
-}
-
-
 @dataclass(frozen=True)
 class Activation:
-    """One of `ACTIVATIONS`, as a function of its projections.
-
-    Attributes:
-      name: which one.
-      in_kernels: whether it is for kernels, which need no gradient.
-    """
+    """One of `ACTIVATIONS`, as a function of its projections."""
 
     name: str
-    in_kernels: bool = False
 
     def __call__(self, *projections: jax.Array) -> jax.Array:
         functions = ACTIVATIONS[self.name]
-        if self.in_kernels:
-            functions = tuple(_IN_KERNELS.get(f, f) for f in functions)
         y, *gates = (f(x) for f, x in zip(functions, projections, strict=True))
         for gate in gates:
             y = y * gate
@@ -124,8 +109,19 @@ def activate(
     return keeping_inputs(run, saved_activations)(x)
 
 
+def following(activation: str | None) -> Then | None:
+    """What to tell a product whose result goes to `activated`, and nowhere else; None: it does not.
+
+    The product may then return a `Followed`: where kernels may compute the gradient of `activation`
+    as they quantize it.
+    """
+    if activation is None or not may_quantize_by_kernels():
+        return None
+    return Then(Activation(activation), projections_of(activation))
+
+
 def activated(
-    x: jax.Array, activation: str, *, saved_activations: Format | None = None
+    x: jax.Array | Followed, activation: str, *, saved_activations: Format | None = None
 ) -> jax.Array | Made:
     """`activate`, for a product whose kernel may compute it as it quantizes it.
 
@@ -134,10 +130,11 @@ def activated(
     Returns:
       A `Made` of what it returns, if the program is traced for a GPU that has such kernels.
     """
-    y = activate(x, activation, saved_activations=saved_activations)
-    if not may_quantize_by_kernels():
-        return y
-    return Made(y, Source(x, Activation(activation, in_kernels=True)))
+    if isinstance(x, Followed):
+        y, x = through_make(x), x.array
+    else:
+        y = activate(x, activation, saved_activations=saved_activations)
+    return Made(y, Source(x, Activation(activation))) if may_quantize_by_kernels() else y
 
 
 @jax.custom_jvp

@@ -21,7 +21,7 @@ from jax import lax
 from jfp8.matmul.job import HARDWARE_FORMATS, scale_products
 from jfp8.matmul.paired import Paired
 from jfp8.products.cast_later import CastLater, as_array
-from jfp8.products.made import Made
+from jfp8.products.made import Made, Source
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
@@ -79,7 +79,7 @@ def quantize_both_ways(
     to the same bytes.
     """
     kernel = _KERNELS[type(quantizer)]
-    if isinstance(x, Made) and not _makes(quantizer, state):
+    if isinstance(x, Made) and (x.source is None or not _makes(quantizer, x.source, state)):
         x = x.array
 
     if quantizer.block is not None or isinstance(quantizer, Rowwise):
@@ -112,33 +112,53 @@ class _Read(NamedTuple):
     """How a kernel reads a matrix.
 
     Attributes:
-      array: in memory, ``[m, n]`` or ``[m, projections, n]``.
-      dims: the names of its dimensions, for `divided`.
+      arrays: in memory: ``[m, n]``, or ``[m, projections, n]`` and maybe ``[m, n]``.
+      dims: the names of their dimensions, for `divided`.
+      columns: the names of the dimensions that are the columns of the matrix.
       what: the rest, in words, for its name.
       how: the rest: arguments of the kernel.
     """
 
-    array: jax.Array
+    arrays: list[jax.Array]
     dims: str
+    columns: str
     what: str
     how: dict[str, Any]
+
+    def by(self, kernel: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        """`kernel` as a function of these arrays, and of others."""
+        count = len(self.arrays)
+
+        def function(*arrays: jax.Array) -> Any:
+            x = arrays[0] if count == 1 else arrays[:count]
+            return kernel(x, *arrays[count:], **self.how, **how)
+
+        return function
 
 
 def _read(x: Matrix) -> _Read:
     if isinstance(x, Made):
-        projections, make = x.source.projections, x.source.make
-        what = f"{make} in {projections.dtype}"
-        return _Read(projections, "i PROJECTION j", what, {"make": make})
+        assert x.source is not None
+        projections, make, cotangent = x.source.projections, x.source.make, x.source.cotangent
+        how = f"{make} in {projections.dtype}", {"make": make}
+        if cotangent is None:
+            return _Read([projections], "i PROJECTION j", "j", *how)
+        columns = "j" if projections.shape[1] == 1 else "PROJECTION j"
+        return _Read([projections, cotangent], "i PROJECTION j, i j", columns, *how)
     array, dtype = (x.array, x.dtype) if isinstance(x, CastLater) else (x, None)
-    return _Read(array, "i j", f"{dtype}", {"dtype": dtype})
+    return _Read([array], "i j", "j", f"{dtype}", {"dtype": dtype})
 
 
-def _makes(quantizer: Quantizer, state: AmaxState | None) -> bool:
+def _makes(quantizer: Quantizer, source: Source, state: AmaxState | None) -> bool:
     """Whether the kernel of `quantizer` can also make the matrix.
 
-    Not if it needs amaxes beforehand: what they are taken of would be read twice.
+    Not if it needs amaxes beforehand: what they are taken of would be read twice. Nor if its blocks
+    would reach from one projection into the next.
     """
-    return _finds_amax(quantizer, state) or isinstance(quantizer, Blockwise)
+    if not isinstance(quantizer, Blockwise):
+        return _finds_amax(quantizer, state)
+    *_, projections, n = source.projections.shape
+    return source.cotangent is None or projections == 1 or n % quantizer.block_size[0] == 0
 
 
 def _paired(q: ScaledArray, met: jax.Array) -> Paired:
@@ -179,16 +199,16 @@ def _delayed(quantizer: Delayed, x: Matrix, state: AmaxState | None, meets: Meet
     history, in_step = state["amax_history"], state["amax"].reshape(1)
     if quantizer.algo == "max" and history.size > _LONG:
         history = quantizer.expected(state).reshape(1)
-    read = history.size if quantizer.algo == "max" else 1
+    entries = history.size if quantizer.algo == "max" else 1
 
     def expected(history: Any) -> jax.Array:
-        return functools.reduce(jnp.maximum, [history[i] for i in range(read)])
+        return functools.reduce(jnp.maximum, [history[i] for i in range(entries)])
 
     # The current amax matters only while the history is empty, and is computed only then.
-    array, dims, what, how = _read(x)
-    find = partial(quantize.tensor_amax, unless=lambda history: expected(history) > 0, **how)
-    name = f"tensor_amax, {quantizer}, {what}"
-    found = divided(name, find, f"{dims}, STEP -> PART", "max")(array, history)
+    read = _read(x)
+    find = read.by(quantize.tensor_amax, unless=lambda history: expected(history) > 0)
+    name = f"tensor_amax, {quantizer}, {read.what}"
+    found = divided(name, find, f"{read.dims}, STEP -> PART", "max")(*read.arrays, history)
 
     def scale_of(history: Any, in_step: Any, found: Any) -> tuple[jax.Array, jax.Array]:
         predicted = jnp.full((128,), expected(history))
@@ -225,26 +245,26 @@ def _with_one_scale(
     """
     from jfp8.matmul.hopper import quantize
 
-    array, dims, what, how = _read(x)
+    read = _read(x)
     others = [scale.reshape(1) for scale in meets if scale is not None]
-    kernel = partial(
+    kernel = read.by(
         quantize.quantize_tensor,
         fmt=quantizer.fmt,
         scale_of=scale_of,
         with_amax=largest is None,
         meets=len(others),
-        **how,
     )
     ones = ["ONE"] * len(others)
-    operands, results = [dims, *known, *ones], ["i j", "j i", "ONE", *ones]
+    operands = [read.dims, *known, *ones]
+    results = [f"i {read.columns}", f"{read.columns} i", "ONE", *ones]
     combine: list[Combine] = ["alike"] * len(results)
     if largest is None:
         results.append("PART")
         combine.append("max")
     rule = f"{', '.join(operands)} -> {', '.join(results)}"
-    q, q_t, *numbers = divided(f"quantize_tensor, {quantizer}, {what}", kernel, rule, combine)(
-        array, *known.values(), *others
-    )
+    name = f"quantize_tensor, {quantizer}, {read.what}"
+    q, q_t, *numbers = divided(name, kernel, rule, combine)(*read.arrays, *known.values(), *others)
+    q, q_t = q.reshape(x.shape), q_t.reshape(x.shape[::-1])
     if largest is None:
         largest = lax.bitcast_convert_type(numbers.pop(), jnp.float32)
     # Products round their factor, and undo it. XLA would move this reshape to between the two.
@@ -260,15 +280,15 @@ def _rowwise(quantizer: Rowwise, x: Matrix, state: AmaxState | None, meets: Meet
     from jfp8.matmul.hopper import quantize
 
     del state, meets
-    array, _, what, how = _read(x)
-    maximum = partial(quantize.row_and_column_amax, **how)
-    maxima = divided(f"row_and_column_amax, {what}", maximum, "i j -> i, j", combine="max")(array)
+    read = _read(x)
+    name, maximum = f"row_and_column_amax, {read.what}", read.by(quantize.row_and_column_amax)
+    maxima = divided(name, maximum, "i j -> i, j", combine="max")(*read.arrays)
     rows, columns = (
         scale_from_amax(m, quantizer.fmt, scale_rounding=quantizer.scale_rounding) for m in maxima
     )
-    both = partial(quantize.quantize_lines, fmt=quantizer.fmt, **how)
-    q, q_t = divided(f"quantize_lines, {what}", both, "i j, i, j -> i j, j i")(
-        array, reciprocal(rows), reciprocal(columns)
+    both = read.by(quantize.quantize_lines, fmt=quantizer.fmt)
+    q, q_t = divided(f"quantize_lines, {read.what}", both, "i j, i, j -> i j, j i")(
+        *read.arrays, reciprocal(rows), reciprocal(columns)
     )
     straight, other = ScaledArray(q, rows[:, None]), ScaledArray(q_t, columns[:, None])
     return BothWays(straight, other, amax(maxima[0]))
@@ -279,27 +299,26 @@ def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None, meets: 
 
     del state, meets
     along, across = quantizer.block_size
-    (m, n), (array, dims, what, how) = x.shape, _read(x)
-    fmt, rounding = quantizer.fmt, quantizer.scale_rounding
+    (m, n), read = x.shape, _read(x)
+    fmt, rounding, columns = quantizer.fmt, quantizer.scale_rounding, read.columns
+    how = {"fmt": fmt, "scale_rounding": rounding}
     if across > 1:
-        tiles = partial(quantize_blocks.quantize_tiles, fmt=fmt, scale_rounding=rounding, **how)
-        rule = f"{dims} -> i j, j i, i/{along} j/{along}"
-        q, q_t, scale = divided(f"quantize_tiles, {rounding}, {what}", tiles, rule)(array)
+        tiles = read.by(quantize_blocks.quantize_tiles, **how)
+        rule = f"{read.dims} -> i {columns}, {columns} i, i/{along} {columns}/{along}"
+        q, q_t, scale = divided(f"quantize_tiles, {rounding}, {read.what}", tiles, rule)(
+            *read.arrays
+        )
+        scale = scale.reshape(len(scale), -1)
         scales = scale, scale.T
     else:
-        rows = partial(
-            quantize_blocks.quantize_rows_in_blocks,
-            fmt=fmt,
-            block=along,
-            scale_rounding=rounding,
-            **how,
-        )
+        rows = read.by(quantize_blocks.quantize_rows_in_blocks, block=along, **how)
         q, s, q_t, s_t = divided(
-            f"quantize_rows_in_blocks_{along}, {rounding}, {what}",
+            f"quantize_rows_in_blocks_{along}, {rounding}, {read.what}",
             rows,
-            f"{dims} -> i j, j/{along} i, j i, i/{along} j",
-        )(array)
-        scales = s.T, s_t.T
+            f"{read.dims} -> i {columns}, {columns}/{along} i, {columns} i, i/{along} {columns}",
+        )(*read.arrays)
+        scales = s.reshape(-1, s.shape[-1]).T, s_t.reshape(len(s_t), -1).T
+    q, q_t = q.reshape(m, n), q_t.reshape(n, m)
     if scales[0].dtype == jnp.uint8:
         scales = tuple(codes_to_format(s, E8M0FNU) for s in scales)
     blocks = (ragged_block(Block((across, along)), shape) for shape in ((m, n), (n, m)))

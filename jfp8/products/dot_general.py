@@ -29,7 +29,7 @@ from jfp8.matmul.job import (
 from jfp8.products.both_ways import has_kernel, quantize_both_ways
 from jfp8.products.cast_later import CastLater
 from jfp8.products.explicit_sharding import with_result_like
-from jfp8.products.made import Made, Source, source_of_matrix
+from jfp8.products.made import Followed, Made, Source, Then, source_of_matrix
 from jfp8.products.observers import OBSERVER
 from jfp8.products.on_tpu import quantized_for_both
 from jfp8.products.operation import (
@@ -139,12 +139,15 @@ def observed_dot_general(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
     source: Source | None = None,
+    then: Then | None = None,
     bias: jax.Array | None = None,
-) -> tuple[jax.Array, Observed]:
+) -> tuple[Any, Observed]:
     """`scaled_dot_general`, and the amaxes of its operands, which have no gradient.
 
-    If the `source` of `lhs` is given, a kernel may make `lhs` itself. A `bias` ``[n]`` is added to
-    the result, by a kernel if that can.
+    If the `source` of `lhs` is given, a kernel may make `lhs` itself. If it is known what follows
+    `then`, whose projections are the last but one dimension of the result, this may be a
+    `Followed`: then a kernel may make its gradient. A `bias` ``[n]`` is added to the result, by a
+    kernel if that can.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     if has_explicit_axes():
@@ -178,10 +181,17 @@ def observed_dot_general(
         tpu = choice.quantizing_tpu(lhs, how.implementation)
         if tpu is not None:
             operation, lhs, rhs = _on_tpu(tpu, dot, lhs, rhs, bias)
+    if faster is None or not faster.kernels:
+        source = then = None
+    if bias is not None:
+        then = None  # its gradient needs that of the result
     if source is not None:
-        kernels = faster is not None and faster.kernels
-        source = source_of_matrix(source, contracting, lhs.shape) if kernels else None
-    y, observed = multiply_quantized(operation, lhs, rhs, how, state, source)
+        source = source_of_matrix(source, contracting, lhs.shape)
+    if faster is not None and faster.shapes != ((m, k), (k, n)):
+        then = None  # zeros are behind the values
+    y, observed = multiply_quantized(operation, lhs, rhs, how, state, source, then)
+    if isinstance(y, Followed):
+        return y.reshape(shape), observed
     if faster is not None:
         y = y[:m, :n]
     y = y.reshape(shape)

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.products.cast_later import CastLater
-from jfp8.products.made import Made, Source
+from jfp8.products.made import Made, Source, Then, as_made, followed_by
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
     How,
@@ -118,11 +118,13 @@ def multiply_quantized(
     how: How,
     state: State,
     source: Source | None = None,
-) -> tuple[jax.Array, Observed]:
+    then: Then | None = None,
+) -> tuple[Any, Observed]:
     """`operation` of `lhs` and `rhs` as `how` says, and the amaxes of both.
 
     The amaxes have no gradient. The gradient of an `rhs` that is a `ScaledArray` goes to its
-    carrier, if it has one. If the `source` of `lhs` is given, a kernel may make `lhs` itself.
+    carrier, if it has one. If the `source` of `lhs` is given, a kernel may make `lhs` itself. If
+    it is known what follows `then`, the result is a `Followed`.
     """
     recipe, (histories, sink, key) = how.recipe, state
     if histories is not None:
@@ -137,18 +139,18 @@ def multiply_quantized(
     operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed, source)
     operation, operands = same_varying_axes((operation, operands))
     use = None if sink is None else begin_use(sink)
-    y, observed = _multiply(how, carrier is not None, use, operation, operands)
+    y, observed = _multiply(how, carrier is not None, use, then, operation, operands)
     if use is not None:
         end_use(use, *observed)
     return y, lax.stop_gradient(observed)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _multiply(how, carried, use, operation, operands):
-    return _forward(how, carried, use, operation, operands, and_backward=False)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _multiply(how, carried, use, then, operation, operands):
+    return _forward(how, carried, use, then, operation, operands, and_backward=False)[0]
 
 
-def _forward(how, carried, use, operation, operands, and_backward=True):
+def _forward(how, carried, use, then, operation, operands, and_backward=True):
     if use is not None and and_backward:
         use.linearized = True
     lhs, rhs, _, state, sink, seed, source = operands
@@ -185,10 +187,12 @@ def _forward(how, carried, use, operation, operands, and_backward=True):
     seen = None if sink is None else Observed(lhs_amax, rhs_amax)
     observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
     turns = turn_of(dgrad, "dgrad", rhs_amax, seed), turn_of(wgrad, "wgrad", lhs_amax, seed)
-    return (y, observed), _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, turns, operation)
+    kept = _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, turns, operation)
+    return (followed_by(then, y), observed), kept
 
 
-def _backward(how, carried, use, residuals, cotangents):
+def _backward(how, carried, use, then, residuals, cotangents):
+    del then
     if use is not None:
         use.differentiated = True
     lhs, rhs, history, seen, seed, turns, operation = residuals
@@ -196,7 +200,7 @@ def _backward(how, carried, use, residuals, cotangents):
     dgrad, wgrad = products.dgrad, products.wgrad
     q_lhs = restore(lhs, wgrad.lhs and wgrad.lhs.fmt)
     q_rhs = restore(rhs, dgrad.rhs and dgrad.rhs.fmt)
-    dy = first_order_only(cotangents[0])
+    dy = as_made(jax.tree.map(first_order_only, cotangents[0]))
     g = QuantizedOperand("grad", dy, history, seed, operation)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")

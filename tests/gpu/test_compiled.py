@@ -19,6 +19,7 @@ import jfp8
 from jfp8 import recipes
 from jfp8.layers.transformer_math import ACTIVATIONS, Activation, projections_of
 from jfp8.matmul import pays_off
+from jfp8.products.made import Gradient
 from jfp8.scaling.formats import E4M3FN, E5M2
 from support.compiled_layers import (
     BF16,
@@ -336,12 +337,12 @@ def test_transformer_layer_with_attention(compiled):
     assert sum(kernel.name == "jfp8_quantize_heads" for kernel in program.kernels) == 4
 
 
-MLP_MOVES = {"delayed": 2880e6, "block": 2180e6}  # else 185e6 more
+MLP_MOVES = {"delayed": 2610e6, "block": 1815e6}  # all made by XLA, 3138e6 and 2528e6
 
 
 @pytest.mark.parametrize("recipe", MLP_MOVES)
 def test_mlp_makes_its_activation_where_it_is_quantized(recipe, compiled):
-    """No kernel writes 16 bits of that size but products, dgrad and wgrad of ``wo``."""
+    """No kernel writes 16 bits of that size, or of its gradient's, but products."""
     layer = jfp8.LayerNormMLP(
         11264, activation="swiglu", layernorm_type="rmsnorm", use_bias=False, recipe=recipe,
         dtype=BF16, param_dtype=BF16,
@@ -354,9 +355,9 @@ def test_mlp_makes_its_activation_where_it_is_quantized(recipe, compiled):
     hidden = [
         made
         for made, _ in hlo.launched
-        if any(r.dtype == "bf16" and r.size == 4096 * 11264 for r in made.results)
+        if any(r.dtype == "bf16" and r.size >= 4096 * 11264 for r in made.results)
     ]
-    assert len(hidden) == 2
+    assert len(hidden) == 4  # fprop and wgrad of ``wi``, dgrad and wgrad of ``wo``
     assert all(made in hlo.fp8_products for made in hidden)
     assert hlo.bytes_beside_products < MLP_MOVES[recipe]
     assert hlo.passes_over_outputs == []
@@ -412,13 +413,17 @@ def test_experts(name, compiled):
 
 @pytest.mark.parametrize("name", ["delayed", "block"])
 def test_mixture_of_experts(name, compiled):
-    """Tokens are sorted as bytes: no pass over the copies of a token in bf16."""
+    """Tokens are sorted as bytes, activations and their gradients made as they are quantized."""
     layer = jfp8.linen.MoE(8, 1024, recipe=recipes.get(name), dtype=BF16, param_dtype=BF16)
     f, args = forward_and_backward(layer, (8192, 2048))
     program = compiled(f"`MoE`, 8192×2048, 2 of 8 experts of 1024, {name}", "h200", f, *args)
     assert len(program.hlo.fp8_products) == 6
     assert len(program.hlo.other_products) == 3  # the router's, in f32
     assert program.hlo.passes_over_outputs == []
+    assert program.hlo.bytes_beside_products < MOE_MOVES[name]
+
+
+MOE_MOVES = {"delayed": 1440e6, "block": 1350e6}  # all made by XLA, 1573e6 and 1554e6
 
 
 # The kernels, one by one
@@ -528,12 +533,12 @@ def test_grouped_outer(with_scales, compiled):
     assert_tensor_cores(compiled(f"kernel `grouped_outer`, {how}", "h200", f, *args))
 
 
-def in_one_read(program, x, *, written):
-    """One kernel of ours reads `x` and writes so many bytes; what else there is, is small."""
+def in_one_read(program, *arrays, written):
+    """One kernel of ours reads `arrays` and writes so many bytes; what else there is, is small."""
     assert len(program.kernels) == 1
     assert program.kernels[0].qgmma == ()
     assert program.hlo.other_products == []
-    least = x.size * x.dtype.itemsize + written
+    least = sum(x.size * x.dtype.itemsize for x in arrays) + written
     assert (
         least <= program.hlo.bytes_beside_products < 1.07 * least
     )  # partial results, among others
@@ -632,38 +637,48 @@ def test_quantize_tiles(rounding, dtype, compiled):
     in_one_read(program, x, written=2 * x.size)
 
 
+def activation_and_input(name, gradient, m=4096, n=8192):
+    """What makes an activation, or its gradient, for a kernel; and the kernel's input in bf16."""
+    make, x = Activation(name), of((m, projections_of(name), n), BF16)
+    return (Gradient(make), (x, of((m, n), BF16))) if gradient else (make, (x,))
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["", "gradient"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernels_that_make_what_they_quantize(activation, compiled):
-    """The lowering of kernels knows all that activations consist of."""
+def test_kernels_that_make_what_they_quantize(activation, gradient, compiled):
+    """The lowering of kernels knows all that activations and their gradients consist of."""
     from jfp8.matmul.hopper.quantize import quantize_tensor, tensor_amax
     from jfp8.matmul.scales_in_kernels import scale_and_inverse
 
-    make = Activation(activation, in_kernels=True)
-    x = of((4096, projections_of(activation), 8192), BF16)
+    make, x = activation_and_input(activation, gradient)
+    made = x[0].size if gradient else 4096 * 8192
 
-    def f(x, amax):
+    def f(amax, *x):
         scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), E4M3FN, None)
         return quantize_tensor(x, amax, fmt=E4M3FN, scale_of=scale_of, with_amax=True, make=make)
 
-    name = f"kernel `quantize_tensor`, {activation}, bfloat16"
-    program = compiled(name, "h200", f, x, of((1,), F32))
-    in_one_read(program, x, written=2 * 4096 * 8192)
-    find = lambda x, known: tensor_amax(x, known, unless=lambda known: known[0] > 0, make=make)
-    program = compile_for("h200", find, x, of((1,), F32))
+    name = f"kernel `quantize_tensor`, {'gradient of ' * gradient}{activation}, bfloat16"
+    program = compiled(name, "h200", f, of((1,), F32), *x)
+    in_one_read(program, *x, written=2 * made)
+    find = lambda known, *x: tensor_amax(x, known, unless=lambda known: known[0] > 0, make=make)
+    program = compile_for("h200", find, of((1,), F32), *x)
     assert_resources(program)
-    in_one_read(program, x, written=0)
+    in_one_read(program, *x, written=0)
 
 
-@pytest.mark.parametrize("block", [128, 32])
-def test_kernels_that_make_what_they_quantize_in_blocks(block, compiled):
+@pytest.mark.parametrize("gradient", [False, True], ids=["", "gradient"])
+@pytest.mark.parametrize(("activation", "block"), [("swiglu", 128), ("swiglu", 32), ("gelu", 128)])
+def test_kernels_that_make_what_they_quantize_in_blocks(activation, block, gradient, compiled):
     from jfp8.matmul.hopper.quantize_blocks import quantize_rows_in_blocks
 
     rounding = "power_of_two" if block == 128 else "rceil"
-    x, make = of((4096, 2, 8192), BF16), Activation("swiglu", in_kernels=True)
-    f = lambda x: quantize_rows_in_blocks(x, E4M3FN, block, rounding, make=make)
-    program = compiled(f"kernel `quantize_rows_in_blocks`, 1×{block}, swiglu", "h200", f, x)
-    scales = x.size // block * (4 if block == 128 else 1)
-    in_one_read(program, x, written=x.size + scales)
+    make, x = activation_and_input(activation, gradient)
+    f = lambda *x: quantize_rows_in_blocks(x, E4M3FN, block, rounding, make=make)
+    name = f"1×{block}, {'gradient of ' * gradient}{activation}"
+    program = compiled(f"kernel `quantize_rows_in_blocks`, {name}", "h200", f, *x)
+    made = x[0].size if gradient else 4096 * 8192
+    scales = 2 * made // block * (4 if block == 128 else 1)
+    in_one_read(program, *x, written=2 * made + scales)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "unscaled"])

@@ -50,7 +50,7 @@ def test_blocks(name, compiled):
 
 
 def test_mlp_makes_its_activation_where_it_is_quantized(compiled):
-    """As on an H200: no kernel writes 16 bits of that size but dgrad and wgrad of ``wo``."""
+    """As on an H200: no kernel writes 16 bits of that size or twice that, but products."""
     layer = jfp8.LayerNormMLP(
         11264, activation="swiglu", layernorm_type="rmsnorm", use_bias=False, recipe="mxfp8",
         dtype=BF16, param_dtype=BF16,
@@ -59,12 +59,22 @@ def test_mlp_makes_its_activation_where_it_is_quantized(compiled):
     name = "B200: `LayerNormMLP`, 4096×4096→11264→4096, swiglu, mxfp8"
     hlo = compiled(name, "b200", f, *args).hlo
     assert len(hlo.block_products) == 2 * 3
-    written = [i for i, _ in hlo.launched for r in i.results if (r.dtype, r.size) == HIDDEN]
-    assert len(written) == 2
+    written = [i for i, _ in hlo.launched for r in i.results if (r.dtype, r.size) in HIDDEN]
+    assert len(written) == 4
     assert all(made in hlo.block_products for made in written)
 
 
-HIDDEN = ("bf16", 4096 * 11264)
+HIDDEN = [("bf16", 4096 * 11264), ("bf16", 4096 * 2 * 11264)]
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "block"])
+def test_mixture_of_experts(name, compiled):
+    """A tile of each group at a time: the products of a round are cuDNN's."""
+    layer = jfp8.linen.MoE(8, 1024, recipe=recipes.get(name), dtype=BF16, param_dtype=BF16)
+    f, args = forward_and_backward(layer, (8192, 2048))
+    program = compiled(f"B200: `MoE`, 8192×2048, 2 of 8 experts of 1024, {name}", "b200", f, *args)
+    assert len(program.hlo.fp8_products) == 6
+    assert len(program.hlo.other_products) == 3  # the router's, in f32
 
 
 def test_nvfp4(compiled):

@@ -1,5 +1,7 @@
 """The GPU's quantization kernels, interpreted, to the bit; and that they lower for CUDA."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +19,8 @@ from jfp8.matmul.hopper.quantize import (
     tensor_amax,
 )
 from jfp8.matmul.hopper.quantize_blocks import quantize_rows_in_blocks, quantize_tiles
-from jfp8.matmul.scales_in_kernels import nearest_quotient, scale_and_inverse
 from jfp8.matmul.hopper.sweep import Sweep, largest_of
+from jfp8.matmul.scales_in_kernels import nearest_quotient, scale_and_inverse
 from jfp8.scaling.casts import codes_of, decode
 from support.interpreter import no_races
 
@@ -340,3 +342,52 @@ def test_blocks_of_a_matrix_that_the_kernel_makes(interpret, block):
         strict=True,
     ):  # fmt: skip
         np.testing.assert_array_equal(*(np.asarray(v).view(np.uint8) for v in (a, b)))
+
+
+def swiglu_gradient(x0, x1, dy):
+    return jax.vjp(swiglu, x0, x1)[1](dy)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "sweep"),
+    [((200, 300), jnp.bfloat16, SMALL), ((100, 130), jnp.float32, None)],
+)
+def test_two_matrices_that_the_kernel_makes(interpret, shape, dtype, sweep):
+    """Side by side, from three, as of those that XLA makes."""
+    m, n = shape
+    values = numbers((m, 3 * n), dtype, (np.nan, np.inf))
+    x, dy = values[:, : 2 * n].reshape(m, 2, n), values[:, 2 * n :]
+    wide = [a.astype(jnp.float32) for a in (x[:, 0], x[:, 1], dy)]
+    both = jax.jit(swiglu_gradient)(*wide)
+    want = jnp.stack(both, axis=1).astype(dtype)  # [m, 2, n]
+    how = {"make": swiglu_gradient, "sweep": sweep, "interpret": interpret}
+    np.testing.assert_array_equal(largest(tensor_amax((x, dy), **how)), jfp8.scaling.amax(want))
+    scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), jfp8.E4M3FN, None)
+    how |= {"fmt": jfp8.E4M3FN, "scale_of": scale_of, "with_amax": True}
+    q, q_t, _, amaxes = quantize_tensor((x, dy), jnp.float32([50.0]), **how)
+    want_q = jfp8.quantize(want, scale=jnp.float32(50 / 448)).data
+    assert_same_codes(q, want_q)
+    assert_same_codes(q_t, want_q.transpose(1, 2, 0))
+    np.testing.assert_array_equal(largest(amaxes), jfp8.scaling.amax(want))
+
+
+@pytest.mark.parametrize("kernel", ["128", "32", "tiles"])
+def test_blocks_of_two_matrices_that_the_kernel_makes(interpret, kernel):
+    """No block has columns of both."""
+    values = numbers((100, 3 * 150), jnp.bfloat16)
+    x, dy = values[:, :300].reshape(100, 2, 150), values[:, 300:]
+    wide = [a.astype(jnp.float32) for a in (x[:, 0], x[:, 1], dy)]
+    how = {"fmt": jfp8.E4M3FN, "scale_rounding": None, "interpret": interpret}
+    quantize = quantize_tiles
+    if kernel != "tiles":
+        quantize = partial(quantize_rows_in_blocks, block=int(kernel))
+    q, *found = quantize((x, dy), make=swiglu_gradient, **how)
+    for i, each in enumerate(jax.jit(swiglu_gradient)(*wide)):
+        want, *others = quantize(each.astype(jnp.bfloat16), **how)
+        assert_same_codes(q[:, i], want)
+        if kernel == "tiles":
+            parts = found[0][i], found[1][:, i]
+        else:
+            parts = found[0][i], found[1][i], found[2][:, i]
+        for a, b in zip(parts, others, strict=True):
+            np.testing.assert_array_equal(*(np.asarray(v).view(np.uint8) for v in (a, b)))

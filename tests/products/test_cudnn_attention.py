@@ -53,7 +53,8 @@ def emulated(
 def with_cudnn(monkeypatch):
     monkeypatch.setattr(passes, "called", functools.cache(passes.called.__wrapped__))
     monkeypatch.setattr(compat, "cudnn_attention", lambda: emulated)
-    monkeypatch.setattr(cudnn, "only_on", lambda platform, kernel, reason, *operands: kernel(*operands))
+    anywhere = lambda platform, kernel, reason, *operands: kernel(*operands)
+    monkeypatch.setattr(cudnn, "only_on", anywhere)
 
 
 def operands(seed=0):

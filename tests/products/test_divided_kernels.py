@@ -16,6 +16,7 @@ from jfp8 import recipes
 from jfp8.matmul.hopper import product as hopper
 from jfp8.matmul.job import Job
 from jfp8.products import both_ways
+from jfp8.products.made import Gradient, Made, Source
 from jfp8.products.ragged import by_kernels
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed
@@ -112,6 +113,36 @@ def test_quantizing(quantizer, kernels, divided_by_hand):
     with plgpu.force_gpu_interpret_mode():
         kernel(quantizer, numbers(256, 256), state, (jnp.float32(3.0), None))
     assert set(divided_by_hand) == {(name, letter) for name in kernels for letter in "ij"}
+
+
+def product_of_two(x0, x1):
+    return x0 * x1
+
+
+@pytest.mark.representative(2)
+@pytest.mark.parametrize("make", [Gradient(product_of_two), product_of_two])
+@pytest.mark.parametrize(
+    ("quantizer", "kernels"),
+    [
+        (Delayed(E4M3FN), ["tensor_amax", "quantize_tensor"]),
+        (Blockwise(E4M3FN, (128, 1)), ["quantize_rows_in_blocks_128"]),
+        (Blockwise(E4M3FN, (128, 128)), ["quantize_tiles"]),
+    ],
+    ids=repr,
+)
+def test_quantizing_what_is_made(quantizer, kernels, make, divided_by_hand):
+    """Each device makes its part, of all projections."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x, dy = numbers(256, 512).reshape(256, 2, 256), numbers(256, 256, seed=1)
+    gradient = isinstance(make, Gradient)
+    shape = (256, 512) if gradient else (256, 256)
+    made = Made(jnp.zeros(shape, x.dtype), Source(x, make, dy if gradient else None))
+    state = recipes.DelayedScaling().init_state()["grad"]
+    with plgpu.force_gpu_interpret_mode():
+        found = both_ways._KERNELS[type(quantizer)](quantizer, made, state, (None, None))
+    assert set(divided_by_hand) == {(name, letter) for name in kernels for letter in "ij"}
+    assert (found.straight.shape, found.transposed.shape) == (shape, shape[::-1])
 
 
 WHOLE = {"scale_rounding": "power_of_two"}  # so that sums of integers stay exact

@@ -15,10 +15,20 @@ from jfp8.layers.transformer_math import ACTIVATIONS, Activation, projections_of
 from jfp8.products import both_ways
 from jfp8.products.both_ways import quantize_both_ways
 from jfp8.products.cast_later import promoted
-from jfp8.products.made import Made, Source, source_of_matrix
+from jfp8.products.made import (
+    Gradient,
+    Made,
+    Source,
+    Then,
+    as_made,
+    followed_by,
+    source_of_matrix,
+    through_make,
+)
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
 from jfp8.scaling.scales import amax
+from jfp8.tracing.elementary import elementary
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
@@ -47,18 +57,44 @@ def projections(name, m=100, n=150, dtype=jnp.bfloat16):
     return jnp.asarray(x * 2.0 ** np.random.default_rng(1).integers(-3, 3, size=(m, 1, 1)), dtype)
 
 
+def cotangent(m=100, n=150, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(2).normal(size=(m, n)) / 8, dtype)
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_for_kernels(name):
     """To the bit those of the layers; a NaN stays one."""
     x = projections(name).at[3, 0, 3].set(jnp.nan).at[4, 0, 4].set(-0.0)
     wide = [x[:, p].astype(jnp.float32) for p in range(x.shape[1])]
-    found = jax.jit(Activation(name, in_kernels=True))(*wide).astype(x.dtype)
+    for_kernels = elementary(Activation(name))
+    found = jax.jit(for_kernels)(*wide).astype(x.dtype)
     layers = jax.jit(lambda x: transformer_math.activate(x, name))(x)
     found, layers = (np.asarray(y, np.float32) for y in (found, layers))
     np.testing.assert_array_equal(found, layers)
     np.testing.assert_allclose(found, by_numpy(name, x), rtol=5e-3, atol=1e-5)
     assert np.isnan(found[3, 3])
-    assert "custom_jvp" not in str(jax.make_jaxpr(Activation(name, in_kernels=True))(*wide))
+    assert "custom_jvp" not in str(jax.make_jaxpr(for_kernels)(*wide))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_for_kernels(name):
+    """To the bit those of the layers, and the slopes of the published formulas."""
+    x, dy = projections(name), cotangent()
+    wide = [x[:, p].astype(jnp.float32) for p in range(x.shape[1])]
+    for_kernels = elementary(Gradient(Activation(name)))
+    parts = jax.jit(for_kernels)(*wide, dy.astype(jnp.float32))
+    found = jnp.stack(parts, axis=1).astype(x.dtype)
+    _, back = jax.vjp(lambda x: transformer_math.activate(x, name), x)
+    np.testing.assert_array_equal(*(np.asarray(d, np.float32) for d in (found, *jax.jit(back)(dy))))
+    step, exact = 1e-6, np.asarray(x, np.float64)
+    for p in range(x.shape[1]):
+        ahead, behind = exact.copy(), exact.copy()
+        ahead[:, p] += step
+        behind[:, p] -= step
+        slope = (by_numpy(name, ahead) - by_numpy(name, behind)) / (2 * step)
+        want = slope * np.asarray(dy, np.float64)
+        np.testing.assert_allclose(np.asarray(found[:, p], np.float64), want, rtol=6e-3, atol=3e-5)
+    assert "add_any" not in str(jax.make_jaxpr(for_kernels)(*wide, wide[0]))
 
 
 @pytest.mark.representative(1)
@@ -77,11 +113,19 @@ def test_activations_for_kernels(name):
 )
 def test_the_kernel_makes_it(quantizer, state, name):
     """The same bytes, scales and amaxes, without a look at the array."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     x = projections(name)
     y = jax.jit(lambda x: transformer_math.activate(x, name))(x)
-    unknown = Made(jnp.full_like(y, jnp.nan), Source(x, Activation(name, in_kernels=True)))
+    assert_made(quantizer, state, y, Source(x, Activation(name)))
+
+
+def assert_made(quantizer, state, y, source):
+    """The kernel quantizes `y`, which it makes of its source, as the quantizer does.
+
+    To the bit, but that a zero may have another sign: XLA adds zeros to gradients.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    unknown = Made(jnp.full_like(y, jnp.nan), source)
 
     @jax.jit
     def in_two_steps(y):
@@ -96,8 +140,45 @@ def test_the_kernel_makes_it(quantizer, state, name):
         found = found._replace(amax=amax(y))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(in_two_steps(y)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        a, b = (np.atleast_1d(np.asarray(v)).view(np.uint8) for v in (a, b))
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(*(np.asarray(v, np.float32) for v in (a, b)))
+
+
+@pytest.mark.representative(2)
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("quantizer", "state", "name", "n", "special"),
+    [
+        (Delayed(E5M2, length=4), SEEN, "swiglu", 150, ()),
+        (Delayed(E4M3, length=4), NEW, "geglu", 150, ()),
+        (Blockwise(E5M2, (128, 1), "power_of_two"), None, "swiglu", 256, (np.nan, np.inf)),
+        (Blockwise(E4M3, (128, 1)), None, "gelu", 150, ()),
+        (Blockwise(E4M3, (32, 1), "rceil"), None, "reglu", 160, (np.nan, -np.inf)),
+        (Blockwise(E4M3, (128, 128)), None, "swiglu", 128, ()),
+        (Unit(E5M2), None, "squared_relu", 150, (np.nan,)),
+    ],
+    ids=str,
+)
+def test_the_kernel_makes_a_gradient(quantizer, state, name, n, special):
+    """That of all projections, side by side; NaN and Inf show where XLA has them."""
+    x, dy = projections(name, n=n), cotangent(n=n)
+    for i, value in enumerate(special):
+        x, dy = x.at[3 + i, 0, 5].set(value), dy.at[70, 7 + i].set(value)
+    y, back = jax.vjp(lambda x: transformer_math.activate(x, name), x)
+    assert y.shape == dy.shape
+    (dx,) = jax.jit(back)(dy)
+    source = Source(x, Gradient(Activation(name)), dy)
+    assert_made(quantizer, state, dx.reshape(len(dx), -1), source)
+
+
+@needs_mosaic
+def test_a_gradient_whose_blocks_would_mix_projections_is_taken_as_an_array():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    source = Source(projections("swiglu"), Gradient(Activation("swiglu")), cotangent())
+    quantizer, array = Blockwise(E4M3, (128, 1)), jnp.ones((100, 300), jnp.bfloat16)
+    with plgpu.force_gpu_interpret_mode():
+        found = quantize_both_ways(quantizer, Made(array, source), None)
+    np.testing.assert_array_equal(found.straight.dequantize(), array)
 
 
 @needs_mosaic
@@ -106,7 +187,7 @@ def test_an_amax_beforehand_is_taken_of_the_array():
 
     x = projections("swiglu", 64, 64)
     array = jnp.ones((64, 64), jnp.bfloat16)
-    made = Made(array, Source(x, Activation("swiglu", in_kernels=True)))
+    made = Made(array, Source(x, Activation("swiglu")))
     with plgpu.force_gpu_interpret_mode():
         found = quantize_both_ways(Current(E4M3), made, None)
     np.testing.assert_array_equal(found.straight.dequantize(), array)
@@ -119,33 +200,103 @@ def forward_and_backward(layer, variables, x, dy):
     return y, back(dy)
 
 
+def noted_makes(monkeypatch):
+    """What is made by kernels, as of now."""
+    makes = set()
+
+    def quantize(quantizer, x, *args):
+        if isinstance(x, Made):
+            makes.add(x.source.make)
+        return quantize_both_ways(quantizer, x, *args)
+
+    for module in ("dot_general", "ragged.by_kernels"):
+        monkeypatch.setattr(f"jfp8.products.{module}.quantize_both_ways", quantize)
+    return makes
+
+
+LAYERS = {
+    "LayerNormMLP": lambda **how: jfp8.LayerNormMLP(128, use_bias=False, **how),
+    "MoE": lambda **how: jfp8.linen.MoE(2, 128, **how),
+}
+
+
+VALUE, GRADIENT = Activation("swiglu"), Gradient(Activation("swiglu"))
+BOTH = {VALUE, GRADIENT}
+
+
+@needs_mosaic
+@pytest.mark.representative(2)
+@pytest.mark.parametrize(
+    ("layer", "options", "expected"),
+    [
+        ("linen", {}, BOTH),
+        ("linen", {"use_bias": True}, {VALUE}),
+        ("linen", {"saved_activations": E4M3}, {VALUE}),
+        ("linen", {"intermediate_dropout_rate": 0.5}, {GRADIENT}),
+        ("nnx", {}, BOTH),
+        ("nnx", {"use_bias": True}, {VALUE}),
+        ("nnx", {"intermediate_dropout_rate": 0.5}, {GRADIENT}),
+    ],
+    ids=str,
+)
+def test_what_kernels_make(layer, options, expected, monkeypatch):
+    """No gradient that something else needs as well, and no value that something else changes."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    how = {"recipe": "block", "implementation": "mosaic_gpu", "dtype": jnp.bfloat16}
+    how = {"activation": "swiglu", "use_bias": False, **how, **options}
+    x = jnp.ones((128, 128), jnp.bfloat16)
+    if layer == "linen":
+        module = jfp8.LayerNormMLP(128, **how, deterministic=False)
+        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        variables = jax.eval_shape(module.init, keys, x)
+        apply = lambda v, x: module.apply(v, x, rngs={"dropout": keys["dropout"]})
+    else:
+        model = nnx.eval_shape(lambda: jfp8.nnx.LayerNormMLP(128, 128, **how, rngs=nnx.Rngs(0)))
+        graph, variables = nnx.split(model)
+        apply = lambda v, x: nnx.merge(graph, v)(x)
+    makes = noted_makes(monkeypatch)
+    loss = lambda v, x: jnp.sum(apply(v, x).astype(jnp.float32))
+    with plgpu.force_gpu_interpret_mode():
+        jax.eval_shape(jax.grad(loss, argnums=(0, 1), allow_int=True), variables, x)
+    assert makes == expected
+
+
+@needs_mosaic
+def test_captured_intermediates_are_arrays():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    how = {"recipe": "block", "implementation": "mosaic_gpu", "dtype": jnp.bfloat16}
+    layer = jfp8.LayerNormMLP(128, activation="swiglu", use_bias=False, **how)
+    x = jnp.ones((128, 128), jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    capture = lambda v, x: layer.apply(v, x, capture_intermediates=True, mutable=["intermediates"])
+    with plgpu.force_gpu_interpret_mode():
+        _, captured = jax.eval_shape(capture, variables, x)
+    *_, (projections, _) = captured["intermediates"]["wi"]["__call__"]
+    assert projections.shape == (128, 2, 128)
+
+
 @needs_mosaic
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
-def test_in_a_layer(recipe, monkeypatch):
+@pytest.mark.parametrize("name", LAYERS)
+def test_in_a_layer(name, recipe, monkeypatch):
     """Values and all gradients are those of the array, which XLA makes."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    options = {"use_bias": False, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    layer = jfp8.LayerNormMLP(
-        128, activation="swiglu", recipe=recipe, implementation="mosaic_gpu", **options
-    )
+    options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "activation": "swiglu"}
+    layer = LAYERS[name](recipe=recipe, implementation="mosaic_gpu", **options)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(128, 128)), jnp.bfloat16)
     variables = jax.jit(layer.init)(jax.random.key(0), x)
-    kinds = []
-
-    def quantize(quantizer, x, *args):
-        kinds.append(type(x).__name__)
-        return quantize_both_ways(quantizer, x, *args)
-
-    monkeypatch.setattr("jfp8.products.dot_general.quantize_both_ways", quantize)
+    makes = noted_makes(monkeypatch)
     found = []
-    for makes in (both_ways._makes, lambda *_: False):
-        monkeypatch.setattr(both_ways, "_makes", makes)
+    for by_kernels in (both_ways._makes, lambda *_: False):
+        monkeypatch.setattr(both_ways, "_makes", by_kernels)
         jax.clear_caches()
         with plgpu.force_gpu_interpret_mode():
             found.append(forward_and_backward(layer, variables, x, x))
-    assert kinds.count("Made") == 2  # once each time
+    assert makes == BOTH
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
     assert np.isfinite(np.asarray(found[0][0], np.float32)).all()
@@ -207,3 +358,47 @@ def test_source_of_a_matrix(contracting, shape, fits):
 def test_layers_hand_on_arrays_where_there_is_no_gpu():
     x = jnp.ones((2, 2, 8))
     assert isinstance(transformer_math.activated(x, "swiglu"), jax.Array)
+
+
+THEN = Then(Activation("swiglu"), 2)
+
+
+@jax.custom_vjp
+def doubled(x):
+    """A product of projections, ``y = 2 x``, whose gradient is made of what the slot brings."""
+    return followed_by(THEN, 2 * x)
+
+
+def doubled_backward(_, cotangent):
+    source = as_made(cotangent).source
+    arguments = *jnp.moveaxis(source.projections, -2, 0), source.cotangent
+    return (2 * jnp.concatenate(source.make(*arguments), axis=-1),)
+
+
+doubled.defvjp(lambda x: (doubled(x), None), doubled_backward)
+
+
+def loss(x):
+    """Of ``swiglu(2 x)``."""
+    return jnp.sum(jnp.sin(through_make(doubled(x))))
+
+
+@pytest.mark.parametrize("wrap", ["nothing", "grad of vmap", "vmap of grad", "remat", "scan"])
+def test_a_slot_brings_what_a_gradient_is_made_of(wrap):
+    """From each example to itself, also where a transformation is between both."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)
+
+    def by_jax(x):
+        return jnp.sum(jnp.sin(jax.nn.silu(2 * x[:, :4]) * 2 * x[:, 4:]))
+
+    def scanned(x):
+        return jax.lax.scan(lambda total, x: (total + loss(x), None), jnp.float32(0), x)[0]
+
+    total = {
+        "nothing": loss,
+        "grad of vmap": lambda x: jnp.sum(jax.vmap(loss)(x)),
+        "remat": jax.checkpoint(loss),
+        "scan": scanned,
+    }
+    gradient = jax.vmap(jax.grad(loss)) if wrap == "vmap of grad" else jax.grad(total[wrap])
+    np.testing.assert_allclose(gradient(x), jax.grad(by_jax)(x), rtol=1e-5)

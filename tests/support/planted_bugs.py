@@ -594,6 +594,14 @@ BUGS: tuple[Bug, ...] = (
         "products/test_dot_general.py::test_fake_quantization_oracle[dense]",
     ),
     Bug(
+        "one_slot_for_a_batch",
+        "each example of a batch gets the sum of all gradients of the activation",
+        "jfp8/products/made.py",
+        "Gradient(then.make), apart[..., 0, :])",
+        "Gradient(then.make), jnp.zeros(apart[..., 0, :].shape, y.dtype))",
+        "products/test_made.py::test_a_slot_brings_what_a_gradient_is_made_of[grad of vmap]",
+    ),
+    Bug(
         "amax_of_the_wrong_operand",
         "the amaxes of lhs and rhs leave the backward pass in each other's place",
         "jfp8/products/vjp.py",

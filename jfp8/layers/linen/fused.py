@@ -16,6 +16,8 @@ from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, options_of
 from jfp8.matmul.choice import Implementation
+from jfp8.products.cast_later import as_array
+from jfp8.products.made import with_following
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 
@@ -62,17 +64,19 @@ class LayerNormDense(DenseGeneral):
     saved_activations: Format | None = None
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> Any:
+    def __call__(self, inputs: jax.Array, activation: str | None = None) -> Any:
         """Apply the layer.
 
         Args:
           inputs: as for ``flax.linen.DenseGeneral``.
+          activation: of `transformer_math.activated`, to which `LayerNormMLP` hands on the result:
+            on GPUs that is then no array.
 
         Returns:
           What it returns; or a pair of arrays, see `return_layernorm_output`.
         """
-        normalized = self._normalize(inputs)
-        y = super().__call__(normalized)
+        normalized: Any = self._normalize(inputs)
+        y = super().__call__(with_following(normalized, transformer_math.following(activation)))
         return (y, normalized) if self.return_layernorm_output else y
 
     def _normalize(self, x: jax.Array) -> jax.Array:
@@ -155,19 +159,24 @@ class LayerNormMLP(nn.Module):
         """
         dense = options_of(self, (*PRODUCT_OPTIONS, "state_collection"))
         projections = transformer_math.projections_of(self.activation)
+        # The gradient of a bias would need that of the activation, too, as an array. And
+        # intermediates are what others may take a loss of.
+        followed = not self.use_bias and self.saved_activations is None
+        followed = followed and not self.is_mutable_collection("intermediates")
         hidden, normalized = LayerNormDense(
             (projections, self.intermediate_dim),
             return_layernorm_output=True,
             **options_of(self, NORM_OPTIONS),
             **dense,
             name="wi",
-        )(inputs)
-        dropout = bool(self.intermediate_dropout_rate)
-        # What dropout changes is not made by the kernel that quantizes it.
-        activation = transformer_math.activate if dropout else transformer_math.activated
-        hidden = activation(hidden, self.activation, saved_activations=self.saved_activations)
-        if dropout:
+        )(inputs, self.activation if followed else None)
+        hidden = transformer_math.activated(
+            hidden, self.activation, saved_activations=self.saved_activations
+        )
+        if self.intermediate_dropout_rate:
             fixed = nn.merge_param("deterministic", self.deterministic, deterministic)
-            hidden = nn.Dropout(self.intermediate_dropout_rate, deterministic=fixed)(hidden)
+            dropout = nn.Dropout(self.intermediate_dropout_rate, deterministic=fixed)
+            # What dropout changes is not made by the kernel that quantizes it.
+            hidden = dropout(as_array(hidden))
         y = DenseGeneral(inputs.shape[-1], **dense, name="wo")(hidden)
         return (y, normalized) if self.return_layernorm_output else y

@@ -17,6 +17,7 @@ from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.matmul.choice import Implementation
+from jfp8.products.made import Made, split_made
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.expert_mesh import expert_mesh
@@ -38,7 +39,7 @@ class RaggedDot(ProductModule):
     @nn.compact
     def __call__(
         self,
-        lhs: jax.Array,
+        lhs: jax.Array | Made,
         rhs: jax.Array | ScaledArray,
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
@@ -55,8 +56,9 @@ class RaggedDot(ProductModule):
           preferred_element_type: dtype of the result.
         """
         result = {"preferred_element_type": preferred_element_type}
+        lhs, source, _ = split_made(lhs)
         if isinstance(group_sizes, ExpertRows):
-            quantized = partial(observed_expert_dot, rows=group_sizes, **result)
+            quantized = partial(observed_expert_dot, rows=group_sizes, **result, source=source)
             plain = partial(plain_expert_dot, rows=group_sizes, **result)
             return self._multiply(quantized, plain, lhs, rhs, "moe")
         how = {"group_sizes": group_sizes, **result}

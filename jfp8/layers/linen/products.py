@@ -249,13 +249,13 @@ class DotGeneral(ProductModule):
           precision: of the product where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
         """
-        lhs, source = split_made(lhs)
+        lhs, source, then = split_made(lhs)
         kernel, bias = cast_later.split_bias(rhs)
         how: dict[str, Any] = {
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
         }
-        quantized = partial(observed_dot_general, **how, source=source, bias=bias)
+        quantized = partial(observed_dot_general, **how, source=source, then=then, bias=bias)
 
         def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)

@@ -14,6 +14,8 @@ from jfp8.layers import norm_math, transformer_math
 from jfp8.layers.nnx.layers import LinearGeneral
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_names, check_option, options_of
+from jfp8.products.cast_later import as_array
+from jfp8.products.made import with_following
 from jfp8.scaling.formats import Format
 
 
@@ -67,16 +69,23 @@ class LayerNormLinear(LinearGeneral):
         self.scale = make(scale_init or neutral)
         self.ln_bias = nnx.data(make(ln_bias_init) if layernorm_type == "layernorm" else None)
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> Any:
-        """Apply the layer; see ``flax.nnx.LinearGeneral`` for the arguments and shapes."""
+    def __call__(
+        self, inputs: jax.Array, out_sharding: Any = None, activation: str | None = None
+    ) -> Any:
+        """Apply the layer; see ``flax.nnx.LinearGeneral`` for the arguments and shapes.
+
+        Args:
+          activation: see `jfp8.linen.LayerNormDense`.
+        """
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
         dtype = dtypes.canonicalize_dtype(inputs, scale, bias, dtype=self.dtype)
         options = options_of(self, NORM_OPTIONS)
-        normalized = norm_math.normalize(
+        normalized: Any = norm_math.normalize(
             inputs, scale, bias, axes=self.axis, dtype=dtype, **options
         )
-        y = super().__call__(normalized, out_sharding=out_sharding)
+        operand: Any = with_following(normalized, transformer_math.following(activation))
+        y = super().__call__(operand, out_sharding=out_sharding)
         return (y, normalized) if self.return_layernorm_output else y
 
 
@@ -142,14 +151,14 @@ class LayerNormMLP(nnx.Module):
         Returns:
           ``[..., in_features]``; or a pair, see `return_layernorm_output`.
         """
-        hidden, normalized = self.wi(inputs)
-        dropout = self.dropout
-        # What dropout changes is not made by the kernel that quantizes it.
-        activate, activated = transformer_math.activate, transformer_math.activated
-        activation: Any = activated if dropout is None else activate
-        hidden = activation(hidden, self.activation, saved_activations=self.wi.saved_activations)
-        if dropout is not None:
-            hidden = dropout(hidden, deterministic=deterministic)
+        saved = self.wi.saved_activations
+        # The gradient of a bias would need that of the activation, too, as an array.
+        followed = saved is None and self.wi.bias is None
+        hidden, normalized = self.wi(inputs, activation=self.activation if followed else None)
+        hidden: Any = transformer_math.activated(hidden, self.activation, saved_activations=saved)
+        if self.dropout is not None:
+            # What dropout changes is not made by the kernel that quantizes it.
+            hidden = self.dropout(as_array(hidden), deterministic=deterministic)
         y = self.wo(hidden)
         return (y, normalized) if self.return_layernorm_output else y
 

@@ -16,6 +16,7 @@ from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.nnx.products import Product
 from jfp8.matmul.choice import Implementation
 from jfp8.products import cast_later
+from jfp8.products.made import Made, split_made
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.expert_mesh import expert_mesh
@@ -36,7 +37,7 @@ class RaggedDot(Product):
 
     def __call__(
         self,
-        lhs: jax.Array,
+        lhs: jax.Array | Made,
         rhs: jax.Array | ScaledArray | cast_later.CastLater,
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
@@ -44,11 +45,13 @@ class RaggedDot(Product):
     ) -> jax.Array:
         """``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
         result = {"preferred_element_type": preferred_element_type}
+        lhs, source, _ = split_made(lhs)
 
         # A ragged product takes no out_sharding.
         def quantized(lhs: Any, rhs: Any, *, out_sharding: None, **given: Any) -> Any:
             if isinstance(group_sizes, ExpertRows):
-                return observed_expert_dot(lhs, rhs, group_sizes, **result, **given)
+                made_of = {"source": source}
+                return observed_expert_dot(lhs, rhs, group_sizes, **made_of, **result, **given)
             return observed_ragged_dot(lhs, rhs, group_sizes, **result, **given)
 
         def plain(lhs: Any, rhs: Any, *, out_sharding: None) -> jax.Array:

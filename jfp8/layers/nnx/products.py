@@ -294,8 +294,8 @@ class DotGeneral(Product):
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
         }
-        lhs, source = split_made(lhs)
-        quantized = partial(observed_dot_general, **how, source=source)
+        lhs, source, then = split_made(lhs)
+        quantized = partial(observed_dot_general, **how, source=source, then=then)
         plain = partial(lax.dot_general, **how, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs, out_sharding)
 

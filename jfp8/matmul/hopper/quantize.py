@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,9 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.matmul.hopper.sweep import (
     COLUMNS,
     ROWS,
+    Input,
     Make,
     Ref,
     Sweep,
+    arrays_of,
     both_ways,
     f32_magnitude,
     fastest,
@@ -32,6 +33,7 @@ from jfp8.matmul.hopper.sweep import (
     saturating,
     staging,
     taken,
+    whole,
     write,
     write_amax,
 )
@@ -41,7 +43,7 @@ from jfp8.scaling.formats import Format
 
 
 def tensor_amax(
-    x: jax.Array,
+    x: Input,
     *known: jax.Array,
     unless: Callable[..., jax.Array] | None = None,
     sweep: Sweep | None = None,
@@ -54,21 +56,21 @@ def tensor_amax(
     The largest integer is ``max(|x|)``; NaN if an element is NaN, Inf if one is Inf.
 
     Args:
-      x: f32, bf16 or f16[M, N]; with `make` [M, projections, N].
+      x: f32, bf16 or f16[M, N]; with `make` what makes it, see `sweep.taken`.
       known: vectors for `unless`.
       unless: of references to `known`, bool[]. If it is true `x` is not read; all results are 0.
       sweep: how to walk over `x`.
       dtype: to which `x` is cast as it is read; None: it is not. Likewise below.
-      make: `x` is what makes the matrix, see `sweep.taken`; None: the matrix itself.
+      make: how `x` makes the matrix, or several; None: it is the matrix itself.
       interpret: see ``plgpu.kernel``; likewise below.
 
     Returns:
       int32[parts()].
     """
-    x, sweep = taken(x, make, sweep or replace(both_ways(x), stages=3))
-    dtype = dtype or x.dtype
+    x, sweep = taken(x, make, sweep or both_ways(x, stages=3))
+    dtype = dtype or x[0].dtype
 
-    def kernel(x: Ref, *refs: Ref) -> None:
+    def kernel(x: Sequence[Ref], *refs: Ref) -> None:
         *known, amaxes = refs
         wanted = None if unless is None else jnp.logical_not(unless(*known))
 
@@ -94,11 +96,11 @@ def row_and_column_amax(
 ) -> tuple[jax.Array, jax.Array]:
     """``max(|x|)`` of every row and of every column: (f32[M], f32[N]) of x[M, N]."""
     (m, n), dtype = x.shape, dtype or x.dtype
-    otherwise = replace(both_ways(x), stages=3)
-    sweep = sweep or fastest("row_and_column_amax", x, otherwise)
-    x = padded(x, sweep.rows, sweep.columns)
+    sweep = sweep or fastest("row_and_column_amax", x, both_ways(x, stages=3))
+    arrays, sweep = taken(x, None, sweep)
+    of_rows, of_columns = sweep.shape(arrays)
 
-    def kernel(x: Ref, rows: Ref, columns: Ref) -> None:
+    def kernel(x: Sequence[Ref], rows: Ref, columns: Ref) -> None:
         def body(i, j, tile):
             at_row = pl.ds(i * sweep.rows, sweep.rows)
             at_column = pl.ds(j * sweep.columns, sweep.columns)
@@ -111,18 +113,19 @@ def row_and_column_amax(
         for_each_tile(body, x, sweep=sweep)
 
     out = [
-        jax.ShapeDtypeStruct((x.shape[1] // sweep.columns, x.shape[0]), jnp.int32),
-        jax.ShapeDtypeStruct((x.shape[0] // sweep.rows, x.shape[1]), jnp.int32),
+        jax.ShapeDtypeStruct((of_columns // sweep.columns, of_rows), jnp.int32),
+        jax.ShapeDtypeStruct((of_rows // sweep.rows, of_columns), jnp.int32),
     ]
-    rows, columns = run("row_and_column_amax", kernel, x, out=out, sweep=sweep, interpret=interpret)
+    how = {"out": out, "sweep": sweep, "interpret": interpret}
     rows, columns = (
-        lax.bitcast_convert_type(jnp.max(part, axis=0), jnp.float32) for part in (rows, columns)
+        lax.bitcast_convert_type(jnp.max(part, axis=0), jnp.float32)
+        for part in run("row_and_column_amax", kernel, arrays, **how)
     )
     return rows[:m], columns[:n]
 
 
 def quantize_tensor(
-    x: jax.Array,
+    x: Input,
     *known: jax.Array,
     fmt: Format,
     scale_of: Callable[..., tuple[jax.Array, jax.Array]],
@@ -139,7 +142,7 @@ def quantize_tensor(
     Finite values saturate; Inf and NaN become NaN.
 
     Args:
-      x: f32, bf16 or f16[M, N]; with `make` [M, projections, N].
+      x: see `tensor_amax`.
       known: vectors for `scale_of`; behind them the scales, f32[1], of operands that `x` meets.
       fmt: E4M3FN or E5M2.
       scale_of: of references to `known`: the scale and its reciprocal, as by `scale_and_inverse`,
@@ -151,7 +154,8 @@ def quantize_tensor(
 
     Returns:
       f8[M, N], f8[N, M], the scale f32[1], for each operand that `x` meets ``scale * its scale`` as
-      by `scale_products`, f32[1], and if `with_amax` int32[parts()] as of `tensor_amax`.
+      by `scale_products`, f32[1], and if `with_amax` int32[parts()] as of `tensor_amax`. If several
+      matrices are made, f8[M, matrices, N] and f8[matrices, N, M], with one scale.
     """
     first_met = len(known) - meets
 
@@ -170,7 +174,7 @@ def quantize_tensor(
     out = [jax.ShapeDtypeStruct((1,), jnp.float32)] * (1 + meets)
     out += [jax.ShapeDtypeStruct((parts(),), jnp.int32)] if with_amax else []
     sweep = sweep or fastest("quantize_tensor", x, both_ways(x))
-    how = (fmt, out, with_amax, sweep, dtype or x.dtype, make, interpret)
+    how = (fmt, out, with_amax, sweep, dtype, make, interpret)
     return _quantize("quantize_tensor", x, known, prepare, *how)
 
 
@@ -202,20 +206,20 @@ def quantize_lines(
     sweep = sweep or fastest("quantize_lines", x, both_ways(x))
     inverses = padded(row_inverse, sweep.rows), padded(column_inverse, sweep.columns)
     take = lambda known, results: tuple(known)
-    how = (fmt, (), False, sweep, dtype or x.dtype, None, interpret)
+    how = (fmt, (), False, sweep, dtype, None, interpret)
     return _quantize("quantize_lines", x, inverses, take, *how)
 
 
 def _quantize(
     name: str,
-    x: jax.Array,
+    x: Input,
     known: Sequence[jax.Array],
     prepare: Callable[..., tuple[Any, Any]],
     fmt: Format,
     more: Sequence[jax.ShapeDtypeStruct],
     with_amax: bool,
     sweep: Sweep,
-    dtype: jax.typing.DTypeLike,
+    dtype: jax.typing.DTypeLike | None,
     make: Make | None,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
@@ -225,11 +229,12 @@ def _quantize(
       prepare: from references to `known` and to those results, what rows and columns are multiplied
         by: numbers, or references to vectors.
     """
-    m, n = x.shape[0], x.shape[-1]
+    first, *_ = arrays_of(x)
+    m, n, dtype = first.shape[0], first.shape[-1], dtype or first.dtype
     x, sweep = taken(x, make, sweep)
     rows, columns = sweep.shape(x)
 
-    def kernel(x: Ref, *refs: Ref) -> None:
+    def kernel(x: Sequence[Ref], *refs: Ref) -> None:
         known_refs, (q, q_t, *results, staged, staged_t) = refs[: len(known)], refs[len(known) :]
         factors = prepare(known_refs, results)
         by_line = [factor.ndim > 0 for factor in factors]
@@ -277,4 +282,4 @@ def _quantize(
         sweep=sweep,
         interpret=interpret,
     )
-    return (q[:m, :n], q_t[:n, :m], *others)
+    return (whole(q, sweep, 1, m, n), whole(q_t, sweep, 0, n, m), *others)

@@ -13,8 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jfp8.matmul.hopper.sweep import (
     COLUMNS,
     ROWS,
+    Input,
     Make,
     Sweep,
+    arrays_of,
     both_ways,
     bytes_read,
     f32_magnitude,
@@ -29,15 +31,17 @@ from jfp8.matmul.hopper.sweep import (
     saturating,
     staging,
     taken,
+    whole,
     write,
 )
+from jfp8.matmul.hopper.tiles import multiprocessors
 from jfp8.matmul.scales_in_kernels import scale_and_inverse
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
 
 
 def quantize_rows_in_blocks(
-    x: jax.Array,
+    x: Input,
     fmt: Format,
     block: int,
     scale_rounding: ScaleRounding,
@@ -55,7 +59,7 @@ def quantize_rows_in_blocks(
     the first dimension of the scales, so that scales of neighbouring lines are side by side.
 
     Args:
-      x: f32, bf16 or f16[M, N]; with `make` [M, projections, N].
+      x: f32, bf16 or f16[M, N]; with `make` what makes it, see `sweep.taken`.
       fmt: E4M3FN or E5M2.
       block: 128 or 32.
       scale_rounding: see `scaling.scale_from_amax`.
@@ -64,9 +68,11 @@ def quantize_rows_in_blocks(
 
     Returns:
       ``q`` f8[M, N], ``s`` [ceil(N / block), M], ``q_t`` f8[N, M], ``s_t`` [ceil(M / block), N].
-      The scales are f32, or uint8 E8M0 codes where the rounding gives E8M0.
+      The scales are f32, or uint8 E8M0 codes where the rounding gives E8M0. If several matrices are
+      made, their number is a dimension before N, and before that of the blocks along N.
     """
-    m, n, dtype = x.shape[0], x.shape[-1], dtype or x.dtype
+    first, *_ = arrays_of(x)
+    m, n, dtype = first.shape[0], first.shape[-1], dtype or first.dtype
     if sweep is None:
         sweep = in_blocks(x, block)
         sweep = fastest("quantize_rows_in_blocks", x, sweep) if block == 128 else sweep
@@ -113,11 +119,13 @@ def quantize_rows_in_blocks(
         sweep=sweep,
         interpret=interpret,
     )
-    return q[:m, :n], s[: -(-n // block), :m], q_t[:n, :m], s_t[: -(-m // block), :n]
+    across, down = -(-n // block), -(-m // block)
+    q, s = whole(q, sweep, 1, m, n), whole(s, sweep, 0, across, m)
+    return q, s, whole(q_t, sweep, 0, n, m), whole(s_t, sweep, 1, down, n)
 
 
 def quantize_tiles(
-    x: jax.Array,
+    x: Input,
     fmt: Format,
     scale_rounding: ScaleRounding,
     *,
@@ -129,16 +137,18 @@ def quantize_tiles(
     """Quantize `x` in blocks of 128x128, which serve both directions: ``q_t`` is ``q.T``.
 
     Args:
-      x: f32, bf16 or f16[M, N]; with `make` [M, projections, N].
+      x: f32, bf16 or f16[M, N]; with `make` what makes it, see `sweep.taken`.
       fmt: E4M3FN or E5M2.
       scale_rounding: None or ``"power_of_two"``.
       sweep: how to walk over `x`, in tiles of 128x128.
       dtype, make, interpret: see `quantize.tensor_amax`.
 
     Returns:
-      ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)].
+      ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)]. If several
+      matrices are made, see `quantize_rows_in_blocks`.
     """
-    m, n, dtype = x.shape[0], x.shape[-1], dtype or x.dtype
+    first, *_ = arrays_of(x)
+    m, n, dtype = first.shape[0], first.shape[-1], dtype or first.dtype
     sweep = sweep or fastest("quantize_tiles", x, in_blocks(x, 128))
     assert (sweep.rows, sweep.columns) == (128, 128)
     x, sweep = taken(x, make, sweep)
@@ -177,14 +187,19 @@ def quantize_tiles(
         sweep=sweep,
         interpret=interpret,
     )
-    return q[:m, :n], q_t[:n, :m], lax.bitcast_convert_type(s, jnp.float32)
+    s = whole(lax.bitcast_convert_type(s, jnp.float32), sweep, 1, -(-m // 128), -(-n // 128))
+    return whole(q, sweep, 1, m, n), whole(q_t, sweep, 0, n, m), s
 
 
-def in_blocks(x: jax.Array, block: int) -> Sweep:
-    """Tiles of whole blocks in both directions, of which two fit a multiprocessor; for f32 one."""
-    if bytes_read(x) >= 4 and block == 128:
-        return Sweep(stages=1)
-    return both_ways(x)
+def in_blocks(x: Input, block: int) -> Sweep:
+    """Tiles of whole blocks in both directions, of which two fit a multiprocessor; for f32 one.
+
+    One block, if its tiles are so large that two do not fit.
+    """
+    read = bytes_read(x)
+    if block != 128 or read < 4:
+        return both_ways(x)
+    return Sweep(stages=1) if read == 4 else Sweep(stages=12 // read, blocks=multiprocessors())
 
 
 def store(ref: Any, values: jax.Array) -> None:

@@ -7,11 +7,13 @@ view for ``q^T``. So both directions are the same code on lines of the tile, and
 line never leaves a warp.
 
 A matrix that follows element by element from others is never in memory: tiles of those are brought,
-and its own is made in place of the first.
+and its own is made in place of the first. Several matrices that follow from the same ones, side by
+side, are made at once, and processed one after the other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -27,6 +29,7 @@ from jfp8.matmul.hopper.measured import measured
 from jfp8.matmul.hopper.tiles import multiprocessors, padded, swizzled
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
+from jfp8.tracing.elementary import elementary
 
 # How a warpgroup holds the lines of a tile: four neighbours to a thread where they are rows, which
 # makes words of f8, and two where they are columns, which is what a transposing load gives.
@@ -34,8 +37,11 @@ ROWS, COLUMNS = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
 
 Ref: TypeAlias = Any  # to memory or shared memory
 
-# Of as many f32 arrays of one shape as there are projections, element by element.
-Make: TypeAlias = Callable[..., jax.Array]
+# Of f32 arrays of one shape, element by element: an array, or a tuple of several.
+Make: TypeAlias = Callable[..., Any]
+
+# A matrix [M, N], or what it is made of: arrays [M, N] or [M, projections, N].
+Input: TypeAlias = jax.Array | Sequence[jax.Array]
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,9 @@ class Sweep:
       stages: tiles of the input in shared memory, one being processed and the others being loaded.
       blocks: blocks that share the tiles; by default two for each multiprocessor, which together
         must fit into its shared memory.
-      make: what makes a tile, if the input is not the matrix itself; see `taken`.
-      projections: matrices of which the input then consists, side by side.
+      make: what makes tiles, if the input is not the matrix itself; see `taken`.
+      side_by_side: of how many matrices each array of the input then consists.
+      outputs: how many matrices of the same size `make` makes; the matrix is all of them.
     """
 
     rows: int = 128
@@ -56,47 +63,80 @@ class Sweep:
     stages: int = 2
     blocks: int = field(default_factory=lambda: 2 * multiprocessors())
     make: Make | None = None
-    projections: int = 1
+    side_by_side: tuple[int, ...] = (1,)
+    outputs: int = 1
 
-    def shape(self, x: Ref) -> tuple[int, int]:
+    def shape(self, x: Sequence[Ref]) -> tuple[int, int]:
         """The shape of the matrix, of which `x` is the input."""
-        return x.shape[0], x.shape[1] // self.projections
+        return x[0].shape[0], x[0].shape[1] // self.side_by_side[0] * self.outputs
 
 
-def bytes_read(x: jax.Array) -> int:
-    """Bytes of `x` for each element of the matrix; see `taken`."""
-    return x.dtype.itemsize * (1 if x.ndim == 2 else x.shape[1])
+def arrays_of(x: Input) -> tuple[jax.Array, ...]:
+    """All arrays of an input, the matrix itself or the first of what it is made of in front."""
+    return tuple(x) if isinstance(x, Sequence) else (x,)
 
 
-def both_ways(x: jax.Array) -> Sweep:
-    """Tiles with which two blocks fit a multiprocessor, each with two tiles and both results."""
-    return Sweep(rows=128 if bytes_read(x) == 2 else 64)
+def bytes_read(x: Input) -> int:
+    """Bytes of `x` for each element of a matrix; see `taken`."""
+    return sum(a.dtype.itemsize * (1 if a.ndim == 2 else a.shape[1]) for a in arrays_of(x))
 
 
-def fastest(kernel: str, x: jax.Array, otherwise: Sweep) -> Sweep:
-    """What was measured to be fastest for `x`, with 16-bit elements; else `otherwise`."""
-    found = measured(kernel, *x.shape) if x.dtype.itemsize == x.ndim == 2 else None
+def both_ways(x: Input, stages: int = 2) -> Sweep:
+    """Tiles with which two blocks fit a multiprocessor, each with two tiles and both results.
+
+    Args:
+      stages: instead of the two tiles, if so many fit.
+    """
+    read = bytes_read(x)
+    return Sweep(rows=128 if read == 2 else 64, stages=stages if read <= 4 else 2)
+
+
+def fastest(kernel: str, x: Input, otherwise: Sweep) -> Sweep:
+    """What was measured to be fastest for a matrix of 16-bit elements; else `otherwise`."""
+    first, *others = arrays_of(x)
+    itself = first.dtype.itemsize == first.ndim == 2 and not others
+    found = measured(kernel, *first.shape) if itself else None
     return otherwise if found is None else Sweep(**found)
 
 
-def taken(x: jax.Array, make: Make | None, sweep: Sweep) -> tuple[jax.Array, Sweep]:
+def taken(x: Input, make: Make | None, sweep: Sweep) -> tuple[tuple[jax.Array, ...], Sweep]:
     """`x` in whole tiles, as kernels take it, and a sweep that knows how they are made.
 
     Args:
-      x: the matrix, ``[M, N]``; or, if there is a `make`, ``[M, projections, N]``: then the matrix
-        is ``make(x[:, 0], x[:, 1], ...)`` in f32, rounded to the dtype of `x`.
+      x: the matrix, ``[M, N]``; or, if there is a `make`, arrays ``[M, projections, N]`` and
+        ``[M, N]`` of one dtype: then the matrix is ``make(x[0][:, 0], x[0][:, 1], ..., x[1])`` in
+        f32, rounded to their dtype. If that are several, they are side by side.
     """
+    arrays = arrays_of(x)
     if make is None:
-        return padded(x, sweep.rows, sweep.columns), sweep
-    _, projections, _ = x.shape
-    x = padded(x, sweep.rows, 1, sweep.columns)
-    return x.reshape(len(x), -1), replace(sweep, make=make, projections=projections)
+        return tuple(padded(a, sweep.rows, sweep.columns) for a in arrays), sweep
+    counts = tuple(1 if a.ndim == 2 else a.shape[1] for a in arrays)
+    arrays = (a.reshape(len(a), -1, a.shape[-1]) for a in arrays)
+    arrays = [padded(a, sweep.rows, 1, sweep.columns) for a in arrays]
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    outputs = len(jax.tree.leaves(jax.eval_shape(make, *[number] * sum(counts))))
+    sweep = replace(sweep, make=elementary(make), side_by_side=counts, outputs=outputs)
+    return tuple(a.reshape(len(a), -1) for a in arrays), sweep
+
+
+def whole(x: jax.Array, sweep: Sweep, axis: int, *sizes: int) -> jax.Array:
+    """A result of a kernel without what was added for whole tiles.
+
+    Args:
+      axis: that of columns. If several matrices are made, it becomes two, the first their number.
+      sizes: of rows and columns, in the order of `x`.
+    """
+    before, (columns, *after) = x.shape[:axis], x.shape[axis:]
+    x = x.reshape(*before, sweep.outputs, columns // sweep.outputs, *after)
+    kept = [slice(size) for size in sizes]
+    first = 0 if sweep.outputs == 1 else slice(None)
+    return x[(*kept[:axis], first, *kept[axis:])]
 
 
 def run(
     name: str,
     kernel: Callable[..., None],
-    x: jax.Array,
+    x: Sequence[jax.Array],
     *arrays: jax.Array,
     out: Sequence[jax.ShapeDtypeStruct],
     staged: Sequence[Any] = (),
@@ -105,25 +145,25 @@ def run(
 ) -> Sequence[jax.Array]:
     """Results of ``kernel(x, *arrays, *out, *staged)``; `staged` is in shared memory."""
     return plgpu.kernel(
-        kernel,
+        lambda *refs: kernel(refs[: len(x)], *refs[len(x) :]),
         out_type=tuple(out),
         scratch_types=tuple(staged),
         grid=(blocks(x, sweep),),
         grid_names=("block",),
         interpret=interpret,
         kernel_name=f"jfp8_{name}",
-    )(x, *arrays)
+    )(*x, *arrays)
 
 
-def blocks(x: Ref, sweep: Sweep) -> int:
+def blocks(x: Sequence[Ref], sweep: Sweep) -> int:
     """Number of blocks that `run` starts."""
     rows, columns = sweep.shape(x)
-    return min(sweep.blocks, (rows // sweep.rows) * (columns // sweep.columns))
+    return min(sweep.blocks, (rows // sweep.rows) * (columns // sweep.outputs // sweep.columns))
 
 
 def for_each_tile(
     body: Callable[..., Any],
-    x: Ref,
+    x: Sequence[Ref],
     *vectors: tuple[Ref, int],
     sweep: Sweep,
     wanted: jax.Array | None = None,
@@ -135,13 +175,14 @@ def for_each_tile(
       body: gets the position of the tile, and tile and parts in shared memory; if there is a
         `carry`, it returns the next one.
       x: matrix in memory, of whole tiles; or what its tiles are made of, see `taken`.
-      vectors: vectors in memory, each with the dimension of `x` that it belongs to.
+      vectors: vectors in memory, each with the dimension of `x` that it belongs to. Not if several
+        matrices are made.
       sweep: size of the tiles, and how many blocks share them.
       wanted: bool[]; if False nothing is read.
       carry: its first value.
     """
     rows, columns = sweep.shape(x)
-    down, across = rows // sweep.rows, columns // sweep.columns
+    down, across = rows // sweep.rows, columns // sweep.outputs // sweep.columns
     total, stride, block = down * across, blocks(x, sweep), lax.axis_index("block")
     steps = lax.div(total - 1 - block, stride) + 1 if total % stride else total // stride
     if wanted is not None:
@@ -155,37 +196,44 @@ def for_each_tile(
         size = (sweep.rows, sweep.columns)[dimension]
         return plgpu.BlockSpec((size,), lambda step: (position(step)[dimension],))
 
-    def tile(projection: int) -> plgpu.BlockSpec:
+    def tile(array: Ref, beside: int) -> plgpu.BlockSpec:
         def place(step: jax.Array) -> tuple[jax.Array, jax.Array]:
             i, j = position(step)
-            return i, j + projection * across
+            return i, j + beside * across
 
-        transforms = swizzled(x.dtype, sweep.columns)
+        transforms = swizzled(array.dtype, sweep.columns)
         return plgpu.BlockSpec((sweep.rows, sweep.columns), place, transforms=transforms)
 
+    read = [(a, p) for a, count in zip(x, sweep.side_by_side, strict=True) for p in range(count)]
+
     def of_tile(step: tuple[jax.Array], *refs: Ref) -> Any:
-        tiles, others = refs[: sweep.projections], refs[sweep.projections :]
+        tiles, parts = refs[: len(read)], refs[len(read) :][: len(vectors)]
+        state = refs[len(read) + len(vectors) :]
+        i, j = position(*step)
         if sweep.make is not None:
             make_in_place(sweep.make, tiles)
-        return body(*position(*step), tiles[0], *others)
+        for output in range(sweep.outputs):
+            found = body(i, j + output * across, tiles[output], *parts, *state)
+            state = (found,) if state else ()
+        return state[0] if state else None
 
-    tiles = [tile(projection) for projection in range(sweep.projections)]
     return plgpu.emit_pipeline(
         of_tile,
         grid=(steps,),
-        in_specs=[*tiles, *(part(dimension) for _, dimension in vectors)],
+        in_specs=[*(tile(*each) for each in read), *(part(dimension) for _, dimension in vectors)],
         max_concurrent_steps=sweep.stages,
         init_carry=carry,
-    )(*[x] * sweep.projections, *(vector for vector, _ in vectors))
+    )(*(array for array, _ in read), *(vector for vector, _ in vectors))
 
 
 def make_in_place(make: Make, tiles: Sequence[Ref]) -> None:
-    """``tiles[0] = make(*tiles)``: each thread writes what it has read itself."""
-    for first in range(0, tiles[0].shape[0], 64):  # all at once would not fit the registers
-        at = pl.ds(first, 64)
-        values = (plgpu.load(tile.at[at], layout=COLUMNS) for tile in tiles)
-        made = make(*(each.astype(jnp.float32) for each in values))
-        tiles[0][at] = made.astype(tiles[0].dtype)
+    """``tiles[0], ... = make(*tiles)``: each thread writes what it has read itself."""
+    for at in itertools.product(*(range(0, size, 64) for size in tiles[0].shape)):
+        part = tuple(pl.ds(first, 64) for first in at)  # all at once would not fit the registers
+        values = (plgpu.load(tile.at[part], layout=COLUMNS) for tile in tiles)
+        made = jax.tree.leaves(make(*(each.astype(jnp.float32) for each in values)))
+        for tile, each in zip(tiles, made, strict=False):
+            tile[part] = each.astype(tile.dtype)
     plgpu.commit_smem()  # `body` reads it in other layouts
 
 
@@ -266,7 +314,7 @@ def parts() -> int:
 
 
 def write_amax(
-    target: Ref, amax: jax.Array, dtype: jax.typing.DTypeLike, x: Ref, sweep: Sweep
+    target: Ref, amax: jax.Array, dtype: jax.typing.DTypeLike, x: Sequence[Ref], sweep: Sweep
 ) -> None:
     """What a block has found as its entry of `target`, and zeros that are left for it to write."""
     count, at = blocks(x, sweep), lax.axis_index("block")

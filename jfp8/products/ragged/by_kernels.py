@@ -93,7 +93,8 @@ class GroupedKernels(Grouped):
             both = jax.vmap(lambda w: quantize_both_ways(quantizer, w, None))(x)
             straight, other = (_with_scales_by_group(q) for q in both[:2])
             return other, straight, jnp.max(both.amax)
-        both = quantize_both_ways(quantizer, as_array(x).reshape(-1, x.shape[-1]), state)
+        rows = x.rows() if isinstance(x, Made) else as_array(x).reshape(-1, x.shape[-1])
+        both = quantize_both_ways(quantizer, rows, state)
         return both.straight, both.transposed, both.amax
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 
 from jfp8.matmul.choice import Implementation
 from jfp8.products.cast_later import CastLater
-from jfp8.products.made import Made
+from jfp8.products.made import Made, Source, Then
 from jfp8.products.operation import (
     How,
     Kind,
@@ -72,7 +72,7 @@ _TILE = 128  # rows of a tile, as kernels take them
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["exchange"],
-    meta_fields=["travels", "divided", "projections"],
+    meta_fields=["travels", "divided", "projections", "then"],
 )
 @dataclass(frozen=True)
 class ExpertRows:
@@ -84,12 +84,14 @@ class ExpertRows:
       divided: whether the axis for tensors divides the matrices: ``n`` if lhs travels, else ``k``.
       projections: so many equal parts of ``n`` lie side by side. If it is divided, the columns of y
         are sorted by device first, and then by projection.
+      then: what follows, if the result may be a `Followed`. Not if it is divided.
     """
 
     exchange: Exchange
     travels: Travels
     divided: bool = False
     projections: int = 1
+    then: Then | None = None
 
     def sort_columns(self, rhs: Operand) -> Operand:
         """``[E, k, n]`` with the columns in the order of those of y."""
@@ -244,7 +246,8 @@ def observed_expert_dot(
     how: How,
     state: State,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-) -> tuple[jax.Array, Observed]:
+    source: Source | None = None,
+) -> tuple[Any, Observed]:
     """The product of each row with the matrix of its expert, and the amaxes of both operands.
 
     Args:
@@ -253,17 +256,18 @@ def observed_expert_dot(
       rhs: ``[E, k, n]``.
       rows: where they go; see above.
       how, state, preferred_element_type: as in `observed_ragged_dot`.
+      source: what `lhs` is made of, if a kernel may make it.
 
     Returns:
-      ``[tiles, height, n]`` if lhs travels, else ``[c, n]``, a row for each copy of a token.
+      ``[tiles, height, n]`` if lhs travels, or a `Followed`; else ``[c, n]``, a row for each copy.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
-    return _observed(how, out_dtype, lhs, rhs, rows, state)
+    return _observed(how, out_dtype, lhs, rhs, rows, state, lax.stop_gradient(source))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _observed(how, out_dtype, lhs, rhs, rows, state):
+def _observed(how, out_dtype, lhs, rhs, rows, state, source):
     exchange, travels = rows.exchange, rows.travels
     recipe, implementation = how.recipe, how.implementation
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
@@ -273,12 +277,14 @@ def _observed(how, out_dtype, lhs, rhs, rows, state):
     lhs = lhs[:, None] if travels == "lhs" else lhs
     kernels = exchange.height == _TILE and goes_by_kernels(recipe, rhs, implementation)
     way = GroupedKernels if kernels else GroupedDot
+    around = {"source": source, "then": rows.then} if kernels else {}
+    multiply = functools.partial(multiply_quantized, rhs=rhs, how=how, state=state, **around)
     if exchange.mesh.mesh is None and not _serves_both(recipe, travels):
-        return _sorted_first(way, dtypes, how, lhs, rhs, scales, rows, state)
+        return _sorted_first(way, dtypes, how, lhs, rhs, scales, rows, multiply)
     operation = ExpertDot(
         (lhs.shape, rhs.shape), dtypes, exchange, travels, way, rows.divided, implementation, scales
     )
-    y, observed = multiply_quantized(operation, lhs, rhs, how, state)
+    y, observed = multiply(operation, lhs)
     return (y[:, 0] if travels == "result" else y), observed
 
 
@@ -291,7 +297,7 @@ def _serves_both(recipe: Recipe, travels: Travels) -> bool:
     return first is not None and first == second and first.one_for_both
 
 
-def _sorted_first(way, dtypes, how, lhs, rhs, scales, rows, state):
+def _sorted_first(way, dtypes, how, lhs, rhs, scales, rows, multiply):
     """On one device: rows are sorted as they are, and quantized for both products from that.
 
     From bytes in one direction those in the other would be rounded twice.
@@ -303,7 +309,7 @@ def _sorted_first(way, dtypes, how, lhs, rhs, scales, rows, state):
         lhs = take_rows(each, copy, row).reshape(-1, exchange.height, each.shape[-1])
     shapes, groups = (lhs.shape, rhs.shape), (exchange.group, exchange.padded_sizes)
     operation = way(shapes, dtypes, how.implementation, *groups, scales)
-    y, observed = multiply_quantized(operation, lhs, rhs, how, state)
+    y, observed = multiply(operation, lhs)
     if rows.travels == "result":
         y = take_rows(y.reshape(-1, y.shape[-1]), row, copy)
     return y, observed

@@ -1,0 +1,45 @@
+"""Functions as the arithmetic that they consist of, for compilers that know no more than that.
+
+A function may bring a rule of its own for differentiation, and gradients are added up by an
+operation of their own. The compiler of kernels knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, Literal
+
+from jfp8.tracing.compat import evaluate, without_dead_code
+
+
+def elementary(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` of arrays, with the same values; it can no longer be differentiated as `f` can."""
+
+    def run(*arrays: jax.Array) -> Any:
+        closed, result = jax.make_jaxpr(f, return_shape=True)(*arrays)
+        closed = without_dead_code(closed)
+        found = _evaluated(closed.jaxpr, closed.consts, arrays)
+        return jax.tree.unflatten(jax.tree.structure(result), found)
+
+    return run
+
+
+def _evaluated(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    known: dict[Any, Any] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True)
+    )
+    value_of = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]
+    for eqn in jaxpr.eqns:
+        inputs = [value_of(atom) for atom in eqn.invars]
+        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if body is not None:  # jit, or a function with a rule
+            results = _evaluated(body.jaxpr, body.consts, inputs)
+        elif eqn.primitive.name == "add_any":
+            results = [inputs[0] + inputs[1]]
+        else:
+            results = evaluate(eqn, inputs)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
