@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax import lax
 from jax.sharding import AxisType
 
 from jfp8.matmul import bf16, xla
@@ -35,11 +34,12 @@ from jfp8.matmul.pays_off import (
     scales_of,
     work_of,
 )
+from jfp8.matmul.platforms import by_platform
 from jfp8.matmul.tpu import product as tpu
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E5M2, Format
 from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.context import Gpu, Kind, Tpu, current_gpu, current_tpu, note
+from jfp8.tracing.context import Gpu, Tpu, current_gpu, current_tpu, note
 
 Implementation = Literal[None, "emulate", "xla", "mosaic_gpu", "mosaic_tpu"]
 Quantizing = Literal["kernels", "xla"]
@@ -242,43 +242,6 @@ def _plus_bias(
     if job.bias is None or multiply is tpu.BACKEND.multiply:
         return lambda lhs, rhs: multiply(lhs, rhs, job)
     return lambda lhs, rhs: plus_bias(multiply(lhs, rhs, job), job.bias)
-
-
-def by_platform(
-    cuda: Callable[..., jax.Array],
-    why: str,
-    default: Callable[..., jax.Array],
-    *operands: Any,
-    rocm: Callable[..., jax.Array] | None = None,
-    tpu: Callable[..., jax.Array] | None = None,
-    why_on_tpu: str = "",
-) -> jax.Array:
-    """``cuda(*operands)`` where the program is compiled for CUDA, `default` elsewhere.
-
-    Args:
-      cuda: the function for a CUDA compiler.
-      why: the reason that `jfp8.report` shows.
-      default: the function for other compilers.
-      operands: the arguments of either.
-      rocm, tpu: the functions for AMD's GPUs and for TPUs; None: `default`.
-      why_on_tpu: as `why`, of `tpu`.
-    """
-
-    def noted(
-        kind: Kind, text: str, function: Callable[..., jax.Array]
-    ) -> Callable[..., jax.Array]:
-        def call(*operands: Any) -> jax.Array:
-            with note(kind, text):
-                return function(*operands)
-
-        return call
-
-    branches = {"cuda": noted("cuda", why, cuda)}
-    if rocm is not None:
-        branches["rocm"] = rocm
-    if tpu is not None:
-        branches["tpu"] = noted("tpu", why_on_tpu, tpu)
-    return lax.platform_dependent(*operands, **branches, default=default)
 
 
 def contraction_last(

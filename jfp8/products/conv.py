@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation, by_platform
+from jfp8.matmul.choice import Implementation
 from jfp8.matmul.job import scale_products
+from jfp8.matmul.platforms import by_platform
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.explicit_sharding import with_result_like
 from jfp8.products.operation import (

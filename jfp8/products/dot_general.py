@@ -1,14 +1,13 @@
 """`scaled_dot_general`: ``jax.lax.dot_general`` with quantized operands, forward and backward.
 
-It is computed as the operation `Dot`, or as `ContractionLast` on GPUs where that is faster.
+It is computed as the operation `Dot`, as `ContractionLast` on GPUs where that is faster, or as
+`DotOnTpu`.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +17,23 @@ from jax import lax
 from jfp8.matmul import choice
 from jfp8.matmul.choice import Implementation
 from jfp8.matmul.job import (
-    Job,
     Numbers,
     as_matrices,
     check_dimension_numbers,
     layout_of,
-    multiply,
     plus_bias,
 )
-from jfp8.products.both_ways import has_kernel, quantize_both_ways
-from jfp8.products.cast_later import CastLater
+from jfp8.products.contraction_last import contraction_last, plain_matrices
+from jfp8.products.dot import Dot
 from jfp8.products.explicit_sharding import with_result_like
-from jfp8.products.made import Followed, Made, Source, Then, source_of_matrix
-from jfp8.products.observers import OBSERVER
-from jfp8.products.on_tpu import quantized_for_both
+from jfp8.products.made import Followed, Source, Then, source_of_matrix
+from jfp8.products.on_tpu import DotOnTpu, on_tpu
 from jfp8.products.operation import (
     How,
-    Kind,
     Observed,
     Operand,
     Operation,
     State,
-    Sums,
-    Use,
     as_lhs,
     as_operand,
     check_out_dtype,
@@ -52,9 +45,9 @@ from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.context import Tpu, has_explicit_axes
+from jfp8.tracing.context import has_explicit_axes
 
 
 def scaled_dot_general(
@@ -176,11 +169,11 @@ def observed_dot_general(
             faster = None  # bytes are not padded
     if faster is not None:
         operation = faster
-        lhs, rhs = _plain_matrices(lhs, rhs, dimension_numbers, faster.shapes)
+        lhs, rhs = plain_matrices(lhs, rhs, dimension_numbers, faster.shapes)
     elif not dimension_numbers[1][0]:
         tpu = choice.quantizing_tpu(lhs, how.implementation)
         if tpu is not None:
-            operation, lhs, rhs = _on_tpu(tpu, dot, lhs, rhs, bias)
+            operation, lhs, rhs = on_tpu(tpu, dot, lhs, rhs, bias)
     if faster is None or not faster.kernels:
         source = then = None
     if bias is not None:
@@ -234,252 +227,3 @@ def _matrices(
             if has_scales_of(quantizer, q, found[0][1], quantize):
                 return x, q, found
     return as_matrices(lhs, values_of(rhs), numbers)
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Dot(Operation):
-    """``dot_general`` of operands with these shapes.
-
-    Attributes:
-      shapes, dtypes: see `Operation`.
-      dimension_numbers: checked.
-      implementation: see `scaled_matmul`.
-    """
-
-    dimension_numbers: Numbers
-    implementation: Implementation
-
-    def _product(self, kind: Kind) -> _DotProduct:
-        return _three_products(self.shapes, self.dimension_numbers)[kind]
-
-    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self._product(kind).numbers[0]
-
-    def terms(self, kind: Kind) -> int:
-        return self._product(kind).terms
-
-    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
-        numbers, order, _ = self._product(kind)
-        y = multiply_operands(
-            first, second, numbers, self.dtype_of(kind), sums, self.implementation
-        )
-        return y if order is None else y.transpose(order)
-
-
-def multiply_operands(
-    lhs: Operand,
-    rhs: Operand,
-    numbers: Numbers,
-    dtype: np.dtype,
-    sums: Sums,
-    implementation: Implementation,
-) -> jax.Array:
-    """``dot_general`` of operands that may be quantized or not, in `dtype`."""
-    if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
-        return choice.product(lhs, rhs, Job(numbers, dtype, *sums), implementation)
-    precision = None
-    if isinstance(lhs, ScaledArray):
-        lhs, precision = scaled_values(lhs), lax.Precision.HIGHEST
-    if isinstance(rhs, ScaledArray):
-        rhs, precision = scaled_values(rhs), lax.Precision.HIGHEST
-    common = jnp.promote_types(lhs.dtype, rhs.dtype)
-    return multiply(lhs.astype(common), rhs.astype(common), numbers, precision).astype(dtype)
-
-
-class _DotProduct(NamedTuple):
-    """One of the three products.
-
-    Attributes:
-      numbers: its dimension numbers.
-      order: the transposition after it, if there is one.
-      terms: the number of products that each element of the result sums.
-    """
-
-    numbers: Numbers
-    order: tuple[int, ...] | None
-    terms: int
-
-
-@functools.lru_cache(maxsize=4096)
-def _three_products(
-    shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
-) -> dict[Kind, _DotProduct]:
-    """fprop, dgrad and wgrad.
-
-    The output ``y`` has the batch dimensions first, then those free in lhs, then those free in rhs.
-    """
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
-    layout = layout_of(*shapes, numbers)
-    m, n, k = layout.sizes
-    lhs_free, rhs_free = layout.lhs_free, layout.rhs_free
-    n_batch, n_lhs = len(lhs_batch), len(lhs_free)
-    y_dims = tuple(range(len(layout.shape)))
-    y_batch, y_lhs, y_rhs = y_dims[:n_batch], y_dims[n_batch:][:n_lhs], y_dims[n_batch + n_lhs :]
-
-    # dgrad contracts what is free in rhs and gives: batch, lhs free, rhs contracting in rhs' order.
-    # wgrad contracts what is free in lhs and gives: batch, lhs contracting in lhs' order, rhs free.
-    by_rhs = np.argsort(rhs_contract).tolist()
-    by_lhs = np.argsort(lhs_contract).tolist()
-    d_lhs_dims = lhs_batch + lhs_free + tuple(lhs_contract[i] for i in by_rhs)
-    d_rhs_dims = rhs_batch + tuple(rhs_contract[i] for i in by_lhs) + rhs_free
-    d_lhs_order = tuple(np.argsort(d_lhs_dims).tolist())
-    d_rhs_order = tuple(np.argsort(d_rhs_dims).tolist())
-    return {
-        "fprop": _DotProduct(numbers, None, k),
-        "dgrad": _DotProduct(((y_rhs, rhs_free), (y_batch, rhs_batch)), d_lhs_order, n),
-        "wgrad": _DotProduct(((lhs_free, y_lhs), (lhs_batch, y_batch)), d_rhs_order, m),
-    }
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["bias"],
-    meta_fields=["shapes", "dtypes", "dimension_numbers", "implementation", "tpu"],
-)
-@dataclass(frozen=True)
-class DotOnTpu(Dot):
-    """`Dot` of two matrices, each quantized in one step for both of its products.
-
-    Attributes:
-      tpu: on which they are.
-      bias: ``[n]``, which is added to y; None: none is.
-    """
-
-    tpu: Tpu
-    bias: jax.Array | None = None
-
-    def quantize_for_both(
-        self,
-        role: str,
-        x: jax.Array | CastLater | Made,
-        first: Use,
-        second: Use | None,
-        state: AmaxState | None,
-    ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        del role
-        return quantized_for_both(x, first, second, state, kernels=not self.tpu.divides)
-
-    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
-        bias = self.bias if kind == "fprop" else None
-        return super().multiply(kind, first, second, sums._replace(tpu=self.tpu, bias=bias))
-
-
-def _on_tpu(
-    tpu: Tpu, dot: Dot, lhs: jax.Array, rhs: Operand, bias: jax.Array | None
-) -> tuple[Dot, jax.Array, Operand]:
-    """`dot` and its operands as matrices, if that is possible."""
-    try:
-        lhs, rhs, numbers = as_matrices(lhs, rhs, dot.dimension_numbers)
-    except ValueError:  # an rhs in bytes, whose blocks are not those of a matrix
-        return dot, lhs, rhs
-    shapes = lhs.shape, rhs.shape
-    # Statistics are of the product alone.
-    by_kernel = bias is not None and not tpu.divides and OBSERVER.value is None
-    added = lax.stop_gradient(bias) if by_kernel else None
-    return DotOnTpu(shapes, dot.dtypes, numbers, dot.implementation, tpu, added), lhs, rhs
-
-
-_BOTH_LAST = (((1,), (1,)), ((), ()))
-TILE = 128  # of the kernels; other sizes are padded with zeros, once, before quantization
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class ContractionLast(Operation):
-    """``lhs[m, k] . rhs[k, n]`` and its gradients, for plain matrices with the contraction last. ::
-
-        fprop  y [m, n] = q(lhs)  [m, k] . q(rhs)^T [n, k]
-        dgrad  dx[m, k] = q(dy)   [m, n] . q(rhs)   [k, n]
-        wgrad  dw[k, n] = q(lhs)^T[k, m] . q(dy)^T  [n, m]
-
-    NVIDIA's tensor cores take 8-bit operands in this layout. Each tensor is needed both straight
-    and transposed. The transposed bytes are made where the tensor is read to be quantized: later
-    they would have to be read and written once more.
-
-    Attributes:
-      shapes, dtypes: see `Operation`.
-      implementation: see `scaled_matmul`.
-      kernels: whether Pallas kernels may quantize.
-    """
-
-    implementation: Implementation
-    kernels: bool
-
-    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[kind]
-
-    def terms(self, kind: Kind) -> int:
-        (m, k), (_, n) = self.shapes
-        return {"fprop": k, "dgrad": n, "wgrad": m}[kind]
-
-    def quantize_for_both(
-        self,
-        role: str,
-        x: jax.Array | CastLater | Made,
-        first: Use,
-        second: Use | None,
-        state: AmaxState | None,
-    ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        del role
-        if not self.kernels or second is None or first.quantizer != second.quantizer:
-            return None
-        if first.quantizer is None or not has_kernel(first.quantizer):
-            return None
-        along_rows = first.contracting == (1,)
-        by_rows, by_columns = (first, second) if along_rows else (second, first)
-        meets = by_rows.other_scale, by_columns.other_scale
-        straight, other, largest = quantize_both_ways(first.quantizer, x, state, meets)
-        return (straight, other, largest) if along_rows else (other, straight, largest)
-
-    def laid_out(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
-        del role
-        if contracting == (1,):
-            return operand
-        return operand.T
-
-    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
-        dtype = self.dtype_of(kind)
-        return multiply_operands(first, second, _BOTH_LAST, dtype, sums, self.implementation)
-
-
-def contraction_last(
-    sizes: tuple[int, int, int],
-    dtypes: tuple[np.dtype, np.dtype, np.dtype],
-    recipe: Recipe,
-    implementation: Implementation,
-) -> ContractionLast | None:
-    """`ContractionLast` for ``(m, n, k)``, if the program is traced for a GPU where it is faster.
-
-    Its matrices may be larger, with zeros behind the values.
-    """
-    products = recipe.resolved()
-    if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
-        return None
-    quantizers = products.quantizers()
-    formats, blocks = {q.fmt for q in quantizers}, {q.block for q in quantizers if q.block}
-    found = choice.contraction_last(sizes, formats, blocks, recipe.accumulation, implementation)
-    if found is None:
-        return None
-    kernels = found == "kernels"
-    m, n, k = (-(-size // TILE) * TILE for size in sizes) if kernels else sizes
-    return ContractionLast(((m, k), (k, n)), dtypes, implementation, kernels)
-
-
-def _plain_matrices(
-    lhs: jax.Array,
-    rhs: Operand,
-    dimension_numbers: Numbers,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> tuple[jax.Array, Operand]:
-    """The operands as ``[m, k]`` and ``[k, n]``, padded with zeros to `shapes`."""
-    lhs, rhs, (((lhs_k,), (rhs_k,)), _) = as_matrices(lhs, rhs, dimension_numbers)
-    lhs, rhs = (lhs.T if lhs_k == 0 else lhs), (rhs.T if rhs_k == 1 else rhs)
-    return _grown(lhs, shapes[0]), _grown(rhs, shapes[1])
-
-
-def _grown(x: Any, shape: tuple[int, ...]) -> Any:
-    """`x` padded with zeros to `shape`."""
-    if x.shape == shape or isinstance(x, ScaledArray):
-        return x
-    return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])

@@ -8,6 +8,7 @@ amax, and lays blocks of scales out anew; Pallas kernels do not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.job import HARDWARE_FORMATS
+from jfp8.matmul.job import HARDWARE_FORMATS, as_matrices
 from jfp8.matmul.tpu.tiles import LANES
 from jfp8.products.cast_later import CastLater, as_array
+from jfp8.products.dot import Dot
 from jfp8.products.made import Made
-from jfp8.products.operation import Operand, Use
+from jfp8.products.observers import OBSERVER
+from jfp8.products.operation import Kind, Operand, Sums, Use
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
@@ -29,6 +32,7 @@ from jfp8.scaling.casts import codes_to_format, convert
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import PerAxis, amax, reciprocal, scale_from_amax
+from jfp8.tracing.context import Tpu
 
 Matrix: TypeAlias = jax.Array | CastLater | Made
 
@@ -208,3 +212,51 @@ _BY_KERNELS: dict[type[Quantizer], Callable[..., Quantized]] = {
     Rowwise: _rowwise,
     Blockwise: _blockwise,
 }
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["bias"],
+    meta_fields=["shapes", "dtypes", "dimension_numbers", "implementation", "tpu"],
+)
+@dataclass(frozen=True)
+class DotOnTpu(Dot):
+    """`Dot` of two matrices, each quantized in one step for both of its products.
+
+    Attributes:
+      tpu: on which they are.
+      bias: ``[n]``, which is added to y; None: none is.
+    """
+
+    tpu: Tpu
+    bias: jax.Array | None = None
+
+    def quantize_for_both(
+        self,
+        role: str,
+        x: jax.Array | CastLater | Made,
+        first: Use,
+        second: Use | None,
+        state: AmaxState | None,
+    ) -> tuple[Operand, Operand | None, jax.Array] | None:
+        del role
+        return quantized_for_both(x, first, second, state, kernels=not self.tpu.divides)
+
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        bias = self.bias if kind == "fprop" else None
+        return super().multiply(kind, first, second, sums._replace(tpu=self.tpu, bias=bias))
+
+
+def on_tpu(
+    tpu: Tpu, dot: Dot, lhs: jax.Array, rhs: Operand, bias: jax.Array | None
+) -> tuple[Dot, jax.Array, Operand]:
+    """`dot` and its operands as matrices, if that is possible."""
+    try:
+        lhs, rhs, numbers = as_matrices(lhs, rhs, dot.dimension_numbers)
+    except ValueError:  # an rhs in bytes, whose blocks are not those of a matrix
+        return dot, lhs, rhs
+    shapes = lhs.shape, rhs.shape
+    # Statistics are of the product alone.
+    by_kernel = bias is not None and not tpu.divides and OBSERVER.value is None
+    added = lax.stop_gradient(bias) if by_kernel else None
+    return DotOnTpu(shapes, dot.dtypes, numbers, dot.implementation, tpu, added), lhs, rhs

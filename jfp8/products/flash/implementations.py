@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from jfp8.matmul.choice import by_platform, made_for_this_gpu, why_not_here
+from jfp8.matmul.choice import made_for_this_gpu, why_not_here
 from jfp8.matmul.hopper.product import run
+from jfp8.matmul.platforms import by_platform
 from jfp8.products.flash import cudnn
 from jfp8.products.flash.numerics import Numerics, numerics_of
 from jfp8.products.flash.pallas import BLACKWELL, HOPPER, Pallas

@@ -14,7 +14,7 @@ from jax import lax
 from jfp8.matmul.backend import Backend, facts_of
 from jfp8.matmul.choice import Implementation, in_rounds, tiles_or_groups
 from jfp8.matmul.job import Job, scale_products, to_output, varies_along
-from jfp8.products.dot_general import Dot
+from jfp8.products.dot import Dot
 from jfp8.products.operation import Kind, Operand, Operation, Sums
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
