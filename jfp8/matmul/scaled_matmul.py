@@ -47,8 +47,8 @@ def scaled_matmul(
         gives NaN for a block whose scale is not.) E8M0 scales do not need it.
       implementation: ``"emulate"``: f32 arithmetic on any device, the reference. ``"xla"``: f8
         operands for XLA, FP8 tensor cores on CUDA. ``"mosaic_gpu"``: Pallas kernels for Hopper.
-        None: the best for the platform that the program is compiled for (emulate on CPUs);
-        `jfp8.report` shows which.
+        ``"mosaic_tpu"``: the Pallas kernel for TPUs. None: the best for the platform that the
+        program is compiled for (emulate on CPUs); `jfp8.report` shows which.
 
     Returns:
       Array with the shape that ``jax.lax.dot_general`` gives: batch, lhs free, rhs free dimensions.
@@ -61,7 +61,9 @@ def scaled_matmul(
       NotImplementedError: ``implementation="xla"`` with scales that vary along a contraction, with
         another `accumulation` than ``"f32"``, or with formats other than E4M3FN and E5M2;
         ``"mosaic_gpu"`` on anything but a Hopper GPU with JAX 0.11.2 or later, with scales in other
-        blocks than 1x128 and 128x128, or on an array that the compiler divides among devices.
+        blocks than 1x128 and 128x128, or on an array that the compiler divides among devices;
+        ``"mosaic_tpu"`` on anything but a TPU, with sizes that are no multiples of 128, with scales
+        in other blocks than of 32 and 128 or that may not be powers of two, or on such an array.
 
     >>> import jax.numpy as jnp, jfp8
     >>> x = jfp8.quantize(jnp.ones((2, 3)), scale_rounding="power_of_two")

@@ -355,6 +355,7 @@ OTHERS = (
     "FP8 Emulation Toolkit",
     "Accelerate",
     "MaxText",
+    "libtpu",
     *("Flax's examples", "gemma", "tunix", "bonsai", "big_vision", "transformers", "diffusers"),
 )
 NEWER = "# JAX 0.11.2 or later\n"

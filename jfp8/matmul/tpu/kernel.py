@@ -128,7 +128,7 @@ def matmul(
             transcendentals=0,
             bytes_accessed=sum(x.size * np.dtype(x.dtype).itemsize for x in moved),
         ),
-        name="jfp8_matmul",
+        name="jfp8_matmul" if blocks is None else "jfp8_matmul_in_blocks",
         interpret=interpret,
     )(*in_hbm(operands, interpret))
 

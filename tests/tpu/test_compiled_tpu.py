@@ -1,0 +1,125 @@
+"""What the compiler for TPUs makes of jfp8: products in f8, few bytes beside them.
+
+No TPU is needed, but libtpu in an environment of its own: ``.ci/compile_for_tpus`` makes it, runs
+these tests, and prints the table that they leave in the report. Elsewhere all are skipped. Nothing
+is executed; times are what the compiler expects.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import flax.linen as nn
+import jax.numpy as jnp
+import pytest
+
+import jfp8
+from support.gpu_programs import forward_and_backward
+from support.tpu_programs import WAYS, compile_for, dense, row, why_not
+
+if reason := why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+ONE, FSDP, TENSOR = WAYS
+PER_TENSOR = ("delayed", "current")
+RECIPES = (*PER_TENSOR, "rowwise", "block", "mxfp8")
+PAGE = (Path(__file__).parents[2] / "docs" / "tpus.md").read_text(encoding="utf-8")
+
+
+def stands_on_the_page(found):
+    """The row is there; what depends on the machine, or on the day, need not be the same."""
+    counted = ("TPU", "on", "recipe", "products", "time / bf16", "bytes / bf16", "weights gathered")
+    return "| " + " | ".join(found[name] for name in counted) + " |" in PAGE
+
+
+@pytest.fixture
+def counted(record_property):
+    """A row of the table, in the report; it must be on the page."""
+
+    def count(*case):
+        found = row(*case)
+        for name, value in found.items():
+            record_property(name, value)
+        assert stands_on_the_page(found), found
+        return dense(*case)
+
+    return count
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_core_of_a_tpu7x(counted, recipe):
+    program, bf16 = counted("TPU7x", ONE, recipe), dense("TPU7x", ONE, "bf16")
+    in_blocks = recipe in ("block", "mxfp8")
+    assert program.products() == {"blocks Pallas" if in_blocks else "f8 Pallas": 3}
+    if in_blocks:
+        assert program.megabytes < 1.35 * bf16.megabytes
+        assert program.microseconds < 1.15 * bf16.microseconds
+    else:
+        assert program.microseconds < 0.75 * bf16.microseconds
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_core_of_a_v6e(counted, recipe):
+    """It has no units for f8: nothing to gain, and little to lose."""
+    program, bf16 = counted("v6e", ONE, recipe), dense("v6e", ONE, "bf16")
+    assert program.microseconds < 1.12 * bf16.microseconds
+    assert program.megabytes < 1.1 * bf16.megabytes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fsdp_on_eight_cores_of_a_tpu7x(counted, recipe):
+    program = counted("TPU7x", FSDP, recipe)
+    assert "f32 XLA" not in program.products()
+    if recipe in PER_TENSOR:
+        assert program.gathered() == {"f8e4m3fn"}
+        assert program.microseconds < 1.02 * dense("TPU7x", FSDP, "bf16").microseconds
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tensor_parallelism_on_eight_cores_of_a_tpu7x(counted, recipe):
+    program = counted("TPU7x", TENSOR, recipe)
+    assert "f32 XLA" not in program.products()
+    assert program.sent.by_dtype().get("f32", 0) < 2**20
+
+
+@pytest.mark.parametrize("way", [FSDP, TENSOR])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_eight_cores_of_a_v6e(counted, recipe, way):
+    assert "f32 XLA" not in counted("v6e", way, recipe).products()
+
+
+def test_transformations():
+    """Kernels are batched by vmap, and repeated by loops and remat."""
+    axes = {"params": 0, "fp8": 0, "fp8_sink": 0}
+    lifted = {"variable_axes": axes, "split_rngs": {"params": True}}
+    stacked = nn.vmap(jfp8.Dense, in_axes=0, **lifted)(256, dtype=jnp.bfloat16, recipe="delayed")
+    found = compile_for("TPU7x", *split(forward_and_backward(stacked, (2, 256, 256))))
+    assert found.products() == {"f8 Pallas": 3}
+
+    class Loop(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            body = lambda layer, x, _: (layer(x), None)
+            layer = nn.remat(jfp8.Dense)(256, dtype=jnp.bfloat16, recipe="mxfp8")
+            return nn.scan(body, **lifted, length=3)(layer, x, None)[0]
+
+    found = compile_for("TPU7x", *split(forward_and_backward(Loop(), (256, 256))))
+    assert set(found.products()) == {"blocks Pallas"}
+
+
+def test_sizes_that_kernels_do_not_take():
+    layer = jfp8.Dense(777, dtype=jnp.bfloat16, recipe="current")
+    found = compile_for("TPU7x", *split(forward_and_backward(layer, (2000, 1333))))
+    assert found.products() == {"f8 XLA": 3}
+
+
+def test_the_code_of_the_page(capsys):
+    (code,) = re.findall(r"^```python\n(# libtpu.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.split()[1] == "True"
+
+
+def split(function_and_arguments):
+    function, arguments = function_and_arguments
+    return (function, *arguments)
