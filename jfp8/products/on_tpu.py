@@ -32,6 +32,7 @@ from jfp8.scaling.casts import codes_to_format, convert
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import PerAxis, amax, reciprocal, scale_from_amax
+from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.context import Tpu
 
 Matrix: TypeAlias = jax.Array | CastLater | Made
@@ -52,7 +53,9 @@ def quantized_for_both(
         return None
     if not is_supported(quantizer) or (quantizer.block is not None and not kernels):
         return None
-    if any(size % LANES or not size for size in x.shape):
+    if any(use is not None and use.product.rotation is not None for use in (first, second)):
+        return None
+    if any(size % LANES or not size for size in x.shape) or _read(x)[0].dtype == jnp.float16:
         return None
     if kernels:
         found = _BY_KERNELS[type(quantizer)](quantizer, x, state)
@@ -99,7 +102,7 @@ def _one_scale(
         assert isinstance(quantizer, Delayed)
         # The current amax matters only while the history is empty, and is computed only then.
         none_yet = quantizer.expected(state) <= 0
-        zero = lambda x: jnp.zeros((), jnp.float32)
+        zero = lambda x: same_varying_axes((jnp.zeros((), jnp.float32), x))[0]
         observed = lax.cond(none_yet, lambda x: amax(as_array(x)), zero, x)
         scale = quantizer.scale(observed, state)
     data, largest = cast(x, reciprocal(scale), quantizer.fmt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,24 @@ def same_varying_axes(tree: Any) -> Any:
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(widen, tree)
+
+
+def of_varying(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, in an enclosing ``shard_map``: its results vary over the axes that operands do.
+
+    Kernels of Pallas for TPUs would have to say that of each result, in words of one JAX version.
+    """
+
+    @functools.wraps(kernel)
+    def call(*operands: Any, **how: Any) -> Any:
+        arrays = [x for x in jax.tree.leaves((operands, how)) if isinstance(x, jax.Array)]
+        if not any(map(varying_axes, arrays)):
+            return kernel(*operands, **how)
+        with config._check_vma(False):
+            found = kernel(*operands, **how)
+        return same_varying_axes((found, arrays))[0]
+
+    return call
 
 
 def axes_apart(x: jax.Array, other: jax.Array) -> tuple[Any, ...]:

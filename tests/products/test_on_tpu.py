@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -21,6 +22,7 @@ from jfp8.matmul.job import Job
 from jfp8.matmul.tpu import kernel, product
 from jfp8.products.on_tpu import quantized_for_both
 from jfp8.products.operation import Use
+from jfp8.quantizers.rotations import Hadamard
 from jfp8.tracing.context import Tpu, current_tpu
 
 BF16 = jnp.bfloat16
@@ -201,3 +203,23 @@ def test_report_says_what_a_tpu_computes():
     assert {row.implementation.partition(":")[0] for row in cut.rows} == {"xla"}
     assert "not multiples of 128" in cut.verbose()
     assert "CUDA" not in cut.verbose()
+
+
+def test_what_is_quantized_in_another_way_is_left_to_it():
+    """Rotations, f16, other sizes, stochastic rounding: none may be dropped in silence."""
+    x, _, _ = operands()
+    fprop = recipes.get("current").resolved().fprop
+    both = lambda product: (
+        Use("fprop", product, product.lhs, (1,)),
+        Use("wgrad", product, product.lhs, (0,)),
+    )
+    found = partial(quantized_for_both, state=None, kernels=False)
+    assert found(x, *both(fprop)) is not None
+    rotated = dataclasses.replace(fprop, rotation=Hadamard((1,) * 16))
+    stochastic = dataclasses.replace(
+        fprop, lhs=dataclasses.replace(fprop.lhs, rounding="stochastic")
+    )
+    for other in (rotated, stochastic):
+        assert found(x, *both(other)) is None
+    assert found(x.astype(jnp.float16), *both(fprop)) is None
+    assert found(x[:100], *both(fprop)) is None

@@ -11,12 +11,23 @@ import re
 from pathlib import Path
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import jfp8
 from support.gpu_programs import forward_and_backward
-from support.tpu_programs import WAYS, compile_for, dense, row, why_not
+from support.tpu_programs import (
+    WAYS,
+    compile_for,
+    compile_on,
+    dense,
+    devices_of,
+    row,
+    why_not,
+)
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -106,6 +117,29 @@ def test_transformations():
 
     found = compile_for("TPU7x", *split(forward_and_backward(Loop(), (256, 256))))
     assert set(found.products()) == {"blocks Pallas"}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_in_a_shard_map_each_core_runs_the_kernels(recipe):
+    """Also where JAX tracks over which axes arrays vary."""
+    layer = jfp8.Dense(256, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, recipe=recipe)
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def gradient(variables, x):
+        def loss(params):
+            y = layer.apply({**variables, "params": params}, x)
+            return jax.lax.pmean(jnp.mean(y.astype(jnp.float32) ** 2), "x")
+
+        return jax.grad(loss)(variables["params"])
+
+    mesh = Mesh(np.array(devices_of("TPU7x")), ("x",))
+    whole, rows = PartitionSpec(), PartitionSpec("x")
+    f = jax.shard_map(gradient, mesh=mesh, in_specs=(whole, rows), out_specs=whole)
+    specs = jax.tree.map(lambda _: whole, variables), rows
+    found = compile_on(mesh, f, (variables, x), specs).products()
+    assert sum(found.values()) == 2  # the gradient of x is not asked for
+    assert all("Pallas" in kind for kind in found)
 
 
 def test_sizes_that_kernels_do_not_take():

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jfp8.matmul.job import LARGEST_FACTOR
 from jfp8.matmul.tpu.tiles import LANES, dequantized
-from jfp8.tracing.compat import kernels_are_interpreted
+from jfp8.tracing.compat import kernels_are_interpreted, of_varying
 
 TILE = 1024  # rows, columns and terms of a tile, at most
 VMEM = 48 * 2**20  # bytes that a kernel may use; a TPU7x has 64 MiB for each core, others 128
@@ -31,6 +31,7 @@ ONE_NUMBER = pl.BlockSpec((1, 1), lambda *_: (0, 0), memory_space=pltpu.SMEM)
 Ref = Any
 
 
+@of_varying
 @partial(jax.jit, static_argnames=("summed", "dtype", "flops", "interpret"))
 def matmul(
     a: jax.Array,
@@ -147,8 +148,8 @@ def divisor(n: int) -> int:
 
 
 def _rows(n: int) -> int:
-    """Rows of a tile of `n`: of those that leave the least empty, the most."""
-    return min(range(min(n, TILE), 0, -LANES), key=lambda t: -(-n // t) * t)
+    """Rows of a tile of `n`: many, so that the other operand is read seldom, and few empty ones."""
+    return min(range(min(n, TILE), 0, -LANES), key=lambda t: -(-n // t) * (t + LANES // 2))
 
 
 def _terms(k: int, in_blocks: bool) -> int:

@@ -19,8 +19,10 @@ from jfp8.matmul.tpu.kernel import ONE_NUMBER, TILE, VMEM, Ref, divisor, in_hbm
 from jfp8.matmul.tpu.tiles import LANES, along_rows
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import ScaleRounding
+from jfp8.tracing.compat import of_varying
 
 
+@of_varying
 @partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
 def quantize_tensor(
     x: jax.Array,
@@ -66,6 +68,7 @@ def quantize_tensor(
     return _run("quantize_tensor", kernel, operands, specs, [q, largest], [tile, whole], interpret)
 
 
+@of_varying
 @partial(jax.jit, static_argnames=("dtype", "interpret"))
 def line_amaxes(
     x: jax.Array, *, dtype: jax.typing.DTypeLike | None = None, interpret: Any = False
@@ -98,6 +101,7 @@ def line_amaxes(
     return _run("line_amaxes", kernel, [x], [_tile((rows, columns))], out, specs, interpret)
 
 
+@of_varying
 @partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
 def quantize_lines(
     x: jax.Array,
@@ -136,6 +140,7 @@ def quantize_lines(
     return _run("quantize_lines", kernel, operands, specs, out, [tile, tile], interpret)
 
 
+@of_varying
 @partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype", "interpret"))
 def quantize_blocks(
     x: jax.Array,
@@ -198,6 +203,7 @@ def quantize_blocks(
     return _run(f"quantize_blocks_{block}", kernel, [x], [tile], out, specs, interpret, scratch)
 
 
+@of_varying
 @partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype", "interpret"))
 def quantize_tiles(
     x: jax.Array,
