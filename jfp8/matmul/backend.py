@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -184,3 +184,25 @@ _PLACES = {
     "rows": "do not vary along the contraction",
     "blocks": "vary along the contraction and cannot be applied after it",
 }
+
+
+class Choice(NamedTuple):
+    """The backend for a product, and why those ranked before it do not compute it."""
+
+    backend: Backend
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        reasons = [f"{name}: {why}" for name, why in self.refused.items()]
+        if len(reasons) == 1:
+            reasons = list(self.refused.values())
+        return ": ".join(filter(None, (self.backend.name, ", ".join(reasons))))
+
+
+def check_not_refused(implementation: str, reason: str | None) -> None:
+    """Raise ``NotImplementedError`` if there is a `reason` why it cannot compute a product."""
+    if reason is not None:
+        raise NotImplementedError(
+            f"implementation={implementation!r} does not support {reason}. "
+            "Use implementation=None or 'emulate'."
+        )

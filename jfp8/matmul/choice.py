@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AxisType
 
 from jfp8.matmul import bf16, xla
-from jfp8.matmul.backend import Backend, Blocks, Facts, facts_of
+from jfp8.matmul.backend import Backend, Blocks, Choice, Facts, check_not_refused, facts_of
 from jfp8.matmul.blackwell import product as blackwell
 from jfp8.matmul.emulate import product as emulate
 from jfp8.matmul.hopper import product as hopper
@@ -60,19 +60,6 @@ BY_NAME = {
     "mosaic_gpu": (hopper.BACKEND,),
     "mosaic_tpu": (tpu.BACKEND, tpu.BLOCK_BACKEND),
 }
-
-
-class Choice(NamedTuple):
-    """The backend for a product on CUDA, and why those ranked before it do not compute it."""
-
-    backend: Backend
-    refused: dict[str, str]
-
-    def __str__(self) -> str:
-        reasons = [f"{name}: {why}" for name, why in self.refused.items()]
-        if len(reasons) == 1:
-            reasons = list(self.refused.values())
-        return ": ".join(filter(None, (self.backend.name, ", ".join(reasons))))
 
 
 def choose(facts: Facts, gpu: Gpu | None) -> Choice:
@@ -399,15 +386,6 @@ def tiles_or_groups(
     check_not_refused(implementation, xla.BACKEND.why_not_sums(accumulation))
     with note("cuda", "bf16: JAX's own ragged product"):
         return by_groups(*operands)
-
-
-def check_not_refused(implementation: str, reason: str | None) -> None:
-    """Raise ``NotImplementedError`` if there is a `reason` why it cannot compute a product."""
-    if reason is not None:
-        raise NotImplementedError(
-            f"implementation={implementation!r} does not support {reason}. "
-            "Use implementation=None or 'emulate'."
-        )
 
 
 def check_implementation(implementation: str | None) -> None:
