@@ -460,7 +460,7 @@ def test_error_not_scaled(which):
 
 
 def test_error_unknown_implementation_lists_the_known_ones():
-    assert set(BY_NAME) == {"emulate", "xla", "mosaic_gpu"}
+    assert set(BY_NAME) == {"emulate", "xla", "mosaic_gpu", "mosaic_tpu"}
     with pytest.raises(
         ValueError, match=r"implementation='cuda' is unknown.*'emulate', 'xla'.*None"
     ):
