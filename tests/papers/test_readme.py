@@ -66,7 +66,13 @@ def test_names_exist(page):
 @pages
 def test_scripts_exist(page):
     scripts = set(re.findall(r"(?:examples|benchmarks|notebooks)/\w+\.\w+", page.read_text()))
-    assert scripts or page.name in {"promises.md", "checkpoints.md", "glossary.md", "works_with.md"}
+    assert scripts or page.name in {
+        "promises.md",
+        "checkpoints.md",
+        "glossary.md",
+        "works_with.md",
+        "tpus.md",
+    }
     assert all((ROOT / script).exists() for script in scripts)
 
 
