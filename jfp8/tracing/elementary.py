@@ -34,7 +34,8 @@ def _evaluated(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> li
     value_of = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]
     for eqn in jaxpr.eqns:
         inputs = [value_of(atom) for atom in eqn.invars]
-        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        # A loop has a "jaxpr", too, which runs more than once: it stays what it is.
+        body = eqn.params.get("jaxpr" if eqn.primitive.name == "jit" else "call_jaxpr")
         if body is not None:  # jit, or a function with a rule
             results = _evaluated(body.jaxpr, body.consts, inputs)
         elif eqn.primitive.name == "add_any":

@@ -97,6 +97,11 @@ def test_gradients_for_kernels(name):
     assert "add_any" not in str(jax.make_jaxpr(for_kernels)(*wide, wide[0]))
 
 
+def test_loops_run_as_often_as_they_say():
+    halved = elementary(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x / 2, x))
+    assert halved(8.0) == 1.0
+
+
 @pytest.mark.representative(1)
 @needs_mosaic
 @pytest.mark.parametrize(
