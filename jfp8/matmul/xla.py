@@ -53,19 +53,8 @@ def f8_elsewhere(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
 
 def elsewhere(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job) -> jax.Array:
     """``dot_general(lhs, rhs) * factors`` of two f8 arrays, in the compiler's own way."""
-    y = lax.dot_general(lhs, rhs, job.dimension_numbers, preferred_element_type=_first(job))
+    y = lax.dot_general(lhs, rhs, job.dimension_numbers, preferred_element_type=job.dtype_of_parts)
     return times(y, factors).astype(job.dtype)
-
-
-def _first(job: Job) -> np.dtype:
-    """The dtype of a product before it is scaled.
-
-    TPUs among which the compiler divides arrays add parts of sums up in it: in f32 they would send
-    twice the bytes.
-    """
-    divided = job.tpu is not None and job.tpu.divides
-    sent = np.dtype(job.parts or job.dtype)
-    return sent if divided and sent == jnp.bfloat16 else np.dtype(np.float32)
 
 
 def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job) -> jax.Array:

@@ -58,15 +58,17 @@ def multiply_operands(
     implementation: Implementation,
 ) -> jax.Array:
     """``dot_general`` of operands that may be quantized or not, in `dtype`."""
+    job = Job(numbers, dtype, *sums)
     if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
-        return choice.product(lhs, rhs, Job(numbers, dtype, *sums), implementation)
+        return choice.product(lhs, rhs, job, implementation)
     precision = None
     if isinstance(lhs, ScaledArray):
         lhs, precision = scaled_values(lhs), lax.Precision.HIGHEST
     if isinstance(rhs, ScaledArray):
         rhs, precision = scaled_values(rhs), lax.Precision.HIGHEST
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
-    return multiply(lhs.astype(common), rhs.astype(common), numbers, precision).astype(dtype)
+    lhs, rhs = lhs.astype(common), rhs.astype(common)
+    return multiply(lhs, rhs, numbers, precision, job.dtype_of_parts).astype(dtype)
 
 
 class _DotProduct(NamedTuple):

@@ -1,8 +1,8 @@
 """``dot_general`` on TPUs: operands quantized in one read, and no transposed copies.
 
 A TPU's matrix units take operands in any layout, so that one array of codes serves both directions
-wherever one scale does. XLA does the rest element by element, but reads a tensor once more for its
-amax, and lays blocks of scales out anew; Pallas kernels do not.
+wherever one scale does. Pallas kernels read a tensor once for all that they make of it. Where the
+compiler divides tensors among TPUs no kernel can run, and XLA quantizes: see `tpu.by_xla`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.job import HARDWARE_FORMATS, as_matrices
+from jfp8.matmul.job import HARDWARE_FORMATS, Job, are_powers_of_two, as_matrices
+from jfp8.matmul.tpu import by_xla
 from jfp8.matmul.tpu.tiles import LANES
 from jfp8.products.cast_later import CastLater, as_array
 from jfp8.products.dot import Dot
@@ -27,18 +28,19 @@ from jfp8.products.operation import Kind, Operand, Sums, Use
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_to_format, convert
+from jfp8.recipes.product import Product
+from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.casts import codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.history import AmaxState
-from jfp8.scaling.scales import PerAxis, amax, reciprocal, scale_from_amax
+from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.context import Tpu
+from jfp8.tracing.context import Tpu, is_explaining
 
 Matrix: TypeAlias = jax.Array | CastLater | Made
 
 # A matrix quantized for sums over its rows and over its columns, and its amax, or those of parts.
-Quantized: TypeAlias = tuple[ScaledArray, ScaledArray, jax.Array]
+Quantized: TypeAlias = tuple[Operand, Operand, jax.Array]
 
 
 def quantized_for_both(
@@ -51,7 +53,7 @@ def quantized_for_both(
     quantizer = first.quantizer
     if quantizer is None or (second is not None and second.quantizer != quantizer):
         return None
-    if not is_supported(quantizer) or (quantizer.block is not None and not kernels):
+    if not is_supported(quantizer):
         return None
     if any(use is not None and use.product.rotation is not None for use in (first, second)):
         return None
@@ -59,10 +61,16 @@ def quantized_for_both(
         return None
     if kernels:
         found = _BY_KERNELS[type(quantizer)](quantizer, x, state)
+    elif isinstance(quantizer, Blockwise):
+        if not all(use is None or _multiplies_values(use.product) for use in (first, second)):
+            return None
+        if is_explaining():
+            return None  # by codes and scales, which a report names: the product is in bf16, too
+        found = _blockwise_by_xla(quantizer, x)
     elif isinstance(quantizer, Rowwise):
-        found = _lines(quantizer, x, _amaxes, _cast_lines)
+        found = _lines(quantizer, x, _amaxes_by_xla, _cast_lines_by_xla)
     else:
-        found = _one_scale(quantizer, x, state, _cast)
+        found = _one_scale(quantizer, x, state, _cast_by_xla)
     straight, other, largest = found
     if first.contracting == (0,):
         straight, other = other, straight
@@ -77,6 +85,12 @@ def is_supported(quantizer: Quantizer) -> bool:
         and quantizer.fmt in HARDWARE_FORMATS
         and quantizer.block in (None, (128, 1), (128, 128), (32, 1), (32, 32))
     )
+
+
+def _multiplies_values(product: Product) -> bool:
+    """Whether both operands are in blocks whose values bf16 holds exactly."""
+    in_blocks = [q is not None and q.block is not None for q in (product.lhs, product.rhs)]
+    return all(in_blocks) and product.powers_of_two and product.output is None
 
 
 def _one_scale(
@@ -127,24 +141,33 @@ def _lines(
     return straight, other, largest[0].reshape(-1)
 
 
-# By XLA. NaN for Inf by arithmetic: a mask it would write to memory.
+# By XLA.
 
 
-def _cast(x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+def _cast_by_xla(x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
     values = as_array(x)
-    wide = values.astype(jnp.float32)
-    return convert((wide + wide * np.float32(0)) * inverse, fmt), amax(values)
+    return by_xla.cast(values, inverse, fmt), by_xla.amax(values).reshape(())
 
 
-def _amaxes(x: Matrix) -> tuple[jax.Array, jax.Array]:
+def _amaxes_by_xla(x: Matrix) -> tuple[jax.Array, jax.Array]:
     values = as_array(x)
-    return amax(values, PerAxis(0)), amax(values, PerAxis(1))
+    return by_xla.amax(values, (1,)), by_xla.amax(values, (0,))
 
 
-def _cast_lines(
+def _cast_lines_by_xla(
     x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
 ) -> tuple[jax.Array, jax.Array]:
-    return _cast(x, rows, fmt)[0], _cast(x, columns, fmt)[0]
+    values = as_array(x)
+    return by_xla.cast(values, rows, fmt), by_xla.cast(values, columns, fmt)
+
+
+def _blockwise_by_xla(quantizer: Blockwise, x: Matrix) -> tuple[jax.Array, jax.Array, jax.Array]:
+    values, (along, across) = as_array(x), quantizer.block_size
+    how = values, quantizer.fmt, along, quantizer.scale_rounding
+    if across > 1:
+        rounded = by_xla.values_in_tiles(*how)
+        return rounded, rounded, by_xla.amax(values).reshape(())
+    return *by_xla.values_in_blocks(*how), by_xla.amax(values).reshape(())
 
 
 # By kernels.
@@ -247,7 +270,19 @@ class DotOnTpu(Dot):
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
         bias = self.bias if kind == "fprop" else None
-        return super().multiply(kind, first, second, sums._replace(tpu=self.tpu, bias=bias))
+        sums = sums._replace(tpu=self.tpu, bias=bias)
+        if isinstance(first, ScaledArray) != isinstance(second, ScaledArray):
+            job = Job(self.dimension_numbers, self.dtype_of(kind), *sums)
+            pairs = zip((first, second), self.contracting(kind), strict=True)
+            first, second = (_in_bf16_if_exact(x, summed, job) for x, summed in pairs)
+        return super().multiply(kind, first, second, sums)
+
+
+def _in_bf16_if_exact(x: Operand, summed: tuple[int, ...], job: Job) -> Operand:
+    """The values of bytes beside an operand that is in bf16 already."""
+    if not isinstance(x, ScaledArray) or not are_powers_of_two(x, summed, job):
+        return x
+    return scaled_values(x).astype(jnp.bfloat16)
 
 
 def on_tpu(

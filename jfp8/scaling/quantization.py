@@ -133,14 +133,18 @@ def block_scale(
       ``(scale, block, inverse)``: f32 or e8m0 array; see `ScaledArray.block`; the reciprocals, f32.
     """
     scale = scale_from_amax(amax(x, granularity), fmt, scale_rounding=scale_rounding, poison=True)
-    if scale.dtype == E8M0FNU.dtype:
-        # No amax has a code above 253, so that the reciprocal is a normal f32.
-        code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
-        inverse = lax.bitcast_convert_type((np.uint32(254) - code) << 23, jnp.float32)
-        inverse = jnp.where(code == 255, jnp.nan, inverse)
-    else:
-        inverse = reciprocal(scale)
+    inverse = reciprocal_of_block_scale(scale)
     return scale, ragged_block(granularity, x.shape), inverse
+
+
+def reciprocal_of_block_scale(scale: jax.Array) -> jax.Array:
+    """``1 / scale`` in f32, of f32 or e8m0 scales from `scaling.scale_from_amax`."""
+    if scale.dtype != E8M0FNU.dtype:
+        return reciprocal(scale)
+    # No amax has a code above 253, so that the reciprocal is a normal f32.
+    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
+    inverse = lax.bitcast_convert_type((np.uint32(254) - code) << 23, jnp.float32)
+    return jnp.where(code == 255, jnp.nan, inverse)
 
 
 def quantize_with_scale(

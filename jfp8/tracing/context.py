@@ -165,9 +165,14 @@ def explaining() -> AbstractContextManager[object]:
     return _context(object())
 
 
+def is_explaining() -> bool:
+    """Whether a program is traced for a report."""
+    return _context.value is not None
+
+
 def note(kind: Kind, text: str) -> AbstractContextManager[object]:
     """A context whose equations carry a note."""
-    if _context.value is None or not text:
+    if not is_explaining() or not text:
         return contextlib.nullcontext()
     return jax.named_scope(f"{kind}={text.replace(';', ',')};")
 

@@ -22,6 +22,7 @@ from jfp8.matmul.job import Job
 from jfp8.matmul.tpu import kernel, product
 from jfp8.products.on_tpu import quantized_for_both
 from jfp8.products.operation import Use
+from jfp8.quantizers.quantizer import Context
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.tracing.context import Tpu, current_tpu
 
@@ -106,6 +107,63 @@ def test_by_xla_the_same_codes_as_by_kernels(interpreted):
             codes = (np.asarray(a.data.astype(jnp.float32)) for a in (q, expected))
             np.testing.assert_array_equal(*codes)
             assert np.isnan(np.asarray(q.data.astype(jnp.float32))).sum() == 1
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "rounding"), [("mxfp8", "rceil"), ("mxfp8", "floor"), ("block", "power_of_two")]
+)
+def test_blocks_by_xla_have_the_values_of_the_reference(name, rounding, filled):
+    """In both directions; a NaN stays in its block, and the amax of all is found."""
+    x, _, _ = operands()
+    x = x.at[5].multiply(2.0**100).at[:, 7].multiply(2.0**-100).at[8].set(0)
+    if filled:
+        x = x.at[3, 140].set(jnp.inf).at[70, 2].set(jnp.nan)
+    product = recipes.get(name).resolved().wgrad
+    quantizer = dataclasses.replace(product.lhs, scale_rounding=rounding)
+    product = dataclasses.replace(product, lhs=quantizer)
+    use = Use("fprop", product, quantizer, (1,)), Use("wgrad", product, quantizer, (0,))
+    for array in (x, x.astype(jnp.float32)):
+        *found, largest = quantized_for_both(array, *use, None, kernels=False)
+        np.testing.assert_array_equal(largest, jnp.nan if filled else jnp.abs(array).max())
+        for values, each in zip(found, use, strict=True):
+            assert values.dtype == BF16
+            expected = quantizer(array, Context(each.contracting, largest, None)).dequantize(BF16)
+            np.testing.assert_array_equal(values.astype(np.float32), expected.astype(np.float32))
+            assert 100 < jnp.sum(values != 0) < values.size or not filled
+
+
+def test_tiles_by_xla_have_the_values_of_the_reference():
+    _, w, _ = operands()
+    w = w.at[3, 100].set(jnp.nan)
+    product = recipes.get("block").resolved().fprop
+    use = Use("fprop", product, product.rhs, (0,)), Use("dgrad", product, product.rhs, (1,))
+    values, again, _ = quantized_for_both(w, *use, None, kernels=False)
+    expected = product.rhs(w, Context((0,), jnp.nan, None)).dequantize(BF16)
+    np.testing.assert_array_equal(values.astype(np.float32), expected.astype(np.float32))
+    assert again is values
+    assert jnp.isnan(values).sum() == 128 * 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["delayed", "rowwise", "block", "mxfp8"])
+def test_products_that_are_divided_have_the_numbers_of_the_reference(monkeypatch, name):
+    recipe = recipes.get(name)
+    arrays = operands()
+    state = recipe.init_state()
+    expected = results(recipe, None, *arrays, state)
+    asked = []
+    monkeypatch.setattr(
+        choice,
+        "quantizing_tpu",
+        lambda x, how: asked.append(x) or Tpu("TPU7x", divides=True),
+    )
+    found = results(recipe, None, *arrays, state)
+    assert asked
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert (a != b).mean() < 0.002, name
+        np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-6 * np.abs(b).max())
 
 
 def test_dense_gives_its_bias_to_the_product(interpreted, monkeypatch):
@@ -203,6 +261,17 @@ def test_report_says_what_a_tpu_computes():
     assert {row.implementation.partition(":")[0] for row in cut.rows} == {"xla"}
     assert "not multiples of 128" in cut.verbose()
     assert "CUDA" not in cut.verbose()
+
+
+def test_report_names_the_formats_of_what_is_divided():
+    """Blocks are multiplied as values in bf16 there, without codes."""
+    x = jnp.ones((256, 256), BF16)
+    layer = jfp8.Dense(128, dtype=BF16, recipe="block")
+    variables = layer.init(jax.random.key(0), x)
+    with on("TPU7x", sizes=(8,), types=(AxisType.Auto,)):
+        rows = jfp8.report(layer, variables, x).rows
+    assert {row.implementation.partition(":")[0] for row in rows} == {"bf16"}
+    assert {row.lhs for row in rows} == {"e4m3fn[256,256]"}
 
 
 def test_what_is_quantized_in_another_way_is_left_to_it():
