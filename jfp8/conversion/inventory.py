@@ -144,7 +144,8 @@ def _linen_jaxpr(
     others = {k: v for k, v in variables.items() if k != "params"}
     mutable = [k for k in others if k not in ("fp8", "fp8_sink")]
 
-    def forward(params, others, inputs, kwargs, key):
+    def forward(params, others, inputs, kwargs):
+        key = jax.random.key(0)  # here, since nothing can be computed on a described device
         rngs = {name: jax.random.fold_in(key, i) for i, name in enumerate(sorted(streams))}
         with nn.intercept_methods(locate):
             y, _ = model.apply(
@@ -152,8 +153,7 @@ def _linen_jaxpr(
             )
         return _total(y)
 
-    arguments = (variables["params"], others, inputs, kwargs, jax.random.key(0))
-    return _traced(forward, arguments)
+    return _traced(forward, (variables["params"], others, inputs, kwargs))
 
 
 def _inside_of_attention(module: nn.Module) -> str:

@@ -25,7 +25,7 @@ from jfp8.matmul.choice import Implementation
 from jfp8.matmul.job import scale_products
 from jfp8.matmul.platforms import by_platform
 from jfp8.products.dot_general import observed_dot_general
-from jfp8.products.explicit_sharding import with_result_like
+from jfp8.products.explicit_sharding import specs_of, with_result_like
 from jfp8.products.operation import (
     How,
     Kind,
@@ -129,7 +129,7 @@ def observed_convolution(
     if has_explicit_axes():
         reference = functools.partial(window.convolve, out_sharding=out_sharding)
         function = functools.partial(observed_convolution, window=window, how=how, **result)
-        return with_result_like(reference, function, lhs, rhs, state)
+        return with_result_like(specs_of(reference, lhs, rhs), function, lhs, rhs, state)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
     window.check(lhs, rhs)
     products = how.recipe.resolved()

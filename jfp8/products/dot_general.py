@@ -25,9 +25,8 @@ from jfp8.matmul.job import (
 )
 from jfp8.products.contraction_last import contraction_last, plain_matrices
 from jfp8.products.dot import Dot
-from jfp8.products.explicit_sharding import with_result_like
+from jfp8.products.explicit_sharding import Specs, specs_of, with_result_like
 from jfp8.products.made import Followed, Source, Then, source_of_matrix
-from jfp8.products.on_tpu import DotOnTpu, on_tpu
 from jfp8.products.operation import (
     How,
     Observed,
@@ -41,6 +40,8 @@ from jfp8.products.operation import (
     value_dtype,
     values_of,
 )
+from jfp8.products.tpu.dot import DotOnTpu, on_tpu
+from jfp8.products.tpu.layout import layout_of_matrices
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -134,26 +135,31 @@ def observed_dot_general(
     source: Source | None = None,
     then: Then | None = None,
     bias: jax.Array | None = None,
+    specs: Specs | None = None,
 ) -> tuple[Any, Observed]:
     """`scaled_dot_general`, and the amaxes of its operands, which have no gradient.
 
     If the `source` of `lhs` is given, a kernel may make `lhs` itself. If it is known what follows
     `then`, whose projections are the last but one dimension of the result, this may be a
     `Followed`: then a kernel may make its gradient. A `bias` ``[n]`` is added to the result, by a
-    kernel if that can.
+    kernel if that can. The `specs` say how arrays are divided that `lhs`, `rhs` and y lie in.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     if has_explicit_axes():
         what: dict[str, Any] = {"dimension_numbers": dimension_numbers}
         result = {"preferred_element_type": preferred_element_type}
         reference = partial(lax.dot_general, **what, out_sharding=out_sharding)
-        function = partial(observed_dot_general, **what, how=how, **result)
-        y, observed = with_result_like(reference, function, lhs, rhs, state)
+        given = specs_of(reference, lhs, rhs)
+        function = partial(observed_dot_general, **what, how=how, **result, specs=given)
+        y, observed = with_result_like(given, function, lhs, rhs, state)
         return plus_bias(y, bias), observed
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
     shape = layout_of(lhs.shape, rhs.shape, dimension_numbers).shape
     contracting = dimension_numbers[0][0]
+    layout = None
+    if specs is not None and not dimension_numbers[1][0]:
+        layout = layout_of_matrices(specs, (lhs.shape, rhs.shape), dimension_numbers)
     if how.recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
         # the borders of the dimensions that form them.
@@ -173,7 +179,7 @@ def observed_dot_general(
     elif not dimension_numbers[1][0]:
         tpu = choice.quantizing_tpu(lhs, how.implementation)
         if tpu is not None:
-            operation, lhs, rhs = on_tpu(tpu, dot, lhs, rhs, bias)
+            operation, lhs, rhs = on_tpu(tpu, dot, lhs, rhs, bias, layout)
     if faster is None or not faster.kernels:
         source = then = None
     if bias is not None:

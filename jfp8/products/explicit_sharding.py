@@ -9,7 +9,7 @@ So the compiler decides everything inside, and only the results have types with 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +19,45 @@ from jfp8.products.operation import Observed, Operand, State
 from jfp8.scaling.arrays import ScaledArray
 
 
-def with_result_like(
-    reference: Callable[..., jax.Array],
-    function: Callable[..., tuple[jax.Array, Observed]],
-    lhs: jax.Array,
-    rhs: Operand,
-    state: State,
-) -> tuple[jax.Array, Observed]:
-    """``function(lhs, rhs, state=state)``, laid out over the devices like ``reference(lhs, rhs)``.
+class Specs(NamedTuple):
+    """How the operands and the result of an operation are divided over the devices."""
 
-    Args:
-      reference: JAX's own operation, of the values of `lhs` and `rhs`; it is not computed.
-      function: of arrays, none of whose axes are explicit inside of it.
-      lhs, rhs, state: its arguments.
+    lhs: PartitionSpec
+    rhs: PartitionSpec
+    y: PartitionSpec
+
+
+def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) -> Specs:
+    """Those of ``reference(lhs, rhs)``: JAX's own operation, which is not computed.
 
     Raises:
       jax.errors.ShardingTypeError: JAX cannot tell from the operands how the result is laid out.
     """
     widened = lambda *arrays: reference(*(x.astype(jnp.float32) for x in arrays))
     data = rhs.data if isinstance(rhs, ScaledArray) else rhs
-    everywhere = PartitionSpec()
+    y = jax.eval_shape(widened, lhs, data)
     # Arrays that were never laid out have no sharding.
-    layouts = (jax.eval_shape(widened, lhs, data).sharding or everywhere, everywhere)
+    given = [x.sharding for x in (jax.typeof(lhs), jax.typeof(data), y)]
+    return Specs(*(getattr(each, "spec", PartitionSpec()) for each in given))
+
+
+def with_result_like(
+    specs: Specs,
+    function: Callable[..., tuple[jax.Array, Observed]],
+    lhs: jax.Array,
+    rhs: Operand,
+    state: State,
+) -> tuple[jax.Array, Observed]:
+    """``function(lhs, rhs, state=state)``, whose result is laid out as `specs` say.
+
+    Args:
+      specs: see `specs_of`.
+      function: of arrays, none of whose axes are explicit inside of it.
+      lhs, rhs, state: its arguments.
+    """
     automatic: Callable[..., Any] = jax.sharding.auto_axes(
-        lambda lhs, rhs, state: function(lhs, rhs, state=state), out_sharding=layouts
+        lambda lhs, rhs, state: function(lhs, rhs, state=state),
+        out_sharding=(specs.y, PartitionSpec()),
     )
     return automatic(lhs, rhs, state)
 

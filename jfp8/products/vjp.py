@@ -232,7 +232,8 @@ def _largest(*amaxes: jax.Array) -> jax.Array:
     if not any(each.ndim for each in amaxes):
         return jnp.stack(amaxes)
     parts = max(each.size for each in amaxes)
-    by_tensor = jnp.stack([jnp.broadcast_to(each, (parts,)) for each in amaxes])
+    # Zeros change no amax. Tensors on several TPUs may be in different numbers of parts.
+    by_tensor = jnp.stack([jnp.pad(each.reshape(-1), (0, parts - each.size)) for each in amaxes])
     return amax(by_tensor, PerAxis(0))[:, 0]
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
@@ -20,8 +21,8 @@ from jfp8.matmul.backend import facts_of
 from jfp8.matmul.choice import choose_on_tpu
 from jfp8.matmul.job import Job
 from jfp8.matmul.tpu import kernel, product
-from jfp8.products.on_tpu import quantized_for_both
 from jfp8.products.operation import Use
+from jfp8.products.tpu.quantize import quantized_for_both
 from jfp8.quantizers.quantizer import Context
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.tracing.context import Tpu, current_tpu
@@ -47,14 +48,13 @@ def operands(m=128, k=256, n=128):
     return tuple(jnp.asarray(draw(*s), BF16) for s in ((m, k), (k, n), (m, n)))
 
 
-def results(recipe, implementation, x, w, dy, state):
+def results(recipe, implementation, x, w, dy, state, **how):
     """y, both gradients, and the amaxes that leave by the sink."""
     sink = jfp8.scaling.init_sink()
 
     def f(x, w, sink):
-        return jfp8.scaled_dot_general(
-            x, w, ROWS, recipe=recipe, state=state, sink=sink, implementation=implementation
-        )
+        how.update(recipe=recipe, state=state, sink=sink, implementation=implementation)
+        return jfp8.scaled_dot_general(x, w, ROWS, **how)
 
     y, back = jax.vjp(f, x, w, None if state is None else sink)
     return y, back(dy)
@@ -109,9 +109,14 @@ def test_by_xla_the_same_codes_as_by_kernels(interpreted):
             assert np.isnan(np.asarray(q.data.astype(jnp.float32))).sum() == 1
 
 
-@pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize(
-    ("name", "rounding"), [("mxfp8", "rceil"), ("mxfp8", "floor"), ("block", "power_of_two")]
+    ("name", "rounding", "filled"),
+    [
+        ("mxfp8", "rceil", True),
+        ("block", "power_of_two", False),
+        pytest.param("mxfp8", "floor", False, marks=pytest.mark.slow),
+        pytest.param("block", "power_of_two", True, marks=pytest.mark.slow),
+    ],
 )
 def test_blocks_by_xla_have_the_values_of_the_reference(name, rounding, filled):
     """In both directions; a NaN stays in its block, and the amax of all is found."""
@@ -123,7 +128,7 @@ def test_blocks_by_xla_have_the_values_of_the_reference(name, rounding, filled):
     quantizer = dataclasses.replace(product.lhs, scale_rounding=rounding)
     product = dataclasses.replace(product, lhs=quantizer)
     use = Use("fprop", product, quantizer, (1,)), Use("wgrad", product, quantizer, (0,))
-    for array in (x, x.astype(jnp.float32)):
+    for array in (x, x.astype(jnp.float32) * np.float32(1.0001)):
         *found, largest = quantized_for_both(array, *use, None, kernels=False)
         np.testing.assert_array_equal(largest, jnp.nan if filled else jnp.abs(array).max())
         for values, each in zip(found, use, strict=True):
@@ -292,3 +297,52 @@ def test_what_is_quantized_in_another_way_is_left_to_it():
         assert found(x, *both(other)) is None
     assert found(x.astype(jnp.float16), *both(fprop)) is None
     assert found(x[:100], *both(fprop)) is None
+
+
+# Layouts of x[m, k], w[k, n] and y[m, n] on a mesh of axes a and b.
+LAYOUTS = {
+    "data": (P("a"), P(), P("a")),
+    "fsdp": (P("a"), P("a"), P("a")),
+    "columns": (P(), P(None, "a"), P(None, "a")),
+    "rows": (P(None, "a"), P("a"), P()),
+    "fsdp and columns": (P("a"), P("a", "b"), P("a", "b")),
+    "sequence": (P("a"), P("b", "a"), P("b", "a")),
+}
+
+
+SEVERAL = [
+    ("rowwise", "rows"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            *(("delayed", layout) for layout in LAYOUTS),
+            *((name, "fsdp and columns") for name in ("current", "rowwise", "block", "mxfp8")),
+            *((name, "rows") for name in ("current", "block", "mxfp8")),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), SEVERAL)
+def test_each_of_several_tpus_runs_the_kernels(interpreted, monkeypatch, name, layout):
+    """On meshes with explicit axes: with the numbers of the reference, to the order of f32 sums."""
+    many = Tpu("TPU7x", divides=True)
+    monkeypatch.setattr(choice, "quantizing_tpu", lambda x, how: None if how == "emulate" else many)
+    recipe = recipes.get(name)
+    state = recipe.init_state()
+    arrays = [x.astype(jnp.float32) for x in operands(256, 512, 256)]
+    expected = results(recipe, "emulate", *arrays, state)
+    types, devices = (AxisType.Explicit,) * 2, jax.devices()[:4]
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=types, devices=devices)
+    specs = LAYOUTS[layout]
+    with jax.set_mesh(mesh):
+        parts = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)
+        ]
+        f = jax.jit(partial(results, recipe, "mosaic_tpu", out_sharding=specs[2]))
+        traced = f.trace(*parts, state)
+        assert str(traced.jaxpr).count("shard_map") >= 6  # for operands and products
+        found = traced.lower().compile()(*parts, state)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())

@@ -23,7 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import jfp8
 from jfp8.debug import collective_bytes
@@ -31,7 +31,10 @@ from support.gpu_programs import Hlo, forward_and_backward
 
 KINDS = {"TPU7x": "tpu7x:2x2x1", "v6e": "v6e:2x4"}  # eight cores each
 WAYS = ("one core", "8 cores, FSDP", "8 cores, tensor parallel")
+AXES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 BF16 = jnp.bfloat16
+# No loops that multiply what has arrived so far: the compiler counts the body of a loop once.
+OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
 def why_not() -> str | None:
@@ -114,7 +117,9 @@ def compile_on(
     on = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     jitted = jax.jit(f, out_shardings=None if out is None else place(out))
     began = time.perf_counter()
-    compiled = jitted.trace(*jax.tree.map(on, args, place(specs))).lower().compile()
+    with use_abstract_mesh(mesh.abstract_mesh):
+        traced = jitted.trace(*jax.tree.map(on, args, place(specs)))
+    compiled = traced.lower().compile(compiler_options=OPTIONS)
     seconds = time.perf_counter() - began
     cost = compiled.cost_analysis()
     return Program(
@@ -133,7 +138,7 @@ def compile_for(kind: str, f: Callable[..., Any], *args: Any) -> Program:
 
 
 @functools.cache
-def dense(kind: str, way: str, recipe: str) -> Program:
+def dense(kind: str, way: str, recipe: str, axes: str = "auto") -> Program:
     """A layer of 4096 features on 8192x4096 per core, forward and backward; `recipe` may be bf16.
 
     With FSDP each core has rows of the kernel and examples of its own. With tensor parallelism it
@@ -154,16 +159,18 @@ def dense(kind: str, way: str, recipe: str) -> Program:
         lambda path, _: kernel if "kernel" in jax.tree_util.keystr(path) else whole, args[0]
     )
     gradients = {name: specs for name, specs in variables.items() if name != "fp8"}
-    mesh = Mesh(np.array(devices_of(kind)), ("x",))
-    return compile_on(mesh, f, args, (variables, x, y), (y, (gradients, x)))
+    mesh = Mesh(np.array(devices_of(kind)), ("x",), axis_types=(AXES[axes],))
+    out = (y, (gradients, x)) if axes == "auto" else None  # explicit ones are in the types
+    return compile_on(mesh, f, args, (variables, x, y), out)
 
 
-def row(kind: str, way: str, recipe: str) -> dict[str, str]:
+def row(kind: str, way: str, recipe: str, axes: str = "auto") -> dict[str, str]:
     """A line of the table."""
-    program, bf16 = dense(kind, way, recipe), dense(kind, way, "bf16")
+    program, bf16 = dense(kind, way, recipe, axes), dense(kind, way, "bf16")
     return {
         "TPU": kind,
         "on": way,
+        "axes": "–" if way == WAYS[0] or recipe == "bf16" else axes,
         "recipe": recipe,
         "products": " + ".join(f"{n} {kind}" for kind, n in program.products().items()),
         "time / bf16": f"{program.microseconds / bf16.microseconds:.2f}",
@@ -185,7 +192,8 @@ def print_table(report: str) -> None:
     if not rows:
         sys.exit(f"{report}: no program was compiled.")
     kinds = list(KINDS)
-    rows.sort(key=lambda each: (kinds.index(each["TPU"]), WAYS.index(each["on"])))
+    axes = ["–", *AXES]
+    rows.sort(key=lambda r: (kinds.index(r["TPU"]), WAYS.index(r["on"]), axes.index(r["axes"])))
     print("|", " | ".join(rows[0]), "|")
     print("|---" * len(rows[0]) + "|")
     for each in rows:

@@ -1,14 +1,12 @@
-"""``dot_general`` on TPUs: operands quantized in one read, and no transposed copies.
+"""A matrix, quantized for both of its products on TPUs.
 
-A TPU's matrix units take operands in any layout, so that one array of codes serves both directions
-wherever one scale does. Pallas kernels read a tensor once for all that they make of it. Where the
-compiler divides tensors among TPUs no kernel can run, and XLA quantizes: see `tpu.by_xla`.
+Pallas kernels read it once for all that they make of it. Where the compiler divides it among TPUs
+in a way that is not known while JAX traces, no kernel can run, and XLA quantizes: see `by_xla`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,25 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.job import HARDWARE_FORMATS, Job, are_powers_of_two, as_matrices
+from jfp8.matmul.job import HARDWARE_FORMATS
 from jfp8.matmul.tpu import by_xla
 from jfp8.matmul.tpu.tiles import LANES
 from jfp8.products.cast_later import CastLater, as_array
-from jfp8.products.dot import Dot
 from jfp8.products.made import Made
-from jfp8.products.observers import OBSERVER
-from jfp8.products.operation import Kind, Operand, Sums, Use
+from jfp8.products.operation import Operand, Use
+from jfp8.products.tpu.layout import OfMatrix, on_each
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.product import Product
-from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.context import Tpu, is_explaining
+from jfp8.tracing.context import is_explaining
 
 Matrix: TypeAlias = jax.Array | CastLater | Made
 
@@ -44,11 +41,19 @@ Quantized: TypeAlias = tuple[Operand, Operand, jax.Array]
 
 
 def quantized_for_both(
-    x: Matrix, first: Use, second: Use | None, state: AmaxState | None, *, kernels: bool
+    x: Matrix,
+    first: Use,
+    second: Use | None,
+    state: AmaxState | None,
+    *,
+    kernels: bool,
+    axes: OfMatrix | None = None,
 ) -> tuple[Operand, Operand | None, jax.Array] | None:
     """A matrix as both of its products take it; None if the quantizer is none of those below.
 
-    With `kernels` by Pallas kernels, else by XLA alone, which can divide the matrix.
+    Args:
+      kernels: by Pallas kernels; else by XLA alone, which can divide the matrix.
+      axes: over which it is divided, if each TPU runs the kernels on its part.
     """
     quantizer = first.quantizer
     if quantizer is None or (second is not None and second.quantizer != quantizer):
@@ -60,7 +65,7 @@ def quantized_for_both(
     if any(size % LANES or not size for size in x.shape) or _read(x)[0].dtype == jnp.float16:
         return None
     if kernels:
-        found = _BY_KERNELS[type(quantizer)](quantizer, x, state)
+        found = _BY_KERNELS[type(quantizer)](quantizer, x, state, axes)
     elif isinstance(quantizer, Blockwise):
         if not all(use is None or _multiplies_values(use.product) for use in (first, second)):
             return None
@@ -173,128 +178,95 @@ def _blockwise_by_xla(quantizer: Blockwise, x: Matrix) -> tuple[jax.Array, jax.A
 # By kernels.
 
 
-def _read(x: Matrix) -> tuple[jax.Array, np.dtype | None]:
-    """An array in memory, and to what a kernel casts it as it reads it."""
-    return (x.array, x.dtype) if isinstance(x, CastLater) else (as_array(x), None)
-
-
-def _cast_by_kernel(x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+def _cast_by_kernel(
+    axes: OfMatrix | None, x: Matrix, inverse: jax.Array, fmt: Format
+) -> tuple[jax.Array, jax.Array]:
     from jfp8.matmul.tpu.quantize import quantize_tensor
 
     array, dtype = _read(x)
-    data, bits = quantize_tensor(array, inverse.reshape(1, 1), fmt, dtype=dtype)
-    return data, lax.bitcast_convert_type(bits, jnp.float32).reshape(-1)
+
+    def cast(array, inverse):
+        data, bits = quantize_tensor(array, inverse, fmt, dtype=dtype)
+        return data, lax.bitcast_convert_type(bits, jnp.float32).reshape(-1)
+
+    return on_each(axes, cast, "i j, ONE ONE -> i j, PART")(array, inverse.reshape(1, 1))
 
 
-def _amaxes_by_kernel(x: Matrix) -> tuple[jax.Array, jax.Array]:
+def _amaxes_by_kernel(axes: OfMatrix | None, x: Matrix) -> tuple[jax.Array, jax.Array]:
     from jfp8.matmul.tpu.quantize import line_amaxes
 
     array, dtype = _read(x)
-    found = line_amaxes(array, dtype=dtype)
-    rows, columns = (lax.bitcast_convert_type(jnp.max(bits, 0), jnp.float32) for bits in found)
-    return rows[:, None], columns[None]
+
+    def amaxes(array):
+        found = [jnp.max(bits, 0) for bits in line_amaxes(array, dtype=dtype)]
+        if axes is not None:  # the rest of a row is where other columns are
+            found = [lax.pmax(b, apart) if apart else b for b, apart in zip(found, axes[::-1])]
+        rows, columns = (lax.bitcast_convert_type(bits, jnp.float32) for bits in found)
+        return rows[:, None], columns[None]
+
+    return on_each(axes, amaxes, "i j -> i ONE, ONE j")(array)
 
 
 def _cast_lines_by_kernel(
-    x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
+    axes: OfMatrix | None, x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
 ) -> tuple[jax.Array, jax.Array]:
     from jfp8.matmul.tpu.quantize import quantize_lines
 
     array, dtype = _read(x)
-    return quantize_lines(array, rows, columns, fmt, dtype=dtype)
+    cast = partial(quantize_lines, fmt=fmt, dtype=dtype)
+    rule = "i j, i ONE, ONE j -> i j, i j"
+    return on_each(axes, cast, rule)(array, rows, columns)
 
 
-def _rowwise(quantizer: Rowwise, x: Matrix, state: AmaxState | None) -> Quantized:
+def _one_scale_by_kernel(
+    quantizer: Quantizer, x: Matrix, state: AmaxState | None, axes: OfMatrix | None
+) -> Quantized:
+    return _one_scale(quantizer, x, state, partial(_cast_by_kernel, axes))
+
+
+def _rowwise_by_kernel(
+    quantizer: Rowwise, x: Matrix, state: AmaxState | None, axes: OfMatrix | None
+) -> Quantized:
     del state
-    return _lines(quantizer, x, _amaxes_by_kernel, _cast_lines_by_kernel)
+    amaxes, cast = (partial(f, axes) for f in (_amaxes_by_kernel, _cast_lines_by_kernel))
+    return _lines(quantizer, x, amaxes, cast)
 
 
-def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None) -> Quantized:
+def _blockwise_by_kernel(
+    quantizer: Blockwise, x: Matrix, state: AmaxState | None, axes: OfMatrix | None
+) -> Quantized:
     from jfp8.matmul.tpu import quantize
 
     del state
     array, dtype = _read(x)
-    (along, across), fmt, rounding = quantizer.block_size, quantizer.fmt, quantizer.scale_rounding
+    along, across = quantizer.block_size
+    kernel = quantize.quantize_blocks if across == 1 else quantize.quantize_tiles
+    how = {"fmt": quantizer.fmt, "block": along, "scale_rounding": quantizer.scale_rounding}
     if across > 1:
-        data, scale = quantize.quantize_tiles(array, fmt, along, rounding, dtype=dtype)
+        rule = f"i j -> i j, i/{along} j"
+        data, scale = on_each(axes, partial(kernel, **how, dtype=dtype), rule)(array)
         q = ScaledArray(data, _e8m0(scale[:, ::along]))
         return q, q, amax(as_array(x))
-    data, s, data_other, s_other = quantize.quantize_blocks(
-        array, fmt, along, rounding, dtype=dtype
-    )
+    rule = f"i j -> i j, j/{along} i, i j, i/{along} j"
+    blocks = on_each(axes, partial(kernel, **how, dtype=dtype), rule)
+    data, s, data_other, s_other = blocks(array)
     straight, other = ScaledArray(data, _e8m0(s.T)), ScaledArray(data_other, _e8m0(s_other))
     return straight, other, amax(as_array(x))
+
+
+def _read(x: Matrix) -> tuple[jax.Array, np.dtype | None]:
+    """An array in memory, and to what a kernel casts it as it reads it."""
+    return (x.array, x.dtype) if isinstance(x, CastLater) else (as_array(x), None)
 
 
 def _e8m0(scale: jax.Array) -> jax.Array:
     return codes_to_format(scale, E8M0FNU) if scale.dtype == jnp.uint8 else scale
 
 
-_by_one_scale = partial(_one_scale, cast=_cast_by_kernel)
 _BY_KERNELS: dict[type[Quantizer], Callable[..., Quantized]] = {
-    Unit: _by_one_scale,
-    Current: _by_one_scale,
-    Delayed: _by_one_scale,
-    Rowwise: _rowwise,
-    Blockwise: _blockwise,
+    Unit: _one_scale_by_kernel,
+    Current: _one_scale_by_kernel,
+    Delayed: _one_scale_by_kernel,
+    Rowwise: _rowwise_by_kernel,
+    Blockwise: _blockwise_by_kernel,
 }
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["bias"],
-    meta_fields=["shapes", "dtypes", "dimension_numbers", "implementation", "tpu"],
-)
-@dataclass(frozen=True)
-class DotOnTpu(Dot):
-    """`Dot` of two matrices, each quantized in one step for both of its products.
-
-    Attributes:
-      tpu: on which they are.
-      bias: ``[n]``, which is added to y; None: none is.
-    """
-
-    tpu: Tpu
-    bias: jax.Array | None = None
-
-    def quantize_for_both(
-        self,
-        role: str,
-        x: jax.Array | CastLater | Made,
-        first: Use,
-        second: Use | None,
-        state: AmaxState | None,
-    ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        del role
-        return quantized_for_both(x, first, second, state, kernels=not self.tpu.divides)
-
-    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
-        bias = self.bias if kind == "fprop" else None
-        sums = sums._replace(tpu=self.tpu, bias=bias)
-        if isinstance(first, ScaledArray) != isinstance(second, ScaledArray):
-            job = Job(self.dimension_numbers, self.dtype_of(kind), *sums)
-            pairs = zip((first, second), self.contracting(kind), strict=True)
-            first, second = (_in_bf16_if_exact(x, summed, job) for x, summed in pairs)
-        return super().multiply(kind, first, second, sums)
-
-
-def _in_bf16_if_exact(x: Operand, summed: tuple[int, ...], job: Job) -> Operand:
-    """The values of bytes beside an operand that is in bf16 already."""
-    if not isinstance(x, ScaledArray) or not are_powers_of_two(x, summed, job):
-        return x
-    return scaled_values(x).astype(jnp.bfloat16)
-
-
-def on_tpu(
-    tpu: Tpu, dot: Dot, lhs: jax.Array, rhs: Operand, bias: jax.Array | None
-) -> tuple[Dot, jax.Array, Operand]:
-    """`dot` and its operands as matrices, if that is possible."""
-    try:
-        lhs, rhs, numbers = as_matrices(lhs, rhs, dot.dimension_numbers)
-    except ValueError:  # an rhs in bytes, whose blocks are not those of a matrix
-        return dot, lhs, rhs
-    shapes = lhs.shape, rhs.shape
-    # Statistics are of the product alone.
-    by_kernel = bias is not None and not tpu.divides and OBSERVER.value is None
-    added = lax.stop_gradient(bias) if by_kernel else None
-    return DotOnTpu(shapes, dot.dtypes, numbers, dot.implementation, tpu, added), lhs, rhs

@@ -1,0 +1,1 @@
+"""``dot_general`` on TPUs: operands quantized in one read, and no transposed copies."""
