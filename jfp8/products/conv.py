@@ -129,7 +129,8 @@ def observed_convolution(
     if has_explicit_axes():
         reference = functools.partial(window.convolve, out_sharding=out_sharding)
         function = functools.partial(observed_convolution, window=window, how=how, **result)
-        return with_result_like(specs_of(reference, lhs, rhs), function, lhs, rhs, state)
+        convolve = lambda lhs, rhs, state: function(lhs, rhs, state=state)
+        return with_result_like(specs_of(reference, lhs, rhs), convolve, lhs, rhs, state)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
     window.check(lhs, rhs)
     products = how.recipe.resolved()

@@ -13,7 +13,7 @@ from jax import lax
 
 from jfp8.matmul import choice
 from jfp8.matmul.choice import Implementation
-from jfp8.matmul.job import Job, Numbers, layout_of, multiply
+from jfp8.matmul.job import Job, Numbers, layout_of, multiply, plus_bias
 from jfp8.products.operation import Kind, Operand, Operation, Sums
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 
@@ -68,7 +68,8 @@ def multiply_operands(
         rhs, precision = scaled_values(rhs), lax.Precision.HIGHEST
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
     lhs, rhs = lhs.astype(common), rhs.astype(common)
-    return multiply(lhs, rhs, numbers, precision, job.dtype_of_parts).astype(dtype)
+    y = multiply(lhs, rhs, numbers, precision, job.dtype_of_parts).astype(dtype)
+    return plus_bias(y, job.bias)
 
 
 class _DotProduct(NamedTuple):

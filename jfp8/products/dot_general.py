@@ -151,8 +151,8 @@ def observed_dot_general(
         reference = partial(lax.dot_general, **what, out_sharding=out_sharding)
         given = specs_of(reference, lhs, rhs)
         function = partial(observed_dot_general, **what, how=how, **result, specs=given)
-        y, observed = with_result_like(given, function, lhs, rhs, state)
-        return plus_bias(y, bias), observed
+        multiply = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
+        return with_result_like(given, multiply, lhs, rhs, state, bias)
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
     shape = layout_of(lhs.shape, rhs.shape, dimension_numbers).shape
@@ -179,7 +179,8 @@ def observed_dot_general(
     elif not dimension_numbers[1][0]:
         tpu = choice.quantizing_tpu(lhs, how.implementation)
         if tpu is not None:
-            operation, lhs, rhs = on_tpu(tpu, dot, lhs, rhs, bias, layout)
+            early = None if how.recipe.resolved().fprop.output else bias  # y is rounded before
+            operation, lhs, rhs = on_tpu(tpu, dot, lhs, rhs, early, layout)
     if faster is None or not faster.kernels:
         source = then = None
     if bias is not None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jfp8.products.operation import Observed, Operand, State
+from jfp8.products.operation import Observed, Operand
 from jfp8.scaling.arrays import ScaledArray
 
 
@@ -42,24 +42,19 @@ def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) 
 
 
 def with_result_like(
-    specs: Specs,
-    function: Callable[..., tuple[jax.Array, Observed]],
-    lhs: jax.Array,
-    rhs: Operand,
-    state: State,
+    specs: Specs, function: Callable[..., tuple[jax.Array, Observed]], *arguments: Any
 ) -> tuple[jax.Array, Observed]:
-    """``function(lhs, rhs, state=state)``, whose result is laid out as `specs` say.
+    """``function(*arguments)``, whose result is laid out as `specs` say.
 
     Args:
       specs: see `specs_of`.
       function: of arrays, none of whose axes are explicit inside of it.
-      lhs, rhs, state: its arguments.
+      arguments: pytrees.
     """
     automatic: Callable[..., Any] = jax.sharding.auto_axes(
-        lambda lhs, rhs, state: function(lhs, rhs, state=state),
-        out_sharding=(specs.y, PartitionSpec()),
+        function, out_sharding=(specs.y, PartitionSpec())
     )
-    return automatic(lhs, rhs, state)
+    return automatic(*arguments)
 
 
 def with_layout_of(

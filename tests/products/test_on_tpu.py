@@ -23,7 +23,7 @@ from jfp8.matmul.job import Job
 from jfp8.matmul.tpu import kernel, product
 from jfp8.products.operation import Use
 from jfp8.products.tpu.quantize import quantized_for_both
-from jfp8.quantizers.quantizer import Context
+from jfp8.quantizers.quantizer import Context, Current
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.tracing.context import Tpu, current_tpu
 
@@ -171,11 +171,32 @@ def test_products_that_are_divided_have_the_numbers_of_the_reference(monkeypatch
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-6 * np.abs(b).max())
 
 
-def test_dense_gives_its_bias_to_the_product(interpreted, monkeypatch):
+def with_fprop(product):
+    return recipes.PerOperand(fprop=product, dgrad="current", wgrad="current")
+
+
+E4M3 = Current(jfp8.E4M3FN)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "current",
+        *(
+            pytest.param(with_fprop(product), id=name, marks=pytest.mark.slow)
+            for name, product in {
+                "values": recipes.Product(E4M3, None),
+                "rounded": recipes.Product(E4M3, E4M3, output=E4M3),
+            }.items()
+        ),
+    ],
+)
+def test_dense_gives_its_bias_to_the_product(interpreted, monkeypatch, recipe):
     """Flax would add it in a pass of its own. Rounded twice, as Flax does."""
     x, _, _ = operands()
-    dense = partial(jfp8.Dense, 128, dtype=BF16, recipe="current")
-    layer, plain = dense(implementation="mosaic_tpu"), dense(implementation="emulate")
+    dense = partial(jfp8.Dense, 128, dtype=BF16, recipe=recipe)
+    named = "mosaic_tpu" if recipe == "current" else None
+    layer, plain = dense(implementation=named), dense(implementation="emulate")
     variables = layer.init(jax.random.key(0), x)
     variables["params"]["bias"] = jnp.linspace(-3, 3, 128)
 
@@ -185,11 +206,10 @@ def test_dense_gives_its_bias_to_the_product(interpreted, monkeypatch):
 
     expected = run(plain)
     seen = []
-    monkeypatch.setattr(
-        linen_products, "quantizing_tpu", lambda x, how: seen.append(x) or Tpu("TPU7x")
-    )
-    with jax.disable_jit(False):
-        found = run(layer)
+    tpu = lambda x, how: seen.append(x) or (None if how == "emulate" else Tpu("TPU7x"))
+    monkeypatch.setattr(linen_products, "quantizing_tpu", tpu)
+    monkeypatch.setattr(choice, "quantizing_tpu", tpu)
+    found = run(layer)
     assert seen
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -346,3 +366,29 @@ def test_each_of_several_tpus_runs_the_kernels(interpreted, monkeypatch, name, l
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
+
+
+@pytest.mark.slow
+def test_each_of_several_tpus_adds_its_part_of_the_bias(interpreted, monkeypatch):
+    x, _, _ = operands(128, 256)
+    dense = partial(jfp8.Dense, 256, dtype=BF16, recipe="rowwise")
+    layer, plain = dense(implementation="mosaic_tpu"), dense(implementation="emulate")
+    variables = plain.init(jax.random.key(0), x)
+    variables["params"]["bias"] = jnp.linspace(-3, 3, 256)
+    run = lambda layer, variables, x: jax.grad(
+        lambda p: jnp.sum(layer.apply({**variables, "params": p}, x).astype(jnp.float32) ** 2)
+    )(variables["params"])
+    expected = run(plain, variables, x)
+    many = Tpu("TPU7x", divides=True)
+    tpu = lambda x, how: None if how == "emulate" else many
+    monkeypatch.setattr(linen_products, "quantizing_tpu", tpu)
+    monkeypatch.setattr(choice, "quantizing_tpu", tpu)
+    mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2])
+    on = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        params = variables["params"]
+        params = {"kernel": on(params["kernel"], P(None, "a")), "bias": on(params["bias"], P("a"))}
+        found = jax.jit(partial(run, layer))({**variables, "params": params}, on(x, P()))
+    for name, gradient in expected.items():
+        scale = float(jnp.abs(gradient).max())
+        np.testing.assert_allclose(found[name], gradient, rtol=2**-7, atol=2**-9 * scale)

@@ -40,8 +40,8 @@ def _why_not_on(device: Gpu | Tpu | None) -> str | None:
         return None
     return (
         "arrays that the compiler divides among TPUs, which cannot be told how to divide a kernel. "
-        "Divide them over explicit axes, as jax.make_mesh makes them, in parts of multiples of 128; "
-        "or call it in a jax.shard_map over all axes of the mesh"
+        "Divide them over explicit axes, as jax.make_mesh makes them, in parts of multiples of "
+        "128; or call it in a jax.shard_map over all axes of the mesh"
     )
 
 

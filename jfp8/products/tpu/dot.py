@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.matmul.job import Job, are_powers_of_two, as_matrices
+from jfp8.matmul.job import Job, are_powers_of_two, as_matrices, plus_bias
 from jfp8.products.cast_later import CastLater
 from jfp8.products.dot import Dot
 from jfp8.products.made import Made
@@ -91,14 +91,14 @@ class DotOnTpu(Dot):
         self, how: Division, kind: Kind, first: ScaledArray, second: ScaledArray, sums: Sums
     ) -> jax.Array:
         """The product by TPUs that have a part of each operand, and add parts of sums up."""
-        sums = sums._replace(tpu=replace(self.tpu, divides=False))
+        sums, last = sums._replace(tpu=replace(self.tpu, divides=False), bias=None), sums.bias
         multiply = super().multiply
 
-        def part(data, scale, data_2, scale_2):
+        def part(data, scale, data_2, scale_2, bias):
             operands = ScaledArray(data, scale), ScaledArray(data_2, scale_2)
-            y = multiply(kind, *operands, sums)
             if not how.summed:
-                return y
+                return multiply(kind, *operands, sums._replace(bias=bias))
+            y = multiply(kind, *operands, sums)
             sent = jnp.dtype(sums.parts or y.dtype)
             y = y.astype(sent) if sent == jnp.bfloat16 else y
             for dim, axes in enumerate(how.result):
@@ -108,16 +108,17 @@ class DotOnTpu(Dot):
             others = {axis for axes in how.result for axis in axes}
             if rest := tuple(axis for axis in how.summed if axis not in others):
                 y = lax.psum(y, rest)
-            return y.astype(self.dtype_of(kind))
+            return plus_bias(y.astype(self.dtype_of(kind)), bias)
 
         specs = (
             spec_of(how.first),
             spec_of_scale(first.scale.shape, how.first),
             spec_of(how.second),
             spec_of_scale(second.scale.shape, how.second),
+            spec_of(how.result[1:]),
         )
         divided = by_parts(part, specs, spec_of(how.result))
-        return divided(first.data, first.scale, second.data, second.scale)
+        return divided(first.data, first.scale, second.data, second.scale, last)
 
 
 def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
@@ -149,9 +150,9 @@ def on_tpu(
     except ValueError:  # an rhs in bytes, whose blocks are not those of a matrix
         return dot, lhs, rhs
     shapes = lhs.shape, rhs.shape
-    # Statistics are of the product alone.
-    by_kernel = bias is not None and not tpu.divides and OBSERVER.value is None
-    added = lax.stop_gradient(bias) if by_kernel else None
     layout = layout if tpu.divides else None
+    # Statistics are of the product alone.
+    by_kernel = (layout is not None or not tpu.divides) and OBSERVER.value is None
+    added = lax.stop_gradient(bias) if by_kernel and bias is not None else None
     found = DotOnTpu(shapes, dot.dtypes, numbers, dot.implementation, tpu, layout, added)
     return found, lhs, rhs
