@@ -456,6 +456,23 @@ def test_a_report_has_a_reason_for_every_product():
     assert (nnx.graphdef(model), nnx.graphdef(converted)) == (before, left)
 
 
+def test_a_conversion_that_finds_nothing_to_wait_for_says_so_at_once():
+    """Without parameters of its own, whose products are found when it is called."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.head = nnx.Linear(D, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(x)
+
+    with pytest.warns(UserWarning, match="No product of Model is FP8") as caught:
+        jfp8.convert(Model(nnx.Rngs(0)))
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert "Linear at 'head': exempt" in str(warning.message)
+
+
 def test_a_conversion_of_nothing_says_what_it_saw():
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ import jfp8
 from jfp8 import recipes
 from jfp8.layers.transformer_math import projected_attention
 from jfp8.products.flash.dot_product import observed_attention
-from jfp8.products.flash.heads import Heads, Whole
+from jfp8.products.flash.heads import Heads, Whole, cast_heads
 from jfp8.products.flash.numerics import for_both, numerics_of
 
 needs_mosaic = pytest.mark.skipif(
@@ -53,6 +54,19 @@ def test_the_kernel_quantizes_heads_of_a_projection(which):
         np.testing.assert_array_equal(
             np.asarray(q.transposed).astype("f4"), transposed.astype("f4")
         )
+
+
+@needs_mosaic
+def test_compiled_for_another_platform_the_same_bytes():
+    """Traced with the kernel in sight, which runs on CUDA alone."""
+    x = np.random.default_rng(1).normal(size=(1, 2, 128, 64)).astype(np.float32)
+    inverse = np.linspace(0.5, 8, 256, dtype=np.float32).reshape(1, 2, 128)
+    straight, transposed = cast_heads(jnp.asarray(x), jnp.asarray(inverse), jfp8.E4M3FN, None)
+    expected = (x * inverse[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    assert np.unique(expected.view(np.uint8)).size > 100
+    np.testing.assert_array_equal(np.asarray(straight).view(np.uint8), expected.view(np.uint8))
+    turned = np.ascontiguousarray(expected.swapaxes(-1, -2))
+    np.testing.assert_array_equal(np.asarray(transposed).view(np.uint8), turned.view(np.uint8))
 
 
 @needs_mosaic

@@ -1486,7 +1486,7 @@ BUGS: tuple[Bug, ...] = (
         "jfp8/conversion/nnx_models.py",
         '    warn_of_nothing(model, _seen(converted, decided), "nnx")\n',
         "",
-        "conversion/test_nnx_convert.py::test_a_conversion_of_nothing_says_what_it_saw",
+        "conversion/test_nnx_convert.py::test_a_conversion_that_finds_nothing_to_wait_for_says_so_at_once",
     ),
     Bug(
         "reasons_are_forgotten",
