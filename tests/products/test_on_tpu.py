@@ -109,13 +109,14 @@ def test_by_xla_the_same_codes_as_by_kernels(interpreted):
             assert np.isnan(np.asarray(q.data.astype(jnp.float32))).sum() == 1
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("name", "rounding", "filled"),
     [
-        ("mxfp8", "rceil", True),
         ("block", "power_of_two", False),
-        pytest.param("mxfp8", "floor", False, marks=pytest.mark.slow),
-        pytest.param("block", "power_of_two", True, marks=pytest.mark.slow),
+        ("block", "power_of_two", True),
+        ("mxfp8", "rceil", True),
+        ("mxfp8", "floor", False),
     ],
 )
 def test_blocks_by_xla_have_the_values_of_the_reference(name, rounding, filled):
@@ -128,12 +129,15 @@ def test_blocks_by_xla_have_the_values_of_the_reference(name, rounding, filled):
     quantizer = dataclasses.replace(product.lhs, scale_rounding=rounding)
     product = dataclasses.replace(product, lhs=quantizer)
     use = Use("fprop", product, quantizer, (1,)), Use("wgrad", product, quantizer, (0,))
+    by_xla = jax.jit(lambda x: quantized_for_both(x, *use, None, kernels=False))
+    by_reference = jax.jit(
+        lambda x: [quantizer(x, Context(u.contracting, jnp.nan)).dequantize(BF16) for u in use]
+    )
     for array in (x, x.astype(jnp.float32) * np.float32(1.0001)):
-        *found, largest = quantized_for_both(array, *use, None, kernels=False)
+        *found, largest = by_xla(array)
         np.testing.assert_array_equal(largest, jnp.nan if filled else jnp.abs(array).max())
-        for values, each in zip(found, use, strict=True):
+        for values, expected in zip(found, by_reference(array), strict=True):
             assert values.dtype == BF16
-            expected = quantizer(array, Context(each.contracting, largest, None)).dequantize(BF16)
             np.testing.assert_array_equal(values.astype(np.float32), expected.astype(np.float32))
             assert 100 < jnp.sum(values != 0) < values.size or not filled
 
@@ -143,10 +147,10 @@ def test_tiles_by_xla_have_the_values_of_the_reference():
     w = w.at[3, 100].set(jnp.nan)
     product = recipes.get("block").resolved().fprop
     use = Use("fprop", product, product.rhs, (0,)), Use("dgrad", product, product.rhs, (1,))
-    values, again, _ = quantized_for_both(w, *use, None, kernels=False)
-    expected = product.rhs(w, Context((0,), jnp.nan, None)).dequantize(BF16)
-    np.testing.assert_array_equal(values.astype(np.float32), expected.astype(np.float32))
-    assert again is values
+    values, again, _ = jax.jit(lambda w: quantized_for_both(w, *use, None, kernels=False))(w)
+    expected = jax.jit(lambda w: product.rhs(w, Context((0,), jnp.nan)).dequantize(BF16))(w)
+    for each in (values, again):
+        np.testing.assert_array_equal(each.astype(np.float32), expected.astype(np.float32))
     assert jnp.isnan(values).sum() == 128 * 128
 
 
@@ -178,18 +182,15 @@ def with_fprop(product):
 E4M3 = Current(jfp8.E4M3FN)
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     "recipe",
     [
         "current",
-        *(
-            pytest.param(with_fprop(product), id=name, marks=pytest.mark.slow)
-            for name, product in {
-                "values": recipes.Product(E4M3, None),
-                "rounded": recipes.Product(E4M3, E4M3, output=E4M3),
-            }.items()
-        ),
+        with_fprop(recipes.Product(E4M3, None)),
+        with_fprop(recipes.Product(E4M3, E4M3, output=E4M3)),
     ],
+    ids=["current", "high precision", "rounded"],
 )
 def test_dense_gives_its_bias_to_the_product(interpreted, monkeypatch, recipe):
     """Flax would add it in a pass of its own. Rounded twice, as Flax does."""
@@ -331,18 +332,13 @@ LAYOUTS = {
 
 
 SEVERAL = [
-    ("rowwise", "rows"),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in [
-            *(("delayed", layout) for layout in LAYOUTS),
-            *((name, "fsdp and columns") for name in ("current", "rowwise", "block", "mxfp8")),
-            *((name, "rows") for name in ("current", "block", "mxfp8")),
-        ]
-    ),
+    *((name, "rows") for name in ("rowwise", "current", "block", "mxfp8")),
+    *((name, "fsdp and columns") for name in ("current", "rowwise", "block", "mxfp8")),
+    *(("delayed", layout) for layout in LAYOUTS),
 ]
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(("name", "layout"), SEVERAL)
 def test_each_of_several_tpus_runs_the_kernels(interpreted, monkeypatch, name, layout):
     """On meshes with explicit axes: with the numbers of the reference, to the order of f32 sums."""

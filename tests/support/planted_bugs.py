@@ -719,7 +719,7 @@ BUGS: tuple[Bug, ...] = (
         "jfp8/products/tpu/dot.py",
         "if not how.summed:",
         "if True:",
-        "products/test_on_tpu.py::test_each_of_several_tpus_runs_the_kernels[rowwise-rows]",
+        "products/test_on_tpu.py::test_each_of_several_tpus_runs_the_kernels",
     ),
     Bug(
         "tpus_with_scales_of_their_own",
@@ -727,7 +727,7 @@ BUGS: tuple[Bug, ...] = (
         "jfp8/products/tpu/quantize.py",
         "lax.pmax(b, apart) if apart else b",
         "b",
-        "products/test_on_tpu.py::test_each_of_several_tpus_runs_the_kernels[rowwise-rows]",
+        "products/test_on_tpu.py::test_each_of_several_tpus_runs_the_kernels",
     ),
     Bug(
         "tpu_amax_of_rounded_bits",
@@ -735,7 +735,7 @@ BUGS: tuple[Bug, ...] = (
         "jfp8/matmul/tpu/by_xla.py",
         "if bits.dtype != jnp.uint16:",
         "if False:",
-        "products/test_on_tpu.py::test_blocks_by_xla_have_the_values_of_the_reference[block-power_of_two-False]",
+        "products/test_on_tpu.py::test_blocks_by_xla_have_the_values_of_the_reference",
     ),
     Bug(
         "wrong_transposition",
