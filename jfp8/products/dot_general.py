@@ -48,7 +48,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.context import has_explicit_axes
+from jfp8.tracing.context import has_explicit_axes, has_only_explicit_axes
 
 
 def scaled_dot_general(
@@ -150,7 +150,8 @@ def observed_dot_general(
         result = {"preferred_element_type": preferred_element_type}
         reference = partial(lax.dot_general, **what, out_sharding=out_sharding)
         given = specs_of(reference, lhs, rhs)
-        function = partial(observed_dot_general, **what, how=how, **result, specs=given)
+        known = given if has_only_explicit_axes() else None
+        function = partial(observed_dot_general, **what, how=how, **result, specs=known)
         multiply = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
         return with_result_like(given, multiply, lhs, rhs, state, bias)
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)

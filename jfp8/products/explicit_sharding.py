@@ -35,7 +35,8 @@ def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) 
     """
     widened = lambda *arrays: reference(*(x.astype(jnp.float32) for x in arrays))
     data = rhs.data if isinstance(rhs, ScaledArray) else rhs
-    y = jax.eval_shape(widened, lhs, data)
+    # `jax.eval_shape` drops the sharding where other axes of the mesh are not explicit.
+    (y,) = jax.make_jaxpr(widened)(lhs, data).out_avals
     # Arrays that were never laid out have no sharding.
     given = [x.sharding for x in (jax.typeof(lhs), jax.typeof(data), y)]
     return Specs(*(getattr(each, "spec", PartitionSpec()) for each in given))

@@ -142,6 +142,13 @@ def has_explicit_axes() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+def has_only_explicit_axes() -> bool:
+    """Whether those are all along which anything is divided."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = [t for n, t in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1]
+    return all(each == AxisType.Explicit for each in types)
+
+
 def _capability_of(kind: str) -> tuple[int, int] | None:
     """From a device of this kind, or if there is none here, from its name."""
     if jax.default_backend() == "gpu":

@@ -102,6 +102,19 @@ def test_the_layout_is_inferred_as_jax_does():
     assert y.sharding == lax.dot_general(x, w, MATRICES).sharding
 
 
+@pytest.mark.slow
+def test_other_axes_may_be_divided_by_the_compiler():
+    types = (AxisType.Explicit, AxisType.Auto)
+    x, w = normal(0, (32, 64)), normal(1, (64, 16))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jfp8.scaled_dot_general(x, w, MATRICES) ** 2)))
+    expected = gradient(x)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=types)):
+        x = spread(x, P("data", None))
+        y = jfp8.scaled_dot_general(x, w, MATRICES)
+        assert jax.typeof(y) == jax.typeof(lax.dot_general(x, w, MATRICES))
+        assert relative(gradient(x), expected) < 1e-3
+
+
 @explicit_mesh
 def test_an_ambiguous_layout_is_an_error_of_jax():
     x = spread(normal(0, (32, 64)), P(None, "model"))

@@ -281,12 +281,24 @@ def test_report_says_what_a_tpu_computes():
     with on("TPU7x"):
         rows = jfp8.report(layer, variables, x).rows
         cut = jfp8.report(layer, variables, x[:100])
-    assert {row.kind: row.implementation for row in rows} == dict.fromkeys(
-        ("fprop", "wgrad"), "mosaic_tpu"
-    )
+    with on("TPU7x", sizes=(8,), types=(AxisType.Explicit,)):
+        of_each = jfp8.report(layer, variables, x).rows
+    for found in (rows, of_each):
+        by = {row.kind: row.implementation for row in found}
+        assert by == dict.fromkeys(("fprop", "wgrad"), "mosaic_tpu")
     assert {row.implementation.partition(":")[0] for row in cut.rows} == {"xla"}
     assert "not multiples of 128" in cut.verbose()
     assert "CUDA" not in cut.verbose()
+
+
+@pytest.mark.parametrize(("dtype", "precise"), [(BF16, False), (jnp.float32, True)])
+def test_beside_an_operand_in_high_precision(monkeypatch, dtype, precise):
+    """Values of blocks are exact in bf16; what is in f32 must not be rounded to it."""
+    monkeypatch.setattr(choice, "quantizing_tpu", lambda x, how: Tpu("TPU7x"))
+    x, w, _ = (a.astype(dtype) for a in operands())
+    recipe = with_fprop(recipes.Product(recipes.get("mxfp8").resolved().fprop.lhs, None))
+    product = partial(jfp8.scaled_dot_general, dimension_numbers=ROWS, recipe=recipe)
+    assert ("HIGHEST" in str(jax.make_jaxpr(product)(x, w))) is precise
 
 
 def test_report_names_the_formats_of_what_is_divided():
@@ -328,6 +340,8 @@ LAYOUTS = {
     "rows": (P(None, "a"), P("a"), P()),
     "fsdp and columns": (P("a"), P("a", "b"), P("a", "b")),
     "sequence": (P("a"), P("b", "a"), P("b", "a")),
+    "fsdp over both": (P("a"), P(("a", "b")), P("a")),
+    "fsdp over the others first": (P("a"), P(("b", "a")), P("a")),
 }
 
 
@@ -359,6 +373,9 @@ def test_each_of_several_tpus_runs_the_kernels(interpreted, monkeypatch, name, l
         traced = f.trace(*parts, state)
         assert str(traced.jaxpr).count("shard_map") >= 6  # for operands and products
         found = traced.lower().compile()(*parts, state)
+    _, (dx, dw, _) = found
+    for gradient, x in zip((dx, dw), parts, strict=False):
+        assert gradient.sharding.is_equivalent_to(x.sharding, 2)
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())

@@ -76,7 +76,7 @@ class DotOnTpu(Dot):
                 how = self._division(self.layout, kind)
                 if _has_parts(first, how.first) and _has_parts(second, how.second):
                     return self._multiply_on_each(how, kind, first, second, sums)
-        elif isinstance(first, ScaledArray) or isinstance(second, ScaledArray):
+        elif jnp.bfloat16 in (first.dtype, second.dtype):
             job = Job(self.dimension_numbers, self.dtype_of(kind), *sums)
             pairs = zip((first, second), self.contracting(kind), strict=True)
             first, second = (_in_bf16_if_exact(x, summed, job) for x, summed in pairs)
@@ -150,7 +150,8 @@ def on_tpu(
     except ValueError:  # an rhs in bytes, whose blocks are not those of a matrix
         return dot, lhs, rhs
     shapes = lhs.shape, rhs.shape
-    layout = layout if tpu.divides else None
+    if not tpu.divides or jnp.float16 in dot.dtypes:  # in which parts of sums might overflow
+        layout = None
     # Statistics are of the product alone.
     by_kernel = (layout is not None or not tpu.divides) and OBSERVER.value is None
     added = lax.stop_gradient(bias) if by_kernel and bias is not None else None

@@ -113,7 +113,7 @@ class Division(NamedTuple):
       first, second: over which axes its operands have to be divided, which are exchanged if they
         are not.
       summed: axes over which parts of the sum are added up.
-      result: over which axes its result is divided.
+      result: over which axes the result is divided when they are.
     """
 
     first: OfMatrix
@@ -146,7 +146,11 @@ def division_of(
     keep = lambda axes: tuple(axis for axis in axes if axis not in summed)
     of_first = (summed, keep(rows)) if a == 0 else (keep(rows), summed)
     of_second = (summed, keep(columns)) if b == 0 else (keep(columns), summed)
-    return Division(of_first, of_second, summed, result)
+    # A sum is scattered over the last axes of a dimension: the parts of others are in between.
+    scattered = lambda axes: tuple(axis for axis in axes if axis in summed)
+    ends = lambda axes: keep(axes) + scattered(axes) == axes
+    rows, columns = (axes if ends(axes) else keep(axes) for axes in result)
+    return Division(of_first, of_second, summed, (rows, columns))
 
 
 def count_of(axes: Axes) -> int:
