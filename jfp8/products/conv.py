@@ -25,7 +25,7 @@ from jfp8.matmul.choice import Implementation
 from jfp8.matmul.job import scale_products
 from jfp8.matmul.platforms import by_platform
 from jfp8.products.dot_general import observed_dot_general
-from jfp8.products.explicit_sharding import specs_of, with_result_like
+from jfp8.products.explicit_sharding import in_mesh_of_arguments, specs_of, with_result_like
 from jfp8.products.operation import (
     How,
     Kind,
@@ -113,6 +113,7 @@ def scaled_conv_general_dilated(
     return observed_convolution(lhs, rhs, window, how, State(state, sink, key), **result)[0]
 
 
+@in_mesh_of_arguments
 def observed_convolution(
     lhs: jax.Array,
     rhs: jax.Array | ScaledArray,

@@ -25,7 +25,12 @@ from jfp8.matmul.job import (
 )
 from jfp8.products.contraction_last import contraction_last, plain_matrices
 from jfp8.products.dot import Dot
-from jfp8.products.explicit_sharding import Specs, specs_of, with_result_like
+from jfp8.products.explicit_sharding import (
+    Specs,
+    in_mesh_of_arguments,
+    specs_of,
+    with_result_like,
+)
 from jfp8.products.made import Followed, Source, Then, source_of_matrix
 from jfp8.products.operation import (
     How,
@@ -123,6 +128,7 @@ def scaled_dot_general(
     return y
 
 
+@in_mesh_of_arguments
 def observed_dot_general(
     lhs: jax.typing.ArrayLike,
     rhs: jax.typing.ArrayLike | ScaledArray,
@@ -142,7 +148,7 @@ def observed_dot_general(
     If the `source` of `lhs` is given, a kernel may make `lhs` itself. If it is known what follows
     `then`, whose projections are the last but one dimension of the result, this may be a
     `Followed`: then a kernel may make its gradient. A `bias` ``[n]`` is added to the result, by a
-    kernel if that can. The `specs` say how arrays are divided that `lhs`, `rhs` and y lie in.
+    kernel if that can. The `specs` say how `lhs`, `rhs` and the result are divided over devices.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     if has_explicit_axes():

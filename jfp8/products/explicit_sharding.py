@@ -8,15 +8,36 @@ So the compiler decides everything inside, and only the results have types with 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jfp8.products.operation import Observed, Operand
 from jfp8.scaling.arrays import ScaledArray
+
+
+def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the mesh in effect whose explicit axes are in the types of its arguments.
+
+    ``jax.jit`` compiles for a mesh that only they name; without it in effect JAX would ask for the
+    layout of sums in the backward pass. A mesh that is in effect stays.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **how: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().empty:
+            for x in jax.tree.leaves((args, how)):
+                sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+                if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
+                    with jax.sharding.use_abstract_mesh(sharding.mesh):
+                        return function(*args, **how)
+        return function(*args, **how)
+
+    return call
 
 
 class Specs(NamedTuple):

@@ -102,6 +102,17 @@ def test_the_layout_is_inferred_as_jax_does():
     assert y.sharding == lax.dot_general(x, w, MATRICES).sharding
 
 
+def test_a_mesh_that_only_arrays_name():
+    """jax.jit compiles without jax.set_mesh, and Flax's layers have gradients there."""
+    mesh = jax.make_mesh((8,), ("data",))
+    x, kernel = normal(0, (32, 64)), normal(1, (64, 16))
+    spread = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(jfp8.scaled_dot_general(x, w, MATRICES) ** 2)))
+    found = gradient(spread(kernel, P()), spread(x, P("data")))
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P()), 2)
+    assert relative(found, gradient(kernel, x)) < 1e-3
+
+
 @pytest.mark.slow
 def test_other_axes_may_be_divided_by_the_compiler():
     types = (AxisType.Explicit, AxisType.Auto)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.products.explicit_sharding import with_layout_of
+from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_layout_of
 from jfp8.products.flash import blocks, passes
 from jfp8.products.flash.heads import Heads, Whole, split_heads
 from jfp8.products.flash.implementations import Choice, Facts, choose
@@ -123,6 +123,7 @@ def scaled_dot_product_attention(
     return out
 
 
+@in_mesh_of_arguments
 def observed_attention(
     query: jax.typing.ArrayLike | Heads,
     key: jax.typing.ArrayLike | Heads,

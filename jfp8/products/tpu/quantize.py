@@ -95,7 +95,7 @@ def is_supported(quantizer: Quantizer) -> bool:
 def _multiplies_values(product: Product) -> bool:
     """Whether both operands are in blocks whose values bf16 holds exactly."""
     in_blocks = [q is not None and q.block is not None for q in (product.lhs, product.rhs)]
-    return all(in_blocks) and product.powers_of_two and product.output is None
+    return all(in_blocks) and product.powers_of_two
 
 
 def _one_scale(
