@@ -28,7 +28,7 @@ import numpy as np
 import jfp8
 from jfp8.layers.linen.moe import MoE
 from jfp8.recipes import Recipe
-from jfp8.recipes.looking_ahead import Layer
+from jfp8.recipes.causality import Layer
 
 BATCH, LENGTH, FEATURES = 2, 8, 32
 

@@ -18,7 +18,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from jfp8.matmul.pays_off import RATES
+from jfp8.kernels.cost_model import RATES
 
 H200 = RATES["H200"]
 BLOCK = 128

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from on_gpu.training import QUANTIZE_BYTES
 
-from jfp8.matmul.pays_off import RATES, Rates
+from jfp8.kernels.cost_model import RATES, Rates
 from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, tidy
 
 SIZES = (512, 1024, 2048, 4096, 8192)

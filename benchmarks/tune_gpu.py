@@ -92,7 +92,7 @@ def _product_cases(
     from on_gpu.checks import check_large, product, scales_of
     from on_gpu.timing import copies, random
 
-    from jfp8.matmul.hopper.tiles import ranked
+    from jfp8.kernels.hopper.tiles import ranked
 
     m, n, k = shape
     f8, scales = jnp.float8_e4m3fn, scales_of(kind, m, n, k)
@@ -150,8 +150,8 @@ _CUTS = [(128, 128), (64, 128), (128, 64), (64, 64), (64, 256), (256, 128)]
 
 def _sweeps(name: str) -> list[Any]:
     """Those that fit, the default first, then those with most bytes on their way from memory."""
-    from jfp8.matmul.hopper.quantize import Sweep
-    from jfp8.matmul.hopper.tiles import SHARED_MEMORY, multiprocessors
+    from jfp8.kernels.hopper.quantize import Sweep
+    from jfp8.kernels.hopper.tiles import SHARED_MEMORY, multiprocessors
 
     # Blocks of 128 need tiles that hold whole ones.
     in_blocks = name in ("quantize_rows_in_blocks", "quantize_tiles")

@@ -17,9 +17,9 @@ from jfp8 import (
     recipes,
     scaling,
 )
-from jfp8.conversion.inventory import report
 from jfp8.conversion.models import autocast, convert
 from jfp8.conversion.product_report import Report
+from jfp8.conversion.report import report
 from jfp8.conversion.selection import EDGES, Edge
 from jfp8.conversion.weights import quantize_params
 from jfp8.debug.sizes import Summary, summary
@@ -50,7 +50,7 @@ from jfp8.scaling.scales import Block, PerAxis, PerTensor
 from jfp8.training.data_parallel import data_parallel
 from jfp8.training.gather_weights import gather_weights
 from jfp8.training.histories import advance
-from jfp8.training.one_call import initialize
+from jfp8.training.initialize import initialize
 from jfp8.training.state import Gradients, TrainState
 from jfp8.training.step import value_and_grad
 

@@ -28,6 +28,7 @@ ROOMS = """
     matmul       products of f8 arrays: the backends, and the one file that chooses
     recipes      which quantizer each operand of each product gets
     products     differentiable products: fprop, dgrad, wgrad
+    kernels      what knows a chip or a compiler: imported when a program is traced for one
     layers       the same as layers of Linen and NNX
     linen        the names of jfp8.linen
     collectives  means and gathers in f8
@@ -143,7 +144,7 @@ def test_what_scripts_import_exists():
 
 # Who may ask for the GPU: the one place that chooses, and casts, which come before it and have to
 # know whether a processor converts to FP8 by itself. (The platform does not tell: some GPUs do.)
-ASKS_FOR_THE_GPU = {"jfp8.tracing.context", "jfp8.matmul.choice", "jfp8.scaling.casts"}
+ASKS_FOR_THE_GPU = {"jfp8.tracing.context", "jfp8.kernels.choice", "jfp8.scaling.casts"}
 
 
 def test_one_place_chooses_by_the_gpu():
@@ -336,7 +337,10 @@ BASES_OF_MODULES = {
     "jfp8.layers.linen.transformer._Deterministic",
 }
 # What happens to a use of a product while a loss is traced is noted on it.
-NOTES = {"jfp8.products.uses.ProductUse", "jfp8.products.uses.Uses"}
+NOTES = {
+    "jfp8.products.undifferentiated_uses.ProductUse",
+    "jfp8.products.undifferentiated_uses.Uses",
+}
 
 
 def test_values_never_change():

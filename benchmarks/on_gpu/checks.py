@@ -35,10 +35,10 @@ _MODULES = ("quantize", "quantize_blocks", "kernel", "grouped", "scales")
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """A function of `jfp8.matmul.hopper` by its name."""
+    """A function of `jfp8.kernels.hopper` by its name."""
     for module in _MODULES:
         try:
-            found = importlib.import_module(f"jfp8.matmul.hopper.{module}")
+            found = importlib.import_module(f"jfp8.kernels.hopper.{module}")
         except ModuleNotFoundError:
             continue
         if hasattr(found, name):
@@ -496,7 +496,7 @@ def product_cases(settings: Settings) -> Iterator[Case]:
 
 def in_clusters_of(cluster: int, kind: Any, shape: tuple[int, ...]) -> Any:
     """The best tiles in such clusters, by the model."""
-    from jfp8.matmul.hopper.tiles import ranked
+    from jfp8.kernels.hopper.tiles import ranked
 
     return next(tiles for tiles in ranked(kind, *shape) if tiles.cluster == cluster)
 

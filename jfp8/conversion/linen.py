@@ -20,10 +20,10 @@ from jfp8.conversion import caches, edges
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.linen_layers import is_layer, path_of, replace_caches, replace_products
 from jfp8.conversion.linen_parameters import by_choice, find_products
-from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
 from jfp8.conversion.parameter_products import ParameterProduct
 from jfp8.conversion.product_rows import looks_ahead_message
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
+from jfp8.conversion.unconverted_warning import Seen, own_parameters, warn_of_nothing
 from jfp8.layers.linen.dot_product_attention import DotProductAttention
 from jfp8.layers.linen.products import DotGeneral, ProductModule, ProductOf
 from jfp8.layers.linen.state_in_params import collections_into_params, collections_out_of_params

@@ -9,13 +9,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jfp8.conversion.nothing import is_known
 from jfp8.conversion.parameter_products import (
     Parameter,
     ParameterProduct,
     followed_modules,
     following,
 )
+from jfp8.conversion.unconverted_warning import is_known
 from jfp8.layers.linen.products import ProductOf
 from jfp8.tracing.compat import not_interposed
 

@@ -19,9 +19,9 @@ from jfp8.conversion.nnx import (
     reason_of,
 )
 from jfp8.conversion.nnx_parameters import convert_own, own_of
-from jfp8.conversion.nothing import Seen, own_parameters, warn_of_nothing
 from jfp8.conversion.product_rows import INSIDE_OF_ATTENTION, INSIDE_OF_OURS
 from jfp8.conversion.selection import MAX_IMAGE_CHANNELS, Decision, Edge, Selection
+from jfp8.conversion.unconverted_warning import Seen, own_parameters, warn_of_nothing
 from jfp8.layers.nnx.attention import MultiHeadAttention, has_stock_attention, install_cache
 from jfp8.layers.nnx.hooks import hook_of, is_stacked
 from jfp8.layers.nnx.products import Product

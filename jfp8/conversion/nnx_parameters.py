@@ -21,7 +21,6 @@ from flax import nnx
 
 from jfp8.conversion import edges
 from jfp8.conversion.nnx import children_of, has_adapter, nodes_of, reason_of
-from jfp8.conversion.nothing import Seen, is_known, own_parameters, warn_of_nothing
 from jfp8.conversion.parameter_products import (
     Parameter,
     ParameterProduct,
@@ -29,6 +28,7 @@ from jfp8.conversion.parameter_products import (
     following,
 )
 from jfp8.conversion.selection import Decision, Edge, Selection
+from jfp8.conversion.unconverted_warning import Seen, is_known, own_parameters, warn_of_nothing
 from jfp8.layers.nnx.hooks import ValuesOfScaledArrays, hook_of
 from jfp8.layers.nnx.products import DotGeneral, Product
 from jfp8.recipes import in_effect as region

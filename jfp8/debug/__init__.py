@@ -2,6 +2,7 @@
 
 from jfp8.debug.advice import Advice, advice, report
 from jfp8.debug.attention_error import AttentionError, attention_error
+from jfp8.debug.causality import LooksAhead, looks_ahead
 from jfp8.debug.collective_bytes import (
     Collective,
     CollectiveBytes,
@@ -12,7 +13,6 @@ from jfp8.debug.compare import compare
 from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
 from jfp8.debug.equivalence import Equivalence, equivalence
 from jfp8.debug.faults.run import Finding
-from jfp8.debug.looking_ahead import LooksAhead, looks_ahead
 from jfp8.debug.mismatch import DecodingMismatch, decoding_mismatch
 from jfp8.debug.recommend import Predicted, Proposed, Recommendation, recommend
 from jfp8.debug.recorder import Recorder

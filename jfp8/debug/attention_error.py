@@ -12,8 +12,8 @@ import numpy as np
 
 from jfp8.products.flash import blocks
 from jfp8.products.flash.dot_product import scaled_dot_product_attention
+from jfp8.products.flash.mask import Visible, padded
 from jfp8.products.flash.numerics import Numerics, Uses, for_both, numerics_of
-from jfp8.products.flash.visible import Visible, padded
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe

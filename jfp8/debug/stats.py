@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.conversion.inventory import report_of
 from jfp8.conversion.product_report import Report
+from jfp8.conversion.report import report_of
 from jfp8.debug.by_layer import by_layer
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.nnx_functions import calling, has_nnx

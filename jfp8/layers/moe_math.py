@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax import lax
 
+from jfp8.kernels.choice import Implementation
 from jfp8.layers import transformer_math
-from jfp8.matmul.choice import Implementation
 from jfp8.products.cast_later import as_array
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.exchange import plan_exchange

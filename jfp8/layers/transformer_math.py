@@ -15,18 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8.kernels.choice import may_quantize_by_kernels, traced_for_gpu
+from jfp8.kernels.partitioning import divided
 from jfp8.layers import kv_cache
 from jfp8.layers.attention import check_weights_stay_inside
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
-from jfp8.matmul.choice import may_quantize_by_kernels, traced_for_gpu
 from jfp8.products.flash.heads import Heads, Whole
 from jfp8.products.made import Followed, Made, Source, Then, make_all, through_make
 from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
 from jfp8.scaling.formats import Format
 from jfp8.tracing.context import has_explicit_axes
-from jfp8.tracing.divided import divided
 
 
 def _identity(x: jax.Array) -> jax.Array:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation, check_implementation, product
-from jfp8.matmul.job import ACCUMULATIONS, Job, check_dimension_numbers
+from jfp8.kernels.choice import Implementation, check_implementation, product
+from jfp8.matmul.spec import ACCUMULATIONS, Job, check_dimension_numbers
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
 
 

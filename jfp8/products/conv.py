@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation
-from jfp8.matmul.job import scale_products
-from jfp8.matmul.platforms import by_platform
+from jfp8.kernels.choice import Implementation
+from jfp8.kernels.platforms import by_platform
+from jfp8.matmul.spec import scale_products
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, specs_of, with_result_like
 from jfp8.products.operation import (

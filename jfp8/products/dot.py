@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul import choice
-from jfp8.matmul.choice import Implementation
-from jfp8.matmul.job import Job, Numbers, layout_of, multiply, plus_bias
+from jfp8.kernels import choice
+from jfp8.kernels.choice import Implementation
+from jfp8.matmul.spec import Job, Numbers, layout_of, multiply, plus_bias
 from jfp8.products.operation import Kind, Operand, Operation, Sums
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 

@@ -14,16 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul import choice
-from jfp8.matmul.choice import Implementation
-from jfp8.matmul.job import (
+from jfp8.kernels import choice
+from jfp8.kernels.choice import Implementation
+from jfp8.kernels.k_major import contraction_last, plain_matrices
+from jfp8.kernels.tpu.dot import DotOnTpu, on_tpu
+from jfp8.kernels.tpu.sharded import layout_of_matrices
+from jfp8.matmul.spec import (
     Numbers,
     as_matrices,
     check_dimension_numbers,
     layout_of,
     plus_bias,
 )
-from jfp8.products.contraction_last import contraction_last, plain_matrices
 from jfp8.products.dot import Dot
 from jfp8.products.explicit_sharding import (
     Specs,
@@ -45,8 +47,6 @@ from jfp8.products.operation import (
     value_dtype,
     values_of,
 )
-from jfp8.products.tpu.dot import DotOnTpu, on_tpu
-from jfp8.products.tpu.layout import layout_of_matrices
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe

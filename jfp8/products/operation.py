@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation, check_implementation
+from jfp8.kernels.choice import Implementation, check_implementation
 from jfp8.products.cast_later import CastLater, as_array
 from jfp8.products.made import Made
 from jfp8.products.observers import OBSERVER

@@ -38,7 +38,7 @@ from jfp8.products.operation import (
     quantized_output,
     turn_of,
 )
-from jfp8.products.uses import begin_use, end_use
+from jfp8.products.undifferentiated_uses import begin_use, end_use
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from jfp8.matmul.job import ACCUMULATIONS, Accumulation
+from jfp8.matmul.spec import ACCUMULATIONS, Accumulation
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.recipes.product import Products, uniform
 from jfp8.recipes.recipe import FP8_FORMATS, Fp8Format, Recipe, takes

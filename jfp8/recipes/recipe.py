@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from jfp8.matmul.job import ACCUMULATIONS, Accumulation
+from jfp8.matmul.spec import ACCUMULATIONS, Accumulation
+from jfp8.recipes.causality import Layer, Operand, shares_among
 from jfp8.recipes.in_words import products_in_words, state_in_words
-from jfp8.recipes.looking_ahead import Layer, Operand, shares_among
 from jfp8.recipes.product import Products
 from jfp8.scaling import printing
 from jfp8.scaling.formats import E4M3FN, E5M2, Format

@@ -14,7 +14,7 @@ from flax.nnx import filterlib
 
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
 from jfp8.optim.loss_scaling import all_finite, keep_unless, scaled
-from jfp8.products.uses import Uses, noting_uses
+from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import end_step, largest_of_devices
 from jfp8.scaling.sink import ROLES
 from jfp8.training.histories import decode_all, rescaled, zero_sink

@@ -16,7 +16,7 @@ from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
 from jfp8.optim.loss_scale_state import loss_scale_in
 from jfp8.optim.loss_scaling import scaled, unscaled
 from jfp8.optim.masters import has_master_weights
-from jfp8.products.uses import Uses, noting_uses
+from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.sink import max_of_sinks
 from jfp8.training.histories import Collections, add_recorded, as_dicts, init_sinks
 from jfp8.training.hoist import split

@@ -21,7 +21,7 @@ import pytest
 import jfp8
 from jfp8 import ScaledArray, checkpoint
 from jfp8.checkpoint.torch_layout import Place
-from jfp8.matmul import choice
+from jfp8.kernels import choice
 
 FOLDER = Path(__file__).parents[1] / "data" / "fp8_checkpoints"
 CHECKSUMS = json.loads((FOLDER / "checksums.json").read_text())

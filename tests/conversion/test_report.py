@@ -17,7 +17,7 @@ from flax import nnx
 
 import jfp8
 from jfp8.conversion.product_rows import ProductRow
-from jfp8.matmul.pays_off import BY_XLA, ON_BLACKWELL, RATES, expected, work_of
+from jfp8.kernels.cost_model import BY_XLA, ON_BLACKWELL, RATES, expected, work_of
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling

@@ -20,8 +20,8 @@ if reason := why_not():
 
 import jfp8
 from jfp8 import E4M3FN, E5M2, recipes
-from jfp8.matmul.hopper import attention, attention_backward
-from jfp8.tracing.divided import divided
+from jfp8.kernels.hopper import attention, attention_backward
+from jfp8.kernels.partitioning import divided
 
 F8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 T = 4096

@@ -25,8 +25,8 @@ if reason := why_not():
 
 import jfp8
 from jfp8 import E4M3FN, E5M2
-from jfp8.matmul.blackwell import attention, attention_backward
-from jfp8.matmul.hopper.attention_backward import Stored, Vectors
+from jfp8.kernels.blackwell import attention, attention_backward
+from jfp8.kernels.hopper.attention_backward import Stored, Vectors
 
 F8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 T, HEADS = 4096, 8

@@ -17,8 +17,8 @@ from jax import lax
 
 import jfp8
 from jfp8 import recipes
+from jfp8.kernels import cost_model as pays_off
 from jfp8.layers.transformer_math import ACTIVATIONS, Activation, projections_of
-from jfp8.matmul import pays_off
 from jfp8.products.made import Gradient
 from jfp8.scaling.formats import E4M3FN, E5M2
 from support.compiled_layers import (
@@ -450,7 +450,7 @@ SUMS = {"fast sums": False, "promoted sums": True}
     [(pair, "fast sums") for pair in ALL_PAIRS] + [(pair, "promoted sums") for pair in PAIRS],
 )
 def test_matmul(pair, sums, compiled):
-    from jfp8.matmul.hopper.kernel import matmul
+    from jfp8.kernels.hopper.matmul import matmul
 
     m, n, k = 8192, 4096, 2048
     f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=SUMS[sums])
@@ -467,7 +467,7 @@ def test_matmul(pair, sums, compiled):
 @pytest.mark.parametrize("out", [BF16, F32], ids=lambda out: np.dtype(out).name)
 @pytest.mark.parametrize("columns", ["128×128", "1×128"])
 def test_block_matmul(columns, out, compiled):
-    from jfp8.matmul.hopper.kernel import block_matmul
+    from jfp8.kernels.hopper.matmul import block_matmul
 
     m, n, k = 8192, 4096, 2048
     f = lambda a, b, s, t: block_matmul(a, b, s, t, out)
@@ -479,7 +479,7 @@ def test_block_matmul(columns, out, compiled):
 
 @pytest.mark.parametrize("sums", SUMS)
 def test_matmul_of_ragged_shapes(sums, compiled):
-    from jfp8.matmul.hopper.kernel import matmul
+    from jfp8.kernels.hopper.matmul import matmul
 
     f = lambda a, b, s, t: matmul(a, b, s, t, BF16, promote=SUMS[sums])
     args = (of((1000, 333), F8), of((777, 333), F8), of((), F32), of((777,), F32))
@@ -489,8 +489,8 @@ def test_matmul_of_ragged_shapes(sums, compiled):
 @pytest.mark.parametrize("kind", ["running", "promoted", "block"])
 def test_clusters_of_two(kind):
     """By an argument: the best tiles of the model whose blocks share the copies of b."""
-    from jfp8.matmul.hopper.kernel import block_matmul, matmul
-    from jfp8.matmul.hopper.tiles import ranked
+    from jfp8.kernels.hopper.matmul import block_matmul, matmul
+    from jfp8.kernels.hopper.tiles import ranked
 
     m, n, k = 8192, 4096, 2048
     tiles = next(t for t in ranked(kind, m, n, k) if t.cluster == 2)
@@ -508,7 +508,7 @@ def test_clusters_of_two(kind):
 
 @pytest.mark.parametrize("with_scales", [False, True])
 def test_grouped_matmul(with_scales, compiled):
-    from jfp8.matmul.hopper.grouped import grouped_matmul
+    from jfp8.kernels.hopper.grouped import grouped_matmul
 
     tiles, groups, n, k = 64, 8, 4096, 2048
     f = lambda a, b, group, s, t: grouped_matmul(a, b, group, s, t, BF16)
@@ -521,7 +521,7 @@ def test_grouped_matmul(with_scales, compiled):
 
 @pytest.mark.parametrize("with_scales", [False, True])
 def test_grouped_outer(with_scales, compiled):
-    from jfp8.matmul.hopper.grouped import grouped_outer
+    from jfp8.kernels.hopper.grouped import grouped_outer
 
     tiles, groups, n, k = 64, 8, 4096, 2048
     f = lambda a, b, first, count, s, t: grouped_outer(a, b, first, count, s, t, BF16)
@@ -551,8 +551,8 @@ by_dtype = pytest.mark.parametrize(
 
 @by_dtype
 def test_quantize_tensor(dtype, compiled):
-    from jfp8.matmul.hopper.quantize import quantize_tensor
-    from jfp8.matmul.scales_in_kernels import scale_and_inverse
+    from jfp8.kernels.hopper.quantize import quantize_tensor
+    from jfp8.kernels.scales_in_kernels import scale_and_inverse
 
     def f(x, amax):
         scale_of = lambda known: scale_and_inverse(jnp.full((128,), known[0]), E5M2, None)
@@ -565,7 +565,7 @@ def test_quantize_tensor(dtype, compiled):
 
 @by_dtype
 def test_quantize_lines(dtype, compiled):
-    from jfp8.matmul.hopper.quantize import quantize_lines
+    from jfp8.kernels.hopper.quantize import quantize_lines
 
     x = of((8192, 4096), dtype)
     f = lambda x, r, c: quantize_lines(x, r, c, E5M2)
@@ -577,7 +577,7 @@ def test_quantize_lines(dtype, compiled):
 @by_dtype
 def test_amax(dtype, compiled):
     """The read that may be left out is one branch of the same kernel."""
-    from jfp8.matmul.hopper.quantize import tensor_amax
+    from jfp8.kernels.hopper.quantize import tensor_amax
 
     x = of((8192, 4096), dtype)
     f = lambda x, known: tensor_amax(x, known, unless=lambda known: known[0] > 0)
@@ -587,7 +587,7 @@ def test_amax(dtype, compiled):
 
 @by_dtype
 def test_row_and_column_amax(dtype, compiled):
-    from jfp8.matmul.hopper.quantize import row_and_column_amax
+    from jfp8.kernels.hopper.quantize import row_and_column_amax
 
     x = of((8192, 4096), dtype)
     name = f"kernel `row_and_column_amax`, {x.dtype.name}"
@@ -596,7 +596,7 @@ def test_row_and_column_amax(dtype, compiled):
 
 @by_dtype
 def test_quantize_heads(dtype, compiled):
-    from jfp8.matmul.hopper.quantize_heads import quantize_heads
+    from jfp8.kernels.hopper.quantize_heads import quantize_heads
 
     x = of((2, 4096, 4, 3, 128), dtype)
     f = lambda x, inverse: quantize_heads(x, inverse, first=0, fmt=E4M3FN)
@@ -616,7 +616,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_quantize_rows_in_blocks(name, compiled):
-    from jfp8.matmul.hopper.quantize_blocks import quantize_rows_in_blocks
+    from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks
 
     dtype, block, rounding = BLOCKS[name]
     x = of((8192, 4096), dtype)
@@ -629,7 +629,7 @@ def test_quantize_rows_in_blocks(name, compiled):
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("rounding", [None, "power_of_two"])
 def test_quantize_tiles(rounding, dtype, compiled):
-    from jfp8.matmul.hopper.quantize_blocks import quantize_tiles
+    from jfp8.kernels.hopper.quantize_blocks import quantize_tiles
 
     x = of((4096, 8192), dtype)
     name = f"kernel `quantize_tiles`, {x.dtype.name}, {rounding or 'exact'}"
@@ -647,8 +647,8 @@ def activation_and_input(name, gradient, m=4096, n=8192):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernels_that_make_what_they_quantize(activation, gradient, compiled):
     """The lowering of kernels knows all that activations and their gradients consist of."""
-    from jfp8.matmul.hopper.quantize import quantize_tensor, tensor_amax
-    from jfp8.matmul.scales_in_kernels import scale_and_inverse
+    from jfp8.kernels.hopper.quantize import quantize_tensor, tensor_amax
+    from jfp8.kernels.scales_in_kernels import scale_and_inverse
 
     make, x = activation_and_input(activation, gradient)
     made = x[0].size if gradient else 4096 * 8192
@@ -669,7 +669,7 @@ def test_kernels_that_make_what_they_quantize(activation, gradient, compiled):
 @pytest.mark.parametrize("gradient", [False, True], ids=["", "gradient"])
 @pytest.mark.parametrize(("activation", "block"), [("swiglu", 128), ("swiglu", 32), ("gelu", 128)])
 def test_kernels_that_make_what_they_quantize_in_blocks(activation, block, gradient, compiled):
-    from jfp8.matmul.hopper.quantize_blocks import quantize_rows_in_blocks
+    from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks
 
     rounding = "power_of_two" if block == 128 else "rceil"
     make, x = activation_and_input(activation, gradient)

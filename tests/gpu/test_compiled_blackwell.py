@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
-from jfp8.matmul import pays_off
+from jfp8.kernels import cost_model as pays_off
 from support.compiled_layers import (
     BF16,
     PAIRS,
@@ -92,7 +92,7 @@ def test_nvfp4(compiled):
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_scaled_matmul(pair, compiled):
-    from jfp8.matmul.blackwell.kernel import scaled_matmul
+    from jfp8.kernels.blackwell.matmul import scaled_matmul
 
     m, n, k = 8192, 4096, 2048
     f = lambda a, b, s, t: scaled_matmul(a, b, s, t, BF16)

@@ -12,12 +12,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 import jfp8
-from jfp8.matmul import xla
-from jfp8.matmul.backend import facts_of
-from jfp8.matmul.bf16 import in_bf16
-from jfp8.matmul.choice import choose
-from jfp8.matmul.emulate.product import emulated
-from jfp8.matmul.job import Job, factors_of
+from jfp8.kernels.backend import facts_of
+from jfp8.kernels.choice import choose
+from jfp8.kernels.xla import f8_dot as xla
+from jfp8.kernels.xla.bf16_dot import in_bf16
+from jfp8.matmul.emulate import emulated
+from jfp8.matmul.spec import Job, factors_of
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.scales import amax

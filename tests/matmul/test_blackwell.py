@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.matmul.backend import facts_of
-from jfp8.matmul.blackwell.kernel import MX, NVFP4, scaled_matmul
-from jfp8.matmul.blackwell.product import as_e8m0, by_blackwell, scales_of_rows
-from jfp8.matmul.job import Job
+from jfp8.kernels.backend import facts_of
+from jfp8.kernels.blackwell.backend import as_e8m0, by_blackwell, scales_of_rows
+from jfp8.kernels.blackwell.matmul import MX, NVFP4, scaled_matmul
+from jfp8.matmul.spec import Job
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.scales import amax

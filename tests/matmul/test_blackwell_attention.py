@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jfp8
 from jfp8 import E4M3FN, E5M2
-from jfp8.matmul.blackwell import attention, attention_backward
+from jfp8.kernels.blackwell import attention, attention_backward
 from support.attention_in_f64 import (
     assert_attention,
     backward_operands_of,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jfp8 import E4M3FN
-from jfp8.matmul.backend import Backend, Facts
+from jfp8.kernels.backend import Backend, Facts
 
 ROWS, SQUARES = (128, 1), (128, 128)  # along the sum, across it
 SOME = Backend("some", lambda *_: None, blocks=frozenset({ROWS, SQUARES}))

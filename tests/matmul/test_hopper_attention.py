@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jfp8
 from jfp8 import recipes
-from jfp8.matmul.hopper.attention import BLOCK, attention_forward, division
+from jfp8.kernels.hopper.attention import BLOCK, attention_forward, division
 from support.attention_in_f64 import assert_attention, f64, operands_of
 from support.interpreter import no_races
 

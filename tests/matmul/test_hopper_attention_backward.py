@@ -11,7 +11,7 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
 from jfp8 import E4M3FN, E5M2
-from jfp8.matmul.hopper.attention_backward import (
+from jfp8.kernels.hopper.attention_backward import (
     Stored,
     Vectors,
     attention_backward,

@@ -10,8 +10,8 @@ import pytest
 if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
-from jfp8.matmul.hopper import grouped
-from jfp8.matmul.hopper.tiles import Tiles
+from jfp8.kernels.hopper import grouped
+from jfp8.kernels.hopper.tiles import Tiles
 from support.interpreter import no_races
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -10,8 +10,8 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
-from jfp8.matmul.hopper import kernel as matmul
-from jfp8.matmul.hopper.tiles import SHARED_MEMORY, Tiles, candidates, default_tiles
+from jfp8.kernels.hopper import matmul
+from jfp8.kernels.hopper.tiles import SHARED_MEMORY, Tiles, candidates, default_tiles
 from support.interpreter import no_races
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -12,15 +12,15 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need JAX 0.11.2", allow_module_level=True)
 
 import jfp8
-from jfp8.matmul.hopper.quantize import (
+from jfp8.kernels.hopper.quantize import (
     quantize_lines,
     quantize_tensor,
     row_and_column_amax,
     tensor_amax,
 )
-from jfp8.matmul.hopper.quantize_blocks import quantize_rows_in_blocks, quantize_tiles
-from jfp8.matmul.hopper.sweep import Sweep, largest_of
-from jfp8.matmul.scales_in_kernels import nearest_quotient, scale_and_inverse
+from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks, quantize_tiles
+from jfp8.kernels.hopper.sweep import Sweep, largest_of
+from jfp8.kernels.scales_in_kernels import nearest_quotient, scale_and_inverse
 from jfp8.scaling.casts import codes_of, decode
 from support.interpreter import no_races
 

@@ -10,7 +10,7 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need JAX 0.11.2", allow_module_level=True)
 
 import jfp8
-from jfp8.matmul.hopper.quantize_heads import quantize_heads
+from jfp8.kernels.hopper.quantize_heads import quantize_heads
 from support.interpreter import no_races
 
 CASES = {

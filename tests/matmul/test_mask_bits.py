@@ -10,7 +10,7 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
-from jfp8.matmul.hopper.mask_bits import TILE, WORD, packed
+from jfp8.kernels.hopper.mask_bits import TILE, WORD, packed
 
 SIZES = 200, 300  # queries and keys
 GROUPS = 2

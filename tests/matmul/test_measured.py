@@ -6,8 +6,8 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jfp8.matmul.hopper import measured as module
-from jfp8.matmul.hopper.measured import measured, shape_class
+from jfp8.kernels.hopper import measured as module
+from jfp8.kernels.hopper.measured import measured, shape_class
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
@@ -51,7 +51,7 @@ def test_by_device_kernel_and_shape():
 
 @needs_mosaic
 def test_products_are_cut_as_was_measured():
-    from jfp8.matmul.hopper.tiles import Tiles, candidates, default_tiles
+    from jfp8.kernels.hopper.tiles import Tiles, candidates, default_tiles
 
     with on("NVIDIA H200"):
         found = default_tiles("block", 4096, 4096, 4096)

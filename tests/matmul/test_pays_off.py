@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from jfp8.matmul import pays_off
-from jfp8.matmul.pays_off import (
+from jfp8.kernels import cost_model as pays_off
+from jfp8.kernels.cost_model import (
     BY_XLA,
     ON_BLACKWELL,
     ON_HOPPER,

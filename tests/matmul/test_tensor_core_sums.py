@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.matmul.emulate.product import dot_in_f32
-from jfp8.matmul.emulate.tensor_core_sums import dot_general
+from jfp8.matmul.emulate import dot_in_f32
+from jfp8.matmul.tensor_core_sums import dot_general
 
 DTYPES = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 MANTISSA_BITS = {"e4m3fn": 3, "e5m2": 2}

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jfp8.matmul.tpu.kernel import matmul
-from jfp8.matmul.tpu.quantize import (
+from jfp8.kernels.tpu.matmul import matmul
+from jfp8.kernels.tpu.quantize_kernels import (
     line_amaxes,
     quantize_blocks,
     quantize_lines,

@@ -555,7 +555,7 @@ def test_few_candidates_are_tuned_by_default(on_gpu):
     for group in groups[: len(on_gpu.tune_gpu.PRODUCTS)]:
         found = [case.name[-2] for case in group.cases]
         assert found == ["1", "2", "1", "2", "1"]
-    from jfp8.matmul.hopper.tiles import default_tiles
+    from jfp8.kernels.hopper.tiles import default_tiles
 
     assert groups[0].cases[0].name == str(default_tiles("running", 8192, 8192, 8192))
 

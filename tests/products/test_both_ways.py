@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jfp8
-from jfp8.products.both_ways import has_kernel, quantize_both_ways
+from jfp8.kernels.quantize_and_transpose import has_kernel, quantize_both_ways
 from jfp8.products.cast_later import CastLater
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit

@@ -15,9 +15,10 @@ import pytest
 
 import jfp8
 from jfp8 import recipes
-from jfp8.products.flash import cudnn, passes
-from jfp8.products.flash.implementations import Facts, choose
-from jfp8.products.flash.visible import Visible
+from jfp8.kernels.attention import Facts, choose
+from jfp8.kernels.xla import cudnn_attention as cudnn
+from jfp8.products.flash import passes
+from jfp8.products.flash.mask import Visible
 from jfp8.scaling.sink import decode_amax, init_sink
 from jfp8.tracing import compat
 from jfp8.tracing.context import Gpu
@@ -160,7 +161,7 @@ def test_what_it_does_not_support(case):
 )
 def test_the_gpu_decides_too(depth, capability, message, monkeypatch):
     gpu = Gpu("a GPU", capability)
-    monkeypatch.setattr("jfp8.matmul.choice.current_gpu", lambda: gpu)
+    monkeypatch.setattr("jfp8.kernels.choice.current_gpu", lambda: gpu)
     facts = Facts(RECIPE, Visible((T, T), True, None), depth, 1.0, has_state=True)
     if message is None:
         assert choose(facts, "cudnn").kernels == "cudnn"

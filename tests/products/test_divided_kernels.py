@@ -13,17 +13,17 @@ import pytest
 
 import jfp8
 from jfp8 import recipes
-from jfp8.matmul.hopper import product as hopper
-from jfp8.matmul.job import Job
-from jfp8.products import both_ways
+from jfp8.kernels import grouped as by_kernels
+from jfp8.kernels import partitioning as divided_functions
+from jfp8.kernels import quantize_and_transpose as both_ways
+from jfp8.kernels.hopper import backend as hopper
+from jfp8.kernels.partitioning import Rule
+from jfp8.matmul.spec import Job
 from jfp8.products.made import Gradient, Made, Source
-from jfp8.products.ragged import by_kernels
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.formats import E4M3FN
-from jfp8.tracing import divided as divided_functions
-from jfp8.tracing.divided import Rule
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2"

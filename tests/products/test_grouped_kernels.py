@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import jfp8
 from jfp8 import recipes
-from jfp8.products.ragged.by_kernels import why_not_grouped_kernels
+from jfp8.kernels.grouped import why_not_grouped_kernels
 from jfp8.tracing.context import Gpu
 
 pytestmark = pytest.mark.skipif(

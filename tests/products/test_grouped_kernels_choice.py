@@ -14,7 +14,7 @@ import pytest
 
 import jfp8
 from jfp8 import recipes
-from jfp8.products.ragged import by_kernels
+from jfp8.kernels import grouped as by_kernels
 
 MATRICES = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
 

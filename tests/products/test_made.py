@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 
 import jfp8
+from jfp8.kernels import quantize_and_transpose as both_ways
+from jfp8.kernels.elementary import elementary
+from jfp8.kernels.quantize_and_transpose import quantize_both_ways
 from jfp8.layers import transformer_math
 from jfp8.layers.transformer_math import ACTIVATIONS, Activation, projections_of
-from jfp8.products import both_ways
-from jfp8.products.both_ways import quantize_both_ways
 from jfp8.products.cast_later import promoted
 from jfp8.products.made import (
     Gradient,
@@ -28,7 +29,6 @@ from jfp8.products.made import (
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
 from jfp8.scaling.scales import amax
-from jfp8.tracing.elementary import elementary
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"

@@ -15,14 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
+from jfp8.kernels import choice
+from jfp8.kernels.backend import facts_of
+from jfp8.kernels.choice import choose_on_tpu
+from jfp8.kernels.tpu import backend as product
+from jfp8.kernels.tpu import matmul as kernel
+from jfp8.kernels.tpu.quantize_operand import quantized_for_both
 from jfp8.layers.linen import products as linen_products
-from jfp8.matmul import choice
-from jfp8.matmul.backend import facts_of
-from jfp8.matmul.choice import choose_on_tpu
-from jfp8.matmul.job import Job
-from jfp8.matmul.tpu import kernel, product
+from jfp8.matmul.spec import Job
 from jfp8.products.operation import Use
-from jfp8.products.tpu.quantize import quantized_for_both
 from jfp8.quantizers.quantizer import Context, Current
 from jfp8.quantizers.rotations import Hadamard
 from jfp8.tracing.context import Tpu, current_tpu

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import ScaledArray, quantizers, recipes
-from jfp8.matmul import choice
+from jfp8.kernels import choice
 from jfp8.products.operation import How, State
 from jfp8.products.ragged.dot import observed_ragged_dot, scaled_ragged_dot
 from jfp8.products.ragged.tiles import lay_out

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from jfp8.kernels.tpu.sharded import Division, Layout, division_of, layout_of_matrices
 from jfp8.products.explicit_sharding import Specs
-from jfp8.products.tpu.layout import Division, Layout, division_of, layout_of_matrices
 
 A, B, NONE = ("a",), ("b",), ()
 SHAPES = (4, 256, 1024), (1024, 512)

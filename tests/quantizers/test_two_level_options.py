@@ -12,9 +12,9 @@ import pytest
 
 import jfp8
 from jfp8 import E2M1FN, E4M3FN
-from jfp8.matmul import bf16
-from jfp8.matmul.emulate.product import emulated
-from jfp8.matmul.job import Job
+from jfp8.kernels.xla import bf16_dot as bf16
+from jfp8.matmul.emulate import emulated
+from jfp8.matmul.spec import Job
 from jfp8.quantizers import Context, TwoLevel
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.scales import amax

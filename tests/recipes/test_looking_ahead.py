@@ -15,7 +15,7 @@ import pytest
 import jfp8
 from jfp8.quantizers import Quantizer, Rowwise
 from jfp8.recipes import PerOperand, Product
-from jfp8.recipes.looking_ahead import LAYERS
+from jfp8.recipes.causality import LAYERS
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")

@@ -300,7 +300,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "unseen_uses",
         "what a use behind stop_gradient has seen enters no history",
-        "jfp8/products/uses.py",
+        "jfp8/products/undifferentiated_uses.py",
         "if not use.differentiated:",
         "if False:",
         "traps/test_loops.py::TestUsesThatAreNotDifferentiatedThrough::test_trap_train_state[calls-False]",
@@ -308,7 +308,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "uses_get_lost_in_silence",
         "nobody says that a use inside of nn.remat is not recorded",
-        "jfp8/products/uses.py",
+        "jfp8/products/undifferentiated_uses.py",
         "if use.linearized and not use.differentiated]",
         "if False]",
         "traps/test_loops.py::TestUsesThatAreNotDifferentiatedThrough::"
@@ -491,7 +491,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a_quantized_result_is_forgotten",
         "a recipe that quantizes results by one scale promises that none looks ahead",
-        "jfp8/recipes/looking_ahead.py",
+        "jfp8/recipes/causality.py",
         "            if shared:  # one scale for all of it\n                return True",
         "            continue",
         "recipes/test_looking_ahead.py::test_what_single_operands_promise",
@@ -499,7 +499,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "stochastic_rounding_promises",
         "bits that depend on the largest magnitude of a tensor are promised not to",
-        "jfp8/recipes/looking_ahead.py",
+        "jfp8/recipes/causality.py",
         "EVERYWHERE if quantizer.stochastic else quantizer",
         "quantizer",
         "recipes/test_looking_ahead.py::test_what_is_not_known_is_not_promised",
@@ -539,7 +539,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "looks_ahead_changes_the_first_sequence_too",
         "other sequences count as the one that is looked at",
-        "jfp8/debug/looking_ahead.py",
+        "jfp8/debug/causality.py",
         "for changed in _variants(x, (slice(1, None),))",
         "for changed in _variants(x, (slice(None),))",
         "debug/test_looking_ahead.py::test_each_position_by_itself",
@@ -548,7 +548,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scale_of_the_tensor_lost",
         "products in NVFP4 on Blackwell lack the scales of the tensors",
-        "jfp8/matmul/blackwell/product.py",
+        "jfp8/kernels/blackwell/backend.py",
         "outer = (jnp.broadcast_to(top.reshape(-1), sizes) if top.ndim else top,)",
         "outer = ()",
         "matmul/test_blackwell.py::test_scales_of_nvfp4",
@@ -564,7 +564,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scales_of_half_a_block",
         "the second half of each block of 128 gets the scale of the next block",
-        "jfp8/matmul/blackwell/product.py",
+        "jfp8/kernels/blackwell/backend.py",
         "jnp.repeat(scale, along // kind.block, axis=-1)",
         "jnp.repeat(scale, along // kind.block // 2 + 1, axis=-1)",
         "matmul/test_blackwell.py::test_scales_of_larger_blocks_are_those_of_several",
@@ -572,7 +572,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "promise_for_all_scales",
         "a promise about scales of blocks is taken for one about the scales of rows",
-        "jfp8/matmul/job.py",
+        "jfp8/matmul/spec.py",
         "return job.powers_of_two and varies_along(q, dims)",
         "return job.powers_of_two",
         "matmul/test_backends.py::test_blackwell_takes_powers_of_two",
@@ -580,7 +580,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "compared_with_what_is_no_choice",
         "products go to bf16 because a layer that does not quantize were faster",
-        "jfp8/matmul/choice.py",
+        "jfp8/kernels/choice.py",
         "return times.rounded < times.fp8",
         "return times.bf16 < times.fp8",
         "matmul/test_backends.py::test_products_are_as_large_as_the_part_of_a_device",
@@ -700,7 +700,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tpu_counts_what_lies_beyond",
         "a kernel for TPUs takes the amax of whole tiles, also where the matrix has ended",
-        "jfp8/matmul/tpu/kernel.py",
+        "jfp8/kernels/tpu/matmul.py",
         "return next(t for t in range(TILE, 0, -LANES) if n % t == 0)",
         "return min(n, TILE)",
         "matmul/test_tpu_kernels.py::test_tensor_with_its_amax",
@@ -708,7 +708,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tpu_bias_in_every_product",
         "on TPUs the bias is added to the gradients, too",
-        "jfp8/products/tpu/dot.py",
+        "jfp8/kernels/tpu/dot.py",
         'bias = self.bias if kind == "fprop" else None',
         "bias = self.bias",
         "products/test_on_tpu.py::test_dense_gives_its_bias_to_the_product",
@@ -716,7 +716,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tpus_add_nothing_up",
         "each of several TPUs keeps its own part of a sum",
-        "jfp8/products/tpu/dot.py",
+        "jfp8/kernels/tpu/dot.py",
         "if not how.summed:",
         "if True:",
         "products/test_on_tpu.py::test_each_of_several_tpus_runs_the_kernels",
@@ -724,7 +724,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tpus_with_scales_of_their_own",
         "a row whose columns lie on several TPUs is scaled by the amax of some of them",
-        "jfp8/products/tpu/quantize.py",
+        "jfp8/kernels/tpu/quantize_operand.py",
         "lax.pmax(b, apart) if apart else b",
         "b",
         "products/test_on_tpu.py::test_each_of_several_tpus_runs_the_kernels",
@@ -732,7 +732,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tpu_amax_of_rounded_bits",
         "XLA takes the amax of f32 numbers on TPUs from bits that f32 does not hold",
-        "jfp8/matmul/tpu/by_xla.py",
+        "jfp8/kernels/tpu/quantize_by_xla.py",
         "if bits.dtype != jnp.uint16:",
         "if False:",
         "products/test_on_tpu.py::test_blocks_by_xla_have_the_values_of_the_reference",
@@ -748,7 +748,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "division_for_multiplication",
         "the product is divided by the scale of rhs",
-        "jfp8/matmul/job.py",
+        "jfp8/matmul/spec.py",
         "jnp.minimum(a * b, LARGEST_FACTOR)",
         "jnp.minimum(a / b, LARGEST_FACTOR)",
         "matmul/test_scaled_matmul.py::test_scales_along_any_dimensions_that_stay[0-emulate]",
@@ -756,7 +756,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scales_of_rows_for_columns",
         "scales by row are laid out along the columns of the product",
-        "jfp8/matmul/job.py",
+        "jfp8/matmul/spec.py",
         "*(1,) * before, *sizes[len(batch) :], *(1,) * after)",
         "*(1,) * after, *sizes[len(batch) :], *(1,) * before)",
         "matmul/test_scaled_matmul.py::test_scale_layouts[rows and columns-emulate]",
@@ -764,7 +764,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "no_promotion_every_128",
         "sums that should be promoted every 128 products go on to the end",
-        "jfp8/matmul/emulate/product.py",
+        "jfp8/matmul/emulate.py",
         'length = 128 if accumulation.endswith("every_128") else k',
         "length = k",
         "matmul/test_accumulation.py::test_chunks_are_visible",
@@ -780,7 +780,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "tensor_cores_that_round",
         "the model of Hopper rounds terms to nearest instead of cutting them",
-        "jfp8/matmul/emulate/tensor_core_sums.py",
+        "jfp8/matmul/tensor_core_sums.py",
         "s = s + jnp.trunc(a[k]",
         "s = s + jnp.round(a[k]",
         "matmul/test_tensor_core_sums.py::test_terms_are_cut_toward_zero",
@@ -1239,7 +1239,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "parts_of_a_sum_stay_apart",
         "each device keeps its part of a sum over a dimension that is divided",
-        "jfp8/tracing/divided.py",
+        "jfp8/kernels/partitioning.py",
         "        return lax.psum(x, axes)\n",
         "        return x\n",
         "tracing/test_divided.py::test_under_vmap_scan_grad_and_remat",
@@ -1247,7 +1247,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "parts_of_a_sum_in_full",
         "devices send the parts of a sum in f32 where they were to in bf16",
-        "jfp8/tracing/divided.py",
+        "jfp8/kernels/partitioning.py",
         "found = (of_parts if any(apart) else function)(*parts)",
         "found = function(*parts)",
         "tracing/test_divided.py::test_parts_of_a_sum_in_another_dtype",
@@ -1263,7 +1263,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "an_amax_of_one_device",
         "an amax is that of one device's part of the tensor",
-        "jfp8/tracing/divided.py",
+        "jfp8/kernels/partitioning.py",
         "lax.bitcast_convert_type(lax.pmax(bits, axes), x.dtype)",
         "lax.bitcast_convert_type(bits, x.dtype)",
         "tracing/test_divided.py::test_maxima_of_all_devices",
@@ -1271,7 +1271,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a_block_on_two_devices",
         "a dimension is divided inside of a block of scales",
-        "jfp8/tracing/divided.py",
+        "jfp8/kernels/partitioning.py",
         "whole_units = sizes[name] // units[name]",
         "whole_units = sizes[name]",
         "tracing/test_divided.py::test_a_block_is_not_cut",
@@ -1661,7 +1661,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "flops_halved",
         "the report counts multiplications only",
-        "jfp8/conversion/inventory.py",
+        "jfp8/conversion/report.py",
         "flops = 2 * out.size * int(terms)",
         "flops = out.size * int(terms)",
         "conversion/test_report.py::test_rows_of_an_mlp",
@@ -1669,7 +1669,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "zeros_of_gradients_counted",
         "the report counts the zeros with which JAX writes the gradients of convolutions",
-        "jfp8/conversion/inventory.py",
+        "jfp8/conversion/report.py",
         "sorted((lhs[i], rhs[k], out[o]))[:2]",
         "(rhs[k], out[o])",
         "conversion/test_report.py::test_the_three_products_of_a_convolution_count_alike[strided]",
@@ -1759,7 +1759,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the_last_key_of_a_block_is_not_seen",
         "a causal query does not see the key at its own position",
-        "jfp8/products/flash/visible.py",
+        "jfp8/products/flash/mask.py",
         "seen &= column <= row",
         "seen &= column < row",
         "products/test_flash_attention.py::test_a_causal_query_sees_itself",
@@ -1775,7 +1775,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "cut_blocks_are_gathered_silently",
         "compiling does not warn where the parts of devices would cut blocks",
-        "jfp8/tracing/divided.py",
+        "jfp8/kernels/partitioning.py",
         "sizes[dim.name] % (parts * unit)",
         "sizes[dim.name] % parts",
         "tracing/test_divided.py::test_a_block_is_not_cut",

@@ -18,10 +18,10 @@ from support.mutation_kinds import KINDS, Source, called, is_no_bug
 # Kernels for GPUs, and what calls them, need a later JAX than the oldest, where none of their tests
 # run.
 EXCLUDED = (
-    "jfp8/matmul/blackwell/",
-    "jfp8/matmul/hopper/",
-    "jfp8/products/both_ways.py",
-    "jfp8/products/ragged/by_kernels.py",
+    "jfp8/kernels/blackwell/",
+    "jfp8/kernels/hopper/",
+    "jfp8/kernels/quantize_and_transpose.py",
+    "jfp8/kernels/grouped.py",
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jfp8.tracing.divided import Rule, divided, divided_sum
+from jfp8.kernels.partitioning import Rule, divided, divided_sum
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 BF16, F32 = jnp.bfloat16, jnp.float32

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
+from jfp8.kernels.choice import Implementation
 from jfp8.layers import norm_math, transformer_math
 from jfp8.layers.linen.layers import DenseGeneral
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, options_of
-from jfp8.matmul.choice import Implementation
 from jfp8.products.cast_later import as_array
 from jfp8.products.made import with_following
 from jfp8.recipes.recipe import Recipe

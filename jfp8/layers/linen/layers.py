@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from jfp8.kernels.choice import Implementation
 from jfp8.layers.conv_transpose import convolve_transposed
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
@@ -21,7 +22,6 @@ from jfp8.layers.linen.products import (
 )
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.options import check_use_bias
-from jfp8.matmul.choice import Implementation
 from jfp8.products import einsum
 from jfp8.recipes.recipe import Recipe
 

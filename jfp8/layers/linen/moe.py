@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax import lax
 
+from jfp8.kernels.choice import Implementation
 from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
-from jfp8.matmul.choice import Implementation
 from jfp8.products.made import Made, split_made
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot

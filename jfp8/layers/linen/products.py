@@ -13,6 +13,7 @@ from flax.core import meta, unfreeze
 from flax.linen import dtypes
 from jax import lax
 
+from jfp8.kernels.choice import Implementation, quantizing_tpu
 from jfp8.layers.linen import state_in_gradients
 from jfp8.layers.linen.state_in_gradients import (
     OVERWRITTEN,
@@ -21,18 +22,17 @@ from jfp8.layers.linen.state_in_gradients import (
 )
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.layers.options import check_operand
-from jfp8.matmul.choice import Implementation, quantizing_tpu
-from jfp8.matmul.job import plus_bias
+from jfp8.matmul.spec import plus_bias
 from jfp8.products import cast_later
 from jfp8.products.cast_later import Kernel, as_array
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.made import Made, split_made
 from jfp8.products.operation import How, Observed, State
-from jfp8.products.uses import uses_of
+from jfp8.products.undifferentiated_uses import uses_of
 from jfp8.products.window import window_of
+from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
-from jfp8.recipes.looking_ahead import Layer
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray

@@ -11,9 +11,9 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
+from jfp8.kernels.choice import Implementation
 from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
 from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
-from jfp8.matmul.choice import Implementation
 from jfp8.products.cast_later import promoted
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import dequantize_tree

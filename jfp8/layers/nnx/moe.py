@@ -12,9 +12,9 @@ from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
 from jax import lax
 
+from jfp8.kernels.choice import Implementation
 from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.nnx.products import Product
-from jfp8.matmul.choice import Implementation
 from jfp8.products import cast_later
 from jfp8.products.made import Made, split_made
 from jfp8.products.ragged import routing

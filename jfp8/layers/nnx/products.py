@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from flax import errors, nnx
 from jax import lax
 
+from jfp8.kernels.choice import Implementation
 from jfp8.layers.options import check_operand
-from jfp8.matmul.choice import Implementation
 from jfp8.products import cast_later, einsum
 from jfp8.products.cast_later import Kernel, as_array
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.made import Made, split_made
 from jfp8.products.operation import How, Observed, State
-from jfp8.products.uses import uses_of
+from jfp8.products.undifferentiated_uses import uses_of
 from jfp8.products.window import window_of
+from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
-from jfp8.recipes.looking_ahead import Layer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe

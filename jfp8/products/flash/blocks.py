@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jfp8.products.flash.mask import Visible, padded
 from jfp8.products.flash.numerics import (
     Numerics,
     Quantized,
@@ -38,8 +39,7 @@ from jfp8.products.flash.numerics import (
     quantize_made,
     weights_factor,
 )
-from jfp8.products.flash.shown import shown_block
-from jfp8.products.flash.visible import Visible, padded
+from jfp8.products.flash.observe import shown_block
 from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import SMALLEST_SCALE

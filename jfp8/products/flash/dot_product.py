@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8.kernels.attention import Choice, Facts, choose
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_layout_of
 from jfp8.products.flash import blocks, passes
 from jfp8.products.flash.heads import Heads, Whole, split_heads
-from jfp8.products.flash.implementations import Choice, Facts, choose
+from jfp8.products.flash.mask import Visible, lengths_of, window_of
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
-from jfp8.products.flash.shown import shown
-from jfp8.products.flash.visible import Visible, lengths_of, window_of
+from jfp8.products.flash.observe import shown
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Observed
-from jfp8.products.uses import ProductUse, begin_use, end_use
+from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use
 from jfp8.products.vjp import SINK_UNIT, check_sink, check_state, first_order_only
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe

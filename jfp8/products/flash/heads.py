@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.job import HARDWARE_FORMATS
+from jfp8.kernels.partitioning import divided
+from jfp8.matmul.spec import HARDWARE_FORMATS
 from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
-from jfp8.tracing.divided import divided
 
 Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
@@ -91,7 +91,7 @@ def cast_heads(x: jax.Array, inverse: jax.Array, fmt: Format, whole: Whole | Non
     each = x.shape[:-2]
 
     def by_kernel(x: jax.Array, inverse: jax.Array, whole: Whole | None) -> Pair:
-        from jfp8.matmul.hopper.quantize_heads import quantize_heads
+        from jfp8.kernels.hopper.quantize_heads import quantize_heads
 
         if whole is None:
             x = x.reshape(*each[:2], -1, *x.shape[-2:])

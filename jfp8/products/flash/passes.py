@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from jfp8.products.flash.blocks import Both
+from jfp8.products.flash.mask import Visible
 from jfp8.products.flash.numerics import Numerics, Quantized
-from jfp8.products.flash.visible import Visible
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.scaling.formats import FORMATS, Format
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.backend import Backend, facts_of
-from jfp8.matmul.choice import Implementation, in_rounds, tiles_or_groups
-from jfp8.matmul.job import Job, scale_products, to_output, varies_along
+from jfp8.kernels.backend import Backend, facts_of
+from jfp8.kernels.choice import Implementation, in_rounds, tiles_or_groups
+from jfp8.matmul.spec import Job, scale_products, to_output, varies_along
 from jfp8.products.dot import Dot
 from jfp8.products.operation import Kind, Operand, Operation, Sums
 from jfp8.quantizers.quantizer import Context, Quantizer

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.choice import Implementation, grouped_kernels, may_go_by_rounds
-from jfp8.matmul.job import scale_shape_of
+from jfp8.kernels.choice import Implementation, grouped_kernels, may_go_by_rounds
+from jfp8.kernels.grouped import GroupedKernels, why_not_grouped_kernels
+from jfp8.matmul.spec import scale_shape_of
 from jfp8.products.operation import (
     How,
     Observed,
@@ -31,7 +32,6 @@ from jfp8.products.operation import (
     value_dtype,
     values_of,
 )
-from jfp8.products.ragged.by_kernels import GroupedKernels, why_not_grouped_kernels
 from jfp8.products.ragged.by_tiles import GroupedDot
 from jfp8.products.ragged.tiles import lay_out, take_rows
 from jfp8.products.vjp import multiply_quantized

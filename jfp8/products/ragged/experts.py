@@ -28,7 +28,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jfp8.matmul.choice import Implementation
+from jfp8.kernels.choice import Implementation
+from jfp8.kernels.grouped import GroupedKernels
 from jfp8.products.cast_later import CastLater
 from jfp8.products.made import Made, Source, Then
 from jfp8.products.operation import (
@@ -45,7 +46,6 @@ from jfp8.products.operation import (
     check_out_dtype,
     value_dtype,
 )
-from jfp8.products.ragged.by_kernels import GroupedKernels
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
 from jfp8.products.ragged.dot import (
     frozen_groups,

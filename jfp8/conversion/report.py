@@ -1,0 +1,375 @@
+"""`report`: every product of a model, forward and backward, and which of them are FP8."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jfp8.conversion.attention_rows import attention_rows, is_attention
+from jfp8.conversion.causal import masks_later_positions
+from jfp8.conversion.edges import PRODUCTS, arrays_apart, arrays_in, jaxprs_of
+from jfp8.conversion.linen_layers import own_attention
+from jfp8.conversion.nnx import nodes_of
+from jfp8.conversion.nnx_models import note_place
+from jfp8.conversion.product_report import Report
+from jfp8.conversion.product_rows import (
+    INSIDE_OF_ATTENTION,
+    INSIDE_OF_OURS,
+    NO_LAYER,
+    OWN_ATTENTION,
+    ProductRow,
+)
+from jfp8.kernels.choice import expected_times
+from jfp8.kernels.cost_model import Scales, Work
+from jfp8.layers.linen.attention import MultiHeadDotProductAttention
+from jfp8.layers.linen.products import ProductModule
+from jfp8.layers.linen.transformer import LayerNormAttention
+from jfp8.products.operation import ROTATION_NAME
+from jfp8.products.vjp import PRODUCT_NAME
+from jfp8.scaling import formats
+from jfp8.tracing.compat import without_dead_code
+from jfp8.tracing.context import Kind, current_tpu, explaining, note, notes_of
+
+_F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
+_DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
+
+
+def report(model: Any, *inputs: Any, **kwargs: Any) -> Report:
+    """Every product in the forward and the backward pass of `model`.
+
+    Nothing is computed: only the model and its gradient with respect to the parameters are traced.
+    A product counts as FP8 if both of its operands are in a narrow format when multiplied.
+
+    Args:
+      model: a Linen module, converted, with layers of jfp8, or neither; or an NNX module.
+      *inputs: for Linen ``variables, *inputs``: all that ``model.init`` returned (or shapes, as
+        ``jax.eval_shape`` gives them), and the arguments of ``model.apply``. For NNX the arguments
+        of the model.
+      **kwargs: further arguments of the model, such as ``train=True``; and for Linen ``rngs=`` and
+        ``method=`` of ``model.apply``. By default every stream of random numbers gets a key.
+
+    Returns:
+      A `Report`: ``print`` it for the layers, ``print(report.verbose())`` for every product; or
+      read ``.rows``, ``.fp8_fraction``, ``.to_dict()``.
+
+    Raises:
+      TypeError: `model` is not a model; a Linen model without variables; a model without inputs.
+
+    Warns:
+      UserWarning: positions of a causal model share scales (see `Recipe.is_causal`). A model counts
+        as causal if it has a mask: a comparison of positions, or a triangular array.
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
+    >>> model = jfp8.convert(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)]))
+    >>> x = jnp.ones((8, 32))
+    >>> r = jfp8.report(model, model.init(jax.random.key(0), x), x)
+    >>> round(r.fp8_fraction, 3)
+    0.681
+    >>> [(row.path, row.kind) for row in r.rows if row.fp8]
+    [('layers_0', 'fprop'), ('layers_0', 'wgrad')]
+    """
+    if isinstance(model, nn.Module):
+        if not inputs or not isinstance(inputs[0], Mapping) or "params" not in inputs[0]:
+            given = type(inputs[0]).__name__ if inputs else "nothing"
+            if inputs and isinstance(inputs[0], Mapping):
+                given = f"{given} of {sorted(map(str, inputs[0]))}"
+            raise TypeError(
+                "report(model, variables, *inputs): variables must be what model.init returned, "
+                f"with 'params' in it; got {given}."
+            )
+        with _asking_for_inputs("report(model, variables, x)", len(inputs) > 1 or kwargs):
+            closed = _linen_jaxpr(model, inputs[0], inputs[1:], kwargs)
+    elif isinstance(model, nnx.Module):
+        with _asking_for_inputs("report(model, x)", inputs or kwargs):
+            closed = _nnx_jaxpr(model, inputs, kwargs)
+    else:
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(
+            f"model must be a Flax Linen or NNX module, got {given}. For Linen: "
+            "jfp8.report(MyModel(...), variables, x)."
+        )
+    found = report_of(closed, (inputs, kwargs))
+    for warning in found.warnings():
+        warnings.warn(warning, UserWarning, stacklevel=2)
+    return found
+
+
+@contextlib.contextmanager
+def _asking_for_inputs(call: str, given: Any) -> Iterator[None]:
+    """Says what to type if a model that was `given` nothing misses an argument."""
+    try:
+        yield
+    except TypeError as error:
+        if given:
+            raise
+        raise TypeError(
+            "report was given no inputs of the model. Pass what the model is called with, or "
+            f"arrays of the same shapes: jfp8.{call}. The model said: {error}"
+        ) from error
+
+
+def report_of(closed: ClosedJaxpr, inputs: Any = ()) -> Report:
+    """The products of a program that was traced in the context `notes.explaining`."""
+    causal = masks_later_positions(closed, inputs)
+    return Report(tuple(_merged(_rows(closed.jaxpr, "", 1))), causal)
+
+
+def _linen_jaxpr(
+    model: nn.Module, variables: Mapping[str, Any], inputs: Any, kwargs: dict[str, Any]
+) -> ClosedJaxpr:
+    def locate(next_fun, args, kwargs, context):
+        module = context.module
+        if module.scope is None or isinstance(module, ProductModule):  # without: it is being made
+            return next_fun(*args, **kwargs)
+        with (
+            note("path", "/".join(module.path)),
+            note("layer", type(module).__name__),
+            note("reason", _inside_of_attention(module)),
+        ):
+            return next_fun(*args, **kwargs)
+
+    streams = {"params", "dropout", "fp8", *kwargs.pop("rngs", {})}
+    others = {k: v for k, v in variables.items() if k != "params"}
+    mutable = [k for k in others if k not in ("fp8", "fp8_sink")]
+
+    def forward(params, others, inputs, kwargs):
+        key = jax.random.key(0)  # here, since nothing can be computed on a described device
+        rngs = {name: jax.random.fold_in(key, i) for i, name in enumerate(sorted(streams))}
+        with nn.intercept_methods(locate):
+            y, _ = model.apply(
+                {"params": params, **others}, *inputs, rngs=rngs, mutable=mutable, **kwargs
+            )
+        return _total(y)
+
+    return _traced(forward, (variables["params"], others, inputs, kwargs))
+
+
+def _inside_of_attention(module: nn.Module) -> str:
+    """Why attention between the projections of `module` is not FP8; "" if it has none."""
+    if isinstance(module, (MultiHeadDotProductAttention, LayerNormAttention)):
+        return INSIDE_OF_OURS
+    if not isinstance(module, nn.MultiHeadDotProductAttention):
+        return ""
+    return own_attention(module) or INSIDE_OF_ATTENTION
+
+
+def _nnx_jaxpr(model: nnx.Module, inputs: Any, kwargs: dict[str, Any]) -> ClosedJaxpr:
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def forward(params, rest, inputs, kwargs):
+        copy = nnx.merge(graph, params, rest, copy=True)
+        for path, node in list(nodes_of(copy)):
+            note_place(node, "/".join(map(str, path)))
+        return _total(copy(*inputs, **kwargs))
+
+    return _traced(forward, (params, rest, inputs, kwargs))
+
+
+def _traced(forward: Any, arguments: tuple[Any, ...]) -> ClosedJaxpr:
+    """The jaxpr of the gradient with respect to the first argument, or of `forward` without one."""
+    params, whole_params = arrays_apart(arguments[0])
+    others, whole_others = arrays_apart(arguments[1:])
+
+    def flat(params, others):
+        return forward(whole_params(params), *whole_others(others))
+
+    narrow = any(np.dtype(x.dtype).itemsize == 1 for x in params)  # weights kept in FP8
+    function = flat if narrow or not params else jax.value_and_grad(flat)
+    with explaining():
+        # The gradient by the model's input, say, is traced with the rest, and never computed.
+        return without_dead_code(jax.make_jaxpr(function)(params, others))
+
+
+def _total(y: Any) -> jax.Array:
+    floats = [x for x in arrays_in(y) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((jnp.sum(x.astype(jnp.float32)) for x in floats), jnp.zeros(()))
+
+
+def _rows(jaxpr: Jaxpr, stack: str, times: int) -> Iterator[ProductRow]:
+    for eqn in jaxpr.eqns:
+        here = f"{stack}/{eqn.source_info.name_stack}"
+        name = str(eqn.params.get("name", ""))
+        if is_attention(eqn):
+            if _is_whole(eqn):
+                yield from attention_rows(eqn, notes_of(here), _noted(eqn, "cuda"), times)
+        elif name.startswith(PRODUCT_NAME):
+            if not _is_whole(eqn):
+                continue
+            yield _fp8_row(eqn, name.removeprefix(PRODUCT_NAME), here, times)
+        elif ROTATION_NAME in here:
+            continue  # a part of quantizing
+        elif eqn.primitive.name in PRODUCTS:
+            yield _plain_row(eqn, here, times)
+        else:
+            inner = times * int(eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1)
+            for sub in jaxprs_of(eqn):
+                yield from _rows(sub, here, inner)
+
+
+def _is_whole(eqn: Any) -> bool:
+    """False for what JAX leaves of a product where it need not repeat all of it (remat, loops)."""
+    if any(inner.primitive.name in PRODUCTS for inner in _equations(eqn)):
+        return True
+    data = [v for v in eqn.invars if v.aval.dtype in _F8 and v.aval.ndim]
+    return len(data) >= 2  # sums that are emulated bit by bit are no products of JAX
+
+
+def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
+    kind, _, terms = name.partition("_")
+    notes = notes_of(stack)
+    # The operands come flattened: data, its scales, data, its scales. After them there may be
+    # constants as large as data, which remat in a loop takes out of the product; none is narrow.
+    first, *rest = (v.aval for v in eqn.invars)
+    data = [a for a in rest if a.dtype in _DATA and a.ndim]
+    second = max(data or rest, key=lambda a: a.size)
+    out = next(v.aval for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
+    narrow = all(x.dtype in _F8 for x in (first, second))
+    inside = list(_equations(eqn))
+    flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
+    cuda, gpu = _noted(eqn, "cuda"), jax.default_backend() == "gpu"
+    tpu = "" if current_tpu() is None else _noted(eqn, "tpu")
+    work = Work(flops / 2, first.size + second.size + out.size)
+    expected = expected_times(work, _scales(rest, second)) if narrow else None
+    in_fp8 = cuda.partition(":")[0] not in ("bf16", "emulate")
+    us = None if expected is None else 1e6 * (expected.fp8 if in_fp8 else expected.rounded)
+    return ProductRow(
+        path=notes.get("path", ""),
+        layer=notes.get("layer", ""),
+        kind=kind,
+        lhs=_spelled(first),
+        rhs=_spelled(second),
+        out=_spelled(out),
+        fp8=narrow,
+        recipe=notes.get("recipe", ""),
+        implementation=cuda if gpu else tpu or "emulate",
+        cuda=cuda,
+        tpu=tpu,
+        looks_ahead=kind == "fprop" and "ahead" in notes,
+        reason="" if narrow else "the recipe keeps an operand in high precision",
+        times=times,
+        flops=times * flops,
+        expected_us=us,
+        bf16_us=None if expected is None else 1e6 * expected.bf16,
+    )
+
+
+def _noted(eqn: Any, kind: Kind) -> str:
+    """What a device computes the products in `eqn` with; "emulate" if nothing else is said."""
+    stacks = (str(e.source_info.name_stack) for e in _equations(eqn, branches=True))
+    return next((n[kind] for n in map(notes_of, stacks) if kind in n), "emulate")
+
+
+def _scales(rest: list[Any], second: Any) -> Scales:
+    """The kind of the scales, by their shapes: one stretch of two or more dimensions is in blocks.
+
+    Those of the first operand come before the `second`, and those of it right after.
+    """
+    place = next(i for i, aval in enumerate(rest) if aval is second)
+    found = [*rest[:place], *rest[place + 1 : place + 2]]
+    in_blocks = [scale for scale in found if sum(n > 1 for n in scale.shape) > 1]
+    if not in_blocks:
+        return "one"
+    if any(scale.dtype == formats.E4M3FN.dtype for scale in in_blocks):
+        return "nvfp4"
+    return "mx" if any(scale.dtype in _F8 for scale in in_blocks) else "blocks"
+
+
+def _plain_row(eqn: Any, stack: str, times: int) -> ProductRow:
+    notes = notes_of(stack)
+    lhs, rhs = (v.aval for v in eqn.invars[:2])
+    return ProductRow(
+        path=notes.get("path", ""),
+        layer=notes.get("layer", ""),
+        kind="backward" if "transpose(" in stack else "forward",
+        lhs=_spelled(lhs),
+        rhs=_spelled(rhs),
+        out=_spelled(eqn.outvars[0].aval),
+        fp8=False,
+        recipe="",
+        implementation="jax",
+        reason=notes.get("reason") or _why_not(eqn),
+        times=times,
+        flops=times * _flops(eqn),
+    )
+
+
+def _why_not(eqn: Any) -> str:
+    """Why a product is not FP8, if no layer gave a reason."""
+    # The innermost call outside of JAX, Flax and this library.
+    why, where, own = NO_LAYER, "", str(Path(__file__).parents[1])
+    for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
+        inside = any(f"/{name}/" in frame.file_name for name in ("jax", "flax", "jaxlib"))
+        if inside and frame.function_name.startswith("dot_product_attention"):
+            why = OWN_ATTENTION
+        if not inside and not frame.file_name.startswith((own, "<")):
+            where = f": {Path(frame.file_name).name}:{frame.line_num}"
+            break
+    return f"{why}{where}"
+
+
+def _merged(rows: Iterator[ProductRow]) -> Iterator[ProductRow]:
+    """`rows`, with equal rows of one layer merged."""
+    found: dict[ProductRow, int] = {}
+    for row in rows:
+        once = dataclasses.replace(row, times=0, flops=row.flops // row.times)
+        found[once] = found.get(once, 0) + row.times
+    for once, times in found.items():
+        yield dataclasses.replace(once, times=times, flops=once.flops * times)
+
+
+def _flops(eqn: Any) -> int:
+    """Multiplications and additions of one plain product; 0 of anything else."""
+    if eqn.primitive.name not in PRODUCTS:
+        return 0
+    lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if eqn.primitive.name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        return 2 * out.size * math.prod(lhs.shape[d] for d in contract)
+    if eqn.primitive.name == "conv_general_dilated":
+        return _conv_flops(lhs.shape, rhs.shape, out.shape, eqn.params["dimension_numbers"])
+    return 2 * lhs.shape[0] * rhs.size // max(rhs.shape[0], 1)  # a row meets one group
+
+
+def _conv_flops(lhs: Any, rhs: Any, out: Any, numbers: jax.lax.ConvDimensionNumbers) -> int:
+    """2 * batch * features * channels * (pairs of the two smallest of image, kernel and result).
+
+    Along each dimension of space. What is multiplied there are triples of a pixel, a tap and a
+    result, and any two of these determine the third. Of a convolution that makes images no larger
+    this is the usual 2 * results * taps * channels; its gradients, and transposed convolutions,
+    permute the three sizes, and the zeros between elements that JAX writes them with add nothing.
+    """
+    (batch, features, *out_space) = numbers.out_spec
+    lhs_space, (_, channels, *taps) = numbers.lhs_spec[2:], numbers.rhs_spec
+    flops = 2 * out[batch] * out[features] * rhs[channels]
+    for i, k, o in zip(lhs_space, taps, out_space, strict=True):
+        flops *= math.prod(sorted((lhs[i], rhs[k], out[o]))[:2])
+    return flops
+
+
+def _equations(eqn: Any, *, branches: bool = False) -> Iterator[Any]:
+    """All equations inside of `eqn`; without `branches` those of the first platform alone."""
+    subs = list(jaxprs_of(eqn))
+    if eqn.primitive.name == "cond" and not branches:
+        subs = subs[:1]
+    for sub in subs:
+        for inner in sub.eqns:
+            yield inner
+            yield from _equations(inner, branches=branches)
+
+
+def _spelled(aval: Any) -> str:
+    dtype = np.dtype(aval.dtype)
+    name = _F8.get(dtype, "").lower() or dtype.name.replace("float", "f")
+    return f"{name}[{','.join(map(str, aval.shape))}]"

@@ -1,0 +1,137 @@
+"""Products of operands in blocks, by the block-scaled tensor cores of Blackwell.
+
+The cores multiply MX operands: each 32 elements along the sum share an E8M0 scale. A power of two
+that more elements share, as in blocks of 1x128 and 128x128, is the scale of several such blocks.
+And they multiply NVFP4 operands: each 16 elements share an E4M3 scale; the tensors' own scales are
+multiplied by the sum. All products are exact, only the order of f32 sums is the hardware's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.kernels.backend import Backend
+from jfp8.kernels.blackwell.matmul import MX, NVFP4, Kind, scaled_matmul
+from jfp8.kernels.partitioning import divided_sum
+from jfp8.matmul.spec import (
+    HARDWARE_FORMATS,
+    Job,
+    as_matrices,
+    free_dims,
+    layout_of,
+    scale_products,
+    times,
+    to_last,
+)
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.casts import codes_to_format
+from jfp8.scaling.formats import E2M1FN, E8M0FNU, Format
+from jfp8.tracing.context import Gpu, why_not_divided
+
+
+def _why_not_on(gpu: Gpu | None) -> str | None:
+    if gpu is None:
+        return None
+    if gpu.capability is None or gpu.capability[0] != 10:
+        return f"{gpu.kind}: block-scaled products are for Blackwell (compute capability 10.x)"
+    return why_not_divided(gpu)
+
+
+def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """The product by the block-scaled tensor cores, of operands as `kind` has them."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
+    a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
+    a, b = (to_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
+    a_scale, of_lhs = scales_of_rows(kind, lhs, lhs_contract[0], lhs_batch)
+    b_scale, of_rhs = scales_of_rows(kind, rhs, rhs_contract[0], rhs_batch)
+    factors = scale_products(of_lhs, of_rhs)
+
+    def product(dtype, a, b, a_scale, b_scale, *factors):
+        y = scaled_matmul(a, b, a_scale, b_scale, np.float32 if factors else dtype)
+        return times(y, factors).astype(dtype)
+
+    rule = f"m k, n k, m k/{kind.block}, n k/{kind.block}{',' * len(factors)} -> m n"
+    multiply = divided_sum(f"scaled_matmul, {kind.name}", product, rule, job.dtype, job.parts)
+    if lhs_batch:
+        of_factors = [0 if factor.ndim else None for factor in factors]
+        multiply = jax.vmap(multiply, in_axes=(0, 0, 0, 0, *of_factors))
+    y = multiply(a, b, a_scale, b_scale, *factors)
+    return y.reshape(layout_of(lhs.shape, rhs.shape, job.dimension_numbers).shape)
+
+
+def scales_of_rows(
+    kind: Kind, q: ScaledArray, contract: int, batch: Sequence[int]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The scales of an operand, one for each row and each block along the sum, and that of all.
+
+    Args:
+      kind: which product.
+      q: a matrix, or a batch of them, with blocks that its backend takes, or one scale.
+      contract: the dimension of the sum.
+      batch: the dimension before the matrix, if there is one.
+
+    Returns:
+      ``[(batch,) rows, ceil(k / kind.block)]`` in ``kind.scale``, and if the scales have two
+      levels, the outer one, f32[], or f32[batch] if each matrix has its own.
+    """
+    (free,) = free_dims(q.ndim, (contract,), batch)
+    rows, blocks = q.shape[free], -(-q.shape[contract] // kind.block)
+    sizes = [q.shape[d] for d in batch]
+    scale, outer = jnp.asarray(q.scale), ()
+    if isinstance(q.scale, ScaledArray):
+        scale, top = q.scale.data, jnp.asarray(q.scale.scale, jnp.float32)
+        outer = (jnp.broadcast_to(top.reshape(-1), sizes) if top.ndim else top,)
+    scale = as_e8m0(scale) if kind is MX else scale
+    if scale.ndim:
+        along, across = q.block_sizes()[contract], q.block_sizes()[free]
+        scale = scale.transpose(*batch, free, contract)
+        if scale.shape[-1] != blocks:
+            scale = jnp.repeat(scale, along // kind.block, axis=-1)[..., :blocks]
+        if scale.shape[-2] != rows:
+            scale = jnp.repeat(scale, across, axis=-2)[..., :rows, :]
+    return jnp.broadcast_to(scale, (*sizes, rows, blocks)), outer
+
+
+def as_e8m0(scale: jax.Array) -> jax.Array:
+    """Scales of f32 as E8M0, exactly; those that are E8M0 unchanged.
+
+    NaN where that is not possible: for all but positive, normal f32 numbers that are powers of two.
+    All scales that jfp8 rounds to powers of two are. A promise that does not hold is seen so.
+    """
+    if scale.dtype == E8M0FNU.dtype:
+        return scale
+    bits = lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.uint32)
+    code, mantissa = bits >> 23, bits & np.uint32(0x7FFFFF)
+    exact = (mantissa == 0) & (code >= 1) & (code <= 254)  # a sign makes the code larger
+    return codes_to_format(jnp.where(exact, code, 255).astype(jnp.uint8), E8M0FNU)
+
+
+def _backend(kind: Kind, formats: frozenset[Format], **more: Any) -> Backend:
+    return Backend(
+        "cudnn",
+        partial(by_blackwell, kind),
+        formats=formats,
+        granularities=frozenset({"blocks"}),
+        blocks=frozenset({(kind.block, 1), (kind.block, kind.block)}),
+        multiples=True,
+        accumulations=("f32",),
+        gpus=10,
+        why_not_on=_why_not_on,
+        **more,
+    )
+
+
+MX_BACKEND = _backend(
+    MX,
+    HARDWARE_FORMATS,
+    powers_of_two=True,
+    why_not_e5m2="no tensor core of Blackwell multiplies e5m2 by e5m2",
+)
+NVFP4_BACKEND = _backend(NVFP4, frozenset({E2M1FN}), scale_dtype=NVFP4.scale)

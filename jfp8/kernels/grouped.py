@@ -1,0 +1,194 @@
+"""`GroupedKernels`: products of tiles with the matrices of their groups, by Hopper kernels.
+
+    fprop  y [t, n] = q(lhs) [t, k] . q(rhs)^T [g, n, k]     rows of a tile and its group's matrix
+    dgrad  dx[t, k] = q(dy)  [t, n] . q(rhs)   [g, k, n]
+    wgrad  dw[g, k, n] = q(lhs)^T [k, t] . q(dy)^T [n, t]    summed over the tiles of each group
+
+All tiles of lhs and of the gradient are one matrix, and quantized for both directions in one read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.kernels.hopper import backend as mosaic
+from jfp8.kernels.partitioning import divided, divided_sum
+from jfp8.kernels.quantize_and_transpose import has_kernel, quantize_both_ways
+from jfp8.products.cast_later import CastLater, as_array
+from jfp8.products.made import Made
+from jfp8.products.operation import Kind, Operand, Sums, Use
+from jfp8.products.ragged.by_tiles import Grouped, grouped_operation
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.history import AmaxState
+from jfp8.tracing.context import Gpu, note
+
+BLOCK = mosaic.BLOCK  # rows of a tile, and what the kernels sum before they scale
+
+
+def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> str | None:
+    """Why `GroupedKernels` cannot compute `recipe` on `gpu`; None if it can."""
+    reason = mosaic.BACKEND.why_not_on(gpu)
+    if reason is not None:
+        return reason
+    if isinstance(rhs, ScaledArray):
+        return "grouped products with matrices that are kept in FP8"
+    reason = mosaic.BACKEND.why_not_sums(recipe.accumulation)
+    if reason is not None:
+        return reason
+    products = recipe.resolved()
+    if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
+        return "grouped products of rotated operands"
+    for role, (first, second) in products.by_role().items():
+        if first is None or first != second or not has_kernel(first):
+            return f"a grouped product whose {role} is quantized as {first}, {second}"
+        in_blocks = first.block in mosaic.BACKEND.blocks
+        if not (in_blocks or first.one_for_both):
+            return f"a grouped product whose {role} is quantized as {first}"
+        if in_blocks and (role == "rhs") != (first.block == (BLOCK, BLOCK)):
+            return f"a grouped product whose {role} has blocks of {first.block}"
+    return None
+
+
+@grouped_operation
+@dataclass(frozen=True)
+class GroupedKernels(Grouped):
+    """Computes what `GroupedDot` does, for tiles of 128 rows."""
+
+    @classmethod
+    def dimensions(cls, kind: Kind) -> tuple[str, str, str]:
+        return {
+            "fprop": ("tk", "Enk", "thn"),
+            "dgrad": ("tn", "Ekn", "thk"),
+            "wgrad": ("kt", "nt", "Ekn"),
+        }[kind]
+
+    def laid_out(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+        """What `quantize_for_both` gives; for operands that were quantized elsewhere."""
+        assert isinstance(operand, ScaledArray)
+        if role == "rhs":
+            return operand if contracting == (2,) else operand.transpose(0, 2, 1)
+        rows = lambda x: x.reshape(-1, x.shape[-1]) if x.ndim else x
+        block = None if operand.block is None else operand.block[1:]
+        matrix = ScaledArray(rows(operand.data), rows(operand.scale), block)
+        return matrix if contracting == (2,) else matrix.T
+
+    def quantize_for_both(
+        self,
+        role: str,
+        x: jax.Array | CastLater | Made,
+        first: Use,
+        second: Use | None,
+        state: AmaxState | None,
+    ) -> tuple[Operand, Operand | None, jax.Array]:
+        """The tiles as one matrix, and its transpose; the matrices of groups, and theirs."""
+        del second  # the kernel always writes both
+        quantizer = first.quantizer
+        assert quantizer is not None  # see `why_not_grouped_kernels`
+        if role == "rhs":
+            both = jax.vmap(lambda w: quantize_both_ways(quantizer, w, None))(x)
+            straight, other = (_with_scales_by_group(q) for q in both[:2])
+            return other, straight, jnp.max(both.amax)
+        rows = x.rows() if isinstance(x, Made) else as_array(x).reshape(-1, x.shape[-1])
+        both = quantize_both_ways(quantizer, rows, state)
+        return both.straight, both.transposed, both.amax
+
+    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+        assert isinstance(first, ScaledArray)
+        assert isinstance(second, ScaledArray)
+        tiles, height, _ = self.shapes[0]
+        # Tiles after the last group are not multiplied.
+        used = jnp.arange(tiles) < jnp.sum(self.padded_sizes // BLOCK)
+        group = jnp.where(used, self.group, -1)
+        dtype, groups = self.dtype_of(kind), self.padded_sizes.shape[0]
+
+        def kernel(first: ScaledArray, second: ScaledArray) -> jax.Array:
+            with note("cuda", "mosaic_gpu"):
+                if kind == "wgrad":
+                    return _outer(first, second, group, groups, dtype, sums.parts)
+                y = _matmul(first, second, group, dtype)
+                return y.reshape(tiles, height, y.shape[-1])
+
+        return mosaic.run(kernel, first, second)
+
+
+def _with_scales_by_group(q: ScaledArray) -> ScaledArray:
+    """Matrices that `jax.vmap` stacked, with a scale that has as many dimensions as they have."""
+    scale = jnp.asarray(q.scale)
+    scale = scale if scale.ndim == 3 else scale[:, None, None]
+    return ScaledArray(q.data, scale, None if q.block is None else (1, *q.block))
+
+
+# Dimensions are called as in the kernels. A device may have a part of any of them but the groups.
+
+
+def _matmul(a: ScaledArray, b: ScaledArray, group: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Each tile of `a` times the matrix of its group."""
+    from jfp8.kernels.hopper.grouped import grouped_matmul
+
+    of_rows, of_matrices = _scales_of_tiles(a, b)
+
+    def function(a, b, group, of_matrices, of_rows=None):
+        return grouped_matmul(a, b, group, of_rows, of_matrices, dtype)
+
+    rule = f"m k, G n k, m/{BLOCK}, G k/{BLOCK} n/{BLOCK}"
+    operands = (a.data, b.data, group, of_matrices)
+    if of_rows is not None:
+        rule, operands = f"{rule}, k/{BLOCK} m", (*operands, of_rows)
+    return divided("grouped_matmul", function, f"{rule} -> m n", combine="sum")(*operands)
+
+
+def _outer(
+    a: ScaledArray,
+    b: ScaledArray,
+    group: jax.Array,
+    groups: int,
+    dtype: np.dtype,
+    parts: np.dtype | None,
+) -> jax.Array:
+    """The sums over the tiles of each group, of which a device may have some or none."""
+    from jfp8.kernels.hopper.grouped import grouped_outer
+
+    of_a, of_b = _scales_of_rows(a, b)
+
+    def product(dtype, a, b, group, of_a, of_b=None):
+        mine = group[None, :] == jnp.arange(groups)[:, None]
+        count = jnp.sum(mine, axis=1, dtype=jnp.int32)
+        return grouped_outer(a, b, jnp.cumsum(count) - count, count, of_a, of_b, dtype)
+
+    rule = f"i m, j m, m/{BLOCK}, m/{BLOCK} i"
+    operands = (a.data, b.data, group, of_a)
+    if of_b is not None:
+        rule, operands = f"{rule}, m/{BLOCK} j", (*operands, of_b)
+    return divided_sum("grouped_outer", product, f"{rule} -> G i j", dtype, parts)(*operands)
+
+
+# Scales as the kernels take them. A kernel multiplies a sum by one factor for each operand that has
+# more than one scale; the single scale of the other operand is folded into it.
+
+
+def _scales_of_rows(a: ScaledArray, b: ScaledArray) -> tuple[jax.Array, jax.Array | None]:
+    """f32[k / 128, m] for each of two operands ``[m, k]``, or None where there is nothing left."""
+    of_a, of_b = jnp.asarray(a.scale), jnp.asarray(b.scale)
+    if not of_a.ndim and not of_b.ndim:
+        return _by_chunk(a, of_a * of_b), None
+    return _by_chunk(a, of_a), _by_chunk(b, of_b)
+
+
+def _scales_of_tiles(a: ScaledArray, b: ScaledArray) -> tuple[jax.Array | None, jax.Array]:
+    """f32[k / 128, m] for rows ``[m, k]``, f32[g, k / 128, n / 128] for matrices ``[g, n, k]``."""
+    g, n, k = b.shape
+    of_rows, of_matrices = jnp.asarray(a.scale), jnp.asarray(b.scale).swapaxes(-1, -2)
+    if not of_rows.ndim:
+        of_matrices = of_rows * of_matrices
+    of_matrices = jnp.broadcast_to(of_matrices, (g, -(-k // BLOCK), -(-n // BLOCK)))
+    return (_by_chunk(a, of_rows) if of_rows.ndim else None), of_matrices
+
+
+def _by_chunk(q: ScaledArray, scale: jax.Array) -> jax.Array:
+    m, k = q.shape
+    return jnp.broadcast_to(scale if not scale.ndim else scale.T, (-(-k // BLOCK), m))

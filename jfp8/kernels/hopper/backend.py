@@ -1,0 +1,138 @@
+"""Products of `ScaledArray`s by the Pallas kernels for Hopper, in this folder.
+
+The kernels take matrices with the contraction last, ``y[i, j] = sum_k a[i, k] b[j, k]``, because
+Hopper's tensor cores read 8-bit operands only in this layout. This file brings any product into
+that form, and its scales into the shapes that the kernels take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.kernels.backend import Backend
+from jfp8.kernels.only_on import only_on
+from jfp8.kernels.partitioning import divided_sum
+from jfp8.matmul.spec import (
+    HARDWARE_FORMATS,
+    Job,
+    as_matrices,
+    free_dims,
+    layout_of,
+    row_scales,
+    to_last,
+    varies_along_sum,
+)
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.compat import kernels_are_interpreted
+from jfp8.tracing.context import Gpu, why_not_divided
+
+BLOCK = 128  # along the contraction: what the kernels sum before they scale
+
+
+def why_no_kernels(gpu: Gpu | None) -> str | None:
+    """Why jfp8 has no kernels for `gpu`; None if it has. An unknown GPU counts as a Hopper."""
+    return why_none_for(gpu, {9: "Hopper (compute capability 9.0)"})
+
+
+def why_no_quantizing(gpu: Gpu | None) -> str | None:
+    """Why no kernel quantizes on `gpu`. Those that do need no tensor cores: Blackwell runs them."""
+    return why_none_for(gpu, {9: "Hopper (compute capability 9.0)", 10: "Blackwell (10.x)"})
+
+
+def why_none_for(gpu: Gpu | None, families: dict[int, str]) -> str | None:
+    """Why there are no kernels for `gpu`, but for `families`, by major compute capability."""
+    if jax.__version_info__ < (0, 11, 2):
+        return (
+            f"JAX {jax.__version__}: the Mosaic GPU kernels need 0.11.2 or later, and with it "
+            "Python 3.12"
+        )
+    if kernels_are_interpreted() or gpu is None:
+        return None
+    if gpu.capability is None or gpu.capability[0] not in families:
+        return f"{gpu.kind}: the Mosaic GPU kernels are for {' and '.join(families.values())}"
+    return why_not_divided(gpu)
+
+
+def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """The product by a kernel, with scales by row and column at its end, or per 128 inside it."""
+
+    def kernel(lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
+        from jfp8.kernels.hopper import matmul as kernels
+
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
+        a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
+        a, b = (to_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
+        if varies_along_sum(lhs, rhs, job):
+            a_scale = _block_scales(lhs, lhs_contract[0], lhs_batch, tiles=False)
+            b_scale = _block_scales(rhs, rhs_contract[0], rhs_batch, tiles=True)
+            name = "block_matmul"
+            product = lambda dtype, a, b, s, t: kernels.block_matmul(a, b, s, t, dtype)
+            by_tile = b_scale.shape[-1] != b.shape[-2]
+            rule = f"m k, n k, k/{BLOCK} m, k/{BLOCK} n{f'/{BLOCK}' if by_tile else ''} -> m n"
+        else:
+            a_scale = row_scales(lhs, lhs_contract, lhs_batch)
+            b_scale = row_scales(rhs, rhs_contract, rhs_batch)
+            name = "matmul, fast" if job.fast_accumulation else "matmul"
+            product = lambda dtype, a, b, s, t: kernels.matmul(
+                a, b, s, t, dtype, promote=not job.fast_accumulation
+            )
+            by_row, by_column = ("m" if a_scale.ndim else ""), ("n" if b_scale.ndim else "")
+            rule = f"m k, n k, {by_row}, {by_column} -> m n"
+        multiply = divided_sum(name, product, rule, job.dtype, job.parts)
+        if lhs_batch:
+            scales = [0 if s.ndim else None for s in (a_scale, b_scale)]
+            multiply = jax.vmap(multiply, in_axes=(0, 0, *scales))
+        y = multiply(a, b, a_scale, b_scale)
+        return y.reshape(layout_of(lhs.shape, rhs.shape, job.dimension_numbers).shape)
+
+    return run(kernel, lhs, rhs)
+
+
+def run(kernel: Callable[..., Any], *operands: Any, name: str = "mosaic_gpu") -> Any:
+    """``kernel(*operands)`` on CUDA, or interpreted; an error if compiled for another platform."""
+    if kernels_are_interpreted():
+        return kernel(*operands)
+    reason = (
+        f"implementation={name!r} runs on CUDA, and this program is compiled for another "
+        "platform. Use implementation=None or 'emulate', which give the same numbers."
+    )
+    return only_on("cuda", kernel, reason, *operands)
+
+
+BACKEND = Backend(
+    "mosaic_gpu",
+    by_mosaic,
+    formats=HARDWARE_FORMATS,
+    blocks=frozenset({(BLOCK, 1), (BLOCK, BLOCK)}),
+    multiples=True,
+    scale_dtype=np.float32,
+    accumulations=("f32", "f32_every_128"),
+    gpus=9,
+    why_not_on=why_no_kernels,
+)
+
+
+def _block_scales(q: ScaledArray, contract: int, batch: Sequence[int], tiles: bool) -> jax.Array:
+    """The scales as f32[(batch,) k / 128, n], or ``n / 128`` if that is enough and allowed."""
+    blocks_along = -(-q.shape[contract] // BLOCK)
+    (free,) = free_dims(q.ndim, (contract,), batch)
+    sizes = [q.shape[d] for d in batch]
+    scale = jnp.asarray(q.scale)
+    if not scale.ndim:
+        width = -(-q.shape[free] // BLOCK) if tiles else q.shape[free]
+        return jnp.broadcast_to(scale, (*sizes, blocks_along, width))
+    scale = scale.transpose(*batch, contract, free)
+    along, across = q.block_sizes()[contract], q.block_sizes()[free]
+    if scale.shape[-2] != blocks_along:
+        scale = jnp.repeat(scale, along // BLOCK, axis=-2)[..., :blocks_along, :]
+    width, unit = (
+        (-(-q.shape[free] // BLOCK), BLOCK) if tiles and across > 1 else (q.shape[free], 1)
+    )
+    if scale.shape[-1] != width:
+        scale = jnp.repeat(scale, max(across // unit, 1), axis=-1)[..., :width]
+    return jnp.broadcast_to(scale, (*sizes, *scale.shape[-2:]))

@@ -1,0 +1,332 @@
+"""How kernels that quantize walk over a matrix: one pass over memory.
+
+They walk over its tiles with as many blocks as the device runs at a time. The copy engine brings
+tiles into shared memory while earlier ones are processed, and takes the results away. A tile is
+read once from memory but twice from shared memory: directly for ``q``, and through its transposed
+view for ``q^T``. So both directions are the same code on lines of the tile, and a reduction along a
+line never leaves a warp.
+
+A matrix that follows element by element from others is never in memory: tiles of those are brought,
+and its own is made in place of the first. Several matrices that follow from the same ones, side by
+side, are made at once, and processed one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfp8.kernels.elementary import elementary
+from jfp8.kernels.hopper.measured import measured
+from jfp8.kernels.hopper.tiles import multiprocessors, padded, swizzled
+from jfp8.scaling.formats import Format
+from jfp8.tracing.compat import kernels_are_interpreted
+
+# How a warpgroup holds the lines of a tile: four neighbours to a thread where they are rows, which
+# makes words of f8, and two where they are columns, which is what a transposing load gives.
+ROWS, COLUMNS = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
+
+Ref: TypeAlias = Any  # to memory or shared memory
+
+# Of f32 arrays of one shape, element by element: an array, or a tuple of several.
+Make: TypeAlias = Callable[..., Any]
+
+# A matrix [M, N], or what it is made of: arrays [M, N] or [M, projections, N].
+Input: TypeAlias = jax.Array | Sequence[jax.Array]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How a kernel walks over its input.
+
+    Attributes:
+      rows, columns: size of a tile, multiples of 64.
+      stages: tiles of the input in shared memory, one being processed and the others being loaded.
+      blocks: blocks that share the tiles; by default two for each multiprocessor, which together
+        must fit into its shared memory.
+      make: what makes tiles, if the input is not the matrix itself; see `taken`.
+      side_by_side: of how many matrices each array of the input then consists.
+      outputs: how many matrices of the same size `make` makes; the matrix is all of them.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    stages: int = 2
+    blocks: int = field(default_factory=lambda: 2 * multiprocessors())
+    make: Make | None = None
+    side_by_side: tuple[int, ...] = (1,)
+    outputs: int = 1
+
+    def shape(self, x: Sequence[Ref]) -> tuple[int, int]:
+        """The shape of the matrix, of which `x` is the input."""
+        return x[0].shape[0], x[0].shape[1] // self.side_by_side[0] * self.outputs
+
+
+def arrays_of(x: Input) -> tuple[jax.Array, ...]:
+    """All arrays of an input, the matrix itself or the first of what it is made of in front."""
+    return tuple(x) if isinstance(x, Sequence) else (x,)
+
+
+def bytes_read(x: Input) -> int:
+    """Bytes of `x` for each element of a matrix; see `taken`."""
+    return sum(a.dtype.itemsize * (1 if a.ndim == 2 else a.shape[1]) for a in arrays_of(x))
+
+
+def both_ways(x: Input, stages: int = 2) -> Sweep:
+    """Tiles with which two blocks fit a multiprocessor, each with two tiles and both results.
+
+    Args:
+      stages: instead of the two tiles, if so many fit.
+    """
+    read = bytes_read(x)
+    return Sweep(rows=128 if read == 2 else 64, stages=stages if read <= 4 else 2)
+
+
+def fastest(kernel: str, x: Input, otherwise: Sweep) -> Sweep:
+    """What was measured to be fastest for a matrix of 16-bit elements; else `otherwise`."""
+    first, *others = arrays_of(x)
+    itself = first.dtype.itemsize == first.ndim == 2 and not others
+    found = measured(kernel, *first.shape) if itself else None
+    return otherwise if found is None else Sweep(**found)
+
+
+def taken(x: Input, make: Make | None, sweep: Sweep) -> tuple[tuple[jax.Array, ...], Sweep]:
+    """`x` in whole tiles, as kernels take it, and a sweep that knows how they are made.
+
+    Args:
+      x: the matrix, ``[M, N]``; or, if there is a `make`, arrays ``[M, projections, N]`` and
+        ``[M, N]`` of one dtype: then the matrix is ``make(x[0][:, 0], x[0][:, 1], ..., x[1])`` in
+        f32, rounded to their dtype. If that are several, they are side by side.
+    """
+    arrays = arrays_of(x)
+    if make is None:
+        return tuple(padded(a, sweep.rows, sweep.columns) for a in arrays), sweep
+    counts = tuple(1 if a.ndim == 2 else a.shape[1] for a in arrays)
+    arrays = (a.reshape(len(a), -1, a.shape[-1]) for a in arrays)
+    arrays = [padded(a, sweep.rows, 1, sweep.columns) for a in arrays]
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    outputs = len(jax.tree.leaves(jax.eval_shape(make, *[number] * sum(counts))))
+    sweep = replace(sweep, make=elementary(make), side_by_side=counts, outputs=outputs)
+    return tuple(a.reshape(len(a), -1) for a in arrays), sweep
+
+
+def whole(x: jax.Array, sweep: Sweep, axis: int, *sizes: int) -> jax.Array:
+    """A result of a kernel without what was added for whole tiles.
+
+    Args:
+      axis: that of columns. If several matrices are made, it becomes two, the first their number.
+      sizes: of rows and columns, in the order of `x`.
+    """
+    before, (columns, *after) = x.shape[:axis], x.shape[axis:]
+    x = x.reshape(*before, sweep.outputs, columns // sweep.outputs, *after)
+    kept = [slice(size) for size in sizes]
+    first = 0 if sweep.outputs == 1 else slice(None)
+    return x[(*kept[:axis], first, *kept[axis:])]
+
+
+def run(
+    name: str,
+    kernel: Callable[..., None],
+    x: Sequence[jax.Array],
+    *arrays: jax.Array,
+    out: Sequence[jax.ShapeDtypeStruct],
+    staged: Sequence[Any] = (),
+    sweep: Sweep,
+    interpret: Any,
+) -> Sequence[jax.Array]:
+    """Results of ``kernel(x, *arrays, *out, *staged)``; `staged` is in shared memory."""
+    return plgpu.kernel(
+        lambda *refs: kernel(refs[: len(x)], *refs[len(x) :]),
+        out_type=tuple(out),
+        scratch_types=tuple(staged),
+        grid=(blocks(x, sweep),),
+        grid_names=("block",),
+        interpret=interpret,
+        kernel_name=f"jfp8_{name}",
+    )(*x, *arrays)
+
+
+def blocks(x: Sequence[Ref], sweep: Sweep) -> int:
+    """Number of blocks that `run` starts."""
+    rows, columns = sweep.shape(x)
+    return min(sweep.blocks, (rows // sweep.rows) * (columns // sweep.outputs // sweep.columns))
+
+
+def for_each_tile(
+    body: Callable[..., Any],
+    x: Sequence[Ref],
+    *vectors: tuple[Ref, int],
+    sweep: Sweep,
+    wanted: jax.Array | None = None,
+    carry: Any = None,
+) -> Any:
+    """``body(i, j, tile, *parts, [carry])`` for those tiles of `x` that are this block's.
+
+    Args:
+      body: gets the position of the tile, and tile and parts in shared memory; if there is a
+        `carry`, it returns the next one.
+      x: matrix in memory, of whole tiles; or what its tiles are made of, see `taken`.
+      vectors: vectors in memory, each with the dimension of `x` that it belongs to. Not if several
+        matrices are made.
+      sweep: size of the tiles, and how many blocks share them.
+      wanted: bool[]; if False nothing is read.
+      carry: its first value.
+    """
+    rows, columns = sweep.shape(x)
+    down, across = rows // sweep.rows, columns // sweep.outputs // sweep.columns
+    total, stride, block = down * across, blocks(x, sweep), lax.axis_index("block")
+    steps = lax.div(total - 1 - block, stride) + 1 if total % stride else total // stride
+    if wanted is not None:
+        steps = jnp.where(wanted, steps, 0)
+
+    def position(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tile = block + step * stride
+        return lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+
+    def part(dimension: int) -> plgpu.BlockSpec:
+        size = (sweep.rows, sweep.columns)[dimension]
+        return plgpu.BlockSpec((size,), lambda step: (position(step)[dimension],))
+
+    def tile(array: Ref, beside: int) -> plgpu.BlockSpec:
+        def place(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+            i, j = position(step)
+            return i, j + beside * across
+
+        transforms = swizzled(array.dtype, sweep.columns)
+        return plgpu.BlockSpec((sweep.rows, sweep.columns), place, transforms=transforms)
+
+    read = [(a, p) for a, count in zip(x, sweep.side_by_side, strict=True) for p in range(count)]
+
+    def of_tile(step: tuple[jax.Array], *refs: Ref) -> Any:
+        tiles, parts = refs[: len(read)], refs[len(read) :][: len(vectors)]
+        state = refs[len(read) + len(vectors) :]
+        i, j = position(*step)
+        if sweep.make is not None:
+            make_in_place(sweep.make, tiles)
+        for output in range(sweep.outputs):
+            found = body(i, j + output * across, tiles[output], *parts, *state)
+            state = (found,) if state else ()
+        return state[0] if state else None
+
+    return plgpu.emit_pipeline(
+        of_tile,
+        grid=(steps,),
+        in_specs=[*(tile(*each) for each in read), *(part(dimension) for _, dimension in vectors)],
+        max_concurrent_steps=sweep.stages,
+        init_carry=carry,
+    )(*(array for array, _ in read), *(vector for vector, _ in vectors))
+
+
+def make_in_place(make: Make, tiles: Sequence[Ref]) -> None:
+    """``tiles[0], ... = make(*tiles)``: each thread writes what it has read itself."""
+    for at in itertools.product(*(range(0, size, 64) for size in tiles[0].shape)):
+        part = tuple(pl.ds(first, 64) for first in at)  # all at once would not fit the registers
+        values = (plgpu.load(tile.at[part], layout=COLUMNS) for tile in tiles)
+        made = jax.tree.leaves(make(*(each.astype(jnp.float32) for each in values)))
+        for tile, each in zip(tiles, made, strict=False):
+            tile[part] = each.astype(tile.dtype)
+    plgpu.commit_smem()  # `body` reads it in other layouts
+
+
+def staging(sweep: Sweep, fmt: Format) -> list[Any]:
+    """Shared memory for a tile on its way out, and for its transpose."""
+    shapes = (sweep.rows, sweep.columns), (sweep.columns, sweep.rows)
+    return [plgpu.SMEM(s, fmt.dtype, transforms=swizzled(fmt.dtype, s[1])) for s in shapes]
+
+
+def read(tile: Ref, layout: Any, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """A tile, its transposed view, or a part of a vector, in registers, cast to `dtype`."""
+    # Not optimized: the reads of ROWS meet two to a bank. Optimized ones do not, but cost a select
+    # for every word, and instructions are scarcer here than shared memory's time.
+    values = plgpu.load(tile, layout=layout, optimized=False)
+    return values if dtype is None else values.astype(dtype)
+
+
+def write(values: jax.Array, staged: Ref, target: Ref) -> None:
+    """``target = values``, through `staged`."""
+    # The two directions alternate, each in its own `staged`: with at most one copy in flight, this
+    # one is free. At the end of a kernel `finish` waits for both.
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    staged[...] = values
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, target)
+
+
+def finish() -> None:
+    """Wait until all is written: the last line of a kernel that calls `write`."""
+    plgpu.wait_smem_to_gmem(0)
+
+
+def per_line(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One value for each line, repeated along the lines."""
+    return lax.broadcast_in_dim(values, shape, (0,))
+
+
+def lane(dtype: jax.typing.DTypeLike) -> Any:
+    """The signed integer type as wide as `dtype`."""
+    return {2: np.int16, 4: np.int32}[jnp.dtype(dtype).itemsize]
+
+
+def magnitude(x: jax.Array) -> jax.Array:
+    """The bits of ``|x|`` as integers of type `lane`, in the order ``finite < Inf < NaN``."""
+    integer = lane(x.dtype)
+    return lax.bitcast_convert_type(x, integer) & integer(np.iinfo(integer).max)
+
+
+def no_amax(dtype: jax.typing.DTypeLike, sweep: Sweep) -> jax.Array:
+    """Zero magnitudes for the rows of a tile, in the layout that a maximum along them gives."""
+    return plgpu.layout_cast(jnp.zeros((sweep.rows,), lane(dtype)), ROWS.reduce(1))
+
+
+def from_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The f32 value of a result of `magnitude`, for an `x` of `dtype`."""
+    return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
+
+
+def f32_magnitude(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """What `magnitude` would give for ``x.astype(f32)``, as int32, which memory handles well."""
+    return lax.bitcast_convert_type(from_magnitude(bits, dtype), jnp.int32)
+
+
+def saturating(values: jax.Array, fmt: Format, interpret: Any) -> jax.Array:
+    """f32 `values` cast to `fmt`; finite ones saturate."""
+    # The device's conversion (cvt.rn.satfinite) saturates by itself.
+    if interpret or kernels_are_interpreted():
+        values = jnp.clip(values, -np.float32(fmt.max), np.float32(fmt.max))
+    return values.astype(fmt.dtype)
+
+
+def parts() -> int:
+    """The number of parts of which kernels give amaxes, of any matrix: at least one for each block.
+
+    A multiple of 128, which a warpgroup can read at once.
+    """
+    return -(-4 * multiprocessors() // 128) * 128
+
+
+def write_amax(
+    target: Ref, amax: jax.Array, dtype: jax.typing.DTypeLike, x: Sequence[Ref], sweep: Sweep
+) -> None:
+    """What a block has found as its entry of `target`, and zeros that are left for it to write."""
+    count, at = blocks(x, sweep), lax.axis_index("block")
+    target[at] = jnp.max(f32_magnitude(amax, dtype))
+
+    def write_zero(i, _):
+        target[at + i * count] = jnp.int32(0)
+
+    lax.fori_loop(1, lax.div(target.shape[0] - 1 - at, count) + 1, write_zero, None)
+
+
+def largest_of(amaxes: Ref) -> jax.Array:
+    """The largest of the amaxes that another kernel has found, f32[128], all the same."""
+    largest = jnp.max(plgpu.load(amaxes, layout=plgpu.Layout.WG_STRIDED((amaxes.shape[0],), 1)))
+    return lax.bitcast_convert_type(jnp.full((128,), largest), jnp.float32)

@@ -1,0 +1,119 @@
+"""How arrays are divided and laid out in shared memory: common to all kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfp8.kernels.hopper.measured import measured
+
+# Bytes of shared memory that a block may use on Hopper.
+SHARED_MEMORY = 232_448
+
+# For kernels of products. Pallas puts barriers of a warpgroup around each store to shared memory
+# and before each copy, in case a thread reads what others write. Here none does: only copies write
+# operands and scales, and results pass `commit_smem` and `wait_smem_to_gmem`, which have their own
+# barriers, before memory is written again.
+NO_OTHER_BARRIERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+
+
+def swizzled(
+    dtype: jax.typing.DTypeLike, columns: int
+) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """The transforms of a tile with rows of `columns` elements that copies and wgmma require."""
+    bits = 8 * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * bits)
+    return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
+
+
+def padded(x: jax.Array, *multiples: int) -> jax.Array:
+    """`x` padded with zeros, so that each dimension is a multiple of its entry."""
+    missing = [(0, -n % m) for n, m in zip(x.shape, multiples, strict=True)]
+    return jnp.pad(x, missing) if any(after for _, after in missing) else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a product ``[M, N]`` is divided. `tile_m` and `tile_n` are multiples of 64.
+
+    Two warpgroups take `tile_m` x `tile_n` each, one above the other; `cluster` (1 or 2) such
+    blocks, again above each other, share the copies of b. `stages` copies of 128 of K are in
+    flight. Blocks that run at the same time form a rectangle, `group` tiles high, so that their
+    operands stay in L2.
+    """
+
+    tile_m: int = 64
+    tile_n: int = 256
+    stages: int = 4
+    group: int = 16
+    cluster: int = 1
+
+
+Kind = Literal["running", "promoted", "block", "block_columns"]
+
+# Widest tiles whose sums fit the registers, at 64 rows: each thread has half a tile's width of f32,
+# as much again where sums are promoted, and the scales of its columns beside them.
+_WIDEST = {"running": 256, "promoted": 192, "block": 192, "block_columns": 128}
+
+
+def multiprocessors() -> int:
+    """Those of the device that is compiled for; without one, those of an H200."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.num_cores:
+        return abstract.num_cores
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
+def candidates(kind: Kind) -> list[Tiles]:
+    """The tiles worth measuring: all that fit, with as many stages as fit."""
+    widths = [n for n in (64, 128, 192, 256) if n <= _WIDEST[kind]]
+    shapes = [(64, n) for n in widths] + ([(128, 128)] if kind == "running" else [])
+    return [
+        Tiles(m, n, _stages(kind, m, n), group, cluster)
+        for m, n in shapes
+        for cluster in (1, 2)
+        for group in (16, 8)
+    ]
+
+
+def default_tiles(kind: Kind, m: int, n: int, k: int) -> Tiles:
+    """The tiles that were measured to be fastest; else those that a model predicts."""
+    found = measured(kind, m, n, k)
+    if found is not None:
+        return Tiles(**found)
+    # Copies shared by two blocks are chosen only by measurement: an interpreter does not make them.
+    return next(t for t in ranked(kind, m, n, k) if t.cluster == 1)
+
+
+def ranked(kind: Kind, m: int, n: int, k: int) -> list[Tiles]:
+    """All candidates, those first that a model of the device predicts to be fastest.
+
+    A wave of tiles takes as long as the slowest of three resources needs for one of them, plus a
+    little for its start and end: the tensor cores, the shared memory, and the path to it from L2.
+    """
+
+    def cycles(t: Tiles) -> float:
+        rows, columns = 2 * t.tile_m, t.tile_n
+        clusters = math.ceil(m / (rows * t.cluster)) * math.ceil(n / columns)
+        waves = math.ceil(clusters / (multiprocessors() // t.cluster))
+        # For 128 of k. Each 64 rows of wgmma read all columns. 40 bytes of a cycle from L2 are
+        # about what bf16 kernels reach without sharing copies.
+        tensor = rows * columns * 128 / 4096
+        copied = (rows + columns) * 128
+        shared = (copied + (rows + rows // 64 * columns) * 128) / 128
+        l2 = (rows + columns / t.cluster) * 128 / 40
+        return waves * (math.ceil(k / 128) * max(tensor, shared, l2) + 2000)
+
+    return sorted(candidates(kind), key=cycles)
+
+
+def _stages(kind: Kind, tile_m: int, tile_n: int) -> int:
+    """As many as fit beside 2 x 2 staged stores of 128 bytes a row, column scales and barriers."""
+    line = 132 if kind.startswith("block") else 128  # of an operand, and its scale
+    free = SHARED_MEMORY - 4 * tile_m * 128 - 2 * tile_n * 4 - 640
+    return min(8, free // ((2 * tile_m + tile_n) * line))

@@ -1,0 +1,216 @@
+"""Attention by Pallas kernels: those for Hopper and those for Blackwell, which are called alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfp8.kernels.hopper.backend import why_no_kernels, why_none_for
+from jfp8.kernels.partitioning import divided
+from jfp8.matmul.spec import HARDWARE_FORMATS
+from jfp8.products.flash.blocks import Both, Gradients, Softmax
+from jfp8.products.flash.mask import Visible
+from jfp8.products.flash.numerics import Numerics, Quantized, format_of
+from jfp8.scaling.formats import E4M3FN
+from jfp8.tracing.context import Gpu
+
+Passes = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Pallas:
+    """The kernels for a kind of GPU.
+
+    Attributes:
+      name: of the implementation.
+      passes: imports them, forward and backward; JAX before 0.11.2 cannot.
+      why_not_on: why they do not run on a GPU, or None.
+      sizes, sizes_backward: of a head.
+      masks: whether they take some.
+    """
+
+    name: str
+    passes: Callable[[], Passes]
+    why_not_on: Callable[[Gpu | None], str | None]
+    sizes: tuple[int, ...]
+    sizes_backward: tuple[int, ...]
+    masks: bool
+
+    def refusal(
+        self, numerics: Numerics, visible: Visible, depth: int, scale: float, gpu: Gpu | None
+    ) -> str | None:
+        """Why they do not compute the reference's forward pass on `gpu`; None if they do."""
+        reason = self.why_not_on(gpu)
+        if reason is not None:
+            return reason
+        known = "masks, is_causal" if self.masks else "is_causal"
+        for name in ("bias",) if self.masks else ("mask", "bias"):
+            if getattr(visible, name) is not None:
+                return f"a {name}: the kernels know {known}, local_window_size and lengths"
+        if depth not in self.sizes:
+            return f"heads of {depth} numbers: the kernels are for {_listed(self.sizes)}"
+        if not scale > 0:
+            return f"scale={scale}: the kernels are for positive ones; negate the queries"
+        stored = numerics.query.first, numerics.key.first, numerics.value.first
+        if not _multiplied(map(format_of, stored)) or numerics.weights[0] != E4M3FN:
+            return "a recipe whose forward products are not of E4M3FN and E5M2, with P in E4M3FN"
+        return None
+
+    def refusal_backward(self, numerics: Numerics, depth: int) -> str | None:
+        """Why there are none for the backward pass of what `refusal` does not refuse."""
+        if depth not in self.sizes_backward:
+            sizes = _listed(self.sizes_backward)
+            return f"heads of {depth} numbers: the kernels of the backward pass are for {sizes}"
+        of = numerics
+        stored = of.query.second, of.key.second, of.value.second, of.grad.first, of.grad.second
+        if not _multiplied([*map(format_of, stored), *of.scores]) or of.weights[1] != E4M3FN:
+            return "a recipe whose backward products are not of E4M3FN and E5M2, with P in E4M3FN"
+        return None
+
+    def forward(
+        self,
+        q: Quantized,
+        k: Quantized,
+        v: Quantized,
+        visible: Visible,
+        *,
+        scale: float,
+        dtype: jax.typing.DTypeLike,
+    ) -> Softmax:
+        """`blocks.forward`, with the result in `dtype`."""
+        from jfp8.kernels.hopper.attention import division
+
+        attention_forward, _ = self.passes()
+        groups, rows = q.data.shape[2:4]
+        options = _options(groups, visible, scale, dtype)
+        hidden, (of_queries, _) = _hidden(k, visible), visible.lengths
+
+        def attend(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            more: dict[str, Any] = dict(zip(hidden, x[6:], strict=True))
+            return attention_forward(*x[:6], **more, **options)
+
+        operands = _heads(q.data), k.data, v.turned(), _heads(q.scale), k.scale, v.scale
+        rule = division(groups, **hidden)
+        by_parts = divided(f"attention, {self.name}, {options}", attend, rule)
+        out, log_sum = by_parts(*operands, *hidden.values())
+        if of_queries is not None:
+            real = jnp.arange(rows)[None, None] < of_queries[:, None, None]
+            out = jnp.where(real[..., None], out, 0)
+            log_sum = jnp.where(real, log_sum, -jnp.inf)
+        return Softmax(out.reshape(q.data.shape), log_sum.reshape(q.scale.shape))
+
+    def backward(
+        self,
+        operands: Both,
+        log_sum: jax.Array,
+        dot: jax.Array,
+        visible: Visible,
+        *,
+        scale: float,
+        numerics: Numerics,
+        dtype: jax.typing.DTypeLike,
+    ) -> Gradients:
+        """`blocks.backward`, with the results in `dtype`."""
+        from jfp8.kernels.hopper.attention_backward import Stored, Vectors, division
+
+        _, attention_backward = self.passes()
+        (q, q_2), (k, k_2), (_, v), (grad, grad_2) = operands
+        groups, hidden = q.data.shape[2], _hidden(k, visible)
+        stored = Stored(
+            _heads(q.data),
+            k.data,
+            v.data,
+            _heads(grad.data),
+            _heads(q_2.turned()),
+            k_2.turned(),
+            _heads(grad_2.turned()),
+        )
+        of_queries = map(_heads, (q.scale, grad.scale, q_2.scale, grad_2.scale, log_sum, dot))
+        q_scale, grad_scale, q_2_scale, grad_2_scale, log_sum, dot = of_queries
+        vectors = Vectors(
+            q_scale, k.scale, v.scale, grad_scale, q_2_scale, k_2.scale, grad_2_scale, log_sum, dot
+        )
+        options = _options(groups, visible, scale, dtype) | {"formats": numerics.scores}
+
+        def differentiate(*x: jax.Array) -> tuple[jax.Array, ...]:
+            n, m = len(stored), len(stored) + len(vectors)
+            more: dict[str, Any] = dict(zip(hidden, x[m:], strict=True))
+            return attention_backward(Stored(*x[:n]), Vectors(*x[n:m]), **more, **options)
+
+        rule = division(groups, **hidden)
+        by_parts = divided(f"attention_backward, {self.name}, {options}", differentiate, rule)
+        dq, dk, dv, largest = by_parts(*stored, *vectors, *hidden.values())
+        return Gradients(dq.reshape(q.data.shape), dk, dv, None, jnp.max(largest))
+
+
+def _hopper() -> Passes:
+    from jfp8.kernels.hopper.attention import attention_forward
+    from jfp8.kernels.hopper.attention_backward import attention_backward
+
+    return attention_forward, attention_backward
+
+
+def _blackwell() -> Passes:
+    from jfp8.kernels.blackwell.attention import attention_forward
+    from jfp8.kernels.blackwell.attention_backward import attention_backward
+
+    return attention_forward, attention_backward
+
+
+HOPPER = Pallas(
+    "mosaic_gpu",
+    _hopper,
+    why_no_kernels,
+    sizes=(64, 128, 256),
+    sizes_backward=(64, 128),
+    masks=True,
+)
+BLACKWELL = Pallas(
+    "mosaic_gpu_blackwell",
+    _blackwell,
+    lambda gpu: why_none_for(gpu, {10: "Blackwell (compute capability 10.x)"}),
+    sizes=(64, 128),
+    sizes_backward=(64, 128),
+    masks=False,
+)
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} and {last}"
+
+
+def _multiplied(formats: Any) -> bool:
+    return all(fmt in HARDWARE_FORMATS for fmt in formats)
+
+
+def _heads(x: jax.Array) -> jax.Array:
+    """``[batch, heads, groups, ...]`` as ``[batch, heads * groups, ...]``."""
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _options(
+    groups: int, visible: Visible, scale: float, dtype: jax.typing.DTypeLike
+) -> dict[str, Any]:
+    return {
+        "groups": groups,
+        "scale": scale,
+        "is_causal": visible.is_causal,
+        "window": visible.window,
+        "out_dtype": jnp.dtype(dtype),
+    }
+
+
+def _hidden(k: Quantized, visible: Visible) -> dict[str, jax.Array]:
+    """What of this there is: how many keys of each head are not padding, and the mask."""
+    found = {}
+    if (lengths := visible.lengths[1]) is not None:
+        lengths = jnp.broadcast_to(lengths[:, None], k.data.shape[:2])
+        found["key_lengths"] = lengths.astype(jnp.int32)
+    if visible.mask is not None:
+        found["mask"] = _heads(visible.mask)
+    return found

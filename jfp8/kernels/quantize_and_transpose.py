@@ -1,0 +1,343 @@
+"""A matrix, read once and quantized for both directions of contraction, by Pallas kernels.
+
+A tensor takes part in two products, one of which sums over its rows and one over its columns.
+Tensor cores want the contraction last in both, so one takes ``q`` and the other ``q^T``. XLA would
+read the tensor for each, and again for its amax; a kernel writes them all from one tile. It may
+also cast the tile first, or make it of others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jfp8.kernels.paired import Paired
+from jfp8.kernels.partitioning import Combine, divided
+from jfp8.matmul.spec import HARDWARE_FORMATS, scale_products
+from jfp8.products.cast_later import CastLater, as_array
+from jfp8.products.made import Made, Source
+from jfp8.quantizers.blocks import Blockwise
+from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
+from jfp8.quantizers.rowwise import Rowwise
+from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
+from jfp8.scaling.casts import codes_to_format
+from jfp8.scaling.formats import E8M0FNU
+from jfp8.scaling.history import AmaxState
+from jfp8.scaling.scales import Block, amax, ragged_block, reciprocal, scale_from_amax
+from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
+
+Matrix: TypeAlias = jax.Array | CastLater | Made  # the kernel casts or makes it as it reads it
+
+# The scales, f32[], of the operands that a matrix meets: in sums over n, and over m. None: they are
+# not known, or are more than one.
+Meets: TypeAlias = tuple[jax.Array | None, jax.Array | None]
+
+
+class BothWays(NamedTuple):
+    """A matrix ``x[m, n]``, quantized.
+
+    Attributes:
+      straight: ``[m, n]``, for sums over n; `Paired` if what it meets there is known.
+      transposed: ``[n, m]``, for sums over m; likewise.
+      amax: f32[] of x, or f32[n] of n parts of x: then the largest is that of x.
+    """
+
+    straight: ScaledArray
+    transposed: ScaledArray
+    amax: jax.Array
+
+
+def has_kernel(quantizer: Quantizer) -> bool:
+    """Whether there is a kernel that does what `quantizer` does, bit for bit."""
+    if quantizer.block is None:
+        fits = getattr(quantizer, "scale_rounding", None) in _ROUNDINGS
+    else:
+        fits = quantizer.block in _BLOCKS
+    return (
+        type(quantizer) in _KERNELS
+        and quantizer.rounding == "nearest_even"
+        and quantizer.fmt in HARDWARE_FORMATS
+        and fits
+    )
+
+
+# A kernel takes a while to compile, so it is compiled once for all layers of the same shapes.
+@partial(jax.jit, static_argnums=0)
+def quantize_both_ways(
+    quantizer: Quantizer, x: Matrix, state: AmaxState | None, meets: Meets = (None, None)
+) -> BothWays:
+    """`x` quantized by `quantizer`, which must have a kernel, for both directions.
+
+    The kernels run where the program is compiled for CUDA. Elsewhere `x` is quantized in two steps,
+    to the same bytes.
+    """
+    kernel = _KERNELS[type(quantizer)]
+    if isinstance(x, Made) and (x.source is None or not _makes(quantizer, x.source, state)):
+        x = x.array
+
+    if quantizer.block is not None or isinstance(quantizer, Rowwise):
+        meets = None, None
+
+    def by_kernel(x, state, meets):
+        return same_varying_axes((kernel(quantizer, x, state, meets), x))[0]
+
+    def in_steps(x, state, meets):
+        from jfp8.kernels.hopper.sweep import parts
+
+        values = as_array(x)
+        largest = amax(values)
+        straight = quantizer(values, Context((1,), largest, state))
+        other = quantizer(values, Context((0,), largest, state)).T
+        straight, other = (
+            q if met is None else _paired(q, met)
+            for q, met in zip((straight, other), meets, strict=True)
+        )
+        # As the kernel gives it.
+        shape = (parts(),) if _finds_amax(quantizer, state) else ()
+        return BothWays(straight, other, jnp.broadcast_to(largest, shape))
+
+    if kernels_are_interpreted():
+        return by_kernel(x, state, meets)
+    return lax.platform_dependent(x, state, meets, cuda=by_kernel, default=in_steps)
+
+
+class _Read(NamedTuple):
+    """How a kernel reads a matrix.
+
+    Attributes:
+      arrays: in memory: ``[m, n]``, or ``[m, projections, n]`` and maybe ``[m, n]``.
+      dims: the names of their dimensions, for `divided`.
+      columns: the names of the dimensions that are the columns of the matrix.
+      what: the rest, in words, for its name.
+      how: the rest: arguments of the kernel.
+    """
+
+    arrays: list[jax.Array]
+    dims: str
+    columns: str
+    what: str
+    how: dict[str, Any]
+
+    def by(self, kernel: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        """`kernel` as a function of these arrays, and of others."""
+        count = len(self.arrays)
+
+        def function(*arrays: jax.Array) -> Any:
+            x = arrays[0] if count == 1 else arrays[:count]
+            return kernel(x, *arrays[count:], **self.how, **how)
+
+        return function
+
+
+def _read(x: Matrix) -> _Read:
+    if isinstance(x, Made):
+        assert x.source is not None
+        projections, make, cotangent = x.source.projections, x.source.make, x.source.cotangent
+        how = f"{make} in {projections.dtype}", {"make": make}
+        if cotangent is None:
+            return _Read([projections], "i PROJECTION j", "j", *how)
+        columns = "j" if projections.shape[1] == 1 else "PROJECTION j"
+        return _Read([projections, cotangent], "i PROJECTION j, i j", columns, *how)
+    array, dtype = (x.array, x.dtype) if isinstance(x, CastLater) else (x, None)
+    return _Read([array], "i j", "j", f"{dtype}", {"dtype": dtype})
+
+
+def _makes(quantizer: Quantizer, source: Source, state: AmaxState | None) -> bool:
+    """Whether the kernel of `quantizer` can also make the matrix.
+
+    Not if it needs amaxes beforehand: what they are taken of would be read twice. Nor if its blocks
+    would reach from one projection into the next.
+    """
+    if not isinstance(quantizer, Blockwise):
+        return _finds_amax(quantizer, state)
+    *_, projections, n = source.projections.shape
+    return source.cotangent is None or projections == 1 or n % quantizer.block_size[0] == 0
+
+
+def _paired(q: ScaledArray, met: jax.Array) -> Paired:
+    (factor,) = scale_products(scale_as_f32_pair(q), (met,))
+    return Paired(q.data, q.scale, factor=factor)
+
+
+# One function for each kind of quantizer that has a kernel. Each gives what the quantizer gives,
+# bit for bit.
+
+
+def _unit(quantizer: Unit, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
+    del state
+    ones = lambda: (jnp.ones((128,), jnp.float32),) * 2
+    q, q_t, amaxes = _with_one_scale(quantizer, x, {}, ones, meets)
+    one = jnp.ones((), jnp.float32)  # by a constant XLA multiplies nothing
+    return BothWays(replace(q, scale=one), replace(q_t, scale=one), amaxes)
+
+
+def _current(quantizer: Current, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
+    del state
+    return _from_amax(quantizer, x, 0, meets)
+
+
+def _from_amax(quantizer: Current | Delayed, x: Matrix, margin: int, meets: Meets) -> BothWays:
+    """By a scale from the amax of `x`, which XLA takes: it can do so where it makes `x`."""
+    largest = amax(as_array(x))
+    scale_of = lambda known: _scale(quantizer, jnp.full((128,), known[0]), margin)
+    return _with_one_scale(quantizer, x, {"ONE": largest.reshape(1)}, scale_of, meets, largest)
+
+
+def _delayed(quantizer: Delayed, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
+    from jfp8.kernels.hopper import quantize
+    from jfp8.kernels.hopper.sweep import largest_of
+
+    if state is None:
+        return _from_amax(quantizer, x, quantizer.margin, meets)
+    history, in_step = state["amax_history"], state["amax"].reshape(1)
+    if quantizer.algo == "max" and history.size > _LONG:
+        history = quantizer.expected(state).reshape(1)
+    entries = history.size if quantizer.algo == "max" else 1
+
+    def expected(history: Any) -> jax.Array:
+        return functools.reduce(jnp.maximum, [history[i] for i in range(entries)])
+
+    # The current amax matters only while the history is empty, and is computed only then.
+    read = _read(x)
+    find = read.by(quantize.tensor_amax, unless=lambda history: expected(history) > 0)
+    name = f"tensor_amax, {quantizer}, {read.what}"
+    found = divided(name, find, f"{read.dims}, STEP -> PART", "max")(*read.arrays, history)
+
+    def scale_of(history: Any, in_step: Any, found: Any) -> tuple[jax.Array, jax.Array]:
+        predicted = jnp.full((128,), expected(history))
+        observed = jnp.where(predicted > 0, predicted, largest_of(found))
+        return _scale(quantizer, jnp.maximum(observed, in_step[0]), quantizer.margin)
+
+    known = {"STEP": history, "ONE": in_step, "PART": found}
+    return _with_one_scale(quantizer, x, known, scale_of, meets)
+
+
+def _scale(
+    quantizer: Current | Delayed, amax: jax.Array, margin: int
+) -> tuple[jax.Array, jax.Array]:
+    """The scale and its reciprocal, inside of a kernel."""
+    from jfp8.kernels.scales_in_kernels import scale_and_inverse
+
+    rounding = quantizer.scale_rounding
+    return scale_and_inverse(amax, quantizer.fmt, rounding, margin=margin, poison=False)
+
+
+def _with_one_scale(
+    quantizer: Quantizer,
+    x: Matrix,
+    known: Mapping[str, jax.Array],
+    scale_of: Callable[..., tuple[jax.Array, jax.Array]],
+    meets: Meets,
+    largest: jax.Array | None = None,
+) -> BothWays:
+    """By ``scale_of(*known)``, which is made inside of the kernel.
+
+    Args:
+      known: vectors, by the names of their dimensions.
+      largest: the amax of `x`; None: the kernel takes those of its parts.
+    """
+    from jfp8.kernels.hopper import quantize
+
+    read = _read(x)
+    others = [scale.reshape(1) for scale in meets if scale is not None]
+    kernel = read.by(
+        quantize.quantize_tensor,
+        fmt=quantizer.fmt,
+        scale_of=scale_of,
+        with_amax=largest is None,
+        meets=len(others),
+    )
+    ones = ["ONE"] * len(others)
+    operands = [read.dims, *known, *ones]
+    results = [f"i {read.columns}", f"{read.columns} i", "ONE", *ones]
+    combine: list[Combine] = ["alike"] * len(results)
+    if largest is None:
+        results.append("PART")
+        combine.append("max")
+    rule = f"{', '.join(operands)} -> {', '.join(results)}"
+    name = f"quantize_tensor, {quantizer}, {read.what}"
+    q, q_t, *numbers = divided(name, kernel, rule, combine)(*read.arrays, *known.values(), *others)
+    q, q_t = q.reshape(x.shape), q_t.reshape(x.shape[::-1])
+    if largest is None:
+        largest = lax.bitcast_convert_type(numbers.pop(), jnp.float32)
+    # Products round their factor, and undo it. XLA would move this reshape to between the two.
+    scale, *factors = lax.optimization_barrier([number.reshape(()) for number in numbers])
+    straight, other = (
+        ScaledArray(data, scale) if met is None else Paired(data, scale, factor=factors.pop(0))
+        for data, met in zip((q, q_t), meets, strict=True)
+    )
+    return BothWays(straight, other, largest)
+
+
+def _rowwise(quantizer: Rowwise, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
+    from jfp8.kernels.hopper import quantize
+
+    del state, meets
+    read = _read(x)
+    name, maximum = f"row_and_column_amax, {read.what}", read.by(quantize.row_and_column_amax)
+    maxima = divided(name, maximum, "i j -> i, j", combine="max")(*read.arrays)
+    rows, columns = (
+        scale_from_amax(m, quantizer.fmt, scale_rounding=quantizer.scale_rounding) for m in maxima
+    )
+    both = read.by(quantize.quantize_lines, fmt=quantizer.fmt)
+    q, q_t = divided(f"quantize_lines, {read.what}", both, "i j, i, j -> i j, j i")(
+        *read.arrays, reciprocal(rows), reciprocal(columns)
+    )
+    straight, other = ScaledArray(q, rows[:, None]), ScaledArray(q_t, columns[:, None])
+    return BothWays(straight, other, amax(maxima[0]))
+
+
+def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
+    from jfp8.kernels.hopper import quantize_blocks
+
+    del state, meets
+    along, across = quantizer.block_size
+    (m, n), read = x.shape, _read(x)
+    fmt, rounding, columns = quantizer.fmt, quantizer.scale_rounding, read.columns
+    how = {"fmt": fmt, "scale_rounding": rounding}
+    if across > 1:
+        tiles = read.by(quantize_blocks.quantize_tiles, **how)
+        rule = f"{read.dims} -> i {columns}, {columns} i, i/{along} {columns}/{along}"
+        q, q_t, scale = divided(f"quantize_tiles, {rounding}, {read.what}", tiles, rule)(
+            *read.arrays
+        )
+        scale = scale.reshape(len(scale), -1)
+        scales = scale, scale.T
+    else:
+        rows = read.by(quantize_blocks.quantize_rows_in_blocks, block=along, **how)
+        q, s, q_t, s_t = divided(
+            f"quantize_rows_in_blocks_{along}, {rounding}, {read.what}",
+            rows,
+            f"{read.dims} -> i {columns}, {columns}/{along} i, {columns} i, i/{along} {columns}",
+        )(*read.arrays)
+        scales = s.reshape(-1, s.shape[-1]).T, s_t.reshape(len(s_t), -1).T
+    q, q_t = q.reshape(m, n), q_t.reshape(n, m)
+    if scales[0].dtype == jnp.uint8:
+        scales = tuple(codes_to_format(s, E8M0FNU) for s in scales)
+    blocks = (ragged_block(Block((across, along)), shape) for shape in ((m, n), (n, m)))
+    straight, other = map(ScaledArray, (q, q_t), scales, blocks)
+    return BothWays(straight, other, amax(as_array(x)))
+
+
+def _finds_amax(quantizer: Quantizer, state: AmaxState | None) -> bool:
+    """Whether the kernel for a single scale also takes the amaxes."""
+    return isinstance(quantizer, Unit) or (isinstance(quantizer, Delayed) and state is not None)
+
+
+_LONG = 64  # entries of a history; a kernel reads one after the other
+_ROUNDINGS = (None, "power_of_two")  # of scales that are not of blocks
+_BLOCKS = {(128, 1), (128, 128), (32, 1)}
+_KERNELS: dict[type[Quantizer], Callable[..., BothWays]] = {
+    Unit: _unit,
+    Current: _current,
+    Delayed: _delayed,
+    Rowwise: _rowwise,
+    Blockwise: _blockwise,
+}

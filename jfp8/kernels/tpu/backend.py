@@ -1,0 +1,124 @@
+"""Products of `ScaledArray`s by the Pallas kernel for TPUs, in this folder.
+
+The kernel takes matrices in any layout. This file brings any product into matrices, and scales into
+the shapes that the kernel takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.kernels.backend import Backend
+from jfp8.kernels.only_on import only_on
+from jfp8.kernels.tpu.tiles import LANES
+from jfp8.matmul.spec import (
+    HARDWARE_FORMATS,
+    Job,
+    as_matrices,
+    free_dims,
+    layout_of,
+    plus_bias,
+    row_scales,
+    varies_along_sum,
+)
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.casts import codes_of
+from jfp8.scaling.formats import E8M0FNU
+from jfp8.tracing.compat import kernels_are_interpreted
+from jfp8.tracing.context import Gpu, Tpu, current_tpu
+
+
+def _why_not_on(device: Gpu | Tpu | None) -> str | None:
+    if isinstance(device, Gpu):
+        return f"{device.kind}: the Mosaic TPU kernels are for TPUs"
+    if device is None or not device.divides:
+        return None
+    return (
+        "arrays that the compiler divides among TPUs, which cannot be told how to divide a kernel. "
+        "Divide them over explicit axes, as jax.make_mesh makes them, in parts of multiples of "
+        "128; or call it in a jax.shard_map over all axes of the mesh"
+    )
+
+
+def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """The product by the kernel on TPUs, or interpreted; an error on other platforms."""
+    tpu = job.tpu or current_tpu(lhs.data, rhs.data)
+    in_f8 = tpu is None or tpu.multiplies_f8
+    kernel = lambda lhs, rhs: _multiply(lhs, rhs, job, in_f8)
+    if kernels_are_interpreted():
+        return kernel(lhs, rhs)
+    reason = (
+        "implementation='mosaic_tpu' runs on TPUs, and this program is compiled for another "
+        "platform. Use implementation=None or 'emulate', which give the same numbers."
+    )
+    return only_on("tpu", kernel, reason, lhs, rhs)
+
+
+def _multiply(lhs: ScaledArray, rhs: ScaledArray, job: Job, in_f8: bool) -> jax.Array:
+    from jfp8.kernels.tpu.matmul import matmul
+
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = job.dimension_numbers
+    layout = layout_of(lhs.shape, rhs.shape, job.dimension_numbers)
+    a, b, (((a_k,), (b_k,)), (batch, _)) = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
+    m, n, k = layout.sizes
+    if varies_along_sum(lhs, rhs, job):
+        kind, in_f8 = "blocks", False
+        scales = (
+            _block_scales(lhs, lhs_sum[0], lhs_batch),
+            _block_scales(rhs, rhs_sum[0], rhs_batch),
+        )
+    else:
+        kind = "ends"
+        u, v = row_scales(lhs, lhs_sum, lhs_batch), row_scales(rhs, rhs_sum, rhs_batch)
+        scales = u[..., None] if u.ndim else u, v[..., None, :] if v.ndim else v
+    # The kernel writes what TPUs have registers for.
+    out = job.dtype if job.dtype in (jnp.float32, jnp.bfloat16) else np.dtype(np.float32)
+    bias = None if job.bias is None or out != job.dtype else job.bias.reshape(1, -1)
+
+    def product(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
+        how: dict[str, Any] = {kind: scales, "bias": bias}
+        # The compiler counts with one rate, that of bf16, when it decides what to do meanwhile.
+        flops = m * n * k * (1 if in_f8 else 2)
+        return matmul(a, b, (a_k - len(batch), b_k - len(batch)), out, **how, flops=flops)
+
+    operands = (a, b, *scales)
+    if batch:
+        product = jax.vmap(product, in_axes=[0 if x.ndim > 2 else None for x in operands])
+    y = product(*operands).astype(job.dtype).reshape(layout.shape)
+    return plus_bias(y, job.bias if bias is None else None)
+
+
+def _block_scales(q: ScaledArray, summed: int, batch: Sequence[int]) -> jax.Array:
+    """Scales as ``[(batch,) k / block, free]``, E8M0 ones as codes."""
+    (free,) = free_dims(q.ndim, (summed,), batch)
+    scale = jnp.asarray(q.scale)
+    scale = codes_of(scale) if scale.dtype == E8M0FNU.dtype else scale
+    scale = scale.transpose(*batch, summed, free)
+    if scale.shape[-1] != q.shape[free]:
+        scale = jnp.repeat(scale, q.block_sizes()[free], axis=-1)
+    return scale
+
+
+def _backend(**what: Any) -> Backend:
+    return Backend(
+        "mosaic_tpu",
+        by_mosaic,
+        formats=HARDWARE_FORMATS,
+        accumulations=("f32", "f32_every_128"),  # both in f32: the order of sums is open
+        multiples_of=LANES,
+        why_not_on=_why_not_on,
+        **what,
+    )
+
+
+BACKEND = _backend(granularities=frozenset({"tensor", "rows"}), scale_dtype=np.float32)
+BLOCK_BACKEND = _backend(
+    granularities=frozenset({"blocks"}),
+    blocks=frozenset({(128, 1), (128, 128), (32, 1), (32, 32)}),
+    powers_of_two=True,
+)

@@ -1,0 +1,167 @@
+"""The product of two matrices of f8 codes, on the matrix units of a TPU.
+
+Where no scale varies along the sum, the units take the codes themselves: those of a TPU7x multiply
+f8, earlier ones convert them to bf16, which is exact. Where scales do, each tile is dequantized to
+bf16 as it arrives, which is exact for powers of two, and is never in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jfp8.kernels.tpu.tiles import LANES, dequantized
+from jfp8.matmul.spec import LARGEST_FACTOR
+from jfp8.tracing.compat import kernels_are_interpreted, of_varying
+
+TILE = 1024  # rows, columns and terms of a tile, at most
+VMEM = 48 * 2**20  # bytes that a kernel may use; a TPU7x has 64 MiB for each core, others 128
+
+# A matrix of one element, for registers of numbers: vectors of them are not batched by ``vmap``.
+ONE_NUMBER = pl.BlockSpec((1, 1), lambda *_: (0, 0), memory_space=pltpu.SMEM)
+
+Ref = Any
+
+
+@of_varying
+@partial(jax.jit, static_argnames=("summed", "dtype", "flops", "interpret"))
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    summed: tuple[int, int],
+    dtype: jax.typing.DTypeLike,
+    *,
+    ends: Sequence[jax.Array] | None = None,
+    blocks: Sequence[jax.Array] | None = None,
+    bias: jax.Array | None = None,
+    flops: int | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """``y[i, j] = sum_k (a[i, k] s[k, i]) (b[k, j] t[k, j]) * (u[i] v[j])``, in f32, rounded once.
+
+    Args:
+      a, b: f8 matrices whose sizes are multiples of `LANES`, in any layout.
+      summed: the dimension of either that is summed over.
+      dtype: of the result, f32 or bf16.
+      ends: ``u`` and ``v``: f32[], or f32[m, 1] and f32[1, n]; None: 1.
+      blocks: ``s`` and ``t``, powers of two, one for each block of 32 or 128 terms: f32, or uint8
+        of E8M0 codes, ``[k / block, free]``; None: 1.
+      bias: [1, n], added to ``y`` once that has its dtype; None: none is.
+      flops: what the compiler shall believe that it takes; None: ``2 m n k``.
+      interpret: see ``pl.pallas_call``.
+
+    Returns:
+      ``[m, n]``.
+    """
+    m, n, k = a.shape[1 - summed[0]], b.shape[1 - summed[1]], a.shape[summed[0]]
+    step = _terms(k, blocks is not None)
+    left = k % step  # of the last step; what is read beyond it is not zero
+    sizes = {"m": _rows(m), "n": _rows(n), "k": step, "": 1}
+
+    def spec(*dims: str) -> pl.BlockSpec:
+        at = lambda i, j, t: tuple({"m": i, "n": j, "k": t, "": 0}[d] for d in dims)
+        return pl.BlockSpec([sizes[d] for d in dims], at)
+
+    operands = [a, b]
+    specs = [spec(*((free, "k") if dim else ("k", free))) for dim, free in zip(summed, "mn")]
+    for scale, free in zip(blocks or (), "mn", strict=False):
+        rows = step * len(scale) // k
+        specs.append(pl.BlockSpec((rows, sizes[free]), spec("k", free).index_map))
+        operands.append(scale)
+    for factor, dims in zip(ends or (), (("m", ""), ("", "n")), strict=False):
+        specs.append(spec(*dims) if factor.ndim else ONE_NUMBER)
+        operands.append(factor if factor.ndim else factor.reshape(1, 1))
+
+    if bias is not None:
+        specs.append(spec("", "n"))
+        operands.append(bias)
+
+    def kernel(*refs: Ref) -> None:
+        a, b, *others, y, total = refs
+        added = None if bias is None else others.pop()
+        t, last = pl.program_id(2), pl.num_programs(2) - 1
+
+        @pl.when(t == 0)
+        def _():
+            total[...] = jnp.zeros_like(total)
+
+        tiles: list[jax.Array] = [a[...], b[...]]
+        if blocks is not None:
+            tiles = list(map(_dequantized, tiles, others, summed))
+            if left:
+                terms = jnp.where(t == last, left, step)
+                tiles = [_without(tile, dim, terms) for tile, dim in zip(tiles, summed)]
+        numbers = (((summed[0],), (summed[1],)), ((), ()))
+        first, second = tiles
+        total[...] += lax.dot_general(first, second, numbers, preferred_element_type=jnp.float32)
+
+        @pl.when(t == last)
+        def _():
+            result = total[...]
+            if ends is not None:
+                u, v = (x[0, 0] if x.shape == (1, 1) else x[...] for x in others[-2:])
+                result = result * jnp.minimum(u * v, LARGEST_FACTOR)
+            result = result.astype(y.dtype)
+            y[...] = result if added is None else result + added[...]
+
+    out = jax.ShapeDtypeStruct((m, n), dtype)
+    moved = [*operands, out]
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(m, sizes["m"]), pl.cdiv(n, sizes["n"]), pl.cdiv(k, step)),
+        in_specs=specs,
+        out_specs=spec("m", "n"),
+        out_shape=out,
+        scratch_shapes=[pltpu.VMEM((sizes["m"], sizes["n"]), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * n * k if flops is None else flops,
+            transcendentals=0,
+            bytes_accessed=sum(x.size * np.dtype(x.dtype).itemsize for x in moved),
+        ),
+        name="jfp8_matmul" if blocks is None else "jfp8_matmul_in_blocks",
+        interpret=interpret,
+    )(*in_hbm(operands, interpret))
+
+
+def in_hbm(arrays: Sequence[jax.Array], interpret: Any) -> list[jax.Array]:
+    """`arrays` that stay in memory. The compiler would bring them into the kernel's own before."""
+    if interpret or kernels_are_interpreted():
+        return list(arrays)
+    stay = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM) if x.ndim > 1 else x
+    return list(map(stay, arrays))
+
+
+def divisor(n: int) -> int:
+    """The largest tile that divides `n`: what is read beyond an array is anything."""
+    return next(t for t in range(TILE, 0, -LANES) if n % t == 0)
+
+
+def _rows(n: int) -> int:
+    """Rows of a tile of `n`: many, so that the other operand is read seldom, and few empty ones."""
+    return min(range(min(n, TILE), 0, -LANES), key=lambda t: -(-n // t) * (t + LANES // 2))
+
+
+def _terms(k: int, in_blocks: bool) -> int:
+    """Terms of a step. Tiles of scales must be whole, so that the last step may have fewer."""
+    return min(k, TILE) if in_blocks else divisor(k)
+
+
+def _dequantized(tile: jax.Array, scale: Ref, summed: int) -> jax.Array:
+    return dequantized(tile, scale[...], summed)
+
+
+def _without(tile: jax.Array, summed: int, terms: jax.Array) -> jax.Array:
+    """`tile` with zeros behind the first `terms`."""
+    at = lax.broadcasted_iota(jnp.int32, tile.shape, summed)
+    return jnp.where(at < terms, tile, jnp.zeros_like(tile))

@@ -1,0 +1,345 @@
+"""Casts of a matrix to f8, with what XLA would read it once more for: its amax, or its blocks'."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jfp8.kernels.scales_in_kernels import scale_and_inverse
+from jfp8.kernels.tpu.matmul import ONE_NUMBER, TILE, VMEM, Ref, divisor, in_hbm
+from jfp8.kernels.tpu.tiles import LANES, along_rows
+from jfp8.scaling.formats import Format
+from jfp8.scaling.scales import ScaleRounding
+from jfp8.tracing.compat import of_varying
+
+
+@of_varying
+@partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
+def quantize_tensor(
+    x: jax.Array,
+    inverse: jax.Array,
+    fmt: Format,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """``q = cast(x * inverse)``, and the amax of `x`. Finite values saturate; others become NaN.
+
+    Args:
+      x: f32 or bf16 matrix whose sizes are multiples of 128.
+      inverse: f32[1, 1], the reciprocal of the scale.
+      fmt: E4M3FN or E5M2.
+      dtype: to which `x` is cast as it is read; None: it is not.
+      interpret: see ``pl.pallas_call``.
+
+    Returns:
+      f8 matrix, and int32[8, 128], the bits of amaxes, of which the largest is that of `x`.
+    """
+
+    def kernel(inverse, x, q, largest):
+        @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
+        def _():
+            largest[...] = jnp.zeros_like(largest)
+
+        found = largest[...]
+        for at in _squares(rows, columns):
+            values = _read(x, dtype, *at)
+            found = jnp.maximum(found, jnp.max(_magnitude(values).reshape(-1, 8, LANES), 0))
+            values = values + values * 0  # Inf becomes NaN, all else is unchanged
+            q[at] = _cast(values * inverse[0, 0], fmt)
+        largest[...] = found
+
+    rows, columns = _divisors(x)
+    tile = _tile((rows, columns))
+    q = jax.ShapeDtypeStruct(x.shape, fmt.dtype)
+    largest = jax.ShapeDtypeStruct((8, LANES), jnp.int32)
+    whole = pl.BlockSpec(largest.shape, lambda i, j: (0, 0))
+    specs = [ONE_NUMBER, tile]
+    operands = [inverse, x]
+    return _run("quantize_tensor", kernel, operands, specs, [q, largest], [tile, whole], interpret)
+
+
+@of_varying
+@partial(jax.jit, static_argnames=("dtype", "interpret"))
+def line_amaxes(
+    x: jax.Array, *, dtype: jax.typing.DTypeLike | None = None, interpret: Any = False
+) -> tuple[jax.Array, jax.Array]:
+    """The amaxes of rows and of columns, in one read.
+
+    Args:
+      x, dtype, interpret: see `quantize_tensor`.
+
+    Returns:
+      int32[p, M] and int32[q, N], the bits of amaxes of parts of a line, of which the largest along
+      the first dimension is the line's.
+    """
+    (m, n), (rows, columns) = x.shape, _divisors(x)
+
+    def kernel(x, by_row, by_column):
+        by_row[...], by_column[...] = jnp.zeros_like(by_row), jnp.zeros_like(by_column)
+        for i, j in _squares(rows, columns):
+            bits = _magnitude(_read(x, dtype, i, j))
+            for line, found, at in ((by_row, bits.T, i), (by_column, bits, j)):
+                in_eight = jnp.max(found.reshape(-1, 8, LANES), 0)
+                line[:, at] = jnp.maximum(line[:, at], in_eight)
+
+    down, across = pl.cdiv(m, rows), pl.cdiv(n, columns)
+    out = [jax.ShapeDtypeStruct((8 * p, s), jnp.int32) for p, s in ((across, m), (down, n))]
+    specs = [
+        pl.BlockSpec((8, rows), lambda i, j: (j, i)),
+        pl.BlockSpec((8, columns), lambda i, j: (i, j)),
+    ]
+    return _run("line_amaxes", kernel, [x], [_tile((rows, columns))], out, specs, interpret)
+
+
+@of_varying
+@partial(jax.jit, static_argnames=("fmt", "dtype", "interpret"))
+def quantize_lines(
+    x: jax.Array,
+    row_inverse: jax.Array,
+    column_inverse: jax.Array,
+    fmt: Format,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """``cast(x * row_inverse)`` and ``cast(x * column_inverse)``, as by `quantize_tensor`.
+
+    Args:
+      x, fmt, dtype, interpret: see `quantize_tensor`.
+      row_inverse, column_inverse: reciprocals of scales, f32[M, 1] and f32[1, N].
+
+    Returns:
+      f8[M, N] twice.
+    """
+    rows, columns = _divisors(x)
+    tile = _tile((rows, columns))
+
+    def kernel(by_row, by_column, x, q, q_other):
+        for i, j in _squares(rows, columns):
+            values = _read(x, dtype, i, j)
+            values = values + values * 0
+            q[i, j] = _cast(values * by_row[i, :], fmt)
+            q_other[i, j] = _cast(values * by_column[:, j], fmt)
+
+    specs = [
+        pl.BlockSpec((rows, 1), lambda i, j: (i, 0)),
+        pl.BlockSpec((1, columns), lambda i, j: (0, j)),
+        tile,
+    ]
+    out, operands = [jax.ShapeDtypeStruct(x.shape, fmt.dtype)] * 2, [row_inverse, column_inverse, x]
+    return _run("quantize_lines", kernel, operands, specs, out, [tile, tile], interpret)
+
+
+@of_varying
+@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype", "interpret"))
+def quantize_blocks(
+    x: jax.Array,
+    fmt: Format,
+    block: int,
+    scale_rounding: ScaleRounding,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`x` in blocks of ``1 x block`` along its rows, and in blocks of ``block x 1``. ::
+
+        q[i, j]       = cast(x[i, j] / s[j // block, i])
+        q_other[i, j] = cast(x[i, j] / s_other[i // block, j])
+
+    The scales are those of `scaling.scale_from_amax`; a block with a NaN or Inf becomes NaN.
+
+    Args:
+      x, fmt, dtype, interpret: see `quantize_tensor`.
+      block: 128 or 32.
+      scale_rounding: see `scaling.scale_from_amax`.
+
+    Returns:
+      ``q`` f8[M, N], ``s`` [N / block, M], ``q_other`` f8[M, N], ``s_other`` [M / block, N]; scales
+      in f32, or in uint8, E8M0 codes, where the rounding gives E8M0.
+    """
+    (m, n), (rows, columns) = x.shape, _sizes(x)
+
+    def kernel(x, q, s, q_other, s_other, by_row, by_column):
+        for i, j in _squares(rows, columns):
+            bits = _magnitude(_read(x, dtype, i, j))
+            by_row[_blocks(j, block), i] = _largest(bits.T, block)
+            by_column[_blocks(i, block), j] = _largest(bits, block)
+        for scales, found in ((s, by_row), (s_other, by_column)):
+            scales[...], inverse = _scales(found[...], fmt, scale_rounding)
+            found[...] = lax.bitcast_convert_type(inverse, jnp.int32)
+        for i, j in _squares(rows, columns):
+            values = _read(x, dtype, i, j)
+            inverse = _inverse(by_row[_blocks(j, block), i], block).T
+            q[i, j] = _cast(values * inverse, fmt, scale_rounding)
+            inverse = _inverse(by_column[_blocks(i, block), j], block)
+            q_other[i, j] = _cast(values * inverse, fmt, scale_rounding)
+
+    scale = _scale_dtype(scale_rounding)
+    codes, tile = jax.ShapeDtypeStruct(x.shape, fmt.dtype), _tile((rows, columns))
+    out = [
+        codes,
+        jax.ShapeDtypeStruct((n // block, m), scale),
+        codes,
+        jax.ShapeDtypeStruct((m // block, n), scale),
+    ]
+    of_rows, of_columns = (columns // block, rows), (rows // block, columns)
+    specs = [
+        tile,
+        pl.BlockSpec(of_rows, lambda i, j: (j, i)),
+        tile,
+        pl.BlockSpec(of_columns, lambda i, j: (i, j)),
+    ]
+    scratch = [pltpu.VMEM(shape, jnp.int32) for shape in (of_rows, of_columns)]
+    return _run(f"quantize_blocks_{block}", kernel, [x], [tile], out, specs, interpret, scratch)
+
+
+@of_varying
+@partial(jax.jit, static_argnames=("fmt", "block", "scale_rounding", "dtype", "interpret"))
+def quantize_tiles(
+    x: jax.Array,
+    fmt: Format,
+    block: int,
+    scale_rounding: ScaleRounding,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`x` in blocks of ``block x block``, which serve sums over rows and over columns.
+
+    Args:
+      x, fmt, block, scale_rounding, dtype, interpret: see `quantize_blocks`.
+
+    Returns:
+      f8[M, N], and the scales ``[M / block, N]``, each repeated for the columns of its block.
+    """
+    (m, n), (rows, columns) = x.shape, _sizes(x)
+
+    def kernel(x, q, s, by_block):
+        for i, j in _squares(rows, columns):
+            by_column = _largest(_magnitude(_read(x, dtype, i, j)), block)
+            by_row = _largest(along_rows(by_column, block).T, block)
+            by_block[_blocks(i, block), j] = _largest(along_rows(by_row, block).T, block)
+        s[...], inverse = _scales(by_block[...], fmt, scale_rounding)
+        by_block[...] = lax.bitcast_convert_type(inverse, jnp.int32)
+        for i, j in _squares(rows, columns):
+            inverse = _inverse(by_block[_blocks(i, block), j], block)
+            q[i, j] = _cast(_read(x, dtype, i, j) * inverse, fmt, scale_rounding)
+
+    shape = (rows // block, columns)
+    out = [
+        jax.ShapeDtypeStruct(x.shape, fmt.dtype),
+        jax.ShapeDtypeStruct((m // block, n), _scale_dtype(scale_rounding)),
+    ]
+    specs = [_tile((rows, columns)), pl.BlockSpec(shape, lambda i, j: (i, j))]
+    scratch = [pltpu.VMEM(shape, jnp.int32)]
+    return _run(
+        f"quantize_tiles_{block}",
+        kernel,
+        [x],
+        [_tile((rows, columns))],
+        out,
+        specs,
+        interpret,
+        scratch,
+    )
+
+
+def _run(name, kernel, operands, in_specs, out, out_specs, interpret, scratch=()):
+    """``kernel(*operands, *out)`` for each tile of the last operand, of which there is a spec."""
+    x, (rows, columns) = operands[-1], in_specs[-1].block_shape
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(x.shape[0], rows), pl.cdiv(x.shape[1], columns)),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=[pltpu.HBM(a.shape, a.dtype) for a in out],
+        scratch_shapes=scratch,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * x.size,
+            transcendentals=0,
+            bytes_accessed=sum(a.size * np.dtype(a.dtype).itemsize for a in [*operands, *out]),
+        ),
+        name=f"jfp8_{name}",
+        interpret=interpret,
+    )(*in_hbm(operands, interpret))
+
+
+def _sizes(x: jax.Array) -> tuple[int, int]:
+    """Rows and columns of a tile, of which the last may reach beyond `x`.
+
+    Where each block is on its own, what is read there is harmless, and nothing is written there.
+    Tiles of their scales must be whole.
+    """
+    return min(x.shape[0], TILE), min(x.shape[1], TILE)
+
+
+def _divisors(x: jax.Array) -> tuple[int, int]:
+    """Rows and columns of a tile, where all of a tile counts."""
+    return divisor(x.shape[0]), divisor(x.shape[1])
+
+
+def _tile(sizes: tuple[int, int]) -> pl.BlockSpec:
+    return pl.BlockSpec(sizes, lambda i, j: (i, j))
+
+
+def _squares(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """A tile in parts that fit the registers."""
+    at = lambda size: (slice(first, first + LANES) for first in range(0, size, LANES))
+    return itertools.product(at(rows), at(columns))
+
+
+def _blocks(part: slice, block: int) -> slice:
+    """The blocks of a part of a row or column."""
+    return slice(part.start // block, part.stop // block)
+
+
+def _read(x: Ref, dtype: jax.typing.DTypeLike | None, *at: slice) -> jax.Array:
+    """A part of a tile in f32, cast to `dtype` before."""
+    values = x[at] if dtype is None else x[at].astype(dtype)
+    return values.astype(jnp.float32)
+
+
+def _magnitude(values: jax.Array) -> jax.Array:
+    """The bits of ``|values|``, which order as finite, Inf, NaN."""
+    return lax.bitcast_convert_type(values, jnp.int32) & np.int32(0x7FFFFFFF)
+
+
+def _largest(bits: jax.Array, block: int) -> jax.Array:
+    """The largest of each `block` rows: ``[rows / block, n]``."""
+    return jnp.max(bits.reshape(-1, block, bits.shape[1]), 1)
+
+
+def _inverse(bits: jax.Array, block: int) -> jax.Array:
+    """From their bits the reciprocals of scales, each repeated `block` times along columns."""
+    return along_rows(lax.bitcast_convert_type(bits, jnp.float32), block)
+
+
+def _cast(values: jax.Array, fmt: Format, scale_rounding: ScaleRounding = None) -> jax.Array:
+    """`values` in `fmt`; finite ones saturate, unless no scale of this rounding lets them."""
+    if scale_rounding not in ("power_of_two", "rceil"):
+        values = jnp.clip(values, -np.float32(fmt.max), np.float32(fmt.max))
+    return values.astype(fmt.dtype)
+
+
+def _scales(
+    bits: jax.Array, fmt: Format, scale_rounding: ScaleRounding
+) -> tuple[jax.Array, jax.Array]:
+    """The scales that follow from the bits of amaxes, and their reciprocals."""
+    return scale_and_inverse(lax.bitcast_convert_type(bits, jnp.float32), fmt, scale_rounding)
+
+
+def _scale_dtype(scale_rounding: ScaleRounding) -> Any:
+    return jnp.float32 if scale_rounding in (None, "power_of_two") else jnp.uint8

@@ -1,0 +1,173 @@
+"""How the three matrices of a product lie on several TPUs, if that is known while JAX traces.
+
+The compiler for TPUs cannot be told how to divide a kernel. Where axes of the mesh are explicit,
+the types of arrays say how they are divided, and each TPU can run the kernels on its parts, in a
+``shard_map``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jfp8.kernels.partitioning import Axes, Rule
+from jfp8.kernels.tpu.tiles import LANES
+from jfp8.matmul.spec import Numbers, layout_of
+from jfp8.products.explicit_sharding import Specs
+from jfp8.products.operation import Kind
+
+# The mesh axes over which the rows and the columns of a matrix are divided.
+OfMatrix = tuple[Axes, Axes]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the matrices of a product are divided: lhs, rhs and y, and likewise their gradients."""
+
+    lhs: OfMatrix
+    rhs: OfMatrix
+    y: OfMatrix
+
+    def operands(self, kind: Kind) -> tuple[OfMatrix, OfMatrix]:
+        """Those of the operands of one of the three products."""
+        return {
+            "fprop": (self.lhs, self.rhs),
+            "dgrad": (self.y, self.rhs),
+            "wgrad": (self.lhs, self.y),
+        }[kind]
+
+    def result(self, kind: Kind) -> OfMatrix:
+        """That of its result."""
+        return {"fprop": self.y, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
+
+
+def layout_of_matrices(
+    specs: Specs, shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
+) -> Layout | None:
+    """The layout of `as_matrices` of operands of such `shapes`, without batch dimensions.
+
+    None if parts of a matrix are not rectangles, as where a dimension is divided that is not the
+    first of those that make up its rows; or are none that the kernels take.
+    """
+    (lhs_sum, rhs_sum), _ = numbers
+    whole = layout_of(*shapes, numbers)
+    m, n = whole.lhs_free, whole.rhs_free
+    y_dims = tuple(range(len(m) + len(n)))
+    matrices = (
+        (specs.lhs, shapes[0], sorted((m, lhs_sum))),
+        (specs.rhs, shapes[1], sorted((n, rhs_sum))),
+        (specs.y, whole.shape, [y_dims[: len(m)], y_dims[len(m) :]]),
+    )
+    found = []
+    for spec, shape, groups in matrices:
+        if getattr(spec, "unreduced", None):
+            return None
+        of_dims = [_named(entry) for entry in spec] + [()] * (len(shape) - len(spec))
+        for group in groups:
+            dims = [d for d in group if shape[d] > 1]
+            if any(of_dims[d] for d in dims[1:]):
+                return None
+            axes = of_dims[dims[0]] if dims else ()
+            if math.prod(shape[d] for d in dims) % (count_of(axes) * LANES):
+                return None
+            found.append(axes)
+    return Layout(*((found[i], found[i + 1]) for i in (0, 2, 4)))
+
+
+def on_each(axes: OfMatrix | None, function: Callable[..., Any], rule: str) -> Callable[..., Any]:
+    """`function` on each TPU, of its part of a matrix; None: of the matrix.
+
+    Args:
+      axes: over which the matrix is divided.
+      rule: as for `divided`, with ``i`` and ``j`` for its rows and columns. ``PART`` is a dimension
+        with entries of each part.
+    """
+    if axes is None:
+        return function
+    named = {"i": axes[0], "j": axes[1], "PART": axes[0] + axes[1]}
+    parsed = Rule.parse(rule)
+    operands, results = (
+        tuple(spec_of([named.get(dim.name, ()) for dim in dims]) for dims in side)
+        for side in (parsed.operands, parsed.results)
+    )
+    return by_parts(function, operands, results if len(results) > 1 else results[0])
+
+
+def by_parts(function: Callable[..., Any], operands: Any, results: Any) -> Callable[..., Any]:
+    """`function` on each TPU, of parts of arrays, by their specs.
+
+    It is part of a product, and not differentiated; so JAX need not know what varies over the mesh.
+    """
+    return jax.shard_map(function, in_specs=operands, out_specs=results, check_vma=False)
+
+
+class Division(NamedTuple):
+    """How one of the three products is shared out.
+
+    Attributes:
+      first, second: over which axes its operands have to be divided, which are exchanged if they
+        are not.
+      summed: axes over which parts of the sum are added up.
+      result: over which axes the result is divided when they are.
+    """
+
+    first: OfMatrix
+    second: OfMatrix
+    summed: Axes
+    result: OfMatrix
+
+
+def division_of(
+    layout: Layout, kind: Kind, contracting: tuple[int, int], order: Sequence[int] | None
+) -> Division:
+    """How TPUs share out a product whose matrices lie so.
+
+    A dimension that both operands have divided alike is summed in parts. So is one that only one
+    of them has divided, if its axes have nothing else to do: the other then takes its part of what
+    it has. Otherwise what is divided is gathered, such as the weights of FSDP.
+
+    Args:
+      contracting: the dimension of each operand that is summed over.
+      order: the transposition of the result, see `Dot`.
+    """
+    operands, result = layout.operands(kind), layout.result(kind)
+    (first, second), (a, b) = operands, contracting
+    rows, columns = result if order in (None, (0, 1)) else result[::-1]
+    summed = first[a]
+    if first[a] != second[b]:
+        found = first[a] or second[b]
+        alone = not (first[a] and second[b]) and not set(found) & {*rows, *columns}
+        summed = found if alone else ()
+    keep = lambda axes: tuple(axis for axis in axes if axis not in summed)
+    of_first = (summed, keep(rows)) if a == 0 else (keep(rows), summed)
+    of_second = (summed, keep(columns)) if b == 0 else (keep(columns), summed)
+    # A sum is scattered over the last axes of a dimension: the parts of others are in between.
+    scattered = lambda axes: tuple(axis for axis in axes if axis in summed)
+    ends = lambda axes: keep(axes) + scattered(axes) == axes
+    rows, columns = (axes if ends(axes) else keep(axes) for axes in result)
+    return Division(of_first, of_second, summed, (rows, columns))
+
+
+def count_of(axes: Axes) -> int:
+    """Into how many parts they divide a dimension."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def spec_of(axes: Sequence[Axes]) -> PartitionSpec:
+    """A spec with these axes for each dimension."""
+    return PartitionSpec(*(each or None for each in axes))
+
+
+def spec_of_scale(shape: Sequence[int], axes: OfMatrix) -> PartitionSpec:
+    """That of scales of a matrix that is divided so: a dimension of 1 is shared."""
+    return spec_of([each if size > 1 else () for size, each in zip(shape, axes, strict=False)])
+
+
+def _named(entry: Any) -> Axes:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

@@ -1,0 +1,89 @@
+"""Products on bf16 tensor cores, where FP8 is not available or does not pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.kernels.backend import Backend
+from jfp8.matmul.spec import (
+    Job,
+    Numbers,
+    are_powers_of_two,
+    factors_of,
+    layout_of,
+    multiply,
+    scale_dtype,
+    times,
+    to_output,
+    varies_along_sum,
+)
+from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.casts import decode
+
+
+def in_bf16(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """bf16 tensor cores: for GPUs where FP8 is not available, or does not pay.
+
+    8-bit values are exact in bf16, also times a power of two. With other scales that vary along the
+    sum, three bf16 products replace one, at a negligible loss.
+    """
+    if not varies_along_sum(lhs, rhs, job):
+        factors = factors_of(lhs, rhs, job)
+        return exact_product(lhs.data, rhs.data, job.dimension_numbers, factors, job.dtype)
+    factors = _outer_factors(lhs, rhs, job)
+    first, second = _without_outer_scale(lhs), _without_outer_scale(rhs)
+    operands = zip((lhs, rhs), job.dimension_numbers[0], strict=True)
+    if all(scale_dtype(q).itemsize == 1 or are_powers_of_two(q, k, job) for q, k in operands):
+        a, b = (scaled_values(q).astype(jnp.bfloat16) for q in (first, second))
+        y = multiply(a, b, job.dimension_numbers)
+    else:
+        three = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+        y = multiply(scaled_values(first), scaled_values(second), job.dimension_numbers, three)
+    return times(y, factors).astype(job.dtype)
+
+
+def exact_product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Numbers,
+    factors: Sequence[jax.Array],
+    dtype: np.dtype,
+) -> jax.Array:
+    """``dot_general(lhs, rhs) * factors`` of f8 arrays. Each stored value is also a bf16 value."""
+    lhs, rhs = (decode(x).astype(jnp.bfloat16) for x in (lhs, rhs))
+    y = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+    return times(y, factors).astype(dtype)
+
+
+def _outer_factors(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> list[jax.Array]:
+    """The outer scales of both operands, laid out like their product: those that have one."""
+    _, (lhs_batch, rhs_batch) = job.dimension_numbers
+    layout = layout_of(lhs.shape, rhs.shape, job.dimension_numbers)
+    rows, columns = layout.lhs_free, layout.rhs_free
+    of_lhs, of_rhs, factors = _outer_scale(lhs), _outer_scale(rhs), []
+    if of_lhs is not None:
+        factors.append(to_output(of_lhs, lhs, lhs_batch, rows, 0, len(columns)))
+    if of_rhs is not None:
+        factors.append(to_output(of_rhs, rhs, rhs_batch, columns, len(rows), 0))
+    return factors
+
+
+def _outer_scale(q: ScaledArray) -> jax.Array | None:
+    """The scale above those of its blocks, one for each row or one for all, if there is one."""
+    outer = q.scale.scale if isinstance(q.scale, ScaledArray) else None
+    return None if isinstance(outer, ScaledArray) else outer
+
+
+def _without_outer_scale(q: ScaledArray) -> ScaledArray:
+    """`q` with only its blocks' scales."""
+    if not isinstance(q.scale, ScaledArray) or _outer_scale(q) is None:
+        return q
+    return ScaledArray(q.data, ScaledArray(q.scale.data, jnp.ones((), jnp.float32)), q.block)
+
+
+BACKEND = Backend("bf16", in_bf16, accumulations=("f32",))

@@ -1,0 +1,145 @@
+"""``dot_general`` of f8 arrays, which XLA turns into cuBLASLt's FP8 product on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.kernels.backend import Backend
+from jfp8.kernels.partitioning import divided_sum
+from jfp8.kernels.xla.bf16_dot import exact_product
+from jfp8.matmul.spec import (
+    HARDWARE_FORMATS,
+    Job,
+    Numbers,
+    as_matrices,
+    factors_of,
+    free_dims,
+    layout_of,
+    times,
+)
+from jfp8.scaling.arrays import ScaledArray
+
+# cuBLASLt requires all sizes of an FP8 product to be multiples of this.
+ALIGNMENT = 16
+
+
+def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """f8 operands for XLA: FP8 tensor cores on CUDA.
+
+    On CUDA a dot algorithm is named. Without one, XLA's GPU compiler may pick a kernel that always
+    accumulates fast and ignores ``precision``. Other compilers refuse the name, and multiply f8
+    arrays in their own way.
+    """
+
+    def on_cuda(lhs, rhs, *factors):
+        return cuda(lhs, rhs, factors, job)
+
+    def on_another(lhs, rhs, *factors):
+        return elsewhere(lhs, rhs, factors, job)
+
+    operands = (lhs.data, rhs.data, *factors_of(lhs, rhs, job))
+    return lax.platform_dependent(*operands, cuda=on_cuda, default=on_another)
+
+
+def f8_elsewhere(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+    """`f8_by_xla` where it is known that the program is not compiled for CUDA."""
+    return elsewhere(lhs.data, rhs.data, factors_of(lhs, rhs, job), job)
+
+
+def elsewhere(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job) -> jax.Array:
+    """``dot_general(lhs, rhs) * factors`` of two f8 arrays, in the compiler's own way."""
+    y = lax.dot_general(lhs, rhs, job.dimension_numbers, preferred_element_type=job.dtype_of_parts)
+    return times(y, factors).astype(job.dtype)
+
+
+def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job) -> jax.Array:
+    """``dot_general(lhs, rhs) * factors`` of two f8 arrays by one call of cuBLASLt.
+
+    The call also scales by 0-d factors, and adds a bias, if the product has the dtype of the
+    result, sizes that are multiples of 16, and its scale is a single multiplication in that dtype.
+    XLA takes the scale itself in f32: it removes roundings that are undone at once. A result in f16
+    could overflow before it is scaled, so it is computed in f32.
+
+    No tensor core multiplies e5m2 by e5m2: these are multiplied in bf16, which is exact.
+    """
+    if lhs.dtype == rhs.dtype == jnp.float8_e5m2:
+        return exact_product(lhs, rhs, job.dimension_numbers, factors, job.dtype)
+    preset = lax.DotAlgorithmPreset
+    algorithm = (
+        preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if job.fast_accumulation else preset.ANY_F8_ANY_F8_F32
+    )
+    single = [factor for factor in factors if not factor.ndim]
+
+    def scaled(lhs, rhs, numbers):
+        def product(dtype, lhs, rhs, *single):
+            first = dtype if dtype == jnp.bfloat16 else np.float32
+            y = lax.dot_general(
+                lhs, rhs, numbers, precision=algorithm, preferred_element_type=first
+            )
+            for factor in single:
+                y = y * factor.astype(first)
+            return y
+
+        # A sum that is divided among devices is scaled by each, in the call, not after all.
+        rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single))
+        name = f"dot_general, {algorithm.name}"
+        return divided_sum(name, product, rule, job.dtype, job.parts)(lhs, rhs, *single)
+
+    y = aligned(lhs, rhs, job.dimension_numbers, scaled)
+    return times(y, [f for f in factors if f.ndim]).astype(job.dtype)
+
+
+def rule_of_product(numbers: Numbers, ndims: tuple[int, int], scales: int) -> str:
+    """The rule for ``dot_general``, see `divided`: ``"m0 k0, n0 k0, -> m0 n1"`` with one scale."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    names = ({d: f"m{d}" for d in range(ndims[0])}, {d: f"n{d}" for d in range(ndims[1])})
+    for kind, left, right in (("k", lhs_contract, rhs_contract), ("b", lhs_batch, rhs_batch)):
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            names[0][a] = names[1][b] = f"{kind}{i}"
+    lhs, rhs = (" ".join(of_dims.values()) for of_dims in names)
+    free = (
+        [of_dims[d] for d in free_dims(ndim, contract, batch)]
+        for of_dims, ndim, contract, batch in zip(names, ndims, *numbers, strict=True)
+    )
+    result = [names[0][d] for d in lhs_batch] + [name for names in free for name in names]
+    return f"{', '.join([lhs, rhs, *[''] * scales])} -> {' '.join(result)}"
+
+
+def aligned(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: Numbers,
+    product: Callable[[jax.Array, jax.Array, Numbers], jax.Array],
+) -> jax.Array:
+    """`product` of matrices, padded with zeros to sizes that are multiples of 16.
+
+    XLA would pad, too, but then neither scale nor bias would be part of the call.
+    """
+    layout = layout_of(lhs.shape, rhs.shape, numbers)
+    if not any(size % ALIGNMENT for size in layout.sizes):
+        return product(lhs, rhs, numbers)
+    lhs, rhs, numbers = as_matrices(lhs, rhs, numbers)
+    y = product(_padded(lhs, numbers[1][0]), _padded(rhs, numbers[1][1]), numbers)
+    m, n, _ = layout.sizes
+    return lax.slice(y, [0] * y.ndim, [*y.shape[:-2], m, n]).reshape(layout.shape)
+
+
+def _padded(x: jax.Array, batch: Sequence[int]) -> jax.Array:
+    """`x` with every dimension but the batch dimensions padded with zeros to a multiple of 16."""
+    return jnp.pad(x, [(0, 0 if d in batch else -n % ALIGNMENT) for d, n in enumerate(x.shape)])
+
+
+BACKEND = Backend(
+    "xla",
+    f8_by_xla,
+    formats=HARDWARE_FORMATS,
+    granularities=frozenset({"tensor", "rows"}),
+    accumulations=("f32",),
+    why_not_e5m2="XLA has no product of e5m2 by e5m2",
+    first_for=frozenset({"tensor"}),
+)

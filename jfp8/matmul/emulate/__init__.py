@@ -1,1 +1,0 @@
-"""The reference: products in f32 arithmetic, on any device."""
