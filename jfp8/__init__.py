@@ -1,7 +1,7 @@
 """FP8 training for JAX and Flax.
 
 The folders, in the order in which data passes through them: tracing, scaling, quantizers, matmul,
-recipes, products, layers, collectives, optim, conversion, training, checkpoint, debug, plot,
+recipes, products, kernels, layers, collectives, optim, conversion, training, checkpoint, debug, plot,
 integrations. A file imports only from its own folder and from those before it.
 """
 
@@ -47,6 +47,7 @@ from jfp8.scaling.casts import cast, round_to_format
 from jfp8.scaling.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format
 from jfp8.scaling.quantization import quantize
 from jfp8.scaling.scales import Block, PerAxis, PerTensor
+from jfp8.tracing.device import for_platforms
 from jfp8.training.data_parallel import data_parallel
 from jfp8.training.gather_weights import gather_weights
 from jfp8.training.histories import advance
@@ -95,6 +96,7 @@ __all__ = [
     "debug",
     "dequantize",
     "dequantize_tree",
+    "for_platforms",
     "gather_weights",
     "initialize",
     "is_scaled_array",

@@ -37,7 +37,7 @@ from jfp8.layers.linen.products import (
     promote_values,
 )
 from jfp8.scaling.formats import Format
-from jfp8.tracing.context import note
+from jfp8.tracing.notes import note
 
 
 def _own_call(layer: type[nn.Module]) -> Callable[..., Any]:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers.nnx.attention import has_stock_attention, install_attention
 from jfp8.layers.nnx.hooks import has_stock_product, hook_of, install
 from jfp8.layers.nnx.products import Product
+from jfp8.matmul.spec import Implementation
 from jfp8.recipes.recipe import Recipe
 
 # Of a layer that was left as it is: the reason, for reports.

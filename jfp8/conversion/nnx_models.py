@@ -27,7 +27,7 @@ from jfp8.layers.nnx.hooks import hook_of, is_stacked
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.nnx.transformer import LayerNormAttention, TransformerLayer
 from jfp8.scaling.formats import Format
-from jfp8.tracing.context import note
+from jfp8.tracing.notes import note
 
 # While a report is made: the path, the type and the reason.
 _PLACE = "jfp8_place"

@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jfp8.tracing.compat import interposed, interposing
-from jfp8.tracing.context import note
+from jfp8.tracing.notes import note
 
 # What gives the same numbers, or some of them, in another order or dtype.
 _SAME = {

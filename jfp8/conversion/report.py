@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,16 @@ from jfp8.conversion.product_rows import (
     OWN_ATTENTION,
     ProductRow,
 )
-from jfp8.kernels.choice import expected_times
-from jfp8.kernels.cost_model import Scales, Work
 from jfp8.layers.linen.attention import MultiHeadDotProductAttention
 from jfp8.layers.linen.products import ProductModule
 from jfp8.layers.linen.transformer import LayerNormAttention
+from jfp8.matmul.spec import planner_of
 from jfp8.products.operation import ROTATION_NAME
 from jfp8.products.vjp import PRODUCT_NAME
 from jfp8.scaling import formats
 from jfp8.tracing.compat import without_dead_code
-from jfp8.tracing.context import Kind, current_tpu, explaining, note, notes_of
+from jfp8.tracing.device import current_gpu, current_tpu
+from jfp8.tracing.notes import Kind, explaining, note, notes_of
 
 _F8 = {np.dtype(fmt.dtype): fmt.name for fmt in formats.FORMATS}
 _DATA = {np.dtype(fmt.dtype) for fmt in formats.FORMATS if fmt.signed}
@@ -240,8 +240,7 @@ def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
     cuda, gpu = _noted(eqn, "cuda"), jax.default_backend() == "gpu"
     tpu = "" if current_tpu() is None else _noted(eqn, "tpu")
-    work = Work(flops / 2, first.size + second.size + out.size)
-    expected = expected_times(work, _scales(rest, second)) if narrow else None
+    expected = _expected_times(flops, (first, second, out), _scales(rest, second), narrow)
     in_fp8 = cuda.partition(":")[0] not in ("bf16", "emulate")
     us = None if expected is None else 1e6 * (expected.fp8 if in_fp8 else expected.rounded)
     return ProductRow(
@@ -271,7 +270,15 @@ def _noted(eqn: Any, kind: Kind) -> str:
     return next((n[kind] for n in map(notes_of, stacks) if kind in n), "emulate")
 
 
-def _scales(rest: list[Any], second: Any) -> Scales:
+def _expected_times(flops: int, arrays: Sequence[Any], scales: str, narrow: bool) -> Any:
+    """Return what the cost model expects of a product on the GPU that JAX traces for, if any."""
+    planner = planner_of(current_gpu())
+    if planner is None or not narrow:
+        return None
+    return planner.expected_times(flops / 2, sum(x.size for x in arrays), scales)
+
+
+def _scales(rest: list[Any], second: Any) -> str:
     """The kind of the scales, by their shapes: one stretch of two or more dimensions is in blocks.
 
     Those of the first operand come before the `second`, and those of it right after.

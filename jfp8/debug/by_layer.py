@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jfp8.debug.reading import Place
-from jfp8.tracing.context import notes_of, product_path
+from jfp8.tracing.notes import notes_of, product_path
 
 
 def by_layer(

@@ -21,15 +21,16 @@ from jfp8.debug.by_layer import by_layer
 from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
 from jfp8.debug.measurement import Measurement
 from jfp8.debug.stats import Stats, observed
+from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.observers import Observer, tap
-from jfp8.products.operation import Kind, Operation, Sums
+from jfp8.products.operation import Kind, Operation
 from jfp8.products.vjp import product_by
 from jfp8.recipes.in_effect import overriding
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.tracing.context import notes_of, product_path
+from jfp8.tracing.notes import notes_of, product_path
 
 _PLAIN = Product(None, None)
 _PARTS = ("total", "cast", "product")  # of an error; see `ProductError`
@@ -80,7 +81,7 @@ class _Errors(Measurement):
     ) -> jax.Array:
         operation: Operation = self.structure.unflatten(arrays)
         with jax.default_matmul_precision("highest"):
-            multiply = lambda a, b: operation.multiply(self.kind, a, b, Sums())
+            multiply = lambda a, b: operation.multiply(self.kind, a, b, MatmulSpec())
             y = multiply(first, second).astype(jnp.float32)
             amax = jnp.max(jnp.abs(y), initial=0.0)
             to_units = 1.0 / jnp.maximum(amax, np.finfo(np.float32).tiny)

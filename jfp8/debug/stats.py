@@ -27,7 +27,7 @@ from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
 from jfp8.scaling.formats import Format
 from jfp8.scaling.parts import apply_scale
 from jfp8.tracing.compat import without_dead_code
-from jfp8.tracing.context import explaining, notes_of, product_path
+from jfp8.tracing.notes import explaining, notes_of, product_path
 
 SAMPLE = 16384  # the most elements that a histogram counts
 

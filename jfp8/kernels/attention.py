@@ -1,4 +1,4 @@
-"""Which implementation computes attention: the reference, kernels that compute the same, cuDNN."""
+"""The planner of attention on GPUs: Pallas kernels with the numbers of the reference, or cuDNN."""
 
 from __future__ import annotations
 
@@ -7,31 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from jfp8.kernels.choice import made_for_this_gpu, why_not_here
-from jfp8.kernels.hopper.backend import run
+from jfp8.kernels.cast_heads import cast_heads
+from jfp8.kernels.cuda_backends import known_gpu
+from jfp8.kernels.only_on import only_on, traced_for
 from jfp8.kernels.pallas_attention import BLACKWELL, HOPPER, Pallas
-from jfp8.kernels.platforms import by_platform
 from jfp8.kernels.xla import cudnn_attention as cudnn
-from jfp8.products.flash.mask import Visible
 from jfp8.products.flash.numerics import Numerics, numerics_of
-from jfp8.recipes.recipe import Recipe
-from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.context import Gpu, note
-
-
-class Facts(NamedTuple):
-    """What the choice depends on; see `scaled_dot_product_attention`.
-
-    Attributes:
-      depth: H.
-      has_state: whether amax histories are given.
-    """
-
-    recipe: Recipe
-    visible: Visible
-    depth: int
-    scale: float
-    has_state: bool
+from jfp8.products.flash.plan import AttentionSpec, plan_attention
+from jfp8.tracing.device import Gpu
+from jfp8.tracing.notes import note
 
 
 class Kernels(NamedTuple):
@@ -40,17 +24,15 @@ class Kernels(NamedTuple):
     Attributes:
       refusal: why it does not compute something on a GPU, or None.
       forward: computes what `blocks.forward` does.
-      run: calls that on CUDA, and is an error elsewhere.
       together: whether all tokens of an operand share a scale. If so, it has to be named.
       gpus: the major compute capability that it is for; None: several.
       refusal_backward: why the reference computes the backward pass of what `refusal` does not
         refuse, or None.
-      backward: computes what `blocks.backward` does; None: another one does, see `Choice.backward`.
+      backward: computes what `blocks.backward` does; None: see `AttentionByKernels.backward_by`.
     """
 
-    refusal: Callable[[Facts, Gpu | None], str | None]
+    refusal: Callable[[AttentionSpec, Gpu | None], str | None]
     forward: Callable[..., Any]
-    run: Callable[..., Any]
     together: bool = False
     gpus: int | None = None
     refusal_backward: Callable[[Numerics, int], str | None] | None = None
@@ -58,124 +40,133 @@ class Kernels(NamedTuple):
 
 
 def _by_pallas(kernels: Pallas, capability: int) -> Kernels:
-    def refusal(facts: Facts, gpu: Gpu | None) -> str | None:
-        numerics = numerics_of(facts.recipe)
-        return kernels.refusal(numerics, facts.visible, facts.depth, facts.scale, gpu)
+    def refusal(spec: AttentionSpec, gpu: Gpu | None) -> str | None:
+        numerics = numerics_of(spec.recipe)
+        return kernels.refusal(numerics, spec.visible, spec.depth, spec.scale, gpu)
 
     return Kernels(
         refusal,
         kernels.forward,
-        partial(run, name=kernels.name),
         gpus=capability,
         refusal_backward=kernels.refusal_backward,
         backward=kernels.backward,
     )
 
 
-def _cudnn(facts: Facts, gpu: Gpu | None) -> str | None:
-    numerics = numerics_of(facts.recipe)
-    return cudnn.refusal(numerics, facts.visible, facts.depth, facts.has_state, gpu)
+def _cudnn(spec: AttentionSpec, gpu: Gpu | None) -> str | None:
+    numerics = numerics_of(spec.recipe)
+    return cudnn.refusal(numerics, spec.visible, spec.depth, spec.has_state, gpu)
 
 
 KERNELS = {
     HOPPER.name: _by_pallas(HOPPER, 9),
     BLACKWELL.name: _by_pallas(BLACKWELL, 10),
-    "cudnn": Kernels(_cudnn, cudnn.forward, cudnn.run, together=True),
+    "cudnn": Kernels(_cudnn, cudnn.forward, together=True),
 }
 
 
 @dataclass(frozen=True)
-class Choice:
-    """An implementation.
+class AttentionByKernels:
+    """The plan of attention on a GPU, with the methods of the core's `Reference`.
 
     Attributes:
       kernels: one of `KERNELS`; None: the reference.
       named: whether it was asked for: then nothing else computes.
-      backward: of an implementation without a backward pass: what computes that.
+      backward_by: the plan of the backward pass, for an implementation without one.
       reason: of the reference: why no kernels were chosen.
     """
 
     kernels: str | None
     named: bool
-    backward: Choice | None = None
+    backward_by: Any = None
     reason: str = ""
 
     @property
-    def together(self) -> bool:
+    def uses_one_scale(self) -> bool:
         """Whether all tokens of an operand share a scale."""
         return self.kernels is not None and KERNELS[self.kernels].together
 
     @property
-    def both_ways(self) -> bool:
-        """Whether kernels compute attention that take operands straight and transposed."""
-        return self.kernels is not None and not self.together
+    def cast_heads(self) -> Callable[..., Any] | None:
+        """Quantizes heads for kernels that take operands straight and transposed."""
+        takes_both = self.kernels is not None and not self.uses_one_scale
+        return cast_heads if takes_both else None
 
-    def __call__(
-        self, reference: Callable[..., Any], kernels: Callable[..., Any], *operands: Any
-    ) -> Any:
-        """``kernels(*operands)`` where they are chosen, and the program is compiled for CUDA."""
-        by_kernels = lambda *x: same_varying_axes((kernels(*x), x))[0]
-        if self.kernels is None:
-            with note("cuda", f"bf16: {self.reason}" if self.reason else "emulate"):
-                return reference(*operands)
-        if not self.named:
-            return by_platform(by_kernels, self.kernels, reference, *operands)
-        with note("cuda", self.kernels):
-            return KERNELS[self.kernels].run(by_kernels, *operands)
+    @property
+    def cast_heads_of_gradient(self) -> Callable[..., Any] | None:
+        """The same for dO."""
+        return (self.backward_by or self).cast_heads
 
-    def forward(self, reference: Callable[..., Any], *operands: Any, **how: Any) -> Any:
-        """``reference(*operands)``, or what the kernels compute of `operands`, `how` they do it."""
+    def forward(self, reference: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+        """Compute ``reference(*operands)``, or what the kernels make of `operands`."""
         kernels = None if self.kernels is None else KERNELS[self.kernels].forward
-        return self(reference, partial(kernels or reference, **how), *operands)
+        return self._compute(reference, kernels, operands, options)
 
-    def differentiate(
-        self, reference: Callable[..., Any], *operands: Any, numerics: Numerics, **how: Any
+    def backward(
+        self, reference: Callable[..., Any], *operands: Any, numerics: Numerics, **options: Any
     ) -> Any:
-        """The same of the backward pass; the first of `operands` is a `blocks.Both`."""
-        by, kernels = self.backward or self, None
+        """Compute the same of the backward pass; the first of `operands` is a `blocks.Both`."""
+        if self.backward_by is not None:
+            return self.backward_by.backward(reference, *operands, numerics=numerics, **options)
+        by, kernels = self, None
         if by.kernels is not None:
             chosen = KERNELS[by.kernels]
             assert chosen.refusal_backward is not None
             kernels = chosen.backward
             reason = chosen.refusal_backward(numerics, operands[0].query[0].data.shape[-1])
             if reason is not None:
-                by = Choice(None, named=True, reason=reason)
-        how |= {"numerics": numerics}
-        return by(reference, partial(kernels or reference, **how), *operands)
+                by = AttentionByKernels(None, named=True, reason=reason)
+        return by._compute(reference, kernels, operands, options | {"numerics": numerics})
+
+    def _compute(
+        self,
+        reference: Callable[..., Any],
+        kernels: Callable[..., Any] | None,
+        operands: Any,
+        options: dict[str, Any],
+    ) -> Any:
+        if self.kernels is None or kernels is None:
+            with note("cuda", f"bf16: {self.reason}" if self.reason else "emulate"):
+                return reference(*operands)
+        reason = (
+            f"implementation={self.kernels!r} runs on CUDA, and this program is compiled for "
+            "another platform. Use implementation=None or 'emulate'."
+        )
+        reason = reason if self.named else traced_for("cuda", "a kernel of jfp8")
+        with note("cuda", self.kernels):
+            return only_on("cuda", partial(kernels, **options), reason, *operands)
 
 
-def choose(facts: Facts, implementation: str | None) -> Choice:
-    """The implementation that is asked for, or the best one that computes what the reference does.
+def plan(spec: AttentionSpec, implementation: str | None) -> AttentionByKernels:
+    """Return the implementation that is asked for, or the best that computes what `blocks` does.
 
     Raises:
       ValueError: it is unknown, or does not compute this.
     """
-    if implementation == "emulate":
-        return Choice(None, named=True)
+    gpu = known_gpu(spec.device)
     if implementation is None:
+        if gpu is None:
+            return AttentionByKernels(None, named=False, reason="no GPU is known")
         causal = [name for name, kernels in KERNELS.items() if not kernels.together]
-        candidates = made_for_this_gpu({name: KERNELS[name].gpus for name in causal})
-        reasons = {name: _why_not(name, facts, named=False) for name in candidates}
+        major = gpu.capability and gpu.capability[0]
+        candidates = [name for name in causal if KERNELS[name].gpus == major] or causal
+        reasons = {name: KERNELS[name].refusal(spec, gpu) for name in candidates}
         can = [name for name, reason in reasons.items() if reason is None]
         if can:
-            return Choice(can[0], named=False)
+            return AttentionByKernels(can[0], named=False)
         different = dict.fromkeys(filter(None, reasons.values()))
-        return Choice(None, named=False, reason="; ".join(different))
+        return AttentionByKernels(None, named=False, reason="; ".join(different))
     if implementation not in KERNELS:
         allowed = ", ".join(map(repr, ("emulate", *KERNELS)))
         raise ValueError(
             f"implementation={implementation!r} is unknown. Allowed: {allowed}, or None, which "
             "picks one for the platform."
         )
-    reason = _why_not(implementation, facts, named=True)
+    reason = KERNELS[implementation].refusal(spec, gpu)
     if reason is not None:
         raise ValueError(
             f"implementation={implementation!r} does not support {reason}. "
             "Use implementation=None or 'emulate'."
         )
-    backward = choose(facts, None) if KERNELS[implementation].together else None
-    return Choice(implementation, named=True, backward=backward)
-
-
-def _why_not(name: str, facts: Facts, *, named: bool) -> str | None:
-    return why_not_here(partial(KERNELS[name].refusal, facts), named=named)
+    backward = plan_attention(spec, None) if KERNELS[implementation].together else None
+    return AttentionByKernels(implementation, named=True, backward_by=backward)

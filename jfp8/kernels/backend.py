@@ -10,19 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfp8.kernels.operands import are_powers_of_two, scale_dtype
 from jfp8.matmul.spec import (
     ACCUMULATIONS,
-    Job,
-    are_powers_of_two,
+    MatmulSpec,
     free_dims,
     layout_of,
-    scale_dtype,
     scale_shape_of,
     varies_along,
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FORMATS, Format
-from jfp8.tracing.context import Gpu, Tpu
+from jfp8.tracing.device import Gpu, Tpu
 
 Granularity = Literal["tensor", "rows", "blocks"]
 Blocks = tuple[int, int]
@@ -56,9 +55,9 @@ class Facts:
     powers_of_two: bool = False
 
 
-def facts_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> Facts:
+def facts_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> Facts:
     """The facts about the product of two operands."""
-    contract, batch = job.dimension_numbers
+    contract, batch = spec.dimension_numbers
     shapes = scale_shape_of(lhs), scale_shape_of(rhs)
     granularity: Granularity = "tensor"
     if any(shapes) or any(isinstance(q.scale, ScaledArray) for q in (lhs, rhs)):
@@ -71,10 +70,10 @@ def facts_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> Facts:
         scale_shapes=shapes,
         granularity=granularity,
         blocks=(_block(lhs, contract[0], batch[0]), _block(rhs, contract[1], batch[1])),
-        sizes=layout_of(lhs.shape, rhs.shape, job.dimension_numbers).sizes,
-        accumulation=job.accumulation,
+        sizes=layout_of(lhs.shape, rhs.shape, spec.dimension_numbers).sizes,
+        accumulation=spec.accumulation,
         powers_of_two=all(
-            are_powers_of_two(q, k, job) for q, k in zip((lhs, rhs), contract, strict=True)
+            are_powers_of_two(q, k, spec) for q, k in zip((lhs, rhs), contract, strict=True)
         ),
     )
 
@@ -104,7 +103,7 @@ class Backend:
 
     Attributes:
       name: its name, as an argument and in reports.
-      multiply: ``multiply(lhs, rhs, job)``. It holds no policy, and need not check for what the
+      multiply: ``multiply(lhs, rhs, spec)``. It holds no policy, and need not check for what the
         fields below exclude.
       formats: those of operands.
       granularities: those of scales, see `Facts`.
@@ -122,7 +121,7 @@ class Backend:
     """
 
     name: str
-    multiply: Callable[[ScaledArray, ScaledArray, Job], jax.Array]
+    multiply: Callable[[ScaledArray, ScaledArray, MatmulSpec], jax.Array]
     formats: frozenset[Format] = frozenset(FORMATS)
     granularities: frozenset[Granularity] = frozenset(("tensor", "rows", "blocks"))
     blocks: frozenset[Blocks] = frozenset()

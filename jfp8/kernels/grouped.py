@@ -10,6 +10,7 @@ All tiles of lhs and of the gradient are one matrix, and quantized for both dire
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +19,25 @@ import numpy as np
 from jfp8.kernels.hopper import backend as mosaic
 from jfp8.kernels.partitioning import divided, divided_sum
 from jfp8.kernels.quantize_and_transpose import has_kernel, quantize_both_ways
-from jfp8.products.cast_later import CastLater, as_array
+from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.made import Made
-from jfp8.products.operation import Kind, Operand, Sums, Use
+from jfp8.products.operation import Kind, Operand, Use
 from jfp8.products.ragged.by_tiles import Grouped, grouped_operation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.context import Gpu, note
+from jfp8.tracing.device import Gpu
+from jfp8.tracing.notes import note
 
 BLOCK = mosaic.BLOCK  # rows of a tile, and what the kernels sum before they scale
 
 
-def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> str | None:
+def why_not_grouped_kernels(recipe: Recipe, has_quantized_rhs: bool, gpu: Gpu | None) -> str | None:
     """Why `GroupedKernels` cannot compute `recipe` on `gpu`; None if it can."""
     reason = mosaic.BACKEND.why_not_on(gpu)
     if reason is not None:
         return reason
-    if isinstance(rhs, ScaledArray):
+    if has_quantized_rhs:
         return "grouped products with matrices that are kept in FP8"
     reason = mosaic.BACKEND.why_not_sums(recipe.accumulation)
     if reason is not None:
@@ -59,6 +61,12 @@ def why_not_grouped_kernels(recipe: Recipe, rhs: Operand, gpu: Gpu | None) -> st
 class GroupedKernels(Grouped):
     """Computes what `GroupedDot` does, for tiles of 128 rows."""
 
+    fuses_neighbours = True
+
+    def arrange(self, role: str, x: Any) -> Any:
+        del role
+        return x
+
     @classmethod
     def dimensions(cls, kind: Kind) -> tuple[str, str, str]:
         return {
@@ -67,7 +75,7 @@ class GroupedKernels(Grouped):
             "wgrad": ("kt", "nt", "Ekn"),
         }[kind]
 
-    def laid_out(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+    def relayout(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
         """What `quantize_for_both` gives; for operands that were quantized elsewhere."""
         assert isinstance(operand, ScaledArray)
         if role == "rhs":
@@ -80,24 +88,25 @@ class GroupedKernels(Grouped):
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | CastLater | Made,
+        x: jax.Array | Made,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
+        dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array]:
         """The tiles as one matrix, and its transpose; the matrices of groups, and theirs."""
         del second  # the kernel always writes both
         quantizer = first.quantizer
         assert quantizer is not None  # see `why_not_grouped_kernels`
         if role == "rhs":
-            both = jax.vmap(lambda w: quantize_both_ways(quantizer, w, None))(x)
+            both = jax.vmap(lambda w: quantize_both_ways(quantizer, dtype, w, None))(x)
             straight, other = (_with_scales_by_group(q) for q in both[:2])
             return other, straight, jnp.max(both.amax)
-        rows = x.rows() if isinstance(x, Made) else as_array(x).reshape(-1, x.shape[-1])
-        both = quantize_both_ways(quantizer, rows, state)
+        rows = x.rows() if isinstance(x, Made) else x.reshape(-1, x.shape[-1])
+        both = quantize_both_ways(quantizer, dtype, rows, state)
         return both.straight, both.transposed, both.amax
 
-    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+    def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         assert isinstance(first, ScaledArray)
         assert isinstance(second, ScaledArray)
         tiles, height, _ = self.shapes[0]
@@ -109,7 +118,7 @@ class GroupedKernels(Grouped):
         def kernel(first: ScaledArray, second: ScaledArray) -> jax.Array:
             with note("cuda", "mosaic_gpu"):
                 if kind == "wgrad":
-                    return _outer(first, second, group, groups, dtype, sums.parts)
+                    return _outer(first, second, group, groups, dtype, spec.partial_dtype)
                 y = _matmul(first, second, group, dtype)
                 return y.reshape(tiles, height, y.shape[-1])
 

@@ -1,24 +1,20 @@
-"""`ContractionLast`: products of matrices in the layout that NVIDIA's tensor cores take."""
+"""`KMajorDot`: products of matrices in the layout that NVIDIA's tensor cores take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jfp8.kernels import choice
-from jfp8.kernels.choice import Implementation
+from jfp8.kernels.cuda_backends import known_gpu, quantizing_k_major
+from jfp8.kernels.matrices import Arrangement, arrangements
 from jfp8.kernels.quantize_and_transpose import has_kernel, quantize_both_ways
-from jfp8.matmul.spec import Numbers, as_matrices
-from jfp8.products.cast_later import CastLater
-from jfp8.products.dot import multiply_operands
-from jfp8.products.made import Made
-from jfp8.products.operation import Kind, Operand, Operation, Sums, Use
-from jfp8.recipes.recipe import Recipe
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.matmul.spec import MatmulSpec, layout_of, matrix_groups
+from jfp8.products.dot_general import DotSpec, multiply_operands
+from jfp8.products.made import Made, source_of_matrix
+from jfp8.products.operation import Kind, Operand, Operation, Use
 from jfp8.scaling.history import AmaxState
 
 _BOTH_LAST = (((1,), (1,)), ((), ()))
@@ -27,7 +23,7 @@ TILE = 128  # of the kernels; other sizes are padded with zeros, once, before qu
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class ContractionLast(Operation):
+class KMajorDot(Operation):
     """``lhs[m, k] . rhs[k, n]`` and its gradients, for plain matrices with the contraction last. ::
 
         fprop  y [m, n] = q(lhs)  [m, k] . q(rhs)^T [n, k]
@@ -39,12 +35,14 @@ class ContractionLast(Operation):
     they would have to be read and written once more.
 
     Attributes:
-      shapes, dtypes: see `Operation`.
-      implementation: see `scaled_matmul`.
+      shapes, dtypes: see `Operation`; shapes are those of the matrices.
+      lhs, rhs, grad: how the operands become these matrices.
       kernels: whether Pallas kernels may quantize.
     """
 
-    implementation: Implementation
+    lhs: Arrangement
+    rhs: Arrangement
+    grad: Arrangement
     kernels: bool
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -54,13 +52,34 @@ class ContractionLast(Operation):
         (m, k), (_, n) = self.shapes
         return {"fprop": k, "dgrad": n, "wgrad": m}[kind]
 
+    @property
+    def fuses_neighbours(self) -> bool:
+        return self.kernels and not any(x.is_padded for x in (self.lhs, self.rhs, self.grad))
+
+    def arrange(self, role: str, x: Any) -> Any:
+        arrangement: Arrangement = getattr(self, role)
+        if not isinstance(x, Made):
+            return arrangement.matrix(x)
+        matrix, source = arrangement.matrix(x.array), x.source
+        if source is not None and role == "lhs":
+            summed = (len(arrangement.shape) - 1,) if arrangement.keeps_rows else ()
+            source = source_of_matrix(source, summed, matrix.shape) if self.kernels else None
+        elif source is not None:
+            source = source.rows() if self.fuses_neighbours else None
+        return matrix if source is None else Made(matrix, source)
+
+    def restore(self, kind: Kind, y: jax.Array) -> jax.Array:
+        of = {"fprop": self.grad, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
+        return of.array(y)
+
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | CastLater | Made,
+        x: jax.Array | Made,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
+        dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
         del role
         if not self.kernels or second is None or first.quantizer != second.quantizer:
@@ -70,57 +89,44 @@ class ContractionLast(Operation):
         along_rows = first.contracting == (1,)
         by_rows, by_columns = (first, second) if along_rows else (second, first)
         meets = by_rows.other_scale, by_columns.other_scale
-        straight, other, largest = quantize_both_ways(first.quantizer, x, state, meets)
+        both = quantize_both_ways(first.quantizer, dtype, x, state, meets)
+        straight, other, largest = both
         return (straight, other, largest) if along_rows else (other, straight, largest)
 
-    def laid_out(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+    def relayout(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
         del role
-        if contracting == (1,):
-            return operand
-        return operand.T
+        return operand if contracting == (1,) else operand.T
 
-    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
-        dtype = self.dtype_of(kind)
-        return multiply_operands(first, second, _BOTH_LAST, dtype, sums, self.implementation)
+    def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
+        return multiply_operands(first, second, spec.of(_BOTH_LAST, self.dtype_of(kind)))
 
 
-def contraction_last(
-    sizes: tuple[int, int, int],
-    dtypes: tuple[np.dtype, np.dtype, np.dtype],
-    recipe: Recipe,
-    implementation: Implementation,
-) -> ContractionLast | None:
-    """`ContractionLast` for ``(m, n, k)``, if the program is traced for a GPU where it is faster.
-
-    Its matrices may be larger, with zeros behind the values.
-    """
-    products = recipe.resolved()
-    if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
+def k_major(spec: DotSpec) -> KMajorDot | None:
+    """Return `KMajorDot`, if the program is traced for a GPU where it is faster."""
+    numbers, options = spec.dimension_numbers, spec.options
+    products = options.recipe.resolved()
+    if numbers[1][0] or any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
         return None
-    quantizers = products.quantizers()
-    formats, blocks = {q.fmt for q in quantizers}, {q.block for q in quantizers if q.block}
-    found = choice.contraction_last(sizes, formats, blocks, recipe.accumulation, implementation)
+    if spec.has_quantized_rhs and not products.matrices:
+        return None
+    sizes = layout_of(*spec.shapes, numbers).sizes
+    gpu = known_gpu(options.device)
+    found = quantizing_k_major(options.recipe, sizes, gpu, options.implementation)
     if found is None:
         return None
-    kernels = found == "kernels"
-    m, n, k = (-(-size // TILE) * TILE for size in sizes) if kernels else sizes
-    return ContractionLast(((m, k), (k, n)), dtypes, implementation, kernels)
-
-
-def plain_matrices(
-    lhs: jax.Array,
-    rhs: Operand,
-    dimension_numbers: Numbers,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> tuple[jax.Array, Operand]:
-    """The operands as ``[m, k]`` and ``[k, n]``, padded with zeros to `shapes`."""
-    lhs, rhs, (((lhs_k,), (rhs_k,)), _) = as_matrices(lhs, rhs, dimension_numbers)
-    lhs, rhs = (lhs.T if lhs_k == 0 else lhs), (rhs.T if rhs_k == 1 else rhs)
-    return _grown(lhs, shapes[0]), _grown(rhs, shapes[1])
-
-
-def _grown(x: Any, shape: tuple[int, ...]) -> Any:
-    """`x` padded with zeros to `shape`."""
-    if x.shape == shape or isinstance(x, ScaledArray):
-        return x
-    return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, shape, strict=True)])
+    padded = tuple(-(-size // TILE) * TILE for size in sizes) if found == "kernels" else sizes
+    if spec.has_quantized_rhs and padded[1:] != sizes[1:]:
+        return None  # bytes are not padded
+    m, n, k = padded
+    by_role = arrangements(spec.shapes, numbers)
+    layout, ((lhs_sum, rhs_sum), _) = layout_of(*spec.shapes, numbers), numbers
+    k_is_first = matrix_groups((), layout.lhs_free, lhs_sum)[-1] != lhs_sum
+    k_is_last = matrix_groups((), layout.rhs_free, rhs_sum)[-1] == rhs_sum
+    return KMajorDot(
+        ((m, k), (k, n)),
+        spec.dtypes,
+        replace(by_role["lhs"], swapped=k_is_first, padded=(m, k)),
+        replace(by_role["rhs"], swapped=k_is_last, padded=(k, n)),
+        replace(by_role["grad"], padded=(m, n)),
+        found == "kernels",
+    )

@@ -1,43 +1,64 @@
-"""A stand-in for a kernel where that kernel cannot run: it raises when it is compiled."""
+"""Operations of a program that can be compiled for one platform only, and say so elsewhere.
+
+The device is known while a program is traced, so a program holds what that device computes and
+nothing else. If it is compiled for another platform all the same, it must not fail far away.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
-from jfp8.tracing.compat import same_varying_axes
+from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
 
-_refuse_p = Primitive("refuse")
-_refuse_p.def_abstract_eval(lambda *, shape, dtype, reason: ShapedArray(shape, dtype))
+_only_on_p = Primitive("jfp8_only_on")
+_only_on_p.def_impl(lambda x, **params: jax.jit(partial(_only_on_p.bind, **params))(x))
+_only_on_p.def_abstract_eval(lambda x, **params: x)
+batching.primitive_batchers[_only_on_p] = lambda values, dims, **params: (
+    _only_on_p.bind(*values, **params),
+    dims[0],
+)
 
 
-def _refuse(*context: Any, shape: Any, dtype: Any, reason: str) -> Any:
+def _refuse(*context: Any, platform: str, reason: str) -> Any:
     raise NotImplementedError(reason)
 
 
-_refuse_p.def_impl(_refuse)
-mlir.register_lowering(_refuse_p, _refuse)
+def _pass(platform: str, ctx: Any, x: Any, *, reason: str, **params: Any) -> Any:
+    if params["platform"] != platform:
+        raise NotImplementedError(reason)
+    return [x]
+
+
+mlir.register_lowering(_only_on_p, _refuse)
+for _platform in ("cuda", "rocm", "tpu"):
+    mlir.register_lowering(_only_on_p, partial(_pass, _platform), platform=_platform)
 
 
 def only_on(platform: str, kernel: Callable[..., Any], reason: str, *operands: Any) -> Any:
-    """``kernel(*operands)``, an array or a tree, where the program is compiled for `platform`.
+    """Return ``kernel(*operands)``, an array or a tree, of a program that is for `platform`.
+
+    Interpreted kernels run anywhere.
 
     Raises:
-      NotImplementedError: with `reason`, when it is compiled for anything else.
+      NotImplementedError: with `reason`, when the program is compiled for anything else.
     """
-    of = jax.eval_shape(kernel, *operands)
+    if kernels_are_interpreted():
+        return kernel(*operands)
+    leaves, tree = jax.tree.flatten(operands)
+    leaves[0] = _only_on_p.bind(leaves[0], platform=platform, reason=reason)
+    return same_varying_axes((kernel(*tree.unflatten(leaves)), operands))[0]
 
-    def there(*operands):
-        return same_varying_axes((kernel(*operands), operands))[0]
 
-    def default(*operands):
-        refuse = lambda of: _refuse_p.bind(shape=of.shape, dtype=of.dtype, reason=reason)
-        return same_varying_axes((jax.tree.map(refuse, of), operands))[0]
-
-    return lax.platform_dependent(*operands, **{platform: there}, default=default)
+def traced_for(platform: str, what: str) -> str:
+    """Return the reason for `only_on` where the device was chosen, not an implementation."""
+    return (
+        f"This program was traced for a device of the platform {platform!r}, and {what} runs there "
+        "only, but it is compiled for another platform. Trace it for that one: inside "
+        "jax.default_device(device), or, for jax.export, inside jfp8.for_platforms(...)."
+    )

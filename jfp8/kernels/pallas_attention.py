@@ -16,7 +16,7 @@ from jfp8.products.flash.blocks import Both, Gradients, Softmax
 from jfp8.products.flash.mask import Visible
 from jfp8.products.flash.numerics import Numerics, Quantized, format_of
 from jfp8.scaling.formats import E4M3FN
-from jfp8.tracing.context import Gpu
+from jfp8.tracing.device import Gpu
 
 Passes = tuple[Callable[..., Any], Callable[..., Any]]
 

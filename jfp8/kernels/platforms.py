@@ -1,48 +1,30 @@
-"""One function for each platform that a program may be compiled for."""
+"""What a program holds that is traced for one platform."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax import lax
+from jfp8.kernels.only_on import only_on, traced_for
+from jfp8.tracing.compat import kernels_are_interpreted
+from jfp8.tracing.notes import note
 
-from jfp8.tracing.context import Kind, note
 
+def on_cuda(
+    compute: Callable[..., Any], reference: Callable[..., Any], *operands: Any, why: str = ""
+) -> Any:
+    """Return ``compute(*operands)``, what a CUDA GPU computes.
 
-def by_platform(
-    cuda: Callable[..., jax.Array],
-    why: str,
-    default: Callable[..., jax.Array],
-    *operands: Any,
-    rocm: Callable[..., jax.Array] | None = None,
-    tpu: Callable[..., jax.Array] | None = None,
-    why_on_tpu: str = "",
-) -> jax.Array:
-    """``cuda(*operands)`` where the program is compiled for CUDA, `default` elsewhere.
+    Where kernels are interpreted, on whatever device there is, it is what `reference` computes.
 
     Args:
-      cuda: the function for a CUDA compiler.
-      why: the reason that `jfp8.report` shows.
-      default: the function for other compilers.
-      operands: the arguments of either.
-      rocm, tpu: the functions for AMD's GPUs and for TPUs; None: `default`.
-      why_on_tpu: as `why`, of `tpu`.
+      compute: calls operations that only CUDA has.
+      reference: gives the same numbers on any device.
+      operands: arrays, or trees of them.
+      why: what `jfp8.report` shows.
     """
-
-    def noted(
-        kind: Kind, text: str, function: Callable[..., jax.Array]
-    ) -> Callable[..., jax.Array]:
-        def call(*operands: Any) -> jax.Array:
-            with note(kind, text):
-                return function(*operands)
-
-        return call
-
-    branches = {"cuda": noted("cuda", why, cuda)}
-    if rocm is not None:
-        branches["rocm"] = rocm
-    if tpu is not None:
-        branches["tpu"] = noted("tpu", why_on_tpu, tpu)
-    return lax.platform_dependent(*operands, **branches, default=default)
+    with note("cuda", why):
+        if kernels_are_interpreted():
+            return reference(*operands)
+        reason = traced_for("cuda", f"what is computed by {why.partition(':')[0] or 'its kernels'}")
+        return only_on("cuda", compute, reason, *operands)

@@ -16,24 +16,25 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jfp8.kernels.only_on import only_on, traced_for
 from jfp8.kernels.paired import Paired
 from jfp8.kernels.partitioning import Combine, divided
-from jfp8.matmul.spec import HARDWARE_FORMATS, scale_products
-from jfp8.products.cast_later import CastLater, as_array
+from jfp8.matmul.spec import HARDWARE_FORMATS
 from jfp8.products.made import Made, Source
 from jfp8.quantizers.blocks import Blockwise
-from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
+from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import codes_to_format
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import Block, amax, ragged_block, reciprocal, scale_from_amax
-from jfp8.tracing.compat import kernels_are_interpreted, same_varying_axes
+from jfp8.tracing.compat import same_varying_axes
 
-Matrix: TypeAlias = jax.Array | CastLater | Made  # the kernel casts or makes it as it reads it
+Matrix: TypeAlias = jax.Array | Made  # the kernel makes it as it reads what it is made of
 
 # The scales, f32[], of the operands that a matrix meets: in sums over n, and over m. None: they are
 # not known, or are more than one.
@@ -69,84 +70,79 @@ def has_kernel(quantizer: Quantizer) -> bool:
 
 
 # A kernel takes a while to compile, so it is compiled once for all layers of the same shapes.
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def quantize_both_ways(
-    quantizer: Quantizer, x: Matrix, state: AmaxState | None, meets: Meets = (None, None)
+    quantizer: Quantizer,
+    dtype: np.dtype | None,
+    x: Matrix,
+    state: AmaxState | None,
+    meets: Meets = (None, None),
 ) -> BothWays:
-    """`x` quantized by `quantizer`, which must have a kernel, for both directions.
+    """Return `x` quantized by `quantizer`, which must have a kernel, for both directions.
 
-    The kernels run where the program is compiled for CUDA. Elsewhere `x` is quantized in two steps,
-    to the same bytes.
+    Args:
+      dtype: to which `x` is cast first; None: to none.
     """
     kernel = _KERNELS[type(quantizer)]
     if isinstance(x, Made) and (x.source is None or not _makes(quantizer, x.source, state)):
         x = x.array
-
     if quantizer.block is not None or isinstance(quantizer, Rowwise):
         meets = None, None
 
     def by_kernel(x, state, meets):
-        return same_varying_axes((kernel(quantizer, x, state, meets), x))[0]
+        read = _read(x, dtype)
+        return same_varying_axes((kernel(quantizer, read, state, meets), x))[0]
 
-    def in_steps(x, state, meets):
-        from jfp8.kernels.hopper.sweep import parts
-
-        values = as_array(x)
-        largest = amax(values)
-        straight = quantizer(values, Context((1,), largest, state))
-        other = quantizer(values, Context((0,), largest, state)).T
-        straight, other = (
-            q if met is None else _paired(q, met)
-            for q, met in zip((straight, other), meets, strict=True)
-        )
-        # As the kernel gives it.
-        shape = (parts(),) if _finds_amax(quantizer, state) else ()
-        return BothWays(straight, other, jnp.broadcast_to(largest, shape))
-
-    if kernels_are_interpreted():
-        return by_kernel(x, state, meets)
-    return lax.platform_dependent(x, state, meets, cuda=by_kernel, default=in_steps)
+    return only_on("cuda", by_kernel, traced_for("cuda", "a kernel of jfp8"), x, state, meets)
 
 
 class _Read(NamedTuple):
     """How a kernel reads a matrix.
 
     Attributes:
+      x: the matrix.
       arrays: in memory: ``[m, n]``, or ``[m, projections, n]`` and maybe ``[m, n]``.
       dims: the names of their dimensions, for `divided`.
       columns: the names of the dimensions that are the columns of the matrix.
       what: the rest, in words, for its name.
-      how: the rest: arguments of the kernel.
+      options: the rest: arguments of the kernel.
     """
 
+    x: Matrix
     arrays: list[jax.Array]
     dims: str
     columns: str
     what: str
-    how: dict[str, Any]
+    options: dict[str, Any]
 
-    def by(self, kernel: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-        """`kernel` as a function of these arrays, and of others."""
+    def by(self, kernel: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Return `kernel` as a function of these arrays, and of others."""
         count = len(self.arrays)
 
         def function(*arrays: jax.Array) -> Any:
             x = arrays[0] if count == 1 else arrays[:count]
-            return kernel(x, *arrays[count:], **self.how, **how)
+            return kernel(x, *arrays[count:], **self.options, **options)
 
         return function
 
+    def values(self) -> jax.Array:
+        """Return the matrix as XLA makes it."""
+        if isinstance(self.x, Made):
+            return self.x.array
+        dtype = self.options["dtype"]
+        return self.x if dtype is None else self.x.astype(dtype)
 
-def _read(x: Matrix) -> _Read:
+
+def _read(x: Matrix, dtype: np.dtype | None) -> _Read:
     if isinstance(x, Made):
         assert x.source is not None
         projections, make, cotangent = x.source.projections, x.source.make, x.source.cotangent
-        how = f"{make} in {projections.dtype}", {"make": make}
+        options = f"{make} in {projections.dtype}", {"make": make}
         if cotangent is None:
-            return _Read([projections], "i PROJECTION j", "j", *how)
+            return _Read(x, [projections], "i PROJECTION j", "j", *options)
         columns = "j" if projections.shape[1] == 1 else "PROJECTION j"
-        return _Read([projections, cotangent], "i PROJECTION j, i j", columns, *how)
-    array, dtype = (x.array, x.dtype) if isinstance(x, CastLater) else (x, None)
-    return _Read([array], "i j", "j", f"{dtype}", {"dtype": dtype})
+        return _Read(x, [projections, cotangent], "i PROJECTION j, i j", columns, *options)
+    return _Read(x, [x], "i j", "j", f"{dtype}", {"dtype": dtype})
 
 
 def _makes(quantizer: Quantizer, source: Source, state: AmaxState | None) -> bool:
@@ -161,41 +157,36 @@ def _makes(quantizer: Quantizer, source: Source, state: AmaxState | None) -> boo
     return source.cotangent is None or projections == 1 or n % quantizer.block_size[0] == 0
 
 
-def _paired(q: ScaledArray, met: jax.Array) -> Paired:
-    (factor,) = scale_products(scale_as_f32_pair(q), (met,))
-    return Paired(q.data, q.scale, factor=factor)
-
-
 # One function for each kind of quantizer that has a kernel. Each gives what the quantizer gives,
 # bit for bit.
 
 
-def _unit(quantizer: Unit, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
+def _unit(quantizer: Unit, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:
     del state
     ones = lambda: (jnp.ones((128,), jnp.float32),) * 2
-    q, q_t, amaxes = _with_one_scale(quantizer, x, {}, ones, meets)
+    q, q_t, amaxes = _with_one_scale(quantizer, read, {}, ones, meets)
     one = jnp.ones((), jnp.float32)  # by a constant XLA multiplies nothing
     return BothWays(replace(q, scale=one), replace(q_t, scale=one), amaxes)
 
 
-def _current(quantizer: Current, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
+def _current(quantizer: Current, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:
     del state
-    return _from_amax(quantizer, x, 0, meets)
+    return _from_amax(quantizer, read, 0, meets)
 
 
-def _from_amax(quantizer: Current | Delayed, x: Matrix, margin: int, meets: Meets) -> BothWays:
-    """By a scale from the amax of `x`, which XLA takes: it can do so where it makes `x`."""
-    largest = amax(as_array(x))
+def _from_amax(quantizer: Current | Delayed, read: _Read, margin: int, meets: Meets) -> BothWays:
+    """By a scale from the matrix's amax, which XLA takes as it makes the matrix."""
+    largest = amax(read.values())
     scale_of = lambda known: _scale(quantizer, jnp.full((128,), known[0]), margin)
-    return _with_one_scale(quantizer, x, {"ONE": largest.reshape(1)}, scale_of, meets, largest)
+    return _with_one_scale(quantizer, read, {"ONE": largest.reshape(1)}, scale_of, meets, largest)
 
 
-def _delayed(quantizer: Delayed, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
+def _delayed(quantizer: Delayed, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:
     from jfp8.kernels.hopper import quantize
     from jfp8.kernels.hopper.sweep import largest_of
 
     if state is None:
-        return _from_amax(quantizer, x, quantizer.margin, meets)
+        return _from_amax(quantizer, read, quantizer.margin, meets)
     history, in_step = state["amax_history"], state["amax"].reshape(1)
     if quantizer.algo == "max" and history.size > _LONG:
         history = quantizer.expected(state).reshape(1)
@@ -205,7 +196,6 @@ def _delayed(quantizer: Delayed, x: Matrix, state: AmaxState | None, meets: Meet
         return functools.reduce(jnp.maximum, [history[i] for i in range(entries)])
 
     # The current amax matters only while the history is empty, and is computed only then.
-    read = _read(x)
     find = read.by(quantize.tensor_amax, unless=lambda history: expected(history) > 0)
     name = f"tensor_amax, {quantizer}, {read.what}"
     found = divided(name, find, f"{read.dims}, STEP -> PART", "max")(*read.arrays, history)
@@ -216,7 +206,7 @@ def _delayed(quantizer: Delayed, x: Matrix, state: AmaxState | None, meets: Meet
         return _scale(quantizer, jnp.maximum(observed, in_step[0]), quantizer.margin)
 
     known = {"STEP": history, "ONE": in_step, "PART": found}
-    return _with_one_scale(quantizer, x, known, scale_of, meets)
+    return _with_one_scale(quantizer, read, known, scale_of, meets)
 
 
 def _scale(
@@ -231,7 +221,7 @@ def _scale(
 
 def _with_one_scale(
     quantizer: Quantizer,
-    x: Matrix,
+    read: _Read,
     known: Mapping[str, jax.Array],
     scale_of: Callable[..., tuple[jax.Array, jax.Array]],
     meets: Meets,
@@ -241,11 +231,11 @@ def _with_one_scale(
 
     Args:
       known: vectors, by the names of their dimensions.
-      largest: the amax of `x`; None: the kernel takes those of its parts.
+      largest: the amax of the matrix; None: the kernel takes those of its parts.
     """
     from jfp8.kernels.hopper import quantize
 
-    read = _read(x)
+    shape = read.values().shape
     others = [scale.reshape(1) for scale in meets if scale is not None]
     kernel = read.by(
         quantize.quantize_tensor,
@@ -264,7 +254,7 @@ def _with_one_scale(
     rule = f"{', '.join(operands)} -> {', '.join(results)}"
     name = f"quantize_tensor, {quantizer}, {read.what}"
     q, q_t, *numbers = divided(name, kernel, rule, combine)(*read.arrays, *known.values(), *others)
-    q, q_t = q.reshape(x.shape), q_t.reshape(x.shape[::-1])
+    q, q_t = q.reshape(shape), q_t.reshape(shape[::-1])
     if largest is None:
         largest = lax.bitcast_convert_type(numbers.pop(), jnp.float32)
     # Products round their factor, and undo it. XLA would move this reshape to between the two.
@@ -276,11 +266,10 @@ def _with_one_scale(
     return BothWays(straight, other, largest)
 
 
-def _rowwise(quantizer: Rowwise, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
+def _rowwise(quantizer: Rowwise, read: _Read, state: AmaxState | None, meets: Meets) -> BothWays:
     from jfp8.kernels.hopper import quantize
 
     del state, meets
-    read = _read(x)
     name, maximum = f"row_and_column_amax, {read.what}", read.by(quantize.row_and_column_amax)
     maxima = divided(name, maximum, "i j -> i, j", combine="max")(*read.arrays)
     rows, columns = (
@@ -294,12 +283,14 @@ def _rowwise(quantizer: Rowwise, x: Matrix, state: AmaxState | None, meets: Meet
     return BothWays(straight, other, amax(maxima[0]))
 
 
-def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None, meets: Meets) -> BothWays:
+def _blockwise(
+    quantizer: Blockwise, read: _Read, state: AmaxState | None, meets: Meets
+) -> BothWays:
     from jfp8.kernels.hopper import quantize_blocks
 
     del state, meets
     along, across = quantizer.block_size
-    (m, n), read = x.shape, _read(x)
+    m, n = read.values().shape
     fmt, rounding, columns = quantizer.fmt, quantizer.scale_rounding, read.columns
     how = {"fmt": fmt, "scale_rounding": rounding}
     if across > 1:
@@ -323,7 +314,7 @@ def _blockwise(quantizer: Blockwise, x: Matrix, state: AmaxState | None, meets: 
         scales = tuple(codes_to_format(s, E8M0FNU) for s in scales)
     blocks = (ragged_block(Block((across, along)), shape) for shape in ((m, n), (n, m)))
     straight, other = map(ScaledArray, (q, q_t), scales, blocks)
-    return BothWays(straight, other, amax(as_array(x)))
+    return BothWays(straight, other, amax(read.values()))
 
 
 def _finds_amax(quantizer: Quantizer, state: AmaxState | None) -> bool:

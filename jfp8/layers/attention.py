@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers.options import check_operand
+from jfp8.matmul.spec import Implementation
 from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.products.flash.heads import Heads, split_heads
 from jfp8.recipes.recipe import Recipe

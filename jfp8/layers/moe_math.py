@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers import transformer_math
-from jfp8.products.cast_later import as_array
+from jfp8.matmul.spec import Implementation
+from jfp8.products.made import array_of
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
@@ -124,7 +124,7 @@ def through_experts(
         hidden = hidden.reshape(*hidden.shape[:2], *parts, n, -1)
     hidden = transformer_math.activated(hidden, activation, saved_activations=saved_activations)
     if divided:
-        hidden = as_array(hidden).reshape(*hidden.shape[:2], intermediate_dim)
+        hidden = array_of(hidden).reshape(*hidden.shape[:2], intermediate_dim)
     y = wo(hidden, ExpertRows(exchange, "result", divided))
     each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
     return jnp.sum(each * routed.weights[:, :, None], axis=1).astype(y.dtype)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jfp8.products.made import Made, cast_made
 from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.arrays import ScaledArray
 
 # Of a normalisation, and of each product.
 NORM_OPTIONS = ("layernorm_type", "epsilon", "zero_centered_gamma", "saved_activations")
@@ -55,6 +58,45 @@ def check_operand(lhs: jax.Array) -> None:
             "without a scale. Leave dtype out, or pass jnp.bfloat16: the layer quantizes to FP8 "
             "itself, in the formats of its recipe=."
         )
+
+
+def kernel_dtype(lhs: Any, rhs: Any, casts_kernel: bool) -> np.dtype | None:
+    """Return the dtype to which a product casts its kernel; None if that is not its to cast.
+
+    A kernel in f32 of a layer that computes in fewer bits is cast by the product, so that its
+    gradient is the product's f32 sums.
+    """
+    in_f32 = isinstance(rhs, jax.Array) and rhs.dtype == jnp.float32
+    return np.dtype(lhs.dtype) if casts_kernel and in_f32 and lhs.dtype.itemsize < 4 else None
+
+
+def kernel_values(rhs: Any, dtype: np.dtype | None, of_quantized: Any) -> jax.Array:
+    """Return a kernel as an array, cast to `dtype` if given; a `ScaledArray` in `of_quantized`."""
+    if isinstance(rhs, ScaledArray):
+        return rhs.dequantize(of_quantized)
+    return rhs if dtype is None else rhs.astype(dtype)
+
+
+def promoted(
+    promote: Callable[[Sequence[Any]], Sequence[Any]], arrays: Sequence[Any], casts_kernel: bool
+) -> list[Any]:
+    """Return inputs, a kernel and maybe a bias, as ``promote(arrays)`` casts them.
+
+    `ScaledArray`s stay as they are, and so do inputs that are `Made`, unless they are cast.
+
+    Args:
+      casts_kernel: whether the product casts a kernel in f32, see `kernel_dtype`.
+    """
+    first = arrays[0]
+    if isinstance(first, Made):
+        inputs, *others = promoted(promote, [first.array, *arrays[1:]], casts_kernel)
+        return [cast_made(first, inputs), *others]
+    cast = promote([None if isinstance(x, ScaledArray) else x for x in arrays])
+    both = zip(arrays, cast, strict=True)
+    inputs, kernel, *bias = (x if isinstance(x, ScaledArray) else p for x, p in both)
+    if not isinstance(kernel, ScaledArray) and kernel_dtype(kernel, arrays[1], casts_kernel):
+        kernel = arrays[1]
+    return [inputs, kernel, *bias]
 
 
 def check_names(layer: type, given: Iterable[str], allowed: Iterable[str]) -> None:

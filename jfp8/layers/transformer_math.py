@@ -15,18 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.kernels.choice import may_quantize_by_kernels, traced_for_gpu
-from jfp8.kernels.partitioning import divided
 from jfp8.layers import kv_cache
 from jfp8.layers.attention import check_weights_stay_inside
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
+from jfp8.matmul.spec import planner_of
 from jfp8.products.flash.heads import Heads, Whole
 from jfp8.products.made import Followed, Made, Source, Then, make_all, through_make
 from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
 from jfp8.scaling.formats import Format
-from jfp8.tracing.context import has_explicit_axes
+from jfp8.tracing.device import current_device, current_gpu
 
 
 def _identity(x: jax.Array) -> jax.Array:
@@ -109,13 +108,19 @@ def activate(
     return keeping_inputs(run, saved_activations)(x)
 
 
+def _kernels_quantize() -> bool:
+    """Whether kernels that quantize may compute an activation, or its gradient, as they do."""
+    planner = planner_of(current_device())
+    return planner is not None and planner.quantizes_by_kernels()
+
+
 def following(activation: str | None) -> Then | None:
     """What to tell a product whose result goes to `activated`, and nowhere else; None: it does not.
 
     The product may then return a `Followed`: where kernels may compute the gradient of `activation`
     as they quantize it.
     """
-    if activation is None or not may_quantize_by_kernels():
+    if activation is None or not _kernels_quantize():
         return None
     return Then(Activation(activation), projections_of(activation))
 
@@ -134,26 +139,14 @@ def activated(
         y, x = through_make(x), x.array
     else:
         y = activate(x, activation, saved_activations=saved_activations)
-    return Made(y, Source(x, Activation(activation))) if may_quantize_by_kernels() else y
+    return Made(y, Source(x, Activation(activation))) if _kernels_quantize() else y
 
 
 @jax.custom_jvp
 def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """``x + y`` in the dtype of `x`, where `y` is what a product wrote.
-
-    On GPUs cuBLASLt adds `x` itself, as it writes `y`. Its results are matrices, so the sum is one:
-    otherwise XLA would copy `x` first, to overwrite it.
-    """
-    y = y.astype(x.dtype)
-    if not traced_for_gpu() or has_explicit_axes():
-        return x + y
-
-    def add(x: jax.Array, y: jax.Array) -> jax.Array:
-        rows = lambda x: x.reshape(-1, x.shape[-1])
-        return (rows(x) + rows(y)).reshape(x.shape)
-
-    dims = " ".join(f"d{i}" for i in range(x.ndim))
-    return divided("residual_sum", add, f"{dims}, {dims} -> {dims}")(x, y)
+    """Return ``x + y`` in the dtype of `x`, where `y` is what a product wrote."""
+    planner, y = planner_of(current_device(x, y)), y.astype(x.dtype)
+    return x + y if planner is None else planner.residual_sum(x, y)
 
 
 @residual_sum.defjvp
@@ -346,7 +339,7 @@ def _scores(
     # On GPUs softmax then goes along rows of memory, and nothing transposes scores or their
     # gradients. (On CPUs the gradient of `key` would be summed in another order.)
     by = ("...kgd,...qgrd->...grqk", key, query)
-    if not traced_for_gpu():
+    if current_gpu(query, key) is None:
         by = ("...qgrd,...kgd->...grqk", query, key)
     scores = jnp.einsum(*by, preferred_element_type=wide)
     scores = scores.reshape(every_head) / np.sqrt(depth).astype(wide)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers import kv_cache, transformer_math
 from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import PRODUCT_OPTIONS, check_option, options_of
 from jfp8.layers.position_math import GroupMethod, Rotary
+from jfp8.matmul.spec import Implementation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 

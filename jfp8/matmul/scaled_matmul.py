@@ -7,9 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.choice import Implementation, check_implementation, product
-from jfp8.matmul.spec import ACCUMULATIONS, Job, check_dimension_numbers
+from jfp8.matmul.emulate import multiply
+from jfp8.matmul.spec import (
+    ACCUMULATIONS,
+    Implementation,
+    MatmulSpec,
+    check_dimension_numbers,
+    check_implementation,
+)
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
+from jfp8.tracing.device import current_device
 
 
 def scaled_matmul(
@@ -90,5 +97,13 @@ def scaled_matmul(
         raise ValueError(f"accumulation={accumulation!r} is unknown. Allowed: {allowed}.")
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     dtype = np.dtype(preferred_element_type)
-    job = Job(dimension_numbers, dtype, accumulation, fast_accumulation, powers_of_two)
-    return product(lhs, rhs, job, implementation)
+    spec = MatmulSpec(
+        dimension_numbers,
+        dtype,
+        accumulation,
+        fast_accumulation,
+        powers_of_two,
+        implementation=implementation,
+        device=current_device(lhs.data, rhs.data),
+    )
+    return multiply(lhs, rhs, spec)

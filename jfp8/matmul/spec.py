@@ -1,13 +1,20 @@
-"""The product to compute of two `ScaledArray`s, and its layout of dimensions and scales."""
+"""`MatmulSpec`: what is known of a matmul of two `ScaledArray`s while JAX traces, and who plans it.
+
+The core computes every matmul by the reference, `emulate`. A planner for a kind of device knows
+better ways; it is a module that is imported when a program is traced for such a device, not before.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import itertools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -15,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.paired import Paired
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
-from jfp8.scaling.formats import E4M3FN, E5M2, E8M0FNU
+from jfp8.scaling.formats import E4M3FN, E5M2
 from jfp8.scaling.parts import expand_scale
-from jfp8.tracing.context import Tpu
+from jfp8.tracing.device import Device
+from jfp8.tracing.notes import EXPLAINING
 
 Numbers: TypeAlias = tuple[
     tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
@@ -30,40 +37,82 @@ ACCUMULATIONS: tuple[str, ...] = get_args(Accumulation)
 
 HARDWARE_FORMATS = frozenset({E4M3FN, E5M2})
 
+Implementation = Literal[None, "emulate", "xla", "mosaic_gpu", "mosaic_tpu"]
+
+# The door to the chips: each kind of device, and each implementation that can be asked for by name,
+# with the module that plans its matmuls. No file of the core imports one.
+_PLANNERS = {
+    "cuda": "jfp8.kernels.cuda",
+    "rocm": "jfp8.kernels.rocm",
+    "tpu": "jfp8.kernels.tpu.planner",
+    "several": "jfp8.kernels.several",
+}
+_NAMED = {
+    "emulate": None,
+    "xla": "jfp8.kernels.xla.planner",
+    "mosaic_gpu": "jfp8.kernels.cuda",
+    "mosaic_tpu": "jfp8.kernels.tpu.planner",
+}
+
+
+def planner_of(device: Device, implementation: str | None = None) -> Any:
+    """Return the module that plans for a device, or for a named implementation; None: nobody does.
+
+    Then the reference computes. See `jfp8.kernels` for the functions that a planner has.
+    """
+    if implementation in _NAMED:
+        module = _NAMED[implementation]
+    else:
+        module = None if device is None else _PLANNERS.get(device.platform)
+    return None if module is None else importlib.import_module(module)
+
+
+def explained(what: str, *arguments: Any) -> AbstractContextManager[object]:
+    """Return a context that notes how a GPU would compute something, if a report is being made.
+
+    Args:
+      what: a function of `jfp8.kernels.explain`.
+      arguments: of that.
+    """
+    if EXPLAINING.value is None:
+        return contextlib.nullcontext()
+    return getattr(importlib.import_module("jfp8.kernels.explain"), what)(*arguments)
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raise ``ValueError`` unless `implementation` is None or names an implementation."""
+    if implementation is not None and implementation not in _NAMED:
+        allowed = ", ".join(map(repr, _NAMED))
+        raise ValueError(
+            f"implementation={implementation!r} is unknown. Allowed: {allowed}, or None, which "
+            "picks one for the platform."
+        )
+
 
 @dataclass(frozen=True)
-class Job:
-    """The product to compute of two operands; see `scaled_matmul`.
+class MatmulSpec:
+    """What is known of a matmul of two `ScaledArray`s while JAX traces; see `scaled_matmul`.
 
     Attributes:
       dimension_numbers: checked.
-      dtype: that of the result.
-      accumulation, fast_accumulation, powers_of_two: see `scaled_matmul`.
-      parts: the dtype in which devices send the parts of a sum that the compiler divides; None:
-        that of the result.
-      tpu: that the operands are on, where their types do not say it.
-      bias: ``[n]``, added to the result once that has its dtype; None: none is.
+      dtype: of the result.
+      accumulation, fast_accumulation, powers_of_two, implementation: see `scaled_matmul`.
+      partial_dtype: of the partial sums that devices exchange; None: `dtype`.
+      device: that the program is traced for.
     """
 
-    dimension_numbers: Numbers
-    dtype: np.dtype
-    accumulation: str
-    fast_accumulation: bool
-    powers_of_two: bool
-    parts: np.dtype | None = None
-    tpu: Tpu | None = None
-    bias: jax.Array | None = None
+    dimension_numbers: Numbers = (((), ()), ((), ()))
+    dtype: np.dtype = np.dtype(np.float32)
+    accumulation: str = "f32"
+    fast_accumulation: bool = False
+    powers_of_two: bool = False
+    partial_dtype: np.dtype | None = None
+    implementation: Implementation = None
+    device: Device = None
 
-    @property
-    def dtype_of_parts(self) -> np.dtype:
-        """The dtype of a product before it is scaled.
-
-        TPUs among which the compiler divides arrays add parts of sums up in it: in f32 they would
-        send twice the bytes.
-        """
-        divided = self.tpu is not None and self.tpu.divides
-        sent = np.dtype(self.parts or self.dtype)
-        return sent if divided and sent == jnp.bfloat16 else np.dtype(np.float32)
+    def of(self, dimension_numbers: Numbers, dtype: np.dtype) -> MatmulSpec:
+        """Return the spec of a matmul that sums likewise."""
+        return replace(self, dimension_numbers=dimension_numbers, dtype=dtype)
 
 
 # Products of arrays of any shape, as products of (batches of) matrices.
@@ -167,13 +216,8 @@ def as_matrices(lhs: jax.Array, rhs: Any, numbers: Numbers) -> tuple[jax.Array, 
 def _grouped(
     x: Any, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
 ) -> tuple[Any, int]:
-    """`x` with each of three groups of dimensions merged into one, and the position of `contract`.
-
-    The batch dimension comes first, if there is one; the other two keep their order, and are added
-    if they are missing. Nothing is transposed unless a group is out of order or not contiguous.
-    """
-    matrix = sorted((tuple(free), tuple(contract)))
-    groups = [tuple(batch), *matrix] if batch else matrix
+    """Return `x` with each of three groups of dimensions merged, and the position of `contract`."""
+    groups = matrix_groups(batch, free, contract)
     order = [d for group in groups for d in group]
     x = x if order == sorted(order) else x.transpose(order)
     sizes = iter(x.shape)
@@ -181,9 +225,16 @@ def _grouped(
     return x, len(groups) - 1 if groups[-1] == tuple(contract) else len(groups) - 2
 
 
-def to_last(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with its last two dimensions exchanged, unless `axis` is the last."""
-    return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
+def matrix_groups(
+    batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return the dimensions of an operand that each dimension of its matrix merges.
+
+    The batch dimension comes first, if there is one; the other two keep their order, and are added
+    if they are missing. Nothing is transposed unless a group is out of order or not contiguous.
+    """
+    matrix = sorted((tuple(free), tuple(contract)))
+    return [tuple(batch), *matrix] if batch else matrix
 
 
 # Scales laid out like the result, and products that are multiplied by them.
@@ -207,18 +258,6 @@ def to_output(
     return scale.reshape(*sizes[: len(batch)], *(1,) * before, *sizes[len(batch) :], *(1,) * after)
 
 
-def row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> jax.Array:
-    """The scales as f32[], or one for each free index, f32[(batch,) free]."""
-    scale = jnp.asarray(q.scale)
-    if not scale.ndim:
-        return scale
-    free = free_dims(q.ndim, contract, batch)
-    scale = to_output(scale, q, batch, free, 0, 0)
-    scale = jnp.broadcast_to(scale, [q.shape[d] for d in (*batch, *free)])
-    size = math.prod(q.shape[d] for d in free)
-    return scale.reshape(-1, size) if batch else scale.reshape(size)
-
-
 LARGEST_FACTOR = np.float32(np.finfo(np.float32).max)
 
 
@@ -237,14 +276,14 @@ def scale_products(
     ]
 
 
-def multiply(
+def plain_dot(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: lax.DotDimensionNumbers,
     precision: lax.PrecisionLike = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """A product of plain arrays with f32 sums, in `dtype`."""
+    """Return the ``dot_general`` of plain arrays in `dtype`, in which it is summed at least."""
     return lax.dot_general(
         lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=dtype
     )
@@ -255,14 +294,9 @@ def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:
     return jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale)
 
 
-def scale_dtype(q: ScaledArray) -> np.dtype:
-    """The dtype in which the scales of blocks are stored."""
-    return np.dtype(q.scale.data.dtype if isinstance(q.scale, ScaledArray) else q.scale.dtype)
-
-
-def varies_along_sum(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> bool:
+def varies_along_sum(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> bool:
     """Whether a scale of either operand varies along the sum."""
-    (lhs_contract, rhs_contract), _ = job.dimension_numbers
+    (lhs_contract, rhs_contract), _ = spec.dimension_numbers
     return varies_along(lhs, lhs_contract) or varies_along(rhs, rhs_contract)
 
 
@@ -272,23 +306,10 @@ def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
     return bool(shape) and any(shape[d] != 1 for d in dims)
 
 
-def are_powers_of_two(q: ScaledArray, dims: Sequence[int], job: Job) -> bool:
-    """Whether the scales of an operand that is summed over `dims` are known to be powers of two.
-
-    What `job` promises is about scales of blocks, which vary along the sum.
-    """
-    if scale_dtype(q) == E8M0FNU.dtype:
-        return True
-    return job.powers_of_two and varies_along(q, dims)
-
-
-def factors_of(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> list[jax.Array]:
+def factors_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:
     """Factors for a product of the stored values: the scales that do not vary along the sum."""
-    for operand in (lhs, rhs):
-        if isinstance(operand, Paired):
-            return [operand.factor]
-    _, (lhs_batch, rhs_batch) = job.dimension_numbers
-    layout = layout_of(lhs.shape, rhs.shape, job.dimension_numbers)
+    _, (lhs_batch, rhs_batch) = spec.dimension_numbers
+    layout = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers)
     rows, columns = layout.lhs_free, layout.rhs_free
     lhs_scales, rhs_scales = scale_as_f32_pair(lhs), scale_as_f32_pair(rhs)
     return scale_products(

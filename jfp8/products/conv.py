@@ -21,22 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.choice import Implementation
-from jfp8.kernels.platforms import by_platform
-from jfp8.matmul.spec import scale_products
+from jfp8.matmul.spec import Implementation, MatmulSpec, explained, scale_products
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, specs_of, with_result_like
 from jfp8.products.operation import (
-    How,
     Kind,
     Observed,
     Operand,
     Operation,
+    Options,
     State,
-    Sums,
     as_lhs,
     as_operand,
     check_out_dtype,
+    plan,
     value_dtype,
     values_of,
 )
@@ -48,7 +46,7 @@ from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.casts import decode
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.context import has_explicit_axes
+from jfp8.tracing.device import has_explicit_axes
 
 
 def scaled_conv_general_dilated(
@@ -97,7 +95,7 @@ def scaled_conv_general_dilated(
     ... ).shape
     (1, 4, 4, 4)
     """
-    how = How(check_recipe(recipe), implementation)
+    options = Options(check_recipe(recipe), implementation)
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     window = window_of(
         lhs,
@@ -110,7 +108,7 @@ def scaled_conv_general_dilated(
         feature_group_count,
     )
     result = {"preferred_element_type": preferred_element_type}
-    return observed_convolution(lhs, rhs, window, how, State(state, sink, key), **result)[0]
+    return observed_convolution(lhs, rhs, window, options, State(state, sink, key), **result)[0]
 
 
 @in_mesh_of_arguments
@@ -118,7 +116,7 @@ def observed_convolution(
     lhs: jax.Array,
     rhs: jax.Array | ScaledArray,
     window: Window,
-    how: How,
+    options: Options,
     state: State,
     *,
     preferred_element_type: jax.typing.DTypeLike | None = None,
@@ -129,32 +127,54 @@ def observed_convolution(
     result = {"preferred_element_type": preferred_element_type}
     if has_explicit_axes():
         reference = functools.partial(window.convolve, out_sharding=out_sharding)
-        function = functools.partial(observed_convolution, window=window, how=how, **result)
+        function = functools.partial(observed_convolution, window=window, options=options, **result)
         convolve = lambda lhs, rhs, state: function(lhs, rhs, state=state)
         return with_result_like(specs_of(reference, lhs, rhs), convolve, lhs, rhs, state)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
     window.check(lhs, rhs)
-    products = how.recipe.resolved()
+    products = options.recipe.resolved()
     one_scale = all(q.block is None and q.one_for_both for q in products.quantizers())
     in_high_precision = not isinstance(rhs, ScaledArray)
     if (
         not one_scale
         or products.matrices
-        or how.recipe.accumulation != "f32"
+        or options.recipe.accumulation != "f32"
         or (window.is_pointwise(rhs.shape) and in_high_precision)
     ):
         as_dot = lambda patches, kernel, numbers: observed_dot_general(
-            patches, kernel, numbers, how, state, preferred_element_type=out_dtype
+            patches, kernel, numbers, options, state, preferred_element_type=out_dtype
         )
         return _over_patches(lhs, values_of(rhs), window, as_dot)
-    if how.implementation == "mosaic_gpu":
+    if options.implementation == "mosaic_gpu":
         raise NotImplementedError(
             "implementation='mosaic_gpu' supports convolutions with one scale per tensor only if "
             "the kernel is 1x1. Use implementation=None."
         )
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
-    operation = Convolution((lhs.shape, rhs.shape), dtypes, window)
-    return multiply_quantized(operation, lhs, rhs, how, state)
+    options = options.on_device_of(lhs, rhs)
+    operation = plan(ConvSpec((lhs.shape, rhs.shape), dtypes, window, options))
+    return multiply_quantized(operation, lhs, rhs, options, state)
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """What is known of a convolution while JAX traces: what it is planned by.
+
+    Attributes:
+      shapes: of lhs and rhs.
+      dtypes: of lhs, rhs and y.
+      window: how the kernel moves.
+      options: with the device.
+    """
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]
+    window: Window
+    options: Options
+
+    def reference(self) -> Convolution:
+        """Return the operation of the core."""
+        return Convolution(self.shapes, self.dtypes, self.window)
 
 
 @jax.tree_util.register_static
@@ -165,9 +185,12 @@ class Convolution(Operation):
     Attributes:
       shapes, dtypes: see `Operation`.
       window: how the kernel moves.
+      narrow: the dtype in which f8 values are convolved; all that can be exact, and f32 is fast on
+        CPUs.
     """
 
     window: Window
+    narrow: np.dtype = np.dtype(np.float32)
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         numbers = self.window.dimension_numbers
@@ -178,23 +201,17 @@ class Convolution(Operation):
             "wgrad": ((n, *space), (numbers.out_spec[0], *numbers.out_spec[2:])),
         }[kind]
 
-    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
-        del sums  # in f32
+    def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
+        del spec  # sums are in f32
         scales = scale_products(*(_scales(operand) for operand in (first, second)))
-
-        # XLA has no FP8 convolution. Every f8 value is a bf16 value, so on GPUs bf16 tensor cores
-        # give exact products; on CPUs f32 is faster.
-        y = by_platform(
-            lambda a, b: self._of_values(kind, *_values(a, b, jnp.bfloat16)),
-            "bf16: there is no FP8 convolution",
-            lambda a, b: self._of_values(kind, *_values(a, b, jnp.float32)),
-            *(x.data if isinstance(x, ScaledArray) else x for x in (first, second)),
-        )
+        with explained("convolution"):
+            y = self.of_values(kind, *_values(_data(first), _data(second), self.narrow))
         for scale in scales:
             y = y * scale
         return y.astype(self.dtype_of(kind))
 
-    def _of_values(self, kind: Kind, first: jax.Array, second: jax.Array) -> jax.Array:
+    def of_values(self, kind: Kind, first: jax.Array, second: jax.Array) -> jax.Array:
+        """Return the result of one of the three convolutions of plain arrays, in f32."""
         if kind == "fprop":
             return self.window.convolve(first, second)
         convolve: Callable[[jax.Array], jax.Array]
@@ -207,6 +224,10 @@ class Convolution(Operation):
         of = jax.ShapeDtypeStruct(shape, first.dtype)
         (gradient,) = jax.linear_transpose(convolve, of)(cotangent.astype(jnp.float32))
         return gradient.astype(jnp.float32)
+
+
+def _data(operand: Operand) -> jax.Array:
+    return operand.data if isinstance(operand, ScaledArray) else operand
 
 
 def _scales(operand: Operand) -> tuple[jax.Array, ...]:

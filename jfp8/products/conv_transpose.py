@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfp8.products.cast_later import Kernel, as_array
+from jfp8.scaling.arrays import ScaledArray
 
 Padding = str | Sequence[tuple[int, int]]
 
 
 def conv_transpose(
     lhs: jax.Array,
-    rhs: Kernel,
+    rhs: jax.Array | ScaledArray,
     strides: Sequence[int],
     padding: Padding,
     rhs_dilation: Sequence[int],
@@ -35,7 +35,10 @@ def conv_transpose(
     """
     rank = lhs.ndim - 2
     if transpose_kernel:
-        rhs = jnp.flip(as_array(rhs), range(rank)).swapaxes(-1, -2)
+        values = rhs.dequantize() if isinstance(rhs, ScaledArray) else rhs
+        if values.dtype == jnp.float32 and lhs.dtype.itemsize < 4:
+            values = values.astype(lhs.dtype)  # `convolve` would cast it
+        rhs = jnp.flip(values, range(rank)).swapaxes(-1, -2)
     rule = "VALID" if padding == "CIRCULAR" else padding
     if isinstance(rule, str):
         extents = [(k - 1) * d + 1 for k, d in zip(rhs.shape[:rank], rhs_dilation, strict=True)]

@@ -1,49 +1,42 @@
-"""`scaled_dot_general`: ``jax.lax.dot_general`` with quantized operands, forward and backward.
-
-It is computed as the operation `Dot`, as `ContractionLast` on GPUs where that is faster, or as
-`DotOnTpu`.
-"""
+"""`scaled_dot_general`: ``jax.lax.dot_general`` with quantized operands, forward and backward."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels import choice
-from jfp8.kernels.choice import Implementation
-from jfp8.kernels.k_major import contraction_last, plain_matrices
-from jfp8.kernels.tpu.dot import DotOnTpu, on_tpu
-from jfp8.kernels.tpu.sharded import layout_of_matrices
+from jfp8.matmul.emulate import multiply
 from jfp8.matmul.spec import (
+    Implementation,
+    MatmulSpec,
     Numbers,
     as_matrices,
     check_dimension_numbers,
     layout_of,
+    plain_dot,
     plus_bias,
 )
-from jfp8.products.dot import Dot
-from jfp8.products.explicit_sharding import (
-    Specs,
-    in_mesh_of_arguments,
-    specs_of,
-    with_result_like,
-)
-from jfp8.products.made import Followed, Source, Then, source_of_matrix
+from jfp8.products.explicit_sharding import Specs, specs_of, with_result_like
+from jfp8.products.made import Followed, Source, Then
 from jfp8.products.operation import (
-    How,
+    Kind,
     Observed,
     Operand,
     Operation,
+    Options,
     State,
     as_lhs,
     as_operand,
     check_out_dtype,
     has_scales_of,
+    plan,
     value_dtype,
     values_of,
 )
@@ -51,9 +44,9 @@ from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.context import has_explicit_axes, has_only_explicit_axes
+from jfp8.tracing.device import explicit_mesh_of, has_explicit_axes, has_only_explicit_axes
 
 
 def scaled_dot_general(
@@ -69,7 +62,7 @@ def scaled_dot_general(
     implementation: Implementation = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``jax.lax.dot_general`` with FP8 operands, forward and backward. ::
+    """Compute ``jax.lax.dot_general`` with FP8 operands, forward and backward. ::
 
         fprop  y    = q(lhs) . q(rhs)
         dgrad  dlhs = q(dy) . q(rhs)^T
@@ -115,12 +108,12 @@ def scaled_dot_general(
     >>> jax.grad(loss)(w).shape
     (3, 4)
     """
-    how = How(check_recipe(recipe), implementation)
+    recipe = recipe if isinstance(recipe, Recipe) else check_recipe(recipe)
     y, _ = observed_dot_general(
         lhs,
         rhs,
         dimension_numbers,
-        how,
+        Options(recipe, implementation),
         State(state, sink, key),
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
@@ -128,12 +121,37 @@ def scaled_dot_general(
     return y
 
 
-@in_mesh_of_arguments
+@dataclass(frozen=True)
+class DotSpec:
+    """What is known of a `scaled_dot_general` while JAX traces: what it is planned by.
+
+    Attributes:
+      shapes: of lhs and rhs.
+      dtypes: of lhs, rhs and y.
+      dimension_numbers: checked.
+      options: with the device.
+      has_quantized_rhs: whether rhs is a `ScaledArray`.
+      sharding: how lhs, rhs and y are sharded, and the shapes and dimension numbers for which that
+        is said; None: it is not known.
+    """
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[np.dtype, np.dtype, np.dtype]
+    dimension_numbers: Numbers
+    options: Options
+    has_quantized_rhs: bool = False
+    sharding: tuple[Specs, tuple[tuple[int, ...], tuple[int, ...]], Numbers] | None = None
+
+    def reference(self) -> Dot:
+        """Return the operation of the core."""
+        return Dot(self.shapes, self.dtypes, self.dimension_numbers)
+
+
 def observed_dot_general(
     lhs: jax.typing.ArrayLike,
     rhs: jax.typing.ArrayLike | ScaledArray,
     dimension_numbers: lax.DotDimensionNumbers,
-    how: How,
+    options: Options,
     state: State,
     *,
     preferred_element_type: jax.typing.DTypeLike | None = None,
@@ -143,87 +161,175 @@ def observed_dot_general(
     bias: jax.Array | None = None,
     specs: Specs | None = None,
 ) -> tuple[Any, Observed]:
-    """`scaled_dot_general`, and the amaxes of its operands, which have no gradient.
+    """Compute `scaled_dot_general`, and the amaxes of its operands, which have no gradient.
 
     If the `source` of `lhs` is given, a kernel may make `lhs` itself. If it is known what follows
     `then`, whose projections are the last but one dimension of the result, this may be a
     `Followed`: then a kernel may make its gradient. A `bias` ``[n]`` is added to the result, by a
-    kernel if that can. The `specs` say how `lhs`, `rhs` and the result are divided over devices.
+    kernel if that can. The `specs` say how `lhs`, `rhs` and the result are sharded.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    result = {"preferred_element_type": preferred_element_type}
+    mesh = explicit_mesh_of(lhs, rhs, state)
+    if mesh is not None:
+        with jax.sharding.use_abstract_mesh(mesh):
+            how = {"out_sharding": out_sharding, "bias": bias}
+            return observed_dot_general(
+                lhs, rhs, dimension_numbers, options, state, **result, **how
+            )
     if has_explicit_axes():
         what: dict[str, Any] = {"dimension_numbers": dimension_numbers}
-        result = {"preferred_element_type": preferred_element_type}
         reference = partial(lax.dot_general, **what, out_sharding=out_sharding)
         given = specs_of(reference, lhs, rhs)
         known = given if has_only_explicit_axes() else None
-        function = partial(observed_dot_general, **what, how=how, **result, specs=known)
-        multiply = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
-        return with_result_like(given, multiply, lhs, rhs, state, bias)
+        function = partial(observed_dot_general, **what, options=options, **result, specs=known)
+        inside = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
+        return with_result_like(given, inside, lhs, rhs, state, bias)
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
-    shape = layout_of(lhs.shape, rhs.shape, dimension_numbers).shape
-    contracting = dimension_numbers[0][0]
-    layout = None
-    if specs is not None and not dimension_numbers[1][0]:
-        layout = layout_of_matrices(specs, (lhs.shape, rhs.shape), dimension_numbers)
-    if how.recipe.resolved().matrices:
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
+    shapes = lhs.shape, rhs.shape
+    shape = layout_of(*shapes, dimension_numbers).shape
+    sharding = None if specs is None else (specs, shapes, dimension_numbers)
+    if options.recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
         # the borders of the dimensions that form them.
-        lhs, rhs, dimension_numbers = _matrices(lhs, rhs, dimension_numbers, how.recipe)
-    dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
-    dot = Dot((lhs.shape, rhs.shape), dtypes, dimension_numbers, how.implementation)
-    operation: Operation = dot
-    m, n, k = layout_of(lhs.shape, rhs.shape, dimension_numbers).sizes
-    faster, in_bytes = None, isinstance(rhs, ScaledArray)
-    if not dimension_numbers[1][0] and (not in_bytes or how.recipe.resolved().matrices):
-        faster = contraction_last((m, n, k), dtypes, how.recipe, how.implementation)
-        if in_bytes and faster is not None and faster.shapes[1] != (k, n):
-            faster = None  # bytes are not padded
-    if faster is not None:
-        operation = faster
-        lhs, rhs = plain_matrices(lhs, rhs, dimension_numbers, faster.shapes)
-    elif not dimension_numbers[1][0]:
-        tpu = choice.quantizing_tpu(lhs, how.implementation)
-        if tpu is not None:
-            early = None if how.recipe.resolved().fprop.output else bias  # y is rounded before
-            operation, lhs, rhs = on_tpu(tpu, dot, lhs, rhs, early, layout)
-    if faster is None or not faster.kernels:
-        source = then = None
+        lhs, rhs, dimension_numbers = _matrices(lhs, rhs, dimension_numbers, options.recipe)
+    options = options.on_device_of(lhs, rhs)
+    spec = DotSpec(
+        (lhs.shape, rhs.shape),
+        (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype),
+        dimension_numbers,
+        options,
+        isinstance(rhs, ScaledArray),
+        sharding,
+    )
+    operation = plan(spec)
     if bias is not None:
-        then = None  # its gradient needs that of the result
-    if source is not None:
-        source = source_of_matrix(source, contracting, lhs.shape)
-    if faster is not None and faster.shapes != ((m, k), (k, n)):
-        then = None  # zeros are behind the values
-    y, observed = multiply_quantized(operation, lhs, rhs, how, state, source, then)
+        biased = operation.with_bias(lax.stop_gradient(bias), options)
+        if biased is not None:
+            y, observed = multiply_quantized(biased, lhs, rhs, options, state)
+            return _with_gradient_of_sum(y.reshape(shape), bias), observed
+    if bias is not None or not operation.fuses_neighbours:
+        then = None  # the gradient of a bias needs that of the result
+    y, observed = multiply_quantized(operation, lhs, rhs, options, state, source, then)
     if isinstance(y, Followed):
         return y.reshape(shape), observed
-    if faster is not None:
-        y = y[:m, :n]
-    y = y.reshape(shape)
-    if bias is not None and isinstance(operation, DotOnTpu) and operation.bias is not None:
-        return _with_bias_of_kernel(y, bias), observed
-    return plus_bias(y, bias), observed
+    return plus_bias(y.reshape(shape), bias), observed
 
 
 @jax.custom_vjp
-def _with_bias_of_kernel(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """`y`, to which a kernel has added `bias`; with the gradient of ``y' + bias``."""
+def _with_gradient_of_sum(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """Return `y`, to which a kernel has added `bias`, with the gradient of ``y' + bias``."""
     del bias
     return y
 
 
-def _bias_forward(y, bias):
+def _sum_forward(y, bias):
     return y, bias
 
 
-def _bias_backward(bias, dy):
+def _sum_backward(bias, dy):
     (d_bias,) = jax.vjp(lambda bias: plus_bias(jnp.zeros_like(dy), bias), bias)[1](dy)
     return dy, d_bias
 
 
-_with_bias_of_kernel.defvjp(_bias_forward, _bias_backward)
+_with_gradient_of_sum.defvjp(_sum_forward, _sum_backward)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Dot(Operation):
+    """The reference: ``dot_general`` of operands with these shapes.
+
+    Attributes:
+      shapes, dtypes: see `Operation`.
+      dimension_numbers: checked.
+    """
+
+    dimension_numbers: Numbers
+
+    def _matmul(self, kind: Kind) -> _Matmul:
+        return _three_matmuls(self.shapes, self.dimension_numbers)[kind]
+
+    def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self._matmul(kind).numbers[0]
+
+    def terms(self, kind: Kind) -> int:
+        return self._matmul(kind).terms
+
+    def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
+        numbers, order, _ = self._matmul(kind)
+        y = multiply_operands(first, second, spec.of(numbers, self.dtype_of(kind)))
+        return y if order is None else y.transpose(order)
+
+
+def multiply_operands(
+    lhs: Operand,
+    rhs: Operand,
+    spec: MatmulSpec,
+    sum_dtype: jax.typing.DTypeLike = jnp.float32,
+) -> jax.Array:
+    """Return the ``dot_general`` of operands that may be quantized or not.
+
+    Args:
+      sum_dtype: of the sums, if one of them is not.
+    """
+    if isinstance(lhs, ScaledArray) and isinstance(rhs, ScaledArray):
+        return multiply(lhs, rhs, spec)
+    precision = None
+    if isinstance(lhs, ScaledArray):
+        lhs, precision = scaled_values(lhs), lax.Precision.HIGHEST
+    if isinstance(rhs, ScaledArray):
+        rhs, precision = scaled_values(rhs), lax.Precision.HIGHEST
+    common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    lhs, rhs = lhs.astype(common), rhs.astype(common)
+    y = plain_dot(lhs, rhs, spec.dimension_numbers, precision, sum_dtype)
+    return y.astype(spec.dtype)
+
+
+class _Matmul(NamedTuple):
+    """One of the three matmuls.
+
+    Attributes:
+      numbers: its dimension numbers.
+      order: the transposition after it, if there is one.
+      terms: the number of products that each element of the result sums.
+    """
+
+    numbers: Numbers
+    order: tuple[int, ...] | None
+    terms: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _three_matmuls(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
+) -> dict[Kind, _Matmul]:
+    """fprop, dgrad and wgrad.
+
+    The output ``y`` has the batch dimensions first, then those free in lhs, then those free in rhs.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    layout = layout_of(*shapes, numbers)
+    m, n, k = layout.sizes
+    lhs_free, rhs_free = layout.lhs_free, layout.rhs_free
+    n_batch, n_lhs = len(lhs_batch), len(lhs_free)
+    y_dims = tuple(range(len(layout.shape)))
+    y_batch, y_lhs, y_rhs = y_dims[:n_batch], y_dims[n_batch:][:n_lhs], y_dims[n_batch + n_lhs :]
+
+    # dgrad contracts what is free in rhs and gives: batch, lhs free, rhs contracting in rhs' order.
+    # wgrad contracts what is free in lhs and gives: batch, lhs contracting in lhs' order, rhs free.
+    by_rhs = np.argsort(rhs_contract).tolist()
+    by_lhs = np.argsort(lhs_contract).tolist()
+    d_lhs_dims = lhs_batch + lhs_free + tuple(lhs_contract[i] for i in by_rhs)
+    d_rhs_dims = rhs_batch + tuple(rhs_contract[i] for i in by_lhs) + rhs_free
+    d_lhs_order = tuple(np.argsort(d_lhs_dims).tolist())
+    d_rhs_order = tuple(np.argsort(d_rhs_dims).tolist())
+    return {
+        "fprop": _Matmul(numbers, None, k),
+        "dgrad": _Matmul(((y_rhs, rhs_free), (y_batch, rhs_batch)), d_lhs_order, n),
+        "wgrad": _Matmul(((lhs_free, y_lhs), (lhs_batch, y_batch)), d_rhs_order, m),
+    }
 
 
 def _matrices(

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jfp8.products.cast_later import Kernel, as_array
+from jfp8.scaling.arrays import ScaledArray
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,23 @@ def parse(equation: str, lhs_ndim: int, rhs_ndim: int) -> Terms:
 def as_dot_general(
     terms: Terms,
     lhs: jax.Array,
-    rhs: Kernel,
+    rhs: jax.Array | ScaledArray,
     dot_general: Callable[..., jax.Array],
+    rhs_dtype: np.dtype | None = None,
 ) -> jax.Array:
     """The einsum as one ``dot_general(lhs, rhs, dimension_numbers)``.
 
     Dimensions of one operand alone are summed before it; the result is transposed after it.
+
+    Args:
+      rhs_dtype: to which `dot_general` casts `rhs`; None: to none.
     """
     needs_array = set(terms.rhs) - set(terms.lhs + terms.out) or 1 in (*lhs.shape, *rhs.shape)
     if needs_array:
-        rhs = as_array(rhs)
+        if isinstance(rhs, ScaledArray):
+            rhs = rhs.dequantize()
+        elif rhs_dtype is not None:
+            rhs = rhs.astype(rhs_dtype)
     lhs_sizes = dict(zip(terms.lhs, lhs.shape, strict=True))
     rhs_sizes = dict(zip(terms.rhs, rhs.shape, strict=True))
     lhs, lhs_term = _drop_stretched(lhs, terms.lhs, rhs_sizes)

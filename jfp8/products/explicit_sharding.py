@@ -8,16 +8,18 @@ So the compiler decides everything inside, and only the results have types with 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jfp8.products.operation import Observed, Operand
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.device import explicit_mesh_of
 
 
 def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,13 +31,10 @@ def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **how: Any) -> Any:
-        if jax.sharding.get_abstract_mesh().empty:
-            for x in jax.tree.leaves((args, how)):
-                sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
-                if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
-                    with jax.sharding.use_abstract_mesh(sharding.mesh):
-                        return function(*args, **how)
-        return function(*args, **how)
+        mesh = explicit_mesh_of(args, how)
+        inside = contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
+        with inside:
+            return function(*args, **how)
 
     return call
 

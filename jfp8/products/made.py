@@ -137,21 +137,18 @@ class Followed:
         return replace(self, array=self.array.reshape(shape), slot=slot)
 
 
-def followed_by(then: Then | None, y: jax.Array) -> jax.Array | Followed:
-    """What a product returns that gives ``y[..., projections * n]``, if anything follows.
+def followed_by(then: Then, y: jax.Array) -> Followed:
+    """Return what a product returns that gives ``y[..., projections * n]``, or has these apart.
 
     The slot consists of parts of `y`, so that it is batched, and varies over devices, like it.
     """
-    if then is None:
-        return y
-    apart = y.reshape(*y.shape[:-1], then.projections, -1)
+    is_apart = y.ndim > 2 and y.shape[-2] == then.projections
+    apart = y if is_apart else y.reshape(*y.shape[:-1], then.projections, -1)
     return Followed(apart, Source(apart, Gradient(then.make), apart[..., 0, :]))
 
 
-def as_made(cotangent: jax.Array | Followed) -> jax.Array | Made:
-    """The cotangent of what `followed_by` returned, as that of y."""
-    if not isinstance(cotangent, Followed):
-        return cotangent
+def as_made(cotangent: Followed) -> Made:
+    """Return the cotangent of what `followed_by` returned, as that of y."""
     array, source = cotangent.array, cotangent.slot
     return Made(array.reshape(*array.shape[:-2], -1), source)
 
@@ -184,6 +181,11 @@ through_make.defvjp(_through_make_forward, _through_make_backward)
 def with_following(x: jax.Array, then: Then | None) -> jax.Array | Made:
     """`x` for a product that `then` follows, if anything does."""
     return x if then is None else Made(x, then=then)
+
+
+def array_of(x: Any) -> Any:
+    """Return the array of a `Made`; anything else as it is."""
+    return x.array if isinstance(x, Made) else x
 
 
 def split_made(x: Any) -> tuple[Any, Source | None, Then | None]:

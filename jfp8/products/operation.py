@@ -1,6 +1,7 @@
-"""A product: a bilinear operation, and the operands that are quantized for it.
+"""An operation: three matmuls, fprop, dgrad and wgrad, of operands that are quantized for them.
 
-There are three products, fprop, dgrad and wgrad, and each tensor takes part in two of them.
+The core has a reference for each kind of operation. A planner for a kind of device may know another
+operation that computes the same: see `plan`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.choice import Implementation, check_implementation
-from jfp8.products.cast_later import CastLater, as_array
+from jfp8.matmul.spec import Implementation, MatmulSpec, check_implementation, planner_of
 from jfp8.products.made import Made
 from jfp8.products.observers import OBSERVER
 from jfp8.quantizers.quantizer import Context, Quantizer
@@ -29,7 +29,7 @@ from jfp8.scaling.casts import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax
-from jfp8.tracing.context import Tpu
+from jfp8.tracing.device import Device, current_device
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
 Operand = ScaledArray | jax.Array
@@ -48,12 +48,16 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class How:
-    """How products of any kind are computed.
+class Options:
+    """How operations of any kind are computed.
 
     Attributes:
       recipe, implementation: see `scaled_dot_general`.
-      rhs_dtype: to which rhs is cast before all else, see `CastLater`. Its gradient keeps its own.
+      rhs_dtype: to which rhs is cast before all else; None: to none. A layer with parameters in f32
+        that computes in bf16 would cast its kernel itself, and the gradient of a bf16 array is
+        bf16: a rounding, and a pass over memory. Where the operation casts the kernel, its f32 sums
+        are the gradient.
+      device: that the program is traced for; operations find it out, see `on_device_of`.
 
     Raises:
       TypeError: `recipe` is not a recipe.
@@ -63,11 +67,40 @@ class How:
     recipe: Recipe
     implementation: Implementation = None
     rhs_dtype: np.dtype | None = None
+    device: Device = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
             check_recipe(self.recipe)  # raises, and lists the known recipes
         check_implementation(self.implementation)
+
+    def on_device_of(self, *operands: Any) -> Options:
+        """Return these options for the device that a program with `operands` is traced for."""
+        arrays = (x.data if isinstance(x, ScaledArray) else x for x in operands)
+        return replace(self, device=current_device(*arrays))
+
+    def sums(self, kind: Kind) -> MatmulSpec:
+        """Return how one of the three matmuls is summed: its spec without shapes."""
+        return _sums(self, kind)
+
+
+@functools.cache
+def _sums(options: Options, kind: Kind) -> MatmulSpec:
+    recipe = options.recipe
+    product: Product = getattr(recipe.resolved(), kind)
+    accumulation: str = recipe.accumulation
+    # What the hardware does: promote where fast sums are not allowed.
+    if recipe.accumulation == "hopper" and not product.fast_accumulation:
+        accumulation = "hopper_every_128"
+    return MatmulSpec(
+        accumulation=accumulation,
+        fast_accumulation=product.fast_accumulation,
+        powers_of_two=product.powers_of_two,
+        # Between devices, gradients of kernels in f32 are what layers compute in: half the bytes.
+        partial_dtype=options.rhs_dtype if kind == "wgrad" else None,
+        implementation=options.implementation,
+        device=options.device,
+    )
 
 
 class Observed(NamedTuple):
@@ -81,16 +114,15 @@ class Observed(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One of the two products that a tensor takes part in.
+    """One of the two matmuls that a tensor takes part in.
 
     Attributes:
       kind: which one.
       product: the recipe's settings for it.
       quantizer: the recipe's quantizer for this operand; None leaves it in high precision.
-      contracting: the dimensions of the tensor that the product sums over.
-      other: the product's other operand, if it is quantized before this one.
-      turn: the seed of a random rotation, if the other operand was rotated before this one; see
-        `turn_of`.
+      contracting: the dimensions of the tensor that the matmul sums over.
+      other: the other operand, if it is quantized before this one.
+      rotation_seed: of a random rotation, if the other operand was rotated before this one.
     """
 
     kind: Kind
@@ -98,7 +130,7 @@ class Use(NamedTuple):
     quantizer: Quantizer | None
     contracting: tuple[int, ...]
     other: Operand | None = None
-    turn: jax.Array | None = None
+    rotation_seed: jax.Array | None = None
 
     @property
     def other_scale(self) -> jax.Array | None:
@@ -107,17 +139,6 @@ class Use(NamedTuple):
         if not isinstance(scale, jax.Array) or scale.ndim or scale.dtype != jnp.float32:
             return None
         return scale
-
-
-class Sums(NamedTuple):
-    """How one of the three products is summed; see `Job`."""
-
-    accumulation: str = "f32"
-    fast_accumulation: bool = False
-    powers_of_two: bool = False
-    parts: np.dtype | None = None
-    tpu: Tpu | None = None
-    bias: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -137,60 +158,105 @@ class Operation:
     dtypes: tuple[np.dtype, np.dtype, np.dtype]
 
     def dtype_of(self, kind: Kind) -> np.dtype:
-        """The dtype of one product's result: that of y, or of the operand whose gradient it is."""
+        """Return the dtype of a matmul's result: that of y, or of the gradient's primal."""
         return self.dtypes[{"fprop": 2, "dgrad": 0, "wgrad": 1}[kind]]
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The dimensions of both operands that the product sums over."""
+        """Return the dimensions of both arranged operands that the matmul sums over."""
         raise NotImplementedError
 
     def terms(self, kind: Kind) -> int | None:
-        """The number of products that each element of a result sums, for `jfp8.report`.
+        """Return the number of products that each element of a result sums, for `jfp8.report`.
 
         None: `jfp8.report` reads it from the ``dot_general`` or ``conv_general_dilated`` itself.
         """
         del kind
         return None
 
+    def arrange(self, role: str, x: Any) -> Any:
+        """Return an operand, ``lhs``, ``rhs`` or ``grad``, in the layout in which it is quantized.
+
+        A linear function of the operand. `restore` undoes it for results.
+        """
+        del role
+        return x.array if isinstance(x, Made) else x
+
+    def restore(self, kind: Kind, y: jax.Array) -> jax.Array:
+        """Return the result of a matmul in the layout of y, or of the operand it is a gradient of.
+
+        The default is for operations that arrange nothing.
+        """
+        del kind
+        return y
+
+    @property
+    def fuses_neighbours(self) -> bool:
+        """Whether its kernels may compute the activation before it, and the gradient after it."""
+        return False
+
+    def with_bias(self, bias: jax.Array, options: Options) -> Operation | None:
+        """Return this operation with a bias ``[n]`` added to y; None if it cannot add one."""
+        del bias, options
+        return None
+
     def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
-        """One operand, ``lhs``, ``rhs`` or ``grad``, as its quantizer says."""
+        """Return one operand, ``lhs``, ``rhs`` or ``grad``, quantized by `quantizer`."""
         del role
         return quantizer(x, at)
 
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | CastLater | Made,
+        x: jax.Array | Made,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
+        dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        """One operand as both of its products take it, and its amax, if one step can do that.
+        """Return one operand as both of its matmuls take it, and its amax, if one step can do that.
 
-        It may also give the amaxes of parts of the operand, f32[n].
+        It may also give the amaxes of parts of the operand, f32[n]. Otherwise None, and it is
+        quantized for one matmul after the other. Without a backward pass there is no second one.
 
-        Otherwise None, and it is quantized for one product after the other. Without a backward pass
-        there is no second product.
+        Args:
+          dtype: to which `x` is cast first; None: to none.
         """
-        del role, x, first, second, state
+        del role, x, first, second, state, dtype
         return None
 
-    def sent(self, role: str, q: Operand) -> Operand:
-        """An operand as quantized for its first product, where the products take it.
+    def after_transfer(self, role: str, q: Operand) -> Operand:
+        """Return an operand, quantized for its first matmul, where the matmuls take it.
 
-        If it travels there, what arrives is all that its second product has of it.
+        If it is sent to other devices, what arrives is all that its second matmul has of it.
         """
         del role
         return q
 
-    def laid_out(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
-        """A quantized operand as `multiply` takes it, for a sum over `contracting`."""
+    def relayout(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+        """Return a quantized operand as `multiply` takes it, for a sum over `contracting`."""
         del role, contracting
         return operand
 
-    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
-        """One of the three products, in the dtype and layout of y or of the operand it is for."""
+    def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
+        """Return the result of one of the three matmuls.
+
+        Args:
+          spec: what `Options.sums` returns.
+        """
         raise NotImplementedError
+
+
+def plan(spec: Any) -> Operation:
+    """Return the operation that computes what `spec` describes.
+
+    It is that of the planner for its device or implementation, or the reference.
+
+    Args:
+      spec: has ``options`` and ``reference()``, such as `DotSpec`.
+    """
+    planner = planner_of(spec.options.device, spec.options.implementation)
+    found = None if planner is None else planner.plan(spec)
+    return spec.reference() if found is None else found
 
 
 ROTATION_NAME = "jfp8_rotation"
@@ -198,35 +264,49 @@ ROTATION_NAME = "jfp8_rotation"
 
 @dataclass(frozen=True)
 class QuantizedOperand:
-    """One tensor that takes part in two of the three products."""
+    """One tensor that takes part in two of the three matmuls.
+
+    Attributes:
+      role: ``"lhs"``, ``"rhs"`` or ``"grad"``.
+      x: as `Operation.arrange` returns it.
+      state: its amax history.
+      seed: the user's.
+      operation: which it is an operand of.
+      dtype: to which it is cast first; None: to none.
+    """
 
     role: str
-    x: Operand | CastLater | Made
+    x: Operand | Made
     state: AmaxState | None
     seed: jax.Array | None
     operation: Operation
+    dtype: np.dtype | None = None
 
     def quantized(
         self, first: Use, second: Use | None
     ) -> tuple[Operand, Operand | None, jax.Array]:
         """The tensor as its first product takes it, as its second one does, and its amax."""
         if not isinstance(self.x, ScaledArray) and OBSERVER.value is None:
-            at_once = self.operation.quantize_for_both(self.role, self.x, first, second, self.state)
-            if at_once is not None:
-                return at_once
-        if isinstance(self.x, CastLater | Made):
-            return replace(self, x=as_array(self.x)).quantized(first, second)
+            found = self.operation.quantize_for_both(
+                self.role, self.x, first, second, self.state, self.dtype
+            )
+            if found is not None:
+                return found
+        if isinstance(self.x, Made):
+            return replace(self, x=self.x.array).quantized(first, second)
+        if self.dtype is not None and not isinstance(self.x, ScaledArray):
+            return replace(self, x=self.x.astype(self.dtype), dtype=None).quantized(first, second)
         largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
         for_both = second is not None and _same(first, second)
         kinds = f"{first.kind}+{second.kind}" if for_both else first.kind
         made = self._quantized(first, largest, kinds)
-        q = self.operation.sent(self.role, made)
+        q = self.operation.after_transfer(self.role, made)
         again = None
         if second is not None:
             source = self if q is made else replace(self, x=q)
             again = q if for_both else source._quantized(second, largest, second.kind)
-            again = self.operation.laid_out(self.role, again, second.contracting)
-        return self.operation.laid_out(self.role, q, first.contracting), again, largest
+            again = self.operation.relayout(self.role, again, second.contracting)
+        return self.operation.relayout(self.role, q, first.contracting), again, largest
 
     def _quantized(self, use: Use, largest: jax.Array, kinds: str) -> Operand:
         """The tensor as one product takes it; in high precision if `use.quantizer` is None.
@@ -237,7 +317,7 @@ class QuantizedOperand:
         """
         product, quantizer, contracting = use.product, use.quantizer, use.contracting
         x, of_tensor = self.x, largest
-        assert not isinstance(x, CastLater | Made)  # see `quantized`
+        assert not isinstance(x, Made)  # see `quantized`
         if isinstance(x, ScaledArray):
             if quantizer is not None and product.rotation is None and quantizer.fmt == x.format:
                 as_it_is = _with_one_scale(x)
@@ -249,11 +329,11 @@ class QuantizedOperand:
             x = scaled_values(x)
         if product.rotation is not None:
             (axis,) = contracting
-            turn = use.turn
-            if turn is None:  # of the two operands this is the first
-                turn = turn_of(product, use.kind, of_tensor, self.seed)
+            rotated_by = use.rotation_seed
+            if rotated_by is None:  # of the two operands this is the first
+                rotated_by = rotation_seed(product, use.kind, of_tensor, self.seed)
             with jax.named_scope(ROTATION_NAME):
-                x = product.rotation(x, axis, turn)
+                x = product.rotation(x, axis, rotated_by)
             largest = amax(x)
         if quantizer is None:
             return x
@@ -305,7 +385,7 @@ def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
     return fold_in(seed, lax.bitcast_convert_type(amax, jnp.uint32) ^ word)
 
 
-def turn_of(
+def rotation_seed(
     product: Product, kind: Kind, amax: jax.Array, seed: jax.Array | None
 ) -> jax.Array | None:
     """The seed of the random rotation of both operands, uint32[2]; None if there is none.
@@ -378,10 +458,10 @@ def value_dtype(x: Operand) -> np.dtype:
 
 
 def check_out_dtype(
-    preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: Operand, how: How
+    preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: Operand, options: Options
 ) -> np.dtype:
     """The dtype of a product: `preferred`, which must be floating, or that of the operands."""
-    of_rhs = [] if isinstance(rhs, ScaledArray) else [how.rhs_dtype or rhs]
+    of_rhs = [] if isinstance(rhs, ScaledArray) else [options.rhs_dtype or rhs]
     out_dtype = preferred or jnp.result_type(lhs, *of_rhs)
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise TypeError(

@@ -22,21 +22,19 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfp8.products.cast_later import CastLater
 from jfp8.products.made import Made, Source, Then, as_made, followed_by
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
-    How,
     Kind,
     Observed,
     Operand,
     Operation,
+    Options,
     QuantizedOperand,
     State,
-    Sums,
     Use,
     quantized_output,
-    turn_of,
+    rotation_seed,
 )
 from jfp8.products.undifferentiated_uses import begin_use, end_use
 from jfp8.recipes.product import Product
@@ -98,7 +96,7 @@ class _Residuals(NamedTuple):
       history: the gradient's; None: its scale comes from its own amax.
       seen: the amaxes of the forward pass, or of parts, if there is a sink for them.
       seed: see `_Operands`.
-      turns: the seeds of random rotations in dgrad and wgrad, see `turn_of`.
+      rotation_seeds: of dgrad and wgrad, see `rotation_seed`.
       operation: with the arrays that it needs.
     """
 
@@ -107,7 +105,7 @@ class _Residuals(NamedTuple):
     history: AmaxState | None
     seen: Observed | None
     seed: jax.Array | None
-    turns: tuple[jax.Array | None, jax.Array | None]
+    rotation_seeds: tuple[jax.Array | None, jax.Array | None]
     operation: Operation
 
 
@@ -115,18 +113,18 @@ def multiply_quantized(
     operation: Operation,
     lhs: jax.Array,
     rhs: Operand,
-    how: How,
+    options: Options,
     state: State,
     source: Source | None = None,
     then: Then | None = None,
 ) -> tuple[Any, Observed]:
-    """`operation` of `lhs` and `rhs` as `how` says, and the amaxes of both.
+    """`operation` of `lhs` and `rhs` as `options` say, and the amaxes of both.
 
     The amaxes have no gradient. The gradient of an `rhs` that is a `ScaledArray` goes to its
     carrier, if it has one. If the `source` of `lhs` is given, a kernel may make `lhs` itself. If
     it is known what follows `then`, the result is a `Followed`.
     """
-    recipe, (histories, sink, key) = how.recipe, state
+    recipe, (histories, sink, key) = options.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
         check_state(recipe, histories)
@@ -139,33 +137,31 @@ def multiply_quantized(
     operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed, source)
     operation, operands = same_varying_axes((operation, operands))
     use = None if sink is None else begin_use(sink)
-    y, observed = _multiply(how, carrier is not None, use, then, operation, operands)
+    y, observed = _multiply(options, carrier is not None, use, then, operation, operands)
     if use is not None:
         end_use(use, *observed)
     return y, lax.stop_gradient(observed)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _multiply(how, carried, use, then, operation, operands):
-    return _forward(how, carried, use, then, operation, operands, and_backward=False)[0]
+def _multiply(options, carried, use, then, operation, operands):
+    return _forward(options, carried, use, then, operation, operands, and_backward=False)[0]
 
 
-def _forward(how, carried, use, then, operation, operands, and_backward=True):
+def _forward(options, carried, use, then, operation, operands, and_backward=True):
     if use is not None and and_backward:
         use.linearized = True
     lhs, rhs, _, state, sink, seed, source = operands
-    products = how.recipe.resolved()
+    products = options.recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
-    in_bytes = isinstance(rhs, ScaledArray)
-    frozen = in_bytes and not carried
+    is_quantized = isinstance(rhs, ScaledArray)
+    frozen = is_quantized and not carried
     lhs = first_order_only(lhs)
-    if not in_bytes:
-        rhs = first_order_only(rhs)
-        if how.rhs_dtype is not None:
-            rhs = CastLater(rhs, how.rhs_dtype)
-    made = lhs if source is None else Made(lhs, source)
-    x = QuantizedOperand("lhs", made, state and state["lhs"], seed, operation)
-    w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation)
+    rhs = rhs if is_quantized else first_order_only(rhs)
+    lhs = operation.arrange("lhs", lhs if source is None else Made(lhs, source))
+    rhs = operation.arrange("rhs", rhs)
+    x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation)
+    w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation, options.rhs_dtype)
     x_sum, w_sum = operation.contracting("fprop")
     x_free, _ = operation.contracting("wgrad")
     _, w_free = operation.contracting("dgrad")
@@ -173,50 +169,53 @@ def _forward(how, carried, use, then, operation, operands, and_backward=True):
     x_again = Use("wgrad", wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
     w_again = Use("dgrad", dgrad, dgrad.rhs, w_free) if and_backward else None
     q_lhs, kept_lhs, lhs_amax = x.quantized(Use("fprop", fprop, fprop.lhs, x_sum), x_again)
-    turn = turn_of(fprop, "fprop", lhs_amax, seed)
-    w_use = Use("fprop", fprop, fprop.rhs, w_sum, other=q_lhs, turn=turn)
+    rotated_by = rotation_seed(fprop, "fprop", lhs_amax, seed)
+    w_use = Use("fprop", fprop, fprop.rhs, w_sum, q_lhs, rotated_by)
     q_rhs, kept_rhs, rhs_amax = w.quantized(w_use, w_again)
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
     lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
-    y = _product(operation, how, "fprop", q_lhs, q_rhs, stored=frozen)
-    y = quantized_output("fprop", fprop, "y", y, seed)
+    y = _matmul(operation, options, "fprop", q_lhs, q_rhs, stored=frozen)
+    y = operation.restore("fprop", quantized_output("fprop", fprop, "y", y, seed))
 
     # Without a sink the gradient's amax would be lost, so its history is not updated.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else Observed(lhs_amax, rhs_amax)
     observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
-    turns = turn_of(dgrad, "dgrad", rhs_amax, seed), turn_of(wgrad, "wgrad", lhs_amax, seed)
-    kept = _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, turns, operation)
-    return (followed_by(then, y), observed), kept
+    seeds = (
+        rotation_seed(dgrad, "dgrad", rhs_amax, seed),
+        rotation_seed(wgrad, "wgrad", lhs_amax, seed),
+    )
+    kept = _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, seeds, operation)
+    return (y if then is None else followed_by(then, y), observed), kept
 
 
-def _backward(how, carried, use, then, residuals, cotangents):
-    del then
+def _backward(options, carried, use, then, residuals, cotangents):
     if use is not None:
         use.differentiated = True
-    lhs, rhs, history, seen, seed, turns, operation = residuals
-    products = how.recipe.resolved()
+    lhs, rhs, history, seen, seed, seeds, operation = residuals
+    products = options.recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
     q_lhs = restore(lhs, wgrad.lhs and wgrad.lhs.fmt)
     q_rhs = restore(rhs, dgrad.rhs and dgrad.rhs.fmt)
-    dy = as_made(jax.tree.map(first_order_only, cotangents[0]))
+    dy = jax.tree.map(first_order_only, cotangents[0])
+    dy = operation.arrange("grad", dy if then is None else as_made(dy))
     g = QuantizedOperand("grad", dy, history, seed, operation)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
     assert q_rhs is not None
-    use = Use("dgrad", dgrad, dgrad.lhs, g_sum, other=q_rhs, turn=turns[0])
-    again = None
+    first = Use("dgrad", dgrad, dgrad.lhs, g_sum, q_rhs, seeds[0])
+    second = None
     if q_lhs is not None:
-        again = Use("wgrad", wgrad, wgrad.rhs, g_sum_again, other=q_lhs, turn=turns[1])
-    q_dy, q_dy_again, grad_amax = g.quantized(use, again)
-    d_lhs = _product(operation, how, "dgrad", q_dy, q_rhs, stored=q_lhs is None)
-    d_lhs = quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed)
+        second = Use("wgrad", wgrad, wgrad.rhs, g_sum_again, q_lhs, seeds[1])
+    q_dy, q_dy_again, grad_amax = g.quantized(first, second)
+    d_lhs = _matmul(operation, options, "dgrad", q_dy, q_rhs, stored=q_lhs is None)
+    d_lhs = operation.restore("dgrad", quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed))
     d_rhs = None
     if q_lhs is not None:
         assert q_dy_again is not None
-        d_rhs = _product(operation, how, "wgrad", q_lhs, q_dy_again)
-        d_rhs = quantized_output("wgrad", wgrad, "d_rhs", d_rhs, seed)
+        d_rhs = _matmul(operation, options, "wgrad", q_lhs, q_dy_again)
+        d_rhs = operation.restore("wgrad", quantized_output("wgrad", wgrad, "d_rhs", d_rhs, seed))
     d_sink = None
     if seen is not None:
         d_sink = encode_amax(_largest(*seen, grad_amax)) * SINK_UNIT
@@ -290,24 +289,24 @@ def _refuse_second_order(of, instead, primals, tangents):
     )
 
 
-def _product(
+def _matmul(
     operation: Operation,
-    how: How,
+    options: Options,
     kind: Kind,
     first: Operand,
     second: Operand,
     *,
     stored: bool = False,
 ) -> jax.Array:
-    """One of the three products, under a name by which it is found in jaxprs and profiles.
+    """Return one of the three results, computed under a name that jaxprs and profiles show.
 
     Args:
       stored: whether `second` may be in bytes that somebody else made, with scales of any size.
     """
-    multiply, sums = _called(kind, operation.terms(kind)), _sums(how, kind)
+    multiply, spec = _called(kind, operation.terms(kind)), options.sums(kind)
     if stored:
-        sums = sums._replace(powers_of_two=False)
-    y = multiply(sums, first, second, operation)
+        spec = replace(spec, powers_of_two=False)
+    y = multiply(spec, first, second, operation)
     if (watching := OBSERVER.value) is not None:
         y = watching.multiplied(operation, kind, first, second, y)
     return y
@@ -323,45 +322,33 @@ _OPERANDS: dict[Kind, tuple[str, str]] = {
 def product_by(
     recipe: Recipe, operation: Operation, kind: Kind, first: jax.Array, second: jax.Array
 ) -> tuple[jax.Array, Operand, Operand]:
-    """One of the three products of arrays in high precision, as `recipe` computes it.
+    """Return one of the three results of arrays in high precision, as `recipe` computes it.
 
-    By itself, without state. Also returns its quantized operands.
+    By itself, without state. Also return its quantized operands.
     """
-    how: Product = getattr(recipe.resolved(), kind)
-    given = zip((first, second), _OPERANDS[kind], (how.lhs, how.rhs), operation.contracting(kind))
-    turn = turn_of(how, kind, amax(first), None)
+    product: Product = getattr(recipe.resolved(), kind)
+    quantizers, sums = (product.lhs, product.rhs), operation.contracting(kind)
+    given = zip((first, second), _OPERANDS[kind], quantizers, sums, strict=True)
+    rotated_by = rotation_seed(product, kind, amax(first), None)
     q_first, q_second = (
         QuantizedOperand(role, x, None, None, operation).quantized(
-            Use(kind, how, quantizer, sums, turn=turn), None
+            Use(kind, product, quantizer, summed, rotation_seed=rotated_by), None
         )[0]
-        for x, role, quantizer, sums in given
+        for x, role, quantizer, summed in given
     )
-    y = operation.multiply(kind, q_first, q_second, _sums(How(recipe), kind))
-    return quantized_output(kind, how, "y", y, None), q_first, q_second
+    y = operation.multiply(kind, q_first, q_second, Options(recipe).sums(kind))
+    return quantized_output(kind, product, "y", y, None), q_first, q_second
 
 
 @functools.cache
 def _called(kind: Kind, terms: int | None) -> Callable[..., jax.Array]:
     """``operation.multiply`` as a jitted function called ``jfp8_<kind>_<terms>``."""
 
-    def multiply(sums, first, second, operation):
-        return operation.multiply(kind, first, second, sums)
+    def multiply(spec, first, second, operation):
+        return operation.multiply(kind, first, second, spec)
 
     multiply.__name__ = f"{PRODUCT_NAME}{kind}" + ("" if terms is None else f"_{terms}")
     return jax.jit(multiply, static_argnums=0)
-
-
-@functools.cache
-def _sums(how: How, kind: Kind) -> Sums:
-    recipe = how.recipe
-    product: Product = getattr(recipe.resolved(), kind)
-    accumulation: str = recipe.accumulation
-    # What the hardware does: promote where fast sums are not allowed.
-    if recipe.accumulation == "hopper" and not product.fast_accumulation:
-        accumulation = "hopper_every_128"
-    # Between devices, gradients of kernels in f32 are what layers compute in: half as many bytes.
-    parts = how.rhs_dtype if kind == "wgrad" else None
-    return Sums(accumulation, product.fast_accumulation, product.powers_of_two, parts)
 
 
 def check_sink(sink: jax.Array) -> None:

@@ -18,7 +18,7 @@ from jax import lax
 
 from jfp8.scaling.formats import E4M3FN, E5M2, Format, FormatLike, as_format, format_of
 from jfp8.scaling.random_bits import random_bits
-from jfp8.tracing.context import current_gpu
+from jfp8.tracing.device import current_gpu
 
 Rounding = Literal["nearest_even", "toward_zero", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)

@@ -21,7 +21,7 @@ import pytest
 import jfp8
 from jfp8 import ScaledArray, checkpoint
 from jfp8.checkpoint.torch_layout import Place
-from jfp8.kernels import choice
+from jfp8.products import dot_general
 
 FOLDER = Path(__file__).parents[1] / "data" / "fp8_checkpoints"
 CHECKSUMS = json.loads((FOLDER / "checksums.json").read_text())
@@ -287,13 +287,13 @@ def test_stacked_layers_under_scan_and_attention_with_heads(tmp_path):
 def test_trap_scales_of_others_are_no_powers_of_two(monkeypatch):
     """The recipe's own are, and bf16 would hold their products exactly."""
     seen = []
-    product = choice.product
+    multiply = dot_general.multiply
 
-    def watched(lhs, rhs, job, implementation):
-        seen.append(job.powers_of_two)
-        return product(lhs, rhs, job, implementation)
+    def watched(lhs, rhs, spec):
+        seen.append(spec.powers_of_two)
+        return multiply(lhs, rhs, spec)
 
-    monkeypatch.setattr(choice, "product", watched)
+    monkeypatch.setattr(dot_general, "multiply", watched)
     w = jax.random.normal(jax.random.key(0), (128, 128))
     q = jfp8.quantize(w, granularity=jfp8.Block((128, 128)))
     numbers = (((1,), (0,)), ((), ()))

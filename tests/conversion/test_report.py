@@ -22,7 +22,7 @@ from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.rowwise import RowwiseScaling
-from jfp8.tracing import context as explain
+from jfp8.tracing import notes as explain
 
 KEY = jax.random.key(0)
 CURRENT = Float8CurrentScaling()

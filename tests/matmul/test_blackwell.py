@@ -15,7 +15,7 @@ import jfp8
 from jfp8.kernels.backend import facts_of
 from jfp8.kernels.blackwell.backend import as_e8m0, by_blackwell, scales_of_rows
 from jfp8.kernels.blackwell.matmul import MX, NVFP4, scaled_matmul
-from jfp8.matmul.spec import Job
+from jfp8.matmul.spec import MatmulSpec
 from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.scales import amax
@@ -193,7 +193,7 @@ def test_product_in_larger_blocks(numbers):
     (k_lhs,), (k_rhs,) = numbers[0]
     lhs = in_blocks((40, 300) if k_lhs else (300, 40), (1, 128) if k_lhs else (128, 1))
     rhs = in_blocks((300, 260) if k_rhs == 0 else (260, 300), (128, 128), seed=1)
-    y = by_blackwell(MX, lhs, rhs, Job(numbers, np.dtype(np.float32), "f32", False, True))
+    y = by_blackwell(MX, lhs, rhs, MatmulSpec(numbers, np.dtype(np.float32), "f32", False, True))
     a, b = (values(lhs) if k_lhs else values(lhs).T), (values(rhs) if k_rhs == 0 else values(rhs).T)
     np.testing.assert_array_equal(f64(y), a @ b)
     assert np.abs(a @ b).max() > 100
@@ -246,7 +246,7 @@ def test_product_in_nvfp4(dtype, batch):
     """Exact products; 72 roundings of f32 sums, two of the scales' product, one of the result."""
     lhs, rhs = two_levels((40, 72), (16, 1), 1, 0), two_levels((72, 24), (16, 16), 0, 1)
     a, b = nvfp4_values(lhs), nvfp4_values(rhs)
-    job = Job((((1,), (0,)), ((), ())), np.dtype(dtype), "f32", False, False)
+    job = MatmulSpec((((1,), (0,)), ((), ())), np.dtype(dtype), "f32", False, False)
     product = lambda lhs, rhs: by_blackwell(NVFP4, lhs, rhs, job)
     y = (
         jax.vmap(product)(*jax.tree.map(lambda x: x[None], (lhs, rhs)))[0]
@@ -268,7 +268,7 @@ def test_each_matrix_of_a_batch_has_its_own_outer_scale():
     outer = each.scale.scale.reshape(2, 1, 1)
     lhs = jfp8.ScaledArray(each.data, jfp8.ScaledArray(each.scale.data, outer))
     rhs = TwoLevel(jfp8.E2M1FN, (16, 1))(x, Context((2,), amax(x)))
-    job = Job((((2,), (2,)), ((0,), (0,))), np.dtype(F32), "f32", False, False)
+    job = MatmulSpec((((2,), (2,)), ((0,), (0,))), np.dtype(F32), "f32", False, False)
     assert facts_of(lhs, rhs, job).blocks == ((16, 1), (16, 1))
     y = by_blackwell(NVFP4, lhs, rhs, job)
     repeat = lambda q: f64(q.data) * np.repeat(f64(q.scale.data), 16, axis=2)

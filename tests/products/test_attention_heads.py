@@ -10,9 +10,10 @@ import pytest
 
 import jfp8
 from jfp8 import recipes
+from jfp8.kernels.cast_heads import cast_heads
 from jfp8.layers.transformer_math import projected_attention
 from jfp8.products.flash.dot_product import observed_attention
-from jfp8.products.flash.heads import Heads, Whole, cast_heads
+from jfp8.products.flash.heads import Heads, Whole
 from jfp8.products.flash.numerics import for_both, numerics_of
 
 needs_mosaic = pytest.mark.skipif(
@@ -41,8 +42,8 @@ def test_the_kernel_quantizes_heads_of_a_projection(which):
     first = {"query": 0, "key": SHARED_BY, "value": SHARED_BY + 1}[which]
     uses = getattr(numerics_of(recipes.Float8CurrentScaling()), which)
     with plgpu.force_gpu_interpret_mode():
-        found, _ = for_both(x[which], uses, None, kernels=True, whole=Whole(qkv, first))
-        alone, _ = for_both(x[which], uses, None, kernels=True)
+        found, _ = for_both(x[which], uses, None, cast_heads=cast_heads, whole=Whole(qkv, first))
+        alone, _ = for_both(x[which], uses, None, cast_heads=cast_heads)
     expected, _ = jax.jit(lambda x: for_both(x, uses, None))(x[which])
     assert expected.transposed is None
     for q in (found, alone):
@@ -57,11 +58,14 @@ def test_the_kernel_quantizes_heads_of_a_projection(which):
 
 
 @needs_mosaic
-def test_compiled_for_another_platform_the_same_bytes():
-    """Traced with the kernel in sight, which runs on CUDA alone."""
+def test_the_bytes_of_the_kernel():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     x = np.random.default_rng(1).normal(size=(1, 2, 128, 64)).astype(np.float32)
     inverse = np.linspace(0.5, 8, 256, dtype=np.float32).reshape(1, 2, 128)
-    straight, transposed = cast_heads(jnp.asarray(x), jnp.asarray(inverse), jfp8.E4M3FN, None)
+    with plgpu.force_gpu_interpret_mode():
+        both = cast_heads(jnp.asarray(x), jnp.asarray(inverse), jfp8.E4M3FN, None)
+    straight, transposed = both
     expected = (x * inverse[..., None]).astype(ml_dtypes.float8_e4m3fn)
     assert np.unique(expected.view(np.uint8)).size > 100
     np.testing.assert_array_equal(np.asarray(straight).view(np.uint8), expected.view(np.uint8))

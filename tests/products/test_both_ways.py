@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 
 import jfp8
 from jfp8.kernels.quantize_and_transpose import has_kernel, quantize_both_ways
-from jfp8.products.cast_later import CastLater
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
 from jfp8.quantizers.rowwise import Rowwise
@@ -70,7 +67,7 @@ def test_the_same_bytes_scales_and_amax(quantizer, state, dtype):
     x = matrix(dtype)
     expected = jax.jit(in_two_steps, static_argnums=0)(quantizer, x, state)
     with plgpu.force_gpu_interpret_mode():
-        found = quantize_both_ways(quantizer, x, state)
+        found = quantize_both_ways(quantizer, None, x, state)
     found = found._replace(amax=jnp.max(found.amax))
     assert jax.tree.structure(tuple(found)) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -101,7 +98,7 @@ def test_cast_as_it_is_read(quantizer, state, dtype):
     x = x.at[3, 3].set(70000.0 if dtype == jnp.bfloat16 else 65519.0)  # the cast changes both
     expected = jax.jit(in_two_steps, static_argnums=0)(quantizer, x.astype(dtype), state)
     with plgpu.force_gpu_interpret_mode():
-        found = quantize_both_ways(quantizer, CastLater(x, np.dtype(dtype)), state)
+        found = quantize_both_ways(quantizer, np.dtype(dtype), x, state)
     found = found._replace(amax=jnp.max(found.amax))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = (np.atleast_1d(np.asarray(v)).view(np.uint8) for v in (a, b))
@@ -110,22 +107,20 @@ def test_cast_as_it_is_read(quantizer, state, dtype):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("interpreted", [True, False])
 @pytest.mark.parametrize(
     ("quantizer", "state"),
     [(Unit(E5M2), None), (Current(E4M3), None), (Delayed(E5M2, length=4), SEEN)],
     ids=str,
 )
-def test_factors_of_products(quantizer, state, interpreted):
+def test_factors_of_products(quantizer, state):
     """They are the scales' products, to the bit, and never Inf, which makes NaN of 0."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     met = jnp.float32(0.37), jnp.float32(2.0**120)
     x = (matrix(jnp.float32) * 2.0**20).astype(jnp.bfloat16)
-    how = plgpu.force_gpu_interpret_mode() if interpreted else contextlib.nullcontext()
-    with how:
-        found = quantize_both_ways(quantizer, x, state, met)
-        one = quantize_both_ways(quantizer, x, state, (None, met[0])).transposed
+    with plgpu.force_gpu_interpret_mode():
+        found = quantize_both_ways(quantizer, None, x, state, met)
+        one = quantize_both_ways(quantizer, None, x, state, (None, met[0])).transposed
     for q, scale in ((found.straight, met[0]), (found.transposed, met[1]), (one, met[0])):
         exact = float(q.scale) * float(scale)  # in f64
         assert q.factor == np.float32(min(exact, float(np.finfo(np.float32).max)))

@@ -15,13 +15,14 @@ import pytest
 
 import jfp8
 from jfp8 import recipes
-from jfp8.kernels.attention import Facts, choose
+from jfp8.kernels.attention import plan
 from jfp8.kernels.xla import cudnn_attention as cudnn
 from jfp8.products.flash import passes
 from jfp8.products.flash.mask import Visible
+from jfp8.products.flash.plan import AttentionSpec
 from jfp8.scaling.sink import decode_amax, init_sink
 from jfp8.tracing import compat
-from jfp8.tracing.context import Gpu
+from jfp8.tracing.device import Gpu
 
 RECIPE = recipes.DelayedScaling()
 AMAXES = {"query": 2.0, "key": 40.0, "value": 0.03}  # a scale in the wrong place shows
@@ -159,16 +160,15 @@ def test_what_it_does_not_support(case):
         (128, (12, 0), "compute capability 9 and 10"),
     ],
 )
-def test_the_gpu_decides_too(depth, capability, message, monkeypatch):
+def test_the_gpu_decides_too(depth, capability, message):
     gpu = Gpu("a GPU", capability)
-    monkeypatch.setattr("jfp8.kernels.choice.current_gpu", lambda: gpu)
-    facts = Facts(RECIPE, Visible((T, T), True, None), depth, 1.0, has_state=True)
+    spec = AttentionSpec(RECIPE, Visible((T, T), True, None), depth, 1.0, True, gpu)
     if message is None:
-        assert choose(facts, "cudnn").kernels == "cudnn"
+        assert plan(spec, "cudnn").kernels == "cudnn"
     else:
         with pytest.raises(ValueError, match=message):
-            choose(facts, "cudnn")
-    assert choose(facts, None).kernels != "cudnn"
+            plan(spec, "cudnn")
+    assert plan(spec, None).kernels != "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_the_gpu_decides_too(depth, capability, message, monkeypatch):
 )
 def test_the_version_of_cudnn(version, message, monkeypatch):
     monkeypatch.setattr(compat, "cudnn_version", lambda: version)
-    facts = Facts(RECIPE, Visible((T, T), False, None), 64, 1.0, has_state=True)
+    spec = AttentionSpec(RECIPE, Visible((T, T), False, None), 64, 1.0, has_state=True)
     if message is None:
-        assert choose(facts, "cudnn").together
+        assert plan(spec, "cudnn").uses_one_scale
     else:
         with pytest.raises(ValueError, match=message):
-            choose(facts, "cudnn")
+            plan(spec, "cudnn")
 
 
 def test_without_it_in_jax(monkeypatch):

@@ -18,7 +18,7 @@ from jfp8.kernels import partitioning as divided_functions
 from jfp8.kernels import quantize_and_transpose as both_ways
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.partitioning import Rule
-from jfp8.matmul.spec import Job
+from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.made import Gradient, Made, Source
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed
@@ -167,7 +167,7 @@ def test_products(granularities, name, divided_by_hand):
         jfp8.quantize(integers(256, 256), granularity=granularity, **WHOLE)
         for granularity in granularities
     )
-    job = Job((((1,), (1,)), ((), ())), np.dtype(np.float32), "f32", False, False)
+    job = MatmulSpec((((1,), (1,)), ((), ())), np.dtype(np.float32), "f32", False, False)
     with plgpu.force_gpu_interpret_mode():
         y = hopper.by_mosaic(a, b, job)
     np.testing.assert_array_equal(y, np.asarray(a.dequantize()) @ np.asarray(b.dequantize()).T)

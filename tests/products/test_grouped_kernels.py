@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import jfp8
 from jfp8 import recipes
 from jfp8.kernels.grouped import why_not_grouped_kernels
-from jfp8.tracing.context import Gpu
+from jfp8.tracing.device import Gpu
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
@@ -105,15 +105,13 @@ def test_kernels_compute_what_the_reference_does(recipe, sizes):
 )
 def test_what_they_do_not_compute_is_refused_by_name(recipe, reason):
     x, w, dy = operands(64, 2, 64, 64)
-    assert reason in why_not_grouped_kernels(recipe, w, HOPPER)
+    assert reason in why_not_grouped_kernels(recipe, False, HOPPER)
     with pytest.raises(NotImplementedError, match=reason):
         value_and_gradients(recipe, "mosaic_gpu")(x, w, dy, jnp.array([32, 32]))
 
 
 def test_matrices_kept_in_fp8_are_left_to_the_others():
-    _, w, _ = operands(64, 2, 64, 64)
-    q = jfp8.quantize(w, granularity=jfp8.PerAxis(0))
-    assert "kept in FP8" in why_not_grouped_kernels(recipes.DelayedScaling(), q, HOPPER)
+    assert "kept in FP8" in why_not_grouped_kernels(recipes.DelayedScaling(), True, HOPPER)
 
 
 @pytest.mark.representative(1)

@@ -14,8 +14,8 @@ from jfp8.kernels import quantize_and_transpose as both_ways
 from jfp8.kernels.elementary import elementary
 from jfp8.kernels.quantize_and_transpose import quantize_both_ways
 from jfp8.layers import transformer_math
+from jfp8.layers.options import promoted
 from jfp8.layers.transformer_math import ACTIVATIONS, Activation, projections_of
-from jfp8.products.cast_later import promoted
 from jfp8.products.made import (
     Gradient,
     Made,
@@ -29,6 +29,8 @@ from jfp8.products.made import (
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
 from jfp8.scaling.scales import amax
+from jfp8.tracing.device import Gpu
+from support.devices import pretend
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
@@ -139,7 +141,7 @@ def assert_made(quantizer, state, y, source):
         return along, across.T, largest
 
     with plgpu.force_gpu_interpret_mode():
-        found = quantize_both_ways(quantizer, unknown, state)
+        found = quantize_both_ways(quantizer, None, unknown, state)
     found = found._replace(amax=jnp.max(found.amax))
     if quantizer.block is not None:  # XLA takes it, if it is wanted
         found = found._replace(amax=amax(y))
@@ -182,7 +184,7 @@ def test_a_gradient_whose_blocks_would_mix_projections_is_taken_as_an_array():
     source = Source(projections("swiglu"), Gradient(Activation("swiglu")), cotangent())
     quantizer, array = Blockwise(E4M3, (128, 1)), jnp.ones((100, 300), jnp.bfloat16)
     with plgpu.force_gpu_interpret_mode():
-        found = quantize_both_ways(quantizer, Made(array, source), None)
+        found = quantize_both_ways(quantizer, None, Made(array, source), None)
     np.testing.assert_array_equal(found.straight.dequantize(), array)
 
 
@@ -194,7 +196,7 @@ def test_an_amax_beforehand_is_taken_of_the_array():
     array = jnp.ones((64, 64), jnp.bfloat16)
     made = Made(array, Source(x, Activation("swiglu")))
     with plgpu.force_gpu_interpret_mode():
-        found = quantize_both_ways(Current(E4M3), made, None)
+        found = quantize_both_ways(Current(E4M3), None, made, None)
     np.testing.assert_array_equal(found.straight.dequantize(), array)
 
 
@@ -209,13 +211,14 @@ def noted_makes(monkeypatch):
     """What is made by kernels, as of now."""
     makes = set()
 
-    def quantize(quantizer, x, *args):
+    def quantize(quantizer, dtype, x, *args):
         if isinstance(x, Made):
             makes.add(x.source.make)
-        return quantize_both_ways(quantizer, x, *args)
+        return quantize_both_ways(quantizer, dtype, x, *args)
 
-    for module in ("contraction_last", "ragged.by_kernels"):
-        monkeypatch.setattr(f"jfp8.products.{module}.quantize_both_ways", quantize)
+    pretend(monkeypatch, Gpu("NVIDIA H200", (9, 0)))
+    for module in ("k_major", "grouped"):
+        monkeypatch.setattr(f"jfp8.kernels.{module}.quantize_both_ways", quantize)
     return makes
 
 
@@ -268,8 +271,10 @@ def test_what_kernels_make(layer, options, expected, monkeypatch):
 
 
 @needs_mosaic
-def test_captured_intermediates_are_arrays():
+def test_captured_intermediates_are_arrays(monkeypatch):
     from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    pretend(monkeypatch, Gpu("NVIDIA H200", (9, 0)))
 
     how = {"recipe": "block", "implementation": "mosaic_gpu", "dtype": jnp.bfloat16}
     layer = jfp8.LayerNormMLP(128, activation="swiglu", use_bias=False, **how)
@@ -341,7 +346,9 @@ def test_gradients_are_those_of_the_array(framework):
 
 def test_what_is_cast_is_not_made_by_a_kernel():
     def to(dtype):
-        return promoted(lambda arrays: [a.astype(dtype) for a in arrays], [made(), jnp.ones(3)])[0]
+        return promoted(
+            lambda arrays: [a.astype(dtype) for a in arrays], [made(), jnp.ones(3)], True
+        )[0]
 
     assert isinstance(to(jnp.float32), Made)
     assert isinstance(to(jnp.bfloat16), jax.Array)

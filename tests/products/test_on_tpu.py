@@ -15,18 +15,18 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import recipes
-from jfp8.kernels import choice
+from jfp8.kernels import only_on
 from jfp8.kernels.backend import facts_of
-from jfp8.kernels.choice import choose_on_tpu
-from jfp8.kernels.tpu import backend as product
 from jfp8.kernels.tpu import matmul as kernel
+from jfp8.kernels.tpu import planner
+from jfp8.kernels.tpu.backends import choose_on_tpu
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
-from jfp8.layers.linen import products as linen_products
-from jfp8.matmul.spec import Job
+from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.operation import Use
 from jfp8.quantizers.quantizer import Context, Current
 from jfp8.quantizers.rotations import Hadamard
-from jfp8.tracing.context import Tpu, current_tpu
+from jfp8.tracing.device import Tpu, current_tpu
+from support.devices import pretend
 
 BF16 = jnp.bfloat16
 ROWS = (((1,), (0,)), ((), ()))
@@ -37,7 +37,7 @@ def interpreted(monkeypatch):
     """Kernels for TPUs run on this machine."""
     call = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda *a, **kw: call(*a, **kw | {"interpret": True}))
-    for module in (kernel, product, choice):
+    for module in (kernel, only_on, planner):
         monkeypatch.setattr(module, "kernels_are_interpreted", lambda: True)
     yield
     jax.clear_caches()
@@ -148,7 +148,7 @@ def test_tiles_by_xla_have_the_values_of_the_reference():
     w = w.at[3, 100].set(jnp.nan)
     product = recipes.get("block").resolved().fprop
     use = Use("fprop", product, product.rhs, (0,)), Use("dgrad", product, product.rhs, (1,))
-    values, again, _ = jax.jit(lambda w: quantized_for_both(w, *use, None, kernels=False))(w)
+    values, again, _ = jax.jit(lambda w: quantized_for_both(w, *use, None, None, kernels=False))(w)
     expected = jax.jit(lambda w: product.rhs(w, Context((0,), jnp.nan)).dequantize(BF16))(w)
     for each in (values, again):
         np.testing.assert_array_equal(each.astype(np.float32), expected.astype(np.float32))
@@ -162,14 +162,8 @@ def test_products_that_are_divided_have_the_numbers_of_the_reference(monkeypatch
     arrays = operands()
     state = recipe.init_state()
     expected = results(recipe, None, *arrays, state)
-    asked = []
-    monkeypatch.setattr(
-        choice,
-        "quantizing_tpu",
-        lambda x, how: asked.append(x) or Tpu("TPU7x", divides=True),
-    )
+    pretend(monkeypatch, Tpu("TPU7x", divides=True))
     found = results(recipe, None, *arrays, state)
-    assert asked
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         assert (a != b).mean() < 0.002, name
@@ -207,12 +201,8 @@ def test_dense_gives_its_bias_to_the_product(interpreted, monkeypatch, recipe):
         return y, back(jnp.ones_like(y) * x[:, :128])
 
     expected = run(plain)
-    seen = []
-    tpu = lambda x, how: seen.append(x) or (None if how == "emulate" else Tpu("TPU7x"))
-    monkeypatch.setattr(linen_products, "quantizing_tpu", tpu)
-    monkeypatch.setattr(choice, "quantizing_tpu", tpu)
+    pretend(monkeypatch, Tpu("TPU7x"))
     found = run(layer)
-    assert seen
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -248,7 +238,7 @@ def test_the_tpu_that_is_described():
 
 
 def chosen(q, r, device, **how):
-    job = Job(ROWS, np.dtype(BF16), "f32", False, **{"powers_of_two": True} | how)
+    job = MatmulSpec(ROWS, np.dtype(BF16), "f32", False, **{"powers_of_two": True} | how)
     return choose_on_tpu(facts_of(q, r, job), device)
 
 
@@ -295,7 +285,7 @@ def test_report_says_what_a_tpu_computes():
 @pytest.mark.parametrize(("dtype", "precise"), [(BF16, False), (jnp.float32, True)])
 def test_beside_an_operand_in_high_precision(monkeypatch, dtype, precise):
     """Values of blocks are exact in bf16; what is in f32 must not be rounded to it."""
-    monkeypatch.setattr(choice, "quantizing_tpu", lambda x, how: Tpu("TPU7x"))
+    pretend(monkeypatch, Tpu("TPU7x"))
     x, w, _ = (a.astype(dtype) for a in operands())
     recipe = with_fprop(recipes.Product(recipes.get("mxfp8").resolved().fprop.lhs, None))
     product = partial(jfp8.scaled_dot_general, dimension_numbers=ROWS, recipe=recipe)
@@ -321,7 +311,7 @@ def test_what_is_quantized_in_another_way_is_left_to_it():
         Use("fprop", product, product.lhs, (1,)),
         Use("wgrad", product, product.lhs, (0,)),
     )
-    found = partial(quantized_for_both, state=None, kernels=False)
+    found = partial(quantized_for_both, state=None, dtype=None, kernels=False)
     assert found(x, *both(fprop)) is not None
     rotated = dataclasses.replace(fprop, rotation=Hadamard((1,) * 16))
     stochastic = dataclasses.replace(
@@ -357,8 +347,7 @@ SEVERAL = [
 @pytest.mark.parametrize(("name", "layout"), SEVERAL)
 def test_each_of_several_tpus_runs_the_kernels(interpreted, monkeypatch, name, layout):
     """On meshes with explicit axes: with the numbers of the reference, to the order of f32 sums."""
-    many = Tpu("TPU7x", divides=True)
-    monkeypatch.setattr(choice, "quantizing_tpu", lambda x, how: None if how == "emulate" else many)
+    pretend(monkeypatch, Tpu("TPU7x", divides=True))
     recipe = recipes.get(name)
     state = recipe.init_state()
     arrays = [x.astype(jnp.float32) for x in operands(256, 512, 256)]
@@ -393,10 +382,7 @@ def test_each_of_several_tpus_adds_its_part_of_the_bias(interpreted, monkeypatch
         lambda p: jnp.sum(layer.apply({**variables, "params": p}, x).astype(jnp.float32) ** 2)
     )(variables["params"])
     expected = run(plain, variables, x)
-    many = Tpu("TPU7x", divides=True)
-    tpu = lambda x, how: None if how == "emulate" else many
-    monkeypatch.setattr(linen_products, "quantizing_tpu", tpu)
-    monkeypatch.setattr(choice, "quantizing_tpu", tpu)
+    pretend(monkeypatch, Tpu("TPU7x", divides=True))
     mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2])
     on = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):

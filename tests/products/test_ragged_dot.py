@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import ScaledArray, quantizers, recipes
-from jfp8.kernels import choice
-from jfp8.products.operation import How, State
+from jfp8.products.operation import Options, State
 from jfp8.products.ragged.dot import observed_ragged_dot, scaled_ragged_dot
 from jfp8.products.ragged.tiles import lay_out
 from jfp8.quantizers.rotations import Hadamard
@@ -24,7 +23,8 @@ from jfp8.recipes.per_operand import PerOperand
 from jfp8.recipes.per_tensor import Float8CurrentScaling
 from jfp8.recipes.product import Product
 from jfp8.scaling.sink import decode_amax, init_sink
-from jfp8.tracing.context import Gpu
+from jfp8.tracing.device import Gpu
+from support.devices import pretend
 
 E4M3, E5M2, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn
 MAX = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
@@ -253,9 +253,7 @@ def test_products_are_those_of_fake_quantized_groups(name, implementation):
 @pytest.fixture
 def blackwell(monkeypatch):
     """Products are those for a B200, computed here."""
-    monkeypatch.setattr(choice, "current_gpu", lambda: Gpu("NVIDIA B200", (10, 0)))
-    cuda = lambda function, why, default, *operands, others=None: function(*operands)
-    monkeypatch.setattr(choice, "by_platform", cuda)
+    pretend(monkeypatch, Gpu("NVIDIA B200", (10, 0)))
 
 
 in_mx = pytest.mark.skipif(
@@ -364,7 +362,7 @@ def test_rows_of_no_group_influence_nothing():
     @jax.jit
     def run(lhs, dy):
         def product(lhs, rhs, sink):
-            return observed_ragged_dot(lhs, rhs, sizes, How(recipe), State(state, sink))
+            return observed_ragged_dot(lhs, rhs, sizes, Options(recipe), State(state, sink))
 
         y, vjp, observed = jax.vjp(product, lhs, rhs, sink, has_aux=True)
         return y, observed, vjp(dy)
@@ -500,7 +498,7 @@ def test_rhs_of_stored_bytes_is_used_as_it_is(scales):
     @jax.jit
     def run(lhs, q):
         product = lambda lhs, q, sink: observed_ragged_dot(
-            lhs, q, jnp.array(sizes), How(Float8CurrentScaling()), State(sink=sink)
+            lhs, q, jnp.array(sizes), Options(Float8CurrentScaling()), State(sink=sink)
         )
         y, vjp, observed = jax.vjp(product, lhs, q, init_sink(), has_aux=True)
         return y, vjp(dy), observed

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jfp8 import E4M3FN, scaled_dot_general
-from jfp8.products.dot import Dot
+from jfp8.products.dot_general import Dot
 from jfp8.products.vjp import product_by
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current
@@ -220,7 +220,7 @@ def test_a_product_by_itself_draws_one_rotation():
     plain = Product(q, q)
     recipe = PerOperand(dataclasses.replace(plain, rotation=RandomHadamard(16)), plain, plain)
     f32 = np.dtype(np.float32)
-    dot = Dot((x.shape, w.shape), (f32, f32, f32), (((1,), (0,)), ((), ())), None)
+    dot = Dot((x.shape, w.shape), (f32, f32, f32), (((1,), (0,)), ((), ())))
     y, *_ = product_by(recipe, dot, "fprop", x, w)
     exact = np.float64(x) @ np.float64(w)
     assert 0 < np.linalg.norm(y - exact) < 0.06 * np.linalg.norm(exact)

@@ -14,7 +14,7 @@ import jfp8
 from jfp8 import E2M1FN, E4M3FN
 from jfp8.kernels.xla import bf16_dot as bf16
 from jfp8.matmul.emulate import emulated
-from jfp8.matmul.spec import Job
+from jfp8.matmul.spec import MatmulSpec
 from jfp8.quantizers import Context, TwoLevel
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.scales import amax
@@ -165,7 +165,7 @@ def test_each_row_is_a_tensor_of_its_own(axis):
 
 
 def job(numbers, accumulation="f32"):
-    return Job(numbers, np.dtype(np.float32), accumulation, False, False)
+    return MatmulSpec(numbers, np.dtype(np.float32), accumulation, False, False)
 
 
 PLAIN = (((1,), (0,)), ((), ()))

@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from jfp8.tracing.context import Gpu, current_gpu, why_not_divided
+from jfp8.tracing.device import Gpu, current_gpu, why_not_divided
 
 
 def described(kind, platform="gpu", sizes=(), names=(), types=None):

@@ -19,21 +19,21 @@ from jax import lax
 
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.blackwell.matmul import MX, NVFP4, Kind, scaled_matmul
+from jfp8.kernels.operands import to_last
 from jfp8.kernels.partitioning import divided_sum
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
-    Job,
+    MatmulSpec,
     as_matrices,
     free_dims,
     layout_of,
     scale_products,
     times,
-    to_last,
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import codes_to_format
 from jfp8.scaling.formats import E2M1FN, E8M0FNU, Format
-from jfp8.tracing.context import Gpu, why_not_divided
+from jfp8.tracing.device import Gpu, why_not_divided
 
 
 def _why_not_on(gpu: Gpu | None) -> str | None:
@@ -44,10 +44,10 @@ def _why_not_on(gpu: Gpu | None) -> str | None:
     return why_not_divided(gpu)
 
 
-def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
     """The product by the block-scaled tensor cores, of operands as `kind` has them."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
-    a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = spec.dimension_numbers
+    a, b, numbers = as_matrices(lhs.data, rhs.data, spec.dimension_numbers)
     a, b = (to_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
     a_scale, of_lhs = scales_of_rows(kind, lhs, lhs_contract[0], lhs_batch)
     b_scale, of_rhs = scales_of_rows(kind, rhs, rhs_contract[0], rhs_batch)
@@ -58,12 +58,14 @@ def by_blackwell(kind: Kind, lhs: ScaledArray, rhs: ScaledArray, job: Job) -> ja
         return times(y, factors).astype(dtype)
 
     rule = f"m k, n k, m k/{kind.block}, n k/{kind.block}{',' * len(factors)} -> m n"
-    multiply = divided_sum(f"scaled_matmul, {kind.name}", product, rule, job.dtype, job.parts)
+    multiply = divided_sum(
+        f"scaled_matmul, {kind.name}", product, rule, spec.dtype, spec.partial_dtype
+    )
     if lhs_batch:
         of_factors = [0 if factor.ndim else None for factor in factors]
         multiply = jax.vmap(multiply, in_axes=(0, 0, 0, 0, *of_factors))
     y = multiply(a, b, a_scale, b_scale, *factors)
-    return y.reshape(layout_of(lhs.shape, rhs.shape, job.dimension_numbers).shape)
+    return y.reshape(layout_of(lhs.shape, rhs.shape, spec.dimension_numbers).shape)
 
 
 def scales_of_rows(

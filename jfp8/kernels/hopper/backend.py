@@ -16,20 +16,19 @@ import numpy as np
 
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.only_on import only_on
+from jfp8.kernels.operands import row_scales, to_last
 from jfp8.kernels.partitioning import divided_sum
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
-    Job,
+    MatmulSpec,
     as_matrices,
     free_dims,
     layout_of,
-    row_scales,
-    to_last,
     varies_along_sum,
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.context import Gpu, why_not_divided
+from jfp8.tracing.device import Gpu, why_not_divided
 
 BLOCK = 128  # along the contraction: what the kernels sum before they scale
 
@@ -58,16 +57,16 @@ def why_none_for(gpu: Gpu | None, families: dict[int, str]) -> str | None:
     return why_not_divided(gpu)
 
 
-def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
     """The product by a kernel, with scales by row and column at its end, or per 128 inside it."""
 
     def kernel(lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
         from jfp8.kernels.hopper import matmul as kernels
 
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = job.dimension_numbers
-        a, b, numbers = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = spec.dimension_numbers
+        a, b, numbers = as_matrices(lhs.data, rhs.data, spec.dimension_numbers)
         a, b = (to_last(x, k) for x, (k,) in zip((a, b), numbers[0], strict=True))
-        if varies_along_sum(lhs, rhs, job):
+        if varies_along_sum(lhs, rhs, spec):
             a_scale = _block_scales(lhs, lhs_contract[0], lhs_batch, tiles=False)
             b_scale = _block_scales(rhs, rhs_contract[0], rhs_batch, tiles=True)
             name = "block_matmul"
@@ -77,18 +76,18 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
         else:
             a_scale = row_scales(lhs, lhs_contract, lhs_batch)
             b_scale = row_scales(rhs, rhs_contract, rhs_batch)
-            name = "matmul, fast" if job.fast_accumulation else "matmul"
+            name = "matmul, fast" if spec.fast_accumulation else "matmul"
             product = lambda dtype, a, b, s, t: kernels.matmul(
-                a, b, s, t, dtype, promote=not job.fast_accumulation
+                a, b, s, t, dtype, promote=not spec.fast_accumulation
             )
             by_row, by_column = ("m" if a_scale.ndim else ""), ("n" if b_scale.ndim else "")
             rule = f"m k, n k, {by_row}, {by_column} -> m n"
-        multiply = divided_sum(name, product, rule, job.dtype, job.parts)
+        multiply = divided_sum(name, product, rule, spec.dtype, spec.partial_dtype)
         if lhs_batch:
             scales = [0 if s.ndim else None for s in (a_scale, b_scale)]
             multiply = jax.vmap(multiply, in_axes=(0, 0, *scales))
         y = multiply(a, b, a_scale, b_scale)
-        return y.reshape(layout_of(lhs.shape, rhs.shape, job.dimension_numbers).shape)
+        return y.reshape(layout_of(lhs.shape, rhs.shape, spec.dimension_numbers).shape)
 
     return run(kernel, lhs, rhs)
 

@@ -11,7 +11,7 @@ import importlib.resources
 import json
 from typing import Any
 
-from jfp8.tracing.context import device_kind
+from jfp8.tracing.device import device_kind
 
 
 def measured(kernel: str, *shape: int) -> dict[str, Any] | None:

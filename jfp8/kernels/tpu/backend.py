@@ -15,22 +15,21 @@ import numpy as np
 
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.only_on import only_on
+from jfp8.kernels.operands import row_scales
 from jfp8.kernels.tpu.tiles import LANES
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
-    Job,
+    MatmulSpec,
     as_matrices,
     free_dims,
     layout_of,
     plus_bias,
-    row_scales,
     varies_along_sum,
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import codes_of
 from jfp8.scaling.formats import E8M0FNU
-from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.context import Gpu, Tpu, current_tpu
+from jfp8.tracing.device import Gpu, Tpu
 
 
 def _why_not_on(device: Gpu | Tpu | None) -> str | None:
@@ -45,13 +44,13 @@ def _why_not_on(device: Gpu | Tpu | None) -> str | None:
     )
 
 
-def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+def by_mosaic(
+    lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec, bias: jax.Array | None = None
+) -> jax.Array:
     """The product by the kernel on TPUs, or interpreted; an error on other platforms."""
-    tpu = job.tpu or current_tpu(lhs.data, rhs.data)
-    in_f8 = tpu is None or tpu.multiplies_f8
-    kernel = lambda lhs, rhs: _multiply(lhs, rhs, job, in_f8)
-    if kernels_are_interpreted():
-        return kernel(lhs, rhs)
+    tpu = spec.device
+    in_f8 = not isinstance(tpu, Tpu) or tpu.multiplies_f8
+    kernel = lambda lhs, rhs: _multiply(lhs, rhs, spec, in_f8, bias)
     reason = (
         "implementation='mosaic_tpu' runs on TPUs, and this program is compiled for another "
         "platform. Use implementation=None or 'emulate', which give the same numbers."
@@ -59,14 +58,16 @@ def by_mosaic(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
     return only_on("tpu", kernel, reason, lhs, rhs)
 
 
-def _multiply(lhs: ScaledArray, rhs: ScaledArray, job: Job, in_f8: bool) -> jax.Array:
+def _multiply(
+    lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec, in_f8: bool, given: jax.Array | None
+) -> jax.Array:
     from jfp8.kernels.tpu.matmul import matmul
 
-    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = job.dimension_numbers
-    layout = layout_of(lhs.shape, rhs.shape, job.dimension_numbers)
-    a, b, (((a_k,), (b_k,)), (batch, _)) = as_matrices(lhs.data, rhs.data, job.dimension_numbers)
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = spec.dimension_numbers
+    layout = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers)
+    a, b, (((a_k,), (b_k,)), (batch, _)) = as_matrices(lhs.data, rhs.data, spec.dimension_numbers)
     m, n, k = layout.sizes
-    if varies_along_sum(lhs, rhs, job):
+    if varies_along_sum(lhs, rhs, spec):
         kind, in_f8 = "blocks", False
         scales = (
             _block_scales(lhs, lhs_sum[0], lhs_batch),
@@ -77,8 +78,8 @@ def _multiply(lhs: ScaledArray, rhs: ScaledArray, job: Job, in_f8: bool) -> jax.
         u, v = row_scales(lhs, lhs_sum, lhs_batch), row_scales(rhs, rhs_sum, rhs_batch)
         scales = u[..., None] if u.ndim else u, v[..., None, :] if v.ndim else v
     # The kernel writes what TPUs have registers for.
-    out = job.dtype if job.dtype in (jnp.float32, jnp.bfloat16) else np.dtype(np.float32)
-    bias = None if job.bias is None or out != job.dtype else job.bias.reshape(1, -1)
+    out = spec.dtype if spec.dtype in (jnp.float32, jnp.bfloat16) else np.dtype(np.float32)
+    bias = None if given is None or out != spec.dtype else given.reshape(1, -1)
 
     def product(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
         how: dict[str, Any] = {kind: scales, "bias": bias}
@@ -89,8 +90,8 @@ def _multiply(lhs: ScaledArray, rhs: ScaledArray, job: Job, in_f8: bool) -> jax.
     operands = (a, b, *scales)
     if batch:
         product = jax.vmap(product, in_axes=[0 if x.ndim > 2 else None for x in operands])
-    y = product(*operands).astype(job.dtype).reshape(layout.shape)
-    return plus_bias(y, job.bias if bias is None else None)
+    y = product(*operands).astype(spec.dtype).reshape(layout.shape)
+    return plus_bias(y, given if bias is None else None)
 
 
 def _block_scales(q: ScaledArray, summed: int, batch: Sequence[int]) -> jax.Array:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jfp8.kernels.matrices import Arrangement, arrangements
+from jfp8.kernels.operands import are_powers_of_two, dtype_of_partial_sums
+from jfp8.kernels.tpu.backends import multiply
 from jfp8.kernels.tpu.quantize_operand import quantized_for_both
 from jfp8.kernels.tpu.sharded import (
     Division,
@@ -21,104 +26,145 @@ from jfp8.kernels.tpu.sharded import (
     by_parts,
     count_of,
     division_of,
+    layout_of_matrices,
     spec_of,
     spec_of_scale,
 )
-from jfp8.matmul.spec import Job, are_powers_of_two, as_matrices, plus_bias
-from jfp8.products.cast_later import CastLater
-from jfp8.products.dot import Dot
+from jfp8.matmul.spec import MatmulSpec, layout_of, matrix_groups, plus_bias
+from jfp8.products.dot_general import Dot, DotSpec, multiply_operands
 from jfp8.products.made import Made
 from jfp8.products.observers import OBSERVER
-from jfp8.products.operation import Kind, Operand, Sums, Use
+from jfp8.products.operation import Kind, Operand, Options, Use
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.history import AmaxState
-from jfp8.tracing.context import Tpu
+from jfp8.tracing.device import Tpu
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["bias"],
-    meta_fields=["shapes", "dtypes", "dimension_numbers", "implementation", "tpu", "layout"],
+    meta_fields=["shapes", "dtypes", "dimension_numbers", "tpu", "given", "layout"],
 )
 @dataclass(frozen=True)
 class DotOnTpu(Dot):
     """`Dot` on TPUs.
 
     Attributes:
+      shapes, dimension_numbers: of the matrices that the operands become.
       tpu: on which the operands are.
+      given: how lhs, rhs and grad become these matrices.
       layout: how they lie on several; None: on one, or it is not known.
       bias: ``[n]``, which is added to y; None: none is.
     """
 
     tpu: Tpu
+    given: tuple[Arrangement, Arrangement, Arrangement]
     layout: Layout | None = None
     bias: jax.Array | None = None
+
+    def arrange(self, role: str, x: Any) -> Any:
+        x = super().arrange(role, x)
+        return self.given[("lhs", "rhs", "grad").index(role)].matrix(x)
+
+    def restore(self, kind: Kind, y: jax.Array) -> jax.Array:
+        return self.given[("dgrad", "wgrad", "fprop").index(kind)].array(y)
+
+    def with_bias(self, bias: jax.Array, options: Options) -> DotOnTpu | None:
+        by_kernel = self.layout is not None or not self.tpu.divides
+        rounds_y = options.recipe.resolved().fprop.output  # before the bias is added
+        # Statistics are of the product alone.
+        if not by_kernel or rounds_y or OBSERVER.value is not None:
+            return None
+        return replace(self, bias=bias)
 
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | CastLater | Made,
+        x: jax.Array | Made,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
+        dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
         axes = None
         if self.layout is not None:
             axes = getattr(self.layout, "y" if role == "grad" else role)
         kernels = not self.tpu.divides or axes is not None
-        return quantized_for_both(x, first, second, state, kernels=kernels, axes=axes)
+        return quantized_for_both(x, first, second, state, dtype, kernels=kernels, axes=axes)
 
-    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+    def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         bias = self.bias if kind == "fprop" else None
-        sums = sums._replace(tpu=self.tpu, bias=bias)
+        spec = replace(spec, device=self.tpu)
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
             if self.layout is not None:
-                how = self._division(self.layout, kind)
-                if _has_parts(first, how.first) and _has_parts(second, how.second):
-                    return self._multiply_on_each(how, kind, first, second, sums)
+                division = self._division(self.layout, kind)
+                if _has_parts(first, division.first) and _has_parts(second, division.second):
+                    return self._multiply_on_each(division, kind, first, second, spec, bias)
         elif jnp.bfloat16 in (first.dtype, second.dtype):
-            job = Job(self.dimension_numbers, self.dtype_of(kind), *sums)
+            of_values = spec.of(self.dimension_numbers, self.dtype_of(kind))
             pairs = zip((first, second), self.contracting(kind), strict=True)
-            first, second = (_in_bf16_if_exact(x, summed, job) for x, summed in pairs)
-        return super().multiply(kind, first, second, sums)
+            first, second = (_in_bf16_if_exact(x, summed, of_values) for x, summed in pairs)
+        return self._multiply_here(kind, first, second, spec, bias)
+
+    def _multiply_here(
+        self,
+        kind: Kind,
+        first: Operand,
+        second: Operand,
+        spec: MatmulSpec,
+        bias: jax.Array | None = None,
+    ) -> jax.Array:
+        numbers, order, _ = self._matmul(kind)
+        spec = spec.of(numbers, self.dtype_of(kind))
+        if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
+            y = multiply(first, second, spec, bias)
+        else:
+            y = multiply_operands(first, second, spec, dtype_of_partial_sums(spec))
+            y = plus_bias(y, bias)
+        return y if order is None else y.transpose(order)
 
     def _division(self, layout: Layout, kind: Kind) -> Division:
-        numbers, order, _ = self._product(kind)
+        numbers, order, _ = self._matmul(kind)
         ((a,), (b,)), _ = numbers
         return division_of(layout, kind, (a, b), order)
 
     def _multiply_on_each(
-        self, how: Division, kind: Kind, first: ScaledArray, second: ScaledArray, sums: Sums
+        self,
+        division: Division,
+        kind: Kind,
+        first: ScaledArray,
+        second: ScaledArray,
+        spec: MatmulSpec,
+        bias: jax.Array | None,
     ) -> jax.Array:
-        """The product by TPUs that have a part of each operand, and add parts of sums up."""
-        sums, last = sums._replace(tpu=replace(self.tpu, divides=False), bias=None), sums.bias
-        multiply = super().multiply
+        """Multiply on TPUs that have a part of each operand, and add partial sums up."""
+        spec = replace(spec, device=replace(self.tpu, divides=False))
 
         def part(data, scale, data_2, scale_2, bias):
             operands = ScaledArray(data, scale), ScaledArray(data_2, scale_2)
-            if not how.summed:
-                return multiply(kind, *operands, sums._replace(bias=bias))
-            y = multiply(kind, *operands, sums)
-            sent = jnp.dtype(sums.parts or y.dtype)
+            if not division.summed:
+                return self._multiply_here(kind, *operands, spec, bias)
+            y = self._multiply_here(kind, *operands, spec)
+            sent = jnp.dtype(spec.partial_dtype or y.dtype)
             y = y.astype(sent) if sent == jnp.bfloat16 else y
-            for dim, axes in enumerate(how.result):
-                scattered = tuple(axis for axis in axes if axis in how.summed)
+            for dim, axes in enumerate(division.result):
+                scattered = tuple(axis for axis in axes if axis in division.summed)
                 if scattered:
                     y = lax.psum_scatter(y, scattered, scatter_dimension=dim, tiled=True)
-            others = {axis for axes in how.result for axis in axes}
-            if rest := tuple(axis for axis in how.summed if axis not in others):
+            others = {axis for axes in division.result for axis in axes}
+            if rest := tuple(axis for axis in division.summed if axis not in others):
                 y = lax.psum(y, rest)
             return plus_bias(y.astype(self.dtype_of(kind)), bias)
 
         specs = (
-            spec_of(how.first),
-            spec_of_scale(first.scale.shape, how.first),
-            spec_of(how.second),
-            spec_of_scale(second.scale.shape, how.second),
-            spec_of(how.result[1:]),
+            spec_of(division.first),
+            spec_of_scale(first.scale.shape, division.first),
+            spec_of(division.second),
+            spec_of_scale(second.scale.shape, division.second),
+            spec_of(division.result[1:]),
         )
-        divided = by_parts(part, specs, spec_of(how.result))
-        return divided(first.data, first.scale, second.data, second.scale, last)
+        divided = by_parts(part, specs, spec_of(division.result))
+        return divided(first.data, first.scale, second.data, second.scale, bias)
 
 
 def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
@@ -129,31 +175,30 @@ def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
     return all(m == 1 or m % n == 0 for m, n in zip(q.scale.shape, parts, strict=False))
 
 
-def _in_bf16_if_exact(x: Operand, summed: tuple[int, ...], job: Job) -> Operand:
+def _in_bf16_if_exact(x: Operand, summed: tuple[int, ...], spec: MatmulSpec) -> Operand:
     """The values of bytes beside an operand that is in bf16 already."""
-    if not isinstance(x, ScaledArray) or not are_powers_of_two(x, summed, job):
+    if not isinstance(x, ScaledArray) or not are_powers_of_two(x, summed, spec):
         return x
     return scaled_values(x).astype(jnp.bfloat16)
 
 
-def on_tpu(
-    tpu: Tpu,
-    dot: Dot,
-    lhs: jax.Array,
-    rhs: Operand,
-    bias: jax.Array | None,
-    layout: Layout | None,
-) -> tuple[Dot, jax.Array, Operand]:
-    """`dot` and its operands as matrices, which lie on TPUs as `layout` says, if it is possible."""
-    try:
-        lhs, rhs, numbers = as_matrices(lhs, rhs, dot.dimension_numbers)
-    except ValueError:  # an rhs in bytes, whose blocks are not those of a matrix
-        return dot, lhs, rhs
-    shapes = lhs.shape, rhs.shape
-    if not tpu.divides or jnp.float16 in dot.dtypes:  # in which parts of sums might overflow
-        layout = None
-    # Statistics are of the product alone.
-    by_kernel = (layout is not None or not tpu.divides) and OBSERVER.value is None
-    added = lax.stop_gradient(bias) if by_kernel and bias is not None else None
-    found = DotOnTpu(shapes, dot.dtypes, numbers, dot.implementation, tpu, layout, added)
-    return found, lhs, rhs
+def dot_on_tpu(spec: DotSpec, tpu: Tpu) -> DotOnTpu | None:
+    """Return `DotOnTpu`, if the operands are matrices; None: with batch dimensions."""
+    numbers = spec.dimension_numbers
+    if numbers[1][0]:
+        return None
+    by_role = arrangements(spec.shapes, numbers)
+    if spec.has_quantized_rhs and by_role["rhs"].sizes != spec.shapes[1]:
+        return None  # its blocks may not be those of a matrix
+    layout = None
+    # In f16 partial sums might overflow.
+    if spec.sharding is not None and tpu.divides and jnp.float16 not in spec.dtypes:
+        specs, shapes, given = spec.sharding
+        layout = layout_of_matrices(specs, shapes, given)
+    whole, ((lhs_sum, rhs_sum), _) = layout_of(*spec.shapes, numbers), numbers
+    lhs_k = int(matrix_groups((), whole.lhs_free, lhs_sum)[-1] == lhs_sum)
+    rhs_k = int(matrix_groups((), whole.rhs_free, rhs_sum)[-1] == rhs_sum)
+    shapes = by_role["lhs"].sizes, by_role["rhs"].sizes
+    matrices = (((lhs_k,), (rhs_k,)), ((), ()))
+    given = by_role["lhs"], by_role["rhs"], by_role["grad"]
+    return DotOnTpu(shapes, spec.dtypes, matrices, tpu, given, layout)

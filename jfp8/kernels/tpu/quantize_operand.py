@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,6 @@ from jfp8.kernels.tpu import quantize_by_xla as by_xla
 from jfp8.kernels.tpu.sharded import OfMatrix, on_each
 from jfp8.kernels.tpu.tiles import LANES
 from jfp8.matmul.spec import HARDWARE_FORMATS
-from jfp8.products.cast_later import CastLater, as_array
-from jfp8.products.made import Made
 from jfp8.products.operation import Operand, Use
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
@@ -32,44 +30,56 @@ from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.context import is_explaining
+from jfp8.tracing.notes import EXPLAINING
 
-Matrix: TypeAlias = jax.Array | CastLater | Made
+
+class Matrix(NamedTuple):
+    """A matrix, and the dtype to which it is cast before it is quantized; None: to none."""
+
+    array: jax.Array
+    dtype: np.dtype | None
+
+    def values(self) -> jax.Array:
+        """Return the matrix as XLA casts it."""
+        return self.array if self.dtype is None else self.array.astype(self.dtype)
+
 
 # A matrix quantized for sums over its rows and over its columns, and its amax, or those of parts.
 Quantized: TypeAlias = tuple[Operand, Operand, jax.Array]
 
 
 def quantized_for_both(
-    x: Matrix,
+    array: jax.Array,
     first: Use,
     second: Use | None,
     state: AmaxState | None,
+    dtype: np.dtype | None,
     *,
     kernels: bool,
     axes: OfMatrix | None = None,
 ) -> tuple[Operand, Operand | None, jax.Array] | None:
-    """A matrix as both of its products take it; None if the quantizer is none of those below.
+    """Return a matrix as both of its products take it; None if no quantizer below quantizes it.
 
     Args:
+      dtype: to which it is cast first; None: to none.
       kernels: by Pallas kernels; else by XLA alone, which can divide the matrix.
       axes: over which it is divided, if each TPU runs the kernels on its part.
     """
-    quantizer = first.quantizer
+    x, quantizer = Matrix(array, dtype), first.quantizer
     if quantizer is None or (second is not None and second.quantizer != quantizer):
         return None
     if not is_supported(quantizer):
         return None
     if any(use is not None and use.product.rotation is not None for use in (first, second)):
         return None
-    if any(size % LANES or not size for size in x.shape) or _read(x)[0].dtype == jnp.float16:
+    if any(size % LANES or not size for size in x.array.shape) or x.array.dtype == jnp.float16:
         return None
     if kernels:
         found = _BY_KERNELS[type(quantizer)](quantizer, x, state, axes)
     elif isinstance(quantizer, Blockwise):
         if not all(use is None or _multiplies_values(use.product) for use in (first, second)):
             return None
-        if is_explaining():
+        if EXPLAINING.value is not None:
             return None  # by codes and scales, which a report names: the product is in bf16, too
         found = _blockwise_by_xla(quantizer, x)
     elif isinstance(quantizer, Rowwise):
@@ -113,16 +123,16 @@ def _one_scale(
         scale = jnp.ones((), jnp.float32)
     elif isinstance(quantizer, Current):
         rounding = quantizer.scale_rounding
-        scale = scale_from_amax(amax(as_array(x)), quantizer.fmt, scale_rounding=rounding)
+        scale = scale_from_amax(amax(x.values()), quantizer.fmt, scale_rounding=rounding)
     elif state is None:
         assert isinstance(quantizer, Delayed)
-        scale = quantizer.scale(amax(as_array(x)), None)
+        scale = quantizer.scale(amax(x.values()), None)
     else:
         assert isinstance(quantizer, Delayed)
         # The current amax matters only while the history is empty, and is computed only then.
         none_yet = quantizer.expected(state) <= 0
         zero = lambda x: same_varying_axes((jnp.zeros((), jnp.float32), x))[0]
-        observed = lax.cond(none_yet, lambda x: amax(as_array(x)), zero, x)
+        observed = lax.cond(none_yet, lambda a: amax(x._replace(array=a).values()), zero, x.array)
         scale = quantizer.scale(observed, state)
     data, largest = cast(x, reciprocal(scale), quantizer.fmt)
     q = ScaledArray(data, scale)
@@ -150,24 +160,24 @@ def _lines(
 
 
 def _cast_by_xla(x: Matrix, inverse: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-    values = as_array(x)
+    values = x.values()
     return by_xla.cast(values, inverse, fmt), by_xla.amax(values).reshape(())
 
 
 def _amaxes_by_xla(x: Matrix) -> tuple[jax.Array, jax.Array]:
-    values = as_array(x)
+    values = x.values()
     return by_xla.amax(values, (1,)), by_xla.amax(values, (0,))
 
 
 def _cast_lines_by_xla(
     x: Matrix, rows: jax.Array, columns: jax.Array, fmt: Format
 ) -> tuple[jax.Array, jax.Array]:
-    values = as_array(x)
+    values = x.values()
     return by_xla.cast(values, rows, fmt), by_xla.cast(values, columns, fmt)
 
 
 def _blockwise_by_xla(quantizer: Blockwise, x: Matrix) -> tuple[jax.Array, jax.Array, jax.Array]:
-    values, (along, across) = as_array(x), quantizer.block_size
+    values, (along, across) = x.values(), quantizer.block_size
     how = values, quantizer.fmt, along, quantizer.scale_rounding
     if across > 1:
         rounded = by_xla.values_in_tiles(*how)
@@ -183,7 +193,7 @@ def _cast_by_kernel(
 ) -> tuple[jax.Array, jax.Array]:
     from jfp8.kernels.tpu.quantize_kernels import quantize_tensor
 
-    array, dtype = _read(x)
+    array, dtype = x
 
     def cast(array, inverse):
         data, bits = quantize_tensor(array, inverse, fmt, dtype=dtype)
@@ -195,7 +205,7 @@ def _cast_by_kernel(
 def _amaxes_by_kernel(axes: OfMatrix | None, x: Matrix) -> tuple[jax.Array, jax.Array]:
     from jfp8.kernels.tpu.quantize_kernels import line_amaxes
 
-    array, dtype = _read(x)
+    array, dtype = x
 
     def amaxes(array):
         found = [jnp.max(bits, 0) for bits in line_amaxes(array, dtype=dtype)]
@@ -212,7 +222,7 @@ def _cast_lines_by_kernel(
 ) -> tuple[jax.Array, jax.Array]:
     from jfp8.kernels.tpu.quantize_kernels import quantize_lines
 
-    array, dtype = _read(x)
+    array, dtype = x
     cast = partial(quantize_lines, fmt=fmt, dtype=dtype)
     rule = "i j, i ONE, ONE j -> i j, i j"
     return on_each(axes, cast, rule)(array, rows, columns)
@@ -238,7 +248,7 @@ def _blockwise_by_kernel(
     from jfp8.kernels.tpu import quantize_kernels as quantize
 
     del state
-    array, dtype = _read(x)
+    array, dtype = x
     along, across = quantizer.block_size
     kernel = quantize.quantize_blocks if across == 1 else quantize.quantize_tiles
     how = {"fmt": quantizer.fmt, "block": along, "scale_rounding": quantizer.scale_rounding}
@@ -246,17 +256,12 @@ def _blockwise_by_kernel(
         rule = f"i j -> i j, i/{along} j"
         data, scale = on_each(axes, partial(kernel, **how, dtype=dtype), rule)(array)
         q = ScaledArray(data, _e8m0(scale[:, ::along]))
-        return q, q, amax(as_array(x))
+        return q, q, amax(x.values())
     rule = f"i j -> i j, j/{along} i, i j, i/{along} j"
     blocks = on_each(axes, partial(kernel, **how, dtype=dtype), rule)
     data, s, data_other, s_other = blocks(array)
     straight, other = ScaledArray(data, _e8m0(s.T)), ScaledArray(data_other, _e8m0(s_other))
-    return straight, other, amax(as_array(x))
-
-
-def _read(x: Matrix) -> tuple[jax.Array, np.dtype | None]:
-    """An array in memory, and to what a kernel casts it as it reads it."""
-    return (x.array, x.dtype) if isinstance(x, CastLater) else (as_array(x), None)
+    return straight, other, amax(x.values())
 
 
 def _e8m0(scale: jax.Array) -> jax.Array:

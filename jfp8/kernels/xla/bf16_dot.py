@@ -10,14 +10,12 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.backend import Backend
+from jfp8.kernels.operands import are_powers_of_two, factors_by_kernels, scale_dtype
 from jfp8.matmul.spec import (
-    Job,
+    MatmulSpec,
     Numbers,
-    are_powers_of_two,
-    factors_of,
     layout_of,
-    multiply,
-    scale_dtype,
+    plain_dot,
     times,
     to_output,
     varies_along_sum,
@@ -26,25 +24,25 @@ from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.casts import decode
 
 
-def in_bf16(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
+def in_bf16(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
     """bf16 tensor cores: for GPUs where FP8 is not available, or does not pay.
 
     8-bit values are exact in bf16, also times a power of two. With other scales that vary along the
     sum, three bf16 products replace one, at a negligible loss.
     """
-    if not varies_along_sum(lhs, rhs, job):
-        factors = factors_of(lhs, rhs, job)
-        return exact_product(lhs.data, rhs.data, job.dimension_numbers, factors, job.dtype)
-    factors = _outer_factors(lhs, rhs, job)
+    if not varies_along_sum(lhs, rhs, spec):
+        factors = factors_by_kernels(lhs, rhs, spec)
+        return exact_product(lhs.data, rhs.data, spec.dimension_numbers, factors, spec.dtype)
+    factors = _outer_factors(lhs, rhs, spec)
     first, second = _without_outer_scale(lhs), _without_outer_scale(rhs)
-    operands = zip((lhs, rhs), job.dimension_numbers[0], strict=True)
-    if all(scale_dtype(q).itemsize == 1 or are_powers_of_two(q, k, job) for q, k in operands):
+    operands = zip((lhs, rhs), spec.dimension_numbers[0], strict=True)
+    if all(scale_dtype(q).itemsize == 1 or are_powers_of_two(q, k, spec) for q, k in operands):
         a, b = (scaled_values(q).astype(jnp.bfloat16) for q in (first, second))
-        y = multiply(a, b, job.dimension_numbers)
+        y = plain_dot(a, b, spec.dimension_numbers)
     else:
         three = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-        y = multiply(scaled_values(first), scaled_values(second), job.dimension_numbers, three)
-    return times(y, factors).astype(job.dtype)
+        y = plain_dot(scaled_values(first), scaled_values(second), spec.dimension_numbers, three)
+    return times(y, factors).astype(spec.dtype)
 
 
 def exact_product(
@@ -60,10 +58,10 @@ def exact_product(
     return times(y, factors).astype(dtype)
 
 
-def _outer_factors(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> list[jax.Array]:
+def _outer_factors(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:
     """The outer scales of both operands, laid out like their product: those that have one."""
-    _, (lhs_batch, rhs_batch) = job.dimension_numbers
-    layout = layout_of(lhs.shape, rhs.shape, job.dimension_numbers)
+    _, (lhs_batch, rhs_batch) = spec.dimension_numbers
+    layout = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers)
     rows, columns = layout.lhs_free, layout.rhs_free
     of_lhs, of_rhs, factors = _outer_scale(lhs), _outer_scale(rhs), []
     if of_lhs is not None:

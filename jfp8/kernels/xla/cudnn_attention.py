@@ -20,13 +20,9 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jfp8.kernels.only_on import only_on
 from jfp8.products.flash.blocks import Softmax
 from jfp8.products.flash.mask import Visible
 from jfp8.products.flash.numerics import Numerics, Quantized, weights_factor
@@ -34,7 +30,7 @@ from jfp8.quantizers.quantizer import Delayed
 from jfp8.scaling.formats import E4M3FN
 from jfp8.scaling.scales import reciprocal
 from jfp8.tracing import compat
-from jfp8.tracing.context import Gpu
+from jfp8.tracing.device import Gpu
 
 LARGEST = {9: 256, 10: 128}  # heads, by major compute capability
 _FIRST_VERSION, _BROKEN_VERSION = 90100, 91000
@@ -78,15 +74,6 @@ def _why_not_here(gpu: Gpu | None) -> str | None:
     if version is not None and (version < _FIRST_VERSION or version == _BROKEN_VERSION):
         return f"cuDNN {version}: it needs 9.1 ({_FIRST_VERSION}) or later, and not 9.10.0"
     return None
-
-
-def run(kernel: Callable[..., Any], *operands: Any) -> Any:
-    """``kernel(*operands)`` on CUDA; an error if compiled for another platform."""
-    reason = (
-        "implementation='cudnn' runs on CUDA, and this program is compiled for another platform. "
-        "Use implementation=None or 'emulate'."
-    )
-    return only_on("cuda", kernel, reason, *operands)
 
 
 def forward(

@@ -10,55 +10,50 @@ import numpy as np
 from jax import lax
 
 from jfp8.kernels.backend import Backend
+from jfp8.kernels.operands import dtype_of_partial_sums, factors_by_kernels
 from jfp8.kernels.partitioning import divided_sum
 from jfp8.kernels.xla.bf16_dot import exact_product
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
-    Job,
+    MatmulSpec,
     Numbers,
     as_matrices,
-    factors_of,
     free_dims,
     layout_of,
     times,
 )
 from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.device import Gpu
 
 # cuBLASLt requires all sizes of an FP8 product to be multiples of this.
 ALIGNMENT = 16
 
 
-def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
-    """f8 operands for XLA: FP8 tensor cores on CUDA.
+def f8_by_xla(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
+    """Return the product of f8 operands by XLA: FP8 tensor cores on CUDA.
 
     On CUDA a dot algorithm is named. Without one, XLA's GPU compiler may pick a kernel that always
     accumulates fast and ignores ``precision``. Other compilers refuse the name, and multiply f8
     arrays in their own way.
     """
-
-    def on_cuda(lhs, rhs, *factors):
-        return cuda(lhs, rhs, factors, job)
-
-    def on_another(lhs, rhs, *factors):
-        return elsewhere(lhs, rhs, factors, job)
-
-    operands = (lhs.data, rhs.data, *factors_of(lhs, rhs, job))
-    return lax.platform_dependent(*operands, cuda=on_cuda, default=on_another)
+    is_cuda = isinstance(spec.device, Gpu) and spec.device.platform == "cuda"
+    multiply = cuda if is_cuda else elsewhere
+    return multiply(lhs.data, rhs.data, factors_by_kernels(lhs, rhs, spec), spec)
 
 
-def f8_elsewhere(lhs: ScaledArray, rhs: ScaledArray, job: Job) -> jax.Array:
-    """`f8_by_xla` where it is known that the program is not compiled for CUDA."""
-    return elsewhere(lhs.data, rhs.data, factors_of(lhs, rhs, job), job)
+def elsewhere(
+    lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], spec: MatmulSpec
+) -> jax.Array:
+    """Return ``dot_general(lhs, rhs) * factors`` of two f8 arrays, in the compiler's own way."""
+    dtype = dtype_of_partial_sums(spec)
+    y = lax.dot_general(lhs, rhs, spec.dimension_numbers, preferred_element_type=dtype)
+    return times(y, factors).astype(spec.dtype)
 
 
-def elsewhere(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job) -> jax.Array:
-    """``dot_general(lhs, rhs) * factors`` of two f8 arrays, in the compiler's own way."""
-    y = lax.dot_general(lhs, rhs, job.dimension_numbers, preferred_element_type=job.dtype_of_parts)
-    return times(y, factors).astype(job.dtype)
-
-
-def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job) -> jax.Array:
-    """``dot_general(lhs, rhs) * factors`` of two f8 arrays by one call of cuBLASLt.
+def cuda(
+    lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], spec: MatmulSpec
+) -> jax.Array:
+    """Return ``dot_general(lhs, rhs) * factors`` of two f8 arrays by one call of cuBLASLt.
 
     The call also scales by 0-d factors, and adds a bias, if the product has the dtype of the
     result, sizes that are multiples of 16, and its scale is a single multiplication in that dtype.
@@ -68,10 +63,10 @@ def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job)
     No tensor core multiplies e5m2 by e5m2: these are multiplied in bf16, which is exact.
     """
     if lhs.dtype == rhs.dtype == jnp.float8_e5m2:
-        return exact_product(lhs, rhs, job.dimension_numbers, factors, job.dtype)
+        return exact_product(lhs, rhs, spec.dimension_numbers, factors, spec.dtype)
     preset = lax.DotAlgorithmPreset
     algorithm = (
-        preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if job.fast_accumulation else preset.ANY_F8_ANY_F8_F32
+        preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if spec.fast_accumulation else preset.ANY_F8_ANY_F8_F32
     )
     single = [factor for factor in factors if not factor.ndim]
 
@@ -88,10 +83,10 @@ def cuda(lhs: jax.Array, rhs: jax.Array, factors: Sequence[jax.Array], job: Job)
         # A sum that is divided among devices is scaled by each, in the call, not after all.
         rule = rule_of_product(numbers, (lhs.ndim, rhs.ndim), len(single))
         name = f"dot_general, {algorithm.name}"
-        return divided_sum(name, product, rule, job.dtype, job.parts)(lhs, rhs, *single)
+        return divided_sum(name, product, rule, spec.dtype, spec.partial_dtype)(lhs, rhs, *single)
 
-    y = aligned(lhs, rhs, job.dimension_numbers, scaled)
-    return times(y, [f for f in factors if f.ndim]).astype(job.dtype)
+    y = aligned(lhs, rhs, spec.dimension_numbers, scaled)
+    return times(y, [f for f in factors if f.ndim]).astype(spec.dtype)
 
 
 def rule_of_product(numbers: Numbers, ndims: tuple[int, int], scales: int) -> str:

@@ -12,7 +12,6 @@ import flax.linen as nn
 import jax
 from flax.typing import PRNGKey
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers.kv_cache import (
     check_self_attention,
     extended,
@@ -30,6 +29,7 @@ from jfp8.layers.linen.layers import own_product
 from jfp8.layers.linen.products import DotGeneral, ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.transformer_math import both_masks
+from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray

@@ -10,12 +10,12 @@ import flax.linen as nn
 import jax
 from flax.linen.dtypes import promote_dtype
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers.attention import attend, check_weights_stay_inside, plain_attention
+from jfp8.matmul.spec import Implementation
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.tracing.context import note
+from jfp8.tracing.notes import note
 
 
 class DotProductAttention(nn.Module):

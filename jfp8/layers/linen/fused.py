@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers import norm_math, transformer_math
 from jfp8.layers.linen.layers import DenseGeneral
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, options_of
-from jfp8.products.cast_later import as_array
-from jfp8.products.made import with_following
+from jfp8.matmul.spec import Implementation
+from jfp8.products.made import array_of, with_following
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 
@@ -177,6 +176,6 @@ class LayerNormMLP(nn.Module):
             fixed = nn.merge_param("deterministic", self.deterministic, deterministic)
             dropout = nn.Dropout(self.intermediate_dropout_rate, deterministic=fixed)
             # What dropout changes is not made by the kernel that quantizes it.
-            hidden = dropout(as_array(hidden))
+            hidden = dropout(array_of(hidden))
         y = DenseGeneral(inputs.shape[-1], **dense, name="wo")(hidden)
         return (y, normalized) if self.return_layernorm_output else y

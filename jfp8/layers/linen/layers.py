@@ -9,8 +9,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers.conv_transpose import convolve_transposed
 from jfp8.layers.linen.products import (
     ConvGeneralDilated,
@@ -18,10 +18,10 @@ from jfp8.layers.linen.products import (
     ProductModule,
     ProductOf,
     promote_dtype,
-    promote_with_bias,
 )
 from jfp8.layers.linen.state_in_gradients import StateCollection
-from jfp8.layers.options import check_use_bias
+from jfp8.layers.options import check_use_bias, kernel_dtype
+from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
 from jfp8.recipes.recipe import Recipe
 
@@ -81,11 +81,29 @@ class Dense(Fp8Layer, nn.Dense):
     ['fp8', 'fp8_sink', 'params']
     """
 
-    promote_dtype: Callable[..., Any] = promote_with_bias
-
     def __post_init__(self) -> None:
         self.dot_general_cls = own_product(self, DotGeneral, "dot_general")
         super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Return ``inputs . kernel + bias``.
+
+        Args:
+          inputs: ``[..., in]``.
+
+        Returns:
+          ``[..., features]``.
+        """
+        shape = (jnp.shape(inputs)[-1], self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        numbers = (((inputs.ndim - 1,), (0,)), ((), ()))
+        product = product_of(self, DotGeneral)()
+        return product(inputs, kernel, numbers, self.precision, bias=bias)
 
 
 class DenseGeneral(Fp8Layer, nn.DenseGeneral):
@@ -174,6 +192,7 @@ def apply_einsum(
         lambda lhs, rhs, numbers: dot_general(
             lhs, rhs, numbers, layer.precision, layer.preferred_element_type
         ),
+        kernel_dtype(lhs, rhs, casts_kernel=True),
     )
     if bias is not None:
         y += bias.reshape([sizes.get(c, 1) for c in terms.out])

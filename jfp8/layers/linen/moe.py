@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
+from jfp8.matmul.spec import Implementation
 from jfp8.products.made import Made, split_made
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
@@ -108,7 +108,9 @@ class ExpertDense(nn.Module):
         kernel = self.param("kernel", init)
         x, kernel = promote_dtype(inputs, kernel, dtype=self.dtype)
         where = self.state_collection
-        product = RaggedDot(self.recipe, self.implementation, state_collection=where)
+        product = RaggedDot(
+            self.recipe, self.implementation, state_collection=where, casts_kernel=True
+        )
         return product(x, kernel, group_sizes, self.precision)
 
 

@@ -13,7 +13,6 @@ from flax.core import meta, unfreeze
 from flax.linen import dtypes
 from jax import lax
 
-from jfp8.kernels.choice import Implementation, quantizing_tpu
 from jfp8.layers.linen import state_in_gradients
 from jfp8.layers.linen.state_in_gradients import (
     OVERWRITTEN,
@@ -21,14 +20,12 @@ from jfp8.layers.linen.state_in_gradients import (
     check_state_collection,
 )
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
-from jfp8.layers.options import check_operand
-from jfp8.matmul.spec import plus_bias
-from jfp8.products import cast_later
-from jfp8.products.cast_later import Kernel, as_array
+from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, promoted
+from jfp8.matmul.spec import Implementation, plus_bias
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.made import Made, split_made
-from jfp8.products.operation import How, Observed, State
+from jfp8.products.operation import Observed, Options, State
 from jfp8.products.undifferentiated_uses import uses_of
 from jfp8.products.window import window_of
 from jfp8.recipes.causality import Layer
@@ -39,7 +36,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState, end_recorded, observe, record, resume_recorded
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.compat import outermost_scope
-from jfp8.tracing.context import note
+from jfp8.tracing.notes import note
 
 
 class ProductModule(nn.Module):
@@ -53,6 +50,8 @@ class ProductModule(nn.Module):
         parameters are; `jfp8.convert` moves it there and back.
       state_collection: ``"_overwrite_with_gradient"``: the state is one variable of that
         collection, whose gradient is its next value; see `jfp8.linen`.
+      casts_kernel: whether a kernel in f32 is to be cast to the dtype of the inputs, as layers of
+        jfp8 leave it to their product.
     """
 
     recipe: Recipe | str | None = None
@@ -60,6 +59,7 @@ class ProductModule(nn.Module):
     state_in_params: bool = False
     _: KW_ONLY
     state_collection: StateCollection = "fp8"
+    casts_kernel: bool = False
 
     @nn.nowrap
     def _place(self, collection: str, name: str) -> tuple[str, str]:
@@ -72,7 +72,7 @@ class ProductModule(nn.Module):
         quantized: Callable[..., tuple[jax.Array, Observed]],
         plain: Callable[..., jax.Array],
         lhs: jax.Array,
-        rhs: Kernel,
+        rhs: jax.Array | ScaledArray,
         layer: Layer = "dense",
     ) -> jax.Array:
         """`quantized` of the operands under the recipe in effect, or `plain` if there is none.
@@ -82,9 +82,10 @@ class ProductModule(nn.Module):
         """
         own = None if self.recipe is None else check_recipe(self.recipe)
         recipe = recipe_in_effect(own, "/".join(self.path[:-1]))
+        rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
         if recipe is None:
             with note("reason", why_in_high_precision()):
-                return plain(lhs, as_array(rhs, lhs.dtype))
+                return plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
         check_operand(lhs)
         state, records = self.begin(recipe)
         causal = recipe.is_causal(layer, history=state.histories is not None)
@@ -96,9 +97,8 @@ class ProductModule(nn.Module):
             note("ahead", "" if causal else "later positions"),
             uses_of(None if records else "/".join(self.path)),
         ):
-            rhs, rhs_dtype = cast_later.split(rhs)
-            how = How(recipe, self.implementation, rhs_dtype)
-            y, observed = quantized(lhs, rhs, how=how, state=state)
+            options = Options(recipe, self.implementation, rhs_dtype)
+            y, observed = quantized(lhs, rhs, options=options, state=state)
         if records:
             self.end(state, observed)
         return y
@@ -240,17 +240,19 @@ class DotGeneral(ProductModule):
         dimension_numbers: lax.DotDimensionNumbers,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
+        *,
+        bias: jax.Array | None = None,
     ) -> jax.Array:
-        """``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
+        """Compute ``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
 
         Args:
           lhs, rhs: ``f32 | bf16 | f16`` arrays; `rhs` may be a `ScaledArray`.
           dimension_numbers: as for ``jax.lax.dot_general``.
           precision: of the product where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
+          bias: ``[n]``, added to each row of the result.
         """
         lhs, source, then = split_made(lhs)
-        kernel, bias = cast_later.split_bias(rhs)
         how: dict[str, Any] = {
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
@@ -260,7 +262,7 @@ class DotGeneral(ProductModule):
         def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)
 
-        return self._multiply(quantized, plain, lhs, kernel)
+        return self._multiply(quantized, plain, lhs, rhs)
 
 
 class ConvGeneralDilated(ProductModule):
@@ -320,7 +322,10 @@ class ConvGeneralDilated(ProductModule):
 
 @dataclass(frozen=True)
 class ProductOf:
-    """Makes the product of a layer. Unlike a partial it compares by value, for ``nn.jit``."""
+    """Makes the product of a layer. Unlike a partial it compares by value, for ``nn.jit``.
+
+    The layer leaves the cast of its kernel to the product, see `promote_dtype`.
+    """
 
     module: type[ProductModule]
     recipe: Recipe | str | None
@@ -338,22 +343,15 @@ class ProductOf:
             implementation=self.implementation,
             state_in_params=self.state_in_params,
             state_collection=self.state_collection,
+            casts_kernel=True,
             **where,
         )
 
 
 def promote_dtype(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """Flax's ``promote_dtype`` of inputs, a kernel and a bias, as `cast_later.promoted` says."""
+    """Return inputs, a kernel and a bias as Flax's ``promote_dtype`` casts them; see `promoted`."""
     promote = partial(dtypes.promote_dtype, dtype=dtype, inexact=inexact)
-    return cast_later.promoted(lambda arrays: promote(*arrays), arrays)
-
-
-def promote_with_bias(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """`promote_dtype`; for a TPU the bias goes with the kernel, to be added by the product."""
-    inputs, kernel, *bias = promote_dtype(*arrays, dtype=dtype, inexact=inexact)
-    if not bias or bias[0] is None or quantizing_tpu(as_array(inputs), None) is None:
-        return [inputs, kernel, *bias]
-    return [inputs, cast_later.WithBias(kernel, bias[0]), None]
+    return promoted(lambda arrays: promote(*arrays), arrays, casts_kernel=True)
 
 
 def promote_values(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:

@@ -12,7 +12,6 @@ import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers.attention import attend, check_weights_stay_inside
 from jfp8.layers.kv_cache import (
     check_self_attention,
@@ -25,11 +24,12 @@ from jfp8.layers.kv_cache import (
 from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
 from jfp8.layers.transformer_math import both_masks
+from jfp8.matmul.spec import Implementation
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.formats import Format, FormatLike
-from jfp8.tracing.context import note
+from jfp8.tracing.notes import note
 
 
 class DotProductAttention(nnx.Module):

@@ -14,8 +14,7 @@ from jfp8.layers import norm_math, transformer_math
 from jfp8.layers.nnx.layers import LinearGeneral
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_names, check_option, options_of
-from jfp8.products.cast_later import as_array
-from jfp8.products.made import with_following
+from jfp8.products.made import array_of, with_following
 from jfp8.scaling.formats import Format
 
 
@@ -158,7 +157,7 @@ class LayerNormMLP(nnx.Module):
         hidden: Any = transformer_math.activated(hidden, self.activation, saved_activations=saved)
         if self.dropout is not None:
             # What dropout changes is not made by the kernel that quantizes it.
-            hidden = self.dropout(as_array(hidden), deterministic=deterministic)
+            hidden = self.dropout(array_of(hidden), deterministic=deterministic)
         y = self.wo(hidden)
         return (y, normalized) if self.return_layernorm_output else y
 

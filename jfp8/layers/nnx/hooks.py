@@ -11,10 +11,10 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
 from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, Product
-from jfp8.products.cast_later import promoted
+from jfp8.layers.options import promoted
+from jfp8.matmul.spec import Implementation
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import dequantize_tree
 
@@ -112,6 +112,7 @@ def install(
     if hook.hooked is not None and not isinstance(layer, hook.hooked):
         object.__setattr__(layer, "__class__", hook.hooked)
     product = hook.product(recipe=recipe, implementation=implementation, path=path, leading=leading)
+    product.casts_kernel = layer.promote_dtype is dtypes.promote_dtype
     # The attribute held a function, and was static.
     setattr(layer, hook.name, nnx.data(product))
     layer.promote_dtype = SparingScaledArrays(layer.promote_dtype)
@@ -129,11 +130,11 @@ class SparingScaledArrays:
     def __call__(self, args: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
         """Promote all but the `ScaledArray`s among `args`.
 
-        By Flax's own rule, a kernel in f32 is cast later, see `CastLater`.
+        By Flax's own rule, a kernel in f32 is left to the product, which casts it.
         """
         promote = lambda arrays: self.promote_dtype(tuple(arrays), **options)
-        later = self.promote_dtype is dtypes.promote_dtype
-        return tuple(promoted(promote, args, later=later))
+        casts_kernel = self.promote_dtype is dtypes.promote_dtype
+        return tuple(promoted(promote, args, casts_kernel))
 
 
 @dataclass(frozen=True)

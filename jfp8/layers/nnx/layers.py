@@ -6,9 +6,9 @@ from typing import Any
 
 from flax import nnx
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers.nnx.conv_transpose import HookedConvTranspose
 from jfp8.layers.nnx.hooks import has_stock_product, hook_of, install
+from jfp8.matmul.spec import Implementation
 from jfp8.recipes.recipe import Recipe
 
 

@@ -12,10 +12,10 @@ from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
 from jax import lax
 
-from jfp8.kernels.choice import Implementation
 from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.nnx.products import Product
-from jfp8.products import cast_later
+from jfp8.layers.options import promoted
+from jfp8.matmul.spec import Implementation
 from jfp8.products.made import Made, split_made
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
@@ -38,7 +38,7 @@ class RaggedDot(Product):
     def __call__(
         self,
         lhs: jax.Array | Made,
-        rhs: jax.Array | ScaledArray | cast_later.CastLater,
+        rhs: jax.Array | ScaledArray,
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
@@ -96,6 +96,7 @@ class ExpertDense(nnx.Module):
             moe_math.expert_kernels(kernel_init, rngs.params(), num_experts, shape, param_dtype)
         )
         self.ragged_dot = RaggedDot(recipe=recipe, implementation=implementation)
+        self.ragged_dot.casts_kernel = True
 
     def __call__(self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows) -> jax.Array:
         """Apply the layer.
@@ -106,7 +107,7 @@ class ExpertDense(nnx.Module):
             `observed_expert_dot`.
         """
         promote = partial(dtypes.promote_dtype, dtype=self.dtype)
-        x, kernel = cast_later.promoted(promote, (inputs, self.kernel.get_value()))
+        x, kernel = promoted(promote, (inputs, self.kernel.get_value()), casts_kernel=True)
         return self.ragged_dot(x, kernel, group_sizes, self.precision)
 
 

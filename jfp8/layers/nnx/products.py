@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from flax import errors, nnx
 from jax import lax
 
-from jfp8.kernels.choice import Implementation
-from jfp8.layers.options import check_operand
-from jfp8.products import cast_later, einsum
-from jfp8.products.cast_later import Kernel, as_array
+from jfp8.layers.options import check_operand, kernel_dtype, kernel_values
+from jfp8.matmul.spec import Implementation
+from jfp8.products import einsum
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.made import Made, split_made
-from jfp8.products.operation import How, Observed, State
+from jfp8.products.operation import Observed, Options, State
 from jfp8.products.undifferentiated_uses import uses_of
 from jfp8.products.window import window_of
 from jfp8.recipes.causality import Layer
@@ -32,7 +31,7 @@ from jfp8.scaling.history import AmaxState, observe, push_amax
 from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import ROLES
 from jfp8.tracing.compat import is_eager, is_in_a_body, trace_state
-from jfp8.tracing.context import note
+from jfp8.tracing.notes import note
 
 
 class Fp8State(nnx.Variable):
@@ -91,6 +90,8 @@ class Product(nnx.Module):
         ``model.eval()`` sets, and ``model.train()`` unsets.
       fp8: ``{"lhs", "rhs", "grad"}``, an `Fp8State` each; None for recipes without state.
       fp8_sink: `Fp8Sink`, or None.
+      casts_kernel: whether a kernel in f32 is to be cast to the dtype of the inputs, as layers of
+        jfp8 leave it to their product.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Product(nnx.Module):
         self.implementation = implementation
         self.path = path
         self.use_running_average = use_running_average
+        self.casts_kernel = False
         # The products of a region that disables FP8 may be called outside of it.
         recipe = recipe_in_effect(self.recipe, path) or self.recipe or DelayedScaling()
         state = recipe.init_state()
@@ -144,7 +146,7 @@ class Product(nnx.Module):
         quantized: Callable[..., tuple[jax.Array, Observed]],
         plain: Callable[..., jax.Array],
         lhs: jax.Array,
-        rhs: Kernel,
+        rhs: jax.Array | ScaledArray,
         out_sharding: Any,
         layer: Layer = "dense",
     ) -> jax.Array:
@@ -154,20 +156,25 @@ class Product(nnx.Module):
           layer: what the product is one of, for reports.
         """
         recipe = recipe_in_effect(self.recipe, self.path)
+        rhs_dtype = kernel_dtype(lhs, rhs, self.casts_kernel)
         scope = jax.named_scope(self.path) if self.path else contextlib.nullcontext()
         with scope, note("path", self.path):
             if recipe is None:
                 with note("reason", why_in_high_precision()):
-                    return plain(lhs, as_array(rhs, lhs.dtype), out_sharding=out_sharding)
+                    return plain(
+                        lhs, kernel_values(rhs, rhs_dtype, lhs.dtype), out_sharding=out_sharding
+                    )
             check_operand(lhs)
             in_bytes = isinstance(rhs, ScaledArray)
-            state, records = self.begin(recipe, None if in_bytes else (lhs, as_array(rhs)))
+            operands = None if in_bytes else (lhs, kernel_values(rhs, rhs_dtype, None))
+            state, records = self.begin(recipe, operands)
             causal = recipe.is_causal(layer, history=state.histories is not None)
             ahead = note("ahead", "" if causal else "later positions")
             with note("recipe", recipe.name), ahead, uses_of(self.path):
-                rhs, rhs_dtype = cast_later.split(rhs)
-                how = How(recipe, self.implementation, rhs_dtype)
-                y, observed = quantized(lhs, rhs, how=how, state=state, out_sharding=out_sharding)
+                options = Options(recipe, self.implementation, rhs_dtype)
+                y, observed = quantized(
+                    lhs, rhs, options=options, state=state, out_sharding=out_sharding
+                )
             if records:
                 self.end(state, observed)
             return y
@@ -389,7 +396,8 @@ class EinsumOp(Product):
                 return y
 
             terms = einsum.parse(equation, lhs.ndim, rhs.ndim)
-            y = einsum.as_dot_general(terms, lhs, rhs, dot_general)
+            rhs_dtype = options["options"].rhs_dtype
+            y = einsum.as_dot_general(terms, lhs, rhs, dot_general, rhs_dtype)
             return y if spec is None else jax.sharding.reshard(y, spec), seen[0]
 
         plain = partial(jnp.einsum, equation, **preferred, precision=precision)

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.kernels.attention import Choice, Facts, choose
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_layout_of
 from jfp8.products.flash import blocks, passes
 from jfp8.products.flash.heads import Heads, Whole, split_heads
 from jfp8.products.flash.mask import Visible, lengths_of, window_of
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
 from jfp8.products.flash.observe import shown
+from jfp8.products.flash.plan import AttentionSpec, plan_attention
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Observed
 from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use
@@ -30,7 +30,7 @@ from jfp8.scaling.casts import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.sink import encode_amax
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.context import has_explicit_axes
+from jfp8.tracing.device import current_device, has_explicit_axes
 
 States = Mapping[str, Mapping[str, AmaxState]]
 
@@ -182,10 +182,12 @@ def observed_attention(
     uses = {name: begin_use(zeros) for name, zeros in (sink or {}).items()}
     noted = {name: use for name, use in uses.items() if use is not None}
     factor = float(1 / math.sqrt(depth) if scale is None else scale)
-    facts = Facts(recipe, visible, depth, factor, state is not None)
+    device = current_device(q, k, v)
+    spec = AttentionSpec(recipe, visible, depth, factor, state is not None, device)
     if implementation is None and OBSERVER.value is not None:
         implementation = "emulate"  # only the reference shows weights and gradients of scores
-    how = _How(recipe, factor, q.dtype, choose(facts, implementation), tuple(noted.values()))
+    by = plan_attention(spec, implementation)
+    how = _How(recipe, factor, q.dtype, by, tuple(noted.values()))
     inputs = _Inputs(
         q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
         k.swapaxes(1, 2),
@@ -207,7 +209,7 @@ class _How:
     recipe: Recipe
     scale: float
     dtype: np.dtype
-    by: Choice
+    by: Any
     uses: tuple[ProductUse, ...] = ()
 
 
@@ -260,8 +262,8 @@ def _forward(
     history = lambda which, role: None if state is None else state[which][role]
     of_query, of_key, of_value = inputs.wholes
     # Forward alone, each is taken in one direction.
-    kernels = how.by.both_ways and and_backward
-    stored = partial(for_both, together=how.by.together, kernels=kernels)
+    cast_heads = how.by.cast_heads if and_backward else None
+    stored = partial(for_both, together=how.by.uses_one_scale, cast_heads=cast_heads)
     q = stored(query, numerics.query, history("scores", "lhs"), whole=of_query)
     k = stored(key, numerics.key, history("scores", "rhs"), whole=of_key)
     v = stored(value, numerics.value, history("context", "rhs"), folded=True, whole=of_value)
@@ -293,7 +295,7 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
     numerics = numerics_of(how.recipe)
     grad = first_order_only(grad, "scaled_dot_product_attention", "jax.nn.dot_product_attention")
     dot = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    g = for_both(grad, numerics.grad, history, kernels=(how.by.backward or how.by).both_ways)
+    g = for_both(grad, numerics.grad, history, cast_heads=how.by.cast_heads_of_gradient)
     g = shown("context", "grad", ("dgrad", "wgrad"), numerics.grad, grad, g)
     both = blocks.Both(q, k, v, g)
     name = passes.backward_pass(both, visible, numerics).name
@@ -338,7 +340,7 @@ def _backward_pass(how: _How, operands: blocks.Both, *arrays: Any) -> blocks.Gra
         in_dtype = {n: getattr(found, n).astype(how.dtype) for n in ("query", "key", "value")}
         return found._replace(**in_dtype)
 
-    return how.by.differentiate(reference, operands, *arrays, **numbers, dtype=how.dtype)
+    return how.by.backward(reference, operands, *arrays, **numbers, dtype=how.dtype)
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.products.flash.heads import Whole, cast_heads, has_kernel
+from jfp8.products.flash.heads import Whole
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.eden import Eden
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
@@ -28,6 +29,7 @@ from jfp8.scaling.casts import cast
 from jfp8.scaling.formats import E4M3FN, Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import SMALLEST_SCALE, reciprocal, scale_from_amax
+from jfp8.tracing.device import current_device
 
 _KNOWN = (Current, Delayed, Rowwise, Blockwise, TwoLevel, Eden, Unit)
 
@@ -136,11 +138,11 @@ def for_both(
     *,
     folded: bool = False,
     together: bool = False,
-    kernels: bool = False,
+    cast_heads: Callable[..., Any] | None = None,
     whole: Whole | None = None,
 ) -> tuple[Quantized, Quantized]:
     """`x` as its first product takes it, and as its second one does; see `quantize_tokens`."""
-    quantize = partial(quantize_tokens, x, state=state, kernels=kernels, whole=whole)
+    quantize = partial(quantize_tokens, x, state=state, cast_heads=cast_heads, whole=whole)
     first = quantize(uses.first, folded=folded, together=together)
     if uses.second == uses.first:
         return first, first
@@ -154,7 +156,7 @@ def quantize_tokens(
     *,
     folded: bool = False,
     together: bool = False,
-    kernels: bool = False,
+    cast_heads: Callable[..., Any] | None = None,
     whole: Whole | None = None,
 ) -> Quantized:
     """``x[..., tokens, depth]``, with a scale for each token.
@@ -165,7 +167,8 @@ def quantize_tokens(
       folded: whether a product multiplies its other operand by the scales, before that is rounded:
         then they are powers of two, and exact.
       together: whether all tokens have one scale. Without an entry, it looks ahead.
-      kernels: whether kernels compute attention, which take both directions.
+      cast_heads: casts `x`, multiplied by the reciprocals of the scales, straight and transposed,
+        for kernels that take both; returns None for shapes that it does not take.
       whole: what `x` is a part of, if that is known.
     """
     stored, x = x, x.astype(jnp.float32)
@@ -184,11 +187,9 @@ def quantize_tokens(
         seen = quantizer.expected(state) > 0
         of_history = replace(quantizer, scale_rounding=rounding or quantizer.scale_rounding)
         scale = jnp.where(seen, of_history.scale(jnp.zeros(()), state), scale)
-    inverse, transposed = reciprocal(scale), None
-    if kernels and has_kernel(stored, fmt):
-        data, transposed = cast_heads(stored, inverse, fmt, whole)
-    else:
-        data = cast(x * inverse[..., None], fmt)
+    inverse = reciprocal(scale)
+    both = None if cast_heads is None else cast_heads(stored, inverse, fmt, whole)
+    data, transposed = (cast(x * inverse[..., None], fmt), None) if both is None else both
     # Scales are compared where they move into weights. That of zeros, 1 so far, would be the
     # largest.
     scale = jnp.where(largest == 0, SMALLEST_SCALE, scale)
@@ -226,4 +227,4 @@ def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
 
-    return lax.platform_dependent(a, b, cuda=in_bf16, tpu=in_bf16, default=in_f32)
+    return in_f32(a, b) if current_device(a, b) is None else in_bf16(a, b)

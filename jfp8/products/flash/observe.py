@@ -17,7 +17,7 @@ from jfp8.products.observers import OBSERVER
 from jfp8.quantizers.quantizer import Quantizer, Unit
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
-from jfp8.tracing.context import note
+from jfp8.tracing.notes import note
 
 Part = Literal["scores", "context"]
 

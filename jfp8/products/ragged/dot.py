@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,21 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.kernels.choice import Implementation, grouped_kernels, may_go_by_rounds
-from jfp8.kernels.grouped import GroupedKernels, why_not_grouped_kernels
-from jfp8.matmul.spec import scale_shape_of
+from jfp8.matmul.spec import Implementation, scale_shape_of
 from jfp8.products.operation import (
-    How,
     Observed,
     Operand,
+    Options,
     State,
     as_lhs,
     as_operand,
     check_out_dtype,
+    plan,
     value_dtype,
     values_of,
 )
-from jfp8.products.ragged.by_tiles import GroupedDot
+from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
 from jfp8.products.ragged.tiles import lay_out, take_rows
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -46,7 +45,7 @@ from jfp8.tracing.compat import same_varying_axes
 
 # Rows of a tile, where the recipe leaves it open: enough for the matrix units; for much smaller
 # groups, at most a quarter of the average rows of a group.
-_TILE, _SMALLEST_TILE = 128, 16
+TILE, _SMALLEST_TILE = 128, 16
 
 
 def scaled_ragged_dot(
@@ -109,46 +108,79 @@ def scaled_ragged_dot(
     >>> [round(y) for y in scaled_ragged_dot(x, w, jnp.array([3, 1]))[:, 0].tolist()]
     [2, 2, 2, 6, 0]
     """
-    how, states = How(check_recipe(recipe), implementation), State(state, sink, key)
+    options, states = Options(check_recipe(recipe), implementation), State(state, sink, key)
     result = {"preferred_element_type": preferred_element_type}
-    return observed_ragged_dot(lhs, rhs, group_sizes, how, states, **result)[0]
+    return observed_ragged_dot(lhs, rhs, group_sizes, options, states, **result)[0]
 
 
 def observed_ragged_dot(
     lhs: jax.typing.ArrayLike,
     rhs: jax.typing.ArrayLike | ScaledArray,
     group_sizes: jax.typing.ArrayLike,
-    how: How,
+    options: Options,
     state: State,
     *,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, Observed]:
     """`scaled_ragged_dot`, and the amaxes of its operands, which have no gradient."""
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
+    options = options.on_device_of(lhs, rhs)
     sizes = _check_group_sizes(lhs, rhs, group_sizes)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
-    return _observed(how, out_dtype, lhs, rhs, sizes, state)
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
+    return _observed(options, out_dtype, lhs, rhs, sizes, state)
 
 
 # Compiled as one piece even if nothing around it is: it consists of very many operations.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _observed(how, out_dtype, lhs, rhs, sizes, state):
-    recipe, implementation = how.recipe, how.implementation
+def _observed(options, out_dtype, lhs, rhs, sizes, state):
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     m, (groups, _, n) = lhs.shape[0], rhs.shape
     lhs, rhs, sizes = same_varying_axes((lhs, rhs, sizes))
-    rhs, scales = frozen_groups(rhs, recipe)
-    by_kernels = goes_by_kernels(recipe, rhs, implementation)
-    height = _TILE if by_kernels else tile_height(recipe, m, groups, implementation)
-    tiles = lay_out(sizes, m, height)
+    rhs, scales = frozen_groups(rhs, options.recipe)
+    found = plan(GroupedSpec(options, m, groups, isinstance(rhs, ScaledArray)))
+    tiles = lay_out(sizes, m, found.height)
     rows = take_rows(lhs, tiles.rows, tiles.slots)
-    kind = GroupedKernels if by_kernels else GroupedDot
-    operation = kind(
-        (rows.shape, rhs.shape), dtypes, implementation, tiles.group, tiles.padded_sizes, scales
-    )
-    y, observed = multiply_quantized(operation, rows, rhs, how, state)
+    shapes = rows.shape, rhs.shape
+    operation = found.operation(shapes, dtypes, tiles.group, tiles.padded_sizes, scales)
+    y, observed = multiply_quantized(operation, rows, rhs, options, state)
     y = take_rows(y.reshape(tiles.rows.size, n), tiles.slots, tiles.rows.reshape(-1))
     return y, observed
+
+
+@dataclass(frozen=True)
+class GroupedPlan:
+    """How a grouped product is computed.
+
+    Attributes:
+      height: rows of a tile.
+      operation: that multiplies tiles of this height.
+    """
+
+    height: int
+    operation: type[Grouped]
+
+
+@dataclass(frozen=True)
+class GroupedSpec:
+    """What is known of a grouped product while JAX traces: what it is planned by.
+
+    Attributes:
+      options: with the device.
+      rows, groups: their numbers.
+      has_quantized_rhs: whether rhs is a `ScaledArray`.
+      height: rows of a tile, if that is given; None: it is to be planned.
+    """
+
+    options: Options
+    rows: int
+    groups: int
+    has_quantized_rhs: bool = False
+    height: int | None = None
+
+    def reference(self) -> GroupedPlan:
+        """Return the plan of the core."""
+        height = self.height or tile_height(self.options.recipe, self.rows, self.groups)
+        return GroupedPlan(height, GroupedDot)
 
 
 def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Array:
@@ -177,21 +209,16 @@ def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Ar
     return sizes.astype(jnp.int32)
 
 
-def goes_by_kernels(recipe: Recipe, rhs: Operand, implementation: Implementation) -> bool:
-    """Whether Hopper's kernels compute the products: of tiles of 128 rows."""
-    return grouped_kernels(functools.partial(why_not_grouped_kernels, recipe, rhs), implementation)
-
-
-def tile_height(recipe: Recipe, m: int, groups: int, implementation: Implementation) -> int:
+def tile_height(recipe: Recipe, m: int, groups: int, *, at_once: bool = False) -> int:
     """A height that no block of scales, and no rotated stretch, along the rows reaches across.
 
     The height changes results only by the order of f32 sums, unless they depend on how long a sum
-    is: then it is 128. If a tile of each group is multiplied at a time, each may be higher.
+    is: then it is 128.
+
+    Args:
+      at_once: whether a tile of each group is multiplied at a time: then each may be higher.
     """
     products = recipe.resolved()
-    formats = {q.fmt for q in products.quantizers()}
-    blocks = {q.block for q in products.quantizers() if q.block}
-    by_rounds = may_go_by_rounds(formats, blocks, recipe.accumulation, implementation)
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     along_rows = [q.block[1] for q in (fprop.lhs, dgrad.lhs) if q is not None and q.block]
     along_rows += [q.block[0] for q in (wgrad.lhs, wgrad.rhs) if q is not None and q.block]
@@ -199,10 +226,10 @@ def tile_height(recipe: Recipe, m: int, groups: int, implementation: Implementat
         along_rows.append(wgrad.rotation.size)
     multiple = math.lcm(*along_rows)
 
-    height = _TILE
+    height = TILE
     spans = any(q is not None and q.spans_rows for q in (wgrad.lhs, wgrad.rhs))
-    if not spans and by_rounds:
-        height = max(_quarter(m, groups), _TILE)
+    if not spans and at_once:
+        height = max(_quarter(m, groups), TILE)
     elif not spans and recipe.accumulation == "f32":
         height = plain_tile_height(m, groups)
     return -(-height // multiple) * multiple
@@ -210,7 +237,7 @@ def tile_height(recipe: Recipe, m: int, groups: int, implementation: Implementat
 
 def plain_tile_height(m: int, groups: int) -> int:
     """That of products in high precision."""
-    return min(max(_quarter(m, groups), _SMALLEST_TILE), _TILE)
+    return min(max(_quarter(m, groups), _SMALLEST_TILE), TILE)
 
 
 def _quarter(m: int, groups: int) -> int:

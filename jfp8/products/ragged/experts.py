@@ -28,31 +28,24 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jfp8.kernels.choice import Implementation
-from jfp8.kernels.grouped import GroupedKernels
-from jfp8.products.cast_later import CastLater
+from jfp8.matmul.spec import Implementation, MatmulSpec, planner_of
 from jfp8.products.made import Made, Source, Then
 from jfp8.products.operation import (
-    How,
     Kind,
     Observed,
     Operand,
     Operation,
+    Options,
     State,
-    Sums,
     Use,
     as_lhs,
     as_operand,
     check_out_dtype,
+    plan,
     value_dtype,
 )
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
-from jfp8.products.ragged.dot import (
-    frozen_groups,
-    goes_by_kernels,
-    plain_tile_height,
-    tile_height,
-)
+from jfp8.products.ragged.dot import GroupedSpec, frozen_groups, plain_tile_height
 from jfp8.products.ragged.exchange import Exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.ragged.tiles import take_rows
@@ -62,6 +55,7 @@ from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.compat import same_varying_axes
+from jfp8.tracing.device import current_device
 
 Travels = Literal["lhs", "result"]
 _SENT: dict[Travels, str] = {"lhs": "lhs", "result": "grad"}  # the operand that is sent
@@ -112,7 +106,7 @@ class ExpertRows:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["exchange", "scales"],
-    meta_fields=["shapes", "dtypes", "travels", "way", "tensor", "implementation"],
+    meta_fields=["shapes", "dtypes", "travels", "way", "tensor"],
 )
 @dataclass(frozen=True)
 class ExpertDot(Operation):
@@ -124,7 +118,6 @@ class ExpertDot(Operation):
       travels: ``"lhs"``, and its gradient back; or ``"result"``, and its gradient there.
       way: how a device multiplies tiles.
       tensor: see `ExpertRows.divided`.
-      implementation: see `scaled_ragged_dot`.
       scales: those of an rhs that came quantized with one for each expert: f32[E, 1, 1].
     """
 
@@ -132,7 +125,6 @@ class ExpertDot(Operation):
     travels: Travels
     way: type[Grouped]
     tensor: bool
-    implementation: Implementation
     scales: jax.Array | None = None
 
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -143,22 +135,26 @@ class ExpertDot(Operation):
         (experts, k, n), rows = self.shapes[1], self.exchange.place_at.size
         return {"fprop": k, "dgrad": n, "wgrad": rows // experts}[kind]
 
+    def arrange(self, role: str, x: Any) -> Any:
+        return self._here(self.exchange).arrange(role, x)
+
     def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
         return self._here(self.exchange).quantize(role, x, quantizer, at)
 
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | CastLater | Made,
+        x: jax.Array | Made,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
+        dtype: np.dtype | None,
     ) -> tuple[Operand, Operand | None, jax.Array] | None:
         if role == self._sent_role:
             return None
-        return self._here(self.exchange).quantize_for_both(role, x, first, second, state)
+        return self._here(self.exchange).quantize_for_both(role, x, first, second, state, dtype)
 
-    def sent(self, role: str, q: Operand) -> Operand:
+    def after_transfer(self, role: str, q: Operand) -> Operand:
         if role != self._sent_role:
             return q
         leaves, rebuild = _as_rows(q)
@@ -170,10 +166,10 @@ class ExpertDot(Operation):
         run = self.exchange.mesh.run(send, (rows,) * (1 + len(leaves)), rows)
         return rebuild(run(self.exchange, *leaves), self.exchange.height)
 
-    def laid_out(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
-        return self._here(self.exchange).laid_out(role, operand, contracting)
+    def relayout(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
+        return self._here(self.exchange).relayout(role, operand, contracting)
 
-    def multiply(self, kind: Kind, first: Operand, second: Operand, sums: Sums) -> jax.Array:
+    def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         if self.scales is not None and isinstance(second, ScaledArray):
             second = ScaledArray(second.data, self.scales)
         mesh, dtype = self.exchange.mesh, self.dtype_of(kind)
@@ -182,7 +178,7 @@ class ExpertDot(Operation):
         divided = {"lhs": "n", "result": "k"}[self.travels] if self.tensor else ""
         in_parts = bool(divided) and divided not in names[2]
         in_parts |= kind == "wgrad" and mesh.parts > mesh.experts
-        parts = (sums.parts or np.dtype(np.float32)) if in_parts else dtype
+        parts = (spec.partial_dtype or np.dtype(np.float32)) if in_parts else dtype
         leaves, structure = jax.tree.flatten((first, second))
         axes = {"t": mesh.token_axes, "E": mesh.expert_axis, divided: mesh.tensor_axis}
         result = mesh.rows if returns else PartitionSpec(*map(axes.get, names[2]))
@@ -197,7 +193,7 @@ class ExpertDot(Operation):
         def product(exchange: Exchange, *leaves: jax.Array) -> jax.Array:
             here = replace(self._here(exchange.here), dtypes=(parts,) * 3)
             a, b = structure.unflatten(leaves)
-            y = here.multiply(kind, a, b, sums)
+            y = here.multiply(kind, a, b, spec)
             if divided and divided not in names[2]:
                 y = mesh.sum_over_tensor(y)
             if kind == "wgrad":
@@ -228,7 +224,7 @@ class ExpertDot(Operation):
         tiles = (exchange.group.shape[-1], exchange.height, k)
         shapes = (tiles, (experts // mesh.experts, k, n))
         group, sizes = exchange.group, exchange.padded_sizes
-        return self.way(shapes, self.dtypes, self.implementation, group, sizes)
+        return self.way(shapes, self.dtypes, group, sizes)
 
     def _returned(self, exchange: Exchange, y: jax.Array) -> jax.Array:
         """Tiles as rows of copies ``[c, 1, n]``; their gradients are added up for each token."""
@@ -243,7 +239,7 @@ def observed_expert_dot(
     lhs: jax.Array,
     rhs: Operand,
     rows: ExpertRows,
-    how: How,
+    options: Options,
     state: State,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     source: Source | None = None,
@@ -255,34 +251,40 @@ def observed_expert_dot(
         other one returned.
       rhs: ``[E, k, n]``.
       rows: where they go; see above.
-      how, state, preferred_element_type: as in `observed_ragged_dot`.
+      options, state, preferred_element_type: as in `observed_ragged_dot`.
       source: what `lhs` is made of, if a kernel may make it.
 
     Returns:
       ``[tiles, height, n]`` if lhs travels, or a `Followed`; else ``[c, n]``, a row for each copy.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, how)
-    return _observed(how, out_dtype, lhs, rhs, rows, state, lax.stop_gradient(source))
+    options = options.on_device_of(lhs, rhs)
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
+    return _observed(options, out_dtype, lhs, rhs, rows, state, lax.stop_gradient(source))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _observed(how, out_dtype, lhs, rhs, rows, state, source):
+def _observed(options, out_dtype, lhs, rhs, rows, state, source):
     exchange, travels = rows.exchange, rows.travels
-    recipe, implementation = how.recipe, how.implementation
+    recipe = options.recipe
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
     lhs, rhs = same_varying_axes((lhs, rhs))
     rhs, scales = frozen_groups(rhs, recipe)
     rhs = rows.sort_columns(rhs)
     lhs = lhs[:, None] if travels == "lhs" else lhs
-    kernels = exchange.height == _TILE and goes_by_kernels(recipe, rhs, implementation)
-    way = GroupedKernels if kernels else GroupedDot
-    around = {"source": source, "then": rows.then} if kernels else {}
-    multiply = functools.partial(multiply_quantized, rhs=rhs, how=how, state=state, **around)
+    tiles, quantized = exchange.group.size, isinstance(rhs, ScaledArray)
+    spec = GroupedSpec(
+        options, tiles * exchange.height, rhs.shape[0], quantized, height=exchange.height
+    )
+    way = plan(spec).operation
+    around = {"source": source, "then": rows.then} if way.fuses_neighbours is True else {}
+    multiply = functools.partial(
+        multiply_quantized, rhs=rhs, options=options, state=state, **around
+    )
     if exchange.mesh.mesh is None and not _serves_both(recipe, travels):
-        return _sorted_first(way, dtypes, how, lhs, rhs, scales, rows, multiply)
+        return _sorted_first(way, dtypes, lhs, rhs, scales, rows, multiply)
     operation = ExpertDot(
-        (lhs.shape, rhs.shape), dtypes, exchange, travels, way, rows.divided, implementation, scales
+        (lhs.shape, rhs.shape), dtypes, exchange, travels, way, rows.divided, scales
     )
     y, observed = multiply(operation, lhs)
     return (y[:, 0] if travels == "result" else y), observed
@@ -297,7 +299,7 @@ def _serves_both(recipe: Recipe, travels: Travels) -> bool:
     return first is not None and first == second and first.one_for_both
 
 
-def _sorted_first(way, dtypes, how, lhs, rhs, scales, rows, multiply):
+def _sorted_first(way, dtypes, lhs, rhs, scales, rows, multiply):
     """On one device: rows are sorted as they are, and quantized for both products from that.
 
     From bytes in one direction those in the other would be rounded twice.
@@ -308,7 +310,7 @@ def _sorted_first(way, dtypes, how, lhs, rhs, scales, rows, multiply):
         each = jnp.repeat(lhs[:, 0], exchange.copies // max(len(lhs), 1), axis=0)
         lhs = take_rows(each, copy, row).reshape(-1, exchange.height, each.shape[-1])
     shapes, groups = (lhs.shape, rhs.shape), (exchange.group, exchange.padded_sizes)
-    operation = way(shapes, dtypes, how.implementation, *groups, scales)
+    operation = way(shapes, dtypes, *groups, scales)
     y, observed = multiply(operation, lhs)
     if rows.travels == "result":
         y = take_rows(y.reshape(-1, y.shape[-1]), row, copy)
@@ -325,8 +327,10 @@ def plain_expert_dot(
     out_dtype = np.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
     dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype)
     lhs = lhs[:, None] if rows.travels == "lhs" else lhs
-    shapes, where = (lhs.shape, rhs.shape), (rows.exchange, rows.travels, GroupedDot, rows.divided)
-    y = _plain(ExpertDot(shapes, dtypes, *where, None), lhs, rows.sort_columns(rhs))
+    planner = planner_of(current_device(lhs, rhs))
+    way = GroupedDot if planner is None else planner.grouped_in_high_precision()
+    shapes, where = (lhs.shape, rhs.shape), (rows.exchange, rows.travels, way, rows.divided)
+    y = _plain(ExpertDot(shapes, dtypes, *where), lhs, rows.sort_columns(rhs))
     return y[:, 0] if rows.travels == "result" else y
 
 
@@ -336,15 +340,15 @@ def _plain(operation: ExpertDot, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _plain_forward(operation, lhs, rhs):
-    lhs = operation.sent("lhs", lhs)
-    return operation.multiply("fprop", lhs, rhs, Sums()), (operation, lhs, rhs)
+    lhs = operation.after_transfer("lhs", lhs)
+    return operation.multiply("fprop", lhs, rhs, MatmulSpec()), (operation, lhs, rhs)
 
 
 def _plain_backward(residuals, dy):
     operation, lhs, rhs = residuals
-    dy = operation.sent("grad", dy)
-    d_lhs = operation.multiply("dgrad", dy, rhs, Sums())
-    return None, d_lhs, operation.multiply("wgrad", lhs, dy, Sums())
+    dy = operation.after_transfer("grad", dy)
+    d_lhs = operation.multiply("dgrad", dy, rhs, MatmulSpec())
+    return None, d_lhs, operation.multiply("wgrad", lhs, dy, MatmulSpec())
 
 
 _plain.defvjp(_plain_forward, _plain_backward)
@@ -354,15 +358,10 @@ def height_for(
     recipes: Sequence[Recipe], implementation: Implementation
 ) -> Callable[[int, int], int]:
     """The height of tiles for products of these recipes: a function of rows and groups."""
+    options = [Options(recipe, implementation).on_device_of() for recipe in recipes]
 
     def height(rows: int, groups: int) -> int:
-        any_rhs = jnp.zeros((), jnp.float32)
-        heights = [
-            _TILE
-            if goes_by_kernels(r, any_rhs, implementation)
-            else tile_height(r, rows, groups, implementation)
-            for r in recipes
-        ]
+        heights = [plan(GroupedSpec(each, rows, groups)).height for each in options]
         return math.lcm(*heights) if heights else plain_tile_height(rows, groups)
 
     return height

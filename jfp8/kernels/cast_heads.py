@@ -1,0 +1,62 @@
+"""Operands of attention, quantized from where a projection wrote them.
+
+The kernels of attention take each head both straight and transposed. A kernel that quantizes writes
+both, from one read of the projection; XLA would move heads and tokens before it does the same.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeAlias
+
+import jax
+
+from jfp8.kernels.only_on import only_on, traced_for
+from jfp8.kernels.partitioning import divided
+from jfp8.matmul.spec import HARDWARE_FORMATS
+from jfp8.products.flash.heads import Whole
+from jfp8.scaling.formats import Format
+from jfp8.tracing.compat import same_varying_axes
+
+Pair: TypeAlias = tuple[jax.Array, jax.Array]
+
+
+def cast_heads(x: jax.Array, inverse: jax.Array, fmt: Format, whole: Whole | None) -> Pair | None:
+    """Return ``cast(x * inverse[..., None], fmt)``, straight and transposed; None without a kernel.
+
+    For arguments see `_cast_heads`.
+    """
+    *_, tokens, depth = x.shape
+    if tokens % 128 or depth not in (64, 128, 256) or fmt not in HARDWARE_FORMATS:
+        return None
+    return _cast_heads(x, inverse, fmt, whole)
+
+
+# A kernel takes a while to compile, so it is compiled once for all layers of the same shapes.
+@partial(jax.jit, static_argnums=2)
+def _cast_heads(x: jax.Array, inverse: jax.Array, fmt: Format, whole: Whole | None) -> Pair:
+    """Return ``cast(x * inverse[..., None], fmt)``, straight and transposed.
+
+    The kernel runs where the program is compiled for CUDA.
+
+    Args:
+      x: ``[batch, groups, heads of a group, tokens, depth]``; the third may be missing, for 1.
+      inverse: ``f32[batch, groups, heads of a group, tokens]``, likewise.
+      whole: what `x` is a part of; None: nothing else.
+    """
+    each = x.shape[:-2]
+
+    def by_kernel(x: jax.Array, inverse: jax.Array, whole: Whole | None) -> Pair:
+        from jfp8.kernels.hopper.quantize_heads import quantize_heads
+
+        if whole is None:
+            x = x.reshape(*each[:2], -1, *x.shape[-2:])
+            whole = Whole(x.transpose(0, 3, 1, 2, 4))
+        kernel = partial(quantize_heads, first=whole.first, fmt=fmt)
+        rule = "b T g R H, b g N T -> b g N T H, b g N H T"
+        quantize = divided(f"quantize_heads, {fmt}, {whole.first}", kernel, rule)
+        inverse = inverse.reshape(*each[:2], -1, inverse.shape[-1])
+        q, q_t = same_varying_axes((quantize(whole.array, inverse), x))[0]
+        return q.reshape(*each, *q.shape[-2:]), q_t.reshape(*each, *q_t.shape[-2:])
+
+    return only_on("cuda", by_kernel, traced_for("cuda", "a kernel of jfp8"), x, inverse, whole)

@@ -1,0 +1,114 @@
+"""The planner for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.kernels.backend import check_not_refused, facts_of
+from jfp8.kernels.cuda_backends import choose, expected_times, known_gpu, may_go_by_rounds
+from jfp8.kernels.grouped import GroupedKernels, why_not_grouped_kernels
+from jfp8.kernels.hopper import backend as hopper
+from jfp8.kernels.k_major import k_major
+from jfp8.kernels.partitioning import divided
+from jfp8.kernels.platforms import on_cuda
+from jfp8.kernels.xla.grouped import GroupedByXla
+from jfp8.matmul.emulate import emulated
+from jfp8.matmul.spec import MatmulSpec
+from jfp8.products.conv import Convolution, ConvSpec
+from jfp8.products.dot_general import DotSpec
+from jfp8.products.operation import Operation
+from jfp8.products.ragged.by_tiles import Grouped
+from jfp8.products.ragged.dot import TILE, GroupedPlan, GroupedSpec, tile_height
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.device import current_gpu, has_explicit_axes
+from jfp8.tracing.notes import note
+
+__all__ = [
+    "expected_times",
+    "grouped_in_high_precision",
+    "multiply",
+    "plan",
+    "quantizes_by_kernels",
+    "residual_sum",
+]
+
+
+def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
+    """Return the product of two operands by the named backend, or by the best one for the GPU.
+
+    Raises:
+      NotImplementedError: the named backend cannot compute it.
+    """
+    facts, gpu = facts_of(lhs, rhs, spec), known_gpu(spec.device)
+    if spec.implementation is not None:
+        check_not_refused(spec.implementation, hopper.BACKEND.why_not(facts, gpu))
+        with note("cuda", spec.implementation):
+            return hopper.BACKEND.multiply(lhs, rhs, spec)
+    choice = choose(facts, gpu)
+    compute = lambda lhs, rhs: choice.backend.multiply(lhs, rhs, spec)
+    reference = lambda lhs, rhs: emulated(lhs, rhs, spec)
+    return on_cuda(compute, reference, lhs, rhs, why=str(choice))
+
+
+def plan(spec: Any) -> Any:
+    """Return what computes the operation that `spec` describes; None: the reference."""
+    if isinstance(spec, DotSpec):
+        return k_major(spec)
+    if isinstance(spec, ConvSpec):
+        return convolution_in_bf16(spec)
+    assert isinstance(spec, GroupedSpec)
+    return _grouped(spec)
+
+
+def convolution_in_bf16(spec: ConvSpec) -> Operation:
+    """Return a convolution of f8 values as bf16.
+
+    XLA has no FP8 convolution. Every f8 value is a bf16 value, so bf16 tensor cores are exact.
+    """
+    return Convolution(spec.shapes, spec.dtypes, spec.window, np.dtype(jnp.bfloat16))
+
+
+def _grouped(spec: GroupedSpec) -> GroupedPlan:
+    options, gpu = spec.options, known_gpu(spec.options.device)
+    named = options.implementation == hopper.BACKEND.name
+    if named or (options.implementation is None and gpu is not None):
+        # Small ones, too: bf16 moves two to three times as many bytes.
+        reason = why_not_grouped_kernels(options.recipe, spec.has_quantized_rhs, gpu)
+        if named:
+            check_not_refused(options.implementation, reason)
+        if reason is None and spec.height in (None, TILE):
+            return GroupedPlan(TILE, GroupedKernels)
+    at_once = options.implementation is None and may_go_by_rounds(options.recipe, gpu)
+    height = spec.height or tile_height(options.recipe, spec.rows, spec.groups, at_once=at_once)
+    return GroupedPlan(height, GroupedByXla)
+
+
+def grouped_in_high_precision() -> type[Grouped]:
+    """Return the operation that multiplies groups without quantizing anything."""
+    return GroupedByXla
+
+
+def quantizes_by_kernels() -> bool:
+    """Whether Pallas kernels quantize anything on the GPU that the program is traced for."""
+    return hopper.why_no_quantizing(current_gpu()) is None
+
+
+def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return ``x + y``, where `y` is what a product wrote.
+
+    cuBLASLt adds `x` itself, as it writes `y`. Its results are matrices, so the sum is one:
+    otherwise XLA would copy `x` first, to overwrite it.
+    """
+    if has_explicit_axes():
+        return x + y
+
+    def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        rows = lambda x: x.reshape(-1, x.shape[-1])
+        return (rows(x) + rows(y)).reshape(x.shape)
+
+    dims = " ".join(f"d{i}" for i in range(x.ndim))
+    return divided("residual_sum", add, f"{dims}, {dims} -> {dims}")(x, y)

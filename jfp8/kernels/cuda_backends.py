@@ -1,0 +1,217 @@
+"""Which backend multiplies on an NVIDIA GPU: the only file that ranks them.
+
+A backend is a value in `BACKENDS`, which holds what it does and what it supports. To add one, write
+a file or folder with such a value, and list it here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from dataclasses import replace
+from typing import Literal
+
+import jax
+from jax.sharding import AxisType
+
+from jfp8.kernels.backend import Backend, Blocks, Choice, Facts
+from jfp8.kernels.blackwell import backend as blackwell
+from jfp8.kernels.cost_model import (
+    BY_XLA,
+    ON_BLACKWELL,
+    ON_HOPPER,
+    RATES,
+    Costs,
+    Scales,
+    Times,
+    Work,
+    expected,
+    rates_of,
+    scales_of,
+    work_of,
+)
+from jfp8.kernels.hopper import backend as hopper
+from jfp8.kernels.xla import bf16_dot, f8_dot
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.formats import E5M2, Format
+from jfp8.tracing.device import Device, Gpu, current_gpu
+
+# The first that supports the product is used; those that are `first_for` its scales come before all
+# others.
+BACKENDS = (
+    hopper.BACKEND,
+    blackwell.MX_BACKEND,
+    blackwell.NVFP4_BACKEND,
+    f8_dot.BACKEND,
+    bf16_dot.BACKEND,
+)
+
+
+def known_gpu(device: Device) -> Gpu | None:
+    """Return the GPU, if its kind is known."""
+    return device if isinstance(device, Gpu) and device.kind else None
+
+
+def choose(facts: Facts, gpu: Gpu | None) -> Choice:
+    """Return the backend for a product on an NVIDIA GPU; None: a GPU that is not known.
+
+    1. Formats that tensor cores do not support: bf16, in which all stored values are exact.
+    2. If the GPU is known: bf16 also for products that are faster in it by the model of
+       `cost_model`, and for GPUs without FP8.
+    3. One scale per operand: cuBLASLt, by XLA. Scales by row, and in blocks of 128: Pallas kernels
+       on Hopper. In blocks of 32, and powers of two in larger ones: cuDNN on Blackwell.
+    4. Otherwise scales by row after cuBLASLt's product, and blocks in bf16.
+    """
+    facts = replace(facts, accumulation="f32")  # of hardware sums, promoted on the way
+    why_no_f8 = _why_no_f8(facts, gpu)
+    if why_no_f8 is not None:
+        return Choice(bf16_dot.BACKEND, {"f8": why_no_f8})
+    refused: dict[str, str] = {}
+    for backend in sorted(BACKENDS, key=lambda b: facts.granularity not in b.first_for):
+        if gpu is None and backend.gpus is not None:
+            continue
+        if not backend.formats.issuperset(facts.formats):
+            continue  # another one has them: see `_why_no_f8`
+        reason = backend.why_not(facts, gpu)
+        if reason is None and facts.formats == (E5M2, E5M2):
+            reason = backend.why_not_e5m2
+        if reason is None:
+            return Choice(backend, refused)
+        refused[backend.name] = reason
+    raise AssertionError("bf16 takes everything")
+
+
+def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
+    if not any(b.formats.issuperset(facts.formats) for b in _made_for(gpu)):
+        return "no tensor cores for {} x {}".format(*(fmt.name for fmt in facts.formats))
+    if gpu is not None and not gpu.multiplies_f8:
+        return f"{gpu.kind} has no FP8 tensor cores"
+    blocks = facts.blocks if facts.granularity == "blocks" else ()
+    scales = scales_of(block[0] for block in blocks if block is not None)
+    if gpu is not None and _faster_in_bf16(facts.sizes, gpu, scales):
+        return "FP8 does not pay for a product this small"
+    return None
+
+
+def _made_for(gpu: Gpu | None) -> list[Backend]:
+    """The backends for narrow formats on such a GPU; None: those that work on any."""
+    major = None if gpu is None or gpu.capability is None else gpu.capability[0]
+    return [b for b in BACKENDS if b is not bf16_dot.BACKEND and b.gpus in (None, major)]
+
+
+def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:
+    """Whether quantized operands are multiplied faster in bf16; GPUs not listed count as H100."""
+    rates = rates_of(gpu.kind) or RATES["H100"]
+    times = expected(work_of(sizes, _devices()), rates, scales, _costs(gpu))
+    return times.rounded < times.fp8
+
+
+def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
+    """Whether Pallas kernels quantize for products on this GPU.
+
+    On Blackwell those in blocks. Of operands with one scale, cuBLASLt takes any layout there, and
+    XLA moves less by not writing them in two.
+    """
+    if scales in ("blocks", "mx"):
+        return hopper.why_no_quantizing(gpu) is None
+    return hopper.BACKEND.why_not_on(gpu) is None
+
+
+def _costs(gpu: Gpu) -> Costs:
+    """What quantizing costs on this GPU; see `cost_model`."""
+    if hopper.BACKEND.why_not_on(gpu) is None:
+        return ON_HOPPER
+    return ON_BLACKWELL if hopper.why_no_quantizing(gpu) is None else BY_XLA
+
+
+def _devices() -> int:
+    """The number of devices that divide a product: those of the mesh in effect, or 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in axes if kind != AxisType.Manual)
+
+
+Quantizing = Literal["kernels", "xla"]
+
+
+def quantizing_k_major(
+    recipe: Recipe, sizes: tuple[int, int, int], gpu: Gpu | None, implementation: str | None
+) -> Quantizing | None:
+    """Return what quantizes matrices with the contraction last for a GPU's tensor cores.
+
+    None for products of formats or blocks that they do not take, or that do not pay.
+
+    Args:
+      recipe: of the products.
+      sizes: ``(m, n, k)``.
+      gpu: None: it is not known, and counts as a Hopper.
+      implementation: None, ``"xla"`` or ``"mosaic_gpu"``; see `scaled_matmul`.
+    """
+    if implementation != "mosaic_gpu" and (gpu is None or not gpu.multiplies_f8):
+        return None
+    if implementation == "mosaic_gpu" and hopper.BACKEND.why_not_on(gpu) is not None:
+        return None  # and the product says why
+    if 0 in sizes or recipe.accumulation.startswith("hopper"):
+        return None
+    formats, blocks = _formats_and_blocks(recipe)
+    scales = scales_of(along for along, _ in blocks)
+    kernels = implementation != "xla" and _quantized_by_kernels(gpu, scales)
+    if implementation is None and gpu is not None and _faster_in_bf16(sizes, gpu, scales):
+        return None
+    if not _taken(formats, blocks, gpu):
+        return None
+    return "kernels" if kernels else "xla"
+
+
+def may_go_by_rounds(recipe: Recipe, gpu: Gpu | None) -> bool:
+    """Whether a grouped product may have a backend of `backend_in_rounds`."""
+    if gpu is None or not gpu.multiplies_f8 or recipe.accumulation.startswith("hopper"):
+        return False
+    return _taken(*_formats_and_blocks(recipe), gpu)
+
+
+def backend_in_rounds(facts: Facts, gpu: Gpu | None) -> Backend | None:
+    """Return the backend that multiplies a tile of each group at a time, in a narrow format.
+
+    None if there is none. Small ones too: bf16 moves two to three times as many bytes.
+    """
+    if gpu is None or not gpu.multiplies_f8 or facts.accumulation.startswith("hopper"):
+        return None
+    facts = replace(facts, accumulation="f32")
+    for backend in sorted(_made_for(gpu), key=lambda b: facts.granularity not in b.first_for):
+        twice_e5m2 = facts.formats == (E5M2, E5M2) and backend.why_not_e5m2
+        if backend.why_not(facts, gpu) is None and not twice_e5m2:
+            return backend
+    return None
+
+
+def _formats_and_blocks(recipe: Recipe) -> tuple[Set[Format], Set[Blocks]]:
+    quantizers = recipe.resolved().quantizers()
+    return {q.fmt for q in quantizers}, {q.block for q in quantizers if q.block}
+
+
+def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
+    """Whether backends for this GPU take all formats and blocks; for Hopper, if none is known."""
+    multiplying = [hopper.BACKEND] if gpu is None else _made_for(gpu)
+    in_blocks = [b for b in multiplying if "blocks" in b.granularities]
+    known = frozenset().union(*(b.formats for b in multiplying))
+    return formats <= known and all(any(b.takes(block) for b in in_blocks) for block in blocks)
+
+
+def expected_times(multiplications: float, elements: float, scales: Scales) -> Times | None:
+    """Return what `cost_model` expects of a product of all devices together.
+
+    None unless JAX traces for a GPU whose rates the model has.
+
+    Args:
+      multiplications: ``m * n * k``.
+      elements: of both operands and the result.
+      scales: of the operands.
+    """
+    gpu = current_gpu()
+    rates = None if gpu is None else rates_of(gpu.kind)
+    if gpu is None or rates is None:
+        return None
+    n = _devices()
+    work = Work(multiplications / n, elements / n)
+    return expected(work, rates, scales, _costs(gpu))

@@ -1,0 +1,43 @@
+"""Notes for a report on a CPU: how an NVIDIA GPU would compute what the reference computes here."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from jfp8.kernels.backend import facts_of
+from jfp8.kernels.cuda_backends import choose
+from jfp8.matmul.spec import MatmulSpec
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.tracing.notes import note
+
+
+def matmul(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> AbstractContextManager[object]:
+    """Return a context that notes the backend of a matmul."""
+    if spec.implementation is not None:
+        return note("cuda", spec.implementation)
+    return note("cuda", str(choose(facts_of(lhs, rhs, spec), None)))
+
+
+def convolution() -> AbstractContextManager[object]:
+    """Return a context that notes how convolutions are computed."""
+    return note("cuda", "bf16: there is no FP8 convolution")
+
+
+def grouped(
+    operation: Any, kind: str, first: Any, second: Any, spec: MatmulSpec
+) -> AbstractContextManager[object]:
+    """Return a context that notes how grouped products are computed."""
+    del operation, kind, first, second
+    if spec.implementation is not None or spec.accumulation != "f32":
+        return note("cuda", "emulate")
+    return note("cuda", "bf16: no FP8 kernel for these groups on this GPU")
+
+
+def attention(named: bool) -> AbstractContextManager[object]:
+    """Return a context that notes how attention is computed.
+
+    Args:
+      named: whether the reference was asked for.
+    """
+    return note("cuda", "emulate" if named else "bf16: no GPU is known")

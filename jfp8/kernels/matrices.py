@@ -1,0 +1,92 @@
+"""Operands of a ``dot_general`` as the matrices that kernels multiply, and results as they were."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.matmul.spec import Numbers, layout_of, matrix_groups
+from jfp8.scaling.arrays import ScaledArray
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How an array becomes a matrix: it is transposed, reshaped, transposed again, and padded.
+
+    Attributes:
+      shape: of the array.
+      order: of its dimensions, before they are merged.
+      sizes: of the merged dimensions.
+      swapped: whether the last two of these are exchanged.
+      padded: the sizes of the matrix with zeros behind its values; None: there are none.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    sizes: tuple[int, ...]
+    swapped: bool = False
+    padded: tuple[int, int] | None = None
+
+    def matrix(self, x: Any) -> Any:
+        """Return an array, or a `ScaledArray`, as the matrix."""
+        if self.order != tuple(range(len(self.shape))):
+            x = x.transpose(*self.order)
+        x = x if x.shape == self.sizes else x.reshape(*self.sizes)
+        x = x.T if self.swapped else x
+        if self.padded is None or x.shape == self.padded or isinstance(x, ScaledArray):
+            return x
+        pairs = zip(x.shape, self.padded, strict=True)
+        return jnp.pad(x, [(0, after - before) for before, after in pairs])
+
+    def array(self, y: jax.Array) -> jax.Array:
+        """Return a matrix as the array."""
+        if self.padded is not None:
+            rows, columns = self.sizes[::-1] if self.swapped else self.sizes
+            y = y[:rows, :columns]
+        y = y.T if self.swapped else y
+        y = y.reshape([self.shape[d] for d in self.order])
+        return y.transpose(np.argsort(self.order).tolist())
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there are zeros behind the values."""
+        return self.padded not in (None, self.sizes[::-1] if self.swapped else self.sizes)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the rows of the matrix are the array's along its last dimension."""
+        is_reshaped = self.order == tuple(range(len(self.shape))) and not self.swapped
+        return is_reshaped and self.sizes == (math.prod(self.shape[:-1]), self.shape[-1])
+
+
+def arrangements(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    numbers: Numbers,
+) -> dict[str, Arrangement]:
+    """Return how lhs, rhs and grad (or y) become matrices, or batches of them.
+
+    Args:
+      shapes: of lhs and rhs.
+      numbers: of their product.
+    """
+    (lc, rc), (lb, rb) = numbers
+    layout = layout_of(*shapes, numbers)
+    m, n, _ = layout.sizes
+    found = {}
+    for role, shape, *groups in (
+        ("lhs", shapes[0], lb, layout.lhs_free, lc),
+        ("rhs", shapes[1], rb, layout.rhs_free, rc),
+    ):
+        merged = matrix_groups(*groups)
+        order = tuple(d for group in merged for d in group)
+        sizes = tuple(math.prod(shape[d] for d in group) for group in merged)
+        found[role] = Arrangement(shape, order, sizes)
+    batch = (math.prod(layout.shape[: len(lb)]),) if lb else ()
+    order = tuple(range(len(layout.shape)))
+    found["grad"] = Arrangement(layout.shape, order, (*batch, m, n))
+    return found

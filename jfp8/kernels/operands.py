@@ -1,0 +1,67 @@
+"""Operands and their scales in the shapes that kernels take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfp8.kernels.paired import Paired
+from jfp8.matmul.spec import MatmulSpec, factors_of, free_dims, to_output, varies_along
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.formats import E8M0FNU
+from jfp8.tracing.device import Tpu
+
+
+def to_last(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with its last two dimensions exchanged, unless `axis` is the last."""
+    return x if axis == x.ndim - 1 else x.swapaxes(-1, -2)
+
+
+def row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> jax.Array:
+    """The scales as f32[], or one for each free index, f32[(batch,) free]."""
+    scale = jnp.asarray(q.scale)
+    if not scale.ndim:
+        return scale
+    free = free_dims(q.ndim, contract, batch)
+    scale = to_output(scale, q, batch, free, 0, 0)
+    scale = jnp.broadcast_to(scale, [q.shape[d] for d in (*batch, *free)])
+    size = math.prod(q.shape[d] for d in free)
+    return scale.reshape(-1, size) if batch else scale.reshape(size)
+
+
+def scale_dtype(q: ScaledArray) -> np.dtype:
+    """The dtype in which the scales of blocks are stored."""
+    return np.dtype(q.scale.data.dtype if isinstance(q.scale, ScaledArray) else q.scale.dtype)
+
+
+def are_powers_of_two(q: ScaledArray, dims: Sequence[int], spec: MatmulSpec) -> bool:
+    """Whether the scales of an operand that is summed over `dims` are known to be powers of two.
+
+    What `spec` promises is about scales of blocks, which vary along the sum.
+    """
+    if scale_dtype(q) == E8M0FNU.dtype:
+        return True
+    return spec.powers_of_two and varies_along(q, dims)
+
+
+def factors_by_kernels(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:
+    """Return `factors_of`, or the factor that the kernel wrote which quantized an operand."""
+    for operand in (lhs, rhs):
+        if isinstance(operand, Paired):
+            return [operand.factor]
+    return factors_of(lhs, rhs, spec)
+
+
+def dtype_of_partial_sums(spec: MatmulSpec) -> np.dtype:
+    """Return the dtype of a product before it is scaled.
+
+    TPUs among which the compiler divides arrays add partial sums up in it: in f32 they would send
+    twice the bytes.
+    """
+    divides = isinstance(spec.device, Tpu) and spec.device.divides
+    sent = np.dtype(spec.partial_dtype or spec.dtype)
+    return sent if divides and sent == jnp.bfloat16 else np.dtype(np.float32)

@@ -1,0 +1,80 @@
+"""`AttentionSpec`: what is known of attention while JAX traces, and the plan of the core."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jfp8.matmul.spec import explained
+from jfp8.products.flash.mask import Visible
+from jfp8.recipes.recipe import Recipe
+from jfp8.tracing.device import Device, Gpu
+
+_KERNELS = "jfp8.kernels.attention"  # the planner for GPUs, and of implementations by name
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What attention is planned by; see `scaled_dot_product_attention`.
+
+    Attributes:
+      recipe: how operands are quantized.
+      visible: which keys a query sees.
+      depth: H.
+      scale: of the scores.
+      has_state: whether amax histories are given.
+      device: that the program is traced for.
+    """
+
+    recipe: Recipe
+    visible: Visible
+    depth: int
+    scale: float
+    has_state: bool
+    device: Device = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The plan of the core: attention is computed by `blocks`, on any device.
+
+    Attributes:
+      named: whether it was asked for.
+      uses_one_scale: whether all tokens of an operand share a scale.
+    """
+
+    named: bool = False
+    uses_one_scale = False
+
+    @property
+    def cast_heads(self) -> None:
+        """A function that quantizes heads straight and transposed; None: nobody needs both."""
+
+    @property
+    def cast_heads_of_gradient(self) -> None:
+        """The same for dO."""
+
+    def forward(self, reference: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+        """Compute the forward pass: ``reference(*operands)``."""
+        del options
+        with explained("attention", self.named):
+            return reference(*operands)
+
+    def backward(self, reference: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+        """Compute the backward pass: ``reference(*operands)``."""
+        return self.forward(reference, *operands, **options)
+
+
+def plan_attention(spec: AttentionSpec, implementation: str | None) -> Any:
+    """Return the implementation that is asked for, or the best that computes what `blocks` does.
+
+    Raises:
+      ValueError: it is unknown, or does not compute this.
+    """
+    if implementation == "emulate":
+        return Reference(named=True)
+    if implementation is None and not isinstance(spec.device, Gpu):
+        return Reference()
+    return importlib.import_module(_KERNELS).plan(spec, implementation)

@@ -1,0 +1,253 @@
+"""The device that a program is traced for, and the mesh along which it divides arrays.
+
+The device is known while JAX traces: an abstract mesh describes it, the types of arrays or arrays
+themselves name it, or it is the default one. Only a program that is exported for several platforms
+has none: see `for_platforms`.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+# Compute capability by the name of the device, for programs that are compiled without it.
+_CAPABILITIES = {
+    r"\b(H100|H200|H20|H800|GH200)\b": (9, 0),
+    r"\b(B100|B200|GB200)\b": (10, 0),
+    r"\b(B300|GB300)\b": (10, 3),
+    r"\b(L4|L40|L40S|RTX 40\d\d|RTX 6000 Ada)\b": (8, 9),
+    r"\b(A100|A800|A30)\b": (8, 0),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+      kind: its name, such as ``"NVIDIA H200"``; "" if only the platform is known.
+      capability: compute capability, such as ``(9, 0)``; None if the name does not tell.
+      partly_manual: whether it is inside a ``shard_map`` over some axes of the mesh, while the
+        compiler divides arrays along the others. No kernel can be partitioned there.
+      platform: ``"cuda"``, or ``"rocm"`` for a GPU of AMD.
+    """
+
+    kind: str
+    capability: tuple[int, int] | None
+    partly_manual: bool = False
+    platform: str = "cuda"
+
+    @property
+    def hopper(self) -> bool:
+        """Whether it has Hopper's tensor cores and their instructions."""
+        return self.capability is not None and self.capability[0] == 9
+
+    @property
+    def multiplies_f8(self) -> bool:
+        """Whether it has FP8 tensor cores; True if unknown."""
+        return self.capability is None or self.capability >= (8, 9)
+
+    @property
+    def converts_to_f8(self) -> bool:
+        """Whether its instructions round f32 to f8; False if unknown."""
+        return self.platform == "cuda" and self.kind != "" and self.multiplies_f8
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """A TPU.
+
+    Attributes:
+      kind: its name, such as ``"TPU7x"``.
+      divides: whether the compiler divides arrays among several. Kernels cannot be partitioned
+        then: libtpu knows no ``custom_partitioning``.
+    """
+
+    kind: str
+    divides: bool = False
+    platform: str = "tpu"
+
+    @property
+    def multiplies_f8(self) -> bool:
+        """Whether its matrix units take f8: from TPU7x on. Earlier ones convert it to bf16."""
+        return re.match(r"TPU v\d", self.kind) is None
+
+
+@dataclass(frozen=True)
+class Several:
+    """A program that is lowered once for several platforms; see `for_platforms`."""
+
+    platforms: tuple[str, ...]
+    platform: str = "several"
+
+
+Device: TypeAlias = Gpu | Tpu | Several | None
+"""None: a CPU, or any other device that the reference computes for."""
+
+_lowered_for = jax.make_user_context(None)
+
+
+def for_platforms(*platforms: str) -> AbstractContextManager[object]:
+    """Return a context in which programs are traced for other platforms than this host's.
+
+    For ``jax.export``, which tells the platform only after the program is traced::
+
+        with jfp8.for_platforms("cpu", "cuda"):
+            exported = jax.export.export(jax.jit(f), platforms=["cpu", "cuda"])(x)
+
+    With several platforms each FP8 matmul is written once for each, behind one switch.
+
+    Args:
+      *platforms: any of ``"cpu"``, ``"cuda"``, ``"rocm"`` and ``"tpu"``.
+
+    Raises:
+      ValueError: no platform, or an unknown one.
+
+    >>> import jfp8
+    >>> with jfp8.for_platforms("cuda"):
+    ...     pass
+    """
+    known = ("cpu", "cuda", "rocm", "tpu")
+    if not platforms or not set(platforms) <= set(known):
+        raise ValueError(f"for_platforms takes any of {known}, as strings; got {platforms}.")
+    return _lowered_for(tuple(sorted(set(platforms))))
+
+
+def current_device(*arrays: Any) -> Device:
+    """Return the device that JAX is tracing for; None if it is a CPU, or one of no known kind.
+
+    The first of these that there is: what `for_platforms` says; the device that the abstract mesh
+    in effect describes, or the mesh in the types of `arrays`; the device that holds `arrays`;
+    ``jax.default_device``; the default backend. An abstract mesh describes a device for programs
+    that are compiled on a machine without one::
+
+        gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+        with jax.sharding.use_abstract_mesh(
+            jax.sharding.AbstractMesh((), (), abstract_device=gpu)
+        ):
+            ...
+    """
+    here = jax.sharding.get_abstract_mesh()
+    if (platforms := _lowered_for.value) is not None:
+        return _device_of_platforms(platforms)
+    for mesh in (here, *(jax.typeof(x).sharding.mesh for x in arrays)):
+        described = getattr(mesh, "abstract_device", None)
+        if described is not None:
+            return _described(described.platform, described.device_kind, here, mesh)
+    platform = _platform_of(arrays)
+    if platform == "gpu":
+        kind = jax.devices("gpu")[0].device_kind
+        return _described("gpu", kind, here, here)
+    if platform == "tpu":
+        # Without a mesh in the types there may be one all the same.
+        return Tpu(jax.devices("tpu")[0].device_kind, jax.device_count("tpu") > 1)
+    return None
+
+
+def _device_of_platforms(platforms: tuple[str, ...]) -> Device:
+    if len(platforms) > 1:
+        return Several(platforms)
+    by_name: dict[str, Device] = {"cpu": None, "tpu": Tpu("TPU")}
+    return by_name.get(platforms[0], Gpu("", None, platform=platforms[0]))
+
+
+def _described(platform: str, kind: str, here: AbstractMesh, mesh: Any) -> Device:
+    if platform == "tpu":
+        manual = set(here.manual_axes)
+        sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+        return Tpu(kind, any(size > 1 and name not in manual for name, size in sizes))
+    if platform != "gpu":
+        return None
+    capability = _capability_of(kind)
+    is_amd = capability is None and re.search(r"AMD|Radeon|Instinct|gfx\d|MI\d{3}", kind)
+    kinds = {kind for n, kind in zip(here.axis_sizes, here.axis_types, strict=True) if n > 1}
+    partly_manual = AxisType.Manual in kinds and len(kinds) > 1
+    return Gpu(kind, capability, partly_manual, "rocm" if is_amd else "cuda")
+
+
+def _platform_of(arrays: Any) -> str:
+    for x in arrays:
+        while isinstance(x, jax.core.Tracer):  # what `grad` and `vmap` wrap, outside of `jit`
+            x = getattr(x, "primal", getattr(x, "val", None))
+        if isinstance(x, jax.Array) and getattr(x, "committed", False):
+            return next(iter(x.devices())).platform
+    default = jax.config.jax_default_device
+    if default is not None:
+        return default if isinstance(default, str) else default.platform
+    return jax.default_backend()
+
+
+def current_gpu(*arrays: Any) -> Gpu | None:
+    """Return the GPU that JAX is tracing for; None if it is another device."""
+    device = current_device(*arrays)
+    return device if isinstance(device, Gpu) else None
+
+
+def current_tpu(*arrays: Any) -> Tpu | None:
+    """Return the TPU that JAX is tracing for; None if it is another device."""
+    device = current_device(*arrays)
+    return device if isinstance(device, Tpu) else None
+
+
+def why_not_divided(gpu: Gpu) -> str | None:
+    """Why the compiler cannot be told how to divide a kernel here; None if it can."""
+    if not gpu.partly_manual:
+        return None
+    return (
+        "arrays inside of a jax.shard_map over some axes of the mesh, which the compiler divides "
+        "along the others. Make all axes manual, or none"
+    )
+
+
+def device_kind() -> str:
+    """Return the name of the device that JAX traces for, such as ``"NVIDIA H200"``."""
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.devices()[0].device_kind if described is None else described.device_kind
+
+
+def _capability_of(kind: str) -> tuple[int, int] | None:
+    """Return the capability of a device of this kind here, or what the name of the kind says."""
+    if jax.default_backend() == "gpu":
+        for device in jax.devices():
+            said = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+            if said is not None and device.device_kind == kind:
+                return int(said[1]), int(said[2])
+    for pattern, capability in _CAPABILITIES.items():
+        if re.search(pattern, kind):
+            return capability
+    return None
+
+
+# Meshes whose axes are part of the types of arrays (``AxisType.Explicit``).
+
+
+def has_explicit_axes() -> bool:
+    """Whether the mesh in effect has axes that are part of the types of arrays."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def has_only_explicit_axes() -> bool:
+    """Whether those are all along which anything is divided."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = [t for n, t in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1]
+    return all(each == AxisType.Explicit for each in types)
+
+
+def explicit_mesh_of(*trees: Any) -> AbstractMesh | None:
+    """Return the mesh with explicit axes that only the types of arrays name; None if there is none.
+
+    ``jax.jit`` compiles for it. Without it in effect JAX would ask for the layout of sums in the
+    backward pass. A mesh that is in effect comes first.
+    """
+    if not jax.sharding.get_abstract_mesh().empty:
+        return None
+    for x in jax.tree.leaves(trees):
+        sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+        if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
+            return sharding.mesh
+    return None

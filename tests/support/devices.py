@@ -1,0 +1,18 @@
+"""Programs for devices that are not here."""
+
+from __future__ import annotations
+
+import sys
+
+
+def pretend(monkeypatch, device):
+    """Trace for `device` from now on, and compute here what is meant for it."""
+    found = {
+        "current_device": lambda *arrays: device,
+        "only_on": lambda platform, kernel, reason, *operands: kernel(*operands),
+    }
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("jfp8.")]
+    for name, function in found.items():
+        for module in modules:
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, function)
