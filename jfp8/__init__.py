@@ -1,8 +1,8 @@
 """FP8 training for JAX and Flax.
 
 The folders, in the order in which data passes through them: tracing, scaling, quantizers, matmul,
-recipes, products, kernels, layers, collectives, optim, conversion, training, checkpoint, debug, plot,
-integrations. A file imports only from its own folder and from those before it.
+recipes, products, kernels, layers, collectives, optim, conversion, training, checkpoint, debug,
+plot, integrations. A file imports only from its own folder and from those before it.
 """
 
 from jfp8 import (
@@ -42,11 +42,12 @@ from jfp8.products.dot_general import scaled_dot_general
 from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.products.ragged.dot import scaled_ragged_dot
 from jfp8.products.saved_activations import save_in_fp8
-from jfp8.scaling.arrays import ScaledArray, dequantize, dequantize_tree, is_scaled_array
+from jfp8.scaling.arrays import ScaledArray, dequantize
 from jfp8.scaling.casts import cast, round_to_format
 from jfp8.scaling.formats import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Format
+from jfp8.scaling.granularity import Block, PerAxis, PerTensor
 from jfp8.scaling.quantization import quantize
-from jfp8.scaling.scales import Block, PerAxis, PerTensor
+from jfp8.scaling.trees import dequantize_tree, is_scaled_array
 from jfp8.tracing.device import for_platforms
 from jfp8.training.data_parallel import data_parallel
 from jfp8.training.gather_weights import gather_weights

@@ -21,9 +21,10 @@ import numpy as np
 
 import jfp8
 from jfp8.scaling.formats import E4M3FN, E5M2, E8M0FNU, Format
+from jfp8.scaling.granularity import Block, PerAxis
 from jfp8.scaling.parts import expand_scale
-from jfp8.scaling.quantization import block_scale, quantize_with_scale
-from jfp8.scaling.scales import Block, PerAxis, amax, reciprocal, scale_from_amax
+from jfp8.scaling.quantization import block_scale
+from jfp8.scaling.scales import amax, quantize_with_scale, reciprocal, scale_from_amax
 from on_gpu.cases import Case, Group, Settings
 from on_gpu.harness import running
 from on_gpu.records import Record

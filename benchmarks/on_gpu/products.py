@@ -18,7 +18,7 @@ from jax import lax
 
 import jfp8
 from jfp8.scaling.formats import E4M3FN
-from jfp8.scaling.scales import Block, PerAxis
+from jfp8.scaling.granularity import Block, PerAxis
 from on_gpu.cases import Case, Group, Settings, Timed
 from on_gpu.checks import kernel
 from on_gpu.harness import running

@@ -26,7 +26,7 @@ import numpy as np
 
 from jfp8.checkpoint.state_dict import DTYPES
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.scales import Block, ragged_block
+from jfp8.scaling.granularity import Block, ragged_block
 
 Granularity = Literal["tensor", "channel", "block"]
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")

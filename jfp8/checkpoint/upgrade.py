@@ -29,8 +29,9 @@ from jfp8.checkpoint.upgrade_optimizer import (
 )
 from jfp8.checkpoint.values import Leaves, floats
 from jfp8.layers.linen.state_in_gradients import NAME
-from jfp8.optim.masters import has_master_weights, init_masters
+from jfp8.optim.masters import init_masters
 from jfp8.optim.stored_state import is_stored
+from jfp8.optim.wrapping import has_master_weights
 from jfp8.training.state import TrainState
 
 __all__ = ["CheckpointChange", "upgrade"]

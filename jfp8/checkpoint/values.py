@@ -25,8 +25,9 @@ from jfp8.optim.storage import HalfArray, ScaledFloat16, Storage
 from jfp8.optim.stored_state import is_stored
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape
 from jfp8.scaling.formats import E8M0FNU, FORMATS, format_of
-from jfp8.scaling.quantization import quantize, quantize_with_scale, two_level_scale
-from jfp8.scaling.scales import Block, PerTensor, amax, ragged_block
+from jfp8.scaling.granularity import Block, PerTensor, ragged_block
+from jfp8.scaling.quantization import quantize, two_level_scale
+from jfp8.scaling.scales import amax, quantize_with_scale
 
 _DATA = tuple(fmt.dtype for fmt in FORMATS if fmt is not E8M0FNU)
 

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.scaling.casts import ROUNDINGS, Rounding, codes_of, codes_to_format, decode
+from jfp8.scaling.casts import ROUNDINGS, Rounding
+from jfp8.scaling.codes import codes_of, codes_to_format, decode
 from jfp8.scaling.formats import E4M3FN, FORMATS, Format, as_format
-from jfp8.scaling.quantization import block_scale, quantize_with_scale
+from jfp8.scaling.granularity import Block
+from jfp8.scaling.quantization import block_scale
 from jfp8.scaling.random_bits import fold_in, hash_bits, seed_of
-from jfp8.scaling.scales import Block
+from jfp8.scaling.scales import quantize_with_scale
 
 AxisName: TypeAlias = Any
 """What `jax.lax` takes: the name of a mapped axis, or a tuple of several."""

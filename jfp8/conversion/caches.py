@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
-from jfp8.scaling.arrays import is_scaled_array
 from jfp8.scaling.formats import Format
+from jfp8.scaling.trees import is_scaled_array
 
 Kept = np.dtype | Format
 

@@ -30,7 +30,7 @@ from jfp8.layers.linen.state_in_params import collections_into_params, collectio
 from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
-from jfp8.scaling.arrays import dequantize_tree
+from jfp8.scaling.trees import dequantize_tree
 from jfp8.tracing.caller import user_level
 
 _ALL_BUT_INTERMEDIATES = DenyList("intermediates")  # what Flax's `init` initializes

@@ -28,10 +28,11 @@ from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_to_format
+from jfp8.scaling.codes import codes_to_format
 from jfp8.scaling.formats import E8M0FNU
+from jfp8.scaling.granularity import Block, ragged_block
 from jfp8.scaling.history import AmaxState
-from jfp8.scaling.scales import Block, amax, ragged_block, reciprocal, scale_from_amax
+from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
 from jfp8.tracing.compat import same_varying_axes
 
 Matrix: TypeAlias = jax.Array | Made  # the kernel makes it as it reads what it is made of

@@ -11,8 +11,8 @@ from jax import lax
 
 from jfp8.scaling.arrays import ScaledArray, dequantize
 from jfp8.scaling.formats import E3M4, E4M3FN, E5M2, Format, FormatLike, as_format
+from jfp8.scaling.granularity import PerAxis
 from jfp8.scaling.quantization import quantize
-from jfp8.scaling.scales import PerAxis
 
 Stored = ScaledArray | jax.Array
 

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.scaling.casts import decode
+from jfp8.scaling.codes import decode
 from jfp8.scaling.formats import E4M3FN, E5M2, format_of
 
 BLOCK = 32  # products that are added together

@@ -21,16 +21,16 @@ from jfp8.optim import levels
 from jfp8.optim.storage import Storage
 from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.scaling.casts import codes_of, codes_to_format, decode, encode
+from jfp8.scaling.codes import codes_of, codes_to_format, decode, encode
 from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format, as_format, format_of
 from jfp8.scaling.parts import apply_scale
-from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import (
     LARGEST_SCALE,
     SCALE_ROUNDINGS,
     SMALLEST_SCALE,
     ScaleRounding,
+    quantize_with_scale,
     reciprocal_factors,
     scale_from_amax,
 )

@@ -11,8 +11,8 @@ import optax
 from jfp8.collectives import exchange as collectives
 from jfp8.optim.wrapping import AnyScaleState
 from jfp8.scaling.formats import E4M3FN, FormatLike, as_format
+from jfp8.scaling.granularity import Granularity, PerTensor
 from jfp8.scaling.quantization import quantize
-from jfp8.scaling.scales import Granularity, PerTensor
 
 
 def fp8_gradients(

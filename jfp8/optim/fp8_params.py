@@ -12,20 +12,21 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jfp8.scaling.arrays import ScaledArray, is_scaled_array
-from jfp8.scaling.casts import codes_of, codes_to_format, decode
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.codes import codes_of, codes_to_format, decode
 from jfp8.scaling.formats import format_of
+from jfp8.scaling.granularity import Block
 from jfp8.scaling.parts import apply_scale
-from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
 from jfp8.scaling.scales import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
-    Block,
     amax,
+    quantize_with_scale,
     reciprocal,
     scale_from_amax,
 )
+from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.compat import vary_like
 
 

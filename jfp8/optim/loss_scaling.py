@@ -8,7 +8,6 @@ do not. An overflowing step must leave no trace: see `loss_scale` for what has t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -16,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
+from jfp8.optim.finite import all_finite, all_squares_finite, keep_unless, scaled
 from jfp8.optim.loss_scale_state import (
     LossScaleState,
     Mark,
@@ -294,66 +293,6 @@ def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Arr
             "optax.chain(jfp8.loss_scale(), optax.adam(1e-3))."
         )
     return scaled(jnp.asarray(loss), factor)
-
-
-def scaled(tree: Any, loss_scale: jax.typing.ArrayLike | None) -> Any:
-    """`tree` times the loss scale, in f32; unchanged if there is none."""
-    if loss_scale is None:
-        return tree
-    return jax.tree.map(lambda x: x.astype(jnp.float32) * loss_scale, tree)
-
-
-def unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
-    """`tree` divided by the loss scale, in f32; exact, because it is a power of two."""
-    return tree if loss_scale is None else scaled(tree, 1.0 / loss_scale)
-
-
-def all_finite(tree: Any) -> jax.Array:
-    """bool[]: whether no floating leaf of `tree` holds an Inf or NaN."""
-    return _holds(jnp.isfinite, tree)
-
-
-# Its square, which optimizers average, and sums of a few such squares are finite in f32.
-LARGEST_GRADIENT = np.float32(2.0**62)
-
-
-def all_squares_finite(tree: Any) -> jax.Array:
-    """bool[]: `all_finite`, and no magnitude is beyond 2^62.
-
-    The square of a larger gradient is Inf, and stays in a second moment forever.
-    """
-    return _holds(lambda x: jnp.abs(x).astype(jnp.float32) <= LARGEST_GRADIENT, tree)
-
-
-def _holds(condition: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
-    """bool[]: whether `condition` holds for all elements of all floating leaves."""
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    return all_of([jnp.all(condition(leaf)) for leaf in leaves])
-
-
-def all_of(flags: Sequence[jax.Array]) -> jax.Array:
-    """bool[]: whether all `flags` are true, bool[] each.
-
-    Behind the barrier the reduction stays one. Without it XLA makes a chain of ``and`` of it, and
-    repeats that in every kernel that reads its end.
-    """
-    return jnp.all(lax.optimization_barrier(jnp.stack(flags))) if flags else jnp.ones((), bool)
-
-
-def keep_unless(finite: jax.Array, new: Any, old: Any) -> Any:
-    """`new` if `finite`, else `old`, except for the loss scale's own numbers, which are updated."""
-
-    def select(new_node: Any, old_node: Any) -> Any:
-        if not _is_loss_scale(new_node):
-            return jnp.where(finite, new_node, old_node)
-        inner_state = keep_unless(finite, new_node.inner_state, old_node.inner_state)
-        return new_node._replace(inner_state=inner_state)
-
-    return jax.tree.map(select, new, old, is_leaf=_is_loss_scale)
-
-
-def _is_loss_scale(node: Any) -> bool:
-    return isinstance(node, LossScaleState)
 
 
 def _zero_unless(finite: jax.Array, updates: Any) -> Any:

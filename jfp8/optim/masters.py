@@ -7,7 +7,7 @@ is lost; it has to be kept in a wider master, or rounded stochastically.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ from jax import lax
 
 from jfp8.optim.fp8_params import update_by_lot, update_to
 from jfp8.optim.storage import Float, ScaledFloat16, Storage, round_to_16_bits
-from jfp8.optim.wrapping import seed_words, states_of, transformation, widened
-from jfp8.scaling import printing
-from jfp8.scaling.arrays import ScaledArray, is_scaled_array, scaled_values
+from jfp8.optim.wrapping import MasterWeightsState, seed_words, states_of, transformation, widened
+from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.parts import apply_scale
 from jfp8.scaling.random_bits import fold_in, hash_bits
+from jfp8.scaling.trees import is_scaled_array
 
 Master = Literal[None, "bfloat16", "float16_scaled", "float32"]
 
@@ -31,25 +31,6 @@ _STORAGES: dict[str | None, Storage | None] = {
     "float16_scaled": ScaledFloat16(),
     "float32": Float(),
 }
-
-
-class MasterWeightsState(NamedTuple):
-    """State of `master_weights`.
-
-    Attributes:
-      count: u32[], number of updates; with the seed it determines the random bits.
-      masters: for every parameter, its stored master; ``optax.MaskedNode()`` where the parameter is
-        its own master.
-      inner_state: state of the wrapped transformation.
-    """
-
-    count: jax.Array
-    masters: Any
-    inner_state: Any
-
-    def __repr__(self) -> str:
-        """Its contents, by type and size."""
-        return printing.named_state(self)
 
 
 def master_weights(
@@ -233,11 +214,6 @@ def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptSt
         return node._replace(masters=structure.unflatten(started))
 
     return jax.tree.map(restart, opt_state, is_leaf=is_state)
-
-
-def has_master_weights(opt_state: optax.OptState) -> bool:
-    """Whether `opt_state` belongs to an optimizer that trains FP8 parameters."""
-    return bool(states_of(MasterWeightsState, opt_state))
 
 
 def _flatten(params: Any) -> tuple[list[Any], jax.tree_util.PyTreeDef]:

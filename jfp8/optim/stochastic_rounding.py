@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 import jax
 import optax
 
-from jfp8.optim.masters import MasterWeightsState, Rounded
-from jfp8.optim.wrapping import transformation
+from jfp8.optim.masters import Rounded
+from jfp8.optim.wrapping import MasterWeightsState, transformation
 from jfp8.scaling import printing
-from jfp8.scaling.arrays import is_scaled_array
+from jfp8.scaling.trees import is_scaled_array
 
 
 class StochasticRoundingState(NamedTuple):

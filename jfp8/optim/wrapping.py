@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jfp8.scaling.arrays import is_scaled_array
+from jfp8.scaling import printing
+from jfp8.scaling.trees import is_scaled_array
 
 State = TypeVar("State")
 
@@ -55,3 +56,27 @@ def seed_words(seed: jax.typing.ArrayLike) -> jax.Array:
     if isinstance(seed, int):
         return jnp.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], jnp.uint32)
     return jnp.stack([jnp.asarray(seed).astype(jnp.uint32), jnp.zeros((), jnp.uint32)])
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`.
+
+    Attributes:
+      count: u32[], number of updates; with the seed it determines the random bits.
+      masters: for every parameter, its stored master; ``optax.MaskedNode()`` where the parameter is
+        its own master.
+      inner_state: state of the wrapped transformation.
+    """
+
+    count: jax.Array
+    masters: Any
+    inner_state: Any
+
+    def __repr__(self) -> str:
+        """Its contents, by type and size."""
+        return printing.named_state(self)
+
+
+def has_master_weights(opt_state: optax.OptState) -> bool:
+    """Whether `opt_state` belongs to an optimizer that trains FP8 parameters."""
+    return bool(states_of(MasterWeightsState, opt_state))

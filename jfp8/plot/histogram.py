@@ -14,7 +14,8 @@ from jfp8.plot.limits import halfway_above_max, halfway_to_zero, saturates
 from jfp8.plot.maps import shorten
 from jfp8.plot.rows import format_of_row
 from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, axes_for, legend_above, percent, tidy
-from jfp8.scaling.casts import as_float_array, check_cast_arguments
+from jfp8.scaling.casts import check_cast_arguments
+from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.formats import Format, FormatLike, as_format
 
 if TYPE_CHECKING:

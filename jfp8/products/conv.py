@@ -44,7 +44,7 @@ from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
-from jfp8.scaling.casts import decode
+from jfp8.scaling.codes import decode
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import has_explicit_axes
 

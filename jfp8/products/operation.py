@@ -25,7 +25,7 @@ from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, check_scale_shape, dequantize, scaled_values
-from jfp8.scaling.casts import as_float_array
+from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax

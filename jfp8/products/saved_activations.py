@@ -23,10 +23,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jfp8.products.vjp import SAVED, first_order_only
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.scaling.casts import as_float_array, codes_of, codes_to_format
+from jfp8.scaling.codes import as_float_array, codes_of, codes_to_format
 from jfp8.scaling.formats import E4M3FN, Format, FormatLike, as_format
-from jfp8.scaling.quantization import quantize_with_scale
-from jfp8.scaling.scales import Block, amax, ragged_block, reciprocal, scale_from_amax
+from jfp8.scaling.granularity import Block, ragged_block
+from jfp8.scaling.scales import amax, quantize_with_scale, reciprocal, scale_from_amax
 
 BLOCK = 32
 """Elements that share a scale: few, so that an outlier affects few others."""

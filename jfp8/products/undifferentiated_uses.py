@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
 from jfp8.scaling.sink import encode_amax
-from jfp8.tracing.compat import trace_state
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ _layer: ContextVar[str | None] = ContextVar("jfp8_layer", default="")
 @contextlib.contextmanager
 def noting_uses(sinks: Any) -> Iterator[Uses]:
     """A context in which the uses of products with one of these `sinks` are noted."""
-    uses = Uses(jax.tree.leaves(sinks), trace_state())
+    uses = Uses(jax.tree.leaves(sinks), get_opaque_trace_state())
     token = _noting.set(uses)
     try:
         yield uses
@@ -139,7 +139,7 @@ def begin_use(sink: jax.Array) -> ProductUse | None:
 def end_use(use: ProductUse, lhs: jax.Array, rhs: jax.Array) -> None:
     """Note the amaxes of its operands, f32[] each."""
     uses = _noting.get()
-    if uses is None or trace_state() != uses.trace:
+    if uses is None or get_opaque_trace_state() != uses.trace:
         return
     use.is_foreign = all(sink is not use.sink for sink in uses.sinks)
     if not use.is_foreign:

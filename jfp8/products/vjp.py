@@ -40,11 +40,12 @@ from jfp8.products.undifferentiated_uses import begin_use, end_use
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_of, codes_to_format
+from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import Format
+from jfp8.scaling.granularity import PerAxis
 from jfp8.scaling.history import AmaxState, as_dicts
 from jfp8.scaling.random_bits import seed_of
-from jfp8.scaling.scales import PerAxis, amax
+from jfp8.scaling.scales import amax
 from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
 from jfp8.tracing.compat import same_varying_axes
 

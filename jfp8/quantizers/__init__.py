@@ -4,7 +4,8 @@ from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.eden import Eden
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
-from jfp8.scaling.quantization import block_scale, quantize, quantize_with_scale
+from jfp8.scaling.quantization import block_scale, quantize
+from jfp8.scaling.scales import quantize_with_scale
 
 __all__ = [
     "Blockwise",

@@ -12,9 +12,10 @@ import jax
 from jfp8.quantizers.quantizer import EVERYWHERE, Along, Context, Quantizer, ScalesFromData
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import E2M1FN, E4M3FN, Format, as_format
+from jfp8.scaling.granularity import Block, ragged_block
 from jfp8.scaling.least_error import LARGEST_COMPARED, with_least_error
 from jfp8.scaling.quantization import block_scale, two_level_scale
-from jfp8.scaling.scales import Block, amax, ragged_block
+from jfp8.scaling.scales import amax
 
 Outer = Literal["tensor", "row"]
 

@@ -11,11 +11,11 @@ from jax import lax
 from jfp8.quantizers.blocks import TwoLevelScales
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_to_format, decode, encode
+from jfp8.scaling.codes import codes_to_format, decode, encode
+from jfp8.scaling.granularity import ragged_block
 from jfp8.scaling.parts import apply_scale
-from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
-from jfp8.scaling.scales import ragged_block, reciprocal
+from jfp8.scaling.scales import quantize_with_scale, reciprocal
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,9 +17,13 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.casts import ROUNDINGS, Rounding
 from jfp8.scaling.formats import Format, as_format
 from jfp8.scaling.history import AmaxState, history_amax
-from jfp8.scaling.quantization import quantize_with_scale
 from jfp8.scaling.random_bits import hash_bits
-from jfp8.scaling.scales import ScaleRounding, check_scale_rounding, scale_from_amax
+from jfp8.scaling.scales import (
+    ScaleRounding,
+    check_scale_rounding,
+    quantize_with_scale,
+    scale_from_amax,
+)
 
 Along = Literal["contracting", "free", "batch"]
 EVERYWHERE: frozenset[Along] = frozenset(("contracting", "free", "batch"))

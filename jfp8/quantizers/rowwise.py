@@ -8,7 +8,8 @@ import jax
 
 from jfp8.quantizers.quantizer import Along, Context, ScalesFromData
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.scales import PerAxis, amax, scale_from_amax
+from jfp8.scaling.granularity import PerAxis
+from jfp8.scaling.scales import amax, scale_from_amax
 
 
 @dataclass(frozen=True, repr=False)

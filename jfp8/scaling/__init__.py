@@ -3,16 +3,10 @@
 ``scale = amax / fmt.max`` maps the largest element onto the largest value of the format.
 """
 
+from jfp8.scaling import serialization as serialization
+from jfp8.scaling.granularity import Block, Granularity, PerAxis, PerTensor, scale_shape
 from jfp8.scaling.history import AmaxState, history_amax, init_amax_state, push_amax
-from jfp8.scaling.scales import (
-    Block,
-    Granularity,
-    PerAxis,
-    PerTensor,
-    amax,
-    scale_from_amax,
-    scale_shape,
-)
+from jfp8.scaling.scales import amax, scale_from_amax
 from jfp8.scaling.sink import init_sink
 
 __all__ = [

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 from jax import lax
 
 from jfp8.scaling import printing
 from jfp8.scaling.by_values import ByValues
-from jfp8.scaling.casts import codes_to_format, decode, encode, straight_through
+from jfp8.scaling.casts import straight_through
+from jfp8.scaling.codes import codes_to_format, decode, encode
 from jfp8.scaling.formats import E8M0FNU, Format, format_of
-from jfp8.scaling.leaf_checks import check_leaves
 from jfp8.scaling.parts import apply_scale, index_of_scales, rule_of_scales, split_e8m0
 from jfp8.scaling.reshaping import reshaped
 
@@ -184,52 +183,11 @@ def _flatten(q: ScaledArray) -> tuple[tuple[Any, ...], Any]:
 
 def _unflatten(block: tuple[int, ...] | None, leaves: Iterable[Any]) -> ScaledArray:
     data, scale, carrier = leaves
-    check_leaves(data, scale)
+    _check_leaves(data, scale)
     return ScaledArray(data, scale, block, carrier)
 
 
 jax.tree_util.register_pytree_with_keys(ScaledArray, _flatten_with_keys, _unflatten, _flatten)
-
-
-def is_scaled_array(node: Any) -> bool:
-    """Whether `node` is a `ScaledArray`: the ``is_leaf`` for `jax.tree.map`.
-
-    Without it, data and scale are separate leaves, and ``2 * leaf`` gives four times the values. As
-    one leaf, a `ScaledArray` computes with its values.
-
-    Args:
-      node: anything.
-
-    Returns:
-      bool.
-
-    >>> import jax, jax.numpy as jnp, jfp8
-    >>> params = {"kernel": jfp8.quantize(jnp.array([1.0, 2.0]))}
-    >>> jax.tree.map(lambda x: 2 * x, params, is_leaf=jfp8.is_scaled_array)
-    {'kernel': Array([2., 4.], dtype=float32)}
-    """
-    return isinstance(node, ScaledArray)
-
-
-def dequantize_tree(tree: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Any:
-    """`tree` with each `ScaledArray` replaced by its values: for averages, norms and the like.
-
-    Args:
-      tree: pytree of anything.
-      dtype: floating dtype of the values.
-
-    Returns:
-      Pytree with an array for each `ScaledArray`; all other leaves as they are.
-
-    Raises:
-      TypeError, ValueError: as `dequantize`.
-
-    >>> import jax.numpy as jnp, jfp8
-    >>> jfp8.dequantize_tree({"kernel": jfp8.quantize(jnp.array([1.0, 2.0])), "step": 3})
-    {'kernel': Array([1., 2.], dtype=float32), 'step': 3}
-    """
-    values = lambda x: dequantize(x, dtype) if isinstance(x, ScaledArray) else x
-    return jax.tree.map(values, tree, is_leaf=is_scaled_array)
 
 
 def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
@@ -347,7 +305,7 @@ def scale_as_f32_pair(q: ScaledArray) -> tuple[jax.Array, ...]:
 def check_scale_shape(q: ScaledArray) -> None:
     """Raise unless the scale of `q` is 0-d or fits its data dimension by dimension."""
     shape, scale_shape = jnp.shape(q.data), jnp.shape(_innermost(q.scale))
-    if rule := rule_of_scales(shape, scale_shape, q.block):
+    if scale_shape and (rule := rule_of_scales(shape, scale_shape, q.block)):
         blocks = "" if q.block is None else f" in blocks of {q.block}"
         raise ValueError(
             f"A ScaledArray with data of shape {shape}{blocks} cannot have a scale of shape "
@@ -375,25 +333,55 @@ def _innermost(scale: Any) -> Any:
     return scale.data if isinstance(scale, ScaledArray) else scale
 
 
-# Flax's own serialization (msgpack) knows arrays and the containers registered with it.
+# Arithmetic on the leaves. Data and scale are leaves of a pytree, so that
+# ``jax.tree.map(lambda leaf: 2 * leaf, q)`` gives four times the values. This shows only where `q`
+# is rebuilt, and only in part: floats wider than the stored ones come from a cast, and while a
+# function is traced, arrays know the operation that made them. In eager mode they do not.
+
+# Only a function of leaves does this in FP8: jfp8 decodes values first.
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "pow", "integer_pow", "reduce_sum"})
 
 
-def _to_state_dict(q: ScaledArray) -> dict[str, Any]:
-    # With the block, a checkpoint can be read without a target that knows it.
-    block = {} if q.block is None else {"block": np.asarray(q.block, np.int32)}
-    return {"data": q.data, "scale": serialization.to_state_dict(q.scale), **block}
+def _check_leaves(data: Any, scale: Any) -> None:
+    """Raise if `data` and `scale` were computed separately from those of a `ScaledArray`.
+
+    Placeholders of any type pass, and so do scalars, which may stand for a leaf: a mask, a learning
+    rate.
+
+    Raises:
+      TypeError: `data` holds floats of more than 8 bits, or `scale` floats of 16; or both are
+        tracers that an arithmetic operation made.
+    """
+    if not _is_float(data) or not data.ndim:
+        return
+    if data.dtype.itemsize > 1:
+        raise _refusal("data", f"came back as {printing.array(data)}, not in FP8")
+    if not _is_float(scale):
+        return
+    if scale.dtype.itemsize == 2:
+        raise _refusal("scale", f"came back as {printing.array(scale)}, not in float32 or E8M0FNU")
+    made_by = _primitive_of(data)
+    if made_by in _ARITHMETIC and _primitive_of(scale) in _ARITHMETIC:
+        raise _refusal("data", f"was computed in FP8, by `{made_by}`, and so was its scale")
 
 
-def _from_state_dict(q: ScaledArray, state: dict[str, Any]) -> ScaledArray:
-    block = tuple(np.asarray(state["block"]).tolist()) if "block" in state else q.block
-    if block != q.block:
-        raise ValueError(
-            f"The checkpoint has a ScaledArray in blocks of {block}, the target one in blocks of "
-            f"{q.block}, so that scales would belong to other elements. Restore into a target with "
-            "the same recipe and optimizer, and dequantize()."
-        )
-    scale: Any = serialization.from_state_dict(q.scale, state["scale"], name="scale")
-    return replace(q, data=state["data"], scale=scale)
+def _is_float(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    return is_array and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-serialization.register_serialization_state(ScaledArray, _to_state_dict, _from_state_dict)
+def _refusal(name: str, what: str) -> TypeError:
+    return TypeError(
+        f"The {name} of a ScaledArray {what}: a function of leaves, such as jax.tree.map's, "
+        "changed data and scale separately, which does not change the values in the same way. "
+        "Pass it the whole array, jax.tree.map(function, tree, is_leaf=jfp8.is_scaled_array), or "
+        "values: jfp8.dequantize_tree(tree)."
+    )
+
+
+def _primitive_of(x: Any) -> str | None:
+    """Return the operation that made the tracer `x`, such as ``"mul"``; None if unknown."""
+    for name in ("val", "primal"):  # what `vmap` and `jvp` wrap
+        inner = getattr(x, name, None)
+        x = inner if isinstance(inner, jax.core.Tracer) else x
+    return getattr(getattr(getattr(x, "parent", None), "primitive", None), "name", None)

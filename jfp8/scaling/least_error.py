@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_of, codes_to_format, decode, encode
+from jfp8.scaling.codes import codes_of, codes_to_format, decode, encode
 from jfp8.scaling.formats import E2M1FN
+from jfp8.scaling.granularity import Block, block_shape, ragged_block
 from jfp8.scaling.parts import apply_scale
-from jfp8.scaling.scales import Block, block_shape, ragged_block
 
 # Errors are counted in units of 2^-14 of the scale, and are at most 3 * 2^14 of them: half a step
 # of E2M1, or what saturates under a scale that was rounded down from up to 1.5 times its size. So

@@ -9,30 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.scaling.arrays import ScaledArray, check_scale_shape
-from jfp8.scaling.casts import (
-    Rounding,
-    check_cast_arguments,
-    codes_to_format,
-    convert,
-    decode,
-    encode,
-    hardware_converts,
-    straight_through,
-)
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.casts import Rounding, check_cast_arguments, straight_through
+from jfp8.scaling.codes import codes_to_format, decode, encode
 from jfp8.scaling.formats import E4M3FN, E8M0FNU, Format, FormatLike, as_format
-from jfp8.scaling.parts import apply_scale
+from jfp8.scaling.granularity import Block, Granularity, PerTensor, ragged_block
 from jfp8.scaling.scales import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
-    Block,
-    Granularity,
-    PerTensor,
     ScaleRounding,
     amax,
-    ragged_block,
+    quantize_with_scale,
     reciprocal,
-    reciprocal_factors,
     scale_from_amax,
 )
 
@@ -145,84 +133,6 @@ def reciprocal_of_block_scale(scale: jax.Array) -> jax.Array:
     code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
     inverse = lax.bitcast_convert_type((np.uint32(254) - code) << 23, jnp.float32)
     return jnp.where(code == 255, jnp.nan, inverse)
-
-
-def quantize_with_scale(
-    x: jax.Array,
-    scale: jax.Array | ScaledArray,
-    fmt: Format,
-    rounding: str = "nearest_even",
-    bits: jax.Array | None = None,
-    block: tuple[int, ...] | None = None,
-    inverse: jax.Array | None = None,
-) -> ScaledArray:
-    """`quantize` with a given scale, unchecked and without a gradient.
-
-    It multiplies by an explicit reciprocal, because on some backends XLA turns a division by a
-    broadcast scale into that anyway.
-
-    Args:
-      x: ``f32 | bf16 | f16`` array.
-      scale: f32 or e8m0 array, or a `ScaledArray` of two levels, which needs `inverse`.
-      fmt: format of the data.
-      rounding: see `cast`.
-      bits: u32 array of the shape of `x`, for stochastic rounding.
-      block: see `ScaledArray`.
-      inverse: f32 array, the reciprocals of `scale` if they are known: NaN where a block has a NaN
-        or an Inf.
-
-    Returns:
-      `ScaledArray` of the shape of `x`.
-
-    Raises:
-      ValueError: the shape of `scale` does not fit that of `x`.
-    """
-    check_scale_shape(ScaledArray(x, scale, block))
-    values = x.astype(jnp.float32)
-    on_gpu = hardware_converts(fmt)
-    if on_gpu and inverse is None:
-        # NaN for Inf, which the cast would saturate. By arithmetic, and before anything else, XLA
-        # does it in the pass that converts; a mask it would write to memory.
-        values = values + values * np.float32(0)
-    if inverse is not None:
-        values = apply_scale(values, inverse, block)
-    else:
-        assert not isinstance(scale, ScaledArray)
-        for factor in reciprocal_factors(scale):
-            values = apply_scale(values, factor, block)
-    if not isinstance(scale, ScaledArray) and scale.dtype == E8M0FNU.dtype:
-        values = _with_subnormal_inputs(values, x, scale, block)
-    if hardware_converts(fmt, rounding):
-        return ScaledArray(convert(values, fmt), scale, block)
-    asks_x = fmt.has_nan and inverse is None and not on_gpu
-    codes = encode(values, fmt, rounding, bits, finds_nan=not asks_x)
-    if asks_x:
-        # The cast saturates Inf; asking x itself tells it from a finite value that overflows.
-        codes = jnp.where(jnp.isfinite(x), codes, np.uint8(fmt.nan_code))
-    return ScaledArray(codes_to_format(codes, fmt), scale, block)
-
-
-def _with_subnormal_inputs(
-    values: jax.Array, x: jax.Array, scale: jax.Array, block: tuple[int, ...] | None
-) -> jax.Array:
-    """`values` ``= x * 2^(127-c)``, where subnormal elements of `x` are taken from their integers.
-
-    The pattern ``k`` of a subnormal is its value in units of 2^-149, so that it becomes
-    ``k * 2^(-22-c)``. XLA:CPU's own product would be zero. (Only small codes matter: with more than
-    ``c = 40`` even the largest subnormal is below a quarter of the smallest value of any format.)
-    """
-    if x.dtype.itemsize == 1 or x.dtype == jnp.float16:
-        return values  # holds no subnormals of f32
-    pattern = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    magnitude = pattern & np.uint32(0x7FFFFFFF)
-    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
-    factor = lax.bitcast_convert_type(
-        (np.uint32(127 - 22) - jnp.minimum(code, np.uint32(40))) << 23, jnp.float32
-    )
-    factor = jnp.where(code == 255, jnp.nan, factor)
-    k = jnp.minimum(magnitude, np.uint32(1 << 23)).astype(jnp.int32).astype(jnp.float32)
-    from_integer = apply_scale(jnp.where(pattern == magnitude, k, -k), factor, block)
-    return jnp.where(magnitude < np.uint32(1 << 23), from_integer, values)
 
 
 def two_level_scale(

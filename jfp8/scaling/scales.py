@@ -1,4 +1,4 @@
-"""From data to scales: which elements share one, their amax, and the scale that follows from it.
+"""From data to scales, and to data with a scale: amax, the scale that follows from it, the cast.
 
 ``scale = amax / fmt.max`` maps the largest element onto the largest value of the format. Everything
 here works on the bits of f32 where it can: XLA:CPU drops NaN from a float maximum and flushes
@@ -7,114 +7,27 @@ subnormals, both silently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.scaling.casts import as_float_array, codes_to_format, magnitude_bits
+from jfp8.scaling.arrays import ScaledArray, check_scale_shape
+from jfp8.scaling.codes import (
+    as_float_array,
+    codes_to_format,
+    convert,
+    encode,
+    hardware_converts,
+    magnitude_bits,
+    replaced_where,
+)
 from jfp8.scaling.formats import E8M0FNU, Format, FormatLike, as_format
-from jfp8.scaling.parts import split_e8m0
-
-
-@dataclass(frozen=True)
-class PerTensor:
-    """One scale for the whole array (0-d)."""
-
-
-@dataclass(frozen=True)
-class PerAxis:
-    """One scale for each index along `axis`: shape ``n`` there and 1 everywhere else.
-
-    Attributes:
-      axis: one axis or several, negative ones counted from the end. ``PerAxis(0)`` of an array of
-        shape ``(8, 16)`` gives scales of shape ``(8, 1)``: one per row.
-    """
-
-    axis: int | tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
-        if not all(isinstance(a, int) and not isinstance(a, bool) for a in axes):
-            raise TypeError(f"PerAxis takes an int or a tuple of ints, got {self.axis!r}.")
-
-
-@dataclass(frozen=True)
-class Block:
-    """One scale per block of `shape`, which covers the trailing dimensions of the array.
-
-    Attributes:
-      shape: block sizes; ``Block((1, 128))`` of an array of shape ``(64, 256)`` gives ``(64, 2)``
-        scales. Dimensions to the left of it have blocks of 1. The last block of a dimension may be
-        shorter than the others; it gets the scale that padding it with zeros would give.
-    """
-
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        shape = self.shape
-        if not isinstance(shape, tuple) or not all(isinstance(b, int) and b > 0 for b in shape):
-            raise TypeError(f"Block takes a tuple of positive ints, got {shape!r}.")
-
-
-Granularity: TypeAlias = PerTensor | PerAxis | Block
-
-
-def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the scales of an array of `shape`.
-
-    Args:
-      granularity: which elements share a scale.
-      shape: of the array.
-
-    Returns:
-      ``()`` for `PerTensor`; else a tuple of the length of `shape`.
-
-    Raises:
-      ValueError: the axis does not exist, or a block has more dimensions than the array.
-      TypeError: not a granularity.
-    """
-    ndim = len(shape)
-    if isinstance(granularity, PerTensor):
-        return ()
-    if isinstance(granularity, PerAxis):
-        axes = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
-        for axis in axes:
-            if not -ndim <= axis < ndim:
-                raise ValueError(
-                    f"{granularity} names an axis that an array of shape {tuple(shape)} does not "
-                    f"have; allowed are {-ndim} to {ndim - 1}."
-                )
-        kept = {axis % ndim for axis in axes}
-        return tuple(n if i in kept else 1 for i, n in enumerate(shape))
-    if isinstance(granularity, Block):
-        return tuple(-(-n // b) for n, b in zip(shape, block_shape(granularity, ndim), strict=True))
-    raise TypeError(
-        f"granularity must be PerTensor(), PerAxis(axis) or Block(shape); got {granularity!r}."
-    )
-
-
-def block_shape(granularity: Block, ndim: int) -> tuple[int, ...]:
-    """The size of a block along each of `ndim` dimensions."""
-    if len(granularity.shape) > ndim:
-        raise ValueError(
-            f"{granularity} has {len(granularity.shape)} dimensions, but the array only {ndim}."
-        )
-    return (1,) * (ndim - len(granularity.shape)) + granularity.shape
-
-
-def ragged_block(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """`ScaledArray.block` for an array of `shape`: None unless a block is cut short."""
-    if not isinstance(granularity, Block):
-        return None
-    block = block_shape(granularity, len(shape))
-    return block if any(n % b for n, b in zip(shape, block, strict=True)) else None
-
+from jfp8.scaling.granularity import Granularity, PerTensor, ragged_block, scale_shape
+from jfp8.scaling.parts import apply_scale, split_e8m0
 
 ScaleRounding = Literal[None, "power_of_two", "rceil", "floor", "ceil", "even"]
 SCALE_ROUNDINGS: tuple[str | None, ...] = get_args(ScaleRounding)
@@ -142,38 +55,41 @@ def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax
       ValueError: the granularity does not fit the shape of `x`.
     """
     x = as_float_array(x, "x")
-    return _amax(x, PerTensor() if granularity is None else granularity)
+    x = x.astype(jnp.float32) if x.dtype.itemsize == 1 else x
+    magnitude = magnitude_bits(x)
+    if granularity is None or isinstance(granularity, PerTensor):
+        largest = _largest(magnitude, tuple(range(x.ndim)))
+    else:
+        largest = _largest_of_parts(magnitude, granularity)
+    return lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
+
+
+def _largest(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the maximum of unsigned integers along `axes`, 0 where there are none."""
+    if 0 in magnitude.shape:
+        return jnp.max(magnitude, axis=axes, initial=magnitude.dtype.type(0))
+    return lax.reduce_max(magnitude, axes)
 
 
 @partial(jax.jit, static_argnums=1)
-def _amax(x: jax.Array, granularity: Granularity) -> jax.Array:
-    out_shape = scale_shape(granularity, x.shape)
-    if x.dtype.itemsize == 1:
-        x = x.astype(jnp.float32)
-    magnitude = magnitude_bits(x)
-    lane = magnitude.dtype.type
-    if isinstance(granularity, PerTensor):
-        largest = jnp.max(magnitude, initial=lane(0))
-    else:
-        block = ragged_block(granularity, x.shape)
-        if block is not None:
-            missing = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
-            magnitude = jnp.pad(magnitude, missing)
-        # A dimension of size 0 has no blocks, or (PerAxis of another dimension) an empty one.
-        blocked = [
-            part
-            for n, m in zip(magnitude.shape, out_shape, strict=True)
-            for part in (m, n // m if m else 0)
-        ]
-        axes = tuple(range(1, 2 * x.ndim, 2))
-        if blocked and blocked[-1] % 8 == 0:
-            # Along the fastest dimension in two steps, the first of which XLA:CPU does in vectors.
-            blocked[-1:] = [blocked[-1] // 8, 8]
-            magnitude = jnp.max(magnitude.reshape(blocked), axis=axes, initial=lane(0))
-            largest = jnp.max(magnitude, axis=-1, initial=lane(0))
-        else:
-            largest = jnp.max(magnitude.reshape(blocked), axis=axes, initial=lane(0))
-    return lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
+def _largest_of_parts(magnitude: jax.Array, granularity: Granularity) -> jax.Array:
+    shape, ndim = magnitude.shape, magnitude.ndim
+    out_shape, block = scale_shape(granularity, shape), ragged_block(granularity, shape)
+    if block is not None:
+        magnitude = jnp.pad(magnitude, [(0, -n % b) for n, b in zip(shape, block, strict=True)])
+    # A dimension of size 0 has no blocks, or (PerAxis of another dimension) an empty one.
+    blocked = [
+        part
+        for n, m in zip(magnitude.shape, out_shape, strict=True)
+        for part in (m, n // m if m else 0)
+    ]
+    axes = tuple(range(1, 2 * ndim, 2))
+    if blocked and blocked[-1] % 8 == 0:
+        # Along the fastest dimension in two steps, the first of which XLA:CPU does in vectors.
+        blocked[-1:] = [blocked[-1] // 8, 8]
+        magnitude = _largest(magnitude.reshape(blocked), axes)
+        return _largest(magnitude, (magnitude.ndim - 1,))
+    return _largest(magnitude.reshape(blocked), axes)
 
 
 def check_scale_rounding(scale_rounding: Any) -> None:
@@ -235,13 +151,14 @@ def scale_from_amax(
         # see that amax < 0 is false.) Nor may the division come last: of 1 / (a / b), where the
         # reciprocal of the scale is taken, XLA makes b / a.
         is_negative = lax.bitcast_convert_type(amax, jnp.uint32) >= np.uint32(1 << 31)
-        divisor = jnp.where(is_negative, np.float32(1.0), np.float32(fmt.max))
-        scale = amax / divisor * np.float32(2.0**margin)
-        scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
+        divisor = replaced_where(is_negative, jnp.full_like(amax, fmt.max), np.float32(1.0))
+        scale = amax / divisor
+        scale = scale * np.float32(2.0**margin) if margin else scale
+        scale = lax.clamp(SMALLEST_SCALE, scale, LARGEST_SCALE)
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     nonfinite = bits >= np.uint32(0x7F800000)
-    scale = jnp.where(nonfinite, np.float32(np.nan if poison or not fmt.has_nan else 1.0), scale)
-    return jnp.where(bits == 0, np.float32(1.0), scale)
+    other = np.float32(np.nan if poison or not fmt.has_nan else 1.0)
+    return replaced_where(bits == 0, replaced_where(nonfinite, scale, other), np.float32(1.0))
 
 
 def e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:
@@ -279,3 +196,77 @@ def reciprocal_factors(scale: jax.Array) -> tuple[jax.Array, ...]:
     code = lax.bitcast_convert_type(scale, jnp.uint8)
     inverse = jnp.where(code == 255, code, np.uint8(254) - code)
     return split_e8m0(codes_to_format(inverse, E8M0FNU))
+
+
+def quantize_with_scale(
+    x: jax.Array,
+    scale: jax.Array | ScaledArray,
+    fmt: Format,
+    rounding: str = "nearest_even",
+    bits: jax.Array | None = None,
+    block: tuple[int, ...] | None = None,
+    inverse: jax.Array | None = None,
+) -> ScaledArray:
+    """`quantize` with a given scale, unchecked and without a gradient.
+
+    It multiplies by an explicit reciprocal, because on some backends XLA turns a division by a
+    broadcast scale into that anyway.
+
+    Args:
+      x: ``f32 | bf16 | f16`` array.
+      scale: f32 or e8m0 array, or a `ScaledArray` of two levels, which needs `inverse`.
+      fmt: format of the data.
+      rounding: see `cast`.
+      bits: u32 array of the shape of `x`, for stochastic rounding.
+      block: see `ScaledArray`.
+      inverse: f32 array, the reciprocals of `scale` if they are known: NaN where a block has a NaN
+        or an Inf.
+
+    Returns:
+      `ScaledArray` of the shape of `x`.
+
+    Raises:
+      ValueError: the shape of `scale` does not fit that of `x`.
+    """
+    check_scale_shape(ScaledArray(x, scale, block))
+    values = x.astype(jnp.float32)
+    on_gpu = hardware_converts(fmt)
+    if on_gpu and inverse is None:
+        # NaN for Inf, which the cast would saturate. By arithmetic, and before anything else, XLA
+        # does it in the pass that converts; a mask it would write to memory.
+        values = values + values * np.float32(0)
+    for factor in reciprocal_factors(scale) if inverse is None else (inverse,):
+        values = apply_scale(values, factor, block) if factor.ndim else values * factor
+    if not isinstance(scale, ScaledArray) and scale.dtype == E8M0FNU.dtype:
+        values = _with_subnormal_inputs(values, x, scale, block)
+    if hardware_converts(fmt, rounding):
+        return ScaledArray(convert(values, fmt), scale, block)
+    asks_x = fmt.has_nan and inverse is None and not on_gpu
+    codes = encode(values, fmt, rounding, bits, finds_nan=not asks_x)
+    if asks_x:
+        # The cast saturates Inf; asking x itself tells it from a finite value that overflows.
+        codes = lax.select(lax.is_finite(x), codes, jnp.full_like(codes, fmt.nan_code))
+    return ScaledArray(codes_to_format(codes, fmt), scale, block)
+
+
+def _with_subnormal_inputs(
+    values: jax.Array, x: jax.Array, scale: jax.Array, block: tuple[int, ...] | None
+) -> jax.Array:
+    """`values` ``= x * 2^(127-c)``, where subnormal elements of `x` are taken from their integers.
+
+    The pattern ``k`` of a subnormal is its value in units of 2^-149, so that it becomes
+    ``k * 2^(-22-c)``. XLA:CPU's own product would be zero. (Only small codes matter: with more than
+    ``c = 40`` even the largest subnormal is below a quarter of the smallest value of any format.)
+    """
+    if x.dtype.itemsize == 1 or x.dtype == jnp.float16:
+        return values  # holds no subnormals of f32
+    pattern = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    magnitude = pattern & np.uint32(0x7FFFFFFF)
+    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
+    factor = lax.bitcast_convert_type(
+        (np.uint32(127 - 22) - jnp.minimum(code, np.uint32(40))) << 23, jnp.float32
+    )
+    factor = jnp.where(code == 255, jnp.nan, factor)
+    k = jnp.minimum(magnitude, np.uint32(1 << 23)).astype(jnp.int32).astype(jnp.float32)
+    from_integer = apply_scale(jnp.where(pattern == magnitude, k, -k), factor, block)
+    return jnp.where(magnitude < np.uint32(1 << 23), from_integer, values)

@@ -237,14 +237,6 @@ def outermost_scope() -> Scope | None:
     return None if outermost is None or outermost.scope is None else outermost.scope.root
 
 
-def primitive_of(x: Any) -> str | None:
-    """The operation that made the tracer `x`, such as ``"mul"``; None if unknown."""
-    for name in ("val", "primal"):  # what `vmap` and `jvp` wrap
-        inner = getattr(x, name, None)
-        x = inner if isinstance(inner, jax.core.Tracer) else x
-    return getattr(getattr(getattr(x, "parent", None), "primitive", None), "name", None)
-
-
 # Compiled functions of the region inside are not those of the region outside.
 _interposes = jax.make_user_context(False)
 

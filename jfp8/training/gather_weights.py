@@ -26,10 +26,11 @@ from jfp8.conversion.selection import Choice, Recipes, select
 from jfp8.conversion.weights import is_kernel
 from jfp8.quantizers.quantizer import Context, Current, Quantizer
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.scaling.arrays import ScaledArray, is_scaled_array
-from jfp8.scaling.casts import codes_of, codes_to_format
+from jfp8.scaling.arrays import ScaledArray
+from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.scales import amax
+from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.compat import vary_like
 
 Axes = str | tuple[str, ...]

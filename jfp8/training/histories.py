@@ -12,8 +12,8 @@ import numpy as np
 import optax
 from jax import lax
 
+from jfp8.optim.finite import all_of, keep_unless
 from jfp8.optim.loss_scale_state import find_loss_scale
-from jfp8.optim.loss_scaling import all_of, keep_unless
 from jfp8.scaling.history import as_dicts, end_step, observe, running_amax
 from jfp8.scaling.sink import ROLES, WIDTH, decode_amax, encode_amax
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jfp8.scaling.casts import codes_of, codes_to_format
+from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import FORMATS, format_of
 from jfp8.tracing.compat import body_of, evaluate, scan_sizes
 

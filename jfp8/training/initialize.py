@@ -19,9 +19,8 @@ from jfp8.conversion.report import report
 from jfp8.conversion.selection import Choice, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.optim import Blocks, ScaledFloat16, fp8_gradients, loss_scale, skip_on_overflow
-from jfp8.optim.masters import has_master_weights
 from jfp8.optim.stored_state import StoredState, store_state
-from jfp8.optim.wrapping import states_of, transformation
+from jfp8.optim.wrapping import has_master_weights, states_of, transformation
 from jfp8.recipes import registry
 from jfp8.recipes.per_layer import PerLayer, check_recipes
 from jfp8.recipes.per_tensor import DelayedScaling

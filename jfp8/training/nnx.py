@@ -13,7 +13,7 @@ from flax import nnx
 from flax.nnx import filterlib
 
 from jfp8.layers.nnx.products import Fp8Sink, Fp8State, Product
-from jfp8.optim.loss_scaling import all_finite, keep_unless, scaled
+from jfp8.optim.finite import all_finite, keep_unless, scaled
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.history import end_step, largest_of_devices
 from jfp8.scaling.sink import ROLES

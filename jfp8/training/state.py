@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jfp8.layers.linen.state_in_gradients import OVERWRITTEN
+from jfp8.optim.finite import all_squares_finite, keep_unless, scaled, unscaled
 from jfp8.optim.fp8_params import apply_updates, without_stored
 from jfp8.optim.loss_scale_state import (
     LossScaleState,
@@ -24,12 +25,11 @@ from jfp8.optim.loss_scale_state import (
     warn_if_misplaced,
     warn_if_not_read,
 )
-from jfp8.optim.loss_scaling import all_squares_finite, keep_unless, scaled, unscaled
-from jfp8.optim.masters import has_master_weights
-from jfp8.optim.wrapping import states_of
+from jfp8.optim.wrapping import has_master_weights, states_of
 from jfp8.scaling import printing
-from jfp8.scaling.arrays import ScaledArray, is_scaled_array
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import as_dicts
+from jfp8.scaling.trees import is_scaled_array
 from jfp8.training.histories import (
     Collections,
     carried_over,
@@ -161,7 +161,7 @@ class TrainState(flax.struct.PyTreeNode):
                 "alike, stacked along axis 0: nn.scan(..., variable_axes={'params': 0, 'fp8': 0, "
                 "'fp8_sink': 0})."
             )
-        opt_state = tx.init(without_stored(params))
+        opt_state = tx.init(without_stored(params) if _has_stored(params) else params)
         if has_master_weights(opt_state):
             opt_state = tx.init(params)
         warn_if_misplaced(opt_state, stacklevel=2)
@@ -224,6 +224,16 @@ class TrainState(flax.struct.PyTreeNode):
         fp8 = {"fp8": self.fp8} if self.fp8 else {}
         return {"params": self.params, **fp8, **self.collections}
 
+    @property
+    def has_stored_params(self) -> bool:
+        """Whether some parameters are `ScaledArray`s."""
+        return _has_stored(self.params)
+
+    @property
+    def stored_params(self) -> Any:
+        """The parameters, if some are `ScaledArray`s, else None."""
+        return self.params if self.has_stored_params else None
+
     def apply_gradients(self, grads: Gradients) -> TrainState:
         """The state after one optimizer step.
 
@@ -266,10 +276,13 @@ class TrainState(flax.struct.PyTreeNode):
         if before is not None:
             taken = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), scaled(taken, before))
         tx = optax.with_extra_args_support(self.tx)
-        trained = self.params if has_master_weights(self.opt_state) else without_stored(self.params)
+        trained, apply = self.params, optax.apply_updates
+        if self.has_stored_params:
+            apply = apply_updates
+            trained = trained if has_master_weights(self.opt_state) else without_stored(trained)
         updates, opt_state = tx.update(taken, self.opt_state, trained)
         opt_state = keep_unless(finite, opt_state, self.opt_state)
-        params = keep_unless(finite, apply_updates(self.params, updates), self.params)
+        params = keep_unless(finite, apply(self.params, updates), self.params)
 
         ends = _steps_end(self.opt_state, opt_state)
         fp8 = keep_unless(finite, close_step(self.fp8, amaxes, ends=ends), self.fp8)
@@ -286,6 +299,11 @@ class TrainState(flax.struct.PyTreeNode):
             opt_state=opt_state,
             collections={**self.collections, **collections},
         )
+
+
+def _has_stored(params: Any) -> bool:
+    is_stored = lambda p: isinstance(p, ScaledArray)
+    return any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
 
 
 def _shapes_in(variables: Any) -> dict[str, tuple[int, ...]]:

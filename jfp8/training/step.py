@@ -12,10 +12,10 @@ import numpy as np
 from flax import nnx
 from flax.errors import ApplyScopeInvalidVariablesStructureError
 
+from jfp8.optim.finite import scaled, unscaled
 from jfp8.optim.fp8_params import carriers, with_carriers, without_stored
 from jfp8.optim.loss_scale_state import loss_scale_in
-from jfp8.optim.loss_scaling import scaled, unscaled
-from jfp8.optim.masters import has_master_weights
+from jfp8.optim.wrapping import has_master_weights
 from jfp8.products.undifferentiated_uses import Uses, noting_uses
 from jfp8.scaling.sink import max_of_sinks
 from jfp8.training.histories import Collections, add_recorded, as_dicts, init_sinks
@@ -69,16 +69,20 @@ def value_and_grad(
         if not isinstance(state, TrainState):
             raise TypeError(_instead_of_state(state))
         loss_scale = loss_scale_in(state.opt_state)
-        by_values = has_master_weights(state.opt_state)
-        differentiated = (carriers if by_values else without_stored)(state.params)
+        differentiated = state.params
+        if state.has_stored_params:
+            by_values = has_master_weights(state.opt_state)
+            differentiated = (carriers if by_values else without_stored)(state.params)
         known = (differentiated, init_sinks(state.fp8), state.fp8)
-        gradient = _gradient(partial(_scaled_loss, loss_fn, has_aux, loss_scale, state.params))
+        gradient = _gradient(
+            partial(_scaled_loss, loss_fn, has_aux, loss_scale, state.stored_params)
+        )
         if micro_batches > 1:
             gradient = partial(_over_micro_batches, gradient, micro_batches)
         (grads, sink), (loss, collections, aux) = gradient(
             *known, state.collections, (batch, named)
         )
-        grads = unscaled(grads, loss_scale)
+        grads = grads if loss_scale is None else unscaled(grads, loss_scale)
         return ((loss, aux) if has_aux else loss), Gradients(grads, sink, collections)
 
     return compute
@@ -108,16 +112,21 @@ def _scaled_loss(
     loss_fn: Callable[..., Any],
     has_aux: bool,
     loss_scale: jax.Array | None,
-    params: Any,
+    stored: Any,
     differentiated: Any,
     sinks: Collections,
     fp8: Collections,
     collections: Collections,
     batch: Any,
 ) -> tuple[jax.Array, tuple[tuple[jax.Array, Collections, Any], Collections]]:
-    """The loss times the loss scale, ``(loss, collections, aux)``, and what ``fp8`` recorded."""
+    """Return the scaled loss, ``(loss, collections, aux)``, and what ``fp8`` recorded.
+
+    Args:
+      stored: the parameters, if some are stored in FP8; None: `differentiated` are all of them.
+    """
     args, named = batch
-    variables = {"params": with_carriers(params, differentiated)}
+    params = differentiated if stored is None else with_carriers(stored, differentiated)
+    variables = {"params": params}
     if fp8:
         variables |= {"fp8": fp8, "fp8_sink": sinks}
     try:
@@ -137,7 +146,8 @@ def _scaled_loss(
         )
     new = {name: mutated.get(name, value) for name, value in collections.items()}
     loss = jnp.asarray(loss)
-    return scaled(loss, loss_scale), ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
+    multiplied = loss if loss_scale is None else scaled(loss, loss_scale)
+    return multiplied, ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
 
 
 def _over_micro_batches(

@@ -21,7 +21,7 @@ from jfp8.kernels.hopper.quantize import (
 from jfp8.kernels.hopper.quantize_blocks import quantize_rows_in_blocks, quantize_tiles
 from jfp8.kernels.hopper.sweep import Sweep, largest_of
 from jfp8.kernels.scales_in_kernels import nearest_quotient, scale_and_inverse
-from jfp8.scaling.casts import codes_of, decode
+from jfp8.scaling.codes import codes_of, decode
 from support.interpreter import no_races
 
 SMALL = Sweep(rows=64, columns=64, blocks=4)

@@ -13,7 +13,7 @@ import pytest
 
 import jfp8
 from jfp8 import ScaledArray, quantize, scaled_matmul
-from jfp8.scaling.casts import codes_to_format
+from jfp8.scaling.codes import codes_to_format
 
 E4M3, E5M2 = jfp8.E4M3FN, jfp8.E5M2
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]

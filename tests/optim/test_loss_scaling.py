@@ -17,8 +17,8 @@ import optax
 import pytest
 
 import jfp8
+from jfp8.optim.finite import all_finite, keep_unless
 from jfp8.optim.loss_scale_state import find_loss_scale
-from jfp8.optim.loss_scaling import all_finite, keep_unless
 
 PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.float32([0.5, -2.0])}
 LEARNING_RATE = 0.1

@@ -19,9 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jfp8
 from jfp8 import ScaledArray
 from jfp8.optim.fp8_params import StoredUpdate, apply_updates, carriers, with_carriers
-from jfp8.optim.masters import MasterWeightsState, init_masters, master_weights
+from jfp8.optim.masters import init_masters, master_weights
 from jfp8.optim.stochastic_rounding import stochastic_rounding
 from jfp8.optim.stored_state import store_state
+from jfp8.optim.wrapping import MasterWeightsState
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16

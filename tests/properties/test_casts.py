@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, cast, round_to_format
-from jfp8.scaling.casts import encode
+from jfp8.scaling.codes import encode
 from jfp8.scaling.random_bits import random_bits
 
 pytestmark = pytest.mark.property

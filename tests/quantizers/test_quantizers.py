@@ -36,8 +36,8 @@ from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.scaling.history import init_amax_state
-from jfp8.scaling.quantization import quantize_with_scale, two_level_scale
-from jfp8.scaling.scales import amax
+from jfp8.scaling.quantization import two_level_scale
+from jfp8.scaling.scales import amax, quantize_with_scale
 
 DATA_FORMATS = (E4M3FN, E5M2, E2M1FN)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

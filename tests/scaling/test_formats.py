@@ -21,7 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, ScaledArray, cast, quantize, round_to_format
 from jfp8.scaling import formats
-from jfp8.scaling.casts import codes_of, codes_to_format, decode, encode, hardware_converts
+from jfp8.scaling.codes import codes_of, codes_to_format, decode, encode, hardware_converts
 
 FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
 SIGNED = FORMATS[:4]

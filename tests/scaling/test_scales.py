@@ -14,16 +14,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jfp8 import E2M1FN, E3M4, E4M3FN, E5M2, E8M0FNU, Block, PerAxis, PerTensor
+from jfp8.scaling.granularity import block_shape, ragged_block, scale_shape
 from jfp8.scaling.history import end_step, history_amax, init_amax_state, observe, push_amax
 from jfp8.scaling.scales import (
     SCALE_ROUNDINGS,
     amax,
-    block_shape,
-    ragged_block,
     reciprocal,
     reciprocal_factors,
     scale_from_amax,
-    scale_shape,
 )
 
 DATA_FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN)

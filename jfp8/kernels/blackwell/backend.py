@@ -31,7 +31,7 @@ from jfp8.matmul.spec import (
     times,
 )
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_to_format
+from jfp8.scaling.codes import codes_to_format
 from jfp8.scaling.formats import E2M1FN, E8M0FNU, Format
 from jfp8.tracing.device import Gpu, why_not_divided
 

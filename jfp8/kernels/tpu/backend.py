@@ -27,7 +27,7 @@ from jfp8.matmul.spec import (
     varies_along_sum,
 )
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_of
+from jfp8.scaling.codes import codes_of
 from jfp8.scaling.formats import E8M0FNU
 from jfp8.tracing.device import Gpu, Tpu
 

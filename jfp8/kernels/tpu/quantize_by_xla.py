@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jfp8.kernels.tpu.tiles import LANES
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.scaling.casts import convert, magnitude_bits
+from jfp8.scaling.codes import convert, magnitude_bits
 from jfp8.scaling.formats import Format
 from jfp8.scaling.quantization import reciprocal_of_block_scale
 from jfp8.scaling.scales import ScaleRounding, scale_from_amax

@@ -25,7 +25,7 @@ from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
 from jfp8.recipes.product import Product
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_to_format
+from jfp8.scaling.codes import codes_to_format
 from jfp8.scaling.formats import E8M0FNU, Format
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax, reciprocal, scale_from_amax

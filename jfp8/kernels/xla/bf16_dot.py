@@ -21,7 +21,7 @@ from jfp8.matmul.spec import (
     varies_along_sum,
 )
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.scaling.casts import decode
+from jfp8.scaling.codes import decode
 
 
 def in_bf16(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:

@@ -22,7 +22,7 @@ from jfp8.matmul.spec import MatmulSpec, scale_products, to_output, varies_along
 from jfp8.products.operation import Kind, Operand
 from jfp8.products.ragged.by_tiles import GroupedDot, grouped_operation
 from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair, scaled_values
-from jfp8.scaling.casts import decode
+from jfp8.scaling.codes import decode
 from jfp8.tracing.compat import same_varying_axes
 from jfp8.tracing.notes import note
 

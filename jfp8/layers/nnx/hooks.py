@@ -16,7 +16,7 @@ from jfp8.layers.nnx.products import ConvGeneralDilated, DotGeneral, EinsumOp, P
 from jfp8.layers.options import promoted
 from jfp8.matmul.spec import Implementation
 from jfp8.recipes.recipe import Recipe
-from jfp8.scaling.arrays import dequantize_tree
+from jfp8.scaling.trees import dequantize_tree
 
 
 def _own_kernel_shape(layer: Any) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from jfp8.products.vjp import SINK_UNIT, check_sink, check_state, first_order_on
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.scaling.casts import as_float_array
+from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.sink import encode_amax
 from jfp8.tracing.compat import same_varying_axes

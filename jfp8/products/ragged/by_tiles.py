@@ -15,7 +15,7 @@ from jfp8.products.dot_general import Dot
 from jfp8.products.operation import Kind, Operand, Operation
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.scaling.arrays import ScaledArray
-from jfp8.scaling.casts import codes_of, codes_to_format
+from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import Format, format_of
 from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax

@@ -38,7 +38,7 @@ from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
-from jfp8.scaling.casts import decode
+from jfp8.scaling.codes import decode
 from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import same_varying_axes

@@ -22,7 +22,7 @@ from jax import lax
 
 from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.ragged.tiles import lay_out
-from jfp8.scaling.casts import codes_of, codes_to_format
+from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, format_of
 
 

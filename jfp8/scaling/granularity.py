@@ -1,0 +1,101 @@
+"""Which elements of an array share a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class PerTensor:
+    """One scale for the whole array (0-d)."""
+
+
+@dataclass(frozen=True)
+class PerAxis:
+    """One scale for each index along `axis`: shape ``n`` there and 1 everywhere else.
+
+    Attributes:
+      axis: one axis or several, negative ones counted from the end. ``PerAxis(0)`` of an array of
+        shape ``(8, 16)`` gives scales of shape ``(8, 1)``: one per row.
+    """
+
+    axis: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        if not all(isinstance(a, int) and not isinstance(a, bool) for a in axes):
+            raise TypeError(f"PerAxis takes an int or a tuple of ints, got {self.axis!r}.")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One scale per block of `shape`, which covers the trailing dimensions of the array.
+
+    Attributes:
+      shape: block sizes; ``Block((1, 128))`` of an array of shape ``(64, 256)`` gives ``(64, 2)``
+        scales. Dimensions to the left of it have blocks of 1. The last block of a dimension may be
+        shorter than the others; it gets the scale that padding it with zeros would give.
+    """
+
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        if not isinstance(shape, tuple) or not all(isinstance(b, int) and b > 0 for b in shape):
+            raise TypeError(f"Block takes a tuple of positive ints, got {shape!r}.")
+
+
+Granularity: TypeAlias = PerTensor | PerAxis | Block
+
+
+def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the scales of an array of `shape`.
+
+    Args:
+      granularity: which elements share a scale.
+      shape: of the array.
+
+    Returns:
+      ``()`` for `PerTensor`; else a tuple of the length of `shape`.
+
+    Raises:
+      ValueError: the axis does not exist, or a block has more dimensions than the array.
+      TypeError: not a granularity.
+    """
+    ndim = len(shape)
+    if isinstance(granularity, PerTensor):
+        return ()
+    if isinstance(granularity, PerAxis):
+        axes = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
+        for axis in axes:
+            if not -ndim <= axis < ndim:
+                raise ValueError(
+                    f"{granularity} names an axis that an array of shape {tuple(shape)} does not "
+                    f"have; allowed are {-ndim} to {ndim - 1}."
+                )
+        kept = {axis % ndim for axis in axes}
+        return tuple(n if i in kept else 1 for i, n in enumerate(shape))
+    if isinstance(granularity, Block):
+        return tuple(-(-n // b) for n, b in zip(shape, block_shape(granularity, ndim), strict=True))
+    raise TypeError(
+        f"granularity must be PerTensor(), PerAxis(axis) or Block(shape); got {granularity!r}."
+    )
+
+
+def block_shape(granularity: Block, ndim: int) -> tuple[int, ...]:
+    """The size of a block along each of `ndim` dimensions."""
+    if len(granularity.shape) > ndim:
+        raise ValueError(
+            f"{granularity} has {len(granularity.shape)} dimensions, but the array only {ndim}."
+        )
+    return (1,) * (ndim - len(granularity.shape)) + granularity.shape
+
+
+def ragged_block(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """`ScaledArray.block` for an array of `shape`: None unless a block is cut short."""
+    if not isinstance(granularity, Block):
+        return None
+    block = block_shape(granularity, len(shape))
+    return block if any(n % b for n, b in zip(shape, block, strict=True)) else None
