@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import core_map
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -209,6 +210,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "error_map": error_map,
     "dead_gradients": dead_gradients,
     "sums": sums,
+    "core": core_map.draw,
     "memory": memory,
     "roofline": roofline,
     "curves": lambda: parity.draw_curves(parity.read(RESULTS / "parity.json"), ["lm"]),

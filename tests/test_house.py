@@ -8,6 +8,7 @@ import importlib
 import importlib.resources
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import jfp8
+from support import weight
 
 ROOT = Path(jfp8.__file__).parent
 CHECKOUT = Path(__file__).parents[1]
@@ -142,21 +144,99 @@ def test_what_scripts_import_exists():
     assert not missing
 
 
-# Who may ask for the GPU: the one place that chooses, and casts, which come before it and have to
-# know whether a processor converts to FP8 by itself. (The platform does not tell: some GPUs do.)
-ASKS_FOR_THE_GPU = {"jfp8.tracing.context", "jfp8.kernels.choice", "jfp8.scaling.casts"}
+# The core and the kernels. The door, `matmul/spec.py`, names planners as strings.
+KERNELS = "jfp8.kernels"
 
 
-def test_one_place_chooses_by_the_gpu():
-    """No other file has the name, be it imported, called or taken from a module."""
-    asking = {
-        module
-        for module, tree in MODULES.items()
-        for node in ast.walk(tree)
-        if "current_gpu" in (getattr(node, "name", None), getattr(node, "attr", None))
-        or getattr(node, "id", None) == "current_gpu"
+def test_nothing_but_kernels_imports_kernels():
+    inside = {module for module in MODULES if module.startswith(KERNELS)}
+    assert len(inside) > 30
+    assert not [m for m, others in ARROWS.items() if m not in inside and others & inside]
+
+
+def test_planners_that_the_door_names_exist():
+    source = (ROOT / "matmul/spec.py").read_text(encoding="utf-8")
+    named = set(re.findall(rf'"({KERNELS}[\w.]*)"', source))
+    assert len(named) > 4
+    assert named <= set(MODULES)
+
+
+TRAINED_ON_A_CPU = """
+import sys, jax, jax.numpy as jnp, optax, jfp8
+x, model = jnp.ones((8, 16)), jfp8.Dense(4)
+state = jfp8.TrainState.create(
+    apply_fn=model.apply, variables=model.init(jax.random.key(0), x), tx=optax.sgd(0.1)
+)
+loss_fn = lambda variables, x: jnp.sum(model.apply(variables, x))
+loss, grads = jax.jit(jfp8.value_and_grad(loss_fn))(state, x)
+state = state.apply_gradients(grads)
+assert not [name for name in sys.modules if name.startswith("jfp8.kernels")]
+"""
+
+
+def test_a_training_step_on_a_cpu_imports_no_kernel():
+    environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT.parent)}
+    program = [sys.executable, "-c", TRAINED_ON_A_CPU]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# Budgets, so that no later feature makes the core hard to read again. A change that needs a larger
+# one says why in its message. `python benchmarks/weight.py --files` shows what counts.
+ENTERED_BY_A_GRADIENT = weight.Entered(files=14, lines=3500, functions=90, paths=())
+ENTERED_BY_A_STEP = weight.Entered(files=28, lines=6000, functions=190, paths=())
+LINES_OF_A_JAXPR = 250
+LINES_OF_ROOMS = {
+    "tracing": 700,
+    "scaling": 2600,
+    "quantizers": 800,
+    "matmul": 850,
+    "recipes": 1500,
+    "products": 5400,
+    "kernels": 9700,
+    "layers": 5150,
+}
+LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
+# The constructor of a Flax module lists its options.
+LARGE = {"layers/nnx/moe.py:__init__"}
+
+
+@pytest.mark.parametrize(
+    ("call", "budget"),
+    [
+        (weight.gradient_of_a_product, ENTERED_BY_A_GRADIENT),
+        (weight.step_of_dense, ENTERED_BY_A_STEP),
+    ],
+    ids=["gradient", "training step"],
+)
+def test_little_is_entered(call, budget):
+    found = weight.entered(call)
+    assert found.files <= budget.files, found.paths
+    assert (found.lines, found.functions) <= (budget.lines, budget.functions)
+    assert found.functions <= budget.functions
+
+
+def test_the_program_of_a_gradient_is_short_and_has_no_platform_switch():
+    program = weight.jaxpr_of_gradient()
+    assert program.count("dot_general[") == 3
+    assert len(program.splitlines()) <= LINES_OF_A_JAXPR
+    assert "platform_index" not in program
+
+
+def test_rooms_stay_small():
+    found = weight.lines_of_rooms()
+    assert {room: found[room] for room, most in LINES_OF_ROOMS.items() if found[room] > most} == {}
+
+
+def test_functions_stay_small():
+    found = {f.name: f for f in weight.functions()}
+    assert len(found) > 1500
+    large = {
+        name
+        for name, f in found.items()
+        if f.lines > LONGEST or f.complexity > MOST_COMPLEX or f.parameters > WIDEST
     }
-    assert asking == ASKS_FOR_THE_GPU
+    assert large == LARGE
 
 
 def test_no_module_has_the_name_of_a_public_function():

@@ -15,6 +15,7 @@ from jfp8.matmul.spec import (
     MatmulSpec,
     explained,
     factors_of,
+    has_one_scale,
     plain_dot,
     planner_of,
     times,
@@ -22,6 +23,7 @@ from jfp8.matmul.spec import (
 )
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.codes import decode
+from jfp8.tracing.notes import EXPLAINING
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
@@ -43,12 +45,15 @@ def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
     planner = planner_of(spec.device, spec.implementation)
     if planner is not None:
         return planner.multiply(lhs, rhs, spec)
-    with explained("matmul", lhs, rhs, spec):
-        return emulated(lhs, rhs, spec)
+    if EXPLAINING.value is not None:
+        with explained("matmul", lhs, rhs, spec):
+            return emulated(lhs, rhs, spec)
+    return emulated(lhs, rhs, spec)
 
 
 def emulated(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
     """Return the product in f32 arithmetic."""
+    one_scale = has_one_scale(lhs) and has_one_scale(rhs)
     if spec.accumulation != "f32":
         how = {"accumulation": spec.accumulation, "exact": dot_in_f32}
         if varies_along_sum(lhs, rhs, spec):
@@ -56,7 +61,7 @@ def emulated(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
         one = jnp.ones((), jnp.float32)
         data = ScaledArray(lhs.data, one), ScaledArray(rhs.data, one)
         product = dot_in_chunks(*data, spec.dimension_numbers, **how)
-    elif varies_along_sum(lhs, rhs, spec):
+    elif not one_scale and varies_along_sum(lhs, rhs, spec):
         values = scaled_values(lhs), scaled_values(rhs)
         product = plain_dot(*values, spec.dimension_numbers, lax.Precision.HIGHEST)
         return product.astype(spec.dtype)

@@ -184,8 +184,8 @@ class Layout:
 def layout_of(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], numbers: Numbers) -> Layout:
     """The layout of a product with these checked dimension numbers."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
-    lhs_free = free_dims(len(lhs_shape), lhs_contract, lhs_batch)
-    rhs_free = free_dims(len(rhs_shape), rhs_contract, rhs_batch)
+    lhs_free = tuple(d for d in range(len(lhs_shape)) if d not in lhs_contract + lhs_batch)
+    rhs_free = tuple(d for d in range(len(rhs_shape)) if d not in rhs_contract + rhs_batch)
     batch, rows, columns, summed = (
         tuple(shape[d] for d in dims)
         for shape, dims in (
@@ -294,6 +294,12 @@ def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:
     return jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale)
 
 
+def has_one_scale(q: ScaledArray) -> bool:
+    """Whether the scale of `q` is a single f32, without dimensions."""
+    scale = q.scale
+    return isinstance(scale, jax.Array) and not scale.ndim and scale.dtype == jnp.float32
+
+
 def varies_along_sum(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> bool:
     """Whether a scale of either operand varies along the sum."""
     (lhs_contract, rhs_contract), _ = spec.dimension_numbers
@@ -307,7 +313,9 @@ def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
 
 
 def factors_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:
-    """Factors for a product of the stored values: the scales that do not vary along the sum."""
+    """Return factors for a product of the stored values: scales that do not vary along the sum."""
+    if has_one_scale(lhs) and has_one_scale(rhs):
+        return scale_products((lhs.scale,), (rhs.scale,))
     _, (lhs_batch, rhs_batch) = spec.dimension_numbers
     layout = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers)
     rows, columns = layout.lhs_free, layout.rhs_free

@@ -66,7 +66,8 @@ class Quantizer:
     rounding: Rounding = field(default="nearest_even", kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fmt", as_format(self.fmt))
+        if not isinstance(self.fmt, Format):
+            object.__setattr__(self, "fmt", as_format(self.fmt))
         if self.rounding not in ROUNDINGS:
             raise ValueError(
                 f"rounding={self.rounding!r} is unknown. Allowed: {', '.join(ROUNDINGS)}."
@@ -225,7 +226,8 @@ class Delayed(_OneScale):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_has_nan(self)
-        check_scale_rounding(self.scale_rounding)
+        if self.scale_rounding is not None:
+            check_scale_rounding(self.scale_rounding)
         if self.algo not in ("max", "most_recent"):
             raise ValueError(f"Delayed(algo={self.algo!r}): allowed are 'max', 'most_recent'.")
         for name, least in (("margin", 0), ("length", 1)):

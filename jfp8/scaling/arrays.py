@@ -352,22 +352,18 @@ def _check_leaves(data: Any, scale: Any) -> None:
       TypeError: `data` holds floats of more than 8 bits, or `scale` floats of 16; or both are
         tracers that an arithmetic operation made.
     """
-    if not _is_float(data) or not data.ndim:
+    is_array = isinstance(data, jax.Array | np.ndarray)
+    if not is_array or not data.ndim or not jnp.issubdtype(data.dtype, jnp.floating):
         return
     if data.dtype.itemsize > 1:
         raise _refusal("data", f"came back as {printing.array(data)}, not in FP8")
-    if not _is_float(scale):
+    if not isinstance(scale, jax.Array | np.ndarray):
         return
-    if scale.dtype.itemsize == 2:
+    if scale.dtype.itemsize == 2 and jnp.issubdtype(scale.dtype, jnp.floating):
         raise _refusal("scale", f"came back as {printing.array(scale)}, not in float32 or E8M0FNU")
     made_by = _primitive_of(data)
     if made_by in _ARITHMETIC and _primitive_of(scale) in _ARITHMETIC:
         raise _refusal("data", f"was computed in FP8, by `{made_by}`, and so was its scale")
-
-
-def _is_float(x: Any) -> bool:
-    is_array = isinstance(x, jax.Array | np.ndarray)
-    return is_array and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _refusal(name: str, what: str) -> TypeError:

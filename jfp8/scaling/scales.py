@@ -135,8 +135,9 @@ def scale_from_amax(
     References:
       OCP Microscaling Formats v1.0 section 6.3 (floor); arXiv 2506.08027 (round up).
     """
-    fmt = as_format(fmt)
-    check_scale_rounding(scale_rounding)
+    fmt = fmt if isinstance(fmt, Format) else as_format(fmt)
+    if scale_rounding is not None:
+        check_scale_rounding(scale_rounding)
     if scale_rounding not in (None, "power_of_two"):
         code = e8m0_code(amax, fmt, scale_rounding)
         code = jnp.where(code == 255, code, jnp.clip(code + margin, 0, 254))
@@ -235,7 +236,11 @@ def quantize_with_scale(
         # NaN for Inf, which the cast would saturate. By arithmetic, and before anything else, XLA
         # does it in the pass that converts; a mask it would write to memory.
         values = values + values * np.float32(0)
-    for factor in reciprocal_factors(scale) if inverse is None else (inverse,):
+    if inverse is None and scale.dtype == jnp.float32:
+        inverse_of = (np.float32(1.0) / scale,)
+    else:
+        inverse_of = reciprocal_factors(scale) if inverse is None else (inverse,)
+    for factor in inverse_of:
         values = apply_scale(values, factor, block) if factor.ndim else values * factor
     if not isinstance(scale, ScaledArray) and scale.dtype == E8M0FNU.dtype:
         values = _with_subnormal_inputs(values, x, scale, block)

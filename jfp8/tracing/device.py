@@ -194,6 +194,12 @@ def current_tpu(*arrays: Any) -> Tpu | None:
     return device if isinstance(device, Tpu) else None
 
 
+def has_ragged_exchange(*arrays: Any) -> bool:
+    """Whether ``jax.lax.ragged_all_to_all`` is compiled for the device that JAX is tracing for."""
+    gpu = current_gpu(*arrays)
+    return gpu is not None and gpu.platform == "cuda"
+
+
 def why_not_divided(gpu: Gpu) -> str | None:
     """Why the compiler cannot be told how to divide a kernel here; None if it can."""
     if not gpu.partly_manual:

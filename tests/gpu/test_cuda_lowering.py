@@ -54,7 +54,8 @@ def dots(text):
 
 
 def lowered(f, *args, platform="cuda"):
-    return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    with jfp8.for_platforms(platform):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 def product_and_gradients(dtype=jnp.float32, numbers=(((1,), (0,)), ((), ())), **options):
@@ -348,9 +349,11 @@ def test_trap_quantize_dequantize_is_not_what_the_compiler_sees():
 
 @pytest.mark.slow
 def test_one_trace_lowers_to_either_platform():
-    """The choice is made at lowering, not by whatever device traced the program."""
+    """If it is said for which: the choice is made at lowering, by one switch for each product."""
     f, args = product_and_gradients()
-    traced = jax.jit(f).trace(*args)
+    with jfp8.for_platforms("cpu", "cuda"):
+        traced = jax.jit(f).trace(*args)
+    assert str(traced.jaxpr).count("platform_index") == 3
     cuda = traced.lower(lowering_platforms=("cuda",)).as_text()
     cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert_three_f8_products(dots(cuda))

@@ -24,6 +24,7 @@ from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.ragged.tiles import lay_out
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, format_of
+from jfp8.tracing.device import has_ragged_exchange
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +94,7 @@ class Exchange:
             return self.mesh.ragged(sorted_copies, tiles, *self.chunks.there)
 
         with jax.named_scope("jfp8_dispatch"):
-            return lax.platform_dependent(x, cuda=ragged, default=by_buckets)
+            return ragged(x) if has_ragged_exchange(x) else by_buckets(x)
 
     def places_here(self) -> tuple[jax.Array, jax.Array]:
         """Where nothing leaves a device: the copy in each row of its tiles, and the inverse."""
@@ -113,7 +114,7 @@ class Exchange:
             return self.mesh.ragged(y, copies, *self.chunks.back)[self.chunks.places]
 
         with jax.named_scope("jfp8_combine"):
-            return lax.platform_dependent(y, cuda=ragged, default=by_buckets)
+            return ragged(y) if has_ragged_exchange(y) else by_buckets(y)
 
 
 @jax.tree_util.register_dataclass
