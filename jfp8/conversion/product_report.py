@@ -90,7 +90,7 @@ class Report:
     def verbose(self) -> str:
         """The report with a line for each product: its operands, and what computes it.
 
-        Traced for a GPU whose rates `matmul.pays_off` has, also the expected times, of all times
+        Traced for a GPU whose rates `kernels.cost_model` has, also the expected times, of all times
         that a product is computed together, and for comparison those of layers in bf16.
         """
         head, *lines = table_lines(product_table(self.rows))

@@ -39,14 +39,14 @@ class ProductRow:
       cuda: what an NVIDIA GPU computes it with, the current one if there is one: ``"xla"``
         (cuBLASLt's FP8 product), ``"mosaic_gpu"``, ``"mosaic_gpu_blackwell"``, ``"cudnn"`` or
         ``"bf16"``; and after a colon why each of those that would be better is not used (see
-        `choice.choose`).
+        `kernels.cuda_backends`).
       tpu: where JAX traces for a TPU, what that computes it with: ``"mosaic_tpu"``, ``"xla"`` or
-        ``"bf16"``, and reasons as in `cuda` (see `choice.choose_on_tpu`).
+        ``"bf16"``, and reasons as in `cuda` (see `kernels.tpu.backends`).
       looks_ahead: for forward products, whether positions of a sequence share a scale, so that a
         later one changes an earlier result; see ``Recipe.is_causal``. For a product with a history,
         this is about the steps after its first entry.
       expected_us: microseconds for computing it once, quantizing included, by the model of
-        `matmul.pays_off`; None for products in high precision, and unless JAX traces for a GPU
+        `kernels.cost_model`; None for products in high precision, and unless JAX traces for a GPU
         whose rates the model has.
       bf16_us: the same if the layer were not converted.
     """

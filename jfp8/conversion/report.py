@@ -272,10 +272,10 @@ def _noted(eqn: Any, kind: Kind) -> str:
 
 def _expected_times(flops: int, arrays: Sequence[Any], scales: str, narrow: bool) -> Any:
     """Return what the cost model expects of a product on the GPU that JAX traces for, if any."""
-    planner = planner_of(current_gpu())
-    if planner is None or not narrow:
+    expected_times = getattr(planner_of(current_gpu()), "expected_times", None)
+    if expected_times is None or not narrow:
         return None
-    return planner.expected_times(flops / 2, sum(x.size for x in arrays), scales)
+    return expected_times(flops / 2, sum(x.size for x in arrays), scales)
 
 
 def _scales(rest: list[Any], second: Any) -> str:

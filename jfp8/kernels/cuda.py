@@ -21,15 +21,17 @@ from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.conv import Convolution, ConvSpec
 from jfp8.products.dot_general import DotSpec
 from jfp8.products.operation import Operation
-from jfp8.products.ragged.by_tiles import Grouped
 from jfp8.products.ragged.dot import TILE, GroupedPlan, GroupedSpec, tile_height
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.device import current_gpu, has_explicit_axes
 from jfp8.tracing.notes import note
 
+# For products that are not quantized.
+GROUPED_IN_HIGH_PRECISION = GroupedByXla
+
 __all__ = [
+    "GROUPED_IN_HIGH_PRECISION",
     "expected_times",
-    "grouped_in_high_precision",
     "multiply",
     "plan",
     "quantizes_by_kernels",
@@ -87,11 +89,6 @@ def _grouped(spec: GroupedSpec) -> GroupedPlan:
     return GroupedPlan(height, GroupedByXla)
 
 
-def grouped_in_high_precision() -> type[Grouped]:
-    """Return the operation that multiplies groups without quantizing anything."""
-    return GroupedByXla
-
-
 def quantizes_by_kernels() -> bool:
     """Whether Pallas kernels quantize anything on the GPU that the program is traced for."""
     return hopper.why_no_quantizing(current_gpu()) is None
@@ -103,7 +100,7 @@ def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:
     cuBLASLt adds `x` itself, as it writes `y`. Its results are matrices, so the sum is one:
     otherwise XLA would copy `x` first, to overwrite it.
     """
-    if has_explicit_axes():
+    if has_explicit_axes() or known_gpu(current_gpu()) is None:
         return x + y
 
     def add(x: jax.Array, y: jax.Array) -> jax.Array:

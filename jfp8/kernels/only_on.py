@@ -29,8 +29,9 @@ def _refuse(*context: Any, platform: str, reason: str) -> Any:
     raise NotImplementedError(reason)
 
 
-def _pass(platform: str, ctx: Any, x: Any, *, reason: str, **params: Any) -> Any:
-    if params["platform"] != platform:
+def _pass(here: str, context: Any, x: Any, *, platform: str, reason: str) -> Any:
+    del context
+    if platform != here:
         raise NotImplementedError(reason)
     return [x]
 

@@ -10,7 +10,6 @@ from jfp8.kernels.backend import facts_of
 from jfp8.kernels.xla import f8_dot
 from jfp8.matmul.emulate import emulated
 from jfp8.matmul.spec import MatmulSpec
-from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
 from jfp8.scaling.arrays import ScaledArray
 
 
@@ -23,23 +22,3 @@ def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
 def plan(spec: Any) -> None:
     """Return None: all operations are those of the core."""
     del spec
-
-
-def grouped_in_high_precision() -> type[Grouped]:
-    """Return the operation of the core."""
-    return GroupedDot
-
-
-def quantizes_by_kernels() -> bool:
-    """Return False: there are no kernels."""
-    return False
-
-
-def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return ``x + y``."""
-    return x + y
-
-
-def expected_times(multiplications: float, elements: float, scales: str) -> None:
-    """Return None: there is no cost model."""
-    del multiplications, elements, scales

@@ -356,5 +356,5 @@ def test_one_trace_lowers_to_either_platform():
     assert str(traced.jaxpr).count("platform_index") == 3
     cuda = traced.lower(lowering_platforms=("cuda",)).as_text()
     cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
-    assert_three_f8_products(dots(cuda))
+    assert {(dot.lhs, dot.rhs, dot.out) for dot in dots(cuda)} == {("bf16", "bf16", "f32")}
     assert all(dot.algorithm is None for dot in dots(cpu))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from jfp8.kernels.tpu import backends
 from jfp8.kernels.tpu.dot import DotOnTpu, dot_on_tpu
 from jfp8.products.dot_general import DotSpec
-from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
 from jfp8.tracing.compat import kernels_are_interpreted
 from jfp8.tracing.device import Tpu
 
@@ -27,18 +24,3 @@ def plan(spec: Any) -> DotOnTpu | None:
     if not isinstance(device, Tpu):  # named, elsewhere: kernels are interpreted
         device = Tpu("TPU") if kernels_are_interpreted() else None
     return None if device is None else dot_on_tpu(spec, device)
-
-
-def grouped_in_high_precision() -> type[Grouped]:
-    """Return the operation of the core."""
-    return GroupedDot
-
-
-def quantizes_by_kernels() -> bool:
-    """Return False: no kernel computes what is around a product."""
-    return False
-
-
-def residual_sum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return ``x + y``."""
-    return x + y

@@ -8,7 +8,6 @@ import jax
 
 from jfp8.kernels import cuda
 from jfp8.kernels.backend import check_not_refused, facts_of
-from jfp8.kernels.cuda import grouped_in_high_precision
 from jfp8.kernels.xla import f8_dot
 from jfp8.kernels.xla.grouped import GroupedByXla
 from jfp8.matmul.spec import MatmulSpec
@@ -16,8 +15,6 @@ from jfp8.products.ragged.dot import GroupedPlan, GroupedSpec
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.device import Gpu
 from jfp8.tracing.notes import note
-
-__all__ = ["grouped_in_high_precision", "multiply", "plan"]
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:

@@ -328,7 +328,7 @@ def plain_expert_dot(
     dtypes = (np.dtype(lhs.dtype), np.dtype(rhs.dtype), out_dtype)
     lhs = lhs[:, None] if rows.travels == "lhs" else lhs
     planner = planner_of(current_device(lhs, rhs))
-    way = GroupedDot if planner is None else planner.grouped_in_high_precision()
+    way = getattr(planner, "GROUPED_IN_HIGH_PRECISION", GroupedDot)
     shapes, where = (lhs.shape, rhs.shape), (rows.exchange, rows.travels, way, rows.divided)
     y = _plain(ExpertDot(shapes, dtypes, *where), lhs, rows.sort_columns(rhs))
     return y[:, 0] if rows.travels == "result" else y
