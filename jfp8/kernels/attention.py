@@ -132,7 +132,7 @@ class AttentionByKernels:
             f"implementation={self.kernels!r} runs on CUDA, and this program is compiled for "
             "another platform. Use implementation=None or 'emulate'."
         )
-        reason = reason if self.named else traced_for("cuda", "a kernel of jfp8")
+        reason = reason if self.named else traced_for("cuda", "A kernel of jfp8")
         with note("cuda", self.kernels):
             return only_on("cuda", partial(kernels, **options), reason, *operands)
 

@@ -59,4 +59,4 @@ def _cast_heads(x: jax.Array, inverse: jax.Array, fmt: Format, whole: Whole | No
         q, q_t = same_varying_axes((quantize(whole.array, inverse), x))[0]
         return q.reshape(*each, *q.shape[-2:]), q_t.reshape(*each, *q_t.shape[-2:])
 
-    return only_on("cuda", by_kernel, traced_for("cuda", "a kernel of jfp8"), x, inverse, whole)
+    return only_on("cuda", by_kernel, traced_for("cuda", "A kernel of jfp8"), x, inverse, whole)

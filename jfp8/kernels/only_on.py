@@ -59,7 +59,8 @@ def only_on(platform: str, kernel: Callable[..., Any], reason: str, *operands: A
 def traced_for(platform: str, what: str) -> str:
     """Return the reason for `only_on` where the device was chosen, not an implementation."""
     return (
-        f"This program was traced for a device of the platform {platform!r}, and {what} runs there "
-        "only, but it is compiled for another platform. Trace it for that one: inside "
-        "jax.default_device(device), or, for jax.export, inside jfp8.for_platforms(...)."
+        f"{what} runs on {platform.upper()} only, and this program, which was traced for it, is "
+        "compiled for another platform. Trace it for that one: inside jax.default_device(device), "
+        "or, for jax.export, inside jfp8.for_platforms(...). An implementation= that was named "
+        "has to be left out there."
     )

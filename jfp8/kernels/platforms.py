@@ -26,5 +26,5 @@ def on_cuda(
     with note("cuda", why):
         if kernels_are_interpreted():
             return reference(*operands)
-        reason = traced_for("cuda", f"what is computed by {why.partition(':')[0] or 'its kernels'}")
+        reason = traced_for("cuda", f"A product by {why.partition(':')[0]!r}")
         return only_on("cuda", compute, reason, *operands)

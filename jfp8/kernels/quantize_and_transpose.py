@@ -94,7 +94,7 @@ def quantize_both_ways(
         read = _read(x, dtype)
         return same_varying_axes((kernel(quantizer, read, state, meets), x))[0]
 
-    return only_on("cuda", by_kernel, traced_for("cuda", "a kernel of jfp8"), x, state, meets)
+    return only_on("cuda", by_kernel, traced_for("cuda", "A kernel of jfp8"), x, state, meets)
 
 
 class _Read(NamedTuple):
