@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jfp8.kernels.flash.division import backward_rule, forward_rule
+from jfp8.kernels.flash.operands import Stored, Vectors
 from jfp8.kernels.hopper.backend import why_no_kernels, why_none_for
 from jfp8.kernels.partitioning import divided
 from jfp8.matmul.spec import HARDWARE_FORMATS
@@ -82,8 +84,6 @@ class Pallas:
         dtype: jax.typing.DTypeLike,
     ) -> Softmax:
         """`blocks.forward`, with the result in `dtype`."""
-        from jfp8.kernels.hopper.attention import division
-
         attention_forward, _ = self.passes()
         groups, rows = q.data.shape[2:4]
         options = _options(groups, visible, scale, dtype)
@@ -94,7 +94,7 @@ class Pallas:
             return attention_forward(*x[:6], **more, **options)
 
         operands = _heads(q.data), k.data, v.turned(), _heads(q.scale), k.scale, v.scale
-        rule = division(groups, **hidden)
+        rule = forward_rule(groups, **hidden)
         by_parts = divided(f"attention, {self.name}, {options}", attend, rule)
         out, log_sum = by_parts(*operands, *hidden.values())
         if of_queries is not None:
@@ -115,8 +115,6 @@ class Pallas:
         dtype: jax.typing.DTypeLike,
     ) -> Gradients:
         """`blocks.backward`, with the results in `dtype`."""
-        from jfp8.kernels.hopper.attention_backward import Stored, Vectors, division
-
         _, attention_backward = self.passes()
         (q, q_2), (k, k_2), (_, v), (grad, grad_2) = operands
         groups, hidden = q.data.shape[2], _hidden(k, visible)
@@ -141,22 +139,20 @@ class Pallas:
             more: dict[str, Any] = dict(zip(hidden, x[m:], strict=True))
             return attention_backward(Stored(*x[:n]), Vectors(*x[n:m]), **more, **options)
 
-        rule = division(groups, **hidden)
+        rule = backward_rule(groups, **hidden)
         by_parts = divided(f"attention_backward, {self.name}, {options}", differentiate, rule)
         dq, dk, dv, largest = by_parts(*stored, *vectors, *hidden.values())
         return Gradients(dq.reshape(q.data.shape), dk, dv, None, jnp.max(largest))
 
 
 def _hopper() -> Passes:
-    from jfp8.kernels.hopper.attention import attention_forward
-    from jfp8.kernels.hopper.attention_backward import attention_backward
+    from jfp8.kernels.hopper.attention import attention_backward, attention_forward
 
     return attention_forward, attention_backward
 
 
 def _blackwell() -> Passes:
-    from jfp8.kernels.blackwell.attention import attention_forward
-    from jfp8.kernels.blackwell.attention_backward import attention_backward
+    from jfp8.kernels.blackwell.attention import attention_backward, attention_forward
 
     return attention_forward, attention_backward
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jfp8
 from jfp8 import E4M3FN, E5M2
-from jfp8.kernels.blackwell import attention, attention_backward
+from jfp8.kernels.blackwell import attention
 from support.attention_in_f64 import (
     assert_attention,
     backward_operands_of,
@@ -117,9 +117,7 @@ def test_gradients(case):
     how = {"groups": groups, "scale": scale, "formats": formats, "out_dtype": out_dtype, **options}
     with no_races() as params:
         *found, largest = jax.block_until_ready(
-            attention_backward.attention_backward(
-                stored, vectors, key_lengths, **how, interpret=params
-            )
+            attention.attention_backward(stored, vectors, key_lengths, **how, interpret=params)
         )
     wanted, largest_wanted = gradients_in_f64(stored, vectors, groups, scale, seen, formats)
     np.testing.assert_allclose(largest, largest_wanted, rtol=1e-4, atol=1e-5)
