@@ -1,4 +1,4 @@
-"""Attention by Pallas kernels: those for Hopper and those for Blackwell, which are called alike."""
+"""Call the Pallas kernels of attention: for Hopper and for Blackwell alike."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Passes = tuple[Callable[..., Any], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Pallas:
-    """The kernels for a kind of GPU.
+    """Hold the kernels for a kind of GPU.
 
     Attributes:
       name: of the implementation.
@@ -45,7 +45,7 @@ class Pallas:
     def refusal(
         self, numerics: Numerics, visible: Visible, depth: int, scale: float, gpu: Gpu | None
     ) -> str | None:
-        """Why they do not compute the reference's forward pass on `gpu`; None if they do."""
+        """Tell why they do not compute the reference's forward pass on `gpu`; None if they do."""
         reason = self.why_not_on(gpu)
         if reason is not None:
             return reason
@@ -63,7 +63,7 @@ class Pallas:
         return None
 
     def refusal_backward(self, numerics: Numerics, depth: int) -> str | None:
-        """Why there are none for the backward pass of what `refusal` does not refuse."""
+        """Tell why there are none for the backward pass of what `refusal` does not refuse."""
         if depth not in self.sizes_backward:
             sizes = _listed(self.sizes_backward)
             return f"heads of {depth} numbers: the kernels of the backward pass are for {sizes}"
@@ -83,7 +83,7 @@ class Pallas:
         scale: float,
         dtype: jax.typing.DTypeLike,
     ) -> Softmax:
-        """`blocks.forward`, with the result in `dtype`."""
+        """Compute `blocks.forward`, with the result in `dtype`."""
         attention_forward, _ = self.passes()
         groups, rows = q.data.shape[2:4]
         options = _options(groups, visible, scale, dtype)
@@ -114,7 +114,7 @@ class Pallas:
         numerics: Numerics,
         dtype: jax.typing.DTypeLike,
     ) -> Gradients:
-        """`blocks.backward`, with the results in `dtype`."""
+        """Compute `blocks.backward`, with the results in `dtype`."""
         _, attention_backward = self.passes()
         (q, q_2), (k, k_2), (_, v), (grad, grad_2) = operands
         groups, hidden = q.data.shape[2], _hidden(k, visible)
@@ -185,7 +185,7 @@ def _multiplied(formats: Any) -> bool:
 
 
 def _heads(x: jax.Array) -> jax.Array:
-    """``[batch, heads, groups, ...]`` as ``[batch, heads * groups, ...]``."""
+    """Return ``[batch, heads, groups, ...]`` as ``[batch, heads * groups, ...]``."""
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
@@ -202,7 +202,7 @@ def _options(
 
 
 def _hidden(k: Quantized, visible: Visible) -> dict[str, jax.Array]:
-    """What of this there is: how many keys of each head are not padding, and the mask."""
+    """Return how many keys of each head are not padding, and the mask, if there are such."""
     found = {}
     if (lengths := visible.lengths[1]) is not None:
         lengths = jnp.broadcast_to(lengths[:, None], k.data.shape[:2])

@@ -43,7 +43,7 @@ from jfp8.kernels.flash.vectors import along, filled, load
 
 
 @dataclasses.dataclass(frozen=True)
-class Attend(ForwardTile):
+class ForwardByTcgen05(ForwardTile):
     """Compute attention of a tile of queries, and the logarithm of the denominator."""
 
     name = "attention_blackwell"

@@ -54,7 +54,7 @@ TURNS = 2  # places for probabilities
 
 
 @dataclasses.dataclass(frozen=True)
-class DifferentiateKeys(KeyTile):
+class KeyGradientsByTcgen05(KeyTile):
     """Compute dK and dV of a tile of keys."""
 
     name = "attention_dkv_blackwell"

@@ -44,7 +44,7 @@ HALF = BLOCK // 2
 
 
 @dataclasses.dataclass(frozen=True)
-class DifferentiateQueries(BackwardTile):
+class QueryGradientByTcgen05(BackwardTile):
     """Compute dQ of a tile of queries, and the largest ``|dS|`` of each."""
 
     name = "attention_dq_blackwell"

@@ -17,7 +17,7 @@ from jax import lax
 from jfp8.kernels.flash.vectors import along
 
 LIFT = 8  # probabilities, at most 1, are multiplied by 2^8 to be cast to e4m3fn
-SMALLEST_UNIT = np.float32(2.0**-90)  # since probabilities are divided by it
+SMALLEST_UNIT = 2.0**-90  # since probabilities are divided by it
 
 
 def factor_of(q_scale: jax.Array, factor: float) -> jax.Array:

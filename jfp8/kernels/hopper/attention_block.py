@@ -34,7 +34,7 @@ PARTS = slices(BLOCK, PART)
 
 
 @dataclasses.dataclass(frozen=True)
-class Attend(ForwardTile):
+class ForwardByWgmma(ForwardTile):
     """Compute attention of a tile of queries, and the logarithm of the denominator."""
 
     name = "attention"

@@ -38,7 +38,7 @@ PARTS = slices(QUERIES, 16)
 
 
 @dataclasses.dataclass(frozen=True)
-class DifferentiateKeys(KeyTile):
+class KeyGradientsByWgmma(KeyTile):
     """Compute dK and dV of a tile of keys."""
 
     name = "attention_dkv"

@@ -29,7 +29,7 @@ PARTS = slices(BLOCK, 64)
 
 
 @dataclasses.dataclass(frozen=True)
-class DifferentiateQueries(BackwardTile):
+class QueryGradientByWgmma(BackwardTile):
     """Compute dQ of a tile of queries, and the largest ``|dS|`` of each."""
 
     name = "attention_dq"
