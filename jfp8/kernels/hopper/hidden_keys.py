@@ -92,8 +92,11 @@ def _where_seen(
     """
     column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=BY_ELEMENT)
     query = plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=BY_ROW) + (row - first)
-    constant, own = column & ~6, column & 6
-    below = lambda n: constant < along(n, x.shape, 0) - own
+
+    def below(n: jax.Array) -> jax.Array:
+        constant, own = column & ~6, column & 6
+        return constant < along(n, x.shape, 0) - own
+
     return bounds.where_seen(x, otherwise, query, first, below)
 
 
