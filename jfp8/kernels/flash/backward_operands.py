@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.kernels.flash.operands import Stored, Vectors
+from jfp8.kernels.flash.padding import padded_matrix
 from jfp8.kernels.flash.problem import BLOCK, QUERIES
 from jfp8.kernels.shared_memory import padded
 
@@ -17,11 +18,7 @@ def backward_operands(
     stored: Stored, vectors: Vectors, key_lengths: jax.Array | None, scale: float, tile: int
 ) -> dict[str, jax.Array]:
     """Return what the kernels take, by the names that it has there; `tile` is one of queries."""
-    found = {}
-    for name, x in stored._asdict().items():
-        tokens = BLOCK if name[0] in "kv" else tile
-        x = x.reshape(-1, *x.shape[-2:])
-        found[name] = padded(x, *((1, 1, tokens) if name.endswith("_t") else (1, tokens, 1)))
+    found = {name: padded_matrix(name, x, tile) for name, x in stored._asdict().items()}
     v = Vectors(*(x.reshape(-1, x.shape[-1]) for x in vectors))
     # A row of a query that sees no key has p = exp2(s - inf) = 0, and so has padding.
     of_sum = jnp.where(v.log_sum == -jnp.inf, jnp.inf, v.log_sum * math.log2(math.e))

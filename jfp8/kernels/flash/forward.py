@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from jfp8.kernels.flash.launch import launch
 from jfp8.kernels.flash.mask_bits import packed
+from jfp8.kernels.flash.padding import padded_matrix, padded_vector
 from jfp8.kernels.flash.problem import BLOCK, Problem, window_of
 from jfp8.kernels.flash.query_tile import QueryTile
 from jfp8.kernels.flash.results import heads_first
-from jfp8.kernels.shared_memory import padded
 
 
 def attention_forward(
@@ -33,19 +33,11 @@ def attention_forward(
     out_dtype: jax.typing.DTypeLike,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``o = softmax(scale * q k^T) v`` and the logarithm of the softmax's denominator. ::
+    """Compute ``o = softmax(scale * q k^T) v`` and the logarithm of the softmax's denominator.
 
-        s   = (q . k^T) * q_scale_i * (scale * log2(e)) * k_scale_j    -inf where invisible
-        m'  = max(m, rowmax(s));  p = exp2(s - m');  a = exp2(m - m')
-        l   = l * a + rowsum(p)
-        b_i = max(v_scale_j)  over the block's keys j that are visible to i
-        w   = e4m3fn(p * v_scale_j / b_i * 2^8)
-        acc = acc * a + (w . v^T) * (b_i * 2^-8)
-
-    for one block of 128 keys after another; then ``o = acc / l`` and ``lse = m * ln 2 + ln l``. All
-    of it is f32, but for the products of f8 that the tensor cores sum. A row that sees no key gets
-    ``o = 0`` and ``lse = -inf``. Keys that a row does not see do not change it by a bit, unless a
-    value of theirs, or its scale, is Inf or NaN.
+    See `ForwardTile` for the equations. A row that sees no key gets ``o = 0`` and ``lse = -inf``.
+    Keys that a row does not see do not change it by a bit, unless a value of theirs, or its scale,
+    is Inf or NaN.
 
     Args:
       work: of a block of the kernel.
@@ -76,16 +68,10 @@ def attention_forward(
     _check(work, size, scale, window, mask)
     if 0 in (*shape, keys):
         return jnp.zeros(shape, out_dtype), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
-    q, k, v_t = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v_t))
-    q_scale, k_scale, v_scale = (x.reshape(-1, x.shape[-1]) for x in (q_scale, k_scale, v_scale))
-    operands = {
-        "q": padded(q, 1, work.tokens, 1),
-        "k": padded(k, 1, BLOCK, 1),
-        "v_t": padded(v_t, 1, 1, BLOCK),
-        "q_scale": padded(q_scale, 1, work.tokens),
-        "k_scale": padded(k_scale, 1, BLOCK),
-        "v_scale": padded(v_scale, 1, BLOCK),
-    }
+    matrices = {"q": q, "k": k, "v_t": v_t}
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    operands = {name: padded_matrix(name, x, work.tokens) for name, x in matrices.items()}
+    operands |= {name: padded_vector(name, x, work.tokens) for name, x in scales.items()}
     if key_lengths is not None:
         operands["key_lengths"] = key_lengths.reshape(-1)
     if mask is not None:

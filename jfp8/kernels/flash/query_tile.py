@@ -60,7 +60,18 @@ class QueryTile(TileWork):
 
 
 class ForwardTile(QueryTile):
-    """Describe the work of the forward pass: its results are `o` and `lse`."""
+    """Describe the work of the forward pass: its results are `o` and `lse`. ::
+
+        s   = (q . k^T) * q_scale_i * (scale * log2(e)) * k_scale_j    -inf where invisible
+        m'  = max(m, rowmax(s));  p = exp2(s - m');  a = exp2(m - m')
+        l   = l * a + rowsum(p)
+        b_i = max(v_scale_j)  over the block's keys j that are visible to i
+        w   = e4m3fn(p * v_scale_j / b_i * 2^8)
+        acc = acc * a + (w . v^T) * (b_i * 2^-8)
+
+    for one block of keys after another; then ``o = acc / l`` and ``lse = m * ln 2 + ln l``. All of
+    it is f32, but for the products of f8 that the tensor cores sum.
+    """
 
     takes = {"q": "queries"}
     rings = {
