@@ -1,4 +1,4 @@
-"""Attention by Pallas kernels: those for Hopper and those for Blackwell, which are called alike."""
+"""Call the Pallas kernels of attention: for Hopper and for Blackwell alike."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jfp8.kernels.flash.division import backward_rule, forward_rule
+from jfp8.kernels.flash.operands import Stored, Vectors
 from jfp8.kernels.hopper.backend import why_no_kernels, why_none_for
 from jfp8.kernels.partitioning import divided
 from jfp8.matmul.spec import HARDWARE_FORMATS
@@ -23,7 +25,7 @@ Passes = tuple[Callable[..., Any], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Pallas:
-    """The kernels for a kind of GPU.
+    """Hold the kernels for a kind of GPU.
 
     Attributes:
       name: of the implementation.
@@ -43,7 +45,7 @@ class Pallas:
     def refusal(
         self, numerics: Numerics, visible: Visible, depth: int, scale: float, gpu: Gpu | None
     ) -> str | None:
-        """Why they do not compute the reference's forward pass on `gpu`; None if they do."""
+        """Tell why they do not compute the reference's forward pass on `gpu`; None if they do."""
         reason = self.why_not_on(gpu)
         if reason is not None:
             return reason
@@ -61,7 +63,7 @@ class Pallas:
         return None
 
     def refusal_backward(self, numerics: Numerics, depth: int) -> str | None:
-        """Why there are none for the backward pass of what `refusal` does not refuse."""
+        """Tell why there are none for the backward pass of what `refusal` does not refuse."""
         if depth not in self.sizes_backward:
             sizes = _listed(self.sizes_backward)
             return f"heads of {depth} numbers: the kernels of the backward pass are for {sizes}"
@@ -81,9 +83,7 @@ class Pallas:
         scale: float,
         dtype: jax.typing.DTypeLike,
     ) -> Softmax:
-        """`blocks.forward`, with the result in `dtype`."""
-        from jfp8.kernels.hopper.attention import division
-
+        """Compute `blocks.forward`, with the result in `dtype`."""
         attention_forward, _ = self.passes()
         groups, rows = q.data.shape[2:4]
         options = _options(groups, visible, scale, dtype)
@@ -94,7 +94,7 @@ class Pallas:
             return attention_forward(*x[:6], **more, **options)
 
         operands = _heads(q.data), k.data, v.turned(), _heads(q.scale), k.scale, v.scale
-        rule = division(groups, **hidden)
+        rule = forward_rule(groups, **hidden)
         by_parts = divided(f"attention, {self.name}, {options}", attend, rule)
         out, log_sum = by_parts(*operands, *hidden.values())
         if of_queries is not None:
@@ -114,9 +114,7 @@ class Pallas:
         numerics: Numerics,
         dtype: jax.typing.DTypeLike,
     ) -> Gradients:
-        """`blocks.backward`, with the results in `dtype`."""
-        from jfp8.kernels.hopper.attention_backward import Stored, Vectors, division
-
+        """Compute `blocks.backward`, with the results in `dtype`."""
         _, attention_backward = self.passes()
         (q, q_2), (k, k_2), (_, v), (grad, grad_2) = operands
         groups, hidden = q.data.shape[2], _hidden(k, visible)
@@ -141,22 +139,20 @@ class Pallas:
             more: dict[str, Any] = dict(zip(hidden, x[m:], strict=True))
             return attention_backward(Stored(*x[:n]), Vectors(*x[n:m]), **more, **options)
 
-        rule = division(groups, **hidden)
+        rule = backward_rule(groups, **hidden)
         by_parts = divided(f"attention_backward, {self.name}, {options}", differentiate, rule)
         dq, dk, dv, largest = by_parts(*stored, *vectors, *hidden.values())
         return Gradients(dq.reshape(q.data.shape), dk, dv, None, jnp.max(largest))
 
 
 def _hopper() -> Passes:
-    from jfp8.kernels.hopper.attention import attention_forward
-    from jfp8.kernels.hopper.attention_backward import attention_backward
+    from jfp8.kernels.hopper.attention import attention_backward, attention_forward
 
     return attention_forward, attention_backward
 
 
 def _blackwell() -> Passes:
-    from jfp8.kernels.blackwell.attention import attention_forward
-    from jfp8.kernels.blackwell.attention_backward import attention_backward
+    from jfp8.kernels.blackwell.attention import attention_backward, attention_forward
 
     return attention_forward, attention_backward
 
@@ -189,7 +185,7 @@ def _multiplied(formats: Any) -> bool:
 
 
 def _heads(x: jax.Array) -> jax.Array:
-    """``[batch, heads, groups, ...]`` as ``[batch, heads * groups, ...]``."""
+    """Return ``[batch, heads, groups, ...]`` as ``[batch, heads * groups, ...]``."""
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
@@ -206,7 +202,7 @@ def _options(
 
 
 def _hidden(k: Quantized, visible: Visible) -> dict[str, jax.Array]:
-    """What of this there is: how many keys of each head are not padding, and the mask."""
+    """Return how many keys of each head are not padding, and the mask, if there are such."""
     found = {}
     if (lengths := visible.lengths[1]) is not None:
         lengths = jnp.broadcast_to(lengths[:, None], k.data.shape[:2])

@@ -20,7 +20,9 @@ if reason := why_not():
 
 import jfp8
 from jfp8 import E4M3FN, E5M2, recipes
-from jfp8.kernels.hopper import attention, attention_backward
+from jfp8.kernels.flash.division import backward_rule, forward_rule
+from jfp8.kernels.flash.operands import Stored, Vectors
+from jfp8.kernels.hopper.attention import attention_backward, attention_forward
 from jfp8.kernels.partitioning import divided
 
 F8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
@@ -43,9 +45,9 @@ def program_of(size, groups, with_lengths, out_dtype=BF16, heads=(1, 8), mask=No
 
     def f(*args):
         more = dict(zip(hidden, args[6:], strict=True))
-        return attention.attention_forward(*args[:6], **more, **options)
+        return attention_forward(*args[:6], **more, **options)
 
-    return divided("attention", f, attention.division(groups, **hidden)), [*args, *hidden.values()]
+    return divided("attention", f, forward_rule(groups, **hidden)), [*args, *hidden.values()]
 
 
 def assert_fp8_alone(program, size):
@@ -147,16 +149,10 @@ def program_backward(size, groups, with_lengths, heads=(1, 8), out_dtype=BF16, *
     options |= {"groups": groups, "scale": size**-0.5, "out_dtype": out_dtype}
 
     def f(*args):
-        stored, vectors = attention_backward.Stored(*args[:7]), args[7:16]
-        return attention_backward.attention_backward(
-            stored,
-            attention_backward.Vectors(*vectors),
-            *args[16:],
-            formats=(E5M2, E4M3FN),
-            **options,
-        )
+        stored, vectors = Stored(*args[:7]), Vectors(*args[7:16])
+        return attention_backward(stored, vectors, *args[16:], formats=(E5M2, E4M3FN), **options)
 
-    rule = attention_backward.division(groups, key_lengths=lengths)
+    rule = backward_rule(groups, key_lengths=lengths)
     return divided("attention_backward", f, rule), args
 
 

@@ -25,8 +25,8 @@ if reason := why_not():
 
 import jfp8
 from jfp8 import E4M3FN, E5M2
-from jfp8.kernels.blackwell import attention, attention_backward
-from jfp8.kernels.hopper.attention_backward import Stored, Vectors
+from jfp8.kernels.blackwell import attention
+from jfp8.kernels.flash.operands import Stored, Vectors
 
 F8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 T, HEADS = 4096, 8
@@ -98,9 +98,7 @@ def test_backward(size, case):
 
     def f(*args):
         stored, vectors, formats = Stored(*args[:7]), Vectors(*args[7:16]), (E5M2, E4M3FN)
-        return attention_backward.attention_backward(
-            stored, vectors, *args[16:], formats=formats, **options
-        )
+        return attention.attention_backward(stored, vectors, *args[16:], formats=formats, **options)
 
     program = compile_for("b200", f, *args)
     assert_fp8_alone(program, size)

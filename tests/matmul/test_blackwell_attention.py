@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jfp8
 from jfp8 import E4M3FN, E5M2
-from jfp8.kernels.blackwell import attention, attention_backward
+from jfp8.kernels.blackwell import attention
 from support.attention_in_f64 import (
     assert_attention,
     backward_operands_of,
@@ -117,9 +117,7 @@ def test_gradients(case):
     how = {"groups": groups, "scale": scale, "formats": formats, "out_dtype": out_dtype, **options}
     with no_races() as params:
         *found, largest = jax.block_until_ready(
-            attention_backward.attention_backward(
-                stored, vectors, key_lengths, **how, interpret=params
-            )
+            attention.attention_backward(stored, vectors, key_lengths, **how, interpret=params)
         )
     wanted, largest_wanted = gradients_in_f64(stored, vectors, groups, scale, seen, formats)
     np.testing.assert_allclose(largest, largest_wanted, rtol=1e-4, atol=1e-5)
@@ -128,6 +126,17 @@ def test_gradients(case):
         bound = bound + float(jnp.finfo(out_dtype).eps) / 2 * (np.abs(want) + bound)
         assert (np.abs(f64(x) - want) <= bound).all()
         assert np.median(bound) < 0.02 * np.median(np.abs(want[want != 0]))  # it is no excuse
+
+
+def test_masks_are_refused():
+    """The kernels would ignore them."""
+    how = {"groups": 1, "scale": 1.0, "is_causal": False, "window": None, "out_dtype": F32}
+    how["mask"] = jnp.ones((1, 8, 8), bool)
+    with pytest.raises(ValueError, match="a mask: this attention kernel"):
+        attention.attention_forward(*operands_of(1, 1, 8, 8, 64), **how)
+    both = backward_operands_of((1, 1, 16, 8, 64), [np.ones((16, 8), bool)], E4M3FN, 1.0)
+    with pytest.raises(ValueError, match="a mask: these kernels"):
+        attention.attention_backward(*both, formats=(E4M3FN, E4M3FN), **how)
 
 
 # In `scaled_dot_product_attention`

@@ -11,12 +11,9 @@ if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
 from jfp8 import E4M3FN, E5M2
-from jfp8.kernels.hopper.attention_backward import (
-    Stored,
-    Vectors,
-    attention_backward,
-    division,
-)
+from jfp8.kernels.flash.division import backward_rule
+from jfp8.kernels.flash.operands import Stored, Vectors
+from jfp8.kernels.hopper.attention import attention_backward
 from support.interpreter import no_races
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -216,6 +213,6 @@ def test_rules_of_division():
     vectors = "b n T, b n/4 S, b n/4 S, b n T, b n T, b n/4 S, b n T, b n T, b n T"
     results = "b n T H, b n/4 S H, b n/4 S H, b n T"
     lengths = jnp.ones((2, 2), jnp.int32)
-    assert division(4, key_lengths=lengths) == f"{matrices}, {vectors}, b n/4 -> {results}"
-    rule = division(1)
+    assert backward_rule(4, key_lengths=lengths) == f"{matrices}, {vectors}, b n/4 -> {results}"
+    rule = backward_rule(1)
     assert rule == f"{matrices}, {vectors} -> {results}".replace("/4", "")

@@ -10,10 +10,11 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("the Pallas kernels need JAX 0.11.2", allow_module_level=True)
 
-from jfp8.kernels.hopper.mask_bits import TILE, WORD, packed
+from jfp8.kernels.flash.mask_bits import WORD, packed
 
 SIZES = 200, 300  # queries and keys
 GROUPS = 2
+TILE = 128  # rows
 
 
 @pytest.mark.parametrize("columns", ["queries", "keys"])
@@ -26,7 +27,8 @@ def test_bits_and_spans(shape, columns):
     mask[..., :130, :] &= shape[2] == 1
     mask[..., 270:] &= shape[3] == 1
     pack = jax.jit(packed, static_argnums=(1, 2, 3, 4))
-    found = pack(jnp.array(mask), SIZES, ["queries", "keys"].index(columns) + 2, width, GROUPS)
+    dimension = ["queries", "keys"].index(columns) + 2
+    found = pack(jnp.array(mask), SIZES, dimension, (TILE, width), GROUPS)
     bits, spans = (np.asarray(found[name]) for name in ("bits", "spans"))
 
     whole = np.broadcast_to(mask, (*shape[:2], *SIZES))

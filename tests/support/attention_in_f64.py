@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from jfp8 import E4M3FN
-from jfp8.kernels.hopper.attention_backward import Stored, Vectors
+from jfp8.kernels.flash.operands import Stored, Vectors
 
 BLOCK = 128  # keys
 

@@ -21,7 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, multiprocessors, padded, swizzled
+from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, multiprocessors
+from jfp8.kernels.shared_memory import padded, swizzled
 
 BLOCK = 128  # rows of a tile, products of one sum in the tensor cores, columns of a scale of b
 COLUMNS = 64  # that share a scale of b, and are stored together

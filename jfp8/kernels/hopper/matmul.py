@@ -25,14 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.tiles import (
-    NO_OTHER_BARRIERS,
-    Tiles,
-    default_tiles,
-    multiprocessors,
-    padded,
-    swizzled,
-)
+from jfp8.kernels.hopper.tiles import NO_OTHER_BARRIERS, Tiles, default_tiles, multiprocessors
+from jfp8.kernels.shared_memory import padded, swizzled
 
 BLOCK = 128  # of k: a slot of the ring, a promotion, a row of block scales
 COLUMNS = 64  # n is padded to this: every such part of a tile has one scale of 128 x 128

@@ -37,7 +37,7 @@ from jfp8.kernels.hopper.sweep import (
     write,
     write_amax,
 )
-from jfp8.kernels.hopper.tiles import padded
+from jfp8.kernels.shared_memory import padded
 from jfp8.matmul.spec import LARGEST_FACTOR
 from jfp8.scaling.formats import Format
 

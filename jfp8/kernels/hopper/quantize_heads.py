@@ -26,7 +26,7 @@ from jfp8.kernels.hopper.sweep import (
     staging,
     write,
 )
-from jfp8.kernels.hopper.tiles import swizzled
+from jfp8.kernels.shared_memory import swizzled
 from jfp8.scaling.formats import Format
 
 TOKENS = 128  # of which a sequence has a multiple

@@ -27,7 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.elementary import elementary
 from jfp8.kernels.hopper.measured import measured
-from jfp8.kernels.hopper.tiles import multiprocessors, padded, swizzled
+from jfp8.kernels.hopper.tiles import multiprocessors
+from jfp8.kernels.shared_memory import padded, swizzled
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import kernels_are_interpreted
 

@@ -1,4 +1,4 @@
-"""How arrays are divided and laid out in shared memory: common to all kernels."""
+"""Divide products into tiles: by measurement, or by a model of the device."""
 
 from __future__ import annotations
 
@@ -7,34 +7,16 @@ import math
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.measured import measured
-
-# Bytes of shared memory that a block may use on Hopper.
-SHARED_MEMORY = 232_448
+from jfp8.kernels.shared_memory import SHARED_MEMORY
 
 # For kernels of products. Pallas puts barriers of a warpgroup around each store to shared memory
 # and before each copy, in case a thread reads what others write. Here none does: only copies write
 # operands and scales, and results pass `commit_smem` and `wait_smem_to_gmem`, which have their own
 # barriers, before memory is written again.
 NO_OTHER_BARRIERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
-
-
-def swizzled(
-    dtype: jax.typing.DTypeLike, columns: int
-) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """The transforms of a tile with rows of `columns` elements that copies and wgmma require."""
-    bits = 8 * jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * bits)
-    return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
-
-
-def padded(x: jax.Array, *multiples: int) -> jax.Array:
-    """`x` padded with zeros, so that each dimension is a multiple of its entry."""
-    missing = [(0, -n % m) for n, m in zip(x.shape, multiples, strict=True)]
-    return jnp.pad(x, missing) if any(after for _, after in missing) else x
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,7 @@
-"""What the kernels for attention have in common on Blackwell: tensor memory, products, masks.
+"""Multiply tiles of f8 by tcgen05, whose sums are in tensor memory.
 
-A block has three warpgroups. One only copies, into a ring of shared memory; the other two take 128
-rows each, and go over what the ring brings. Sums of the tensor cores are in tensor memory, where a
-thread reads one row of them: whatever is found along a row needs no other thread. From there, an
-f8 matrix can be the first factor of a product, too.
+A thread reads one row of tensor memory: whatever is found along a row needs no other thread. From
+there, an f8 matrix can be the first factor of a product, too.
 """
 
 from __future__ import annotations
@@ -17,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jfp8.kernels.hopper.attention_parts import COMPUTE, along, tile
-from jfp8.kernels.hopper.key_ranges import Bounds
+from jfp8.kernels.flash.key_ranges import Bounds
+from jfp8.kernels.flash.problem import COMPUTE
+from jfp8.kernels.flash.vectors import along
 
 ROWS = 128  # of a warpgroup that multiplies: those of tensor memory
 PART = 32  # columns that are in registers at the same time
@@ -31,27 +30,22 @@ BY_FOUR = plgpu.Layout.TCGEN05_TMEM_NATIVE(4)
 
 
 def sums(columns: int) -> Any:
-    """Tensor memory for ``f32[ROWS, columns]`` of each warpgroup that multiplies."""
+    """Return tensor memory for ``f32[ROWS, columns]`` of each warpgroup that multiplies."""
     return plgpu.TMEM((ROWS, COMPUTE * columns), jnp.float32)
 
 
 def factors(columns: int, dtype: jax.typing.DTypeLike) -> Any:
-    """Tensor memory for ``f8[ROWS, columns]`` of each warpgroup, the first factor of a product."""
+    """Return tensor memory for ``f8[ROWS, columns]`` of each warpgroup: a first factor."""
     return plgpu.TMEM((ROWS, COMPUTE * columns), dtype, packed=True)
 
 
-def staging(dtype: jax.typing.DTypeLike) -> Any:
-    """Where results of `dtype` wait to be copied: 128 bytes of each row, the widest swizzle."""
-    return tile((COMPUTE, 1, ROWS, 128 // jnp.dtype(dtype).itemsize), dtype)
-
-
 def ordered() -> Any:
-    """A barrier of each warpgroup that also orders what tensor cores and threads do."""
+    """Return a barrier of each warpgroup that also orders what tensor cores and threads do."""
     return plgpu.Barrier(num_barriers=COMPUTE, orders_tensor_core=True)
 
 
 def multiply(ready: Any, done: Any, *products: tuple[Any, Any, Any]) -> None:
-    """``total = a . b^T`` for each ``(total, a, b)`` of `products`, all at once.
+    """Compute ``total = a . b^T`` for each ``(total, a, b)`` of `products`, all at once.
 
     One thread of the warpgroup starts them, when all of it have written the factors, and have read
     what was in the totals: `ready` and `done` are its entries of `ordered`.
@@ -66,18 +60,18 @@ def multiply(ready: Any, done: Any, *products: tuple[Any, Any, Any]) -> None:
 
 
 def release(empty: Any) -> None:
-    """Says that a slot of the ring may be filled again: all have read its vectors."""
+    """Tell that a slot of the ring may be filled again: all have read its vectors."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(empty)
 
 
 def read(total: Any) -> jax.Array:
-    """``f32[ROWS, n]`` of tensor memory, in registers."""
+    """Return ``f32[ROWS, n]`` of tensor memory, in registers."""
     return plgpu.async_load_tmem(total, layout=BY_ELEMENT)
 
 
 def by_parts(columns: int, f: Callable[[Any, Any], Any], start: Any) -> Any:
-    """``f(part, carry)`` for one slice of PART columns after another; the last result.
+    """Call ``f(part, carry)`` for one slice of PART columns after another; return the last result.
 
     A loop: were it unrolled, the compiler would load many columns at once, and spill registers.
     """
@@ -85,13 +79,8 @@ def by_parts(columns: int, f: Callable[[Any, Any], Any], start: Any) -> Any:
     return lax.fori_loop(0, columns // PART, step, start)
 
 
-def of_rows(x: float | jax.Array) -> jax.Array:
-    """f32[ROWS], all `x`."""
-    return plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), BY_ROW)
-
-
 def added(total: jax.Array, products: Any, unit: jax.Array) -> jax.Array:
-    """``total + products * unit_i``: `products` are in tensor memory, the rest in registers."""
+    """Return ``total + products * unit_i``, of `products` in tensor memory."""
     new = []
     for c in range(0, total.shape[1], PART):
         x = read(products.at[:, pl.ds(c, PART)])
@@ -100,7 +89,7 @@ def added(total: jax.Array, products: Any, unit: jax.Array) -> jax.Array:
 
 
 def rearranged(memory: Any, x: jax.Array) -> jax.Array:
-    """`x`, as threads have to hold it to store it in shared memory, by way of tensor memory."""
+    """Return `x` as threads have to hold it to store it in shared memory, by way of `memory`."""
     plgpu.wait_load_tmem()
     plgpu.async_store_tmem(memory, x)
     plgpu.commit_tmem()
@@ -108,19 +97,26 @@ def rearranged(memory: Any, x: jax.Array) -> jax.Array:
 
 
 def write(factor: Any, x: jax.Array) -> None:
-    """`x`, rounded to the f8 of `factor`, in tensor memory; `multiply` waits for `commit_tmem`."""
+    """Write `x`, rounded to the f8 of `factor`, which `multiply` can take after `commit_tmem`."""
     plgpu.async_store_tmem(factor, plgpu.layout_cast(x, BY_FOUR).astype(factor.dtype))
 
 
-def rows(row: jax.Array) -> jax.Array:
-    """The indices of the rows of a tile that begins at `row`: int32[ROWS]."""
-    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW) + row
+def write_all(factor: Any, total: Any, by: jax.Array) -> None:
+    """Write ``total * by_i`` of tensor memory as the first factor of a product."""
+
+    def rounded(part: Any, carry: jax.Array) -> jax.Array:
+        x = read(total.at[:, part])
+        write(factor.at[:, part], x * along(by, x.shape, 0))
+        return carry
+
+    by_parts(total.shape[1], rounded, jnp.int32(0))
+    plgpu.commit_tmem()
 
 
 def where_seen(
     bounds: Bounds, row: jax.Array, key: jax.Array, x: jax.Array, otherwise: float
 ) -> jax.Array:
-    """`x`, and `otherwise` where a query does not see a key.
+    """Return `x`, and `otherwise` where a query does not see a key.
 
     Args:
       bounds: who sees what.
@@ -129,11 +125,7 @@ def where_seen(
       otherwise: a number.
     """
     column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=BY_ELEMENT)
-    query, along = rows(row - key), lambda v: lax.broadcast_in_dim(v, x.shape, (0,))
-    right = 2**30 if bounds.right is None else bounds.right
-    # The number of columns before the first one that is hidden: one comparison for each column.
-    stop = jnp.minimum(query + (right + 1), bounds.length - key)
-    x = jnp.where(column < along(stop), x, otherwise)
-    if bounds.left is not None:
-        x = jnp.where(column < along(query - bounds.left), otherwise, x)
-    return x
+    query = plgpu.broadcasted_iota(jnp.int32, x.shape[:1], 0, layout=BY_ROW) + (row - key)
+    # One comparison for each column.
+    below = lambda n: column < along(n, x.shape, 0)
+    return bounds.where_seen(x, otherwise, query, key, below)

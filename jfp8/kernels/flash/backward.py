@@ -1,0 +1,92 @@
+"""Call the two kernels of the backward pass of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jfp8.kernels.flash.backward_operands import backward_operands
+from jfp8.kernels.flash.key_tile import KeyTile
+from jfp8.kernels.flash.launch import launch
+from jfp8.kernels.flash.mask_bits import packed
+from jfp8.kernels.flash.operands import Stored, Vectors
+from jfp8.kernels.flash.problem import Problem, window_of
+from jfp8.kernels.flash.query_tile import QueryTile
+from jfp8.kernels.flash.results import heads_first
+from jfp8.scaling.formats import Format
+
+
+def attention_backward(
+    of_queries: type[QueryTile],
+    of_keys: type[KeyTile],
+    stored: Stored,
+    vectors: Vectors,
+    key_lengths: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    groups: int,
+    scale: float,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    formats: tuple[Format, Format],
+    out_dtype: jax.typing.DTypeLike,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Compute dQ, dK and dV, and the largest ``|dS|`` of each query.
+
+    See `attention_dq` and `attention_dkv` of either GPU for the equations.
+
+    Args:
+      of_queries, of_keys: the work of a block of the kernels for dQ, and for dK and dV.
+      stored, vectors: see there.
+      key_lengths, mask: ``i32[..., G / groups]``, ``bool[... | 1, G | 1, T | 1, S | 1]``, as of
+        `attention_forward`; so are the next four.
+      groups, scale, is_causal, window: see above.
+      formats: of dS in dQ and in dK: E4M3FN or E5M2.
+      out_dtype: of dQ, dK and dV.
+      interpret: for ``plgpu.kernel``.
+
+    Returns:
+      ``out_dtype[..., G, T, H]``, ``out_dtype[..., G / groups, S, H]`` twice, ``f32[..., G, T]``.
+
+    Raises:
+      ValueError: H is neither 64 nor 128, or the kernels take no masks.
+    """
+    (*_, rows, size), keys = stored.q.shape, stored.k.shape[-2]
+    if size not in of_queries.sizes:
+        raise ValueError(
+            f"the kernels of the backward pass take heads of 64 or 128 numbers, not {size}: pad "
+            "queries, keys, values and gradients with zeros."
+        )
+    operands = backward_operands(stored, vectors, key_lengths, scale, of_queries.tokens)
+    bounds = window_of(is_causal, window)
+    problem = Problem(operands["q"].shape[1], keys, size, groups, scale, *bounds, formats)
+
+    def run(work: Any, bits: dict[str, jax.Array], *but: str) -> Any:
+        given = {name: x for name, x in operands.items() if name not in but} | bits
+        heads = getattr(stored, work.like).shape[-3]
+        return launch(work, problem, given, heads, out_dtype, interpret)
+
+    by_query, by_key = {}, {}
+    if mask is not None:
+        if not of_queries.masks:
+            raise ValueError("a mask: these kernels know is_causal, a window and lengths.")
+        mask = mask.reshape(-1, *mask.shape[-3:])
+        by_query = packed(mask, (rows, keys), 3, (of_queries.tokens, of_queries.width))
+        by_key = packed(mask, (rows, keys), 2, (of_keys.tokens, of_keys.width), groups)
+    dq, largest = run(of_queries, by_query, "q_t", "grad_t", "unit")
+    found = run(of_keys, by_key, "k_t", "key_lengths")
+    dk, dv = (_without_padding(heads_first(x, stored.k.shape), key_lengths) for x in found)
+    largest = largest[:, :rows].reshape(stored.q.shape[:-1])
+    return heads_first(dq, stored.q.shape), dk, dv, largest
+
+
+def _without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Return ``x[..., S, H]``, and zeros from ``lengths[...]`` on."""
+    if lengths is None:
+        return x
+    real = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2) < lengths[..., None, None]
+    return jnp.where(real, x, 0)

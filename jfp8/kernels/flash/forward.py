@@ -1,0 +1,108 @@
+"""Call the kernel of the forward pass of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfp8.kernels.flash.launch import launch
+from jfp8.kernels.flash.mask_bits import packed
+from jfp8.kernels.flash.padding import padded_matrix, padded_vector
+from jfp8.kernels.flash.problem import BLOCK, Problem, window_of
+from jfp8.kernels.flash.query_tile import QueryTile
+from jfp8.kernels.flash.results import heads_first
+
+
+def attention_forward(
+    work: type[QueryTile],
+    q: jax.Array,
+    k: jax.Array,
+    v_t: jax.Array,
+    q_scale: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    key_lengths: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    groups: int,
+    scale: float,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    out_dtype: jax.typing.DTypeLike,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute ``o = softmax(scale * q k^T) v`` and the logarithm of the softmax's denominator.
+
+    See `ForwardTile` for the equations. A row that sees no key gets ``o = 0`` and ``lse = -inf``.
+    Keys that a row does not see do not change it by a bit, unless a value of theirs, or its scale,
+    is Inf or NaN.
+
+    Args:
+      work: of a block of the kernel.
+      q: ``f8[..., G, T, H]``, H of ``work.sizes``.
+      k: ``f8[..., G / groups, S, H]``.
+      v_t: ``f8[..., G / groups, H, S]``.
+      q_scale: ``f32[..., G, T]``. Positive, as the others.
+      k_scale: ``f32[..., G / groups, S]``.
+      v_scale: ``f32[..., G / groups, S]``, powers of two from 2^-90 to 2^100.
+      key_lengths: ``i32[..., G / groups]``: key j is visible to query i only if ``j <
+        key_lengths[g]``.
+      mask: ``bool[... | 1, G | 1, T | 1, S | 1]``: only if it is True.
+      groups: how many heads of queries share a head of keys and values.
+      scale: of the logits, positive.
+      is_causal: whether only if ``j <= i``.
+      window: ``(left, right)``: only if ``i - left <= j <= i + right``. None: no such bound.
+      out_dtype: f32, bf16 or f16, to which `o` is rounded once.
+      interpret: for ``plgpu.kernel``.
+
+    Returns:
+      ``out_dtype[..., G, T, H]`` and ``f32[..., G, T]``.
+
+    Raises:
+      ValueError: H is another, or `scale` is not positive, or `window` is negative, or the kernel
+        takes no masks.
+    """
+    shape, (*_, rows, size), keys = q.shape, q.shape, k.shape[-2]
+    _check(work, size, scale, window, mask)
+    if 0 in (*shape, keys):
+        return jnp.zeros(shape, out_dtype), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
+    matrices = {"q": q, "k": k, "v_t": v_t}
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    operands = {name: padded_matrix(name, x, work.tokens) for name, x in matrices.items()}
+    operands |= {name: padded_vector(name, x, work.tokens) for name, x in scales.items()}
+    if key_lengths is not None:
+        operands["key_lengths"] = key_lengths.reshape(-1)
+    if mask is not None:
+        mask = mask.reshape(-1, *mask.shape[-3:])
+        operands |= packed(mask, (rows, keys), 3, (work.tokens, BLOCK))
+    bounds = window_of(is_causal, window)
+    problem = Problem(operands["q"].shape[1], keys, size, groups, scale, *bounds)
+    o, lse = launch(work, problem, operands, shape[-3], out_dtype, interpret)
+    return heads_first(o, shape), lse[:, :rows].reshape(shape[:-1])
+
+
+def _check(
+    work: type[QueryTile],
+    size: int,
+    scale: float,
+    window: tuple[int, int] | None,
+    mask: jax.Array | None,
+) -> None:
+    """Raise ValueError for what the kernel does not compute."""
+    if size not in work.sizes:
+        *most, last = map(str, work.sizes)
+        raise ValueError(
+            f"the attention kernel takes heads of {', '.join(most)} or {last} numbers, not {size}: "
+            "pad queries, keys and values with zeros."
+        )
+    if not scale > 0:
+        raise ValueError(
+            f"scale={scale}: the attention kernel finds the largest logits before it multiplies by "
+            "scale, which must be positive. For a negative one, negate the queries."
+        )
+    if window is not None and min(window) < 0:
+        raise ValueError(f"window={window}: a query sees its own key; give no negative numbers.")
+    if mask is not None and not work.masks:
+        raise ValueError("a mask: this attention kernel knows is_causal, a window and lengths.")

@@ -1,0 +1,73 @@
+"""Go over blocks of queries for a tile of keys: for dK and dV.
+
+The queries are those of all heads that share the keys, one head after another. Scores are
+transposed, so that a sum over queries is over columns. Keys that are padding get numbers, too:
+lengths would cost registers that there are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+
+from jfp8.kernels.flash.key_ranges import Bounds
+from jfp8.kernels.flash.problem import QUERIES, Problem
+from jfp8.kernels.flash.results import in_batch, place
+from jfp8.kernels.flash.ring import fill
+from jfp8.kernels.flash.tile_work import TileWork
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyTile(TileWork):
+    """Describe the work on a tile of keys; its results are two matrices."""
+
+    like = "k"
+    width = QUERIES
+    takes = {"k": "keys", "v": "values"}
+    rings = {
+        "q": "query_ring",
+        "grad": "grad_ring",
+        "q_t": "q_t_ring",
+        "grad_t": "grad_t_ring",
+        "by_query": "vector_ring",
+    }
+
+    @classmethod
+    def place(cls, p: Problem, result: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        # The first keys of a head first: with causal masks they take longest.
+        head, n = place(result, cls.tokens)
+        return head, n * cls.tokens, head
+
+    def bounds(self) -> Bounds:
+        """Return which queries see a key: as of keys and queries, the other way round."""
+        return Bounds(self.p.right, self.p.left, self.p.rows)
+
+    def steps(self) -> tuple[jax.Array, jax.Array]:
+        """Return the first block of queries, and how many: of each head that shares the keys."""
+        first, _, _, end = self.bounds().blocks(self.row, self.tokens, QUERIES)
+        first, end = self.seen_blocks(first, end)
+        return first, end - first
+
+    def count(self, steps: tuple[Any, Any]) -> jax.Array:
+        """Return the number of steps."""
+        return steps[1] * self.p.groups
+
+    def at(self, i: jax.Array, steps: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+        """Return the head of queries and the block of the `i`-th step."""
+        first, count = steps
+        return self.head * self.p.groups + lax.div(i, count), first + lax.rem(i, count)
+
+    def copy(self) -> None:
+        steps = self.steps()
+
+        def copy(i, slot):
+            head, block = self.at(i, steps)
+            self.bring(head, block, slot)
+            if "bits" in self.given:
+                batch, own = in_batch(self.results[0], self.head)
+                self.bring_bits((batch, head - (self.head - own) * self.p.groups), block, slot)
+
+        fill(self.count(steps), self.stages, self.memory.empty, copy)

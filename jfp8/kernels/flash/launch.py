@@ -1,0 +1,57 @@
+"""Launch a kernel over all tiles of all heads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfp8.kernels.flash.problem import COMPUTE, Problem
+from jfp8.kernels.flash.tile_work import TileWork, work_on_tile
+
+# No barriers but those of the code, as for products: see `tiles.NO_OTHER_BARRIERS`. A warp writes
+# and multiplies its own rows. exp2 is one instruction, off by 2^-22 at most.
+PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
+
+
+def launch(
+    work: type[TileWork],
+    p: Problem,
+    operands: dict[str, jax.Array],
+    heads: int,
+    out_dtype: jax.typing.DTypeLike,
+    interpret: Any,
+) -> list[jax.Array]:
+    """Compute the results of `work`.
+
+    Args:
+      work: of each block.
+      p: the problem.
+      operands: by their names, all heads one after another.
+      heads: of those of `work.like`, how many belong to a batch.
+      out_dtype: of matrices.
+      interpret: for ``plgpu.kernel``.
+
+    Returns:
+      ``out_dtype[batches, tokens, heads, size]``, and another one or ``f32[all heads, tokens]``.
+    """
+    n, tokens, _ = operands[work.like].shape
+    matrix = jax.ShapeDtypeStruct((n // heads, tokens, heads, p.size), out_dtype)
+    vector = jax.ShapeDtypeStruct((n, tokens), jnp.float32)
+    return plgpu.kernel(
+        functools.partial(work_on_tile, work, p, tuple(operands)),
+        out_type=[matrix, vector if work.like == "q" else matrix],
+        grid=(n // heads, heads * (tokens // work.tokens)),
+        grid_names=("batch", "tile"),
+        cluster=(1,),
+        cluster_names=("cluster",),
+        num_threads=COMPUTE + 1,
+        thread_name="warpgroup",
+        scratch_types=work.scratch(p, operands, out_dtype),
+        compiler_params=PARAMS,
+        interpret=interpret,
+        kernel_name=f"jfp8_{work.name}",
+    )(*operands.values())

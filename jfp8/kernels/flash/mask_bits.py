@@ -1,0 +1,108 @@
+"""Pack masks of attention into bits, outside of the kernels, and find a block's own in them.
+
+Scores have rows and columns: queries and keys, or, transposed, keys and queries. A word has the
+bits of 32 columns of a row, and words of 32 columns lie side by side for all rows, as a block
+copies them: an eighth of a byte for a score. A dimension along which a mask is the same is no
+longer than a tile, or than the columns of a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jfp8.kernels.shared_memory import padded
+
+WORD = 32
+
+
+def packed(
+    mask: jax.Array,
+    shape: tuple[int, int],
+    columns: int,
+    sizes: tuple[int, int],
+    groups: int = 1,
+) -> dict[str, jax.Array]:
+    """Return the bits of a mask, and which blocks of columns a tile visits. ::
+
+        bits[b, n, c // 32, r] >> (c % 32) & 1    whether row r sees column c
+        spans[b, n, :, t]    the first block of which tile t of rows sees some, and the end of them
+
+    Args:
+      mask: ``bool[B | 1, N | 1, T | 1, S | 1]``.
+      shape: T and S.
+      columns: which dimension of `mask` has the columns of the kernel: 3, keys, or 2, queries.
+      sizes: rows of a tile, and columns of a step, a multiple of 32.
+      groups: how many heads the kernel visits for a tile: those have one span.
+
+    Returns:
+      ``bits``: ``i32[B | 1, N | 1, columns' / 32, rows']``, of whole blocks and tiles, or of one
+      where the mask is the same for all columns or rows. ``spans``: ``i32[B | 1, N / groups | 1, 2,
+      tiles]``.
+    """
+    tile, width = sizes
+    parts = sizes if columns == 3 else (width, tile)
+    one = [n if n > 1 else part for n, part in zip(mask.shape[2:], parts, strict=True)]
+    mask = padded(jnp.broadcast_to(mask, (*mask.shape[:2], *one)), 1, 1, *parts)
+    words = mask.reshape(*mask.shape[:columns], -1, WORD, *mask.shape[columns + 1 :])
+    # XLA packs in one pass what is selected; it writes all integers of what is converted.
+    bit = jnp.int32(1) << lax.broadcasted_iota(jnp.int32, words.shape, columns + 1)
+    bits = jnp.sum(jnp.where(words, bit, 0), axis=columns + 1, dtype=jnp.int32)
+    bits = bits if columns == 2 else bits.swapaxes(2, 3)
+
+    batch, heads, *_, rows = bits.shape
+    by_block = bits.reshape(batch, heads, -1, width // WORD, rows // tile, tile)
+    seen = jnp.any(by_block != 0, axis=(3, 5))
+    if heads > 1:
+        seen = jnp.any(seen.reshape(batch, -1, groups, *seen.shape[2:]), axis=2)
+    blocks, tiles = (-(-shape[d - 2] // parts[d - 2]) for d in (columns, 5 - columns))
+    seen = jnp.broadcast_to(seen, (*seen.shape[:2], blocks, tiles))
+    block = lax.broadcasted_iota(jnp.int32, seen.shape, 2)
+    first = jnp.min(jnp.where(seen, block, blocks), axis=2)
+    end = jnp.max(jnp.where(seen, block + 1, 0), axis=2)
+    return {"bits": bits, "spans": jnp.stack([first, end], axis=2)}
+
+
+def block_of(tile: int, width: int) -> tuple[tuple[int, ...], Any]:
+    """Return shape and dtype of the bits of a tile in one step."""
+    return (width // WORD, tile), jnp.int32
+
+
+# In a kernel
+
+
+def span(spans: Any, head: tuple[Any, Any], tile: Any, blocks: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return `blocks`, first and end, without those before and after all that a tile sees.
+
+    Args:
+      spans: see `packed`.
+      head: the batch, and which of its heads.
+      tile: of rows.
+      blocks: the first, and the end of them.
+    """
+    first, end = blocks
+    at = [_in(i, n) for i, n in zip(head, spans.shape, strict=False)]
+    first = jnp.maximum(first, spans[*at, 0, tile])
+    return first, jnp.maximum(first, jnp.minimum(end, spans[*at, 1, tile]))
+
+
+def of_block(bits: Any, head: tuple[Any, Any], at: tuple[Any, Any], sizes: tuple[int, int]) -> Any:
+    """Return the words of a tile and a block of columns, in device memory.
+
+    `at` says which tile and which block, and `sizes` are rows and columns of these.
+    """
+    (tile, block), (rows, columns) = at, sizes
+    words = columns // WORD
+    counts = *bits.shape[:2], bits.shape[2] // words, bits.shape[3] // rows
+    places = zip((*head, block, tile), counts, strict=True)
+    batch, head, block, tile = (_in(i, n) for i, n in places)
+    return bits.at[batch, head, pl.ds(block * words, words), pl.ds(tile * rows, rows)]
+
+
+def _in(i: Any, n: int) -> Any:
+    """Return where the `i`-th is in a dimension that may be 1 for all."""
+    return i if n > 1 else 0

@@ -1,0 +1,111 @@
+"""Go over blocks of keys for a tile of queries: for the result of attention, and for dQ."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jfp8.kernels.flash import softmax
+from jfp8.kernels.flash.key_ranges import Bounds
+from jfp8.kernels.flash.problem import BLOCK, Problem
+from jfp8.kernels.flash.results import in_batch, place
+from jfp8.kernels.flash.ring import fill
+from jfp8.kernels.flash.tile_work import TileWork
+from jfp8.kernels.flash.vectors import load
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryTile(TileWork):
+    """Describe the work on a tile of queries; its results are a matrix and a vector."""
+
+    like = "q"
+    width = BLOCK
+
+    @classmethod
+    def place(cls, p: Problem, result: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        head, n = place(result, cls.tokens)
+        # The last rows of a head first: with `is_causal` they take longest.
+        row = (p.rows // cls.tokens - 1 - n) * cls.tokens
+        return head, row, lax.div(head, p.groups)
+
+    def bounds(self) -> Bounds:
+        """Return which keys the queries of this head see."""
+        length = self.p.keys
+        if "key_lengths" in self.given:
+            length = jnp.clip(self.given["key_lengths"][self.key_head], 0, length)
+        return Bounds(self.p.left, self.p.right, length)
+
+    def bounded(self) -> bool:
+        """Tell whether bounds may hide a part of a block from some query."""
+        return self.p.windowed or "key_lengths" in self.given or self.p.keys % BLOCK != 0
+
+    def steps(self, bounds: Bounds) -> tuple[jax.Array, jax.Array]:
+        """Return the blocks of keys that go through the ring: that any query of the tile sees."""
+        first, _, _, end = bounds.blocks(self.row, self.tokens, BLOCK)
+        return self.seen_blocks(first, end)
+
+    def copy(self) -> None:
+        first, end = self.steps(self.bounds())
+
+        def copy(i, slot):
+            self.bring(self.key_head, first + i, slot)
+            if "bits" in self.given:
+                self.bring_bits(in_batch(self.results[0], self.head), first + i, slot)
+
+        fill(end - first, self.stages, self.memory.empty, copy)
+
+
+class ForwardTile(QueryTile):
+    """Describe the work of the forward pass: its results are `o` and `lse`. ::
+
+        s   = (q . k^T) * q_scale_i * (scale * log2(e)) * k_scale_j    -inf where invisible
+        m'  = max(m, rowmax(s));  p = exp2(s - m');  a = exp2(m - m')
+        l   = l * a + rowsum(p)
+        b_i = max(v_scale_j)  over the block's keys j that are visible to i
+        w   = e4m3fn(p * v_scale_j / b_i * 2^8)
+        acc = acc * a + (w . v^T) * (b_i * 2^-8)
+
+    for one block of keys after another; then ``o = acc / l`` and ``lse = m * ln 2 + ln l``. All of
+    it is f32, but for the products of f8 that the tensor cores sum.
+    """
+
+    takes = {"q": "queries"}
+    rings = {
+        "k": "key_ring",
+        "v_t": "value_ring",
+        "k_scale": "k_scale_ring",
+        "v_scale": "v_scale_ring",
+    }
+
+    def begin(self, by_row: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Take queries; return which half it is, its first row, and factors laid out `by_row`."""
+        q_scale = self.given["q_scale"].at[self.head]
+        factor = lambda rows: softmax.factor_of(load(q_scale.at[rows], by_row), self.p.factor)
+        return self.take(factor)
+
+
+class BackwardTile(QueryTile):
+    """Describe the work of the backward pass: its results are dQ and the largest ``|dS|``. ::
+
+        s  = q . k^T                         dp = dO . v^T
+        p  = exp2(s k_scale_j q_factor_i - lse_i)               0 where invisible
+        dS = p (dp v_scale_j dO_scale_i - dot_i)
+        w  = cast(dS k2_scale_j / r_i)       r_i = max_j |dS k2_scale_j| / fmt.max, a power of two
+        dQ = dQ + (w . k2) r_i
+
+    for one block of keys after another; `k2` are the keys as this product takes them. The scores
+    are computed anew: no ``[T, S]`` array is in memory.
+    """
+
+    takes = {"q": "queries", "grad": "grads"}
+    rings = {"k": "key_ring", "v": "value_ring", "k_t": "k_t_ring", "by_key": "scale_ring"}
+
+    def begin(self, by_row: Any) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """Take queries and gradients; return the same with all numbers of the rows."""
+        by_query = self.given["by_query"].at[self.head]
+        of_rows = lambda rows: [load(by_query.at[n, rows], by_row) for n in range(4)]
+        return self.take(of_rows)

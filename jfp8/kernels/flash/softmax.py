@@ -1,0 +1,66 @@
+"""Take a softmax over one block of keys after another.
+
+Its maximum and its sum are of the keys so far. When the maximum grows, earlier sums are multiplied
+by a factor. No ``[T, S]`` array is in memory. Probabilities become weights in f8: those of a block
+are divided by the largest scale of its values, the unit of a row, which their sums get back.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jfp8.kernels.flash.vectors import along
+
+LIFT = 8  # probabilities, at most 1, are multiplied by 2^8 to be cast to e4m3fn
+SMALLEST_UNIT = 2.0**-90  # since probabilities are divided by it
+
+
+def factor_of(q_scale: jax.Array, factor: float) -> jax.Array:
+    """Return the number by which each query's logits are multiplied, positive."""
+    # That of a query of zeros may underflow, and zero times the -inf of a hidden key is NaN.
+    return jnp.maximum(q_scale * factor, np.finfo(np.float32).tiny)
+
+
+def raised(
+    before: jax.Array, largest: jax.Array, factor: jax.Array, unit: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the maximum of all keys so far, the shift of a block's logits, and the shrinkage.
+
+    Args:
+      before: the maximum of earlier blocks, of each row.
+      largest: of the block's products.
+      factor: see `factor_of`.
+      unit: the largest scale of the block's values, a power of two.
+    """
+    # The subtracted maximum is smaller by LIFT, which lifts probabilities at no cost, and divides
+    # them by the unit. That of a row that has seen no key is -inf.
+    highest = jnp.maximum(before, largest * factor - np.float32(LIFT))
+    shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+    shrink = jnp.exp2(before - shift)
+    return highest, shift + _log2(unit), shrink
+
+
+def probabilities(x: jax.Array, factor: jax.Array, shift: jax.Array) -> jax.Array:
+    """Return the probabilities of products, lifted and divided by the unit of their row."""
+    return jnp.exp2(x * along(factor, x.shape, 0) - along(shift, x.shape, 0))
+
+
+def log_sum(highest: jax.Array, sums: jax.Array) -> jax.Array:
+    """Return the logarithm of the denominator, from the last maximum and sum."""
+    return highest * np.float32(math.log(2)) + jnp.log(sums)
+
+
+def inverse(sums: jax.Array) -> jax.Array:
+    """Return the reciprocal of the denominator; that of a row without keys does not matter."""
+    return 1.0 / jnp.where(sums == 0, 1.0, sums)
+
+
+def _log2(x: jax.Array) -> jax.Array:
+    """Return the logarithm of powers of two that are normal, exactly."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return ((bits >> 23) - 127).astype(jnp.float32)

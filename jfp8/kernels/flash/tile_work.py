@@ -1,0 +1,165 @@
+"""Describe the work of a block on its tile: on queries, or on keys."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jfp8.kernels.flash import mask_bits
+from jfp8.kernels.flash.problem import BLOCK, COMPUTE, Problem
+from jfp8.kernels.flash.results import in_batch
+from jfp8.kernels.flash.ring import blocks_of, of_tokens, staging, tile, with_ring
+
+COMPUTE_REGISTERS = 240  # of a thread that multiplies: 128 * (24 + 2 * 240) <= 65536
+
+
+@dataclasses.dataclass(frozen=True)
+class TileWork(abc.ABC):
+    """Describe the work of a block's warpgroups on a tile of tokens of one head.
+
+    Attributes:
+      name: of the kernel.
+      sizes: of the heads that it takes.
+      masks: whether it takes masks.
+      like: the operand whose tokens are divided into tiles.
+      tokens: of a tile.
+      width: how many tokens a step takes.
+      takes: operands of which a warpgroup takes its rows of the tile, and their names in `memory`.
+      slots: how many pieces of a warpgroup's results are staged at once.
+      rings: operands of which blocks go through a ring, and its name in `memory`.
+      p: the problem.
+      given: operands in device memory, by their names.
+      results: likewise.
+      memory: of the block, named as by `scratch`.
+      head: of all heads, the one of the tile.
+      row: the first token of the tile.
+      key_head: of all heads of keys, the one that it meets.
+    """
+
+    name: ClassVar[str]
+    sizes: ClassVar[tuple[int, ...]] = (64, 128)
+    masks: ClassVar[bool] = False
+    like: ClassVar[str]
+    tokens: ClassVar[int] = BLOCK
+    width: ClassVar[int]
+    takes: ClassVar[dict[str, str]]
+    slots: ClassVar[int] = 1
+    rings: ClassVar[dict[str, str]]
+
+    p: Problem
+    given: dict[str, Any]
+    results: tuple[Any, ...]
+    memory: SimpleNamespace
+    head: jax.Array
+    row: jax.Array
+    key_head: jax.Array
+
+    @classmethod
+    def scratch(
+        cls, p: Problem, operands: dict[str, jax.Array], out_dtype: jax.typing.DTypeLike
+    ) -> dict[str, Any]:
+        """Return the memory of a block."""
+        blocks = blocks_of(operands, cls.rings, cls.width)
+        if "bits" in operands:
+            blocks["bits_ring"] = mask_bits.block_of(cls.tokens, cls.width)
+        return with_ring(cls.kept(p, operands, out_dtype) | cls.between(p), blocks)
+
+    @classmethod
+    def kept(
+        cls, p: Problem, operands: dict[str, jax.Array], out_dtype: jax.typing.DTypeLike
+    ) -> dict[str, Any]:
+        """Return the memory of what stays while the ring turns: `takes`, and staged results."""
+        rows = cls.tokens // COMPUTE
+        shape = COMPUTE, rows, p.size
+        found = {to: tile(shape, operands[name].dtype) for name, to in cls.takes.items()}
+        copied = plgpu.Barrier(num_arrivals=len(found), num_barriers=COMPUTE)
+        return found | {"staged": staging(rows, out_dtype, cls.slots), "copied": copied}
+
+    @staticmethod
+    @abc.abstractmethod
+    def between(p: Problem) -> dict[str, Any]:
+        """Return the memory of what passes between products, as a chip's tensor cores need it."""
+
+    @classmethod
+    @abc.abstractmethod
+    def place(cls, p: Problem, result: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return head, row and head of keys of this block: tiles that take longest come first."""
+
+    @abc.abstractmethod
+    def copy(self) -> None:
+        """Fill the ring: the work of one warpgroup."""
+
+    def attend(self) -> None:
+        """Compute a half of the tile: the work of each of the others, unless `run` differs."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Do the work of this warpgroup."""
+        lax.cond(lax.axis_index("warpgroup") < COMPUTE, self.attend, self.copy)
+
+    # What goes through the ring
+
+    @property
+    def stages(self) -> int:
+        """Return the number of slots of the ring."""
+        return self.memory.full.shape[0]
+
+    def bring(self, head: jax.Array, block: jax.Array, slot: jax.Array) -> None:
+        """Start to copy a block of tokens of `head` into a slot."""
+        tokens, full = pl.ds(block * self.width, self.width), self.memory.full.at[slot]
+        for name, ring in self.rings.items():
+            source = of_tokens(name, self.given[name].at[head], tokens)
+            plgpu.copy_gmem_to_smem(source, getattr(self.memory, ring).at[slot], full)
+
+    def bring_bits(self, head: tuple[Any, Any], block: jax.Array, slot: jax.Array) -> None:
+        """Start to copy the mask's bits of the tile and a block; `head` is of queries."""
+        sizes = self.tokens, self.width
+        bits = mask_bits.of_block(self.given["bits"], head, (self.number(), block), sizes)
+        plgpu.copy_gmem_to_smem(bits, self.memory.bits_ring.at[slot], self.memory.full.at[slot])
+
+    def seen_blocks(self, first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return ``[first, end)`` without the blocks of which a mask hides all from the tile."""
+        if "spans" not in self.given:
+            return first, end
+        head = in_batch(self.results[0], self.head)
+        return mask_bits.span(self.given["spans"], head, self.number(), (first, end))
+
+    def number(self) -> jax.Array:
+        """Return which tile of its head this is."""
+        return lax.div(self.row, self.tokens)
+
+    # What the warpgroups that multiply keep
+
+    def take(self, load: Callable[[Any], Any]) -> tuple[jax.Array, jax.Array, Any]:
+        """Begin the work on this warpgroup's half of the tile.
+
+        Returns:
+          Which half it is, its first row, and what `load` returns of its rows meanwhile.
+        """
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        mine = lax.axis_index("warpgroup")
+        row = self.row + mine * (self.tokens // COMPUTE)
+        rows, copied = pl.ds(row, self.tokens // COMPUTE), self.memory.copied.at[mine]
+        for name, to in self.takes.items():
+            source = self.given[name].at[self.head, rows]
+            plgpu.copy_gmem_to_smem(source, getattr(self.memory, to).at[mine], copied)
+        loaded = load(rows)
+        plgpu.barrier_wait(copied)
+        return mine, row, loaded
+
+
+def work_on_tile(
+    work: type[TileWork], p: Problem, names: tuple[str, ...], *refs: Any, **memory: Any
+) -> None:
+    """Do the work of one block. `refs` are the operands, of these names, and the results."""
+    given = dict(zip(names, refs, strict=False))
+    results = refs[len(names) :]
+    work(p, given, results, SimpleNamespace(**memory), *work.place(p, results[0])).run()

@@ -1,0 +1,37 @@
+"""Multiply tiles of f8 by wgmma, whose sums are in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64  # of a warpgroup that multiplies
+
+BY_ELEMENT = plgpu.Layout.WGMMA
+BY_ROW = BY_ELEMENT.reduce(1)  # of a vector that is broadcast along the rows of a tile
+BY_COLUMN = BY_ELEMENT.reduce(0)
+
+
+def multiply(*pairs: tuple[Any, Any]) -> list[jax.Array]:
+    """Return ``a . b^T`` in f32 of each pair of tiles ``[ROWS, k]`` and ``[n, k]``, all at once."""
+
+    def products(*sums: Any) -> list[jax.Array]:
+        for total, (a, b) in zip(sums, pairs, strict=True):
+            plgpu.wgmma(total, a, b.T)
+        return [total[...] for total in sums]
+
+    return pl.run_scoped(products, *(plgpu.ACC((ROWS, b.shape[0]), jnp.float32) for _, b in pairs))
+
+
+def slices(width: int, size: int) -> list[Any]:
+    """Return slices of `size` columns: of so many, vectors are in registers at the same time."""
+    return [pl.ds(c, size) for c in range(0, width, size)]
+
+
+def cut(x: jax.Array, parts: list[Any]) -> list[jax.Array]:
+    """Return these slices of the columns of `x`."""
+    return [x[:, part.start : part.start + part.size] for part in parts]
