@@ -24,13 +24,13 @@ from jfp8.matmul.spec import (
     plus_bias,
 )
 from jfp8.products.explicit_sharding import Specs, specs_of, with_result_like
-from jfp8.products.made import Followed, Source, Then
 from jfp8.products.operation import (
     Kind,
     Observed,
     Operand,
     Operation,
     Options,
+    Planned,
     State,
     as_lhs,
     as_operand,
@@ -156,20 +156,16 @@ def observed_dot_general(
     *,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
-    source: Source | None = None,
-    then: Then | None = None,
     bias: jax.Array | None = None,
     specs: Specs | None = None,
-) -> tuple[Any, Observed]:
+) -> tuple[jax.Array, Observed]:
     """Compute `scaled_dot_general`, and the amaxes of its operands, which have no gradient.
 
-    If the `source` of `lhs` is given, a kernel may make `lhs` itself. If it is known what follows
-    `then`, whose projections are the last but one dimension of the result, this may be a
-    `Followed`: then a kernel may make its gradient. A `bias` ``[n]`` is added to the result, by a
-    kernel if that can. The `specs` say how `lhs`, `rhs` and the result are sharded.
+    A `bias` ``[n]`` is added to the result, by a kernel if that can. The `specs` say how `lhs`,
+    `rhs` and the result are sharded.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
-    result = {"preferred_element_type": preferred_element_type}
+    result: dict[str, Any] = {"preferred_element_type": preferred_element_type}
     mesh = explicit_mesh_of(lhs, rhs, state)
     if mesh is not None:
         with jax.sharding.use_abstract_mesh(mesh):
@@ -185,6 +181,27 @@ def observed_dot_general(
         function = partial(observed_dot_general, **what, options=options, **result, specs=known)
         inside = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
         return with_result_like(given, inside, lhs, rhs, state, bias)
+    planned = plan_dot_general(lhs, rhs, dimension_numbers, options, **result, specs=specs)
+    operation, lhs, rhs, options, restore = planned
+    if bias is not None:
+        biased = operation.with_bias(lax.stop_gradient(bias), options)
+        if biased is not None:
+            y, observed = multiply_quantized(biased, lhs, rhs, options, state)
+            return _with_gradient_of_sum(restore(y), bias), observed
+    y, observed = multiply_quantized(operation, lhs, rhs, options, state)
+    return plus_bias(restore(y), bias), observed
+
+
+def plan_dot_general(
+    lhs: jax.Array,
+    rhs: Operand,
+    dimension_numbers: lax.DotDimensionNumbers,
+    options: Options,
+    *,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    specs: Specs | None = None,
+) -> Planned:
+    """Return what computes `observed_dot_general`, without axes of a mesh that are explicit."""
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
     shapes = lhs.shape, rhs.shape
@@ -203,18 +220,7 @@ def observed_dot_general(
         isinstance(rhs, ScaledArray),
         sharding,
     )
-    operation = plan(spec)
-    if bias is not None:
-        biased = operation.with_bias(lax.stop_gradient(bias), options)
-        if biased is not None:
-            y, observed = multiply_quantized(biased, lhs, rhs, options, state)
-            return _with_gradient_of_sum(y.reshape(shape), bias), observed
-    if bias is not None or not operation.fuses_neighbours:
-        then = None  # the gradient of a bias needs that of the result
-    y, observed = multiply_quantized(operation, lhs, rhs, options, state, source, then)
-    if isinstance(y, Followed):
-        return y.reshape(shape), observed
-    return plus_bias(y.reshape(shape), bias), observed
+    return Planned(plan(spec), lhs, rhs, options, lambda y: y.reshape(shape))
 
 
 @jax.custom_vjp

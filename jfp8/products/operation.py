@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.spec import Implementation, MatmulSpec, check_implementation, planner_of
-from jfp8.products.made import Made
 from jfp8.products.observers import OBSERVER
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.product import Product
@@ -179,7 +178,7 @@ class Operation:
         A linear function of the operand. `restore` undoes it for results.
         """
         del role
-        return x.array if isinstance(x, Made) else x
+        return x
 
     def restore(self, kind: Kind, y: jax.Array) -> jax.Array:
         """Return the result of a matmul in the layout of y, or of the operand it is a gradient of.
@@ -188,11 +187,6 @@ class Operation:
         """
         del kind
         return y
-
-    @property
-    def fuses_neighbours(self) -> bool:
-        """Whether its kernels may compute the activation before it, and the gradient after it."""
-        return False
 
     def with_bias(self, bias: jax.Array, options: Options) -> Operation | None:
         """Return this operation with a bias ``[n]`` added to y; None if it cannot add one."""
@@ -207,7 +201,7 @@ class Operation:
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | Made,
+        x: jax.Array,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
@@ -222,6 +216,19 @@ class Operation:
           dtype: to which `x` is cast first; None: to none.
         """
         del role, x, first, second, state, dtype
+        return None
+
+    def quantize_made(
+        self, make: Callable[..., jax.Array], parts: Sequence[jax.Array], role: str, *given: Any
+    ) -> tuple[Operand, Operand | None, jax.Array] | None:
+        """Return what `quantize_for_both` does, if a kernel makes the operand as it quantizes it.
+
+        Args:
+          make: see `jfp8.products.mlp.make_all`.
+          parts: ``(h,)``, of which it makes lhs; or ``(h, d_lhs)``, of which its gradient is grad.
+          role, given: the arguments of `quantize_for_both`, for the operand as XLA makes it.
+        """
+        del make, parts, role, given
         return None
 
     def after_transfer(self, role: str, q: Operand) -> Operand:
@@ -259,6 +266,23 @@ def plan(spec: Any) -> Operation:
     return spec.reference() if found is None else found
 
 
+class Planned(NamedTuple):
+    """A product that is about to be computed.
+
+    Attributes:
+      operation: what computes it.
+      lhs, rhs: as `operation` takes them.
+      options: with the device.
+      restore: makes the result of what `operation` returns.
+    """
+
+    operation: Operation
+    lhs: jax.Array
+    rhs: Operand
+    options: Options
+    restore: Callable[[jax.Array], jax.Array]
+
+
 ROTATION_NAME = "jfp8_rotation"
 
 
@@ -273,27 +297,27 @@ class QuantizedOperand:
       seed: the user's.
       operation: which it is an operand of.
       dtype: to which it is cast first; None: to none.
+      by: what to try before `Operation.quantize_for_both`, with the same arguments.
     """
 
     role: str
-    x: Operand | Made
+    x: Operand
     state: AmaxState | None
     seed: jax.Array | None
     operation: Operation
     dtype: np.dtype | None = None
+    by: Callable[..., Any] | None = None
 
     def quantized(
         self, first: Use, second: Use | None
     ) -> tuple[Operand, Operand | None, jax.Array]:
         """The tensor as its first product takes it, as its second one does, and its amax."""
         if not isinstance(self.x, ScaledArray) and OBSERVER.value is None:
-            found = self.operation.quantize_for_both(
-                self.role, self.x, first, second, self.state, self.dtype
-            )
+            given = (self.role, self.x, first, second, self.state, self.dtype)
+            found = None if self.by is None else self.by(*given)
+            found = found or self.operation.quantize_for_both(*given)
             if found is not None:
                 return found
-        if isinstance(self.x, Made):
-            return replace(self, x=self.x.array).quantized(first, second)
         if self.dtype is not None and not isinstance(self.x, ScaledArray):
             return replace(self, x=self.x.astype(self.dtype), dtype=None).quantized(first, second)
         largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
@@ -317,7 +341,6 @@ class QuantizedOperand:
         """
         product, quantizer, contracting = use.product, use.quantizer, use.contracting
         x, of_tensor = self.x, largest
-        assert not isinstance(x, Made)  # see `quantized`
         if isinstance(x, ScaledArray):
             if quantizer is not None and product.rotation is None and quantizer.fmt == x.format:
                 as_it_is = _with_one_scale(x)

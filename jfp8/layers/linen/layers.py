@@ -117,6 +117,26 @@ class DenseGeneral(Fp8Layer, nn.DenseGeneral):
         self.dot_general_cls = own_product(self, DotGeneral, "dot_general")
         super().__post_init__()
 
+    @nn.compact
+    def __call__(self, inputs: jax.Array, by: Callable[..., Any] | None = None) -> jax.Array:
+        """Apply the layer.
+
+        Args:
+          inputs: as for ``flax.linen.DenseGeneral``.
+          by: for parameters that exist, and ``axis=-1``: computes the product, and adds the bias.
+        """
+        if by is None:
+            return super().__call__(inputs)
+        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
+        shape = (inputs.shape[-1], *features)
+        kernel, bias = self.param("kernel", self.kernel_init, shape, self.param_dtype), None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, features, self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        numbers = (((inputs.ndim - 1,), (0,)), ((), ()))
+        product = self.dot_general_cls()
+        return product(inputs, kernel, numbers, self.precision, bias=bias, by=by)
+
 
 class Conv(Fp8Layer, nn.Conv):
     """``flax.linen.Conv`` with its convolution, forward and backward, in FP8.

@@ -29,13 +29,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jfp8.matmul.spec import Implementation, MatmulSpec, planner_of
-from jfp8.products.made import Made, Source, Then
 from jfp8.products.operation import (
     Kind,
     Observed,
     Operand,
     Operation,
     Options,
+    Planned,
     State,
     Use,
     as_lhs,
@@ -66,7 +66,7 @@ _TILE = 128  # rows of a tile, as kernels take them
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["exchange"],
-    meta_fields=["travels", "divided", "projections", "then"],
+    meta_fields=["travels", "divided", "projections"],
 )
 @dataclass(frozen=True)
 class ExpertRows:
@@ -78,14 +78,12 @@ class ExpertRows:
       divided: whether the axis for tensors divides the matrices: ``n`` if lhs travels, else ``k``.
       projections: so many equal parts of ``n`` lie side by side. If it is divided, the columns of y
         are sorted by device first, and then by projection.
-      then: what follows, if the result may be a `Followed`. Not if it is divided.
     """
 
     exchange: Exchange
     travels: Travels
     divided: bool = False
     projections: int = 1
-    then: Then | None = None
 
     def sort_columns(self, rhs: Operand) -> Operand:
         """``[E, k, n]`` with the columns in the order of those of y."""
@@ -144,7 +142,7 @@ class ExpertDot(Operation):
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | Made,
+        x: jax.Array,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
@@ -153,6 +151,13 @@ class ExpertDot(Operation):
         if role == self._sent_role:
             return None
         return self._here(self.exchange).quantize_for_both(role, x, first, second, state, dtype)
+
+    def quantize_made(
+        self, make: Callable[..., jax.Array], parts: Sequence[jax.Array], role: str, *given: Any
+    ) -> tuple[Operand, Operand | None, jax.Array] | None:
+        if role == self._sent_role:
+            return None
+        return self._here(self.exchange).quantize_made(make, parts, role, *given)
 
     def after_transfer(self, role: str, q: Operand) -> Operand:
         if role != self._sent_role:
@@ -242,8 +247,7 @@ def observed_expert_dot(
     options: Options,
     state: State,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    source: Source | None = None,
-) -> tuple[Any, Observed]:
+) -> tuple[jax.Array, Observed]:
     """The product of each row with the matrix of its expert, and the amaxes of both operands.
 
     Args:
@@ -252,19 +256,32 @@ def observed_expert_dot(
       rhs: ``[E, k, n]``.
       rows: where they go; see above.
       options, state, preferred_element_type: as in `observed_ragged_dot`.
-      source: what `lhs` is made of, if a kernel may make it.
 
     Returns:
-      ``[tiles, height, n]`` if lhs travels, or a `Followed`; else ``[c, n]``, a row for each copy.
+      ``[tiles, height, n]`` if lhs travels; else ``[c, n]``, a row for each copy.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     options = options.on_device_of(lhs, rhs)
-    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
-    return _observed(options, out_dtype, lhs, rhs, rows, state, lax.stop_gradient(source))
+    return _observed(options, preferred_element_type, lhs, rhs, rows, state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _observed(options, out_dtype, lhs, rhs, rows, state, source):
+def _observed(options, dtype, lhs, rhs, rows, state):
+    *planned, restore = plan_expert_dot(lhs, rhs, rows, options, dtype)
+    y, observed = multiply_quantized(*planned, state)
+    return restore(y), observed
+
+
+def plan_expert_dot(
+    lhs: jax.Array,
+    rhs: Operand,
+    rows: ExpertRows,
+    options: Options,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+) -> Planned:
+    """Return what computes `observed_expert_dot`."""
+    options = options.on_device_of(lhs, rhs)
+    out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
     exchange, travels = rows.exchange, rows.travels
     recipe = options.recipe
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
@@ -277,17 +294,15 @@ def _observed(options, out_dtype, lhs, rhs, rows, state, source):
         options, tiles * exchange.height, rhs.shape[0], quantized, height=exchange.height
     )
     way = plan(spec).operation
-    around = {"source": source, "then": rows.then} if way.fuses_neighbours is True else {}
-    multiply = functools.partial(
-        multiply_quantized, rhs=rhs, options=options, state=state, **around
-    )
     if exchange.mesh.mesh is None and not _serves_both(recipe, travels):
-        return _sorted_first(way, dtypes, lhs, rhs, scales, rows, multiply)
+        lhs, restore = _sorted_first(lhs, rows)
+        shapes, groups = (lhs.shape, rhs.shape), (exchange.here.group, exchange.here.padded_sizes)
+        return Planned(way(shapes, dtypes, *groups, scales), lhs, rhs, options, restore)
     operation = ExpertDot(
         (lhs.shape, rhs.shape), dtypes, exchange, travels, way, rows.divided, scales
     )
-    y, observed = multiply(operation, lhs)
-    return (y[:, 0] if travels == "result" else y), observed
+    restore = lambda y: y[:, 0] if travels == "result" else y
+    return Planned(operation, lhs, rhs, options, restore)
 
 
 def _serves_both(recipe: Recipe, travels: Travels) -> bool:
@@ -299,22 +314,22 @@ def _serves_both(recipe: Recipe, travels: Travels) -> bool:
     return first is not None and first == second and first.one_for_both
 
 
-def _sorted_first(way, dtypes, lhs, rhs, scales, rows, multiply):
+def _sorted_first(
+    lhs: jax.Array, rows: ExpertRows
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """On one device: rows are sorted as they are, and quantized for both products from that.
 
     From bytes in one direction those in the other would be rounded twice.
+
+    Returns:
+      lhs, sorted; and what sorts the result back.
     """
     exchange = rows.exchange.here
     copy, row = exchange.places_here()
-    if rows.travels == "lhs":
-        each = jnp.repeat(lhs[:, 0], exchange.copies // max(len(lhs), 1), axis=0)
-        lhs = take_rows(each, copy, row).reshape(-1, exchange.height, each.shape[-1])
-    shapes, groups = (lhs.shape, rhs.shape), (exchange.group, exchange.padded_sizes)
-    operation = way(shapes, dtypes, *groups, scales)
-    y, observed = multiply(operation, lhs)
     if rows.travels == "result":
-        y = take_rows(y.reshape(-1, y.shape[-1]), row, copy)
-    return y, observed
+        return lhs, lambda y: take_rows(y.reshape(-1, y.shape[-1]), row, copy)
+    each = jnp.repeat(lhs[:, 0], exchange.copies // max(len(lhs), 1), axis=0)
+    return take_rows(each, copy, row).reshape(-1, exchange.height, each.shape[-1]), lambda y: y
 
 
 def plain_expert_dot(
