@@ -9,7 +9,7 @@ All tiles of lhs and of the gradient are one matrix, and quantized for both dire
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,9 @@ def why_not_grouped_kernels(recipe: Recipe, has_quantized_rhs: bool, gpu: Gpu | 
 class GroupedKernels(Grouped):
     """Computes what `GroupedDot` does, for tiles of 128 rows."""
 
+    def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Matrix:
+        return made_of(role, x, make, *parts)
+
     @classmethod
     def dimensions(cls, kind: Kind) -> tuple[str, str, str]:
         return {
@@ -105,12 +108,6 @@ class GroupedKernels(Grouped):
         rows = x if isinstance(x, Made) else x.reshape(-1, x.shape[-1])
         both = quantize_both_ways(quantizer, dtype, rows, state)
         return both.straight, both.transposed, both.amax
-
-    def quantize_made(
-        self, make: Callable[..., jax.Array], parts: Sequence[jax.Array], role: str, *given: Any
-    ) -> tuple[Operand, Operand | None, jax.Array]:
-        x, *others = given
-        return self.quantize_for_both(role, made_of(make, parts, role, x), *others)
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         assert isinstance(first, ScaledArray)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,9 @@ class KMajorDot(Operation):
         arrangement: Arrangement = getattr(self, role)
         return arrangement.matrix(x)
 
+    def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Matrix:
+        return x if getattr(self, role).is_padded else made_of(role, x, make, *parts)
+
     def restore(self, kind: Kind, y: jax.Array) -> jax.Array:
         of = {"fprop": self.grad, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
         return of.array(y)
@@ -80,14 +83,6 @@ class KMajorDot(Operation):
         both = quantize_both_ways(first.quantizer, dtype, x, state, meets)
         straight, other, largest = both
         return (straight, other, largest) if along_rows else (other, straight, largest)
-
-    def quantize_made(
-        self, make: Callable[..., jax.Array], parts: Sequence[jax.Array], role: str, *given: Any
-    ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        if getattr(self, role).is_padded:
-            return None
-        x, *others = given
-        return self.quantize_for_both(role, made_of(make, parts, role, x), *others)
 
     def relayout(self, role: str, operand: Operand, contracting: tuple[int, ...]) -> Operand:
         del role

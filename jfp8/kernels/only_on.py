@@ -29,8 +29,8 @@ def _refuse(*context: Any, platform: str, reason: str) -> Any:
     raise NotImplementedError(reason)
 
 
-def _pass(platform: str, ctx: Any, x: Any, *, reason: str, **params: Any) -> Any:
-    if params["platform"] != platform:
+def _pass(lowered_for: str, ctx: Any, x: Any, *, platform: str, reason: str) -> Any:
+    if platform != lowered_for:
         raise NotImplementedError(reason)
     return [x]
 

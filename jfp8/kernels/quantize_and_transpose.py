@@ -9,7 +9,7 @@ also cast the tile first, or make it of others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -41,21 +41,26 @@ class Made:
 
     Attributes:
       array: the matrix, ``[m, n]``, as XLA makes it.
-      make: of f32 arrays, element by element: an activation, or a `Gradient`, which gives all
-        projections, side by side. Caches know it by its ``str``.
-      parts: its arguments: ``[m, projections, n]``, of all projections; and maybe ``[m, n]``.
+      parts: of what it is made, ``[m, projections, n]``, and for a `Gradient` also ``[m, n]``.
+      make: of f32 arrays, element by element. Caches know it by its ``str``.
     """
 
     array: jax.Array
+    parts: list[jax.Array]
     make: Callable[..., Any] = field(metadata={"static": True})
-    parts: tuple[jax.Array, ...]
+
+
+def made_of(role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Made:
+    """Return the matrix with the rows of `x`; for the arguments see `Operation.made`."""
+    rows = [part.reshape(-1, *part.shape[d:]) for part, d in zip(parts, (-2, -1), strict=False)]
+    return Made(x.reshape(-1, x.shape[-1]), rows, make if role == "lhs" else Gradient(make))
 
 
 @dataclass(frozen=True)
 class Gradient:
     """The gradients of `make` as a function of its arguments and of a cotangent.
 
-    They are what XLA computes, but for the sign of zeros: JAX adds up gradients of parts.
+    XLA's may have another sign of zeros: JAX adds up the gradients of parts of an array.
     """
 
     make: Callable[..., jax.Array]
@@ -63,16 +68,6 @@ class Gradient:
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         *arguments, cotangent = arrays
         return jax.vjp(self.make, *arguments)[1](cotangent)
-
-
-def made_of(
-    make: Callable[..., jax.Array], parts: Sequence[jax.Array], role: str, x: jax.Array
-) -> Made:
-    """Return `x` as a matrix that can be made; for the arguments see `Operation.quantize_made`."""
-    rows = [part.reshape(-1, *part.shape[d:]) for part, d in zip(parts, (-2, -1), strict=False)]
-    if role == "grad":
-        make = Gradient(make)
-    return Made(x.reshape(-1, x.shape[-1]), make, tuple(rows))
 
 
 Matrix: TypeAlias = jax.Array | Made
@@ -178,9 +173,9 @@ def _read(x: Matrix, dtype: np.dtype | None) -> _Read:
     if isinstance(x, Made):
         options = f"{x.make} in {x.array.dtype}", {"make": x.make}
         if len(x.parts) == 1:
-            return _Read(x, [*x.parts], "i PROJECTION j", "j", *options)
+            return _Read(x, x.parts, "i PROJECTION j", "j", *options)
         columns = "j" if x.parts[0].shape[1] == 1 else "PROJECTION j"
-        return _Read(x, [*x.parts], "i PROJECTION j, i j", columns, *options)
+        return _Read(x, x.parts, "i PROJECTION j, i j", columns, *options)
     return _Read(x, [x], "i j", "j", f"{dtype}", {"dtype": dtype})
 
 

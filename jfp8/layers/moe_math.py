@@ -16,12 +16,12 @@ from jfp8.products.mlp import through_both
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
-from jfp8.products.ragged.experts import ExpertRows, can_be_divided, height_for, plan_expert_dot
+from jfp8.products.ragged.experts import ExpertRows, can_be_divided, height_for
 from jfp8.products.ragged.routing import Routing
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 
-Layer = Callable[..., jax.Array]  # of an array and `ExpertRows`; see `through_both`
+Layer = Callable[..., jax.Array]  # of an array and `ExpertRows`
 
 
 def expert_kernels(
@@ -101,7 +101,7 @@ def through_experts(
       implementation: see `scaled_ragged_dot`.
       activation, saved_activations: see `transformer_math.activate`.
       capacity_factor: see `plan_exchange`.
-      is_one_operation: whether both products may be one operation.
+      is_one_operation: whether both products may be one.
 
     Returns:
       ``[t, in]``, in the dtype of the products.
@@ -114,18 +114,17 @@ def through_experts(
 
     n = transformer_math.projections_of(activation)
     divided = can_be_divided(intermediate_dim, mesh, recipes)
-    first = partial(wi, jnp.pad(tokens, [(0, more), (0, 0)]))
-    there, back = ExpertRows(exchange, "lhs", divided, n), ExpertRows(exchange, "result", divided)
+    rows, back = ExpertRows(exchange, "lhs", divided, n), ExpertRows(exchange, "result", divided)
+    first = partial(wi, jnp.pad(tokens, [(0, more), (0, 0)]), rows)
     apart = not is_one_operation or divided or saved_activations is not None
     if apart or not transformer_math.may_be_one_operation(recipes, tokens):
-        hidden, parts = first(there), (mesh.tensor,) if divided else ()
+        parts, hidden = (mesh.tensor,) if divided else (), first()
         hidden = hidden.reshape(*hidden.shape[:2], *parts, n, -1)
         hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
         y = wo(hidden.reshape(*hidden.shape[:2], intermediate_dim), back)
     else:
-        make = transformer_math.Activation(activation)
-        second = lambda x, by: wo(x, back, by=by)
-        shape = exchange.group.size, exchange.height, n, intermediate_dim
-        y = through_both(partial(first, there), second, make, shape, plan_expert_dot)
+        make, shape = transformer_math.Activation(activation), (n, intermediate_dim)
+        second = lambda hidden, **multiply: wo(hidden, back, **multiply)
+        y = through_both(first, second, make, (exchange.group.size, exchange.height, *shape))
     each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
     return jnp.sum(each * routed.weights[:, :, None], axis=1).astype(y.dtype)

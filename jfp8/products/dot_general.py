@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +31,6 @@ from jfp8.products.operation import (
     Operand,
     Operation,
     Options,
-    Planned,
     State,
     as_lhs,
     as_operand,
@@ -158,14 +158,15 @@ def observed_dot_general(
     out_sharding: Any = None,
     bias: jax.Array | None = None,
     specs: Specs | None = None,
+    multiply: Callable[..., tuple[jax.Array, Observed]] = multiply_quantized,
 ) -> tuple[jax.Array, Observed]:
     """Compute `scaled_dot_general`, and the amaxes of its operands, which have no gradient.
 
     A `bias` ``[n]`` is added to the result, by a kernel if that can. The `specs` say how `lhs`,
-    `rhs` and the result are sharded.
+    `rhs` and the result are sharded. Without axes of a mesh that are explicit, `multiply` does it.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
-    result: dict[str, Any] = {"preferred_element_type": preferred_element_type}
+    result = {"preferred_element_type": preferred_element_type}
     mesh = explicit_mesh_of(lhs, rhs, state)
     if mesh is not None:
         with jax.sharding.use_abstract_mesh(mesh):
@@ -181,27 +182,6 @@ def observed_dot_general(
         function = partial(observed_dot_general, **what, options=options, **result, specs=known)
         inside = lambda lhs, rhs, state, bias: function(lhs, rhs, state=state, bias=bias)
         return with_result_like(given, inside, lhs, rhs, state, bias)
-    planned = plan_dot_general(lhs, rhs, dimension_numbers, options, **result, specs=specs)
-    operation, lhs, rhs, options, restore = planned
-    if bias is not None:
-        biased = operation.with_bias(lax.stop_gradient(bias), options)
-        if biased is not None:
-            y, observed = multiply_quantized(biased, lhs, rhs, options, state)
-            return _with_gradient_of_sum(restore(y), bias), observed
-    y, observed = multiply_quantized(operation, lhs, rhs, options, state)
-    return plus_bias(restore(y), bias), observed
-
-
-def plan_dot_general(
-    lhs: jax.Array,
-    rhs: Operand,
-    dimension_numbers: lax.DotDimensionNumbers,
-    options: Options,
-    *,
-    preferred_element_type: jax.typing.DTypeLike | None = None,
-    specs: Specs | None = None,
-) -> Planned:
-    """Return what computes `observed_dot_general`, without axes of a mesh that are explicit."""
     dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
     shapes = lhs.shape, rhs.shape
@@ -220,7 +200,15 @@ def plan_dot_general(
         isinstance(rhs, ScaledArray),
         sharding,
     )
-    return Planned(plan(spec), lhs, rhs, options, lambda y: y.reshape(shape))
+    operation = plan(spec)
+    if bias is not None:
+        biased = operation.with_bias(lax.stop_gradient(bias), options)
+        if biased is not None:
+            y, observed = multiply(biased, lhs, rhs, options, state)
+            return _with_gradient_of_sum(y.reshape(shape), bias), observed
+    restore = lambda y: y.reshape(shape)
+    y, observed = multiply(operation, lhs, rhs, options, state, restore=restore)
+    return plus_bias(y, bias), observed
 
 
 @jax.custom_vjp

@@ -1,17 +1,16 @@
 """Two products with an activation between them, as one operation with one VJP. ::
 
-    h = first(x, w1) + bias                    h [..., projections, n]
+    h = first(x, w1) + bias                    [..., projections, n]
     y = second(make(h[..., 0, :], ...), w2)
 
-Kernels that quantize may make the operand of the second product as they read `h`; and, if no bias
-needs it as well, the gradient of `h`, of `h` and of the gradient that the second product returns.
-Then these are never in memory. Where no kernel makes them, XLA does.
+Kernels that quantize may make the lhs of the second product as they read `h`; and the gradient of
+`h`, as they read `h` and what the second product returns, if no bias needs that gradient, too. Then
+they are never in memory. Where no kernel makes them, XLA does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,15 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.matmul.spec import plus_bias
-from jfp8.products.operation import Observed, Options, Planned, State, as_lhs, as_operand
-from jfp8.products.vjp import How, backward, begin, forward
+from jfp8.products.vjp import backward, begin, forward
 from jfp8.tracing.compat import same_varying_axes
-
-Layer = Callable[..., Any]  # of ``by=...``, which it calls as it would `observed_dot_general`
 
 
 def make_all(make: Callable[..., jax.Array], h: jax.Array) -> jax.Array:
-    """Return ``make(h[..., 0, :], h[..., 1, :], ...)``, in f32, rounded to the dtype of `h`.
+    """Return ``make(h[..., 0, :], h[..., 1, :], ...)`` in f32, rounded to the dtype of `h`.
 
     Args:
       make: of f32 arrays, element by element. Hashable; caches know it by its ``str``.
@@ -38,69 +34,38 @@ def make_all(make: Callable[..., jax.Array], h: jax.Array) -> jax.Array:
 
 
 def through_both(
-    first: Layer,
-    second: Callable[..., Any],
+    first: Callable[..., Any],
+    second: Callable[..., jax.Array],
     make: Callable[..., jax.Array],
-    h_shape: Sequence[int],
-    plan: Callable[..., Planned],
+    shape: tuple[int, ...],
 ) -> Any:
-    """Return what `first` makes of ``y`` above, as if that were the result of its product.
-
-    Each layer brings operands, options and state of its product, and records what that observed.
+    """Return ``y``, where layers bring the operands of both products, and record their amaxes.
 
     Args:
-      first: ``first(by=...)`` calls ``by`` as it would call `observed_dot_general`.
-      second: ``second(x, by=...)`` likewise, for an `x` that has nothing but the shape and dtype of
-        its operand.
+      first: ``first(multiply=...)`` of a layer that calls it in place of `multiply_quantized`, and
+        hands on its result. A bias of that layer is a further argument, ``bias``.
+      second: ``second(x, multiply=...)`` likewise. Of `x` it may use the shape and the dtype.
       make: see `make_all`.
-      h_shape: ``[..., projections, n]``.
-      plan: plans a product; takes what ``by`` is given, but state and bias.
+      shape: of ``h``.
     """
+    begun: list[Any] = []
 
-    def begun(lhs: Any, rhs: Any, options: Options, state: State, how: Any) -> Any:
-        lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
-        planned = plan(lhs, rhs, options=options.on_device_of(lhs, rhs), **how)
-        return planned, *begin(planned.lhs, planned.rhs, planned.options, state)
+    def multiply_first(operation, *given, restore=None, bias=None):
+        begun[:] = operation, bias, *begin(*given)
+        hidden = jnp.zeros((*shape[:-2], shape[-1]), operation.dtype_of("fprop"))
+        y = second(hidden, multiply=multiply_second)
+        return y, begun.pop()
 
-    def by_first(
-        lhs: Any, rhs: Any, *, options: Options, state: State, bias: Any = None, **how: Any
-    ) -> tuple[Any, Observed]:
-        planned, first_how, operands = begun(lhs, rhs, options, state, how)
-        h_bias, seen = bias, []
+    def multiply_second(operation, lhs, *given, restore, bias=None):
+        first_operation, first_bias, first_how, operands = begun
+        how, others = begin(lhs, *given)
+        both = make, shape, lhs.shape, first_how, how
+        arrays = (first_operation, operation), (operands, others._replace(lhs=None), first_bias)
+        y, observed = _multiply(both, *same_varying_axes(arrays))
+        begun.append(first_how.end(observed[0]))
+        return plus_bias(restore(y), bias), how.end(observed[1])
 
-        def by_second(
-            lhs: Any, rhs: Any, *, options: Options, state: State, bias: Any = None, **how: Any
-        ) -> tuple[jax.Array, Observed]:
-            other, second_how, others = begun(lhs, rhs, options, state, how)
-            both = _Both(make, (*h_shape,), other.lhs.shape, first_how, second_how)
-            operations = planned.operation, other.operation
-            arrays = operations, (operands, others._replace(lhs=None), h_bias)
-            y, observed = _multiply(both, *same_varying_axes(arrays))
-            of_first, of_second = map(How.end, (first_how, second_how), observed)
-            seen.append(of_first)
-            return plus_bias(other.restore(y), bias), of_second
-
-        operand = jnp.zeros((*h_shape[:-2], h_shape[-1]), planned.operation.dtype_of("fprop"))
-        return second(operand, by=by_second), seen.pop()
-
-    return first(by=by_first)
-
-
-@dataclass(frozen=True)
-class _Both:
-    """What is known of both products while JAX traces.
-
-    Attributes:
-      make: see `make_all`.
-      h, lhs: shapes of the operand of `make`, and of what the second product takes.
-      first, second: how each is computed.
-    """
-
-    make: Callable[..., jax.Array]
-    h: tuple[int, ...]
-    lhs: tuple[int, ...]
-    first: How
-    second: How
+    return first(multiply=multiply_first)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -109,29 +74,29 @@ def _multiply(both, operations, operands):
 
 
 def _forward(both, operations, operands, and_backward=True):
+    make, shape, lhs_shape, *hows = both
     first, second, bias = operands
-    (y, seen), kept = forward(both.first, operations[0], first, and_backward)
-    h = y.reshape(both.h)
-    h = h if bias is None else h + bias
-    by = partial(operations[1].quantize_made, both.make, (h,))
-    second = second._replace(lhs=make_all(both.make, h).reshape(both.lhs))
-    (z, more), others = forward(both.second, operations[1], second, and_backward, by)
-    return (z, (seen, more)), (h.reshape(y.shape), bias, kept, others)
+    how = {"and_backward": and_backward}
+    (y, seen), kept = forward(hows[0], operations[0], first, **how)
+    h = y.reshape(shape) if bias is None else y.reshape(shape) + bias
+    second = second._replace(lhs=make_all(make, h).reshape(lhs_shape))
+    (z, seen_too), kept_too = forward(hows[1], operations[1], second, make, h, **how)
+    return (z, (seen, seen_too)), (h.reshape(y.shape), bias, kept, kept_too)
 
 
 def _backward(both, residuals, cotangents):
-    flat, bias, kept, others = residuals
-    h = flat.reshape(both.h)
-    second = backward(both.second, others, cotangents[0])
-    dy = second.lhs.reshape(*h.shape[:-2], h.shape[-1])
+    make, shape, _, *hows = both
+    y, bias, kept, kept_too = residuals
+    second = backward(hows[1], kept_too, cotangents[0])
+    assert second.lhs is not None
+    h, d_made = y.reshape(shape), second.lhs.reshape(*shape[:-2], shape[-1])
     # As by `jax.checkpoint`: what is cheap is computed again, not kept since the forward pass.
-    again, d_made = lax.optimization_barrier((h, dy))
-    (dh,) = jax.vjp(partial(make_all, both.make), again)[1](d_made)
-    by, d_bias = partial(kept.operation.quantize_made, both.make, (h, dy)), None
-    if bias is not None:
-        (d_bias,) = jax.vjp(lambda bias: jnp.zeros_like(dh) + bias, bias)[1](dh)
-        by = None  # it is in memory
-    first = backward(both.first, kept, dh.reshape(flat.shape), by)
+    again, dy = lax.optimization_barrier((h, d_made))
+    (dh,) = jax.vjp(partial(make_all, make), again)[1](dy)
+    made_of, d_bias = (make, h, d_made), None
+    if bias is not None:  # then it is in memory
+        made_of, (d_bias,) = (), jax.vjp(lambda bias: jnp.zeros_like(dh) + bias, bias)[1](dh)
+    first = backward(hows[0], kept, dh.reshape(y.shape), *made_of)
     return None, (first, second._replace(lhs=None), d_bias)
 
 

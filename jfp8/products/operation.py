@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -188,6 +188,17 @@ class Operation:
         del kind
         return y
 
+    def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Any:
+        """Return what `quantize_for_both` takes for `x`, if a kernel may make that from `parts`.
+
+        Args:
+          role: ``lhs``, which is `jfp8.products.mlp.make_all` of ``h``; or ``grad``, its gradient.
+          x: as `arrange` returns it.
+          parts: ``h``; or ``h`` and the gradient of lhs.
+        """
+        del role, make, parts
+        return x
+
     def with_bias(self, bias: jax.Array, options: Options) -> Operation | None:
         """Return this operation with a bias ``[n]`` added to y; None if it cannot add one."""
         del bias, options
@@ -201,7 +212,7 @@ class Operation:
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array,
+        x: Any,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
@@ -213,22 +224,10 @@ class Operation:
         quantized for one matmul after the other. Without a backward pass there is no second one.
 
         Args:
+          x: as `arrange` or `made` returned it.
           dtype: to which `x` is cast first; None: to none.
         """
         del role, x, first, second, state, dtype
-        return None
-
-    def quantize_made(
-        self, make: Callable[..., jax.Array], parts: Sequence[jax.Array], role: str, *given: Any
-    ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        """Return what `quantize_for_both` does, if a kernel makes the operand as it quantizes it.
-
-        Args:
-          make: see `jfp8.products.mlp.make_all`.
-          parts: ``(h,)``, of which it makes lhs; or ``(h, d_lhs)``, of which its gradient is grad.
-          role, given: the arguments of `quantize_for_both`, for the operand as XLA makes it.
-        """
-        del make, parts, role, given
         return None
 
     def after_transfer(self, role: str, q: Operand) -> Operand:
@@ -266,23 +265,6 @@ def plan(spec: Any) -> Operation:
     return spec.reference() if found is None else found
 
 
-class Planned(NamedTuple):
-    """A product that is about to be computed.
-
-    Attributes:
-      operation: what computes it.
-      lhs, rhs: as `operation` takes them.
-      options: with the device.
-      restore: makes the result of what `operation` returns.
-    """
-
-    operation: Operation
-    lhs: jax.Array
-    rhs: Operand
-    options: Options
-    restore: Callable[[jax.Array], jax.Array]
-
-
 ROTATION_NAME = "jfp8_rotation"
 
 
@@ -297,7 +279,7 @@ class QuantizedOperand:
       seed: the user's.
       operation: which it is an operand of.
       dtype: to which it is cast first; None: to none.
-      by: what to try before `Operation.quantize_for_both`, with the same arguments.
+      made: as `Operation.made` returns it; None: it is not made.
     """
 
     role: str
@@ -306,16 +288,17 @@ class QuantizedOperand:
     seed: jax.Array | None
     operation: Operation
     dtype: np.dtype | None = None
-    by: Callable[..., Any] | None = None
+    made: Any = None
 
     def quantized(
         self, first: Use, second: Use | None
     ) -> tuple[Operand, Operand | None, jax.Array]:
         """The tensor as its first product takes it, as its second one does, and its amax."""
         if not isinstance(self.x, ScaledArray) and OBSERVER.value is None:
-            given = (self.role, self.x, first, second, self.state, self.dtype)
-            found = None if self.by is None else self.by(*given)
-            found = found or self.operation.quantize_for_both(*given)
+            x = self.x if self.made is None else self.made
+            found = self.operation.quantize_for_both(
+                self.role, x, first, second, self.state, self.dtype
+            )
             if found is not None:
                 return found
         if self.dtype is not None and not isinstance(self.x, ScaledArray):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,14 +65,12 @@ SAVED_WEIGHT = "fp8_saved_weight"
 Kept = ScaledArray | jax.Array | None
 
 
-@dataclass(frozen=True)
-class How:
+class How(NamedTuple):
     """How a product is computed, as far as it is known while JAX traces.
 
     Attributes:
-      options: see `Options`.
       carried: whether rhs is a `ScaledArray` with a carrier.
-      use: this use of the product, if uses with a sink are noted.
+      use: this use of the product, if uses are noted.
     """
 
     options: Options
@@ -80,7 +78,7 @@ class How:
     use: ProductUse | None
 
     def end(self, observed: Observed) -> Observed:
-        """Return the amaxes of both operands without a gradient; they belong to the use."""
+        """Return the amaxes of this use, which have no gradient."""
         if self.use is not None:
             end_use(self.use, *observed)
         return lax.stop_gradient(observed)
@@ -105,7 +103,7 @@ class Operands(NamedTuple):
     seed: jax.Array | None = None
 
 
-class _Residuals(NamedTuple):
+class Residuals(NamedTuple):
     """What the backward pass gets, besides the gradient.
 
     Attributes:
@@ -128,20 +126,25 @@ class _Residuals(NamedTuple):
 
 
 def multiply_quantized(
-    operation: Operation, lhs: jax.Array, rhs: Operand, options: Options, state: State
+    operation: Operation,
+    lhs: jax.Array,
+    rhs: Operand,
+    options: Options,
+    state: State,
+    restore: Callable[[jax.Array], jax.Array] = lambda y: y,
 ) -> tuple[jax.Array, Observed]:
-    """`operation` of `lhs` and `rhs` as `options` say, and the amaxes of both.
+    """Return ``restore(y)`` of `operation` of `lhs` and `rhs`, and the amaxes of both operands.
 
     The amaxes have no gradient. The gradient of an `rhs` that is a `ScaledArray` goes to its
     carrier, if it has one.
     """
     how, operands = begin(lhs, rhs, options, state)
     y, observed = _multiply(how, *same_varying_axes((operation, operands)))
-    return y, how.end(observed)
+    return restore(y), how.end(observed)
 
 
 def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple[How, Operands]:
-    """Check and note the use of a product, which `forward` and `backward` compute."""
+    """Check and note a use of a product, for `forward` and `backward`."""
     recipe, (histories, sink, key) = options.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
@@ -162,31 +165,26 @@ def _multiply(how, operation, operands):
 
 
 def forward(
-    how: How,
-    operation: Operation,
-    operands: Operands,
-    and_backward: bool = True,
-    by: Callable[..., Any] | None = None,
-) -> tuple[tuple[jax.Array, Observed], _Residuals]:
-    """Compute fprop: the result and the amaxes of both operands; and what `backward` takes.
+    how: How, operation: Operation, operands: Operands, *of: Any, and_backward: bool = True
+) -> tuple[tuple[jax.Array, Observed], Residuals]:
+    """Return fprop with the amaxes of its operands, and what `backward` takes.
 
     Args:
-      and_backward: whether there is a backward pass.
-      by: quantizes lhs, see `QuantizedOperand`.
+      of: what lhs is made of, if it is: the arguments of `Operation.made`.
     """
-    options = how.options
-    if how.use is not None and and_backward:
-        how.use.linearized = True
+    options, carried, use = how
+    if use is not None and and_backward:
+        use.linearized = True
     lhs, rhs, _, state, sink, seed = operands
     products = options.recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     is_quantized = isinstance(rhs, ScaledArray)
-    frozen = is_quantized and not how.carried
+    frozen = is_quantized and not carried
     lhs = first_order_only(lhs)
     rhs = rhs if is_quantized else first_order_only(rhs)
-    lhs = operation.arrange("lhs", lhs)
-    rhs = operation.arrange("rhs", rhs)
-    x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation, by=by)
+    lhs, rhs = operation.arrange("lhs", lhs), operation.arrange("rhs", rhs)
+    made = operation.made("lhs", lhs, *of) if of else None
+    x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation, made=made)
     w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation, options.rhs_dtype)
     x_sum, w_sum = operation.contracting("fprop")
     x_free, _ = operation.contracting("wgrad")
@@ -212,28 +210,23 @@ def forward(
         rotation_seed(dgrad, "dgrad", rhs_amax, seed),
         rotation_seed(wgrad, "wgrad", lhs_amax, seed),
     )
-    kept = _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, seeds, operation)
+    kept = Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, seeds, operation)
     return (y, observed), kept
 
 
-def backward(
-    how: How, residuals: _Residuals, dy: jax.Array, by: Callable[..., Any] | None = None
-) -> Operands:
-    """Compute dgrad and wgrad: the cotangents of what `forward` was given.
-
-    Args:
-      by: quantizes dy, see `QuantizedOperand`.
-    """
-    options = how.options
-    if how.use is not None:
-        how.use.differentiated = True
+def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operands:
+    """Return the results of dgrad and wgrad, as cotangents; for `of` see `forward`."""
+    options, carried, use = how
+    if use is not None:
+        use.differentiated = True
     lhs, rhs, history, seen, seed, seeds, operation = residuals
     products = options.recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
     q_lhs = restore(lhs, wgrad.lhs and wgrad.lhs.fmt)
     q_rhs = restore(rhs, dgrad.rhs and dgrad.rhs.fmt)
     dy = operation.arrange("grad", first_order_only(dy))
-    g = QuantizedOperand("grad", dy, history, seed, operation, by=by)
+    made = operation.made("grad", dy, *of) if of else None
+    g = QuantizedOperand("grad", dy, history, seed, operation, made=made)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
     assert q_rhs is not None
@@ -252,7 +245,7 @@ def backward(
     d_sink = None
     if seen is not None:
         d_sink = encode_amax(_largest(*seen, grad_amax)) * SINK_UNIT
-    d_rhs, d_carrier = (None, d_rhs) if how.carried else (d_rhs, None)
+    d_rhs, d_carrier = (None, d_rhs) if carried else (d_rhs, None)
     return Operands(d_lhs, d_rhs, d_carrier, sink=d_sink)
 
 

@@ -19,7 +19,6 @@ from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, options_of
 from jfp8.layers.transformer_math import Activation
 from jfp8.matmul.spec import Implementation
-from jfp8.products.dot_general import plan_dot_general
 from jfp8.products.mlp import through_both
 from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.recipe import Recipe
@@ -68,17 +67,17 @@ class LayerNormDense(DenseGeneral):
     saved_activations: Format | None = None
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, by: Callable[..., Any] | None = None) -> Any:
+    def __call__(self, inputs: jax.Array, multiply: Callable[..., Any] | None = None) -> Any:
         """Apply the layer.
 
         Args:
-          inputs, by: as for `DenseGeneral`.
+          inputs, multiply: as for `DenseGeneral`.
 
         Returns:
           What it returns; or a pair of arrays, see `return_layernorm_output`.
         """
         normalized: Any = self._normalize(inputs)
-        y = super().__call__(normalized, by)
+        y = super().__call__(normalized, multiply)
         return (y, normalized) if self.return_layernorm_output else y
 
     def _normalize(self, x: jax.Array) -> jax.Array:
@@ -171,7 +170,7 @@ class LayerNormMLP(nn.Module):
         wo = DenseGeneral(inputs.shape[-1], **dense, name="wo")
         if self._is_one_operation(inputs):
             make, shape = Activation(self.activation), (*inputs.shape[:-1], *features)
-            y, normalized = through_both(partial(wi, inputs), wo, make, shape, plan_dot_general)
+            y, normalized = through_both(partial(wi, inputs), wo, make, shape)
             return (y, normalized) if self.return_layernorm_output else y
         hidden, normalized = wi(inputs)
         hidden = transformer_math.activate(

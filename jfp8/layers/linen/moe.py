@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import KW_ONLY
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.matmul.spec import Implementation
-from jfp8.products.operation import Observed
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.expert_mesh import expert_mesh
@@ -46,7 +44,7 @@ class RaggedDot(ProductModule):
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        by: Callable[..., tuple[jax.Array, Observed]] = observed_expert_dot,
+        **multiply: Any,
     ) -> jax.Array:
         """``jax.lax.ragged_dot`` in FP8; see `jfp8.products.ragged.dot.scaled_ragged_dot`.
 
@@ -57,11 +55,11 @@ class RaggedDot(ProductModule):
             `observed_expert_dot`.
           precision: of the product where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
-          by: what computes the product of such rows, unless FP8 is disabled.
+          multiply: see `observed_expert_dot`.
         """
         result = {"preferred_element_type": preferred_element_type}
         if isinstance(group_sizes, ExpertRows):
-            quantized = partial(by, rows=group_sizes, **result)
+            quantized = partial(observed_expert_dot, rows=group_sizes, **result, **multiply)
             plain = partial(plain_expert_dot, rows=group_sizes, **result)
             return self._multiply(quantized, plain, lhs, rhs, "moe")
         how = {"group_sizes": group_sizes, **result}
@@ -95,14 +93,14 @@ class ExpertDense(nn.Module):
 
     @nn.compact
     def __call__(
-        self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows, **by: Any
+        self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows, **multiply: Any
     ) -> jax.Array:
         """Apply the layer.
 
         Args:
           inputs: ``[tokens, in]``, sorted by expert.
           group_sizes: i32[num_experts], the tokens of each expert; or see `RaggedDot`.
-          by: likewise.
+          multiply: likewise.
         """
 
         def init(key: jax.Array) -> jax.Array:
@@ -117,7 +115,7 @@ class ExpertDense(nn.Module):
         product = RaggedDot(
             self.recipe, self.implementation, state_collection=where, casts_kernel=True
         )
-        return product(x, kernel, group_sizes, self.precision, **by)
+        return product(x, kernel, group_sizes, self.precision, **multiply)
 
 
 class Router(nn.Module):

@@ -26,6 +26,7 @@ from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.undifferentiated_uses import uses_of
+from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import window_of
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
@@ -241,7 +242,7 @@ class DotGeneral(ProductModule):
         preferred_element_type: jax.typing.DTypeLike | None = None,
         *,
         bias: jax.Array | None = None,
-        by: Callable[..., tuple[jax.Array, Observed]] = observed_dot_general,
+        multiply: Callable[..., Any] = multiply_quantized,
     ) -> jax.Array:
         """Compute ``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
 
@@ -251,13 +252,13 @@ class DotGeneral(ProductModule):
           precision: of the product where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
           bias: ``[n]``, added to each row of the result.
-          by: what computes it, unless FP8 is disabled.
+          multiply: see `jfp8.products.mlp.through_both`.
         """
         how: dict[str, Any] = {
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
         }
-        quantized = partial(by, **how, bias=bias)
+        quantized = partial(observed_dot_general, **how, bias=bias, multiply=multiply)
 
         def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)

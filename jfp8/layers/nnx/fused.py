@@ -17,7 +17,6 @@ from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_names, check_option, options_of
 from jfp8.layers.transformer_math import Activation
-from jfp8.products.dot_general import plan_dot_general
 from jfp8.products.mlp import through_both
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.scaling.formats import Format
@@ -154,7 +153,7 @@ class LayerNormMLP(nnx.Module):
             normalized, make = self.wi.normalize(inputs), Activation(self.activation)
             first, second = partial(_product, self.wi, normalized), partial(_product, self.wo)
             shape = (*inputs.shape[:-1], *self.wi.out_features)
-            y = through_both(first, second, make, shape, plan_dot_general)
+            y = through_both(first, second, make, shape)
         else:
             hidden, normalized = self.wi(inputs)
             saved = self.wi.saved_activations
@@ -179,13 +178,13 @@ class LayerNormMLP(nnx.Module):
         return transformer_math.may_be_one_operation([r for r in found if r], inputs, kernels)
 
 
-def _product(layer: LinearGeneral, x: jax.Array, by: Callable[..., Any]) -> jax.Array:
-    """The product of a layer whose axis is the last one, and its bias, which `by` computes."""
+def _product(layer: Any, x: jax.Array, multiply: Callable[..., Any]) -> Any:
+    """The product of a layer along the last axis, and its bias; see `through_both`."""
     bias = None if layer.bias is None else layer.bias.get_value()
     operands = x, layer.kernel.get_value(), bias
     x, kernel, bias = layer.promote_dtype(operands, dtype=layer.dtype)
-    quantized = lambda *operands, out_sharding, **how: by(*operands, bias=bias, **how)
-    return layer.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), by=quantized)
+    numbers = (((x.ndim - 1,), (0,)), ((), ()))
+    return layer.dot_general(x, kernel, numbers, multiply=partial(multiply, bias=bias))
 
 
 def dropout_or_none(rate: float, rngs: nnx.Rngs) -> Any:

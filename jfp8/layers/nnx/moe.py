@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.options import promoted
 from jfp8.matmul.spec import Implementation
-from jfp8.products.operation import Observed
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.expert_mesh import expert_mesh
@@ -44,7 +42,7 @@ class RaggedDot(Product):
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        by: Callable[..., tuple[jax.Array, Observed]] = observed_expert_dot,
+        **multiply: Any,
     ) -> jax.Array:
         """``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
         result = {"preferred_element_type": preferred_element_type}
@@ -52,7 +50,7 @@ class RaggedDot(Product):
         # A ragged product takes no out_sharding.
         def quantized(lhs: Any, rhs: Any, *, out_sharding: None, **given: Any) -> Any:
             if isinstance(group_sizes, ExpertRows):
-                return by(lhs, rhs, rows=group_sizes, **result, **given)
+                return observed_expert_dot(lhs, rhs, group_sizes, **multiply, **result, **given)
             return observed_ragged_dot(lhs, rhs, group_sizes, **result, **given)
 
         def plain(lhs: Any, rhs: Any, *, out_sharding: None) -> jax.Array:
@@ -100,7 +98,7 @@ class ExpertDense(nnx.Module):
         self.ragged_dot.casts_kernel = True
 
     def __call__(
-        self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows, **by: Any
+        self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows, **multiply: Any
     ) -> jax.Array:
         """Apply the layer.
 
@@ -108,11 +106,11 @@ class ExpertDense(nnx.Module):
           inputs: ``[tokens, in]``, sorted by expert.
           group_sizes: i32[num_experts], the tokens of each expert; or the rows of experts, see
             `observed_expert_dot`.
-          by: see `jfp8.linen.RaggedDot`.
+          multiply: likewise.
         """
         promote = partial(dtypes.promote_dtype, dtype=self.dtype)
         x, kernel = promoted(promote, (inputs, self.kernel.get_value()), casts_kernel=True)
-        return self.ragged_dot(x, kernel, group_sizes, self.precision, **by)
+        return self.ragged_dot(x, kernel, group_sizes, self.precision, **multiply)
 
 
 class RouterBias(nnx.Variable):

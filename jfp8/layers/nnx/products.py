@@ -19,6 +19,7 @@ from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.undifferentiated_uses import uses_of
+from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import window_of
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
@@ -198,7 +199,7 @@ class Product(nnx.Module):
         return State(state, sink), records
 
     def reads_operands(self) -> bool:
-        """Whether `begin` looks at the operands of a product with state: each call is a step."""
+        """Whether `begin` looks at operands, because each call is a step."""
         records = self.fp8 is not None and self.fp8_sink is None and not self.use_running_average
         return records and (is_eager() or is_in_a_body())
 
@@ -294,19 +295,18 @@ class DotGeneral(Product):
         preferred_element_type: jax.typing.DTypeLike | None = None,
         *,
         out_sharding: Any = None,
-        by: Callable[..., tuple[jax.Array, Observed]] = observed_dot_general,
+        multiply: Callable[..., Any] = multiply_quantized,
     ) -> jax.Array:
         """``jax.lax.dot_general`` in FP8, with the arguments of `jfp8.linen.DotGeneral`.
 
         Args:
           out_sharding: of the result, for meshes with explicit axes.
-          by: what computes it, unless FP8 is disabled.
         """
         how: dict[str, Any] = {
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
         }
-        quantized = partial(by, **how)
+        quantized = partial(observed_dot_general, **how, multiply=multiply)
         plain = partial(lax.dot_general, **how, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs, out_sharding)
 

@@ -35,7 +35,6 @@ from jfp8.products.operation import (
     Operand,
     Operation,
     Options,
-    Planned,
     State,
     Use,
     as_lhs,
@@ -136,13 +135,16 @@ class ExpertDot(Operation):
     def arrange(self, role: str, x: Any) -> Any:
         return self._here(self.exchange).arrange(role, x)
 
+    def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Any:
+        return self._here(self.exchange).made(role, x, make, *parts)
+
     def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
         return self._here(self.exchange).quantize(role, x, quantizer, at)
 
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array,
+        x: Any,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
@@ -151,13 +153,6 @@ class ExpertDot(Operation):
         if role == self._sent_role:
             return None
         return self._here(self.exchange).quantize_for_both(role, x, first, second, state, dtype)
-
-    def quantize_made(
-        self, make: Callable[..., jax.Array], parts: Sequence[jax.Array], role: str, *given: Any
-    ) -> tuple[Operand, Operand | None, jax.Array] | None:
-        if role == self._sent_role:
-            return None
-        return self._here(self.exchange).quantize_made(make, parts, role, *given)
 
     def after_transfer(self, role: str, q: Operand) -> Operand:
         if role != self._sent_role:
@@ -247,6 +242,7 @@ def observed_expert_dot(
     options: Options,
     state: State,
     preferred_element_type: jax.typing.DTypeLike | None = None,
+    multiply: Callable[..., tuple[jax.Array, Observed]] | None = None,
 ) -> tuple[jax.Array, Observed]:
     """The product of each row with the matrix of its expert, and the amaxes of both operands.
 
@@ -256,32 +252,20 @@ def observed_expert_dot(
       rhs: ``[E, k, n]``.
       rows: where they go; see above.
       options, state, preferred_element_type: as in `observed_ragged_dot`.
+      multiply: does it in place of `multiply_quantized`.
 
     Returns:
       ``[tiles, height, n]`` if lhs travels; else ``[c, n]``, a row for each copy.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     options = options.on_device_of(lhs, rhs)
-    return _observed(options, preferred_element_type, lhs, rhs, rows, state)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _observed(options, dtype, lhs, rhs, rows, state):
-    *planned, restore = plan_expert_dot(lhs, rhs, rows, options, dtype)
-    y, observed = multiply_quantized(*planned, state)
-    return restore(y), observed
-
-
-def plan_expert_dot(
-    lhs: jax.Array,
-    rhs: Operand,
-    rows: ExpertRows,
-    options: Options,
-    preferred_element_type: jax.typing.DTypeLike | None = None,
-) -> Planned:
-    """Return what computes `observed_expert_dot`."""
-    options = options.on_device_of(lhs, rhs)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
+    if multiply is not None:  # it may do more, with effects
+        return _observed(options, out_dtype, multiply, lhs, rhs, rows, state)
+    return _compiled(options, out_dtype, multiply_quantized, lhs, rhs, rows, state)
+
+
+def _observed(options, out_dtype, multiply, lhs, rhs, rows, state):
     exchange, travels = rows.exchange, rows.travels
     recipe = options.recipe
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
@@ -294,15 +278,17 @@ def plan_expert_dot(
         options, tiles * exchange.height, rhs.shape[0], quantized, height=exchange.height
     )
     way = plan(spec).operation
+    how = rhs, options, state
+    run = lambda operation, lhs, restore: multiply(operation, lhs, *how, restore=restore)
     if exchange.mesh.mesh is None and not _serves_both(recipe, travels):
-        lhs, restore = _sorted_first(lhs, rows)
-        shapes, groups = (lhs.shape, rhs.shape), (exchange.here.group, exchange.here.padded_sizes)
-        return Planned(way(shapes, dtypes, *groups, scales), lhs, rhs, options, restore)
+        return _sorted_first(way, dtypes, lhs, rhs, scales, rows, run)
     operation = ExpertDot(
         (lhs.shape, rhs.shape), dtypes, exchange, travels, way, rows.divided, scales
     )
-    restore = lambda y: y[:, 0] if travels == "result" else y
-    return Planned(operation, lhs, rhs, options, restore)
+    return run(operation, lhs, lambda y: y[:, 0] if travels == "result" else y)
+
+
+_compiled = jax.jit(_observed, static_argnums=(0, 1, 2))
 
 
 def _serves_both(recipe: Recipe, travels: Travels) -> bool:
@@ -314,22 +300,20 @@ def _serves_both(recipe: Recipe, travels: Travels) -> bool:
     return first is not None and first == second and first.one_for_both
 
 
-def _sorted_first(
-    lhs: jax.Array, rows: ExpertRows
-) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def _sorted_first(way, dtypes, lhs, rhs, scales, rows, run):
     """On one device: rows are sorted as they are, and quantized for both products from that.
 
     From bytes in one direction those in the other would be rounded twice.
-
-    Returns:
-      lhs, sorted; and what sorts the result back.
     """
     exchange = rows.exchange.here
     copy, row = exchange.places_here()
-    if rows.travels == "result":
-        return lhs, lambda y: take_rows(y.reshape(-1, y.shape[-1]), row, copy)
-    each = jnp.repeat(lhs[:, 0], exchange.copies // max(len(lhs), 1), axis=0)
-    return take_rows(each, copy, row).reshape(-1, exchange.height, each.shape[-1]), lambda y: y
+    if rows.travels == "lhs":
+        each = jnp.repeat(lhs[:, 0], exchange.copies // max(len(lhs), 1), axis=0)
+        lhs = take_rows(each, copy, row).reshape(-1, exchange.height, each.shape[-1])
+    shapes, groups = (lhs.shape, rhs.shape), (exchange.group, exchange.padded_sizes)
+    operation = way(shapes, dtypes, *groups, scales)
+    back = lambda y: take_rows(y.reshape(-1, y.shape[-1]), row, copy)
+    return run(operation, lhs, back if rows.travels == "result" else lambda y: y)
 
 
 def plain_expert_dot(
