@@ -9,6 +9,7 @@ All tiles of lhs and of the gradient are one matrix, and quantized for both dire
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,14 @@ import numpy as np
 
 from jfp8.kernels.hopper import backend as mosaic
 from jfp8.kernels.partitioning import divided, divided_sum
-from jfp8.kernels.quantize_and_transpose import has_kernel, quantize_both_ways
+from jfp8.kernels.quantize_and_transpose import (
+    Made,
+    Matrix,
+    has_kernel,
+    made_of,
+    quantize_both_ways,
+)
 from jfp8.matmul.spec import MatmulSpec
-from jfp8.products.made import Made
 from jfp8.products.operation import Kind, Operand, Use
 from jfp8.products.ragged.by_tiles import Grouped, grouped_operation
 from jfp8.recipes.recipe import Recipe
@@ -61,11 +67,8 @@ def why_not_grouped_kernels(recipe: Recipe, has_quantized_rhs: bool, gpu: Gpu | 
 class GroupedKernels(Grouped):
     """Computes what `GroupedDot` does, for tiles of 128 rows."""
 
-    fuses_neighbours = True
-
-    def arrange(self, role: str, x: Any) -> Any:
-        del role
-        return x
+    def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Matrix:
+        return made_of(role, x, make, *parts)
 
     @classmethod
     def dimensions(cls, kind: Kind) -> tuple[str, str, str]:
@@ -88,7 +91,7 @@ class GroupedKernels(Grouped):
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | Made,
+        x: Matrix,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
@@ -102,7 +105,7 @@ class GroupedKernels(Grouped):
             both = jax.vmap(lambda w: quantize_both_ways(quantizer, dtype, w, None))(x)
             straight, other = (_with_scales_by_group(q) for q in both[:2])
             return other, straight, jnp.max(both.amax)
-        rows = x.rows() if isinstance(x, Made) else x.reshape(-1, x.shape[-1])
+        rows = x if isinstance(x, Made) else x.reshape(-1, x.shape[-1])
         both = quantize_both_ways(quantizer, dtype, rows, state)
         return both.straight, both.transposed, both.amax
 

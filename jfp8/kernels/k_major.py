@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +11,9 @@ import numpy as np
 
 from jfp8.kernels.cuda_backends import known_gpu, quantizing_k_major
 from jfp8.kernels.matrices import Arrangement, arrangements
-from jfp8.kernels.quantize_and_transpose import has_kernel, quantize_both_ways
+from jfp8.kernels.quantize_and_transpose import Matrix, has_kernel, made_of, quantize_both_ways
 from jfp8.matmul.spec import MatmulSpec, layout_of, matrix_groups
 from jfp8.products.dot_general import DotSpec, multiply_operands
-from jfp8.products.made import Made, source_of_matrix
 from jfp8.products.operation import Kind, Operand, Operation, Use
 from jfp8.scaling.history import AmaxState
 
@@ -52,21 +52,12 @@ class KMajorDot(Operation):
         (m, k), (_, n) = self.shapes
         return {"fprop": k, "dgrad": n, "wgrad": m}[kind]
 
-    @property
-    def fuses_neighbours(self) -> bool:
-        return self.kernels and not any(x.is_padded for x in (self.lhs, self.rhs, self.grad))
-
     def arrange(self, role: str, x: Any) -> Any:
         arrangement: Arrangement = getattr(self, role)
-        if not isinstance(x, Made):
-            return arrangement.matrix(x)
-        matrix, source = arrangement.matrix(x.array), x.source
-        if source is not None and role == "lhs":
-            summed = (len(arrangement.shape) - 1,) if arrangement.keeps_rows else ()
-            source = source_of_matrix(source, summed, matrix.shape) if self.kernels else None
-        elif source is not None:
-            source = source.rows() if self.fuses_neighbours else None
-        return matrix if source is None else Made(matrix, source)
+        return arrangement.matrix(x)
+
+    def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Matrix:
+        return x if getattr(self, role).is_padded else made_of(role, x, make, *parts)
 
     def restore(self, kind: Kind, y: jax.Array) -> jax.Array:
         of = {"fprop": self.grad, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
@@ -75,7 +66,7 @@ class KMajorDot(Operation):
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | Made,
+        x: Matrix,
         first: Use,
         second: Use | None,
         state: AmaxState | None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,7 +23,6 @@ from jfp8.kernels.only_on import only_on, traced_for
 from jfp8.kernels.paired import Paired
 from jfp8.kernels.partitioning import Combine, divided
 from jfp8.matmul.spec import HARDWARE_FORMATS
-from jfp8.products.made import Made, Source
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
 from jfp8.quantizers.rowwise import Rowwise
@@ -35,7 +34,44 @@ from jfp8.scaling.history import AmaxState
 from jfp8.scaling.scales import amax, reciprocal, scale_from_amax
 from jfp8.tracing.compat import same_varying_axes
 
-Matrix: TypeAlias = jax.Array | Made  # the kernel makes it as it reads what it is made of
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Made:
+    """A matrix that a kernel may make as it reads what the matrix is made of.
+
+    Attributes:
+      array: the matrix, ``[m, n]``, as XLA makes it.
+      parts: of what it is made, ``[m, projections, n]``, and for a `Gradient` also ``[m, n]``.
+      make: of f32 arrays, element by element. Caches know it by its ``str``.
+    """
+
+    array: jax.Array
+    parts: list[jax.Array]
+    make: Callable[..., Any] = field(metadata={"static": True})
+
+
+def made_of(role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Made:
+    """Return the matrix with the rows of `x`; for the arguments see `Operation.made`."""
+    rows = [part.reshape(-1, *part.shape[d:]) for part, d in zip(parts, (-2, -1), strict=False)]
+    return Made(x.reshape(-1, x.shape[-1]), rows, make if role == "lhs" else Gradient(make))
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradients of `make` as a function of its arguments and of a cotangent.
+
+    XLA's may have another sign of zeros: JAX adds up the gradients of parts of an array.
+    """
+
+    make: Callable[..., jax.Array]
+
+    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        *arguments, cotangent = arrays
+        return jax.vjp(self.make, *arguments)[1](cotangent)
+
+
+Matrix: TypeAlias = jax.Array | Made
 
 # The scales, f32[], of the operands that a matrix meets: in sums over n, and over m. None: they are
 # not known, or are more than one.
@@ -85,7 +121,7 @@ def quantize_both_ways(
       dtype: to which `x` is cast first; None: to none.
     """
     kernel = _KERNELS[type(quantizer)]
-    if isinstance(x, Made) and (x.source is None or not _makes(quantizer, x.source, state)):
+    if isinstance(x, Made) and not _makes(quantizer, x, state):
         x = x.array
     if quantizer.block is not None or isinstance(quantizer, Rowwise):
         meets = None, None
@@ -136,17 +172,15 @@ class _Read(NamedTuple):
 
 def _read(x: Matrix, dtype: np.dtype | None) -> _Read:
     if isinstance(x, Made):
-        assert x.source is not None
-        projections, make, cotangent = x.source.projections, x.source.make, x.source.cotangent
-        options = f"{make} in {projections.dtype}", {"make": make}
-        if cotangent is None:
-            return _Read(x, [projections], "i PROJECTION j", "j", *options)
-        columns = "j" if projections.shape[1] == 1 else "PROJECTION j"
-        return _Read(x, [projections, cotangent], "i PROJECTION j, i j", columns, *options)
+        options = f"{x.make} in {x.array.dtype}", {"make": x.make}
+        if len(x.parts) == 1:
+            return _Read(x, x.parts, "i PROJECTION j", "j", *options)
+        columns = "j" if x.parts[0].shape[1] == 1 else "PROJECTION j"
+        return _Read(x, x.parts, "i PROJECTION j, i j", columns, *options)
     return _Read(x, [x], "i j", "j", f"{dtype}", {"dtype": dtype})
 
 
-def _makes(quantizer: Quantizer, source: Source, state: AmaxState | None) -> bool:
+def _makes(quantizer: Quantizer, x: Made, state: AmaxState | None) -> bool:
     """Whether the kernel of `quantizer` can also make the matrix.
 
     Not if it needs amaxes beforehand: what they are taken of would be read twice. Nor if its blocks
@@ -154,8 +188,8 @@ def _makes(quantizer: Quantizer, source: Source, state: AmaxState | None) -> boo
     """
     if not isinstance(quantizer, Blockwise):
         return _finds_amax(quantizer, state)
-    *_, projections, n = source.projections.shape
-    return source.cotangent is None or projections == 1 or n % quantizer.block_size[0] == 0
+    _, projections, n = x.parts[0].shape
+    return len(x.parts) == 1 or projections == 1 or n % quantizer.block_size[0] == 0
 
 
 # One function for each kind of quantizer that has a kernel. Each gives what the quantizer gives,

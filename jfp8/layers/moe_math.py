@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,16 @@ from jax import lax
 
 from jfp8.layers import transformer_math
 from jfp8.matmul.spec import Implementation
-from jfp8.products.made import array_of
+from jfp8.products.mlp import through_both
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.exchange import plan_exchange
 from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.ragged.experts import ExpertRows, can_be_divided, height_for
 from jfp8.products.ragged.routing import Routing
-from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.formats import Format
 
-Layer = Callable[[Any, ExpertRows], Any]  # of an array, or a `Made`; to one, or a `Followed`
+Layer = Callable[..., jax.Array]  # of an array and `ExpertRows`
 
 
 def expert_kernels(
@@ -87,6 +85,7 @@ def through_experts(
     activation: str,
     saved_activations: Format | None,
     capacity_factor: float | None,
+    is_one_operation: bool = True,
 ) -> jax.Array:
     """For each token, the weighted sum of what its experts make of it. ::
 
@@ -102,6 +101,7 @@ def through_experts(
       implementation: see `scaled_ragged_dot`.
       activation, saved_activations: see `transformer_math.activate`.
       capacity_factor: see `plan_exchange`.
+      is_one_operation: whether both products may be one.
 
     Returns:
       ``[t, in]``, in the dtype of the products.
@@ -114,24 +114,17 @@ def through_experts(
 
     n = transformer_math.projections_of(activation)
     divided = can_be_divided(intermediate_dim, mesh, recipes)
-    then = None
-    if saved_activations is None and not divided:
-        then = transformer_math.following(activation)
-    rows = ExpertRows(exchange, "lhs", divided, n, then)
-    hidden: Any = wi(jnp.pad(tokens, [(0, more), (0, 0)]), rows)
-    if isinstance(hidden, jax.Array):
-        parts = (mesh.tensor,) if divided else ()
+    rows, back = ExpertRows(exchange, "lhs", divided, n), ExpertRows(exchange, "result", divided)
+    first = partial(wi, jnp.pad(tokens, [(0, more), (0, 0)]), rows)
+    apart = not is_one_operation or divided or saved_activations is not None
+    if apart or not transformer_math.may_be_one_operation(recipes, tokens):
+        parts, hidden = (mesh.tensor,) if divided else (), first()
         hidden = hidden.reshape(*hidden.shape[:2], *parts, n, -1)
-    hidden = transformer_math.activated(hidden, activation, saved_activations=saved_activations)
-    if divided:
-        hidden = array_of(hidden).reshape(*hidden.shape[:2], intermediate_dim)
-    y = wo(hidden, ExpertRows(exchange, "result", divided))
+        hidden = transformer_math.activate(hidden, activation, saved_activations=saved_activations)
+        y = wo(hidden.reshape(*hidden.shape[:2], intermediate_dim), back)
+    else:
+        make, shape = transformer_math.Activation(activation), (n, intermediate_dim)
+        second = lambda hidden, **multiply: wo(hidden, back, **multiply)
+        y = through_both(first, second, make, (exchange.group.size, exchange.height, *shape))
     each = y.reshape(-1, k, y.shape[-1])[:count].astype(jnp.float32)
     return jnp.sum(each * routed.weights[:, :, None], axis=1).astype(y.dtype)
-
-
-def recipes_in_effect(recipe: Recipe | str | None, paths: Sequence[str]) -> list[Recipe]:
-    """Those of the products at `paths`, but for those in high precision."""
-    own = None if recipe is None else check_recipe(recipe)
-    found = (recipe_in_effect(own, path) for path in paths)
-    return [each for each in found if each is not None]

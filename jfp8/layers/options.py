@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.products.made import Made, cast_made
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 
@@ -82,15 +81,11 @@ def promoted(
 ) -> list[Any]:
     """Return inputs, a kernel and maybe a bias, as ``promote(arrays)`` casts them.
 
-    `ScaledArray`s stay as they are, and so do inputs that are `Made`, unless they are cast.
+    `ScaledArray`s stay as they are.
 
     Args:
       casts_kernel: whether the product casts a kernel in f32, see `kernel_dtype`.
     """
-    first = arrays[0]
-    if isinstance(first, Made):
-        inputs, *others = promoted(promote, [first.array, *arrays[1:]], casts_kernel)
-        return [cast_made(first, inputs), *others]
     cast = promote([None if isinstance(x, ScaledArray) else x for x in arrays])
     both = zip(arrays, cast, strict=True)
     inputs, kernel, *bias = (x if isinstance(x, ScaledArray) else p for x, p in both)

@@ -7,7 +7,7 @@ cost little to compute again are not kept for the backward pass, only their inpu
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,10 +23,18 @@ from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
 from jfp8.matmul.spec import planner_of
 from jfp8.products.flash.heads import Heads, Whole
-from jfp8.products.made import Followed, Made, Source, Then, make_all, through_make
+from jfp8.products.mlp import make_all
+from jfp8.products.observers import OBSERVER
 from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
-from jfp8.tracing.device import current_device, current_gpu
+from jfp8.tracing.device import (
+    current_device,
+    current_gpu,
+    explicit_mesh_of,
+    has_explicit_axes,
+)
+from jfp8.tracing.notes import EXPLAINING
 
 
 def _identity(x: jax.Array) -> jax.Array:
@@ -103,44 +111,25 @@ def activate(
             f"{activation!r} takes {n} projections, x of shape [..., {n}, features]; got {x.shape}."
         )
 
-    def run(x: jax.Array) -> jax.Array:
-        return make_all(Source(x, Activation(activation)))
-
+    run = partial(make_all, Activation(activation))
     return keeping_inputs(run, saved_activations)(x)
 
 
-def _kernels_quantize() -> bool:
-    """Whether kernels that quantize may compute an activation, or its gradient, as they do."""
+def may_be_one_operation(recipes: Sequence[Recipe], *operands: Any) -> bool:
+    """Whether two products, an activation between them, are one operation: see `products.mlp`.
+
+    Only where that saves anything. Reports and statistics are of products one by one.
+
+    Args:
+      recipes: in effect for both, but in high precision.
+      operands: of layers, pytrees.
+    """
     planner = planner_of(current_device())
-    return getattr(planner, "quantizes_by_kernels", bool)()
-
-
-def following(activation: str | None) -> Then | None:
-    """What to tell a product whose result goes to `activated`, and nowhere else; None: it does not.
-
-    The product may then return a `Followed`: where kernels may compute the gradient of `activation`
-    as they quantize it.
-    """
-    if activation is None or not _kernels_quantize():
-        return None
-    return Then(Activation(activation), projections_of(activation))
-
-
-def activated(
-    x: jax.Array | Followed, activation: str, *, saved_activations: Format | None = None
-) -> jax.Array | Made:
-    """`activate`, for a product whose kernel may compute it as it quantizes it.
-
-    For arguments and errors see there. The gradients are its own.
-
-    Returns:
-      A `Made` of what it returns, if the program is traced for a GPU that has such kernels.
-    """
-    if isinstance(x, Followed):
-        y, x = through_make(x), x.array
-    else:
-        y = activate(x, activation, saved_activations=saved_activations)
-    return Made(y, Source(x, Activation(activation))) if _kernels_quantize() else y
+    watched = EXPLAINING.value is not None or OBSERVER.value is not None
+    if planner is None or watched or len(recipes) < 2:
+        return False
+    explicit = has_explicit_axes() or explicit_mesh_of(operands) is not None
+    return getattr(planner, "quantizes_by_kernels", bool)() and not explicit
 
 
 @jax.custom_jvp

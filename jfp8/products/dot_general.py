@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ from jfp8.matmul.spec import (
     plus_bias,
 )
 from jfp8.products.explicit_sharding import Specs, specs_of, with_result_like
-from jfp8.products.made import Followed, Source, Then
 from jfp8.products.operation import (
     Kind,
     Observed,
@@ -156,17 +156,14 @@ def observed_dot_general(
     *,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
-    source: Source | None = None,
-    then: Then | None = None,
     bias: jax.Array | None = None,
     specs: Specs | None = None,
-) -> tuple[Any, Observed]:
+    multiply: Callable[..., tuple[jax.Array, Observed]] = multiply_quantized,
+) -> tuple[jax.Array, Observed]:
     """Compute `scaled_dot_general`, and the amaxes of its operands, which have no gradient.
 
-    If the `source` of `lhs` is given, a kernel may make `lhs` itself. If it is known what follows
-    `then`, whose projections are the last but one dimension of the result, this may be a
-    `Followed`: then a kernel may make its gradient. A `bias` ``[n]`` is added to the result, by a
-    kernel if that can. The `specs` say how `lhs`, `rhs` and the result are sharded.
+    A `bias` ``[n]`` is added to the result, by a kernel if that can. The `specs` say how `lhs`,
+    `rhs` and the result are sharded. Without axes of a mesh that are explicit, `multiply` does it.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     result = {"preferred_element_type": preferred_element_type}
@@ -207,14 +204,11 @@ def observed_dot_general(
     if bias is not None:
         biased = operation.with_bias(lax.stop_gradient(bias), options)
         if biased is not None:
-            y, observed = multiply_quantized(biased, lhs, rhs, options, state)
+            y, observed = multiply(biased, lhs, rhs, options, state)
             return _with_gradient_of_sum(y.reshape(shape), bias), observed
-    if bias is not None or not operation.fuses_neighbours:
-        then = None  # the gradient of a bias needs that of the result
-    y, observed = multiply_quantized(operation, lhs, rhs, options, state, source, then)
-    if isinstance(y, Followed):
-        return y.reshape(shape), observed
-    return plus_bias(y.reshape(shape), bias), observed
+    restore = lambda y: y.reshape(shape)
+    y, observed = multiply(operation, lhs, rhs, options, state, restore=restore)
+    return plus_bias(y, bias), observed
 
 
 @jax.custom_vjp

@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from jfp8.matmul.spec import Implementation, MatmulSpec, check_implementation, planner_of
-from jfp8.products.made import Made
 from jfp8.products.observers import OBSERVER
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.product import Product
@@ -179,7 +178,7 @@ class Operation:
         A linear function of the operand. `restore` undoes it for results.
         """
         del role
-        return x.array if isinstance(x, Made) else x
+        return x
 
     def restore(self, kind: Kind, y: jax.Array) -> jax.Array:
         """Return the result of a matmul in the layout of y, or of the operand it is a gradient of.
@@ -189,10 +188,16 @@ class Operation:
         del kind
         return y
 
-    @property
-    def fuses_neighbours(self) -> bool:
-        """Whether its kernels may compute the activation before it, and the gradient after it."""
-        return False
+    def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Any:
+        """Return what `quantize_for_both` takes for `x`, if a kernel may make that from `parts`.
+
+        Args:
+          role: ``lhs``, which is `jfp8.products.mlp.make_all` of ``h``; or ``grad``, its gradient.
+          x: as `arrange` returns it.
+          parts: ``h``; or ``h`` and the gradient of lhs.
+        """
+        del role, make, parts
+        return x
 
     def with_bias(self, bias: jax.Array, options: Options) -> Operation | None:
         """Return this operation with a bias ``[n]`` added to y; None if it cannot add one."""
@@ -207,7 +212,7 @@ class Operation:
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | Made,
+        x: Any,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
@@ -219,6 +224,7 @@ class Operation:
         quantized for one matmul after the other. Without a backward pass there is no second one.
 
         Args:
+          x: as `arrange` or `made` returned it.
           dtype: to which `x` is cast first; None: to none.
         """
         del role, x, first, second, state, dtype
@@ -273,27 +279,28 @@ class QuantizedOperand:
       seed: the user's.
       operation: which it is an operand of.
       dtype: to which it is cast first; None: to none.
+      made: as `Operation.made` returns it; None: it is not made.
     """
 
     role: str
-    x: Operand | Made
+    x: Operand
     state: AmaxState | None
     seed: jax.Array | None
     operation: Operation
     dtype: np.dtype | None = None
+    made: Any = None
 
     def quantized(
         self, first: Use, second: Use | None
     ) -> tuple[Operand, Operand | None, jax.Array]:
         """The tensor as its first product takes it, as its second one does, and its amax."""
         if not isinstance(self.x, ScaledArray) and OBSERVER.value is None:
+            x = self.x if self.made is None else self.made
             found = self.operation.quantize_for_both(
-                self.role, self.x, first, second, self.state, self.dtype
+                self.role, x, first, second, self.state, self.dtype
             )
             if found is not None:
                 return found
-        if isinstance(self.x, Made):
-            return replace(self, x=self.x.array).quantized(first, second)
         if self.dtype is not None and not isinstance(self.x, ScaledArray):
             return replace(self, x=self.x.astype(self.dtype), dtype=None).quantized(first, second)
         largest = amax(scaled_values(self.x) if isinstance(self.x, ScaledArray) else self.x)
@@ -317,7 +324,6 @@ class QuantizedOperand:
         """
         product, quantizer, contracting = use.product, use.quantizer, use.contracting
         x, of_tensor = self.x, largest
-        assert not isinstance(x, Made)  # see `quantized`
         if isinstance(x, ScaledArray):
             if quantizer is not None and product.rotation is None and quantizer.fmt == x.format:
                 as_it_is = _with_one_scale(x)

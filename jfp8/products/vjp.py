@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfp8.products.made import Made, Source, Then, as_made, followed_by
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
     Kind,
@@ -36,7 +35,7 @@ from jfp8.products.operation import (
     quantized_output,
     rotation_seed,
 )
-from jfp8.products.undifferentiated_uses import begin_use, end_use
+from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
@@ -67,7 +66,26 @@ SAVED_WEIGHT = "fp8_saved_weight"
 Kept = ScaledArray | jax.Array | None
 
 
-class _Operands(NamedTuple):
+class How(NamedTuple):
+    """How a product is computed, as far as it is known while JAX traces.
+
+    Attributes:
+      carried: whether rhs is a `ScaledArray` with a carrier.
+      use: this use of the product, if uses are noted.
+    """
+
+    options: Options
+    carried: bool
+    use: ProductUse | None
+
+    def end(self, observed: Observed) -> Observed:
+        """Return the amaxes of this use, which have no gradient."""
+        if self.use is not None:
+            end_use(self.use, *observed)
+        return lax.stop_gradient(observed)
+
+
+class Operands(NamedTuple):
     """The arrays from which a product is computed; also their cotangents.
 
     Attributes:
@@ -76,7 +94,6 @@ class _Operands(NamedTuple):
       carrier: the carrier of such a weight, if it has one, which receives its gradient.
       histories, sink: see `scaled_dot_general`.
       seed: uint32[2] for stochastic rounding, if a key was given.
-      source: what lhs is made of, if a kernel may make it.
     """
 
     lhs: jax.Array | None
@@ -85,10 +102,9 @@ class _Operands(NamedTuple):
     histories: dict[str, AmaxState] | None = None
     sink: jax.Array | None = None
     seed: jax.Array | None = None
-    source: Source | None = None
 
 
-class _Residuals(NamedTuple):
+class Residuals(NamedTuple):
     """What the backward pass gets, besides the gradient.
 
     Attributes:
@@ -96,7 +112,7 @@ class _Residuals(NamedTuple):
       rhs: as dgrad takes it.
       history: the gradient's; None: its scale comes from its own amax.
       seen: the amaxes of the forward pass, or of parts, if there is a sink for them.
-      seed: see `_Operands`.
+      seed: see `Operands`.
       rotation_seeds: of dgrad and wgrad, see `rotation_seed`.
       operation: with the arrays that it needs.
     """
@@ -116,15 +132,20 @@ def multiply_quantized(
     rhs: Operand,
     options: Options,
     state: State,
-    source: Source | None = None,
-    then: Then | None = None,
-) -> tuple[Any, Observed]:
-    """`operation` of `lhs` and `rhs` as `options` say, and the amaxes of both.
+    restore: Callable[[jax.Array], jax.Array] = lambda y: y,
+) -> tuple[jax.Array, Observed]:
+    """Return ``restore(y)`` of `operation` of `lhs` and `rhs`, and the amaxes of both operands.
 
     The amaxes have no gradient. The gradient of an `rhs` that is a `ScaledArray` goes to its
-    carrier, if it has one. If the `source` of `lhs` is given, a kernel may make `lhs` itself. If
-    it is known what follows `then`, the result is a `Followed`.
+    carrier, if it has one.
     """
+    how, operands = begin(lhs, rhs, options, state)
+    y, observed = _multiply(how, *same_varying_axes((operation, operands)))
+    return restore(y), how.end(observed)
+
+
+def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple[How, Operands]:
+    """Check and note a use of a product, for `forward` and `backward`."""
     recipe, (histories, sink, key) = options.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
@@ -135,33 +156,36 @@ def multiply_quantized(
     carrier = None
     if isinstance(rhs, ScaledArray):
         carrier, rhs = rhs.carrier, lax.stop_gradient(replace(rhs, carrier=None))
-    operands = _Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed, source)
-    operation, operands = same_varying_axes((operation, operands))
-    use = None if sink is None else begin_use(sink)
-    y, observed = _multiply(options, carrier is not None, use, then, operation, operands)
-    if use is not None:
-        end_use(use, *observed)
-    return y, lax.stop_gradient(observed)
+    operands = Operands(lhs, rhs, carrier, lax.stop_gradient(histories), sink, seed)
+    return How(options, carrier is not None, None if sink is None else begin_use(sink)), operands
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _multiply(options, carried, use, then, operation, operands):
-    return _forward(options, carried, use, then, operation, operands, and_backward=False)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(how, operation, operands):
+    return forward(how, operation, operands, and_backward=False)[0]
 
 
-def _forward(options, carried, use, then, operation, operands, and_backward=True):
+def forward(
+    how: How, operation: Operation, operands: Operands, *of: Any, and_backward: bool = True
+) -> tuple[tuple[jax.Array, Observed], Residuals]:
+    """Return fprop with the amaxes of its operands, and what `backward` takes.
+
+    Args:
+      of: what lhs is made of, if it is: the arguments of `Operation.made`.
+    """
+    options, carried, use = how
     if use is not None and and_backward:
         use.linearized = True
-    lhs, rhs, _, state, sink, seed, source = operands
+    lhs, rhs, _, state, sink, seed = operands
     products = options.recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     is_quantized = isinstance(rhs, ScaledArray)
     frozen = is_quantized and not carried
     lhs = first_order_only(lhs)
     rhs = rhs if is_quantized else first_order_only(rhs)
-    lhs = operation.arrange("lhs", lhs if source is None else Made(lhs, source))
-    rhs = operation.arrange("rhs", rhs)
-    x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation)
+    lhs, rhs = operation.arrange("lhs", lhs), operation.arrange("rhs", rhs)
+    made = operation.made("lhs", lhs, *of) if of else None
+    x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation, made=made)
     w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation, options.rhs_dtype)
     x_sum, w_sum = operation.contracting("fprop")
     x_free, _ = operation.contracting("wgrad")
@@ -187,11 +211,13 @@ def _forward(options, carried, use, then, operation, operands, and_backward=True
         rotation_seed(dgrad, "dgrad", rhs_amax, seed),
         rotation_seed(wgrad, "wgrad", lhs_amax, seed),
     )
-    kept = _Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, seeds, operation)
-    return (y if then is None else followed_by(then, y), observed), kept
+    kept = Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, seeds, operation)
+    return (y, observed), kept
 
 
-def _backward(options, carried, use, then, residuals, cotangents):
+def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operands:
+    """Return the results of dgrad and wgrad, as cotangents; for `of` see `forward`."""
+    options, carried, use = how
     if use is not None:
         use.differentiated = True
     lhs, rhs, history, seen, seed, seeds, operation = residuals
@@ -199,9 +225,9 @@ def _backward(options, carried, use, then, residuals, cotangents):
     dgrad, wgrad = products.dgrad, products.wgrad
     q_lhs = restore(lhs, wgrad.lhs and wgrad.lhs.fmt)
     q_rhs = restore(rhs, dgrad.rhs and dgrad.rhs.fmt)
-    dy = jax.tree.map(first_order_only, cotangents[0])
-    dy = operation.arrange("grad", dy if then is None else as_made(dy))
-    g = QuantizedOperand("grad", dy, history, seed, operation)
+    dy = operation.arrange("grad", first_order_only(dy))
+    made = operation.made("grad", dy, *of) if of else None
+    g = QuantizedOperand("grad", dy, history, seed, operation, made=made)
     g_sum, _ = operation.contracting("dgrad")
     _, g_sum_again = operation.contracting("wgrad")
     assert q_rhs is not None
@@ -221,10 +247,12 @@ def _backward(options, carried, use, then, residuals, cotangents):
     if seen is not None:
         d_sink = encode_amax(_largest(*seen, grad_amax)) * SINK_UNIT
     d_rhs, d_carrier = (None, d_rhs) if carried else (d_rhs, None)
-    return None, _Operands(d_lhs, d_rhs, d_carrier, sink=d_sink)
+    return Operands(d_lhs, d_rhs, d_carrier, sink=d_sink)
 
 
-_multiply.defvjp(_forward, _backward)
+_multiply.defvjp(
+    forward, lambda how, residuals, cotangents: (None, backward(how, residuals, cotangents[0]))
+)
 
 
 def _largest(*amaxes: jax.Array) -> jax.Array:

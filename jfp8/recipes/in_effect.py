@@ -6,7 +6,7 @@ function that was traced outside of a region is traced again inside. Each thread
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ import jax
 from jfp8.recipes.per_layer import PerLayer
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
+from jfp8.recipes.registry import check_recipe
 
 _context = jax.make_user_context(None)
 _override = jax.make_user_context(None)
@@ -71,6 +72,13 @@ def recipe_in_effect(own: Recipe | None, path: str) -> Recipe | None:
     if region is None:
         return DelayedScaling()
     return region.recipe.for_layer("/".join(path.split("/")[region.depth :]))
+
+
+def recipes_in_effect(own: Recipe | str | None, paths: Sequence[str]) -> list[Recipe]:
+    """Return the recipes of the products at `paths`, but for those in high precision."""
+    own = None if own is None else check_recipe(own)
+    found = (recipe_in_effect(own, path) for path in paths)
+    return [each for each in found if each is not None]
 
 
 def why_in_high_precision() -> str:

@@ -18,8 +18,8 @@ from jax import lax
 import jfp8
 from jfp8 import recipes
 from jfp8.kernels import cost_model as pays_off
+from jfp8.kernels.quantize_and_transpose import Gradient
 from jfp8.layers.transformer_math import ACTIVATIONS, Activation, projections_of
-from jfp8.products.made import Gradient
 from jfp8.scaling.formats import E4M3FN, E5M2
 from support.compiled_layers import (
     BF16,

@@ -594,14 +594,6 @@ BUGS: tuple[Bug, ...] = (
         "products/test_dot_general.py::test_fake_quantization_oracle[dense]",
     ),
     Bug(
-        "one_slot_for_a_batch",
-        "each example of a batch gets the sum of all gradients of the activation",
-        "jfp8/products/made.py",
-        "Gradient(then.make), apart[..., 0, :])",
-        "Gradient(then.make), jnp.zeros(apart[..., 0, :].shape, y.dtype))",
-        "products/test_made.py::test_a_slot_brings_what_a_gradient_is_made_of[grad of vmap]",
-    ),
-    Bug(
         "amax_of_the_wrong_operand",
         "the amaxes of lhs and rhs leave the backward pass in each other's place",
         "jfp8/products/vjp.py",
@@ -1387,7 +1379,7 @@ BUGS: tuple[Bug, ...] = (
         "evaluation_records",
         "histories change while a model is evaluated",
         "jfp8/layers/nnx/products.py",
-        "sink is None and not self.use_running_average\n",
+        "records = state is not None and sink is None and not self.use_running_average\n",
         "sink is None\n",
         "training/test_nnx_state.py::test_evaluation_records_nothing_and_reads_the_histories",
     ),

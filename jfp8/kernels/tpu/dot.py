@@ -32,7 +32,6 @@ from jfp8.kernels.tpu.sharded import (
 )
 from jfp8.matmul.spec import MatmulSpec, layout_of, matrix_groups, plus_bias
 from jfp8.products.dot_general import Dot, DotSpec, multiply_operands
-from jfp8.products.made import Made
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Kind, Operand, Options, Use
 from jfp8.scaling.arrays import ScaledArray, scaled_values
@@ -80,7 +79,7 @@ class DotOnTpu(Dot):
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | Made,
+        x: jax.Array,
         first: Use,
         second: Use | None,
         state: AmaxState | None,

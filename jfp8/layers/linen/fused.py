@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -15,8 +17,10 @@ from jfp8.layers.linen.layers import DenseGeneral
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, options_of
+from jfp8.layers.transformer_math import Activation
 from jfp8.matmul.spec import Implementation
-from jfp8.products.made import array_of, with_following
+from jfp8.products.mlp import through_both
+from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
 
@@ -63,19 +67,17 @@ class LayerNormDense(DenseGeneral):
     saved_activations: Format | None = None
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, activation: str | None = None) -> Any:
+    def __call__(self, inputs: jax.Array, multiply: Callable[..., Any] | None = None) -> Any:
         """Apply the layer.
 
         Args:
-          inputs: as for ``flax.linen.DenseGeneral``.
-          activation: of `transformer_math.activated`, to which `LayerNormMLP` hands on the result:
-            on GPUs that is then no array.
+          inputs, multiply: as for `DenseGeneral`.
 
         Returns:
           What it returns; or a pair of arrays, see `return_layernorm_output`.
         """
         normalized: Any = self._normalize(inputs)
-        y = super().__call__(with_following(normalized, transformer_math.following(activation)))
+        y = super().__call__(normalized, multiply)
         return (y, normalized) if self.return_layernorm_output else y
 
     def _normalize(self, x: jax.Array) -> jax.Array:
@@ -157,25 +159,35 @@ class LayerNormMLP(nn.Module):
           ``[..., features]``; or a pair of arrays, see `return_layernorm_output`.
         """
         dense = options_of(self, (*PRODUCT_OPTIONS, "state_collection"))
-        projections = transformer_math.projections_of(self.activation)
-        # The gradient of a bias would need that of the activation, too, as an array. And
-        # intermediates are what others may take a loss of.
-        followed = not self.use_bias and self.saved_activations is None
-        followed = followed and not self.is_mutable_collection("intermediates")
-        hidden, normalized = LayerNormDense(
-            (projections, self.intermediate_dim),
+        features = transformer_math.projections_of(self.activation), self.intermediate_dim
+        wi = LayerNormDense(
+            features,
             return_layernorm_output=True,
             **options_of(self, NORM_OPTIONS),
             **dense,
             name="wi",
-        )(inputs, self.activation if followed else None)
-        hidden = transformer_math.activated(
+        )
+        wo = DenseGeneral(inputs.shape[-1], **dense, name="wo")
+        if self._is_one_operation(inputs):
+            make, shape = Activation(self.activation), (*inputs.shape[:-1], *features)
+            y, normalized = through_both(partial(wi, inputs), wo, make, shape)
+            return (y, normalized) if self.return_layernorm_output else y
+        hidden, normalized = wi(inputs)
+        hidden = transformer_math.activate(
             hidden, self.activation, saved_activations=self.saved_activations
         )
         if self.intermediate_dropout_rate:
             fixed = nn.merge_param("deterministic", self.deterministic, deterministic)
-            dropout = nn.Dropout(self.intermediate_dropout_rate, deterministic=fixed)
-            # What dropout changes is not made by the kernel that quantizes it.
-            hidden = dropout(array_of(hidden))
-        y = DenseGeneral(inputs.shape[-1], **dense, name="wo")(hidden)
+            hidden = nn.Dropout(self.intermediate_dropout_rate, deterministic=fixed)(hidden)
+        y = wo(hidden)
         return (y, normalized) if self.return_layernorm_output else y
+
+    @nn.nowrap
+    def _is_one_operation(self, inputs: jax.Array) -> bool:
+        between = self.saved_activations is not None or self.intermediate_dropout_rate > 0
+        # Intermediates are what others may take a loss of.
+        captured = self.is_initializing() or self.is_mutable_collection("intermediates")
+        if between or captured:
+            return False
+        recipes = recipes_in_effect(self.recipe, ["/".join((*self.path, n)) for n in ("wi", "wo")])
+        return transformer_math.may_be_one_operation(recipes, inputs, self.variables)

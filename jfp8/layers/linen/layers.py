@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -95,15 +95,20 @@ class Dense(Fp8Layer, nn.Dense):
         Returns:
           ``[..., features]``.
         """
-        shape = (jnp.shape(inputs)[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        numbers = (((inputs.ndim - 1,), (0,)), ((), ()))
+        inputs, kernel, bias, numbers = _operands(self, inputs, (self.features,))
         product = product_of(self, DotGeneral)()
         return product(inputs, kernel, numbers, self.precision, bias=bias)
+
+
+def _operands(layer: Any, inputs: jax.Array, features: Sequence[int]) -> tuple[Any, ...]:
+    """Inputs, kernel and bias of the product of a layer, and its dimension numbers."""
+    shape = (jnp.shape(inputs)[-1], *features)
+    kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
+    bias = None
+    if layer.use_bias:
+        bias = layer.param("bias", layer.bias_init, shape[1:], layer.param_dtype)
+    inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    return inputs, kernel, bias, (((inputs.ndim - 1,), (0,)), ((), ()))
 
 
 class DenseGeneral(Fp8Layer, nn.DenseGeneral):
@@ -116,6 +121,21 @@ class DenseGeneral(Fp8Layer, nn.DenseGeneral):
     def __post_init__(self) -> None:
         self.dot_general_cls = own_product(self, DotGeneral, "dot_general")
         super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, multiply: Callable[..., Any] | None = None) -> jax.Array:
+        """Apply the layer.
+
+        Args:
+          inputs: see ``flax.linen.DenseGeneral``.
+          multiply: see `jfp8.products.mlp.through_both`; after ``init``, and for ``axis=-1``.
+        """
+        if multiply is None:
+            return super().__call__(inputs)
+        features = (self.features,) if isinstance(self.features, int) else self.features
+        inputs, kernel, bias, numbers = _operands(self, inputs, features)
+        product, multiply = product_of(self, DotGeneral)(), functools.partial(multiply, bias=bias)
+        return product(inputs, kernel, numbers, self.precision, multiply=multiply)
 
 
 class Conv(Fp8Layer, nn.Conv):

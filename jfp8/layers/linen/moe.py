@@ -17,11 +17,11 @@ from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.linen.products import ProductModule, promote_dtype
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.matmul.spec import Implementation
-from jfp8.products.made import Made, split_made
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.expert_mesh import expert_mesh
 from jfp8.products.ragged.experts import ExpertRows, observed_expert_dot, plain_expert_dot
+from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
@@ -39,11 +39,12 @@ class RaggedDot(ProductModule):
     @nn.compact
     def __call__(
         self,
-        lhs: jax.Array | Made,
+        lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
+        **multiply: Any,
     ) -> jax.Array:
         """``jax.lax.ragged_dot`` in FP8; see `jfp8.products.ragged.dot.scaled_ragged_dot`.
 
@@ -54,11 +55,11 @@ class RaggedDot(ProductModule):
             `observed_expert_dot`.
           precision: of the product where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
+          multiply: see `observed_expert_dot`.
         """
         result = {"preferred_element_type": preferred_element_type}
-        lhs, source, _ = split_made(lhs)
         if isinstance(group_sizes, ExpertRows):
-            quantized = partial(observed_expert_dot, rows=group_sizes, **result, source=source)
+            quantized = partial(observed_expert_dot, rows=group_sizes, **result, **multiply)
             plain = partial(plain_expert_dot, rows=group_sizes, **result)
             return self._multiply(quantized, plain, lhs, rhs, "moe")
         how = {"group_sizes": group_sizes, **result}
@@ -91,12 +92,15 @@ class ExpertDense(nn.Module):
     state_collection: StateCollection = "fp8"
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows) -> jax.Array:
+    def __call__(
+        self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows, **multiply: Any
+    ) -> jax.Array:
         """Apply the layer.
 
         Args:
           inputs: ``[tokens, in]``, sorted by expert.
           group_sizes: i32[num_experts], the tokens of each expert; or see `RaggedDot`.
+          multiply: likewise.
         """
 
         def init(key: jax.Array) -> jax.Array:
@@ -111,7 +115,7 @@ class ExpertDense(nn.Module):
         product = RaggedDot(
             self.recipe, self.implementation, state_collection=where, casts_kernel=True
         )
-        return product(x, kernel, group_sizes, self.precision)
+        return product(x, kernel, group_sizes, self.precision, **multiply)
 
 
 class Router(nn.Module):
@@ -330,7 +334,7 @@ class MoE(nn.Module):
             wo,
             intermediate_dim=self.intermediate_dim,
             mesh=expert_mesh(self.expert_axis, self.data_axes, self.tensor_axis, self.num_experts),
-            recipes=moe_math.recipes_in_effect(self.recipe, ["/".join(wi.path), "/".join(wo.path)]),
+            recipes=recipes_in_effect(self.recipe, ["/".join(wi.path), "/".join(wo.path)]),
             implementation=self.implementation,
             activation=self.activation,
             saved_activations=self.saved_activations,

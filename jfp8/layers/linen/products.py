@@ -24,9 +24,9 @@ from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, prom
 from jfp8.matmul.spec import Implementation, plus_bias
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
-from jfp8.products.made import Made, split_made
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.undifferentiated_uses import uses_of
+from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import window_of
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
@@ -235,13 +235,14 @@ class DotGeneral(ProductModule):
     @nn.compact
     def __call__(
         self,
-        lhs: jax.Array | Made,
+        lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
         dimension_numbers: lax.DotDimensionNumbers,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
         *,
         bias: jax.Array | None = None,
+        multiply: Callable[..., Any] = multiply_quantized,
     ) -> jax.Array:
         """Compute ``jax.lax.dot_general`` in FP8; see `jfp8.scaled_dot_general`.
 
@@ -251,13 +252,13 @@ class DotGeneral(ProductModule):
           precision: of the product where FP8 is disabled (see `jfp8.autocast`).
           preferred_element_type: dtype of the result.
           bias: ``[n]``, added to each row of the result.
+          multiply: see `jfp8.products.mlp.through_both`.
         """
-        lhs, source, then = split_made(lhs)
         how: dict[str, Any] = {
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
         }
-        quantized = partial(observed_dot_general, **how, source=source, then=then, bias=bias)
+        quantized = partial(observed_dot_general, **how, bias=bias, multiply=multiply)
 
         def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return plus_bias(lax.dot_general(lhs, rhs, **how, precision=precision), bias)

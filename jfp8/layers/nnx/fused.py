@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,9 +13,12 @@ from flax.typing import Initializer
 
 from jfp8.layers import norm_math, transformer_math
 from jfp8.layers.nnx.layers import LinearGeneral
+from jfp8.layers.nnx.products import DotGeneral
 from jfp8.layers.norm_math import LayerNormType
 from jfp8.layers.options import NORM_OPTIONS, PRODUCT_OPTIONS, check_names, check_option, options_of
-from jfp8.products.made import array_of, with_following
+from jfp8.layers.transformer_math import Activation
+from jfp8.products.mlp import through_both
+from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.scaling.formats import Format
 
 
@@ -68,24 +72,19 @@ class LayerNormLinear(LinearGeneral):
         self.scale = make(scale_init or neutral)
         self.ln_bias = nnx.data(make(ln_bias_init) if layernorm_type == "layernorm" else None)
 
-    def __call__(
-        self, inputs: jax.Array, out_sharding: Any = None, activation: str | None = None
-    ) -> Any:
-        """Apply the layer; see ``flax.nnx.LinearGeneral`` for the arguments and shapes.
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> Any:
+        """Apply the layer; see ``flax.nnx.LinearGeneral`` for the arguments and shapes."""
+        normalized = self.normalize(inputs)
+        y = super().__call__(normalized, out_sharding=out_sharding)
+        return (y, normalized) if self.return_layernorm_output else y
 
-        Args:
-          activation: see `jfp8.linen.LayerNormDense`.
-        """
+    def normalize(self, inputs: jax.Array) -> jax.Array:
+        """Return what the product takes."""
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
         dtype = dtypes.canonicalize_dtype(inputs, scale, bias, dtype=self.dtype)
         options = options_of(self, NORM_OPTIONS)
-        normalized: Any = norm_math.normalize(
-            inputs, scale, bias, axes=self.axis, dtype=dtype, **options
-        )
-        operand: Any = with_following(normalized, transformer_math.following(activation))
-        y = super().__call__(operand, out_sharding=out_sharding)
-        return (y, normalized) if self.return_layernorm_output else y
+        return norm_math.normalize(inputs, scale, bias, axes=self.axis, dtype=dtype, **options)
 
 
 class LayerNormMLP(nnx.Module):
@@ -150,16 +149,42 @@ class LayerNormMLP(nnx.Module):
         Returns:
           ``[..., in_features]``; or a pair, see `return_layernorm_output`.
         """
-        saved = self.wi.saved_activations
-        # The gradient of a bias would need that of the activation, too, as an array.
-        followed = saved is None and self.wi.bias is None
-        hidden, normalized = self.wi(inputs, activation=self.activation if followed else None)
-        hidden: Any = transformer_math.activated(hidden, self.activation, saved_activations=saved)
-        if self.dropout is not None:
-            # What dropout changes is not made by the kernel that quantizes it.
-            hidden = self.dropout(array_of(hidden), deterministic=deterministic)
-        y = self.wo(hidden)
+        if self._is_one_operation(inputs):
+            normalized, make = self.wi.normalize(inputs), Activation(self.activation)
+            first, second = partial(_product, self.wi, normalized), partial(_product, self.wo)
+            shape = (*inputs.shape[:-1], *self.wi.out_features)
+            y = through_both(first, second, make, shape)
+        else:
+            hidden, normalized = self.wi(inputs)
+            saved = self.wi.saved_activations
+            hidden = transformer_math.activate(hidden, self.activation, saved_activations=saved)
+            if self.dropout is not None:
+                hidden = self.dropout(hidden, deterministic=deterministic)
+            y = self.wo(hidden)
         return (y, normalized) if self.return_layernorm_output else y
+
+    def _is_one_operation(self, inputs: jax.Array) -> bool:
+        wi, wo = self.wi, self.wo
+        # Others may have put something else there.
+        if type(wi) is not LayerNormLinear or type(wo) is not LinearGeneral:
+            return False
+        products = wi.dot_general, wo.dot_general
+        if self.dropout is not None or wi.saved_activations is not None:
+            return False
+        if not all(isinstance(p, DotGeneral) for p in products) or products[1].reads_operands():
+            return False
+        found = [recipe_in_effect(product.recipe, product.path) for product in products]
+        kernels = [layer.kernel.get_value() for layer in (wi, wo)]
+        return transformer_math.may_be_one_operation([r for r in found if r], inputs, kernels)
+
+
+def _product(layer: Any, x: jax.Array, multiply: Callable[..., Any]) -> Any:
+    """The product of a layer along the last axis, and its bias; see `through_both`."""
+    bias = None if layer.bias is None else layer.bias.get_value()
+    operands = x, layer.kernel.get_value(), bias
+    x, kernel, bias = layer.promote_dtype(operands, dtype=layer.dtype)
+    numbers = (((x.ndim - 1,), (0,)), ((), ()))
+    return layer.dot_general(x, kernel, numbers, multiply=partial(multiply, bias=bias))
 
 
 def dropout_or_none(rate: float, rngs: nnx.Rngs) -> Any:

@@ -16,11 +16,11 @@ from jfp8.layers import moe_math, transformer_math
 from jfp8.layers.nnx.products import Product
 from jfp8.layers.options import promoted
 from jfp8.matmul.spec import Implementation
-from jfp8.products.made import Made, split_made
 from jfp8.products.ragged import routing
 from jfp8.products.ragged.dot import observed_ragged_dot
 from jfp8.products.ragged.expert_mesh import expert_mesh
 from jfp8.products.ragged.experts import ExpertRows, observed_expert_dot, plain_expert_dot
+from jfp8.recipes.in_effect import recipes_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import Format
@@ -37,21 +37,20 @@ class RaggedDot(Product):
 
     def __call__(
         self,
-        lhs: jax.Array | Made,
+        lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
         group_sizes: jax.Array | ExpertRows,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
+        **multiply: Any,
     ) -> jax.Array:
         """``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
         result = {"preferred_element_type": preferred_element_type}
-        lhs, source, _ = split_made(lhs)
 
         # A ragged product takes no out_sharding.
         def quantized(lhs: Any, rhs: Any, *, out_sharding: None, **given: Any) -> Any:
             if isinstance(group_sizes, ExpertRows):
-                made_of = {"source": source}
-                return observed_expert_dot(lhs, rhs, group_sizes, **made_of, **result, **given)
+                return observed_expert_dot(lhs, rhs, group_sizes, **multiply, **result, **given)
             return observed_ragged_dot(lhs, rhs, group_sizes, **result, **given)
 
         def plain(lhs: Any, rhs: Any, *, out_sharding: None) -> jax.Array:
@@ -98,17 +97,20 @@ class ExpertDense(nnx.Module):
         self.ragged_dot = RaggedDot(recipe=recipe, implementation=implementation)
         self.ragged_dot.casts_kernel = True
 
-    def __call__(self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows) -> jax.Array:
+    def __call__(
+        self, inputs: jax.Array, group_sizes: jax.Array | ExpertRows, **multiply: Any
+    ) -> jax.Array:
         """Apply the layer.
 
         Args:
           inputs: ``[tokens, in]``, sorted by expert.
           group_sizes: i32[num_experts], the tokens of each expert; or the rows of experts, see
             `observed_expert_dot`.
+          multiply: likewise.
         """
         promote = partial(dtypes.promote_dtype, dtype=self.dtype)
         x, kernel = promoted(promote, (inputs, self.kernel.get_value()), casts_kernel=True)
-        return self.ragged_dot(x, kernel, group_sizes, self.precision)
+        return self.ragged_dot(x, kernel, group_sizes, self.precision, **multiply)
 
 
 class RouterBias(nnx.Variable):
@@ -303,11 +305,12 @@ class MoE(nnx.Module):
             self.wo,
             intermediate_dim=self.intermediate_dim,
             mesh=expert_mesh(*axes, routed.probabilities.shape[1]),
-            recipes=moe_math.recipes_in_effect(self.recipe, paths),
+            recipes=recipes_in_effect(self.recipe, paths),
             implementation=self.implementation,
             activation=self.activation,
             saved_activations=self.saved_activations,
             capacity_factor=self.capacity_factor,
+            is_one_operation=not self.wo.ragged_dot.reads_operands(),
         )
         y = y.reshape(inputs.shape)
         return (y, loss) if self.return_load_balancing_loss else y

@@ -17,9 +17,9 @@ from jfp8.matmul.spec import Implementation
 from jfp8.products import einsum
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
-from jfp8.products.made import Made, split_made
 from jfp8.products.operation import Observed, Options, State
 from jfp8.products.undifferentiated_uses import uses_of
+from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import window_of
 from jfp8.recipes.causality import Layer
 from jfp8.recipes.in_effect import is_overridden, recipe_in_effect, why_in_high_precision
@@ -192,12 +192,16 @@ class Product(nnx.Module):
         if state is not None and self.fp8_sink is not None:
             sink = self.fp8_sink.get_value()
         records = state is not None and sink is None and not self.use_running_average
-        is_a_step = is_eager() or is_in_a_body()
-        if state is not None and records and is_a_step and operands is not None:
+        if state is not None and self.reads_operands() and operands is not None:
             # Scales of the call before would saturate what another use of the layer takes.
             by_role = zip(Observed._fields, operands, strict=True)
             state |= {role: observe(state[role], amax(x)) for role, x in by_role}
         return State(state, sink), records
+
+    def reads_operands(self) -> bool:
+        """Whether `begin` looks at operands, because each call is a step."""
+        records = self.fp8 is not None and self.fp8_sink is None and not self.use_running_average
+        return records and (is_eager() or is_in_a_body())
 
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
         if self.fp8 is None or is_overridden():
@@ -284,13 +288,14 @@ class DotGeneral(Product):
 
     def __call__(
         self,
-        lhs: jax.Array | Made,
+        lhs: jax.Array,
         rhs: jax.Array | ScaledArray,
         dimension_numbers: lax.DotDimensionNumbers,
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
         *,
         out_sharding: Any = None,
+        multiply: Callable[..., Any] = multiply_quantized,
     ) -> jax.Array:
         """``jax.lax.dot_general`` in FP8, with the arguments of `jfp8.linen.DotGeneral`.
 
@@ -301,8 +306,7 @@ class DotGeneral(Product):
             "dimension_numbers": dimension_numbers,
             "preferred_element_type": preferred_element_type,
         }
-        lhs, source, then = split_made(lhs)
-        quantized = partial(observed_dot_general, **how, source=source, then=then)
+        quantized = partial(observed_dot_general, **how, multiply=multiply)
         plain = partial(lax.dot_general, **how, precision=precision)
         return self._multiply(quantized, plain, lhs, rhs, out_sharding)
 

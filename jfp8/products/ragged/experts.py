@@ -29,7 +29,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jfp8.matmul.spec import Implementation, MatmulSpec, planner_of
-from jfp8.products.made import Made, Source, Then
 from jfp8.products.operation import (
     Kind,
     Observed,
@@ -66,7 +65,7 @@ _TILE = 128  # rows of a tile, as kernels take them
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["exchange"],
-    meta_fields=["travels", "divided", "projections", "then"],
+    meta_fields=["travels", "divided", "projections"],
 )
 @dataclass(frozen=True)
 class ExpertRows:
@@ -78,14 +77,12 @@ class ExpertRows:
       divided: whether the axis for tensors divides the matrices: ``n`` if lhs travels, else ``k``.
       projections: so many equal parts of ``n`` lie side by side. If it is divided, the columns of y
         are sorted by device first, and then by projection.
-      then: what follows, if the result may be a `Followed`. Not if it is divided.
     """
 
     exchange: Exchange
     travels: Travels
     divided: bool = False
     projections: int = 1
-    then: Then | None = None
 
     def sort_columns(self, rhs: Operand) -> Operand:
         """``[E, k, n]`` with the columns in the order of those of y."""
@@ -138,13 +135,16 @@ class ExpertDot(Operation):
     def arrange(self, role: str, x: Any) -> Any:
         return self._here(self.exchange).arrange(role, x)
 
+    def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Any:
+        return self._here(self.exchange).made(role, x, make, *parts)
+
     def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
         return self._here(self.exchange).quantize(role, x, quantizer, at)
 
     def quantize_for_both(
         self,
         role: str,
-        x: jax.Array | Made,
+        x: Any,
         first: Use,
         second: Use | None,
         state: AmaxState | None,
@@ -242,8 +242,8 @@ def observed_expert_dot(
     options: Options,
     state: State,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    source: Source | None = None,
-) -> tuple[Any, Observed]:
+    multiply: Callable[..., tuple[jax.Array, Observed]] | None = None,
+) -> tuple[jax.Array, Observed]:
     """The product of each row with the matrix of its expert, and the amaxes of both operands.
 
     Args:
@@ -252,19 +252,20 @@ def observed_expert_dot(
       rhs: ``[E, k, n]``.
       rows: where they go; see above.
       options, state, preferred_element_type: as in `observed_ragged_dot`.
-      source: what `lhs` is made of, if a kernel may make it.
+      multiply: does it in place of `multiply_quantized`.
 
     Returns:
-      ``[tiles, height, n]`` if lhs travels, or a `Followed`; else ``[c, n]``, a row for each copy.
+      ``[tiles, height, n]`` if lhs travels; else ``[c, n]``, a row for each copy.
     """
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     options = options.on_device_of(lhs, rhs)
     out_dtype = check_out_dtype(preferred_element_type, lhs, rhs, options)
-    return _observed(options, out_dtype, lhs, rhs, rows, state, lax.stop_gradient(source))
+    if multiply is not None:  # it may do more, with effects
+        return _observed(options, out_dtype, multiply, lhs, rhs, rows, state)
+    return _compiled(options, out_dtype, multiply_quantized, lhs, rhs, rows, state)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _observed(options, out_dtype, lhs, rhs, rows, state, source):
+def _observed(options, out_dtype, multiply, lhs, rhs, rows, state):
     exchange, travels = rows.exchange, rows.travels
     recipe = options.recipe
     dtypes = (np.dtype(lhs.dtype), value_dtype(rhs), out_dtype)
@@ -277,17 +278,17 @@ def _observed(options, out_dtype, lhs, rhs, rows, state, source):
         options, tiles * exchange.height, rhs.shape[0], quantized, height=exchange.height
     )
     way = plan(spec).operation
-    around = {"source": source, "then": rows.then} if way.fuses_neighbours is True else {}
-    multiply = functools.partial(
-        multiply_quantized, rhs=rhs, options=options, state=state, **around
-    )
+    how = rhs, options, state
+    run = lambda operation, lhs, restore: multiply(operation, lhs, *how, restore=restore)
     if exchange.mesh.mesh is None and not _serves_both(recipe, travels):
-        return _sorted_first(way, dtypes, lhs, rhs, scales, rows, multiply)
+        return _sorted_first(way, dtypes, lhs, rhs, scales, rows, run)
     operation = ExpertDot(
         (lhs.shape, rhs.shape), dtypes, exchange, travels, way, rows.divided, scales
     )
-    y, observed = multiply(operation, lhs)
-    return (y[:, 0] if travels == "result" else y), observed
+    return run(operation, lhs, lambda y: y[:, 0] if travels == "result" else y)
+
+
+_compiled = jax.jit(_observed, static_argnums=(0, 1, 2))
 
 
 def _serves_both(recipe: Recipe, travels: Travels) -> bool:
@@ -299,7 +300,7 @@ def _serves_both(recipe: Recipe, travels: Travels) -> bool:
     return first is not None and first == second and first.one_for_both
 
 
-def _sorted_first(way, dtypes, lhs, rhs, scales, rows, multiply):
+def _sorted_first(way, dtypes, lhs, rhs, scales, rows, run):
     """On one device: rows are sorted as they are, and quantized for both products from that.
 
     From bytes in one direction those in the other would be rounded twice.
@@ -311,10 +312,8 @@ def _sorted_first(way, dtypes, lhs, rhs, scales, rows, multiply):
         lhs = take_rows(each, copy, row).reshape(-1, exchange.height, each.shape[-1])
     shapes, groups = (lhs.shape, rhs.shape), (exchange.group, exchange.padded_sizes)
     operation = way(shapes, dtypes, *groups, scales)
-    y, observed = multiply(operation, lhs)
-    if rows.travels == "result":
-        y = take_rows(y.reshape(-1, y.shape[-1]), row, copy)
-    return y, observed
+    back = lambda y: take_rows(y.reshape(-1, y.shape[-1]), row, copy)
+    return run(operation, lhs, back if rows.travels == "result" else lambda y: y)
 
 
 def plain_expert_dot(

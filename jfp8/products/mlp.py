@@ -1,0 +1,107 @@
+"""Two products with an activation between them, as one operation with one VJP. ::
+
+    h = first(x, w1) + bias                    [..., projections, n]
+    y = second(make(h[..., 0, :], ...), w2)
+
+Kernels that quantize may make the lhs of the second product as they read `h`; and the gradient of
+`h`, as they read `h` and what the second product returns, if no bias needs that gradient, too. Then
+they are never in memory. Where no kernel makes them, XLA does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jfp8.matmul.spec import plus_bias
+from jfp8.products.vjp import backward, begin, forward
+from jfp8.tracing.compat import same_varying_axes
+
+
+def make_all(make: Callable[..., jax.Array], h: jax.Array) -> jax.Array:
+    """Return ``make(h[..., 0, :], h[..., 1, :], ...)`` in f32, rounded to the dtype of `h`.
+
+    Args:
+      make: of f32 arrays, element by element. Hashable; caches know it by its ``str``.
+    """
+    wide = h.astype(jnp.promote_types(h.dtype, jnp.float32))
+    return make(*(wide[..., p, :] for p in range(wide.shape[-2]))).astype(h.dtype)
+
+
+def through_both(
+    first: Callable[..., Any],
+    second: Callable[..., jax.Array],
+    make: Callable[..., jax.Array],
+    shape: tuple[int, ...],
+) -> Any:
+    """Return ``y``, where layers bring the operands of both products, and record their amaxes.
+
+    Args:
+      first: ``first(multiply=...)`` of a layer that calls it in place of `multiply_quantized`, and
+        hands on its result. A bias of that layer is a further argument, ``bias``.
+      second: ``second(x, multiply=...)`` likewise. Of `x` it may use the shape and the dtype.
+      make: see `make_all`.
+      shape: of ``h``.
+    """
+    begun: list[Any] = []
+
+    def multiply_first(operation, *given, restore=None, bias=None):
+        begun[:] = operation, bias, *begin(*given)
+        hidden = jnp.zeros((*shape[:-2], shape[-1]), operation.dtype_of("fprop"))
+        y = second(hidden, multiply=multiply_second)
+        return y, begun.pop()
+
+    def multiply_second(operation, lhs, *given, restore, bias=None):
+        first_operation, first_bias, first_how, operands = begun
+        how, others = begin(lhs, *given)
+        both = make, shape, lhs.shape, first_how, how
+        arrays = (first_operation, operation), (operands, others._replace(lhs=None), first_bias)
+        y, observed = _multiply(both, *same_varying_axes(arrays))
+        begun.append(first_how.end(observed[0]))
+        return plus_bias(restore(y), bias), how.end(observed[1])
+
+    return first(multiply=multiply_first)
+
+
+def _plus(h: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return h if bias is None else h + bias.reshape((1,) * (h.ndim - 2) + bias.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(both, operations, operands):
+    return _forward(both, operations, operands, and_backward=False)[0]
+
+
+def _forward(both, operations, operands, and_backward=True):
+    make, shape, lhs_shape, *hows = both
+    first, second, bias = operands
+    how = {"and_backward": and_backward}
+    (y, seen), kept = forward(hows[0], operations[0], first, **how)
+    h = _plus(y.reshape(shape), bias)
+    second = second._replace(lhs=make_all(make, h).reshape(lhs_shape))
+    (z, seen_too), kept_too = forward(hows[1], operations[1], second, make, h, **how)
+    return (z, (seen, seen_too)), (h.reshape(y.shape), bias, kept, kept_too)
+
+
+def _backward(both, residuals, cotangents):
+    make, shape, _, *hows = both
+    y, bias, kept, kept_too = residuals
+    second = backward(hows[1], kept_too, cotangents[0])
+    assert second.lhs is not None
+    h, d_made = y.reshape(shape), second.lhs.reshape(*shape[:-2], shape[-1])
+    # As by `jax.checkpoint`: what is cheap is computed again, not kept since the forward pass.
+    again, dy = lax.optimization_barrier((h, d_made))
+    (dh,) = jax.vjp(partial(make_all, make), again)[1](dy)
+    made_of, d_bias = (make, h, d_made), None
+    if bias is not None:  # then it is in memory
+        made_of, (d_bias,) = (), jax.vjp(partial(_plus, jnp.zeros_like(dh)), bias)[1](dh)
+    first = backward(hows[0], kept, dh.reshape(y.shape), *made_of)
+    return None, (first, second._replace(lhs=None), d_bias)
+
+
+_multiply.defvjp(_forward, _backward)
