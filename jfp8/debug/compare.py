@@ -23,13 +23,23 @@ from jfp8.debug.measurement import Measurement
 from jfp8.debug.stats import Stats, observed
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.observers import Observer, tap
-from jfp8.products.operation import Kind, Operation
-from jfp8.products.vjp import product_by
+from jfp8.products.operation import (
+    Kind,
+    Operand,
+    Operation,
+    Options,
+    QuantizedOperand,
+    Use,
+    sums,
+)
+from jfp8.products.quantized_output import quantized_output
+from jfp8.products.seeds import rotation_seed
 from jfp8.recipes.in_effect import overriding
 from jfp8.recipes.product import Product, Products
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.arrays import ScaledArray, scaled_values
+from jfp8.scaling.scales import amax
 from jfp8.tracing.notes import notes_of, product_path
 
 _PLAIN = Product(None, None)
@@ -55,6 +65,34 @@ class _HighPrecision(Recipe):
 
     def products(self) -> Products:
         return _NothingQuantized(_PLAIN, _PLAIN, _PLAIN)
+
+
+_OPERANDS: dict[Kind, tuple[str, str]] = {
+    "fprop": ("lhs", "rhs"),
+    "dgrad": ("grad", "rhs"),
+    "wgrad": ("lhs", "grad"),
+}
+
+
+def product_by(
+    recipe: Recipe, operation: Operation, kind: Kind, first: jax.Array, second: jax.Array
+) -> tuple[jax.Array, Operand, Operand]:
+    """Return one of the three results of arrays in high precision, as `recipe` computes it.
+
+    By itself, without state. Also return its quantized operands.
+    """
+    product: Product = getattr(recipe.resolved(), kind)
+    quantizers, contracting = (product.lhs, product.rhs), operation.contracting(kind)
+    given = zip((first, second), _OPERANDS[kind], quantizers, contracting, strict=True)
+    rotated_by = rotation_seed(product, kind, amax(first), None)
+    q_first, q_second = (
+        QuantizedOperand(role, x, None, None, operation).quantized(
+            Use(kind, product, quantizer, summed, rotation_seed=rotated_by), None
+        )[0]
+        for x, role, quantizer, summed in given
+    )
+    y = operation.multiply(kind, q_first, q_second, sums(Options(recipe), kind))
+    return quantized_output(kind, product, y, None), q_first, q_second
 
 
 @dataclass(frozen=True)

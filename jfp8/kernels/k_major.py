@@ -12,7 +12,8 @@ import numpy as np
 from jfp8.kernels.cuda_backends import known_gpu, quantizing_k_major
 from jfp8.kernels.matrices import Arrangement, arrangements
 from jfp8.kernels.quantize_and_transpose import Matrix, has_kernel, made_of, quantize_both_ways
-from jfp8.matmul.spec import MatmulSpec, layout_of, matrix_groups
+from jfp8.matmul.as_matrices import matrix_groups
+from jfp8.matmul.spec import MatmulSpec, layout_of
 from jfp8.products.dot_general import DotSpec, multiply_operands
 from jfp8.products.operation import Kind, Operand, Operation, Use
 from jfp8.scaling.history import AmaxState
@@ -59,10 +60,6 @@ class KMajorDot(Operation):
     def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Matrix:
         return x if getattr(self, role).is_padded else made_of(role, x, make, *parts)
 
-    def restore(self, kind: Kind, y: jax.Array) -> jax.Array:
-        of = {"fprop": self.grad, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
-        return of.array(y)
-
     def quantize_for_both(
         self,
         role: str,
@@ -89,7 +86,11 @@ class KMajorDot(Operation):
         return operand if contracting == (1,) else operand.T
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
-        return multiply_operands(first, second, spec.of(_BOTH_LAST, self.dtype_of(kind)))
+        y = multiply_operands(
+            first, second, replace(spec, dimension_numbers=_BOTH_LAST, dtype=self.dtype_of(kind))
+        )
+        of = {"fprop": self.grad, "dgrad": self.lhs, "wgrad": self.rhs}[kind]
+        return of.array(y)
 
 
 def k_major(spec: DotSpec) -> KMajorDot | None:

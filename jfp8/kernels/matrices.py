@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfp8.matmul.spec import Numbers, layout_of, matrix_groups
+from jfp8.matmul.as_matrices import matrix_groups
+from jfp8.matmul.spec import Numbers, layout_of
 from jfp8.scaling.arrays import ScaledArray
 
 

@@ -38,6 +38,7 @@ from jax.sharding import (
 )
 
 from jfp8.tracing.compat import axes_by_dimension, finest_mesh, kernels_are_interpreted
+from jfp8.tracing.device import Gpu
 
 Combine = Literal["sum", "max", "alike"]
 Axes = tuple[str, ...]
@@ -359,3 +360,13 @@ def _combined(
     # As integers, without the sign that a NaN may have: not all devices know a maximum with NaN.
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.iinfo(jnp.int32).max
     return lax.bitcast_convert_type(lax.pmax(bits, axes), x.dtype)
+
+
+def why_not_divided(gpu: Gpu) -> str | None:
+    """Return why the compiler cannot be told how to divide a kernel here; None if it can."""
+    if not gpu.partly_manual:
+        return None
+    return (
+        "arrays inside of a jax.shard_map over some axes of the mesh, which the compiler divides "
+        "along the others. Make all axes manual, or none"
+    )

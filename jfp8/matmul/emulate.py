@@ -13,17 +13,15 @@ from jfp8.matmul.chunked_sums import dot_in_chunks
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
     MatmulSpec,
-    explained,
     factors_of,
     has_one_scale,
     plain_dot,
     planner_of,
-    times,
     varies_along_sum,
 )
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.codes import decode
-from jfp8.tracing.notes import EXPLAINING
+from jfp8.tracing.notes import EXPLAINING, explained
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
@@ -67,7 +65,9 @@ def emulated(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:
         return product.astype(spec.dtype)
     else:
         product = dot_in_f32(lhs.data, rhs.data, spec.dimension_numbers)
-    return times(product, factors_of(lhs, rhs, spec)).astype(spec.dtype)
+    for factor in factors_of(lhs, rhs, spec):
+        product = product * factor
+    return product.astype(spec.dtype)
 
 
 def dot_in_f32(

@@ -6,15 +6,13 @@ better ways; it is a module that is imported when a program is traced for such a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import itertools
 import math
 import operator
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -26,7 +24,6 @@ from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.formats import E4M3FN, E5M2
 from jfp8.scaling.parts import expand_scale
 from jfp8.tracing.device import Device
-from jfp8.tracing.notes import EXPLAINING
 
 Numbers: TypeAlias = tuple[
     tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
@@ -67,18 +64,6 @@ def planner_of(device: Device, implementation: str | None = None) -> Any:
     return None if module is None else importlib.import_module(module)
 
 
-def explained(what: str, *arguments: Any) -> AbstractContextManager[object]:
-    """Return a context that notes how a GPU would compute something, if a report is being made.
-
-    Args:
-      what: a function of `jfp8.kernels.explain`.
-      arguments: of that.
-    """
-    if EXPLAINING.value is None:
-        return contextlib.nullcontext()
-    return getattr(importlib.import_module("jfp8.kernels.explain"), what)(*arguments)
-
-
 def check_implementation(implementation: str | None) -> None:
     """Raise ``ValueError`` unless `implementation` is None or names an implementation."""
     if implementation is not None and implementation not in _NAMED:
@@ -110,12 +95,8 @@ class MatmulSpec:
     implementation: Implementation = None
     device: Device = None
 
-    def of(self, dimension_numbers: Numbers, dtype: np.dtype) -> MatmulSpec:
-        """Return the spec of a matmul that sums likewise."""
-        return replace(self, dimension_numbers=dimension_numbers, dtype=dtype)
 
-
-# Products of arrays of any shape, as products of (batches of) matrices.
+# Dimensions.
 
 
 def check_dimension_numbers(
@@ -197,44 +178,6 @@ def layout_of(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], numbers: N
     )
     sizes = (math.prod(rows), math.prod(columns), math.prod(summed))
     return Layout(lhs_free, rhs_free, sizes, (*batch, *rows, *columns))
-
-
-def as_matrices(lhs: jax.Array, rhs: Any, numbers: Numbers) -> tuple[jax.Array, Any, Numbers]:
-    """Operands with at most one batch dimension, one free and one contracting dimension.
-
-    Raises:
-      ValueError: `rhs` is a `ScaledArray`, whose blocks would be cut.
-    """
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
-    layout = layout_of(lhs.shape, rhs.shape, numbers)
-    lhs, lhs_k = _grouped(lhs, lhs_batch, layout.lhs_free, lhs_contract)
-    rhs, rhs_k = _grouped(rhs, rhs_batch, layout.rhs_free, rhs_contract)
-    batch = ((0,), (0,)) if lhs_batch else ((), ())
-    return lhs, rhs, (((lhs_k,), (rhs_k,)), batch)
-
-
-def _grouped(
-    x: Any, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
-) -> tuple[Any, int]:
-    """Return `x` with each of three groups of dimensions merged, and the position of `contract`."""
-    groups = matrix_groups(batch, free, contract)
-    order = [d for group in groups for d in group]
-    x = x if order == sorted(order) else x.transpose(order)
-    sizes = iter(x.shape)
-    x = x.reshape([math.prod(next(sizes) for _ in group) for group in groups])
-    return x, len(groups) - 1 if groups[-1] == tuple(contract) else len(groups) - 2
-
-
-def matrix_groups(
-    batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """Return the dimensions of an operand that each dimension of its matrix merges.
-
-    The batch dimension comes first, if there is one; the other two keep their order, and are added
-    if they are missing. Nothing is transposed unless a group is out of order or not contiguous.
-    """
-    matrix = sorted((tuple(free), tuple(contract)))
-    return [tuple(batch), *matrix] if batch else matrix
 
 
 # Scales laid out like the result, and products that are multiplied by them.
@@ -324,11 +267,6 @@ def factors_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax
         tuple(to_output(s, lhs, lhs_batch, rows, 0, len(columns)) for s in lhs_scales),
         tuple(to_output(s, rhs, rhs_batch, columns, len(rows), 0) for s in rhs_scales),
     )
-
-
-def plus_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """``y + bias`` for every row, as Flax adds a bias; `y` if there is none."""
-    return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 def times(y: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:

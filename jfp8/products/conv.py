@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jfp8.matmul.spec import Implementation, MatmulSpec, explained, scale_products
+from jfp8.matmul.spec import Implementation, MatmulSpec, scale_products
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, specs_of, with_result_like
 from jfp8.products.operation import (
@@ -36,8 +36,8 @@ from jfp8.products.operation import (
     check_out_dtype,
     plan,
     value_dtype,
-    values_of,
 )
+from jfp8.products.quantized_rhs import values_of
 from jfp8.products.vjp import multiply_quantized
 from jfp8.products.window import Window, window_of
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -47,6 +47,7 @@ from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.codes import decode
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import has_explicit_axes
+from jfp8.tracing.notes import explained
 
 
 def scaled_conv_general_dilated(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,16 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.matmul.bias import plus_bias, with_gradient_of_sum
 from jfp8.matmul.emulate import multiply
 from jfp8.matmul.spec import (
     Implementation,
     MatmulSpec,
     Numbers,
-    as_matrices,
     check_dimension_numbers,
     layout_of,
     plain_dot,
-    plus_bias,
 )
 from jfp8.products.explicit_sharding import Specs, specs_of, with_result_like
 from jfp8.products.operation import (
@@ -35,11 +34,10 @@ from jfp8.products.operation import (
     as_lhs,
     as_operand,
     check_out_dtype,
-    has_scales_of,
     plan,
     value_dtype,
-    values_of,
 )
+from jfp8.products.quantized_rhs import rhs_as_matrices
 from jfp8.products.vjp import multiply_quantized
 from jfp8.recipes.per_tensor import DelayedScaling
 from jfp8.recipes.recipe import Recipe
@@ -190,7 +188,7 @@ def observed_dot_general(
     if options.recipe.resolved().matrices:
         # Blocks of scales run over the rows and columns of the matrices that are multiplied, across
         # the borders of the dimensions that form them.
-        lhs, rhs, dimension_numbers = _matrices(lhs, rhs, dimension_numbers, options.recipe)
+        lhs, rhs, dimension_numbers = rhs_as_matrices(lhs, rhs, dimension_numbers, options.recipe)
     options = options.on_device_of(lhs, rhs)
     spec = DotSpec(
         (lhs.shape, rhs.shape),
@@ -205,29 +203,10 @@ def observed_dot_general(
         biased = operation.with_bias(lax.stop_gradient(bias), options)
         if biased is not None:
             y, observed = multiply(biased, lhs, rhs, options, state)
-            return _with_gradient_of_sum(y.reshape(shape), bias), observed
+            return with_gradient_of_sum(y.reshape(shape), bias), observed
     restore = lambda y: y.reshape(shape)
     y, observed = multiply(operation, lhs, rhs, options, state, restore=restore)
-    return plus_bias(y, bias), observed
-
-
-@jax.custom_vjp
-def _with_gradient_of_sum(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return `y`, to which a kernel has added `bias`, with the gradient of ``y' + bias``."""
-    del bias
-    return y
-
-
-def _sum_forward(y, bias):
-    return y, bias
-
-
-def _sum_backward(bias, dy):
-    (d_bias,) = jax.vjp(lambda bias: plus_bias(jnp.zeros_like(dy), bias), bias)[1](dy)
-    return dy, d_bias
-
-
-_with_gradient_of_sum.defvjp(_sum_forward, _sum_backward)
+    return (y if bias is None else plus_bias(y, bias)), observed
 
 
 @jax.tree_util.register_static
@@ -242,18 +221,17 @@ class Dot(Operation):
 
     dimension_numbers: Numbers
 
-    def _matmul(self, kind: Kind) -> _Matmul:
-        return _three_matmuls(self.shapes, self.dimension_numbers)[kind]
-
     def contracting(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self._matmul(kind).numbers[0]
+        return three_matmuls(self.shapes, self.dimension_numbers)[kind].numbers[0]
 
     def terms(self, kind: Kind) -> int:
-        return self._matmul(kind).terms
+        return three_matmuls(self.shapes, self.dimension_numbers)[kind].terms
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
-        numbers, order, _ = self._matmul(kind)
-        y = multiply_operands(first, second, spec.of(numbers, self.dtype_of(kind)))
+        numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
+        y = multiply_operands(
+            first, second, replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
+        )
         return y if order is None else y.transpose(order)
 
 
@@ -296,10 +274,10 @@ class _Matmul(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _three_matmuls(
+def three_matmuls(
     shapes: tuple[tuple[int, ...], tuple[int, ...]], numbers: Numbers
 ) -> dict[Kind, _Matmul]:
-    """fprop, dgrad and wgrad.
+    """Return fprop, dgrad and wgrad.
 
     The output ``y`` has the batch dimensions first, then those free in lhs, then those free in rhs.
     """
@@ -324,20 +302,3 @@ def _three_matmuls(
         "dgrad": _Matmul(((y_rhs, rhs_free), (y_batch, rhs_batch)), d_lhs_order, n),
         "wgrad": _Matmul(((lhs_free, y_lhs), (lhs_batch, y_batch)), d_rhs_order, m),
     }
-
-
-def _matrices(
-    lhs: jax.Array, rhs: Operand, numbers: Numbers, recipe: Recipe
-) -> tuple[jax.Array, Operand, Numbers]:
-    """`as_matrices`; of an `rhs` in bytes the values, unless `recipe` uses these very bytes."""
-    quantizer = recipe.resolved().fprop.rhs
-    if isinstance(rhs, ScaledArray) and quantizer is not None and quantizer.fmt == rhs.format:
-        try:
-            x, q, found = as_matrices(lhs, rhs, numbers)
-        except ValueError:  # its blocks are not those of the matrix
-            pass
-        else:
-            quantize = lambda x, quantizer, at: quantizer(x, at)
-            if has_scales_of(quantizer, q, found[0][1], quantize):
-                return x, q, found
-    return as_matrices(lhs, values_of(rhs), numbers)

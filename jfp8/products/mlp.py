@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.matmul.spec import plus_bias
-from jfp8.products.vjp import backward, begin, forward
+from jfp8.matmul.bias import plus_bias
+from jfp8.products.operation import Observed
+from jfp8.products.undifferentiated_uses import end_use
+from jfp8.products.vjp import How, backward, begin, forward
 from jfp8.tracing.compat import same_varying_axes
 
 
@@ -62,10 +64,17 @@ def through_both(
         both = make, shape, lhs.shape, first_how, how
         arrays = (first_operation, operation), (operands, others._replace(lhs=None), first_bias)
         y, observed = _multiply(both, *same_varying_axes(arrays))
-        begun.append(first_how.end(observed[0]))
-        return plus_bias(restore(y), bias), how.end(observed[1])
+        begun.append(_end(first_how, observed[0]))
+        return plus_bias(restore(y), bias), _end(how, observed[1])
 
     return first(multiply=multiply_first)
+
+
+def _end(how: How, observed: Observed) -> Observed:
+    """Return the amaxes of a use, which have no gradient, and note them."""
+    if how.use is not None:
+        end_use(how.use, *observed)
+    return lax.stop_gradient(observed)
 
 
 def _plus(h: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -7,7 +7,6 @@ operation that computes the same: see `plan`.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -15,18 +14,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jfp8.matmul.spec import Implementation, MatmulSpec, check_implementation, planner_of
 from jfp8.products.observers import OBSERVER
+from jfp8.products.quantized_rhs import has_scales_of, with_one_scale
+from jfp8.products.seeds import rotation_seed, seed_for
 from jfp8.quantizers.quantizer import Context, Quantizer
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
-from jfp8.scaling.arrays import ScaledArray, check_scale_shape, dequantize, scaled_values
+from jfp8.scaling.arrays import ScaledArray, check_scale_shape, scaled_values
 from jfp8.scaling.codes import as_float_array
 from jfp8.scaling.history import AmaxState
-from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax
 from jfp8.tracing.device import Device, current_device
 
@@ -71,20 +70,18 @@ class Options:
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
             check_recipe(self.recipe)  # raises, and lists the known recipes
-        check_implementation(self.implementation)
+        if self.implementation is not None:
+            check_implementation(self.implementation)
 
     def on_device_of(self, *operands: Any) -> Options:
         """Return these options for the device that a program with `operands` is traced for."""
         arrays = (x.data if isinstance(x, ScaledArray) else x for x in operands)
         return replace(self, device=current_device(*arrays))
 
-    def sums(self, kind: Kind) -> MatmulSpec:
-        """Return how one of the three matmuls is summed: its spec without shapes."""
-        return _sums(self, kind)
-
 
 @functools.cache
-def _sums(options: Options, kind: Kind) -> MatmulSpec:
+def sums(options: Options, kind: Kind) -> MatmulSpec:
+    """Return how one of the three matmuls is summed: its spec without shapes."""
     recipe = options.recipe
     product: Product = getattr(recipe.resolved(), kind)
     accumulation: str = recipe.accumulation
@@ -175,18 +172,10 @@ class Operation:
     def arrange(self, role: str, x: Any) -> Any:
         """Return an operand, ``lhs``, ``rhs`` or ``grad``, in the layout in which it is quantized.
 
-        A linear function of the operand. `restore` undoes it for results.
+        A linear function of the operand. `multiply` undoes it for results.
         """
         del role
         return x
-
-    def restore(self, kind: Kind, y: jax.Array) -> jax.Array:
-        """Return the result of a matmul in the layout of y, or of the operand it is a gradient of.
-
-        The default is for operations that arrange nothing.
-        """
-        del kind
-        return y
 
     def made(self, role: str, x: jax.Array, make: Callable[..., Any], *parts: jax.Array) -> Any:
         """Return what `quantize_for_both` takes for `x`, if a kernel may make that from `parts`.
@@ -244,10 +233,10 @@ class Operation:
         return operand
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
-        """Return the result of one of the three matmuls.
+        """Return y, or the gradient of an operand, in the layout that `arrange` is given.
 
         Args:
-          spec: what `Options.sums` returns.
+          spec: what `sums` returns.
         """
         raise NotImplementedError
 
@@ -326,7 +315,7 @@ class QuantizedOperand:
         x, of_tensor = self.x, largest
         if isinstance(x, ScaledArray):
             if quantizer is not None and product.rotation is None and quantizer.fmt == x.format:
-                as_it_is = _with_one_scale(x)
+                as_it_is = with_one_scale(x)
                 if as_it_is is not None and quantizer.block is None:
                     return as_it_is
                 quantize = functools.partial(self.operation.quantize, self.role)
@@ -345,31 +334,11 @@ class QuantizedOperand:
             return x
         seed = None
         if quantizer.stochastic:
-            seed = _seed_for(f"{self.role}{contracting}", of_tensor, self.seed)
+            seed = seed_for(f"{self.role}{contracting}", of_tensor, self.seed)
         at = Context(contracting, largest, self.state, seed)
         q = self.operation.quantize(self.role, x, quantizer, at)
         watching = OBSERVER.value
         return q if watching is None else watching.quantized(self.role, kinds, quantizer, x, q)
-
-
-def has_scales_of(
-    quantizer: Quantizer,
-    q: ScaledArray,
-    contracting: tuple[int, ...],
-    quantize: Callable[[jax.Array, Quantizer, Context], ScaledArray],
-) -> bool:
-    """Whether the scales of `q` are laid out as those that `quantize` would make."""
-    if not jnp.ndim(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale):
-        return False
-
-    def quantized(x: jax.Array) -> ScaledArray:
-        seed = jnp.zeros((2,), jnp.uint32)
-        return quantize(x, quantizer, Context(contracting, amax(x), None, seed))
-
-    wanted = jax.eval_shape(quantized, jax.ShapeDtypeStruct(q.shape, jnp.float32))
-    bare = [replace(each, block=None, carrier=None) for each in (q, wanted)]
-    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in bare]
-    return shapes[0] == shapes[1] and q.block_sizes() == wanted.block_sizes()
 
 
 def _same(first: Use, second: Use) -> bool:
@@ -377,55 +346,6 @@ def _same(first: Use, second: Use) -> bool:
     rotated = first.product.rotation is not None or second.product.rotation is not None
     any_direction = first.quantizer is None or first.quantizer.one_for_both
     return first.quantizer == second.quantizer and any_direction and not rotated
-
-
-def _seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
-    """A separate seed for each `use` of each tensor, step, scan iteration, batch and device.
-
-    No counter has to be threaded through transformations for that: wherever seeds must differ, the
-    data does, and so does its amax. The user's seed separates cases of equal data.
-    """
-    if seed is None:
-        seed = jnp.zeros((2,), jnp.uint32)
-    word = np.uint32(zlib.crc32(use.encode()))
-    return fold_in(seed, lax.bitcast_convert_type(amax, jnp.uint32) ^ word)
-
-
-def rotation_seed(
-    product: Product, kind: Kind, amax: jax.Array, seed: jax.Array | None
-) -> jax.Array | None:
-    """The seed of the random rotation of both operands, uint32[2]; None if there is none.
-
-    Args:
-      product: the recipe's settings for the product.
-      kind: which one.
-      amax: f32[], of the operand that is quantized first.
-      seed: the user's.
-    """
-    if product.rotation is None or not product.rotation.random:
-        return None
-    return _seed_for(f"{kind} rotation", amax, seed)
-
-
-def quantized_output(
-    kind: Kind, product: Product, role: str, y: jax.Array, seed: jax.Array | None
-) -> jax.Array:
-    """The result of a product, rounded to the format in which its recipe stores results."""
-    if product.output is None:
-        return y
-    largest = amax(y)
-    bits = _seed_for(f"{role}()", largest, seed) if product.output.stochastic else None
-    q = product.output(y, Context((), largest, None, bits))
-    if (watching := OBSERVER.value) is not None:
-        q = watching.quantized(role, kind, product.output, y, q)
-    return scaled_values(q).astype(y.dtype)
-
-
-def _with_one_scale(q: ScaledArray) -> ScaledArray | None:
-    """`q` with a 0-d scale, if it has no more than one scale."""
-    if isinstance(q.scale, ScaledArray) or jnp.size(q.scale) != 1:
-        return None
-    return ScaledArray(q.data, q.scale.reshape(()))
 
 
 # The operands that users pass.
@@ -447,13 +367,6 @@ def as_operand(x: jax.typing.ArrayLike | ScaledArray, what: str) -> Operand:
         return as_float_array(x, what)
     check_scale_shape(x)
     return x
-
-
-def values_of(x: Operand) -> jax.Array:
-    """`x` as an array: the values of a `ScaledArray`, whose bytes get no gradient."""
-    if not isinstance(x, ScaledArray):
-        return x
-    return dequantize(replace(x, data=lax.stop_gradient(x.data)))
 
 
 def value_dtype(x: Operand) -> np.dtype:

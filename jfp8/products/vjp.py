@@ -11,6 +11,7 @@ f8 bytes and their scales are kept for the backward pass, not the operands.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import (
@@ -32,20 +35,20 @@ from jfp8.products.operation import (
     QuantizedOperand,
     State,
     Use,
-    quantized_output,
-    rotation_seed,
+    sums,
 )
+from jfp8.products.quantized_output import quantized_output
+from jfp8.products.seeds import rotation_seed
 from jfp8.products.undifferentiated_uses import ProductUse, begin_use, end_use
 from jfp8.recipes.product import Product
-from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import Format
 from jfp8.scaling.granularity import PerAxis
-from jfp8.scaling.history import AmaxState, as_dicts
+from jfp8.scaling.history import AmaxState, as_dicts, check_states
 from jfp8.scaling.random_bits import seed_of
 from jfp8.scaling.scales import amax
-from jfp8.scaling.sink import ROLES, WIDTH, encode_amax
+from jfp8.scaling.sink import check_sink, encode_amax
 from jfp8.tracing.compat import same_varying_axes
 
 # Code that reads a sink ignores the size of its entries. Clipping by the global gradient norm does
@@ -77,12 +80,6 @@ class How(NamedTuple):
     options: Options
     carried: bool
     use: ProductUse | None
-
-    def end(self, observed: Observed) -> Observed:
-        """Return the amaxes of this use, which have no gradient."""
-        if self.use is not None:
-            end_use(self.use, *observed)
-        return lax.stop_gradient(observed)
 
 
 class Operands(NamedTuple):
@@ -140,8 +137,13 @@ def multiply_quantized(
     carrier, if it has one.
     """
     how, operands = begin(lhs, rhs, options, state)
-    y, observed = _multiply(how, *same_varying_axes((operation, operands)))
-    return restore(y), how.end(observed)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        operation, operands = same_varying_axes((operation, operands))
+    y, observed = _multiply(how, operation, operands)
+    observed = lax.stop_gradient(observed)
+    if how.use is not None:
+        end_use(how.use, *observed)
+    return restore(y), observed
 
 
 def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple[How, Operands]:
@@ -149,7 +151,7 @@ def begin(lhs: jax.Array, rhs: Operand, options: Options, state: State) -> tuple
     recipe, (histories, sink, key) = options.recipe, state
     if histories is not None:
         histories = as_dicts(histories) if isinstance(histories, Mapping) else histories
-        check_state(recipe, histories)
+        check_states(histories, recipe)
     if sink is not None:
         check_sink(sink)
     seed = seed_of(key) if key is not None and recipe.resolved().stochastic else None
@@ -179,11 +181,9 @@ def forward(
     lhs, rhs, _, state, sink, seed = operands
     products = options.recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
-    is_quantized = isinstance(rhs, ScaledArray)
-    frozen = is_quantized and not carried
-    lhs = first_order_only(lhs)
-    rhs = rhs if is_quantized else first_order_only(rhs)
-    lhs, rhs = operation.arrange("lhs", lhs), operation.arrange("rhs", rhs)
+    frozen = isinstance(rhs, ScaledArray) and not carried
+    lhs = operation.arrange("lhs", first_order_only(lhs, options=options))
+    rhs = operation.arrange("rhs", first_order_only(rhs))
     made = operation.made("lhs", lhs, *of) if of else None
     x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation, made=made)
     w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation, options.rhs_dtype)
@@ -194,22 +194,21 @@ def forward(
     x_again = Use("wgrad", wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
     w_again = Use("dgrad", dgrad, dgrad.rhs, w_free) if and_backward else None
     q_lhs, kept_lhs, lhs_amax = x.quantized(Use("fprop", fprop, fprop.lhs, x_sum), x_again)
-    rotated_by = rotation_seed(fprop, "fprop", lhs_amax, seed)
+    rotated_by = fprop.rotation and rotation_seed(fprop, "fprop", lhs_amax, seed)
     w_use = Use("fprop", fprop, fprop.rhs, w_sum, q_lhs, rotated_by)
     q_rhs, kept_rhs, rhs_amax = w.quantized(w_use, w_again)
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
     q_rhs, kept_rhs = _named(q_rhs, kept_rhs, SAVED_WEIGHT)
     lhs_amax, rhs_amax = checkpoint_name(lhs_amax, SAVED), checkpoint_name(rhs_amax, SAVED_WEIGHT)
-    y = _matmul(operation, options, "fprop", q_lhs, q_rhs, stored=frozen)
-    y = operation.restore("fprop", quantized_output("fprop", fprop, "y", y, seed))
+    y = _matmul(operation, options, "fprop", q_lhs, q_rhs, seed, stored=frozen)
 
     # Without a sink the gradient's amax would be lost, so its history is not updated.
     grad_state = None if state is None or sink is None else state["grad"]
     seen = None if sink is None else Observed(lhs_amax, rhs_amax)
     observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
     seeds = (
-        rotation_seed(dgrad, "dgrad", rhs_amax, seed),
-        rotation_seed(wgrad, "wgrad", lhs_amax, seed),
+        dgrad.rotation and rotation_seed(dgrad, "dgrad", rhs_amax, seed),
+        wgrad.rotation and rotation_seed(wgrad, "wgrad", lhs_amax, seed),
     )
     kept = Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, seeds, operation)
     return (y, observed), kept
@@ -236,14 +235,11 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
     if q_lhs is not None:
         second = Use("wgrad", wgrad, wgrad.rhs, g_sum_again, q_lhs, seeds[1])
     q_dy, q_dy_again, grad_amax = g.quantized(first, second)
-    d_lhs = _matmul(operation, options, "dgrad", q_dy, q_rhs, stored=q_lhs is None)
-    d_lhs = operation.restore("dgrad", quantized_output("dgrad", dgrad, "d_lhs", d_lhs, seed))
-    d_rhs = None
+    d_lhs = _matmul(operation, options, "dgrad", q_dy, q_rhs, seed, stored=q_lhs is None)
+    d_rhs = d_sink = None
     if q_lhs is not None:
         assert q_dy_again is not None
-        d_rhs = _matmul(operation, options, "wgrad", q_lhs, q_dy_again)
-        d_rhs = operation.restore("wgrad", quantized_output("wgrad", wgrad, "d_rhs", d_rhs, seed))
-    d_sink = None
+        d_rhs = _matmul(operation, options, "wgrad", q_lhs, q_dy_again, seed)
     if seen is not None:
         d_sink = encode_amax(_largest(*seen, grad_amax)) * SINK_UNIT
     d_rhs, d_carrier = (None, d_rhs) if carried else (d_rhs, None)
@@ -298,17 +294,33 @@ def restore(q: Kept, fmt: Format | None) -> Kept:
     return ScaledArray(codes_to_format(q.data, fmt), q.scale, q.block)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+_first_order_p = Primitive("first_order_only")
+_first_order_p.def_impl(lambda x, **names: x)
+_first_order_p.def_abstract_eval(lambda x, **names: x)
+mlir.register_lowering(_first_order_p, lambda context, x, **names: [x])
+batching.primitive_batchers[_first_order_p] = lambda values, dims, **names: (
+    _first_order_p.bind(*values, **names),
+    dims[0],
+)
+
+
 def first_order_only(
-    x: jax.Array, of: str = "FP8 products", instead: str = "nn.Dense"
-) -> jax.Array:
-    """`x`; to differentiate it, as only a second derivative does, raises."""
-    del of, instead
-    return x
+    x: Any, of: str = "FP8 products", instead: str = "nn.Dense", options: Options | None = None
+) -> Any:
+    """Return `x`; to differentiate it, as only a second derivative does, raises.
+
+    Args:
+      options: of the product; if it is emulated, to compile it for another platform than a CPU
+        warns.
+    """
+    if isinstance(x, ScaledArray):
+        return x
+    emulated = options is not None and options.device is None and options.implementation is None
+    return _first_order_p.bind(x, of=of, instead=instead, on="cpu" if emulated else "")
 
 
-@first_order_only.defjvp
-def _refuse_second_order(of, instead, primals, tangents):
+def _refuse_second_order(primals: Any, tangents: Any, *, of: str, instead: str, on: str) -> Any:
+    del primals, tangents, on
     raise TypeError(
         f"Second derivatives of {of} are not supported: the backward pass works on f8 bytes, "
         f"through which nothing can be differentiated. Use {instead} where you need them. If you "
@@ -318,55 +330,51 @@ def _refuse_second_order(of, instead, primals, tangents):
     )
 
 
+ad.primitive_jvps[_first_order_p] = _refuse_second_order
+
+
+def _warn_of_emulation(platform: str, context: Any, x: Any, *, on: str, **names: str) -> Any:
+    del context, names
+    if on:
+        warnings.warn(
+            f"A program with FP8 products that was traced for a CPU is compiled for {platform}: "
+            "its products are emulated, and slow. Trace it in jfp8.for_platforms"
+            f"({platform!r}), or for several platforms in jfp8.for_platforms('cpu', {platform!r}).",
+            stacklevel=2,
+        )
+    return [x]
+
+
+for _platform in ("cuda", "rocm", "tpu"):
+    mlir.register_lowering(
+        _first_order_p, partial(_warn_of_emulation, _platform), platform=_platform
+    )
+
+
 def _matmul(
     operation: Operation,
     options: Options,
     kind: Kind,
     first: Operand,
     second: Operand,
+    seed: jax.Array | None,
     *,
     stored: bool = False,
 ) -> jax.Array:
     """Return one of the three results, computed under a name that jaxprs and profiles show.
 
     Args:
+      seed: the user's.
       stored: whether `second` may be in bytes that somebody else made, with scales of any size.
     """
-    multiply, spec = _called(kind, operation.terms(kind)), options.sums(kind)
+    multiply, spec = _called(kind, operation.terms(kind)), sums(options, kind)
     if stored:
         spec = replace(spec, powers_of_two=False)
     y = multiply(spec, first, second, operation)
     if (watching := OBSERVER.value) is not None:
         y = watching.multiplied(operation, kind, first, second, y)
-    return y
-
-
-_OPERANDS: dict[Kind, tuple[str, str]] = {
-    "fprop": ("lhs", "rhs"),
-    "dgrad": ("grad", "rhs"),
-    "wgrad": ("lhs", "grad"),
-}
-
-
-def product_by(
-    recipe: Recipe, operation: Operation, kind: Kind, first: jax.Array, second: jax.Array
-) -> tuple[jax.Array, Operand, Operand]:
-    """Return one of the three results of arrays in high precision, as `recipe` computes it.
-
-    By itself, without state. Also return its quantized operands.
-    """
-    product: Product = getattr(recipe.resolved(), kind)
-    quantizers, sums = (product.lhs, product.rhs), operation.contracting(kind)
-    given = zip((first, second), _OPERANDS[kind], quantizers, sums, strict=True)
-    rotated_by = rotation_seed(product, kind, amax(first), None)
-    q_first, q_second = (
-        QuantizedOperand(role, x, None, None, operation).quantized(
-            Use(kind, product, quantizer, summed, rotation_seed=rotated_by), None
-        )[0]
-        for x, role, quantizer, summed in given
-    )
-    y = operation.multiply(kind, q_first, q_second, Options(recipe).sums(kind))
-    return quantized_output(kind, product, "y", y, None), q_first, q_second
+    product: Product = getattr(options.recipe.resolved(), kind)
+    return y if product.output is None else quantized_output(kind, product, y, seed)
 
 
 @functools.cache
@@ -378,38 +386,3 @@ def _called(kind: Kind, terms: int | None) -> Callable[..., jax.Array]:
 
     multiply.__name__ = f"{PRODUCT_NAME}{kind}" + ("" if terms is None else f"_{terms}")
     return jax.jit(multiply, static_argnums=0)
-
-
-def check_sink(sink: jax.Array) -> None:
-    """Raise ``ValueError`` if `sink` is not what ``init_sink()`` would give."""
-    if sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32:
-        raise ValueError(
-            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
-            f"jfp8.scaling.init_sink(); got {sink.dtype} of shape {sink.shape}."
-        )
-
-
-def check_state(recipe: Recipe, state: dict[str, AmaxState]) -> None:
-    """Raise ``ValueError`` if `state` is not what ``recipe.init_state()`` would give."""
-    expected = jax.eval_shape(recipe.init_state)
-    if expected is None:
-        raise ValueError(
-            f"{recipe!r} keeps no state, but a state was given: it belongs to another recipe. Pass "
-            "state=None (in a model: leave the 'fp8' collection out)."
-        )
-    given, needed = (
-        [(jax.tree_util.keystr(path), jnp.shape(leaf)) for path, leaf in leaves]
-        for leaves in map(jax.tree.leaves_with_path, (state, expected))
-    )
-    if given == needed and jax.tree.structure(state) == jax.tree.structure(expected):
-        return
-    if [shape for _, shape in given] == [shape for _, shape in needed]:
-        raise ValueError(
-            f"The state has the shapes that {recipe!r} needs, but another structure: it has "
-            f"{given[0][0]} where {needed[0][0]} is needed. If arrays are in boxes of metadata, "
-            "such as nn.Partitioned, take them out: flax.linen.meta.unbox(state)."
-        )
-    raise ValueError(
-        f"The state belongs to another recipe than {recipe!r}: it has shapes {dict(given)}, but "
-        f"{dict(needed)} are needed. Make a new one with recipe.init_state()."
-    )

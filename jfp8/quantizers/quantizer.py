@@ -168,14 +168,13 @@ class ScalesFromData(Quantizer):
         check_scale_rounding(self.scale_rounding)
 
 
-def check_has_nan(quantizer: Quantizer) -> None:
-    """Raise unless the format has a NaN, which a scale not computed from the data cannot hold."""
-    if not quantizer.fmt.has_nan:
-        raise ValueError(
-            f"{type(quantizer).__name__}({quantizer.fmt.name}): the format has no NaN, and the "
-            "scale is not computed from the data, so a NaN or Inf would vanish. Use Current, "
-            "Rowwise, Blockwise or TwoLevel."
-        )
+def _without_nan(quantizer: Quantizer) -> ValueError:
+    """Return the error for a format without NaN: scales not from the data hold none either."""
+    return ValueError(
+        f"{type(quantizer).__name__}({quantizer.fmt.name}): the format has no NaN, and the "
+        "scale is not computed from the data, so a NaN or Inf would vanish. Use Current, "
+        "Rowwise, Blockwise or TwoLevel."
+    )
 
 
 # One scale for a tensor.
@@ -225,7 +224,8 @@ class Delayed(_OneScale):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_has_nan(self)
+        if not self.fmt.has_nan:
+            raise _without_nan(self)
         if self.scale_rounding is not None:
             check_scale_rounding(self.scale_rounding)
         if self.algo not in ("max", "most_recent"):
@@ -267,7 +267,8 @@ class Unit(_OneScale):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_has_nan(self)
+        if not self.fmt.has_nan:
+            raise _without_nan(self)
 
     def scale_shared_along(self, history: bool) -> frozenset[Along]:
         del history

@@ -153,9 +153,18 @@ class Recipe:
             f"{type(self).__name__} is abstract; use one such as jfp8.recipes.DelayedScaling()."
         )
 
+    @functools.cache  # noqa: B019  (recipes are few, small and immutable)
     def resolved(self) -> Products:
         """`products`, with what `fast_accumulation` says about them."""
-        return _resolved(self)
+        products, fast = self.products(), self.fast_accumulation
+        if fast is None:
+            return products
+        return Products(
+            **{
+                kind: dataclasses.replace(product, fast_accumulation=kind in fast)
+                for kind, product in vars(products).items()
+            }
+        )
 
     def for_layer(self, path: str) -> Recipe:
         """The recipe of the layer at `path` (``"Block_0/Dense_1"``); mostly the same for all."""
@@ -223,19 +232,6 @@ class Recipe:
     def to_json(self) -> str:
         """The recipe as a JSON object, ``{"recipe": class name, field: value, ...}``."""
         return json.dumps({"recipe": type(self).__name__, **_to_plain(vars(self))})
-
-
-@functools.cache
-def _resolved(recipe: Recipe) -> Products:
-    products, fast = recipe.products(), recipe.fast_accumulation
-    if fast is None:
-        return products
-    return Products(
-        **{
-            kind: dataclasses.replace(product, fast_accumulation=kind in fast)
-            for kind, product in vars(products).items()
-        }
-    )
 
 
 # JSON: a dataclass becomes {"class": its name, field: value, ...}, a format its name.

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jfp8.scaling.formats import E4M3FN, E5M2, Format, format_of
-from jfp8.tracing.device import current_gpu
+from jfp8.tracing.device import Gpu, current_device
 
 
 def as_float_array(x: jax.typing.ArrayLike, what: str) -> jax.Array:
@@ -60,11 +60,13 @@ def encode(
     infinity = lane(0xFF << width)
     first_normal = lane((fmt.min_exponent + 127) << width)
     shift = width - fmt.mantissa_bits  # mantissa bits that are rounded away
-    rebias = (127 - fmt.bias) << fmt.mantissa_bits
+    rebias = (127 - fmt.bias) << width
 
     if rounding == "nearest_even":
         odd = (magnitude >> shift) & lane(1)
-        normal = (magnitude + odd + lane((1 << (shift - 1)) - 1)) >> shift
+        # Half of the last place, less one, and the change of bias, which a normal value exceeds.
+        offset = ((1 << (shift - 1)) - 1 - rebias) % (1 << (8 * lane(0).itemsize))
+        normal = (magnitude + odd + lane(offset)) >> shift
         # Adding a power of two whose ulp is the subnormal step rounds to that step, ties to even;
         # the low bits of the sum are the code.
         magic = np.float32(2.0 ** (23 + fmt.min_exponent - fmt.mantissa_bits))
@@ -72,13 +74,13 @@ def encode(
         subnormal = (total - magic.view(np.uint32)).astype(lane)
     else:
         drawn = lane(0) if bits is None else bits & lane((1 << shift) - 1)
-        normal = (magnitude + drawn) >> shift
+        normal = (magnitude + drawn - lane(rebias)) >> shift
         # `shift` more bits than the code has; min() keeps the conversion of normals in range.
         step = np.float32(2.0 ** (fmt.mantissa_bits - fmt.min_exponent + shift))
         fixed = jnp.minimum(jnp.abs(x) * step, np.float32(2.0**width))
         subnormal = (fixed.astype(jnp.int32).astype(lane) + drawn) >> shift
 
-    code = lax.select(magnitude >= first_normal, normal - lane(rebias), subnormal)
+    code = lax.select(magnitude >= first_normal, normal, subnormal)
     code = jnp.minimum(code, lane(fmt.max_code))
     sign = (pattern >> (width + 8)) << (fmt.bits - 1)
     if finds_nan:
@@ -90,8 +92,8 @@ def hardware_converts(fmt: Format, rounding: str = "nearest_even") -> bool:
     """Whether the GPU that JAX traces for has instructions that round to `fmt` in this way."""
     if rounding != "nearest_even" or fmt not in (E4M3FN, E5M2):
         return False
-    gpu = current_gpu()
-    return gpu is not None and gpu.multiplies_f8
+    device = current_device()
+    return isinstance(device, Gpu) and device.multiplies_f8
 
 
 def convert(x: jax.Array, fmt: Format) -> jax.Array:
@@ -114,7 +116,7 @@ def _encode_by_hardware(x: jax.Array, fmt: Format) -> jax.Array:
 def magnitude_bits(x: jax.Array) -> jax.Array:
     """The bits of ``|x|``, f32 or 16 bits wide; unsigned, they order as finite < Inf < NaN."""
     lane = {2: np.uint16, 4: np.uint32}[x.dtype.itemsize]
-    if current_gpu() is None:
+    if not isinstance(current_device(), Gpu):
         return lax.bitcast_convert_type(x, lane) & lane(np.iinfo(lane).max >> 1)
     # Where two amaxes of an array need the integers, XLA's GPU compiler would write them to memory.
     return lax.bitcast_convert_type(jnp.abs(x), lane)
@@ -180,11 +182,11 @@ def decode(data: jax.Array) -> jax.Array:
     if not fmt.signed:
         return data.astype(jnp.float32)
     code, without_sign = codes_of(data).astype(jnp.uint16), fmt.bits - 1
+    if fmt.bias == 15:  # E5M2 is the upper half of float16, with its Inf and NaN
+        return lax.bitcast_convert_type(code << 8, jnp.float16).astype(jnp.float32)
     sign, magnitude = code >> without_sign, code & np.uint16((1 << without_sign) - 1)
     pattern = (sign << 15) | (magnitude << (10 - fmt.mantissa_bits))
     values = lax.bitcast_convert_type(pattern, jnp.float16).astype(jnp.float32)
-    if fmt.bias == 15:  # float16's own, and with it its Inf and NaN
-        return values
     # In integers: XLA would combine a factor here with the scale that comes next, and overflow.
     rebias = np.uint32((15 - fmt.bias) << 23)
     rebiased = lax.bitcast_convert_type(values, jnp.uint32) + rebias

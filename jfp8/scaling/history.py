@@ -147,3 +147,29 @@ def end_step(state: AmaxState, amax: jax.Array | None = None) -> AmaxState:
 def _is_in_history(state: AmaxState) -> jax.Array:
     """Whether the newest entry is that of the step under way, bool[..., 1]."""
     return state["amax"][..., None] < 0
+
+
+def check_states(state: dict[str, AmaxState], recipe: Any) -> None:
+    """Raise ``ValueError`` if `state` is not what ``recipe.init_state()`` would give."""
+    expected = jax.eval_shape(recipe.init_state)
+    if expected is None:
+        raise ValueError(
+            f"{recipe!r} keeps no state, but a state was given: it belongs to another recipe. Pass "
+            "state=None (in a model: leave the 'fp8' collection out)."
+        )
+    given, needed = (
+        [(jax.tree_util.keystr(path), jnp.shape(leaf)) for path, leaf in leaves]
+        for leaves in map(jax.tree.leaves_with_path, (state, expected))
+    )
+    if given == needed and jax.tree.structure(state) == jax.tree.structure(expected):
+        return
+    if [shape for _, shape in given] == [shape for _, shape in needed]:
+        raise ValueError(
+            f"The state has the shapes that {recipe!r} needs, but another structure: it has "
+            f"{given[0][0]} where {needed[0][0]} is needed. If arrays are in boxes of metadata, "
+            "such as nn.Partitioned, take them out: flax.linen.meta.unbox(state)."
+        )
+    raise ValueError(
+        f"The state belongs to another recipe than {recipe!r}: it has shapes {dict(given)}, but "
+        f"{dict(needed)} are needed. Make a new one with recipe.init_state()."
+    )

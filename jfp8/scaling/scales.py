@@ -58,7 +58,8 @@ def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax
     x = x.astype(jnp.float32) if x.dtype.itemsize == 1 else x
     magnitude = magnitude_bits(x)
     if granularity is None or isinstance(granularity, PerTensor):
-        largest = _largest(magnitude, tuple(range(x.ndim)))
+        every = tuple(range(x.ndim))
+        largest = lax.reduce_max(magnitude, every) if x.size else magnitude.dtype.type(0)
     else:
         largest = _largest_of_parts(magnitude, granularity)
     return lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
@@ -142,6 +143,7 @@ def scale_from_amax(
         code = e8m0_code(amax, fmt, scale_rounding)
         code = jnp.where(code == 255, code, jnp.clip(code + margin, 0, 254))
         return codes_to_format(code.astype(jnp.uint8), E8M0FNU)
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)
     if scale_rounding == "power_of_two":
         # The exponent that "rceil" finds, kept where f32 and its reciprocal are normal.
         exponent = jnp.clip(e8m0_code(amax, fmt, "rceil") + margin, 1, 253)
@@ -151,12 +153,12 @@ def scale_from_amax(
         # one is constant (amax is never negative), so the quotient is correctly rounded. (It may
         # see that amax < 0 is false.) Nor may the division come last: of 1 / (a / b), where the
         # reciprocal of the scale is taken, XLA makes b / a.
-        is_negative = lax.bitcast_convert_type(amax, jnp.uint32) >= np.uint32(1 << 31)
-        divisor = replaced_where(is_negative, jnp.full_like(amax, fmt.max), np.float32(1.0))
+        divisor = replaced_where(
+            bits >= np.uint32(1 << 31), jnp.full_like(amax, fmt.max), np.float32(1.0)
+        )
         scale = amax / divisor
         scale = scale * np.float32(2.0**margin) if margin else scale
         scale = lax.clamp(SMALLEST_SCALE, scale, LARGEST_SCALE)
-    bits = lax.bitcast_convert_type(amax, jnp.uint32)
     nonfinite = bits >= np.uint32(0x7F800000)
     other = np.float32(np.nan if poison or not fmt.has_nan else 1.0)
     return replaced_where(bits == 0, replaced_where(nonfinite, scale, other), np.float32(1.0))

@@ -51,6 +51,15 @@ def is_sink(x: jax.Array) -> bool:
     return x.shape[-2:] == (len(ROLES), WIDTH) and x.dtype == jnp.float32
 
 
+def check_sink(sink: jax.Array) -> None:
+    """Raise ``ValueError`` if `sink` is not what ``init_sink()`` would give."""
+    if sink.shape != (len(ROLES), WIDTH) or sink.dtype != jnp.float32:
+        raise ValueError(
+            f"sink must be float32 zeros of shape {(len(ROLES), WIDTH)}, as made by "
+            f"jfp8.scaling.init_sink(); got {sink.dtype} of shape {sink.shape}."
+        )
+
+
 @jax.jit
 def encode_amax(amax: jax.Array) -> jax.Array:
     """A row for each amax: f32[...] -> f32[..., 2050]."""

@@ -194,28 +194,6 @@ def current_tpu(*arrays: Any) -> Tpu | None:
     return device if isinstance(device, Tpu) else None
 
 
-def has_ragged_exchange(*arrays: Any) -> bool:
-    """Whether ``jax.lax.ragged_all_to_all`` is compiled for the device that JAX is tracing for."""
-    gpu = current_gpu(*arrays)
-    return gpu is not None and gpu.platform == "cuda"
-
-
-def why_not_divided(gpu: Gpu) -> str | None:
-    """Why the compiler cannot be told how to divide a kernel here; None if it can."""
-    if not gpu.partly_manual:
-        return None
-    return (
-        "arrays inside of a jax.shard_map over some axes of the mesh, which the compiler divides "
-        "along the others. Make all axes manual, or none"
-    )
-
-
-def device_kind() -> str:
-    """Return the name of the device that JAX traces for, such as ``"NVIDIA H200"``."""
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return jax.devices()[0].device_kind if described is None else described.device_kind
-
-
 def _capability_of(kind: str) -> tuple[int, int] | None:
     """Return the capability of a device of this kind here, or what the name of the kind says."""
     if jax.default_backend() == "gpu":

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jfp8 import E4M3FN, scaled_dot_general
+from jfp8.debug.compare import product_by
 from jfp8.products.dot_general import Dot
-from jfp8.products.vjp import product_by
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current
 from jfp8.quantizers.rotations import Hadamard, RandomHadamard, Rotation

@@ -8,7 +8,8 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from jfp8.tracing.device import Gpu, current_gpu, why_not_divided
+from jfp8.kernels.partitioning import why_not_divided
+from jfp8.tracing.device import Gpu, current_gpu
 
 
 def described(kind, platform="gpu", sizes=(), names=(), types=None):

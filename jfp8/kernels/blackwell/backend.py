@@ -20,11 +20,11 @@ from jax import lax
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.blackwell.matmul import MX, NVFP4, Kind, scaled_matmul
 from jfp8.kernels.operands import to_last
-from jfp8.kernels.partitioning import divided_sum
+from jfp8.kernels.partitioning import divided_sum, why_not_divided
+from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
     MatmulSpec,
-    as_matrices,
     free_dims,
     layout_of,
     scale_products,
@@ -33,7 +33,7 @@ from jfp8.matmul.spec import (
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.codes import codes_to_format
 from jfp8.scaling.formats import E2M1FN, E8M0FNU, Format
-from jfp8.tracing.device import Gpu, why_not_divided
+from jfp8.tracing.device import Gpu
 
 
 def _why_not_on(gpu: Gpu | None) -> str | None:

@@ -17,18 +17,18 @@ import numpy as np
 from jfp8.kernels.backend import Backend
 from jfp8.kernels.only_on import only_on
 from jfp8.kernels.operands import row_scales, to_last
-from jfp8.kernels.partitioning import divided_sum
+from jfp8.kernels.partitioning import divided_sum, why_not_divided
+from jfp8.matmul.as_matrices import as_matrices
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
     MatmulSpec,
-    as_matrices,
     free_dims,
     layout_of,
     varies_along_sum,
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.compat import kernels_are_interpreted
-from jfp8.tracing.device import Gpu, why_not_divided
+from jfp8.tracing.device import Gpu
 
 BLOCK = 128  # along the contraction: what the kernels sum before they scale
 

@@ -11,12 +11,12 @@ import importlib.resources
 import json
 from typing import Any
 
-from jfp8.tracing.device import device_kind
+import jax
 
 
 def measured(kernel: str, *shape: int) -> dict[str, Any] | None:
     """Fields of the fastest tiles for arrays like these on the current GPU, if measured."""
-    entry = _table().get(device_kind(), {}).get(kernel, {}).get(shape_class(shape))
+    entry = _table().get(_device_kind(), {}).get(kernel, {}).get(shape_class(shape))
     return None if entry is None else entry["tiles"]
 
 
@@ -29,3 +29,9 @@ def shape_class(shape: tuple[int, ...]) -> str:
 def _table() -> dict[str, Any]:
     text = importlib.resources.files("jfp8.kernels.hopper").joinpath("tuned.json").read_text()
     return json.loads(text)
+
+
+def _device_kind() -> str:
+    """Return the name of the device that JAX traces for, such as ``"NVIDIA H200"``."""
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.devices()[0].device_kind if described is None else described.device_kind

@@ -17,13 +17,13 @@ from jfp8.kernels.backend import Backend
 from jfp8.kernels.only_on import only_on
 from jfp8.kernels.operands import row_scales
 from jfp8.kernels.tpu.tiles import LANES
+from jfp8.matmul.as_matrices import as_matrices
+from jfp8.matmul.bias import plus_bias
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
     MatmulSpec,
-    as_matrices,
     free_dims,
     layout_of,
-    plus_bias,
     varies_along_sum,
 )
 from jfp8.scaling.arrays import ScaledArray

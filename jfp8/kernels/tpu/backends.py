@@ -9,7 +9,8 @@ import jax
 from jfp8.kernels.backend import Choice, Facts, check_not_refused, facts_of
 from jfp8.kernels.tpu import backend as mosaic
 from jfp8.kernels.xla import bf16_dot, f8_dot
-from jfp8.matmul.spec import MatmulSpec, plus_bias
+from jfp8.matmul.bias import plus_bias
+from jfp8.matmul.spec import MatmulSpec
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.tracing.device import Tpu
 from jfp8.tracing.notes import note

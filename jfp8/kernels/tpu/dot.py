@@ -30,8 +30,10 @@ from jfp8.kernels.tpu.sharded import (
     spec_of,
     spec_of_scale,
 )
-from jfp8.matmul.spec import MatmulSpec, layout_of, matrix_groups, plus_bias
-from jfp8.products.dot_general import Dot, DotSpec, multiply_operands
+from jfp8.matmul.as_matrices import matrix_groups
+from jfp8.matmul.bias import plus_bias
+from jfp8.matmul.spec import MatmulSpec, layout_of
+from jfp8.products.dot_general import Dot, DotSpec, multiply_operands, three_matmuls
 from jfp8.products.observers import OBSERVER
 from jfp8.products.operation import Kind, Operand, Options, Use
 from jfp8.scaling.arrays import ScaledArray, scaled_values
@@ -65,9 +67,6 @@ class DotOnTpu(Dot):
         x = super().arrange(role, x)
         return self.given[("lhs", "rhs", "grad").index(role)].matrix(x)
 
-    def restore(self, kind: Kind, y: jax.Array) -> jax.Array:
-        return self.given[("dgrad", "wgrad", "fprop").index(kind)].array(y)
-
     def with_bias(self, bias: jax.Array, options: Options) -> DotOnTpu | None:
         by_kernel = self.layout is not None or not self.tpu.divides
         rounds_y = options.recipe.resolved().fprop.output  # before the bias is added
@@ -92,6 +91,10 @@ class DotOnTpu(Dot):
         return quantized_for_both(x, first, second, state, dtype, kernels=kernels, axes=axes)
 
     def multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
+        y = self._multiply(kind, first, second, spec)
+        return self.given[("dgrad", "wgrad", "fprop").index(kind)].array(y)
+
+    def _multiply(self, kind: Kind, first: Operand, second: Operand, spec: MatmulSpec) -> jax.Array:
         bias = self.bias if kind == "fprop" else None
         spec = replace(spec, device=self.tpu)
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
@@ -100,7 +103,9 @@ class DotOnTpu(Dot):
                 if _has_parts(first, division.first) and _has_parts(second, division.second):
                     return self._multiply_on_each(division, kind, first, second, spec, bias)
         elif jnp.bfloat16 in (first.dtype, second.dtype):
-            of_values = spec.of(self.dimension_numbers, self.dtype_of(kind))
+            of_values = replace(
+                spec, dimension_numbers=self.dimension_numbers, dtype=self.dtype_of(kind)
+            )
             pairs = zip((first, second), self.contracting(kind), strict=True)
             first, second = (_in_bf16_if_exact(x, summed, of_values) for x, summed in pairs)
         return self._multiply_here(kind, first, second, spec, bias)
@@ -113,8 +118,8 @@ class DotOnTpu(Dot):
         spec: MatmulSpec,
         bias: jax.Array | None = None,
     ) -> jax.Array:
-        numbers, order, _ = self._matmul(kind)
-        spec = spec.of(numbers, self.dtype_of(kind))
+        numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
+        spec = replace(spec, dimension_numbers=numbers, dtype=self.dtype_of(kind))
         if isinstance(first, ScaledArray) and isinstance(second, ScaledArray):
             y = multiply(first, second, spec, bias)
         else:
@@ -123,7 +128,7 @@ class DotOnTpu(Dot):
         return y if order is None else y.transpose(order)
 
     def _division(self, layout: Layout, kind: Kind) -> Division:
-        numbers, order, _ = self._matmul(kind)
+        numbers, order, _ = three_matmuls(self.shapes, self.dimension_numbers)[kind]
         ((a,), (b,)), _ = numbers
         return division_of(layout, kind, (a, b), order)
 

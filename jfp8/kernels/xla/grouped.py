@@ -59,7 +59,7 @@ class GroupedByXla(GroupedDot):
             return None
         # Sums over tiles are in f32; other products are written once.
         dtype = np.dtype(np.float32) if kind == "wgrad" else self.dtype_of(kind)
-        spec = spec.of(_ROWS_IN_BATCHES, dtype)
+        spec = replace(spec, dimension_numbers=_ROWS_IN_BATCHES, dtype=dtype)
         a, b = jax.eval_shape(lambda a, b: self._of_round(kind, a, b, 0)[:2], first, second)
         backend = backend_in_rounds(facts_of(a, b, spec), known_gpu(spec.device))
         if backend is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,8 @@ from jfp8.layers.linen.state_in_gradients import (
 )
 from jfp8.layers.linen.state_in_params import from_params, into_params, place_in_params
 from jfp8.layers.options import check_operand, kernel_dtype, kernel_values, promoted
-from jfp8.matmul.spec import Implementation, plus_bias
+from jfp8.matmul.bias import plus_bias
+from jfp8.matmul.spec import Implementation
 from jfp8.products.conv import observed_convolution
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.operation import Observed, Options, State
@@ -36,7 +38,7 @@ from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.history import AmaxState, end_recorded, observe, record, resume_recorded
 from jfp8.scaling.sink import ROLES, init_sink
 from jfp8.tracing.compat import outermost_scope
-from jfp8.tracing.notes import note
+from jfp8.tracing.notes import EXPLAINING, note
 
 
 class ProductModule(nn.Module):
@@ -88,13 +90,8 @@ class ProductModule(nn.Module):
                 return plain(lhs, kernel_values(rhs, rhs_dtype, lhs.dtype))
         check_operand(lhs)
         state, records = self.begin(recipe)
-        causal = recipe.is_causal(layer, history=state.histories is not None)
-        path, product = self._place_in_model()
         with (
-            note("path", path),
-            note("product", product),
-            note("recipe", recipe.name),
-            note("ahead", "" if causal else "later positions"),
+            self._noted(recipe, layer, state),
             uses_of(None if records else "/".join(self.path)),
         ):
             options = Options(recipe, self.implementation, rhs_dtype)
@@ -104,9 +101,27 @@ class ProductModule(nn.Module):
         return y
 
     @nn.nowrap
+    @contextlib.contextmanager
+    def _noted(self, recipe: Recipe, layer: Layer, state: State) -> Iterator[None]:
+        """A context that notes what a product belongs to, while a report is being made."""
+        if EXPLAINING.value is None:
+            yield
+            return
+        causal = recipe.is_causal(layer, history=state.histories is not None)
+        path, product = self._place_in_model()
+        with (
+            note("path", path),
+            note("product", product),
+            note("recipe", recipe.name),
+            note("ahead", "" if causal else "later positions"),
+        ):
+            yield
+
+    @nn.nowrap
     def begin(self, recipe: Recipe) -> tuple[State, bool]:
         """The state for one use of the product; and whether `end` is to record that use."""
-        check_state_collection(self.state_collection)
+        if self.state_collection != "fp8":
+            check_state_collection(self.state_collection)
         key = None
         if recipe.products().stochastic and self.has_rng("fp8"):
             key = self.make_rng("fp8")

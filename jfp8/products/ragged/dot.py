@@ -29,8 +29,8 @@ from jfp8.products.operation import (
     check_out_dtype,
     plan,
     value_dtype,
-    values_of,
 )
+from jfp8.products.quantized_rhs import values_of
 from jfp8.products.ragged.by_tiles import Grouped, GroupedDot
 from jfp8.products.ragged.tiles import lay_out, take_rows
 from jfp8.products.vjp import multiply_quantized

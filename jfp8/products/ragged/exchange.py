@@ -24,7 +24,7 @@ from jfp8.products.ragged.expert_mesh import ExpertMesh
 from jfp8.products.ragged.tiles import lay_out
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, format_of
-from jfp8.tracing.device import has_ragged_exchange
+from jfp8.tracing.device import current_gpu
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +94,7 @@ class Exchange:
             return self.mesh.ragged(sorted_copies, tiles, *self.chunks.there)
 
         with jax.named_scope("jfp8_dispatch"):
-            return ragged(x) if has_ragged_exchange(x) else by_buckets(x)
+            return ragged(x) if _has_ragged_exchange(x) else by_buckets(x)
 
     def places_here(self) -> tuple[jax.Array, jax.Array]:
         """Where nothing leaves a device: the copy in each row of its tiles, and the inverse."""
@@ -114,7 +114,7 @@ class Exchange:
             return self.mesh.ragged(y, copies, *self.chunks.back)[self.chunks.places]
 
         with jax.named_scope("jfp8_combine"):
-            return ragged(y) if has_ragged_exchange(y) else by_buckets(y)
+            return ragged(y) if _has_ragged_exchange(y) else by_buckets(y)
 
 
 @jax.tree_util.register_dataclass
@@ -277,3 +277,9 @@ def _rows_at(x: jax.Array, index: jax.Array, fill: Any = 0) -> jax.Array:
     if not x.shape[0]:
         return jnp.full((*index.shape, *x.shape[1:]), fill, x.dtype)
     return x.at[index].get(mode="fill", fill_value=fill)
+
+
+def _has_ragged_exchange(*arrays: Any) -> bool:
+    """Whether ``jax.lax.ragged_all_to_all`` is compiled for the device that JAX is tracing for."""
+    gpu = current_gpu(*arrays)
+    return gpu is not None and gpu.platform == "cuda"

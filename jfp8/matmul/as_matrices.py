@@ -1,0 +1,49 @@
+"""Products of arrays of any shape, as products of (batches of) matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jfp8.matmul.spec import Numbers, layout_of
+
+
+def as_matrices(lhs: jax.Array, rhs: Any, numbers: Numbers) -> tuple[jax.Array, Any, Numbers]:
+    """Operands with at most one batch dimension, one free and one contracting dimension.
+
+    Raises:
+      ValueError: `rhs` is a `ScaledArray`, whose blocks would be cut.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    layout = layout_of(lhs.shape, rhs.shape, numbers)
+    lhs, lhs_k = _grouped(lhs, lhs_batch, layout.lhs_free, lhs_contract)
+    rhs, rhs_k = _grouped(rhs, rhs_batch, layout.rhs_free, rhs_contract)
+    batch = ((0,), (0,)) if lhs_batch else ((), ())
+    return lhs, rhs, (((lhs_k,), (rhs_k,)), batch)
+
+
+def _grouped(
+    x: Any, batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
+) -> tuple[Any, int]:
+    """Return `x` with each of three groups of dimensions merged, and the position of `contract`."""
+    groups = matrix_groups(batch, free, contract)
+    order = [d for group in groups for d in group]
+    x = x if order == sorted(order) else x.transpose(order)
+    sizes = iter(x.shape)
+    x = x.reshape([math.prod(next(sizes) for _ in group) for group in groups])
+    return x, len(groups) - 1 if groups[-1] == tuple(contract) else len(groups) - 2
+
+
+def matrix_groups(
+    batch: Sequence[int], free: Sequence[int], contract: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return the dimensions of an operand that each dimension of its matrix merges.
+
+    The batch dimension comes first, if there is one; the other two keep their order, and are added
+    if they are missing. Nothing is transposed unless a group is out of order or not contiguous.
+    """
+    matrix = sorted((tuple(free), tuple(contract)))
+    return [tuple(batch), *matrix] if batch else matrix

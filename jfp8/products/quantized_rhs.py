@@ -1,0 +1,68 @@
+"""An rhs that is a `ScaledArray`: a weight that is only kept in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jfp8.matmul.as_matrices import as_matrices
+from jfp8.matmul.spec import Numbers
+from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.recipes.recipe import Recipe
+from jfp8.scaling.arrays import ScaledArray, dequantize
+from jfp8.scaling.scales import amax
+
+
+def values_of(x: ScaledArray | jax.Array) -> jax.Array:
+    """Return `x` as an array: the values of a `ScaledArray`, whose bytes get no gradient."""
+    if not isinstance(x, ScaledArray):
+        return x
+    return dequantize(replace(x, data=lax.stop_gradient(x.data)))
+
+
+def with_one_scale(q: ScaledArray) -> ScaledArray | None:
+    """Return `q` with a 0-d scale, if it has no more than one scale."""
+    if isinstance(q.scale, ScaledArray) or jnp.size(q.scale) != 1:
+        return None
+    return ScaledArray(q.data, q.scale.reshape(()))
+
+
+def has_scales_of(
+    quantizer: Quantizer,
+    q: ScaledArray,
+    contracting: tuple[int, ...],
+    quantize: Callable[[jax.Array, Quantizer, Context], ScaledArray],
+) -> bool:
+    """Return whether the scales of `q` are laid out as those that `quantize` would make."""
+    if not jnp.ndim(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale):
+        return False
+
+    def quantized(x: jax.Array) -> ScaledArray:
+        seed = jnp.zeros((2,), jnp.uint32)
+        return quantize(x, quantizer, Context(contracting, amax(x), None, seed))
+
+    wanted = jax.eval_shape(quantized, jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    bare = [replace(each, block=None, carrier=None) for each in (q, wanted)]
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in bare]
+    return shapes[0] == shapes[1] and q.block_sizes() == wanted.block_sizes()
+
+
+def rhs_as_matrices(
+    lhs: jax.Array, rhs: ScaledArray | jax.Array, numbers: Numbers, recipe: Recipe
+) -> tuple[jax.Array, ScaledArray | jax.Array, Numbers]:
+    """Return both operands as matrices; of a `ScaledArray` its values, unless its bytes fit."""
+    quantizer = recipe.resolved().fprop.rhs
+    if isinstance(rhs, ScaledArray) and quantizer is not None and quantizer.fmt == rhs.format:
+        try:
+            x, q, found = as_matrices(lhs, rhs, numbers)
+        except ValueError:  # its blocks are not those of the matrix
+            pass
+        else:
+            quantize = lambda x, quantizer, at: quantizer(x, at)
+            if has_scales_of(quantizer, q, found[0][1], quantize):
+                return x, q, found
+    return as_matrices(lhs, values_of(rhs), numbers)
