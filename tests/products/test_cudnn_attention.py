@@ -15,8 +15,8 @@ import pytest
 
 import jfp8
 from jfp8 import recipes
+from jfp8.kernels import attention
 from jfp8.kernels.attention import plan
-from jfp8.kernels.xla import cudnn_attention as cudnn
 from jfp8.products.flash import passes
 from jfp8.products.flash.mask import Visible
 from jfp8.products.flash.plan import AttentionSpec
@@ -56,7 +56,7 @@ def with_cudnn(monkeypatch):
     monkeypatch.setattr(passes, "called", functools.cache(passes.called.__wrapped__))
     monkeypatch.setattr(compat, "cudnn_attention", lambda: emulated)
     anywhere = lambda platform, kernel, reason, *operands: kernel(*operands)
-    monkeypatch.setattr(cudnn, "only_on", anywhere)
+    monkeypatch.setattr(attention, "only_on", anywhere)
 
 
 def operands(seed=0):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8 import ScaledArray, quantizers, recipes
+from jfp8.kernels.xla import f8_dot
 from jfp8.products.operation import Options, State
 from jfp8.products.ragged.dot import observed_ragged_dot, scaled_ragged_dot
 from jfp8.products.ragged.tiles import lay_out
@@ -254,6 +255,7 @@ def test_products_are_those_of_fake_quantized_groups(name, implementation):
 def blackwell(monkeypatch):
     """Products are those for a B200, computed here."""
     pretend(monkeypatch, Gpu("NVIDIA B200", (10, 0)))
+    monkeypatch.setattr(f8_dot, "cuda", f8_dot.elsewhere)
 
 
 in_mx = pytest.mark.skipif(
