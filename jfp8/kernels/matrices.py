@@ -57,12 +57,6 @@ class Arrangement:
         """Whether there are zeros behind the values."""
         return self.padded not in (None, self.sizes[::-1] if self.swapped else self.sizes)
 
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether the rows of the matrix are the array's along its last dimension."""
-        is_reshaped = self.order == tuple(range(len(self.shape))) and not self.swapped
-        return is_reshaped and self.sizes == (math.prod(self.shape[:-1]), self.shape[-1])
-
 
 def arrangements(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],

@@ -68,6 +68,10 @@ def through_both(
     return first(multiply=multiply_first)
 
 
+def _plus(h: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return h if bias is None else h + bias.reshape((1,) * (h.ndim - 2) + bias.shape)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(both, operations, operands):
     return _forward(both, operations, operands, and_backward=False)[0]
@@ -78,7 +82,7 @@ def _forward(both, operations, operands, and_backward=True):
     first, second, bias = operands
     how = {"and_backward": and_backward}
     (y, seen), kept = forward(hows[0], operations[0], first, **how)
-    h = y.reshape(shape) if bias is None else y.reshape(shape) + bias
+    h = _plus(y.reshape(shape), bias)
     second = second._replace(lhs=make_all(make, h).reshape(lhs_shape))
     (z, seen_too), kept_too = forward(hows[1], operations[1], second, make, h, **how)
     return (z, (seen, seen_too)), (h.reshape(y.shape), bias, kept, kept_too)
@@ -95,7 +99,7 @@ def _backward(both, residuals, cotangents):
     (dh,) = jax.vjp(partial(make_all, make), again)[1](dy)
     made_of, d_bias = (make, h, d_made), None
     if bias is not None:  # then it is in memory
-        made_of, (d_bias,) = (), jax.vjp(lambda bias: jnp.zeros_like(dh) + bias, bias)[1](dh)
+        made_of, (d_bias,) = (), jax.vjp(partial(_plus, jnp.zeros_like(dh)), bias)[1](dh)
     first = backward(hows[0], kept, dh.reshape(y.shape), *made_of)
     return None, (first, second._replace(lhs=None), d_bias)
 

@@ -18,8 +18,8 @@ from jfp8.kernels import partitioning as divided_functions
 from jfp8.kernels import quantize_and_transpose as both_ways
 from jfp8.kernels.hopper import backend as hopper
 from jfp8.kernels.partitioning import Rule
+from jfp8.kernels.quantize_and_transpose import Gradient, Made
 from jfp8.matmul.spec import MatmulSpec
-from jfp8.products.made import Gradient, Made, Source
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Current, Delayed
 from jfp8.quantizers.rowwise import Rowwise
@@ -137,7 +137,7 @@ def test_quantizing_what_is_made(quantizer, kernels, make, divided_by_hand):
     x, dy = numbers(256, 512).reshape(256, 2, 256), numbers(256, 256, seed=1)
     gradient = isinstance(make, Gradient)
     shape = (256, 512) if gradient else (256, 256)
-    made = Made(jnp.zeros(shape, x.dtype), Source(x, make, dy if gradient else None))
+    made = Made(jnp.zeros(shape, x.dtype), [x, dy] if gradient else [x], make)
     state = recipes.DelayedScaling().init_state()["grad"]
     with plgpu.force_gpu_interpret_mode():
         found = both_ways._KERNELS[type(quantizer)](quantizer, made, state, (None, None))

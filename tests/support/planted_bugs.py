@@ -594,12 +594,12 @@ BUGS: tuple[Bug, ...] = (
         "products/test_dot_general.py::test_fake_quantization_oracle[dense]",
     ),
     Bug(
-        "one_slot_for_a_batch",
-        "each example of a batch gets the sum of all gradients of the activation",
-        "jfp8/products/made.py",
-        "Gradient(then.make), apart[..., 0, :])",
-        "Gradient(then.make), jnp.zeros(apart[..., 0, :].shape, y.dtype))",
-        "products/test_made.py::test_a_slot_brings_what_a_gradient_is_made_of[grad of vmap]",
+        "gradient_of_the_wrong_product",
+        "the first of two products gets the gradient of what the activation makes, not of its input",
+        "jfp8/products/mlp.py",
+        "made_of, d_bias = (make, h, d_made), None",
+        "made_of, d_bias, dh = (make, h, d_made), None, again",
+        "products/test_mlp.py::test_one_operation_is_two_products[grad-linen, delayed]",
     ),
     Bug(
         "amax_of_the_wrong_operand",

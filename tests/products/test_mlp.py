@@ -1,8 +1,7 @@
-"""Operands that the kernel which quantizes them makes itself."""
+"""Two products as one operation, and operands that the kernel which quantizes them makes."""
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,20 +11,11 @@ from flax import nnx
 import jfp8
 from jfp8.kernels import quantize_and_transpose as both_ways
 from jfp8.kernels.elementary import elementary
-from jfp8.kernels.quantize_and_transpose import quantize_both_ways
+from jfp8.kernels.quantize_and_transpose import Gradient, Made, quantize_both_ways
 from jfp8.layers import transformer_math
-from jfp8.layers.options import promoted
 from jfp8.layers.transformer_math import ACTIVATIONS, Activation, projections_of
-from jfp8.products.made import (
-    Gradient,
-    Made,
-    Source,
-    Then,
-    as_made,
-    followed_by,
-    source_of_matrix,
-    through_make,
-)
+from jfp8.products import mlp
+from jfp8.products.mlp import make_all
 from jfp8.quantizers.blocks import Blockwise
 from jfp8.quantizers.quantizer import Context, Current, Delayed, Unit
 from jfp8.scaling.scales import amax
@@ -122,17 +112,17 @@ def test_the_kernel_makes_it(quantizer, state, name):
     """The same bytes, scales and amaxes, without a look at the array."""
     x = projections(name)
     y = jax.jit(lambda x: transformer_math.activate(x, name))(x)
-    assert_made(quantizer, state, y, Source(x, Activation(name)))
+    assert_made(quantizer, state, y, Activation(name), x)
 
 
-def assert_made(quantizer, state, y, source):
-    """The kernel quantizes `y`, which it makes of its source, as the quantizer does.
+def assert_made(quantizer, state, y, make, *parts):
+    """The kernel quantizes `y`, which it makes of `parts`, as the quantizer does.
 
     To the bit, but that a zero may have another sign: XLA adds zeros to gradients.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    unknown = Made(jnp.full_like(y, jnp.nan), source)
+    unknown = Made(jnp.full_like(y, jnp.nan), [*parts], make)
 
     @jax.jit
     def in_two_steps(y):
@@ -173,18 +163,18 @@ def test_the_kernel_makes_a_gradient(quantizer, state, name, n, special):
     y, back = jax.vjp(lambda x: transformer_math.activate(x, name), x)
     assert y.shape == dy.shape
     (dx,) = jax.jit(back)(dy)
-    source = Source(x, Gradient(Activation(name)), dy)
-    assert_made(quantizer, state, dx.reshape(len(dx), -1), source)
+    assert_made(quantizer, state, dx.reshape(len(dx), -1), Gradient(Activation(name)), x, dy)
 
 
 @needs_mosaic
 def test_a_gradient_whose_blocks_would_mix_projections_is_taken_as_an_array():
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    source = Source(projections("swiglu"), Gradient(Activation("swiglu")), cotangent())
+    parts = [projections("swiglu"), cotangent()]
     quantizer, array = Blockwise(E4M3, (128, 1)), jnp.ones((100, 300), jnp.bfloat16)
     with plgpu.force_gpu_interpret_mode():
-        found = quantize_both_ways(quantizer, None, Made(array, source), None)
+        made = Made(array, parts, Gradient(Activation("swiglu")))
+        found = quantize_both_ways(quantizer, None, made, None)
     np.testing.assert_array_equal(found.straight.dequantize(), array)
 
 
@@ -194,7 +184,7 @@ def test_an_amax_beforehand_is_taken_of_the_array():
 
     x = projections("swiglu", 64, 64)
     array = jnp.ones((64, 64), jnp.bfloat16)
-    made = Made(array, Source(x, Activation("swiglu")))
+    made = Made(array, [x], Activation("swiglu"))
     with plgpu.force_gpu_interpret_mode():
         found = quantize_both_ways(Current(E4M3), None, made, None)
     np.testing.assert_array_equal(found.straight.dequantize(), array)
@@ -213,7 +203,7 @@ def noted_makes(monkeypatch):
 
     def quantize(quantizer, dtype, x, *args):
         if isinstance(x, Made):
-            makes.add(x.source.make)
+            makes.add(x.make)
         return quantize_both_ways(quantizer, dtype, x, *args)
 
     pretend(monkeypatch, Gpu("NVIDIA H200", (9, 0)))
@@ -229,7 +219,7 @@ LAYERS = {
 
 
 VALUE, GRADIENT = Activation("swiglu"), Gradient(Activation("swiglu"))
-MADE = {"both": {VALUE, GRADIENT}, "value": {VALUE}, "gradient": {GRADIENT}}
+MADE = {"both": {VALUE, GRADIENT}, "value": {VALUE}, "nothing": set()}
 
 
 @needs_mosaic
@@ -239,16 +229,16 @@ MADE = {"both": {VALUE, GRADIENT}, "value": {VALUE}, "gradient": {GRADIENT}}
     [
         ("linen", {}, "both"),
         ("linen", {"use_bias": True}, "value"),
-        ("linen", {"saved_activations": E4M3}, "value"),
-        ("linen", {"intermediate_dropout_rate": 0.5}, "gradient"),
+        ("linen", {"saved_activations": E4M3}, "nothing"),
+        ("linen", {"intermediate_dropout_rate": 0.5}, "nothing"),
         ("nnx", {}, "both"),
         ("nnx", {"use_bias": True}, "value"),
-        ("nnx", {"intermediate_dropout_rate": 0.5}, "gradient"),
+        ("nnx", {"intermediate_dropout_rate": 0.5}, "nothing"),
     ],
     ids=str,
 )
 def test_what_kernels_make(layer, options, expected, monkeypatch):
-    """No gradient that something else needs as well, and no value that something else changes."""
+    """No gradient that a bias needs as well, and nothing where there is more in between."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     how = {"recipe": "block", "implementation": "mosaic_gpu", "dtype": jnp.bfloat16}
@@ -312,105 +302,77 @@ def test_in_a_layer(name, recipe, monkeypatch):
     assert np.isfinite(np.asarray(found[0][0], np.float32)).all()
 
 
-def made(shape=(2, 3, 8), dtype=jnp.float32):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(*shape[:-1], 1, shape[-1])), dtype)
-    return Made(jnp.square(x[..., 0, :]), Source(x, jnp.square))
+FUSED = {
+    "linen, delayed": ("linen", "delayed", {}),
+    "linen, bias, block": ("linen", "block", {"use_bias": True}),
+    "nnx, delayed": ("nnx", "delayed", {}),
+    "nnx, bias, current": ("nnx", "current", {"use_bias": True}),
+    "MoE, delayed": ("moe", "delayed", {}),
+    "MoE, block": ("moe", "block", {}),
+    "nnx MoE, delayed": ("nnx moe", "delayed", {}),
+}
 
 
-def test_an_array_for_all_others():
-    x = made()
-    np.testing.assert_array_equal(jnp.sum(x, axis=0), x.array.sum(axis=0))
-    y, _ = nn.Dense(4).init_with_output(jax.random.key(0), x)
-    z = nnx.Linear(8, 4, rngs=nnx.Rngs(0))(x)
-    assert y.shape == z.shape == (2, 3, 4)
-
-
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_gradients_are_those_of_the_array(framework):
-    """On a CPU, where XLA makes it; of what it is made of there are none."""
-    if framework == "linen":
-        layer = jfp8.linen.Dense(4)
-        apply = layer.bind(layer.init(jax.random.key(0), jnp.ones((1, 8))))
+def function_of(layer, recipe, options):
+    """A layer as ``f(variables, x)``, which also returns what the call has recorded."""
+    how = {"activation": "swiglu", "recipe": recipe, "dtype": jnp.bfloat16}
+    x, key = jnp.ones((4, 32)), jax.random.key(0)
+    if layer in ("linen", "moe"):
+        how |= {"use_bias": False, **options} if layer == "linen" else {}
+        module = jfp8.LayerNormMLP(48, **how) if layer == "linen" else jfp8.linen.MoE(2, 48, **how)
+        variables = module.init(key, x)
+        return lambda v, x: module.apply(v, x, mutable=["fp8"]), variables
+    if layer == "nnx":
+        how |= {"use_bias": False, **options}
+        model = jfp8.nnx.LayerNormMLP(32, 48, **how, rngs=nnx.Rngs(0))
     else:
-        apply = jfp8.nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-        apply = nnx.view(apply, use_running_average=True)
-    x = made()
-    value = lambda x: jnp.sum(apply(x) ** 2)
-    want, d_array = jax.value_and_grad(value)(x.array)
-    found, d_made = jax.value_and_grad(lambda array: value(Made(array, x.source)))(x.array)
-    assert found == want
-    np.testing.assert_array_equal(d_made, d_array)
-    d_source = jax.grad(lambda p: value(Made(x.array, Source(p, jnp.square))))(x.source.projections)
-    assert not d_source.any()
+        model = jfp8.nnx.MoE(32, 2, 48, **how, rngs=nnx.Rngs(0))
+    graph, variables = nnx.split(model)
+
+    def apply(variables, x):
+        model = nnx.merge(graph, variables, copy=True)
+        return model(x), nnx.state(model, jfp8.nnx.Fp8State)
+
+    return apply, variables
 
 
-def test_what_is_cast_is_not_made_by_a_kernel():
-    def to(dtype):
-        return promoted(
-            lambda arrays: [a.astype(dtype) for a in arrays], [made(), jnp.ones(3)], True
-        )[0]
+def transformed(apply, wrap):
+    """A function of variables and of ``x[3, 8, 32]``, of the loss of `apply`."""
 
-    assert isinstance(to(jnp.float32), Made)
-    assert isinstance(to(jnp.bfloat16), jax.Array)
+    def loss(v, x):
+        y, recorded = apply(v, x)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), recorded
 
+    def scanned(v, x):
+        total = lambda total, x: (total + loss(v, x)[0], None)
+        return jax.lax.scan(total, jnp.float32(0), x)[0], ()
 
-@pytest.mark.parametrize(
-    ("contracting", "shape", "fits"),
-    [((2,), (6, 8), True), ((1,), (6, 8), False), ((2,), (128, 128), False), ((1, 2), (2, 24), 0)],
-)
-def test_source_of_a_matrix(contracting, shape, fits):
-    source = source_of_matrix(made().source, contracting, shape)
-    assert (source is not None) == fits
-    if fits:
-        np.testing.assert_array_equal(
-            source.projections[:, 0], made().source.projections.reshape(6, 8)
-        )
-
-
-def test_layers_hand_on_arrays_where_there_is_no_gpu():
-    x = jnp.ones((2, 2, 8))
-    assert isinstance(transformer_math.activated(x, "swiglu"), jax.Array)
+    by_gradient = lambda f: jax.value_and_grad(f, argnums=(0, 1), has_aux=True, allow_int=True)
+    batched = lambda f: jax.vmap(f, in_axes=(None, 0))
+    return {
+        "value": lambda v, x: apply(v, x[0]),
+        "grad": lambda v, x: by_gradient(loss)(v, x[0]),
+        "vmap of grad": batched(by_gradient(loss)),
+        "remat": lambda v, x: by_gradient(jax.checkpoint(loss))(v, x[0]),
+        "scan": by_gradient(scanned),
+    }[wrap]
 
 
-THEN = Then(Activation("swiglu"), 2)
-
-
-@jax.custom_vjp
-def doubled(x):
-    """A product of projections, ``y = 2 x``, whose gradient is made of what the slot brings."""
-    return followed_by(THEN, 2 * x)
-
-
-def doubled_backward(_, cotangent):
-    source = as_made(cotangent).source
-    arguments = *jnp.moveaxis(source.projections, -2, 0), source.cotangent
-    return (2 * jnp.concatenate(source.make(*arguments), axis=-1),)
-
-
-doubled.defvjp(lambda x: (doubled(x), None), doubled_backward)
-
-
-def loss(x):
-    """Of ``swiglu(2 x)``."""
-    return jnp.sum(jnp.sin(through_make(doubled(x))))
-
-
-@pytest.mark.parametrize("wrap", ["nothing", "grad of vmap", "vmap of grad", "remat", "scan"])
-def test_a_slot_brings_what_a_gradient_is_made_of(wrap):
-    """From each example to itself, also where a transformation is between both."""
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)
-
-    def by_jax(x):
-        return jnp.sum(jnp.sin(jax.nn.silu(2 * x[:, :4]) * 2 * x[:, 4:]))
-
-    def scanned(x):
-        return jax.lax.scan(lambda total, x: (total + loss(x), None), jnp.float32(0), x)[0]
-
-    total = {
-        "nothing": loss,
-        "grad of vmap": lambda x: jnp.sum(jax.vmap(loss)(x)),
-        "remat": jax.checkpoint(loss),
-        "scan": scanned,
-    }
-    gradient = jax.vmap(jax.grad(loss)) if wrap == "vmap of grad" else jax.grad(total[wrap])
-    np.testing.assert_allclose(gradient(x), jax.grad(by_jax)(x), rtol=1e-5)
+@pytest.mark.representative(3)
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("wrap", ["grad", "value", "vmap of grad", "remat", "scan"])
+def test_one_operation_is_two_products(name, wrap, monkeypatch):
+    """Bit for bit: the result, all gradients, those of sinks too, and what is recorded."""
+    apply, variables = function_of(*FUSED[name])
+    x = jax.random.normal(jax.random.key(1), (3, 8, 32), jnp.float32)
+    want = jax.jit(transformed(apply, wrap))(variables, x)
+    calls = []
+    monkeypatch.setattr(transformer_math, "may_be_one_operation", lambda *_: True)
+    monkeypatch.setattr(mlp, "make_all", lambda *args: calls.append(1) or make_all(*args))
+    found = jax.jit(transformed(apply, wrap))(variables, x)
+    # There each call of an NNX model is a step, whose scales follow from both operands.
+    steps = "nnx" in name and "delayed" in name and wrap in ("remat", "scan")
+    assert bool(calls) != steps
+    for a, b in zip(*map(jax.tree.leaves, (want, found)), strict=True):
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
