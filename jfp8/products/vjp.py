@@ -66,7 +66,7 @@ Kept = ScaledArray | jax.Array | None
 
 
 class How(NamedTuple):
-    """How a product is computed, as far as it is known while JAX traces.
+    """The way in which a product is computed, as far as it is known while JAX traces.
 
     Attributes:
       carried: whether rhs is a `ScaledArray` with a carrier.

@@ -178,7 +178,7 @@ class LayerNormMLP(nnx.Module):
 
 
 def _product(layer: Any, x: jax.Array, multiply: Callable[..., Any]) -> Any:
-    """The product of a layer along the last axis, and its bias; see `through_both`."""
+    """Multiply as `layer` does, along the last axis; `multiply` adds the bias."""
     bias = None if layer.bias is None else layer.bias.get_value()
     operands = x, layer.kernel.get_value(), bias
     x, kernel, bias = layer.promote_dtype(operands, dtype=layer.dtype)

@@ -199,7 +199,7 @@ class Product(nnx.Module):
         return State(state, sink), records
 
     def reads_operands(self) -> bool:
-        """Whether `begin` looks at operands, because each call is a step."""
+        """Return whether `begin` looks at operands, because each call is a step."""
         if self.fp8 is None or self.fp8_sink is not None or self.use_running_average:
             return False
         return is_eager() or is_in_a_body()
