@@ -116,9 +116,9 @@ def activate(
 
 
 def may_be_one_operation(recipes: Sequence[Recipe], *operands: Any) -> bool:
-    """Whether two products, an activation between them, are one operation: see `products.mlp`.
+    """Return whether two products with an activation between them are computed as one operation.
 
-    Only where that saves anything. Reports and statistics are of products one by one.
+    They are where kernels quantize: see `jfp8.products.mlp`. Reports show products one by one.
 
     Args:
       recipes: in effect for both, but in high precision.

@@ -50,7 +50,7 @@ def through_both(
       make: see `make_all`.
       shape: of ``h``.
     """
-    begun: list[Any] = []
+    begun: list[Any] = []  # of the first product; then what it observed
 
     def multiply_first(operation, *given, restore=None, bias=None):
         begun[:] = operation, bias, *begin(*given)
@@ -61,7 +61,7 @@ def through_both(
     def multiply_second(operation, lhs, *given, restore, bias=None):
         first_operation, first_bias, first_how, operands = begun
         how, others = begin(lhs, *given)
-        both = make, shape, lhs.shape, first_how, how
+        both = make, shape, jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), first_how, how
         arrays = (first_operation, operation), (operands, others._replace(lhs=None), first_bias)
         y, observed = _multiply(both, *same_varying_axes(arrays))
         begun.append(_end(first_how, observed[0]))
@@ -87,13 +87,14 @@ def _multiply(both, operations, operands):
 
 
 def _forward(both, operations, operands, and_backward=True):
-    make, shape, lhs_shape, *hows = both
+    make, shape, lhs, *hows = both
     first, second, bias = operands
     how = {"and_backward": and_backward}
     (y, seen), kept = forward(hows[0], operations[0], first, **how)
     h = _plus(y.reshape(shape), bias)
-    second = second._replace(lhs=make_all(make, h).reshape(lhs_shape))
-    (z, seen_too), kept_too = forward(hows[1], operations[1], second, make, h, **how)
+    made_of = (make, h) if h.dtype == lhs.dtype else ()  # what is cast is not made by a kernel
+    second = second._replace(lhs=make_all(make, h).astype(lhs.dtype).reshape(lhs.shape))
+    (z, seen_too), kept_too = forward(hows[1], operations[1], second, *made_of, **how)
     return (z, (seen, seen_too)), (h.reshape(y.shape), bias, kept, kept_too)
 
 
@@ -102,7 +103,7 @@ def _backward(both, residuals, cotangents):
     y, bias, kept, kept_too = residuals
     second = backward(hows[1], kept_too, cotangents[0])
     assert second.lhs is not None
-    h, d_made = y.reshape(shape), second.lhs.reshape(*shape[:-2], shape[-1])
+    h, d_made = y.reshape(shape), second.lhs.astype(y.dtype).reshape(*shape[:-2], shape[-1])
     # As by `jax.checkpoint`: what is cheap is computed again, not kept since the forward pass.
     again, dy = lax.optimization_barrier((h, d_made))
     (dh,) = jax.vjp(partial(make_all, make), again)[1](dy)

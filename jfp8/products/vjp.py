@@ -70,7 +70,7 @@ Kept = ScaledArray | jax.Array | None
 
 
 class How(NamedTuple):
-    """How a product is computed, as far as it is known while JAX traces.
+    """The way in which a product is computed, as far as it is known while JAX traces.
 
     Attributes:
       carried: whether rhs is a `ScaledArray` with a carrier.
@@ -178,7 +178,8 @@ def forward(
     options, carried, use = how
     if use is not None and and_backward:
         use.linearized = True
-    lhs, rhs, _, state, sink, seed = operands
+    lhs, rhs, _, histories, sink, seed = operands
+    state: Any = histories
     products = options.recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     frozen = isinstance(rhs, ScaledArray) and not carried
@@ -222,8 +223,8 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
     lhs, rhs, history, seen, seed, seeds, operation = residuals
     products = options.recipe.resolved()
     dgrad, wgrad = products.dgrad, products.wgrad
-    q_lhs = restore(lhs, wgrad.lhs and wgrad.lhs.fmt)
-    q_rhs = restore(rhs, dgrad.rhs and dgrad.rhs.fmt)
+    q_lhs = restore(lhs, getattr(wgrad.lhs, "fmt", None))
+    q_rhs = restore(rhs, getattr(dgrad.rhs, "fmt", None))
     dy = operation.arrange("grad", first_order_only(dy))
     made = operation.made("grad", dy, *of) if of else None
     g = QuantizedOperand("grad", dy, history, seed, operation, made=made)

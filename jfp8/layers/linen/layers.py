@@ -101,7 +101,7 @@ class Dense(Fp8Layer, nn.Dense):
 
 
 def _operands(layer: Any, inputs: jax.Array, features: Sequence[int]) -> tuple[Any, ...]:
-    """Inputs, kernel and bias of the product of a layer, and its dimension numbers."""
+    """Return inputs, kernel and bias of the product of a layer, and its dimension numbers."""
     shape = (jnp.shape(inputs)[-1], *features)
     kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
     bias = None

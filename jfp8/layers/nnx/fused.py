@@ -164,22 +164,21 @@ class LayerNormMLP(nnx.Module):
         return (y, normalized) if self.return_layernorm_output else y
 
     def _is_one_operation(self, inputs: jax.Array) -> bool:
-        wi, wo = self.wi, self.wo
         # Others may have put something else there.
-        if type(wi) is not LayerNormLinear or type(wo) is not LinearGeneral:
-            return False
-        products = wi.dot_general, wo.dot_general
-        if self.dropout is not None or wi.saved_activations is not None:
-            return False
-        if not all(isinstance(p, DotGeneral) for p in products) or products[1].reads_operands():
+        known = {LayerNormLinear: self.wi, LinearGeneral: self.wo}
+        layers = [layer for kind, layer in known.items() if type(layer) is kind]
+        products: list[Any] = [layer.dot_general for layer in layers]
+        products = [product for product in products if isinstance(product, DotGeneral)]
+        if self.dropout is not None or len(products) < 2 or products[1].reads_operands():
             return False
         found = [recipe_in_effect(product.recipe, product.path) for product in products]
-        kernels = [layer.kernel.get_value() for layer in (wi, wo)]
-        return transformer_math.may_be_one_operation([r for r in found if r], inputs, kernels)
+        recipes = [] if self.wi.saved_activations is not None else [r for r in found if r]
+        kernels = [layer.kernel.get_value() for layer in layers]
+        return transformer_math.may_be_one_operation(recipes, inputs, kernels)
 
 
 def _product(layer: Any, x: jax.Array, multiply: Callable[..., Any]) -> Any:
-    """The product of a layer along the last axis, and its bias; see `through_both`."""
+    """Multiply as `layer` does, along the last axis; `multiply` adds the bias."""
     bias = None if layer.bias is None else layer.bias.get_value()
     operands = x, layer.kernel.get_value(), bias
     x, kernel, bias = layer.promote_dtype(operands, dtype=layer.dtype)

@@ -199,9 +199,10 @@ class Product(nnx.Module):
         return State(state, sink), records
 
     def reads_operands(self) -> bool:
-        """Whether `begin` looks at operands, because each call is a step."""
-        records = self.fp8 is not None and self.fp8_sink is None and not self.use_running_average
-        return records and (is_eager() or is_in_a_body())
+        """Return whether `begin` looks at operands, because each call is a step."""
+        if self.fp8 is None or self.fp8_sink is not None or self.use_running_average:
+            return False
+        return is_eager() or is_in_a_body()
 
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
         if self.fp8 is None or is_overridden():
