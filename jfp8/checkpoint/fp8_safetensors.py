@@ -116,20 +116,8 @@ def save_fp8_safetensors(
             "activations (input_scale), but there are none among the tensors. Add those that "
             'load_fp8_safetensors returned, or write another style, such as "per-tensor".'
         )
-    arrays: dict[str, np.ndarray] = {}
-    for name, x in tensors.items():
-        if isinstance(x, ScaledArray):
-            data, scale = style.split(name, x)
-            if name + style.suffix in tensors:
-                raise ValueError(f"{name + style.suffix!r} is taken by the scale of {name!r}.")
-            arrays |= {name: data, name + style.suffix: scale}
-        else:
-            arrays[name] = np.asarray(x)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, x in arrays.items():
-        if shards[-1] and sum(y.nbytes for y in shards[-1].values()) + x.nbytes > max_shard_size:
-            shards.append({})
-        shards[-1][name] = x
+    arrays = _split(tensors, style)
+    shards = _shards(arrays, max_shard_size)
     folder.mkdir(parents=True, exist_ok=True)
     names = [_SINGLE]
     if len(shards) > 1:
@@ -142,6 +130,30 @@ def save_fp8_safetensors(
         _write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": files})
     config = _json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
     _write_json(folder / _CONFIG, config | {"quantization_config": dict(style.quantization_config)})
+
+
+def _split(tensors: Mapping[str, Any], style: Fp8Style) -> dict[str, np.ndarray]:
+    """Split each `ScaledArray` into its bytes and its scales."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, x in tensors.items():
+        if isinstance(x, ScaledArray):
+            data, scale = style.split(name, x)
+            if name + style.suffix in tensors:
+                raise ValueError(f"{name + style.suffix!r} is taken by the scale of {name!r}.")
+            arrays |= {name: data, name + style.suffix: scale}
+        else:
+            arrays[name] = np.asarray(x)
+    return arrays
+
+
+def _shards(arrays: Mapping[str, np.ndarray], max_shard_size: int) -> list[dict[str, np.ndarray]]:
+    """Fill one file after the other."""
+    shards: list[dict[str, np.ndarray]] = [{}]
+    for name, x in arrays.items():
+        if shards[-1] and sum(y.nbytes for y in shards[-1].values()) + x.nbytes > max_shard_size:
+            shards.append({})
+        shards[-1][name] = x
+    return shards
 
 
 def _arrays(folder: Path) -> dict[str, np.ndarray]:

@@ -303,10 +303,16 @@ def _warn(model: Any, met: Any) -> None:
             kinds[own.place] = type(node)
             shape = jnp.shape(_at(node, own.keys).get_raw_value())
             shapes.setdefault(own.place, {})[own.name] = shape
-    stayed, selection = dict(met.stayed), type(model).jfp8_selection
+    stayed = met.stayed | _unsupported(model)
+    warn_of_nothing(model, Seen(False, stayed, own_parameters(kinds, shapes)), "nnx")
+
+
+def _unsupported(model: Any) -> dict[str, tuple[type, Decision]]:
+    """Find the layers of `model` that cannot be FP8, and say why."""
+    found = {}
     for path, node in nodes_of(model):
         if (reason := reason_of(node)) is not None:
             place = "/".join(map(str, path))
-            chosen = selection.decide(place, node, None).chosen
-            stayed[place] = type(node), Decision(None, reason, chosen)
-    warn_of_nothing(model, Seen(False, stayed, own_parameters(kinds, shapes)), "nnx")
+            chosen = type(model).jfp8_selection.decide(place, node, None).chosen
+            found[place] = type(node), Decision(None, reason, chosen)
+    return found

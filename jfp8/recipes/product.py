@@ -37,37 +37,12 @@ class Product:
     def __post_init__(self) -> None:
         for name in ("lhs", "rhs", "output"):
             _check_quantizer(name, getattr(self, name))
+        operands = [q for q in (self.lhs, self.rhs) if q is not None]
         if self.rotation is not None:
-            if not isinstance(self.rotation, Rotation):
-                raise TypeError(
-                    "rotation must be a Hadamard(), a RandomHadamard() or None, got "
-                    f"{self.rotation!r}."
-                )
-            if self.lhs is None and self.rhs is None:
-                raise ValueError(
-                    "rotation without a quantized operand changes nothing: leave it out, or give "
-                    "the product a quantizer."
-                )
-            if any(q is not None and q.history_len for q in (self.lhs, self.rhs)):
-                raise ValueError(
-                    "rotation with an amax history: the history is that of the original tensor, "
-                    "not of the rotated one. Use quantizers with current scaling, such as "
-                    "quantizers.Current(fmt)."
-                )
-        blocks = [q.block for q in (self.lhs, self.rhs) if q is not None and q.block is not None]
+            _check_rotation(self.rotation, operands)
+        blocks = [q.block for q in operands if q.block is not None]
         if len(blocks) == 2:
-            (left, left_free), (right, right_free) = blocks
-            if left != right:
-                raise ValueError(
-                    f"lhs has blocks of {left} along the contraction and rhs of {right}. Sums are "
-                    "scaled block by block, so both need the same length: give both blocks of "
-                    f"{min(left, right)}."
-                )
-            if left_free > 1 and right_free > 1:
-                raise ValueError(
-                    f"Both operands have two-dimensional blocks, {blocks[0]} and {blocks[1]}. No "
-                    f"hardware supports that: give one of them blocks of ({left}, 1)."
-                )
+            _check_blocks(*blocks)
         output = self.output
         if output is not None and (output.block or not output.one_for_both or output.history_len):
             raise ValueError(
@@ -160,6 +135,37 @@ def uniform(lhs: Quantizer, rhs: Quantizer, grad: Quantizer) -> Products:
         dgrad=Product(grad, rhs),
         wgrad=Product(lhs, grad),
     )
+
+
+def _check_rotation(rotation: Any, operands: list[Quantizer]) -> None:
+    if not isinstance(rotation, Rotation):
+        raise TypeError(
+            f"rotation must be a Hadamard(), a RandomHadamard() or None, got {rotation!r}."
+        )
+    if not operands:
+        raise ValueError(
+            "rotation without a quantized operand changes nothing: leave it out, or give the "
+            "product a quantizer."
+        )
+    if any(q.history_len for q in operands):
+        raise ValueError(
+            "rotation with an amax history: the history is that of the original tensor, not of the "
+            "rotated one. Use quantizers with current scaling, such as quantizers.Current(fmt)."
+        )
+
+
+def _check_blocks(lhs: tuple[int, int], rhs: tuple[int, int]) -> None:
+    (left, left_free), (right, right_free) = lhs, rhs
+    if left != right:
+        raise ValueError(
+            f"lhs has blocks of {left} along the contraction and rhs of {right}. Sums are scaled "
+            f"block by block, so both need the same length: give both blocks of {min(left, right)}."
+        )
+    if left_free > 1 and right_free > 1:
+        raise ValueError(
+            f"Both operands have two-dimensional blocks, {lhs} and {rhs}. No hardware supports "
+            f"that: give one of them blocks of ({left}, 1)."
+        )
 
 
 def _check_quantizer(name: str, quantizer: Any) -> None:
