@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jfp8.debug.equivalence import t_quantile
+from jfp8.plot.runs import curves_of, label_of, mark_end, numbered
 from jfp8.plot.style import GREY, axes_for, line, tidy
 
 if TYPE_CHECKING:
@@ -64,8 +65,28 @@ def gap_curves(
         raise ValueError(f"confidence={confidence!r}: must be between 0 and 1, such as 0.9.")
     if limit is not None and not limit > 0:
         raise ValueError(f"limit={limit!r}: must be above 0, in percent; or None.")
+    gaps = _gaps(runs, reference)
+    n, n_steps = next(iter(gaps.values())).shape
+    steps = numbered(steps, n_steps)
+
+    ax = axes_for(ax, 7.0, 3.2, "Gap to the reference over the steps")
+    # On axes with curves, go on with the next style.
+    offset = sum(not str(drawn.get_label()).startswith("_") for drawn in ax.lines)
+    for i, (name, of_run) in enumerate(gaps.items()):
+        _draw(ax, name, of_run, steps, confidence, line(offset + i))
+    ax.axhline(0.0, color=GREY, linewidth=1, zorder=0.5)
+    if limit is not None:
+        ax.set_ylim(-limit, limit)
+    ax.locator_params(axis="x", integer=True)
+    tidy(ax, "step", f"mean gap, %\n(band: {100 * confidence:g} % interval)" if n > 1 else "gap, %")
+    ax.legend(frameon=False)
+    return ax
+
+
+def _gaps(runs: Mapping[str, Any], reference: jax.typing.ArrayLike) -> dict[str, np.ndarray]:
+    """Compute the gap of each pair in each step, in percent: ``f64[n_seeds, n_steps]``."""
     exact = np.atleast_2d(np.asarray(reference, np.float64))
-    curves = {name: np.atleast_2d(np.asarray(losses, np.float64)) for name, losses in runs.items()}
+    curves = curves_of(runs)
     shapes = {name: losses.shape for name, losses in curves.items()}
     if exact.ndim != 2 or not exact.size or set(shapes.values()) != {exact.shape}:
         raise ValueError(
@@ -77,34 +98,21 @@ def gap_curves(
             "reference must be finite and positive in every step: gaps are in percent of it. "
             "Leave out seeds that diverge in high precision, and their pairs."
         )
-    n, n_steps = exact.shape
-    steps = np.arange(n_steps) if steps is None else np.asarray(steps)
-    if steps.shape != (n_steps,):
-        raise ValueError(f"The runs have {n_steps} steps, but steps has the shape {steps.shape}.")
+    return {name: 100 * (losses / exact - 1) for name, losses in curves.items()}
 
-    ax = axes_for(ax, 7.0, 3.2, "Gap to the reference over the steps")
-    # On axes with curves, go on with the next style.
-    offset = sum(not str(drawn.get_label()).startswith("_") for drawn in ax.lines)
-    for i, (name, losses) in enumerate(curves.items()):
-        style = line(offset + i)
-        gaps = 100 * (losses / exact - 1)
-        finite = np.isfinite(gaps)
-        end = int(finite.all(axis=0).cumprod().sum())  # the first step without a pair
-        gaps, at = gaps[:, :end], steps[:end]
-        lost = int((~finite).any(axis=1).sum())
-        label = name + (f" ({lost} of {n} not finite)" if lost else "")
-        mean = gaps.mean(axis=0)
-        ax.plot(at, mean, label=label, linewidth=1.8, **style)
-        if n > 1:
-            half = t_quantile((1 + confidence) / 2, n - 1) * gaps.std(axis=0, ddof=1) / math.sqrt(n)
-            band = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
-            ax.fill_between(at, mean - half, mean + half, **band)
-        if lost and end:
-            ax.plot(at[-1], mean[-1], "X", color=style["color"], ms=8, mec="white")
-    ax.axhline(0.0, color=GREY, linewidth=1, zorder=0.5)
-    if limit is not None:
-        ax.set_ylim(-limit, limit)
-    ax.locator_params(axis="x", integer=True)
-    tidy(ax, "step", f"mean gap, %\n(band: {100 * confidence:g} % interval)" if n > 1 else "gap, %")
-    ax.legend(frameon=False)
-    return ax
+
+def _draw(
+    ax: Axes, name: str, gaps: np.ndarray, steps: np.ndarray, confidence: float, style: Any
+) -> None:
+    """Draw the mean gap of one run, its interval, and where it ends."""
+    finite, n = np.isfinite(gaps), len(gaps)
+    end = int(finite.all(axis=0).cumprod().sum())  # the first step without a pair
+    gaps, at = gaps[:, :end], steps[:end]
+    mean = gaps.mean(axis=0)
+    ax.plot(at, mean, label=label_of(name, finite), linewidth=1.8, **style)
+    if n > 1:
+        half = t_quantile((1 + confidence) / 2, n - 1) * gaps.std(axis=0, ddof=1) / math.sqrt(n)
+        band = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
+        ax.fill_between(at, mean - half, mean + half, **band)
+    if end and not finite.all():
+        mark_end(ax, at[-1], mean[-1], style["color"])

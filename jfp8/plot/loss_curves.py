@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jfp8.plot.runs import curves_of, label_of, mark_end, numbered
 from jfp8.plot.style import axes_for, line, tidy
 
 if TYPE_CHECKING:
@@ -46,7 +47,28 @@ def loss_curves(
     >>> [line.get_label() for line in ax.lines], ax.lines[0].get_ydata().tolist()
     (['f32', 'FP8'], [3.0, 1.5, 1.0])
     """
-    curves = {name: np.atleast_2d(np.asarray(losses, np.float64)) for name, losses in runs.items()}
+    curves = curves_of(runs)
+    n_steps = _number_of_steps(curves)
+    steps = numbered(steps, n_steps)
+    if not 1 <= window <= n_steps:
+        raise ValueError(f"window={window!r}: must be from 1 to {n_steps}, the number of steps.")
+
+    spread = any(losses.shape[0] > 1 for losses in curves.values())
+    title = "Loss over the steps" + (": mean and range of the seeds" if spread else "")
+    ax = axes_for(ax, 7.0, 3.6, title)
+    offset = len(ax.lines)  # on axes with curves, go on with the next style
+    for i, (name, losses) in enumerate(curves.items()):
+        # f64[n, steps - window + 1], the mean of every `window` successive columns.
+        smooth = np.lib.stride_tricks.sliding_window_view(losses, window, axis=1).mean(axis=-1)
+        _draw(ax, name, smooth, steps[window - 1 :], line(offset + i))
+    ax.locator_params(axis="x", integer=True)
+    tidy(ax, "step", "loss" if window == 1 else f"loss, mean of {window} steps")
+    ax.legend(frameon=False)
+    return ax
+
+
+def _number_of_steps(curves: Mapping[str, np.ndarray]) -> int:
+    """Find the number of steps, the same for all runs."""
     if not curves:
         raise ValueError(
             "loss_curves got no runs. Pass a dict of names and losses, such as "
@@ -57,43 +79,26 @@ def loss_curves(
         raise ValueError(
             f"Losses must be f32[n_seeds, n_steps] or f32[n_steps], and not empty; got {shapes}."
         )
-    n_steps = next(iter(shapes.values()))[1]
-    if any(shape[1] != n_steps for shape in shapes.values()):
+    n_steps, *others = {shape[1] for shape in shapes.values()}
+    if others:
         raise ValueError(
             "The runs must have the same number of steps (the second of each shape), but have "
             f"{shapes}. Cut them to one length, or draw each with its own steps= on the same ax=."
         )
-    steps = np.arange(n_steps) if steps is None else np.asarray(steps)
-    if steps.shape != (n_steps,):
-        raise ValueError(f"The runs have {n_steps} steps, but steps has the shape {steps.shape}.")
-    if not 1 <= window <= n_steps:
-        raise ValueError(f"window={window!r}: must be from 1 to {n_steps}, the number of steps.")
+    return n_steps
 
-    spread = any(losses.shape[0] > 1 for losses in curves.values())
-    title = "Loss over the steps" + (": mean and range of the seeds" if spread else "")
-    ax = axes_for(ax, 7.0, 3.6, title)
-    offset = len(ax.lines)  # on axes with curves, go on with the next style
-    for i, (name, losses) in enumerate(curves.items()):
-        style = line(offset + i)
-        # f64[n, steps - window + 1], the mean of every `window` successive columns.
-        smooth = np.lib.stride_tricks.sliding_window_view(losses, window, axis=1).mean(axis=-1)
-        at = steps[window - 1 :]
-        finite = np.isfinite(smooth)
-        seeds = np.ma.masked_invalid(smooth)  # of what is left in a step, and NaN if nothing is
-        mean, low, high = (
-            np.ma.filled(statistic, np.nan)
-            for statistic in (seeds.mean(axis=0), seeds.min(axis=0), seeds.max(axis=0))
-        )
-        lost = int((~finite).any(axis=1).sum())
-        label = name + (f" ({lost} of {len(losses)} not finite)" if lost else "")
-        ax.plot(at, mean, label=label, linewidth=1.8, **style)
-        if len(losses) > 1:
-            ax.fill_between(at, low, high, color=style["color"], alpha=0.2, linewidth=0)
-        for seed in np.flatnonzero((~finite).any(axis=1) & finite.any(axis=1)):
-            last = int(np.argmin(finite[seed])) - 1
-            if last >= 0:
-                ax.plot(at[last], smooth[seed, last], "X", color=style["color"], ms=8, mec="white")
-    ax.locator_params(axis="x", integer=True)
-    tidy(ax, "step", "loss" if window == 1 else f"loss, mean of {window} steps")
-    ax.legend(frameon=False)
-    return ax
+
+def _draw(ax: Axes, name: str, losses: np.ndarray, steps: np.ndarray, style: Any) -> None:
+    """Draw the mean and the range of the seeds of one run, and where seeds end."""
+    finite = np.isfinite(losses)
+    seeds = np.ma.masked_invalid(losses)  # of what is left in a step, and NaN if nothing is
+    mean, low, high = (
+        np.ma.filled(statistic, np.nan)
+        for statistic in (seeds.mean(axis=0), seeds.min(axis=0), seeds.max(axis=0))
+    )
+    ax.plot(steps, mean, label=label_of(name, finite), linewidth=1.8, **style)
+    if len(losses) > 1:
+        ax.fill_between(steps, low, high, color=style["color"], alpha=0.2, linewidth=0)
+    for seed in np.flatnonzero(finite[:, 0] & ~finite.all(axis=1)):
+        last = int(np.argmin(finite[seed])) - 1
+        mark_end(ax, steps[last], losses[seed, last], style["color"])

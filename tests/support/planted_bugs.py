@@ -1403,7 +1403,7 @@ BUGS: tuple[Bug, ...] = (
         "nnx_rolls_a_bad_step",
         "histories of an NNX model roll on a step with NaN in it",
         "jfp8/training/nnx.py",
-        "product.set_histories(keep_unless(~anywhere, after, before[path]))",
+        "product.set_histories(keep_unless(~anywhere, after, before))",
         "product.set_histories(after)",
         "training/test_nnx_state.py::test_trap_nonfinite_amax_never_enters[inf-gradient]",
     ),
