@@ -72,7 +72,9 @@ def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
         is_linen = isinstance(target[role], dict)
         found[(*place, HISTORY) if is_linen else place] = history
         if is_linen and isinstance(tensor, dict):
-            found[(*place, RUNNING)] = _possible(tensor[RUNNING])
+            running = np.asarray(tensor[RUNNING], np.float32)
+            finite = np.isfinite(running) & (running > 0)
+            found[(*place, RUNNING)] = np.where(finite, running, np.float32(0.0))
     return {place: placed(array, leaves[place]) for place, array in found.items()}
 
 
@@ -118,15 +120,9 @@ def resized(history: np.ndarray, length: int) -> np.ndarray:
 
 def newest_first(history: np.ndarray) -> np.ndarray:
     """`history` without empty slots and impossible amaxes, which become zeros at the end."""
-    kept = _possible(history)
+    kept = np.where(np.isfinite(history) & (history > 0), history, np.float32(0.0))
     order = np.argsort(kept == 0, axis=-1, kind="stable")
     return np.take_along_axis(kept, order, axis=-1)
-
-
-def _possible(amaxes: Any) -> np.ndarray:
-    """Replace impossible amaxes by zeros."""
-    amaxes = np.asarray(amaxes, np.float32)
-    return np.where(np.isfinite(amaxes) & (amaxes > 0), amaxes, np.float32(0.0))
 
 
 def unrolled(ring: np.ndarray) -> np.ndarray:

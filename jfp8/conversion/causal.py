@@ -7,7 +7,7 @@ causal attention in FP8. All are found in its jaxpr: nothing is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -95,29 +95,20 @@ def _varies(eqn: Any, given: list[_Varies]) -> _Varies:
     first, *rest = (varies or frozenset() for varies in given)
     if name in _ELEMENTWISE:
         return first.union(*rest)
-    if name not in _MOVED:
-        return None
-    places = _MOVED[name](eqn)
+    places = _places(name, eqn)
     return None if places is None else frozenset(places[d] for d in first if d in places)
 
 
-def _reshaped(eqn: Any) -> dict[int, int] | None:
+def _places(name: str, eqn: Any) -> dict[int, int] | None:
+    """Tell where the dimensions of an operand go; None: that is not known."""
+    if name == "broadcast_in_dim":
+        return dict(enumerate(eqn.params["broadcast_dimensions"]))
+    if name == "transpose":
+        return {d: i for i, d in enumerate(eqn.params["permutation"])}
     before, after = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))
+    if name == "squeeze":
+        left = [d for d in range(len(before)) if d not in eqn.params["dimensions"]]
+        return {d: i for i, d in enumerate(left)}
     left, right = ([d for d, n in enumerate(shape) if n > 1] for shape in (before, after))
-    if [before[d] for d in left] != [after[d] for d in right]:
-        return None
-    return dict(zip(left, right))
-
-
-def _squeezed(eqn: Any) -> dict[int, int]:
-    dimensions = range(eqn.invars[0].aval.ndim)
-    return {d: i for i, d in enumerate(d for d in dimensions if d not in eqn.params["dimensions"])}
-
-
-# Where the dimensions of an operand go; None: that is not known.
-_MOVED: dict[str, Callable[[Any], Mapping[int, int] | None]] = {
-    "broadcast_in_dim": lambda eqn: dict(enumerate(eqn.params["broadcast_dimensions"])),
-    "transpose": lambda eqn: {d: i for i, d in enumerate(eqn.params["permutation"])},
-    "reshape": _reshaped,
-    "squeeze": _squeezed,
-}
+    same = [before[d] for d in left] == [after[d] for d in right]
+    return dict(zip(left, right)) if name == "reshape" and same else None

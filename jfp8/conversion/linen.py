@@ -173,14 +173,12 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         run = functools.partial(original, self, *args, **kwargs)
         if self.scope is None or _inside(self):
             return run()
-        if not self.scope.path and not self.scope.mutable:  # what `bind` gives
-            unbound, variables = self.unbind()
-            rngs = {stream: rng.rng for stream, rng in self.scope.rngs.items()}
-            return unbound.apply(variables, *args, rngs=rngs, method=name, **kwargs)
         found = _Edges()
-        if not self.scope.path:  # what `bind` gives with something mutable: it runs in place
+        if not self.scope.path:  # what `bind` gives
             unbound, variables = self.unbind()
             rngs = {stream: rng.rng for stream, rng in self.scope.rngs.items()}
+            if not self.scope.mutable:  # else it runs in place
+                return unbound.apply(variables, *args, rngs=rngs, method=name, **kwargs)
             apply = functools.partial(unbound._original("apply"), method=name, mutable=True)
             again = lambda v, rngs, args, kwargs: apply(v, *args, rngs=rngs, **kwargs)
             found = _edges_of(type(self).jfp8_selection, again, variables, rngs, args, kwargs)
@@ -362,14 +360,9 @@ def _edges_of(
 
     variables = dequantize_tree(variables)
     arrays, together = edges.arrays_apart((variables, rngs, args, kwargs))
-
-    def mark_product(product: ParameterProduct) -> jax.Array:
-        x = edges.mark_input(product.x, product.parameter.path)
-        return edges.mark_output(dataclasses.replace(product, x=x).plain(), product.parameter.path)
-
     with (
         region.entered(edges.LOOKING),
-        nn.intercept_methods(find_products(mark_product)),
+        nn.intercept_methods(find_products(edges.mark_product)),
         nn.intercept_methods(mark),
         nn.intercept_methods(replace_caches(lambda: selection.cache_dtype)),
     ):

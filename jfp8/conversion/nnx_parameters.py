@@ -178,7 +178,7 @@ def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         run = functools.partial(function, self, *args, **kwargs)
         here, selection = region.current(), type(self).jfp8_selection
         if here is not None and here.selection == edges.LOOKING.selection:
-            return _followed(self, _marked, run)
+            return _followed(self, edges.mark_product, run)
         if here is not None and here.selection == selection:
             assert isinstance(here.edges, _Edges)
             return _followed(self, functools.partial(_computed, selection, here.edges), run)
@@ -261,12 +261,6 @@ def _computed(selection: Selection, found: _Edges, product: ParameterProduct) ->
         dot_general = DotGeneral(recipe=decision.recipe, path=own.place)
         dot_general.fp8 = None
     return product.by(dot_general)
-
-
-def _marked(product: ParameterProduct) -> jax.Array:
-    path = product.parameter.path
-    x = edges.mark_input(product.x, path)
-    return edges.mark_output(dataclasses.replace(product, x=x).plain(), path)
 
 
 def _returned(

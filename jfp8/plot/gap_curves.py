@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jfp8.debug.equivalence import t_quantile
-from jfp8.plot.runs import curves_of, label_of, mark_end, numbered
+from jfp8.plot.loss_curves import curves_of, label_of, numbered
 from jfp8.plot.style import GREY, axes_for, line, tidy
 
 if TYPE_CHECKING:
@@ -65,26 +65,6 @@ def gap_curves(
         raise ValueError(f"confidence={confidence!r}: must be between 0 and 1, such as 0.9.")
     if limit is not None and not limit > 0:
         raise ValueError(f"limit={limit!r}: must be above 0, in percent; or None.")
-    gaps = _gaps(runs, reference)
-    n, n_steps = next(iter(gaps.values())).shape
-    steps = numbered(steps, n_steps)
-
-    ax = axes_for(ax, 7.0, 3.2, "Gap to the reference over the steps")
-    # On axes with curves, go on with the next style.
-    offset = sum(not str(drawn.get_label()).startswith("_") for drawn in ax.lines)
-    for i, (name, of_run) in enumerate(gaps.items()):
-        _draw(ax, name, of_run, steps, confidence, line(offset + i))
-    ax.axhline(0.0, color=GREY, linewidth=1, zorder=0.5)
-    if limit is not None:
-        ax.set_ylim(-limit, limit)
-    ax.locator_params(axis="x", integer=True)
-    tidy(ax, "step", f"mean gap, %\n(band: {100 * confidence:g} % interval)" if n > 1 else "gap, %")
-    ax.legend(frameon=False)
-    return ax
-
-
-def _gaps(runs: Mapping[str, Any], reference: jax.typing.ArrayLike) -> dict[str, np.ndarray]:
-    """Compute the gap of each pair in each step, in percent: ``f64[n_seeds, n_steps]``."""
     exact = np.atleast_2d(np.asarray(reference, np.float64))
     curves = curves_of(runs)
     shapes = {name: losses.shape for name, losses in curves.items()}
@@ -98,13 +78,26 @@ def _gaps(runs: Mapping[str, Any], reference: jax.typing.ArrayLike) -> dict[str,
             "reference must be finite and positive in every step: gaps are in percent of it. "
             "Leave out seeds that diverge in high precision, and their pairs."
         )
-    return {name: 100 * (losses / exact - 1) for name, losses in curves.items()}
+    n, n_steps = exact.shape
+    steps = numbered(steps, n_steps)
+
+    ax = axes_for(ax, 7.0, 3.2, "Gap to the reference over the steps")
+    # On axes with curves, go on with the next style.
+    offset = sum(not str(drawn.get_label()).startswith("_") for drawn in ax.lines)
+    for i, (name, losses) in enumerate(curves.items()):
+        _draw(ax, name, 100 * (losses / exact - 1), steps, confidence, line(offset + i))
+    ax.axhline(0.0, color=GREY, linewidth=1, zorder=0.5)
+    if limit is not None:
+        ax.set_ylim(-limit, limit)
+    ax.locator_params(axis="x", integer=True)
+    tidy(ax, "step", f"mean gap, %\n(band: {100 * confidence:g} % interval)" if n > 1 else "gap, %")
+    ax.legend(frameon=False)
+    return ax
 
 
 def _draw(
     ax: Axes, name: str, gaps: np.ndarray, steps: np.ndarray, confidence: float, style: Any
 ) -> None:
-    """Draw the mean gap of one run, its interval, and where it ends."""
     finite, n = np.isfinite(gaps), len(gaps)
     end = int(finite.all(axis=0).cumprod().sum())  # the first step without a pair
     gaps, at = gaps[:, :end], steps[:end]
@@ -115,4 +108,4 @@ def _draw(
         band = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
         ax.fill_between(at, mean - half, mean + half, **band)
     if end and not finite.all():
-        mark_end(ax, at[-1], mean[-1], style["color"])
+        ax.plot(at[-1], mean[-1], "X", color=style["color"], ms=8, mec="white")

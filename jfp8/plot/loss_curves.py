@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jfp8.plot.runs import curves_of, label_of, mark_end, numbered
 from jfp8.plot.style import axes_for, line, tidy
 
 if TYPE_CHECKING:
@@ -48,7 +47,22 @@ def loss_curves(
     (['f32', 'FP8'], [3.0, 1.5, 1.0])
     """
     curves = curves_of(runs)
-    n_steps = _number_of_steps(curves)
+    if not curves:
+        raise ValueError(
+            "loss_curves got no runs. Pass a dict of names and losses, such as "
+            '{"float32": losses, "FP8": losses_fp8}, each f32[n_seeds, n_steps] or f32[n_steps].'
+        )
+    shapes = {name: losses.shape for name, losses in curves.items()}
+    if any(losses.ndim != 2 or not losses.size for losses in curves.values()):
+        raise ValueError(
+            f"Losses must be f32[n_seeds, n_steps] or f32[n_steps], and not empty; got {shapes}."
+        )
+    n_steps = next(iter(shapes.values()))[1]
+    if any(shape[1] != n_steps for shape in shapes.values()):
+        raise ValueError(
+            "The runs must have the same number of steps (the second of each shape), but have "
+            f"{shapes}. Cut them to one length, or draw each with its own steps= on the same ax=."
+        )
     steps = numbered(steps, n_steps)
     if not 1 <= window <= n_steps:
         raise ValueError(f"window={window!r}: must be from 1 to {n_steps}, the number of steps.")
@@ -67,29 +81,26 @@ def loss_curves(
     return ax
 
 
-def _number_of_steps(curves: Mapping[str, np.ndarray]) -> int:
-    """Find the number of steps, the same for all runs."""
-    if not curves:
-        raise ValueError(
-            "loss_curves got no runs. Pass a dict of names and losses, such as "
-            '{"float32": losses, "FP8": losses_fp8}, each f32[n_seeds, n_steps] or f32[n_steps].'
-        )
-    shapes = {name: losses.shape for name, losses in curves.items()}
-    if any(losses.ndim != 2 or not losses.size for losses in curves.values()):
-        raise ValueError(
-            f"Losses must be f32[n_seeds, n_steps] or f32[n_steps], and not empty; got {shapes}."
-        )
-    n_steps, *others = {shape[1] for shape in shapes.values()}
-    if others:
-        raise ValueError(
-            "The runs must have the same number of steps (the second of each shape), but have "
-            f"{shapes}. Cut them to one length, or draw each with its own steps= on the same ax=."
-        )
-    return n_steps
+def curves_of(runs: Mapping[str, jax.typing.ArrayLike]) -> dict[str, np.ndarray]:
+    """Return the losses of each run as ``f64[n_seeds, n_steps]``."""
+    return {name: np.atleast_2d(np.asarray(losses, np.float64)) for name, losses in runs.items()}
+
+
+def numbered(steps: jax.typing.ArrayLike | None, n_steps: int) -> np.ndarray:
+    """Return the number of each step: `steps`, or counted from 0."""
+    steps = np.arange(n_steps) if steps is None else np.asarray(steps)
+    if steps.shape != (n_steps,):
+        raise ValueError(f"The runs have {n_steps} steps, but steps has the shape {steps.shape}.")
+    return steps
+
+
+def label_of(name: str, finite: np.ndarray) -> str:
+    """Name a run, with the number of seeds that end; `finite` is ``bool[n_seeds, n_steps]``."""
+    lost = int((~finite).any(axis=1).sum())
+    return name + (f" ({lost} of {len(finite)} not finite)" if lost else "")
 
 
 def _draw(ax: Axes, name: str, losses: np.ndarray, steps: np.ndarray, style: Any) -> None:
-    """Draw the mean and the range of the seeds of one run, and where seeds end."""
     finite = np.isfinite(losses)
     seeds = np.ma.masked_invalid(losses)  # of what is left in a step, and NaN if nothing is
     mean, low, high = (
@@ -101,4 +112,4 @@ def _draw(ax: Axes, name: str, losses: np.ndarray, steps: np.ndarray, style: Any
         ax.fill_between(steps, low, high, color=style["color"], alpha=0.2, linewidth=0)
     for seed in np.flatnonzero(finite[:, 0] & ~finite.all(axis=1)):
         last = int(np.argmin(finite[seed])) - 1
-        mark_end(ax, steps[last], losses[seed, last], style["color"])
+        ax.plot(steps[last], losses[seed, last], "X", color=style["color"], ms=8, mec="white")

@@ -178,18 +178,14 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
         gradients_as = np.dtype(gradients_as)
     if AxisType.Manual in types:
         (axis,) = axes
-        _check_all_axes(entries[axis], names)
+        if entries[axis] != names:
+            raise ValueError(
+                "Inside of jax.shard_map a dimension is gathered over just the axes that it is "
+                f"spread over, {entries[axis]}, not {names}. Name these, or keep the other axes of "
+                "the mesh automatic and out of it."
+            )
         return _ByCollectives(axis, gradients_as, names)
     return _by_layout(spec, names, gradients_as, AxisType.Explicit in types)
-
-
-def _check_all_axes(entry: tuple[str, ...], names: tuple[str, ...]) -> None:
-    if entry != names:
-        raise ValueError(
-            "Inside of jax.shard_map a dimension is gathered over just the axes that it is spread "
-            f"over, {entry}, not {names}. Name these, or keep the other axes of the mesh automatic "
-            "and out of it."
-        )
 
 
 def _by_layout(spec: Any, names: tuple[str, ...], gradients_as: Any, explicit: bool) -> _ByLayout:

@@ -115,15 +115,9 @@ def value_and_grad(
     return compute
 
 
-def _end_step(
-    product: Product,
-    before: dict[str, jax.Array],
-    amaxes: jax.Array | None,
-    failed: jax.Array,
-    loss_scale: jax.typing.ArrayLike | None,
-) -> None:
-    """Give `product` its histories after a step, or those from before if it has failed."""
-    after = product.histories() if amaxes is None else _pushed(before, amaxes, loss_scale)
+def _end_step(product: Product, before: Any, amaxes: Any, failed: jax.Array, scale: Any) -> None:
+    """Give `product` its histories after a step, or leave it with those `before` a failed one."""
+    after = product.histories() if amaxes is None else _pushed(before, amaxes, scale)
     anywhere = largest_of_devices(failed.astype(jnp.float32), before["lhs"]) > 0
     product.set_histories(keep_unless(~anywhere, after, before))
 

@@ -101,7 +101,7 @@ def test_by_xla_the_same_codes_as_by_kernels(interpreted):
         fprop = recipes.get(name).resolved().fprop
         use = Use("fprop", fprop, fprop.lhs, (1,)), Use("wgrad", fprop, fprop.lhs, (0,))
         by_kernels, by_xla = (
-            quantized_for_both(x, *use, None, kernels=kernels) for kernels in (True, False)
+            quantized_for_both(x, *use, None, None, kernels=kernels) for kernels in (True, False)
         )
         for q, expected in zip(by_kernels[:2], by_xla[:2], strict=True):
             np.testing.assert_array_equal(q.scale, expected.scale)
@@ -130,7 +130,7 @@ def test_blocks_by_xla_have_the_values_of_the_reference(name, rounding, filled):
     quantizer = dataclasses.replace(product.lhs, scale_rounding=rounding)
     product = dataclasses.replace(product, lhs=quantizer)
     use = Use("fprop", product, quantizer, (1,)), Use("wgrad", product, quantizer, (0,))
-    by_xla = jax.jit(lambda x: quantized_for_both(x, *use, None, kernels=False))
+    by_xla = jax.jit(lambda x: quantized_for_both(x, *use, None, None, kernels=False))
     by_reference = jax.jit(
         lambda x: [quantizer(x, Context(u.contracting, jnp.nan)).dequantize(BF16) for u in use]
     )

@@ -32,7 +32,6 @@ from jfp8.kernels.hopper.sweep import (
     run,
     run_both_ways,
     saturating,
-    sizes_of,
     taken,
     write,
     write_amax,
@@ -228,7 +227,8 @@ def _quantize(
       prepare: from references to `known` and to those results, what rows and columns are multiplied
         by: numbers, or references to vectors.
     """
-    sizes, dtype = sizes_of(x), dtype or arrays_of(x)[0].dtype
+    first, *_ = arrays_of(x)
+    sizes, dtype = (first.shape[0], first.shape[-1]), dtype or first.dtype
     x, sweep = taken(x, make, sweep)
 
     def kernel(x: Sequence[Ref], *refs: Ref) -> None:

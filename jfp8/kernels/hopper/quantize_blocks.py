@@ -28,7 +28,6 @@ from jfp8.kernels.hopper.sweep import (
     read,
     run_both_ways,
     saturating,
-    sizes_of,
     taken,
     whole,
     write,
@@ -70,7 +69,8 @@ def quantize_rows_in_blocks(
       The scales are f32, or uint8 E8M0 codes where the rounding gives E8M0. If several matrices are
       made, their number is a dimension before N, and before that of the blocks along N.
     """
-    (m, n), dtype = sizes_of(x), dtype or arrays_of(x)[0].dtype
+    first, *_ = arrays_of(x)
+    m, n, dtype = first.shape[0], first.shape[-1], dtype or first.dtype
     if sweep is None:
         sweep = in_blocks(x, block)
         sweep = fastest("quantize_rows_in_blocks", x, sweep) if block == 128 else sweep
@@ -140,7 +140,8 @@ def quantize_tiles(
       ``q`` f8[M, N], ``q_t`` f8[N, M], scales f32[ceil(M / 128), ceil(N / 128)]. If several
       matrices are made, see `quantize_rows_in_blocks`.
     """
-    (m, n), dtype = sizes_of(x), dtype or arrays_of(x)[0].dtype
+    first, *_ = arrays_of(x)
+    m, n, dtype = first.shape[0], first.shape[-1], dtype or first.dtype
     sweep = sweep or fastest("quantize_tiles", x, in_blocks(x, 128))
     assert (sweep.rows, sweep.columns) == (128, 128)
     x, sweep = taken(x, make, sweep)

@@ -80,12 +80,6 @@ def arrays_of(x: Input) -> tuple[jax.Array, ...]:
     return tuple(x) if isinstance(x, Sequence) else (x,)
 
 
-def sizes_of(x: Input) -> tuple[int, int]:
-    """Return the rows and columns of the matrix, or of each of several."""
-    first, *_ = arrays_of(x)
-    return first.shape[0], first.shape[-1]
-
-
 def bytes_read(x: Input) -> int:
     """Bytes of `x` for each element of a matrix; see `taken`."""
     return sum(a.dtype.itemsize * (1 if a.ndim == 2 else a.shape[1]) for a in arrays_of(x))
@@ -176,11 +170,7 @@ def run_both_ways(
     sweep: Sweep,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """Return the results of ``kernel(x, *arrays, q, q_t, *more, staged, staged_t)``.
-
-    Args:
-      sizes: of `q`, see `sizes_of`; `q_t` is its transpose.
-    """
+    """Return results of ``kernel(x, *arrays, q, q_t, *more, staged, staged_t)``, q of `sizes`."""
     rows, columns = sweep.shape(x)
     both = [jax.ShapeDtypeStruct(s, fmt.dtype) for s in ((rows, columns), (columns, rows))]
     how = {"staged": staging(sweep, fmt), "sweep": sweep, "interpret": interpret}

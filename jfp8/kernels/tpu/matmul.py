@@ -103,25 +103,8 @@ def matmul(
     )(*in_hbm(operands, interpret))
 
 
-def _kernel(
-    a: Ref,
-    b: Ref,
-    blocks: Sequence[Ref],
-    ends: Sequence[Ref],
-    bias: Ref | None,
-    y: Ref,
-    total: Ref,
-    *,
-    summed: tuple[int, int],
-    step: int,
-    left: int,
-) -> None:
-    """Add one step to the sums of a tile.
-
-    Args:
-      step: the terms of a step.
-      left: of the last step, if fewer; else 0. What is read beyond them is not zero.
-    """
+def _kernel(a, b, blocks, ends, bias, y, total, *, summed, step: int, left: int) -> None:
+    """Add `step` terms to the sums of a tile; the last time `left`, unless that is 0."""
     t, last = pl.program_id(2), pl.num_programs(2) - 1
 
     @pl.when(t == 0)
@@ -131,7 +114,7 @@ def _kernel(
     tiles: list[jax.Array] = [a[...], b[...]]
     if blocks:
         tiles = list(map(_dequantized, tiles, blocks, summed))
-        if left:
+        if left:  # what is read beyond them is not zero
             terms = jnp.where(t == last, left, step)
             tiles = [_without(tile, dim, terms) for tile, dim in zip(tiles, summed)]
     numbers = (((summed[0],), (summed[1],)), ((), ()))

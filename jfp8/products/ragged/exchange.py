@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class Exchange:
 
     Attributes:
       mesh: what divides tokens and experts.
-      tokens, copies, height, bucket: ``t``, ``c``, the rows of a tile, and ``b``.
+      tokens, copies, height: ``t``, ``c``, and the rows of a tile.
       group: i32[d, tiles], the expert of each tile, counted from the first of its device.
       padded_sizes: i32[d, e], the rows of all tiles of each expert of a device.
       sizes: i32[d, e], the copies that each gets.
@@ -53,7 +53,6 @@ class Exchange:
     tokens: int = field(metadata={"static": True})
     copies: int = field(metadata={"static": True})
     height: int = field(metadata={"static": True})
-    bucket: int = field(metadata={"static": True})
     group: jax.Array
     padded_sizes: jax.Array
     sizes: jax.Array
@@ -200,44 +199,44 @@ def _plan_here(
     me = mesh.index()
 
     counted = jnp.zeros((count,), jnp.int32).at[chosen].add(1, mode="drop")
-    counts = _counted(mesh.all_gather(counted), capacity)
-    mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, me * own, own, axis=-1), counts)
+    counts = mesh.all_gather(counted)
+    before = _exclusive(counts, 0)
+    kept = counts if capacity is None else jnp.clip(capacity - before, 0, counts)
+    before, sizes = _exclusive(kept, 0), jnp.sum(kept, 0)
+    starts = _exclusive(counts, 1)  # of each expert among the sorted copies of a device
 
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
     indices = jnp.arange(copies, dtype=jnp.int32)
     places = jnp.zeros_like(order).at[order].set(indices, unique_indices=True)
-    rank = places - _rows_at(
-        counts.starts[me], chosen
-    )  # among the copies of this device for its expert
-    is_kept = rank < _rows_at(counts.kept[me], chosen)
+    rank = places - _rows_at(starts[me], chosen)  # among the copies of this device for its expert
+    is_kept = rank < _rows_at(kept[me], chosen)
 
     # Buckets: that for each device has the copies for its experts, one expert after the other.
     bucket = min(copies, rows)
-    in_bucket = _exclusive(counts.kept.reshape(n, n, own), 2).reshape(n, count)
+    in_bucket = _exclusive(kept.reshape(n, n, own), 2).reshape(n, count)
     place = chosen // own * bucket + _rows_at(in_bucket[me], chosen) + rank
     place = jnp.where(is_kept, place, n * bucket).astype(jnp.int32)
     copy_at = jnp.full((n * bucket,), copies, jnp.int32).at[place].set(indices, mode="drop")
 
-    tiles = lay_out(mine.sizes, rows, height)
-    row_of, place_at = _rows_that_arrive(mine, tiles, bucket)
+    # Tiles of the experts of this device.
+    of_mine = lambda x: lax.dynamic_slice_in_dim(x, me * own, own, axis=-1)
+    tiles = lay_out(of_mine(sizes), rows, height)
+    row_of, place_at = _rows_that_arrive(of_mine(kept), of_mine(before), tiles, bucket)
 
     # Chunks: one for each pair of a device and an expert.
-    padded = (-(-counts.sizes // height) * height).reshape(n, own)
-    tile_starts = _exclusive(padded, 1)
-    arrive = mine.kept.reshape(-1)
-    to_tiles = tile_starts.reshape(count) + counts.before[me]
-    there = (counts.starts[me], counts.kept[me], to_tiles, arrive)
-    from_tiles = (tile_starts[me][None] + mine.before).reshape(-1)
-    back = (from_tiles, arrive, mine.starts.reshape(-1), counts.kept[me])
+    tile_starts = _exclusive((-(-sizes // height) * height).reshape(n, own), 1).reshape(count)
+    arrive = of_mine(kept).reshape(-1)
+    there = (starts[me], kept[me], tile_starts + before[me], arrive)
+    from_tiles = (of_mine(tile_starts)[None] + of_mine(before)).reshape(-1)
+    back = (from_tiles, arrive, of_mine(starts).reshape(-1), kept[me])
     return Exchange(
         mesh=mesh,
         tokens=tokens,
         copies=copies,
         height=height,
-        bucket=bucket,
         group=tiles.group,
         padded_sizes=tiles.padded_sizes,
-        sizes=mine.sizes,
+        sizes=of_mine(sizes),
         copy_at=copy_at.reshape(n, bucket),
         place_of=place,
         row_of=row_of,
@@ -246,37 +245,20 @@ def _plan_here(
     )
 
 
-class _Counts(NamedTuple):
-    """How many copies there are, for n devices and all experts, or the own ones of a device.
+def _rows_that_arrive(
+    kept: jax.Array, before: jax.Array, tiles: Tiles, bucket: int
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `row_of` and `place_at` of an `Exchange`.
 
-    Attributes:
-      kept: i32[n, e], of a device for an expert.
-      before: i32[n, e], of the devices before it.
-      sizes: i32[e], of all devices.
-      starts: i32[n, e], where each expert begins among the sorted copies of a device.
+    Args:
+      kept: copies of each device for each expert of this one; `before`: of the devices before it.
     """
-
-    kept: jax.Array
-    before: jax.Array
-    sizes: jax.Array
-    starts: jax.Array
-
-
-def _counted(counts: jax.Array, capacity: int | None) -> _Counts:
-    """Drop what is above the `capacity` of an expert."""
-    before = _exclusive(counts, 0)
-    kept = counts if capacity is None else jnp.clip(capacity - before, 0, counts)
-    return _Counts(kept, _exclusive(kept, 0), jnp.sum(kept, 0), _exclusive(counts, 1))
-
-
-def _rows_that_arrive(mine: _Counts, tiles: Tiles, bucket: int) -> tuple[jax.Array, jax.Array]:
-    """Compute ``row_of`` and ``place_at`` of an `Exchange`."""
-    n, own = mine.kept.shape
-    ends = jnp.cumsum(mine.kept, 1)
+    n, own = kept.shape
+    ends = jnp.cumsum(kept, 1)
     at = jnp.arange(bucket, dtype=jnp.int32)
     expert = jax.vmap(lambda end: jnp.searchsorted(end, at, side="right"))(ends)
     inside = jnp.minimum(expert, own - 1)
-    offset = _exclusive(mine.sizes, 0)[None] + mine.before - (ends - mine.kept)
+    offset = _exclusive(jnp.sum(kept, 0), 0)[None] + before - (ends - kept)
     position = at[None] + jnp.take_along_axis(offset, inside, 1)  # among the rows of all experts
     total = tiles.rows.size
     row_of = jnp.where(expert < own, _rows_at(tiles.slots, position), total).astype(jnp.int32)
