@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jfp8.debug.equivalence import t_quantile
-from jfp8.plot.loss_curves import curves_of, label_of, numbered
+from jfp8.plot.loss_curves import label_of, numbered
 from jfp8.plot.style import GREY, axes_for, line, tidy
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def gap_curves(
     if limit is not None and not limit > 0:
         raise ValueError(f"limit={limit!r}: must be above 0, in percent; or None.")
     exact = np.atleast_2d(np.asarray(reference, np.float64))
-    curves = curves_of(runs)
+    curves = {name: np.atleast_2d(np.asarray(losses, np.float64)) for name, losses in runs.items()}
     shapes = {name: losses.shape for name, losses in curves.items()}
     if exact.ndim != 2 or not exact.size or set(shapes.values()) != {exact.shape}:
         raise ValueError(

@@ -46,7 +46,7 @@ def loss_curves(
     >>> [line.get_label() for line in ax.lines], ax.lines[0].get_ydata().tolist()
     (['f32', 'FP8'], [3.0, 1.5, 1.0])
     """
-    curves = curves_of(runs)
+    curves = {name: np.atleast_2d(np.asarray(losses, np.float64)) for name, losses in runs.items()}
     if not curves:
         raise ValueError(
             "loss_curves got no runs. Pass a dict of names and losses, such as "
@@ -79,11 +79,6 @@ def loss_curves(
     tidy(ax, "step", "loss" if window == 1 else f"loss, mean of {window} steps")
     ax.legend(frameon=False)
     return ax
-
-
-def curves_of(runs: Mapping[str, jax.typing.ArrayLike]) -> dict[str, np.ndarray]:
-    """Return the losses of each run as ``f64[n_seeds, n_steps]``."""
-    return {name: np.atleast_2d(np.asarray(losses, np.float64)) for name, losses in runs.items()}
 
 
 def numbered(steps: jax.typing.ArrayLike | None, n_steps: int) -> np.ndarray:

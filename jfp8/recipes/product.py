@@ -42,7 +42,18 @@ class Product:
             _check_rotation(self.rotation, operands)
         blocks = [q.block for q in operands if q.block is not None]
         if len(blocks) == 2:
-            _check_blocks(*blocks)
+            (left, left_free), (right, right_free) = blocks
+            if left != right:
+                raise ValueError(
+                    f"lhs has blocks of {left} along the contraction and rhs of {right}. Sums are "
+                    "scaled block by block, so both need the same length: give both blocks of "
+                    f"{min(left, right)}."
+                )
+            if left_free > 1 and right_free > 1:
+                raise ValueError(
+                    f"Both operands have two-dimensional blocks, {blocks[0]} and {blocks[1]}. No "
+                    f"hardware supports that: give one of them blocks of ({left}, 1)."
+                )
         output = self.output
         if output is not None and (output.block or not output.one_for_both or output.history_len):
             raise ValueError(
@@ -151,20 +162,6 @@ def _check_rotation(rotation: Any, operands: list[Quantizer]) -> None:
         raise ValueError(
             "rotation with an amax history: the history is that of the original tensor, not of the "
             "rotated one. Use quantizers with current scaling, such as quantizers.Current(fmt)."
-        )
-
-
-def _check_blocks(lhs: tuple[int, int], rhs: tuple[int, int]) -> None:
-    (left, left_free), (right, right_free) = lhs, rhs
-    if left != right:
-        raise ValueError(
-            f"lhs has blocks of {left} along the contraction and rhs of {right}. Sums are scaled "
-            f"block by block, so both need the same length: give both blocks of {min(left, right)}."
-        )
-    if left_free > 1 and right_free > 1:
-        raise ValueError(
-            f"Both operands have two-dimensional blocks, {lhs} and {rhs}. No hardware supports "
-            f"that: give one of them blocks of ({left}, 1)."
         )
 
 
