@@ -13,8 +13,8 @@ import numpy as np
 
 from jfp8.checkpoint import atomic
 from jfp8.checkpoint.fp8_style import Fp8Style, style_called, style_of
-from jfp8.checkpoint.safetensors_file import mapped, write_arrays
-from jfp8.checkpoint.state_dict import short, unique
+from jfp8.checkpoint.safetensors_file import mapped, parsed, write_arrays
+from jfp8.checkpoint.state_dict import short
 from jfp8.scaling.arrays import ScaledArray
 
 _INDEX, _SINGLE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -125,11 +125,7 @@ def save_fp8_safetensors(
             arrays |= {name: data, name + style.suffix: scale}
         else:
             arrays[name] = np.asarray(x)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, x in arrays.items():
-        if shards[-1] and sum(y.nbytes for y in shards[-1].values()) + x.nbytes > max_shard_size:
-            shards.append({})
-        shards[-1][name] = x
+    shards = _shards(arrays, max_shard_size)
     folder.mkdir(parents=True, exist_ok=True)
     names = [_SINGLE]
     if len(shards) > 1:
@@ -142,6 +138,15 @@ def save_fp8_safetensors(
         _write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": files})
     config = _json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
     _write_json(folder / _CONFIG, config | {"quantization_config": dict(style.quantization_config)})
+
+
+def _shards(arrays: Mapping[str, np.ndarray], max_shard_size: int) -> list[dict[str, np.ndarray]]:
+    shards: list[dict[str, np.ndarray]] = [{}]
+    for name, x in arrays.items():
+        if shards[-1] and sum(y.nbytes for y in shards[-1].values()) + x.nbytes > max_shard_size:
+            shards.append({})
+        shards[-1][name] = x
+    return shards
 
 
 def _arrays(folder: Path) -> dict[str, np.ndarray]:
@@ -173,15 +178,7 @@ def _scale_name(name: str, arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deep.") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is {short(found)}, not a dict.")
-    return found
+    return parsed(path.read_bytes(), str(path))
 
 
 def _write_json(path: Path, tree: dict[str, Any]) -> None:

@@ -67,24 +67,29 @@ def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
     if not alike:
         log.change(MISSING if saved is None else RESTARTED, path)
     for role in ROLES if alike else ():
-        tensor, length = saved[role], wanted[role][-1]
-        history = np.asarray(_history(tensor), np.float32)
-        if not np.all(np.isfinite(history) & (history >= 0)):
-            log.change(CLEANED, (*path, role))
-            history = newest_first(history)
-        if history.shape[-1] > length:
-            lost = f"newest {length} of {history.shape[-1]} entries"
-            log.change(f"Amax histories keep the {lost}", (*path, role))
-        elif history.shape[-1] < length:
-            more = f"{history.shape[-1]} entries get room for {length}"
-            log.change(f"Amax histories of {more}", (*path, role))
+        tensor, place = saved[role], (*path, role)
+        history = _with_length(wanted[role][-1], _history(tensor), place, log)
         is_linen = isinstance(target[role], dict)
-        found[(*path, role, HISTORY) if is_linen else (*path, role)] = resized(history, length)
+        found[(*place, HISTORY) if is_linen else place] = history
         if is_linen and isinstance(tensor, dict):
             running = np.asarray(tensor[RUNNING], np.float32)
             finite = np.isfinite(running) & (running > 0)
-            found[(*path, role, RUNNING)] = np.where(finite, running, np.float32(0.0))
+            found[(*place, RUNNING)] = np.where(finite, running, np.float32(0.0))
     return {place: placed(array, leaves[place]) for place, array in found.items()}
+
+
+def _with_length(length: int, history: Any, place: Path, log: Log) -> np.ndarray:
+    """Clean a history, and make it as long as the target's."""
+    history = np.asarray(history, np.float32)
+    if not np.all(np.isfinite(history) & (history >= 0)):
+        log.change(CLEANED, place)
+        history = newest_first(history)
+    given = history.shape[-1]
+    if given > length:
+        log.change(f"Amax histories keep the newest {length} of {given} entries", place)
+    elif given < length:
+        log.change(f"Amax histories of {given} entries get room for {length}", place)
+    return resized(history, length)
 
 
 def filled(target: Mapping[str, Any], fp8: Nested, log: Log) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def _header(file: BufferedReader) -> tuple[dict[str, Any], dict[str, Any], int]:
         raise ValueError(f"it has {whole} bytes, fewer than its header should have")
     if length > _LONGEST_HEADER:
         raise ValueError(f"its header of {length} bytes is longer than {_LONGEST_HEADER}")
-    header = _parsed(_read_bytes(file, length).tobytes(), "its header")
+    header = parsed(_read_bytes(file, length).tobytes(), "its header")
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError(f"{_METADATA} is {short(metadata)}, not a dict of strings")
@@ -182,7 +182,7 @@ def _ours(metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
     expected = None if text is None else str(zlib.crc32(text.encode("utf-8", "replace")))
     if checksum != expected:
         raise ValueError(f"{_OURS} in {_METADATA} is damaged: its checksum is another")
-    found = {} if text is None else _parsed(text, f"{_OURS} in {_METADATA}")
+    found = {} if text is None else parsed(text, f"{_OURS} in {_METADATA}")
     parts = {part: found.get(part, {}) for part in ("nodes", "dtypes", "crc32")}
     for part, value in parts.items():
         if not isinstance(value, dict):
@@ -193,7 +193,8 @@ def _ours(metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def _parsed(text: str | bytes, what: str) -> dict[str, Any]:
+def parsed(text: str | bytes, what: str) -> dict[str, Any]:
+    """Parse JSON; `what` it is stands in errors."""
     try:
         found = json.loads(text, object_pairs_hook=unique)
     except RecursionError:

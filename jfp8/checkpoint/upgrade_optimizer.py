@@ -49,15 +49,15 @@ def fit_optimizer(
 def _fit_parts(target: Any, saved: Any, path: Path, parameters: Parameters, leaves: Leaves) -> None:
     """An optimizer state that is put together of several."""
     wanted, given = parts(target, path), parts(saved, path)
-    own = [[part for part in side if part.kind == "own"] for side in (wanted, given)]
+    own = [_of_kinds(side, "own") for side in (wanted, given)]
     if len(own[0]) != len(own[1]):
         spelled = [", ".join(described(p.fields) for p in side) or "nothing" for side in own]
         leaves.log.problem(path, f"the target has {spelled[0]}; the checkpoint {spelled[1]}")
         return
     for part, theirs in zip(*own, strict=True):
         fit_optimizer(part.fields, theirs.fields, part.path, parameters, leaves)
-    scales = iter([part for part in given if part.kind == "loss scale"])
-    counts = iter([part for part in given if part.kind in ("count", "masters")])
+    scales = iter(_of_kinds(given, "loss scale"))
+    counts = iter(_of_kinds(given, "count", "masters"))
     for part in wanted:
         if part.kind == "loss scale":
             _fit_loss_scale(part, next(scales, None), leaves)
@@ -69,6 +69,10 @@ def _fit_parts(target: Any, saved: Any, path: Path, parameters: Parameters, leav
         leaves.log.change("A loss scale is dropped", part.path)
     if masters(saved) and not masters(target):
         leaves.log.change("Masters of parameters are not kept any more", path)
+
+
+def _of_kinds(found: list[Part], *kinds: str) -> list[Part]:
+    return [part for part in found if part.kind in kinds]
 
 
 def _fit_loss_scale(part: Part, saved: Part | None, leaves: Leaves) -> None:

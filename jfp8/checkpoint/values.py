@@ -111,16 +111,14 @@ def from_fields(node: Any) -> Any:
     """The stored array whose state dict `node` is; None if it is that of none."""
     if not isinstance(node, dict) or "data" not in node:
         return None
-    dtype = {name: getattr(leaf, "dtype", None) for name, leaf in node.items()}
-    fields = set(node)
-    if fields == {"data", "amax", "power"} and dtype["data"] in (*_DATA, E8M0FNU.dtype):
-        if dtype["amax"] == dtype["power"] == jnp.bfloat16:
-            return ExpandedArray(node["data"], node["amax"], node["power"])
-    if fields == {"data", "scale"} and dtype["data"] == jnp.float16:
-        if dtype["scale"] == jnp.float32 and node["scale"].ndim == 0:
-            return HalfArray(node["data"], node["scale"])
-    if fields in ({"data", "scale"}, {"data", "scale", "block"}) and dtype["data"] in _DATA:
-        scale = from_fields(node["scale"]) if dtype["scale"] is None else node["scale"]
+    dtypes = {name: getattr(leaf, "dtype", None) for name, leaf in node.items()}
+    data = dtypes.pop("data")
+    if dtypes == {"amax": jnp.bfloat16, "power": jnp.bfloat16} and data in (*_DATA, E8M0FNU.dtype):
+        return ExpandedArray(node["data"], node["amax"], node["power"])
+    if dtypes == {"scale": jnp.float32} and data == jnp.float16 and node["scale"].ndim == 0:
+        return HalfArray(node["data"], node["scale"])
+    if set(dtypes) in ({"scale"}, {"scale", "block"}) and data in _DATA:
+        scale = from_fields(node["scale"]) if dtypes["scale"] is None else node["scale"]
         inner = scale.scale if isinstance(scale, ScaledArray) else scale
         if getattr(inner, "dtype", None) in (jnp.float32, E8M0FNU.dtype):
             return ScaledArray(node["data"], scale, _block(node.get("block")))

@@ -19,6 +19,8 @@ from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.sink import is_sink
 from jfp8.tracing.compat import varying_axes
 
+_Leaves = dict[int, jax.Array]  # some of a tree, by their places in it
+
 
 def pmean(
     tree: Any,
@@ -81,26 +83,31 @@ def pmean(
     leaves, structure = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     result = [_mean_at_hand(leaf, axis_name) for leaf in leaves]
-
-    # Arrays that vary over different axes of the mesh must not be mixed: their means would vary,
-    # too.
-    groups = defaultdict(list)
-    for i, leaf in enumerate(leaves):
-        # In a block with many uses, the use with the largest amax would be rounded to zero.
-        rounds = _is_float(leaf) and not is_sink(leaf)
-        if result[i] is None and rounds and wire.pays([leaf.size]):
-            groups[varying_axes(leaf)].append(i)
-    total = sum(leaves[i].size for members in groups.values() for i in members)
-    for members in groups.values():
-        sizes = [leaves[i].size for i in members]
-        if total >= min_size and wire.devices > 1 and wire.pays(sizes, wire.devices):
-            means = _pmean(wire, [leaves[i] for i in members], seed)
-            for i, mean in zip(members, means, strict=True):
-                result[i] = mean
-    rest = [i for i, mean in enumerate(result) if mean is None]
-    for i, mean in zip(rest, _exact_pmean([leaves[i] for i in rest], axis_name), strict=True):
+    wanted = {i: leaf for i, leaf in enumerate(leaves) if result[i] is None}
+    for group in _groups(wire, wanted, min_size):
+        for i, mean in zip(group, _pmean(wire, list(group.values()), seed), strict=True):
+            result[i] = mean
+            del wanted[i]
+    for i, mean in zip(wanted, _exact_pmean(list(wanted.values()), axis_name), strict=True):
         result[i] = mean
     return jax.tree.unflatten(structure, result)
+
+
+def _groups(wire: Wire, leaves: _Leaves, min_size: int) -> list[_Leaves]:
+    """Choose the `leaves` that are worth rounding, together with others.
+
+    Arrays that vary over different axes of the mesh must not be mixed: their means would vary, too.
+    """
+    groups: defaultdict[frozenset[str], _Leaves] = defaultdict(dict)
+    for i, leaf in leaves.items():
+        # In a block with many uses, the use with the largest amax would be rounded to zero.
+        rounds = _is_float(leaf) and not is_sink(leaf)
+        if rounds and wire.pays([leaf.size]):
+            groups[varying_axes(leaf)][i] = leaf
+    sizes = [[leaf.size for leaf in group.values()] for group in groups.values()]
+    if sum(map(sum, sizes)) < min_size or wire.devices == 1:
+        return []
+    return [g for g, own in zip(groups.values(), sizes) if wire.pays(own, wire.devices)]
 
 
 def reduce_scatter(

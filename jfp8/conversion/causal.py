@@ -56,54 +56,59 @@ def _compares(jaxpr: Jaxpr, ins: Iterable[_Varies]) -> tuple[bool, list[_Varies]
     known: dict[Any, _Varies] = dict(zip(jaxpr.invars, ins, strict=True))
     read = lambda v: frozenset() if isinstance(v, Literal) else known.get(v)
     for eqn in jaxpr.eqns:
-        if is_attention(eqn):  # whose own comparisons, in loops or a kernel, are of no interest
-            if hides_later_keys(eqn):
-                return True, []
-            known.update(dict.fromkeys(eqn.outvars))
-            continue
-        given = [read(v) for v in eqn.invars]
-        if eqn.primitive.name in _ORDERS and None not in given:
-            first, second = given
-            if first and second and not first & second:
-                return True, []
-        made: list[_Varies] = [None] * len(eqn.outvars)
-        bodies = list(jaxprs_of(eqn))
-        for body in bodies:
-            same = len(bodies) == 1 and len(body.invars) == len(given)
-            found, inside = _compares(body, given if same else [None] * len(body.invars))
-            if found:
-                return True, []
-            if same and len(inside) == len(made) and eqn.primitive.name != "scan":
-                made = inside
-        if not bodies:
-            made = [_varies(eqn, given)]
+        found, made = _compares_here(eqn, [read(v) for v in eqn.invars])
+        if found:
+            return True, []
         known.update(zip(eqn.outvars, made))
     return False, [read(v) for v in jaxpr.outvars]
 
 
+def _compares_here(eqn: Any, given: list[_Varies]) -> tuple[bool, list[_Varies]]:
+    """Tell the same of one equation."""
+    made: list[_Varies] = [None] * len(eqn.outvars)
+    if is_attention(eqn):  # whose own comparisons, in loops or a kernel, are of no interest
+        return hides_later_keys(eqn), made
+    if eqn.primitive.name in _ORDERS and None not in given:
+        first, second = given
+        if first and second and not first & second:
+            return True, []
+    bodies = list(jaxprs_of(eqn))
+    if not bodies:
+        return False, [_varies(eqn, given)]
+    for body in bodies:
+        same = len(bodies) == 1 and len(body.invars) == len(given)
+        found, inside = _compares(body, given if same else [None] * len(body.invars))
+        if found:
+            return True, []
+        if same and len(inside) == len(made) and eqn.primitive.name != "scan":
+            made = inside
+    return False, made
+
+
 def _varies(eqn: Any, given: list[_Varies]) -> _Varies:
     """Along which dimensions the result of an equation varies; None: that depends on data."""
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
     if name == "iota":
-        return frozenset((params["dimension"],))
-    if not given or any(varies is None for varies in given):
+        return frozenset((eqn.params["dimension"],))
+    if not given or None in given:
         return None
-    (first, *rest) = given
-    assert first is not None
+    first, *rest = (varies or frozenset() for varies in given)
     if name in _ELEMENTWISE:
-        return first.union(*(varies or () for varies in rest))
+        return first.union(*rest)
+    places = _places(name, eqn)
+    return None if places is None else frozenset(places[d] for d in first if d in places)
+
+
+def _places(name: str, eqn: Any) -> dict[int, int] | None:
+    """Tell where the dimensions of an operand go; None: that is not known."""
     if name == "broadcast_in_dim":
-        return frozenset(params["broadcast_dimensions"][d] for d in first)
+        return dict(enumerate(eqn.params["broadcast_dimensions"]))
     if name == "transpose":
-        return frozenset(params["permutation"].index(d) for d in first)
-    if name == "reshape":
-        before = [n for n in eqn.invars[0].aval.shape if n > 1]
-        after = [d for d, n in enumerate(eqn.outvars[0].aval.shape) if n > 1]
-        if before != [eqn.outvars[0].aval.shape[d] for d in after]:
-            return None
-        kept = [d for d, n in enumerate(eqn.invars[0].aval.shape) if n > 1]
-        return frozenset(after[kept.index(d)] for d in first if d in kept)
+        return {d: i for i, d in enumerate(eqn.params["permutation"])}
+    before, after = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))
     if name == "squeeze":
-        left = [d for d in range(eqn.invars[0].aval.ndim) if d not in params["dimensions"]]
-        return frozenset(left.index(d) for d in first if d in left)
-    return None
+        left = [d for d in range(len(before)) if d not in eqn.params["dimensions"]]
+        return {d: i for i, d in enumerate(left)}
+    left, right = ([d for d, n in enumerate(shape) if n > 1] for shape in (before, after))
+    same = [before[d] for d in left] == [after[d] for d in right]
+    return dict(zip(left, right)) if name == "reshape" and same else None

@@ -6,6 +6,7 @@ A function that calls a layer passes its input and its output through `mark_inpu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,6 +35,13 @@ def mark_input(x: Any, path: str) -> Any:
 def mark_output(y: Any, path: str) -> Any:
     """`y`, as what comes out of the layer at `path`."""
     return jax.tree.map(lambda leaf: _marked(leaf, _OUTPUT + path), y)
+
+
+def mark_product(product: Any) -> Any:
+    """Compute a `ParameterProduct` as it is, with both ends marked."""
+    path = product.parameter.path
+    marked = dataclasses.replace(product, x=mark_input(product.x, path))
+    return mark_output(marked.plain(), path)
 
 
 def _marked(leaf: Any, name: str) -> Any:

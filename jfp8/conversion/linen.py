@@ -173,14 +173,12 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         run = functools.partial(original, self, *args, **kwargs)
         if self.scope is None or _inside(self):
             return run()
-        if not self.scope.path and not self.scope.mutable:  # what `bind` gives
-            unbound, variables = self.unbind()
-            rngs = {stream: rng.rng for stream, rng in self.scope.rngs.items()}
-            return unbound.apply(variables, *args, rngs=rngs, method=name, **kwargs)
         found = _Edges()
-        if not self.scope.path:  # what `bind` gives with something mutable: it runs in place
+        if not self.scope.path:  # what `bind` gives
             unbound, variables = self.unbind()
             rngs = {stream: rng.rng for stream, rng in self.scope.rngs.items()}
+            if not self.scope.mutable:  # else it runs in place
+                return unbound.apply(variables, *args, rngs=rngs, method=name, **kwargs)
             apply = functools.partial(unbound._original("apply"), method=name, mutable=True)
             again = lambda v, rngs, args, kwargs: apply(v, *args, rngs=rngs, **kwargs)
             found = _edges_of(type(self).jfp8_selection, again, variables, rngs, args, kwargs)
@@ -216,6 +214,13 @@ class _Met:
     kinds: dict[str, type] = dataclasses.field(default_factory=dict)
     seen: Seen = dataclasses.field(default_factory=Seen)
     ahead: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def watch(self, path: str, module: Any) -> None:
+        """Note a module that is called at `path`, from the converted model on."""
+        self.kinds[path] = type(module)
+        self.seen.converted |= isinstance(module, (ProductModule, DotProductAttention))
+        if isinstance(module, DotProductAttention):
+            self.attentions.append(path)
 
     def knows_all(self, params: Any) -> bool:
         """Whether all modules with parameters were called where that could be seen.
@@ -258,18 +263,15 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     """Inside, the layers of `model` compute FP8 products. Gives what is met there, as it is met."""
     selection: Selection = type(model).jfp8_selection
     outer = region.current()
-    depth = () if model.scope is None else model.scope.path
-    here = Region(selection.recipe, outer is None or outer.enabled, selection, found, len(depth))
+    depth = 0 if model.scope is None else len(model.scope.path)
+    here = Region(selection.recipe, outer is None or outer.enabled, selection, found, depth)
     met = _Met()
-
-    def product_with(recipe: Recipe) -> ProductOf:
-        where = {"state_in_params": state_in_params, "state_collection": selection.state_collection}
-        return ProductOf(DotGeneral, recipe, None, **where)
+    from_here = lambda path: "/".join(path.split("/")[depth:])
 
     def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
         if region.current() != here:
             return own
-        inner = "/".join(path.split("/")[len(depth) :])
+        inner = from_here(path)
         if own:
             decision = Decision(None, own)
         else:
@@ -279,17 +281,16 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
             met.seen.stayed[inner] = (type(layer), decision)
             return decision.reason
         met.seen.converted = True
-        if found.causal or getattr(layer, "padding", None) == "CAUSAL":
-            kind = "conv" if isinstance(layer, nn.Conv) else "dense"
-            if not decision.recipe.is_causal(kind, history=True):
-                met.ahead[inner] = decision.recipe.name
-        return product_with(decision.recipe)
+        if found.looks_ahead(layer, decision.recipe):
+            met.ahead[inner] = decision.recipe.name
+        where = {"state_in_params": state_in_params, "state_collection": selection.state_collection}
+        return ProductOf(DotGeneral, decision.recipe, None, **where)
 
     def found_one(product: ParameterProduct) -> jax.Array:
         if region.current() != here:
             return product.plain()
         path = product.parameter.path
-        met.products.add("/".join(path.split("/")[len(depth) :]))
+        met.products.add(from_here(path))
         return by_choice(product, choose(path, product.parameter.module, product.x, ""))
 
     def attention(path: str, layer: Any, own: str) -> Callable[..., Any] | str | None:
@@ -297,7 +298,7 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
             return None
         if getattr(layer, "attention_products", False) and layer.recipe is not None:
             return None  # a layer of jfp8 that has it, with a recipe of its own
-        inner = "/".join(path.split("/")[len(depth) :])
+        inner = from_here(path)
         met.layers.append(layer)
         met.attentions.append(inner)
         decision = Decision(None, own) if own else selection.decide(inner, layer, None)
@@ -309,17 +310,13 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
     def watch(next_fun, args, kwargs, context):
         module = context.module
         if module.scope is not None:
-            met.kinds["/".join(module.path[len(depth) :])] = type(module)
-            met.seen.converted |= isinstance(module, (ProductModule, DotProductAttention))
-            if isinstance(module, DotProductAttention):
-                met.attentions.append("/".join(module.path[len(depth) :]))
+            met.watch("/".join(module.path[depth:]), module)
         return next_fun(*args, **kwargs)
 
     kept = lambda: selection.cache_dtype if region.current() == here else None
     products = find_products(found_one), replace_products(choose, attention)
-    interceptors = (watch, *products, replace_caches(kept))
     with region.entered(here), contextlib.ExitStack() as stack:
-        for interceptor in interceptors:
+        for interceptor in (watch, *products, replace_caches(kept)):
             stack.enter_context(nn.intercept_methods(interceptor))
         yield met
 
@@ -339,6 +336,12 @@ class _Edges:
         image = isinstance(layer, nn.Conv) and np.shape(x)[-1] <= MAX_IMAGE_CHANNELS
         return Edge.IMAGE_INPUT if image and path in self.first else None
 
+    def looks_ahead(self, layer: nn.Module, recipe: Recipe) -> bool:
+        """Tell if scales of `layer` see later positions, where the model masks these."""
+        kind = "conv" if isinstance(layer, nn.Conv) else "dense"
+        masks = self.causal or getattr(layer, "padding", None) == "CAUSAL"
+        return masks and not recipe.is_causal(kind, history=True)
+
 
 def _edges_of(
     selection: Selection, run: Callable[..., Any], variables: Any, rngs: Any, args: Any, kwargs: Any
@@ -357,14 +360,9 @@ def _edges_of(
 
     variables = dequantize_tree(variables)
     arrays, together = edges.arrays_apart((variables, rngs, args, kwargs))
-
-    def mark_product(product: ParameterProduct) -> jax.Array:
-        x = edges.mark_input(product.x, product.parameter.path)
-        return edges.mark_output(dataclasses.replace(product, x=x).plain(), product.parameter.path)
-
     with (
         region.entered(edges.LOOKING),
-        nn.intercept_methods(find_products(mark_product)),
+        nn.intercept_methods(find_products(edges.mark_product)),
         nn.intercept_methods(mark),
         nn.intercept_methods(replace_caches(lambda: selection.cache_dtype)),
     ):

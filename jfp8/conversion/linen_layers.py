@@ -6,6 +6,7 @@ product is set; the layer and its parameters stay as they are.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -107,12 +108,7 @@ def replace_products(
         layer, function = context.module, _function_of(context)
         if function in _ATTENTION:
             made = attention(f"{path_of(layer)}/attention".lstrip("/"), layer, own_attention(layer))
-            if made is None:
-                return next_fun(*args, **kwargs)
-            if isinstance(made, str):
-                with note("reason", made):
-                    return next_fun(*args, **kwargs)
-            with replaced(layer, attention_fn=attention_fn_by(made, layer.attention_fn)):
+            with _attention_by(made, layer):
                 return next_fun(*args, **kwargs)
         if not is_layer(context):
             return next_fun(*args, **kwargs)
@@ -147,6 +143,15 @@ def replace_products(
             return run(*args, **kwargs)
 
     return intercept
+
+
+def _attention_by(made: Any, layer: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Enter what `layer` computes attention with; see `attention` of `replace_products`."""
+    if made is None:
+        return contextlib.nullcontext()
+    if isinstance(made, str):
+        return note("reason", made)
+    return replaced(layer, attention_fn=attention_fn_by(made, layer.attention_fn))
 
 
 def replace_caches(dtype: Callable[[], np.dtype | Format | None]) -> Callable[..., Any]:

@@ -178,7 +178,7 @@ def _entering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         run = functools.partial(function, self, *args, **kwargs)
         here, selection = region.current(), type(self).jfp8_selection
         if here is not None and here.selection == edges.LOOKING.selection:
-            return _followed(self, _marked, run)
+            return _followed(self, edges.mark_product, run)
         if here is not None and here.selection == selection:
             assert isinstance(here.edges, _Edges)
             return _followed(self, functools.partial(_computed, selection, here.edges), run)
@@ -263,12 +263,6 @@ def _computed(selection: Selection, found: _Edges, product: ParameterProduct) ->
     return product.by(dot_general)
 
 
-def _marked(product: ParameterProduct) -> jax.Array:
-    path = product.parameter.path
-    x = edges.mark_input(product.x, path)
-    return edges.mark_output(dataclasses.replace(product, x=x).plain(), path)
-
-
 def _returned(
     model: nnx.Module, selection: Selection, name: str, args: Any, kwargs: Any
 ) -> frozenset[str]:
@@ -303,10 +297,16 @@ def _warn(model: Any, met: Any) -> None:
             kinds[own.place] = type(node)
             shape = jnp.shape(_at(node, own.keys).get_raw_value())
             shapes.setdefault(own.place, {})[own.name] = shape
-    stayed, selection = dict(met.stayed), type(model).jfp8_selection
+    stayed = met.stayed | _unsupported(model)
+    warn_of_nothing(model, Seen(False, stayed, own_parameters(kinds, shapes)), "nnx")
+
+
+def _unsupported(model: Any) -> dict[str, tuple[type, Decision]]:
+    """Find the layers of `model` that cannot be FP8, and say why."""
+    found = {}
     for path, node in nodes_of(model):
         if (reason := reason_of(node)) is not None:
             place = "/".join(map(str, path))
-            chosen = selection.decide(place, node, None).chosen
-            stayed[place] = type(node), Decision(None, reason, chosen)
-    warn_of_nothing(model, Seen(False, stayed, own_parameters(kinds, shapes)), "nnx")
+            chosen = type(model).jfp8_selection.decide(place, node, None).chosen
+            found[place] = type(node), Decision(None, reason, chosen)
+    return found

@@ -229,18 +229,14 @@ def _is_whole(eqn: Any) -> bool:
 def _fp8_row(eqn: Any, name: str, stack: str, times: int) -> ProductRow:
     kind, _, terms = name.partition("_")
     notes = notes_of(stack)
-    # The operands come flattened: data, its scales, data, its scales. After them there may be
-    # constants as large as data, which remat in a loop takes out of the product; none is narrow.
-    first, *rest = (v.aval for v in eqn.invars)
-    data = [a for a in rest if a.dtype in _DATA and a.ndim]
-    second = max(data or rest, key=lambda a: a.size)
+    first, second, scales = _operands(eqn)
     out = next(v.aval for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating))
     narrow = all(x.dtype in _F8 for x in (first, second))
     inside = list(_equations(eqn))
     flops = 2 * out.size * int(terms) if terms else sum(map(_flops, inside))
     cuda, gpu = _noted(eqn, "cuda"), jax.default_backend() == "gpu"
     tpu = "" if current_tpu() is None else _noted(eqn, "tpu")
-    expected = _expected_times(flops, (first, second, out), _scales(rest, second), narrow)
+    expected = _expected_times(flops, (first, second, out), scales, narrow)
     in_fp8 = cuda.partition(":")[0] not in ("bf16", "emulate")
     us = None if expected is None else 1e6 * (expected.fp8 if in_fp8 else expected.rounded)
     return ProductRow(
@@ -278,14 +274,20 @@ def _expected_times(flops: int, arrays: Sequence[Any], scales: str, narrow: bool
     return expected_times(flops / 2, sum(x.size for x in arrays), scales)
 
 
-def _scales(rest: list[Any], second: Any) -> str:
-    """The kind of the scales, by their shapes: one stretch of two or more dimensions is in blocks.
-
-    Those of the first operand come before the `second`, and those of it right after.
-    """
+def _operands(eqn: Any) -> tuple[Any, Any, str]:
+    """Find both operands of a product, and the kind of their scales."""
+    # They come flattened: data, its scales, data, its scales. After them there may be constants as
+    # large as data, which remat in a loop takes out of the product; none is narrow.
+    first, *rest = (v.aval for v in eqn.invars)
+    data = [a for a in rest if a.dtype in _DATA and a.ndim]
+    second = max(data or rest, key=lambda a: a.size)
     place = next(i for i, aval in enumerate(rest) if aval is second)
-    found = [*rest[:place], *rest[place + 1 : place + 2]]
-    in_blocks = [scale for scale in found if sum(n > 1 for n in scale.shape) > 1]
+    return first, second, _kind_of([*rest[:place], *rest[place + 1 : place + 2]])
+
+
+def _kind_of(scales: list[Any]) -> str:
+    """Tell by shapes: one stretch of two or more dimensions is in blocks."""
+    in_blocks = [scale for scale in scales if sum(n > 1 for n in scale.shape) > 1]
     if not in_blocks:
         return "one"
     if any(scale.dtype == formats.E4M3FN.dtype for scale in in_blocks):

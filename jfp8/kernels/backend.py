@@ -144,11 +144,13 @@ class Backend:
             return f"operands in {facts.formats[0].name} and {facts.formats[1].name}"
         if self.scale_dtype is not None and any(d != self.scale_dtype for d in facts.scale_dtypes):
             return f"scales that are not stored in {np.dtype(self.scale_dtype).name}"
-        if (
-            any(size % self.multiples_of or not size for size in facts.sizes)
-            and self.multiples_of > 1
-        ):
-            return f"sizes m, n, k = {facts.sizes} that are not multiples of {self.multiples_of}"
+        n = self.multiples_of
+        if n > 1 and any(size % n or not size for size in facts.sizes):
+            return f"sizes m, n, k = {facts.sizes} that are not multiples of {n}"
+        return self._why_not_scales(facts)
+
+    def _why_not_scales(self, facts: Facts) -> str | None:
+        """Say which scales it does not support."""
         shapes = "lhs scale {}, rhs scale {}".format(*facts.scale_shapes)
         if facts.granularity not in self.granularities:
             return f"scales that {_PLACES[facts.granularity]} ({shapes})"

@@ -96,27 +96,33 @@ class Rule:
         operands decide. A name to sum over is divided only if all operands that have it are divided
         alike: else one would have to be exchanged, and the result added up.
         """
-        summed = self.summed()
-        order: list[tuple[int, str, Axes]] = []
-        for x, dims in zip(operands, self.operands, strict=True):
-            for dim, axes in zip(dims, axes_by_dimension(x, mesh), strict=True):
-                if dim.unit == 1:  # not scales, which are small
-                    order.append((math.prod(x.shape), dim.name, axes))
-        for name in summed:
-            alike = len({axes for _, n, axes in order if n == name}) == 1
-            order = [choice for choice in order if choice[1] != name or alike]
-        order.sort(key=lambda choice: -choice[0])
-        of_results = [axes_by_dimension(x, mesh) for x in results]
-        order += [(0, dim.name, axes) for dim, axes in _pairs(self.results, of_results)]
         sizes = self.sizes([x.shape for x in operands])
+        of_results = [axes_by_dimension(x, mesh) for x in results]
+        wishes = [*self._wishes(operands, mesh), *_pairs(self.results, of_results)]
         chosen: dict[str, Axes] = {}
-        for _, name, axes in order:
+        for (name, _), axes in wishes:
             if name in units and name not in chosen:
                 taken = {axis for other in chosen.values() for axis in other}
                 whole_units = sizes[name] // units[name]
                 if found := _leading(axes, mesh, taken, whole_units):
                     chosen[name] = found
         return chosen
+
+    def _wishes(
+        self, operands: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+    ) -> list[tuple[Dim, Axes]]:
+        """List along which axes operands are divided, the largest operand first."""
+        order = sorted(
+            zip(operands, self.operands, strict=True), key=lambda each: -math.prod(each[0].shape)
+        )
+        of_operands = [axes_by_dimension(x, mesh) for x, _ in order]
+        pairs = _pairs([dims for _, dims in order], of_operands)
+        found = [(dim, axes) for dim, axes in pairs if dim.unit == 1]  # not scales, which are small
+        ways: dict[str, set[Axes]] = {}
+        for dim, axes in found:
+            ways.setdefault(dim.name, set()).add(axes)
+        apart = {name for name in self.summed() if len(ways.get(name, ())) > 1}
+        return [(dim, axes) for dim, axes in found if dim.name not in apart]
 
     def cut(
         self, operands: Sequence[jax.ShapeDtypeStruct], mesh: Mesh

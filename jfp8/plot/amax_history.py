@@ -131,16 +131,7 @@ def _label_magnitudes(ax: Axes, heights: np.ndarray) -> None:
 
 
 def _of_rows(given: Any, name: str | None) -> _History:
-    rows = check_rows(given, "amax_history")
-    names = list(dict.fromkeys(row.name for row in rows))
-    if name is None and len(names) > 1 or name is not None and name not in names:
-        problem = "draws one tensor" if name is None else f"got name={name!r}"
-        shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-        raise ValueError(
-            f"amax_history {problem}, but the rows describe {shown}. Choose one of them: "
-            f"amax_history(rows, name={names[0]!r})."
-        )
-    rows = [row for row in rows if row.name == (name or names[0])]
+    rows = _of_tensor(name, check_rows(given, "amax_history"))
     steps = steps_of(rows)
     latest = {row.step or 0: row for row in rows}
     rows = [latest[step] for step in steps]
@@ -155,6 +146,21 @@ def _of_rows(given: Any, name: str | None) -> _History:
         fmt=fmt,
         title=rows[0].name,
     )
+
+
+def _of_tensor(name: str | None, rows: Iterable[TensorStats]) -> list[TensorStats]:
+    """Choose the rows of one tensor, the only one if there is no `name`."""
+    names = list(dict.fromkeys(row.name for row in rows))
+    problem = "draws one tensor" if name is None else f"got name={name!r}"
+    if name is None and len(names) == 1:
+        (name,) = names
+    if name not in names:
+        shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+        raise ValueError(
+            f"amax_history {problem}, but the rows describe {shown}. Choose one of them: "
+            f"amax_history(rows, name={names[0]!r})."
+        )
+    return [row for row in rows if row.name == name]
 
 
 def _of_arrays(amax: Any, scale: Any, fmt: Format | None, steps: Any, name: str | None) -> _History:

@@ -62,6 +62,29 @@ def error_map(
     >>> [label.get_text() for label in ax.get_xticklabels()], ax.collections[0].get_array().shape
     (['current', 'nvfp4'], (1, 2))
     """
+    columns = _columns(comparisons, part)
+    layers = list(next(iter(columns.values())))
+    percent = 100 * np.array([[errors[layer] for errors in columns.values()] for layer in layers])
+    size = (min(2.4 + 1.0 * len(columns), 7.0), max(1.4 + 0.26 * len(layers), 2.4))
+    label = _LABELS[part]
+    heading = label if ax is not None else ""
+    ax = axes_for(ax, *size, title=f"{label[0].upper()}{label[1:]}")
+    _draw(ax, percent, heading)
+    names = [recipe.name for recipe in columns]
+    named = [n if names.count(n) == 1 else repr(r) for n, r in zip(names, columns, strict=True)]
+    turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    how = turned if len(columns) > 5 or max(map(len, named)) > 12 else {}
+    ax.set_xticks(np.arange(len(named)) + 0.5, named, fontsize=9, **how)
+    ax.set_yticks(np.arange(len(layers)) + 0.5, shorten(layers), fontsize=9)
+    ax.tick_params(length=0)
+    ax.set_ylim(len(layers), 0)
+    ax.set_xlabel("recipe")
+    ax.grid(visible=False)
+    return ax
+
+
+def _columns(comparisons: Any, part: Part) -> dict[Recipe, dict[str, float]]:
+    """Collect the errors under each recipe, of the same layers for all."""
     several = (comparisons,) if isinstance(comparisons, Comparison) else tuple(comparisons)
     for comparison in several:
         if not isinstance(comparison, Comparison):
@@ -80,31 +103,14 @@ def error_map(
     for comparison in several:
         for recipe, side in ((comparison.recipe_a, "a"), (comparison.recipe_b, "b")):
             columns.setdefault(recipe, _errors(comparison, part, side))
-    layers, *others = (tuple(errors) for errors in columns.values())
+    layers, *others = map(tuple, columns.values())
     for other in others:
         if other != layers:
             raise ValueError(
                 "The comparisons are of different models: one has the layers "
                 f"{', '.join(layers[:8])}, another {', '.join(other[:8])}. Draw each by itself."
             )
-
-    percent = 100 * np.array([[errors[layer] for errors in columns.values()] for layer in layers])
-    size = (min(2.4 + 1.0 * len(columns), 7.0), max(1.4 + 0.26 * len(layers), 2.4))
-    label = _LABELS[part]
-    heading = label if ax is not None else ""
-    ax = axes_for(ax, *size, title=f"{label[0].upper()}{label[1:]}")
-    _draw(ax, percent, heading)
-    names = [recipe.name for recipe in columns]
-    named = [n if names.count(n) == 1 else repr(r) for n, r in zip(names, columns, strict=True)]
-    turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
-    how = turned if len(columns) > 5 or max(map(len, named)) > 12 else {}
-    ax.set_xticks(np.arange(len(named)) + 0.5, named, fontsize=9, **how)
-    ax.set_yticks(np.arange(len(layers)) + 0.5, shorten(list(layers)), fontsize=9)
-    ax.tick_params(length=0)
-    ax.set_ylim(len(layers), 0)
-    ax.set_xlabel("recipe")
-    ax.grid(visible=False)
-    return ax
+    return columns
 
 
 def _errors(comparison: Comparison, part: Part, side: str) -> dict[str, float]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jfp8.debug.equivalence import t_quantile
+from jfp8.plot.loss_curves import label_of, numbered
 from jfp8.plot.style import GREY, axes_for, line, tidy
 
 if TYPE_CHECKING:
@@ -78,29 +79,13 @@ def gap_curves(
             "Leave out seeds that diverge in high precision, and their pairs."
         )
     n, n_steps = exact.shape
-    steps = np.arange(n_steps) if steps is None else np.asarray(steps)
-    if steps.shape != (n_steps,):
-        raise ValueError(f"The runs have {n_steps} steps, but steps has the shape {steps.shape}.")
+    steps = numbered(steps, n_steps)
 
     ax = axes_for(ax, 7.0, 3.2, "Gap to the reference over the steps")
     # On axes with curves, go on with the next style.
     offset = sum(not str(drawn.get_label()).startswith("_") for drawn in ax.lines)
     for i, (name, losses) in enumerate(curves.items()):
-        style = line(offset + i)
-        gaps = 100 * (losses / exact - 1)
-        finite = np.isfinite(gaps)
-        end = int(finite.all(axis=0).cumprod().sum())  # the first step without a pair
-        gaps, at = gaps[:, :end], steps[:end]
-        lost = int((~finite).any(axis=1).sum())
-        label = name + (f" ({lost} of {n} not finite)" if lost else "")
-        mean = gaps.mean(axis=0)
-        ax.plot(at, mean, label=label, linewidth=1.8, **style)
-        if n > 1:
-            half = t_quantile((1 + confidence) / 2, n - 1) * gaps.std(axis=0, ddof=1) / math.sqrt(n)
-            band = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
-            ax.fill_between(at, mean - half, mean + half, **band)
-        if lost and end:
-            ax.plot(at[-1], mean[-1], "X", color=style["color"], ms=8, mec="white")
+        _draw(ax, name, 100 * (losses / exact - 1), steps, confidence, line(offset + i))
     ax.axhline(0.0, color=GREY, linewidth=1, zorder=0.5)
     if limit is not None:
         ax.set_ylim(-limit, limit)
@@ -108,3 +93,19 @@ def gap_curves(
     tidy(ax, "step", f"mean gap, %\n(band: {100 * confidence:g} % interval)" if n > 1 else "gap, %")
     ax.legend(frameon=False)
     return ax
+
+
+def _draw(
+    ax: Axes, name: str, gaps: np.ndarray, steps: np.ndarray, confidence: float, style: Any
+) -> None:
+    finite, n = np.isfinite(gaps), len(gaps)
+    end = int(finite.all(axis=0).cumprod().sum())  # the first step without a pair
+    gaps, at = gaps[:, :end], steps[:end]
+    mean = gaps.mean(axis=0)
+    ax.plot(at, mean, label=label_of(name, finite), linewidth=1.8, **style)
+    if n > 1:
+        half = t_quantile((1 + confidence) / 2, n - 1) * gaps.std(axis=0, ddof=1) / math.sqrt(n)
+        band = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
+        ax.fill_between(at, mean - half, mean + half, **band)
+    if end and not finite.all():
+        ax.plot(at[-1], mean[-1], "X", color=style["color"], ms=8, mec="white")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -63,9 +63,7 @@ def loss_curves(
             "The runs must have the same number of steps (the second of each shape), but have "
             f"{shapes}. Cut them to one length, or draw each with its own steps= on the same ax=."
         )
-    steps = np.arange(n_steps) if steps is None else np.asarray(steps)
-    if steps.shape != (n_steps,):
-        raise ValueError(f"The runs have {n_steps} steps, but steps has the shape {steps.shape}.")
+    steps = numbered(steps, n_steps)
     if not 1 <= window <= n_steps:
         raise ValueError(f"window={window!r}: must be from 1 to {n_steps}, the number of steps.")
 
@@ -74,26 +72,39 @@ def loss_curves(
     ax = axes_for(ax, 7.0, 3.6, title)
     offset = len(ax.lines)  # on axes with curves, go on with the next style
     for i, (name, losses) in enumerate(curves.items()):
-        style = line(offset + i)
         # f64[n, steps - window + 1], the mean of every `window` successive columns.
         smooth = np.lib.stride_tricks.sliding_window_view(losses, window, axis=1).mean(axis=-1)
-        at = steps[window - 1 :]
-        finite = np.isfinite(smooth)
-        seeds = np.ma.masked_invalid(smooth)  # of what is left in a step, and NaN if nothing is
-        mean, low, high = (
-            np.ma.filled(statistic, np.nan)
-            for statistic in (seeds.mean(axis=0), seeds.min(axis=0), seeds.max(axis=0))
-        )
-        lost = int((~finite).any(axis=1).sum())
-        label = name + (f" ({lost} of {len(losses)} not finite)" if lost else "")
-        ax.plot(at, mean, label=label, linewidth=1.8, **style)
-        if len(losses) > 1:
-            ax.fill_between(at, low, high, color=style["color"], alpha=0.2, linewidth=0)
-        for seed in np.flatnonzero((~finite).any(axis=1) & finite.any(axis=1)):
-            last = int(np.argmin(finite[seed])) - 1
-            if last >= 0:
-                ax.plot(at[last], smooth[seed, last], "X", color=style["color"], ms=8, mec="white")
+        _draw(ax, name, smooth, steps[window - 1 :], line(offset + i))
     ax.locator_params(axis="x", integer=True)
     tidy(ax, "step", "loss" if window == 1 else f"loss, mean of {window} steps")
     ax.legend(frameon=False)
     return ax
+
+
+def numbered(steps: jax.typing.ArrayLike | None, n_steps: int) -> np.ndarray:
+    """Return the number of each step: `steps`, or counted from 0."""
+    steps = np.arange(n_steps) if steps is None else np.asarray(steps)
+    if steps.shape != (n_steps,):
+        raise ValueError(f"The runs have {n_steps} steps, but steps has the shape {steps.shape}.")
+    return steps
+
+
+def label_of(name: str, finite: np.ndarray) -> str:
+    """Name a run, with the number of seeds that end; `finite` is ``bool[n_seeds, n_steps]``."""
+    lost = int((~finite).any(axis=1).sum())
+    return name + (f" ({lost} of {len(finite)} not finite)" if lost else "")
+
+
+def _draw(ax: Axes, name: str, losses: np.ndarray, steps: np.ndarray, style: Any) -> None:
+    finite = np.isfinite(losses)
+    seeds = np.ma.masked_invalid(losses)  # of what is left in a step, and NaN if nothing is
+    mean, low, high = (
+        np.ma.filled(statistic, np.nan)
+        for statistic in (seeds.mean(axis=0), seeds.min(axis=0), seeds.max(axis=0))
+    )
+    ax.plot(steps, mean, label=label_of(name, finite), linewidth=1.8, **style)
+    if len(losses) > 1:
+        ax.fill_between(steps, low, high, color=style["color"], alpha=0.2, linewidth=0)
+    for seed in np.flatnonzero(finite[:, 0] & ~finite.all(axis=1)):
+        last = int(np.argmin(finite[seed])) - 1
+        ax.plot(steps[last], losses[seed, last], "X", color=style["color"], ms=8, mec="white")

@@ -37,24 +37,10 @@ class Product:
     def __post_init__(self) -> None:
         for name in ("lhs", "rhs", "output"):
             _check_quantizer(name, getattr(self, name))
+        operands = [q for q in (self.lhs, self.rhs) if q is not None]
         if self.rotation is not None:
-            if not isinstance(self.rotation, Rotation):
-                raise TypeError(
-                    "rotation must be a Hadamard(), a RandomHadamard() or None, got "
-                    f"{self.rotation!r}."
-                )
-            if self.lhs is None and self.rhs is None:
-                raise ValueError(
-                    "rotation without a quantized operand changes nothing: leave it out, or give "
-                    "the product a quantizer."
-                )
-            if any(q is not None and q.history_len for q in (self.lhs, self.rhs)):
-                raise ValueError(
-                    "rotation with an amax history: the history is that of the original tensor, "
-                    "not of the rotated one. Use quantizers with current scaling, such as "
-                    "quantizers.Current(fmt)."
-                )
-        blocks = [q.block for q in (self.lhs, self.rhs) if q is not None and q.block is not None]
+            _check_rotation(self.rotation, operands)
+        blocks = [q.block for q in operands if q.block is not None]
         if len(blocks) == 2:
             (left, left_free), (right, right_free) = blocks
             if left != right:
@@ -160,6 +146,23 @@ def uniform(lhs: Quantizer, rhs: Quantizer, grad: Quantizer) -> Products:
         dgrad=Product(grad, rhs),
         wgrad=Product(lhs, grad),
     )
+
+
+def _check_rotation(rotation: Any, operands: list[Quantizer]) -> None:
+    if not isinstance(rotation, Rotation):
+        raise TypeError(
+            f"rotation must be a Hadamard(), a RandomHadamard() or None, got {rotation!r}."
+        )
+    if not operands:
+        raise ValueError(
+            "rotation without a quantized operand changes nothing: leave it out, or give the "
+            "product a quantizer."
+        )
+    if any(q.history_len for q in operands):
+        raise ValueError(
+            "rotation with an amax history: the history is that of the original tensor, not of the "
+            "rotated one. Use quantizers with current scaling, such as quantizers.Current(fmt)."
+        )
 
 
 def _check_quantizer(name: str, quantizer: Any) -> None:

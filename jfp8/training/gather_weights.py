@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jfp8.collectives.exchange import reduce_scatter
-from jfp8.conversion.selection import Choice, Recipes, select
+from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.conversion.weights import is_kernel
 from jfp8.quantizers.quantizer import Context, Current, Quantizer
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -108,20 +108,7 @@ def gather_weights(
         _way(x, spec, axis_name, gradients_as)
         for x, spec in zip(leaves, _specs_of(params, specs), strict=True)
     ]
-    kernels = {}  # the layers that they belong to, by their places among the leaves
-    for i, (path, x) in enumerate(with_paths):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        layer, _, leaf = name.removesuffix("/value").rpartition("/")
-        if is_kernel(leaf, x):
-            kernels[i] = layer
-    selection.check_patterns(list(kernels.values()))
-    quantizers = {}  # of those that are gathered in FP8
-    for i, layer in kernels.items():
-        chosen = selection.decide(layer, leaves[i], None).recipe
-        quantizer = None if chosen is None else chosen.products().fprop.rhs
-        if quantizer is not None and ways[i] is not None and not is_scaled_array(leaves[i]):
-            quantizers[i] = quantizer
-
+    quantizers = _quantizers(selection, with_paths, ways)
     # One maximum over the devices for all of them together.
     amaxes = {i: amax(leaves[i]) for i in quantizers}
     if amaxes:
@@ -142,6 +129,24 @@ def gather_weights(
     return structure.unflatten(gathered)
 
 
+def _quantizers(selection: Selection, with_paths: Any, ways: list[Any]) -> dict[int, Quantizer]:
+    """Find those of kernels that are gathered in FP8, by the places of these among the leaves."""
+    kernels = {}  # the layers that they belong to
+    for i, (path, x) in enumerate(with_paths):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layer, _, leaf = name.removesuffix("/value").rpartition("/")
+        if is_kernel(leaf, x):
+            kernels[i] = layer, x
+    selection.check_patterns([layer for layer, _ in kernels.values()])
+    found = {}
+    for i, (layer, x) in kernels.items():
+        chosen = selection.decide(layer, x, None).recipe
+        quantizer = None if chosen is None else chosen.products().fprop.rhs
+        if quantizer is not None and ways[i] is not None and not is_scaled_array(x):
+            found[i] = quantizer
+    return found
+
+
 def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: Any) -> _Way | None:
     """How `x` becomes whole; None if it is."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
@@ -154,20 +159,17 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
             f"gather_weights needs specs= to know which parameters are spread over {axis_name!r}: "
             "a tree like the parameters, of jax.sharding.PartitionSpec."
         )
-    own_mesh = spec.mesh if isinstance(spec, NamedSharding) else None
-    if own_mesh is None and not set(names) <= set(mesh.axis_names):
+    if not isinstance(spec, NamedSharding) and not set(names) <= set(mesh.axis_names):
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of the mesh in effect, which has "
             f"{mesh.axis_names}. Enter the mesh first, with jax.set_mesh(mesh): or jax.shard_map, "
             "or give specs of type jax.sharding.NamedSharding."
         )
-    entries = spec.spec if isinstance(spec, NamedSharding) else spec
-    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+    entries = _entries(spec)
     axes = [d for d, entry in enumerate(entries) if set(entry) & set(names)]
     if not axes:
         return None
-    axis, *others = axes
-    if others:
+    if len(axes) > 1:
         raise ValueError(
             f"An array with the spec {spec} is spread over {axis_name!r} along several of its "
             "dimensions; gather_weights takes one."
@@ -175,25 +177,35 @@ def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: A
     if not isinstance(gradients_as, Format | None):
         gradients_as = np.dtype(gradients_as)
     if AxisType.Manual in types:
+        (axis,) = axes
         if entries[axis] != names:
             raise ValueError(
-                f"Inside of jax.shard_map a dimension is gathered over just the axes that it is "
+                "Inside of jax.shard_map a dimension is gathered over just the axes that it is "
                 f"spread over, {entries[axis]}, not {names}. Name these, or keep the other axes of "
                 "the mesh automatic and out of it."
             )
         return _ByCollectives(axis, gradients_as, names)
+    return _by_layout(spec, names, gradients_as, AxisType.Explicit in types)
+
+
+def _by_layout(spec: Any, names: tuple[str, ...], gradients_as: Any, explicit: bool) -> _ByLayout:
     if isinstance(gradients_as, Format):
         raise ValueError(
             f"gradients_as={gradients_as} needs jax.shard_map: elsewhere the compiler sums the "
             "gradients, in their own dtype. Use gradients_as=jnp.bfloat16 or None."
         )
-    spread = _spec(entries)
-    whole = _spec([tuple(n for n in entry if n not in names) for entry in entries])
-    if AxisType.Explicit in types:
-        return _ByLayout(gradients_as, spread, whole, explicit=True)
-    if own_mesh is not None:
-        spread, whole = NamedSharding(own_mesh, spread), NamedSharding(own_mesh, whole)
-    return _ByLayout(gradients_as, spread, whole, explicit=False)
+    entries = _entries(spec)
+    left = [tuple(n for n in entry if n not in names) for entry in entries]
+    spread, whole = _spec(entries), _spec(left)
+    if isinstance(spec, NamedSharding):
+        spread, whole = NamedSharding(spec.mesh, spread), NamedSharding(spec.mesh, whole)
+    return _ByLayout(gradients_as, spread, whole, explicit)
+
+
+def _entries(spec: PartitionSpec | NamedSharding) -> list[tuple[str, ...]]:
+    """List the axes of the mesh for each dimension: `_spec` the other way round."""
+    entries = spec.spec if isinstance(spec, NamedSharding) else spec
+    return [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
 
 
 def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:

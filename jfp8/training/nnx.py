@@ -109,14 +109,17 @@ def value_and_grad(
         failed = ~all_finite((loss, grads)) | overflow
         seen = dict(zip(with_sink, decoded, strict=True))
         for path, product in products.items():
-            after = product.histories()
-            if path in seen:
-                after = _pushed(before[path], seen[path], loss_scale)
-            anywhere = largest_of_devices(failed.astype(jnp.float32), before[path]["lhs"]) > 0
-            product.set_histories(keep_unless(~anywhere, after, before[path]))
+            _end_step(product, before[path], seen.get(path), failed, loss_scale)
         return (loss, aux) if has_aux else loss, grads[0] if single else tuple(grads)
 
     return compute
+
+
+def _end_step(product: Product, before: Any, amaxes: Any, failed: jax.Array, scale: Any) -> None:
+    """Give `product` its histories after a step, or leave it with those `before` a failed one."""
+    after = product.histories() if amaxes is None else _pushed(before, amaxes, scale)
+    anywhere = largest_of_devices(failed.astype(jnp.float32), before["lhs"]) > 0
+    product.set_histories(keep_unless(~anywhere, after, before))
 
 
 def _pushed(

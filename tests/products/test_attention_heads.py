@@ -12,7 +12,6 @@ import jfp8
 from jfp8 import recipes
 from jfp8.kernels.cast_heads import cast_heads
 from jfp8.layers.transformer_math import projected_attention
-from jfp8.products.flash.dot_product import observed_attention
 from jfp8.products.flash.heads import Heads, Whole
 from jfp8.products.flash.numerics import for_both, numerics_of
 
@@ -86,8 +85,8 @@ def test_attention_of_heads_by_kernels():
     def run(implementation, *wholes):
         def attend(*x):
             x = [Heads(a, whole) if whole else a for a, whole in zip(x, wholes, strict=True)]
-            how = {"recipe": "current", "state": None, "sink": None, "is_causal": True}
-            return observed_attention(*x, implementation=implementation, **how)[0]
+            how = {"recipe": "current", "is_causal": True, "implementation": implementation}
+            return jfp8.scaled_dot_product_attention(*x, **how)
 
         y, back = jax.vjp(attend, *alone)
         return y, *back(dy)

@@ -30,10 +30,9 @@ from jfp8.kernels.hopper.sweep import (
     per_line,
     read,
     run,
+    run_both_ways,
     saturating,
-    staging,
     taken,
-    whole,
     write,
     write_amax,
 )
@@ -102,8 +101,7 @@ def row_and_column_amax(
 
     def kernel(x: Sequence[Ref], rows: Ref, columns: Ref) -> None:
         def body(i, j, tile):
-            at_row = pl.ds(i * sweep.rows, sweep.rows)
-            at_column = pl.ds(j * sweep.columns, sweep.columns)
+            at_row, at_column = sweep.part(i, j)
             by_row = jnp.max(magnitude(read(tile, ROWS, dtype)), axis=1)
             rows[j, at_row] = f32_magnitude(by_row, dtype)
             by_column = jnp.max(magnitude(read(tile.T, COLUMNS, dtype)), axis=1)
@@ -230,9 +228,8 @@ def _quantize(
         by: numbers, or references to vectors.
     """
     first, *_ = arrays_of(x)
-    m, n, dtype = first.shape[0], first.shape[-1], dtype or first.dtype
+    sizes, dtype = (first.shape[0], first.shape[-1]), dtype or first.dtype
     x, sweep = taken(x, make, sweep)
-    rows, columns = sweep.shape(x)
 
     def kernel(x: Sequence[Ref], *refs: Ref) -> None:
         known_refs, (q, q_t, *results, staged, staged_t) = refs[: len(known)], refs[len(known) :]
@@ -254,8 +251,7 @@ def _quantize(
                     factor = per_line(read(factor, layout.reduce(1)), values.shape)
                 return saturating(values * factor, fmt, interpret)
 
-            at_row = pl.ds(i * sweep.rows, sweep.rows)
-            at_column = pl.ds(j * sweep.columns, sweep.columns)
+            at_row, at_column = sweep.part(i, j)
             values = read(tile, ROWS, dtype)
             if amax is not None:
                 amax = jnp.maximum(amax, jnp.max(magnitude(values), axis=1))
@@ -271,15 +267,5 @@ def _quantize(
             write_amax(results[-1], amax, dtype, x, sweep)
         finish()
 
-    out = [jax.ShapeDtypeStruct(s, fmt.dtype) for s in ((rows, columns), (columns, rows))]
-    q, q_t, *others = run(
-        name,
-        kernel,
-        x,
-        *known,
-        out=[*out, *more],
-        staged=staging(sweep, fmt),
-        sweep=sweep,
-        interpret=interpret,
-    )
-    return (whole(q, sweep, 1, m, n), whole(q_t, sweep, 0, n, m), *others)
+    how = {"fmt": fmt, "sizes": sizes, "more": more, "sweep": sweep, "interpret": interpret}
+    return run_both_ways(name, kernel, x, *known, **how)

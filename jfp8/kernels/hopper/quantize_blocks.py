@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.sweep import (
@@ -27,9 +26,8 @@ from jfp8.kernels.hopper.sweep import (
     magnitude,
     per_line,
     read,
-    run,
+    run_both_ways,
     saturating,
-    staging,
     taken,
     whole,
     write,
@@ -80,7 +78,7 @@ def quantize_rows_in_blocks(
     x, sweep = taken(x, make, sweep)
     rows, columns = sweep.shape(x)
 
-    def kernel(x, q, s, q_t, s_t, staged, staged_t) -> None:
+    def kernel(x, q, q_t, s, s_t, staged, staged_t) -> None:
         def body(i, j, tile):
             def cast(values, scales, first, lines):
                 # Block by block, for all lines at once.
@@ -94,8 +92,7 @@ def quantize_rows_in_blocks(
                     parts.append(saturating(scaled, fmt, interpret))
                 return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
-            at_row = pl.ds(i * sweep.rows, sweep.rows)
-            at_column = pl.ds(j * sweep.columns, sweep.columns)
+            at_row, at_column = sweep.part(i, j)
             codes = cast(read(tile, ROWS, dtype), s, j * (sweep.columns // block), at_row)
             write(codes, staged, q.at[at_row, at_column])
             codes = cast(read(tile.T, COLUMNS, dtype), s_t, i * (sweep.rows // block), at_column)
@@ -105,23 +102,19 @@ def quantize_rows_in_blocks(
         finish()
 
     scale = jnp.float32 if scale_rounding in (None, "power_of_two") else jnp.uint8
-    q, s, q_t, s_t = run(
+    scales = (columns // block, rows), (rows // block, columns)
+    q, q_t, s, s_t = run_both_ways(
         f"quantize_rows_in_blocks_{block}",
         kernel,
         x,
-        out=[
-            jax.ShapeDtypeStruct((rows, columns), fmt.dtype),
-            jax.ShapeDtypeStruct((columns // block, rows), scale),
-            jax.ShapeDtypeStruct((columns, rows), fmt.dtype),
-            jax.ShapeDtypeStruct((rows // block, columns), scale),
-        ],
-        staged=staging(sweep, fmt),
+        fmt=fmt,
+        sizes=(m, n),
+        more=[jax.ShapeDtypeStruct(shape, scale) for shape in scales],
         sweep=sweep,
         interpret=interpret,
     )
     across, down = -(-n // block), -(-m // block)
-    q, s = whole(q, sweep, 1, m, n), whole(s, sweep, 0, across, m)
-    return q, s, whole(q_t, sweep, 0, n, m), whole(s_t, sweep, 1, down, n)
+    return q, whole(s, sweep, 0, across, m), q_t, whole(s_t, sweep, 1, down, n)
 
 
 def quantize_tiles(
@@ -167,28 +160,25 @@ def quantize_tiles(
                 scaled = values.astype(jnp.float32) * per_line(inverse, values.shape)
                 return saturating(scaled, fmt, interpret)
 
-            at_row, at_column = pl.ds(i * 128, 128), pl.ds(j * 128, 128)
+            at_row, at_column = sweep.part(i, j)
             write(cast(values), staged, q.at[at_row, at_column])
             write(cast(read(tile.T, COLUMNS, dtype)), staged_t, q_t.at[at_column, at_row])
 
         for_each_tile(body, x, sweep=sweep)
         finish()
 
-    q, q_t, s = run(
+    q, q_t, s = run_both_ways(
         "quantize_tiles",
         kernel,
         x,
-        out=[
-            jax.ShapeDtypeStruct((rows, columns), fmt.dtype),
-            jax.ShapeDtypeStruct((columns, rows), fmt.dtype),
-            jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.int32),  # bits of the scales
-        ],
-        staged=staging(sweep, fmt),
+        fmt=fmt,
+        sizes=(m, n),
+        more=[jax.ShapeDtypeStruct((rows // 128, columns // 128), jnp.int32)],  # bits of the scales
         sweep=sweep,
         interpret=interpret,
     )
     s = whole(lax.bitcast_convert_type(s, jnp.float32), sweep, 1, -(-m // 128), -(-n // 128))
-    return whole(q, sweep, 1, m, n), whole(q_t, sweep, 0, n, m), s
+    return q, q_t, s
 
 
 def in_blocks(x: Input, block: int) -> Sweep:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jfp8.kernels.hopper.sweep import (
@@ -57,38 +56,28 @@ def quantize_heads(
     total = batch * groups * count * across * down
     blocks = min(sweep.blocks, total)
 
-    def place(tile: jax.Array) -> tuple[jax.Array, ...]:
-        """Which head of all, which part of it, and which tokens; and the head of `x`."""
-        split = lambda i, n: (lax.div(i, jnp.int32(n)), lax.rem(i, jnp.int32(n)))
-        head, rest = split(tile, across * down)
-        part, row = split(rest, down)
-        group, n = split(head, count)
-        sequence, g = split(group, groups)
-        return head, part, row, sequence, g * of + first + n
-
     def kernel(x: Ref, inverse: Ref, q: Ref, q_t: Ref, staged: Ref, staged_t: Ref) -> None:
         block = lax.axis_index("block")
         steps = lax.div(total - 1 - block, jnp.int32(blocks)) + 1
+        # Which head of all, which part of it, and which tokens.
+        place = lambda step: _unraveled(block + step * blocks, across, down)
 
         def of_x(step: jax.Array) -> tuple[jax.Array, jax.Array]:
-            _, part, row, sequence, head = place(block + step * blocks)
-            return sequence * down + row, head * across + part
+            head, part, row = place(step)
+            sequence, group, n = _unraveled(head, groups, count)
+            return sequence * down + row, (group * of + first + n) * across + part
 
         def of_inverse(step: jax.Array) -> tuple[jax.Array]:
-            head, _, row, *_ = place(block + step * blocks)
+            head, _, row = place(step)
             return (head * down + row,)
 
         def body(step: tuple[jax.Array], tile: Ref, factors: Ref) -> None:
-            head, part, row, *_ = place(block + step[0] * blocks)
-            at_token = pl.ds(row * sweep.rows, sweep.rows)
-            at_depth = pl.ds(part * sweep.columns, sweep.columns)
+            head, part, row = place(*step)
+            at_token, at_depth = sweep.part(row, part)
             values = read(tile, ROWS, jnp.float32)
             by_token = per_line(read(factors, ROWS.reduce(1)), values.shape)
-            write(
-                saturating(values * by_token, fmt, interpret),
-                staged,
-                q.at[head, at_token, at_depth],
-            )
+            target = q.at[head, at_token, at_depth]
+            write(saturating(values * by_token, fmt, interpret), staged, target)
             values = read(tile.T, COLUMNS, jnp.float32)
             by_token = lax.broadcast_in_dim(read(factors, COLUMNS.reduce(0)), values.shape, (1,))
             target = q_t.at[head, at_depth, at_token]
@@ -117,3 +106,12 @@ def quantize_heads(
     )(x.reshape(batch * tokens, -1), inverse.reshape(-1))
     each = (batch, groups, count)
     return q.reshape(*each, *shapes[0][1:]), q_t.reshape(*each, *shapes[1][1:])
+
+
+def _unraveled(i: jax.Array, *sizes: int) -> list[jax.Array]:
+    """Find the place of element `i` of an array whose dimensions after the first have `sizes`."""
+    place = []
+    for size in reversed(sizes):
+        place.append(lax.rem(i, jnp.int32(size)))
+        i = lax.div(i, jnp.int32(size))
+    return [i, *reversed(place)]

@@ -71,6 +71,10 @@ class Sweep:
         """The shape of the matrix, of which `x` is the input."""
         return x[0].shape[0], x[0].shape[1] // self.side_by_side[0] * self.outputs
 
+    def part(self, i: jax.Array, j: jax.Array) -> tuple[Any, Any]:
+        """Return the rows and the columns of a tile."""
+        return pl.ds(i * self.rows, self.rows), pl.ds(j * self.columns, self.columns)
+
 
 def arrays_of(x: Input) -> tuple[jax.Array, ...]:
     """All arrays of an input, the matrix itself or the first of what it is made of in front."""
@@ -154,6 +158,26 @@ def run(
         interpret=interpret,
         kernel_name=f"jfp8_{name}",
     )(*x, *arrays)
+
+
+def run_both_ways(
+    name: str,
+    kernel: Callable[..., None],
+    x: Sequence[jax.Array],
+    *arrays: jax.Array,
+    fmt: Format,
+    sizes: tuple[int, int],
+    more: Sequence[jax.ShapeDtypeStruct] = (),
+    sweep: Sweep,
+    interpret: Any,
+) -> tuple[jax.Array, ...]:
+    """Return results of ``kernel(x, *arrays, q, q_t, *more, staged, staged_t)``, q of `sizes`."""
+    rows, columns = sweep.shape(x)
+    both = [jax.ShapeDtypeStruct(s, fmt.dtype) for s in ((rows, columns), (columns, rows))]
+    how = {"staged": staging(sweep, fmt), "sweep": sweep, "interpret": interpret}
+    q, q_t, *others = run(name, kernel, x, *arrays, out=[*both, *more], **how)
+    m, n = sizes
+    return whole(q, sweep, 1, m, n), whole(q_t, sweep, 0, n, m), *others
 
 
 def blocks(x: Sequence[Ref], sweep: Sweep) -> int:

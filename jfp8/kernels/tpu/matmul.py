@@ -63,61 +63,30 @@ def matmul(
     """
     m, n, k = a.shape[1 - summed[0]], b.shape[1 - summed[1]], a.shape[summed[0]]
     step = _terms(k, blocks is not None)
-    left = k % step  # of the last step; what is read beyond it is not zero
     sizes = {"m": _rows(m), "n": _rows(n), "k": step, "": 1}
 
     def spec(*dims: str) -> pl.BlockSpec:
         at = lambda i, j, t: tuple({"m": i, "n": j, "k": t, "": 0}[d] for d in dims)
         return pl.BlockSpec([sizes[d] for d in dims], at)
 
-    operands = [a, b]
     specs = [spec(*((free, "k") if dim else ("k", free))) for dim, free in zip(summed, "mn")]
+    of_scales = []
     for scale, free in zip(blocks or (), "mn", strict=False):
         rows = step * len(scale) // k
-        specs.append(pl.BlockSpec((rows, sizes[free]), spec("k", free).index_map))
-        operands.append(scale)
+        of_scales.append(pl.BlockSpec((rows, sizes[free]), spec("k", free).index_map))
+    of_ends, factors = [], []
     for factor, dims in zip(ends or (), (("m", ""), ("", "n")), strict=False):
-        specs.append(spec(*dims) if factor.ndim else ONE_NUMBER)
-        operands.append(factor if factor.ndim else factor.reshape(1, 1))
-
-    if bias is not None:
-        specs.append(spec("", "n"))
-        operands.append(bias)
-
-    def kernel(*refs: Ref) -> None:
-        a, b, *others, y, total = refs
-        added = None if bias is None else others.pop()
-        t, last = pl.program_id(2), pl.num_programs(2) - 1
-
-        @pl.when(t == 0)
-        def _():
-            total[...] = jnp.zeros_like(total)
-
-        tiles: list[jax.Array] = [a[...], b[...]]
-        if blocks is not None:
-            tiles = list(map(_dequantized, tiles, others, summed))
-            if left:
-                terms = jnp.where(t == last, left, step)
-                tiles = [_without(tile, dim, terms) for tile, dim in zip(tiles, summed)]
-        numbers = (((summed[0],), (summed[1],)), ((), ()))
-        first, second = tiles
-        total[...] += lax.dot_general(first, second, numbers, preferred_element_type=jnp.float32)
-
-        @pl.when(t == last)
-        def _():
-            result = total[...]
-            if ends is not None:
-                u, v = (x[0, 0] if x.shape == (1, 1) else x[...] for x in others[-2:])
-                result = result * jnp.minimum(u * v, LARGEST_FACTOR)
-            result = result.astype(y.dtype)
-            y[...] = result if added is None else result + added[...]
+        of_ends.append(spec(*dims) if factor.ndim else ONE_NUMBER)
+        factors.append(factor if factor.ndim else factor.reshape(1, 1))
+    of_bias = None if bias is None else spec("", "n")
+    operands = a, b, list(blocks or ()), factors, bias
 
     out = jax.ShapeDtypeStruct((m, n), dtype)
-    moved = [*operands, out]
+    moved = jax.tree.leaves((operands, out))
     return pl.pallas_call(
-        kernel,
+        partial(_kernel, summed=summed, step=step, left=k % step),
         grid=(pl.cdiv(m, sizes["m"]), pl.cdiv(n, sizes["n"]), pl.cdiv(k, step)),
-        in_specs=specs,
+        in_specs=(*specs, of_scales, of_ends, of_bias),
         out_specs=spec("m", "n"),
         out_shape=out,
         scratch_shapes=[pltpu.VMEM((sizes["m"], sizes["n"]), jnp.float32)],
@@ -134,12 +103,40 @@ def matmul(
     )(*in_hbm(operands, interpret))
 
 
-def in_hbm(arrays: Sequence[jax.Array], interpret: Any) -> list[jax.Array]:
+def _kernel(a, b, blocks, ends, bias, y, total, *, summed, step: int, left: int) -> None:
+    """Add `step` terms to the sums of a tile; the last time `left`, unless that is 0."""
+    t, last = pl.program_id(2), pl.num_programs(2) - 1
+
+    @pl.when(t == 0)
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    tiles: list[jax.Array] = [a[...], b[...]]
+    if blocks:
+        tiles = list(map(_dequantized, tiles, blocks, summed))
+        if left:  # what is read beyond them is not zero
+            terms = jnp.where(t == last, left, step)
+            tiles = [_without(tile, dim, terms) for tile, dim in zip(tiles, summed)]
+    numbers = (((summed[0],), (summed[1],)), ((), ()))
+    first, second = tiles
+    total[...] += lax.dot_general(first, second, numbers, preferred_element_type=jnp.float32)
+
+    @pl.when(t == last)
+    def _():
+        result = total[...]
+        if ends:
+            u, v = (x[0, 0] if x.shape == (1, 1) else x[...] for x in ends)
+            result = result * jnp.minimum(u * v, LARGEST_FACTOR)
+        result = result.astype(y.dtype)
+        y[...] = result if bias is None else result + bias[...]
+
+
+def in_hbm(arrays: Sequence[Any], interpret: Any) -> Sequence[Any]:
     """`arrays` that stay in memory. The compiler would bring them into the kernel's own before."""
     if interpret or kernels_are_interpreted():
-        return list(arrays)
+        return arrays
     stay = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM) if x.ndim > 1 else x
-    return list(map(stay, arrays))
+    return jax.tree.map(stay, arrays)
 
 
 def divisor(n: int) -> int:

@@ -66,18 +66,13 @@ def quantized_for_both(
       axes: over which it is divided, if each TPU runs the kernels on its part.
     """
     x, quantizer = Matrix(array, dtype), first.quantizer
-    if quantizer is None or (second is not None and second.quantizer != quantizer):
-        return None
-    if not is_supported(quantizer):
-        return None
-    if any(use is not None and use.product.rotation is not None for use in (first, second)):
-        return None
-    if any(size % LANES or not size for size in x.array.shape) or x.array.dtype == jnp.float16:
+    uses = [first] if second is None else [first, second]
+    if quantizer is None or not _is_taken(array, quantizer, uses):
         return None
     if kernels:
         found = _BY_KERNELS[type(quantizer)](quantizer, x, state, axes)
     elif isinstance(quantizer, Blockwise):
-        if not all(use is None or _multiplies_values(use.product) for use in (first, second)):
+        if not all(_multiplies_values(use.product) for use in uses):
             return None
         if EXPLAINING.value is not None:
             return None  # by codes and scales, which a report names: the product is in bf16, too
@@ -90,6 +85,13 @@ def quantized_for_both(
     if first.contracting == (0,):
         straight, other = other, straight
     return straight, None if second is None else other, largest
+
+
+def _is_taken(array: jax.Array, quantizer: Quantizer, uses: list[Use]) -> bool:
+    if array.dtype == jnp.float16 or any(size % LANES or not size for size in array.shape):
+        return False
+    alike = all(use.quantizer == quantizer and use.product.rotation is None for use in uses)
+    return alike and is_supported(quantizer)
 
 
 def is_supported(quantizer: Quantizer) -> bool:

@@ -177,8 +177,7 @@ def backward(
             w, r = _quantized("wgrad", ds * q_of_dk.scale[..., None], for_dk, 3)
             y = product("bngts,bngth->bngsh", w, q_of_dk.data) * r.swapaxes(3, 4)
             dk = _added(dk, jnp.sum(y, 2), j * of_keys, 2)
-            if dbias is not None:
-                dbias = _with_block(dbias, ds, (i * size, j * of_keys))
+            dbias = _with_block(dbias, ds, (i * size, j * of_keys))
             return dq, dk, dv, dbias, jnp.maximum(largest, jnp.max(jnp.abs(ds)))
 
         zeros = _varying(jnp.zeros(q_i.data.shape, jnp.float32), q_i)
@@ -263,8 +262,12 @@ def _added(x: jax.Array, part: jax.Array, at: jax.Array, axis: int) -> jax.Array
     return lax.dynamic_update_slice_in_dim(x, before + part, at, axis)
 
 
-def _with_block(dbias: jax.Array, ds: jax.Array, at: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The gradient of the bias with that of a block of scores added, summed where it is 1 wide."""
+def _with_block(
+    dbias: jax.Array | None, ds: jax.Array, at: tuple[jax.Array, jax.Array]
+) -> jax.Array | None:
+    """Add the gradient of a block of scores to the bias's, if any, summed where that is 1 wide."""
+    if dbias is None:
+        return None
     ds = jnp.sum(ds, axis=[d for d in range(5) if dbias.shape[d] == 1], keepdims=True)
     start = [0, 0, 0, *(x if n > 1 else 0 for x, n in zip(at, dbias.shape[3:], strict=True))]
     before = lax.dynamic_slice(dbias, start, ds.shape)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_layout_of
 from jfp8.products.flash import blocks, passes
-from jfp8.products.flash.heads import Heads, Whole, split_heads
+from jfp8.products.flash.heads import Whole, split_heads
 from jfp8.products.flash.mask import Visible, lengths_of, window_of
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
 from jfp8.products.flash.observe import shown
@@ -104,76 +104,55 @@ def scaled_dot_product_attention(
     >>> jfp8.scaled_dot_product_attention(q, k, v, is_causal=True).shape
     (1, 5, 4, 64)
     """
-    out, _ = observed_attention(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        recipe=recipe,
-        state=state,
-        sink=sink,
-        implementation=implementation,
-    )
-    return out
+    options = _Options(scale, is_causal, local_window_size, check_recipe(recipe), implementation)
+    lengths = query_seq_lengths, key_value_seq_lengths
+    return _attend(options, (query, key, value, bias, mask), lengths, state, sink)
+
+
+class _Options(NamedTuple):
+    """Those of `scaled_dot_product_attention` that are no arrays."""
+
+    scale: float | None
+    is_causal: bool
+    window: int | tuple[int, int] | None
+    recipe: Recipe
+    implementation: str | None
 
 
 @in_mesh_of_arguments
-def observed_attention(
-    query: jax.typing.ArrayLike | Heads,
-    key: jax.typing.ArrayLike | Heads,
-    value: jax.typing.ArrayLike | Heads,
-    bias: jax.typing.ArrayLike | None = None,
-    mask: jax.typing.ArrayLike | None = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.typing.ArrayLike | None = None,
-    key_value_seq_lengths: jax.typing.ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    recipe: Recipe | str,
+def _attend(
+    options: _Options,
+    arrays: tuple[Any, ...],
+    lengths: tuple[Any, Any],
     state: States | None,
     sink: Mapping[str, jax.Array] | None,
-    implementation: str | None,
-) -> tuple[jax.Array, dict[str, Observed]]:
-    """`scaled_dot_product_attention`, and the amaxes of the operands of both forward products.
+) -> jax.Array:
+    """Compute `scaled_dot_product_attention`.
 
-    The amaxes have no gradient. That of P counts as 1.
+    Args:
+      arrays: query, key, value, bias and mask; the first three may be `Heads`.
+      lengths: of queries and of keys.
     """
-    recipe = check_recipe(recipe)
     if has_explicit_axes():
-        lengths = query_seq_lengths, key_value_seq_lengths
-        options: dict[str, Any] = {"local_window_size": local_window_size, "recipe": recipe}
-        options |= {"scale": scale, "is_causal": is_causal, "implementation": implementation}
-
-        def inside(arrays: Any, lengths: Any, state: Any, sink: Any) -> Any:
-            names = "query_seq_lengths", "key_value_seq_lengths"
-            more = dict(zip(names, lengths, strict=True))
-            return observed_attention(*arrays, **options, **more, state=state, sink=sink)
-
-        arrays = query, key, value, bias, mask
-        return with_layout_of(
-            jnp.asarray(split_heads(query)[0]), inside, arrays, lengths, state, sink
-        )
-    given, wholes = zip(*map(split_heads, (query, key, value)), strict=True)
-    names = "query", "key", "value"
-    arrays = [as_float_array(x, name) for x, name in zip(given, names, strict=True)]
-    without_batch = arrays[0].ndim == 3
-    q, k, v = (x[None] if without_batch else x for x in arrays)
+        like = jnp.asarray(split_heads(arrays[0])[0])
+        inside = lambda *arrays: (_attend(options, *arrays), ())
+        return with_layout_of(like, inside, arrays, lengths, state, sink)[0]
+    *operands, bias, mask = arrays
+    scale, is_causal, window, recipe, implementation = options
+    given, wholes = zip(*map(split_heads, operands), strict=True)
+    q, k, v = map(as_float_array, given, ("query", "key", "value"))
+    without_batch = q.ndim == 3
+    if without_batch:
+        q, k, v = q[None], k[None], v[None]
     _check_shapes(q, k, v)
     (batch, queries, heads, depth), (_, keys, kv_heads, _) = q.shape, k.shape
     visible = Visible(
         (queries, keys),
         is_causal,
-        window_of(local_window_size),
+        window_of(window),
         (
-            lengths_of(query_seq_lengths, "query_seq_lengths", batch),
-            lengths_of(key_value_seq_lengths, "key_value_seq_lengths", batch),
+            lengths_of(lengths[0], "query_seq_lengths", batch),
+            lengths_of(lengths[1], "key_value_seq_lengths", batch),
         ),
         _by_score(mask, "mask", (batch, heads, queries, keys), kv_heads),
         _by_score(bias, "bias", (batch, heads, queries, keys), kv_heads),
@@ -201,7 +180,7 @@ def observed_attention(
     for name, use in noted.items():
         end_use(use, *observed[name])
     out = out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
-    return out[0] if without_batch else out, jax.lax.stop_gradient(observed)
+    return out[0] if without_batch else out
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.products.ragged.expert_mesh import ExpertMesh
-from jfp8.products.ragged.tiles import lay_out
+from jfp8.products.ragged.tiles import Tiles, lay_out
 from jfp8.scaling.codes import codes_of, codes_to_format
 from jfp8.scaling.formats import E8M0FNU, format_of
 from jfp8.tracing.device import current_gpu
@@ -37,7 +37,7 @@ class Exchange:
 
     Attributes:
       mesh: what divides tokens and experts.
-      tokens, copies, height, bucket: ``t``, ``c``, the rows of a tile, and ``b``.
+      tokens, copies, height: ``t``, ``c``, and the rows of a tile.
       group: i32[d, tiles], the expert of each tile, counted from the first of its device.
       padded_sizes: i32[d, e], the rows of all tiles of each expert of a device.
       sizes: i32[d, e], the copies that each gets.
@@ -53,7 +53,6 @@ class Exchange:
     tokens: int = field(metadata={"static": True})
     copies: int = field(metadata={"static": True})
     height: int = field(metadata={"static": True})
-    bucket: int = field(metadata={"static": True})
     group: jax.Array
     padded_sizes: jax.Array
     sizes: jax.Array
@@ -199,13 +198,11 @@ def _plan_here(
     chosen = experts.reshape(-1)
     me = mesh.index()
 
-    # Of all devices [n] that share the experts, and all experts [E].
     counted = jnp.zeros((count,), jnp.int32).at[chosen].add(1, mode="drop")
     counts = mesh.all_gather(counted)
     before = _exclusive(counts, 0)
     kept = counts if capacity is None else jnp.clip(capacity - before, 0, counts)
-    before = _exclusive(kept, 0)
-    sizes = jnp.sum(kept, 0)
+    before, sizes = _exclusive(kept, 0), jnp.sum(kept, 0)
     starts = _exclusive(counts, 1)  # of each expert among the sorted copies of a device
 
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
@@ -224,17 +221,7 @@ def _plan_here(
     # Tiles of the experts of this device.
     of_mine = lambda x: lax.dynamic_slice_in_dim(x, me * own, own, axis=-1)
     tiles = lay_out(of_mine(sizes), rows, height)
-    ends = jnp.cumsum(of_mine(kept), 1)  # [n, own]
-    at = jnp.arange(bucket, dtype=jnp.int32)
-    expert = jax.vmap(lambda end: jnp.searchsorted(end, at, side="right"))(ends)
-    inside = jnp.minimum(expert, own - 1)
-    offset = _exclusive(of_mine(sizes), 0)[None] + of_mine(before) - (ends - of_mine(kept))
-    position = at[None] + jnp.take_along_axis(offset, inside, 1)  # among the rows of all experts
-    total = tiles.rows.size
-    row_of = jnp.where(expert < own, _rows_at(tiles.slots, position), total).astype(jnp.int32)
-    place_at = jnp.full((total,), n * bucket, jnp.int32)
-    all_places = jnp.arange(n * bucket, dtype=jnp.int32)
-    place_at = place_at.at[row_of.reshape(-1)].set(all_places, mode="drop")
+    row_of, place_at = _rows_that_arrive(of_mine(kept), of_mine(before), tiles, bucket)
 
     # Chunks: one for each pair of a device and an expert.
     tile_starts = _exclusive((-(-sizes // height) * height).reshape(n, own), 1).reshape(count)
@@ -247,7 +234,6 @@ def _plan_here(
         tokens=tokens,
         copies=copies,
         height=height,
-        bucket=bucket,
         group=tiles.group,
         padded_sizes=tiles.padded_sizes,
         sizes=of_mine(sizes),
@@ -257,6 +243,28 @@ def _plan_here(
         place_at=place_at,
         chunks=_Chunks(order, places, there, back),
     )
+
+
+def _rows_that_arrive(
+    kept: jax.Array, before: jax.Array, tiles: Tiles, bucket: int
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `row_of` and `place_at` of an `Exchange`.
+
+    Args:
+      kept: copies of each device for each expert of this one; `before`: of the devices before it.
+    """
+    n, own = kept.shape
+    ends = jnp.cumsum(kept, 1)
+    at = jnp.arange(bucket, dtype=jnp.int32)
+    expert = jax.vmap(lambda end: jnp.searchsorted(end, at, side="right"))(ends)
+    inside = jnp.minimum(expert, own - 1)
+    offset = _exclusive(jnp.sum(kept, 0), 0)[None] + before - (ends - kept)
+    position = at[None] + jnp.take_along_axis(offset, inside, 1)  # among the rows of all experts
+    total = tiles.rows.size
+    row_of = jnp.where(expert < own, _rows_at(tiles.slots, position), total).astype(jnp.int32)
+    place_at = jnp.full((total,), n * bucket, jnp.int32)
+    all_places = jnp.arange(n * bucket, dtype=jnp.int32)
+    return row_of, place_at.at[row_of.reshape(-1)].set(all_places, mode="drop")
 
 
 def _as_bytes(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
