@@ -21,7 +21,7 @@ from jfp8.matmul.spec import (
 )
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.scaling.formats import FORMATS, Format
-from jfp8.tracing.device import Gpu, Tpu
+from jfp8.tracing.device import Device
 
 Granularity = Literal["tensor", "rows", "blocks"]
 Blocks = tuple[int, int]
@@ -135,7 +135,7 @@ class Backend:
     gpus: int | None = None
     why_not_on: Callable[[Any], str | None] = lambda device: None
 
-    def why_not(self, facts: Facts, device: Gpu | Tpu | None) -> str | None:
+    def why_not(self, facts: Facts, device: Device) -> str | None:
         """What it does not support about a product, on `device`; None if it supports all."""
         reason = self.why_not_on(device) or self.why_not_sums(facts.accumulation)
         if reason is not None:
@@ -200,7 +200,7 @@ class Choice(NamedTuple):
         return ": ".join(filter(None, (self.backend.name, ", ".join(reasons))))
 
 
-def check_not_refused(implementation: str, reason: str | None) -> None:
+def check_not_refused(implementation: str | None, reason: str | None) -> None:
     """Raise ``NotImplementedError`` if there is a `reason` why it cannot compute a product."""
     if reason is not None:
         raise NotImplementedError(

@@ -258,7 +258,8 @@ def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
 def factors_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax.Array]:
     """Return factors for a product of the stored values: scales that do not vary along the sum."""
     if has_one_scale(lhs) and has_one_scale(rhs):
-        return scale_products((lhs.scale,), (rhs.scale,))
+        scales: Any = lhs.scale, rhs.scale
+        return scale_products(scales[:1], scales[1:])
     _, (lhs_batch, rhs_batch) = spec.dimension_numbers
     layout = layout_of(lhs.shape, rhs.shape, spec.dimension_numbers)
     rows, columns = layout.lhs_free, layout.rhs_free

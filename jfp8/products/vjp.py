@@ -176,18 +176,18 @@ def forward(
       of: what lhs is made of, if it is: the arguments of `Operation.made`.
     """
     options, carried, use = how
-    if use is not None and and_backward:
-        use.linearized = True
+    if use is not None:
+        use.linearized |= and_backward
     lhs, rhs, _, histories, sink, seed = operands
-    state: Any = histories
+    history: Any = (histories or {}).get
     products = options.recipe.resolved()
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     frozen = isinstance(rhs, ScaledArray) and not carried
     lhs = operation.arrange("lhs", first_order_only(lhs, options=options))
     rhs = operation.arrange("rhs", first_order_only(rhs))
     made = operation.made("lhs", lhs, *of) if of else None
-    x = QuantizedOperand("lhs", lhs, state and state["lhs"], seed, operation, made=made)
-    w = QuantizedOperand("rhs", rhs, state and state["rhs"], seed, operation, options.rhs_dtype)
+    x = QuantizedOperand("lhs", lhs, history("lhs"), seed, operation, made=made)
+    w = QuantizedOperand("rhs", rhs, history("rhs"), seed, operation, options.rhs_dtype)
     x_sum, w_sum = operation.contracting("fprop")
     x_free, _ = operation.contracting("wgrad")
     _, w_free = operation.contracting("dgrad")
@@ -195,7 +195,7 @@ def forward(
     x_again = Use("wgrad", wgrad, wgrad.lhs, x_free) if and_backward and not frozen else None
     w_again = Use("dgrad", dgrad, dgrad.rhs, w_free) if and_backward else None
     q_lhs, kept_lhs, lhs_amax = x.quantized(Use("fprop", fprop, fprop.lhs, x_sum), x_again)
-    rotated_by = fprop.rotation and rotation_seed(fprop, "fprop", lhs_amax, seed)
+    rotated_by = None if fprop.rotation is None else rotation_seed(fprop, "fprop", lhs_amax, seed)
     w_use = Use("fprop", fprop, fprop.rhs, w_sum, q_lhs, rotated_by)
     q_rhs, kept_rhs, rhs_amax = w.quantized(w_use, w_again)
     q_lhs, kept_lhs = _named(q_lhs, kept_lhs, SAVED)
@@ -204,14 +204,14 @@ def forward(
     y = _matmul(operation, options, "fprop", q_lhs, q_rhs, seed, stored=frozen)
 
     # Without a sink the gradient's amax would be lost, so its history is not updated.
-    grad_state = None if state is None or sink is None else state["grad"]
+    of_gradient = None if sink is None else history("grad")
     seen = None if sink is None else Observed(lhs_amax, rhs_amax)
     observed = Observed(*(a if a.ndim == 0 else amax(a) for a in (lhs_amax, rhs_amax)))
     seeds = (
-        dgrad.rotation and rotation_seed(dgrad, "dgrad", rhs_amax, seed),
-        wgrad.rotation and rotation_seed(wgrad, "wgrad", lhs_amax, seed),
+        None if dgrad.rotation is None else rotation_seed(dgrad, "dgrad", rhs_amax, seed),
+        None if wgrad.rotation is None else rotation_seed(wgrad, "wgrad", lhs_amax, seed),
     )
-    kept = Residuals(kept_lhs, kept_rhs, grad_state, seen, seed, seeds, operation)
+    kept = Residuals(kept_lhs, kept_rhs, of_gradient, seen, seed, seeds, operation)
     return (y, observed), kept
 
 

@@ -7,6 +7,8 @@ rounding, and are equal on every backend.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,7 +151,7 @@ def _encode_power_of_two(x: jax.Array, rounding: str, bits: jax.Array | None) ->
     return jnp.where(invalid, np.uint32(255), code).astype(jnp.uint8)
 
 
-def replaced_where(mask: jax.Array, x: jax.Array, constant: np.generic) -> jax.Array:
+def replaced_where(mask: jax.Array, x: jax.Array, constant: Any) -> jax.Array:
     """Return `x`, with a constant of its dtype where `mask` is True.
 
     In programs that people read this is two operations, and ``jnp.where`` is a function.

@@ -240,8 +240,10 @@ def quantize_with_scale(
         values = values + values * np.float32(0)
     if inverse is None and scale.dtype == jnp.float32:
         inverse_of = (np.float32(1.0) / scale,)
+    elif inverse is None:
+        inverse_of = reciprocal_factors(scale)  # pyrefly: ignore
     else:
-        inverse_of = reciprocal_factors(scale) if inverse is None else (inverse,)
+        inverse_of = (inverse,)
     for factor in inverse_of:
         values = apply_scale(values, factor, block) if factor.ndim else values * factor
     if not isinstance(scale, ScaledArray) and scale.dtype == E8M0FNU.dtype:

@@ -176,7 +176,7 @@ def _platform_of(arrays: Any) -> str:
             x = getattr(x, "primal", getattr(x, "val", None))
         if isinstance(x, jax.Array) and getattr(x, "committed", False):
             return next(iter(x.devices())).platform
-    default = jax.config.jax_default_device
+    default = jax.config.jax_default_device  # pyrefly: ignore
     if default is not None:
         return default if isinstance(default, str) else default.platform
     return jax.default_backend()

@@ -32,7 +32,7 @@ def multiply(
         named = BACKENDS[:2]
         backend = next((b for b in named if facts.granularity in b.granularities), named[0])
         check_not_refused(spec.implementation, backend.why_not(facts, tpu))
-        text = spec.implementation
+        text = mosaic.BACKEND.name
     else:
         choice = choose_on_tpu(facts, tpu if isinstance(tpu, Tpu) else None)
         backend, text = choice.backend, str(choice)

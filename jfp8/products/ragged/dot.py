@@ -137,7 +137,7 @@ def _observed(options, out_dtype, lhs, rhs, sizes, state):
     m, (groups, _, n) = lhs.shape[0], rhs.shape
     lhs, rhs, sizes = same_varying_axes((lhs, rhs, sizes))
     rhs, scales = frozen_groups(rhs, options.recipe)
-    found = plan(GroupedSpec(options, m, groups, isinstance(rhs, ScaledArray)))
+    found: Any = plan(GroupedSpec(options, m, groups, isinstance(rhs, ScaledArray)))
     tiles = lay_out(sizes, m, found.height)
     rows = take_rows(lhs, tiles.rows, tiles.slots)
     shapes = rows.shape, rhs.shape

@@ -277,7 +277,8 @@ def _observed(options, out_dtype, multiply, lhs, rhs, rows, state):
     spec = GroupedSpec(
         options, tiles * exchange.height, rhs.shape[0], quantized, height=exchange.height
     )
-    way = plan(spec).operation
+    found: Any = plan(spec)
+    way = found.operation
     how = rhs, options, state
     run = lambda operation, lhs, restore: multiply(operation, lhs, *how, restore=restore)
     if exchange.mesh.mesh is None and not _serves_both(recipe, travels):
@@ -360,7 +361,8 @@ def height_for(
     options = [Options(recipe, implementation).on_device_of() for recipe in recipes]
 
     def height(rows: int, groups: int) -> int:
-        heights = [plan(GroupedSpec(each, rows, groups)).height for each in options]
+        plans: list[Any] = [plan(GroupedSpec(each, rows, groups)) for each in options]
+        heights = [each.height for each in plans]
         return math.lcm(*heights) if heights else plain_tile_height(rows, groups)
 
     return height
