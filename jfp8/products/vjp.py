@@ -184,7 +184,7 @@ def forward(
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
     frozen = isinstance(rhs, ScaledArray) and not carried
     lhs = operation.arrange("lhs", first_order_only(lhs, options=options))
-    rhs = operation.arrange("rhs", first_order_only(rhs))
+    rhs = operation.arrange("rhs", first_order_only(rhs, options=options))
     made = operation.made("lhs", lhs, *of) if of else None
     x = QuantizedOperand("lhs", lhs, history("lhs"), seed, operation, made=made)
     w = QuantizedOperand("rhs", rhs, history("rhs"), seed, operation, options.rhs_dtype)
@@ -225,7 +225,7 @@ def backward(how: How, residuals: Residuals, dy: jax.Array, *of: Any) -> Operand
     dgrad, wgrad = products.dgrad, products.wgrad
     q_lhs = restore(lhs, getattr(wgrad.lhs, "fmt", None))
     q_rhs = restore(rhs, getattr(dgrad.rhs, "fmt", None))
-    dy = operation.arrange("grad", first_order_only(dy))
+    dy = operation.arrange("grad", first_order_only(dy, options=options))
     made = operation.made("grad", dy, *of) if of else None
     g = QuantizedOperand("grad", dy, history, seed, operation, made=made)
     g_sum, _ = operation.contracting("dgrad")
@@ -298,7 +298,6 @@ def restore(q: Kept, fmt: Format | None) -> Kept:
 _first_order_p = Primitive("first_order_only")
 _first_order_p.def_impl(lambda x, **names: x)
 _first_order_p.def_abstract_eval(lambda x, **names: x)
-mlir.register_lowering(_first_order_p, lambda context, x, **names: [x])
 batching.primitive_batchers[_first_order_p] = lambda values, dims, **names: (
     _first_order_p.bind(*values, **names),
     dims[0],
@@ -334,22 +333,19 @@ def _refuse_second_order(primals: Any, tangents: Any, *, of: str, instead: str, 
 ad.primitive_jvps[_first_order_p] = _refuse_second_order
 
 
-def _warn_of_emulation(platform: str, context: Any, x: Any, *, on: str, **names: str) -> Any:
-    del context, names
-    if on:
+def _lower(context: Any, x: Any, *, on: str, **names: str) -> Any:
+    others = sorted({"cuda", "rocm", "tpu"} & set(context.module_context.platforms))
+    if on and others:
         warnings.warn(
-            f"A program with FP8 products that was traced for a CPU is compiled for {platform}: "
-            "its products are emulated, and slow. Trace it in jfp8.for_platforms"
-            f"({platform!r}), or for several platforms in jfp8.for_platforms('cpu', {platform!r}).",
+            f"A program with FP8 products that was traced for a CPU is compiled for {others}: its "
+            "products are emulated, and slow. Trace it in jfp8.for_platforms"
+            f"({', '.join(map(repr, others))}), with 'cpu' if it is compiled for that, too.",
             stacklevel=2,
         )
     return [x]
 
 
-for _platform in ("cuda", "rocm", "tpu"):
-    mlir.register_lowering(
-        _first_order_p, partial(_warn_of_emulation, _platform), platform=_platform
-    )
+mlir.register_lowering(_first_order_p, _lower)
 
 
 def _matmul(
