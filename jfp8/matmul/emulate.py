@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jfp8.matmul.chunked_sums import dot_in_chunks
+from jfp8.matmul.explained import explained
 from jfp8.matmul.spec import (
     HARDWARE_FORMATS,
     MatmulSpec,
@@ -21,7 +22,7 @@ from jfp8.matmul.spec import (
 )
 from jfp8.scaling.arrays import ScaledArray, scaled_values
 from jfp8.scaling.codes import decode
-from jfp8.tracing.notes import EXPLAINING, explained
+from jfp8.tracing.notes import EXPLAINING
 
 
 def multiply(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> jax.Array:

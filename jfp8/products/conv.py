@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.matmul.explained import explained
 from jfp8.matmul.spec import Implementation, MatmulSpec, scale_products
 from jfp8.products.dot_general import observed_dot_general
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, specs_of, with_result_like
@@ -47,7 +48,6 @@ from jfp8.scaling.arrays import ScaledArray, scale_as_f32_pair
 from jfp8.scaling.codes import decode
 from jfp8.scaling.history import AmaxState
 from jfp8.tracing.device import has_explicit_axes
-from jfp8.tracing.notes import explained
 
 
 def scaled_conv_general_dilated(

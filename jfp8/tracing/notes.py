@@ -6,10 +6,9 @@ A note is the name of a scope, which JAX keeps with each equation of a jaxpr.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 from contextlib import AbstractContextManager
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 
@@ -29,18 +28,6 @@ def note(kind: Kind, text: str) -> AbstractContextManager[object]:
     if EXPLAINING.value is None or not text:
         return contextlib.nullcontext()
     return jax.named_scope(f"{kind}={text.replace(';', ',')};")
-
-
-def explained(what: str, *arguments: Any) -> AbstractContextManager[object]:
-    """Return a context that notes how a GPU would compute something, if a report is being made.
-
-    Args:
-      what: a function of `jfp8.kernels.explain`.
-      arguments: of that.
-    """
-    if EXPLAINING.value is None:
-        return contextlib.nullcontext()
-    return getattr(importlib.import_module("jfp8.kernels.explain"), what)(*arguments)
 
 
 def notes_of(name_stack: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jfp8.matmul.explained import explained
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.dot_general import Dot
 from jfp8.products.operation import Kind, Operand, Operation
@@ -20,7 +21,6 @@ from jfp8.scaling.formats import Format, format_of
 from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax
 from jfp8.tracing.compat import same_varying_axes
-from jfp8.tracing.notes import explained
 
 
 @dataclass(frozen=True)
