@@ -79,7 +79,11 @@ class LayerNormLinear(LinearGeneral):
         return (y, normalized) if self.return_layernorm_output else y
 
     def normalize(self, inputs: jax.Array) -> jax.Array:
-        """Return what the product takes."""
+        """Return the normalized inputs, as the product takes them.
+
+        Args:
+          inputs: ``f32 | bf16 | f16`` array, normalized along the axes that the product sums over.
+        """
         scale = self.scale.get_value()
         bias = None if self.ln_bias is None else self.ln_bias.get_value()
         dtype = dtypes.canonicalize_dtype(inputs, scale, bias, dtype=self.dtype)
