@@ -190,7 +190,7 @@ LINES_OF_ROOMS = {
     "tracing": 650,
     "scaling": 2600,
     "quantizers": 800,
-    "matmul": 860,
+    "matmul": 890,
     "recipes": 1500,
     "products": 5400,
     "kernels": 9600,
