@@ -52,11 +52,6 @@ class Gpu:
         """Whether it has FP8 tensor cores; True if unknown."""
         return self.capability is None or self.capability >= (8, 9)
 
-    @property
-    def converts_to_f8(self) -> bool:
-        """Whether its instructions round f32 to f8; False if unknown."""
-        return self.platform == "cuda" and self.kind != "" and self.multiplies_f8
-
 
 @dataclass(frozen=True)
 class Tpu:

@@ -37,7 +37,9 @@ def entered(call: Callable[[], Any]) -> Entered:
     jax.clear_caches()
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("jfp8."):
-            for value in list(vars(module).values()):
+            values = list(vars(module).values())
+            values += [x for v in values if isinstance(v, type) for x in vars(v).values()]
+            for value in values:
                 clear = getattr(value, "cache_clear", None)
                 if clear is not None and getattr(value, "__module__", "").startswith("jfp8"):
                     clear()
