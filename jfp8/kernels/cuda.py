@@ -90,7 +90,7 @@ def _grouped(spec: GroupedSpec) -> GroupedPlan:
 
 
 def quantizes_by_kernels() -> bool:
-    """Whether Pallas kernels quantize anything on the GPU that the program is traced for."""
+    """Return whether Pallas kernels quantize anything on the GPU that the program is traced for."""
     return hopper.why_no_quantizing(current_gpu()) is None
 
 

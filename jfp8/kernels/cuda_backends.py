@@ -94,20 +94,20 @@ def _why_no_f8(facts: Facts, gpu: Gpu | None) -> str | None:
 
 
 def _made_for(gpu: Gpu | None) -> list[Backend]:
-    """The backends for narrow formats on such a GPU; None: those that work on any."""
+    """Return the backends for narrow formats on such a GPU; None: those that work on any."""
     major = None if gpu is None or gpu.capability is None else gpu.capability[0]
     return [b for b in BACKENDS if b is not bf16_dot.BACKEND and b.gpus in (None, major)]
 
 
 def _faster_in_bf16(sizes: tuple[int, int, int], gpu: Gpu, scales: Scales) -> bool:
-    """Whether quantized operands are multiplied faster in bf16; GPUs not listed count as H100."""
+    """Return whether bf16 multiplies quantized operands faster; unlisted GPUs count as H100."""
     rates = rates_of(gpu.kind) or RATES["H100"]
     times = expected(work_of(sizes, _devices()), rates, scales, _costs(gpu))
     return times.rounded < times.fp8
 
 
 def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
-    """Whether Pallas kernels quantize for products on this GPU.
+    """Return whether Pallas kernels quantize for products on this GPU.
 
     On Blackwell those in blocks. Of operands with one scale, cuBLASLt takes any layout there, and
     XLA moves less by not writing them in two.
@@ -118,14 +118,14 @@ def _quantized_by_kernels(gpu: Gpu | None, scales: Scales) -> bool:
 
 
 def _costs(gpu: Gpu) -> Costs:
-    """What quantizing costs on this GPU; see `cost_model`."""
+    """Return what quantizing costs on this GPU; see `cost_model`."""
     if hopper.BACKEND.why_not_on(gpu) is None:
         return ON_HOPPER
     return ON_BLACKWELL if hopper.why_no_quantizing(gpu) is None else BY_XLA
 
 
 def _devices() -> int:
-    """The number of devices that divide a product: those of the mesh in effect, or 1."""
+    """Return the number of devices that divide a product: those of the mesh in effect, or 1."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in axes if kind != AxisType.Manual)
@@ -164,7 +164,7 @@ def quantizing_k_major(
 
 
 def may_go_by_rounds(recipe: Recipe, gpu: Gpu | None) -> bool:
-    """Whether a grouped product may have a backend of `backend_in_rounds`."""
+    """Return whether a grouped product may have a backend of `backend_in_rounds`."""
     if gpu is None or not gpu.multiplies_f8 or recipe.accumulation.startswith("hopper"):
         return False
     return _taken(*_formats_and_blocks(recipe), gpu)
@@ -191,7 +191,7 @@ def _formats_and_blocks(recipe: Recipe) -> tuple[Set[Format], Set[Blocks]]:
 
 
 def _taken(formats: Set[Format], blocks: Set[Blocks], gpu: Gpu | None) -> bool:
-    """Whether backends for this GPU take all formats and blocks; for Hopper, if none is known."""
+    """Return whether backends for this GPU, by default Hopper, take all formats and blocks."""
     multiplying = [hopper.BACKEND] if gpu is None else _made_for(gpu)
     in_blocks = [b for b in multiplying if "blocks" in b.granularities]
     known = frozenset().union(*(b.formats for b in multiplying))

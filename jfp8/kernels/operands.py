@@ -22,7 +22,7 @@ def to_last(x: jax.Array, axis: int) -> jax.Array:
 
 
 def row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) -> jax.Array:
-    """The scales as f32[], or one for each free index, f32[(batch,) free]."""
+    """Return the scales as f32[], or one for each free index, f32[(batch,) free]."""
     scale = jnp.asarray(q.scale)
     if not scale.ndim:
         return scale
@@ -34,7 +34,7 @@ def row_scales(q: ScaledArray, contract: Sequence[int], batch: Sequence[int]) ->
 
 
 def scale_dtype(q: ScaledArray) -> np.dtype:
-    """The dtype in which the scales of blocks are stored."""
+    """Return the dtype in which the scales of blocks are stored."""
     return np.dtype(q.scale.data.dtype if isinstance(q.scale, ScaledArray) else q.scale.dtype)
 
 

@@ -238,7 +238,7 @@ def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:
 
 
 def has_one_scale(q: ScaledArray) -> bool:
-    """Whether the scale of `q` is a single f32, without dimensions."""
+    """Return whether the scale of `q` is a single f32, without dimensions."""
     scale = q.scale
     return isinstance(scale, jax.Array) and not scale.ndim and scale.dtype == jnp.float32
 

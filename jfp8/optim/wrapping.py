@@ -78,5 +78,5 @@ class MasterWeightsState(NamedTuple):
 
 
 def has_master_weights(opt_state: optax.OptState) -> bool:
-    """Whether `opt_state` belongs to an optimizer that trains FP8 parameters."""
+    """Return whether `opt_state` belongs to an optimizer that trains FP8 parameters."""
     return bool(states_of(MasterWeightsState, opt_state))

@@ -14,7 +14,7 @@ from jfp8.scaling.random_bits import fold_in
 
 
 def seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
-    """A separate seed for each `use` of each tensor, step, scan iteration, batch and device.
+    """Return a separate seed for each `use` of each tensor, step, scan iteration, batch and device.
 
     No counter has to be threaded through transformations for that: wherever seeds must differ, the
     data does, and so does its amax. The user's seed separates cases of equal data.
@@ -28,7 +28,7 @@ def seed_for(use: str, amax: jax.Array, seed: jax.Array | None) -> jax.Array:
 def rotation_seed(
     product: Product, kind: str, amax: jax.Array, seed: jax.Array | None
 ) -> jax.Array | None:
-    """The seed of the random rotation of both operands, uint32[2]; None if there is none.
+    """Return the seed of the random rotation of both operands, uint32[2]; None if there is none.
 
     Args:
       product: the recipe's settings for the product.

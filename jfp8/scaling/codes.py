@@ -91,7 +91,7 @@ def encode(
 
 
 def hardware_converts(fmt: Format, rounding: str = "nearest_even") -> bool:
-    """Whether the GPU that JAX traces for has instructions that round to `fmt` in this way."""
+    """Return whether the GPU that JAX traces for has instructions that round so to `fmt`."""
     if rounding != "nearest_even" or fmt not in (E4M3FN, E5M2):
         return False
     device = current_device()
@@ -116,7 +116,7 @@ def _encode_by_hardware(x: jax.Array, fmt: Format) -> jax.Array:
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """The bits of ``|x|``, f32 or 16 bits wide; unsigned, they order as finite < Inf < NaN."""
+    """Return the bits of ``|x|``, of f32 or 16 bits, which order as finite < Inf < NaN."""
     lane = {2: np.uint16, 4: np.uint32}[x.dtype.itemsize]
     if not isinstance(current_device(), Gpu):
         return lax.bitcast_convert_type(x, lane) & lane(np.iinfo(lane).max >> 1)
@@ -167,7 +167,7 @@ def codes_to_format(codes: jax.Array, fmt: Format) -> jax.Array:
 
 
 def codes_of(data: jax.Array) -> jax.Array:
-    """The ``uint8`` codes of an array stored in one of the formats."""
+    """Return the ``uint8`` codes of an array stored in one of the formats."""
     if format_of(data.dtype).bits < 8:
         return lax.bitcast_convert_type(data, jnp.uint4).astype(jnp.uint8)
     return lax.bitcast_convert_type(data, jnp.uint8)

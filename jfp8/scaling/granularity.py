@@ -85,7 +85,7 @@ def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ..
 
 
 def block_shape(granularity: Block, ndim: int) -> tuple[int, ...]:
-    """The size of a block along each of `ndim` dimensions."""
+    """Return the size of a block along each of `ndim` dimensions."""
     if len(granularity.shape) > ndim:
         raise ValueError(
             f"{granularity} has {len(granularity.shape)} dimensions, but the array only {ndim}."

@@ -11,7 +11,7 @@ from jfp8.scaling.arrays import ScaledArray, dequantize
 
 
 def is_scaled_array(node: Any) -> bool:
-    """Whether `node` is a `ScaledArray`: the ``is_leaf`` for `jax.tree.map`.
+    """Return whether `node` is a `ScaledArray`: the ``is_leaf`` for `jax.tree.map`.
 
     Without it, data and scale are separate leaves, and ``2 * leaf`` gives four times the values. As
     one leaf, a `ScaledArray` computes with its values.

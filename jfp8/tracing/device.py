@@ -206,12 +206,12 @@ def _capability_of(kind: str) -> tuple[int, int] | None:
 
 
 def has_explicit_axes() -> bool:
-    """Whether the mesh in effect has axes that are part of the types of arrays."""
+    """Return whether the mesh in effect has axes that are part of the types of arrays."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def has_only_explicit_axes() -> bool:
-    """Whether those are all along which anything is divided."""
+    """Return whether those are all along which anything is divided."""
     mesh = jax.sharding.get_abstract_mesh()
     types = [t for n, t in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if n > 1]
     return all(each == AxisType.Explicit for each in types)

@@ -369,8 +369,6 @@ def test_attention_products_are_opt_in():
     without, with_products = attention(jfp8.nnx), attention(jfp8.nnx, attention_products=True)
     assert_same_params(with_products, attention(nnx))
     assert 1e-4 < distance(call(with_products, x), call(without, x)) < 0.1
-    scores = with_products.attention_fn.scores.histories()
-    np.testing.assert_allclose(scores["lhs"][0], jnp.abs(without.query(x)).max(), rtol=1e-6)
     with jfp8.autocast(enabled=False):
         assert distance(call(with_products, x), call(attention(nnx), x)) < 1e-6
 

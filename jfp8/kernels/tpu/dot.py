@@ -172,7 +172,7 @@ class DotOnTpu(Dot):
 
 
 def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
-    """Whether parts of `q` have parts of its scales, as those that kernels quantize have."""
+    """Return whether parts of `q` have parts of its scales, as those that kernels quantize have."""
     if q.block is not None or not isinstance(q.scale, jax.Array):
         return False
     parts = map(count_of, axes)
@@ -180,7 +180,7 @@ def _has_parts(q: ScaledArray, axes: OfMatrix) -> bool:
 
 
 def _in_bf16_if_exact(x: Operand, summed: tuple[int, ...], spec: MatmulSpec) -> Operand:
-    """The values of bytes beside an operand that is in bf16 already."""
+    """Return the values of bytes beside an operand that is in bf16 already."""
     if not isinstance(x, ScaledArray) or not are_powers_of_two(x, summed, spec):
         return x
     return scaled_values(x).astype(jnp.bfloat16)

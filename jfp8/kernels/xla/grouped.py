@@ -156,7 +156,7 @@ _ROWS_IN_BATCHES = (((2,), (2,)), ((0,), (0,)))
 
 
 def _at(q: ScaledArray, index: jax.Array) -> ScaledArray:
-    """The matrices of a stack at `index`; what all of them share stays as it is."""
+    """Return the matrices of a stack at `index`; what all of them share stays as it is."""
     take = lambda leaf: leaf[index] if leaf.ndim and leaf.shape[0] > 1 else leaf
     taken = jax.tree.map(take, q)
     return replace(taken, data=q.data[index])

@@ -103,7 +103,7 @@ class ProductModule(nn.Module):
     @nn.nowrap
     @contextlib.contextmanager
     def _noted(self, recipe: Recipe, layer: Layer, state: State) -> Iterator[None]:
-        """A context that notes what a product belongs to, while a report is being made."""
+        """Return a context that notes what a product belongs to, while a report is being made."""
         if EXPLAINING.value is None:
             yield
             return

@@ -288,6 +288,6 @@ def _rows_at(x: jax.Array, index: jax.Array, fill: Any = 0) -> jax.Array:
 
 
 def _has_ragged_exchange(*arrays: Any) -> bool:
-    """Whether ``jax.lax.ragged_all_to_all`` is compiled for the device that JAX is tracing for."""
+    """Return whether the device that JAX traces for has ``jax.lax.ragged_all_to_all``."""
     gpu = current_gpu(*arrays)
     return gpu is not None and gpu.platform == "cuda"
