@@ -62,13 +62,11 @@ def encode(
     infinity = lane(0xFF << width)
     first_normal = lane((fmt.min_exponent + 127) << width)
     shift = width - fmt.mantissa_bits  # mantissa bits that are rounded away
-    rebias = (127 - fmt.bias) << width
+    rebias = (127 - fmt.bias) << fmt.mantissa_bits
 
     if rounding == "nearest_even":
         odd = (magnitude >> shift) & lane(1)
-        # Half of the last place, less one, and the change of bias, which a normal value exceeds.
-        offset = ((1 << (shift - 1)) - 1 - rebias) % (1 << (8 * lane(0).itemsize))
-        normal = (magnitude + odd + lane(offset)) >> shift
+        normal = (magnitude + odd + lane((1 << (shift - 1)) - 1)) >> shift
         # Adding a power of two whose ulp is the subnormal step rounds to that step, ties to even;
         # the low bits of the sum are the code.
         magic = np.float32(2.0 ** (23 + fmt.min_exponent - fmt.mantissa_bits))
@@ -76,13 +74,13 @@ def encode(
         subnormal = (total - magic.view(np.uint32)).astype(lane)
     else:
         drawn = lane(0) if bits is None else bits & lane((1 << shift) - 1)
-        normal = (magnitude + drawn - lane(rebias)) >> shift
+        normal = (magnitude + drawn) >> shift
         # `shift` more bits than the code has; min() keeps the conversion of normals in range.
         step = np.float32(2.0 ** (fmt.mantissa_bits - fmt.min_exponent + shift))
         fixed = jnp.minimum(jnp.abs(x) * step, np.float32(2.0**width))
         subnormal = (fixed.astype(jnp.int32).astype(lane) + drawn) >> shift
 
-    code = lax.select(magnitude >= first_normal, normal, subnormal)
+    code = lax.select(magnitude >= first_normal, normal - lane(rebias), subnormal)
     code = jnp.minimum(code, lane(fmt.max_code))
     sign = (pattern >> (width + 8)) << (fmt.bits - 1)
     if finds_nan:
