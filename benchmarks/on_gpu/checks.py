@@ -32,16 +32,19 @@ from on_gpu.shapes import name_of, shapes
 from on_gpu.timing import memory
 
 RUNS = 3  # one where kernels are interpreted
-_MODULES = ("quantize", "quantize_blocks", "kernel", "grouped", "scales")
+_MODULES = (
+    "hopper.quantize",
+    "hopper.quantize_blocks",
+    "hopper.matmul",
+    "hopper.grouped",
+    "scales_in_kernels",
+)
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """A function of `jfp8.kernels.hopper` by its name."""
+    """Return a function of `jfp8.kernels` by its name."""
     for module in _MODULES:
-        try:
-            found = importlib.import_module(f"jfp8.kernels.hopper.{module}")
-        except ModuleNotFoundError:
-            continue
+        found = importlib.import_module(f"jfp8.kernels.{module}")
         if hasattr(found, name):
             return getattr(found, name)
     raise NotImplementedError(f"There is no kernel called {name}.")

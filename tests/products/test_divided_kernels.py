@@ -111,7 +111,7 @@ def test_quantizing(quantizer, kernels, divided_by_hand):
     kernel = both_ways._KERNELS[type(quantizer)]
     state = recipes.DelayedScaling().init_state()["lhs"]  # without an amax; others do not read it
     with plgpu.force_gpu_interpret_mode():
-        kernel(quantizer, numbers(256, 256), state, (jnp.float32(3.0), None))
+        kernel(quantizer, both_ways._read(numbers(256, 256), None), state, (jnp.float32(3.0), None))
     assert set(divided_by_hand) == {(name, letter) for name in kernels for letter in "ij"}
 
 
@@ -140,7 +140,8 @@ def test_quantizing_what_is_made(quantizer, kernels, make, divided_by_hand):
     made = Made(jnp.zeros(shape, x.dtype), [x, dy] if gradient else [x], make)
     state = recipes.DelayedScaling().init_state()["grad"]
     with plgpu.force_gpu_interpret_mode():
-        found = both_ways._KERNELS[type(quantizer)](quantizer, made, state, (None, None))
+        kernel = both_ways._KERNELS[type(quantizer)]
+        found = kernel(quantizer, both_ways._read(made, None), state, (None, None))
     assert set(divided_by_hand) == {(name, letter) for name in kernels for letter in "ij"}
     assert (found.straight.shape, found.transposed.shape) == (shape, shape[::-1])
 
