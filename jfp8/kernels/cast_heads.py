@@ -14,14 +14,19 @@ import jax
 from jfp8.kernels.only_on import only_on, traced_for
 from jfp8.kernels.partitioning import divided
 from jfp8.matmul.spec import HARDWARE_FORMATS
-from jfp8.products.flash.heads import Whole
 from jfp8.scaling.formats import Format
 from jfp8.tracing.compat import same_varying_axes
 
 Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
-def cast_heads(x: jax.Array, inverse: jax.Array, fmt: Format, whole: Whole | None) -> Pair | None:
+def cast_heads(
+    x: jax.Array,
+    inverse: jax.Array,
+    fmt: Format,
+    projection: jax.Array | None = None,
+    first: int = 0,
+) -> Pair | None:
     """Return ``cast(x * inverse[..., None], fmt)``, straight and transposed; None without a kernel.
 
     For arguments see `_cast_heads`.
@@ -29,12 +34,17 @@ def cast_heads(x: jax.Array, inverse: jax.Array, fmt: Format, whole: Whole | Non
     *_, tokens, depth = x.shape
     if tokens % 128 or depth not in (64, 128, 256) or fmt not in HARDWARE_FORMATS:
         return None
-    return _cast_heads(x, inverse, fmt, whole)
+    if projection is None:
+        in_groups = x.reshape(*x.shape[:2], -1, tokens, depth)
+        projection, first = in_groups.transpose(0, 3, 1, 2, 4), 0
+    return _cast_heads(x, inverse, fmt, projection, first % projection.shape[-2])
 
 
 # A kernel takes a while to compile, so it is compiled once for all layers of the same shapes.
-@partial(jax.jit, static_argnums=2)
-def _cast_heads(x: jax.Array, inverse: jax.Array, fmt: Format, whole: Whole | None) -> Pair:
+@partial(jax.jit, static_argnums=(2, 4))
+def _cast_heads(
+    x: jax.Array, inverse: jax.Array, fmt: Format, projection: jax.Array, first: int
+) -> Pair:
     """Return ``cast(x * inverse[..., None], fmt)``, straight and transposed.
 
     The kernel runs where the program is compiled for CUDA.
@@ -42,21 +52,21 @@ def _cast_heads(x: jax.Array, inverse: jax.Array, fmt: Format, whole: Whole | No
     Args:
       x: ``[batch, groups, heads of a group, tokens, depth]``; the third may be missing, for 1.
       inverse: ``f32[batch, groups, heads of a group, tokens]``, likewise.
-      whole: what `x` is a part of; None: nothing else.
+      projection: ``[batch, tokens, groups, heads of a group, depth]``, which contains `x`.
+      first: index of the first head of `x` in its group of `projection`.
     """
     each = x.shape[:-2]
 
-    def by_kernel(x: jax.Array, inverse: jax.Array, whole: Whole | None) -> Pair:
+    def by_kernel(x: jax.Array, inverse: jax.Array, projection: jax.Array) -> Pair:
         from jfp8.kernels.hopper.quantize_heads import quantize_heads
 
-        if whole is None:
-            x = x.reshape(*each[:2], -1, *x.shape[-2:])
-            whole = Whole(x.transpose(0, 3, 1, 2, 4))
-        kernel = partial(quantize_heads, first=whole.first, fmt=fmt)
+        kernel = partial(quantize_heads, first=first, fmt=fmt)
         rule = "b T g R H, b g N T -> b g N T H, b g N H T"
-        quantize = divided(f"quantize_heads, {fmt}, {whole.first}", kernel, rule)
+        quantize = divided(f"quantize_heads, {fmt}, {first}", kernel, rule)
         inverse = inverse.reshape(*each[:2], -1, inverse.shape[-1])
-        q, q_t = same_varying_axes((quantize(whole.array, inverse), x))[0]
+        q, q_t = same_varying_axes((quantize(projection, inverse), x))[0]
         return q.reshape(*each, *q.shape[-2:]), q_t.reshape(*each, *q_t.shape[-2:])
 
-    return only_on("cuda", by_kernel, traced_for("cuda", "A kernel of jfp8"), x, inverse, whole)
+    return only_on(
+        "cuda", by_kernel, traced_for("cuda", "A kernel of jfp8"), x, inverse, projection
+    )

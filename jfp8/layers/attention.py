@@ -10,64 +10,72 @@ import jax.numpy as jnp
 
 from jfp8.layers.options import check_operand
 from jfp8.matmul.spec import Implementation
-from jfp8.products.flash.dot_product import scaled_dot_product_attention
-from jfp8.products.flash.heads import Heads, split_heads
+from jfp8.products.flash.dot_product import (
+    SEPARATE,
+    AttentionOptions,
+    Projections,
+    attention_of_projections,
+)
 from jfp8.recipes.recipe import Recipe
 
 
 def attend(
-    query: jax.Array | Heads,
-    key: jax.Array | Heads,
-    value: jax.Array | Heads,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     bias: jax.Array | None,
     mask: jax.Array | None,
     *,
     recipe: Recipe,
     implementation: Implementation,
-    **options: Any,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    projections: Projections = SEPARATE,
 ) -> jax.Array:
-    """`scaled_dot_product_attention`, whose scales come from the tokens, with any recipe.
+    """Compute `scaled_dot_product_attention`, whose scales come from the tokens, with any recipe.
 
     Args:
       query, key, value: ``[..., tokens, heads, depth]``.
       bias, mask: broadcast to ``[..., heads, queries, keys]``; the mask may be of numbers.
       implementation: of the layer's products. Of these only ``"emulate"`` is for attention, too.
-      options: as for `scaled_dot_product_attention`.
+      scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size: as for
+        `scaled_dot_product_attention`.
+      projections: see `attention_of_projections`; only with one batch dimension.
     """
     for x in (query, key, value):
-        check_operand(split_heads(x)[0])
-    out = scaled_dot_product_attention(
-        *_in_one_batch(query, key, value, bias, mask),
-        recipe=recipe,
-        implementation="emulate" if implementation == "emulate" else None,
-        **options,
-    )
+        check_operand(x)
+    reference = "emulate" if implementation == "emulate" else None
+    options = AttentionOptions(scale, is_causal, local_window_size, recipe, reference)
+    arrays = _in_one_batch(query, key, value, bias, mask)
+    lengths = query_seq_lengths, key_value_seq_lengths
+    out = attention_of_projections(options, arrays, lengths, None, None, projections)
     return out.reshape(query.shape)
 
 
 def plain_attention(
-    query: jax.Array | Heads,
-    key: jax.Array | Heads,
-    value: jax.Array | Heads,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     bias: jax.Array | None,
     mask: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
     """``jax.nn.dot_product_attention`` of the arguments of `attend`."""
-    query, key, value = (split_heads(x)[0] for x in (query, key, value))
     arrays = _in_one_batch(query, key, value, bias, mask)
     return jax.nn.dot_product_attention(*arrays, **options).reshape(query.shape)
 
 
-def _in_one_batch(query, key, value, bias, mask) -> list[Any]:
+def _in_one_batch(query, key, value, bias, mask) -> tuple[Any, ...]:
     batch = query.shape[:-3]
     if mask is not None:
         mask = jnp.asarray(mask, bool)
     if len(batch) < 2:
-        return [query, key, value, bias, mask]
-    arrays = [split_heads(x)[0] for x in (query, key, value)]
-    arrays = [x.reshape(-1, *x.shape[-3:]) for x in arrays]
-    return [*arrays, *(_by_score(x, batch) for x in (bias, mask))]
+        return query, key, value, bias, mask
+    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    return query, key, value, _by_score(bias, batch), _by_score(mask, batch)
 
 
 def _by_score(x: jax.Array | None, batch: tuple[int, ...]) -> jax.Array | None:

@@ -22,7 +22,7 @@ from jfp8.layers.kv_cache import KVCache
 from jfp8.layers.options import check_option
 from jfp8.layers.position_math import Rotary, rotary_embedding
 from jfp8.matmul.spec import planner_of
-from jfp8.products.flash.heads import Heads, Whole
+from jfp8.products.flash.dot_product import SEPARATE
 from jfp8.products.mlp import make_all
 from jfp8.products.observers import OBSERVER
 from jfp8.products.saved_activations import keeping_inputs, save_in_fp8
@@ -213,8 +213,9 @@ def projected_attention(
       mask, bias, saved_activations: as for `grouped_query_attention`.
       is_causal: no query attends to a key after it. Not with a `cache`, whose mask says that.
       dropout_rate, dropout_key: as for `drop`.
-      attention: computes ``attention(query, key, value, bias, mask, is_causal=...)`` instead, in
-        FP8 and without dropout.
+      attention: computes attention instead, in FP8 and without dropout, as
+        ``attention(query, key, value, bias, mask, is_causal=..., projections=...)``; see
+        `attention_of_projections`.
 
     Returns:
       ``[..., q, H, depth]``, and the `cache` with the new keys and values.
@@ -233,14 +234,12 @@ def projected_attention(
         key, value = kv_cache.keys_and_values(cache, value.dtype)
     if attention is not None:
         check_weights_stay_inside(0.0 if dropout_key is None else dropout_rate, sown=False)
-        operands: list[jax.Array | Heads] = [query, key, value]
+        projections = SEPARATE
         if cache is None and len(leading) == 2:
-            whole, first = (keys_values, 0) if qkv is None else (qkv, shared_by)
-            operands[2] = Heads(value, Whole(whole, first + 1))
-            if rotary is None:
-                operands[1] = Heads(key, Whole(whole, first))
-                operands[0] = query if qkv is None else Heads(query, Whole(qkv))
-        return attention(*operands, bias, mask, is_causal=is_causal), cache
+            last = keys_values if qkv is None else qkv
+            projections = (qkv, last, last) if rotary is None else (None, None, last)
+        operands = query, key, value, bias, mask
+        return attention(*operands, is_causal=is_causal, projections=projections), cache
     if is_causal:
         mask = and_causal(mask, query.shape[-3], key.shape[-3])
     context = grouped_query_attention(

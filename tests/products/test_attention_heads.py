@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,7 +14,11 @@ import jfp8
 from jfp8 import recipes
 from jfp8.kernels.cast_heads import cast_heads
 from jfp8.layers.transformer_math import projected_attention
-from jfp8.products.flash.heads import Heads, Whole
+from jfp8.products.flash.dot_product import (
+    SEPARATE,
+    AttentionOptions,
+    attention_of_projections,
+)
 from jfp8.products.flash.numerics import for_both, numerics_of
 
 needs_mosaic = pytest.mark.skipif(
@@ -38,10 +44,11 @@ def test_the_kernel_quantizes_heads_of_a_projection(which):
     qkv, query, key, value = projection()
     x = {"query": query.reshape(1, 128, GROUPS, SHARED_BY, DEPTH).transpose(0, 2, 3, 1, 4)}
     x |= {"key": key.swapaxes(1, 2), "value": value.swapaxes(1, 2)}
-    first = {"query": 0, "key": SHARED_BY, "value": SHARED_BY + 1}[which]
+    first = {"query": 0, "key": -2, "value": -1}[which]
+    in_projection = partial(cast_heads, projection=qkv, first=first)
     uses = getattr(numerics_of(recipes.Float8CurrentScaling()), which)
     with plgpu.force_gpu_interpret_mode():
-        found, _ = for_both(x[which], uses, None, cast_heads=cast_heads, whole=Whole(qkv, first))
+        found, _ = for_both(x[which], uses, None, cast_heads=in_projection)
         alone, _ = for_both(x[which], uses, None, cast_heads=cast_heads)
     expected, _ = jax.jit(lambda x: for_both(x, uses, None))(x[which])
     assert expected.transposed is None
@@ -63,7 +70,7 @@ def test_the_bytes_of_the_kernel():
     x = np.random.default_rng(1).normal(size=(1, 2, 128, 64)).astype(np.float32)
     inverse = np.linspace(0.5, 8, 256, dtype=np.float32).reshape(1, 2, 128)
     with plgpu.force_gpu_interpret_mode():
-        both = cast_heads(jnp.asarray(x), jnp.asarray(inverse), jfp8.E4M3FN, None)
+        both = cast_heads(jnp.asarray(x), jnp.asarray(inverse), jfp8.E4M3FN)
     straight, transposed = both
     expected = (x * inverse[..., None]).astype(ml_dtypes.float8_e4m3fn)
     assert np.unique(expected.view(np.uint8)).size > 100
@@ -79,65 +86,62 @@ def test_attention_of_heads_by_kernels():
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     qkv, *alone = projection()
-    parts = zip(alone, (0, SHARED_BY, SHARED_BY + 1), strict=True)
     dy = jnp.asarray(np.random.default_rng(1).normal(size=alone[0].shape), jnp.bfloat16)
 
-    def run(implementation, *wholes):
+    def run(implementation, projections=SEPARATE):
+        how = AttentionOptions(None, True, None, recipes.Float8CurrentScaling(), implementation)
+
         def attend(*x):
-            x = [Heads(a, whole) if whole else a for a, whole in zip(x, wholes, strict=True)]
-            how = {"recipe": "current", "is_causal": True, "implementation": implementation}
-            return jfp8.scaled_dot_product_attention(*x, **how)
+            arrays = (*x, None, None)
+            return attention_of_projections(how, arrays, (None, None), None, None, projections)
 
         y, back = jax.vjp(attend, *alone)
         return y, *back(dy)
 
     with plgpu.force_gpu_interpret_mode():
-        found = run("mosaic_gpu", *(Whole(qkv, first) for _, first in parts))
-    for x, expected in zip(found, run("emulate", None, None, None), strict=True):
+        found = run("mosaic_gpu", (qkv,) * 3)
+    for x, expected in zip(found, run("emulate"), strict=True):
         x, expected = (np.asarray(each, np.float64) for each in (x, expected))
         assert np.linalg.norm(x - expected) < 0.02 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("rotary", [None, ((1, 10_000), "consecutive")])
 @pytest.mark.parametrize("fused", [True, False])
-def test_attention_is_told_what_heads_are_a_part_of(fused):
-    """The arrays, from which others compute, and the same numbers within the whole."""
+def test_attention_gets_the_projections_of_its_heads(fused, rotary):
+    """The arrays, and the same numbers in the projections, except of what was rotated since."""
     qkv, *alone = projection(tokens=5, batch=2)
     seen = []
 
-    def attention(query, key, value, *_, **__):
-        seen.extend((query, key, value))
-        return value.array
+    def attention(*arrays, is_causal, projections):
+        seen.extend(zip(arrays[:3], projections, strict=True))
+        return arrays[2]
 
     query, keys_values = jnp.split(qkv, [SHARED_BY], axis=-2)
-    whole = qkv if fused else None
-    projected_attention(query, keys_values, qkv=whole, attention=attention)
-    for x, array in zip(seen, alone, strict=True):
-        assert isinstance(x, Heads) == (fused or array is not alone[0])
-        if not isinstance(x, Heads):
-            np.testing.assert_array_equal(x, array)
-            continue
-        np.testing.assert_array_equal(x.array, array)
-        count = array.shape[-2] // GROUPS
-        part = x.whole.array[..., x.whole.first : x.whole.first + count, :]
-        np.testing.assert_array_equal(part.reshape(array.shape), array)
+    given = {"qkv": qkv if fused else None, "rotary": rotary}
+    projected_attention(query, keys_values, attention=attention, **given)
+    known = [fused and rotary is None, rotary is None, True]
+    for (x, found), array, first, expected in zip(seen, alone, (0, -2, -1), known, strict=True):
+        assert (found is not None) == expected
+        assert np.array_equal(x, array) == (rotary is None or array is alone[2])
+        if found is not None:
+            first %= found.shape[-2]
+            part = found[..., first : first + array.shape[-2] // GROUPS, :]
+            np.testing.assert_array_equal(part.reshape(array.shape), array)
 
 
-def test_attention_of_heads_is_that_of_the_arrays():
-    """With their gradients, also where FP8 is switched off."""
+def test_projections_change_no_number():
+    """Nor the gradients, which are all with respect to the slices."""
     qkv, *alone = projection(tokens=7)
-    wholes = [Whole(qkv, first) for first in (0, SHARED_BY, SHARED_BY + 1)]
-    layer = jfp8.linen.DotProductAttention(recipe="current")
+    how = AttentionOptions(None, True, None, recipes.Float8CurrentScaling(), None)
 
-    def run(*wholes):
+    def run(projections):
         def attend(*x):
-            x = [Heads(a, whole) if whole else a for a, whole in zip(x, wholes, strict=True)]
-            return layer.apply({}, *x, is_causal=True)
+            arrays = (*x, None, None)
+            return attention_of_projections(how, arrays, (None, None), None, None, projections)
 
         y, back = jax.vjp(attend, *alone)
         return y, *back(y)
 
-    for enabled in (True, False):
-        with jfp8.autocast(enabled=enabled):
-            for a, b in zip(run(*wholes), run(None, None, None), strict=True):
-                assert float(jnp.abs(b.astype(jnp.float32)).max()) > 0
-                np.testing.assert_array_equal(a, b)
+    for a, b in zip(run((qkv,) * 3), run(SEPARATE), strict=True):
+        assert float(jnp.abs(b.astype(jnp.float32)).max()) > 0
+        np.testing.assert_array_equal(a, b)

@@ -12,6 +12,7 @@ from flax.linen.dtypes import promote_dtype
 
 from jfp8.layers.attention import attend, check_weights_stay_inside, plain_attention
 from jfp8.matmul.spec import Implementation
+from jfp8.products.flash.dot_product import SEPARATE, Projections
 from jfp8.recipes.in_effect import recipe_in_effect, why_in_high_precision
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -54,14 +55,33 @@ class DotProductAttention(nn.Module):
         local_window_size: int | tuple[int, int] | None = None,
     ) -> jax.Array:
         """See `jfp8.scaled_dot_product_attention`; there may be any number of batch dimensions."""
-        arrays = query, key, value, bias, mask
-        options: dict[str, Any] = {
-            "scale": scale,
-            "is_causal": is_causal,
-            "query_seq_lengths": query_seq_lengths,
-            "key_value_seq_lengths": key_value_seq_lengths,
-            "local_window_size": local_window_size,
-        }
+        return self._attend(
+            (query, key, value, bias, mask),
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+        )
+
+    def of_projected(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None,
+        mask: jax.Array | None,
+        *,
+        is_causal: bool,
+        projections: Projections,
+    ) -> jax.Array:
+        """Compute attention of slices of `projections`; see `attention_of_projections`."""
+        return self._attend((query, key, value, bias, mask), projections, is_causal=is_causal)
+
+    @nn.nowrap
+    def _attend(
+        self, arrays: tuple[Any, ...], projections: Projections = SEPARATE, **options: Any
+    ) -> jax.Array:
         own = None if self.recipe is None else check_recipe(self.recipe)
         path = "/".join(self.path)
         recipe = recipe_in_effect(own, path)
@@ -69,7 +89,13 @@ class DotProductAttention(nn.Module):
             with note("reason", why_in_high_precision()):
                 return plain_attention(*arrays, **options)
         with note("path", path), note("recipe", recipe.name):
-            return attend(*arrays, recipe=recipe, implementation=self.implementation, **options)
+            return attend(
+                *arrays,
+                recipe=recipe,
+                implementation=self.implementation,
+                projections=projections,
+                **options,
+            )
 
 
 def is_stock(attention_fn: Callable[..., jax.Array]) -> bool:

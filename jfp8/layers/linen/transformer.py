@@ -130,7 +130,7 @@ class LayerNormAttention(nn.Module):
         path = "/".join((*self.path, "attention"))
         if self.attention_products and recipe_in_effect(own and check_recipe(own), path):
             how = {name: self.dense[name] for name in ("recipe", "implementation")}
-            attention = DotProductAttention(**how, name="attention")
+            attention = DotProductAttention(**how, name="attention").of_projected
         context, cache = transformer_math.projected_attention(
             query,
             keys_values,

@@ -25,6 +25,7 @@ from jfp8.layers.nnx.hooks import install
 from jfp8.layers.nnx.kv_cache import read_cache, write_cache
 from jfp8.layers.transformer_math import both_masks
 from jfp8.matmul.spec import Implementation
+from jfp8.products.flash.dot_product import SEPARATE, Projections
 from jfp8.recipes.in_effect import recipe_in_effect
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -108,11 +109,13 @@ class DotProductAttention(nnx.Module):
         mask: jax.Array | None,
         *,
         is_causal: bool,
+        projections: Projections = SEPARATE,
     ) -> jax.Array:
-        """Attention in FP8 of operands of one dtype, in a region that does not disable it.
+        """Compute attention in FP8 of operands of one dtype, in a region that does not disable it.
 
         Args:
           query, key, value, bias, mask, is_causal: see `jfp8.scaled_dot_product_attention`.
+          projections: see `jfp8.products.flash.dot_product.attention_of_projections`.
         """
         recipe = recipe_in_effect(self.recipe, self.path)
         assert recipe is not None
@@ -127,6 +130,7 @@ class DotProductAttention(nnx.Module):
                 recipe=recipe,
                 implementation=self.implementation,
                 is_causal=is_causal,
+                projections=projections,
             )
 
 

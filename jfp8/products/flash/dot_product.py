@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ import numpy as np
 
 from jfp8.products.explicit_sharding import in_mesh_of_arguments, with_layout_of
 from jfp8.products.flash import blocks, passes
-from jfp8.products.flash.heads import Whole, split_heads
 from jfp8.products.flash.mask import Visible, lengths_of, window_of
 from jfp8.products.flash.numerics import Quantized, for_both, numerics_of
 from jfp8.products.flash.observe import shown
@@ -104,13 +103,14 @@ def scaled_dot_product_attention(
     >>> jfp8.scaled_dot_product_attention(q, k, v, is_causal=True).shape
     (1, 5, 4, 64)
     """
-    options = _Options(scale, is_causal, local_window_size, check_recipe(recipe), implementation)
+    recipe = check_recipe(recipe)
+    options = AttentionOptions(scale, is_causal, local_window_size, recipe, implementation)
     lengths = query_seq_lengths, key_value_seq_lengths
-    return _attend(options, (query, key, value, bias, mask), lengths, state, sink)
+    return attention_of_projections(options, (query, key, value, bias, mask), lengths, state, sink)
 
 
-class _Options(NamedTuple):
-    """Those of `scaled_dot_product_attention` that are no arrays."""
+class AttentionOptions(NamedTuple):
+    """Hold the arguments of `scaled_dot_product_attention` that are no arrays."""
 
     scale: float | None
     is_causal: bool
@@ -119,28 +119,37 @@ class _Options(NamedTuple):
     implementation: str | None
 
 
+# Of query, key and value: the projection ``[batch, tokens, groups, heads of a group, depth]`` that
+# contains the operand, or None. A group holds its heads of the query first, that of the key second
+# to last and that of the value last.
+Projections: TypeAlias = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
+SEPARATE: Projections = (None, None, None)
+_FIRST_IN_GROUP = (0, -2, -1)
+
+
 @in_mesh_of_arguments
-def _attend(
-    options: _Options,
+def attention_of_projections(
+    options: AttentionOptions,
     arrays: tuple[Any, ...],
     lengths: tuple[Any, Any],
     state: States | None,
     sink: Mapping[str, jax.Array] | None,
+    projections: Projections = SEPARATE,
 ) -> jax.Array:
-    """Compute `scaled_dot_product_attention`.
+    """Compute `scaled_dot_product_attention` of slices of projections.
 
     Args:
-      arrays: query, key, value, bias and mask; the first three may be `Heads`.
+      arrays: query, key, value, bias and mask; all gradients are with respect to these.
       lengths: of queries and of keys.
+      projections: the same values where a projection wrote them; a kernel can quantize from there.
     """
     if has_explicit_axes():
-        like = jnp.asarray(split_heads(arrays[0])[0])
-        inside = lambda *arrays: (_attend(options, *arrays), ())
-        return with_layout_of(like, inside, arrays, lengths, state, sink)[0]
+        inside = lambda *arrays: (attention_of_projections(options, *arrays), ())
+        like = jnp.asarray(arrays[0])
+        return with_layout_of(like, inside, arrays, lengths, state, sink, projections)[0]
     *operands, bias, mask = arrays
     scale, is_causal, window, recipe, implementation = options
-    given, wholes = zip(*map(split_heads, operands), strict=True)
-    q, k, v = map(as_float_array, given, ("query", "key", "value"))
+    q, k, v = map(as_float_array, operands, ("query", "key", "value"))
     without_batch = q.ndim == 3
     if without_batch:
         q, k, v = q[None], k[None], v[None]
@@ -171,7 +180,7 @@ def _attend(
         q.reshape(batch, queries, kv_heads, heads // kv_heads, depth).transpose(0, 2, 3, 1, 4),
         k.swapaxes(1, 2),
         v.swapaxes(1, 2),
-        wholes,
+        projections,
         visible,
         None if state is None else {name: dict(state[name]) for name in ("scores", "context")},
         None if sink is None else dict(sink),
@@ -198,7 +207,7 @@ class _Inputs(NamedTuple):
     Attributes:
       query: ``[batch, heads, groups, queries, depth]``.
       key, value: ``[batch, heads, keys, depth]``.
-      wholes: what these three are a part of, if that is known; they get no gradient.
+      projections: see `attention_of_projections`; they get no gradient.
       visible: with the bias, which gets a gradient.
       state, sink: see `scaled_dot_product_attention`.
     """
@@ -206,7 +215,7 @@ class _Inputs(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    wholes: tuple[Whole | None, Whole | None, Whole | None]
+    projections: Projections
     visible: Any
     state: Any
     sink: Any
@@ -239,13 +248,17 @@ def _forward(
     visible, state = inputs.visible, inputs.state
     numerics = numerics_of(how.recipe)
     history = lambda which, role: None if state is None else state[which][role]
-    of_query, of_key, of_value = inputs.wholes
-    # Forward alone, each is taken in one direction.
-    cast_heads = how.by.cast_heads if and_backward else None
-    stored = partial(for_both, together=how.by.uses_one_scale, cast_heads=cast_heads)
-    q = stored(query, numerics.query, history("scores", "lhs"), whole=of_query)
-    k = stored(key, numerics.key, history("scores", "rhs"), whole=of_key)
-    v = stored(value, numerics.value, history("context", "rhs"), folded=True, whole=of_value)
+    cast_query, cast_key, cast_value = (
+        # Forward alone, each is taken in one direction.
+        partial(how.by.cast_heads, projection=projection, first=first)
+        if how.by.cast_heads is not None and and_backward
+        else None
+        for projection, first in zip(inputs.projections, _FIRST_IN_GROUP, strict=True)
+    )
+    stored = partial(for_both, together=how.by.uses_one_scale)
+    q = stored(query, numerics.query, history("scores", "lhs"), cast_heads=cast_query)
+    k = stored(key, numerics.key, history("scores", "rhs"), cast_heads=cast_key)
+    v = stored(value, numerics.value, history("context", "rhs"), folded=True, cast_heads=cast_value)
     q = shown("scores", "lhs", ("fprop", "wgrad"), numerics.query, query, q)
     k = shown("scores", "rhs", ("fprop", "dgrad"), numerics.key, key, k)
     v = shown("context", "rhs", ("fprop", "dgrad"), numerics.value, value, v)
@@ -292,7 +305,7 @@ def _backward(how: _How, residuals: _Residuals, cotangents: Any) -> tuple[_Input
         found.query.astype(like[0].dtype),
         found.key.astype(like[1].dtype),
         found.value.astype(like[2].dtype),
-        (None, None, None),
+        SEPARATE,
         d_visible,
         None,
         d_sink,

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jfp8.products.flash.heads import Whole
 from jfp8.quantizers.blocks import Blockwise, TwoLevel
 from jfp8.quantizers.eden import Eden
 from jfp8.quantizers.quantizer import Current, Delayed, Quantizer, Unit
@@ -139,10 +138,9 @@ def for_both(
     folded: bool = False,
     together: bool = False,
     cast_heads: Callable[..., Any] | None = None,
-    whole: Whole | None = None,
 ) -> tuple[Quantized, Quantized]:
     """`x` as its first product takes it, and as its second one does; see `quantize_tokens`."""
-    quantize = partial(quantize_tokens, x, state=state, cast_heads=cast_heads, whole=whole)
+    quantize = partial(quantize_tokens, x, state=state, cast_heads=cast_heads)
     first = quantize(uses.first, folded=folded, together=together)
     if uses.second == uses.first:
         return first, first
@@ -157,7 +155,6 @@ def quantize_tokens(
     folded: bool = False,
     together: bool = False,
     cast_heads: Callable[..., Any] | None = None,
-    whole: Whole | None = None,
 ) -> Quantized:
     """``x[..., tokens, depth]``, with a scale for each token.
 
@@ -169,7 +166,6 @@ def quantize_tokens(
       together: whether all tokens have one scale. Without an entry, it looks ahead.
       cast_heads: casts `x`, multiplied by the reciprocals of the scales, straight and transposed,
         for kernels that take both; returns None for shapes that it does not take.
-      whole: what `x` is a part of, if that is known.
     """
     stored, x = x, x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
@@ -188,7 +184,7 @@ def quantize_tokens(
         of_history = replace(quantizer, scale_rounding=rounding or quantizer.scale_rounding)
         scale = jnp.where(seen, of_history.scale(jnp.zeros(()), state), scale)
     inverse = reciprocal(scale)
-    both = None if cast_heads is None else cast_heads(stored, inverse, fmt, whole)
+    both = None if cast_heads is None else cast_heads(stored, inverse, fmt)
     data, transposed = (cast(x * inverse[..., None], fmt), None) if both is None else both
     # Scales are compared where they move into weights. That of zeros, 1 so far, would be the
     # largest.
