@@ -19,7 +19,7 @@ from jfp8.matmul.spec import Implementation, MatmulSpec, check_implementation, p
 from jfp8.products.observers import OBSERVER
 from jfp8.products.quantized_rhs import has_scales_of, with_one_scale
 from jfp8.products.seeds import rotation_seed, seed_for
-from jfp8.quantizers.quantizer import Context, Quantizer
+from jfp8.quantizers.quantizer import Context, Quantizer, quantized
 from jfp8.recipes.product import Product
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -196,7 +196,7 @@ class Operation:
     def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
         """Return one operand, ``lhs``, ``rhs`` or ``grad``, quantized by `quantizer`."""
         del role
-        return quantizer(x, at)
+        return quantized(quantizer, at.contracting, x, at.amax, at.state, at.seed)
 
     def quantize_for_both(
         self,

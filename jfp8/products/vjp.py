@@ -140,7 +140,6 @@ def multiply_quantized(
     if jax.sharding.get_abstract_mesh().manual_axes:
         operation, operands = same_varying_axes((operation, operands))
     y, observed = _multiply(how, operation, operands)
-    observed = lax.stop_gradient(observed)
     if how.use is not None:
         end_use(how.use, *observed)
     return restore(y), observed

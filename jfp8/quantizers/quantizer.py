@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +153,15 @@ class Quantizer:
         return quantize_with_scale(x, scale, self.fmt, self.rounding, bits, block, inverse)
 
 
+# Up to a hundred operations, which are traced and lowered once for all arrays of a shape.
+@partial(jax.jit, static_argnums=(0, 1))
+def quantized(
+    quantizer: Quantizer, contracting: tuple[int, ...], x: jax.Array, *known: Any
+) -> ScaledArray:
+    """Return ``quantizer(x, Context(contracting, *known))``."""
+    return quantizer(x, Context(contracting, *known))
+
+
 @dataclass(frozen=True, repr=False)
 class ScalesFromData(Quantizer):
     """A `Quantizer` whose scales are computed from the data by `scaling.scale_from_amax`.
@@ -183,9 +192,7 @@ def _without_nan(quantizer: Quantizer) -> ValueError:
 class _OneScale(Quantizer):
     """The tensor is quantized alike, whichever dimensions a product sums over."""
 
-    @property
-    def one_for_both(self) -> bool:
-        return True
+    one_for_both = True
 
 
 @dataclass(frozen=True, repr=False)

@@ -62,11 +62,12 @@ def encode(
     infinity = lane(0xFF << width)
     first_normal = lane((fmt.min_exponent + 127) << width)
     shift = width - fmt.mantissa_bits  # mantissa bits that are rounded away
-    rebias = (127 - fmt.bias) << fmt.mantissa_bits
+    # Subtracts the difference of the biases, before the shift.
+    rebias = lane(-((127 - fmt.bias) << width) % (1 << lane(0).nbytes * 8))
 
     if rounding == "nearest_even":
         odd = (magnitude >> shift) & lane(1)
-        normal = (magnitude + odd + lane((1 << (shift - 1)) - 1)) >> shift
+        normal = (magnitude + odd + (rebias + lane((1 << (shift - 1)) - 1))) >> shift
         # Adding a power of two whose ulp is the subnormal step rounds to that step, ties to even;
         # the low bits of the sum are the code.
         magic = np.float32(2.0 ** (23 + fmt.min_exponent - fmt.mantissa_bits))
@@ -74,13 +75,13 @@ def encode(
         subnormal = (total - magic.view(np.uint32)).astype(lane)
     else:
         drawn = lane(0) if bits is None else bits & lane((1 << shift) - 1)
-        normal = (magnitude + drawn) >> shift
+        normal = (magnitude + drawn + rebias) >> shift
         # `shift` more bits than the code has; min() keeps the conversion of normals in range.
         step = np.float32(2.0 ** (fmt.mantissa_bits - fmt.min_exponent + shift))
         fixed = jnp.minimum(jnp.abs(x) * step, np.float32(2.0**width))
         subnormal = (fixed.astype(jnp.int32).astype(lane) + drawn) >> shift
 
-    code = lax.select(magnitude >= first_normal, normal - lane(rebias), subnormal)
+    code = lax.select(magnitude >= first_normal, normal, subnormal)
     code = jnp.minimum(code, lane(fmt.max_code))
     sign = (pattern >> (width + 8)) << (fmt.bits - 1)
     if finds_nan:
@@ -181,17 +182,20 @@ def decode(data: jax.Array) -> jax.Array:
     fmt = format_of(data.dtype)
     if not fmt.signed:
         return data.astype(jnp.float32)
-    code, without_sign = codes_of(data).astype(jnp.uint16), fmt.bits - 1
     if fmt.bias == 15:  # E5M2 is the upper half of float16, with its Inf and NaN
-        return lax.bitcast_convert_type(code << 8, jnp.float16).astype(jnp.float32)
-    sign, magnitude = code >> without_sign, code & np.uint16((1 << without_sign) - 1)
-    pattern = (sign << 15) | (magnitude << (10 - fmt.mantissa_bits))
+        pattern = codes_of(data).astype(jnp.uint16) << 8
+        return lax.bitcast_convert_type(pattern, jnp.float16).astype(jnp.float32)
+    # With its sign extended, a code needs one shift; the copies of the sign below it are cleared.
+    code = codes_of(data) << (8 - fmt.bits) if fmt.bits < 8 else codes_of(data)
+    extended = lax.bitcast_convert_type(code, jnp.int8).astype(jnp.int16)
+    top = fmt.bits + 9 - fmt.mantissa_bits
+    pattern = (extended << (top - 7)) & np.int16(~(0x7FFF << top) & 0x7FFF | -0x8000)
     values = lax.bitcast_convert_type(pattern, jnp.float16).astype(jnp.float32)
     # In integers: XLA would combine a factor here with the scale that comes next, and overflow.
     rebias = np.uint32((15 - fmt.bias) << 23)
     rebiased = lax.bitcast_convert_type(values, jnp.uint32) + rebias
     rebiased = lax.bitcast_convert_type(rebiased, jnp.float32)
-    values = lax.select(magnitude == 0, values, rebiased)
+    values = lax.select(values == 0, values, rebiased)
     if not fmt.has_nan:
         return values
-    return replaced_where(magnitude > np.uint16(fmt.max_code), values, np.float32(np.nan))
+    return replaced_where(jnp.abs(values) > np.float32(fmt.max), values, np.float32(np.nan))

@@ -75,7 +75,7 @@ class GroupedDot(Grouped):
     def quantize(self, role: str, x: jax.Array, quantizer: Quantizer, at: Context) -> ScaledArray:
         """As the quantizer says; rhs group by group, each with its own amax and no history."""
         if role != "rhs":
-            return quantizer(x, at)
+            return super().quantize(role, x, quantizer, at)
         contracting = tuple(d - 1 for d in at.contracting)
 
         def quantize_one(x: jax.Array, group: jax.Array) -> ScaledArray:
