@@ -63,7 +63,7 @@ def plain_attention(
     mask: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
-    """``jax.nn.dot_product_attention`` of the arguments of `attend`."""
+    """Return ``jax.nn.dot_product_attention`` of the arguments of `attend`."""
     arrays = _in_one_batch(query, key, value, bias, mask)
     return jax.nn.dot_product_attention(*arrays, **options).reshape(query.shape)
 

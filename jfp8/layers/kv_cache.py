@@ -44,7 +44,7 @@ NAMES = ("cached_key", "cached_value", "cache_index")
 
 
 def init_kv_cache(shape: tuple[int, ...], dtype: Any) -> KVCache:
-    """An empty cache.
+    """Return an empty cache.
 
     Args:
       shape: ``(..., max_length, heads, depth)``.
@@ -82,7 +82,7 @@ def dtype_or_format(given: FormatLike) -> np.dtype | Format:
 
 
 def extended(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
-    """`cache` with the keys and values of the next ``n`` positions.
+    """Return `cache` with the keys and values of the next ``n`` positions.
 
     Args:
       key, value: ``[..., n, heads, depth]``.
@@ -111,7 +111,7 @@ def extended(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
 
 
 def _written(stored: Stored, x: jax.Array, index: jax.Array) -> Stored:
-    """`stored` with `x` from position `index` on."""
+    """Return `stored` with `x` from position `index` on."""
     if not isinstance(stored, ScaledArray):
         return lax.dynamic_update_slice_in_dim(stored, x.astype(stored.dtype), index, x.ndim - 3)
     by_token_and_head = PerAxis(tuple(range(x.ndim - 1)))
@@ -121,7 +121,7 @@ def _written(stored: Stored, x: jax.Array, index: jax.Array) -> Stored:
 
 
 def keys_and_values(cache: KVCache, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """All keys and values, in `dtype`; zeros for positions that have none yet."""
+    """Return all keys and values, in `dtype`; zeros for positions that have none yet."""
     read = lambda x: dequantize(x, dtype) if isinstance(x, ScaledArray) else x.astype(dtype)
     return read(cache.key), read(cache.value)
 
@@ -133,7 +133,7 @@ def visible(cache: KVCache, length: int) -> jax.Array:
 
 
 def nan_if_full(query: jax.Array, cache: KVCache) -> jax.Array:
-    """`query`, or NaN if more positions were written than `cache` has room for.
+    """Return `query`, or NaN if more positions were written than `cache` has room for.
 
     A compiled program cannot raise, and the positions that were written over would go unnoticed.
     """

@@ -27,7 +27,7 @@ Layer = Callable[..., jax.Array]  # of an array and `ExpertRows`
 def expert_kernels(
     init: Initializer, key: jax.Array, num_experts: int, shape: Sequence[int], dtype: Dtype
 ) -> jax.Array:
-    """A kernel for each expert, each with a key of its own: ``[num_experts, *shape]``.
+    """Return a kernel for each expert, each with a key of its own: ``[num_experts, *shape]``.
 
     Args:
       init: makes the kernel of one expert.
@@ -58,7 +58,7 @@ def check_bias_update_rate(rate: float | None) -> None:
 
 
 def losses_of(routed: Routing, input_shape: Sequence[int]) -> dict[str, jax.Array]:
-    """The losses of a router by name, f32[] each; see `routing` for the formulas.
+    """Return the losses of a router by name, f32[] each; see `routing` for the formulas.
 
     Args:
       input_shape: of what the block was given, ``[..., length, features]``.

@@ -28,7 +28,7 @@ PRODUCT_OPTIONS = (
 
 
 def options_of(layer: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The options of `layer` that have these names, to be passed on."""
+    """Return the options of `layer` that have these names, to be passed on."""
     return {name: getattr(layer, name) for name in names}
 
 

@@ -76,7 +76,7 @@ def relative_position_buckets(
     num_buckets: int = 32,
     max_distance: int = 128,
 ) -> np.ndarray:
-    """The bucket of each distance, as T5 has them.
+    """Return the bucket of each distance, as T5 has them.
 
     Half of the buckets are for exact distances, the others for ranges that grow in proportion up to
     `max_distance`; the last one is for everything beyond. If `bidirectional`, half of all buckets

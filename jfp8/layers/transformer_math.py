@@ -85,7 +85,7 @@ class Activation:
 def activate(
     x: jax.Array, activation: str, *, saved_activations: Format | None = None
 ) -> jax.Array:
-    """The activation of `projections_of(activation)` projections of an input. ::
+    """Return the activation of `projections_of(activation)` projections of an input. ::
 
         gelu, silu, relu   y = f(x_0)              geglu, swiglu, reglu   y = f(x_0) * x_1
         squared_relu       y = relu(x_0)^2
@@ -147,7 +147,7 @@ def _residual_sum_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array
 
 
 def drop(x: jax.Array, key: jax.Array | None, *, rate: float) -> jax.Array:
-    """`x` with a share `rate` of its elements 0 and the others divided by ``1 - rate``.
+    """Drop a share `rate` of the elements of `x`, and divide the others by ``1 - rate``.
 
     Without a `key`, `x` as it is. With one, the numbers of Flax's ``Dropout``.
     """
@@ -160,12 +160,12 @@ def drop(x: jax.Array, key: jax.Array | None, *, rate: float) -> jax.Array:
 
 
 def causal_mask(query_length: int, key_length: int) -> jax.Array:
-    """``bool[query_length, key_length]``: a query may attend to no key after it."""
+    """Return ``bool[query_length, key_length]``: a query may attend to no key after it."""
     return jnp.arange(query_length)[:, None] >= jnp.arange(key_length)[None, :]
 
 
 def and_causal(mask: jax.Array | None, query_length: int, key_length: int) -> jax.Array:
-    """`mask` and `causal_mask` combined."""
+    """Return `mask` and `causal_mask` combined."""
     return both_masks(causal_mask(query_length, key_length), mask)
 
 
@@ -179,7 +179,7 @@ def both_masks(causal: jax.Array, mask: jax.Array | None) -> jax.Array:
 
 
 def plus_bias(relative: jax.Array, given: jax.Array | None) -> jax.Array:
-    """The sum of two biases of attention scores, of which the second may be missing."""
+    """Return the sum of two biases of attention scores, of which the second may be missing."""
     if given is None:
         return relative
     relative, given = jnp.broadcast_arrays(relative, given)
@@ -201,7 +201,7 @@ def projected_attention(
     saved_activations: Format | None = None,
     attention: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
-    """`grouped_query_attention` of what projections made for each of ``G`` groups.
+    """Compute `grouped_query_attention` of projections for each of ``G`` groups.
 
     Args:
       query: ``[..., q, G, H / G, depth]``.

@@ -111,14 +111,14 @@ class TransformerOptions(Architecture):
             )
 
     def kv_cache_shape(self, input_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the keys of inputs ``[..., length, hidden_size]``."""
+        """Return the shape of the keys of inputs ``[..., length, hidden_size]``."""
         groups = self.num_gqa_groups or self.num_attention_heads
         return (*input_shape[:-1], groups, self.hidden_size // self.num_attention_heads)
 
     def self_attention_mask(
         self, given: jax.Array | None, length: int, cache: KVCache | None = None
     ) -> tuple[jax.Array | None, bool]:
-        """The mask of the self attention, with the one that the call was `given`.
+        """Return the mask of the self attention, with the one that the call was `given`.
 
         And whether, besides, no query may attend to a key after it.
         """
@@ -127,7 +127,7 @@ class TransformerOptions(Architecture):
         return given, self.is_causal
 
     def normalization(self) -> dict[str, Any]:
-        """The options of a normalisation."""
+        """Return the options of a normalisation."""
         return {
             "layernorm_type": self.layernorm_type,
             "epsilon": self.layernorm_epsilon,
@@ -156,7 +156,7 @@ class TransformerOptions(Architecture):
         }
 
     def rotary(self) -> Rotary | None:
-        """The rotary embedding of the self attention."""
+        """Return the rotary embedding of the self attention."""
         if not self.enable_rotary_pos_emb:
             return None
         return self.rotary_pos_emb_windows, self.rotary_pos_emb_group_method

@@ -12,7 +12,7 @@ from jfp8.matmul.spec import Numbers, layout_of
 
 
 def as_matrices(lhs: jax.Array, rhs: Any, numbers: Numbers) -> tuple[jax.Array, Any, Numbers]:
-    """Operands with at most one batch dimension, one free and one contracting dimension.
+    """Reshape operands to at most one batch, one free and one contracting dimension.
 
     Raises:
       ValueError: `rhs` is a `ScaledArray`, whose blocks would be cut.

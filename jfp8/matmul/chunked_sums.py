@@ -31,7 +31,7 @@ def dot_in_chunks(
     accumulation: str,
     exact: Callable[..., jax.Array],
 ) -> jax.Array:
-    """``y = sum_c scale_c * (sum_{k in c} lhs_k rhs_k)``, over chunks ``c`` of the contraction.
+    """Compute ``sum_c scale_c * (sum_{k in c} lhs_k rhs_k)`` over chunks of the contraction.
 
     The inner sums are those of the hardware, the outer one is in f32. A chunk has 128 terms where
     `accumulation` says so, and is never longer than the run over which the scales are constant:
@@ -86,7 +86,7 @@ def dot_in_chunks(
 def _with_one_contraction(
     lhs: ScaledArray, rhs: ScaledArray, dimension_numbers: Numbers
 ) -> tuple[ScaledArray, ScaledArray, Numbers]:
-    """The same product with all contracted dimensions merged into one, the last."""
+    """Return the same product with all contracted dimensions merged into one, the last."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs = _merged_last(lhs, lhs_batch, lhs_contract)
     rhs = _merged_last(rhs, rhs_batch, rhs_contract)
@@ -95,7 +95,7 @@ def _with_one_contraction(
 
 
 def _merged_last(q: ScaledArray, batch: Sequence[int], contract: Sequence[int]) -> ScaledArray:
-    """`q` as (batch, free, contracted), merged, with a scale for each contracted element."""
+    """Return `q` as (batch, free, contracted), merged, with a scale for each contracted element."""
     order = (*batch, *free_dims(q.ndim, contract, batch), *contract)
     kept = q.ndim - len(contract)
 
@@ -125,7 +125,7 @@ def _merged_last(q: ScaledArray, batch: Sequence[int], contract: Sequence[int]) 
 
 
 def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """`x` padded with zeros along `axis` to a multiple of `length`."""
+    """Return `x` padded with zeros along `axis` to a multiple of `length`."""
     missing = -x.shape[axis] % length
     if not missing:
         return x
@@ -133,7 +133,7 @@ def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def _run_length(q: ScaledArray, axis: int) -> int | None:
-    """The number of consecutive elements along `axis` that share a scale; None: all."""
+    """Return the number of consecutive elements along `axis` that share a scale; None: all."""
     shape = scale_shape_of(q)
     return None if not shape or shape[axis] == 1 else q.block_sizes()[axis]
 

@@ -76,7 +76,7 @@ def dot_in_f32(
     rhs: jax.Array,
     dimension_numbers: lax.DotDimensionNumbers,
 ) -> jax.Array:
-    """f32 product of two f8 arrays, not yet scaled, with sums in f32.
+    """Multiply two f8 arrays, not yet scaled, with sums in f32.
 
     A product of two f8 values is exact in f32, so only the order of the additions is undefined. (It
     is exact in bf16 operands with f32 sums as well, and some processors are twice as fast at that;

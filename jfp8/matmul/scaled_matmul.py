@@ -30,7 +30,7 @@ def scaled_matmul(
     powers_of_two: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """``y = dot_general(lhs.data, rhs.data) * (lhs.scale * rhs.scale)``.
+    """Return ``y = dot_general(lhs.data, rhs.data) * (lhs.scale * rhs.scale)``.
 
     The sum of products is in f32, multiplied by the scales in f32, and rounded once to the output
     dtype. It is not differentiable; `scaled_dot_general` is.

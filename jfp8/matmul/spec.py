@@ -104,7 +104,7 @@ def check_dimension_numbers(
     rhs_shape: Sequence[int],
     dimension_numbers: lax.DotDimensionNumbers,
 ) -> Numbers:
-    """`dimension_numbers` as tuples of non-negative ints, checked against the shapes.
+    """Return `dimension_numbers` as tuples of non-negative ints, checked against the shapes.
 
     Raises:
       ValueError: not of the form ``((lc, rc), (lb, rb))``, a dimension that does not exist or is
@@ -141,7 +141,7 @@ def check_dimension_numbers(
 
 
 def free_dims(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions that are neither contracted nor batch dimensions."""
+    """Return the dimensions that are neither contracted nor batch dimensions."""
     return tuple(d for d in range(ndim) if d not in contract and d not in batch)
 
 
@@ -163,7 +163,7 @@ class Layout:
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], numbers: Numbers) -> Layout:
-    """The layout of a product with these checked dimension numbers."""
+    """Return the layout of a product with these checked dimension numbers."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     lhs_free = tuple(d for d in range(len(lhs_shape)) if d not in lhs_contract + lhs_batch)
     rhs_free = tuple(d for d in range(len(rhs_shape)) if d not in rhs_contract + rhs_batch)
@@ -191,7 +191,7 @@ def to_output(
     before: int,
     after: int,
 ) -> jax.Array:
-    """A scale of `q` laid out like the product: batch, `before` ones, free dims, `after` ones."""
+    """Lay a scale of `q` out like the product: batch, `before` ones, free, `after` ones."""
     if scale.ndim == 0:
         return scale
     scale = expand_scale(scale, q.shape, q.block)
@@ -207,7 +207,7 @@ LARGEST_FACTOR = np.float32(np.finfo(np.float32).max)
 def scale_products(
     lhs_scales: tuple[jax.Array, ...], rhs_scales: tuple[jax.Array, ...]
 ) -> list[jax.Array]:
-    """Factors for the product of both operands; E8M0 scales come as pairs, others alone.
+    """Return factors for the product of both operands; E8M0 scales come as pairs, others alone.
 
     No factor is Inf, because 0 times Inf is NaN. Spikes in two histories of a product make such
     scales; each step would be NaN and skipped, and the histories would keep their spikes forever.
@@ -233,7 +233,7 @@ def plain_dot(
 
 
 def scale_shape_of(q: ScaledArray) -> tuple[int, ...]:
-    """The shape of the scale of `q`, two-level or not."""
+    """Return the shape of the scale of `q`, two-level or not."""
     return jnp.shape(q.scale.data if isinstance(q.scale, ScaledArray) else q.scale)
 
 
@@ -244,13 +244,13 @@ def has_one_scale(q: ScaledArray) -> bool:
 
 
 def varies_along_sum(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> bool:
-    """Whether a scale of either operand varies along the sum."""
+    """Return True if a scale of either operand varies along the sum."""
     (lhs_contract, rhs_contract), _ = spec.dimension_numbers
     return varies_along(lhs, lhs_contract) or varies_along(rhs, rhs_contract)
 
 
 def varies_along(q: ScaledArray, dims: Sequence[int]) -> bool:
-    """Whether the scale of `q` varies along these dimensions."""
+    """Return True if the scale of `q` varies along these dimensions."""
     shape = scale_shape_of(q)
     return bool(shape) and any(shape[d] != 1 for d in dims)
 
@@ -271,7 +271,7 @@ def factors_of(lhs: ScaledArray, rhs: ScaledArray, spec: MatmulSpec) -> list[jax
 
 
 def times(y: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
-    """`y` times all factors, in f32 if there are any."""
+    """Multiply `y` by all factors, in f32 if there are any."""
     for factor in factors:
         y = y.astype(jnp.float32) * factor
     return y

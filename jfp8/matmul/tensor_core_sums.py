@@ -47,7 +47,7 @@ def dot_general(
     rhs: jax.Array,
     dimension_numbers: lax.DotDimensionNumbers,
 ) -> jax.Array:
-    """f32 product of two f8 arrays, not yet scaled: one chain over the whole contraction.
+    """Multiply two f8 arrays, not yet scaled: one chain over the whole contraction.
 
     Several contracted dimensions count as one, in the order in which they are named, the last
     varying fastest. An incomplete block is filled with zeros, which change no sum.
@@ -76,7 +76,7 @@ def dot_general(
 def _to_blocks(
     x: jax.Array, contract: Sequence[int], batch: Sequence[int]
 ) -> tuple[jax.Array, list[int]]:
-    """`x` as ``[blocks, 32, batch, free]``, and the sizes of its free dimensions."""
+    """Return `x` as ``[blocks, 32, batch, free]``, and the sizes of its free dimensions."""
     free = [d for d in range(x.ndim) if d not in (*contract, *batch)]
     free_sizes = [x.shape[d] for d in free]
     k, n_batch, n_free = (math.prod(x.shape[d] for d in dims) for dims in (contract, batch, free))
@@ -87,7 +87,7 @@ def _to_blocks(
 
 @jax.jit
 def _chain(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``[blocks, 32, B, M]`` and ``[blocks, 32, B, N]`` to ``[B, M, N]``."""
+    """Return ``[blocks, 32, B, M]`` and ``[blocks, 32, B, N]`` to ``[B, M, N]``."""
     (a, e_a), (b, e_b) = _value_and_exponent(a), _value_and_exponent(b)
     # A zero computed from the operands, so that it is sharded like them, and varies in shard_map.
     zero = 0 * e_a.sum((0, 1))[:, :, None] + 0 * e_b.sum((0, 1))[:, None, :]
@@ -100,7 +100,7 @@ def _chain(a: jax.Array, b: jax.Array) -> jax.Array:
 def _add_block(
     acc: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 ) -> tuple[jax.Array, None]:
-    """The running sum ``[B, M, N]`` after one more block of 32 products.
+    """Return the running sum ``[B, M, N]`` after one more block of 32 products.
 
     The 32 outer products are unrolled, so that XLA fuses them all into one pass over ``[M, N]`` and
     stores none. On CPUs a loop over k takes at least twice as long, a reduction four times.
@@ -128,5 +128,5 @@ def _value_and_exponent(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _power_of_two(e: jax.Array) -> jax.Array:
-    """``2^e`` of an int32 in [-126, 127], from the bits; XLA's exp2 rounds."""
+    """Return ``2^e`` of an int32 in [-126, 127], from the bits; XLA's exp2 rounds."""
     return lax.bitcast_convert_type((e + 127) << 23, jnp.float32)

@@ -67,7 +67,7 @@ def scaled_conv_general_dilated(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """``jax.lax.conv_general_dilated`` with FP8 operands, forward and backward.
+    """Return ``jax.lax.conv_general_dilated`` with FP8 operands, forward and backward.
 
     High precision in and out, as with `scaled_dot_general`.
 
@@ -123,7 +123,7 @@ def observed_convolution(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> tuple[jax.Array, Observed]:
-    """`scaled_conv_general_dilated`, and the amaxes of its operands, which have no gradient."""
+    """Compute `scaled_conv_general_dilated` and the amaxes of its operands."""
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     result = {"preferred_element_type": preferred_element_type}
     if has_explicit_axes():
@@ -238,7 +238,7 @@ def _scales(operand: Operand) -> tuple[jax.Array, ...]:
 def _values(
     first: jax.Array, second: jax.Array, narrow: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Both operands in `narrow` if both are f8 bytes, else in f32."""
+    """Return both operands in `narrow` if both are f8 bytes, else in f32."""
     if first.dtype.itemsize == second.dtype.itemsize == 1:
         return decode(first).astype(narrow), decode(second).astype(narrow)
     wide = lambda x: decode(x) if x.dtype.itemsize == 1 else x.astype(jnp.float32)
@@ -273,7 +273,7 @@ def _over_patches(
 
 
 def _patches(image: jax.Array, kernel: Sequence[int], window: Window) -> jax.Array:
-    """What each output pixel sees: [n, *space, c] -> [n, *out space, taps, c]."""
+    """Gather the inputs of each output pixel: [n, *space, c] -> [n, *out space, taps, c]."""
     inner = [(low, high, d - 1) for (low, high), d in zip(window.padding, window.lhs_dilation)]
     image = lax.pad(image, jnp.zeros((), image.dtype), [(0, 0, 0), *inner, (0, 0, 0)])
     extents = [(k - 1) * d + 1 for k, d in zip(kernel, window.rhs_dilation)]

@@ -63,7 +63,7 @@ def conv_transpose(
 
 
 def _padding(size: int, stride: int, rule: str) -> tuple[int, int]:
-    """How ``jax.lax.conv_transpose`` pads a dimension, for a kernel of `size`."""
+    """Return the padding of ``jax.lax.conv_transpose``, for a kernel of `size`."""
     if rule == "SAME":
         total = size + stride - 2
         before = size - 1 if stride > size - 1 else -(-total // 2)
@@ -79,7 +79,7 @@ def _padding(size: int, stride: int, rule: str) -> tuple[int, int]:
 
 
 def _wrapped(y: jax.Array, periods: Sequence[int], *, more_after: bool) -> jax.Array:
-    """`y`, with what lies outside of one period added to the other end, as Flax does."""
+    """Return `y`, with what lies outside of one period added to the other end, as Flax does."""
     for axis, period in enumerate(periods, start=1):
         missing = -(y.shape[axis] - period) % (2 * period)
         half, rest = missing // 2, missing - missing // 2

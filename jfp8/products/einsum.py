@@ -24,7 +24,7 @@ class Terms:
 
 
 def parse(equation: str, lhs_ndim: int, rhs_ndim: int) -> Terms:
-    """The terms of `equation` for operands of these numbers of dimensions.
+    """Return the terms of `equation` for operands of these numbers of dimensions.
 
     Raises:
       ValueError: `equation` does not have two operands and a result, or its letters do not fit.
@@ -65,7 +65,7 @@ def as_dot_general(
     dot_general: Callable[..., jax.Array],
     rhs_dtype: np.dtype | None = None,
 ) -> jax.Array:
-    """The einsum as one ``dot_general(lhs, rhs, dimension_numbers)``.
+    """Return the einsum as one ``dot_general(lhs, rhs, dimension_numbers)``.
 
     Dimensions of one operand alone are summed before it; the result is transposed after it.
 
@@ -108,7 +108,7 @@ def _drop_stretched(x: Any, term: str, other_sizes: dict[str, int]) -> tuple[Any
 
 
 def _sum_lonely(x: jax.Array, term: str, elsewhere: str) -> tuple[jax.Array, str]:
-    """`x` summed over the dimensions that appear nowhere else, and the rest of its term."""
+    """Return `x` summed over the dimensions that appear nowhere else, and the rest of its term."""
     lonely = tuple(i for i, c in enumerate(term) if c not in elsewhere)
     kept = "".join(c for c in term if c in elsewhere)
     return (jnp.sum(x, axis=lonely) if lonely else x), kept

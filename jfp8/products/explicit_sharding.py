@@ -23,7 +23,7 @@ from jfp8.tracing.device import explicit_mesh_of
 
 
 def in_mesh_of_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the mesh in effect whose explicit axes are in the types of its arguments.
+    """Call `function` in the mesh whose explicit axes are in the types of its arguments.
 
     ``jax.jit`` compiles for a mesh that only they name; without it in effect JAX would ask for the
     layout of sums in the backward pass. A mesh that is in effect stays.
@@ -48,7 +48,7 @@ class Specs(NamedTuple):
 
 
 def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) -> Specs:
-    """Those of ``reference(lhs, rhs)``: JAX's own operation, which is not computed.
+    """Return those of ``reference(lhs, rhs)``: JAX's own operation, which is not computed.
 
     Raises:
       jax.errors.ShardingTypeError: JAX cannot tell from the operands how the result is laid out.
@@ -65,7 +65,7 @@ def specs_of(reference: Callable[..., jax.Array], lhs: jax.Array, rhs: Operand) 
 def with_result_like(
     specs: Specs, function: Callable[..., tuple[jax.Array, Observed]], *arguments: Any
 ) -> tuple[jax.Array, Observed]:
-    """``function(*arguments)``, whose result is laid out as `specs` say.
+    """Return ``function(*arguments)``, whose result is laid out as `specs` say.
 
     Args:
       specs: see `specs_of`.
@@ -81,7 +81,7 @@ def with_result_like(
 def with_layout_of(
     like: jax.Array, function: Callable[..., tuple[jax.Array, Any]], *arguments: Any
 ) -> tuple[jax.Array, Any]:
-    """``function(*arguments)``, whose first result is laid out over the devices as `like` is.
+    """Call ``function(*arguments)``; its first result is laid out over the devices like `like`.
 
     Args:
       like: an array of the rank of that result.

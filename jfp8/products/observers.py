@@ -55,7 +55,7 @@ def observing(observer: Observer) -> AbstractContextManager[object]:
 
 
 def tap(x: jax.Array, *others: jax.Array, measure: Any, batched: int = 0) -> jax.Array:
-    """`x`, marked: the reader of the program calls ``measure(x, *others)``.
+    """Return `x`, marked: the reader of the program calls ``measure(x, *others)``.
 
     Args:
       x: the value that the program continues with. A tap whose result is not used is dropped.

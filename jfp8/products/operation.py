@@ -282,7 +282,7 @@ class QuantizedOperand:
     def quantized(
         self, first: Use, second: Use | None
     ) -> tuple[Operand, Operand | None, jax.Array]:
-        """The tensor as its first product takes it, as its second one does, and its amax."""
+        """Return the tensor as its first product takes it, as its second one does, and its amax."""
         if not isinstance(self.x, ScaledArray) and OBSERVER.value is None:
             x = self.x if self.made is None else self.made
             found = self.operation.quantize_for_both(
@@ -305,7 +305,7 @@ class QuantizedOperand:
         return self.operation.relayout(self.role, q, first.contracting), again, largest
 
     def _quantized(self, use: Use, largest: jax.Array, kinds: str) -> Operand:
-        """The tensor as one product takes it; in high precision if `use.quantizer` is None.
+        """Return the tensor as one product takes it; in high precision if `use.quantizer` is None.
 
         A quantized tensor is used unchanged if the format is the same and it has one scale, which
         serves any direction, or scales laid out as the quantizer would. Otherwise its values are
@@ -342,7 +342,7 @@ class QuantizedOperand:
 
 
 def _same(first: Use, second: Use) -> bool:
-    """Whether both products take the same bytes."""
+    """Return True if both products take the same bytes."""
     rotated = first.product.rotation is not None or second.product.rotation is not None
     any_direction = first.quantizer is None or first.quantizer.one_for_both
     return first.quantizer == second.quantizer and any_direction and not rotated
@@ -352,7 +352,7 @@ def _same(first: Use, second: Use) -> bool:
 
 
 def as_lhs(x: jax.typing.ArrayLike) -> jax.Array:
-    """`x` as a floating array, or an error."""
+    """Return `x` as a floating array, or an error."""
     if isinstance(x, ScaledArray):
         raise TypeError(
             "lhs is a ScaledArray, but only rhs may be one: a weight that is kept in FP8. Pass "
@@ -362,7 +362,7 @@ def as_lhs(x: jax.typing.ArrayLike) -> jax.Array:
 
 
 def as_operand(x: jax.typing.ArrayLike | ScaledArray, what: str) -> Operand:
-    """`x`, if it is a `ScaledArray` whose scale fits; else as a floating array, or an error."""
+    """Return a `ScaledArray` whose scale fits as it is; anything else as a floating array."""
     if not isinstance(x, ScaledArray):
         return as_float_array(x, what)
     check_scale_shape(x)
@@ -370,7 +370,7 @@ def as_operand(x: jax.typing.ArrayLike | ScaledArray, what: str) -> Operand:
 
 
 def value_dtype(x: Operand) -> np.dtype:
-    """The dtype of the gradient with respect to the values of `x`."""
+    """Return the dtype of the gradient with respect to the values of `x`."""
     if not isinstance(x, ScaledArray):
         return np.dtype(x.dtype)
     return np.dtype(np.float32) if x.carrier is None else np.dtype(x.carrier.dtype)
@@ -379,7 +379,7 @@ def value_dtype(x: Operand) -> np.dtype:
 def check_out_dtype(
     preferred: jax.typing.DTypeLike | None, lhs: jax.Array, rhs: Operand, options: Options
 ) -> np.dtype:
-    """The dtype of a product: `preferred`, which must be floating, or that of the operands."""
+    """Return the dtype of a result: `preferred`, which must be floating, or the operands'."""
     of_rhs = [] if isinstance(rhs, ScaledArray) else [options.rhs_dtype or rhs]
     out_dtype = preferred or jnp.result_type(lhs, *of_rhs)
     if not jnp.issubdtype(out_dtype, jnp.floating):

@@ -35,7 +35,7 @@ BLOCK = 32
 def save_in_fp8(
     f: Callable[..., Any], *, fmt: FormatLike = E4M3FN, block: int = BLOCK, name: str = SAVED
 ) -> Callable[..., Any]:
-    """`f`, with its first argument kept in FP8 for the backward pass. ::
+    """Return `f`, with its first argument kept in FP8 for the backward pass. ::
 
         y         = f(x, *rest)
         dx, drest = vjp(f, dequantize(quantize(x)), *rest)(dy)
@@ -132,7 +132,7 @@ class _How:
 
 
 def _encode(x: jax.Array, how: _How) -> ScaledArray:
-    """`x` in FP8: codes as uint8, and a bf16 for every block."""
+    """Return `x` in FP8: codes as uint8, and a bf16 for every block."""
     granularity = Block((how.block,))
     scale = scale_from_amax(amax(x, granularity), how.fmt, poison=True)
     # Not a cast and back, which XLA may remove.
@@ -143,7 +143,7 @@ def _encode(x: jax.Array, how: _How) -> ScaledArray:
 
 
 def _decode(q: ScaledArray, how: _How) -> jax.Array:
-    """The values that `_encode` stored, in the dtype of `x`."""
+    """Return the values that `_encode` stored, in the dtype of `x`."""
     data = codes_to_format(q.data, how.fmt)
     return scaled_values(replace(q, data=data)).astype(how.dtype)
 

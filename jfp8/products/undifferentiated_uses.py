@@ -59,11 +59,11 @@ class Uses:
     found: list[ProductUse] = field(default_factory=list)
 
     def amaxes(self) -> list[jax.Array]:
-        """Those that can be returned beside the loss, f32[2] each."""
+        """Return those that can be returned beside the loss, f32[2] each."""
         return [use.amaxes for use in self.found if use.amaxes is not None]
 
     def into(self, cotangents: Any, amaxes: Sequence[jax.Array]) -> Any:
-        """`cotangents` of the sinks, with the amaxes that the backward pass did not bring.
+        """Return `cotangents` of the sinks, with the amaxes that the backward pass did not bring.
 
         Args:
           amaxes: the result of `amaxes`, after differentiation.
@@ -119,7 +119,7 @@ def noting_uses(sinks: Any) -> Iterator[Uses]:
 
 @contextlib.contextmanager
 def uses_of(layer: str | None) -> Iterator[None]:
-    """A context whose uses belong to `layer`; None: to a layer that records by itself."""
+    """Return a context whose uses belong to `layer`; None: to a layer that records by itself."""
     token = _layer.set(layer)
     try:
         yield
@@ -128,7 +128,7 @@ def uses_of(layer: str | None) -> Iterator[None]:
 
 
 def begin_use(sink: jax.Array) -> ProductUse | None:
-    """A use of a product with this `sink`, if uses are noted."""
+    """Return a use of a product with this `sink`, if uses are noted."""
     uses = _noting.get()
     if uses is None:
         return None

@@ -262,7 +262,7 @@ def _largest(*amaxes: jax.Array) -> jax.Array:
 
 
 def _named(operand: Operand, kept: Operand | None, name: str) -> tuple[Operand, Operand | None]:
-    """What the forward product takes, and what is kept, each under a name.
+    """Name the operand of the forward product and the one that is kept.
 
     If both are the same array, the product takes the named one: if a policy of ``jax.checkpoint``
     saves it, nothing has to be computed again.
@@ -277,7 +277,7 @@ def _named(operand: Operand, kept: Operand | None, name: str) -> tuple[Operand, 
 
 
 def save(q: Kept, name: str) -> Kept:
-    """`q`, with its data as uint8 codes, under a name.
+    """Return `q`, with its data as uint8 codes, under a name.
 
     Codes, since XLA:CPU widens f8 arrays to f16 where it stores them across a loop.
     """
@@ -287,7 +287,7 @@ def save(q: Kept, name: str) -> Kept:
 
 
 def restore(q: Kept, fmt: Format | None) -> Kept:
-    """What `save` was given, whose data was in `fmt`; None: it was no `ScaledArray`."""
+    """Undo `save` of data in `fmt`; None: it was no `ScaledArray`."""
     if not isinstance(q, ScaledArray):
         return q
     assert fmt is not None
@@ -375,7 +375,7 @@ def _matmul(
 
 @functools.cache
 def _called(kind: Kind, terms: int | None) -> Callable[..., jax.Array]:
-    """``operation.multiply`` as a jitted function called ``jfp8_<kind>_<terms>``."""
+    """Return ``operation.multiply`` as a jitted function called ``jfp8_<kind>_<terms>``."""
 
     def multiply(spec, first, second, operation):
         return operation.multiply(kind, first, second, spec)

@@ -31,7 +31,7 @@ class Window:
     groups: int
 
     def convolve(self, lhs: jax.Array, rhs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The convolution of plain arrays, with f32 sums."""
+        """Return the convolution of plain arrays, with f32 sums."""
         return lax.conv_general_dilated(
             lhs,
             rhs,
@@ -68,7 +68,7 @@ def window_of(
     dimension_numbers: Any,
     groups: int = 1,
 ) -> Window:
-    """The window that the arguments of `scaled_conv_general_dilated` describe."""
+    """Return the window that the arguments of `scaled_conv_general_dilated` describe."""
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     ones = (1,) * (lhs.ndim - 2)
     lhs_dilation, rhs_dilation = tuple(lhs_dilation or ones), tuple(rhs_dilation or ones)

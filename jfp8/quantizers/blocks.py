@@ -48,7 +48,7 @@ class _InBlocks(Quantizer):
         return self.block_size[0] == self.block_size[1]
 
     def granularity(self, ndim: int, context: Context) -> Block:
-        """The blocks of an array of `ndim` dimensions."""
+        """Return the blocks of an array of `ndim` dimensions."""
         (contracting,) = context.contracting
         return Block(
             tuple(self.block_size[0 if d == contracting else 1] for d in (ndim - 2, ndim - 1))
@@ -145,7 +145,7 @@ class TwoLevelScales(_InBlocks):
         return frozenset(("contracting",)) if self.outer == "row" else EVERYWHERE
 
     def scales(self, x: jax.Array, context: Context) -> tuple[ScaledArray, jax.Array]:
-        """The scales of `x`, and what to multiply it by; see `two_level_scale`."""
+        """Return the scales of `x`, and what to multiply it by; see `two_level_scale`."""
         granularity = self.granularity(x.ndim, context)
         largest = amax(x, granularity)
         targets = self.targets or (self.fmt.max,)

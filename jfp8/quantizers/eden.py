@@ -95,7 +95,7 @@ class Eden(TwoLevelScales):
 
 
 def _group_sums(x: jax.Array, group: int, axis: int) -> jax.Array:
-    """Sums of `group` consecutive values along `axis`, the last group padded with zeros."""
+    """Sum `group` consecutive values along `axis`, the last group padded with zeros."""
     x = jnp.pad(x, [(0, -n % group if d == axis else 0) for d, n in enumerate(x.shape)])
     shape = [*x.shape[:axis], x.shape[axis] // group, group, *x.shape[axis + 1 :]]
     return jnp.sum(x.reshape(shape), axis=axis + 1)

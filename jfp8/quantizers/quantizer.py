@@ -112,7 +112,7 @@ class Quantizer:
         return self.rounding == "stochastic"
 
     def scale_shared_along(self, history: bool) -> frozenset[Along]:
-        """The dimensions along which elements share a scale that any one of them can change.
+        """Return the dimensions along which elements share a scale that any one of them can change.
 
         Some of ``"contracting"`` (the product sums over it), ``"free"`` (the product keeps it) and
         ``"batch"`` (both operands have it); all three, unless a quantizer overrides this.
@@ -137,7 +137,7 @@ class Quantizer:
         block: tuple[int, ...] | None = None,
         inverse: jax.Array | None = None,
     ) -> ScaledArray:
-        """``ScaledArray(cast(x / scale), scale)``, rounded as `rounding` says.
+        """Return ``ScaledArray(cast(x / scale), scale)``, rounded as `rounding` says.
 
         Args:
           x: ``f32 | bf16 | f16`` array.
@@ -247,12 +247,12 @@ class Delayed(_OneScale):
         return self.length
 
     def expected(self, state: AmaxState) -> jax.Array:
-        """The amax that the history in `state` predicts, f32[]; 0 if no step has ended."""
+        """Return the amax that the history in `state` predicts, f32[]; 0 if no step has ended."""
         return history_amax(state["amax_history"], self.algo)
 
     @partial(jax.jit, static_argnums=0)
     def scale(self, observed: jax.Array, state: AmaxState | None) -> jax.Array:
-        """The scale, f32[]: from the history in `state`, or else from the amax `observed`."""
+        """Return the scale, f32[], from the history in `state` or the amax `observed`."""
         if state is not None:
             expected = self.expected(state)
             observed = jnp.where(expected > 0, expected, observed)

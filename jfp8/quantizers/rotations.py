@@ -78,7 +78,7 @@ class Hadamard(Rotation):
         return _along(axis, x, self.size, lambda stretches: _times(stretches, self.matrix()))
 
     def matrix(self) -> np.ndarray:
-        """The matrix ``R = diag(s) H / sqrt(n)``: f32[n, n], orthogonal."""
+        """Return the matrix ``R = diag(s) H / sqrt(n)``: f32[n, n], orthogonal."""
         h = _sylvester(self.size) / np.sqrt(self.size)
         return np.asarray(np.diag(self.signs) @ h, np.float32)
 
@@ -134,7 +134,7 @@ def _times(stretches: jax.Array, matrix: np.ndarray) -> jax.Array:
 
 
 def _sylvester(n: int) -> np.ndarray:
-    """The Hadamard matrix: f64[n, n] of 1 and -1."""
+    """Return the Hadamard matrix: f64[n, n] of 1 and -1."""
     h = np.ones((1, 1))
     while len(h) < n:
         h = np.block([[h, h], [h, -h]])

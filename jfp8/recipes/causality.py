@@ -34,7 +34,7 @@ OPERANDS: tuple[Operand, ...] = ("lhs", "rhs", "output")
 def shares_among(
     products: Products, among: Among, layer: Layer, operand: Operand | None, history: bool
 ) -> bool:
-    """Whether any scale of the forward product of `layer` is shared among positions or sequences.
+    """Return True if the forward product of `layer` shares a scale among positions or sequences.
 
     Args:
       among: ``"positions"`` or ``"sequences"``.

@@ -41,27 +41,27 @@ class Region:
 
 
 def entered(region: Region) -> AbstractContextManager[object]:
-    """A context manager inside of which `region` holds."""
+    """Return a context manager inside which `region` holds."""
     return _context(region)
 
 
 def current() -> Region | None:
-    """The innermost region, if any."""
+    """Return the innermost region, if any."""
     return _context.value
 
 
 def overriding(recipe: Recipe) -> AbstractContextManager[object]:
-    """A context manager inside of which all layers use `recipe`, also those with their own."""
+    """Return a context manager inside which all layers use `recipe`, also those with their own."""
     return _override(recipe)
 
 
 def is_overridden() -> bool:
-    """Whether recipes are overridden, so that the state of layers belongs to other ones."""
+    """Return True if recipes are overridden, so that the state of layers belongs to other ones."""
     return _override.value is not None
 
 
 def recipe_in_effect(own: Recipe | None, path: str) -> Recipe | None:
-    """The recipe of the layer at `path` whose own recipe is `own`, or None: high precision."""
+    """Return the recipe of the layer at `path` with its `own`; None for high precision."""
     region = current()
     if region is not None and not region.enabled:
         return None
@@ -82,7 +82,7 @@ def recipes_in_effect(own: Recipe | str | None, paths: Sequence[str]) -> list[Re
 
 
 def why_in_high_precision() -> str:
-    """Why `recipe_in_effect` is None."""
+    """Return the reason why `recipe_in_effect` is None."""
     region = current()
     disabled = region is not None and not region.enabled
     return "FP8 is disabled in this region" if disabled else "its recipe is None"

@@ -7,12 +7,12 @@ from jfp8.recipes.product import Product, Products
 
 
 def products_in_words(products: Products) -> list[str]:
-    """A line for each product, such as ``"dgrad  E5M2 per tensor x E4M3FN per tensor"``."""
+    """Return a line for each product, such as ``"dgrad  E5M2 per tensor x E4M3FN per tensor"``."""
     return [f"{kind}  {_product(product)}" for kind, product in vars(products).items()]
 
 
 def state_in_words(products: Products) -> str:
-    """The state that is kept from step to step."""
+    """Return the state that is kept from step to step."""
     lengths = sorted({q.history_len for q in products.quantizers() if q.history_len})
     if not lengths:
         return "none"
@@ -38,7 +38,7 @@ def _operand(quantizer: Quantizer | None) -> str:
 
 
 def _shares(quantizer: Quantizer) -> str:
-    """Which elements share a scale."""
+    """Name the elements that share a scale."""
     along = quantizer.scale_shared_along(history=False)
     if quantizer.block is not None:
         contracting, free = quantizer.block

@@ -38,12 +38,12 @@ class PerLayer:
         return any(recipe.needs_loss_scale for recipe in self.given)
 
     def for_layer(self, path: str) -> Recipe | None:
-        """The recipe of the layer at `path`."""
+        """Return the recipe of the layer at `path`."""
         _, recipe = self._first(path)
         return None if recipe is None else recipe.for_layer(path)
 
     def reason(self, path: str) -> str:
-        """Why the layer at `path` has no recipe."""
+        """Return the reason why the layer at `path` has no recipe."""
         pattern, _ = self._first(path)
         return "no pattern of the recipes matches it" if pattern is None else f"{pattern!r}: None"
 
@@ -53,7 +53,7 @@ class PerLayer:
 
 
 def check_recipes(given: Any) -> Recipe | PerLayer:
-    """`given` as a recipe, or as recipes for layers if it is a dict.
+    """Return `given` as a recipe, or as recipes for layers if it is a dict.
 
     Raises:
       TypeError: neither; a pattern that is no string.
@@ -77,7 +77,7 @@ def check_recipes(given: Any) -> Recipe | PerLayer:
 
 
 def path_matches(pattern: str, path: str) -> bool:
-    """Whether `pattern` matches `path` or a module that contains it."""
+    """Return True if `pattern` matches `path` or a module that contains it."""
     parts = path.split("/")
     wholes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
     return any(fnmatch.fnmatchcase(whole, pattern) for whole in wholes)

@@ -113,7 +113,7 @@ class Products:
     __repr__ = printing.changes
 
     def by_role(self) -> dict[str, tuple[Quantizer | None, Quantizer | None]]:
-        """Both quantizers of each tensor."""
+        """Return both quantizers of each tensor."""
         return {
             "lhs": (self.fprop.lhs, self.wgrad.lhs),
             "rhs": (self.fprop.rhs, self.dgrad.rhs),
@@ -121,7 +121,7 @@ class Products:
         }
 
     def quantizers(self) -> list[Quantizer]:
-        """All quantizers, of operands and outputs."""
+        """Return all quantizers, of operands and outputs."""
         products = (self.fprop, self.dgrad, self.wgrad)
         return [q for p in products for q in (p.lhs, p.rhs, p.output) if q is not None]
 
@@ -140,7 +140,7 @@ class Products:
 
 
 def uniform(lhs: Quantizer, rhs: Quantizer, grad: Quantizer) -> Products:
-    """Each tensor with the same quantizer in both of its products."""
+    """Return each tensor with the same quantizer in both of its products."""
     return Products(
         fprop=Product(lhs, rhs, fast_accumulation=True),
         dgrad=Product(grad, rhs),

@@ -27,7 +27,7 @@ from jfp8.scaling.history import AmaxState, init_amax_state
 
 
 def takes(allowed: Iterable[Any] | type[bool], default: Any) -> Any:
-    """A field that takes one of `allowed`: some values, the ints of a range, or ``bool``."""
+    """Return a field that takes one of `allowed`: some values, the ints of a range, or ``bool``."""
     return dataclasses.field(default=default, metadata={"allowed": allowed})
 
 
@@ -112,11 +112,11 @@ class Recipe:
             )
 
     def __repr__(self) -> str:
-        """The call that makes it, without the fields that have their default."""
+        """Return the call that makes it, without the fields that have their default."""
         return printing.changes(self)
 
     def __str__(self) -> str:
-        """What it does and promises, in a few lines; ``repr`` is the call that makes it.
+        """Describe its method and its promises in a few lines; ``repr`` is the call that makes it.
 
         >>> import jfp8
         >>> print(jfp8.recipes.DelayedScaling())
@@ -144,7 +144,7 @@ class Recipe:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def products(self) -> Products:
-        """How the operands of the three products are quantized.
+        """Return the quantizers of the operands of the three products.
 
         Raises:
           TypeError: of `Recipe` itself, which is abstract.
@@ -155,7 +155,7 @@ class Recipe:
 
     @functools.cache  # noqa: B019  (recipes are few, small and immutable)
     def resolved(self) -> Products:
-        """`products`, with what `fast_accumulation` says about them."""
+        """Return `products`, with what `fast_accumulation` says about them."""
         products, fast = self.products(), self.fast_accumulation
         if fast is None:
             return products
@@ -167,12 +167,12 @@ class Recipe:
         )
 
     def for_layer(self, path: str) -> Recipe:
-        """The recipe of the layer at `path` (``"Block_0/Dense_1"``); mostly the same for all."""
+        """Return the recipe of the layer at `path` (``"Block_0/Dense_1"``), mostly ``self``."""
         del path
         return self
 
     def init_state(self) -> dict[str, AmaxState] | None:
-        """Empty state of one product, ``{"lhs", "rhs", "grad"}``; None if it keeps no state."""
+        """Make the empty state of a product, ``{"lhs", "rhs", "grad"}``; None if it keeps none."""
         lengths = {
             role: max(q.history_len if q else 0 for q in pair)
             for role, pair in self.products().by_role().items()
@@ -184,7 +184,7 @@ class Recipe:
     def is_causal(
         self, layer: Layer = "dense", operand: Operand | None = None, *, history: bool = False
     ) -> bool:
-        """Whether no result of a layer depends on a later position of its sequence.
+        """Return True if no result of a layer depends on a later position of its sequence.
 
         True promises it bit for bit, for the forward pass of a layer that does not itself look
         ahead: changing a later token changes no earlier result. This holds in training and in
@@ -217,7 +217,7 @@ class Recipe:
     def is_batch_invariant(
         self, layer: Layer = "dense", operand: Operand | None = None, *, history: bool = False
     ) -> bool:
-        """Whether no result of a layer depends on the other sequences of the batch.
+        """Return True if no result of a layer depends on the other sequences of the batch.
 
         True promises it bit for bit, for the forward pass.
 
@@ -230,7 +230,7 @@ class Recipe:
         return not shares_among(self.resolved(), "sequences", layer, operand, history)
 
     def to_json(self) -> str:
-        """The recipe as a JSON object, ``{"recipe": class name, field: value, ...}``."""
+        """Return the recipe as a JSON object, ``{"recipe": class name, field: value, ...}``."""
         return json.dumps({"recipe": type(self).__name__, **_to_plain(vars(self))})
 
 

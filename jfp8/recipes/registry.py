@@ -16,7 +16,7 @@ RECIPES: tuple[type[Recipe], ...] = tuple(
 
 
 def get(name: str, **fields: Any) -> Recipe:
-    """The recipe called `name`, with `fields` set.
+    """Return the recipe called `name`, with `fields` set.
 
     Args:
       name: the `name` of a recipe's class, such as ``"delayed"`` or ``"mxfp8"``, or that class's
@@ -38,7 +38,7 @@ def get(name: str, **fields: Any) -> Recipe:
 
 
 def check_recipe(recipe: Any) -> Recipe:
-    """`recipe`, or the one of that name with its defaults; else an error that says what to pass."""
+    """Return `recipe`, or the one of that name with its defaults; raise for anything else."""
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str):
@@ -60,7 +60,7 @@ def _names(recipes: Sequence[type[Recipe]] | None = None) -> str:
 
 
 def class_called(name: str, recipes: Sequence[type[Recipe]]) -> type[Recipe]:
-    """The one of `recipes` that is called `name`; see `get`."""
+    """Return the one of `recipes` that is called `name`; see `get`."""
     for recipe in recipes:
         if name and name in (recipe.name, recipe.__name__):
             return recipe

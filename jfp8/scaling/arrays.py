@@ -95,7 +95,7 @@ class ScaledArray(ByValues):
         return self.transpose()
 
     def transpose(self, *axes: Any) -> ScaledArray:
-        """The dimensions and those of the scales in the order `axes`; default: in reverse."""
+        """Permute the dimensions, and those of the scales, by `axes`; default: reverse."""
         order = axes[0] if axes and not isinstance(axes[0], int) else axes
         order = tuple(order) or tuple(reversed(range(self.ndim)))
         move = lambda x: x.transpose(order) if jnp.ndim(_innermost(x)) else x
@@ -104,12 +104,12 @@ class ScaledArray(ByValues):
         return ScaledArray(self.data.transpose(order), move(self.scale), block, carrier)
 
     def reshape(self, *shape: Any) -> ScaledArray:
-        """The same bits in `shape`; ``ValueError`` if that cuts blocks that share a scale."""
+        """Return the same bits in `shape`; ``ValueError`` if blocks would be cut."""
         check_scale_shape(self)
         return reshaped(self, shape if not shape or isinstance(shape[0], int) else shape[0])
 
     def __getitem__(self, index: Any) -> ScaledArray:
-        """A part, bit for bit: any part if there is one scale, otherwise elements or whole blocks.
+        """Index without a change of bits: anything with one scale, else elements or whole blocks.
 
         ``q[...]`` is `q`, as NNX requires of parameters.
         """
@@ -132,7 +132,7 @@ class ScaledArray(ByValues):
         return (self[i] for i in range(len(self)))
 
     def __eq__(self, other: Any) -> Any:
-        """Elementwise equality of the values; one bool for trees of shapes or shardings."""
+        """Compare the values element by element; one bool for trees of shapes or shardings."""
         if not isinstance(other, ScaledArray):
             comparable = _has_values(self) and isinstance(other, jax.typing.ArrayLike)
             return super().__eq__(other) if comparable else NotImplemented
@@ -149,7 +149,7 @@ class ScaledArray(ByValues):
         return equal if equal is NotImplemented else jnp.logical_not(equal)
 
     def __repr__(self) -> str:
-        """Format, shape, scales, and the range of the values where available."""
+        """Describe format, shape, scales, and the range of the values where available."""
         q: Any = self.scale
         scale, outer = (q.data, q.scale) if isinstance(q, ScaledArray) else (q, None)
         sizes = None
@@ -158,14 +158,14 @@ class ScaledArray(ByValues):
         return printing.scaled_array(self.data, scale, outer, sizes, self.carrier)
 
     def block_sizes(self) -> tuple[int, ...]:
-        """Elements that share a scale along each dimension; the scale must not be 0-d."""
+        """Count the elements that share a scale along each dimension; not of a 0-d scale."""
         if self.block is not None:
             return self.block
         shape = jnp.shape(_innermost(self.scale))
         return tuple(n // max(m, 1) for n, m in zip(self.shape, shape, strict=True))
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """``data * scale`` in `dtype`; see `jfp8.dequantize`."""
+        """Return ``data * scale`` in `dtype`; see `jfp8.dequantize`."""
         return dequantize(self, dtype)
 
 
@@ -191,7 +191,7 @@ jax.tree_util.register_pytree_with_keys(ScaledArray, _flatten_with_keys, _unflat
 
 
 def dequantize(q: ScaledArray, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-    """The values ``data * scale``, multiplied in f32 and rounded once to `dtype`.
+    """Return the values ``data * scale``, multiplied in f32 and rounded once to `dtype`.
 
     Exact for E8M0 scales, including f32 subnormals. The gradient is straight-through: the cotangent
     of ``data`` is that of the values, saturated and rounded to the stored format, because JAX gives
@@ -259,7 +259,7 @@ _dequantize.defvjp(_dequantize_fwd, _dequantize_bwd)
 
 
 def scaled_values(q: ScaledArray) -> jax.Array:
-    """``data * scale`` in f32 arithmetic, which flushes f32 subnormals to zero on some devices."""
+    """Return ``data * scale`` in f32 arithmetic; some devices flush f32 subnormals to zero."""
     values = decode(q.data)
     for scale in scale_as_f32_pair(q):
         values = apply_scale(values, scale, q.block)
@@ -269,7 +269,7 @@ def scaled_values(q: ScaledArray) -> jax.Array:
 def _with_subnormal_results(
     values: jax.Array, data: jax.Array, scale: jax.Array, block: tuple[int, ...] | None
 ) -> jax.Array:
-    """`values`, with those below 2^-126 built from integers.
+    """Return `values`, with those below 2^-126 built from integers.
 
     Such a value is ``|data| * 2^(c-127) = k * 2^-149``, where ``k = |data| * 2^(c+22)`` is an
     integer below 2^23, and that integer is its f32 pattern. With codes of 32 and more nothing is
@@ -288,7 +288,7 @@ def _with_subnormal_results(
 
 
 def scale_as_f32_pair(q: ScaledArray) -> tuple[jax.Array, ...]:
-    """The scale of `q` as f32 factors to multiply by, one after the other.
+    """Return the scale of `q` as f32 factors to multiply by, one after the other.
 
     E8M0 scales become two powers of two: 2^-127 alone is an f32 subnormal, which XLA:CPU reads as
     zero, and so is the product of a small code with a small element.
@@ -315,12 +315,12 @@ def check_scale_shape(q: ScaledArray) -> None:
 
 
 def _has_values(q: Any) -> bool:
-    """Whether `q` is a `ScaledArray` of arrays, not of shapes or other placeholders."""
+    """Return True if `q` is a `ScaledArray` of arrays, not of shapes or other placeholders."""
     return isinstance(q, ScaledArray) and isinstance(q.data, jax.Array | np.ndarray)
 
 
 def _fits(q: ScaledArray) -> bool:
-    """Whether the shapes fit. (Those of an array made under vmap do not, outside of it.)"""
+    """Return True if the shapes fit. (Those of an array made under vmap do not, outside of it.)"""
     try:
         check_scale_shape(q)
     except (ValueError, TypeError):
@@ -329,7 +329,7 @@ def _fits(q: ScaledArray) -> bool:
 
 
 def _innermost(scale: Any) -> Any:
-    """The scale that varies with the blocks: for two levels, the stored one."""
+    """Return the scale that varies with the blocks: for two levels, the stored one."""
     return scale.data if isinstance(scale, ScaledArray) else scale
 
 

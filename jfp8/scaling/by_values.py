@@ -22,11 +22,11 @@ class ByValues(NDArrayOperatorsMixin):
     __slots__ = ()
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """The values."""
+        """Return the values."""
         raise NotImplementedError
 
     def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The values in a floating `dtype`: an array, no longer a `ScaledArray`."""
+        """Return the values in a floating `dtype`: an array, no longer a `ScaledArray`."""
         return self.dequantize(dtype)
 
     def __jax_array__(self) -> jax.Array:

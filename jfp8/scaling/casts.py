@@ -75,7 +75,7 @@ def round_to_format(
     rounding: Rounding = "nearest_even",
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """The values of ``cast(x, fmt)``, kept in the dtype of `x` ("fake quantization").
+    """Return the values of ``cast(x, fmt)``, kept in the dtype of `x` ("fake quantization").
 
     The gradient is straight-through and exact. NaN stays NaN for every format.
 
@@ -109,7 +109,7 @@ def round_to_format(
 def check_cast_arguments(
     x: jax.typing.ArrayLike, rounding: str, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Validated input and, for stochastic rounding, one random word per element."""
+    """Return the validated input and, for stochastic rounding, a random word per element."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding={rounding!r} is unknown. Allowed: {', '.join(ROUNDINGS)}.")
     x = as_float_array(x, "x")
@@ -143,7 +143,7 @@ def _round_to_format(x: jax.Array, bits: jax.Array | None, fmt: Format, rounding
 
 @jax.custom_jvp
 def straight_through(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`y`, with the derivative of the identity in `x`."""
+    """Return `y`, with the derivative of the identity in `x`."""
     return y
 
 
@@ -157,7 +157,7 @@ def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def round_to_grid(x: jax.Array, fmt: Format) -> jax.Array:
-    """Values of `fmt` nearest to `x`, in f32, without leaving the float registers.
+    """Return values of `fmt` nearest to `x`, in f32, without leaving the float registers.
 
     ``(a + g) - g`` rounds ``a`` to the ulp of ``g``, nearest even; ``g`` is the power of two whose
     ulp is the step of `fmt` at ``a``. XLA does not reassociate it.

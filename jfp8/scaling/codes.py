@@ -19,7 +19,7 @@ from jfp8.tracing.device import Gpu, current_device
 
 
 def as_float_array(x: jax.typing.ArrayLike, what: str) -> jax.Array:
-    """`x` as an array of a floating dtype of at most 32 bits, or a ``TypeError`` that says why."""
+    """Return `x` as an array of a floating dtype of at most 32 bits, or raise ``TypeError``."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
@@ -42,9 +42,10 @@ def encode(
     *,
     finds_nan: bool = True,
 ) -> jax.Array:
-    """Codes (``uint8``) of `x` in `fmt`, saturating; `bits` are the words for stochastic rounding.
+    """Return the ``uint8`` codes of `x` in `fmt`, saturating.
 
-    Without `finds_nan` the codes of NaN are any: for callers that know where it is.
+    Without `finds_nan` the codes of NaN are any: for callers that know where it is. `bits` are the
+    words for stochastic rounding.
 
     The magnitude of a normal value is its own bit pattern, rounded in integers where the format's
     mantissa ends. A subnormal has a fixed grid instead, on which one float addition rounds.
@@ -98,7 +99,7 @@ def hardware_converts(fmt: Format, rounding: str = "nearest_even") -> bool:
 
 
 def convert(x: jax.Array, fmt: Format) -> jax.Array:
-    """`x` in ``fmt.dtype``, saturating, by the instructions of a processor that has them for it.
+    """Convert `x` to ``fmt.dtype``, saturating, by instructions of the processor.
 
     NaN stays NaN, of any sign. XLA's own conversion does not saturate e4m3fn.
     """
@@ -107,7 +108,7 @@ def convert(x: jax.Array, fmt: Format) -> jax.Array:
 
 
 def _encode_by_hardware(x: jax.Array, fmt: Format) -> jax.Array:
-    """`encode`, with the sign of a NaN, which `convert` loses."""
+    """Encode with the sign of a NaN, which `convert` loses."""
     x = x.astype(jnp.float32)
     sign = lax.bitcast_convert_type(x, jnp.uint32) >> 31 << (fmt.bits - 1)
     code = lax.bitcast_convert_type(convert(x, fmt), jnp.uint8)
@@ -124,7 +125,7 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
 
 
 def _encode_power_of_two(x: jax.Array, rounding: str, bits: jax.Array | None) -> jax.Array:
-    """E8M0 codes: the f32 exponent field, rounded by the mantissa below it.
+    """Return E8M0 codes: the f32 exponent field, rounded by the mantissa below it.
 
     Code 0 (2^-127) is an f32 subnormal, whose leading one sits in the mantissa field: doubling the
     pattern puts it where a hidden bit would be, so that both cases round by the same rule.
@@ -173,7 +174,7 @@ def codes_of(data: jax.Array) -> jax.Array:
 
 
 def decode(data: jax.Array) -> jax.Array:
-    """Exact f32 values of an array stored in one of the formats.
+    """Return exact f32 values of an array stored in one of the formats.
 
     A code is a float16 pattern once sign and mantissa are shifted into place, subnormals included;
     only the exponent's bias is off, by a power of two. Processors convert float16 natively, while

@@ -88,7 +88,7 @@ FORMATS = (E4M3FN, E5M2, E3M4, E2M1FN, E8M0FNU)
 
 @functools.cache
 def format_of(dtype: np.dtype) -> Format:
-    """The `Format` stored by `dtype`; raises ``TypeError`` for any other dtype."""
+    """Return the `Format` stored by `dtype`; raises ``TypeError`` for any other dtype."""
     for fmt in FORMATS:
         if fmt.dtype == dtype:
             return fmt
@@ -97,7 +97,7 @@ def format_of(dtype: np.dtype) -> Format:
 
 
 def format_called(name: str | None) -> Format:
-    """The `Format` of that name; raises ``ValueError`` if there is none."""
+    """Return the `Format` of that name; raises ``ValueError`` if there is none."""
     for fmt in FORMATS:
         if fmt.name == name:
             return fmt
@@ -110,7 +110,7 @@ FormatLike = Format | str | jax.typing.DTypeLike
 
 
 def as_format(given: FormatLike, name: str = "fmt", known: Sequence[Format] = FORMATS) -> Format:
-    """The `Format` that `given` stands for; errors call the argument `name`.
+    """Return the `Format` that `given` stands for; errors call the argument `name`.
 
     ``uint8`` stands for no format. ``float8_e4m3`` and ``float8_e3m4`` of ml_dtypes have an Inf,
     and are not the formats ``"e4m3"`` and ``"e3m4"``.

@@ -51,7 +51,7 @@ Granularity: TypeAlias = PerTensor | PerAxis | Block
 
 
 def scale_shape(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the scales of an array of `shape`.
+    """Return the shape of the scales of an array of `shape`.
 
     Args:
       granularity: which elements share a scale.
@@ -94,7 +94,7 @@ def block_shape(granularity: Block, ndim: int) -> tuple[int, ...]:
 
 
 def ragged_block(granularity: Granularity, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """`ScaledArray.block` for an array of `shape`: None unless a block is cut short."""
+    """Return `ScaledArray.block` for an array of `shape`: None unless a block is cut short."""
     if not isinstance(granularity, Block):
         return None
     block = block_shape(granularity, len(shape))

@@ -25,12 +25,12 @@ maximum is already in the history, as its newest entry."""
 
 
 def as_dicts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`tree` as nested dicts, whatever mappings (Flax's FrozenDict, say) it is made of."""
+    """Return `tree` as nested dicts, whatever mappings (Flax's FrozenDict, say) it is made of."""
     return {k: as_dicts(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
 def init_amax_state(history_len: int) -> AmaxState:
-    """An empty history, and no amax seen in this step.
+    """Return an empty history, and no amax seen in this step.
 
     Args:
       history_len: number of steps that it remembers.
@@ -45,7 +45,7 @@ def init_amax_state(history_len: int) -> AmaxState:
 
 
 def history_amax(history: jax.Array, algo: str) -> jax.Array:
-    """The amax that a history predicts; 0 if it is empty.
+    """Return the amax that a history predicts; 0 if it is empty.
 
     Args:
       history: ``f32[..., H]``, newest first.
@@ -58,7 +58,7 @@ def history_amax(history: jax.Array, algo: str) -> jax.Array:
 
 
 def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
-    """`history` (newest first) with `amax` in front and the oldest entry dropped.
+    """Return `history` (newest first) with `amax` in front and the oldest entry dropped.
 
     Zero and non-finite values are left out: they predict nothing, and one Inf would freeze the
     scale for as long as it stayed in the window.
@@ -76,19 +76,19 @@ def push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
 
 
 def running_amax(state: AmaxState) -> jax.Array:
-    """The largest amax of the step under way, f32[...]; 0 if there is no such step."""
+    """Return the largest amax of the step under way, f32[...]; 0 if there is no such step."""
     return jnp.abs(state["amax"])
 
 
 def ended_steps(state: AmaxState) -> jax.Array:
-    """The history of the steps that have ended, f32[..., H]: without that of the step under way."""
+    """Return the history, f32[..., H], without an entry of the step under way."""
     history = state["amax_history"]
     older = jnp.concatenate([history[..., 1:], jnp.zeros_like(history[..., :1])], axis=-1)
     return jnp.where(_is_in_history(state), older, history)
 
 
 def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
-    """`state` with `amax` folded into the maximum of the step under way (non-finite: ignored).
+    """Fold `amax` into the maximum of the step under way; non-finite values are ignored.
 
     Devices that see parts of the tensor, in ``jax.shard_map`` or ``jax.pmap``, agree on the largest
     amax of all. Where JAX keeps track of what varies over the axes of the mesh, a state that itself
@@ -102,7 +102,7 @@ def observe(state: AmaxState, amax: jax.Array) -> AmaxState:
 
 
 def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The maximum of `x` over the devices that share `like`; see `observe`."""
+    """Return the maximum of `x` over the devices that share `like`; see `observe`."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return x
     axes = axes_apart(x, like)
@@ -110,7 +110,7 @@ def largest_of_devices(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def record(state: AmaxState, amax: jax.Array) -> AmaxState:
-    """`observe`, for loops that may never end a step: the maximum becomes an entry at once."""
+    """Observe in a loop that may never end a step: the maximum becomes an entry at once."""
     seen = observe(state, amax)
     return {
         "amax_history": push_amax(seen["amax_history"], seen["amax"]),
@@ -119,12 +119,12 @@ def record(state: AmaxState, amax: jax.Array) -> AmaxState:
 
 
 def end_recorded(state: AmaxState) -> AmaxState:
-    """`end_step` if `record` has already written the step's maximum; otherwise the step goes on."""
+    """End the step if `record` has already written its maximum; otherwise it goes on."""
     return {**state, "amax": jnp.maximum(state["amax"], 0.0)}
 
 
 def resume_recorded(state: AmaxState) -> AmaxState:
-    """`state` with its step under way even if `record` has already written the maximum."""
+    """Return `state` with its step under way even if `record` has already written the maximum."""
     return {"amax_history": ended_steps(state), "amax": running_amax(state)}
 
 
@@ -145,7 +145,7 @@ def end_step(state: AmaxState, amax: jax.Array | None = None) -> AmaxState:
 
 
 def _is_in_history(state: AmaxState) -> jax.Array:
-    """Whether the newest entry is that of the step under way, bool[..., 1]."""
+    """Return True if the newest entry is that of the step under way, bool[..., 1]."""
     return state["amax"][..., None] < 0
 
 

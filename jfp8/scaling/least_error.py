@@ -27,7 +27,7 @@ def with_least_error(
     candidates: Sequence[tuple[ScaledArray, jax.Array]],
     granularity: Block,
 ) -> tuple[ScaledArray, jax.Array]:
-    """For each block the candidate with the smallest ``sum((q * s - x)^2)``; the first if equal.
+    """Return the candidate with the smallest ``sum((q * s - x)^2)`` of each block, or the first.
 
     Errors are rounded to 2^-14 of the scale, and added as integers. A sum in f32 would depend on
     its order, and with it the bytes on the device.
@@ -80,7 +80,7 @@ def _units(values: jax.Array) -> jax.Array:
 
 
 def _block_sums(x: jax.Array, granularity: Block) -> jax.Array:
-    """The sum of each block of a uint32 array, in its dtype."""
+    """Return the sum of each block of a uint32 array, in its dtype."""
     block = block_shape(granularity, x.ndim)
     x = jnp.pad(x, [(0, -n % b) for n, b in zip(x.shape, block, strict=True)])
     blocked = [part for n, b in zip(x.shape, block, strict=True) for part in (n // b, b)]

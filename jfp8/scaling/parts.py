@@ -15,7 +15,7 @@ _Blocks = tuple[int, ...]
 def rule_of_scales(
     shape: tuple[int, ...], scale_shape: tuple[int, ...], block: _Blocks | None
 ) -> str:
-    """The rule that scales of `scale_shape` break for data of `shape`; "" if they fit."""
+    """Return the rule that scales of `scale_shape` break for data of `shape`; "" if they fit."""
     if not scale_shape:
         return ""
     if block is None:
@@ -35,7 +35,7 @@ def rule_of_scales(
 def apply_scale(
     values: jax.Array, scale: jax.Array, block: tuple[int, ...] | None = None
 ) -> jax.Array:
-    """``values * scale`` with each scale element covering its block of `values`."""
+    """Return ``values * scale`` with each scale element covering its block of `values`."""
     if scale.ndim == 0 or all(m in (1, n) for m, n in zip(scale.shape, values.shape, strict=True)):
         return values * scale
     if block is not None:
@@ -48,7 +48,7 @@ def apply_scale(
 
 
 def split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """2^(c-127) = 2^a * 2^b with both factors normal; code 255 gives NaN."""
+    """Return ``2^a, 2^b``, both normal, with ``2^(c-127) = 2^a * 2^b``; NaN for code 255."""
     code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32)
     half = code >> 1  # c - 127 = (half - 63) + (code - half - 64)
     first = lax.bitcast_convert_type((half + np.uint32(64)) << 23, jnp.float32)
@@ -60,7 +60,7 @@ def split_e8m0(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 def expand_scale(
     scale: jax.Array, shape: tuple[int, ...], block: tuple[int, ...] | None
 ) -> jax.Array:
-    """A scale of ``len(shape)`` dimensions, with blocks of several elements spelled out.
+    """Return a scale of ``len(shape)`` dimensions, with blocks of several elements spelled out.
 
     Dimensions over which it does not vary keep the size 1.
     """
@@ -75,7 +75,7 @@ def expand_scale(
 def index_of_scales(
     index: Any, shape: tuple[int, ...], scale_shape: tuple[int, ...], block: _Blocks | None
 ) -> tuple[tuple[Any, ...], _Blocks | None]:
-    """The index into the scales that belongs to `index` into the data.
+    """Return the index into the scales that belongs to `index` into the data.
 
     A slice must begin and end where blocks do, or stay within one block. An integer (or 0-d integer
     array) takes the scale of its block with it.
@@ -106,7 +106,7 @@ def index_of_scales(
 
 
 def _one_for_each(index: Any, ndim: int) -> tuple[Any, ...]:
-    """`index` as a tuple with an entry for each dimension."""
+    """Return `index` as a tuple with an entry for each dimension."""
     items = index if isinstance(index, tuple) else (index,)
     dots = [i for i, item in enumerate(items) if item is Ellipsis] or [len(items)]
     given = (*items[: dots[0]], *items[dots[0] + 1 :])

@@ -24,7 +24,7 @@ _FORMAT_NAMES = {np.dtype(fmt.dtype): fmt.name for fmt in FORMATS if fmt.dtype !
 
 
 def changes(value: Any) -> str:
-    """A dataclass as the call that makes it: ``DelayedScaling(margin=1)``.
+    """Return a dataclass as the call that makes it: ``DelayedScaling(margin=1)``.
 
     Fields with their default are left out, and a single one without a default needs no name.
     Formats are spelled ``E4M3FN``, so that the text can be evaluated with the names of `jfp8`.
@@ -54,19 +54,19 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def is_arraylike(x: Any) -> bool:
-    """Whether `x` has a shape and a dtype: arrays, tracers, ``jax.ShapeDtypeStruct``."""
+    """Return True if `x` has a shape and a dtype: arrays, tracers, ``jax.ShapeDtypeStruct``."""
     return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype")
 
 
 def array(x: Any) -> str:
-    """``f32[8,64]``; for anything but an array, its type."""
+    """Return ``f32[8,64]``; for anything but an array, its type."""
     if not is_arraylike(x):
         return str(x) if x is None or isinstance(x, (bool, int, float)) else type(x).__name__
     return f"{dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
 
 
 def dtype(given: Any) -> str:
-    """``f32``, ``i32``, ``E4M3FN``: JAX's short names, and those of formats."""
+    """Return ``f32``, ``i32``, ``E4M3FN``: JAX's short names, and those of formats."""
     if given in _FORMAT_NAMES:
         return _FORMAT_NAMES[np.dtype(given)]
     found = re.fullmatch(r"(u?int|b?float)(\d+)", str(given))
@@ -74,7 +74,7 @@ def dtype(given: Any) -> str:
 
 
 def on_host(x: Any) -> np.ndarray | None:
-    """The contents of an array; None where they need a computation."""
+    """Return the contents of an array; None where they need a computation."""
     if isinstance(x, jax.Array):
         if isinstance(x, jax.core.Tracer) or x.is_deleted() or not x.is_fully_addressable:
             return None
@@ -87,7 +87,7 @@ def on_host(x: Any) -> np.ndarray | None:
 
 
 def number(x: Any) -> str:
-    """A scalar by its value, if it has one: ``32768``, ``True``; else as `array`."""
+    """Return a scalar by its value, if it has one: ``32768``, ``True``; else as `array`."""
     value = on_host(x)
     if value is None or value.ndim or value.dtype == object:
         return array(x)
@@ -98,12 +98,12 @@ def number(x: Any) -> str:
 
 
 def n_bytes(x: Any) -> int:
-    """Bytes of an array; 0 of anything else. Formats of 4 bits take a byte, as in JAX."""
+    """Count the bytes of an array; 0 of anything else. Formats of 4 bits take a byte, as in JAX."""
     return math.prod(x.shape) * x.dtype.itemsize if is_arraylike(x) else 0
 
 
 def byte_size(n: float) -> str:
-    """``"14 B"``, ``"3.4 MB"``: powers of 1000."""
+    """Return ``"14 B"``, ``"3.4 MB"``: powers of 1000."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= size:
             return f"{n / size:.3g} {unit}"
@@ -111,12 +111,12 @@ def byte_size(n: float) -> str:
 
 
 def counted(n: int, what: str) -> str:
-    """``"1 product"``, ``"16 products"``."""
+    """Return ``"1 product"``, ``"16 products"``."""
     return f"{n:,} {what}" + ("" if n == 1 else "s")
 
 
 def tree(x: Any) -> str:
-    """What a tree holds in a few words: ``"14 arrays, 3.4 MB"``, and the types of other leaves."""
+    """Describe a tree in a few words: ``"14 arrays, 3.4 MB"``, and the types of other leaves."""
     leaves = jax.tree.leaves(x)
     if not leaves:
         return "empty"
@@ -127,7 +127,7 @@ def tree(x: Any) -> str:
 
 
 def state_types(x: Any) -> str:
-    """The named tuples of an optimizer's state that hold something, outermost first.
+    """Return the named tuples of an optimizer's state that hold something, outermost first.
 
     ``"LossScaleState(ScaleByAdamState)"`` of ``loss_scale(adam(...))``.
     """
@@ -140,12 +140,12 @@ def state_types(x: Any) -> str:
 
 
 def optimizer_state(x: Any) -> str:
-    """An optimizer's state by its types and its size."""
+    """Return an optimizer's state by its types and its size."""
     return ": ".join(filter(None, (state_types(x), tree(x))))
 
 
 def named_state(state: Any) -> str:
-    """A named tuple with its scalars by value, and what else is in it by type and size."""
+    """Return a named tuple with its scalars by value, and what else is in it by type and size."""
     parts = []
     for name, value in zip(type(state)._fields, state, strict=True):
         alone = is_arraylike(value) or value is None or not isinstance(value, (tuple, list, dict))
@@ -156,7 +156,7 @@ def named_state(state: Any) -> str:
 def scaled_array(
     data: Any, scale: Any, outer: Any, sizes: tuple[int, ...] | None, carrier: Any
 ) -> str:
-    """A `ScaledArray`: format, shape, scales, and the range of the values if available.
+    """Return a `ScaledArray`: format, shape, scales, and the range of the values if available.
 
     Args:
       data: stored bytes.
@@ -215,7 +215,7 @@ def _spelled_range(x: np.ndarray) -> str:
 
 
 def _host_scales(scale: Any, outer: Any) -> np.ndarray | None:
-    """The scales as f32, None if they are not available."""
+    """Return the scales as f32, None if they are not available."""
     found = on_host(scale)
     if found is None or found.dtype == object:
         return None

@@ -35,7 +35,7 @@ def quantize(
     rounding: Rounding = "nearest_even",
     key: jax.Array | None = None,
 ) -> ScaledArray:
-    """``data = cast(x * (1 / scale), fmt)`` with ``scale = amax(x) / fmt.max`` unless it is given.
+    """Quantize: ``data = cast(x * (1 / scale), fmt)``, ``scale = amax(x) / fmt.max`` unless given.
 
     Elements beyond ``scale * fmt.max`` saturate. NaN and Inf do not: both become NaN in `data`, so
     that the cast hides neither. With `Block` they make the scale of their block NaN, and so all of
@@ -126,7 +126,7 @@ def block_scale(
 
 
 def reciprocal_of_block_scale(scale: jax.Array) -> jax.Array:
-    """``1 / scale`` in f32, of f32 or e8m0 scales from `scaling.scale_from_amax`."""
+    """Return ``1 / scale`` in f32, of f32 or e8m0 scales from `scaling.scale_from_amax`."""
     if scale.dtype != E8M0FNU.dtype:
         return reciprocal(scale)
     # No amax has a code above 253, so that the reciprocal is a normal f32.
@@ -144,7 +144,7 @@ def two_level_scale(
     reach: float | None = None,
     axis: int | None = None,
 ) -> tuple[ScaledArray, jax.Array]:
-    """The scales of `TwoLevel`, `scale_fmt` under f32, and what to multiply `x` by. ::
+    """Return the scales of `TwoLevel`, `scale_fmt` under f32, and what to multiply `x` by. ::
 
         S = reach / amax
         s = cast(block_amax / target * S, scale_fmt)

@@ -9,7 +9,7 @@ from jax import lax
 
 
 def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Uniform random bits, about eight times cheaper on CPU than ``jax.random.bits``.
+    """Draw uniform random bits, about eight times cheaper on CPU than ``jax.random.bits``.
 
     ``bits[i] = f(f(i + seed_0) ^ seed_1)`` with ``f`` the finalizer of MurmurHash3, ``i`` the flat
     index and the two seed words drawn from `key` by JAX's own generator. Good enough to round
@@ -26,19 +26,19 @@ def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def seed_of(key: jax.Array) -> jax.Array:
-    """The two words that `random_bits` draws from `key`: uint32[2]."""
+    """Return the two words that `random_bits` draws from `key`: uint32[2]."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def fold_in(seed: jax.Array, word: jax.Array | np.uint32) -> jax.Array:
-    """A new seed from this one and the uint32 `word`; different words give different seeds."""
+    """Derive a seed from this one and the uint32 `word`; different words, different seeds."""
     # An int32, from jnp.arange say, would have its shifts extend the sign.
     word = _murmur3_finalizer(jnp.asarray(word).astype(jnp.uint32) ^ np.uint32(0x9E3779B9))
     return jnp.stack([_murmur3_finalizer(seed[0] ^ word), seed[1] + word])
 
 
 def hash_bits(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`random_bits` from the two seed words themselves."""
+    """Return `random_bits` from the two seed words themselves."""
     # The flat index is built from per-axis iotas: a reshape would make a sharded array gather.
     index = jnp.zeros(shape, jnp.uint32)
     stride = 1

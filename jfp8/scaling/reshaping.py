@@ -23,7 +23,7 @@ class Reshaped(NamedTuple):
 
 
 def reshaped_scales(shape: Shape, sizes: Shape, new: Shape) -> Reshaped | None:
-    """The scales of data of `shape` in blocks of `sizes`, once it has the shape `new`.
+    """Return the scales of data of `shape` in blocks of `sizes`, once it has the shape `new`.
 
     Dimensions that are merged or split must be in blocks that are runs of consecutive elements, and
     dimensions that a run does not fill must consist of whole runs. So a matrix ``[k, 256]`` in
@@ -58,7 +58,7 @@ def _groups(shape: Shape, sizes: Shape, new: Shape) -> Iterator[tuple[Shape, Sha
 
 
 def _run(shape: Shape, sizes: Shape) -> int | None:
-    """How many consecutive elements share a scale; None: they are not consecutive."""
+    """Count the consecutive elements that share a scale; None: they are not consecutive."""
     run, ended = 1, False
     for axis in reversed(range(len(shape))):
         n, b = shape[axis], min(sizes[axis], shape[axis])
@@ -74,7 +74,7 @@ def _run(shape: Shape, sizes: Shape) -> int | None:
 
 
 def _of_run(run: int | None, shape: Shape) -> Shape | None:
-    """The blocks of `shape` that are runs of `run` elements."""
+    """Return the blocks of `shape` that are runs of `run` elements."""
     if run is None:
         return None
     sizes, left = [1] * len(shape), run
@@ -90,7 +90,7 @@ def _of_run(run: int | None, shape: Shape) -> Shape | None:
 
 
 def reshaped(q: Any, shape: Sequence[int]) -> Any:
-    """The `ScaledArray` `q` in another shape, bit for bit.
+    """Return the `ScaledArray` `q` in another shape, bit for bit.
 
     Raises:
       ValueError: the shape has another number of elements, or cuts blocks.
@@ -114,7 +114,7 @@ def reshaped(q: Any, shape: Sequence[int]) -> Any:
 
 
 def _full(shape: Sequence[int], size: int) -> Shape:
-    """`shape` with the number in place of a -1.
+    """Return `shape` with the number in place of a -1.
 
     Raises:
       ValueError: it does not hold `size` elements.

@@ -37,7 +37,7 @@ SMALLEST_SCALE, LARGEST_SCALE = np.float32(2.0**-126), np.float32(2.0**126)
 
 
 def amax(x: jax.typing.ArrayLike, granularity: Granularity | None = None) -> jax.Array:
-    """``max(|x|)`` as f32; NaN if any element is NaN, Inf if any is Inf, 0 for an empty array.
+    """Return ``max(|x|)`` as f32: NaN or Inf if any element is, 0 for an empty array.
 
     The maximum is taken over the integer bit patterns without the sign, which order as
     ``finite < Inf < NaN``: one pass, exact, and it misses neither NaN nor subnormals (XLA:CPU's
@@ -108,7 +108,7 @@ def scale_from_amax(
     scale_rounding: ScaleRounding = None,
     poison: bool = False,
 ) -> jax.Array:
-    """The scale that maps `amax` onto ``fmt.max``: ``amax / fmt.max * 2**margin``.
+    """Return the scale that maps `amax` onto ``fmt.max``: ``amax / fmt.max * 2**margin``.
 
     The result is never 0, Inf or NaN and its reciprocal is normal, whatever `amax` is: an `amax` of
     0, Inf or NaN gives 1, and scales are kept between 2^-126 and 2^126. A non-finite `amax` gives
@@ -165,7 +165,7 @@ def scale_from_amax(
 
 
 def e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:
-    """Biased exponent (int32) of the power-of-two scale, 255 if `amax` is not finite.
+    """Return biased exponent (int32) of the power-of-two scale, 255 if `amax` is not finite.
 
     With ``amax = 2^(e-127) * (1 + t / 2^23)`` and the format's ``max = 2^emax * (1 + T / 2^23)``,
     the smallest power of two with ``amax / scale <= max`` is ``e - emax + (t > T)``: exact, and
@@ -184,12 +184,12 @@ def e8m0_code(amax: jax.Array, fmt: Format, mode: str) -> jax.Array:
 
 
 def reciprocal(scale: jax.Array) -> jax.Array:
-    """``1 / scale`` in f32, correctly rounded; `scale` is f32."""
+    """Return ``1 / scale`` in f32, correctly rounded; `scale` is f32."""
     return np.float32(1.0) / scale
 
 
 def reciprocal_factors(scale: jax.Array) -> tuple[jax.Array, ...]:
-    """f32 factors that divide by `scale` when multiplied by one after the other.
+    """Return f32 factors that divide by `scale` when multiplied by one after the other.
 
     The reciprocal of an E8M0 code ``c`` is the code ``254 - c``, exactly; like every E8M0 scale it
     takes two factors (see `parts.split_e8m0`).
@@ -210,7 +210,7 @@ def quantize_with_scale(
     block: tuple[int, ...] | None = None,
     inverse: jax.Array | None = None,
 ) -> ScaledArray:
-    """`quantize` with a given scale, unchecked and without a gradient.
+    """Return `quantize` with a given scale, unchecked and without a gradient.
 
     It multiplies by an explicit reciprocal, because on some backends XLA turns a division by a
     broadcast scale into that anyway.

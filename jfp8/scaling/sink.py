@@ -38,7 +38,7 @@ _POSITIVE, _NEGATIVE, _NAN = (np.uint32(1 << bit) for bit in (29, 30, 31))
 
 
 def init_sink() -> jax.Array:
-    """A sink: zeros through whose gradient the backward pass reports amaxes.
+    """Return a sink: zeros through whose gradient the backward pass reports amaxes.
 
     Returns:
       f32[3, 2050], all zero.
@@ -47,7 +47,7 @@ def init_sink() -> jax.Array:
 
 
 def is_sink(x: jax.Array) -> bool:
-    """Whether `x` has the shape and dtype of sinks: code that rounds gradients must skip them."""
+    """Return True if `x` has the shape and dtype of a sink, which must not be rounded."""
     return x.shape[-2:] == (len(ROLES), WIDTH) and x.dtype == jnp.float32
 
 
@@ -62,7 +62,7 @@ def check_sink(sink: jax.Array) -> None:
 
 @jax.jit
 def encode_amax(amax: jax.Array) -> jax.Array:
-    """A row for each amax: f32[...] -> f32[..., 2050]."""
+    """Return a row for each amax: f32[...] -> f32[..., 2050]."""
     bits = lax.bitcast_convert_type(jnp.abs(amax), jnp.uint32)[..., None]
     is_zero, is_finite = bits < _SMALLEST_NORMAL, bits < _INF  # arithmetic flushes subnormals
     position = jnp.clip((bits >> _SHIFT).astype(jnp.int32) - _FIRST, 1, BINS - 1)
@@ -75,7 +75,7 @@ def encode_amax(amax: jax.Array) -> jax.Array:
 
 @jax.jit
 def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The amax that a row holds, and whether a non-finite one was seen.
+    """Return the amax that a row holds, and whether a non-finite one was seen.
 
     Args:
       row: f32[..., 2050], a cotangent of a sink row after any sums, means and rescalings, and
@@ -112,7 +112,7 @@ def decode_amax(row: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def max_of_sinks(first: jax.Array, second: jax.Array) -> jax.Array:
-    """A sink that reads as the larger of two, row by row: f32[..., 3, 2050].
+    """Return a sink that reads as the larger of two, row by row: f32[..., 3, 2050].
 
     Keeps the exactness that their sum would lose. Non-finite amaxes stay recorded.
     """
@@ -125,5 +125,5 @@ def max_of_sinks(first: jax.Array, second: jax.Array) -> jax.Array:
 
 
 def _along_last(vector: jax.Array, ndim: int) -> jax.Array:
-    """`vector` as an array of `ndim` dimensions: nothing here relies on rank promotion."""
+    """Return `vector` as an array of `ndim` dimensions: nothing here relies on rank promotion."""
     return lax.expand_dims(vector, range(ndim - 1))

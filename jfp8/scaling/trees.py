@@ -31,7 +31,7 @@ def is_scaled_array(node: Any) -> bool:
 
 
 def dequantize_tree(tree: Any, dtype: jax.typing.DTypeLike = jnp.float32) -> Any:
-    """`tree` with each `ScaledArray` replaced by its values: for averages, norms and the like.
+    """Replace each `ScaledArray` in `tree` by its values: for averages, norms and the like.
 
     Args:
       tree: pytree of anything.

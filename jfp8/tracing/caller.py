@@ -16,7 +16,7 @@ _NOT_THE_USER = (
 
 
 def user_level() -> int:
-    """``stacklevel`` of a warning by the caller: its first frame outside of libraries.
+    """Return ``stacklevel`` of a warning by the caller: its first frame outside of libraries.
 
     These are JAX, Flax, Optax and jfp8.
     """

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 
 def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """`closed` without the equations that its results do not need."""
+    """Return `closed` without the equations that its results do not need."""
     jaxpr, _ = partial_eval.dce_jaxpr(
         closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
     )
@@ -38,7 +38,7 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
 
 
 def same_varying_axes(tree: Any) -> Any:
-    """`tree` with every leaf made to vary over the union of all leaves' mesh axes.
+    """Return `tree` with every leaf made to vary over the union of all leaves' mesh axes.
 
     ``shard_map`` requires the cotangents of a ``custom_vjp`` to vary like their primals. Casting
     the primals first makes JAX sum the cotangents of replicated ones over the mesh, as it should.
@@ -84,7 +84,7 @@ def axes_apart(x: jax.Array, other: jax.Array) -> tuple[Any, ...]:
 
 
 def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """`x` made to vary over all mesh axes over which `other` does."""
+    """Return `x` made to vary over all mesh axes over which `other` does."""
     missing = tuple(varying_axes(other) - varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -99,7 +99,7 @@ def mesh_in_effect() -> Mesh | AbstractMesh | None:
 
 
 def finest_mesh(mesh: Mesh, sharding: Any) -> Mesh:
-    """The devices of `mesh`, or of a sharding if that is empty, with axes of prime sizes.
+    """Return the devices of `mesh`, or of a sharding if that is empty, with axes of prime sizes.
 
     The compiler may divide a dimension by a part of an axis, which has a name here.
     """
@@ -121,7 +121,7 @@ def _prime_factors(n: int) -> list[int]:
 
 
 def axes_by_dimension(x: Any, mesh: Mesh) -> list[tuple[str, ...]]:
-    """The axes of `mesh` along which the compiler divides each dimension of an array.
+    """Return the axes of `mesh` along which the compiler divides each dimension of an array.
 
     Empty for all, if that is not decided, or done in a way that the axes cannot express.
     """
@@ -137,12 +137,12 @@ def axes_by_dimension(x: Any, mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def context_of(eqn: Any) -> contextlib.AbstractContextManager[object]:
-    """The context in which an equation was traced: meshes and the like."""
+    """Return the context in which an equation was traced: meshes and the like."""
     return eqn.ctx.manager
 
 
 def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of one equation of a jaxpr, in its own context and named scopes."""
+    """Return the results of one equation of a jaxpr, in its own context and named scopes."""
     eager = eqn.primitive.get_bind_params(eqn.params)
     name = str(eqn.source_info.name_stack)
     with eqn.ctx.manager, jax.named_scope(name) if name else contextlib.nullcontext():
@@ -206,7 +206,7 @@ def cudnn_attention() -> Callable[..., tuple[jax.Array, jax.Array]] | None:
 
 
 def trace_state() -> Any:
-    """A value that is equal only between calls in the same trace of the same function."""
+    """Return a value that is equal only between calls in the same trace of the same function."""
     return get_opaque_trace_state()
 
 
@@ -222,13 +222,13 @@ def is_in_a_body() -> bool:
 
 
 def is_eager() -> bool:
-    """Whether operations are computed immediately: nothing is being traced."""
+    """Return True if operations are computed immediately: nothing is being traced."""
     trace = _not_interposed(core.trace_ctx.trace)
     return core.trace_state_clean() or (trace is core.eval_trace and not core.nonempty_axis_env())
 
 
 def outermost_scope() -> Scope | None:
-    """The scope made by the running ``apply``: the root of all but those of lifted modules.
+    """Return the scope made by the running ``apply``: the root of all but those of lifted modules.
 
     None outside of a Linen module.
     """
@@ -281,7 +281,7 @@ class _Interposed(core.Trace):
 
 
 def _not_interposed(trace: Any) -> Any:
-    """The trace that is under way where `trace` is the current one."""
+    """Return the trace that is under way where `trace` is the current one."""
     return trace.parent_trace if isinstance(trace, _Interposed) else trace
 
 
@@ -300,7 +300,7 @@ def interposed(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 def interposing() -> Callable[..., Any] | None:
-    """The function that operations are handed to, if any."""
+    """Return the function that operations are handed to, if any."""
     trace: Any = core.trace_ctx.trace
     return trace.handle if isinstance(trace, _Interposed) else None
 

@@ -56,7 +56,7 @@ class EinsumProduct(ProductModule):
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """``jnp.einsum(equation, lhs, rhs)`` in FP8; see `jfp8.scaled_dot_general`.
+        """Return ``jnp.einsum(equation, lhs, rhs)`` in FP8; see `jfp8.scaled_dot_general`.
 
         Args:
           equation: of two operands, with a result: ``"...qhd,...khd->...hqk"``.

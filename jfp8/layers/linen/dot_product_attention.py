@@ -99,14 +99,14 @@ class DotProductAttention(nn.Module):
 
 
 def is_stock(attention_fn: Callable[..., jax.Array]) -> bool:
-    """Whether `attention_fn` of a layer is Flax's own."""
+    """Return True if `attention_fn` of a layer is Flax's own."""
     return attention_fn is nn.dot_product_attention
 
 
 def attention_fn_by(
     make: Callable[..., DotProductAttention], attention_fn: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
-    """An ``attention_fn`` for a layer of Flax, in FP8 by what `make` makes.
+    """Return an ``attention_fn`` for a layer of Flax, in FP8 by what `make` makes.
 
     Args:
       attention_fn: the layer's own, for regions in which FP8 is disabled.

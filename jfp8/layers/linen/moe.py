@@ -46,7 +46,7 @@ class RaggedDot(ProductModule):
         preferred_element_type: jax.typing.DTypeLike | None = None,
         **multiply: Any,
     ) -> jax.Array:
-        """``jax.lax.ragged_dot`` in FP8; see `jfp8.products.ragged.dot.scaled_ragged_dot`.
+        """Return ``jax.lax.ragged_dot`` in FP8; see `jfp8.products.ragged.dot.scaled_ragged_dot`.
 
         Args:
           lhs: ``f32 | bf16 | f16`` of shape ``[m, k]``.

@@ -65,7 +65,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _place(self, collection: str, name: str) -> tuple[str, str]:
-        """The collection and the name of a variable of `collection`."""
+        """Return the collection and the name of a variable of `collection`."""
         return place_in_params(collection, name) if self.state_in_params else (collection, name)
 
     @nn.nowrap
@@ -119,7 +119,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def begin(self, recipe: Recipe) -> tuple[State, bool]:
-        """The state for one use of the product; and whether `end` is to record that use."""
+        """Return the state for one use of the product; and whether `end` is to record that use."""
         if self.state_collection != "fp8":
             check_state_collection(self.state_collection)
         key = None
@@ -152,7 +152,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _is_used_again(self) -> bool:
-        """Whether this ``apply`` has used the product before, or may have.
+        """Return True if this ``apply`` has used the product before, or may have.
 
         It may have within a lifted transformation, whose body may be traced once and run twice.
         """
@@ -168,7 +168,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _place_in_model(self) -> tuple[str, str]:
-        """The path of the layer that has this product, and the path of the product in it."""
+        """Return the path of the layer that has this product, and the path of the product in it."""
         module: Any = self
         depth = len(self.path)
         while depth and isinstance(module, ProductModule):
@@ -181,7 +181,7 @@ class ProductModule(nn.Module):
 
     @nn.nowrap
     def _read_state(self, recipe: Recipe) -> dict[str, AmaxState] | None:
-        """The histories, made if they are missing and may be; None without them."""
+        """Return the histories, made if they are missing and may be; None without them."""
         empty = recipe.init_state()
         # State of a layer whose recipe keeps none is a mistake, unless it is only there for now.
         if empty is None and self.recipe is None:
@@ -302,7 +302,7 @@ class ConvGeneralDilated(ProductModule):
         precision: Any = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """``jax.lax.conv_general_dilated`` in FP8; see `jfp8.scaled_conv_general_dilated`.
+        """Return ``jax.lax.conv_general_dilated`` in FP8; see `jfp8.scaled_conv_general_dilated`.
 
         Args:
           lhs, rhs: ``f32 | bf16 | f16`` arrays: images and kernels; `rhs` may be a `ScaledArray`.

@@ -48,7 +48,7 @@ def check_state_collection(name: str) -> None:
 
 
 def init_overwritten(empty: Mapping[str, AmaxState]) -> jax.Array:
-    """The variable before the first step, where `empty` is ``recipe.init_state()``."""
+    """Return the variable before the first step, where `empty` is ``recipe.init_state()``."""
     length = max(empty[role]["amax_history"].shape[-1] for role in ROLES)
     return jnp.zeros((len(ROLES) * (WIDTH + _BITS * length),), jnp.float32)
 
@@ -124,7 +124,7 @@ def histories_in(collection: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(shape: tuple[int, ...]) -> int | None:
-    """The H of a variable of this shape; None: it has no such shape."""
+    """Return the H of a variable of this shape; None: it has no such shape."""
     if len(shape) != 1 or shape[0] % len(ROLES):
         return None
     steps, rest = divmod(shape[0] // len(ROLES) - WIDTH, _BITS)
@@ -133,7 +133,7 @@ def _steps(shape: tuple[int, ...]) -> int | None:
 
 @jax.custom_vjp
 def _read(variable: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The histories, f32[3, H], and an empty sink."""
+    """Return the histories, f32[3, H], and an empty sink."""
     return _read_forward(variable)[0]
 
 
@@ -156,7 +156,7 @@ def _read_backward(histories, cotangents):
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """The place of each bit, along the last dimension."""
+    """Return the place of each bit, along the last dimension."""
     return lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
 
 

@@ -33,7 +33,7 @@ def into_params(state: Any, leading: int = 0) -> Any:
 
 
 def from_params(state: Any, collection: str, leading: int = 0) -> Any:
-    """The opposite of `into_params`.
+    """Return the opposite of `into_params`.
 
     Raises:
       ValueError: the arrays are stacked, but not along their leading dimensions.

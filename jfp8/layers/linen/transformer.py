@@ -54,7 +54,7 @@ class RelativePositionBiases(nn.Module):
         bidirectional: bool = True,
         position: jax.Array | None = None,
     ) -> jax.Array:
-        """The biases, ``[1, heads, query_length, key_length]``.
+        """Return the biases, ``[1, heads, query_length, key_length]``.
 
         Args:
           bidirectional: whether keys after a query have distances of their own.
@@ -108,7 +108,7 @@ class LayerNormAttention(nn.Module):
         cache: KVCache | None = None,
         deterministic: bool = True,
     ) -> tuple[jax.Array, KVCache | None]:
-        """``[..., q, hidden_size]``, from `inputs` of that shape and, if given, `encoded`.
+        """Return ``[..., q, hidden_size]``, from `inputs` of that shape and, if given, `encoded`.
 
         With a `cache`, `inputs` are the next positions; the second result is then the new cache.
         """
@@ -291,7 +291,7 @@ class TransformerLayer(TransformerOptions, _Deterministic, nn.Module):
 
     @nn.nowrap
     def _cache(self, inputs: jax.Array) -> KVCache | None:
-        """The keys and values of earlier tokens; None if there are none, or not yet."""
+        """Return the keys and values of earlier tokens; None if there are none, or not yet."""
         if not self.decode:
             return None
         self.check_decodes()

@@ -232,12 +232,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
 
 def _heads(layer: nnx.MultiHeadAttention) -> tuple[int, int]:
-    """The number of heads of keys and values, and their features."""
+    """Return the number of heads of keys and values, and their features."""
     return getattr(layer, "num_kv_heads", layer.num_heads), layer.head_dim
 
 
 def has_stock_attention(layer: nnx.MultiHeadAttention) -> bool:
-    """Whether attention between the projections is still Flax's."""
+    """Return True if attention between the projections is still Flax's."""
     return layer.attention_fn is nnx.dot_product_attention
 
 

@@ -191,5 +191,5 @@ def _product(layer: Any, x: jax.Array, multiply: Callable[..., Any]) -> Any:
 
 
 def dropout_or_none(rate: float, rngs: nnx.Rngs) -> Any:
-    """An ``nnx.Dropout`` as an attribute; None without dropout, which needs no stream."""
+    """Return an ``nnx.Dropout`` as an attribute; None without dropout, which needs no stream."""
     return nnx.data(nnx.Dropout(rate, rngs=rngs) if rate else None)

@@ -64,7 +64,7 @@ HOOKS: dict[type[nnx.Module], Hook] = {
 
 
 def hook_of(layer: Any) -> Hook | None:
-    """The hook of `layer`, if it is of a kind that has one."""
+    """Return the hook of `layer`, if it is of a kind that has one."""
     return next((hook for kind, hook in HOOKS.items() if isinstance(layer, kind)), None)
 
 

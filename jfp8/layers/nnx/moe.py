@@ -44,7 +44,7 @@ class RaggedDot(Product):
         preferred_element_type: jax.typing.DTypeLike | None = None,
         **multiply: Any,
     ) -> jax.Array:
-        """``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
+        """Return ``jax.lax.ragged_dot`` in FP8, with the arguments of `jfp8.linen.RaggedDot`."""
         result = {"preferred_element_type": preferred_element_type}
 
         # A ragged product takes no out_sharding.

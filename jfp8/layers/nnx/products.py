@@ -43,7 +43,7 @@ class Fp8State(nnx.Variable):
     __slots__ = ("_step",)  # no attribute of the graph: the next trace has variables of its own
 
     def step_under_way(self) -> AmaxState:
-        """The steps before this one, and the largest amax that it has recorded so far.
+        """Return the steps before this one, and the largest amax that it has recorded so far.
 
         All calls in one trace of the function that ``nnx.grad`` or ``nnx.jit`` was given are one
         step. Outside of any, each call is.
@@ -133,7 +133,7 @@ class Product(nnx.Module):
             self.use_running_average = use_running_average
 
     def histories(self) -> dict[str, jax.Array]:
-        """The three amax histories; only of a product that has some."""
+        """Return the three amax histories; only of a product that has some."""
         return {role: self.fp8[role].get_value() for role in ROLES}
 
     def set_histories(self, histories: dict[str, jax.Array]) -> None:
@@ -182,7 +182,7 @@ class Product(nnx.Module):
     def begin(
         self, recipe: Recipe, operands: tuple[jax.Array, jax.Array] | None
     ) -> tuple[State, bool]:
-        """The state for one use of the product; and whether `end` is to record that use.
+        """Return the state for one use of the product; and whether `end` is to record that use.
 
         Args:
           recipe: in effect.
@@ -259,7 +259,7 @@ class Product(nnx.Module):
 
 @jax.custom_batching.custom_vmap
 def _push(history: jax.Array, amax: jax.Array) -> jax.Array:
-    """`push_amax`, where one history gets the largest of many amaxes under ``vmap``."""
+    """Return `push_amax`, where one history gets the largest of many amaxes under ``vmap``."""
     return push_amax(history, amax)
 
 
@@ -298,7 +298,7 @@ class DotGeneral(Product):
         out_sharding: Any = None,
         multiply: Callable[..., Any] = multiply_quantized,
     ) -> jax.Array:
-        """``jax.lax.dot_general`` in FP8, with the arguments of `jfp8.linen.DotGeneral`.
+        """Return ``jax.lax.dot_general`` in FP8, with the arguments of `jfp8.linen.DotGeneral`.
 
         Args:
           out_sharding: of the result, for meshes with explicit axes.
@@ -382,7 +382,7 @@ class EinsumOp(Product):
         preferred_element_type: jax.typing.DTypeLike | None = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """``jnp.einsum(equation, lhs, rhs)`` in FP8; see `jfp8.linen.EinsumProduct`.
+        """Return ``jnp.einsum(equation, lhs, rhs)`` in FP8; see `jfp8.linen.EinsumProduct`.
 
         Args:
           out_sharding: of the result, for meshes with explicit axes.

@@ -242,7 +242,7 @@ class TransformerLayer(TransformerOptions, nnx.Module):
         write_cache(self, init_kv_cache(self.kv_cache_shape(input_shape), dtype))
 
     def _cache(self, decode: bool | None) -> KVCache | None:
-        """The keys and values of earlier tokens; None if they are not asked for."""
+        """Return the keys and values of earlier tokens; None if they are not asked for."""
         if not (self.decode if decode is None else decode):
             return None
         cache = read_cache(self)

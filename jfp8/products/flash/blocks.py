@@ -76,7 +76,7 @@ class Gradients(NamedTuple):
 def forward(
     q: Quantized, k: Quantized, v: Quantized, visible: Visible, scale: float, numerics: Numerics
 ) -> Softmax:
-    """Attention, block by block.
+    """Compute attention block by block.
 
     Args:
       q: ``[batch, heads, groups, queries, depth]``; those of a group share the keys of a head.
@@ -132,7 +132,7 @@ def backward(
     scale: float,
     numerics: Numerics,
 ) -> Gradients:
-    """Gradients with respect to Q, K, V and the bias.
+    """Compute the gradients with respect to Q, K, V and the bias.
 
     Args:
       operands: shaped as those of `forward`; dO like Q.
@@ -202,7 +202,7 @@ def _varying(start: Any, like: Quantized) -> Any:
 def _scores(
     q: Quantized, k: Quantized, visible: Visible, scale: float, i: jax.Array, j: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``S`` of a block of queries and one of keys, -inf where the second result is False."""
+    """Return ``S`` of a block of queries and one of keys, -inf where the second result is False."""
     s = product("bngth,bnsh->bngts", q.data, k.data)
     s = s * (q.scale * scale)[..., None] * _by_key(k.scale)
     if visible.bias is not None:
@@ -227,7 +227,7 @@ def _quantized(
 
 
 def _finite(m: jax.Array) -> jax.Array:
-    """``m``, and 0 for the -inf of a query that has seen no key: ``exp(-inf - 0) = 0``."""
+    """Return ``m``, and 0 for the -inf of a query that has seen no key: ``exp(-inf - 0) = 0``."""
     return jnp.where(m == -jnp.inf, 0, m)
 
 
@@ -244,7 +244,7 @@ def _block(x: Quantized, i: jax.Array, size: int, axis: int) -> Quantized:
 
 
 def _whole(x: Quantized, axis: int, block: int) -> Quantized:
-    """`x` with tokens of zeros behind it, up to a whole block."""
+    """Return `x` with tokens of zeros behind it, up to a whole block."""
     size = -(-x.scale.shape[axis] // block) * block
     data, scale = padded(x.data, axis, size), padded(x.scale, axis, size, SMALLEST_SCALE)
     return Quantized(data, scale, x.amax)
@@ -257,7 +257,7 @@ def _joined(blocks: jax.Array, rows: int) -> jax.Array:
 
 
 def _added(x: jax.Array, part: jax.Array, at: jax.Array, axis: int) -> jax.Array:
-    """`x` with `part` added to it, from `at` on along `axis`."""
+    """Return `x` with `part` added to it, from `at` on along `axis`."""
     before = lax.dynamic_slice_in_dim(x, at, part.shape[axis], axis)
     return lax.dynamic_update_slice_in_dim(x, before + part, at, axis)
 

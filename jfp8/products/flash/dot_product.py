@@ -350,7 +350,7 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 def _by_score(
     x: jax.typing.ArrayLike | None, name: str, shape: tuple[int, ...], kv_heads: int
 ) -> jax.Array | None:
-    """A mask or bias as ``[batch | 1, heads | 1, groups | 1, queries | 1, keys | 1]``."""
+    """Return a mask or bias as ``[batch | 1, heads | 1, groups | 1, queries | 1, keys | 1]``."""
     if x is None:
         return None
     x = jnp.asarray(x)

@@ -81,7 +81,7 @@ class Visible:
         return x
 
     def padded_bias(self) -> tuple[int, ...]:
-        """The shape of the bias, with whole blocks of queries and keys."""
+        """Return the shape of the bias, with whole blocks of queries and keys."""
         assert self.bias is not None
         sizes = (n * block for n, block in zip(self.blocks, self.block, strict=True))
         of_blocks = (
@@ -96,7 +96,7 @@ class Visible:
 
 
 def padded(x: jax.Array, axis: int, size: int, fill: Any = 0) -> jax.Array:
-    """`x` with `fill` behind it along `axis`, up to `size`."""
+    """Return `x` with `fill` behind it along `axis`, up to `size`."""
     if x.shape[axis] == size:
         return x
     width = [(0, size - x.shape[d] if d == axis else 0) for d in range(x.ndim)]
@@ -104,7 +104,7 @@ def padded(x: jax.Array, axis: int, size: int, fill: Any = 0) -> jax.Array:
 
 
 def window_of(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """The ``local_window_size`` of users, before and after a query; None: all."""
+    """Return the ``local_window_size`` of users, before and after a query; None: all."""
     if size is None:
         return None
     left, right = (size, size) if isinstance(size, int) else size
@@ -117,7 +117,7 @@ def window_of(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def lengths_of(x: jax.typing.ArrayLike | None, name: str, batch: int) -> jax.Array | None:
-    """The lengths of sequences that users give, int[batch]; `name` is for the message."""
+    """Return the lengths of sequences that users give, int[batch]; `name` is for the message."""
     if x is None:
         return None
     x = jnp.asarray(x)

@@ -49,7 +49,7 @@ class Quantized(NamedTuple):
     transposed: jax.Array | None = None
 
     def turned(self) -> jax.Array:
-        """`transposed`, also if no kernel wrote it."""
+        """Return `transposed`, also if no kernel wrote it."""
         return self.data.swapaxes(-1, -2) if self.transposed is None else self.transposed
 
 
@@ -83,7 +83,7 @@ class Numerics:
 
 @functools.cache
 def numerics_of(recipe: Recipe) -> Numerics:
-    """What `recipe` says of products, for those of attention.
+    """Return the numerics of attention under `recipe`.
 
     S and O are forward products, and K and V their second operands. dQ and dP are gradients of
     first operands, dK and dV of second ones. The format of gradients is that of forward operands:
@@ -117,14 +117,14 @@ def numerics_of(recipe: Recipe) -> Numerics:
 
 
 def _in(fmt: Format, quantizer: Quantizer | None) -> Quantizer | None:
-    """The quantizer of a gradient in `fmt`, unless it has no scale."""
+    """Return the quantizer of a gradient in `fmt`, unless it has no scale."""
     if quantizer is None or isinstance(quantizer, Unit) or format_of(quantizer) == fmt:
         return quantizer
     return replace(quantizer, fmt=fmt)
 
 
 def format_of(quantizer: Quantizer | None) -> Format | None:
-    """Its format; e4m3 instead of four bits, which are too few without scales of small blocks."""
+    """Return its format; e4m3 instead of four bits, too few without scales of small blocks."""
     if quantizer is None:
         return None
     return quantizer.fmt if quantizer.fmt.has_nan else E4M3FN
@@ -139,7 +139,7 @@ def for_both(
     together: bool = False,
     cast_heads: Callable[..., Any] | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """`x` as its first product takes it, and as its second one does; see `quantize_tokens`."""
+    """Quantize `x` for both of its products; see `quantize_tokens`."""
     quantize = partial(quantize_tokens, x, state=state, cast_heads=cast_heads)
     first = quantize(uses.first, folded=folded, together=together)
     if uses.second == uses.first:
@@ -156,7 +156,7 @@ def quantize_tokens(
     together: bool = False,
     cast_heads: Callable[..., Any] | None = None,
 ) -> Quantized:
-    """``x[..., tokens, depth]``, with a scale for each token.
+    """Quantize ``x[..., tokens, depth]`` with a scale for each token.
 
     Args:
       quantizer: None: `x` is not rounded. Its blocks do not matter, nor how it rounds their scales.
@@ -202,12 +202,12 @@ def quantize_made(x: jax.Array, fmt: Format | None, axis: int) -> tuple[jax.Arra
 
 
 def weights_factor(fmt: Format | None) -> float:
-    """What weights, which are at most 1, are multiplied by: the largest power of two that fits."""
+    """Return the factor of weights, which are at most 1: the largest power of two that fits."""
     return 1.0 if fmt is None else 2.0 ** math.floor(math.log2(fmt.max))
 
 
 def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """``einsum(equation, a, b)`` in f32 of data in f8, or of values.
+    """Return ``einsum(equation, a, b)`` in f32 of data in f8, or of values.
 
     f8 values are exact in bf16, and their products in f32: there, a GPU has tensor cores for them.
     """

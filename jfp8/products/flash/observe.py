@@ -30,7 +30,7 @@ def shown(
     x: jax.Array,
     both: tuple[Quantized, Quantized],
 ) -> tuple[Quantized, Quantized]:
-    """`both`, shown: a stored operand as its two products, of these `kinds`, take it.
+    """Return `both`, shown: a stored operand as its two products, of these `kinds`, take it.
 
     Args:
       x: the operand, ``[..., tokens, depth]``.
@@ -62,7 +62,7 @@ def shown_block(
     data: jax.Array,
     scale: jax.Array,
 ) -> jax.Array:
-    """`data`, shown: a block of weights or of gradients of scores as one product takes it.
+    """Return `data`, shown: a block of weights or of gradients of scores as one product takes it.
 
     Args:
       x: the block before it was rounded.

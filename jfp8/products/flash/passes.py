@@ -49,7 +49,7 @@ class Pass(NamedTuple):
 
 
 def read_name(name: str) -> Pass:
-    """The pass with this name."""
+    """Return the pass with this name."""
     which, hidden, sizes, *formats = name.removeprefix(ATTENTION_NAME).split("_")
     return Pass(which, hidden == "causal", tuple(map(int, sizes.split("x"))), tuple(formats))
 
@@ -76,7 +76,7 @@ def backward_pass(operands: Both, visible: Visible, numerics: Numerics) -> Pass:
 
 @functools.cache
 def called(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """``compute(how, *arrays)`` as a jitted function of this name; `how` is static."""
+    """Return ``compute(how, *arrays)`` as a jitted function of this name; `how` is static."""
 
     def run(how: Any, *arrays: Any) -> Any:
         return compute(how, *arrays)

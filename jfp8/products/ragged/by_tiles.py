@@ -55,7 +55,7 @@ class Grouped(Operation):
         }[kind]
 
     def terms(self, kind: Kind) -> int:
-        """The exact number; in wgrad the average, including the zeros that fill up tiles."""
+        """Return the exact number; in wgrad the average, including the zeros that fill up tiles."""
         (tiles, height, k), (groups, _, n) = self.shapes
         return {"fprop": k, "dgrad": n, "wgrad": tiles * height // groups}[kind]
 
@@ -144,7 +144,7 @@ class _Stack:
 
 
 def with_all_dims(scale: jax.Array | ScaledArray, ndim: int) -> jax.Array | ScaledArray:
-    """The scale of a stack of arrays, which `jax.vmap` gave a leading dimension."""
+    """Return the scale of a stack of arrays, which `jax.vmap` gave a leading dimension."""
     if isinstance(scale, ScaledArray):
         return replace(scale, scale=with_all_dims(scale.scale, ndim))
     return scale if scale.ndim == ndim else lax.expand_dims(scale, range(1, ndim))

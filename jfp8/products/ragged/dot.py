@@ -60,7 +60,7 @@ def scaled_ragged_dot(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """``jax.lax.ragged_dot`` with FP8 operands, forward and backward. ::
+    """Return ``jax.lax.ragged_dot`` with FP8 operands, forward and backward. ::
 
         y_i = lhs_i . rhs_e    for each row i of group e; y_i = 0 for rows after the last group
 
@@ -122,7 +122,7 @@ def observed_ragged_dot(
     *,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, Observed]:
-    """`scaled_ragged_dot`, and the amaxes of its operands, which have no gradient."""
+    """Return `scaled_ragged_dot`, and the amaxes of its operands, which have no gradient."""
     lhs, rhs = as_lhs(lhs), as_operand(rhs, "rhs")
     options = options.on_device_of(lhs, rhs)
     sizes = _check_group_sizes(lhs, rhs, group_sizes)
@@ -184,7 +184,7 @@ class GroupedSpec:
 
 
 def _check_group_sizes(lhs: jax.Array, rhs: Operand, group_sizes: Any) -> jax.Array:
-    """`group_sizes` as int32, if they fit operands that fit each other."""
+    """Return `group_sizes` as int32, if they fit operands that fit each other."""
     shapes = f"lhs has shape {lhs.shape} and rhs {rhs.shape}"
     if lhs.ndim != 2 or rhs.ndim != 3:
         raise ValueError(
@@ -241,7 +241,7 @@ def plain_tile_height(m: int, groups: int) -> int:
 
 
 def _quarter(m: int, groups: int) -> int:
-    """A power of two, at most a quarter of the average rows of a group."""
+    """Return a power of two, at most a quarter of the average rows of a group."""
     quarter = max(m // (4 * groups), 1)
     return 1 << (quarter.bit_length() - 1)
 

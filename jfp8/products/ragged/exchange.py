@@ -191,7 +191,7 @@ def _plan_here(
     height: int,
     capacity: int | None,
 ) -> Exchange:
-    """The exchange of one device, without the leading dimension."""
+    """Return the exchange of one device, without the leading dimension."""
     tokens, k = experts.shape
     copies, n = tokens * k, mesh.experts
     own = count // n
@@ -276,12 +276,12 @@ def _as_bytes(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]
 
 
 def _exclusive(x: jax.Array, axis: int) -> jax.Array:
-    """The sum of what comes before each element."""
+    """Return the sum of what comes before each element."""
     return jnp.cumsum(x, axis) - x
 
 
 def _rows_at(x: jax.Array, index: jax.Array, fill: Any = 0) -> jax.Array:
-    """``x[index]``, and `fill` where `index` is beyond the last row."""
+    """Return ``x[index]``, and `fill` where `index` is beyond the last row."""
     if not x.shape[0]:
         return jnp.full((*index.shape, *x.shape[1:]), fill, x.dtype)
     return x.at[index].get(mode="fill", fill_value=fill)

@@ -75,7 +75,7 @@ class ExpertMesh:
         return PartitionSpec(self.token_axes)
 
     def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`f` on every device, of its parts; without a mesh just `f`."""
+        """Return `f` on every device, of its parts; without a mesh just `f`."""
         if self.mesh is None:
             return f
         mapped = jax.shard_map(
@@ -99,7 +99,7 @@ class ExpertMesh:
         return 0 if self.mesh is None else lax.axis_index(self.expert_axis)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        """Those of all devices that share the experts: ``[n, ...]``."""
+        """Return those of all devices that share the experts: ``[n, ...]``."""
         return x[None] if self.mesh is None else lax.all_gather(x, self.expert_axis)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
@@ -108,14 +108,14 @@ class ExpertMesh:
         return moved.reshape(-1, *x.shape[2:])
 
     def ragged(self, x: jax.Array, result: jax.Array, *chunks: jax.Array) -> jax.Array:
-        """``jax.lax.ragged_all_to_all``."""
+        """Return ``jax.lax.ragged_all_to_all``."""
         return lax.ragged_all_to_all(x, result, *chunks, axis_name=self.expert_axis)
 
     def sum_over_tensor(self, x: jax.Array) -> jax.Array:
         return x if self.tensor == 1 else lax.psum(x, self.tensor_axis)
 
     def sum_over_data(self, x: jax.Array, dimension: int | None) -> jax.Array:
-        """The sum of `x`, or of `dimension` only the part that this device shall have."""
+        """Return the sum of `x`, or of `dimension` only the part that this device shall have."""
         axes = self.summed_axes
         if not axes:
             return x

@@ -85,7 +85,7 @@ class ExpertRows:
     projections: int = 1
 
     def sort_columns(self, rhs: Operand) -> Operand:
-        """``[E, k, n]`` with the columns in the order of those of y."""
+        """Return ``[E, k, n]`` with the columns in the order of those of y."""
         parts = self.exchange.mesh.tensor
         if not self.divided or self.projections == 1:
             return rhs
@@ -215,7 +215,7 @@ class ExpertDot(Operation):
         return _SENT[self.travels]
 
     def _here(self, exchange: Exchange) -> Grouped:
-        """The products of one device."""
+        """Return the products of one device."""
         (experts, k, n), mesh = self.shapes[1], self.exchange.mesh
         if self.tensor and self.travels == "lhs":
             n //= mesh.tensor
@@ -293,7 +293,7 @@ _compiled = jax.jit(_observed, static_argnums=(0, 1, 2))
 
 
 def _serves_both(recipe: Recipe, travels: Travels) -> bool:
-    """Whether both products of the tensor that travels take the same bytes."""
+    """Return True if both products of the tensor that travels take the same bytes."""
     products = recipe.resolved()
     if any(p.rotation for p in (products.fprop, products.dgrad, products.wgrad)):
         return False
@@ -357,7 +357,7 @@ _plain.defvjp(_plain_forward, _plain_backward)
 def height_for(
     recipes: Sequence[Recipe], implementation: Implementation
 ) -> Callable[[int, int], int]:
-    """The height of tiles for products of these recipes: a function of rows and groups."""
+    """Return the height of tiles for products of these recipes: a function of rows and groups."""
     options = [Options(recipe, implementation).on_device_of() for recipe in recipes]
 
     def height(rows: int, groups: int) -> int:

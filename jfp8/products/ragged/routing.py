@@ -51,7 +51,7 @@ def route(
     scores: Scores = "softmax",
     bias: jax.Array | None = None,
 ) -> Routing:
-    """The `experts_per_token` experts of each token whose score and bias are largest. ::
+    """Return the `experts_per_token` experts of each token whose score and bias are largest. ::
 
         s = softmax(logits) or sigmoid(logits)       chosen = top k of s + bias
         weights = s_chosen, or s_chosen / sum s_chosen
