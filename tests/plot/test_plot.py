@@ -16,7 +16,6 @@ import pytest
 
 import jfp8
 import jfp8.plot
-from jfp8.debug.comparison import ComparedProduct, Comparison, ProductError
 from jfp8.debug.records import TensorStats
 from jfp8.plot import style
 
@@ -54,26 +53,13 @@ def row(step=0, path="Dense_0", tensor="grad", **given):
 
 
 MATRIX = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
-FEW = {"a": "current"}
-
-PAIRS = np.array([[3.0, 2.0], [3.2, 2.1]])
-COMPARISON = Comparison(
-    *map(jfp8.recipes.get, ("delayed", "mxfp8")),
-    (ComparedProduct("Dense_0", (), "fprop", *2 * [ProductError(0.03, 0.03, 0.0)]),),
-    (),
-    *(1.0, 1.0, 1.0),
-)
 
 PICTURES = {
     "number_line": lambda ax=None: jfp8.plot.number_line(jfp8.E4M3FN, jfp8.E5M2, ax=ax),
     "histogram": lambda ax=None: jfp8.plot.histogram(MATRIX, jfp8.E4M3FN, ax=ax),
     "amax_history": lambda ax=None: jfp8.plot.amax_history([row(), row(10)], ax=ax),
     "heat_map": lambda ax=None: jfp8.plot.heat_map([row(), row(10)], ax=ax),
-    "error_against_bits": lambda ax=None: jfp8.plot.error_against_bits(MATRIX, FEW, ax=ax),
-    "error_map": lambda ax=None: jfp8.plot.error_map(COMPARISON, ax=ax),
-    "gap_curves": lambda ax=None: jfp8.plot.gap_curves({"FP8": PAIRS + 0.1}, PAIRS, ax=ax),
     "loss_curves": lambda ax=None: jfp8.plot.loss_curves({"f32": [3.0, 2.0]}, ax=ax),
-    "gaps": lambda ax=None: jfp8.plot.gaps({"a": [0.1, 0.3], "b": [2.0, 4.0]}, limit=1.0, ax=ax),
     "block_scales": lambda ax=None: jfp8.plot.block_scales(jfp8.quantize(MATRIX), ax=ax),
 }
 each_picture = pytest.mark.parametrize("name", PICTURES)
@@ -845,53 +831,6 @@ def test_loss_curves_refuse():
     for window in (0, 3):
         with pytest.raises(ValueError, match="must be from 1 to 2"):
             jfp8.plot.loss_curves({"a": [1.0, 2.0]}, window=window)
-
-
-# gaps
-
-
-def test_gaps_are_dots_with_a_mean_in_its_interval():
-    runs = {"near": [-0.1, 0.0, 0.1], "far": [0.9, 1.0, 1.1], "wide": [-1.0, 0.0, 1.0]}
-    ax = jfp8.plot.gaps(runs, margin=0.25)
-    half = 2.919986 / np.sqrt(3)  # of a table of Student's t: 95 %, 2 degrees of freedom
-    means = {"near": (0.0, 0.1, "o"), "far": (1.0, 0.1, "D"), "wide": (0.0, 1.0, "s")}
-    looks = set()
-    for y, (name, gaps) in enumerate(runs.items()):
-        mean, spread, marker = means[name]
-        dots, interval, middle = ax.lines[3 + 3 * y : 6 + 3 * y]  # three lines across come first
-        assert {*interval.get_ydata(), *middle.get_ydata()} == {y}
-        assert set(dots.get_ydata()) == {y + 0.22}
-        assert list(dots.get_xdata()) == gaps
-        expected = [mean - half * spread, mean + half * spread]
-        np.testing.assert_allclose(interval.get_xdata(), expected, atol=1e-6)
-        np.testing.assert_allclose(middle.get_xdata(), [mean], atol=1e-12)
-        assert middle.get_marker() == marker
-        looks.add((interval.get_color(), middle.get_color()))
-    assert len(looks) == 3
-    assert legend(ax) == ["equivalent", "different", "cannot be told"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == list(runs)
-    assert ax.get_ylim() == (2.5, -0.5)  # the first on top
-    (band,) = ax.patches
-    assert (band.get_x(), band.get_width()) == (-0.25, 0.5)
-
-
-def test_gaps_beyond_the_limit_are_pointed_at():
-    runs = {"inside": [0.1, 0.2], "above": [150.0, 170.0], "one below": [-2.0, *[0.0] * 40]}
-    ax = jfp8.plot.gaps(runs, limit=1.0)
-    assert ax.get_xlim() == (-1.0, 1.0)
-    arrows = [(l.get_ydata()[0], l.get_marker()) for l in ax.lines if l.get_marker() in "<>"]
-    assert arrows == [(1, ">"), (2, "<")]
-    assert [text.get_text() for text in ax.texts] == ["+160"]
-    assert [l.get_marker() for l in jfp8.plot.gaps(runs).lines if l.get_marker() in "<>"] == []
-
-
-def test_gaps_refuse():
-    with pytest.raises(ValueError, match="got no runs. Pass a dict"):
-        jfp8.plot.gaps({})
-    with pytest.raises(ValueError, match=r"limit=0.25: must be above the margin, 0.25"):
-        jfp8.plot.gaps({"a": [0.1, 0.2]}, limit=0.25)
-    with pytest.raises(ValueError, match="1 of 2 gaps are NaN or Inf"):
-        jfp8.plot.gaps({"a": [0.1, np.nan]})
 
 
 # block_scales

@@ -1653,10 +1653,10 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "half_an_interval_drawn",
         "a picture of gaps draws their intervals from the mean upwards only",
-        "jfp8/plot/gaps.py",
+        "benchmarks/gap_rows.py",
         "ax.plot([about.low, about.high], [y, y]",
         "ax.plot([about.mean, about.high], [y, y]",
-        "plot/test_plot.py::test_gaps_are_dots_with_a_mean_in_its_interval",
+        "papers/test_drawings.py::test_gaps_are_dots_with_a_mean_in_its_interval",
     ),
     Bug(
         "flops_halved",
