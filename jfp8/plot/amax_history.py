@@ -10,9 +10,9 @@ import numpy as np
 
 from jfp8.debug.records import TensorStats
 from jfp8.plot.limits import saturates
-from jfp8.plot.rows import check_rows, format_of_row, steps_of
+from jfp8.plot.rows import check_rows, steps_of
 from jfp8.plot.style import AMBER, BLACK, BLUE, VERMILION, axes_for, legend_above, tidy
-from jfp8.scaling.formats import Format, FormatLike, as_format
+from jfp8.scaling.formats import Format, FormatLike, as_format, format_called
 
 if TYPE_CHECKING:
     import jax
@@ -135,7 +135,7 @@ def _of_rows(given: Any, name: str | None) -> _History:
     steps = steps_of(rows)
     latest = {row.step or 0: row for row in rows}
     rows = [latest[step] for step in steps]
-    fmt = format_of_row(rows[0])
+    fmt = format_called(rows[0].format)
     return _History(
         steps=np.array(steps),
         amax=np.array([row.amax for row in rows]),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jfp8.debug.records import NUMBERS, TensorStats
-from jfp8.plot.maps import NOTHING, hatch, shorten
 from jfp8.plot.rows import check_rows, steps_of
-from jfp8.plot.style import BLACK, VERMILION, axes_for, legend_above
+from jfp8.plot.style import BLACK, GREY, VERMILION, axes_for, legend_above, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +22,7 @@ MAX_LABELS = 64
 # What is hatched: the name in the legend, colour and pattern of the lines.
 _DEAD = ("dead: all zeros", BLACK, "////")
 _NONFINITE = ("NaN or Inf", VERMILION, r"\\\\")
+_NOTHING = ("no number", GREY, "xxxx")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def heat_map(
     marks = {
         _DEAD: column(lambda row: row.amax == 0 and row.nonfinite == 0, True) > 0,
         _NONFINITE: column(lambda row: row.nonfinite > 0 and value != "nonfinite", True) > 0,
-        NOTHING: np.isnan(numbers),
+        _NOTHING: np.isnan(numbers),
     }
 
     wanted = 3.2 + 0.07 * max(map(len, labels)) + 0.04 * len(steps)
@@ -133,7 +133,7 @@ def heat_map(
     ax = axes_for(ax, min(wanted, 7.0), height, title)
     _draw(ax, numbers, shown, what)
     for how, where in marks.items():
-        hatch(ax, where, *how)
+        _hatch(ax, where, *how)
     if len(ax.collections) > 1:
         legend_above(ax, columns=3)
     _label_columns(ax, steps, merged)
@@ -218,6 +218,16 @@ def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
     else:
         ticks = np.linspace(low, high, 5).tolist()
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+
+
+def _hatch(ax: Axes, where: np.ndarray, label: str, colour: str, pattern: str) -> None:
+    """Draw lines over the squares of the map that are true in `where`, if any."""
+    from matplotlib.collections import PolyCollection
+
+    squares = [[(x, y), (x + 1, y), (x + 1, y + 1), (x, y + 1)] for y, x in np.argwhere(where)]
+    if squares:
+        lines: dict[str, Any] = {"edgecolor": colour, "hatch": pattern, "linewidth": 0}
+        ax.add_collection(PolyCollection(squares, facecolor="none", label=label, **lines))
 
 
 def _decades(numbers: np.ndarray) -> tuple[float, float]:

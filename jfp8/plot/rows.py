@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from jfp8.debug.records import TensorStats
-from jfp8.scaling.formats import FORMATS, Format
 
 
 def check_rows(rows: Iterable[Any], function: str) -> tuple[TensorStats, ...]:
@@ -41,12 +40,3 @@ def steps_of(rows: Iterable[TensorStats]) -> list[int]:
             "Stats.rows(step=...)."
         )
     return numbers
-
-
-def format_of_row(row: TensorStats) -> Format:
-    """The format that a row names; ``ValueError`` if jfp8 does not know it."""
-    for fmt in FORMATS:
-        if fmt.name == row.format:
-            return fmt
-    names = ", ".join(fmt.name for fmt in FORMATS)
-    raise ValueError(f"{row.name}: unknown format {row.format!r}. Formats: {names}.")

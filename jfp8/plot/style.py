@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -90,3 +91,20 @@ def percent(fraction: float) -> str:
     if value < 1:
         return f"{value:.2g} %" if value >= 0.001 else f"{value:.4f} %"
     return f"{value:.1f} %"
+
+
+MAX_LABEL_LENGTH = 34
+
+
+def shorten(labels: list[str]) -> list[str]:
+    """Leave out the folder that all labels have in common, and the middle of long labels."""
+    common = os.path.commonprefix(labels)
+    common = common[: common.rfind("/") + 1] if len(labels) > 1 else ""
+    short = []
+    for label in labels:
+        label = label[len(common) :]
+        if len(label) > MAX_LABEL_LENGTH:
+            keep = MAX_LABEL_LENGTH - 1
+            label = f"{label[: keep // 3]}…{label[-(keep - keep // 3) :]}"
+        short.append(label)
+    return short

@@ -20,10 +20,11 @@ import optax
 import pytest
 
 import jfp8
+import support.rows
 from jfp8 import recipes
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.product_rows import ProductRow
-from jfp8.debug import TensorStats, stats
+from jfp8.debug import stats
 from jfp8.debug.advice import report
 from jfp8.debug.faults.run import Run
 
@@ -501,31 +502,18 @@ def test_small_models_whose_logits_are_most_of_them():
 # The rest, on statistics made up
 
 
-def row(**changed):
-    """A tensor with nothing wrong: values around 1 to 4 under their own scale."""
-    values = {
-        "step": 0,
-        "path": "layer",
-        "index": (),
-        "tensor": "lhs",
-        "products": "fprop+wgrad",
-        "recipe": "current",
-        "format": "E4M3FN",
-        "order": 0,
-        "count": 1000,
-        "amax": 4.0,
-        "scale_min": 4.0 / 448,
-        "scale_max": 4.0 / 448,
-        "underflow": 0.0,
-        "overflow": 0.0,
-        "nonfinite": 0.0,
-        "rms": 1.2,
-        "mse": 1e-3,
-        "sqnr": 31.0,
-        "headroom": 0.0,
-        "exponents": {-1: 300, 0: 400, 1: 300},
-    }
-    return TensorStats(**{**values, **changed})
+# A tensor with nothing wrong: values around 1 to 4 under their own scale.
+row = functools.partial(
+    support.rows.row,
+    path="layer",
+    tensor="lhs",
+    recipe="current",
+    count=1000,
+    amax=4.0,
+    scale_min=4.0 / 448,
+    scale_max=4.0 / 448,
+    exponents={-1: 300, 0: 400, 1: 300},
+)
 
 
 def test_made_up_rows_are_fine():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import struct
@@ -9,35 +10,25 @@ import sys
 
 import pytest
 
-from jfp8.debug import TensorStats
+import support.rows
 from jfp8.debug.records import NUMBERS
 from jfp8.debug.tensorboard import TensorBoardWriter, write_tensorboard
 
-
-def row(**changed):
-    values = {
-        "step": 10,
-        "path": "decoder/Dense_0",
-        "index": (),
-        "tensor": "lhs",
-        "products": "fprop+wgrad",
-        "recipe": "delayed",
-        "format": "E4M3FN",
-        "order": 0,
-        "count": 100,
-        "amax": 3.5,
-        "scale_min": 0.25,
-        "scale_max": 0.5,
-        "underflow": 0.125,
-        "overflow": 0.0625,
-        "nonfinite": 0.0,
-        "rms": 1.25,
-        "mse": 2.0**-20,
-        "sqnr": 31.0,
-        "headroom": -0.5,
-        "exponents": {-3: 10, -1: 20, 1: 70},
-    }
-    return TensorStats(**{**values, **changed})
+row = functools.partial(
+    support.rows.row,
+    step=10,
+    path="decoder/Dense_0",
+    tensor="lhs",
+    count=100,
+    amax=3.5,
+    scale_min=0.25,
+    scale_max=0.5,
+    underflow=0.125,
+    overflow=0.0625,
+    mse=2.0**-20,
+    headroom=-0.5,
+    exponents={-3: 10, -1: 20, 1: 70},
+)
 
 
 @pytest.fixture
