@@ -1646,8 +1646,8 @@ BUGS: tuple[Bug, ...] = (
         "one_side_for_two",
         "intervals of runs are of 80 % where 90 % is said",
         "jfp8/debug/equivalence.py",
-        "t_quantile((1 + confidence) / 2, n - 1)",
-        "t_quantile(confidence, n - 1)",
+        "t_quantile((1 + confidence) / 2, numbers - 1)",
+        "t_quantile(confidence, numbers - 1)",
         "debug/test_equivalence.py::test_the_interval_is_that_of_students_paper",
     ),
     Bug(
