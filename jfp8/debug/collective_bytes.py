@@ -38,6 +38,9 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ASYNC_DONE = re.compile(r"-(done|update)$")
+# Of ``(operands, results, ...)`` the results: each one shape, or a tuple of them.
+_RESULTS = re.compile(r"\((?:\([^()]*\)|\w+\[[\d,]*\]),(\([^()]*\)|\w+\[[\d,]*\])")
+_LOCATION = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def collective_bytes(compiled: Any) -> CollectiveBytes:
             "compiling: pass jax.jit(f).lower(...).compile()."
         )
     lines = text.splitlines()
-    tables = _SourceTables.read(lines)
+    sources = _sources(text)
     everyone = math.prod(map(int, _HEADER_COUNTS.findall(lines[0])))
     computations, entry = _computations(lines)
     times = _executions(computations, entry)
@@ -159,7 +162,7 @@ def collective_bytes(compiled: Any) -> CollectiveBytes:
     for name, instructions in computations.items():
         if name in times:
             for result, op, rest in instructions:
-                found += _parts(result, op, rest, times[name], everyone, tables)
+                found += _parts(result, op, rest, times[name], everyone, sources)
     return CollectiveBytes(tuple(found))
 
 
@@ -206,7 +209,7 @@ def _parts(
     rest: str,
     times: int | None,
     everyone: int,
-    tables: _SourceTables,
+    sources: dict[str, str],
 ) -> Iterator[Collective]:
     """The parts of one instruction, one for each dtype; none if it is not a collective."""
     kind = op.removesuffix("-start")
@@ -217,39 +220,23 @@ def _parts(
         size = math.prod(int(d) for d in dims.split(",") if d)
         elements[dtype] = elements.get(dtype, 0) + size
     n = 2 if kind == "collective-permute" else _group_size(rest, everyone)
-    name = re.search(r'op_name="([^"]*)"', rest)
+    found = re.search(r'op_name="([^"]*)"', rest)
+    name, source = found[1] if found else "", _source_of(rest, sources)
     for dtype, size in elements.items():
         sent = size * _bits(dtype) / 8 * _SENT[kind](n)
-        yield Collective(
-            kind, dtype, size, n, sent, times, name[1] if name else "", tables.source(rest)
-        )
+        yield Collective(kind, dtype, size, n, sent, times, name, source)
 
 
 def _result_shapes(result: str, op: str) -> str:
-    """The shapes of an operation's results, without the operands that an asynchronous start adds.
+    """Return the shapes of an operation's results, without the operands of asynchronous starts.
 
     The start of an asynchronous operation returns ``(operands, results, ...)``, except that of an
     all-reduce, which may return its results alone.
     """
     result = re.sub(r"\{[^{}]*\}|/\*.*?\*/|\s", "", result)
-    if not op.endswith("-start") or not result.startswith("("):
-        return result
-    if op == "all-reduce-start" and not result.startswith("(("):
-        return result
-    return _elements(result)[1]
-
-
-def _elements(shape: str) -> list[str]:
-    """The elements of a tuple shape."""
-    elements, depth = [""], 0
-    for character in shape[1:-1]:
-        # Commas also stand between the dimensions of an array.
-        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            elements.append("")
-        else:
-            elements[-1] += character
-    return elements
+    alone = op == "all-reduce-start" and not result.startswith("((")
+    found = None if alone or not op.endswith("-start") else _RESULTS.match(result)
+    return found[1] if found else result
 
 
 def _bits(dtype: str) -> int:
@@ -312,32 +299,20 @@ def _executions(
     return times
 
 
-@dataclass(frozen=True)
-class _SourceTables:
-    """The tables at the head of a program that resolve ``stack_frame_id`` to a file and a line."""
+def _sources(text: str) -> dict[str, str]:
+    """Return ``file:line`` by ``stack_frame_id``, from the tables at the head of a program."""
+    files = dict(re.findall(r'^(\d+) "(.*)"$', text.partition("FunctionNames")[0], re.M))
+    locations = {
+        number: f"{files.get(file, '?')}:{line}"
+        for number, file, line in re.findall(_LOCATION, text, re.M)
+    }
+    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", text, re.M)
+    return {frame: locations[number] for frame, number in frames if number in locations}
 
-    files: dict[str, str]
-    locations: dict[str, tuple[str, str]]
-    frames: dict[str, str]
 
-    @staticmethod
-    def read(lines: list[str]) -> _SourceTables:
-        files, locations, frames = {}, {}, {}
-        for line in lines:
-            if _COMPUTATION.match(line):
-                break
-            if found := re.match(r'^(\d+) "(.*)"$', line):
-                files.setdefault(found[1], found[2])  # names of functions follow, numbered alike
-            elif found := re.match(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", line):
-                locations[found[1]] = (found[2], found[3])
-            elif found := re.match(r"^(\d+) \{file_location_id=(\d+)", line):
-                frames[found[1]] = found[2]
-        return _SourceTables(files, locations, frames)
-
-    def source(self, rest: str) -> str:
-        """``file:line`` of an instruction, "" if it is not known."""
-        if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', rest):
-            return f"{found[1]}:{found[2]}"
-        found = re.search(r"stack_frame_id=(\d+)", rest)
-        location = self.locations.get(self.frames.get(found[1], "")) if found else None
-        return f"{self.files.get(location[0], '?')}:{location[1]}" if location else ""
+def _source_of(rest: str, sources: dict[str, str]) -> str:
+    """Return ``file:line`` of an instruction, "" if it is not known."""
+    if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', rest):
+        return f"{found[1]}:{found[2]}"
+    found = re.search(r"stack_frame_id=(\d+)", rest)
+    return sources.get(found[1], "") if found else ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.tables import Table, table_html, table_lines
+from jfp8.debug.arguments import check_report, check_rows
 from jfp8.debug.records import TensorStats
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
@@ -164,11 +165,7 @@ def recommend(
         more than two recipes; `share` out of range.
     """
     groups = _groups(rows)
-    if not isinstance(products, Report):
-        raise TypeError(
-            "products must be what jfp8.report(model, variables, x) returned, got "
-            f"{type(products).__name__}."
-        )
+    check_report(products)
     if not 0 <= share <= 1:
         raise ValueError(f"share={share!r}: a fraction of the FLOPs, from 0 to 1.")
     few, otherwise = _two_recipes(groups, recipes)
@@ -217,13 +214,7 @@ def _name(recipe: Recipe | None) -> str:
 def _groups(rows: Iterable[TensorStats]) -> dict[str, dict[str, dict[object, _Group]]]:
     """The rows of layers by recipe, path, and step with the index of a stacked layer."""
     found: dict[str, dict[str, dict[object, _Group]]] = {}
-    for row in rows:
-        if not isinstance(row, TensorStats):
-            raise TypeError(
-                f"recommend takes rows of statistics, got a {type(row).__name__}. Pass "
-                "stats.rows(step) of what jfp8.debug.stats returned, recorder.rows, or "
-                "jfp8.debug.read_jsonl(path)."
-            )
+    for row in check_rows(rows, "recommend"):
         steps = found.setdefault(row.recipe, {}).setdefault(row.path, {})
         group = steps.setdefault((row.step, row.index), {})
         for kind in row.products.split("+"):

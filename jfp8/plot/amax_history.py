@@ -10,7 +10,7 @@ import numpy as np
 
 from jfp8.debug.records import TensorStats
 from jfp8.plot.limits import saturates
-from jfp8.plot.rows import check_rows, steps_of
+from jfp8.plot.rows import some_rows, steps_of
 from jfp8.plot.style import AMBER, BLACK, BLUE, VERMILION, axes_for, legend_above, tidy
 from jfp8.scaling.formats import Format, FormatLike, as_format, format_called
 
@@ -131,7 +131,7 @@ def _label_magnitudes(ax: Axes, heights: np.ndarray) -> None:
 
 
 def _of_rows(given: Any, name: str | None) -> _History:
-    rows = _of_tensor(name, check_rows(given, "amax_history"))
+    rows = _of_tensor(name, some_rows(given, "amax_history"))
     steps = steps_of(rows)
     latest = {row.step or 0: row for row in rows}
     rows = [latest[step] for step in steps]

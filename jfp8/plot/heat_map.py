@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jfp8.debug.records import NUMBERS, TensorStats
-from jfp8.plot.rows import check_rows, steps_of
+from jfp8.plot.rows import some_rows, steps_of
 from jfp8.plot.style import BLACK, GREY, VERMILION, axes_for, legend_above, shorten
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def heat_map(
     >>> ax.collections[0].get_array().tolist()
     [[0.0, None], [50.0, 25.0]]
     """
-    rows = check_rows(rows, "heat_map")
+    rows = some_rows(rows, "heat_map")
     if value not in NUMBERS:
         raise ValueError(f"value={value!r}: must be one of {', '.join(map(repr, NUMBERS))}.")
     tensors = dict.fromkeys(row.tensor for row in rows)
@@ -111,7 +111,7 @@ def heat_map(
             f"tensor={tensor!r}: the rows describe {', '.join(map(repr, tensors))}. Choose one of "
             "them, or None for all."
         )
-    rows = tuple(row for row in rows if tensor in (None, row.tensor))
+    rows = [row for row in rows if tensor in (None, row.tensor)]
     shown = _SHOWN.get(value, _Shown(value))
     labels, steps, table = _table(rows, tensor)
     merged = math.ceil(len(steps) / MAX_COLUMNS)
@@ -146,9 +146,7 @@ def heat_map(
     return ax
 
 
-def _table(
-    rows: tuple[TensorStats, ...], tensor: str | None
-) -> tuple[list[str], list[int], np.ndarray]:
+def _table(rows: list[TensorStats], tensor: str | None) -> tuple[list[str], list[int], np.ndarray]:
     """Labels of the layers, steps, and the rows [layers, steps], None where there is none."""
     steps = steps_of(rows)
     order: dict[str, int] = {}

@@ -712,7 +712,7 @@ def test_heat_map_of_many_steps_shows_the_worst(value, worst):
 def test_heat_map_refuses():
     refuses(r"heat_map got no rows. Recorder.rows is empty until", plot.heat_map, [])
     refuses(
-        r"one of them is a dict. Rows come from Stats.rows\(\)",
+        r"one of them is a dict. Rows come from stats.rows\(step\)",
         plot.heat_map,
         [{"step": 0}],
         error=TypeError,

@@ -1556,7 +1556,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "rowwise_outliers_are_told_to_stay",
         "advice on an outlier under scales by row is that nothing is finer, though blocks are",
-        "jfp8/debug/faults/precision.py",
+        "jfp8/debug/faults/values.py",
         'if worst.recipe == "mxfp8":',
         "if worst.scale_min != worst.scale_max:",
         "debug/test_advice.py::test_outliers_under_fine_scales",
@@ -1621,7 +1621,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "last_nan_blamed",
         "the last tensor with a NaN in it is named as its source",
-        "jfp8/debug/faults/non_finite.py",
+        "jfp8/debug/faults/values.py",
         "source = min(in_step, key=lambda row: row.order)",
         "source = max(in_step, key=lambda row: row.order)",
         "debug/test_advice.py::test_a_division_between_two_layers",
