@@ -47,7 +47,7 @@ _PARTS = ("total", "cast", "product")  # of an error; see `ProductError`
 
 
 class _NothingQuantized(Products):
-    """Products in high precision, with operands laid out so that any recipe could take them."""
+    """Compute in high precision, with operands laid out so that any recipe could take them."""
 
     def __post_init__(self) -> None:
         """Leave out the check that something is quantized."""
@@ -59,7 +59,7 @@ class _NothingQuantized(Products):
 
 @dataclass(frozen=True)
 class _HighPrecision(Recipe):
-    """Makes the products of a model those of this library, without quantizing anything."""
+    """Compute the products of a model by this library, without quantizing anything."""
 
     name: ClassVar[str] = "high precision"
 
@@ -77,10 +77,7 @@ _OPERANDS: dict[Kind, tuple[str, str]] = {
 def product_by(
     recipe: Recipe, operation: Operation, kind: Kind, first: jax.Array, second: jax.Array
 ) -> tuple[jax.Array, Operand, Operand]:
-    """Return one of the three results of arrays in high precision, as `recipe` computes it.
-
-    By itself, without state. Also return its quantized operands.
-    """
+    """Return one of the three products under `recipe`, without state, and its two operands."""
     product: Product = getattr(recipe.resolved(), kind)
     quantizers, contracting = (product.lhs, product.rhs), operation.contracting(kind)
     given = zip((first, second), _OPERANDS[kind], quantizers, contracting, strict=True)
@@ -97,11 +94,9 @@ def product_by(
 
 @dataclass(frozen=True)
 class _Errors(Measurement):
-    """Measures the errors of one product under two recipes.
+    """Measure the errors of one product under two recipes, from high-precision operands.
 
-    It gets the result and the operands, all in high precision. Let ``y`` be their product, ``y'``
-    the product under a recipe, and ``y*`` the high-precision product of the operands as the recipe
-    rounds them. It sums squares of ``y``, and per recipe of ``y' - y``, ``y* - y``, ``y' - y*``.
+    Sums squares of ``y``, and per recipe of ``y' - y``, ``y* - y``, ``y' - y*``; see `compare`.
     """
 
     powers: ClassVar[tuple[str, ...]] = (
@@ -129,11 +124,8 @@ class _Errors(Measurement):
                 of_recipe, *operands = product_by(recipe, operation, self.kind, first, second)
                 of_recipe = of_recipe.astype(jnp.float32)
                 represented = multiply(*map(_values, operands)).astype(jnp.float32)
-                powers += [
-                    power(of_recipe - y),
-                    power(represented - y),
-                    power(of_recipe - represented),
-                ]
+                errors = (of_recipe - y, represented - y, of_recipe - represented)
+                powers += map(power, errors)
         return jnp.stack([*powers, amax])
 
     @property
@@ -151,7 +143,7 @@ def _values(operand: ScaledArray | jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Comparer(Observer):
-    """Taps every product of operands in high precision; others have weights stored in FP8."""
+    """Tap every product of operands in high precision; others have weights stored in FP8."""
 
     recipes: tuple[Recipe, Recipe]
 
@@ -176,28 +168,25 @@ def compare(
     only: Choice | Sequence[Choice] | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """Layer by layer, the error of a model's products under two recipes, forward and backward. ::
+    """Compare the errors of a model's matmuls under two recipes, layer by layer. ::
 
         total   |y' - y|  / |y|     y   the product in high precision
         cast    |y* - y|  / |y|     y'  the product under the recipe
         product |y' - y*| / |y|     y*  in high precision, of the operands as the recipe rounds them
 
-    The model runs in high precision, and each of its products is also computed under both recipes
-    on the same inputs, so that errors do not add up from layer to layer. ``y*`` separates the error
-    of rounding the operands from that of multiplying them. In addition, the whole model runs under
-    each recipe, for its loss and its gradients. Recipes with a history have none here: their scales
-    follow from the tensors themselves. Attention in FP8 takes part in loss and gradients, and has
-    no rows of its own: `attention_error` measures it.
+    The model runs in high precision, and each of its products, forward and backward, is also
+    computed under both recipes on the same inputs, so that errors do not add up from layer to
+    layer. In addition, the whole model runs under each recipe, for its loss and its gradients.
+    Scales follow from the tensors themselves, without histories. Attention in FP8 takes part in
+    loss and gradients, and has no rows: `attention_error` measures it.
 
     Args:
       model: a Linen or NNX module: plain Flax, converted, or with layers of jfp8. Flax's layers
-        take part as in `jfp8.convert`; layers of jfp8 all do, under the two recipes even if they
-        have their own.
+        take part as in `jfp8.convert`; layers of jfp8 all do, also those with their own recipe.
       recipe_a, recipe_b: recipes, or names of them.
-      batch: what the model is called with: a tuple of arguments, a dict of named arguments, or a
-        single argument.
-      variables: for Linen, what ``model.init`` returned. None: made here, from seed 0.
-      loss_fn: takes what the model returns, gives the loss to differentiate. None:
+      batch: arguments of the model: a tuple, a dict of named arguments, or a single argument.
+      variables: for Linen, the result of ``model.init``. None: initialized here, from seed 0.
+      loss_fn: takes the model's output and returns the loss to differentiate. None:
         ``mean(y^2) / 2`` of all floating outputs.
       exempt, only: see `jfp8.convert`.
       **kwargs: further arguments of the model, such as ``train=True``; for Linen also ``rngs=``
@@ -248,10 +237,8 @@ def compare(
             "of the model; exempt= and only= choose layers as in jfp8.convert."
         )
     by_name = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
-    names = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in jax.tree.leaves_with_path(by_name)
-    ]
+    paths = [path for path, _ in jax.tree.leaves_with_path(by_name)]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
     losses, gradients = [], []
     for recipe in recipes:
         loss_of, params = under(recipe)
@@ -276,7 +263,7 @@ def _half_mean_square(outputs: Any) -> jax.Array:
 def _linen_variables(
     model: nn.Module, variables: Mapping[str, Any] | None, arguments: Any, kwargs: dict[str, Any]
 ) -> Mapping[str, Any]:
-    """The variables without FP8 state, which belongs to one recipe."""
+    """Return the variables without FP8 state, which belongs to one recipe."""
     if variables is None:
         given = {k: v for k, v in kwargs.items() if k != "rngs"}
         rngs = {name: jax.random.key(0) for name in ("params", "dropout")}

@@ -1,4 +1,4 @@
-"""Evaluates a traced program with taps in it, and returns what is measured at them.
+"""Evaluate a traced program with taps in it, and return the measurements at the taps.
 
 Measurements leave a ``scan`` stacked along a new leading axis, one for each iteration; those of a
 ``while`` are merged, because their number is not known. ``vmap`` and devices are merged as well. A
@@ -71,7 +71,7 @@ class _Value(NamedTuple):
 
 
 def read(closed: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[Any], Found]:
-    """The results of a program, and what was measured at each of its taps: ``f32[*loops, W]``."""
+    """Return the results of a program, and ``f32[*loops, W]`` measured at each of its taps."""
     outs, found = _evaluated(closed.jaxpr, closed.consts, list(map(_Value, arguments)), "")
     numbered = [
         (replace(place, number=i, origins=frozenset()), vector)
@@ -114,7 +114,7 @@ def _origins(values: Sequence[_Value]) -> Origins:
 
 
 def _with_origins(ins: Sequence[_Value], outs: Sequence[Any]) -> list[_Value]:
-    """Results of an equation whose operands are `ins`: each may depend on all of them."""
+    """Note that each result of an equation may depend on all of its operands `ins`."""
     together = _origins(ins)
     return [_Value(out, together) for out in outs]
 

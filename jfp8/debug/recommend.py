@@ -24,13 +24,11 @@ _Group = dict[tuple[str, str], TensorStats]  # the rows of a layer in a step, by
 
 @dataclass(frozen=True)
 class Predicted:
-    """The errors of a layer under a recipe, as expected from its operands.
-
-    Roundings of two operands do not correlate, so their squared relative errors add up.
+    """Errors of a layer under a recipe: squared relative errors of both operands add up.
 
     Attributes:
       fprop, dgrad, wgrad: relative error of each product, ``|y' - y| / |y|``.
-      noise: ``E |dW' - dW|^2``: the power of what rounding adds to the gradient of the weight.
+      noise: ``E |dW' - dW|^2``, which rounding adds to the gradient of the weight.
     """
 
     fprop: float
@@ -44,10 +42,10 @@ NOTHING = Predicted(0.0, 0.0, 0.0, 0.0)  # lost in high precision
 
 @dataclass(frozen=True)
 class Proposed:
-    """What is proposed for a layer.
+    """Proposal for one layer, or for stacked layers.
 
     Attributes:
-      path: of the layer, or of stacked layers.
+      path: of the layer.
       share: of the FLOPs of all layers here.
       few: whether it gets the recipe with the fewest bits.
       in_few, otherwise: its errors under that recipe, and under the other one.
@@ -62,12 +60,12 @@ class Proposed:
 
 @dataclass(frozen=True, repr=False)
 class Recommendation:
-    """What `recommend` proposes; prints as a table, and shows as one in Jupyter.
+    """Result of `recommend`; prints as a table, and shows as one in Jupyter.
 
     Attributes:
-      layers: those that the model gains most from keeping in more bits come first.
+      layers: first the layers that gain most from more bits.
       few: the recipe with the fewest bits.
-      otherwise: that of the layers which do not get it; None: high precision.
+      otherwise: the recipe of the other layers; None: high precision.
     """
 
     layers: tuple[Proposed, ...]
@@ -76,18 +74,18 @@ class Recommendation:
 
     @property
     def recipes(self) -> dict[str, Recipe | None]:
-        """For `jfp8.convert` and `jfp8.initialize`: layers that do not get `few`, then all."""
+        """Recipes for `jfp8.convert` and `jfp8.initialize`: exceptions from `few`, then `few`."""
         exceptions = {glob.escape(row.path): self.otherwise for row in self.layers if not row.few}
         return {**exceptions, "*": self.few}
 
     @property
     def share(self) -> float:
-        """Of the FLOPs, the part that is computed under `few`."""
+        """Share of the FLOPs that is computed under `few`."""
         return sum(row.share for row in self.layers if row.few)
 
     @property
     def noise(self) -> float:
-        """``E |dW' - dW|^2`` of all layers, as a fraction of that with `few` everywhere."""
+        """``E |dW' - dW|^2`` of all layers, relative to `few` everywhere."""
         before = sum(row.in_few.noise for row in self.layers)
         return sum(_chosen(row).noise for row in self.layers) / before if before else 0.0
 
@@ -130,14 +128,13 @@ def recommend(
     share: float = 0.85,
     recipes: Iterable[Recipe] = (),
 ) -> Recommendation:
-    """Propose the layers to compute in the fewest bits, and those to keep in more. ::
+    """Propose the layers to compute in the fewest bits, and the layers to keep in more. ::
 
         noise = E |dW' - dW|^2 = M K N (mse(x) rms(g)^2 + rms(x)^2 mse(g))
 
     is what rounding ``x`` (``[M, K]``) and ``g`` (``[M, N]``) adds to the gradient ``dW = x^T g``
-    of a weight. In a network the gradients of some layers are much larger than those of others, and
-    so is their noise, though all lose the same fraction. Layers are kept in more bits in the
-    order of the noise which that saves, for each FLOP, until the others have `share` of the FLOPs.
+    of a weight. Layers with large gradients add most of it. Layers are kept in more bits in the
+    order of the noise saved per FLOP, until the others have `share` of the FLOPs.
 
     Run some training steps with the recipe of fewest bits, and, to choose between two recipes, some
     with the other one. For example::
@@ -148,13 +145,12 @@ def recommend(
         model = jfp8.convert(plain, found.recipes)
 
     Args:
-      rows: statistics of steps with gradients, under one recipe or two. If it is one, the layers
-        that do not get it are proposed for high precision. Steps without gradients do not count,
-        and layers that never have some get the fewest bits.
-      products: what ``jfp8.report(model, variables, x)`` returns of the model in the fewest bits.
-      share: of the FLOPs of all layers with statistics, at least what the recipe with the fewest
-        bits gets: 0 to 1.
-      recipes: those in `rows` that are not defaults of their names, or have none.
+      rows: statistics of steps with gradients, under two recipes, or under one: the alternative is
+        then high precision. Steps without gradients do not count, and layers that never have some
+        get the fewest bits.
+      products: ``jfp8.report(model, variables, x)`` of the model in the fewest bits.
+      share: least share, 0 to 1, of the FLOPs of all layers with statistics in the fewest bits.
+      recipes: recipes in `rows` that are not defaults of their names, or have none.
 
     Returns:
       A `Recommendation`: ``print`` it; pass ``.recipes`` to `jfp8.convert`.
