@@ -51,15 +51,6 @@ def of_path(found, path):
 
 
 @pytest.mark.slow
-def test_linen_totals():
-    total = summary(Model(), variables()).total
-    assert total.params == Amount(PARAMS, 4 * PARAMS)
-    assert total.fp8_state == Amount(4 * (HISTORIES + SINK), 16 * (HISTORIES + SINK))
-    assert total.other == Amount(16, 64)
-    assert total.params_in_fp8 == Amount()
-
-
-@pytest.mark.slow
 def test_rows_hold_the_state_of_their_products():
     found = summary(Model(), variables())
     assert [row.path for row in found.rows] == [
@@ -265,7 +256,7 @@ def test_errors_say_what_to_pass(arguments, message):
         summary(*arguments())
 
 
-@pytest.mark.parametrize("depth", [0, -1, 1.5, True, None])
-def test_depth_is_checked(depth):
-    with pytest.raises(ValueError, match="depth="):
-        summary(Model(), variables(), depth=depth)
+def test_depth_is_checked():
+    for depth in (0, -1, 1.5, True, None):
+        with pytest.raises(ValueError, match="depth="):
+            summary(Model(), variables(), depth=depth)
