@@ -214,19 +214,16 @@ def compare(
         arguments = batch if isinstance(batch, tuple) else (batch,)
     if loss_fn is None:
         loss_fn = _half_mean_square
-    how: dict[str, Any] = {"exempt": exempt, "only": only}
     if isinstance(model, nn.Module):
-        given = _linen_variables(model, variables, arguments, kwargs)
-        under = lambda recipe: _linen_loss(
-            convert(model, recipe, **how), recipe, given, arguments, kwargs, loss_fn
-        )
-    elif isinstance(model, nnx.Module):
-        under = lambda recipe: _nnx_loss(
-            convert(model, recipe, **how), recipe, arguments, kwargs, loss_fn
-        )
-    else:
+        variables = _linen_variables(model, variables, arguments, kwargs)
+    elif not isinstance(model, nnx.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model must be a Flax Linen or NNX module, got {given}.")
+
+    def under(recipe: Recipe) -> tuple[Callable[[Any], jax.Array], Any]:
+        converted = convert(cast(Any, model), recipe, exempt=exempt, only=only)
+        outputs_of, params = _function_of_params(recipe, converted, variables, arguments, kwargs)
+        return lambda params: loss_fn(outputs_of(params)), params
 
     loss_of, params = under(_HighPrecision())
     measure = partial(observed, _Comparer(recipes), jax.value_and_grad(loss_of))
@@ -276,38 +273,25 @@ def _linen_variables(
     return {k: v for k, v in variables.items() if k not in ("fp8", "fp8_sink")}
 
 
-def _linen_loss(
-    model: nn.Module,
-    recipe: Recipe,
-    variables: Mapping[str, Any],
-    arguments: Any,
-    kwargs: Any,
-    loss_fn: Any,
-) -> tuple[Callable[[Any], jax.Array], Any]:
-    others = {k: v for k, v in variables.items() if k != "params"}
-    how: dict[str, Any] = {"rngs": {"dropout": jax.random.key(1)}, **kwargs}
+def _function_of_params(
+    recipe: Recipe, model: Any, variables: Any, arguments: Any, kwargs: dict[str, Any]
+) -> tuple[Callable[[Any], Any], Any]:
+    """Return the outputs of `model` under `recipe` as a function of its parameters, and these."""
+    if isinstance(model, nnx.Module):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        call = lambda params: nnx.merge(graph, params, rest, copy=True)(*arguments, **kwargs)
+    else:
+        others, params = dict(variables), variables["params"]
+        del others["params"]
+        options: dict[str, Any] = {"rngs": {"dropout": jax.random.key(1)}, **kwargs}
+        options["mutable"] = list(others)
+        call = lambda params: model.apply({"params": params, **others}, *arguments, **options)[0]
 
-    def loss_of(params: Any) -> jax.Array:
-        given = {"params": params, **others}
+    def outputs_of(params: Any) -> Any:
         with overriding(recipe):
-            outputs, _ = model.apply(given, *arguments, mutable=list(others), **how)
-        return loss_fn(outputs)
+            return call(params)
 
-    return loss_of, variables["params"]
-
-
-def _nnx_loss(
-    model: nnx.Module, recipe: Recipe, arguments: Any, kwargs: Any, loss_fn: Any
-) -> tuple[Callable[[Any], jax.Array], Any]:
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss_of(params: Any) -> jax.Array:
-        copy = nnx.merge(graph, params, rest, copy=True)
-        with overriding(recipe):
-            outputs = copy(*arguments, **kwargs)
-        return loss_fn(outputs)
-
-    return loss_of, params
+    return outputs_of, params
 
 
 def _compared_products(seen: Stats) -> Iterator[ComparedProduct]:

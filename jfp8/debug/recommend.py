@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import glob
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.tables import Table, table_html, table_lines
@@ -208,18 +210,15 @@ def _name(recipe: Recipe | None) -> str:
 
 
 def _groups(rows: Iterable[TensorStats]) -> dict[str, dict[str, dict[object, _Group]]]:
-    """The rows of layers by recipe, path, and step with the index of a stacked layer."""
-    found: dict[str, dict[str, dict[object, _Group]]] = {}
+    """Return rows by recipe, layer, and step with the index of a stacked layer."""
+    found: dict[tuple[Any, ...], _Group] = collections.defaultdict(dict)
     for row in check_rows(rows, "recommend"):
-        steps = found.setdefault(row.recipe, {}).setdefault(row.path, {})
-        group = steps.setdefault((row.step, row.index), {})
-        for kind in row.products.split("+"):
-            group[row.tensor, kind] = row
+        group = found[row.recipe, row.path, row.step, row.index]
+        group.update({(row.tensor, kind): row for kind in row.products.split("+")})
     layers: dict[str, dict[str, dict[object, _Group]]] = {}
-    for recipe, by_path in found.items():
-        for path, steps in by_path.items():
-            if trained := {step: group for step, group in steps.items() if _is_trained(group)}:
-                layers.setdefault(recipe, {})[path] = trained
+    for (recipe, path, *step), group in found.items():
+        if {role for role, _ in group} >= {"lhs", "rhs", "grad"}:  # of a product with a weight
+            layers.setdefault(recipe, {}).setdefault(path, {})[tuple(step)] = group
     if not layers:
         raise ValueError(
             "There are no statistics of a layer with its gradients. Measure training steps: "
@@ -228,15 +227,10 @@ def _groups(rows: Iterable[TensorStats]) -> dict[str, dict[str, dict[object, _Gr
     return layers
 
 
-def _is_trained(group: _Group) -> bool:
-    """Whether there are statistics of a product with a weight, forward and backward."""
-    return {role for role, _ in group} >= {"lhs", "rhs", "grad"}
-
-
 def _two_recipes(
     groups: Mapping[str, Mapping[str, Mapping[object, _Group]]], given: Iterable[Recipe]
 ) -> tuple[Recipe, Recipe | None]:
-    """The recipe with the fewest bits, and the other one."""
+    """Return the recipe with the fewest bits, and the other one."""
     if len(groups) > 2:
         raise ValueError(
             f"rows are of {len(groups)} recipes: {', '.join(groups)}. Pass those of one or two."
@@ -255,7 +249,7 @@ def _two_recipes(
 
 
 def _predicted(steps: Mapping[object, _Group]) -> Predicted:
-    """Means over the steps, and the sum of the noise of stacked layers."""
+    """Return means over the steps, and the sum of the noise of stacked layers."""
     mean = lambda f: sum(map(f, steps.values())) / len(steps)
     error: Callable[[str], float] = lambda kind: math.sqrt(mean(lambda g: _squared_error(g, kind)))
     stacked = len({index for _, index in steps})  # pyrefly: ignore
@@ -263,7 +257,7 @@ def _predicted(steps: Mapping[object, _Group]) -> Predicted:
 
 
 def _squared_error(group: _Group, kind: str) -> float:
-    """Of a product, relative."""
+    """Return the squared relative error of one product."""
     return sum(mse / power for mse, power in _powers(group, kind) if power)
 
 
@@ -275,7 +269,7 @@ def _noise(group: _Group) -> float:
 
 
 def _powers(group: _Group, kind: str) -> list[tuple[float, float]]:
-    """``(mse, rms^2)`` of both operands of a product; those in high precision lose nothing."""
+    """Return ``(mse, rms^2)`` of both operands; operands in high precision lose nothing."""
     found = []
     for role in OPERANDS[kind]:
         row = group.get((role, kind))
