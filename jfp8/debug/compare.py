@@ -20,6 +20,7 @@ from jfp8.conversion.selection import Choice
 from jfp8.debug.by_layer import by_layer
 from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
 from jfp8.debug.measurement import Measurement
+from jfp8.debug.records import OPERANDS
 from jfp8.debug.stats import Stats, observed
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.observers import Observer, tap
@@ -67,20 +68,13 @@ class _HighPrecision(Recipe):
         return _NothingQuantized(_PLAIN, _PLAIN, _PLAIN)
 
 
-_OPERANDS: dict[Kind, tuple[str, str]] = {
-    "fprop": ("lhs", "rhs"),
-    "dgrad": ("grad", "rhs"),
-    "wgrad": ("lhs", "grad"),
-}
-
-
 def product_by(
     recipe: Recipe, operation: Operation, kind: Kind, first: jax.Array, second: jax.Array
 ) -> tuple[jax.Array, Operand, Operand]:
     """Return one of the three products under `recipe`, without state, and its two operands."""
     product: Product = getattr(recipe.resolved(), kind)
     quantizers, contracting = (product.lhs, product.rhs), operation.contracting(kind)
-    given = zip((first, second), _OPERANDS[kind], quantizers, contracting, strict=True)
+    given = zip((first, second), OPERANDS[kind], quantizers, contracting, strict=True)
     rotated_by = rotation_seed(product, kind, amax(first), None)
     q_first, q_second = (
         QuantizedOperand(role, x, None, None, operation).quantized(

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# The operands of each product of a layer.
+OPERANDS = {"fprop": ("lhs", "rhs"), "dgrad": ("grad", "rhs"), "wgrad": ("lhs", "grad")}
+
 
 @dataclass(frozen=True)
 class TensorStats:
