@@ -28,7 +28,7 @@ def amax_history(
     name: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """The amax of one tensor over the steps, and ``scale * fmt.max``, the most its scale can hold.
+    """Draw the amax of one tensor over the steps, and ``scale * fmt.max``, its limit.
 
     Where the amax is so far above this limit that it no longer rounds to it, elements saturate, and
     the step is marked. The distance below the limit is headroom: each power of two of it takes one
@@ -121,7 +121,7 @@ class _History:
 
 
 def _label_magnitudes(ax: Axes, heights: np.ndarray) -> None:
-    """Numbers between powers of two as well, where `heights` span too few of those."""
+    """Label numbers between powers of two as well, where `heights` span few of these."""
     from matplotlib.ticker import LogLocator
 
     heights = heights[np.isfinite(heights) & (heights > 0)]

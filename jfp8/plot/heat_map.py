@@ -54,7 +54,7 @@ def heat_map(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """One number of every layer (downwards, in the order of the program) over the steps.
+    """Draw one number of every layer (downwards, in program order) over the steps.
 
     The colours of fractions, ``"sqnr"`` and ``"headroom"`` mean the same in every picture: from
     0.001 to 100 % on a logarithmic scale, from 0 to 40 dB, and from -2 to 14 bits. Dark is bad. A
@@ -147,7 +147,7 @@ def heat_map(
 
 
 def _table(rows: list[TensorStats], tensor: str | None) -> tuple[list[str], list[int], np.ndarray]:
-    """Labels of the layers, steps, and the rows [layers, steps], None where there is none."""
+    """Return labels of the layers, steps, and the rows [layers, steps], or None."""
     steps = steps_of(rows)
     order: dict[str, int] = {}
     for row in rows:
@@ -166,13 +166,13 @@ def _table(rows: list[TensorStats], tensor: str | None) -> tuple[list[str], list
 
 
 def _numbers(table: np.ndarray, of_row: Callable[[TensorStats], float]) -> np.ndarray:
-    """f64 of the shape of `table`, NaN where there is no row."""
+    """Return f64 of the shape of `table`, NaN where there is no row."""
     found = [math.nan if row is None else of_row(row) for row in table.flat]
     return np.array(found, np.float64).reshape(table.shape)
 
 
 def _merge_columns(numbers: np.ndarray, merged: int, high_is_bad: bool) -> np.ndarray:
-    """The worst of every `merged` successive columns."""
+    """Return the worst of every `merged` successive columns."""
     missing = -numbers.shape[1] % merged
     padded = np.pad(numbers, ((0, 0), (0, missing)), constant_values=np.nan)
     parts = padded.reshape(len(numbers), -1, merged)
@@ -180,7 +180,7 @@ def _merge_columns(numbers: np.ndarray, merged: int, high_is_bad: bool) -> np.nd
 
 
 def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
-    """The map and its colour bar."""
+    """Draw the map and its colour bar."""
     import matplotlib
     from matplotlib.colors import Normalize, SymLogNorm
 
@@ -229,7 +229,7 @@ def _hatch(ax: Axes, where: np.ndarray, label: str, colour: str, pattern: str) -
 
 
 def _decades(numbers: np.ndarray) -> tuple[float, float]:
-    """The whole powers of ten around the positive, finite numbers."""
+    """Return the whole powers of ten around the positive, finite numbers."""
     positive = numbers[np.isfinite(numbers) & (numbers > 0)]
     if not positive.size:
         return 0.1, 1.0
@@ -238,7 +238,7 @@ def _decades(numbers: np.ndarray) -> tuple[float, float]:
 
 
 def _label_columns(ax: Axes, steps: list[int], merged: int) -> None:
-    """Steps under their columns: every 1st, 2nd, 5th, 10th, ... column, as room allows."""
+    """Label every 1st, 2nd, 5th, 10th, ... column with its step, as room allows."""
     room = max(30 // len(str(steps[-1])), 2)
     every = next(k for k in _ROUND if len(steps) <= room * k)
     columns = np.arange(0, len(steps), every)

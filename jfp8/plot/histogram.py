@@ -40,7 +40,7 @@ def histogram(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """How many elements have which magnitude, and which of them a format loses.
+    """Draw a histogram of magnitudes, and the magnitudes that a format loses.
 
     A bar for every power of two, ``2^e <= |x| < 2^(e+1)``. Hatched on the left are magnitudes that
     become zero, ``|x| <= scale * fmt.smallest_subnormal / 2`` (underflow); hatched on the right are

@@ -30,7 +30,7 @@ _DASHES: tuple[Any, ...] = (
 
 
 def line(i: int) -> dict[str, Any]:
-    """Colour and style of the i-th line: six of either, 36 in all."""
+    """Return colour and style of the i-th line: six of either, 36 in all."""
     n = len(_COLOURS)
     return {"color": _COLOURS[i % n], "linestyle": _DASHES[(i + i // n) % n]}
 
@@ -39,7 +39,7 @@ TITLE_HEIGHT = 0.25  # inches
 
 
 def axes_for(ax: Axes | None, width: float, height: float, title: str) -> Axes:
-    """`ax`; or new axes of `width` x `height` inches, under the title of a figure of their own."""
+    """Return `ax`, or new axes of `width` x `height` inches in a figure with a title."""
     if ax is not None:
         return ax
     try:
@@ -56,7 +56,7 @@ def axes_for(ax: Axes | None, width: float, height: float, title: str) -> Axes:
 
 
 def tidy(ax: Axes, x: str, y: str = "") -> None:
-    """What the axes mean; no frame above and to the right, and lines across, behind the data."""
+    """Label the axes; draw no frame above and to the right, and lines behind the data."""
     ax.set_xlabel(x)
     ax.set_ylabel(y)
     ax.spines[["top", "right"]].set_visible(False)
@@ -65,7 +65,7 @@ def tidy(ax: Axes, x: str, y: str = "") -> None:
 
 
 def legend_above(ax: Axes, columns: int, title: str = "") -> None:
-    """The legend above the axes, where it hides no data."""
+    """Draw the legend above the axes, where it hides no data."""
     ax.legend(
         title=title or None,
         alignment="left",
@@ -80,7 +80,7 @@ def legend_above(ax: Axes, columns: int, title: str = "") -> None:
 
 
 def percent(fraction: float) -> str:
-    """``"12.3 %"``; small ones keep two digits, ``"0.0041 %"``, and smaller ones become a bound."""
+    """Format as ``"12.3 %"``; small ones keep two digits, smaller ones become a bound."""
     value = 100 * fraction
     if value == 0:
         return "0 %"

@@ -30,7 +30,7 @@ from jfp8.scaling.printing import counted
 
 
 def non_finite(run: Run) -> Iterator[Finding]:
-    """The first tensor with a NaN or Inf, in the first step that has one; others follow from it."""
+    """Find the first tensor with a NaN or Inf, in the first step that has one."""
     rows = [row for tensor in run.tensors for row in tensor]
     bad = [row for row in rows if row.nonfinite > 0]
     if not bad:
@@ -97,7 +97,7 @@ _OF_ZEROS = {
 
 
 def dead(run: Run) -> Iterator[Finding]:
-    """Operands that are zero in every sample; a single sample may show how training begins."""
+    """Find operands that are zero in every sample; one alone may show how training begins."""
     # If gradients vanish because they have no scale, those of earlier layers do too: `no_scale`
     # reports both.
     vanishing = any(
@@ -127,7 +127,7 @@ def dead(run: Run) -> Iterator[Finding]:
 
 
 def no_scale(run: Run) -> Iterator[Finding]:
-    """Tensors that are cast as they are (direct_e5m2, unscaled, the gradients of hybrid)."""
+    """Find tensors that lose by a cast without a scale (as in direct_e5m2 and unscaled)."""
     unscaled = [tensor for tensor in run.tensors if has_no_scale(tensor)]
     gradients = [tensor for tensor in unscaled if is_gradient(tensor[0])]
     yield from _gradients_without_scale(gradients)
@@ -147,7 +147,7 @@ def no_scale(run: Run) -> Iterator[Finding]:
 
 
 def _gradients_without_scale(gradients: Sequence[Sequence[TensorStats]]) -> Iterator[Finding]:
-    """Gradients that only the loss scale keeps in range: one for all, bounded by the largest."""
+    """Find gradients that one loss scale for all, bounded by the largest, does not keep."""
     samples = [row for tensor in gradients for row in tensor if row.amax > 0]
     # A factor of 2 is left for steps to come.
     room = math.floor(min((row.headroom for row in samples), default=0.0) - 1)
@@ -190,14 +190,14 @@ def _gradients_without_scale(gradients: Sequence[Sequence[TensorStats]]) -> Iter
 
 
 def _too_small_samples(gradient: Sequence[TensorStats]) -> list[TensorStats]:
-    """The samples in which a gradient without a scale becomes zero, or keeps next to no bits."""
+    """Return the samples in which a gradient becomes zero, or keeps next to no bits."""
     bad = [row for row in gradient if row.underflow >= MANY_LOST or row.sqnr < NOISY]
     bad = [row for row in bad if row.headroom > 0 and row.amax > 0]
     return bad if is_often(bad, gradient) else []
 
 
 def _bits_above(gradients: Sequence[Sequence[TensorStats]]) -> int:
-    """By how many bits all gradients have to shrink for none to saturate.
+    """Return the bits by which all gradients have to shrink for none to saturate.
 
     Results of products are stored too (``d_lhs``, ``d_rhs``). Those of gradients that were cut are
     too small themselves, so both cuts count.
@@ -211,7 +211,7 @@ def _bits_above(gradients: Sequence[Sequence[TensorStats]]) -> int:
 
 
 def _bits_to_keep(row: TensorStats) -> int:
-    """By how many bits the tensor has to grow for 99 of 100 elements to become normal numbers."""
+    """Return the bits by which a tensor has to grow for 99 % of it to become normal numbers."""
     return max(0, format_called(row.format).min_exponent - exponent_at(0.01, row))
 
 
@@ -227,7 +227,7 @@ _PERHAPS_FINER = "Try MXFP8BlockScaling(), whose scales serve 32 elements, if it
 
 
 def outliers(run: Run) -> Iterator[Finding]:
-    """Tensors that span more than their format does: the largest elements cost the others bits."""
+    """Find tensors that span more than their format: large elements cost the others bits."""
     for tensor in run.tensors:
         bad = [row for row in vanishing_samples(tensor) if beyond_any_scale(row)]
         if not bad or has_no_scale(tensor):
@@ -262,7 +262,7 @@ def outliers(run: Run) -> Iterator[Finding]:
 
 
 def noise(run: Run) -> Iterator[Finding]:
-    """Tensors that are inaccurate although few elements vanish or saturate."""
+    """Find tensors that are inaccurate although few elements vanish or saturate."""
     for tensor in run.tensors:
         known = [row for row in tensor if row.amax > 0 and not math.isnan(row.sqnr)]
         bad = [row for row in known if row.sqnr < NOISY]
