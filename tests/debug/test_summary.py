@@ -160,13 +160,6 @@ def test_boxed_parameters():
     assert row.fp8_state.count == HISTORIES + SINK
 
 
-def test_a_module_that_is_one_layer():
-    model = jfp8.Dense(4)
-    found = summary(model, model.init(KEY, X))
-    assert [row.path for row in found.rows] == [""]
-    assert "(the model itself)" in str(found)
-
-
 def test_train_state_adds_the_optimizer():
     state = jfp8.TrainState.create(
         apply_fn=Model().apply, variables=variables(), tx=optax.adam(1e-3)
