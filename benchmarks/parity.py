@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import results_file
 import training_curves
+from gap_rows import gap_rows
 from results_file import ROOT
 from side_by_side import CORES, side_by_side
 
@@ -348,7 +349,7 @@ def draw(results: Results) -> Figure:
     axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for (title, rows), ax in zip(panels.items(), axes, strict=True):
         rows = {label.replace("`", ""): values for label, values in rows.items()}
-        jfp8.plot.gaps(rows, margin=MARGIN, confidence=CONFIDENCE, limit=5 * MARGIN, ax=ax)
+        gap_rows(ax, rows, margin=MARGIN, confidence=CONFIDENCE, limit=5 * MARGIN)
         ax.get_legend().set_title(f"{title[0].upper()}{title[1:]}")
     return figure
 

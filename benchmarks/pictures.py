@@ -31,6 +31,8 @@ import optax
 import parity
 import png
 from accumulation import multiply, operands
+from error_against_bits import error_against_bits
+from error_map import error_map
 from matplotlib.figure import Figure
 from on_gpu.records import load
 from results_file import ROOT
@@ -49,14 +51,14 @@ def figure_of(height: float, title: str) -> Figure:
     return figure
 
 
-def error_against_bits() -> Figure:
+def errors_of_recipes() -> Figure:
     """Activations of one size, and with features that are much larger than the others."""
     normal = np.random.default_rng(0).normal(size=(512, 2048)).astype(np.float32)
     large = np.where(np.arange(2048) % 128 == 7, np.float32(2.0**15), np.float32(1.0))
     figure = figure_of(7.6, "Error of a tensor under each recipe, against bits per element")
     above, below = figure.subplots(2, 1, sharex=True)
-    jfp8.plot.error_against_bits(normal, ax=above)
-    jfp8.plot.error_against_bits(normal * large, ax=below)
+    error_against_bits(above, normal)
+    error_against_bits(below, normal * large)
     for ax, title in (
         (above, "standard normal activations"),
         (below, "the same, one feature of 128 is 32,768 times larger"),
@@ -67,7 +69,7 @@ def error_against_bits() -> Figure:
     return figure
 
 
-def error_map() -> Figure:
+def errors_of_layers() -> Figure:
     """The model of the page on debugging: one feature of its input is 1e5 times larger."""
     x = jax.random.normal(jax.random.key(0), (64, 256)).at[:, 7].multiply(1e5)
     model = nn.Sequential([nn.Dense(128), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(8)])
@@ -75,8 +77,8 @@ def error_map() -> Figure:
     found = [jfp8.debug.compare(model, a, b, x) for a, b in pairs]
     figure = figure_of(4.6, "Errors by layer and recipe, with an outlier in the input")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 6])
-    jfp8.plot.error_map(found, ax=above)
-    jfp8.plot.error_map(found, "gradient", ax=below)
+    error_map(above, found, "total")
+    error_map(below, found, "gradient")
     above.set_xlabel("")
     return figure
 
@@ -206,8 +208,8 @@ NOTEBOOKS = {  # with the number of the picture in it
     "amax_history": ("03_amax_histories", 0),
 }
 DRAWN: dict[str, Callable[[], Figure]] = {
-    "error_against_bits": error_against_bits,
-    "error_map": error_map,
+    "error_against_bits": errors_of_recipes,
+    "error_map": errors_of_layers,
     "dead_gradients": dead_gradients,
     "sums": sums,
     "core": core_map.draw,

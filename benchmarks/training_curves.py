@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from gap_curves import gap_curve
 
-import jfp8
 from jfp8.plot.style import BLACK, BLUE, GREY, VERMILION, tidy
 
 if TYPE_CHECKING:
@@ -99,9 +99,8 @@ def _draw_gaps(
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
     for label, ax in zip(near, panels, strict=False):
         runs, seeds = curves[label], list(curves[label])
-        pairs = {label: _array(runs, seeds)}
-        jfp8.plot.gap_curves(pairs, _array(curves[reference], seeds), steps=steps, ax=ax)
-        ax.get_legend().remove()
+        exact = _array(curves[reference], seeds)
+        gap_curve(ax, label, _array(runs, seeds), exact, steps)
         ax.axhspan(-margin, margin, color=GREY, alpha=0.2, linewidth=0, zorder=0)
         end = format(ax.lines[0].get_ydata()[-1], "+.2f").replace("-", "−")
         ax.text(0.99, 0.05, end, transform=ax.transAxes, ha="right", fontsize="small")

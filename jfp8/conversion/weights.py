@@ -61,6 +61,10 @@ def quantize_params(
     >>> params = jfp8.quantize_params(model.init(jax.random.key(0), x)["params"])
     >>> params["kernel"].data.dtype, model.apply({"params": params}, x).shape
     (dtype(float8_e4m3fn), (1, 4))
+    >>> two = {name: {"kernel": jnp.ones((3, 4))} for name in "ab"}
+    >>> found = jfp8.quantize_params(two, only="b")
+    >>> [jfp8.is_scaled_array(found[name]["kernel"]) for name in "ab"]
+    [False, True]
     """
     if not isinstance(params, Mapping):
         raise TypeError(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.tables import table_html
+from jfp8.debug.arguments import check_report, check_rows
 from jfp8.debug.faults import FAULTS
-from jfp8.debug.faults.non_finite import non_finite
 from jfp8.debug.faults.run import Finding, Run
+from jfp8.debug.faults.values import non_finite
 from jfp8.debug.records import TensorStats
 from jfp8.scaling.printing import counted
 
@@ -21,13 +21,13 @@ _PRINTED = 3  # findings of one fault that are printed in full
 
 @dataclass(frozen=True)
 class Advice:
-    """What `advice` found; prints as sentences, and shows as a table in Jupyter.
+    """Findings of `advice`; print as sentences, and show as a table in Jupyter.
 
     Attributes:
-      findings: what is wrong, the worst first; what spreads to other tensors is reported for the
-        first of them in the program. Empty if nothing is wrong.
-      n_tensors: how many tensors were examined.
-      steps: those of the first and the last sample; None if the statistics have no steps.
+      findings: all faults, the worst first; a fault that spreads to other tensors is reported for
+        the first of them in the program. Empty if nothing is wrong.
+      n_tensors: number of tensors that were examined.
+      steps: first and last step; None if the statistics have no steps.
     """
 
     findings: tuple[Finding, ...]
@@ -35,7 +35,7 @@ class Advice:
     steps: tuple[int, int] | None
 
     def of(self, fault: str) -> tuple[Finding, ...]:
-        """The findings of one `fault`, such as ``"outliers"``."""
+        """Return the findings of one `fault`, such as ``"outliers"``."""
         return tuple(f for f in self.findings if f.fault == fault)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Advice:
 
 
 def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
-    """Which tensors lose what training needs, and what to do about it.
+    """Name the tensors that lose what training needs, and a remedy for each.
 
     It looks for NaN and Inf; gradients that vanish or saturate because they lack a (loss) scale;
     amax histories that are not updated, too short or too long; values so far apart that no single
@@ -111,12 +111,9 @@ def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
     >>> finding.fault, finding.evidence[:26]
     ('outliers', '99.8 % of it becomes zero:')
     """
-    rows = _checked(rows)
-    if products is not None and not isinstance(products, Report):
-        raise TypeError(
-            f"products must be what jfp8.report(model, variables, x) returned, got "
-            f"{type(products).__name__}."
-        )
+    rows = check_rows(rows, "advice")
+    if products is not None:
+        check_report(products)
     run = Run.of(rows, products)
     finite = run.without_non_finite_steps()
     found = [*non_finite(run), *(finding for fault in FAULTS for finding in fault(finite))]
@@ -128,26 +125,4 @@ def advice(rows: Iterable[TensorStats], products: Report | None = None) -> Advic
     )
 
 
-def report(rows: Iterable[TensorStats], products: Report | None = None) -> Advice:
-    """The former name of `advice`. (`jfp8.report` says which products are FP8.)
-
-    Args:
-      rows, products: see `advice`.
-
-    Returns:
-      What `advice` returns.
-    """
-    return advice(rows, products)
-
-
-def _checked(rows: Any) -> list[TensorStats]:
-    is_list = isinstance(rows, Iterable) and not isinstance(rows, (str, bytes))
-    found = list(rows) if is_list else [rows]
-    for row in found:
-        if not isinstance(row, TensorStats) or not is_list:
-            raise TypeError(
-                f"advice takes rows of statistics, got a {type(row).__name__}. Pass "
-                "stats.rows(step) of what jfp8.debug.stats returned, recorder.rows, or "
-                "jfp8.debug.read_jsonl(path)."
-            )
-    return found
+report = advice  # its former name

@@ -1,4 +1,4 @@
-"""`attention_error`: which operands the error of attention in FP8 comes from, head by head."""
+"""`attention_error`: attribute the error of attention in FP8 to its operands, head by head."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from jfp8.products.flash.dot_product import scaled_dot_product_attention
 from jfp8.products.flash.mask import Visible, padded
 from jfp8.products.flash.numerics import Numerics, Uses, for_both, numerics_of
 from jfp8.recipes.per_tensor import DelayedScaling
-from jfp8.recipes.recipe import Recipe
-from jfp8.recipes.registry import check_recipe
 
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Errors by head, f64[heads]: the norm of the error over that of the exact result.
+    """Relative errors of O by head, f64[heads].
 
     Attributes:
-      from_scores: of ``O`` where only Q and K are rounded.
-      from_context: of ``O`` where only P and V are rounded.
-      both: of ``O`` where all four are.
+      from_scores: only Q and K are rounded.
+      from_context: only P and V are rounded.
+      both: all four are.
     """
 
     from_scores: np.ndarray
@@ -47,19 +45,17 @@ def attention_error(
     key: jax.typing.ArrayLike,
     value: jax.typing.ArrayLike,
     *,
-    scale: float | None = None,
     is_causal: bool = False,
-    recipe: Recipe | str = DelayedScaling(),
 ) -> AttentionError:
-    """What the forward pass of attention in FP8 loses, and to which of its two products. ::
+    """Measure the error of attention's forward pass in FP8, of both products and of each. ::
 
-        S = q(Q) q(K)^T scale     O = q(P) q(V)
+        S = q(Q) q(K)^T / sqrt(H)     O = q(P) q(V)
 
-    Errors of Q and K go through the softmax: an error in a score is one in an exponent.
+    Errors of Q and K go through the softmax: an error in a score is one in an exponent. Scales are
+    those of attention in layers, which has no histories.
 
     Args:
-      query, key, value, scale, is_causal: see `jfp8.scaled_dot_product_attention`.
-      recipe: an object or its name; without histories.
+      query, key, value, is_causal: see `jfp8.scaled_dot_product_attention`.
 
     Returns:
       An `AttentionError`: ``print`` it.
@@ -73,7 +69,7 @@ def attention_error(
     >>> found.both.shape, bool((found.both < 0.1).all())
     ((2,), True)
     """
-    whole = numerics_of(check_recipe(recipe))
+    whole = numerics_of(DelayedScaling())
     kinds = {
         "exact": Numerics(),
         "from_scores": replace(Numerics(), query=whole.query, key=whole.key),
@@ -83,27 +79,17 @@ def attention_error(
     arrays = [jnp.asarray(x) for x in (query, key, value)]
     # Raises for what attention does not take.
     jax.eval_shape(partial(scaled_dot_product_attention, is_causal=is_causal), *arrays)
-    scale = 1 / math.sqrt(arrays[0].shape[-1]) if scale is None else scale
-
-    @jax.jit
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> dict[str, jax.Array]:
-        return {name: _attended(q, k, v, kind, scale, is_causal) for name, kind in kinds.items()}
-
     q, k, v = (x if x.ndim == 4 else x[None] for x in arrays)
-    results = run(q, k, v)
+    results = {name: _attended(q, k, v, kind, is_causal) for name, kind in kinds.items()}
     exact = results.pop("exact")
     return AttentionError(**{name: _by_head(y - exact, exact) for name, y in results.items()})
 
 
+@partial(jax.jit, static_argnames=("numerics", "is_causal"))
 def _attended(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    numerics: Numerics,
-    scale: float,
-    is_causal: bool,
+    query: jax.Array, key: jax.Array, value: jax.Array, numerics: Numerics, is_causal: bool
 ) -> jax.Array:
-    """O, f32[batch, heads of keys, groups, tokens, depth]."""
+    """Return O, f32[batch, heads of keys, groups, tokens, depth]."""
     (batch, queries, heads, depth), (_, keys, kv_heads, _) = query.shape, key.shape
     visible = Visible((queries, keys), is_causal, None)
     (size, of_keys), (n, m) = visible.block, visible.blocks
@@ -112,10 +98,10 @@ def _attended(
     k, v = (padded(x.swapaxes(1, 2), 2, m * of_keys) for x in (key, value))
     q, k = (for_both(x, uses, None)[0] for x, uses in ((q, numerics.query), (k, numerics.key)))
     v, _ = for_both(v, numerics.value, None, folded=True)
-    return blocks.forward(q, k, v, visible, scale, numerics).out[:, :, :, :queries]
+    return blocks.forward(q, k, v, visible, 1 / math.sqrt(depth), numerics).out[:, :, :, :queries]
 
 
 def _by_head(error: jax.Array, exact: jax.Array) -> np.ndarray:
-    """For each head the norm of the first over that of the second."""
+    """Return the norm of the first over that of the second, by head."""
     squares = lambda x: np.sum(np.square(np.asarray(x, np.float64)), axis=(0, 3, 4))
     return np.sqrt(squares(error) / squares(exact)).reshape(-1)

@@ -1,4 +1,4 @@
-"""Merges the measurements of each layer, and keeps those of stacked layers apart."""
+"""Merge the measurements of each layer, and keep stacked layers apart."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from jfp8.tracing.notes import notes_of, product_path
 def by_layer(
     places: Sequence[Place], vectors: Sequence[jax.Array]
 ) -> Iterator[tuple[Place, tuple[int, ...], np.ndarray]]:
-    """Place, index among stacked layers, and measurement ``f64[W]``, in the order of the program.
+    """Yield place, index among stacked layers, and measurement ``f64[W]``, in program order.
 
     Several uses of a layer, and iterations of loops, become one. Iterations of a loop over stacked
-    layers stay apart: the index counts them. What is outside layers stays as it is.
-
-    Args:
-      places: where the measurements were made.
-      vectors: ``f32[*loops, W]`` for each.
+    layers stay apart: the index counts them. `vectors` are ``f32[*loops, W]`` for each of `places`.
     """
     on_host = [np.asarray(x, np.float64) for x in jax.device_get(vectors)]
     stacked = _stacked_loops(places)
@@ -44,13 +40,13 @@ def by_layer(
 
 
 def _is_computed_again(place: Place) -> bool:
-    """Whether it is a part of the forward pass, seen already, that the backward pass repeats."""
+    """Recognize a part of the forward pass that the backward pass repeats."""
     again = "transpose(" in place.stack or "rematted_computation" in place.stack
     return again and place.measure.forward
 
 
 def _stacked_loops(places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
-    """For each path the lengths of the loops that run over its layers: their weights differ."""
+    """Return, for each path, the lengths of the loops over its layers, whose weights differ."""
     found: dict[str, tuple[int, ...]] = {}
     for place in places:
         if place.measure.weight is not None and not _is_computed_again(place):
@@ -60,7 +56,7 @@ def _stacked_loops(places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
 
 
 def _without_other_loops(vector: np.ndarray, place: Place, layers: tuple[int, ...]) -> np.ndarray:
-    """`vector`, merged along all loops but those over layers, the innermost of each length."""
+    """Merge `vector` along all loops but those over layers, the innermost of each length."""
     wanted = list(layers)
     for axis in reversed(range(len(place.loops))):  # axes in front keep their places
         if wanted and place.loops[axis].length == wanted[-1]:

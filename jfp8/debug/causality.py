@@ -1,4 +1,4 @@
-"""`looks_ahead`: whether later tokens, or other sequences, change the results of a model."""
+"""`looks_ahead`: test if later tokens, or other sequences, change the results of a model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LooksAhead:
-    """How results changed with inputs that they should not depend on.
+    """Changes of results with inputs that they should not depend on.
 
     Attributes:
-      later: the largest change of a result at earlier positions, divided by the largest result; 0:
-        not a bit changed. Inf: a result became, or was, NaN or Inf.
-      others: the same for a sequence's results when other sequences of the batch changed; None: the
-        batch has no others.
+      later: largest change at earlier positions, relative to the largest result; 0: bitwise
+        identical. Inf: a result became, or was, NaN or Inf.
+      others: the same with other sequences of the batch changed; None: there are no others.
     """
 
     later: float
@@ -32,7 +31,7 @@ class LooksAhead:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether no result depended on another sequence; False if there was none to try."""
+        """Whether no result depended on another sequence; False without other sequences."""
         return self.others == 0
 
     def __str__(self) -> str:
@@ -48,15 +47,15 @@ def looks_ahead(
 ) -> LooksAhead:
     """Test whether results depend on later positions or on other sequences of the batch.
 
-    It changes the end of sequences, then all sequences but the first, and compares the other
-    results. Values are multiplied by 0 and by 100; tokens (integers) become the smallest and the
-    largest of `x`. Positions from the second, the middle and the last one on are changed. Unchanged
-    results prove nothing for other inputs, but shared scales change easily.
+    It changes positions from the second, the middle and the last one on, then all sequences but the
+    first, and compares the other results. Values are multiplied by 0 and by 100; tokens (integers)
+    become the smallest and the largest of `x`. Unchanged results prove nothing for other inputs,
+    but shared scales change easily.
 
     Args:
       f: a model as a function of one array, ``lambda tokens: model.apply(variables, tokens)``; it
-        is compiled. Its result begins with the axes of `x`, from the batch (the first one) to the
-        positions. It may be a pytree; arrays in it that lack the axes do not count.
+        is compiled. Results begin with the axes of `x`, from the batch (the first one) to the
+        positions; arrays that lack these axes do not count.
       x: integers or floats, ``[batch, ..., positions, ...]``.
       sequence_axis: the axis of positions.
 
@@ -96,24 +95,23 @@ def looks_ahead(
             "f gives another result for the same x: switch off what is random, such as dropout "
             "(deterministic=True), and what f keeps of earlier calls."
         )
-    n, later = x.shape[sequence_axis], 0.0
-    for first in sorted({1, n // 2, n - 1}):
-        before = (slice(None),) * sequence_axis + (slice(first),)
-        for changed in _variants(x, (slice(None),) * sequence_axis + (slice(first, None),)):
-            found = _with_axes(f(changed), x, sequence_axis)
-            later = max(later, _change(results, found, before))
-    others = None
-    if x.shape[0] > 1:
-        changes = (
-            _change(results, _with_axes(f(changed), x, sequence_axis), (slice(1),))
-            for changed in _variants(x, (slice(1, None),))
+
+    def change_along(axis: int, first: int) -> float:
+        """Return the change before `first` with the inputs from there on."""
+        axes = (slice(None),) * axis
+        found = (
+            _change(results, _with_axes(f(changed), x, sequence_axis), (*axes, slice(first)))
+            for changed in _variants(x, (*axes, slice(first, None)))
         )
-        others = max(changes)
-    return LooksAhead(later, others)
+        return max(found)
+
+    n = x.shape[sequence_axis]
+    later = max(change_along(sequence_axis, first) for first in sorted({1, n // 2, n - 1}))
+    return LooksAhead(later, change_along(0, 1) if x.shape[0] > 1 else None)
 
 
 def _variants(x: jax.Array, where: tuple[slice, ...]) -> Iterator[jax.Array]:
-    """`x` with other values at `where`."""
+    """Yield `x` with other values at `where`."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         yield from (x.at[where].multiply(factor) for factor in (0, 100))
     else:
@@ -129,7 +127,7 @@ def _with_axes(results: Any, x: jax.Array, sequence_axis: int) -> list[np.ndarra
 def _change(
     before: list[np.ndarray], after: list[np.ndarray], where: tuple[slice, ...] = ()
 ) -> float:
-    """The largest difference at `where`, over the largest result there; 0 only if all are equal."""
+    """Return the largest relative difference at `where`; 0 only if all are equal."""
     largest = 0.0
     for old, new in zip(before, after, strict=True):
         old, new = old[where], new[where]

@@ -1,4 +1,4 @@
-"""Bytes that a compiled program sends between devices, counted in its text.
+"""`collective_bytes`: count the bytes that a compiled program sends between devices.
 
 A program may send something other than it asks for: XLA moves casts across collectives, merges
 collectives, and widens types that a backend cannot send. So the compiled text is read. ::
@@ -12,6 +12,7 @@ collectives, and widens types that a backend cannot send. So the compiled text i
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -33,26 +34,29 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\((.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
 _CALLED = re.compile(
-    r"\b(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+    r"\b(?:body|condition|calls|to_apply|(?:true|false)_computation|branch_computations)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
 )
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ASYNC_DONE = re.compile(r"-(done|update)$")
+# Of ``(operands, results, ...)`` the results: each one shape, or a tuple of them.
+_RESULTS = re.compile(r"\((?:\([^()]*\)|\w+\[[\d,]*\]),(\([^()]*\)|\w+\[[\d,]*\])")
+_LOCATION = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective operation, or the part of it that has one dtype.
+    """A collective operation, or its part of one dtype.
 
     Attributes:
       op: ``"all-gather"``, ``"all-reduce"``, ...; also for the asynchronous forms of GPUs.
       dtype: XLA's name, such as ``"u8"`` or ``"f32"``.
       elements: of the result on one device.
-      devices: how many exchange data with each other.
-      bytes_once: what a device sends in one execution.
-      times: executions; None in a loop for which the program does not say how often it runs.
-      name: where it comes from: JAX's name, such as ``"jit(step)/shard_map/all_gather"``.
-      source: file and line, "" if the program does not tell.
+      devices: number of devices that exchange data with each other.
+      bytes_once: bytes that a device sends in one execution.
+      times: executions; None in a loop of unknown length.
+      name: JAX's name, such as ``"jit(step)/shard_map/all_gather"``.
+      source: file and line, "" if unknown.
     """
 
     op: str
@@ -80,7 +84,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class CollectiveBytes:
-    """What `collective_bytes` found; ``print`` it for a table.
+    """Result of `collective_bytes`; ``print`` it for a table.
 
     Attributes:
       collectives: in the order of the program's text.
@@ -99,11 +103,11 @@ class CollectiveBytes:
         return max(self.collectives, key=lambda c: c.bytes, default=None)
 
     def by_dtype(self) -> dict[str, float]:
-        """Bytes that a device sends, by dtype."""
-        found: dict[str, float] = {}
+        """Return the bytes that a device sends, by dtype."""
+        found: dict[str, float] = collections.defaultdict(float)
         for c in self.collectives:
-            found[c.dtype] = found.get(c.dtype, 0.0) + c.bytes
-        return found
+            found[c.dtype] += c.bytes
+        return dict(found)
 
     def __str__(self) -> str:
         rows = sorted(self.collectives, key=lambda c: -c.bytes)
@@ -151,7 +155,7 @@ def collective_bytes(compiled: Any) -> CollectiveBytes:
             "compiling: pass jax.jit(f).lower(...).compile()."
         )
     lines = text.splitlines()
-    tables = _SourceTables.read(lines)
+    sources = _sources(text)
     everyone = math.prod(map(int, _HEADER_COUNTS.findall(lines[0])))
     computations, entry = _computations(lines)
     times = _executions(computations, entry)
@@ -159,7 +163,7 @@ def collective_bytes(compiled: Any) -> CollectiveBytes:
     for name, instructions in computations.items():
         if name in times:
             for result, op, rest in instructions:
-                found += _parts(result, op, rest, times[name], everyone, tables)
+                found += _parts(result, op, rest, times[name], everyone, sources)
     return CollectiveBytes(tuple(found))
 
 
@@ -206,60 +210,43 @@ def _parts(
     rest: str,
     times: int | None,
     everyone: int,
-    tables: _SourceTables,
+    sources: dict[str, str],
 ) -> Iterator[Collective]:
-    """The parts of one instruction, one for each dtype; none if it is not a collective."""
+    """Yield the parts of a collective, one for each dtype; nothing for other instructions."""
     kind = op.removesuffix("-start")
     if kind not in _SENT:
         return
-    elements: dict[str, int] = {}
+    elements: dict[str, int] = collections.defaultdict(int)
     for dtype, dims in _SHAPE.findall(_result_shapes(result, op)):
-        size = math.prod(int(d) for d in dims.split(",") if d)
-        elements[dtype] = elements.get(dtype, 0) + size
+        elements[dtype] += math.prod(int(d) for d in dims.split(",") if d)
     n = 2 if kind == "collective-permute" else _group_size(rest, everyone)
-    name = re.search(r'op_name="([^"]*)"', rest)
+    found = re.search(r'op_name="([^"]*)"', rest)
+    name, source = found[1] if found else "", _source_of(rest, sources)
     for dtype, size in elements.items():
         sent = size * _bits(dtype) / 8 * _SENT[kind](n)
-        yield Collective(
-            kind, dtype, size, n, sent, times, name[1] if name else "", tables.source(rest)
-        )
+        yield Collective(kind, dtype, size, n, sent, times, name, source)
 
 
 def _result_shapes(result: str, op: str) -> str:
-    """The shapes of an operation's results, without the operands that an asynchronous start adds.
+    """Return the shapes of an operation's results, without the operands of asynchronous starts.
 
     The start of an asynchronous operation returns ``(operands, results, ...)``, except that of an
     all-reduce, which may return its results alone.
     """
     result = re.sub(r"\{[^{}]*\}|/\*.*?\*/|\s", "", result)
-    if not op.endswith("-start") or not result.startswith("("):
-        return result
-    if op == "all-reduce-start" and not result.startswith("(("):
-        return result
-    return _elements(result)[1]
-
-
-def _elements(shape: str) -> list[str]:
-    """The elements of a tuple shape."""
-    elements, depth = [""], 0
-    for character in shape[1:-1]:
-        # Commas also stand between the dimensions of an array.
-        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            elements.append("")
-        else:
-            elements[-1] += character
-    return elements
+    alone = op == "all-reduce-start" and not result.startswith("((")
+    found = None if alone or not op.endswith("-start") else _RESULTS.match(result)
+    return found[1] if found else result
 
 
 def _bits(dtype: str) -> int:
-    """Bits of an element, from the name of its dtype: ``bf16``, ``f8e4m3fn``, ``u4``."""
+    """Return the bits of an element, from the name of its dtype: ``bf16``, ``f8e4m3fn``."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8  # pred
 
 
 def _group_size(rest: str, everyone: int) -> int:
-    """How many devices exchange data; XLA writes their groups in three ways."""
+    """Return the number of devices that exchange data; XLA writes groups in three ways."""
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
@@ -273,7 +260,7 @@ def _group_size(rest: str, everyone: int) -> int:
 
 
 def _computations(lines: list[str]) -> tuple[dict[str, list[tuple[str, str, str]]], str]:
-    """Instructions of every computation as (result, operation, the rest); the entry's name."""
+    """Return (result, operation, rest) of all instructions by computation; the entry's name."""
     computations: dict[str, list[tuple[str, str, str]]] = {}
     entry = current = ""
     for line in map(str.strip, lines):
@@ -289,7 +276,7 @@ def _computations(lines: list[str]) -> tuple[dict[str, list[tuple[str, str, str]
 def _executions(
     computations: dict[str, list[tuple[str, str, str]]], entry: str
 ) -> dict[str, int | None]:
-    """How often every computation that `entry` reaches is executed; None if it is not known."""
+    """Return the executions of each computation that `entry` reaches; None if unknown."""
     times: dict[str, int | None] = {}
 
     def visit(name: str, count: int | None) -> None:
@@ -302,42 +289,27 @@ def _executions(
             if op == "while":
                 trips = _TRIP_COUNT.search(rest)
                 inside = None if trips is None or count is None else count * int(trips[1])
-            called = _CALLED.findall(rest)
-            for branches in _BRANCHES.findall(rest):
-                called += [branch.strip().lstrip("%") for branch in branches.split(",")]
-            for callee in called:
+            for callee in re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(rest))):
                 visit(callee, inside)
 
     visit(entry, 1)
     return times
 
 
-@dataclass(frozen=True)
-class _SourceTables:
-    """The tables at the head of a program that resolve ``stack_frame_id`` to a file and a line."""
+def _sources(text: str) -> dict[str, str]:
+    """Return ``file:line`` by ``stack_frame_id``, from the tables at the head of a program."""
+    files = dict(re.findall(r'^(\d+) "(.*)"$', text.partition("FunctionNames")[0], re.M))
+    locations = {
+        number: f"{files.get(file, '?')}:{line}"
+        for number, file, line in re.findall(_LOCATION, text, re.M)
+    }
+    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", text, re.M)
+    return {frame: locations[number] for frame, number in frames if number in locations}
 
-    files: dict[str, str]
-    locations: dict[str, tuple[str, str]]
-    frames: dict[str, str]
 
-    @staticmethod
-    def read(lines: list[str]) -> _SourceTables:
-        files, locations, frames = {}, {}, {}
-        for line in lines:
-            if _COMPUTATION.match(line):
-                break
-            if found := re.match(r'^(\d+) "(.*)"$', line):
-                files.setdefault(found[1], found[2])  # names of functions follow, numbered alike
-            elif found := re.match(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", line):
-                locations[found[1]] = (found[2], found[3])
-            elif found := re.match(r"^(\d+) \{file_location_id=(\d+)", line):
-                frames[found[1]] = found[2]
-        return _SourceTables(files, locations, frames)
-
-    def source(self, rest: str) -> str:
-        """``file:line`` of an instruction, "" if it is not known."""
-        if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', rest):
-            return f"{found[1]}:{found[2]}"
-        found = re.search(r"stack_frame_id=(\d+)", rest)
-        location = self.locations.get(self.frames.get(found[1], "")) if found else None
-        return f"{self.files.get(location[0], '?')}:{location[1]}" if location else ""
+def _source_of(rest: str, sources: dict[str, str]) -> str:
+    """Return ``file:line`` of an instruction, "" if it is not known."""
+    if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', rest):
+        return f"{found[1]}:{found[2]}"
+    found = re.search(r"stack_frame_id=(\d+)", rest)
+    return sources.get(found[1], "") if found else ""

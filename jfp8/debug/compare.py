@@ -20,6 +20,7 @@ from jfp8.conversion.selection import Choice
 from jfp8.debug.by_layer import by_layer
 from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
 from jfp8.debug.measurement import Measurement
+from jfp8.debug.records import OPERANDS
 from jfp8.debug.stats import Stats, observed
 from jfp8.matmul.spec import MatmulSpec
 from jfp8.products.observers import Observer, tap
@@ -47,7 +48,7 @@ _PARTS = ("total", "cast", "product")  # of an error; see `ProductError`
 
 
 class _NothingQuantized(Products):
-    """Products in high precision, with operands laid out so that any recipe could take them."""
+    """Compute in high precision, with operands laid out so that any recipe could take them."""
 
     def __post_init__(self) -> None:
         """Leave out the check that something is quantized."""
@@ -59,7 +60,7 @@ class _NothingQuantized(Products):
 
 @dataclass(frozen=True)
 class _HighPrecision(Recipe):
-    """Makes the products of a model those of this library, without quantizing anything."""
+    """Compute the products of a model by this library, without quantizing anything."""
 
     name: ClassVar[str] = "high precision"
 
@@ -67,23 +68,13 @@ class _HighPrecision(Recipe):
         return _NothingQuantized(_PLAIN, _PLAIN, _PLAIN)
 
 
-_OPERANDS: dict[Kind, tuple[str, str]] = {
-    "fprop": ("lhs", "rhs"),
-    "dgrad": ("grad", "rhs"),
-    "wgrad": ("lhs", "grad"),
-}
-
-
 def product_by(
     recipe: Recipe, operation: Operation, kind: Kind, first: jax.Array, second: jax.Array
 ) -> tuple[jax.Array, Operand, Operand]:
-    """Return one of the three results of arrays in high precision, as `recipe` computes it.
-
-    By itself, without state. Also return its quantized operands.
-    """
+    """Return one of the three products under `recipe`, without state, and its two operands."""
     product: Product = getattr(recipe.resolved(), kind)
     quantizers, contracting = (product.lhs, product.rhs), operation.contracting(kind)
-    given = zip((first, second), _OPERANDS[kind], quantizers, contracting, strict=True)
+    given = zip((first, second), OPERANDS[kind], quantizers, contracting, strict=True)
     rotated_by = rotation_seed(product, kind, amax(first), None)
     q_first, q_second = (
         QuantizedOperand(role, x, None, None, operation).quantized(
@@ -97,11 +88,9 @@ def product_by(
 
 @dataclass(frozen=True)
 class _Errors(Measurement):
-    """Measures the errors of one product under two recipes.
+    """Measure the errors of one product under two recipes, from high-precision operands.
 
-    It gets the result and the operands, all in high precision. Let ``y`` be their product, ``y'``
-    the product under a recipe, and ``y*`` the high-precision product of the operands as the recipe
-    rounds them. It sums squares of ``y``, and per recipe of ``y' - y``, ``y* - y``, ``y' - y*``.
+    Sums squares of ``y``, and per recipe of ``y' - y``, ``y* - y``, ``y' - y*``; see `compare`.
     """
 
     powers: ClassVar[tuple[str, ...]] = (
@@ -129,11 +118,8 @@ class _Errors(Measurement):
                 of_recipe, *operands = product_by(recipe, operation, self.kind, first, second)
                 of_recipe = of_recipe.astype(jnp.float32)
                 represented = multiply(*map(_values, operands)).astype(jnp.float32)
-                powers += [
-                    power(of_recipe - y),
-                    power(represented - y),
-                    power(of_recipe - represented),
-                ]
+                errors = (of_recipe - y, represented - y, of_recipe - represented)
+                powers += map(power, errors)
         return jnp.stack([*powers, amax])
 
     @property
@@ -151,7 +137,7 @@ def _values(operand: ScaledArray | jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Comparer(Observer):
-    """Taps every product of operands in high precision; others have weights stored in FP8."""
+    """Tap every product of operands in high precision; others have weights stored in FP8."""
 
     recipes: tuple[Recipe, Recipe]
 
@@ -176,28 +162,25 @@ def compare(
     only: Choice | Sequence[Choice] | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """Layer by layer, the error of a model's products under two recipes, forward and backward. ::
+    """Compare the errors of a model's matmuls under two recipes, layer by layer. ::
 
         total   |y' - y|  / |y|     y   the product in high precision
         cast    |y* - y|  / |y|     y'  the product under the recipe
         product |y' - y*| / |y|     y*  in high precision, of the operands as the recipe rounds them
 
-    The model runs in high precision, and each of its products is also computed under both recipes
-    on the same inputs, so that errors do not add up from layer to layer. ``y*`` separates the error
-    of rounding the operands from that of multiplying them. In addition, the whole model runs under
-    each recipe, for its loss and its gradients. Recipes with a history have none here: their scales
-    follow from the tensors themselves. Attention in FP8 takes part in loss and gradients, and has
-    no rows of its own: `attention_error` measures it.
+    The model runs in high precision, and each of its products, forward and backward, is also
+    computed under both recipes on the same inputs, so that errors do not add up from layer to
+    layer. In addition, the whole model runs under each recipe, for its loss and its gradients.
+    Scales follow from the tensors themselves, without histories. Attention in FP8 takes part in
+    loss and gradients, and has no rows: `attention_error` measures it.
 
     Args:
       model: a Linen or NNX module: plain Flax, converted, or with layers of jfp8. Flax's layers
-        take part as in `jfp8.convert`; layers of jfp8 all do, under the two recipes even if they
-        have their own.
+        take part as in `jfp8.convert`; layers of jfp8 all do, also those with their own recipe.
       recipe_a, recipe_b: recipes, or names of them.
-      batch: what the model is called with: a tuple of arguments, a dict of named arguments, or a
-        single argument.
-      variables: for Linen, what ``model.init`` returned. None: made here, from seed 0.
-      loss_fn: takes what the model returns, gives the loss to differentiate. None:
+      batch: arguments of the model: a tuple, a dict of named arguments, or a single argument.
+      variables: for Linen, the result of ``model.init``. None: initialized here, from seed 0.
+      loss_fn: takes the model's output and returns the loss to differentiate. None:
         ``mean(y^2) / 2`` of all floating outputs.
       exempt, only: see `jfp8.convert`.
       **kwargs: further arguments of the model, such as ``train=True``; for Linen also ``rngs=``
@@ -225,19 +208,16 @@ def compare(
         arguments = batch if isinstance(batch, tuple) else (batch,)
     if loss_fn is None:
         loss_fn = _half_mean_square
-    how: dict[str, Any] = {"exempt": exempt, "only": only}
     if isinstance(model, nn.Module):
-        given = _linen_variables(model, variables, arguments, kwargs)
-        under = lambda recipe: _linen_loss(
-            convert(model, recipe, **how), recipe, given, arguments, kwargs, loss_fn
-        )
-    elif isinstance(model, nnx.Module):
-        under = lambda recipe: _nnx_loss(
-            convert(model, recipe, **how), recipe, arguments, kwargs, loss_fn
-        )
-    else:
+        variables = _linen_variables(model, variables, arguments, kwargs)
+    elif not isinstance(model, nnx.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model must be a Flax Linen or NNX module, got {given}.")
+
+    def under(recipe: Recipe) -> tuple[Callable[[Any], jax.Array], Any]:
+        converted = convert(cast(Any, model), recipe, exempt=exempt, only=only)
+        outputs_of, params = _function_of_params(recipe, converted, variables, arguments, kwargs)
+        return lambda params: loss_fn(outputs_of(params)), params
 
     loss_of, params = under(_HighPrecision())
     measure = partial(observed, _Comparer(recipes), jax.value_and_grad(loss_of))
@@ -248,10 +228,8 @@ def compare(
             "of the model; exempt= and only= choose layers as in jfp8.convert."
         )
     by_name = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
-    names = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in jax.tree.leaves_with_path(by_name)
-    ]
+    paths = [path for path, _ in jax.tree.leaves_with_path(by_name)]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
     losses, gradients = [], []
     for recipe in recipes:
         loss_of, params = under(recipe)
@@ -276,7 +254,7 @@ def _half_mean_square(outputs: Any) -> jax.Array:
 def _linen_variables(
     model: nn.Module, variables: Mapping[str, Any] | None, arguments: Any, kwargs: dict[str, Any]
 ) -> Mapping[str, Any]:
-    """The variables without FP8 state, which belongs to one recipe."""
+    """Return the variables without FP8 state, which belongs to one recipe."""
     if variables is None:
         given = {k: v for k, v in kwargs.items() if k != "rngs"}
         rngs = {name: jax.random.key(0) for name in ("params", "dropout")}
@@ -289,38 +267,25 @@ def _linen_variables(
     return {k: v for k, v in variables.items() if k not in ("fp8", "fp8_sink")}
 
 
-def _linen_loss(
-    model: nn.Module,
-    recipe: Recipe,
-    variables: Mapping[str, Any],
-    arguments: Any,
-    kwargs: Any,
-    loss_fn: Any,
-) -> tuple[Callable[[Any], jax.Array], Any]:
-    others = {k: v for k, v in variables.items() if k != "params"}
-    how: dict[str, Any] = {"rngs": {"dropout": jax.random.key(1)}, **kwargs}
+def _function_of_params(
+    recipe: Recipe, model: Any, variables: Any, arguments: Any, kwargs: dict[str, Any]
+) -> tuple[Callable[[Any], Any], Any]:
+    """Return the outputs of `model` under `recipe` as a function of its parameters, and these."""
+    if isinstance(model, nnx.Module):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        call = lambda params: nnx.merge(graph, params, rest, copy=True)(*arguments, **kwargs)
+    else:
+        others, params = dict(variables), variables["params"]
+        del others["params"]
+        options: dict[str, Any] = {"rngs": {"dropout": jax.random.key(1)}, **kwargs}
+        options["mutable"] = list(others)
+        call = lambda params: model.apply({"params": params, **others}, *arguments, **options)[0]
 
-    def loss_of(params: Any) -> jax.Array:
-        given = {"params": params, **others}
+    def outputs_of(params: Any) -> Any:
         with overriding(recipe):
-            outputs, _ = model.apply(given, *arguments, mutable=list(others), **how)
-        return loss_fn(outputs)
+            return call(params)
 
-    return loss_of, variables["params"]
-
-
-def _nnx_loss(
-    model: nnx.Module, recipe: Recipe, arguments: Any, kwargs: Any, loss_fn: Any
-) -> tuple[Callable[[Any], jax.Array], Any]:
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss_of(params: Any) -> jax.Array:
-        copy = nnx.merge(graph, params, rest, copy=True)
-        with overriding(recipe):
-            outputs = copy(*arguments, **kwargs)
-        return loss_fn(outputs)
-
-    return loss_of, params
+    return outputs_of, params
 
 
 def _compared_products(seen: Stats) -> Iterator[ComparedProduct]:

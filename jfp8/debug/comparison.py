@@ -1,4 +1,4 @@
-"""`Comparison`: what `compare` found out about two recipes."""
+"""`Comparison`: the result of `compare`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from jfp8.recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class ProductError:
-    """How far a product is from high precision, on the same inputs: relative Frobenius errors.
+    """Relative Frobenius errors of a product against high precision, on the same inputs.
 
     Attributes:
-      total: ``|y' - y| / |y|``, where ``y'`` is the product of the recipe.
-      cast: ``|y* - y| / |y|``, where ``y*`` is the product, in high precision, of the operands as
-        the recipe rounds them: the part of the error that comes from rounding operands.
-      product: ``|y' - y*| / |y|``: the part that comes from multiplying: from accumulation, and
-        from quantizing results.
+      total: ``|y' - y| / |y|``, where ``y'`` is the product under the recipe.
+      cast: ``|y* - y| / |y|``, from rounding operands: ``y*`` is their product in high precision.
+      product: ``|y' - y*| / |y|``, from accumulation, and from quantizing results.
     """
 
     total: float
@@ -45,13 +43,13 @@ class ComparedProduct:
 
     @property
     def layer(self) -> str:
-        """The path with its index: ``"blocks/Dense_0[3]"``."""
+        """Path with index: ``"blocks/Dense_0[3]"``."""
         return self.path + "".join(f"[{i}]" for i in self.index)
 
 
 @dataclass(frozen=True)
 class ComparedGradient:
-    """The gradient with respect to one parameter, of the whole model under each recipe.
+    """Gradient of the whole model with respect to one parameter, under each recipe.
 
     Attributes:
       path: of the parameter, ``"Dense_0/kernel"``.
@@ -68,13 +66,12 @@ class ComparedGradient:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """What `compare` found; prints as a table, and shows as one in Jupyter.
+    """Result of `compare`; prints as a table, and shows as one in Jupyter.
 
     Attributes:
       recipe_a, recipe_b: the recipes.
-      products: every product, on the inputs that it has in high precision, in the order of the
-        program; the errors of one layer do not enter the next.
-      gradients: those of the whole model, where errors do enter the next layer.
+      products: every product on its inputs in high precision, in program order.
+      gradients: of the whole model, in which errors of all layers add up.
       loss, loss_a, loss_b: in high precision and under each recipe.
     """
 
@@ -87,7 +84,7 @@ class Comparison:
     loss_b: float
 
     def worst(self, n: int = 5) -> tuple[ComparedProduct, ...]:
-        """The `n` products with the largest total error under either recipe, the largest first."""
+        """Return the `n` products with the largest total error under either recipe, in order."""
         error = lambda e: math.inf if math.isnan(e.total) else e.total
         return tuple(sorted(self.products, key=lambda row: -max(error(row.a), error(row.b)))[:n])
 
@@ -106,7 +103,7 @@ class Comparison:
         return recipes + "".join(map(table_html, self._tables())) + paragraph(self._losses())
 
     def _tables(self) -> tuple[Table, Table]:
-        """Of products and of gradients."""
+        """Return the table of products and that of gradients."""
         percent = lambda error: f"{100 * error:.3g} %"
         parts = ("total", "cast", "product")
         products = [("layer", "product", *(f"{part} {name}" for name in "ab" for part in parts))]

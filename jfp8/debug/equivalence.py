@@ -1,8 +1,7 @@
-"""`equivalence`: whether paired runs differ by less than a margin, or are too few to tell."""
+"""`equivalence`: decide if paired runs differ by less than a margin, or are too few to tell."""
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +16,7 @@ MOST_PAIRS = 1000  # that `Equivalence.pairs_needed` counts up to
 
 @dataclass(frozen=True, repr=False)
 class Equivalence:
-    """What `equivalence` found; prints as one line.
+    """Result of `equivalence`; prints as one line.
 
     Attributes:
       n: number of pairs.
@@ -57,7 +56,7 @@ class Equivalence:
 def equivalence(
     gaps: jax.typing.ArrayLike, *, margin: float = 0.25, confidence: float = 0.9
 ) -> Equivalence:
-    """Whether runs in FP8 are as good as those in high precision, to within a margin. ::
+    """Decide if runs in FP8 are as good as runs in high precision, to within a margin. ::
 
         low, high = mean(gaps) -+ t * std(gaps) / sqrt(n)     t: quantile (1 + confidence) / 2 of
                                                               Student's distribution, n - 1 degrees
@@ -65,11 +64,10 @@ def equivalence(
         "different"        high < -margin or margin < low
         "cannot be told"   otherwise
 
-    Finding no difference does not prove that there is none: few runs find nothing. So equivalence
-    is what has to be shown. A 90 % interval inside the margins is two one-sided tests at 5 % each:
-    runs whose true mean gap is a margin or more are called equivalent in at most one case of 20. A
-    gap can be significantly different from 0 and still equivalent, if it is small: ``low`` and
-    ``high`` then have the same sign.
+    Few runs find no difference, so equivalence has to be shown. A 90 % interval inside the margins
+    is two one-sided tests at 5 % each: runs whose true mean gap is a margin or more are called
+    equivalent in at most one case of 20. A small gap can be significantly different from 0 and
+    still equivalent: ``low`` and ``high`` then have the same sign.
 
     The gaps should be independent of each other and without a long tail (a median far from the mean
     shows one). Test once, not after each pair until you like the answer.
@@ -117,61 +115,24 @@ def equivalence(
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence!r}: must be between 0 and 1, such as 0.9.")
 
-    n, mean, spread = values.size, float(values.mean()), float(values.std(ddof=1))
-    half = _half_width(n, spread, confidence)
+    n, mean = values.size, float(values.mean())
+    # The interval that n pairs of this spread have, by n.
+    numbers = np.arange(2, max(n, MOST_PAIRS) + 1)
+    halves = t_quantile((1 + confidence) / 2, numbers - 1) * values.std(ddof=1) / np.sqrt(numbers)
+    half = float(halves[n - 2])
     low, high = mean - half, mean + half
     verdict: Verdict = "cannot be told"
     if -margin < low and high < margin:
         verdict = "equivalent"
     elif high < -margin or margin < low:
         verdict = "different"
-    needed = _pairs_needed(abs(abs(mean) - margin), spread, confidence, max(n, MOST_PAIRS))
+    enough = numbers[halves < abs(abs(mean) - margin)]
+    needed = float(enough[0]) if enough.size else math.inf
     return Equivalence(n, mean, low, high, margin, confidence, verdict, needed)
 
 
-def _half_width(n: int, spread: float, confidence: float) -> float:
-    return t_quantile((1 + confidence) / 2, n - 1) * spread / math.sqrt(n)
+def t_quantile(p: float, degrees: np.typing.ArrayLike) -> np.ndarray:
+    """Return the quantile `p` of Student's distribution with so many degrees of freedom."""
+    from scipy import special  # which JAX requires, and imports late as well
 
-
-def _pairs_needed(distance: float, spread: float, confidence: float, most: int) -> float:
-    """The fewest pairs whose interval extends less than `distance` to either side, by bisection."""
-    too_few, enough = 1, most
-    if _half_width(enough, spread, confidence) >= distance:
-        return math.inf
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if _half_width(middle, spread, confidence) < distance:
-            enough = middle
-        else:
-            too_few = middle
-    return enough
-
-
-@functools.cache
-def t_quantile(p: float, degrees: int) -> float:
-    """The quantile `p` >= 1/2 of Student's distribution.
-
-    For whole degrees of freedom ``v``, with ``t = sqrt(v) tan(a)``, the probability is a finite sum
-    (Abramowitz and Stegun 26.7.3 and 26.7.4)::
-
-        P(|T| < t) = sin(a) (1 + 1/2 c^2 + 1*3/(2*4) c^4 + ... c^(v-2))                     v even
-        P(|T| < t) = 2/pi (a + sin(a) (c + 2/3 c^3 + 2*4/(3*5) c^5 + ... c^(v-2)))          v odd
-
-    where ``c = cos(a)``. It grows with the angle, which is found by bisection.
-    """
-    odd = degrees % 2
-    k = np.arange(1, (degrees - odd) // 2)  # the terms after the first
-    ratios = (2 * k - 1 + odd) / (2 * k + odd)
-    few = degrees == 1  # the sum of which is empty
-
-    def within(angle: float) -> float:
-        c = math.cos(angle)
-        terms = np.cumprod(ratios * c * c).sum() + 1.0
-        total = math.sin(angle) * (0.0 if few else terms)
-        return 2 / math.pi * (angle + c * total) if odd else total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle) < 2 * p - 1 else (low, middle)
-    return math.sqrt(degrees) * math.tan(low)
+    return special.stdtrit(degrees, p)

@@ -14,9 +14,9 @@ from jax import lax
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured at a tap, as a vector ``f32[W]``: an abstract class.
+    """A measurement of tapped arrays, a vector ``f32[W]``: an abstract class.
 
-    The vector has these elements, in this order, as named by the derived class.
+    Derived classes name the elements of the vector, in this order.
 
     Attributes:
       sums: added up.
@@ -32,12 +32,12 @@ class Measurement:
     bins: ClassVar[int] = 0
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
-        """The vector of the tapped arrays."""
+        """Measure the tapped arrays."""
         raise NotImplementedError
 
     @property
     def weight(self) -> int | None:
-        """Which of the tapped arrays is the weight of a layer, if one is."""
+        """Number of the tapped array that is the weight of a layer, if one is."""
         return None
 
     @property
@@ -46,29 +46,29 @@ class Measurement:
         return False
 
     def merged(self, vectors: Any, xp: Any = jnp) -> Any:
-        """One vector for those along the first axis, computed by ``jax.numpy`` or ``numpy``."""
+        """Merge vectors along the first axis, by ``jax.numpy`` or ``numpy``."""
         return self._merged(vectors, partial(xp.max, axis=0), partial(xp.sum, axis=0), xp)
 
     def merged_over_devices(self, vector: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
-        """One vector for those of all devices along some mesh axes."""
+        """Merge the vectors of all devices along some mesh axes."""
         if not axis_names:
             return vector
         largest = partial(lax.pmax, axis_name=axis_names)
         return self._merged(vector, largest, partial(lax.psum, axis_name=axis_names), jnp)
 
     def nothing(self) -> jax.Array:
-        """The vector of an empty tensor."""
+        """Return the vector of an empty tensor."""
         low = [-np.inf if name.startswith("minus_") else 0.0 for name in self.maxima]
         before = np.zeros(len(self.sums) + len(self.powers))
         return jnp.asarray(np.concatenate([before, low, np.zeros(self.bins)]), jnp.float32)
 
     def named(self, vector: np.ndarray) -> dict[str, float]:
-        """The elements by name, without the bins; `powers` in their own units."""
+        """Return the elements by name, without the bins; `powers` in their own units."""
         names = self.sums + self.powers + self.maxima
         return dict(zip(names, vector[: len(names)].tolist(), strict=True))
 
     def _merged(self, vectors: Any, largest: Any, total: Any, xp: Any) -> Any:
-        """Maxima merged by `largest`, the rest by `total`, powers in units of the new maxima."""
+        """Merge maxima by `largest`, the rest by `total`, powers in units of the new maxima."""
         start = len(self.sums) + len(self.powers)
         stop = start + len(self.maxima)
         maxima = largest(vectors[..., start:stop])

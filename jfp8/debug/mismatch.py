@@ -1,4 +1,4 @@
-"""`decoding_mismatch`: how far the probabilities of decoding are from those of training."""
+"""`decoding_mismatch`: compare the probabilities of decoding with those of training."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DecodingMismatch:
-    """What `decoding_mismatch` found. All are 0 if training and decoding agree to the bit.
+    """Result of `decoding_mismatch`: all 0 if training and decoding are bitwise identical.
 
     Attributes:
       tokens: number of tokens that were compared.
       mean, p99, max: mean, 99th percentile and maximum of ``|d|``, in nats.
       kl: ``mean(-d)``, the plain estimate of the Kullback-Leibler divergence; it may be negative.
-      k3: ``mean(exp(d) - 1 - d)``, an estimate of the same that has less noise; never negative.
+      k3: ``mean(exp(d) - 1 - d)``, an estimate with less noise; never negative.
       probability_mean, probability_max: of ``|p_train - p_decode|``.
     """
 
@@ -44,14 +44,13 @@ def decoding_mismatch(
     decode: jax.typing.ArrayLike,
     mask: jax.typing.ArrayLike | None = None,
 ) -> DecodingMismatch:
-    """The mismatch between training and decoding, from the log-probabilities of sampled tokens. ::
+    """Compare training and decoding by the log-probabilities of sampled tokens. ::
 
         d  = log p_train(token) - log p_decode(token)
         kl = mean(-d)                 k3 = mean(exp(d) - 1 - d)
 
     Both estimate ``KL(p_decode || p_train)`` if decoding drew the tokens, as the rollouts of
-    reinforcement learning do. There a policy is updated as if it had drawn them itself, and ``d``
-    is the error.
+    reinforcement learning do, where training takes ``d`` to be 0.
 
     Args:
       train: f32 array of any shape, log-probabilities of the tokens from one pass over the whole

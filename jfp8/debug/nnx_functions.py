@@ -1,4 +1,4 @@
-"""Turns functions that take NNX modules, and may change them, into functions of arrays."""
+"""Turn functions that take NNX modules, and may change them, into functions of arrays."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from jfp8.layers.nnx.products import Product
 
 
 def has_nnx(arguments: Any) -> bool:
-    """Whether there is a module, or another object of NNX, among the arguments."""
+    """Look for a module, or another object of NNX, among the arguments."""
     return any(map(_is_nnx, jax.tree.leaves(arguments, is_leaf=_is_nnx)))
 
 
 def calling(
     function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """``function(*args, **kwargs)`` through `run`, which takes functions of pytrees only.
+    """Call ``function(*args, **kwargs)`` through `run`, which takes functions of pytrees only.
 
-    Args:
-      function: of NNX objects and others.
-      run: ``run(pure, *arguments)`` gives ``(pure(*arguments), more)``.
-      args, kwargs: arguments; NNX objects among them are updated as `function` does.
-
-    Returns:
-      ``(results, more)``.
+    ``run(pure, *arguments)`` returns ``(pure(*arguments), more)``. Returns ``(results, more)``, and
+    updates NNX objects among the arguments as `function` does.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx)
     objects = [x for x in leaves if _is_nnx(x)]

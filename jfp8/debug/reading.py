@@ -1,4 +1,4 @@
-"""Evaluates a traced program with taps in it, and returns what is measured at them.
+"""Evaluate a traced program with taps in it, and return the measurements at the taps.
 
 Measurements leave a ``scan`` stacked along a new leading axis, one for each iteration; those of a
 ``while`` are merged, because their number is not known. ``vmap`` and devices are merged as well. A
@@ -7,8 +7,9 @@ branch that is not taken measures nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ class _Value(NamedTuple):
 
 
 def read(closed: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[Any], Found]:
-    """The results of a program, and what was measured at each of its taps: ``f32[*loops, W]``."""
+    """Return the results of a program, and ``f32[*loops, W]`` measured at each of its taps."""
     outs, found = _evaluated(closed.jaxpr, closed.consts, list(map(_Value, arguments)), "")
     numbered = [
         (replace(place, number=i, origins=frozenset()), vector)
@@ -114,7 +115,7 @@ def _origins(values: Sequence[_Value]) -> Origins:
 
 
 def _with_origins(ins: Sequence[_Value], outs: Sequence[Any]) -> list[_Value]:
-    """Results of an equation whose operands are `ins`: each may depend on all of them."""
+    """Note that each result of an equation may depend on all of its operands `ins`."""
     together = _origins(ins)
     return [_Value(out, together) for out in outs]
 
@@ -160,39 +161,50 @@ def _read_call(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], F
     return _evaluated(jaxpr, closed[0].consts if closed else (), ins, stack)
 
 
-class _Body:
-    """A part of a program that JAX traces again: it takes and returns arrays.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Measured:
+    """Measurements in a program that JAX traces, with their places as a part of the structure."""
 
-    Called, it returns results and measurements; `places` then says where these were made.
-    """
+    vectors: list[jax.Array]
+    places: tuple[Place, ...] = field(metadata={"static": True})
 
-    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any], stack: str) -> None:
-        self.jaxpr, self.consts, self.stack = jaxpr, consts, stack
-        self.places: list[Place] = []
+    def found(self) -> Found:
+        return list(zip(self.places, self.vectors, strict=True))
 
-    def __call__(
-        self, arrays: Sequence[Any], origins: Sequence[Origins]
-    ) -> tuple[list[Any], list[jax.Array]]:
-        values = list(map(_Value, arrays, origins))
-        outs, found = _evaluated(self.jaxpr, self.consts, values, self.stack)
-        self.places = [place for place, _ in found]
-        return _arrays(outs), [vector for _, vector in found]
+    def of_nothing(self) -> list[jax.Array]:
+        """Return vectors of these shapes as of empty tensors."""
+        nothing = lambda place, like: jnp.broadcast_to(place.measure.nothing(), like.shape)
+        return list(map(nothing, self.places, self.vectors))
+
+
+Body = Callable[[Sequence[Any]], tuple[list[Any], _Measured]]
+
+
+def _body(jaxpr: Jaxpr, consts: Sequence[Any], origins: Sequence[Origins], stack: str) -> Body:
+    """Return a part of a program that JAX traces again as a function of arrays."""
+
+    def run(arrays: Sequence[Any]) -> tuple[list[Any], _Measured]:
+        outs, found = _evaluated(jaxpr, consts, list(map(_Value, arrays, origins)), stack)
+        vectors = [vector for _, vector in found]
+        return _arrays(outs), _Measured(vectors, tuple(place for place, _ in found))
+
+    return run
 
 
 def _read_checkpoint(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
-    """``jax.checkpoint`` stays, or XLA would store what is to be computed again."""
-    body = _Body(*body_of(eqn), stack)
-    origins = [value.origins for value in ins]
-    traced = jax.make_jaxpr(lambda *arrays: body(arrays, origins))(*_arrays(ins))
+    """Keep ``jax.checkpoint``, or XLA would store what is to be computed again."""
+    body = _body(*body_of(eqn), [value.origins for value in ins], stack)
+    run = lambda *arrays: body(arrays)
+    traced, (_, measured) = jax.make_jaxpr(run, return_shape=True)(*_arrays(ins))
     assert not traced.consts, "what the body needs comes in as an argument"
     again = eqn.replace(params={**eqn.params, "jaxpr": traced.jaxpr})
     results = evaluate(again, _arrays(ins))
     n = len(eqn.outvars)
-    return _with_origins(ins, results[:n]), list(zip(body.places, results[n:], strict=True))
+    return _with_origins(ins, results[:n]), list(zip(measured.places, results[n:], strict=True))
 
 
 def _read_scan(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
-    body = _Body(*body_of(eqn), stack)
     n_consts, n_carry = scan_sizes(eqn)
     fixed, carry, xs = ins[:n_consts], ins[n_consts : n_consts + n_carry], ins[n_consts + n_carry :]
     carried, scanned = object(), object()
@@ -201,82 +213,77 @@ def _read_scan(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], F
         *[_origins(ins) | {carried}] * n_carry,
         *(value.origins | {scanned} for value in xs),
     ]
+    body = _body(*body_of(eqn), origins, stack)
 
     def turn(carry: list[Any], xs: list[Any]) -> Any:
-        outs, vectors = body([*_arrays(fixed), *carry, *xs], origins)
-        return outs[:n_carry], (outs[n_carry:], vectors)
+        outs, measured = body([*_arrays(fixed), *carry, *xs])
+        return outs[:n_carry], (outs[n_carry:], measured)
 
     options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
-    last, (ys, vectors) = lax.scan(turn, _arrays(carry), _arrays(xs), **options)
+    last, (ys, measured) = lax.scan(turn, _arrays(carry), _arrays(xs), **options)
 
     def inside(place: Place) -> Place:
         over_inputs = scanned in place.origins and carried not in place.origins
         return replace(place, loops=(Loop(eqn.params["length"], over_inputs), *place.loops))
 
-    found = list(zip(map(inside, body.places), vectors, strict=True))
+    found = [(inside(place), vector) for place, vector in measured.found()]
     return _with_origins(ins, [*last, *ys]), found
 
 
 def _read_while(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
-    body = _Body(eqn.params["body_jaxpr"].jaxpr, eqn.params["body_jaxpr"].consts, stack)
+    condition, closed = jaxpr_as_fun(eqn.params["cond_jaxpr"]), eqn.params["body_jaxpr"]
     arrays = _arrays(ins)
     for_condition, rest = arrays[:n_cond], arrays[n_cond:]
     fixed, carry = rest[:n_body], rest[n_body:]
-    origins = [_origins(ins)] * (len(fixed) + len(carry))
-    turn = lambda carry: body([*fixed, *carry], origins)
+    body = _body(closed.jaxpr, closed.consts, [_origins(ins)] * len(rest), stack)
+    turn = lambda carry: body([*fixed, *carry])
+    _, measured = jax.eval_shape(turn, carry)
 
     def again(state: Any) -> Any:
-        outs, vectors = turn(state[0])
-        pairs = zip(body.places, state[1], vectors, strict=True)
+        outs, more = turn(state[0])
+        pairs = zip(measured.places, state[1], more.vectors, strict=True)
         return outs, [place.measure.merged(jnp.stack([a, b])) for place, a, b in pairs]
 
-    _, shapes = jax.eval_shape(turn, carry)
-    start = (carry, _nothing(body.places, shapes))
+    start = (carry, measured.of_nothing())
     carry, vectors = lax.while_loop(lambda s: condition(*for_condition, *s[0])[0], again, start)
-    return _with_origins(ins, carry), list(zip(body.places, vectors, strict=True))
-
-
-def _nothing(places: Sequence[Place], shapes: Sequence[Any]) -> list[jax.Array]:
-    pairs = zip(places, shapes, strict=True)
-    return [jnp.broadcast_to(place.measure.nothing(), shape.shape) for place, shape in pairs]
+    return _with_origins(ins, carry), list(zip(measured.places, vectors, strict=True))
 
 
 def _read_cond(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
     which, *operands = _arrays(ins)
-    bodies = [_Body(branch.jaxpr, branch.consts, stack) for branch in eqn.params["branches"]]
     origins = [value.origins for value in ins[1:]]
-    shapes = [jax.eval_shape(lambda a, b=b: b(a, origins)[1], operands) for b in bodies]
+    bodies = [_body(b.jaxpr, b.consts, origins, stack) for b in eqn.params["branches"]]
+    every = [jax.eval_shape(body, operands)[1] for body in bodies]
 
     def taken(number: int, operands: list[Any]) -> Any:
-        outs, vectors = bodies[number](operands, origins)
-        measured = [_nothing(b.places, s) for b, s in zip(bodies, shapes, strict=True)]
-        measured[number] = vectors
-        return outs, measured
+        outs, measured = bodies[number](operands)
+        vectors = [branch.of_nothing() for branch in every]
+        vectors[number] = measured.vectors
+        return outs, vectors
 
     runs = [partial(taken, number) for number in range(len(bodies))]
-    outs, measured = lax.switch(which, runs, operands)
-    found = [x for b, vectors in zip(bodies, measured) for x in zip(b.places, vectors, strict=True)]
+    outs, vectors = lax.switch(which, runs, operands)
+    places = [place for branch in every for place in branch.places]
+    found = list(zip(places, itertools.chain(*vectors), strict=True))
     return _with_origins(ins, outs), found
 
 
 def _read_shard_map(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Value], Found]:
     params = eqn.params
-    body = _Body(*body_of(eqn), stack)
-    origins = [value.origins for value in ins]
+    body = _body(*body_of(eqn), [value.origins for value in ins], stack)
     axes = tuple(params["newly_manual_axes"])
 
     def over(vector: jax.Array) -> tuple[Any, ...]:
-        """The axes along which devices differ; all of them if JAX does not keep track."""
+        """Return the axes along which devices differ; all axes if JAX does not keep track."""
         return tuple(a for a in axes if not params["check_vma"] or a in varying_axes(vector))
 
     def run(*arrays: Any) -> Any:
-        outs, vectors = body(arrays, origins)
-        pairs = zip(body.places, vectors, strict=True)
-        return tuple(outs), [p.measure.merged_over_devices(v, over(v)) for p, v in pairs]
+        outs, measured = body(arrays)
+        merged = [p.measure.merged_over_devices(v, over(v)) for p, v in measured.found()]
+        return tuple(outs), replace(measured, vectors=merged)
 
-    outs, vectors = jax.shard_map(
+    outs, measured = jax.shard_map(
         run,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
@@ -284,7 +291,7 @@ def _read_shard_map(eqn: Any, ins: list[_Value], stack: str) -> tuple[list[_Valu
         axis_names=set(axes),
         check_vma=params["check_vma"],
     )(*_arrays(ins))
-    return _with_origins(ins, outs), list(zip(body.places, vectors, strict=True))
+    return _with_origins(ins, outs), measured.found()
 
 
 _READERS: dict[str, Reader] = {

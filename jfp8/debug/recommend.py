@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import collections
 import glob
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jfp8.conversion.product_report import Report
 from jfp8.conversion.tables import Table, table_html, table_lines
-from jfp8.debug.records import TensorStats
+from jfp8.debug.arguments import check_report, check_rows
+from jfp8.debug.records import OPERANDS, TensorStats
 from jfp8.recipes.recipe import Recipe
 from jfp8.recipes.registry import check_recipe
 from jfp8.scaling.formats import format_called
-
-# The operands of each product of a layer.
-OPERANDS = {"fprop": ("lhs", "rhs"), "dgrad": ("grad", "rhs"), "wgrad": ("lhs", "grad")}
 
 _Group = dict[tuple[str, str], TensorStats]  # the rows of a layer in a step, by tensor and product
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """The errors of a layer under a recipe, as expected from its operands.
-
-    Roundings of two operands do not correlate, so their squared relative errors add up.
+    """Errors of a layer under a recipe: squared relative errors of both operands add up.
 
     Attributes:
       fprop, dgrad, wgrad: relative error of each product, ``|y' - y| / |y|``.
-      noise: ``E |dW' - dW|^2``: the power of what rounding adds to the gradient of the weight.
+      noise: ``E |dW' - dW|^2``, which rounding adds to the gradient of the weight.
     """
 
     fprop: float
@@ -43,10 +41,10 @@ NOTHING = Predicted(0.0, 0.0, 0.0, 0.0)  # lost in high precision
 
 @dataclass(frozen=True)
 class Proposed:
-    """What is proposed for a layer.
+    """Proposal for one layer, or for stacked layers.
 
     Attributes:
-      path: of the layer, or of stacked layers.
+      path: of the layer.
       share: of the FLOPs of all layers here.
       few: whether it gets the recipe with the fewest bits.
       in_few, otherwise: its errors under that recipe, and under the other one.
@@ -61,12 +59,12 @@ class Proposed:
 
 @dataclass(frozen=True, repr=False)
 class Recommendation:
-    """What `recommend` proposes; prints as a table, and shows as one in Jupyter.
+    """Result of `recommend`; prints as a table, and shows as one in Jupyter.
 
     Attributes:
-      layers: those that the model gains most from keeping in more bits come first.
+      layers: first the layers that gain most from more bits.
       few: the recipe with the fewest bits.
-      otherwise: that of the layers which do not get it; None: high precision.
+      otherwise: the recipe of the other layers; None: high precision.
     """
 
     layers: tuple[Proposed, ...]
@@ -75,18 +73,18 @@ class Recommendation:
 
     @property
     def recipes(self) -> dict[str, Recipe | None]:
-        """For `jfp8.convert` and `jfp8.initialize`: layers that do not get `few`, then all."""
+        """Recipes for `jfp8.convert` and `jfp8.initialize`: exceptions from `few`, then `few`."""
         exceptions = {glob.escape(row.path): self.otherwise for row in self.layers if not row.few}
         return {**exceptions, "*": self.few}
 
     @property
     def share(self) -> float:
-        """Of the FLOPs, the part that is computed under `few`."""
+        """Share of the FLOPs that is computed under `few`."""
         return sum(row.share for row in self.layers if row.few)
 
     @property
     def noise(self) -> float:
-        """``E |dW' - dW|^2`` of all layers, as a fraction of that with `few` everywhere."""
+        """``E |dW' - dW|^2`` of all layers, relative to `few` everywhere."""
         before = sum(row.in_few.noise for row in self.layers)
         return sum(_chosen(row).noise for row in self.layers) / before if before else 0.0
 
@@ -129,14 +127,13 @@ def recommend(
     share: float = 0.85,
     recipes: Iterable[Recipe] = (),
 ) -> Recommendation:
-    """Propose the layers to compute in the fewest bits, and those to keep in more. ::
+    """Propose the layers to compute in the fewest bits, and the layers to keep in more. ::
 
         noise = E |dW' - dW|^2 = M K N (mse(x) rms(g)^2 + rms(x)^2 mse(g))
 
     is what rounding ``x`` (``[M, K]``) and ``g`` (``[M, N]``) adds to the gradient ``dW = x^T g``
-    of a weight. In a network the gradients of some layers are much larger than those of others, and
-    so is their noise, though all lose the same fraction. Layers are kept in more bits in the
-    order of the noise which that saves, for each FLOP, until the others have `share` of the FLOPs.
+    of a weight. Layers with large gradients add most of it. Layers are kept in more bits in the
+    order of the noise saved per FLOP, until the others have `share` of the FLOPs.
 
     Run some training steps with the recipe of fewest bits, and, to choose between two recipes, some
     with the other one. For example::
@@ -147,13 +144,12 @@ def recommend(
         model = jfp8.convert(plain, found.recipes)
 
     Args:
-      rows: statistics of steps with gradients, under one recipe or two. If it is one, the layers
-        that do not get it are proposed for high precision. Steps without gradients do not count,
-        and layers that never have some get the fewest bits.
-      products: what ``jfp8.report(model, variables, x)`` returns of the model in the fewest bits.
-      share: of the FLOPs of all layers with statistics, at least what the recipe with the fewest
-        bits gets: 0 to 1.
-      recipes: those in `rows` that are not defaults of their names, or have none.
+      rows: statistics of steps with gradients, under two recipes, or under one: the alternative is
+        then high precision. Steps without gradients do not count, and layers that never have some
+        get the fewest bits.
+      products: ``jfp8.report(model, variables, x)`` of the model in the fewest bits.
+      share: least share, 0 to 1, of the FLOPs of all layers with statistics in the fewest bits.
+      recipes: recipes in `rows` that are not defaults of their names, or have none.
 
     Returns:
       A `Recommendation`: ``print`` it; pass ``.recipes`` to `jfp8.convert`.
@@ -164,11 +160,7 @@ def recommend(
         more than two recipes; `share` out of range.
     """
     groups = _groups(rows)
-    if not isinstance(products, Report):
-        raise TypeError(
-            "products must be what jfp8.report(model, variables, x) returned, got "
-            f"{type(products).__name__}."
-        )
+    check_report(products)
     if not 0 <= share <= 1:
         raise ValueError(f"share={share!r}: a fraction of the FLOPs, from 0 to 1.")
     few, otherwise = _two_recipes(groups, recipes)
@@ -215,24 +207,15 @@ def _name(recipe: Recipe | None) -> str:
 
 
 def _groups(rows: Iterable[TensorStats]) -> dict[str, dict[str, dict[object, _Group]]]:
-    """The rows of layers by recipe, path, and step with the index of a stacked layer."""
-    found: dict[str, dict[str, dict[object, _Group]]] = {}
-    for row in rows:
-        if not isinstance(row, TensorStats):
-            raise TypeError(
-                f"recommend takes rows of statistics, got a {type(row).__name__}. Pass "
-                "stats.rows(step) of what jfp8.debug.stats returned, recorder.rows, or "
-                "jfp8.debug.read_jsonl(path)."
-            )
-        steps = found.setdefault(row.recipe, {}).setdefault(row.path, {})
-        group = steps.setdefault((row.step, row.index), {})
-        for kind in row.products.split("+"):
-            group[row.tensor, kind] = row
+    """Return rows by recipe, layer, and step with the index of a stacked layer."""
+    found: dict[tuple[Any, ...], _Group] = collections.defaultdict(dict)
+    for row in check_rows(rows, "recommend"):
+        group = found[row.recipe, row.path, row.step, row.index]
+        group.update({(row.tensor, kind): row for kind in row.products.split("+")})
     layers: dict[str, dict[str, dict[object, _Group]]] = {}
-    for recipe, by_path in found.items():
-        for path, steps in by_path.items():
-            if trained := {step: group for step, group in steps.items() if _is_trained(group)}:
-                layers.setdefault(recipe, {})[path] = trained
+    for (recipe, path, *step), group in found.items():
+        if {role for role, _ in group} >= {"lhs", "rhs", "grad"}:  # of a product with a weight
+            layers.setdefault(recipe, {}).setdefault(path, {})[tuple(step)] = group
     if not layers:
         raise ValueError(
             "There are no statistics of a layer with its gradients. Measure training steps: "
@@ -241,15 +224,10 @@ def _groups(rows: Iterable[TensorStats]) -> dict[str, dict[str, dict[object, _Gr
     return layers
 
 
-def _is_trained(group: _Group) -> bool:
-    """Whether there are statistics of a product with a weight, forward and backward."""
-    return {role for role, _ in group} >= {"lhs", "rhs", "grad"}
-
-
 def _two_recipes(
     groups: Mapping[str, Mapping[str, Mapping[object, _Group]]], given: Iterable[Recipe]
 ) -> tuple[Recipe, Recipe | None]:
-    """The recipe with the fewest bits, and the other one."""
+    """Return the recipe with the fewest bits, and the other one."""
     if len(groups) > 2:
         raise ValueError(
             f"rows are of {len(groups)} recipes: {', '.join(groups)}. Pass those of one or two."
@@ -268,7 +246,7 @@ def _two_recipes(
 
 
 def _predicted(steps: Mapping[object, _Group]) -> Predicted:
-    """Means over the steps, and the sum of the noise of stacked layers."""
+    """Return means over the steps, and the sum of the noise of stacked layers."""
     mean = lambda f: sum(map(f, steps.values())) / len(steps)
     error: Callable[[str], float] = lambda kind: math.sqrt(mean(lambda g: _squared_error(g, kind)))
     stacked = len({index for _, index in steps})  # pyrefly: ignore
@@ -276,7 +254,7 @@ def _predicted(steps: Mapping[object, _Group]) -> Predicted:
 
 
 def _squared_error(group: _Group, kind: str) -> float:
-    """Of a product, relative."""
+    """Return the squared relative error of one product."""
     return sum(mse / power for mse, power in _powers(group, kind) if power)
 
 
@@ -288,7 +266,7 @@ def _noise(group: _Group) -> float:
 
 
 def _powers(group: _Group, kind: str) -> list[tuple[float, float]]:
-    """``(mse, rms^2)`` of both operands of a product; those in high precision lose nothing."""
+    """Return ``(mse, rms^2)`` of both operands; operands in high precision lose nothing."""
     found = []
     for role in OPERANDS[kind]:
         row = group.get((role, kind))

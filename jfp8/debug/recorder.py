@@ -1,4 +1,4 @@
-"""`Recorder`: a training step that takes statistics of itself every n calls."""
+"""`Recorder`: take statistics of a training step every n calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jfp8.debug.tensorboard import TensorBoardWriter
 
 
 class Recorder:
-    """Calls `train_step`, returns its results, and takes statistics every n calls. ::
+    """Call `train_step`, return its results, and take statistics every n calls. ::
 
         record = jfp8.debug.Recorder(train_step, every=10, jsonl="stats.jsonl")
         for batch in batches:
@@ -27,7 +27,7 @@ class Recorder:
         print(jfp8.debug.advice(record.rows))
 
     Calls that are not sampled run `train_step` itself. The statistics of a sampled call stay on the
-    device until the next call has been started, so that no step waits for them.
+    device until the next call has started, so that no step waits for them.
 
     Attributes:
       step: number of the next call.
@@ -76,7 +76,7 @@ class Recorder:
         self.products: Report | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``train_step(*args, **kwargs)`` gives."""
+        """Return ``train_step(*args, **kwargs)``."""
         if self._programs is None:
             self._programs = self._compiled(of_nnx=has_nnx((args, kwargs)))
         plain, sampled = self._programs
@@ -91,7 +91,7 @@ class Recorder:
         return results
 
     def _compiled(self, of_nnx: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The step, and the step with statistics. Only ``nnx.jit`` lets a step change modules."""
+        """Return both programs. Only ``nnx.jit`` lets a step change modules."""
         compiled: Any = functools.partial(nnx.jit if of_nnx else jax.jit, **self._options)
         given = self._train_step
         return given if hasattr(given, "lower") else compiled(given), compiled(stats(given))
@@ -111,6 +111,6 @@ class Recorder:
 
     @property
     def rows(self) -> list[TensorStats]:
-        """The statistics of the last `keep` samples, oldest first. Waits for the last step."""
+        """Statistics of the last `keep` samples, oldest first. Waits for the last step."""
         self.flush()
         return [row for sample in self._samples for row in sample]

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# The operands of each product of a layer.
+OPERANDS = {"fprop": ("lhs", "rhs"), "dgrad": ("grad", "rhs"), "wgrad": ("lhs", "grad")}
+
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What quantizing did to one operand of a product, in one step.
+    """Statistics of one quantized operand of a product, in one step.
 
     Below, ``x`` is the operand in high precision, ``s`` the scale of an element and
     ``x' = data * s`` its quantized value. All fractions are of `count`; only finite elements count
@@ -72,12 +75,12 @@ class TensorStats:
 
     @property
     def layer(self) -> str:
-        """The path with its index: ``"blocks/Dense_0[3]"``."""
+        """Path with index: ``"blocks/Dense_0[3]"``."""
         return self.path + "".join(f"[{i}]" for i in self.index)
 
     @property
     def name(self) -> str:
-        """The layer and the tensor; with the products, if it is not quantized once for both."""
+        """Layer and tensor; with the products, if it is not quantized once for both."""
         whole = "+" in self.products or self.tensor not in ("lhs", "rhs", "grad")
         return f"{self.layer} {self.tensor}".lstrip() + ("" if whole else f" ({self.products})")
 
@@ -92,12 +95,12 @@ class TensorStats:
         return f"{step}{self.name}: {', '.join(parts)}, headroom {self.headroom:.2f} bits"
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as plain data."""
+        """Return the row as plain data."""
         return {**dataclasses.asdict(self), "exponents": dict(self.exponents)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> TensorStats:
-        """The row from `given`, which `to_dict` returned, or from its JSON."""
+        """Return the row of `given`, a result of `to_dict`, or its JSON."""
         row = dict(given)
         row["index"] = tuple(row["index"])
         row["exponents"] = {int(e): int(n) for e, n in row["exponents"].items()}
@@ -113,12 +116,6 @@ NUMBERS: tuple[str, ...] = tuple(
 """The fields of a row that are one floating-point number."""
 
 
-def _json_number(value: Any) -> Any:
-    """NaN and Inf, which JSON lacks, become strings as Python spells them."""
-    infinite = isinstance(value, float) and not math.isfinite(value)
-    return json.dumps(value) if infinite else value
-
-
 def write_jsonl(path: str | Path, rows: Iterable[TensorStats]) -> None:
     """Append `rows` to a file, one JSON object per line. NaN and Inf are written as strings.
 
@@ -128,12 +125,15 @@ def write_jsonl(path: str | Path, rows: Iterable[TensorStats]) -> None:
     """
     with Path(path).open("a", encoding="utf-8") as file:
         for row in rows:
-            plain = {key: _json_number(value) for key, value in row.to_dict().items()}
+            plain = row.to_dict()
+            for name in NUMBERS:
+                if not math.isfinite(plain[name]):
+                    plain[name] = json.dumps(plain[name])  # "NaN", "Infinity"
             file.write(json.dumps(plain, allow_nan=False) + "\n")
 
 
 def read_jsonl(path: str | Path) -> tuple[TensorStats, ...]:
-    """The rows that `write_jsonl` wrote.
+    """Return the rows that `write_jsonl` wrote.
 
     Args:
       path: of the file.

@@ -1,4 +1,4 @@
-"""`summary`: how large a model is, with parameters and FP8 state counted separately."""
+"""`summary`: count parameters and FP8 state of a model separately."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,19 +19,17 @@ from jfp8.scaling import printing
 from jfp8.scaling.arrays import ScaledArray
 from jfp8.training.state import TrainState
 
-Kind = Literal["params", "fp8_state", "other"]
-
 # The last is that of flax.linen.fp8_ops, for models that come from there.
 _FP8_COLLECTIONS = ("fp8", "fp8_sink", "_overwrite_with_gradient")
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of something there is.
+    """Count and size of some arrays.
 
     Attributes:
-      count: numbers. A parameter in FP8 counts as one, whatever scales it has.
-      bytes: their bytes, scales included.
+      count: elements. An element in FP8 counts as one, whatever scales it has.
+      bytes: bytes of the elements, scales included.
     """
 
     count: int = 0
@@ -43,12 +41,12 @@ class Amount:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """What a module holds.
+    """Variables of a module.
 
     Attributes:
       path: ``"encoder/Dense_0"``; empty for the model itself.
-      params: its parameters.
-      params_in_fp8: those of them that are stored in FP8 (`ScaledArray`).
+      params: parameters.
+      params_in_fp8: parameters that are stored in FP8 (`ScaledArray`).
       fp8_state: amax histories, and the zeros (``fp8_sink``) whose gradient carries amaxes.
       other: all other variables, such as ``batch_stats``.
     """
@@ -58,6 +56,10 @@ class SummaryRow:
     params_in_fp8: Amount = Amount()
     fp8_state: Amount = Amount()
     other: Amount = Amount()
+
+    def __add__(self, other: SummaryRow) -> SummaryRow:
+        amounts = {kind: getattr(self, kind) + getattr(other, kind) for kind in _COLUMNS}
+        return SummaryRow(self.path, **amounts)
 
 
 # The amounts of a row, and what they are called in a table.
@@ -71,13 +73,13 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summary` found; prints as a table, and shows as one in Jupyter.
+    """Result of `summary`; prints as a table, and shows as one in Jupyter.
 
     Attributes:
       model: name of its class.
       rows: every module that holds variables itself, by name. FP8 state counts for the module with
         the parameters that it belongs to.
-      depth: how many levels of modules the printed table shows; deeper ones are added up.
+      depth: levels of modules in the printed table; deeper modules are added up.
       optimizer: the optimizer's state, if a `TrainState` was given.
     """
 
@@ -89,14 +91,15 @@ class Summary:
     @property
     def total(self) -> SummaryRow:
         """All modules together."""
-        return _together(self.rows, "total")
+        return sum(self.rows, SummaryRow("total"))
 
     def at_depth(self, depth: int) -> tuple[SummaryRow, ...]:
-        """The rows of modules up to `depth` levels deep, each with all that is inside of it."""
-        groups: dict[str, list[SummaryRow]] = {}
+        """Return the rows of modules up to `depth` levels deep, each with all modules in it."""
+        found: dict[str, SummaryRow] = {}
         for row in self.rows:
-            groups.setdefault("/".join(row.path.split("/")[:depth]), []).append(row)
-        return tuple(_together(group, path) for path, group in groups.items())
+            path = "/".join(row.path.split("/")[:depth])
+            found[path] = found.get(path, SummaryRow(path)) + row
+        return tuple(found.values())
 
     def __str__(self) -> str:
         head, *rows, total = table_lines(self._table(), numbers=True)
@@ -121,7 +124,7 @@ class Summary:
         return f"{self.model}: {'; '.join(parts)}"
 
     def _table(self) -> Table:
-        """Head, modules and total, without empty columns."""
+        """Return head, modules and total, without empty columns."""
         total = self.total
         columns = [kind for kind in _COLUMNS if kind == "params" or getattr(total, kind).count]
         table = [["module"]]
@@ -135,17 +138,16 @@ class Summary:
 
 
 def summary(model: Any, variables: Any = None, *, depth: int = 2) -> Summary:
-    """How many parameters a model has, and how much FP8 state besides, per module and in all.
+    """Count parameters and FP8 state of a model, per module and in total.
 
     ``flax.linen.tabulate`` adds FP8 state to the parameters. Here they are separate, and parameters
-    that are stored in FP8 count with the bytes that they take: one each, plus their scales.
+    in FP8 count with the bytes that they take: one each, plus their scales.
 
     Args:
       model: a Linen or an NNX module.
-      variables: for Linen all that ``model.init`` returned (or its shapes, as ``jax.eval_shape``
-        gives them), or a `TrainState`, whose optimizer state is then counted too. An NNX module
-        holds its variables: leave it out.
-      depth: how many levels of modules to print; ``summary(...).rows`` has all.
+      variables: for Linen the result of ``model.init`` (or its shapes, by ``jax.eval_shape``), or a
+        `TrainState`, whose optimizer state is then counted too. For NNX leave it out.
+      depth: levels of modules to print; ``summary(...).rows`` has all.
 
     Returns:
       A `Summary`: ``print`` it, or read ``.total``, ``.rows``, ``.at_depth(n)``.
@@ -195,64 +197,49 @@ def summary(model: Any, variables: Any = None, *, depth: int = 2) -> Summary:
     return Summary(type(model).__name__, _rows(found), depth, optimizer)
 
 
-@dataclass(frozen=True)
-class _Variable:
-    """A variable: the module that holds it, what it is, and its value."""
-
-    owner: tuple[str, ...]
-    kind: Kind
-    value: Any
+# The path of the module that holds a variable, the kind of the variable, and its value.
+_Variable = tuple[tuple[str, ...], str, Any]
 
 
 def _of_linen(variables: Mapping[str, Any]) -> Iterator[_Variable]:
+    kinds = {"params": "params"} | dict.fromkeys(_FP8_COLLECTIONS, "fp8_state")
     for collection, tree in variables.items():
-        kind: Kind = "params" if collection == "params" else "other"
-        if collection in _FP8_COLLECTIONS:
-            kind = "fp8_state"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_fp8):
             # Boxes around arrays (nn.Partitioned) add keys that are not names of modules.
             names = [str(key.key) for key in path if hasattr(key, "key")]
-            yield _Variable(tuple(names[:-1]), kind, leaf)
+            yield tuple(names[:-1]), kinds.get(collection, "other"), leaf
 
 
 def _of_nnx(model: nnx.Module) -> Iterator[_Variable]:
     for path, node in nnx.iter_graph(model, graph=True):
         if isinstance(node, nnx.Variable):
-            kind: Kind = "params" if isinstance(node, nnx.Param) else "other"
+            kind = "params" if isinstance(node, nnx.Param) else "other"
             if isinstance(node, (Fp8State, Fp8Sink)):
                 kind = "fp8_state"
-            yield _Variable(tuple(map(str, path[:-1])), kind, node.get_value())
+            yield tuple(map(str, path[:-1])), kind, node.get_value()
 
 
 def _rows(variables: Iterable[_Variable]) -> tuple[SummaryRow, ...]:
-    """One row for each module, FP8 state in that of the innermost module with parameters."""
+    """Return a row for each module, FP8 state in the innermost module with parameters."""
     found = list(variables)
-    with_params = {v.owner for v in found if v.kind == "params"}
-    rows: dict[tuple[str, ...], list[SummaryRow]] = {}
-    for variable in found:
-        owner, amount = variable.owner, _amount(variable.value)
-        if variable.kind == "fp8_state":
+    with_params = {owner for owner, kind, _ in found if kind == "params"}
+    rows: dict[tuple[str, ...], SummaryRow] = {}
+    for owner, kind, value in found:
+        if kind == "fp8_state":
             owners = (owner[:n] for n in range(len(owner), -1, -1))
             owner = next((o for o in owners if o in with_params), owner)
-        amounts = {variable.kind: amount}
-        if variable.kind == "params" and _is_fp8(variable.value):
-            amounts["params_in_fp8"] = amount
-        rows.setdefault(owner, []).append(SummaryRow("", **amounts))
-    whole = (_together(group, "/".join(owner)) for owner, group in rows.items())
-    return tuple(sorted(whole, key=_in_natural_order))
+        amounts = {kind: _amount(value)}
+        if kind == "params" and _is_fp8(value):
+            amounts["params_in_fp8"] = amounts["params"]
+        rows[owner] = rows.get(owner, SummaryRow("/".join(owner))) + SummaryRow("", **amounts)
+    return tuple(sorted(rows.values(), key=_in_natural_order))
 
 
 def _in_natural_order(row: SummaryRow) -> list[list[tuple[int, str]]]:
-    """``Block_2`` before ``Block_10``, which JAX sorts the other way around."""
+    """Sort ``Block_2`` before ``Block_10``."""
     parts = row.path.split("/") if row.path else []
     number = lambda word: (int(word), "") if word.isdecimal() else (-1, word)
     return [[number(word) for word in re.split(r"(\d+)", part)] for part in parts]
-
-
-def _together(rows: Iterable[SummaryRow], path: str) -> SummaryRow:
-    rows = tuple(rows)
-    add = lambda kind: sum((getattr(row, kind) for row in rows), Amount())
-    return SummaryRow(path, **{kind: add(kind) for kind in _COLUMNS})
 
 
 def _amount(value: Any) -> Amount:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -34,7 +34,7 @@ SAMPLE = 16384  # the most elements that a histogram counts
 
 @dataclass(frozen=True)
 class _Losses(Measurement):
-    """Measures what quantizing did to a tensor, from its data, values and scales.
+    """Measure what quantizing did to a tensor, from its data, values and scales.
 
     ``signal`` and ``noise`` are ``sum(x^2)`` and ``sum((x' - x)^2)``; ``fill`` is the largest
     ``|x| / (format.max * s)``; the bins count exponents of finite f32 numbers, biased.
@@ -79,16 +79,9 @@ class _Losses(Measurement):
         error = jnp.where(finite & jnp.isfinite(values), values - x, 0.0)
         to_units = 1.0 / jnp.maximum(amax, np.finfo(np.float32).tiny)
         count = lambda where: jnp.sum(where.astype(jnp.float32))  # on CPUs faster than integers
-        sums = [
-            np.float32(x.size),
-            count(~finite),
-            count((magnitude > 0) & (values == 0)),
-            count(saturated & (limit > 0)),
-        ]
-        powers = [
-            jnp.sum((magnitude * to_units) ** 2),
-            jnp.sum((error * to_units) ** 2),
-        ]
+        sums = [np.float32(x.size), count(~finite)]
+        sums += [count((magnitude > 0) & (values == 0)), count(saturated & (limit > 0))]
+        powers = [jnp.sum((part * to_units) ** 2) for part in (magnitude, error)]
         highest = magnitude if s.ndim else amax
         fill = jnp.max(jnp.where(limit > 0, highest / limit, 0.0), initial=0.0)
         maxima = [amax, fill, jnp.max(s, initial=0.0), jnp.max(-s, initial=-jnp.inf)]
@@ -105,7 +98,7 @@ class _Losses(Measurement):
 
 
 def _sampled(x: jax.Array) -> jax.Array:
-    """At most `SAMPLE` elements: every n-th along the leading dimensions."""
+    """Return at most `SAMPLE` elements: every n-th along the leading dimensions."""
     for axis in range(x.ndim):
         excess = -(-x.size // SAMPLE)
         if excess > 1:
@@ -114,7 +107,7 @@ def _sampled(x: jax.Array) -> jax.Array:
 
 
 def _histogram(magnitude: jax.Array, bins: int) -> jax.Array:
-    """How many elements have which exponent; zeros are not counted."""
+    """Count elements by exponent, zeros left out."""
     bits = lax.bitcast_convert_type(magnitude.reshape(-1), jnp.uint32)
     counted = (bits > 0).astype(jnp.float32)
     return jnp.zeros((bins,)).at[(bits >> 23).astype(jnp.int32)].add(counted)
@@ -122,7 +115,7 @@ def _histogram(magnitude: jax.Array, bins: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Watcher(Observer):
-    """Taps every quantized tensor."""
+    """Tap every quantized tensor."""
 
     def quantized(
         self, role: str, kinds: str, quantizer: Quantizer, x: jax.Array, q: ScaledArray
@@ -132,37 +125,33 @@ class _Watcher(Observer):
         return replace(q, data=tap(q.data, x, *scales, measure=losses))
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["vectors"],
-    meta_fields=["places", "products"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stats:
     """Statistics of every quantized tensor in one run of a program.
 
-    It is a pytree of arrays: it may leave ``jax.jit``, be scanned over, or stay on the device until
+    A pytree of arrays: it may leave ``jax.jit``, be scanned over, or stay on the device until
     `rows` is called.
 
     Attributes:
       vectors: measurements, ``f32[*loops, W]`` each.
-      places: where each was made.
-      products: every product of the program; for those in high precision also why they are.
+      places: place of each measurement in the program.
+      products: every product of the program, with the reason if it is in high precision.
     """
 
     vectors: tuple[jax.Array, ...]
-    places: tuple[Place, ...]
-    products: Report
+    places: tuple[Place, ...] = field(metadata={"static": True})
+    products: Report = field(metadata={"static": True})
 
     def __repr__(self) -> str:
         return f"Stats({len(self.vectors)} measurements; .rows() gives the numbers)"
 
     def rows(self, step: int | None = None) -> tuple[TensorStats, ...]:
-        """The statistics as numbers on the host, in the order of the program.
+        """Return the statistics as numbers on the host, in program order.
 
-        There is a row for each tensor of each layer, also for layers that are stacked by a ``scan``
-        over their weights. Uses of a layer, iterations of other loops, devices and what ``vmap``
-        maps over are merged. Tensors without elements are left out.
+        Each tensor of each layer has a row, also in layers that are stacked by a ``scan`` over
+        their weights. Uses of a layer, iterations of other loops, devices and axes of ``vmap`` are
+        merged. Tensors without elements are left out.
 
         Args:
           step: number of the training step, for `TensorStats.step`.
@@ -186,23 +175,15 @@ def stats(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make `function` also return statistics of what FP8 did to each tensor.
 
     ``stats(f)(*args) == (f(*args), Stats)``. `function` is traced once more, and the statistics are
-    computed in the same program from the tensors in it: no tensor is computed twice, and results
-    are those of `function` itself. Programs compiled without it do not change, so use it now and
-    then::
+    computed in the same program from the tensors in it, with the same results. Programs compiled
+    without it do not change, so use it in every tenth step or so, or let a `Recorder` do that::
 
-        train_step = jax.jit(step)
         with_stats = jax.jit(jfp8.debug.stats(step))
+        (state, loss), seen = with_stats(state, batch)
+        rows += seen.rows(step=i)
 
-        for i, batch in enumerate(batches):
-            if i % 10:
-                state, loss = train_step(state, batch)
-            else:
-                (state, loss), seen = with_stats(state, batch)
-                rows += seen.rows(step=i)
-
-    or let a `jfp8.debug.Recorder` do it. Histograms by exponent count at most 16,384 elements of a
-    tensor; everything else is exact. On GPUs tensors are quantized without fused kernels here: the
-    numbers are the same.
+    Histograms by exponent count at most 16,384 elements of a tensor; everything else is exact. On
+    GPUs tensors are quantized without fused kernels here, to the same numbers.
 
     Args:
       function: computes FP8 products: a training step, a loss and its gradient, or a forward pass;
@@ -237,7 +218,7 @@ def stats(function: Callable[..., Any]) -> Callable[..., Any]:
 def observed(
     observer: Observer, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, Stats]:
-    """``function(*args, **kwargs)``, and what is measured at the taps that `observer` sets."""
+    """Return ``function(*args, **kwargs)``, and the measurements at the taps of `observer`."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
 
@@ -277,9 +258,7 @@ def _row(place: Place, index: tuple[int, ...], v: np.ndarray, step: int | None) 
         amax=amax,
         scale_min=-value["minus_scale_min"],
         scale_max=value["scale_max"],
-        underflow=value["underflow"] / count,
-        overflow=value["overflow"] / count,
-        nonfinite=value["nonfinite"] / count,
+        **{name: value[name] / count for name in ("underflow", "overflow", "nonfinite")},
         rms=amax * math.sqrt(signal / finite),
         mse=amax * amax * noise / finite,
         sqnr=_decibels(signal, noise),

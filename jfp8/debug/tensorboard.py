@@ -1,7 +1,8 @@
-"""Statistics of tensors for TensorBoard."""
+"""`TensorBoardWriter`: write statistics of tensors for TensorBoard."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import re
@@ -10,11 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jfp8.debug.records import NUMBERS, TensorStats
 
 
 class TensorBoardWriter:
-    """Writes statistics of tensors into a file that TensorBoard reads. ::
+    """Write statistics of tensors into a file that TensorBoard reads. ::
 
         scalars      underflow/decoder/Dense_0/lhs, ...   all numbers of a row, one tag for each
         histograms   exponent/decoder/Dense_0/lhs         elements in [2^e, 2^(e+1)), by e
@@ -67,35 +70,32 @@ def write_tensorboard(logdir: str | Path, rows: Iterable[TensorStats]) -> None:
 
     Args:
       logdir: the folder that ``tensorboard --logdir`` shows.
-      rows: of any steps, such as what `read_jsonl` returned.
+      rows: of any steps, for example from `read_jsonl`.
 
     Raises:
       ImportError: tensorboardX is missing.
     """
-    writer = TensorBoardWriter(logdir)
-    try:
+    with contextlib.closing(TensorBoardWriter(logdir)) as writer:
         writer.write(rows)
-    finally:
-        writer.close()
 
 
 def _tag(name: str) -> str:
-    """``"blocks/Dense_0[3] lhs (fprop)"`` as ``"blocks/Dense_0_3/lhs_fprop"``, safe characters."""
+    """Turn ``"blocks/Dense_0[3] lhs (fprop)"`` into ``"blocks/Dense_0_3/lhs_fprop"``."""
     layer, _, tensor = name.partition(" ")
     clean = lambda text: re.sub(r"[^-/\w.]+", "_", text).strip("_/")
     return "/".join(filter(None, (clean(layer), clean(tensor))))
 
 
 def _histogram(row: TensorStats) -> dict[str, Any]:
-    """Counts by exponent, with a bin for each exponent, empty ones in between included."""
-    exponents = range(min(row.exponents), max(row.exponents) + 1)
-    counts = [row.exponents.get(e, 0) for e in exponents]
+    """Return counts with a bin for each exponent, empty bins in between included."""
+    exponents = np.arange(min(row.exponents), max(row.exponents) + 1)
+    counts = np.array([row.exponents.get(int(e), 0) for e in exponents])
     return {
         "min": float(exponents[0]),
         "max": float(exponents[-1] + 1),
-        "num": sum(counts),
-        "sum": sum(n * (e + 0.5) for e, n in zip(exponents, counts, strict=True)),
-        "sum_squares": sum(n * (e + 0.5) ** 2 for e, n in zip(exponents, counts, strict=True)),
-        "bucket_limits": [float(e + 1) for e in exponents],
-        "bucket_counts": counts,
+        "num": int(counts.sum()),
+        "sum": float(counts @ (exponents + 0.5)),
+        "sum_squares": float(counts @ (exponents + 0.5) ** 2),
+        "bucket_limits": (exponents + 1.0).tolist(),
+        "bucket_counts": counts.tolist(),
     }

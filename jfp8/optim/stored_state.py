@@ -75,6 +75,9 @@ def store_state(
     >>> tx = store_state(optax.lion(1e-4), {"mu": Blocks()})
     >>> tx.init({"w": jnp.ones((64, 256))}).inner_state[0].mu["w"].data.dtype
     dtype(float8_e4m3fn)
+    >>> tx = store_state(optax.lion(1e-4), {"mu": Blocks()}, min_size=2**15)
+    >>> tx.init({"w": jnp.ones((64, 256))}).inner_state[0].mu["w"].dtype
+    dtype('float32')
     """
     for name, storage in storages.items():
         if not isinstance(storage, Storage):

@@ -17,10 +17,6 @@ vision can tell apart. In print, line styles and hatches tell them apart.
 
 from jfp8.plot.amax_history import amax_history
 from jfp8.plot.block_scales import block_scales
-from jfp8.plot.error_against_bits import error_against_bits
-from jfp8.plot.error_map import error_map
-from jfp8.plot.gap_curves import gap_curves
-from jfp8.plot.gaps import gaps
 from jfp8.plot.heat_map import heat_map
 from jfp8.plot.histogram import histogram
 from jfp8.plot.loss_curves import loss_curves
@@ -29,10 +25,6 @@ from jfp8.plot.number_line import number_line
 __all__ = [
     "amax_history",
     "block_scales",
-    "error_against_bits",
-    "error_map",
-    "gap_curves",
-    "gaps",
     "heat_map",
     "histogram",
     "loss_curves",

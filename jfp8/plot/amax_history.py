@@ -10,9 +10,9 @@ import numpy as np
 
 from jfp8.debug.records import TensorStats
 from jfp8.plot.limits import saturates
-from jfp8.plot.rows import check_rows, format_of_row, steps_of
+from jfp8.plot.rows import some_rows, steps_of
 from jfp8.plot.style import AMBER, BLACK, BLUE, VERMILION, axes_for, legend_above, tidy
-from jfp8.scaling.formats import Format, FormatLike, as_format
+from jfp8.scaling.formats import Format, FormatLike, as_format, format_called
 
 if TYPE_CHECKING:
     import jax
@@ -28,7 +28,7 @@ def amax_history(
     name: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """The amax of one tensor over the steps, and ``scale * fmt.max``, the most its scale can hold.
+    """Draw the amax of one tensor over the steps, and ``scale * fmt.max``, its limit.
 
     Where the amax is so far above this limit that it no longer rounds to it, elements saturate, and
     the step is marked. The distance below the limit is headroom: each power of two of it takes one
@@ -121,7 +121,7 @@ class _History:
 
 
 def _label_magnitudes(ax: Axes, heights: np.ndarray) -> None:
-    """Numbers between powers of two as well, where `heights` span too few of those."""
+    """Label numbers between powers of two as well, where `heights` span few of these."""
     from matplotlib.ticker import LogLocator
 
     heights = heights[np.isfinite(heights) & (heights > 0)]
@@ -131,11 +131,11 @@ def _label_magnitudes(ax: Axes, heights: np.ndarray) -> None:
 
 
 def _of_rows(given: Any, name: str | None) -> _History:
-    rows = _of_tensor(name, check_rows(given, "amax_history"))
+    rows = _of_tensor(name, some_rows(given, "amax_history"))
     steps = steps_of(rows)
     latest = {row.step or 0: row for row in rows}
     rows = [latest[step] for step in steps]
-    fmt = format_of_row(rows[0])
+    fmt = format_called(rows[0].format)
     return _History(
         steps=np.array(steps),
         amax=np.array([row.amax for row in rows]),

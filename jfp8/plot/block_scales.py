@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def block_scales(q: ScaledArray, *, ax: Axes | None = None) -> Axes:
-    """A map of a matrix, coloured by ``log2(scale)`` of each of its blocks.
+    """Draw a map of a matrix, coloured by ``log2(scale)`` of each of its blocks.
 
     Dark is a small scale, and so a block whose largest element is small. Blocks that a NaN or Inf
     made NaN are hatched, and so are scales of zero (of blocks that became zero).
@@ -84,7 +84,7 @@ def block_scales(q: ScaledArray, *, ax: Axes | None = None) -> Axes:
 
 
 def _scales(q: ScaledArray) -> np.ndarray:
-    """f64 in the shape of the scales; for two levels, their product."""
+    """Return f64 in the shape of the scales; for two levels, their product."""
     if isinstance(q.scale, ScaledArray):
         outer = np.asarray(q.scale.scale).astype(np.float64)
         return np.asarray(q.scale.data).astype(np.float64) * outer

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jfp8.debug.records import NUMBERS, TensorStats
-from jfp8.plot.maps import NOTHING, hatch, shorten
-from jfp8.plot.rows import check_rows, steps_of
-from jfp8.plot.style import BLACK, VERMILION, axes_for, legend_above
+from jfp8.plot.rows import some_rows, steps_of
+from jfp8.plot.style import BLACK, GREY, VERMILION, axes_for, legend_above, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +22,7 @@ MAX_LABELS = 64
 # What is hatched: the name in the legend, colour and pattern of the lines.
 _DEAD = ("dead: all zeros", BLACK, "////")
 _NONFINITE = ("NaN or Inf", VERMILION, r"\\\\")
+_NOTHING = ("no number", GREY, "xxxx")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def heat_map(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """One number of every layer (downwards, in the order of the program) over the steps.
+    """Draw one number of every layer (downwards, in program order) over the steps.
 
     The colours of fractions, ``"sqnr"`` and ``"headroom"`` mean the same in every picture: from
     0.001 to 100 % on a logarithmic scale, from 0 to 40 dB, and from -2 to 14 bits. Dark is bad. A
@@ -102,7 +102,7 @@ def heat_map(
     >>> ax.collections[0].get_array().tolist()
     [[0.0, None], [50.0, 25.0]]
     """
-    rows = check_rows(rows, "heat_map")
+    rows = some_rows(rows, "heat_map")
     if value not in NUMBERS:
         raise ValueError(f"value={value!r}: must be one of {', '.join(map(repr, NUMBERS))}.")
     tensors = dict.fromkeys(row.tensor for row in rows)
@@ -111,7 +111,7 @@ def heat_map(
             f"tensor={tensor!r}: the rows describe {', '.join(map(repr, tensors))}. Choose one of "
             "them, or None for all."
         )
-    rows = tuple(row for row in rows if tensor in (None, row.tensor))
+    rows = [row for row in rows if tensor in (None, row.tensor)]
     shown = _SHOWN.get(value, _Shown(value))
     labels, steps, table = _table(rows, tensor)
     merged = math.ceil(len(steps) / MAX_COLUMNS)
@@ -121,7 +121,7 @@ def heat_map(
     marks = {
         _DEAD: column(lambda row: row.amax == 0 and row.nonfinite == 0, True) > 0,
         _NONFINITE: column(lambda row: row.nonfinite > 0 and value != "nonfinite", True) > 0,
-        NOTHING: np.isnan(numbers),
+        _NOTHING: np.isnan(numbers),
     }
 
     wanted = 3.2 + 0.07 * max(map(len, labels)) + 0.04 * len(steps)
@@ -133,7 +133,7 @@ def heat_map(
     ax = axes_for(ax, min(wanted, 7.0), height, title)
     _draw(ax, numbers, shown, what)
     for how, where in marks.items():
-        hatch(ax, where, *how)
+        _hatch(ax, where, *how)
     if len(ax.collections) > 1:
         legend_above(ax, columns=3)
     _label_columns(ax, steps, merged)
@@ -146,10 +146,8 @@ def heat_map(
     return ax
 
 
-def _table(
-    rows: tuple[TensorStats, ...], tensor: str | None
-) -> tuple[list[str], list[int], np.ndarray]:
-    """Labels of the layers, steps, and the rows [layers, steps], None where there is none."""
+def _table(rows: list[TensorStats], tensor: str | None) -> tuple[list[str], list[int], np.ndarray]:
+    """Return labels of the layers, steps, and the rows [layers, steps], or None."""
     steps = steps_of(rows)
     order: dict[str, int] = {}
     for row in rows:
@@ -168,13 +166,13 @@ def _table(
 
 
 def _numbers(table: np.ndarray, of_row: Callable[[TensorStats], float]) -> np.ndarray:
-    """f64 of the shape of `table`, NaN where there is no row."""
+    """Return f64 of the shape of `table`, NaN where there is no row."""
     found = [math.nan if row is None else of_row(row) for row in table.flat]
     return np.array(found, np.float64).reshape(table.shape)
 
 
 def _merge_columns(numbers: np.ndarray, merged: int, high_is_bad: bool) -> np.ndarray:
-    """The worst of every `merged` successive columns."""
+    """Return the worst of every `merged` successive columns."""
     missing = -numbers.shape[1] % merged
     padded = np.pad(numbers, ((0, 0), (0, missing)), constant_values=np.nan)
     parts = padded.reshape(len(numbers), -1, merged)
@@ -182,7 +180,7 @@ def _merge_columns(numbers: np.ndarray, merged: int, high_is_bad: bool) -> np.nd
 
 
 def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
-    """The map and its colour bar."""
+    """Draw the map and its colour bar."""
     import matplotlib
     from matplotlib.colors import Normalize, SymLogNorm
 
@@ -220,8 +218,18 @@ def _draw(ax: Axes, numbers: np.ndarray, shown: _Shown, label: str) -> None:
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
 
 
+def _hatch(ax: Axes, where: np.ndarray, label: str, colour: str, pattern: str) -> None:
+    """Draw lines over the squares of the map that are true in `where`, if any."""
+    from matplotlib.collections import PolyCollection
+
+    squares = [[(x, y), (x + 1, y), (x + 1, y + 1), (x, y + 1)] for y, x in np.argwhere(where)]
+    if squares:
+        lines: dict[str, Any] = {"edgecolor": colour, "hatch": pattern, "linewidth": 0}
+        ax.add_collection(PolyCollection(squares, facecolor="none", label=label, **lines))
+
+
 def _decades(numbers: np.ndarray) -> tuple[float, float]:
-    """The whole powers of ten around the positive, finite numbers."""
+    """Return the whole powers of ten around the positive, finite numbers."""
     positive = numbers[np.isfinite(numbers) & (numbers > 0)]
     if not positive.size:
         return 0.1, 1.0
@@ -230,7 +238,7 @@ def _decades(numbers: np.ndarray) -> tuple[float, float]:
 
 
 def _label_columns(ax: Axes, steps: list[int], merged: int) -> None:
-    """Steps under their columns: every 1st, 2nd, 5th, 10th, ... column, as room allows."""
+    """Label every 1st, 2nd, 5th, 10th, ... column with its step, as room allows."""
     room = max(30 // len(str(steps[-1])), 2)
     every = next(k for k in _ROUND if len(steps) <= room * k)
     columns = np.arange(0, len(steps), every)

@@ -11,12 +11,20 @@ import numpy as np
 
 from jfp8.debug.records import TensorStats
 from jfp8.plot.limits import halfway_above_max, halfway_to_zero, saturates
-from jfp8.plot.maps import shorten
-from jfp8.plot.rows import format_of_row
-from jfp8.plot.style import AMBER, BLUE, GREY, VERMILION, axes_for, legend_above, percent, tidy
+from jfp8.plot.style import (
+    AMBER,
+    BLUE,
+    GREY,
+    VERMILION,
+    axes_for,
+    legend_above,
+    percent,
+    shorten,
+    tidy,
+)
 from jfp8.scaling.casts import check_cast_arguments
 from jfp8.scaling.codes import as_float_array
-from jfp8.scaling.formats import Format, FormatLike, as_format
+from jfp8.scaling.formats import Format, FormatLike, as_format, format_called
 
 if TYPE_CHECKING:
     import jax
@@ -32,7 +40,7 @@ def histogram(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """How many elements have which magnitude, and which of them a format loses.
+    """Draw a histogram of magnitudes, and the magnitudes that a format loses.
 
     A bar for every power of two, ``2^e <= |x| < 2^(e+1)``. Hatched on the left are magnitudes that
     become zero, ``|x| <= scale * fmt.smallest_subnormal / 2`` (underflow); hatched on the right are
@@ -139,7 +147,7 @@ def _of_row(row: TensorStats) -> _Magnitudes:
         amax=row.amax,
         underflow=row.underflow,
         overflow=row.overflow,
-        fmt=format_of_row(row),
+        fmt=format_called(row.format),
         scales=(row.scale_min, row.scale_max),
         name=shorten([row.name])[0],
     )

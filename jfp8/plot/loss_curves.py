@@ -21,7 +21,7 @@ def loss_curves(
     window: int = 1,
     ax: Axes | None = None,
 ) -> Axes:
-    """Losses over the steps: a line for the mean over the seeds, in a band of their range.
+    """Draw losses over the steps: the mean over the seeds, in a band of their range.
 
     The band reaches from the smallest to the largest loss of the seeds, because a standard
     deviation of two or three seeds says little. A seed whose loss becomes NaN or Inf counts up to

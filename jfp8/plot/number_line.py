@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def number_line(*formats: FormatLike, limit: float | None = None, ax: Axes | None = None) -> Axes:
-    """All values of `formats`, a row of strokes for each format; subnormals are half as high.
+    """Draw all values of `formats`, a row of strokes each; subnormals are half as high.
 
     Args:
       *formats: such as ``jfp8.E4M3FN``.
@@ -77,7 +77,7 @@ def number_line(*formats: FormatLike, limit: float | None = None, ax: Axes | Non
 
 
 def positive_values(fmt: Format) -> np.ndarray:
-    """f64[n], all finite positive values of `fmt` in increasing order."""
+    """Return f64[n], all finite positive values of `fmt` in increasing order."""
     codes = np.arange(fmt.max_code + 1)
     if not fmt.signed:
         return np.ldexp(1.0, codes - fmt.bias)

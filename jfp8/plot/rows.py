@@ -1,36 +1,26 @@
-"""What the pictures of `TensorStats` share."""
+"""Checks of rows of statistics that are drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+from jfp8.debug.arguments import check_rows
 from jfp8.debug.records import TensorStats
-from jfp8.scaling.formats import FORMATS, Format
 
 
-def check_rows(rows: Iterable[Any], function: str) -> tuple[TensorStats, ...]:
-    """`rows` as a tuple; ``TypeError`` for anything else, ``ValueError`` if there are none."""
-    if isinstance(rows, TensorStats):
-        return (rows,)
-    rows = tuple(rows)
-    for row in rows:
-        if not isinstance(row, TensorStats):
-            raise TypeError(
-                f"jfp8.plot.{function} takes rows of statistics, jfp8.debug.TensorStats, but one "
-                f"of them is a {type(row).__name__}. Rows come from Stats.rows(), Recorder.rows "
-                "or jfp8.debug.read_jsonl(path)."
-            )
-    if not rows:
+def some_rows(rows: Iterable[TensorStats], function: str) -> list[TensorStats]:
+    """Return `rows` as a list; raise ``TypeError`` for anything else, ``ValueError`` for none."""
+    found = check_rows(rows, f"jfp8.plot.{function}")
+    if not found:
         raise ValueError(
             f"jfp8.plot.{function} got no rows. Recorder.rows is empty until a sampled step is "
             "over and the next one has begun; Stats.rows(), if nothing was computed in FP8."
         )
-    return rows
+    return found
 
 
 def steps_of(rows: Iterable[TensorStats]) -> list[int]:
-    """The steps that occur, in order; 0 alone if no row has one; ``ValueError`` if only some do."""
+    """Return the steps that occur, in order; [0] if no row has one. Raise if only some do."""
     steps = {row.step for row in rows}
     if steps == {None}:
         return [0]
@@ -41,12 +31,3 @@ def steps_of(rows: Iterable[TensorStats]) -> list[int]:
             "Stats.rows(step=...)."
         )
     return numbers
-
-
-def format_of_row(row: TensorStats) -> Format:
-    """The format that a row names; ``ValueError`` if jfp8 does not know it."""
-    for fmt in FORMATS:
-        if fmt.name == row.format:
-            return fmt
-    names = ", ".join(fmt.name for fmt in FORMATS)
-    raise ValueError(f"{row.name}: unknown format {row.format!r}. Formats: {names}.")

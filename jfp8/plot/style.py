@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _DASHES: tuple[Any, ...] = (
 
 
 def line(i: int) -> dict[str, Any]:
-    """Colour and style of the i-th line: six of either, 36 in all."""
+    """Return colour and style of the i-th line: six of either, 36 in all."""
     n = len(_COLOURS)
     return {"color": _COLOURS[i % n], "linestyle": _DASHES[(i + i // n) % n]}
 
@@ -38,7 +39,7 @@ TITLE_HEIGHT = 0.25  # inches
 
 
 def axes_for(ax: Axes | None, width: float, height: float, title: str) -> Axes:
-    """`ax`; or new axes of `width` x `height` inches, under the title of a figure of their own."""
+    """Return `ax`, or new axes of `width` x `height` inches in a figure with a title."""
     if ax is not None:
         return ax
     try:
@@ -55,7 +56,7 @@ def axes_for(ax: Axes | None, width: float, height: float, title: str) -> Axes:
 
 
 def tidy(ax: Axes, x: str, y: str = "") -> None:
-    """What the axes mean; no frame above and to the right, and lines across, behind the data."""
+    """Label the axes; draw no frame above and to the right, and lines behind the data."""
     ax.set_xlabel(x)
     ax.set_ylabel(y)
     ax.spines[["top", "right"]].set_visible(False)
@@ -64,7 +65,7 @@ def tidy(ax: Axes, x: str, y: str = "") -> None:
 
 
 def legend_above(ax: Axes, columns: int, title: str = "") -> None:
-    """The legend above the axes, where it hides no data."""
+    """Draw the legend above the axes, where it hides no data."""
     ax.legend(
         title=title or None,
         alignment="left",
@@ -79,7 +80,7 @@ def legend_above(ax: Axes, columns: int, title: str = "") -> None:
 
 
 def percent(fraction: float) -> str:
-    """``"12.3 %"``; small ones keep two digits, ``"0.0041 %"``, and smaller ones become a bound."""
+    """Format as ``"12.3 %"``; small ones keep two digits, smaller ones become a bound."""
     value = 100 * fraction
     if value == 0:
         return "0 %"
@@ -90,3 +91,20 @@ def percent(fraction: float) -> str:
     if value < 1:
         return f"{value:.2g} %" if value >= 0.001 else f"{value:.4f} %"
     return f"{value:.1f} %"
+
+
+MAX_LABEL_LENGTH = 34
+
+
+def shorten(labels: list[str]) -> list[str]:
+    """Leave out the folder that all labels have in common, and the middle of long labels."""
+    common = os.path.commonprefix(labels)
+    common = common[: common.rfind("/") + 1] if len(labels) > 1 else ""
+    short = []
+    for label in labels:
+        label = label[len(common) :]
+        if len(label) > MAX_LABEL_LENGTH:
+            keep = MAX_LABEL_LENGTH - 1
+            label = f"{label[: keep // 3]}…{label[-(keep - keep // 3) :]}"
+        short.append(label)
+    return short

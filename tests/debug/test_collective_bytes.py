@@ -245,28 +245,26 @@ def test_what_is_called_twice_counts_twice():
     assert found.times == 2
 
 
-@pytest.mark.parametrize(
-    ("groups", "devices"),
-    [
-        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
-        ("{{0,1,2,3,4,5,6,7}}", 8),
-        ("{{0},{1}}", 1),
-        ("{}", 16),
-        ("[4,2]<=[8]", 2),
-        ("[2,4]<=[4,2]T(1,0)", 4),
-        ("mesh['a'=4,'b'=2] {'a','b'}", 8),
-        ("mesh['a'=4,'b'=2] {'b'}", 2),
-        ("mesh['a'=4,'b'=2] {'a':(1)2}", 2),
-        ("mesh['data'=4,'b'=2], device_ids=([2,4]T(1,0)) {'data'}", 4),
-    ],
-)
-def test_groups_of_devices(groups, devices):
-    found = one(
-        f"f32[64]{{0}} all-gather(%p), channel_id=1, replica_groups={groups}, dimensions={{0}}",
-        header="replica_count=2, num_partitions=8",
-    )
-    assert found.devices == devices
-    assert found.bytes == (devices - 1) / devices * 256
+DEVICES = {
+    "{{0,1},{2,3},{4,5},{6,7}}": 2,
+    "{{0,1,2,3,4,5,6,7}}": 8,
+    "{{0},{1}}": 1,
+    "{}": 16,
+    "[4,2]<=[8]": 2,
+    "[2,4]<=[4,2]T(1,0)": 4,
+    "mesh['a'=4,'b'=2] {'a','b'}": 8,
+    "mesh['a'=4,'b'=2] {'b'}": 2,
+    "mesh['a'=4,'b'=2] {'a':(1)2}": 2,
+    "mesh['data'=4,'b'=2], device_ids=([2,4]T(1,0)) {'data'}": 4,
+}
+
+
+def test_groups_of_devices():
+    for groups, devices in DEVICES.items():
+        gather = f"f32[64]{{0}} all-gather(%p), replica_groups={groups}, dimensions={{0}}"
+        found = one(gather, header="replica_count=2, num_partitions=8")
+        assert found.devices == devices, groups
+        assert found.bytes == (devices - 1) / devices * 256
 
 
 def test_where_a_collective_comes_from():

@@ -240,16 +240,6 @@ def nnx_layer(recipe):
     return jfp8.nnx.Linear(8, 8, recipe=recipe, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
-def test_it_prints_and_shows_in_notebooks():
-    found = jfp8.debug.compare(Net(), "current", "mxfp8", normal((8, 16)))
-    text = str(found)
-    for part in ("a = Float8CurrentScaling()", "Dense_1", "wgrad", "Dense_2/kernel", "loss:"):
-        assert part in text
-        assert part in found._repr_html_()
-    assert f"{100 * found.products[0].a.total:.3g} %" in text
-
-
 @pytest.mark.parametrize("make", [linen_layer, nnx_layer])
 def test_layers_with_a_recipe_of_their_own_take_part(make):
     """They are compared under the two recipes: as the same layer without one is."""

@@ -21,6 +21,7 @@ import jfp8
 P = PartitionSpec
 DTYPES = {"E4M3FN": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
 MATMUL = (((1,), (0,)), ((), ()))
+multiply = partial(jfp8.scaled_dot_general, dimension_numbers=MATMUL, recipe="current")
 
 
 def normal(shape, seed=0, scale=1.0):
@@ -36,8 +37,7 @@ def product(recipe):
     """Forward and backward of one product, without a model."""
 
     def run(x, w):
-        multiply = lambda x, w: jfp8.scaled_dot_general(x, w, MATMUL, recipe=recipe)
-        y, pull_back = jax.vjp(multiply, x, w)
+        y, pull_back = jax.vjp(partial(multiply, recipe=recipe), x, w)
         return y, pull_back(jnp.ones_like(y))
 
     return run
@@ -393,23 +393,6 @@ def test_micro_batches_are_taken_together(remat):
 
 
 @pytest.mark.slow
-def test_a_layer_used_twice_has_one_row():
-    class Twice(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layer = jfp8.Dense(32)
-            return layer(layer(x) * 3)
-
-    model = Twice()
-    state, x = state_of(model), normal((16, 32))
-    rows = jax.jit(jfp8.debug.stats(train_step(model)))(state, x)[1].rows()
-    assert [r.count for r in rows if r.tensor == "lhs"] == [2 * 16 * 32]
-    inner = model.apply({"params": state.params}, x)
-    assert only(rows, "lhs").amax >= np.abs(x).max()
-    assert np.isfinite(inner).all()
-
-
-@pytest.mark.slow
 def test_a_loop_over_time_is_no_loop_over_layers():
     """The weights of a recurrent cell are the same in each turn."""
 
@@ -433,34 +416,8 @@ def test_a_loop_over_time_is_no_loop_over_layers():
     assert only(rows, "lhs").count == 12 * 4 * 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["while", "cond", "scan"])
-def test_steps_inside_of_control_flow(kind):
-    model, state = model_and_state()
-    step, x = train_step(model), normal((16, 32))
-
-    def run(state, x):
-        if kind == "while":
-            turn = lambda s: (step(s[0], x)[0], s[1] + 1)
-            return jax.lax.while_loop(lambda s: s[1] < 3, turn, (state, 0))[0]
-        if kind == "cond":
-            return jax.lax.cond(x.sum() > -1e9, lambda: step(state, x)[0], lambda: state)
-        return jax.lax.scan(lambda s, _: (step(s, x)[0], None), state, None, length=3)[0]
-
-    results, seen = jax.jit(jfp8.debug.stats(run))(state, x)
-    assert_same_bits(results, jax.jit(run)(state, x))
-    turns = 1 if kind == "cond" else 3
-    row = only(seen.rows(), "lhs", "layers_0")
-    assert row.count == turns * x.size
-    assert row.amax == np.abs(x).max()
-    assert row.scale_min == row.scale_max == pytest.approx(row.amax / 448, rel=1e-6)
-
-
 def test_a_branch_that_is_not_taken_has_no_row():
-    recipe = jfp8.recipes.get("current")
-    run = lambda flag, x, w: jax.lax.cond(
-        flag, lambda: jfp8.scaled_dot_general(x, w, MATMUL, recipe=recipe), lambda: x @ w
-    )
+    run = lambda flag, x, w: jax.lax.cond(flag, multiply, jnp.matmul, x, w)
     x, w = normal((4, 8)), normal((8, 4), 1)
     with_stats = jax.jit(jfp8.debug.stats(run))
     assert len(with_stats(jnp.bool_(True), x, w)[1].rows()) == 2
@@ -468,12 +425,10 @@ def test_a_branch_that_is_not_taken_has_no_row():
 
 
 def test_vmap_is_taken_together():
-    recipe = jfp8.recipes.get("current")
-    one = lambda x, w: jfp8.scaled_dot_general(x, w, MATMUL, recipe=recipe)
     x, w = normal((3, 4, 8)), normal((8, 4), 1)
     x[1] *= 50
-    y, seen = jax.jit(jfp8.debug.stats(jax.vmap(one, (0, None))))(x, w)
-    np.testing.assert_array_equal(y, jax.jit(jax.vmap(one, (0, None)))(x, w))
+    y, seen = jax.jit(jfp8.debug.stats(jax.vmap(multiply, (0, None))))(x, w)
+    np.testing.assert_array_equal(y, jax.jit(jax.vmap(multiply, (0, None)))(x, w))
     row = only(seen.rows(), "lhs")
     assert row.count == x.size
     scales = np.abs(x).max((1, 2)) / np.float32(448)
@@ -486,7 +441,6 @@ def test_vmap_is_taken_together():
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_takes_devices_together(check_vma):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    recipe = jfp8.recipes.get("current")
 
     @partial(
         jax.shard_map,
@@ -496,7 +450,7 @@ def test_shard_map_takes_devices_together(check_vma):
         check_vma=check_vma,
     )
     def run(x, w):
-        y = lambda w: jfp8.scaled_dot_general(x, w, MATMUL, recipe=recipe)
+        y = partial(multiply, x)
         grad = jax.grad(lambda w: jnp.sum(y(w) ** 2))(w)
         return y(w), grad if check_vma else jax.lax.psum(grad, "data")
 
@@ -529,12 +483,10 @@ def test_explicit_meshes():
     mesh = jax.make_mesh(
         (4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
     )
-    recipe = jfp8.recipes.get("current")
     with jax.set_mesh(mesh):
         x = jax.device_put(normal((16, 8)), NamedSharding(mesh, P("data")))
         w = jax.device_put(normal((8, 4), 1), NamedSharding(mesh, P()))
-        run = lambda x, w: jfp8.scaled_dot_general(x, w, MATMUL, recipe=recipe)
-        _, seen = jax.jit(jfp8.debug.stats(run))(x, w)
+        _, seen = jax.jit(jfp8.debug.stats(multiply))(x, w)
         assert only(seen.rows(), "lhs").amax == np.abs(np.asarray(x)).max()
 
 
@@ -607,8 +559,6 @@ def test_converted_models_and_what_stays_in_high_precision():
 
 @pytest.mark.slow
 def test_functions_of_no_layer_have_rows_of_their_own():
-    recipe = jfp8.recipes.get("current")
-    multiply = partial(jfp8.scaled_dot_general, dimension_numbers=MATMUL, recipe=recipe)
     run = lambda x, a, b: multiply(multiply(x, a), b)
     _, seen = jfp8.debug.stats(run)(normal((4, 8)), normal((8, 8), 1), normal((8, 8), 2))
     assert [r.tensor for r in seen.rows()] == ["lhs", "rhs", "lhs", "rhs"]
@@ -616,11 +566,7 @@ def test_functions_of_no_layer_have_rows_of_their_own():
 
 @pytest.mark.slow
 def test_stats_are_a_pytree_of_arrays():
-    recipe = jfp8.recipes.get("current")
-    run = jax.jit(
-        jfp8.debug.stats(lambda x: jfp8.scaled_dot_general(x, x.T, MATMUL, recipe=recipe))
-    )
-    _, seen = run(normal((4, 4)))
+    _, seen = jax.jit(jfp8.debug.stats(lambda x: multiply(x, x.T)))(normal((4, 4)))
     again = jax.jit(lambda s: s)(seen)
     assert again.rows() == seen.rows()
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(seen))
@@ -638,8 +584,7 @@ def test_stats_of_two_traces_have_one_structure():
 
 
 def test_rows_inside_of_jit_are_refused():
-    recipe = jfp8.recipes.get("current")
-    run = jfp8.debug.stats(lambda x: jfp8.scaled_dot_general(x, x.T, MATMUL, recipe=recipe))
+    run = jfp8.debug.stats(lambda x: multiply(x, x.T))
     with pytest.raises(TypeError, match="call rows\\(\\) outside of jax.jit"):
         jax.jit(lambda x: run(x)[1].rows())(normal((4, 4)))
 

@@ -51,15 +51,6 @@ def of_path(found, path):
 
 
 @pytest.mark.slow
-def test_linen_totals():
-    total = summary(Model(), variables()).total
-    assert total.params == Amount(PARAMS, 4 * PARAMS)
-    assert total.fp8_state == Amount(4 * (HISTORIES + SINK), 16 * (HISTORIES + SINK))
-    assert total.other == Amount(16, 64)
-    assert total.params_in_fp8 == Amount()
-
-
-@pytest.mark.slow
 def test_rows_hold_the_state_of_their_products():
     found = summary(Model(), variables())
     assert [row.path for row in found.rows] == [
@@ -169,13 +160,6 @@ def test_boxed_parameters():
     assert row.fp8_state.count == HISTORIES + SINK
 
 
-def test_a_module_that_is_one_layer():
-    model = jfp8.Dense(4)
-    found = summary(model, model.init(KEY, X))
-    assert [row.path for row in found.rows] == [""]
-    assert "(the model itself)" in str(found)
-
-
 def test_train_state_adds_the_optimizer():
     state = jfp8.TrainState.create(
         apply_fn=Model().apply, variables=variables(), tx=optax.adam(1e-3)
@@ -265,7 +249,7 @@ def test_errors_say_what_to_pass(arguments, message):
         summary(*arguments())
 
 
-@pytest.mark.parametrize("depth", [0, -1, 1.5, True, None])
-def test_depth_is_checked(depth):
-    with pytest.raises(ValueError, match="depth="):
-        summary(Model(), variables(), depth=depth)
+def test_depth_is_checked():
+    for depth in (0, -1, 1.5, True, None):
+        with pytest.raises(ValueError, match="depth="):
+            summary(Model(), variables(), depth=depth)

@@ -390,13 +390,13 @@ def test_the_picture_of_training_curves(parity, command, tmp_path, monkeypatch):
         "control": {"0": curve(8.0, None), "1": curve(8.0, 8.0), "3": curve(9.0, 9.0)},
     }
     drawn, figures = {}, []
-    gap_curves = jfp8.plot.gap_curves
+    gap_curve = parity.training_curves.gap_curve
 
-    def watched(runs, reference, *, steps, ax):
-        gap_curves(runs, reference, steps=steps, ax=ax)
-        drawn[ax.lines[0].get_label()] = ax.lines[0].get_xydata().round(9).tolist()
+    def watched(ax, label, *args):
+        gap_curve(ax, label, *args)
+        drawn[label] = ax.lines[0].get_xydata().round(9).tolist()
 
-    monkeypatch.setattr(jfp8.plot, "gap_curves", watched)
+    monkeypatch.setattr(parity.training_curves, "gap_curve", watched)
     draw = parity.training_curves.draw
     keep = lambda *given: figures.append(draw(*given)) or figures[-1]
     monkeypatch.setattr(parity.training_curves, "draw", keep)

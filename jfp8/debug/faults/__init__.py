@@ -14,11 +14,9 @@ FP8: `edges_in_fp8`, `little_in_fp8`.
 """
 
 from jfp8.debug.faults.coverage import edges_in_fp8, little_in_fp8
-from jfp8.debug.faults.dead import dead
 from jfp8.debug.faults.histories import long_history, short_history, stale_history
-from jfp8.debug.faults.no_scale import no_scale
-from jfp8.debug.faults.precision import noise, outliers
 from jfp8.debug.faults.run import Fault
+from jfp8.debug.faults.values import dead, no_scale, noise, outliers
 
 FAULTS: tuple[Fault, ...] = (
     dead,

@@ -12,7 +12,7 @@ from jfp8.debug.faults.run import Finding, Run, steps_of
 
 
 def edges_in_fp8(run: Run) -> Iterator[Finding]:
-    """The first convolution of images and the final logits, which the literature exempts."""
+    """Find the first convolution of images and the final logits, which the literature exempts."""
     if run.products is None:
         return
     forward = [row for row in run.products.rows if row.kind in ("fprop", "forward")]
@@ -38,7 +38,7 @@ def edges_in_fp8(run: Run) -> Iterator[Finding]:
 
 
 def little_in_fp8(run: Run) -> Iterator[Finding]:
-    """A choice of layers that leaves most of the work in high precision."""
+    """Find a choice of layers that leaves most of the work in high precision."""
     if run.products is None or not run.products.flops:
         return
     by_reason: dict[str, list[ProductRow]] = {}
@@ -68,6 +68,6 @@ def little_in_fp8(run: Run) -> Iterator[Finding]:
 
 
 def _takes_images(row: ProductRow) -> bool:
-    """Whether it is a convolution of at most 4 channels, the last size of ``"f32[8,28,28,1]"``."""
+    """Recognize a convolution of few channels, the last size of ``"f32[8,28,28,1]"``."""
     channels = row.lhs.rstrip("]").rpartition(",")[2]
     return "Conv" in row.layer and channels.isdecimal() and int(channels) <= MAX_IMAGE_CHANNELS

@@ -27,49 +27,49 @@ NOISY = 12.0
 
 
 def at_step(row: TensorStats) -> str:
-    """The step of a sample in words."""
+    """Return the step of a sample in words."""
     return "" if row.step is None else f" at step {row.step}"
 
 
 def percent(fraction: float) -> str:
-    """A fraction in words."""
+    """Return a fraction in words."""
     return f"{100 * fraction:.3g} %"
 
 
 def is_gradient(row: TensorStats) -> bool:
-    """Whether the tensor is a gradient."""
+    """Decide if the tensor is a gradient."""
     return row.tensor in ("grad", "d_lhs", "d_rhs")
 
 
 def severity_of(row: TensorStats, cut: bool = False) -> Severity:
-    """An error if most of the elements are lost, by saturation (`cut`) or as zeros."""
+    """Return "error" if most of the elements are lost, by saturation (`cut`) or as zeros."""
     return "error" if (row.overflow if cut else row.underflow) >= MOST_LOST else "warning"
 
 
 def is_often(bad: Sequence[TensorStats], rows: Sequence[TensorStats]) -> bool:
-    """Whether too many of all samples are bad to be exceptions."""
+    """Decide if too many of all samples are bad to be exceptions."""
     return len(bad) > OFTEN * len(rows)
 
 
 def vanishing_samples(tensor: Sequence[TensorStats]) -> list[TensorStats]:
-    """The samples in which many elements become zero, if they are too many to be exceptions."""
+    """Return the samples in which many elements become zero, if there are too many."""
     many = MANY_LOST if format_called(tensor[0].format).bits >= 8 else MOST_LOST
     bad = [row for row in tensor if row.underflow >= many]
     return bad if is_often(bad, tensor) else []
 
 
 def saturated_samples(tensor: Sequence[TensorStats]) -> list[TensorStats]:
-    """The samples in which values were cut in half, or worse."""
+    """Return the samples in which values were cut in half, or worse."""
     return [row for row in tensor if row.headroom <= CUT_IN_HALF]
 
 
 def what_vanished(row: TensorStats) -> str:
-    """What became zero, as the beginning of a sentence."""
+    """Describe an underflow, as the beginning of a sentence."""
     return f"{percent(row.underflow)} of it becomes zero{at_step(row)}"
 
 
 def what_saturated(row: TensorStats) -> str:
-    """What saturated, as a sentence."""
+    """Describe an overflow, as a sentence."""
     return (
         f"Values up to {row.amax:.3g} are cut to {row.amax * 2**row.headroom:.3g}{at_step(row)}, "
         f"{percent(row.overflow)} of its elements."
@@ -77,21 +77,21 @@ def what_saturated(row: TensorStats) -> str:
 
 
 def has_no_scale(tensor: Sequence[TensorStats]) -> bool:
-    """Whether the scale is 1 whatever the tensor is."""
+    """Decide if the scale is 1 whatever the tensor is."""
     return not tensor[0].history and all(
         row.scale_min == row.scale_max == 1.0 for row in tensor if row.amax > 0
     )
 
 
 def fraction_above(row: TensorStats, exponent: float) -> float:
-    """The fraction of the nonzero elements from ``2^exponent`` up, spread evenly in each bin."""
+    """Return the fraction of nonzero elements from ``2^exponent`` up, spread evenly in bins."""
     total = sum(row.exponents.values())
     part = sum(n * min(max(e + 1 - exponent, 0.0), 1.0) for e, n in row.exponents.items())
     return part / total if total else 1.0
 
 
 def exponent_at(quantile: float, row: TensorStats) -> int:
-    """The exponent of the nonzero element at that quantile."""
+    """Return the exponent of the nonzero element at that quantile."""
     below, total = 0, sum(row.exponents.values())
     for exponent, n in sorted(row.exponents.items()):
         below += n
@@ -101,7 +101,7 @@ def exponent_at(quantile: float, row: TensorStats) -> int:
 
 
 def beyond_any_scale(row: TensorStats, fmt: Format | None = None) -> bool:
-    """Whether many elements would vanish even under the best scale for the whole tensor.
+    """Decide if many elements would vanish even under the best scale for the whole tensor.
 
     The best is ``amax / fmt.max``, under which elements below half of the smallest value become
     zero. If there are several scales, they are the best already.

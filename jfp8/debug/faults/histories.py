@@ -25,16 +25,13 @@ _TOO_MUCH_HEADROOM = 3.0
 
 
 def stale_history(run: Run) -> Iterator[Finding]:
-    """Delayed scaling whose history does not follow the tensor, judged without thresholds.
+    """Find delayed scaling whose history does not follow the tensor, without thresholds.
 
     In a history that is updated, an amax that saturated raises the scale of the next step; no entry
     outlives its length; and the scale is not simply that of the current tensor.
     """
-    stale = _stale_samples(run)
-    for i, tensor in enumerate(run.tensors):
-        if not tensor[0].history:
-            continue
-        same, alone = stale.get(i), _scale_follows_amax(tensor)
+    for tensor, same in _with_history(run):
+        alone = _scale_follows_amax(tensor)
         lost = max(row.underflow + row.overflow for row in tensor)
         if same:
             low, high = min(r.amax for r in same), max(r.amax for r in same)
@@ -63,11 +60,10 @@ def stale_history(run: Run) -> Iterator[Finding]:
 
 
 def short_history(run: Run) -> Iterator[Finding]:
-    """Delayed scaling that often meets values that it no longer expects, or does not expect yet."""
-    stale = _stale_samples(run)
-    for i, tensor in enumerate(run.tensors):
+    """Find delayed scaling that often meets values that it does not expect."""
+    for tensor, stale in _with_history(run):
         cut = saturated_samples(tensor)
-        if not tensor[0].history or i in stale or not is_often(cut, tensor):
+        if stale or not is_often(cut, tensor):
             continue
         if len(cut) < 2 and max(row.overflow for row in cut) < 0.01:
             continue  # one element in one of few samples
@@ -95,12 +91,11 @@ def short_history(run: Run) -> Iterator[Finding]:
 
 
 def long_history(run: Run) -> Iterator[Finding]:
-    """Delayed scaling that leaves room for values of long ago, and loses the current ones."""
-    stale = _stale_samples(run)
-    for i, tensor in enumerate(run.tensors):
+    """Find delayed scaling that leaves room for values of long ago, and loses current ones."""
+    for tensor, stale in _with_history(run):
         bad = [row for row in vanishing_samples(tensor) if row.headroom >= _TOO_MUCH_HEADROOM]
         bad = [row for row in bad if not beyond_any_scale(row)]
-        if not tensor[0].history or i in stale or not bad:
+        if stale or not bad:
             continue
         worst = max(bad, key=lambda row: row.underflow)
         yield found_in(
@@ -114,39 +109,38 @@ def long_history(run: Run) -> Iterator[Finding]:
         )
 
 
-def _stale_samples(run: Run) -> dict[int, list[TensorStats]]:
-    """The samples in which a scale did not change although its history should have changed it.
+def _with_history(run: Run) -> Iterator[tuple[Sequence[TensorStats], list[TensorStats]]]:
+    """Yield tensors that have a history, and the samples in which it should have changed the scale.
 
-    By position in `Run.tensors`. If a saturated value did not raise the scale, that is certain. A
-    scale that is older than its history may come from an amax that recurs, as in data of bytes: so
-    most tensors must show it, since amaxes of weights and gradients do not recur.
+    If a saturated value did not raise the scale, the history is certainly stale. A scale that is
+    older than its history may come from an amax that recurs, as in data of bytes: so most tensors
+    must show it, since amaxes of weights and gradients do not recur.
     """
-    same = {
-        i: _same_scale(tensor)
-        for i, tensor in enumerate(run.tensors)
-        if tensor[0].history and tensor[0].step is not None
-    }
-    forgot = {i for i, rows in same.items() if _forgot(rows)}
-    all_of_them = forgot | {i for i, rows in same.items() if _outlived(rows)}
-    sure = all_of_them if len(all_of_them) > len(same) / 2 else forgot
-    return {i: same[i] for i in sure}
+    tensors = [tensor for tensor in run.tensors if tensor[0].history]
+    same = [_same_scale(tensor) if tensor[0].step is not None else [] for tensor in tensors]
+    forgot = [_forgot(rows) for rows in same]
+    either = [sure or _outlived(rows) for sure, rows in zip(forgot, same, strict=True)]
+    counted = sum(tensor[0].step is not None for tensor in tensors)
+    stale = either if sum(either) > counted / 2 else forgot
+    for tensor, rows, is_stale in zip(tensors, same, stale, strict=True):
+        yield tensor, rows if is_stale else []
 
 
 def _same_scale(tensor: Sequence[TensorStats]) -> list[TensorStats]:
-    """The run of last samples that have the same scale although the amax changes."""
+    """Return the last samples with the same scale, if their amax changes."""
     same = list(itertools.takewhile(lambda r: r.scale_max == tensor[-1].scale_max, tensor[::-1]))
     amaxes = [row.amax for row in same]
     return same[::-1] if max(amaxes) > 1.01 * min(amaxes) else []
 
 
 def _forgot(same: Sequence[TensorStats]) -> bool:
-    """Whether a value that saturated did not raise the scale while the history still holds it."""
+    """Find a saturated value that did not raise the scale while the history still holds it."""
     pairs = itertools.pairwise(same)
     return any(a.headroom < -0.01 and step_of(b) - step_of(a) <= a.history for a, b in pairs)
 
 
 def _outlived(same: Sequence[TensorStats]) -> bool:
-    """Whether the scale is older than anything that its history remembers.
+    """Decide if the scale is older than anything that its history remembers.
 
     Scales that are powers of two prove nothing, since one serves amaxes that differ.
     """
@@ -156,7 +150,7 @@ def _outlived(same: Sequence[TensorStats]) -> bool:
 
 
 def _scale_follows_amax(tensor: Sequence[TensorStats]) -> bool:
-    """Whether the scale is a fixed part of the amax of the same step, while that changes."""
+    """Decide if the scale is a fixed part of the amax of the same step, which changes."""
     amaxes = [row.amax for row in tensor if row.amax > 0]
     if len(amaxes) < 3 or max(amaxes) <= 1.01 * min(amaxes):
         return False

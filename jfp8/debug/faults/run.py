@@ -58,7 +58,7 @@ class Run:
         return Run(tuple(tuple(sorted(t, key=step_of)) for t in tensors), products)
 
     def without_non_finite_steps(self) -> Run:
-        """The run without steps in which anything was not finite: no other sign is sure there."""
+        """Leave out the steps in which anything was not finite: no other sign is sure there."""
         bad = {row.step for tensor in self.tensors for row in tensor if row.nonfinite > 0}
         kept = (tuple(row for row in tensor if row.step not in bad) for tensor in self.tensors)
         return Run(tuple(tensor for tensor in kept if tensor), self.products)
@@ -70,15 +70,15 @@ Fault = Callable[[Run], Iterator[Finding]]
 def found_in(
     rows: Sequence[TensorStats], severity: Severity, fault: str, evidence: str, remedy: str
 ) -> Finding:
-    """What was found in samples of one tensor."""
+    """Return a finding about samples of one tensor."""
     return Finding(severity, fault, rows[0].name, steps_of(rows), evidence, remedy)
 
 
 def steps_of(rows: Iterable[TensorStats]) -> tuple[int, ...]:
-    """The steps of these samples, in order, each once."""
+    """Return the steps of these samples, in order, each once."""
     return tuple(sorted({row.step for row in rows if row.step is not None}))
 
 
 def step_of(row: TensorStats) -> int:
-    """The step of a sample; -1 for one that has none."""
+    """Return the step of a sample, or -1."""
     return -1 if row.step is None else row.step

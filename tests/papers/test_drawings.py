@@ -1,0 +1,145 @@
+"""Pictures of the benchmarks: intervals from tables of Student's t, errors by ml_dtypes."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jfp8
+from jfp8.debug.comparison import ComparedGradient, ComparedProduct, Comparison, ProductError
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.figure import Figure
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def draw(monkeypatch):
+    """Call a function of a file of benchmarks/ with new axes; return these."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+    def call(file, function, *args, **kwargs):
+        ax = Figure(layout="constrained").subplots()
+        getattr(importlib.import_module(file), function)(ax, *args, **kwargs)
+        return ax
+
+    return call
+
+
+EXACT = np.random.default_rng(0).uniform(2, 3, size=(4, 6))
+RUN = EXACT * np.random.default_rng(1).normal(1.01, 0.005, size=EXACT.shape)
+STEPS = 25 * np.arange(1, 7)
+
+
+@pytest.mark.parametrize(("confidence", "t"), [(0.9, 2.3533634348), (0.5, 0.7648923284)])
+def test_the_mean_gap_lies_in_its_interval(draw, confidence, t):
+    ax = draw("gap_curves", "gap_curve", "FP8", RUN, EXACT, STEPS, confidence)
+    gaps = 100 * (RUN / EXACT - 1)
+    mean, half = gaps.mean(0), t * gaps.std(0, ddof=1) / 2
+    np.testing.assert_array_equal(ax.lines[0].get_xdata(), STEPS)
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), mean, rtol=1e-12)
+    x, y = ax.collections[0].get_paths()[0].vertices.T
+    ends = [[f(y[x == step]) for step in STEPS] for f in (min, max)]
+    np.testing.assert_allclose(ends, [mean - half, mean + half], rtol=1e-6)
+
+
+def test_a_run_that_diverges_ends_the_curve(draw):
+    lost = RUN.copy()
+    lost[1, 3:] = np.nan
+    curve, cross, _ = draw("gap_curves", "gap_curve", "FP8", lost, EXACT, STEPS).lines
+    assert curve.get_label() == "FP8 (1 of 4 not finite)"
+    assert curve.get_xdata().tolist() == STEPS[:3].tolist()
+    assert (cross.get_marker(), cross.get_xdata()) == ("X", STEPS[2])
+
+
+def test_gaps_are_dots_with_a_mean_in_its_interval(draw):
+    runs = {"near": [-0.1, 0.0, 0.1], "far": [0.9, 1.0, 1.1], "wide": [-1.0, 0.0, 1.0]}
+    ax = draw("gap_rows", "gap_rows", runs, margin=0.25, confidence=0.9)
+    half = 2.919986 / np.sqrt(3)  # of a table of Student's t: 95 %, 2 degrees of freedom
+    means = {"near": (0.0, 0.1, "o"), "far": (1.0, 0.1, "D"), "wide": (0.0, 1.0, "s")}
+    for y, (name, gaps) in enumerate(runs.items()):
+        mean, spread, marker = means[name]
+        dots, interval, middle = ax.lines[3 + 3 * y : 6 + 3 * y]  # three lines across come first
+        assert {*interval.get_ydata(), *middle.get_ydata()} == {y}
+        assert list(dots.get_xdata()) == gaps
+        expected = [mean - half * spread, mean + half * spread]
+        np.testing.assert_allclose(interval.get_xdata(), expected, atol=1e-6)
+        np.testing.assert_allclose(middle.get_xdata(), [mean], atol=1e-12)
+        assert middle.get_marker() == marker
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(runs)
+    assert ax.get_ylim() == (2.5, -0.5)  # the first on top
+
+
+def test_gaps_beyond_the_limit_are_pointed_at(draw):
+    runs = {"inside": [0.1, 0.2], "above": [150.0, 170.0], "one below": [-2.0, *[0.0] * 40]}
+    ax = draw("gap_rows", "gap_rows", runs, margin=0.25, confidence=0.9, limit=1.0)
+    assert ax.get_xlim() == (-1.0, 1.0)
+    arrows = [(l.get_ydata()[0], l.get_marker()) for l in ax.lines if l.get_marker() in "<>"]
+    assert arrows == [(1, ">"), (2, "<")]
+    assert [text.get_text() for text in ax.texts] == ["+160"]
+
+
+def test_a_layer_has_the_error_of_its_worst_product(draw):
+    recipes = map(jfp8.recipes.get, ("delayed", "mxfp8"))
+    errors = {("a", "fprop"): (0.02, 0.04), ("a", "wgrad"): (0.03, 0.01), ("b", "fprop"): (0.5, 9)}
+    products = (
+        ComparedProduct(f"net/{layer}", (), product, *(ProductError(e, e, 0.0) for e in of_both))
+        for (layer, product), of_both in errors.items()
+    )
+    gradients = (ComparedGradient("net/a/kernel", 0.5, 0.25, 1.0, 1.0),)
+    found = Comparison(*recipes, tuple(products), gradients, 1.0, 1.0, 1.0)
+    ax = draw("error_map", "error_map", [found], "total")
+    ticks = (ax.get_xticklabels(), ax.get_yticklabels())
+    assert [[t.get_text() for t in labels] for labels in ticks] == [
+        ["delayed", "mxfp8"],
+        ["a", "b"],
+    ]
+    assert ax.get_ylim() == (2, 0)  # downwards
+    assert [t.get_text() for t in ax.texts] == ["3", "4", "50", "900"]
+    gradient = draw("error_map", "error_map", [found], "gradient")
+    assert gradient.collections[0].get_array().tolist() == [[50.0, 25.0]]
+
+
+TOKENS, FEATURES = 64, 256
+NORMAL = np.random.default_rng(0).normal(size=(TOKENS, FEATURES)).astype(np.float32)
+
+
+def scaled(x, scale, dtype):
+    return ((x / scale).astype(dtype).astype(np.float32) * scale).reshape(TOKENS, FEATURES)
+
+
+def in_blocks(x, k, dtype, most):
+    """Round in blocks of `k`, with a power of two as the scale of each."""
+    x = x.reshape(-1, k)
+    return scaled(x, 2.0 ** np.ceil(np.log2(np.abs(x).max(1, keepdims=True) / most)), dtype)
+
+
+E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
+ROUNDED = {
+    "current": (8 + 32 / NORMAL.size, scaled(NORMAL, np.abs(NORMAL).max() / np.float32(448), E4M3)),
+    "rowwise": (8 + 32 / FEATURES, in_blocks(NORMAL, FEATURES, E4M3, 448)),
+    "block": (8 + 32 / 128, in_blocks(NORMAL, 128, E4M3, 448)),
+    "mxfp8": (8 + 8 / 32, in_blocks(NORMAL, 32, E4M3, 448)),
+    "mxfp4": (4 + 8 / 32, in_blocks(NORMAL, 32, E2M1, 6)),
+}
+
+
+@pytest.mark.slow
+def test_every_recipe_has_its_bits_and_its_error(draw):
+    ax = draw("error_against_bits", "error_against_bits", NORMAL)
+    texts = {t.xy: t.get_text().split(":")[0].split(", ") for t in ax.texts if hasattr(t, "xy")}
+    points = {name: xy for xy, names in texts.items() for name in names}
+    assert set(points) == {recipe.name for recipe in jfp8.recipes.RECIPES}
+    assert set(texts) == {tuple(point) for point in ax.lines[0].get_xydata().tolist()}
+    assert points["delayed"] == points["current"] == points["hybrid"]
+    exact = NORMAL.astype(np.float64)
+    for name, (bits, rounded) in ROUNDED.items():
+        features = np.linalg.norm(rounded - exact, axis=0) / np.linalg.norm(exact, axis=0)
+        error = np.sqrt(np.mean(features**2))
+        assert points[name] == (bits, pytest.approx(error, rel=2e-3)), name
