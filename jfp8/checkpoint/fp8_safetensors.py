@@ -13,7 +13,7 @@ import numpy as np
 
 from jfp8.checkpoint import atomic
 from jfp8.checkpoint.fp8_style import Fp8Style, style_called, style_of
-from jfp8.checkpoint.safetensors_file import mapped, parsed, write_arrays
+from jfp8.checkpoint.safetensors_file import parsed, read_arrays, write_arrays
 from jfp8.checkpoint.state_dict import short
 from jfp8.scaling.arrays import ScaledArray
 
@@ -154,13 +154,13 @@ def _arrays(folder: Path) -> dict[str, np.ndarray]:
     if not (folder / _INDEX).exists():
         if not (folder / _SINGLE).exists():
             raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}.")
-        return mapped(folder / _SINGLE)
+        return read_arrays(folder / _SINGLE)
     files = _json(folder / _INDEX).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise ValueError(f"{folder / _INDEX} has no weight_map of names to files.")
     if strange := [f for f in files.values() if Path(f).name != f]:
         raise ValueError(f"{folder / _INDEX} names files elsewhere: {short(strange[0])}.")
-    found = {file: mapped(folder / file) for file in sorted(set(files.values()))}
+    found = {file: read_arrays(folder / file) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in found[file]:
             raise ValueError(f"{short(name)} is not in {file}, where {_INDEX} says it is.")

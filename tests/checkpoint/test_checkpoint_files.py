@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, from three formats, and bad ones not at all."""
+"""Checkpoints come back bit for bit, from both formats, and bad ones not at all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import tracemalloc
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-import msgpack
 import numpy as np
 import optax
 import pytest
@@ -38,9 +38,8 @@ from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling
 
-FORMATS = ("x.msgpack", "x.safetensors", "x")
-each_format = pytest.mark.parametrize("name", FORMATS, ids=["msgpack", "safetensors", "orbax"])
-each_file = pytest.mark.parametrize("name", FORMATS[:2], ids=["msgpack", "safetensors"])
+FILE, FOLDER = "x.safetensors", "x"
+each_format = pytest.mark.parametrize("name", [FILE, FOLDER], ids=["safetensors", "orbax"])
 
 
 @pytest.fixture
@@ -216,7 +215,6 @@ def every_dtype(dtypes: list[str]) -> dict[str, Any]:
 
 
 UNKNOWN = {
-    "x.msgpack": [],
     "x.safetensors": ["complex128"],
     "x": ["float6_e2m3fn", "float6_e3m2fn", "float8_e4m3", "uint4", "uint2"],
 }
@@ -234,8 +232,8 @@ def test_every_dtype_comes_back_bit_for_bit(directory, name):
     assert_same_bits(checkpoint.load(directory / name), tree)
     for dtype in UNKNOWN[name]:
         with pytest.raises(ValueError, match=dtype):
-            checkpoint.save(directory / name, {"a": np.zeros(2, DTYPES[dtype])})
-    assert_same_bits(checkpoint.load(directory / name), tree)  # a save that fails changes nothing
+            checkpoint.save(directory / f"other_{name}", {"a": np.zeros(2, DTYPES[dtype])})
+    assert [entry.name for entry in directory.iterdir()] == [name]
 
 
 @each_format
@@ -282,26 +280,6 @@ def test_what_is_loaded_is_ours_to_change(directory, name):
 
 
 # Other people's programs
-
-
-def test_flax_reads_what_is_written_and_the_other_way_round(directory):
-    state = filled(lambda: initialized("O2"))
-    checkpoint.save(directory / "x.msgpack", state)
-    written = (directory / "x.msgpack").read_bytes()
-    assert written == serialization.to_bytes(state)
-    fresh = jax.tree.map(np.zeros_like, state)
-    restored = serialization.from_bytes(fresh, written)
-    assert_same_bits(serialization.to_state_dict(restored), serialization.to_state_dict(state))
-
-
-def test_flax_splits_large_arrays(directory, monkeypatch):
-    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 24)
-    tree = {"x": np.arange(35.0, dtype=np.float32).reshape(5, 7), "e": np.ones(30, jnp.float8_e5m2)}
-    checkpoint.save(directory / "x.msgpack", tree)
-    raw = msgpack.unpackb((directory / "x.msgpack").read_bytes())
-    assert raw["x"]["__msgpack_chunked_array__"] is True
-    assert len(raw["x"]["chunks"]) == 6
-    assert_same_bits(checkpoint.load(directory / "x.msgpack"), tree)
 
 
 STANDARD_NAMES = {
@@ -389,10 +367,10 @@ SMALL = {
 
 
 @cache
-def small_file(name: str) -> bytes:
+def small_file() -> bytes:
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint.save(Path(directory) / name, SMALL)
-        return (Path(directory) / name).read_bytes()
+        checkpoint.save(Path(directory) / FILE, SMALL)
+        return (Path(directory) / FILE).read_bytes()
 
 
 def refusal(path: Path, content: bytes) -> str | None:
@@ -402,8 +380,7 @@ def refusal(path: Path, content: bytes) -> str | None:
         loaded = checkpoint.load(path)
     except ValueError as error:
         return checked(str(error), path)
-    if path.suffix == ".safetensors":
-        assert_same_bits(loaded, expected_state(SMALL))  # a space became a tab, or so
+    assert_same_bits(loaded, expected_state(SMALL))  # a space became a tab, or so
     return None
 
 
@@ -413,19 +390,18 @@ def checked(message: str, path: Path) -> str:
     return message
 
 
-@each_file
-def test_every_truncation_is_refused(directory, name):
-    content = small_file(name)
-    refused = [refusal(directory / name, content[:end]) for end in range(len(content))]
-    print(f"{name}: {len(refused)} truncations refused")
+def test_every_truncation_is_refused(directory):
+    content = small_file()
+    refused = [refusal(directory / FILE, content[:end]) for end in range(len(content))]
+    print(f"{len(refused)} truncations refused")
     assert None not in refused
-    assert refusal(directory / name, content + b"\0") is not None
-    assert refusal(directory / name, content) is None
+    assert refusal(directory / FILE, content + b"\0") is not None
+    assert refusal(directory / FILE, content) is None
 
 
 def test_every_flipped_bit_of_a_safetensors_file_is_refused_or_changes_nothing(directory):
     """Of header and data; what changes nothing is white space that became other white space."""
-    content = small_file("x.safetensors")
+    content = small_file()
     refused = 0
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
@@ -436,7 +412,7 @@ def test_every_flipped_bit_of_a_safetensors_file_is_refused_or_changes_nothing(d
 
 
 def test_every_byte_of_a_safetensors_header_as_every_other_byte(directory):
-    content = small_file("x.safetensors")
+    content = small_file()
     end = 8 + int.from_bytes(content[:8], "little")
     others = (0, 9, 32, 34, 44, 45, 48, 49, 57, 70, 73, 85, 91, 93, 123, 125, 127, 128, 255)
     for position in range(end):
@@ -444,18 +420,6 @@ def test_every_byte_of_a_safetensors_header_as_every_other_byte(directory):
             changed = bytearray(content)
             changed[position] = other
             refusal(directory / "x.safetensors", bytes(changed))
-
-
-def test_every_flipped_bit_of_a_msgpack_file_is_refused_or_gives_a_state(directory):
-    """Nothing in msgpack tells of a changed number or name, but structure, shapes and dtypes do."""
-    content = small_file("x.msgpack")
-    refused = 0
-    for bit in range(8 * len(content)):
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        refused += refusal(directory / "x.msgpack", bytes(flipped)) is not None
-    print(f"{refused} of {8 * len(content)} flipped bits refused")
-    assert refused > 4 * len(content)
 
 
 # Safetensors by hand
@@ -585,144 +549,34 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
 }
 
 
-# Msgpack by hand
-
-
-def packed(tree: Any) -> bytes:
-    return msgpack.packb(tree)
-
-
-def extension(shape: Any = (1,), dtype: Any = b"uint8", raw: Any = b"\0", code: int = 1) -> Any:
-    return msgpack.ExtType(code, msgpack.packb([shape, dtype, raw]))
-
-
-def chunked(sizes: Any, *chunks: Any, **more: Any) -> Any:
-    sequence = lambda values: {str(i): value for i, value in enumerate(values)}
-    parts = {"shape": sequence(sizes), "chunks": sequence(chunks)} | more
-    return {"x": {"__msgpack_chunked_array__": True, **parts}}
-
-
-def in_maps(levels: int) -> bytes:
-    return b"\x81\xa1a" * levels + b"\x01"
-
-
-BAD_MSGPACK: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "incomplete input"),
-    "a number": (packed(7), "instead of a map"),
-    "an array": (packed(extension()), "instead of a map"),
-    "a list": (packed([1, 2]), "max_array_len"),
-    "a list inside": (packed({"a": [1]}), "max_array_len"),
-    "an empty list inside": (packed({"a": []}), "neither an array nor"),
-    "a list of 2^32 - 1 elements": (b"\x81\xa1a\xdd\xff\xff\xff\xff", "max_array_len"),
-    "a map of 2^32 - 1 entries": (b"\xdf\xff\xff\xff\xff", "max_map_len"),
-    "a string of 2^32 - 1 bytes": (b"\x81\xa1a\xdb\xff\xff\xff\xff", "incomplete input"),
-    "bytes of 2^32 - 1 bytes": (b"\x81\xa1a\xc6\xff\xff\xff\xff", "incomplete input"),
-    "an extension of 2^32 - 1 bytes": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x01", "max_ext_len"),
-    "99 maps in maps too many": (in_maps(199), "nested deeper"),
-    "two thousand maps in maps": (in_maps(2000), "nested too deep"),
-    "a million maps in maps": (in_maps(1_000_000), "nested too deep"),
-    "a byte that msgpack never uses": (b"\xc1", "not msgpack"),
-    "two trees": (packed({"a": 1}) + packed({"a": 1}), "extra data"),
-    "name twice": (b"\x82\xa1a\x01\xa1a\x02", "'a' is there twice"),
-    "a number as a name": (packed({1: 1}), "int is not allowed"),
-    "bytes as a name": (packed({b"a": 1}), "not a string"),
-    "a name that is no text": (b"\x81\xa1\xff\x01", "utf-8"),
-    "bytes": (packed({"a": b"PK"}), "neither an array nor"),
-    "a time": (packed({"a": msgpack.Timestamp(1)}), "neither an array nor"),
-    "an extension of others": (packed({"a": msgpack.ExtType(42, b"")}), "extension of type 42"),
-    "an extension of a negative type": (b"\x81\xa1a\xd4\x80\x00", "extension of type -128"),
-    "an empty extension": (packed({"a": msgpack.ExtType(1, b"")}), "incomplete input"),
-    "an array that is a number": (packed({"a": msgpack.ExtType(1, packed(1))}), "not its shape"),
-    "an array of two parts": (packed({"a": msgpack.ExtType(1, packed([[1], b"u"]))}), "not its"),
-    "an array of 2^32 - 1 parts": (
-        packed({"a": msgpack.ExtType(1, b"\xdd\xff\xff\xff\xff")}),
-        "max_array_len",
-    ),
-    "lists in lists in an array": (
-        packed({"a": msgpack.ExtType(1, b"\x91" * 3000 + b"\x01")}),
-        "nested too deep",
-    ),
-    "an array in an array": (packed({"a": extension(raw=extension())}), "the place of its bytes"),
-    "objects of Python": (packed({"a": extension((1,), b"O", b"\0" * 8)}), "has the dtype b'O'"),
-    "objects by another name": (packed({"a": extension((1,), b"|O8", b"\0" * 8)}), "has the dtype"),
-    "a structure": (packed({"a": extension((1,), b"u1,u1", b"\0\0")}), "has the dtype"),
-    "a dtype of no name": (packed({"a": extension((1,), 5, b"\0")}), "has the dtype 5"),
-    "a dtype that is no text": (packed({"a": extension((1,), b"\xff", b"\0")}), "has the dtype"),
-    "big endian": (packed({"a": extension((1,), b">f4", b"\0" * 4)}), "has the dtype"),
-    "negative size": (packed({"a": extension((-1, -1))}), "not a list of sizes"),
-    "fraction of a size": (packed({"a": extension((1.0,))}), "not a list of sizes"),
-    "shape that is a number": (packed({"a": extension(1)}), "not a list of sizes"),
-    "65 dimensions": (packed({"a": extension((1,) * 65)}), "max_array_len"),
-    "shape of 2^126 bytes": (packed({"a": extension((2**63, 2**63))}), "takes .* bytes"),
-    "empty but absurd": (
-        packed({"a": extension((0, 2**63), raw=b"")}),
-        "int64|intp|dimension|array",
-    ),
-    "other number of bytes": (packed({"a": extension((2,))}), "takes 2 bytes, but there are 1"),
-    "bool that is neither": (packed({"a": extension((1,), b"bool", b"\2")}), "no bool"),
-    "FP4 of eight bits": (
-        packed({"a": extension((1,), b"float4_e2m1fn", b"\x10")}),
-        "no float4_e2m1fn",
-    ),
-    "complex of one part": (packed({"a": msgpack.ExtType(2, packed([1.0]))}), "complex"),
-    "complex of texts": (packed({"a": msgpack.ExtType(2, packed(["1", "2"]))}), "complex"),
-    "scalar of two elements that are one": (
-        packed({"a": extension((2,), raw=b"\0", code=3)}),
-        "takes 2 bytes",
-    ),
-    "parts without a shape": (packed({"x": {"__msgpack_chunked_array__": True}}), "no 'shape'"),
-    "parts with a list as shape": (packed(chunked((1,), extension(), shape=7)), "in the place of"),
-    "parts that are not numbered": (
-        packed(chunked((1,), shape={"1": 1}, chunks={"0": extension()})),
-        "no '0'",
-    ),
-    "parts that are numbers": (packed(chunked((1,), 1)), "not flat arrays of one dtype"),
-    "no parts": (packed(chunked((0,))), "not flat arrays of one dtype"),
-    "parts of two dtypes": (
-        packed(chunked((2,), extension(), extension(dtype=b"int8"))),
-        "not flat arrays of one dtype",
-    ),
-    "parts that are matrices": (packed(chunked((1,), extension((1, 1)))), "not flat arrays"),
-    "too few parts": (packed(chunked((2**40,), extension())), "do not have the elements"),
-    "negative size of parts": (packed(chunked((-1, -1), extension())), "not a list of sizes"),
-    "a ZIP file": (b"PK\x03\x04" + b"\0" * 100, "extra data|instead of a map"),
-    "a pickle": (pickle.dumps({"a": 1}), "max_ext_len|incomplete|extra|instead|not msgpack"),
-    "a safetensors file": (tensors({"a": tensor()}, b"\0"), "extra data|instead of a map"),
-}
-
-ATTACKS = [("x.safetensors", attack) for attack in BAD_TENSORS]
-ATTACKS += [("x.msgpack", attack) for attack in BAD_MSGPACK]
-
-
-@pytest.mark.parametrize(("name", "attack"), ATTACKS)
-def test_bad_files_are_refused_before_memory_is_taken(directory, name, attack):
-    content, says = {"x.safetensors": BAD_TENSORS, "x.msgpack": BAD_MSGPACK}[name][attack]
-    path = directory / name
-    path.write_bytes(content)
+def test_bad_files_are_refused_before_memory_is_taken(directory):
+    path = directory / FILE
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=says) as caught:
-            checkpoint.load(path)
-        _, peak = tracemalloc.get_traced_memory()
+        for attack, (content, says) in BAD_TENSORS.items():
+            path.write_bytes(content)
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            with pytest.raises(ValueError, match=says) as caught:
+                checkpoint.load(path)
+            _, peak = tracemalloc.get_traced_memory()
+            checked(str(caught.value), path)
+            assert peak - before < 2**20 + 40 * len(content), attack
     finally:
         tracemalloc.stop()
-    checked(str(caught.value), path)
-    assert peak < 2**20 + 40 * len(content)
 
 
 # What the library of the format takes: it does not look, or a state dict asks for more.
 STRICTER = ("twice", "fields", "hidden", "our", "node", "bool", "level", "below", "65", "check")
 
 
-@pytest.mark.parametrize(
-    "attack", [name for name in BAD_TENSORS if not any(word in name for word in STRICTER)]
-)
-def test_the_safetensors_library_refuses_the_same(attack):
+def test_the_safetensors_library_refuses_the_same():
     """So that these are what the format forbids, and no whims."""
     safetensors = pytest.importorskip("safetensors")
-    content, _ = BAD_TENSORS[attack]
-    with pytest.raises(safetensors.SafetensorError):
-        safetensors.deserialize(content)
+    for attack, (content, _) in BAD_TENSORS.items():
+        if not any(word in attack for word in STRICTER):
+            with pytest.raises(safetensors.SafetensorError):
+                safetensors.deserialize(content)
 
 
 class Bomb:
@@ -735,8 +589,7 @@ class Bomb:
         return (os.mkdir, (str(self.folder),))
 
 
-@each_file
-def test_no_file_runs_code(directory, name):
+def test_no_file_runs_code(directory):
     folder = directory / "exploded"
     bomb = pickle.dumps(Bomb(folder))
     pickle.loads(bomb)
@@ -745,17 +598,15 @@ def test_no_file_runs_code(directory, name):
     for content in (
         bomb,
         objects.dumps(),
-        packed({"a": extension((len(bomb),), b"O", bomb)}),
-        packed({"a": bomb}),
-        packed({"a": msgpack.ExtType(3, bomb)}),
         tensors({"a": tensor("O", [len(bomb)], [0, len(bomb)])}, bomb),
     ):
-        (directory / name).write_bytes(content)
+        (directory / FILE).write_bytes(content)
         with pytest.raises(ValueError, match="not a complete checkpoint"):
-            checkpoint.load(directory / name)
+            checkpoint.load(directory / FILE)
     assert not folder.exists()
-    with pytest.raises(TypeError, match="'a' is an array of object"):
-        checkpoint.save(directory / name, {"a": objects})
+    for name in (FILE, FOLDER):
+        with pytest.raises(TypeError, match="'a' is an array of object"):
+            checkpoint.save(directory / name, {"a": objects})
 
 
 RUNNING = {"eval", "exec", "__import__", "import_module"}
@@ -774,9 +625,12 @@ def test_nothing_here_can_run_what_is_in_a_file():
                 imported.add((node.module or "").partition(".")[0])
             if isinstance(node, ast.Call):
                 called.add(getattr(node.func, "id", getattr(node.func, "attr", "")))
-    assert {"json", "msgpack", "numpy"} <= imported
-    assert not {"pickle", "cloudpickle", "dill", "marshal", "shelve", "importlib"} & imported
-    assert "unpackb" in called
+    assert {"json", "numpy"} <= imported
+    assert (
+        not {"msgpack", "pickle", "cloudpickle", "dill", "marshal", "shelve", "importlib"}
+        & imported
+    )
+    assert "loads" in called
     assert not RUNNING & called
 
 
@@ -791,61 +645,63 @@ def copy_of_folder(source: Path, target: Path) -> Path:
 
 
 def folder_refusal(path: Path) -> str | None:
+    """What `load` says of a folder; None if it takes it, and then it is `SMALL`."""
     try:
-        checkpoint.load(path)
+        loaded = checkpoint.load(path)
     except ValueError as error:
         return checked(str(error), path)
+    assert_same_bits(loaded, expected_state(SMALL))
     return None
 
 
-def test_every_damage_to_a_folder_is_refused(directory):
+def damaged(content: bytes) -> Iterator[bytes]:
+    """Cut off at some places, and with one of some bits flipped."""
+    yield from (content[:end] for end in {0, 1, len(content) // 2, len(content) - 1})
+    yield b"[" * 100_000
+    for bit in range(0, 8 * len(content), 8 * len(content) // 30 or 1):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        yield bytes(flipped)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads
+def test_every_damage_to_a_folder_is_refused_or_changes_nothing(directory):
+    """Nothing changes where Orbax does not look, as in the times in its metadata."""
     pytest.importorskip("orbax.checkpoint")
     checkpoint.save(directory / "x", SMALL)
     files = sorted(file for file in (directory / "x").rglob("*") if file.is_file())
     assert len(files) >= 6
-    refused = 0
+    refused, taken = Counter(), Counter()
     for file in files:
-        content = file.read_bytes()
-        copy = directory / "copy" / file.relative_to(directory / "x")
-        copy_of_folder(directory / "x", directory / "copy")
-        damaged = [content[:end] for end in {0, 1, len(content) // 2, len(content) - 1}]
-        for bit in range(0, 8 * len(content), 8 * len(content) // 40 or 1):
-            flipped = bytearray(content)
-            flipped[bit // 8] ^= 1 << bit % 8
-            damaged.append(bytes(flipped))
-        for bad in damaged:
-            copy.write_bytes(bad)
-            said = folder_refusal(directory / "copy")
-            assert said is not None, (file, bad)
-            refused += 1
-        copy.unlink()
-        if file.name != "jfp8_checksums.json":  # without it, it is a folder of Orbax's own
-            assert folder_refusal(directory / "copy") is not None
-            refused += 1
-    print(f"{refused} damaged folders refused")
-    assert refused > 300
-    copy_of_folder(directory / "x", directory / "copy")
-    assert folder_refusal(directory / "copy") is None
-    (directory / "copy" / "more").write_bytes(b"")
-    assert "are not those" in folder_refusal(directory / "copy")
+        name = file.relative_to(directory / "x")
+        for bad in damaged(file.read_bytes()):
+            copy_of_folder(directory / "x", directory / "copy")
+            (directory / "copy" / name).write_bytes(bad)
+            (taken if folder_refusal(directory / "copy") is None else refused)[str(name)] += 1
+    print(f"refused: {dict(refused)}, changed nothing: {dict(taken)}")
+    assert refused.total() > 100
+    gc.collect()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads
-def test_damaged_folders_without_checksums_end_in_a_value_error_or_a_state(directory):
-    """As Orbax writes them by itself. Its own checks find some of the damage."""
-    pytest.importorskip("orbax.checkpoint")
-    checkpoint.save(directory / "x", SMALL)
-    (directory / "x" / "jfp8_checksums.json").unlink()
-    assert_same_bits(checkpoint.load(directory / "x"), expected_state(SMALL))
+def test_damaged_folders_of_others_end_in_a_value_error_or_a_state(directory):
+    """As Orbax writes them by itself, without checksums. Its own checks find some of the damage."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(directory / "x", jax.tree.map(np.asarray, SMALL))
+    assert checkpoint.load(directory / "x")["params"]["codes"].tolist() == [1, 1, 1]
     refused = 0
     for file in sorted(file for file in (directory / "x").rglob("*") if file.is_file()):
-        content = file.read_bytes()
-        for bad in (b"", content[: len(content) // 2], content[:-1] + b"\xff", b"[" * 100_000):
+        for bad in damaged(file.read_bytes()):
             copy_of_folder(directory / "x", directory / "copy")
             (directory / "copy" / file.relative_to(directory / "x")).write_bytes(bad)
-            refused += folder_refusal(directory / "copy") is not None
-    assert refused > 10
+            try:
+                checkpoint.load(directory / "copy")
+            except ValueError as error:
+                checked(str(error), directory / "copy")
+                refused += 1
+    assert refused > 50
     gc.collect()
 
 
@@ -887,11 +743,12 @@ def test_a_folder_that_claims_more_than_the_memory(directory):
 # Mistakes in calls
 
 
-@pytest.mark.parametrize("name", ["x.npz", "x.pt", "x.ckpt", "x.pkl", "x.0", "x.msgpack.gz"])
-def test_another_suffix_lists_those_that_there_are(directory, name):
-    for call in (lambda: checkpoint.save(directory / name, SMALL), lambda: checkpoint.load(name)):
-        with pytest.raises(ValueError, match=r"\*\.msgpack, \*\.safetensors, and a name without"):
-            call()
+def test_another_suffix_lists_those_that_there_are(directory):
+    for name in ("x.npz", "x.pt", "x.ckpt", "x.pkl", "x.0", "x.msgpack", "x.safetensors.gz"):
+        with pytest.raises(ValueError, match=r"Allowed: \*\.safetensors, and a name without"):
+            checkpoint.save(directory / name, SMALL)
+        with pytest.raises(ValueError, match=r"Allowed: \*\.safetensors, and a name without"):
+            checkpoint.load(name)
     assert not list(directory.iterdir())
 
 
@@ -936,32 +793,33 @@ def test_names_that_a_format_does_not_hold(directory):
         checkpoint.save(directory / "x.safetensors", {"a/b": x})
     with pytest.raises(ValueError, match="'__metadata__' is taken"):
         checkpoint.save(directory / "x.safetensors", {"__metadata__": x})
-    checkpoint.save(directory / "x.msgpack", {"a/b": x, "__metadata__": x})
-    assert_same_bits(checkpoint.load(directory / "x.msgpack"), {"a/b": x, "__metadata__": x})
     pytest.importorskip("orbax.checkpoint")
+    checkpoint.save(directory / "slash", {"a/b": x, "__metadata__": x})
+    assert_same_bits(checkpoint.load(directory / "slash"), {"a/b": x, "__metadata__": x})
     with pytest.raises(ValueError, match=r"'a/b' and 'a\.b' under one name"):
         checkpoint.save(directory / "x", {"a": {"b": x}, "a.b": 2 * x})
     with pytest.raises(ValueError, match=r"'a' is float32\[0\], which Orbax cannot store"):
         checkpoint.save(directory / "x", {"a": x[:0]})
 
 
-def test_a_folder_with_something_else_is_not_deleted(directory):
+def test_a_folder_is_never_replaced(directory):
+    pytest.importorskip("orbax.checkpoint")
     (directory / "work").mkdir()
     (directory / "work" / "thesis.tex").write_bytes(b"years")
-    with pytest.raises(ValueError, match=r"would delete. Choose a name inside it.*work/checkpoint"):
+    with pytest.raises(ValueError, match=r"exists.*such as work_200, or let .*CheckpointManager"):
         checkpoint.save(directory / "work", SMALL)
-    (directory / "x.msgpack").mkdir()
+    (directory / FILE).mkdir()
     with pytest.raises(ValueError, match="is a folder"):
-        checkpoint.save(directory / "x.msgpack", SMALL)
+        checkpoint.save(directory / FILE, SMALL)
     assert (directory / "work" / "thesis.tex").read_bytes() == b"years"
 
 
 def test_a_link_stays_a_link(directory):
-    checkpoint.save(directory / "new" / "folder" / "real.msgpack", SMALL)
-    (directory / "link.msgpack").symlink_to(directory / "new" / "folder" / "real.msgpack")
-    checkpoint.save(directory / "link.msgpack", {"a": 1})
-    assert (directory / "link.msgpack").is_symlink()
-    assert checkpoint.load(directory / "new" / "folder" / "real.msgpack") == {"a": 1}
+    checkpoint.save(directory / "new" / "folder" / "real.safetensors", SMALL)
+    (directory / "link.safetensors").symlink_to(directory / "new" / "folder" / "real.safetensors")
+    checkpoint.save(directory / "link.safetensors", {"a": 1})
+    assert (directory / "link.safetensors").is_symlink()
+    assert checkpoint.load(directory / "new" / "folder" / "real.safetensors") == {"a": 1}
 
 
 def test_without_orbax_it_says_what_to_install(directory, monkeypatch):
@@ -971,31 +829,29 @@ def test_without_orbax_it_says_what_to_install(directory, monkeypatch):
     (directory / "x").mkdir()
     with pytest.raises(ImportError, match=r"pip install 'jfp8\[checkpoint\]'"):
         checkpoint.load(directory / "x")
-    for name in FORMATS[:2]:
-        checkpoint.save(directory / name, SMALL)
-        assert_same_bits(checkpoint.load(directory / name), expected_state(SMALL))
+    checkpoint.save(directory / FILE, SMALL)
+    assert_same_bits(checkpoint.load(directory / FILE), expected_state(SMALL))
 
 
 # Into a model that differs
 
 
-@each_file
-def test_restore_is_load_and_upgrade(directory, name):
+def test_restore_is_load_and_upgrade(directory):
     layer, x = jfp8.Dense(4), jnp.ones((1, 3))
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)  # shapes will do
     kernel = np.arange(12, dtype=np.float32).reshape(3, 4)
     saved = {"params": {"kernel": kernel, "bias": np.ones(4, np.float32)}}
-    checkpoint.save(directory / name, saved)
+    checkpoint.save(directory / FILE, saved)
     with pytest.warns(checkpoint.CheckpointChange, match="start empty"):
-        restored = checkpoint.restore(directory / name, variables)
+        restored = checkpoint.restore(directory / FILE, variables)
     np.testing.assert_array_equal(restored["params"]["kernel"], kernel)
     shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
     assert shapes(restored) == shapes(variables)
     with pytest.raises(ValueError, match="fp8"):
-        checkpoint.restore(directory / name, variables, strict=True)
-    checkpoint.save(directory / name, {"params": {"kernel": kernel.T, "bias": kernel[0]}})
+        checkpoint.restore(directory / FILE, variables, strict=True)
+    checkpoint.save(directory / FILE, {"params": {"kernel": kernel.T, "bias": kernel[0]}})
     with pytest.raises(ValueError, match="params/kernel"):
-        checkpoint.restore(directory / name, variables)
+        checkpoint.restore(directory / FILE, variables)
 
 
 # Training goes on bit for bit
@@ -1031,10 +887,10 @@ def test_training_goes_on_bit_for_bit(directory):
     state = fresh
     for number in range(6):
         if number == 3:
-            for name in FORMATS:
+            for name in (FILE, FOLDER):
                 checkpoint.save(directory / name, state)
         state, loss = step(state, batch(number))
-    for name in FORMATS:
+    for name in (FILE, FOLDER):
         leaves = by_path(checkpoint.load(directory / name))
         dtypes = {str(leaf.dtype) for leaf in leaves.values() if isinstance(leaf, np.ndarray)}
         assert {"float8_e4m3fn", "float32"} <= dtypes
@@ -1043,7 +899,8 @@ def test_training_goes_on_bit_for_bit(directory):
         for number in range(3, 6):
             resumed, resumed_loss = step(resumed, batch(number))
         assert float(resumed_loss) == float(loss) > 0
-        assert serialization.to_bytes(resumed) == serialization.to_bytes(state)
+        found = jax.tree.map(np.asarray, expected_state(resumed))
+        assert_same_bits(found, expected_state(state))
 
 
 @pytest.mark.slow
@@ -1069,11 +926,11 @@ def test_training_of_an_nnx_model_goes_on_bit_for_bit(directory):
     whole = start()
     for number in range(4):
         if number == 2:
-            for name in FORMATS:
+            for name in (FILE, FOLDER):
                 checkpoint.save(directory / name, states(*whole))
         loss = step(*whole, x)
     expected = jax.tree.map(np.asarray, expected_state(states(*whole)))
-    for name in FORMATS:
+    for name in (FILE, FOLDER):
         model, optimizer = start()
         restored = checkpoint.restore(directory / name, states(model, optimizer))
         nnx.update(model, restored["model"])
