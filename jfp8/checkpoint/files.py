@@ -22,8 +22,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     under this name, or the file that was there before. The next `save` removes leftovers. A folder
     is written once: give every step a name of its own.
 
-    Several processes of one run save to one folder together, each the parts of arrays that it has.
-    Only one process at a time may save to a file. Device placement is not saved.
+    Several processes of one run save to one folder together, each the parts of arrays that it has;
+    only one process at a time may save to a file. Device placement is not saved.
 
     Args:
       path: where to; its suffix chooses the format. Missing folders are created.
@@ -106,18 +106,13 @@ def restore(path: str | os.PathLike[str], target: Any, *, strict: bool = False) 
 
     Args:
       path: as for `save`.
-      target: a state like the saved one, or one that it is converted to: see `upgrade`. Its arrays
-        may be ``jax.ShapeDtypeStruct``; of these only shape and dtype are read.
-      strict: refuse a checkpoint that would have to be changed, instead of warning of each kind of
-        change.
-
-    Returns:
-      A tree of the structure of `target`.
+      target: a state like the saved one, or one that it is converted to, of arrays or
+        ``jax.ShapeDtypeStruct``: see `upgrade`.
+      strict: refuse a checkpoint that would have to be changed, instead of warning.
 
     Raises:
       ValueError: as for `load`; something other than FP8 state differs, or anything if `strict`.
-      FileNotFoundError: there is none.
-      ImportError: Orbax is needed and not installed.
+      FileNotFoundError, ImportError: as for `load`.
 
     >>> import jax.numpy as jnp, jfp8, pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "state.safetensors"

@@ -75,13 +75,7 @@ _LARGEST_BYTE = {
 
 
 class _Stored(NamedTuple):
-    """An array as it is in a file.
-
-    Attributes:
-      dtype: its name in the file.
-      shape: of the array.
-      raw: the bytes, uint8[n].
-    """
+    """An array as it is in a file: its dtype by the name there, its shape and bytes, uint8[n]."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -93,23 +87,20 @@ def write(state: dict[str, Any], file: BinaryIO) -> None:
     leaves = {_name(path): leaf for path, leaf in flatten(state)}
     arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
     stored = {name: _stored(name, array) for name, array in arrays.items()}
-    rest = {name: leaf for name, leaf in leaves.items() if name not in arrays}
-    hidden = {
-        name: array.dtype.name
-        for name, array in arrays.items()
-        if stored[name].dtype == "U8" and array.dtype != np.uint8
+    ours = {
+        "nodes": {name: leaf for name, leaf in leaves.items() if name not in arrays},
+        "dtypes": {n: x.dtype.name for n, x in arrays.items() if _is_hidden(stored[n], x)},
+        "crc32": {name: checksum(name, *entry) for name, entry in stored.items()},
     }
-    checksums = {name: checksum(name, *entry) for name, entry in stored.items()}
-    ours = json.dumps({"nodes": rest, "dtypes": hidden, "crc32": checksums})
-    metadata = {_OURS: ours, _OURS_CRC32: str(zlib.crc32(ours.encode()))}
-    _write(stored, arrays, metadata, file)
+    text = json.dumps(ours)
+    _write(stored, arrays, {_OURS: text, _OURS_CRC32: str(zlib.crc32(text.encode()))}, file)
 
 
 def write_arrays(arrays: dict[str, np.ndarray], file: BinaryIO) -> None:
     """Write `arrays` as the library for PyTorch does, byte for byte."""
     stored = {name: _stored(name, array) for name, array in arrays.items()}
     for name, array in arrays.items():
-        if stored[name].dtype != _NAMES.get(array.dtype.name) or stored[name].dtype == "F4":
+        if stored[name].dtype == "F4" or _is_hidden(stored[name], array):
             raise _unnamed(name, array)
     _write(stored, arrays, {"format": "pt"}, file)
 
@@ -133,6 +124,11 @@ def _write(
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         file.write(stored[name].raw.data)
+
+
+def _is_hidden(stored: _Stored, array: np.ndarray) -> bool:
+    """Tell whether the format has no name for the dtype of an array."""
+    return stored.dtype == "U8" and array.dtype != np.uint8
 
 
 def _stored(name: str, array: np.ndarray) -> _Stored:

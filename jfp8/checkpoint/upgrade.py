@@ -69,12 +69,9 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     Args:
       saved: a state dict, such as `jfp8.checkpoint.load` returns, or any pytree.
       target: a training state, the collections of a model, an NNX state, or any pytree; of arrays
-        or ``jax.ShapeDtypeStruct``. It determines what the result looks like, and where it is: on
-        the host, or on the devices of its shardings. New states come from the target.
+        or ``jax.ShapeDtypeStruct``. The result has its structure, and is on the host, or on the
+        devices of its shardings. New states come from the target.
       strict: raise instead of changing anything.
-
-    Returns:
-      The new tree.
 
     Raises:
       ValueError: something that is not FP8 state is missing, is extra, or has another shape or kind

@@ -15,10 +15,9 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,14 +205,6 @@ def main(command: str, *arguments: str) -> None:
 
 
 # The tests
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """In memory where there is such a folder: a busy disk takes a second for an fsync."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as path:
-        yield Path(path)
 
 
 def run(*arguments: Any) -> list[dict[str, Any]]:

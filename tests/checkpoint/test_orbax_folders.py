@@ -23,8 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jfp8
 from jfp8 import checkpoint
 from jfp8.optim.masters import master_weights
+from support.checkpoints import assert_same
 
 PROCESSES, WIDTH = 2, 64
+TESTS = Path(__file__).parents[1]
 
 
 def create() -> jfp8.TrainState:
@@ -89,7 +91,7 @@ def test_several_processes_save_and_restore_together(tmp_path):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": str(Path(jfp8.__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join([str(Path(jfp8.__file__).parents[1]), str(TESTS)]),
     }
     processes = [
         subprocess.Popen(
@@ -110,8 +112,7 @@ def test_several_processes_save_and_restore_together(tmp_path):
         checkpoint.restore(tmp_path / "together", {"state": state, "epoch": 0, "host": np.ones(3)}),
         {"state": checkpoint.restore(tmp_path / "run/7/default", state, strict=True)},
     ):
-        for x, y in zip(jax.tree.leaves(saved["state"]), jax.tree.leaves(state), strict=True):
-            assert (x.dtype, np.asarray(x).tobytes()) == (y.dtype, np.asarray(y).tobytes())
+        assert_same(saved["state"], state)
 
 
 def test_a_step_that_was_saved_while_training_went_on(tmp_path):
@@ -125,8 +126,7 @@ def test_a_step_that_was_saved_while_training_went_on(tmp_path):
         state = step(state)
         manager.wait_until_finished()
     restored = checkpoint.restore(tmp_path / "run" / "100" / "default", state, strict=True)
-    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
-        assert (x.dtype, np.asarray(x).tobytes()) == (y.dtype, y.tobytes())
+    assert_same(restored, expected)
 
 
 if __name__ == "__main__":
