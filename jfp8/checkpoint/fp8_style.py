@@ -73,7 +73,11 @@ class Fp8Style:
         return (1,) * self.scale_ndim
 
     def join(self, name: str, data: Any, scale: Any) -> ScaledArray:
-        """Join a stored weight, `data`, and its stored `scale`, which must have its shape."""
+        """Join a stored weight, `data`, and its stored `scale`; errors call the weight `name`.
+
+        Raises:
+          ValueError: a scale of another shape.
+        """
         wanted = self.scale_shape(data.shape)
         if scale.shape != wanted:
             raise ValueError(
@@ -90,7 +94,7 @@ class Fp8Style:
         return ScaledArray(data, scale, ragged_block(whole, data.shape))
 
     def split(self, name: str, q: ScaledArray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes and the scale of a weight `q`, ``[out, in]``, as they are stored.
+        """Return the bytes and the scale of a weight `q`, ``[out, in]``, as stored under `name`.
 
         Raises:
           ValueError: scales that are laid out otherwise, or that `scale_dtype` would round.

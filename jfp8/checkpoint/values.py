@@ -159,7 +159,11 @@ def _quantized(target: ScaledArray, values: jax.Array) -> ScaledArray:
     if scale.shape:
         granularity = Block(tuple(max(b, 1) for b in target.block_sizes()))
     if not isinstance(scale, ScaledArray):
-        rounding = "rceil" if scale.dtype == E8M0FNU.dtype else _f32_rounding(scale)
+        rounding = "rceil" if scale.dtype == E8M0FNU.dtype else None
+        # Scales that are all powers of two are so on purpose; shapes alone do not tell.
+        if not rounding and not isinstance(scale, jax.ShapeDtypeStruct):
+            mantissas, _ = np.frexp(np.asarray(scale))
+            rounding = "power_of_two" if np.all(mantissas == 0.5) else None
         return quantize(values, fmt, granularity=granularity, scale_rounding=rounding)
     if jnp.shape(scale.scale) or len(scale.shape) != len(target.shape):
         raise ValueError(
@@ -170,14 +174,6 @@ def _quantized(target: ScaledArray, values: jax.Array) -> ScaledArray:
     largest = amax(values, granularity)
     scales, inverse = two_level_scale(largest, fmt, format_of(scale.data.dtype))
     return quantize_with_scale(values, scales, fmt, block=target.block, inverse=inverse)
-
-
-def _f32_rounding(scale: Any) -> Any:
-    """Round scales to powers of two if all of them are; shapes alone do not tell."""
-    if isinstance(scale, jax.ShapeDtypeStruct):
-        return None
-    mantissas, _ = np.frexp(np.asarray(scale))
-    return "power_of_two" if np.all(mantissas == 0.5) else None
 
 
 def _only_block(stored: ExpandedArray, path: Path, log: Log) -> int | None:
@@ -235,6 +231,7 @@ def _array(target: Any, saved: Any) -> Any:
     if _is_key(target) and not _is_key(saved):
         bits = jax.eval_shape(jax.random.key_data, target)
         if (saved.dtype, saved.shape) == (bits.dtype, bits.shape):
+            saved = jnp.asarray(saved)
             saved = jax.random.wrap_key_data(saved, impl=jax.random.key_impl(target))
     if (_is_key(target) or _is_key(saved)) and saved.dtype != target.dtype:
         raise _other_kind(target, saved)
