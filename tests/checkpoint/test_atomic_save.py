@@ -1,13 +1,12 @@
-"""Saving is whole or not at all: killed at every line, at many moments, and with failing calls.
+"""Saving is whole or not at all: killed at every system call and at many moments, and on errors.
 
 This file is also the program that is killed. It forks, which JAX allows no process that has begun
-to compute, so that it imports `jfp8` late or, where only files are replaced, not at all.
+to compute, so that it imports `jfp8` late.
 """
 
 from __future__ import annotations
 
 import errno
-import importlib.util
 import itertools
 import json
 import os
@@ -83,16 +82,6 @@ def newest_of(path: Path) -> int:
 # The program: forks a process, kills it, looks at what is there
 
 
-def atomic_alone(source: str) -> Any:
-    """`jfp8.checkpoint.atomic` without `jfp8`, whose import takes longer than all kills."""
-    spec = importlib.util.spec_from_file_location("atomic", source)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def fork(run: Callable[[], None]) -> int:
     """A process that does `run` and ends with 0; with 1 if that raises."""
     if child := os.fork():
@@ -105,41 +94,10 @@ def fork(run: Callable[[], None]) -> int:
     os._exit(0)
 
 
-def die_at_line(number: int, run: Callable[[], None]) -> None:
-    """Do `run`, and be killed when the line of Python of that number would run, in any file."""
-    lines = itertools.count()
+def make(path: Path, generation: int) -> None:
+    from jfp8.checkpoint import atomic
 
-    def trace(frame, event, arg):
-        if event == "line" and next(lines) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    sys.settrace(trace)
-    run()
-
-
-def make(atomic: Any, path: Path, generation: int) -> None:
     atomic.replace_file(path, partial(write_file, generation))
-
-
-def kill_at_every_line(source: str, path: Path) -> None:
-    atomic = atomic_alone(source)
-    found: Counter[str] = Counter()
-    for line in itertools.count():
-        make(atomic, path, 1)
-        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-        die_replacing = partial(die_at_line, line, partial(make, atomic, path, 2))
-        _, status = os.waitpid(fork(die_replacing), 0)
-        if not os.WIFSIGNALED(status):
-            assert os.waitstatus_to_exitcode(status) == 0
-            break
-        found["old" if generation_of_file(path) == 1 else "new"] += 1
-        found["leftovers"] += len(list(path.parent.iterdir())) > 1
-        if line % 2:  # another one is killed there, next to the leftovers of the first
-            os.waitpid(fork(die_replacing), 0)
-            assert generation_of_file(path) in (1, 2)
-    assert generation_of_file(path) == 2
-    print(json.dumps(found), flush=True)
 
 
 def save_again_and_again(path: Path, first: int, telling: int) -> None:
@@ -195,15 +153,6 @@ def kill_at_moments(path: Path, kills: int) -> None:
     print(json.dumps({"kills": kills, "saves": done, **found}), flush=True)
 
 
-def main(command: str, *arguments: str) -> None:
-    if command == "lines":
-        source, path = arguments
-        kill_at_every_line(source, Path(path))
-    else:
-        path, kills = arguments
-        kill_at_moments(Path(path), int(kills))
-
-
 # The tests
 
 
@@ -223,32 +172,20 @@ def run(*arguments: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_killed_at_every_line_of_python(directory):
-    """The old one is whole until the new one is; leftovers do not pile up."""
-    from jfp8.checkpoint import atomic
-
-    (found,) = run("lines", atomic.__file__, directory / NAME)
-    print(found)
-    assert found["old"] > 20
-    assert found["new"] > 0
-    assert found["leftovers"] > 10
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kills"), [("x.safetensors", 50), ("x", 15)], ids=["safetensors", "orbax"]
 )
 def test_killed_at_many_moments(directory, name, kills):
     if name == "x":
         pytest.importorskip("orbax.checkpoint")
-    (found,) = run("moments", directory / name, kills)
+    (found,) = run(directory / name, kills)
     print(found)
     assert found["kills"] == kills
     assert found["saves"] >= kills
     assert found["leftovers"] > 0  # some were killed while they wrote
 
 
-# Calls that fail, as those of a full or broken disk do
+# Calls that fail, as those of a full or broken disk do, and calls of a process that is killed
 
 CALLS = (
     *("open", "fsync", "close", "replace", "rename", "unlink", "rmdir", "mkdir"),
@@ -257,48 +194,53 @@ CALLS = (
 
 
 class Failing:
-    """The functions of `os` that touch files, of which the call of one number fails."""
+    """The functions of `os` that touch files, of which the call of one number fails.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-        self.calls, self.failed = 0, None
+    If `dead`, all later ones fail, too: the disk stays as it is in the moment of a kill.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, dead: bool) -> None:
+        self.calls, self.number, self.dead, self.failed = 0, number, dead, None
         for name in CALLS:
-            monkeypatch.setattr(os, name, self._counted(name, getattr(os, name), number))
+            monkeypatch.setattr(os, name, self._counted(name, getattr(os, name)))
 
-    def _counted(self, name: str, function: Callable[..., Any], number: int) -> Any:
+    def _counted(self, name: str, function: Callable[..., Any]) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            if self.calls - 1 == number:
-                self.failed = name
+            if self.calls - 1 == self.number or (self.dead and self.failed):
+                self.failed = self.failed or name
                 raise OSError(errno.ENOSPC, "no space left on device")
             return function(*args, **kwargs)
 
         return counted
 
 
-def test_every_call_that_can_fail(directory, monkeypatch):
-    """The error comes through, one of the two is whole, and the next replacement works."""
-    from jfp8.checkpoint import atomic
-
+@pytest.mark.parametrize("dead", [False, True], ids=["failed", "killed"])
+def test_failed_or_killed_at_every_system_call(directory, monkeypatch, dead):
+    """One of the two is whole, and the next replacement works and removes what is left."""
     path = directory / NAME
     failed: Counter[str] = Counter()
+    leftovers = 0
     for number in itertools.count():
-        make(atomic, path, 1)
+        make(path, 1)
         assert [entry.name for entry in directory.iterdir()] == [NAME]
         with monkeypatch.context() as patch:
-            failing = Failing(patch, number)
+            failing = Failing(patch, number, dead)
             raised = None
             try:
-                make(atomic, path, 2)
+                make(path, 2)
             except OSError as error:
                 raised = error.errno
         if failing.failed is None:
             break
         assert raised == errno.ENOSPC, failing.failed
         failed[failing.failed] += 1
+        leftovers += len(list(directory.iterdir())) > 1
         assert generation_of_file(path) in (1, 2)
     assert generation_of_file(path) == 2
     assert failed["replace"] == 1
     assert failed["fsync"] == 2  # the file, and the folder that it is in
+    assert bool(leftovers) == dead
 
 
 class Broken(Exception):
@@ -308,7 +250,7 @@ class Broken(Exception):
 def test_a_writer_that_fails_leaves_the_old_one_and_nothing_else(directory):
     from jfp8.checkpoint import atomic
 
-    make(atomic, directory / NAME, 1)
+    make(directory / NAME, 1)
     for parts in (0, 1, 2):
 
         def write_some(target, parts=parts):
@@ -322,18 +264,16 @@ def test_a_writer_that_fails_leaves_the_old_one_and_nothing_else(directory):
 
 
 def test_only_leftovers_of_the_same_name_are_removed(directory):
-    from jfp8.checkpoint import atomic
 
     theirs = [".a.b.0123abcd.saving", ".a.saving", ".b.0123abcd.saving", "a.0123abcd.saving", "a.b"]
     for name in (*theirs, ".a.0123abcd.saving"):
         (directory / name).write_bytes(b"")
-    make(atomic, directory / "a", 1)
+    make(directory / "a", 1)
     assert {entry.name for entry in directory.iterdir()} == {*theirs, "a"}
 
 
 def test_the_disk_has_it_before_it_takes_the_name(directory, monkeypatch):
     """In this order: data, then name, then the folder with the name in it."""
-    from jfp8.checkpoint import atomic
 
     events: list[str] = []
     real_fsync, real_replace = os.fsync, os.replace
@@ -349,9 +289,9 @@ def test_the_disk_has_it_before_it_takes_the_name(directory, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    make(atomic, directory / NAME, 1)
+    make(directory / NAME, 1)
     assert events == [f"data of {4 * PART} bytes", "name", "folder"]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    kill_at_moments(Path(sys.argv[1]), int(sys.argv[2]))
