@@ -41,11 +41,7 @@ class Log:
         self.problems.setdefault(spelled(path), what)
 
     def close(self, strict: bool) -> None:
-        """Raise if something does not fit, or else warn of what was changed.
-
-        Raises:
-          ValueError: there are problems; with `strict` also if there are changes.
-        """
+        """Raise ``ValueError`` of problems, or else warn of changes; if `strict` raise of these."""
         if self.problems:
             found = [f"  {path}: {what}" for path, what in self.problems.items()]
             shown = found[: 2 * _MOST_NAMED]

@@ -35,9 +35,7 @@ _UNKNOWN_TO_ORBAX = ("float6_e2m3fn", "float6_e3m2fn", "float8_e4m3", "uint4", "
 def write(state: dict[str, Any], directory: Path) -> None:
     """Write what `on_host` returned into a new folder.
 
-    Raises:
-      ImportError: Orbax is not installed.
-      ValueError: the folder exists; an array that Orbax does not store.
+    ``ValueError`` if the folder exists, or Orbax cannot store one of the arrays.
     """
     ocp = _orbax()
     if directory.exists():
@@ -56,9 +54,7 @@ def write(state: dict[str, Any], directory: Path) -> None:
 def read(directory: Path) -> dict[str, Any]:
     """Return the state dict in a folder that jfp8, or any other program with Orbax, wrote.
 
-    Raises:
-      ImportError: Orbax is not installed.
-      ValueError: Orbax cannot read it; it is damaged; its arrays do not fit into memory.
+    ``ValueError`` if Orbax cannot read it, it is damaged, or its arrays do not fit into memory.
     """
     ocp = _orbax()
     if not (directory / _MARK).is_file():

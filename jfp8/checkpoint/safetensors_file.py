@@ -177,8 +177,7 @@ def read(path: FilePath) -> dict[str, Any]:
 def read_arrays(path: FilePath) -> dict[str, np.ndarray]:
     """Return the arrays of a file by name, mapped into memory: read only where they are used.
 
-    Raises:
-      ValueError: the file is damaged, or has a dtype that is not whole bytes.
+    ``ValueError`` if the file is damaged, or has a dtype that is not whole bytes.
     """
     try:
         entries, _ = _entries(path)

@@ -117,8 +117,7 @@ def bytes_of(array: np.ndarray) -> np.ndarray:
 def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield paths and leaves of a state dict, empty dicts included, in order.
 
-    Raises:
-      ValueError: it is deeper than `MOST_DEPTH`, or a key is no string.
+    ``ValueError`` if it is deeper than `MOST_DEPTH`, or a key is no string.
     """
     if not isinstance(state, dict) or not state:
         yield path, state
@@ -134,8 +133,7 @@ def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def unflatten(leaves: Any) -> dict[str, Any]:
     """Build the state dict of pairs of paths and leaves.
 
-    Raises:
-      ValueError: a path is there twice, goes through a leaf, or is longer than `MOST_DEPTH`.
+    ``ValueError`` if a path is there twice, goes through a leaf, or is longer than `MOST_DEPTH`.
     """
     state: dict[str, Any] = {}
     for path, leaf in leaves:

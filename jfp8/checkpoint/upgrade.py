@@ -109,12 +109,8 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
 def _arranged(target: Any, saved: Any, optimizers: Iterable[Path], afresh: bool, log: Log) -> Any:
     """Arrange a checkpoint like the target: collections, and the parts of optimizer states.
 
-    Args:
-      target: nested dicts.
-      saved: nested dicts, or anything.
-      optimizers: the paths of the optimizer states in the target.
-      afresh: the target is a training state that gets a new optimizer state afterwards.
-      log: is told of changes and problems.
+    `optimizers` are the paths of the optimizer states in the target. `afresh`: it is a training
+    state that gets a new optimizer state afterwards.
     """
     models = list(_models(target, ()))
     names = {path[:-1]: path[-1] for path in optimizers if path[:-1] in models}

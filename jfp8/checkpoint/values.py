@@ -101,11 +101,7 @@ def _encoded(target: Any, values: np.ndarray, path: Path, log: Log) -> Any:
 
 
 def stored_form(saved: Any) -> Any:
-    """Return the stored array whose state dict `saved` is; anything but a dict as it is.
-
-    Raises:
-      ValueError: a dict that is not the state dict of one array.
-    """
+    """Return the stored array whose state dict `saved` is; ``ValueError`` for another dict."""
     if isinstance(saved, ScaledArray):
         return replace(saved, carrier=None)
     if not isinstance(saved, dict):
