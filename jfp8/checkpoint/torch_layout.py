@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -156,16 +156,13 @@ def _stacked(path: str, layers: dict[int | None, Any]) -> Any:
     kinds = {(type(x), x.shape, getattr(x, "block", None)) for x in parts}
     if len(kinds) > 1:
         raise ValueError(f"The layers of {path!r} differ: {sorted(map(str, kinds))}.")
-    if not isinstance(parts[0], ScaledArray):
-        return np.stack(parts)
-    if parts[0].block is not None:
+    if getattr(parts[0], "block", None) is not None:
         raise ValueError(
             f"{path!r} has blocks of {parts[0].block}, which do not divide its shape "
             f"{parts[0].shape}: a stack cannot hold them. Use layers without nn.scan, or values: "
             "tensors[name].dequantize()."
         )
-    data: Any = np.stack([np.asarray(x.data) for x in parts])
-    scale: Any = np.stack([np.asarray(x.scale) for x in parts])
-    if scale.ndim == 1:
-        scale = scale.reshape(-1, *(1,) * parts[0].ndim)
-    return ScaledArray(data, scale)
+    stack = jax.tree.map(lambda *layers: np.stack(layers), *parts)
+    if isinstance(stack, ScaledArray) and stack.scale.ndim == 1:  # one scale for each layer
+        return replace(stack, scale=stack.scale.reshape(-1, *(1,) * parts[0].ndim))
+    return stack
