@@ -1,7 +1,8 @@
 """Folders of Orbax, which writes and reads them: in parts, by all processes of a run at once.
 
 Orbax does not detect changed bytes of large arrays and of strings. So `write` adds checksums of all
-leaves to Orbax's own metadata, and `read` compares. A folder takes its name when Orbax has written all of it.
+leaves to Orbax's own metadata, and `read` compares. A folder takes its name when Orbax has written
+all of it.
 """
 
 from __future__ import annotations
