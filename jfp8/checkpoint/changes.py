@@ -1,15 +1,13 @@
-"""What an upgrade changes, one message for each kind of change."""
+"""The changes of an upgrade, one message for each kind."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jfp8.tracing.caller import user_level
 
-# Paths that a message spells out.
-_MOST_NAMED = 4
+_MOST_NAMED = 4  # paths in a message
 
 
 class CheckpointChange(UserWarning):
@@ -24,7 +22,7 @@ class CheckpointChange(UserWarning):
 
 @dataclass(frozen=True)
 class Log:
-    """What an upgrade has found so far.
+    """The changes and problems that an upgrade has found so far.
 
     Attributes:
       changes: for each kind of change the paths that it concerns, in order.
@@ -43,18 +41,15 @@ class Log:
         self.problems.setdefault(spelled(path), what)
 
     def close(self, strict: bool) -> None:
-        """Raise if something does not fit, or else warn of what was changed.
-
-        Raises:
-          ValueError: there are problems; with `strict` also if there are changes.
-        """
+        """Raise ``ValueError`` of problems, or else warn of changes; if `strict` raise of these."""
         if self.problems:
             found = [f"  {path}: {what}" for path, what in self.problems.items()]
             shown = found[: 2 * _MOST_NAMED]
             if len(found) > len(shown):
                 shown.append(f"  and {len(found) - len(shown)} more")
-            lines = ["The checkpoint does not fit the target.", *shown, *_hints(self.problems)]
-            raise ValueError("\n".join(lines))
+            in_optimizer = {"opt_state" in path.split("/") for path in self.problems}
+            hints = [hint for place, hint in _HINTS.items() if place in in_optimizer]
+            raise ValueError("\n".join(["The checkpoint does not fit the target.", *shown, *hints]))
         changes = [f"{what}{_listed(paths)}." for what, paths in self.changes.items()]
         if strict and changes:
             raise ValueError(
@@ -67,31 +62,24 @@ class Log:
             warnings.warn(message, CheckpointChange, stacklevel=user_level())
 
 
-def _hints(problems: Iterable[str]) -> list[str]:
-    """What to do about problems at these paths."""
-    hints, in_optimizer = [], {"opt_state" in path.split("/") for path in problems}
-    if True in in_optimizer:
-        hints.append(
-            "Only the FP8 parts of an optimizer state are converted. Restore with the optimizer "
-            "that was saved, or begin with a fresh one from the parameters alone: "
-            'upgrade({"params": saved["params"]}, target).'
-        )
-    if False in in_optimizer:
-        hints.append(
-            "Only FP8 state is added, dropped or converted. Restore into the model that was "
-            "saved, or rename and reshape in the state dict first: "
-            'saved = load(path); saved["params"]["new"] = saved["params"].pop("old").'
-        )
-    return hints
+# Remedies for problems in an optimizer state, and for others.
+_HINTS = {
+    True: "Only the FP8 parts of an optimizer state are converted. Restore with the optimizer that "
+    "was saved, or begin with a fresh one from the parameters alone: "
+    'upgrade({"params": saved["params"]}, target).',
+    False: "Only FP8 state is added, dropped or converted. Restore into the model that was saved, "
+    "or rename and reshape in the state dict first: saved = load(path); "
+    'saved["params"]["new"] = saved["params"].pop("old").',
+}
 
 
 def spelled(path: tuple[str, ...]) -> str:
-    """``"params/Dense_0/kernel"``, with overlong names of hostile files cut."""
+    """Spell ``"params/Dense_0/kernel"``, with overlong names of hostile files cut."""
     return "/".join(name if len(name) <= 80 else f"{name[:60]}..." for name in path) or "the top"
 
 
 def _listed(paths: list[str]) -> str:
-    """The first of `paths`, and how many there are."""
+    """List the first of `paths`, and count the rest."""
     if paths == [spelled(())]:
         return ""
     named = ", ".join(paths[:_MOST_NAMED])

@@ -1,24 +1,21 @@
 """Amax histories of Flax's own FP8 layers, ``flax.linen.fp8_ops``.
 
-Flax keeps, in the collection ``_overwrite_with_gradient``, for every product::
+Flax keeps, in the collection ``_overwrite_with_gradient``, for every matmul::
 
     input_amax_history, kernel_amax_history, output_grad_amax_history    f32[..., H], H = 1024
     input_scale, kernel_scale, output_grad_scale                         f32[..., 1]
 
 Its ``scale`` means the same as ours, ``x ~= data * scale``, and follows from the history before the
-step. Ours is computed from the history when it is used, so only the history has to be imported: the
-next step has the scales that Flax would have used, ``max(history) / fmt.max``, up to rounding of
-the division. The two differ in these cases:
+step, as ours does when it is used. So only the history has to be imported: the next step has the
+scales that Flax would have used, ``max(history) / fmt.max``, up to rounding of the division. The
+two differ in these cases:
 
-  * A history that is all zeros: Flax keeps the scale that it had, 1 in the first step; here the
-    amax of the tensor at hand is used until there is an entry.
+  * A history that is all zeros: Flax keeps its scale, 1 in the first step; here the amax of the
+    tensor itself is used until there is an entry.
   * Inf or NaN in a history: Flax keeps its scale for as long as they stay in the window; here they
     are left out.
   * A tensor of zeros: Flax pushes a zero, here the history stays. So the newest H entries may reach
     further back.
-  * A history that becomes shorter, 16 instead of 1024 by default, forgets older and larger amaxes.
-  * ``NANOOFp8DotGeneralOp`` uses the formats fnuz, with half the largest values. Histories are
-    amaxes and do not depend on the format.
 
 References:
   ``flax/linen/fp8_ops.py`` of Flax 0.12: ``Fp8DotGeneralBase``, ``update_fp8_meta``,
@@ -47,10 +44,10 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
     """Convert `variables` of a model with Flax's FP8 layers to those of the same model with jfp8's.
 
     Args:
-      variables: what ``model.init`` or a training loop has: ``params``,
-        ``_overwrite_with_gradient``, and any other collections; or its state dict.
-      target: what ``init`` of the model with layers of jfp8 returned, arrays or shapes: it gives
-        the names of products and the lengths of histories.
+      variables: those of ``model.init`` or a training loop: ``params``,
+        ``_overwrite_with_gradient``, and any other collections; or their state dict.
+      target: the variables of the model with layers of jfp8, arrays or shapes: it gives the names
+        of matmuls and the lengths of histories.
 
     Returns:
       `variables` without ``_overwrite_with_gradient``, and with ``fp8`` and ``fp8_sink`` like those
@@ -65,12 +62,12 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
     >>> import warnings
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
     >>> from flax.linen import fp8_ops
-    >>> from jfp8.checkpoint.flax_fp8_ops import from_flax_fp8_ops
     >>> x = jnp.ones((16, 16))
     >>> flax_layer = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
     >>> variables = flax_layer.init(jax.random.key(0), x)
+    >>> target = jfp8.Dense(16).init(jax.random.key(0), x)
     >>> with warnings.catch_warnings(action="ignore"):
-    ...     imported = from_flax_fp8_ops(variables, jfp8.Dense(16).init(jax.random.key(0), x))
+    ...     imported = jfp8.checkpoint.from_flax_fp8_ops(variables, target)
     >>> sorted(imported), imported["fp8"]["DotGeneral_0"]["lhs"]["amax_history"].shape
     (['fp8', 'fp8_sink', 'params'], (16,))
     """
@@ -89,7 +86,7 @@ def from_flax_fp8_ops(variables: Mapping[str, Any], target: Mapping[str, Any]) -
 
 
 def as_fp8(collection: Any, target: Any, path: Path, log: Log) -> Nested:
-    """Flax's `collection`, at `path`, in the layout of ``fp8``, with histories as long as it has.
+    """Convert Flax's `collection`, at `path`, to the layout of ``fp8``, with all its entries.
 
     `target` are collections of the model with jfp8. All are nested dicts.
     """
@@ -97,7 +94,7 @@ def as_fp8(collection: Any, target: Any, path: Path, log: Log) -> Nested:
 
 
 def _products(node: Any, path: Path, at: Path, log: Log) -> dict[Path, histories.Tensors]:
-    """The histories of every product in Flax's collection, newest first, by their paths in it."""
+    """Return the histories of every matmul in Flax's collection, newest first, by their paths."""
     if not isinstance(node, dict):
         log.problem((*path, *at), f"{described(node)}, which is no state of Flax's FP8 layers")
         return {}

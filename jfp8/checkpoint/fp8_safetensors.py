@@ -13,7 +13,7 @@ import numpy as np
 
 from jfp8.checkpoint import atomic
 from jfp8.checkpoint.fp8_style import Fp8Style, style_called, style_of
-from jfp8.checkpoint.safetensors_file import mapped, parsed, write_arrays
+from jfp8.checkpoint.safetensors_file import parsed, read_arrays, write_arrays
 from jfp8.checkpoint.state_dict import short
 from jfp8.scaling.arrays import ScaledArray
 
@@ -25,13 +25,13 @@ Tensors = dict[str, ScaledArray | np.ndarray]
 
 
 def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Style]:
-    """The tensors of an FP8 checkpoint for PyTorch, and how it stores them.
+    """Read the tensors of an FP8 checkpoint for PyTorch, and the style in which it stores them.
 
     Reads DeepSeek-V3's and Qwen3's blocks of 128 x 128 (``weight_scale_inv``), compressed-tensors'
     FP8 (per tensor, channel or block) and modelopt's and vLLM's per tensor; see `Fp8Style`. Each
     FP8 weight becomes a `ScaledArray` of the stored bytes, in PyTorch's layout ``[out, in]``.
-    Everything else, scales of activations (``input_scale``) included, stays an array of its own.
-    Arrays are mapped from the files: only what is used is read.
+    Other tensors, scales of activations (``input_scale``) included, stay arrays. Arrays are mapped
+    from the files and read where they are used.
 
     Args:
       path: a folder with config.json and model.safetensors, or several files and
@@ -54,15 +54,12 @@ def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Styl
     """
     folder = Path(path)
     arrays = _arrays(folder)
-    scale_names = {}
-    for name, x in arrays.items():
-        if x.dtype.name in _FP8:
-            scale_names[name] = _scale_name(name, arrays)
-    if not scale_names:
+    scales = {n: _scale_name(n, arrays) for n, x in arrays.items() if x.dtype.name in _FP8}
+    if not scales:
         raise ValueError(f"{folder} has no FP8 weights. jfp8.checkpoint.load reads other files.")
     for name in arrays:
         of = next((name.removesuffix(s) for s in _SCALES if name.endswith(s)), name)
-        if of != name and of in arrays and of not in scale_names:
+        if of != name and of in arrays and of not in scales:
             raise ValueError(
                 f"{short(of)} has the scale {short(name)}, but it is {arrays[of].dtype}, not FP8. "
                 "Formats of other widths are not read here."
@@ -73,15 +70,14 @@ def load_fp8_safetensors(path: str | os.PathLike[str]) -> tuple[Tensors, Fp8Styl
             f"{folder / _CONFIG} has no quantization_config, which says what the scales belong to."
         )
     try:
-        style = style_of(config, {scale: arrays[scale] for scale in scale_names.values()})
+        style = style_of(config, {scale: arrays[scale] for scale in scales.values()})
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    tensors: Tensors = {}
-    for name, x in arrays.items():
-        if name in scale_names:
-            tensors[name] = style.join(name, x, arrays[scale_names[name]])
-        elif name not in scale_names.values():
-            tensors[name] = x
+    tensors: Tensors = {
+        name: style.join(name, x, arrays[scales[name]]) if name in scales else x
+        for name, x in arrays.items()
+        if name not in scales.values()
+    }
     return tensors, style
 
 
@@ -92,10 +88,10 @@ def save_fp8_safetensors(
     *,
     max_shard_size: int = 5 * 10**9,
 ) -> None:
-    """Write an FP8 checkpoint for PyTorch: what `load_fp8_safetensors` reads.
+    """Write an FP8 checkpoint for PyTorch, which `load_fp8_safetensors` reads.
 
-    Bytes and scales are written as they are. What was loaded is written again byte for byte; a
-    checkpoint of one file becomes the same file. An existing config.json keeps everything but its
+    Bytes and scales are written as they are: a checkpoint of one file becomes the same file again.
+    An existing config.json keeps everything but its
     ``quantization_config``: copy the model's own into the folder first.
 
     Args:
@@ -150,17 +146,17 @@ def _shards(arrays: Mapping[str, np.ndarray], max_shard_size: int) -> list[dict[
 
 
 def _arrays(folder: Path) -> dict[str, np.ndarray]:
-    """All arrays of a checkpoint, from one file or several."""
+    """Return all arrays of a checkpoint, from one file or several."""
     if not (folder / _INDEX).exists():
         if not (folder / _SINGLE).exists():
             raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}.")
-        return mapped(folder / _SINGLE)
+        return read_arrays(folder / _SINGLE)
     files = _json(folder / _INDEX).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise ValueError(f"{folder / _INDEX} has no weight_map of names to files.")
     if strange := [f for f in files.values() if Path(f).name != f]:
         raise ValueError(f"{folder / _INDEX} names files elsewhere: {short(strange[0])}.")
-    found = {file: mapped(folder / file) for file in sorted(set(files.values()))}
+    found = {file: read_arrays(folder / file) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in found[file]:
             raise ValueError(f"{short(name)} is not in {file}, where {_INDEX} says it is.")

@@ -18,7 +18,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,14 +37,14 @@ class Fp8Style:
     """How a checkpoint stores FP8 weights.
 
     Attributes:
-      granularity: what has a scale: a ``"tensor"``, a ``"channel"`` (a row of ``[out, in]``), or a
-        ``"block"``.
+      granularity: the elements that share a scale: a ``"tensor"``, a ``"channel"`` (a row of
+        ``[out, in]``), or a ``"block"``.
       block: its rows and columns; only for ``"block"``.
-      suffix: what follows the name of a weight in that of its scale.
+      suffix: of the name of a scale, after that of its weight.
       scale_dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float8_e8m0fnu"``.
       scale_ndim: dimensions of a stored scale: 0 or 1 for ``"tensor"``, 1 or 2 for ``"channel"``.
         Those of blocks have as many as the weight.
-      quantization_config: what config.json says about it.
+      quantization_config: the dict of that name in config.json.
     """
 
     granularity: Granularity
@@ -56,14 +56,14 @@ class Fp8Style:
 
     @property
     def has_input_scales(self) -> bool:
-        """Whether config.json says that scales of activations were calibrated, and are stored."""
+        """Tell whether config.json promises calibrated scales of activations in the files."""
         groups = self.quantization_config.get("config_groups") or {}
         inputs = [group.get("input_activations") or {} for group in groups.values()]
         static = self.quantization_config.get("activation_scheme") == "static"
         return static or any(x.get("dynamic") is False for x in inputs)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the stored scale of a weight of this `shape`."""
+        """Return the shape of the stored scale of a weight of this `shape`."""
         if self.granularity == "block":
             assert self.block is not None
             rows, columns = (-(-n // b) for n, b in zip(shape[-2:], self.block, strict=True))
@@ -73,7 +73,7 @@ class Fp8Style:
         return (1,) * self.scale_ndim
 
     def join(self, name: str, data: Any, scale: Any) -> ScaledArray:
-        """A stored weight, `data`, and its stored `scale` in one; errors call it `name`.
+        """Join a stored weight, `data`, and its stored `scale`; errors call the weight `name`.
 
         Raises:
           ValueError: a scale of another shape.
@@ -94,7 +94,7 @@ class Fp8Style:
         return ScaledArray(data, scale, ragged_block(whole, data.shape))
 
     def split(self, name: str, q: ScaledArray) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes and the scale of a weight `q`, ``[out, in]``, as they are stored under `name`.
+        """Return the bytes and the scale of a weight `q`, ``[out, in]``, as stored under `name`.
 
         Raises:
           ValueError: scales that are laid out otherwise, or that `scale_dtype` would round.
@@ -160,11 +160,7 @@ STYLES: dict[str, Fp8Style] = {
 
 
 def style_called(style: Fp8Style | str) -> Fp8Style:
-    """The `Fp8Style` of that name.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Return the `Fp8Style` of that name; ``ValueError`` if there is none."""
     if isinstance(style, Fp8Style):
         return style
     if style not in STYLES:
@@ -176,59 +172,62 @@ def style_called(style: Fp8Style | str) -> Fp8Style:
 
 
 def style_of(config: Mapping[str, Any], scales: Mapping[str, np.ndarray]) -> Fp8Style:
-    """The style that a ``quantization_config`` describes.
+    """Return the style that a ``quantization_config`` describes.
 
     Args:
       config: the dict.
-      scales: of weights by the names of these and a suffix, which tell the rest.
+      scales: of weights, by the names of these and a suffix.
 
     Raises:
       ValueError: it describes something else; the message says what.
     """
-    method = config.get("quant_method")
-    if method not in _READERS:
-        raise ValueError(
-            f"quant_method={method!r} is not read here. Known: "
-            f"{', '.join(map(repr, _READERS))}, with FP8 weights."
-        )
-    granularity, block = _READERS[method](config)
-    dtypes = {x.dtype.name for x in scales.values()}
-    ndims = {x.ndim for x in scales.values()}
-    suffixes = {name[name.rindex("_scale") :] for name in scales}
-    if granularity == "tensor":
-        ndims = {x.ndim for x in scales.values() if x.size == 1} or {0}
-    for what, found in (("dtypes", dtypes), ("suffixes", suffixes), ("dimensions", ndims)):
-        if len(found) != 1 and (what != "dimensions" or granularity != "block"):
-            raise ValueError(f"The scales of weights have several {what}: {sorted(found)}.")
-    (dtype,), (suffix,) = dtypes, suffixes
+    method = _known(config, "quant_method", tuple(_KNOWN))
+    for key, allowed in _KNOWN[method].items():
+        _known(config, key, allowed)
+    if method == "compressed-tensors":
+        granularity, block = _of_groups(config.get("config_groups", {}))
+    else:
+        block = config.get("weight_block_size") if method == "fp8" else None
+        granularity = "tensor" if block is None else "block"
+        block = None if block is None else _pair("weight_block_size", block)
+    ndims = {x.ndim for x in scales.values() if granularity != "tensor" or x.size == 1} or {0}
+    ndim = max(ndims) if granularity == "block" else _only("dimensions", ndims)
+    dtype = _only("dtypes", {x.dtype.name for x in scales.values()})
+    suffix = _only("suffixes", {name[name.rindex("_scale") :] for name in scales})
     if dtype not in _SCALE_DTYPES:
         allowed = ", ".join(_SCALE_DTYPES)
         raise ValueError(f"The scales of weights are {dtype}; known are {allowed}.")
-    return Fp8Style(granularity, block, suffix, dtype, max(ndims), dict(config))
+    return Fp8Style(granularity, block, suffix, dtype, ndim, dict(config))
 
 
-def _of_fp8(config: Mapping[str, Any]) -> tuple[Granularity, tuple[int, int] | None]:
-    """DeepSeek, Qwen3, transformers and vLLM."""
-    _check(config, "fmt", ("e4m3", "float8_e4m3fn", None))
-    _check(config, "scale_fmt", ("float", "ue8m0", None))
-    _check(config, "activation_scheme", ("dynamic", "static", None))
-    block = config.get("weight_block_size")
-    return ("tensor", None) if block is None else ("block", _pair("weight_block_size", block))
+def _only(what: str, found: set[Any]) -> Any:
+    if len(found) != 1:
+        raise ValueError(f"The scales of weights have several {what}: {sorted(found)}.")
+    return found.pop()
 
 
-def _of_compressed_tensors(
-    config: Mapping[str, Any],
-) -> tuple[Granularity, tuple[int, int] | None]:
-    _check(config, "format", ("float-quantized", "naive-quantized"))
-    groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
+# Other entries of a config, by its method: "fp8" is that of DeepSeek, Qwen3, transformers and vLLM.
+_KNOWN: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fp8": {
+        "fmt": ("e4m3", "float8_e4m3fn", None),
+        "scale_fmt": ("float", "ue8m0", None),
+        "activation_scheme": ("dynamic", "static", None),
+    },
+    "compressed-tensors": {"format": ("float-quantized", "naive-quantized")},
+    "modelopt": {"quant_algo": ("FP8",)},
+}
+
+
+def _of_groups(groups: Mapping[str, Any]) -> tuple[Granularity, tuple[int, int] | None]:
+    """Return what has a scale in all groups of layers, and the sizes of blocks."""
     found = set()
-    for weights in groups:
-        _check(weights, "type", ("float",))
-        _check(weights, "num_bits", (8,))
-        _check(weights, "strategy", ("tensor", "channel", "block"))
+    for group in groups.values():
+        weights = group.get("weights") or {}
+        _known(weights, "type", ("float",))
+        _known(weights, "num_bits", (8,))
+        strategy = _known(weights, "strategy", ("tensor", "channel", "block"))
         block = weights.get("block_structure")
-        is_block = weights["strategy"] == "block"
-        found.add((weights["strategy"], _pair("block_structure", block) if is_block else None))
+        found.add((strategy, _pair("block_structure", block) if strategy == "block" else None))
     if len(found) != 1:
         raise ValueError(
             f"config_groups has {len(found)} kinds of weights, {sorted(found, key=str)}, but all "
@@ -237,24 +236,14 @@ def _of_compressed_tensors(
     return found.pop()
 
 
-def _of_modelopt(config: Mapping[str, Any]) -> tuple[Granularity, tuple[int, int] | None]:
-    _check(config, "quant_algo", ("FP8",))
-    return "tensor", None
-
-
-_READERS = {
-    "fp8": _of_fp8,
-    "compressed-tensors": _of_compressed_tensors,
-    "modelopt": _of_modelopt,
-}
-
-
-def _check(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
+def _known(config: Mapping[str, Any], key: str, allowed: Iterable[Any]) -> Any:
+    """Return an entry of a config, if it is one of those that are read here."""
     if config.get(key) not in allowed:
         raise ValueError(
             f"{key}={config.get(key)!r} in quantization_config is not read here. Known: "
             f"{', '.join(map(repr, allowed))}."
         )
+    return config.get(key)
 
 
 def _pair(key: str, value: Any) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Amax histories of a checkpoint, made to fit those of a target.
 
-A product keeps the histories of its three tensors, newest first, with zeros for empty slots. ::
+A matmul keeps the histories of its three tensors, newest first, with zeros for empty slots. ::
 
     Linen  {"lhs", "rhs", "grad"}: {"amax_history": f32[..., H], "amax": f32[...]}
     NNX    {"lhs", "rhs", "grad"}: f32[..., H]
@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfp8.checkpoint.changes import Log
-from jfp8.checkpoint.tree import Nested, Path, at, nested, rebuilt, walk
+from jfp8.checkpoint.tree import Nested, Path, at, nested, put, rebuilt, walk
 from jfp8.checkpoint.values import placed
 from jfp8.scaling.sink import ROLES, WIDTH
 
 Tensors: TypeAlias = dict[str, np.ndarray]
-"""The histories of one product: ``{"lhs", "rhs", "grad"}: f32[..., H]``, newest first."""
+"""The histories of one matmul: ``{"lhs", "rhs", "grad"}: f32[..., H]``, newest first."""
 
 HISTORY, RUNNING = "amax_history", "amax"
 
@@ -39,47 +39,44 @@ CLEANED = "Entries of amax histories that are no amax (NaN, Inf, negative) are l
 
 
 def is_product(node: Any) -> bool:
-    """Whether `node` holds the histories of one product."""
+    """Tell whether `node` holds the histories of one matmul."""
     if not isinstance(node, dict) or set(node) != set(ROLES):
         return False
-    tensors = list(node.values())
-    return all(map(_is_state, tensors)) or all(map(_is_history, tensors))
+    return all(map(_is_state, node.values())) or all(map(_is_history, node.values()))
 
 
 def is_sink(node: Any) -> bool:
-    """Whether `node` is the sink of one product: zeros, which a checkpoint does not need."""
+    """Tell whether `node` is the sink of one matmul: zeros, which a checkpoint does not need."""
     if not isinstance(node, dict) or set(node) != {"amax"}:
         return False
     return getattr(node["amax"], "shape", ())[-2:] == (len(ROLES), WIDTH)
 
 
 def fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
-    """The histories of one product, as `target` keeps them, by their paths.
+    """Return the histories of one matmul, as `target` keeps them, by their paths.
 
     `saved` is what the checkpoint has in its place: a product, None, or anything else.
     """
     leaves = dict(walk(target, path))
-    found = {place: np.zeros(leaf.shape, np.float32) for place, leaf in leaves.items()}
-    wanted = {role: _history(target[role]).shape for role in ROLES}
-    alike = is_product(saved) and all(
-        np.shape(_history(saved[role]))[:-1] == wanted[role][:-1] for role in ROLES
-    )
-    if not alike:
+    new = {place: np.zeros(leaf.shape, np.float32) for place, leaf in leaves.items()}
+    shapes = {role: _history(target[role]).shape for role in ROLES}
+    if not is_product(saved) or any(
+        _history(saved[role]).shape[:-1] != shapes[role][:-1] for role in ROLES
+    ):
         log.change(MISSING if saved is None else RESTARTED, path)
-    for role in ROLES if alike else ():
-        tensor, place = saved[role], (*path, role)
-        history = _with_length(wanted[role][-1], _history(tensor), place, log)
+        saved = {}
+    for role, tensor in saved.items():
+        place = (*path, role)
+        history = _with_length(shapes[role][-1], _history(tensor), place, log)
         is_linen = isinstance(target[role], dict)
-        found[(*place, HISTORY) if is_linen else place] = history
+        new[(*place, HISTORY) if is_linen else place] = history
         if is_linen and isinstance(tensor, dict):
-            running = np.asarray(tensor[RUNNING], np.float32)
-            finite = np.isfinite(running) & (running > 0)
-            found[(*place, RUNNING)] = np.where(finite, running, np.float32(0.0))
-    return {place: placed(array, leaves[place]) for place, array in found.items()}
+            new[(*place, RUNNING)] = _possible(tensor[RUNNING])
+    return {place: placed(array, leaves[place]) for place, array in new.items()}
 
 
 def _with_length(length: int, history: Any, place: Path, log: Log) -> np.ndarray:
-    """Clean a history, and make it as long as the target's."""
+    """Clean a history and keep its newest entries, with empty slots after them if it is shorter."""
     history = np.asarray(history, np.float32)
     if not np.all(np.isfinite(history) & (history >= 0)):
         log.change(CLEANED, place)
@@ -89,44 +86,39 @@ def _with_length(length: int, history: Any, place: Path, log: Log) -> np.ndarray
         log.change(f"Amax histories keep the newest {length} of {given} entries", place)
     elif given < length:
         log.change(f"Amax histories of {given} entries get room for {length}", place)
-    return resized(history, length)
+    padding = [(0, 0)] * (history.ndim - 1) + [(0, max(length - given, 0))]
+    return np.pad(history[..., :length], padding)
 
 
-def filled(target: Mapping[str, Any], fp8: Nested, log: Log) -> dict[str, Any]:
-    """The collections ``fp8`` and ``fp8_sink``, if `target` has them, with histories.
+def filled(target: Mapping[str, Any], fp8: Any, log: Log) -> dict[str, Any]:
+    """Return the collections ``fp8`` and ``fp8_sink``, if `target` has them, with histories.
 
     `fp8` has the layout of ``target["fp8"]``; it may lack some histories, or have longer ones.
     """
     found: dict[str, Any] = {}
     if "fp8" in target:
         wanted = nested(target["fp8"])
-        leaves = dict(walk(wanted, ("fp8",)))  # of an NNX state, parameters as well
+        leaves = dict(walk(wanted))  # of an NNX state, parameters as well
         for path in product_paths(wanted):
-            leaves |= fitted(at(wanted, path), at(fp8, path), ("fp8", *path), log)
-        found["fp8"] = rebuilt(target["fp8"], {path[1:]: leaf for path, leaf in leaves.items()})
+            new = fitted(at(wanted, path), at(fp8, path), ("fp8", *path), log)
+            leaves |= {place[1:]: leaf for place, leaf in new.items()}
+        found["fp8"] = rebuilt(target["fp8"], leaves)
     if "fp8_sink" in target:
-        sinks = dict(walk(nested(target["fp8_sink"])))
-        zeros = {p: placed(np.zeros(leaf.shape, np.float32), leaf) for p, leaf in sinks.items()}
-        found["fp8_sink"] = rebuilt(target["fp8_sink"], zeros)
+        found["fp8_sink"] = jax.tree.map(
+            lambda leaf: placed(np.zeros(leaf.shape, np.float32), leaf), target["fp8_sink"]
+        )
     return found
 
 
-def resized(history: np.ndarray, length: int) -> np.ndarray:
-    """The newest `length` entries, with empty slots behind them if there are fewer."""
-    missing = max(length - history.shape[-1], 0)
-    padding = [(0, 0)] * (history.ndim - 1) + [(0, missing)]
-    return np.pad(history[..., :length], padding)
-
-
 def newest_first(history: np.ndarray) -> np.ndarray:
-    """`history` without empty slots and impossible amaxes, which become zeros at the end."""
-    kept = np.where(np.isfinite(history) & (history > 0), history, np.float32(0.0))
+    """Move empty slots and impossible amaxes, which become zeros, to the end of `history`."""
+    kept = _possible(history)
     order = np.argsort(kept == 0, axis=-1, kind="stable")
     return np.take_along_axis(kept, order, axis=-1)
 
 
 def unrolled(ring: np.ndarray) -> np.ndarray:
-    """The history of Flax or Transformer Engine, newest first: f32[..., H].
+    """Return a history of Flax or Transformer Engine, f32[..., H], newest first.
 
     They roll by -1 and then write slot 0. So slot 0 is the newest, followed by the last slot and
     the ones before it, and slot 1 is the oldest. Empty slots go to the end.
@@ -136,15 +128,15 @@ def unrolled(ring: np.ndarray) -> np.ndarray:
 
 
 def are_alike(tensors: dict[str, Any]) -> bool:
-    """Whether these are histories that can be those of one product."""
+    """Tell whether these are histories of one shape, as those of one matmul are."""
     shapes = {getattr(leaf, "shape", None) for leaf in tensors.values()}
     return all(map(_is_history, tensors.values())) and len(shapes) == 1
 
 
 def renamed(found: dict[Path, Tensors], target: Any, path: Path, log: Log) -> Nested:
-    """Histories of another library in the layout of the ``fp8`` collection `target`.
+    """Arrange histories of another library like the ``fp8`` collection `target`.
 
-    Products have other names there. Those of a module are matched, in the order of their names,
+    Matmuls have other names there. Those of a module are matched, in the order of their names,
     with those of the same module in the target, or else with those of its submodules. `found` has
     them by the path of their module there, and a name.
     """
@@ -162,21 +154,12 @@ def renamed(found: dict[Path, Tensors], target: Any, path: Path, log: Log) -> Ne
                 log.change(UNMATCHED, (*path, *product))
             continue
         for place, product in zip(places, products, strict=True):
-            node = fp8
-            for name in place[:-1]:
-                node = node.setdefault(name, {})
-            node[place[-1]] = as_product(found[product])
+            fp8 = put(fp8, place, found[product])
     return fp8
 
 
-def as_product(tensors: Tensors) -> Nested:
-    """The state of a product between two steps."""
-    zeros = lambda history: np.zeros(history.shape[:-1], np.float32)
-    return {role: {HISTORY: h, RUNNING: zeros(h)} for role, h in tensors.items()}
-
-
 def product_paths(fp8: Any, path: Path = ()) -> list[Path]:
-    """Where the products are in nested dicts."""
+    """Return the paths of the histories of each matmul in nested dicts."""
     if not isinstance(fp8, dict):
         return []
     if is_product(fp8):
@@ -185,8 +168,13 @@ def product_paths(fp8: Any, path: Path = ()) -> list[Path]:
 
 
 def _natural(path: Path) -> list[list[int | str]]:
-    """A key to sort by: "DotGeneral_10" comes after "DotGeneral_2"."""
+    """Return a key to sort by: "DotGeneral_10" comes after "DotGeneral_2"."""
     return [[int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)] for name in path]
+
+
+def _possible(amaxes: Any) -> np.ndarray:
+    amaxes = np.asarray(amaxes, np.float32)
+    return np.where(np.isfinite(amaxes) & (amaxes > 0), amaxes, np.float32(0.0))
 
 
 def _history(tensor: Any) -> Any:

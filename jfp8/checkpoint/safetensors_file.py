@@ -7,7 +7,7 @@ stored as text in its ``__metadata__``, under "jfp8", where other programs may i
 * dtypes that it does not know. Their arrays are stored as bytes, U8;
 * checksums: of each array with its name, dtype and shape, and of this text.
 
-The format is read and written here, not by the library of that name: its loaders for numpy and Flax
+The format is read and written here, not by the library of that name: its loaders for NumPy and Flax
 have no FP8 dtypes (github.com/huggingface/safetensors/issues/682), and it silently takes the last
 of two entries with the same name.
 
@@ -21,26 +21,25 @@ import json
 import math
 import os
 import zlib
-from io import BufferedReader
 from pathlib import Path as FilePath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from jfp8.checkpoint.state_dict import (
     DTYPES,
     Path,
-    array_of_bytes,
-    check_shape,
+    bytes_of,
+    checksum,
     flatten,
     short,
     spelled,
     unflatten,
-    unique,
 )
 
 _METADATA, _OURS, _OURS_CRC32 = "__metadata__", "jfp8", "jfp8_crc32"
 _LONGEST_HEADER = 100_000_000  # of the library
+_MOST_DIMENSIONS = 64  # of NumPy
 _NAMES = {
     "bool": "BOOL",
     "int8": "I8",
@@ -64,67 +63,88 @@ _NAMES = {
     "float4_e2m1fn": "F4",  # two elements in a byte, the first in its lower half
 }
 _DTYPES = {name: DTYPES[dtype] for dtype, name in _NAMES.items()}
+# Largest byte of dtypes that use a part of it. NumPy and ml_dtypes define no value for others.
+_LARGEST_BYTE = {
+    "bool": 1,
+    "float6_e2m3fn": 63,
+    "float6_e3m2fn": 63,
+    "float4_e2m1fn": 15,
+    "uint4": 15,
+    "uint2": 3,
+}
+
+
+class _Stored(NamedTuple):
+    """An array as it is in a file: its dtype by the name there, its shape and bytes, uint8[n]."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    raw: np.ndarray
 
 
 def write(state: dict[str, Any], file: BinaryIO) -> None:
     """Write what `on_host` returned; ``ValueError`` for a key with "/", and for complex128."""
-    arrays, rest = {}, {}
-    for path, leaf in flatten(state):
-        name = _name(path)
-        if isinstance(leaf, np.ndarray):
-            arrays[name] = leaf
-        else:
-            rest[name] = leaf
-    header: dict[str, Any] = {}
-    dtypes, checksums, end = {}, {}, 0
+    leaves = {_name(path): leaf for path, leaf in flatten(state)}
+    arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
+    stored = {name: _stored(name, array) for name, array in arrays.items()}
+    ours = {
+        "nodes": {name: leaf for name, leaf in leaves.items() if name not in arrays},
+        "dtypes": {n: x.dtype.name for n, x in arrays.items() if _is_hidden(stored[n], x)},
+        "crc32": {name: checksum(name, *entry) for name, entry in stored.items()},
+    }
+    text = json.dumps(ours)
+    _write(stored, arrays, {_OURS: text, _OURS_CRC32: str(zlib.crc32(text.encode()))}, file)
+
+
+def write_arrays(arrays: dict[str, np.ndarray], file: BinaryIO) -> None:
+    """Write `arrays` as the library for PyTorch does, byte for byte."""
+    stored = {name: _stored(name, array) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        if stored[name].dtype == "F4" or _is_hidden(stored[name], array):
+            raise _unnamed(name, array)
+    _write(stored, arrays, {"format": "pt"}, file)
+
+
+def _write(
+    stored: dict[str, _Stored],
+    arrays: dict[str, np.ndarray],
+    metadata: dict[str, str],
+    file: BinaryIO,
+) -> None:
     # As the library does: elements of any size are then aligned for whoever maps the file.
     order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
+    header: dict[str, Any] = {_METADATA: metadata}
+    end = 0
     for name in order:
-        stored, raw = _bytes_of(name, arrays[name])
-        if stored == "U8" and arrays[name].dtype != np.uint8:
-            dtypes[name] = arrays[name].dtype.name
+        dtype, shape, raw = stored[name]
         begin, end = end, end + raw.size
-        shape = list(arrays[name].shape)
-        header[name] = {"dtype": stored, "shape": shape, "data_offsets": [begin, end]}
-        checksums[name] = _checksum(name, header[name], raw)
-    ours = json.dumps({"nodes": rest, "dtypes": dtypes, "crc32": checksums})
-    metadata = {_OURS: ours, _OURS_CRC32: str(zlib.crc32(ours.encode()))}
-    text = json.dumps({_METADATA: metadata, **header}).encode()
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
-        file.write(_bytes_of(name, arrays[name])[1].data)
+        file.write(stored[name].raw.data)
 
 
-def read(file: BufferedReader) -> dict[str, Any]:
-    """The state dict that a file holds; ``ValueError`` if it is of another format, or damaged."""
-    entries, metadata, size = _header(file)
-    ours = _ours(metadata)
-    if ours["crc32"] and ours["crc32"].keys() != entries.keys():
-        others = sorted(ours["crc32"].keys() ^ entries.keys())
-        raise ValueError(f"it is damaged: {short(others)} has no array or no checksum")
-    leaves = [(tuple(name.split("/")), leaf) for name, leaf in ours["nodes"].items()]
-    end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        try:
-            behind, (begin, end) = end, entry["data_offsets"]
-            if begin != behind or not begin <= end <= size:
-                raise ValueError(
-                    f"its data is said to be in bytes {begin} to {end}, but what comes before "
-                    f"ends at {behind}, and all data at {size}"
-                )
-            dtype, shape = _type_of(entry, ours["dtypes"].get(name))
-            raw = _read_bytes(file, end - begin)
-            if ours["crc32"] and ours["crc32"][name] != _checksum(name, entry, raw):
-                raise ValueError("it is damaged: its checksum is another")
-            if entry["dtype"] == "F4":
-                raw = np.stack([raw & np.uint8(15), raw >> 4], axis=-1).reshape(-1)
-            leaves.append((tuple(name.split("/")), array_of_bytes(raw, dtype, shape)))
-        except ValueError as error:
-            raise ValueError(f"{short(name)}: {error}") from error
-    if end != size:
-        raise ValueError(f"{size - end} bytes of its data belong to no array")
-    return unflatten(sorted(leaves, key=lambda leaf: leaf[0]))
+def _is_hidden(stored: _Stored, array: np.ndarray) -> bool:
+    """Tell whether the format has no name for the dtype of an array."""
+    return stored.dtype == "U8" and array.dtype != np.uint8
+
+
+def _stored(name: str, array: np.ndarray) -> _Stored:
+    raw = bytes_of(array)
+    dtype = _NAMES.get(array.dtype.name, "U8")
+    if array.itemsize > 1 and dtype == "U8":
+        raise _unnamed(name, array)
+    if dtype == "F4" and array.ndim and array.shape[-1] % 2 == 0:
+        raw = raw[0::2] | raw[1::2] << 4
+    elif dtype == "F4":
+        dtype = "U8"
+    return _Stored(dtype, array.shape, raw)
+
+
+def _unnamed(name: str, array: np.ndarray) -> ValueError:
+    return ValueError(f"{name!r} is {array.dtype}, for which safetensors has no name.")
 
 
 def _name(path: Path) -> str:
@@ -132,52 +152,114 @@ def _name(path: Path) -> str:
         if "/" in key or path == (_METADATA,):
             raise ValueError(
                 f"{spelled(path)} has the key {short(key)}, but names in safetensors are keys "
-                f"joined by '/', and {_METADATA!r} is taken. Rename it, or save as .msgpack."
+                f"joined by '/', and {_METADATA!r} is taken. Rename it, or save to a folder."
             )
     return "/".join(path)
 
 
-def _bytes_of(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """The dtype in the file, and the bytes: uint8[n]."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    if array.dtype.name == "float4_e2m1fn" and array.ndim and array.shape[-1] % 2 == 0:
-        codes = flat.view(np.uint8)
-        return "F4", codes[0::2] | codes[1::2] << 4
-    stored = _NAMES.get(array.dtype.name, "U8")
-    if array.itemsize > 1 and stored == "U8":
-        raise ValueError(f"{name!r} is {array.dtype}, for which safetensors has no name.")
-    return "U8" if stored == "F4" else stored, flat.view(np.uint8)
+def read(path: FilePath) -> dict[str, Any]:
+    """Return the state dict in a file; ``ValueError`` if it has another format or is damaged."""
+    entries, metadata = _entries(path)
+    ours = _ours(metadata)
+    checksums = ours["crc32"]
+    if checksums and checksums.keys() != entries.keys():
+        others = sorted(checksums.keys() ^ entries.keys())
+        raise ValueError(f"it is damaged: {short(others)} has no array or no checksum")
+    leaves = list(ours["nodes"].items())
+    for name, entry in entries.items():
+        if checksums and checksums[name] != checksum(name, *entry):
+            raise ValueError(f"{short(name)}: it is damaged: its checksum is another")
+        leaves.append((name, _array(name, entry, ours["dtypes"].get(name)).copy()))
+    leaves.sort(key=lambda item: item[0])
+    return unflatten((tuple(name.split("/")), leaf) for name, leaf in leaves)
 
 
-def _checksum(name: str, entry: dict[str, Any], raw: np.ndarray) -> int:
-    return zlib.crc32(raw.data, zlib.crc32(f"{name} {entry['dtype']} {entry['shape']}".encode()))
+def read_arrays(path: FilePath) -> dict[str, np.ndarray]:
+    """Return the arrays of a file by name, mapped into memory: read only where they are used.
+
+    ``ValueError`` if the file is damaged, or has a dtype that is not whole bytes.
+    """
+    try:
+        entries, _ = _entries(path)
+        for name, entry in entries.items():
+            if entry.dtype == "F4":
+                raise ValueError(f"{short(name)}: two elements share a byte, which is not read")
+        return {name: _array(name, entry) for name, entry in entries.items()}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _header(file: BufferedReader) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Entries of arrays by name, the metadata, and the size of the data."""
-    whole = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(_read_bytes(file, 8), "little") if whole >= 8 else 0
-    if whole < 8 or length > whole - 8:
-        raise ValueError(f"it has {whole} bytes, fewer than its header should have")
+def _array(name: str, entry: _Stored, hidden: Any = None) -> np.ndarray:
+    """Return the array of an entry, whose own dtype is `hidden` if the format does not know it."""
+    dtype, raw = _DTYPES[entry.dtype], entry.raw
+    if hidden is not None:
+        dtype = DTYPES.get(hidden) if isinstance(hidden, str) else None
+        if dtype is None or dtype.itemsize != 1 or entry.dtype != "U8":
+            what = f"its dtype in {_METADATA} is {short(hidden)}, and {entry.dtype} above"
+            raise ValueError(f"{short(name)}: {what}")
+    if entry.dtype == "F4":
+        raw = np.stack([raw & np.uint8(15), raw >> 4], axis=-1).reshape(-1)
+    largest = _LARGEST_BYTE.get(dtype.name, 255)
+    if largest < 255 and raw.size and raw.max() > largest:
+        raise ValueError(f"{short(name)}: the byte {raw.max()} is no {dtype}")
+    return raw.view(dtype).reshape(entry.shape)
+
+
+def _entries(path: FilePath) -> tuple[dict[str, _Stored], dict[str, str]]:
+    """Return the arrays of a file, whose data is not read yet, and its metadata."""
+    size = os.stat(path).st_size
+    whole = np.asarray(np.memmap(path, np.uint8, "r")) if size else np.empty(0, np.uint8)
+    length = int.from_bytes(whole[:8].tobytes(), "little")
+    if size < 8 or length > size - 8:
+        raise ValueError(f"it has {size} bytes, fewer than its header should have")
     if length > _LONGEST_HEADER:
         raise ValueError(f"its header of {length} bytes is longer than {_LONGEST_HEADER}")
-    header = parsed(_read_bytes(file, length).tobytes(), "its header")
+    header, data = parsed(whole[8 : 8 + length].tobytes(), "its header"), whole[8 + length :]
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError(f"{_METADATA} is {short(metadata)}, not a dict of strings")
     for name, entry in header.items():
-        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        _check_entry(name, entry)
+    found, end = {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        before, (begin, end) = end, entry["data_offsets"]
+        if begin != before or not begin <= end <= data.size:
             raise ValueError(
-                f"{short(name)} is {short(entry)}, not a dict of dtype, shape and data_offsets"
+                f"{short(name)}: its data is said to be in bytes {begin} to {end}, but what comes "
+                f"before ends at {before}, and all data at {data.size}"
             )
-        offsets = entry["data_offsets"]
-        if not isinstance(offsets, list) or [type(n) for n in offsets] != [int, int]:
-            raise ValueError(f"{short(name)} has the data_offsets {short(offsets)}, not two ints")
-    return header, metadata, whole - 8 - length
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        bits = 4 if dtype == "F4" else 8 * _DTYPES[dtype].itemsize
+        if math.prod(shape) * bits != 8 * (end - begin):
+            what = f"{dtype}{short(list(shape))} is not what {end - begin} bytes hold"
+            raise ValueError(f"{short(name)}: {what}")
+        found[name] = _Stored(dtype, shape, data[begin:end])
+    if end != data.size:
+        raise ValueError(f"{data.size - end} bytes of its data belong to no array")
+    return found, metadata
+
+
+def _check_entry(name: str, entry: Any) -> None:
+    """Raise ``ValueError`` unless `entry` has a known dtype, a shape and two offsets."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(
+            f"{short(name)} is {short(entry)}, not a dict of dtype, shape and data_offsets"
+        )
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(offsets, list) or [type(n) for n in offsets] != [int, int]:
+        raise ValueError(f"{short(name)} has the data_offsets {short(offsets)}, not two ints")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise ValueError(f"{short(name)}: its dtype {short(dtype)} is unknown. Known: {known}")
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{short(name)}: its shape is {short(shape)}, not a list of sizes")
+    if len(shape) > _MOST_DIMENSIONS:
+        most = f"NumPy has at most {_MOST_DIMENSIONS}"
+        raise ValueError(f"{short(name)}: it has {len(shape)} dimensions; {most}")
 
 
 def _ours(metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What `write` put into the metadata; empty for files of others."""
+    """Return what `write` put into the metadata; empty for files of others."""
     text, checksum = metadata.get(_OURS), metadata.get(_OURS_CRC32)
     expected = None if text is None else str(zlib.crc32(text.encode("utf-8", "replace")))
     if checksum != expected:
@@ -194,9 +276,9 @@ def _ours(metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def parsed(text: str | bytes, what: str) -> dict[str, Any]:
-    """Parse JSON; `what` it is stands in errors."""
+    """Parse a dict in JSON, which errors call `what`."""
     try:
-        found = json.loads(text, object_pairs_hook=unique)
+        found = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError(f"{what} is nested too deep") from None
     except ValueError as error:
@@ -206,73 +288,11 @@ def parsed(text: str | bytes, what: str) -> dict[str, Any]:
     return found
 
 
-def _type_of(entry: dict[str, Any], hidden: Any) -> tuple[np.dtype, tuple[int, ...]]:
-    """The dtype and shape of an array, if they agree with the range of its data."""
-    stored, shape = entry["dtype"], check_shape(entry["shape"])
-    dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
-    if dtype is None:
-        raise ValueError(f"its dtype {short(stored)} is unknown. Known: {', '.join(_DTYPES)}")
-    if hidden is not None:
-        dtype = DTYPES.get(hidden) if isinstance(hidden, str) else None
-        if dtype is None or dtype.itemsize != 1 or stored != "U8":
-            raise ValueError(f"its dtype in {_METADATA} is {short(hidden)}, and {stored} above")
-    begin, end = entry["data_offsets"]
-    bits = math.prod(shape) * (4 if stored == "F4" else 8 * dtype.itemsize)
-    if bits != 8 * (end - begin):
-        raise ValueError(f"{stored}{short(list(shape))} is not what {end - begin} bytes hold")
-    return dtype, shape
-
-
-def _read_bytes(file: BufferedReader, count: int) -> np.ndarray:
-    """uint8[count], the next bytes of a file."""
-    raw = np.empty(count, np.uint8)
-    if file.readinto(raw.data) != count:
-        raise ValueError(f"it ends before {count} more bytes")
-    return raw
-
-
-# Files of others, which have arrays and nothing else.
-
-
-def mapped(path: FilePath) -> dict[str, np.ndarray]:
-    """The arrays of a file by name, mapped into memory: read only where they are used.
-
-    Raises:
-      ValueError: the file is damaged, or has a dtype that is not whole bytes.
-    """
-    with open(path, "rb") as file:
-        entries, _, size = _header(file)
-        start = file.tell()
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of what a parser found; ``ValueError`` if a key is there twice."""
     found = {}
-    for name, entry in entries.items():
-        try:
-            dtype, shape = _type_of(entry, None)
-            begin, end = entry["data_offsets"]
-            if entry["dtype"] == "F4":
-                raise ValueError("two elements share a byte, which is not read here")
-            if not 0 <= begin <= end <= size:
-                raise ValueError(f"its data is said to be in bytes {begin} to {end} of {size}")
-        except ValueError as error:
-            raise ValueError(f"{path}: {short(name)}: {error}") from error
-        raw = np.memmap(path, np.uint8, "r", start + begin, (end - begin,)) if end > begin else b""
-        found[name] = np.frombuffer(raw, dtype).reshape(shape)
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {short(key)} is there twice")
+        found[key] = value
     return found
-
-
-def write_arrays(arrays: dict[str, np.ndarray], file: BinaryIO) -> None:
-    """Write `arrays` as the library for PyTorch does, byte for byte."""
-    order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    end = 0
-    for name in order:
-        x = arrays[name]
-        stored = _NAMES.get(x.dtype.name)
-        if stored in (None, "F4"):
-            raise ValueError(f"{name!r} is {x.dtype}, for which safetensors has no name.")
-        begin, end = end, end + x.nbytes
-        header[name] = {"dtype": stored, "shape": list(x.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        file.write(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)

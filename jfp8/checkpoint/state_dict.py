@@ -7,7 +7,7 @@ keys, which Flax's function leaves as they are, become dicts and arrays, too.
 
 from __future__ import annotations
 
-import math
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,9 +18,8 @@ from flax import nnx, serialization
 
 Path = tuple[str, ...]
 
-# Deeper trees are none of a model. Python itself stops at a thousand calls.
+# No model is deeper. Python itself stops at a thousand calls.
 MOST_DEPTH = 100
-MOST_DIMENSIONS = 64  # of numpy
 
 _OF_NUMPY = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 "
@@ -34,23 +33,13 @@ DTYPES: dict[str, np.dtype] = {
     **{name: np.dtype(name) for name in _OF_NUMPY.split()},
     **{name: np.dtype(getattr(ml_dtypes, name)) for name in _OF_ML_DTYPES.split()},
 }
-"""What an element may be, by the name of the dtype. Nothing here holds Python objects."""
-
-# Largest byte of dtypes that use a part of it. numpy and ml_dtypes define no value for others.
-_LARGEST_BYTE = {
-    "bool": 1,
-    "float6_e2m3fn": 63,
-    "float6_e3m2fn": 63,
-    "float4_e2m1fn": 15,
-    "uint4": 15,
-    "uint2": 3,
-}
+"""The dtypes of elements, by name. None of them holds Python objects."""
 
 
 def state_dict(tree: Any) -> Any:
-    """Any pytree that Flax can serialize, and NNX states in it, as nested dicts with string keys.
+    """Convert a pytree that Flax can serialize, NNX states included, to nested dicts.
 
-    Leaves stay as they are, but random keys become uint32 arrays. A single leaf stays one.
+    Keys become strings and random keys uint32 arrays; other leaves stay as they are.
     """
     if isinstance(tree, nnx.State):
         tree = nnx.to_pure_dict(tree)
@@ -65,11 +54,13 @@ def state_dict(tree: Any) -> Any:
 
 
 def on_host(state: Any) -> dict[str, Any]:
-    """The state dict `state` with numpy arrays for its arrays, checked to be one that can be saved.
+    """Copy the arrays of a state dict to the host, and check that it can be saved.
+
+    Arrays that are sharded over several processes stay where they are.
 
     Raises:
       TypeError: a leaf is neither an array of one of `DTYPES` nor a number, a string or None.
-      ValueError: `state` is empty or too deep; an array is spread over several processes.
+      ValueError: `state` is empty or too deep.
     """
     if not isinstance(state, dict):
         raise TypeError(
@@ -80,17 +71,19 @@ def on_host(state: Any) -> dict[str, Any]:
     found = list(flatten(state))
     if all(isinstance(leaf, dict) for _, leaf in found):
         raise ValueError("The tree has no leaves: there is nothing to save.")
-    for path, leaf in found:
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise ValueError(
-                f"{spelled(path)} is sharded over several processes, each with a part. Save it "
-                "with Orbax, which writes parts: ocp.StandardCheckpointer().save(path, state)."
-            )
-    leaves = jax.device_get([leaf for _, leaf in found])
-    return unflatten((path, _of_host(path, x)) for (path, _), x in zip(found, leaves, strict=True))
+    leaves = jax.device_get([None if is_spread(leaf) else leaf for _, leaf in found])
+    return unflatten(
+        (path, leaf if is_spread(leaf) else _checked(path, copy))
+        for (path, leaf), copy in zip(found, leaves, strict=True)
+    )
 
 
-def _of_host(path: Path, leaf: Any) -> Any:
+def is_spread(leaf: Any) -> bool:
+    """Tell whether `leaf` is an array of which this process has only a part."""
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def _checked(path: Path, leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, dict) or type(leaf) in (bool, float, str):
         return leaf
     if type(leaf) is int:
@@ -111,28 +104,18 @@ def _of_host(path: Path, leaf: Any) -> Any:
     )
 
 
-def array_of_bytes(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """The array whose bytes are `raw`, uint8[n]; ``ValueError`` if they are none of its kind."""
-    expected = math.prod(shape) * dtype.itemsize
-    if raw.size != expected:
-        raise ValueError(f"{dtype}{list(shape)} takes {expected} bytes, but there are {raw.size}")
-    largest = _LARGEST_BYTE.get(dtype.name, 255)
-    if largest < 255 and raw.size and raw.max() > largest:
-        raise ValueError(f"the byte {raw.max()} is no {dtype}")
-    return raw.view(dtype).reshape(shape)
+def checksum(name: str, dtype: str, shape: Any, raw: np.ndarray) -> int:
+    """Return the CRC-32 of an array with its name, dtype and shape; `raw` are its bytes, uint8."""
+    return zlib.crc32(raw.data, zlib.crc32(f"{name} {dtype} {list(shape)}".encode()))
 
 
-def check_shape(shape: Any) -> tuple[int, ...]:
-    """`shape`, read from a file, as a tuple; ``ValueError`` unless it is a list of sizes."""
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"its shape is {short(shape)}, not a list of sizes")
-    if len(shape) > MOST_DIMENSIONS:
-        raise ValueError(f"it has {len(shape)} dimensions; numpy has at most {MOST_DIMENSIONS}")
-    return tuple(shape)
+def bytes_of(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of an array, uint8[n]."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Paths and leaves of a state dict, empty dicts included, in order.
+    """Yield paths and leaves of a state dict, empty dicts included, in order.
 
     ``ValueError`` if it is deeper than `MOST_DEPTH`, or a key is no string.
     """
@@ -148,46 +131,29 @@ def flatten(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def unflatten(leaves: Any) -> dict[str, Any]:
-    """The state dict of pairs of paths and leaves.
+    """Build the state dict of pairs of paths and leaves.
 
     ``ValueError`` if a path is there twice, goes through a leaf, or is longer than `MOST_DEPTH`.
     """
     state: dict[str, Any] = {}
-    inner: set[Path] = set()
-    seen: set[Path] = set()
     for path, leaf in leaves:
         if len(path) > MOST_DEPTH:
             raise ValueError(f"{spelled(path)} is nested deeper than {MOST_DEPTH} levels")
-        above = [path[:end] for end in range(len(path))]
-        if path in seen or path in inner or not seen.isdisjoint(above):
-            raise ValueError(f"{spelled(path)} is there twice, or has something below it")
-        seen.add(path)
-        inner.update(above)
-        if not path:
-            return leaf
-        node = state
+        node: Any = state
         for key in path[:-1]:
-            node = node.setdefault(key, {})
+            node = node.setdefault(key, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or path[-1] in node:
+            raise ValueError(f"{spelled(path)} is there twice, or has something below it")
         node[path[-1]] = leaf
     return state
 
 
-def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A dict of what a parser found; ``ValueError`` if a key is there twice."""
-    found = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {short(key)} is there twice")
-        found[key] = value
-    return found
-
-
 def spelled(path: Path) -> str:
-    """A path as messages say it."""
+    """Spell a path for a message."""
     return short("/".join(path)) if path else "the tree"
 
 
 def short(value: Any) -> str:
-    """`value` for a message, however long whoever made the file has made it."""
+    """Shorten the repr of `value` for a message: it may come from a hostile file."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:100]}...{text[-100:]}"

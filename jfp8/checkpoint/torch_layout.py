@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,11 +17,11 @@ from jfp8.scaling.arrays import ScaledArray
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of PyTorch is in a Flax model.
+    """The place of a tensor of PyTorch in a Flax model.
 
     Attributes:
-      path: of the parameter, ``"layers_0/mlp/up/kernel"``. What is called ``kernel`` is transposed:
-        ``[out, in]`` becomes ``[in, out]``.
+      path: of the parameter, ``"layers_0/mlp/up/kernel"``. A ``kernel`` is transposed: ``[out,
+        in]`` becomes ``[in, out]``.
       shape: of the parameter, if it has other dimensions: ``(features, heads, depth)``.
       inputs: how many dimensions of `shape` are the kernel's inputs: 2 in ``(heads, depth,
         features)``.
@@ -35,7 +35,7 @@ class Place:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether the parameter is transposed."""
+        """Tell whether the parameter is transposed."""
         return self.path.rpartition("/")[2] == "kernel"
 
 
@@ -43,7 +43,7 @@ Names = Mapping[str, str | Place | None]
 
 
 def to_flax_params(tensors: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Parameters of a Flax model, from tensors in PyTorch's layout.
+    """Turn tensors in PyTorch's layout into the parameters of a Flax model.
 
     Bytes and scales are transposed, reshaped and stacked; nothing is rounded. Layers of jfp8 and
     converted models take a `ScaledArray` as kernel.
@@ -65,12 +65,12 @@ def to_flax_params(tensors: Mapping[str, Any], names: Names) -> dict[str, Any]:
     >>> params["up"]["kernel"].shape, params["up"]["kernel"].scale.shape
     ((4, 6), (1, 6))
     """
-    _check_names(tensors, names)
+    _check_same("tensors", set(tensors), set(names))
     stacks: dict[str, dict[int | None, Any]] = {}
     for name, place in _places(names):
         x = tensors[name]
         if place.is_kernel:
-            x = x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
+            x = _transposed(x)
         if place.shape is not None:
             x = _reshaped(name, x, place.shape)
         layers = stacks.setdefault(place.path, {})
@@ -85,7 +85,7 @@ def to_flax_params(tensors: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def from_flax_params(params: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Tensors in PyTorch's layout: the inverse of `to_flax_params`, bit for bit.
+    """Turn parameters into tensors in PyTorch's layout: `to_flax_params` inverted, bit for bit.
 
     Args:
       params: nested dicts of arrays and instances of `ScaledArray`.
@@ -99,8 +99,7 @@ def from_flax_params(params: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """
     found = {"/".join(path): leaf for path, leaf in flatten(dict(params))}
     places = dict(_places(names))
-    paths = {place.path for place in places.values()}
-    _differ("parameters", set(found), paths, "names")
+    _check_same("parameters", set(found), {place.path for place in places.values()})
     tensors = {}
     for name, place in places.items():
         x = jax.tree.map(np.asarray, found[place.path])
@@ -110,9 +109,7 @@ def from_flax_params(params: Mapping[str, Any], names: Names) -> dict[str, Any]:
             inputs, outputs = place.shape[: place.inputs], place.shape[place.inputs :]
             flat = (math.prod(inputs), math.prod(outputs)) if place.is_kernel else (-1,)
             x = _reshaped(name, x, flat)
-        if place.is_kernel:
-            x = x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
-        tensors[name] = x
+        tensors[name] = _transposed(x) if place.is_kernel else x
     return tensors
 
 
@@ -121,26 +118,26 @@ def _places(names: Names) -> list[tuple[str, Place]]:
     return [(name, place) for name, place in found if place is not None]
 
 
-def _check_names(tensors: Mapping[str, Any], names: Names) -> None:
-    _differ("tensors", set(tensors), set(names), "names")
-
-
-def _differ(what: str, given: set[str], known: set[str], where: str) -> None:
-    if given == known:
-        return
+def _check_same(what: str, given: set[str], named: set[str]) -> None:
+    """Raise ``ValueError`` unless the tensors or parameters are those that are named."""
     parts = []
     for missing, text in (
-        (given - known, f"{what} without a place in {where}"),
-        (known - given, f"{where} without one of the {what}"),
+        (given - named, f"{what} without a place in names"),
+        (named - given, f"names without one of the {what}"),
     ):
         if missing:
             shown = ", ".join(map(repr, sorted(missing)[:4]))
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             parts.append(f"{text}: {shown}{more}")
-    raise ValueError(
-        f"There are {'; and '.join(parts)}. names needs an entry for each tensor; None leaves it "
-        "out."
-    )
+    if parts:
+        raise ValueError(
+            f"There are {'; and '.join(parts)}. names needs an entry for each tensor; None leaves "
+            "it out."
+        )
+
+
+def _transposed(x: Any) -> Any:
+    return x.transpose(*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
 
 
 def _reshaped(name: str, x: Any, shape: tuple[int, ...]) -> Any:
@@ -151,7 +148,7 @@ def _reshaped(name: str, x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _stacked(path: str, layers: dict[int | None, Any]) -> Any:
-    """The tensors of all layers along a new leading axis."""
+    """Stack the tensors of all layers along a new leading axis."""
     indices = sorted(i for i in layers if i is not None)
     if indices != list(range(len(indices))):
         raise ValueError(f"{path!r} has the layers {indices}, but they must count from 0.")
@@ -159,16 +156,13 @@ def _stacked(path: str, layers: dict[int | None, Any]) -> Any:
     kinds = {(type(x), x.shape, getattr(x, "block", None)) for x in parts}
     if len(kinds) > 1:
         raise ValueError(f"The layers of {path!r} differ: {sorted(map(str, kinds))}.")
-    if not isinstance(parts[0], ScaledArray):
-        return np.stack(parts)
-    if parts[0].block is not None:
+    if getattr(parts[0], "block", None) is not None:
         raise ValueError(
             f"{path!r} has blocks of {parts[0].block}, which do not divide its shape "
             f"{parts[0].shape}: a stack cannot hold them. Use layers without nn.scan, or values: "
             "tensors[name].dequantize()."
         )
-    data: Any = np.stack([np.asarray(x.data) for x in parts])
-    scale: Any = np.stack([np.asarray(x.scale) for x in parts])
-    if scale.ndim == 1:
-        scale = scale.reshape(-1, *(1,) * parts[0].ndim)
-    return ScaledArray(data, scale)
+    stack = jax.tree.map(lambda *layers: np.stack(layers), *parts)
+    if isinstance(stack, ScaledArray) and stack.scale.ndim == 1:  # one scale for each layer
+        return replace(stack, scale=stack.scale.reshape(-1, *(1,) * parts[0].ndim))
+    return stack

@@ -9,10 +9,10 @@ TE has had four layouts for them. H is the length of the history. ::
                     amax_i_*, amax_w_*, amax_g_*                             f32[H]
                     scale_i_*, scale_w_*, scale_g_*                          f32[1]
     JAX, to 1.7     collection fp8_meta_collection, per layer
-                    fp8_meta_amax f32[3n, H]       rows x, kernel, grad of each of n products
+                    fp8_meta_amax f32[3n, H]       rows x, kernel, grad of each of n matmuls
                     fp8_meta_scale, fp8_meta_scale_inv, fp8_max f32[3n, 1]
     PyTorch         the extra state of a module
-                    amax_history_fwd f32[H, 3n]    columns x, kernel, result of each of n products
+                    amax_history_fwd f32[H, 3n]    columns x, kernel, result of each of n matmuls
                     amax_history_bwd f32[H, 2n]    columns grad of the result, grad of the input
                     scale_fwd f32[3n], scale_bwd f32[2n]
 
@@ -24,10 +24,9 @@ All layouts roll by -1 and clear slot 0 for the step under way, see `histories.u
 
 References:
   Transformer Engine v2.18, https://github.com/NVIDIA/TransformerEngine/blob/v2.18/ with
-  ``transformer_engine/jax/quantize/helper.py`` (``get_quantize_flax_meta``),
-  ``jax/quantize/quantizer.py`` (``DelayedScaleQuantizer``),
-  ``pytorch/module/base.py`` (``get_extra_state``), ``pytorch/csrc/common.h`` (``FP8FwdTensors``),
-  ``common/recipe/delayed_scaling.cu``; v1.13 and v1.0, ``transformer_engine/jax/fp8.py``.
+  ``transformer_engine/jax/quantize/helper.py``, ``jax/quantize/quantizer.py``,
+  ``pytorch/module/base.py``, ``pytorch/csrc/common.h``, ``common/recipe/delayed_scaling.cu``;
+  v1.13 and v1.0, ``transformer_engine/jax/fp8.py``.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ _LARGEST = {
     "E4M3": (E4M3FN.max, E4M3FN.max),
     "E5M2": (E5M2.max, E5M2.max),
 }
-# Names of histories; what follows the tensor tells the products of a layer apart.
+# Names of histories; the rest of the name tells the matmuls of a layer apart.
 _NEW = re.compile("(?P<tensor>x|kernel|grad)(?P<product>.*)_amax_history")
 _OLD = re.compile("amax_(?P<tensor>[iwg])_(?P<product>.*)")
 _ROLE = {"x": "lhs", "i": "lhs", "kernel": "rhs", "w": "rhs", "grad": "grad", "g": "grad"}
 _PICKLED = (bytes, bytearray, memoryview)
 
-
+# Of each tensor of a matmul the history, a ring f32[..., H], and the scale, f32[..., 1] or None.
 _Product: TypeAlias = dict[str, tuple[Any, Any]]
 
 
@@ -66,10 +65,10 @@ def from_transformer_engine(
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = "HYBRID",
     margin: int = 0,
 ) -> dict[str, Any]:
-    """The ``fp8`` collection of a model, with the amax histories of Transformer Engine.
+    """Return the ``fp8`` collection of a model, with the amax histories of Transformer Engine.
 
     Args:
-      meta: nested dicts with numpy or JAX arrays. For TE/JAX its collection, ``fp8_metas``, as it
+      meta: nested dicts with NumPy or JAX arrays. For TE/JAX its collection, ``fp8_metas``, as it
         is. For TE/PyTorch ``{module: extra state}``, with names of modules nested or joined by
         dots, and extra states as dicts with ``amax_history_fwd`` and so on. PyTorch stores these
         pickled. Pickles are not read here, because they can run any code; the error says how to
@@ -90,12 +89,11 @@ def from_transformer_engine(
 
     >>> import warnings
     >>> import jax, jax.numpy as jnp, numpy as np, jfp8
-    >>> from jfp8.checkpoint.transformer_engine import from_transformer_engine
     >>> fp8 = jfp8.Dense(4).init(jax.random.key(0), jnp.ones((1, 3)))["fp8"]
     >>> ring = np.array([0.0, 1.0, 2.0, 3.0], np.float32)  # 3 is the newest
     >>> meta = {f"{x}_amax_history": ring for x in ("x", "kernel", "grad")}
     >>> with warnings.catch_warnings(action="ignore"):
-    ...     fp8 = from_transformer_engine(meta, fp8)
+    ...     fp8 = jfp8.checkpoint.from_transformer_engine(meta, fp8)
     >>> fp8["DotGeneral_0"]["lhs"]["amax_history"][:4]
     Array([3., 2., 1., 0.], dtype=float32)
     """
@@ -119,7 +117,7 @@ def from_transformer_engine(
 
 
 def _layers(node: Any, path: Path, log: Log) -> Iterator[tuple[Path, Nested]]:
-    """The dicts in `node` that hold the state of a layer, and their paths."""
+    """Yield the dicts in `node` that hold the state of a layer, and their paths."""
     if not isinstance(node, dict):
         if isinstance(node, _PICKLED) or getattr(node, "dtype", None) == np.uint8:
             _refuse(path)
@@ -149,13 +147,10 @@ def _refuse(path: Path) -> None:
 
 
 def _products(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
-    """Of each product of a layer, and of each of its tensors, the history and the scale.
-
-    Histories are rings f32[..., H], scales f32[..., 1] or None.
-    """
+    """Return the histories and scales of each matmul of a layer, by its name there."""
     found: dict[str, _Product] = {}
     if "fp8_meta_amax" in node:
-        found = _rows(node, path, log)
+        found = _rows(node["fp8_meta_amax"], node.get("fp8_meta_scale"), path, log)
     elif "amax_history_fwd" in node:
         found = _columns(node, path, log)
     else:
@@ -167,22 +162,21 @@ def _products(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
     return {name: product for name, product in found.items() if _is_whole(product, path, log)}
 
 
-def _rows(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
-    """Products whose tensors are rows of one array."""
-    rings, scales = node["fp8_meta_amax"], node.get("fp8_meta_scale")
+def _rows(rings: Any, scales: Any, path: Path, log: Log) -> dict[str, _Product]:
+    """Return the matmuls whose tensors are the rows x, kernel, grad of one array."""
     if getattr(rings, "ndim", 0) < 2 or rings.shape[-2] % 3:
         log.problem(path, f"fp8_meta_amax is {described(rings)}, not float32[3n, H]")
         return {}
-    row = lambda array, i: None if array is None else np.asarray(array)[..., i, :]
-    tensor = lambda i: (row(rings, i), row(scales, i))
-    return {
-        str(i): {role: tensor(3 * i + j) for j, role in enumerate(ROLES)}
-        for i in range(rings.shape[-2] // 3)
-    }
+    found: dict[str, _Product] = {}
+    for row in range(rings.shape[-2]):
+        scale = None if scales is None else np.asarray(scales)[..., row, :]
+        product = found.setdefault(str(row // 3), {})
+        product[ROLES[row % 3]] = (np.asarray(rings)[..., row, :], scale)
+    return found
 
 
 def _columns(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
-    """Products whose tensors are columns of two arrays, forward and backward."""
+    """Return the matmuls whose tensors are columns of two arrays, forward and backward."""
     rings: Any = node["amax_history_fwd"], node.get("amax_history_bwd")
     widths = [ring.shape[1] if getattr(ring, "ndim", 0) == 2 else None for ring in rings]
     n = (widths[0] or 0) // 3
@@ -190,20 +184,17 @@ def _columns(node: Nested, path: Path, log: Log) -> dict[str, _Product]:
         given = " and ".join(map(described, rings))
         log.problem(path, f"histories are {given}, not float32[H, 3n] and float32[H, 2n]")
         return {}
+    scales = None
+    if "scale_fwd" in node and "scale_bwd" in node:
+        scales = _as_rows(node["scale_fwd"], node["scale_bwd"])
+    return _rows(_as_rows(*rings), scales, path, log)
 
-    def column(direction: str, i: int) -> tuple[Any, Any]:
-        scales = node.get(f"scale_{direction}")
-        ring = np.asarray(node[f"amax_history_{direction}"])[:, i]
-        return ring, None if scales is None else np.asarray(scales)[i : i + 1]
 
-    return {
-        str(i): {
-            "lhs": column("fwd", 3 * i),
-            "rhs": column("fwd", 3 * i + 1),
-            "grad": column("bwd", 2 * i),
-        }
-        for i in range(n)
-    }
+def _as_rows(forward: Any, backward: Any) -> np.ndarray:
+    """Return columns x, kernel, result and grad, unused as rows x, kernel, grad: [3n, ...]."""
+    forward, backward = np.atleast_2d(forward).T, np.atleast_2d(backward).T
+    rows = np.stack([forward[0::3], forward[1::3], backward[0::2]], axis=1)
+    return rows.reshape(-1, rows.shape[-1])
 
 
 def _is_whole(product: _Product, path: Path, log: Log) -> bool:
@@ -216,7 +207,7 @@ def _is_whole(product: _Product, path: Path, log: Log) -> bool:
 
 
 def _history(ring: Any, scale: Any, largest: float) -> np.ndarray:
-    """The history of one tensor, newest first; of an empty one what the scale says."""
+    """Return the history of one tensor, newest first; an empty one follows from the scale."""
     history = histories.unrolled(ring)
     if getattr(scale, "shape", None) != (*history.shape[:-1], 1):
         return history
@@ -229,7 +220,7 @@ def _history(ring: Any, scale: Any, largest: float) -> np.ndarray:
 
 
 def _place(path: Path, name: str, target: Any) -> Path:
-    """The path of a product: its module, and a name.
+    """Return the path of a matmul: its module, and a name.
 
     A layer of TE keeps its own state. For other layers a module of TE keeps it, which is a product
     in the layer.

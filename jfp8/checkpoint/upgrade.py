@@ -1,16 +1,19 @@
-"""`upgrade`: a checkpoint of one model, converted to one that differs in its FP8 parts."""
+"""`upgrade` and `downgrade`: a checkpoint for a model that differs in its FP8 parts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
+import numpy as np
+from flax import nnx
 from flax.training.train_state import TrainState as FlaxTrainState
 
-from jfp8.checkpoint import histories
+from jfp8.checkpoint import histories, values
 from jfp8.checkpoint.changes import CheckpointChange, Log
 from jfp8.checkpoint.flax_fp8_ops import COLLECTION, as_fp8
-from jfp8.checkpoint.optimizer_state import masters
+from jfp8.checkpoint.optimizers import arranged, rescaled, unmastered
 from jfp8.checkpoint.tree import (
     Nested,
     Path,
@@ -18,27 +21,23 @@ from jfp8.checkpoint.tree import (
     described,
     nested,
     optimizer_states,
+    put,
     rebuilt,
     walk,
 )
-from jfp8.checkpoint.upgrade_optimizer import (
-    Parameters,
-    fit_optimizer,
-    follow_loss_scale,
-    unmastered,
-)
-from jfp8.checkpoint.values import Leaves, floats
 from jfp8.layers.linen.state_in_gradients import NAME
+from jfp8.layers.nnx.products import Fp8Sink, Fp8State
 from jfp8.optim.masters import init_masters
 from jfp8.optim.stored_state import is_stored
 from jfp8.optim.wrapping import has_master_weights
+from jfp8.scaling.arrays import ScaledArray
 from jfp8.training.state import TrainState
 
-__all__ = ["CheckpointChange", "upgrade"]
+__all__ = ["CheckpointChange", "downgrade", "upgrade"]
 
 
 def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
-    """`saved` as a tree with the structure, the shapes and the dtypes of `target`.
+    """Fit `saved` to the structure, the shapes and the dtypes of `target`.
 
     What is the same on both sides is copied bit for bit. What differs only by FP8 is converted,
     with one warning for each kind of change:
@@ -70,12 +69,9 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
     Args:
       saved: a state dict, such as `jfp8.checkpoint.load` returns, or any pytree.
       target: a training state, the collections of a model, an NNX state, or any pytree; of arrays
-        or ``jax.ShapeDtypeStruct``. It determines what the result looks like, and where it is: on
-        the host, or on the devices of its shardings. New states come from the target.
+        or ``jax.ShapeDtypeStruct``. The result has its structure, and is on the host, or on the
+        devices of its shardings. New states come from the target.
       strict: raise instead of changing anything.
-
-    Returns:
-      The new tree.
 
     Raises:
       ValueError: something that is not FP8 state is missing, is extra, or has another shape or kind
@@ -86,139 +82,161 @@ def upgrade(saved: Any, target: Any, *, strict: bool = False) -> Any:
 
     >>> import warnings
     >>> import flax.linen as nn, jax, jax.numpy as jnp, jfp8
-    >>> from jfp8.checkpoint.upgrade import upgrade
     >>> x = jnp.ones((1, 3))
     >>> plain = nn.Dense(4).init(jax.random.key(0), x)
     >>> fp8 = jfp8.Dense(4).init(jax.random.key(1), x)
     >>> with warnings.catch_warnings(record=True, action="always") as told:
-    ...     variables = upgrade(plain, fp8)
+    ...     variables = jfp8.checkpoint.upgrade(plain, fp8)
     >>> bool(jnp.all(variables["params"]["kernel"] == plain["params"]["kernel"]))
     True
     >>> str(told[0].message).split(" (")[0]
     'Amax histories that the checkpoint lacks start empty'
     """
-    state, wanted, leaves = nested(saved), nested(target), Leaves(Log())
+    state, wanted, log = nested(saved), nested(target), Log()
     # A checkpoint that says nothing about the optimizer, for a training state.
     afresh = isinstance(target, TrainState | FlaxTrainState) and isinstance(state, dict)
     afresh = afresh and not {"step", "opt_state"} & set(state)
-    _Walk(leaves, optimizer_states(target), afresh).node(wanted, state, ())
-    leaves.log.close(strict)
+    state_like_target = _arranged(wanted, state, optimizer_states(target), afresh, log)
     if afresh:
-        return _with_fresh_optimizer(target, leaves.new, state.get("params", state))
-    return rebuilt(target, leaves.new)
+        wanted = {name: child for name, child in wanted.items() if name != "opt_state"}
+    leaves = _fitted(wanted, state_like_target, (), log)
+    log.close(strict)
+    if afresh:
+        return _with_fresh_optimizer(target, leaves, state.get("params", state))
+    return rebuilt(target, leaves)
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """One walk over the target, with the checkpoint alongside.
+def _arranged(target: Any, saved: Any, optimizers: Iterable[Path], afresh: bool, log: Log) -> Any:
+    """Arrange a checkpoint like the target: collections, and the parts of optimizer states.
 
-    Attributes:
-      leaves: get the new leaves.
-      optimizers: the paths of the optimizer states in the target.
-      afresh: the target is a training state that gets a new optimizer state afterwards.
+    `optimizers` are the paths of the optimizer states in the target. `afresh`: it is a training
+    state that gets a new optimizer state afterwards.
     """
+    models = list(_models(target, ()))
+    names = {path[:-1]: path[-1] for path in optimizers if path[:-1] in models}
+    for path in models:
+        model = at(saved, path)
+        if model is None or isinstance(model, dict):
+            pair = at(target, path), model or {}
+            saved = put(saved, path, _model(*pair, names.get(path), afresh, path, log))
+    for path in optimizers:
+        before = at(saved, path)
+        if path[:-1] not in models and before is not None:
+            saved = put(saved, path, arranged(at(target, path) or {}, before, path, {}, log))
+    return saved
 
-    leaves: Leaves
-    optimizers: frozenset[Path]
-    afresh: bool
 
-    def node(self, target: Any, saved: Any, path: Path) -> None:
-        """Whatever is at `path` of the target; `saved` is None if the checkpoint lacks it."""
-        if path in self.optimizers:
-            empty: Nested = {} if saved is None else saved
-            fit_optimizer(target, empty, path, Parameters(), self.leaves)
-        elif histories.is_product(target):
-            self.leaves.new.update(histories.fitted(target, saved, path, self.leaves.log))
-        elif histories.is_sink(target):
-            self.leaves.zeros(target, path)
-        elif saved is None and COLLECTION in path and path[-1] == NAME:
-            self.leaves.log.change(histories.MISSING, path)
-            self.leaves.zeros(target, path)
-        elif not isinstance(target, dict):
-            self.leaves.fit(target, saved, path)
-        elif saved is not None and not isinstance(saved, dict):
-            wanted, given = described(target), described(saved)
-            self.leaves.log.problem(path, f"the target has {wanted}, the checkpoint {given}")
-        elif "params" in target:
-            self.model(target, saved or {}, path)
-        else:
-            self.entries(target, saved or {}, path, {})
-
-    def entries(self, target: Nested, saved: Nested, path: Path, places: dict[str, Path]) -> None:
-        """The entries of a dict at `path` or their `places`, and what only the checkpoint has."""
+def _models(target: Any, path: Path) -> Iterator[Path]:
+    """Yield the paths of the outermost dicts with ``params``: training states, or collections."""
+    if isinstance(target, dict) and "params" in target:
+        yield path
+    elif isinstance(target, dict):
         for name, child in target.items():
-            self.node(child, saved.get(name), places.get(name, (*path, name)))
+            yield from _models(child, (*path, name))
+
+
+def _model(
+    target: Nested, saved: Nested, optimizer: str | None, afresh: bool, path: Path, log: Log
+) -> Nested:
+    """Arrange a saved model or training state; `optimizer` is the name of the target's state."""
+    places, sources = _collections(target), _collections(saved)
+    wanted = {name: at(target, place) for name, place in places.items()}
+    given = {name: at(saved, place) for name, place in sources.items()}
+    if not set(given) & {"params", *wanted}:
+        given = {"params": given}
+    # A model is taken out of a training state by leaving the rest where it is.
+    if optimizer is None and "step" not in wanted:
+        given = {k: v for k, v in given.items() if k not in ("step", "opt_state")}
+    if COLLECTION in given and COLLECTION not in wanted:
+        state = given.pop(COLLECTION)
+        given["fp8"] = as_fp8(state, wanted, (*path, COLLECTION), log)
+    if afresh:
+        log.change("Parameters alone: the step is 0, the optimizer starts afresh", path)
+        given = {"step": 0, **given}
+    if optimizer is not None:
+        before, after = given.pop(optimizer, {}), wanted.get(optimizer, {})
+        if not afresh:
+            params, place = given.get("params", {}), (*path, *places["params"])
+            given["params"] = unmastered(wanted["params"], params, before, after, place, log)
+            given[optimizer] = arranged(after, before, (*path, optimizer), params, log)
+        if "fp8" in places:
+            place = (*path, *places["fp8"])
+            given["fp8"] = rescaled(given.get("fp8"), before, after, afresh, place, log)
+    new: Nested = {}
+    for name, value in given.items():
+        new = put(new, (sources | places).get(name, (name,)), value)
+    return new
+
+
+def _fitted(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
+    """Return the new leaves by their paths, from what the arranged checkpoint has at `path`."""
+    if histories.is_product(target):
+        return histories.fitted(target, saved, path, log)
+    if histories.is_sink(target):
+        return _zeros(target, path)
+    if saved is None and COLLECTION in path and path[-1] == NAME:
+        log.change(histories.MISSING, path)
+        return _zeros(target, path)
+    if not isinstance(target, dict):
+        return _leaf(target, saved, path, log)
+    if saved is not None and not isinstance(saved, dict):
+        wanted, given = described(target), described(saved)
+        log.problem(path, f"the target has {wanted}, the checkpoint {given}")
+        return {}
+    new: dict[Path, Any] = {}
+    for name, child in target.items():
+        new |= _fitted(child, (saved or {}).get(name), (*path, name), log)
+    for name, child in (saved or {}).items():
+        if name not in target:
+            _drop(child, (*path, name), log)
+    return new
+
+
+def _leaf(target: Any, saved: Any, path: Path, log: Log) -> dict[Path, Any]:
+    if saved is None:
+        log.problem(path, f"is missing; the target has {described(target)}")
+        return {}
+    try:
+        return {path: values.fitted(target, saved, path, log)}
+    except ValueError as error:
+        log.problem(path, str(error))
+        return {}
+
+
+def _zeros(target: Any, path: Path) -> dict[Path, Any]:
+    leaves = walk(target, path)
+    return {place: values.placed(np.zeros(leaf.shape, leaf.dtype), leaf) for place, leaf in leaves}
+
+
+def _drop(saved: Any, path: Path, log: Log) -> None:
+    """Drop FP8 state that only the checkpoint has; anything else is a problem."""
+    if histories.is_product(saved):
+        log.change(histories.DROPPED, path)
+    elif isinstance(saved, dict) and not histories.is_sink(saved):
         for name, child in saved.items():
-            if name not in target:
-                self.unexpected(child, places.get(name, (*path, name)))
-
-    def unexpected(self, saved: Any, path: Path) -> None:
-        """What only the checkpoint has: FP8 state is dropped, anything else is a problem."""
-        if path in self.optimizers:
-            fit_optimizer({}, saved, path, Parameters(), self.leaves)
-        elif histories.is_product(saved):
-            self.leaves.log.change(histories.DROPPED, path)
-        elif histories.is_sink(saved):
-            return
-        elif isinstance(saved, dict):
-            for name, child in saved.items():
-                self.unexpected(child, (*path, name))
-        else:
-            found = f"the checkpoint has {described(saved)}, the target nothing"
-            self.leaves.log.problem(path, found)
-
-    def model(self, target: Nested, saved: Nested, path: Path) -> None:
-        """Collections of a model, or a training state: both sides as collections."""
-        log = self.leaves.log
-        wanted, places = _collections(target, path)
-        given, sources = _collections(saved, path)
-        if "params" not in given and not set(given) & set(wanted):
-            given = {"params": given}
-        # A model is taken out of a training state by leaving the rest where it is.
-        optimizer = next((p[-1] for p in self.optimizers if p[:-1] == path), None)
-        if optimizer is None and "step" not in wanted:
-            given = {k: v for k, v in given.items() if k not in ("step", "opt_state")}
-        if COLLECTION in given and COLLECTION not in wanted:
-            state = given.pop(COLLECTION)
-            given["fp8"] = as_fp8(state, wanted, (*path, COLLECTION), log)
-
-        before, after = (
-            {} if optimizer is None else side.pop(optimizer, {}) for side in (given, wanted)
-        )
-        if self.afresh and path == ():
-            log.change("Parameters alone: the step is 0, the optimizer starts afresh", path)
-            given = {"step": 0, **given}
-        elif optimizer is not None:
-            params = Parameters(given.get("params", {}), masters(before))
-            kept = masters(after)
-            given["params"] = unmastered(wanted["params"], params, kept, places["params"], log)
-            fit_optimizer(after, before, (*path, optimizer), params, self.leaves)
-        self.entries(wanted, given, path, {**sources, **places})
-        if "fp8" in wanted:
-            fp8, place = wanted["fp8"], places["fp8"]
-            follow_loss_scale(fp8, place, before, after, self.afresh, self.leaves)
+            _drop(child, (*path, name), log)
+    elif not isinstance(saved, dict):
+        log.problem(path, f"the checkpoint has {described(saved)}, the target nothing")
 
 
-def _collections(state: Nested, path: Path) -> tuple[Nested, dict[str, Path]]:
-    """Collections of a model by their names, and where each is, whoever's training state it is.
+def _collections(state: Nested) -> dict[str, Path]:
+    """Return the paths of a model's collections by name, in anybody's training state.
 
     `jfp8.TrainState` has those but ``params`` and ``fp8`` in ``collections``; that of Flax has all
     collections of an FP8 model in ``params``; subclasses have fields for them.
     """
-    found: Nested = dict(state)
-    places: dict[str, Path] = {name: (*path, name) for name in state}
+    places: dict[str, Path] = {name: (name,) for name in state}
     if "step" in state or "opt_state" in state:
         for holder in ("collections", "params"):
-            inner = found.get(holder)
+            inner = state.get(holder)
             if isinstance(inner, dict) and (holder == "collections" or "params" in inner):
-                del found[holder]
-                found |= inner
-                places |= {name: (*path, holder, name) for name in inner}
-    return found, places
+                del places[holder]
+                places |= {name: (holder, name) for name in inner}
+    return places
 
 
 def _with_fresh_optimizer(target: Any, leaves: dict[Path, Any], saved: Any) -> Any:
-    """A training state of new `leaves`, whose optimizer starts from the parameters.
+    """Return a training state of new `leaves`, whose optimizer starts from the parameters.
 
     Masters start from the `saved` parameters, before they were quantized.
     """
@@ -232,8 +250,74 @@ def _with_fresh_optimizer(target: Any, leaves: dict[Path, Any], saved: Any) -> A
     opt_state = fresh.opt_state
     if has_master_weights(opt_state):
         wide = {
-            place: floats(at(saved, place)) if is_stored(leaf) else leaf
+            place: values.decoded(at(saved, place)) if is_stored(leaf) else leaf
             for place, leaf in walk(nested(new.params))
         }
         opt_state = init_masters(opt_state, rebuilt(new.params, wide))
     return new.replace(opt_state=opt_state)
+
+
+def downgrade(state: Any, *, dtype: jax.typing.DTypeLike = "float32") -> Any:
+    """Return the variables of the same model without jfp8: no FP8 state, no parameters in FP8.
+
+    Parameters that are stored in FP8 become the values that matmuls used, ``data * scale``; all
+    others stay as they are, bit for bit. To go on training in high precision, from the master
+    weights and with the moments of the optimizer, create the training state of the plain model, and
+    call `jfp8.checkpoint.upgrade` with it as the target.
+
+    Args:
+      state: a `jfp8.TrainState`, the variables of a model, a state dict of either, or an NNX state.
+      dtype: floating dtype of parameters that were in FP8.
+
+    Returns:
+      For Linen ``{"params": ..., "batch_stats": ...}``, without ``fp8`` and ``fp8_sink``. For NNX a
+      state without `jfp8.nnx.Fp8State`.
+
+    Raises:
+      TypeError: `state` is none of these.
+      ValueError: there are no ``params``.
+
+    >>> import jax, jax.numpy as jnp, jfp8
+    >>> variables = jfp8.Dense(4).init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> sorted(variables), sorted(jfp8.checkpoint.downgrade(variables))
+    (['fp8', 'fp8_sink', 'params'], ['params'])
+    """
+    if isinstance(state, nnx.State):
+        kept = {
+            path: variable.replace(_dequantized(variable.get_value(), dtype))
+            for path, variable in nnx.to_flat_state(state)
+            if not isinstance(variable, Fp8State | Fp8Sink)
+        }
+        return nnx.from_flat_state(kept)
+    if isinstance(state, TrainState):
+        state = {**state.collections, "params": state.params}
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "downgrade takes a jfp8.TrainState, variables, a state dict or an NNX state, got "
+            f"{type(state).__name__}. Of an NNX model pass nnx.state(model)."
+        )
+    state = dict(state)
+    left_out = {"fp8", "fp8_sink", COLLECTION}
+    if "opt_state" in state:
+        left_out |= {"opt_state", "step"}
+    collections = {
+        name: at(state, place)
+        for name, place in _collections(state).items()
+        if name not in left_out
+    }
+    if "params" not in collections:
+        raise ValueError(
+            f"There are no 'params' among {sorted(map(str, state))}. Pass all variables, "
+            '{"params": params}, rather than the parameters themselves.'
+        )
+    return {**collections, "params": _dequantized(collections["params"], dtype)}
+
+
+def _dequantized(tree: Any, dtype: jax.typing.DTypeLike) -> Any:
+    """Dequantize every `ScaledArray` in `tree`, also where it has become a dict."""
+    stored = tree if isinstance(tree, ScaledArray) else values.from_fields(tree)
+    if isinstance(stored, ScaledArray):
+        return jax.tree.map(jax.numpy.asarray, stored).dequantize(dtype)
+    if isinstance(tree, Mapping):
+        return {name: _dequantized(node, dtype) for name, node in tree.items()}
+    return tree

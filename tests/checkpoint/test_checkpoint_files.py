@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, from three formats, and bad ones not at all."""
+"""Checkpoints come back bit for bit, from both formats, and bad ones not at all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import tracemalloc
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-import msgpack
 import numpy as np
 import optax
 import pytest
@@ -37,18 +37,10 @@ from jfp8.optim.masters import master_weights
 from jfp8.recipes.blocks import MXFP8BlockScaling
 from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling
+from support.checkpoints import assert_same
 
-FORMATS = ("x.msgpack", "x.safetensors", "x")
-each_format = pytest.mark.parametrize("name", FORMATS, ids=["msgpack", "safetensors", "orbax"])
-each_file = pytest.mark.parametrize("name", FORMATS[:2], ids=["msgpack", "safetensors"])
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """In memory where there is such a folder: a busy disk takes a second for an fsync."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as path:
-        yield Path(path)
+FILE, FOLDER = "x.safetensors", "x"
+each_format = pytest.mark.parametrize("name", [FILE, FOLDER], ids=["safetensors", "orbax"])
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +208,6 @@ def every_dtype(dtypes: list[str]) -> dict[str, Any]:
 
 
 UNKNOWN = {
-    "x.msgpack": [],
     "x.safetensors": ["complex128"],
     "x": ["float6_e2m3fn", "float6_e3m2fn", "float8_e4m3", "uint4", "uint2"],
 }
@@ -234,8 +225,8 @@ def test_every_dtype_comes_back_bit_for_bit(directory, name):
     assert_same_bits(checkpoint.load(directory / name), tree)
     for dtype in UNKNOWN[name]:
         with pytest.raises(ValueError, match=dtype):
-            checkpoint.save(directory / name, {"a": np.zeros(2, DTYPES[dtype])})
-    assert_same_bits(checkpoint.load(directory / name), tree)  # a save that fails changes nothing
+            checkpoint.save(directory / f"other_{name}", {"a": np.zeros(2, DTYPES[dtype])})
+    assert [entry.name for entry in directory.iterdir()] == [name]
 
 
 @each_format
@@ -282,26 +273,6 @@ def test_what_is_loaded_is_ours_to_change(directory, name):
 
 
 # Other people's programs
-
-
-def test_flax_reads_what_is_written_and_the_other_way_round(directory):
-    state = filled(lambda: initialized("O2"))
-    checkpoint.save(directory / "x.msgpack", state)
-    written = (directory / "x.msgpack").read_bytes()
-    assert written == serialization.to_bytes(state)
-    fresh = jax.tree.map(np.zeros_like, state)
-    restored = serialization.from_bytes(fresh, written)
-    assert_same_bits(serialization.to_state_dict(restored), serialization.to_state_dict(state))
-
-
-def test_flax_splits_large_arrays(directory, monkeypatch):
-    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 24)
-    tree = {"x": np.arange(35.0, dtype=np.float32).reshape(5, 7), "e": np.ones(30, jnp.float8_e5m2)}
-    checkpoint.save(directory / "x.msgpack", tree)
-    raw = msgpack.unpackb((directory / "x.msgpack").read_bytes())
-    assert raw["x"]["__msgpack_chunked_array__"] is True
-    assert len(raw["x"]["chunks"]) == 6
-    assert_same_bits(checkpoint.load(directory / "x.msgpack"), tree)
 
 
 STANDARD_NAMES = {
@@ -389,10 +360,10 @@ SMALL = {
 
 
 @cache
-def small_file(name: str) -> bytes:
+def small_file() -> bytes:
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint.save(Path(directory) / name, SMALL)
-        return (Path(directory) / name).read_bytes()
+        checkpoint.save(Path(directory) / FILE, SMALL)
+        return (Path(directory) / FILE).read_bytes()
 
 
 def refusal(path: Path, content: bytes) -> str | None:
@@ -402,8 +373,7 @@ def refusal(path: Path, content: bytes) -> str | None:
         loaded = checkpoint.load(path)
     except ValueError as error:
         return checked(str(error), path)
-    if path.suffix == ".safetensors":
-        assert_same_bits(loaded, expected_state(SMALL))  # a space became a tab, or so
+    assert_same_bits(loaded, expected_state(SMALL))  # a space became a tab, or so
     return None
 
 
@@ -413,19 +383,18 @@ def checked(message: str, path: Path) -> str:
     return message
 
 
-@each_file
-def test_every_truncation_is_refused(directory, name):
-    content = small_file(name)
-    refused = [refusal(directory / name, content[:end]) for end in range(len(content))]
-    print(f"{name}: {len(refused)} truncations refused")
+def test_every_truncation_is_refused(directory):
+    content = small_file()
+    refused = [refusal(directory / FILE, content[:end]) for end in range(len(content))]
+    print(f"{len(refused)} truncations refused")
     assert None not in refused
-    assert refusal(directory / name, content + b"\0") is not None
-    assert refusal(directory / name, content) is None
+    assert refusal(directory / FILE, content + b"\0") is not None
+    assert refusal(directory / FILE, content) is None
 
 
 def test_every_flipped_bit_of_a_safetensors_file_is_refused_or_changes_nothing(directory):
     """Of header and data; what changes nothing is white space that became other white space."""
-    content = small_file("x.safetensors")
+    content = small_file()
     refused = 0
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
@@ -436,7 +405,7 @@ def test_every_flipped_bit_of_a_safetensors_file_is_refused_or_changes_nothing(d
 
 
 def test_every_byte_of_a_safetensors_header_as_every_other_byte(directory):
-    content = small_file("x.safetensors")
+    content = small_file()
     end = 8 + int.from_bytes(content[:8], "little")
     others = (0, 9, 32, 34, 44, 45, 48, 49, 57, 70, 73, 85, 91, 93, 123, 125, 127, 128, 255)
     for position in range(end):
@@ -444,18 +413,6 @@ def test_every_byte_of_a_safetensors_header_as_every_other_byte(directory):
             changed = bytearray(content)
             changed[position] = other
             refusal(directory / "x.safetensors", bytes(changed))
-
-
-def test_every_flipped_bit_of_a_msgpack_file_is_refused_or_gives_a_state(directory):
-    """Nothing in msgpack tells of a changed number or name, but structure, shapes and dtypes do."""
-    content = small_file("x.msgpack")
-    refused = 0
-    for bit in range(8 * len(content)):
-        flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
-        refused += refusal(directory / "x.msgpack", bytes(flipped)) is not None
-    print(f"{refused} of {8 * len(content)} flipped bits refused")
-    assert refused > 4 * len(content)
 
 
 # Safetensors by hand
@@ -468,6 +425,12 @@ def tensors(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
 
 def tensor(dtype: Any = "U8", shape: Any = (1,), offsets: Any = (0, 1), **more: Any) -> Any:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
+
+
+def single(*entry: Any, metadata: Any = None, **more: Any) -> bytes:
+    """A file with one array of one byte, "a"."""
+    before = {} if metadata is None else {"__metadata__": metadata}
+    return tensors({**before, "a": tensor(*entry, **more)}, b"\0")
 
 
 def ours(value: Any) -> dict[str, str]:
@@ -494,39 +457,30 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "name twice": (tensors(entries(tensor(), tensor()), b"\0"), "'a' is there twice"),
     "entry that is no dict": (tensors({"a": 1}), "not a dict of dtype"),
     "no shape": (tensors({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"\0"), "not a dict of"),
-    "more than three fields": (tensors({"a": tensor(x=1)}, b"\0"), "not a dict of dtype"),
+    "more than three fields": (single(x=1), "not a dict of dtype"),
     "field twice": (
         tensors(b'{"a":{"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[0,1]}}', b"\0"),
         "'shape' is there twice",
     ),
-    "unknown dtype": (tensors({"a": tensor("F7")}, b"\0"), "dtype 'F7' is unknown"),
-    "dtype that is a list": (tensors({"a": tensor(["U8"])}, b"\0"), "is unknown"),
-    "objects of Python": (tensors({"a": tensor("O")}, b"\0"), "dtype 'O' is unknown"),
-    "negative size": (tensors({"a": tensor(shape=[-1, -1])}, b"\0"), "not a list of sizes"),
-    "fraction of a size": (tensors({"a": tensor(shape=[1.0])}, b"\0"), "not a list of sizes"),
-    "true as a size": (tensors({"a": tensor(shape=[True])}, b"\0"), "not a list of sizes"),
-    "shape that is text": (tensors({"a": tensor(shape="1")}, b"\0"), "not a list of sizes"),
-    "65 dimensions": (tensors({"a": tensor(shape=[1] * 65)}, b"\0"), "65 dimensions"),
-    "shape of 2^100 bytes": (tensors({"a": tensor(shape=[2**50, 2**50])}, b"\0"), "1 bytes hold"),
-    "2^64 + 1 bytes": (tensors({"a": tensor(shape=[2**64 + 1])}, b"\0"), "1 bytes hold"),
+    "unknown dtype": (single("F7"), "dtype 'F7' is unknown"),
+    "dtype that is a list": (single(["U8"]), "is unknown"),
+    "objects of Python": (single("O"), "dtype 'O' is unknown"),
+    "negative size": (single(shape=[-1, -1]), "not a list of sizes"),
+    "fraction of a size": (single(shape=[1.0]), "not a list of sizes"),
+    "true as a size": (single(shape=[True]), "not a list of sizes"),
+    "shape that is text": (single(shape="1"), "not a list of sizes"),
+    "65 dimensions": (single(shape=[1] * 65), "65 dimensions"),
+    "shape of 2^100 bytes": (single(shape=[2**50, 2**50]), "1 bytes hold"),
+    "2^64 + 1 bytes": (single(shape=[2**64 + 1]), "1 bytes hold"),
     "empty but absurd": (tensors({"a": tensor(shape=[0, 2**70], offsets=[0, 0])}), "a"),
-    "other number of bytes": (tensors({"a": tensor("F32")}, b"\0"), "1 bytes hold"),
+    "other number of bytes": (single("F32"), "1 bytes hold"),
     "half a byte": (tensors({"a": tensor("F4", shape=[3], offsets=[0, 2])}, b"\0\0"), "bytes hold"),
-    "one offset": (tensors({"a": tensor(offsets=[0])}, b"\0"), "not two ints"),
-    "offsets that are text": (tensors({"a": tensor(offsets=["0", "1"])}, b"\0"), "not two ints"),
-    "data behind the file": (
-        tensors({"a": tensor(shape=[9], offsets=[0, 9])}, b"\0"),
-        "bytes 0 to",
-    ),
-    "data of 2^60 bytes": (
-        tensors({"a": tensor(shape=[2**60], offsets=[0, 2**60])}, b"\0"),
-        "bytes 0 to",
-    ),
-    "data that ends before it begins": (
-        tensors({"a": tensor(shape=[0], offsets=[1, 0])}, b"\0"),
-        "bytes 1 to 0",
-    ),
-    "data before the file": (tensors({"a": tensor(offsets=[-1, 0])}, b"\0"), "bytes -1 to 0"),
+    "one offset": (single(offsets=[0]), "not two ints"),
+    "offsets that are text": (single(offsets=["0", "1"]), "not two ints"),
+    "data behind the file": (single(shape=[9], offsets=[0, 9]), "bytes 0 to"),
+    "data of 2^60 bytes": (single(shape=[2**60], offsets=[0, 2**60]), "bytes 0 to"),
+    "data that ends before it begins": (single(shape=[0], offsets=[1, 0]), "bytes 1 to 0"),
+    "data before the file": (single(offsets=[-1, 0]), "bytes -1 to 0"),
     "data of two arrays overlaps": (
         tensors({"a": tensor(shape=[2], offsets=[0, 2]), "b": tensor(offsets=[1, 2])}, b"\0\0"),
         "what comes before ends at 2",
@@ -556,28 +510,25 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "our metadata is a list": (tensors({"__metadata__": ours([])}), "not a dict"),
     "nodes are a list": (tensors({"__metadata__": ours({"nodes": [1]})}), "not a dict"),
     "a node is a list": (tensors({"__metadata__": ours({"nodes": {"a": [1]}})}), "neither"),
-    "node and array": (
-        tensors({"__metadata__": ours({"nodes": {"a": 1}}), "a": tensor()}, b"\0"),
-        "there twice",
-    ),
+    "node and array": (single(metadata=ours({"nodes": {"a": 1}})), "there twice"),
     "hidden dtype is unknown": (
-        tensors({"__metadata__": ours({"dtypes": {"a": "object"}}), "a": tensor()}, b"\0"),
+        single(metadata=ours({"dtypes": {"a": "object"}})),
         "its dtype in __metadata__ is 'object'",
     ),
     "hidden dtype is a dict": (
-        tensors({"__metadata__": ours({"dtypes": {"a": {}}}), "a": tensor()}, b"\0"),
+        single(metadata=ours({"dtypes": {"a": {}}})),
         "its dtype in __metadata__",
     ),
     "hidden dtype of four bytes": (
-        tensors({"__metadata__": ours({"dtypes": {"a": "float32"}}), "a": tensor()}, b"\0"),
+        single(metadata=ours({"dtypes": {"a": "float32"}})),
         "its dtype in __metadata__",
     ),
     "hidden dtype over a real one": (
-        tensors({"__metadata__": ours({"dtypes": {"a": "int4"}}), "a": tensor("I8")}, b"\0"),
+        single("I8", metadata=ours({"dtypes": {"a": "int4"}})),
         "its dtype in __metadata__",
     ),
     "checksum of an array that is not there": (
-        tensors({"__metadata__": ours({"crc32": {"a": 0, "b": 0}}), "a": tensor()}, b"\0"),
+        single(metadata=ours({"crc32": {"a": 0, "b": 0}})),
         "'b'",
     ),
     "a ZIP file": (b"PK\x03\x04" + b"\0" * 100, "fewer than its header|not JSON"),
@@ -585,144 +536,34 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
 }
 
 
-# Msgpack by hand
-
-
-def packed(tree: Any) -> bytes:
-    return msgpack.packb(tree)
-
-
-def extension(shape: Any = (1,), dtype: Any = b"uint8", raw: Any = b"\0", code: int = 1) -> Any:
-    return msgpack.ExtType(code, msgpack.packb([shape, dtype, raw]))
-
-
-def chunked(sizes: Any, *chunks: Any, **more: Any) -> Any:
-    sequence = lambda values: {str(i): value for i, value in enumerate(values)}
-    parts = {"shape": sequence(sizes), "chunks": sequence(chunks)} | more
-    return {"x": {"__msgpack_chunked_array__": True, **parts}}
-
-
-def in_maps(levels: int) -> bytes:
-    return b"\x81\xa1a" * levels + b"\x01"
-
-
-BAD_MSGPACK: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "incomplete input"),
-    "a number": (packed(7), "instead of a map"),
-    "an array": (packed(extension()), "instead of a map"),
-    "a list": (packed([1, 2]), "max_array_len"),
-    "a list inside": (packed({"a": [1]}), "max_array_len"),
-    "an empty list inside": (packed({"a": []}), "neither an array nor"),
-    "a list of 2^32 - 1 elements": (b"\x81\xa1a\xdd\xff\xff\xff\xff", "max_array_len"),
-    "a map of 2^32 - 1 entries": (b"\xdf\xff\xff\xff\xff", "max_map_len"),
-    "a string of 2^32 - 1 bytes": (b"\x81\xa1a\xdb\xff\xff\xff\xff", "incomplete input"),
-    "bytes of 2^32 - 1 bytes": (b"\x81\xa1a\xc6\xff\xff\xff\xff", "incomplete input"),
-    "an extension of 2^32 - 1 bytes": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x01", "max_ext_len"),
-    "99 maps in maps too many": (in_maps(199), "nested deeper"),
-    "two thousand maps in maps": (in_maps(2000), "nested too deep"),
-    "a million maps in maps": (in_maps(1_000_000), "nested too deep"),
-    "a byte that msgpack never uses": (b"\xc1", "not msgpack"),
-    "two trees": (packed({"a": 1}) + packed({"a": 1}), "extra data"),
-    "name twice": (b"\x82\xa1a\x01\xa1a\x02", "'a' is there twice"),
-    "a number as a name": (packed({1: 1}), "int is not allowed"),
-    "bytes as a name": (packed({b"a": 1}), "not a string"),
-    "a name that is no text": (b"\x81\xa1\xff\x01", "utf-8"),
-    "bytes": (packed({"a": b"PK"}), "neither an array nor"),
-    "a time": (packed({"a": msgpack.Timestamp(1)}), "neither an array nor"),
-    "an extension of others": (packed({"a": msgpack.ExtType(42, b"")}), "extension of type 42"),
-    "an extension of a negative type": (b"\x81\xa1a\xd4\x80\x00", "extension of type -128"),
-    "an empty extension": (packed({"a": msgpack.ExtType(1, b"")}), "incomplete input"),
-    "an array that is a number": (packed({"a": msgpack.ExtType(1, packed(1))}), "not its shape"),
-    "an array of two parts": (packed({"a": msgpack.ExtType(1, packed([[1], b"u"]))}), "not its"),
-    "an array of 2^32 - 1 parts": (
-        packed({"a": msgpack.ExtType(1, b"\xdd\xff\xff\xff\xff")}),
-        "max_array_len",
-    ),
-    "lists in lists in an array": (
-        packed({"a": msgpack.ExtType(1, b"\x91" * 3000 + b"\x01")}),
-        "nested too deep",
-    ),
-    "an array in an array": (packed({"a": extension(raw=extension())}), "the place of its bytes"),
-    "objects of Python": (packed({"a": extension((1,), b"O", b"\0" * 8)}), "has the dtype b'O'"),
-    "objects by another name": (packed({"a": extension((1,), b"|O8", b"\0" * 8)}), "has the dtype"),
-    "a structure": (packed({"a": extension((1,), b"u1,u1", b"\0\0")}), "has the dtype"),
-    "a dtype of no name": (packed({"a": extension((1,), 5, b"\0")}), "has the dtype 5"),
-    "a dtype that is no text": (packed({"a": extension((1,), b"\xff", b"\0")}), "has the dtype"),
-    "big endian": (packed({"a": extension((1,), b">f4", b"\0" * 4)}), "has the dtype"),
-    "negative size": (packed({"a": extension((-1, -1))}), "not a list of sizes"),
-    "fraction of a size": (packed({"a": extension((1.0,))}), "not a list of sizes"),
-    "shape that is a number": (packed({"a": extension(1)}), "not a list of sizes"),
-    "65 dimensions": (packed({"a": extension((1,) * 65)}), "max_array_len"),
-    "shape of 2^126 bytes": (packed({"a": extension((2**63, 2**63))}), "takes .* bytes"),
-    "empty but absurd": (
-        packed({"a": extension((0, 2**63), raw=b"")}),
-        "int64|intp|dimension|array",
-    ),
-    "other number of bytes": (packed({"a": extension((2,))}), "takes 2 bytes, but there are 1"),
-    "bool that is neither": (packed({"a": extension((1,), b"bool", b"\2")}), "no bool"),
-    "FP4 of eight bits": (
-        packed({"a": extension((1,), b"float4_e2m1fn", b"\x10")}),
-        "no float4_e2m1fn",
-    ),
-    "complex of one part": (packed({"a": msgpack.ExtType(2, packed([1.0]))}), "complex"),
-    "complex of texts": (packed({"a": msgpack.ExtType(2, packed(["1", "2"]))}), "complex"),
-    "scalar of two elements that are one": (
-        packed({"a": extension((2,), raw=b"\0", code=3)}),
-        "takes 2 bytes",
-    ),
-    "parts without a shape": (packed({"x": {"__msgpack_chunked_array__": True}}), "no 'shape'"),
-    "parts with a list as shape": (packed(chunked((1,), extension(), shape=7)), "in the place of"),
-    "parts that are not numbered": (
-        packed(chunked((1,), shape={"1": 1}, chunks={"0": extension()})),
-        "no '0'",
-    ),
-    "parts that are numbers": (packed(chunked((1,), 1)), "not flat arrays of one dtype"),
-    "no parts": (packed(chunked((0,))), "not flat arrays of one dtype"),
-    "parts of two dtypes": (
-        packed(chunked((2,), extension(), extension(dtype=b"int8"))),
-        "not flat arrays of one dtype",
-    ),
-    "parts that are matrices": (packed(chunked((1,), extension((1, 1)))), "not flat arrays"),
-    "too few parts": (packed(chunked((2**40,), extension())), "do not have the elements"),
-    "negative size of parts": (packed(chunked((-1, -1), extension())), "not a list of sizes"),
-    "a ZIP file": (b"PK\x03\x04" + b"\0" * 100, "extra data|instead of a map"),
-    "a pickle": (pickle.dumps({"a": 1}), "max_ext_len|incomplete|extra|instead|not msgpack"),
-    "a safetensors file": (tensors({"a": tensor()}, b"\0"), "extra data|instead of a map"),
-}
-
-ATTACKS = [("x.safetensors", attack) for attack in BAD_TENSORS]
-ATTACKS += [("x.msgpack", attack) for attack in BAD_MSGPACK]
-
-
-@pytest.mark.parametrize(("name", "attack"), ATTACKS)
-def test_bad_files_are_refused_before_memory_is_taken(directory, name, attack):
-    content, says = {"x.safetensors": BAD_TENSORS, "x.msgpack": BAD_MSGPACK}[name][attack]
-    path = directory / name
-    path.write_bytes(content)
+def test_bad_files_are_refused_before_memory_is_taken(directory):
+    path = directory / FILE
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=says) as caught:
-            checkpoint.load(path)
-        _, peak = tracemalloc.get_traced_memory()
+        for attack, (content, says) in BAD_TENSORS.items():
+            path.write_bytes(content)
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            with pytest.raises(ValueError, match=says) as caught:
+                checkpoint.load(path)
+            _, peak = tracemalloc.get_traced_memory()
+            checked(str(caught.value), path)
+            assert peak - before < 2**20 + 40 * len(content), attack
     finally:
         tracemalloc.stop()
-    checked(str(caught.value), path)
-    assert peak < 2**20 + 40 * len(content)
 
 
 # What the library of the format takes: it does not look, or a state dict asks for more.
 STRICTER = ("twice", "fields", "hidden", "our", "node", "bool", "level", "below", "65", "check")
 
 
-@pytest.mark.parametrize(
-    "attack", [name for name in BAD_TENSORS if not any(word in name for word in STRICTER)]
-)
-def test_the_safetensors_library_refuses_the_same(attack):
+def test_the_safetensors_library_refuses_the_same():
     """So that these are what the format forbids, and no whims."""
     safetensors = pytest.importorskip("safetensors")
-    content, _ = BAD_TENSORS[attack]
-    with pytest.raises(safetensors.SafetensorError):
-        safetensors.deserialize(content)
+    for attack, (content, _) in BAD_TENSORS.items():
+        if not any(word in attack for word in STRICTER):
+            with pytest.raises(safetensors.SafetensorError):
+                safetensors.deserialize(content)
 
 
 class Bomb:
@@ -735,8 +576,7 @@ class Bomb:
         return (os.mkdir, (str(self.folder),))
 
 
-@each_file
-def test_no_file_runs_code(directory, name):
+def test_no_file_runs_code(directory):
     folder = directory / "exploded"
     bomb = pickle.dumps(Bomb(folder))
     pickle.loads(bomb)
@@ -745,17 +585,15 @@ def test_no_file_runs_code(directory, name):
     for content in (
         bomb,
         objects.dumps(),
-        packed({"a": extension((len(bomb),), b"O", bomb)}),
-        packed({"a": bomb}),
-        packed({"a": msgpack.ExtType(3, bomb)}),
         tensors({"a": tensor("O", [len(bomb)], [0, len(bomb)])}, bomb),
     ):
-        (directory / name).write_bytes(content)
+        (directory / FILE).write_bytes(content)
         with pytest.raises(ValueError, match="not a complete checkpoint"):
-            checkpoint.load(directory / name)
+            checkpoint.load(directory / FILE)
     assert not folder.exists()
-    with pytest.raises(TypeError, match="'a' is an array of object"):
-        checkpoint.save(directory / name, {"a": objects})
+    for name in (FILE, FOLDER):
+        with pytest.raises(TypeError, match="'a' is an array of object"):
+            checkpoint.save(directory / name, {"a": objects})
 
 
 RUNNING = {"eval", "exec", "__import__", "import_module"}
@@ -774,9 +612,12 @@ def test_nothing_here_can_run_what_is_in_a_file():
                 imported.add((node.module or "").partition(".")[0])
             if isinstance(node, ast.Call):
                 called.add(getattr(node.func, "id", getattr(node.func, "attr", "")))
-    assert {"json", "msgpack", "numpy"} <= imported
-    assert not {"pickle", "cloudpickle", "dill", "marshal", "shelve", "importlib"} & imported
-    assert "unpackb" in called
+    assert {"json", "numpy"} <= imported
+    assert (
+        not {"msgpack", "pickle", "cloudpickle", "dill", "marshal", "shelve", "importlib"}
+        & imported
+    )
+    assert "loads" in called
     assert not RUNNING & called
 
 
@@ -790,62 +631,72 @@ def copy_of_folder(source: Path, target: Path) -> Path:
     return target
 
 
+# Orbax has checksums of numbers and of arrays of some bytes, but none of larger ones and strings.
+LARGE = {
+    **SMALL,
+    "large": np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32),
+    "name": "a run",
+}
+
+
 def folder_refusal(path: Path) -> str | None:
+    """What `load` says of a folder; None if it takes it, and then it is `LARGE`."""
     try:
-        checkpoint.load(path)
+        loaded = checkpoint.load(path)
     except ValueError as error:
         return checked(str(error), path)
+    assert_same_bits(loaded, expected_state(LARGE))
     return None
 
 
-def test_every_damage_to_a_folder_is_refused(directory):
+def damaged(content: bytes) -> Iterator[bytes]:
+    """Cut off at some places, and with one of some bits flipped."""
+    yield from (content[:end] for end in {0, 1, len(content) // 2, len(content) - 1})
+    yield b"[" * 100_000
+    for bit in range(0, 8 * len(content), 8 * len(content) // 30 or 1):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        yield bytes(flipped)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads
+def test_every_damage_to_a_folder_is_refused_or_changes_nothing(directory):
+    """Nothing changes where Orbax does not look, as in the times in its metadata."""
     pytest.importorskip("orbax.checkpoint")
-    checkpoint.save(directory / "x", SMALL)
+    checkpoint.save(directory / "x", LARGE)
     files = sorted(file for file in (directory / "x").rglob("*") if file.is_file())
     assert len(files) >= 6
-    refused = 0
+    refused, taken = Counter(), Counter()
     for file in files:
-        content = file.read_bytes()
-        copy = directory / "copy" / file.relative_to(directory / "x")
-        copy_of_folder(directory / "x", directory / "copy")
-        damaged = [content[:end] for end in {0, 1, len(content) // 2, len(content) - 1}]
-        for bit in range(0, 8 * len(content), 8 * len(content) // 40 or 1):
-            flipped = bytearray(content)
-            flipped[bit // 8] ^= 1 << bit % 8
-            damaged.append(bytes(flipped))
-        for bad in damaged:
-            copy.write_bytes(bad)
-            said = folder_refusal(directory / "copy")
-            assert said is not None, (file, bad)
-            refused += 1
-        copy.unlink()
-        if file.name != "jfp8_checksums.json":  # without it, it is a folder of Orbax's own
-            assert folder_refusal(directory / "copy") is not None
-            refused += 1
-    print(f"{refused} damaged folders refused")
-    assert refused > 300
-    copy_of_folder(directory / "x", directory / "copy")
-    assert folder_refusal(directory / "copy") is None
-    (directory / "copy" / "more").write_bytes(b"")
-    assert "are not those" in folder_refusal(directory / "copy")
+        name = file.relative_to(directory / "x")
+        for bad in damaged(file.read_bytes()):
+            copy_of_folder(directory / "x", directory / "copy")
+            (directory / "copy" / name).write_bytes(bad)
+            (taken if folder_refusal(directory / "copy") is None else refused)[str(name)] += 1
+    print(f"refused: {dict(refused)}, changed nothing: {dict(taken)}")
+    assert refused.total() > 130
+    gc.collect()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads
-def test_damaged_folders_without_checksums_end_in_a_value_error_or_a_state(directory):
-    """As Orbax writes them by itself. Its own checks find some of the damage."""
-    pytest.importorskip("orbax.checkpoint")
-    checkpoint.save(directory / "x", SMALL)
-    (directory / "x" / "jfp8_checksums.json").unlink()
-    assert_same_bits(checkpoint.load(directory / "x"), expected_state(SMALL))
+def test_damaged_folders_of_others_end_in_a_value_error_or_a_state(directory):
+    """As Orbax writes them by itself, without checksums. Its own checks find some of the damage."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(directory / "x", jax.tree.map(np.asarray, SMALL))
+    assert checkpoint.load(directory / "x")["params"]["codes"].tolist() == [1, 1, 1]
     refused = 0
     for file in sorted(file for file in (directory / "x").rglob("*") if file.is_file()):
-        content = file.read_bytes()
-        for bad in (b"", content[: len(content) // 2], content[:-1] + b"\xff", b"[" * 100_000):
+        for bad in damaged(file.read_bytes()):
             copy_of_folder(directory / "x", directory / "copy")
             (directory / "copy" / file.relative_to(directory / "x")).write_bytes(bad)
-            refused += folder_refusal(directory / "copy") is not None
-    assert refused > 10
+            try:
+                checkpoint.load(directory / "copy")
+            except ValueError as error:
+                checked(str(error), directory / "copy")
+                refused += 1
+    assert refused > 50
     gc.collect()
 
 
@@ -887,11 +738,12 @@ def test_a_folder_that_claims_more_than_the_memory(directory):
 # Mistakes in calls
 
 
-@pytest.mark.parametrize("name", ["x.npz", "x.pt", "x.ckpt", "x.pkl", "x.0", "x.msgpack.gz"])
-def test_another_suffix_lists_those_that_there_are(directory, name):
-    for call in (lambda: checkpoint.save(directory / name, SMALL), lambda: checkpoint.load(name)):
-        with pytest.raises(ValueError, match=r"\*\.msgpack, \*\.safetensors, and a name without"):
-            call()
+def test_another_suffix_lists_those_that_there_are(directory):
+    for name in ("x.npz", "x.pt", "x.ckpt", "x.pkl", "x.0", "x.msgpack", "x.safetensors.gz"):
+        with pytest.raises(ValueError, match=r"Allowed: \*\.safetensors, and a name without"):
+            checkpoint.save(directory / name, SMALL)
+        with pytest.raises(ValueError, match=r"Allowed: \*\.safetensors, and a name without"):
+            checkpoint.load(name)
     assert not list(directory.iterdir())
 
 
@@ -904,27 +756,23 @@ def test_no_checkpoint(directory, name):
 @each_format
 def test_trees_that_cannot_be_saved(directory, name):
     path = directory / name
-    save = lambda tree: checkpoint.save(path, tree)
-    save(SMALL)
-    with pytest.raises(TypeError, match=r"but got ndarray.*save\(path, \{\"x\": x\}\)"):
-        save(np.ones(3))
-    with pytest.raises(TypeError, match=r"nnx\.state\(model\)"):
-        save(Net(nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="nothing to save"):
-        save({"a": {}, "b": ()})
-    with pytest.raises(TypeError, match="'a/b' is of type object.*register_serialization_state"):
-        save({"a": {"b": object()}})
-    with pytest.raises(TypeError, match="'a' is of type ShapeDtypeStruct"):
-        save({"a": jax.ShapeDtypeStruct((2,), jnp.float32)})
-    with pytest.raises(TypeError, match="'a' is an array of <U1"):
-        save({"a": np.array(["x"])})
-    with pytest.raises(ValueError, match="'a' = 18446744073709551616 has more than the 64 bits"):
-        save({"a": 2**64})
+    checkpoint.save(path, SMALL)
     deep: Any = 1
     for _ in range(150):
         deep = {"a": deep}
-    with pytest.raises(ValueError, match="nested deeper than 100"):
-        save(deep)
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    for tree, error, message in (
+        (np.ones(3), TypeError, r"but got ndarray.*save\(path, \{\"x\": x\}\)"),
+        (Net(nnx.Rngs(0)), TypeError, r"nnx\.state\(model\)"),
+        ({"a": {}, "b": ()}, ValueError, "nothing to save"),
+        ({"a": {"b": object()}}, TypeError, "'a/b' is of type object.*register_serialization"),
+        ({"a": shape}, TypeError, "'a' is of type ShapeDtypeStruct"),
+        ({"a": np.array(["x"])}, TypeError, "'a' is an array of <U1"),
+        ({"a": 2**64}, ValueError, "'a' = 18446744073709551616 has more than the 64 bits"),
+        (deep, ValueError, "nested deeper than 100"),
+    ):
+        with pytest.raises(error, match=message):
+            checkpoint.save(path, tree)
     expected = expected_state(SMALL)
     assert_same_bits(checkpoint.load(path), expected)
     assert [entry.name for entry in directory.iterdir()] == [name]
@@ -936,32 +784,33 @@ def test_names_that_a_format_does_not_hold(directory):
         checkpoint.save(directory / "x.safetensors", {"a/b": x})
     with pytest.raises(ValueError, match="'__metadata__' is taken"):
         checkpoint.save(directory / "x.safetensors", {"__metadata__": x})
-    checkpoint.save(directory / "x.msgpack", {"a/b": x, "__metadata__": x})
-    assert_same_bits(checkpoint.load(directory / "x.msgpack"), {"a/b": x, "__metadata__": x})
     pytest.importorskip("orbax.checkpoint")
+    checkpoint.save(directory / "slash", {"a/b": x, "__metadata__": x})
+    assert_same_bits(checkpoint.load(directory / "slash"), {"a/b": x, "__metadata__": x})
     with pytest.raises(ValueError, match=r"'a/b' and 'a\.b' under one name"):
         checkpoint.save(directory / "x", {"a": {"b": x}, "a.b": 2 * x})
     with pytest.raises(ValueError, match=r"'a' is float32\[0\], which Orbax cannot store"):
         checkpoint.save(directory / "x", {"a": x[:0]})
 
 
-def test_a_folder_with_something_else_is_not_deleted(directory):
+def test_a_folder_is_never_replaced(directory):
+    pytest.importorskip("orbax.checkpoint")
     (directory / "work").mkdir()
     (directory / "work" / "thesis.tex").write_bytes(b"years")
-    with pytest.raises(ValueError, match=r"would delete. Choose a name inside it.*work/checkpoint"):
+    with pytest.raises(ValueError, match=r"exists.*such as work_200, or let .*CheckpointManager"):
         checkpoint.save(directory / "work", SMALL)
-    (directory / "x.msgpack").mkdir()
+    (directory / FILE).mkdir()
     with pytest.raises(ValueError, match="is a folder"):
-        checkpoint.save(directory / "x.msgpack", SMALL)
+        checkpoint.save(directory / FILE, SMALL)
     assert (directory / "work" / "thesis.tex").read_bytes() == b"years"
 
 
 def test_a_link_stays_a_link(directory):
-    checkpoint.save(directory / "new" / "folder" / "real.msgpack", SMALL)
-    (directory / "link.msgpack").symlink_to(directory / "new" / "folder" / "real.msgpack")
-    checkpoint.save(directory / "link.msgpack", {"a": 1})
-    assert (directory / "link.msgpack").is_symlink()
-    assert checkpoint.load(directory / "new" / "folder" / "real.msgpack") == {"a": 1}
+    checkpoint.save(directory / "new" / "folder" / "real.safetensors", SMALL)
+    (directory / "link.safetensors").symlink_to(directory / "new" / "folder" / "real.safetensors")
+    checkpoint.save(directory / "link.safetensors", {"a": 1})
+    assert (directory / "link.safetensors").is_symlink()
+    assert checkpoint.load(directory / "new" / "folder" / "real.safetensors") == {"a": 1}
 
 
 def test_without_orbax_it_says_what_to_install(directory, monkeypatch):
@@ -971,118 +820,58 @@ def test_without_orbax_it_says_what_to_install(directory, monkeypatch):
     (directory / "x").mkdir()
     with pytest.raises(ImportError, match=r"pip install 'jfp8\[checkpoint\]'"):
         checkpoint.load(directory / "x")
-    for name in FORMATS[:2]:
-        checkpoint.save(directory / name, SMALL)
-        assert_same_bits(checkpoint.load(directory / name), expected_state(SMALL))
+    checkpoint.save(directory / FILE, SMALL)
+    assert_same_bits(checkpoint.load(directory / FILE), expected_state(SMALL))
 
 
 # Into a model that differs
 
 
-@each_file
-def test_restore_is_load_and_upgrade(directory, name):
+def test_restore_is_load_and_upgrade(directory):
     layer, x = jfp8.Dense(4), jnp.ones((1, 3))
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)  # shapes will do
     kernel = np.arange(12, dtype=np.float32).reshape(3, 4)
     saved = {"params": {"kernel": kernel, "bias": np.ones(4, np.float32)}}
-    checkpoint.save(directory / name, saved)
+    checkpoint.save(directory / FILE, saved)
     with pytest.warns(checkpoint.CheckpointChange, match="start empty"):
-        restored = checkpoint.restore(directory / name, variables)
+        restored = checkpoint.restore(directory / FILE, variables)
     np.testing.assert_array_equal(restored["params"]["kernel"], kernel)
     shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
     assert shapes(restored) == shapes(variables)
     with pytest.raises(ValueError, match="fp8"):
-        checkpoint.restore(directory / name, variables, strict=True)
-    checkpoint.save(directory / name, {"params": {"kernel": kernel.T, "bias": kernel[0]}})
+        checkpoint.restore(directory / FILE, variables, strict=True)
+    checkpoint.save(directory / FILE, {"params": {"kernel": kernel.T, "bias": kernel[0]}})
     with pytest.raises(ValueError, match="params/kernel"):
-        checkpoint.restore(directory / name, variables)
-
-
-# Training goes on bit for bit
-
-
-def batch(number: int) -> np.ndarray:
-    x = np.random.default_rng(number).normal(size=(32, 64)).astype(np.float32)
-    if number == 1:
-        x[3, 3] = np.inf  # a skipped step, after which the loss scale is another one
-    return x
+        checkpoint.restore(directory / FILE, variables)
 
 
 @pytest.mark.slow
 def test_training_goes_on_bit_for_bit(directory):
-    """In FP8 throughout: products, gradients, moments."""
+    """In FP8 throughout: matmuls, gradients, moments. Step 1 overflows and is skipped."""
     pytest.importorskip("orbax.checkpoint")
-    model = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(64)])
-    model, tx = jfp8.initialize(
-        model, optax.adamw(1e-2), recipe="delayed", opt_level="O2", exempt=()
-    )
-    variables = jax.jit(model.init)(jax.random.key(0), X)
-    fresh = jfp8.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+    fresh = initialized("O2")
+    batches = [np.random.default_rng(i).normal(size=(32, 64)).astype(np.float32) for i in range(5)]
+    batches[1][3, 3] = np.inf
 
     @jax.jit
     def step(state, x):
         def loss_fn(variables, x):
-            y = state.apply_fn(variables, x)
-            return jnp.mean((y - jnp.sin(3 * x)) ** 2), {}
+            y, updates = state.apply_fn(variables, x, mutable=["batch_stats"])
+            return jnp.mean((y - jnp.sin(x[:, :8])) ** 2), updates
 
         loss, grads = jfp8.value_and_grad(loss_fn)(state, x)
         return state.apply_gradients(grads), loss
 
-    state = fresh
-    for number in range(6):
-        if number == 3:
-            for name in FORMATS:
-                checkpoint.save(directory / name, state)
-        state, loss = step(state, batch(number))
-    for name in FORMATS:
-        leaves = by_path(checkpoint.load(directory / name))
-        dtypes = {str(leaf.dtype) for leaf in leaves.values() if isinstance(leaf, np.ndarray)}
-        assert {"float8_e4m3fn", "float32"} <= dtypes
-        resumed = checkpoint.restore(directory / name, fresh)
-        assert int(resumed.step) == 3
-        for number in range(3, 6):
-            resumed, resumed_loss = step(resumed, batch(number))
-        assert float(resumed_loss) == float(loss) > 0
-        assert serialization.to_bytes(resumed) == serialization.to_bytes(state)
-
-
-@pytest.mark.slow
-def test_training_of_an_nnx_model_goes_on_bit_for_bit(directory):
-    """With the random state of a dropout."""
-    pytest.importorskip("orbax.checkpoint")
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        loss_fn = lambda model, x: jnp.mean((model(x) - x) ** 2)
-        loss, grads = jfp8.nnx.value_and_grad(loss_fn)(model, x)
-        optimizer.update(model, grads)
-        return loss
-
-    def start():
-        model = Net(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-    def states(model, optimizer):
-        return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
-
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
-    whole = start()
-    for number in range(4):
-        if number == 2:
-            for name in FORMATS:
-                checkpoint.save(directory / name, states(*whole))
-        loss = step(*whole, x)
-    expected = jax.tree.map(np.asarray, expected_state(states(*whole)))
-    for name in FORMATS:
-        model, optimizer = start()
-        restored = checkpoint.restore(directory / name, states(model, optimizer))
-        nnx.update(model, restored["model"])
-        nnx.update(optimizer, restored["optimizer"])
-        for _ in range(2, 4):
-            resumed_loss = step(model, optimizer, x)
-        assert float(resumed_loss) == float(loss) > 0
-        found = jax.tree.map(np.asarray, expected_state(states(model, optimizer)))
-        assert_same_bits(found, expected)
+    states = [fresh]
+    for x in batches:
+        states.append(step(states[-1], x)[0])
+    for name in (FILE, FOLDER):
+        checkpoint.save(directory / name, states[3])
+        resumed = checkpoint.restore(directory / name, fresh, strict=True)
+        for x in batches[3:]:
+            resumed, loss = step(resumed, x)
+        assert np.isfinite(loss)
+        assert_same(resumed, states[-1])
 
 
 def test_arrays_of_safetensors_are_aligned_for_whoever_maps_the_file(directory):

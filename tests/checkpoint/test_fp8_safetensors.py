@@ -20,8 +20,10 @@ import pytest
 
 import jfp8
 from jfp8 import ScaledArray, checkpoint
+from jfp8.checkpoint.fp8_style import STYLES
 from jfp8.checkpoint.torch_layout import Place
 from jfp8.products import dot_general
+from support.checkpoints import assert_same
 
 FOLDER = Path(__file__).parents[1] / "data" / "fp8_checkpoints"
 CHECKSUMS = json.loads((FOLDER / "checksums.json").read_text())
@@ -96,14 +98,7 @@ def test_what_was_read_is_written_byte_for_byte(name, tmp_path):
     single = FOLDER / name / "model.safetensors"
     if single.exists():
         assert (tmp_path / "model.safetensors").read_bytes() == single.read_bytes()
-    stored, again = raw(FOLDER / name), raw(tmp_path)
-    assert stored.keys() == again.keys()
-    for key, x in stored.items():
-        assert (x.dtype, x.shape, x.tobytes()) == (
-            again[key].dtype,
-            again[key].shape,
-            again[key].tobytes(),
-        )
+    assert_same(raw(tmp_path), raw(FOLDER / name))
 
 
 def test_several_files_and_their_index(tmp_path):
@@ -114,8 +109,7 @@ def test_several_files_and_their_index(tmp_path):
     assert len(files) == 3
     again, same = checkpoint.load_fp8_safetensors(tmp_path)
     assert same == style
-    assert again.keys() == tensors.keys()
-    np.testing.assert_array_equal(again[UP].data.view(np.uint8), tensors[UP].data.view(np.uint8))
+    assert_same(again, tensors)
 
 
 # In a model.
@@ -142,11 +136,7 @@ def test_kernels_are_transposed_reshaped_and_stacked_without_rounding():
     np.testing.assert_array_equal(query, np.asarray(tensors[QUERY]).T.reshape(32, 2, 16))
     np.testing.assert_array_equal(out, np.asarray(tensors[OUT]).T.reshape(2, 16, 32))
     assert params["norm"]["scale"].dtype == jnp.bfloat16
-    back = checkpoint.from_flax_params(params, names)
-    assert back.keys() == tensors.keys()
-    for name, x in tensors.items():
-        for a, b in zip(jax.tree.leaves(back[name]), jax.tree.leaves(x), strict=True):
-            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, np.asarray(b).tobytes())
+    assert_same(checkpoint.from_flax_params(params, names), tensors)
 
 
 @pytest.mark.parametrize(
@@ -190,26 +180,16 @@ def deepseek_file(folder: Path, weights: dict[str, np.ndarray]) -> dict[str, np.
         scale = padded.reshape(rows, 128, columns, 128).max((1, 3)) / np.float32(448)
         each = np.kron(scale, np.ones((128, 128), np.float32))[: w.shape[0], : w.shape[1]]
         arrays |= {name: (w / each).astype(E4M3), name + "_scale_inv": scale}
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header, data = {"__metadata__": {"format": "pt"}}, b""
     for name, x in arrays.items():
+        offsets = [len(data), len(data) + x.nbytes]
         dtype = "F32" if x.dtype == np.float32 else "F8_E4M3"
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(x.shape),
-            "data_offsets": [end, end + x.nbytes],
-        }
-        end += x.nbytes
+        header[name] = {"dtype": dtype, "shape": list(x.shape), "data_offsets": offsets}
+        data += x.tobytes()
     text = json.dumps(header).encode()
-    content = (
-        len(text).to_bytes(8, "little") + text + b"".join(x.tobytes() for x in arrays.values())
-    )
+    content = len(text).to_bytes(8, "little") + text + data
     (folder / "model.safetensors").write_bytes(content)
-    config = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     return arrays
 
@@ -226,9 +206,7 @@ def test_blocks_of_128_that_are_cut_short(tmp_path):
     np.testing.assert_array_equal(q, expected)
     check_layer(q, "block")
     checkpoint.save_fp8_safetensors(tmp_path / "again", tensors, "deepseek")
-    again = raw(tmp_path / "again")
-    for name, x in stored.items():
-        assert x.tobytes() == again[name].tobytes()
+    assert_same(raw(tmp_path / "again"), stored)
 
 
 @pytest.mark.slow
@@ -308,25 +286,16 @@ def test_trap_scales_of_others_are_no_powers_of_two(monkeypatch):
 # Styles of one's own.
 
 
-@pytest.mark.parametrize(
-    ("style", "granularity"),
-    [
-        ("deepseek", jfp8.Block((128, 128))),
-        ("compressed-tensors", jfp8.PerAxis(0)),
-        ("per-tensor", jfp8.PerTensor()),
-    ],
-)
-def test_new_checkpoints_in_each_style(style, granularity, tmp_path):
+def test_new_checkpoints_in_each_style(tmp_path):
     w = jax.random.normal(jax.random.key(0), (130, 200))
-    tensors = {
-        "w.weight": jfp8.quantize(w, granularity=granularity),
-        "norm.weight": jnp.ones(4, jnp.bfloat16),
-    }
-    checkpoint.save_fp8_safetensors(tmp_path, tensors, style)
-    again, found = checkpoint.load_fp8_safetensors(tmp_path)
-    assert found == checkpoint.fp8_style.STYLES[style]
-    np.testing.assert_array_equal(again["w.weight"], tensors["w.weight"])
-    np.testing.assert_array_equal(again["norm.weight"], tensors["norm.weight"])
+    granularities = jfp8.Block((128, 128)), jfp8.PerAxis(0), jfp8.PerTensor()
+    for (name, style), granularity in zip(STYLES.items(), granularities, strict=True):
+        q, norm = jfp8.quantize(w, granularity=granularity), jnp.ones(4, jnp.bfloat16)
+        checkpoint.save_fp8_safetensors(tmp_path / name, {"w.weight": q, "norm.weight": norm}, name)
+        again, found = checkpoint.load_fp8_safetensors(tmp_path / name)
+        assert found == style
+        np.testing.assert_array_equal(again["w.weight"], q)
+        np.testing.assert_array_equal(again["norm.weight"], norm)
 
 
 def test_scales_that_are_stored_as_powers_of_two(tmp_path):
@@ -334,9 +303,7 @@ def test_scales_that_are_stored_as_powers_of_two(tmp_path):
     w = jax.random.normal(jax.random.key(0), (130, 200))
     blocks = jfp8.Block((128, 128))
     q = jfp8.quantize(w, granularity=blocks, scale_rounding="power_of_two")
-    style = dataclasses.replace(
-        checkpoint.fp8_style.STYLES["deepseek"], scale_dtype="float8_e8m0fnu"
-    )
+    style = dataclasses.replace(STYLES["deepseek"], scale_dtype="float8_e8m0fnu")
     checkpoint.save_fp8_safetensors(tmp_path, {"w": q}, style)
     again, found = checkpoint.load_fp8_safetensors(tmp_path)
     assert found == style
@@ -347,41 +314,45 @@ def test_scales_that_are_stored_as_powers_of_two(tmp_path):
 # Mistakes.
 
 
-def changed(tmp_path: Path, **config) -> Path:
+def changed(folder: Path, **config) -> Path:
     """A copy of a checkpoint with another quantization_config."""
-    shutil.copytree(FOLDER / "transformers_block", tmp_path / "copy")
-    path = tmp_path / "copy" / "config.json"
-    tree = json.loads(path.read_text())
+    shutil.copytree(FOLDER / "transformers_block", folder)
+    tree = json.loads((folder / "config.json").read_text())
     tree["quantization_config"] |= config
-    path.write_text(json.dumps(tree))
-    return tmp_path / "copy"
+    (folder / "config.json").write_text(json.dumps(tree))
+    return folder
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"quant_method": "awq"}, "quant_method='awq' is not read here. Known: 'fp8', "),
-        ({"fmt": "e5m2fnuz"}, "fmt='e5m2fnuz' in quantization_config is not read"),
-        ({"weight_block_size": [8]}, "weight_block_size=\\[8\\] .* not a list of two sizes"),
-        ({"weight_block_size": [32, 32]}, "of 32 x 32 need .* Does config.json belong to"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "float-quantized",
-                "config_groups": {"a": {"weights": {"type": "int", "num_bits": 8}}},
-            },
-            "type='int' in quantization_config is not read here. Known: 'float'",
-        ),
-    ],
-)
-def test_unknown_formats_raise(config, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        checkpoint.load_fp8_safetensors(changed(tmp_path, **config))
+INTEGERS = {"a": {"weights": {"type": "int", "num_bits": 8}}}
+UNKNOWN = [
+    (
+        {"quant_method": "awq"},
+        "quant_method='awq' in quantization_config is not read here. Known: 'fp8', ",
+    ),
+    ({"quant_method": ["fp8"]}, r"quant_method=\['fp8'\] in quantization_config is not read"),
+    ({"fmt": "e5m2fnuz"}, "fmt='e5m2fnuz' in quantization_config is not read"),
+    ({"weight_block_size": [8]}, "weight_block_size=\\[8\\] .* not a list of two sizes"),
+    ({"weight_block_size": [32, 32]}, "of 32 x 32 need .* Does config.json belong to"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": INTEGERS,
+        },
+        "type='int' in quantization_config is not read here. Known: 'float'",
+    ),
+]
+
+
+def test_unknown_formats_raise(tmp_path):
+    for i, (config, message) in enumerate(UNKNOWN):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.load_fp8_safetensors(changed(tmp_path / str(i), **config))
 
 
 def test_damaged_checkpoints(tmp_path):
-    folder = changed(tmp_path)
+    folder = changed(tmp_path / "copy")
     index = folder / "model.safetensors.index.json"
     tree = json.loads(index.read_text())
     tree["weight_map"]["other"] = "model-00001-of-00002.safetensors"
@@ -416,9 +387,7 @@ def test_what_a_style_cannot_hold(tmp_path):
         save(tmp_path, q, "deepseek")
     with pytest.raises(ValueError, match="style='fp9' is unknown. Allowed: 'deepseek', "):
         save(tmp_path, q, "fp9")
-    narrow = dataclasses.replace(
-        checkpoint.fp8_style.STYLES["compressed-tensors"], scale_dtype="bfloat16"
-    )
+    narrow = dataclasses.replace(STYLES["compressed-tensors"], scale_dtype="bfloat16")
     with pytest.raises(ValueError, match="not numbers of bfloat16.*scale_dtype='float32'"):
         save(tmp_path, q, narrow)
     with pytest.raises(ValueError, match="'w_scale' is taken by the scale of 'w'"):

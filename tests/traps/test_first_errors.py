@@ -39,8 +39,8 @@ def loss_of_params(params, x, y):
 
 
 def restore_another_recipe(folder):
-    jfp8.checkpoint.save(folder / "state.msgpack", create())
-    jfp8.checkpoint.restore(folder / "state.msgpack", create(jfp8.Dense(4, recipe=MX())))
+    jfp8.checkpoint.save(folder / "state.safetensors", create())
+    jfp8.checkpoint.restore(folder / "state.safetensors", create(jfp8.Dense(4, recipe=MX())))
 
 
 def forget_to_scale_the_loss(folder):
