@@ -74,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
     elif not jax.config.jax_platforms:
         os.environ["JAX_PLATFORMS"] = "cpu"  # for workers and scripts
         jax.config.update("jax_platforms", "cpu")
+    if "not slow" in config.option.markexpr and "jfp8" in config.args:
+        config.args.remove("jfp8")  # doctests are slow, and collecting them imports everything
     if hasattr(config, "cache"):  # not with -p no:cacheprovider
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
