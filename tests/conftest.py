@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import mmap
 import os
 import zlib
 from collections import Counter
@@ -29,7 +30,7 @@ from jax.experimental.compilation_cache import compilation_cache
 collect_ignore = ["mutations.py", "support"]
 
 # Traces make millions of objects and little garbage: looking for it takes an eighth of the time.
-# `little_garbage` does so when there are many new ones.
+# `little_memory` does so between files.
 gc.disable()
 MANY_OBJECTS = 5_000_000
 
@@ -73,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
     elif not jax.config.jax_platforms:
         os.environ["JAX_PLATFORMS"] = "cpu"  # for workers and scripts
         jax.config.update("jax_platforms", "cpu")
+    if "not slow" in config.option.markexpr and "jfp8" in config.args:
+        config.args.remove("jfp8")  # doctests are slow, and collecting them imports everything
     if hasattr(config, "cache"):  # not with -p no:cacheprovider
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -121,21 +124,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs an NVIDIA GPU, and pytest -m gpu")
 
 
-MAPS = Path("/proc/self/maps")
+MAPS, STATM = Path("/proc/self/maps"), Path("/proc/self/statm")
 # Linux gives a process 65,530 by default, and XLA dies without a word when it gets no more.
 MANY_MAPS = 25_000
+MUCH_MEMORY = 1_200_000_000  # bytes
+
+
+def has_grown() -> bool:
+    """Whether this process holds much memory, many maps of it, or many new Python objects."""
+    if STATM.exists() and int(STATM.read_text().split()[1]) * mmap.PAGESIZE > MUCH_MEMORY:
+        return True
+    many_maps = MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MANY_MAPS
+    return many_maps or gc.get_count()[0] > MANY_OBJECTS
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_memory_maps() -> Iterator[None]:
-    """Drops compiled programs when there are many: each takes some maps of memory, for good."""
+def little_memory() -> Iterator[None]:
+    """Drops compiled programs and garbage between files, where a process has grown."""
     yield
-    if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > MANY_MAPS:
+    if has_grown():
         jax.clear_caches()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def little_garbage() -> Iterator[None]:
-    yield
-    if gc.get_count()[0] > MANY_OBJECTS:
         gc.collect()

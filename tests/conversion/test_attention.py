@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jfp8
+from support.devices import traced_for
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (2, 6, 16))
@@ -126,12 +127,11 @@ def test_attention_is_chosen_by_its_path_and_refuses_dropout():
     tuple(map(int, jax.__version__.split(".")[:3])) < (0, 11, 2), reason="kernels need JAX 0.11.2"
 )
 def test_a_report_for_a_hopper_names_the_kernels_or_what_they_lack():
-    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     x = jnp.zeros((1, 250, 128))
     layer = jfp8.TransformerLayer(
         128, 256, 2, attention_products=True, self_attn_mask_type="causal"
     )
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+    with traced_for():
         for changes, mask, cuda in (
             ({}, None, "mosaic_gpu"),
             ({"self_attn_mask_type": "no_mask"}, np.ones((1, 1, 250, 250), bool), "mosaic_gpu"),

@@ -23,6 +23,7 @@ from jfp8.recipes.nvfp4 import NVFP4BlockScaling
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
 from jfp8.recipes.rowwise import RowwiseScaling
 from jfp8.tracing import notes as explain
+from support.devices import traced_for
 
 KEY = jax.random.key(0)
 CURRENT = Float8CurrentScaling()
@@ -306,8 +307,7 @@ def test_what_a_gpu_computes_products_with():
     blocks = {"Dense_1": "bf16", "Conv_0": "bf16"}
     large = {"Conv_1": "xla", "Dense_0": "xla", "Dense_2": "xla"}
     assert seen() == large | blocks
-    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+    with traced_for():
         # Where there are kernels, small products pay as well.
         pays = jax.__version_info__ >= (0, 11, 2)
         small = {} if pays else {"Conv_1": "bf16", "Dense_2": "bf16"}
@@ -324,8 +324,7 @@ def test_expected_times_of_a_known_gpu():
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     variables = jax.eval_shape(model.init, KEY, x)
     assert "expected" not in jfp8.report(model, variables, x).verbose()
-    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA L40S", num_cores=142, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+    with traced_for("NVIDIA L40S"):
         r = jfp8.report(model, variables, x)
     found = {row.path: (row.cuda.split(":")[0], row) for row in r.rows}
     for name, n, k in (("layers_0", 4096, 4096), ("layers_1", 128, 4096), ("layers_2", 16, 128)):
@@ -350,11 +349,10 @@ TIMED = {"current": "one", "rowwise": "one", "block": "blocks", "mxfp8": "mx", "
 def test_expected_times_are_by_the_kind_of_scales():
     layers = {name: jfp8.Dense(4096, recipe=jfp8.recipes.get(name)) for name in TIMED}
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
     costs = BY_XLA if jax.__version_info__ < (0, 11, 2) else ON_BLACKWELL
     for name, layer in layers.items():
         variables = jax.eval_shape(layer.init, KEY, x)
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+        with traced_for("NVIDIA B200"):
             row = jfp8.report(layer, variables, x).rows[0]
         times = expected(work_of((4096,) * 3), RATES["B200"], TIMED[name], costs)
         used = times.rounded if row.cuda.startswith("bf16") else times.fp8

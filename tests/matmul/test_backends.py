@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 import jfp8
 from jfp8.kernels.backend import facts_of
@@ -22,6 +22,7 @@ from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.scales import amax
 from jfp8.tracing.device import Gpu
+from support.devices import traced_for
 
 PLAIN = (((1,), (0,)), ((), ()))
 HOPPER = Gpu("NVIDIA H200", (9, 0))
@@ -336,9 +337,8 @@ def test_blackwell_takes_powers_of_two():
 
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA B200"])
 def test_models_of_hardware_are_emulated_everywhere(kind):
-    device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     multiply = lambda a, b: jfp8.scaled_matmul(a, b, PLAIN, accumulation="hopper")
     both = q((64, 64)), q((64, 64))
     expected = str(jax.make_jaxpr(multiply)(*both))
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with traced_for(kind):
         assert str(jax.make_jaxpr(multiply)(*both)) == expected

@@ -19,7 +19,8 @@ from jfp8 import recipes
 from jfp8.kernels.flash.division import forward_rule
 from jfp8.kernels.flash.problem import BLOCK
 from jfp8.kernels.hopper.attention import attention_forward
-from support.attention_in_f64 import assert_attention, f64, operands_of
+from support.attention_in_f64 import assert_attention, f64, operands_of, with_other_tokens
+from support.devices import traced_for
 from support.interpreter import no_races
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -95,7 +96,7 @@ def test_e5m2_operands():
 def test_later_tokens_change_nothing(window, by_mask):
     """Not a bit of an earlier one, whatever their keys, values and scales are."""
     seen, look_ahead = 170, window[1] if window else 0
-    q, k, v_t, q_scale, k_scale, v_scale = operands_of(1, 1, 256, 256, 64)
+    operands = operands_of(1, 1, 256, 256, 64)
     attend = partial(
         interpreted,
         mask=jnp.tri(256, dtype=bool)[None] if by_mask else None,
@@ -105,15 +106,8 @@ def test_later_tokens_change_nothing(window, by_mask):
         window=window,
         out_dtype=F32,
     )
-    before = attend(q, k, v_t, q_scale, k_scale, v_scale)
-    after = attend(
-        q.at[:, seen:].set(448.0),
-        k.at[:, seen:].set(-448.0),
-        v_t.at[:, :, seen:].set(448.0),
-        q_scale.at[:, seen:].set(1e4),
-        k_scale.at[:, seen:].set(1e4),
-        v_scale.at[:, seen:].set(2.0**60),
-    )
+    before = attend(*operands)
+    after = attend(*with_other_tokens(operands, seen))
     earlier = seen - look_ahead
     for x, y in zip(before, after, strict=True):
         np.testing.assert_array_equal(np.asarray(x)[:, :earlier], np.asarray(y)[:, :earlier])
@@ -162,9 +156,7 @@ def test_kernels_are_chosen_where_they_compute_the_same(how):
 
 
 def jaxpr_on_h200(f, *args):
-    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=gpu)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with traced_for():
         return str(jax.make_jaxpr(f)(*args))
 
 

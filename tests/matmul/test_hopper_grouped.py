@@ -12,6 +12,7 @@ if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
 
 from jfp8.kernels.hopper import grouped
 from jfp8.kernels.hopper.tiles import Tiles
+from support.arrays import f64
 from support.interpreter import no_races
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -39,10 +40,6 @@ def normal(seed, shape, dtype=E4M3):
 def scales(seed, shape):
     """Not powers of two, over four orders of magnitude."""
     return jnp.asarray(10 ** np.random.default_rng(seed).uniform(-2, 2, shape), F32)
-
-
-def f64(x):
-    return np.asarray(x).astype(np.float64)
 
 
 def along(scale, axis, size):

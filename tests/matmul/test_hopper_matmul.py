@@ -12,6 +12,7 @@ if jax.__version_info__ < (0, 11, 2):
 
 from jfp8.kernels.hopper import matmul
 from jfp8.kernels.hopper.tiles import SHARED_MEMORY, Tiles, candidates, default_tiles
+from support.arrays import f64
 from support.interpreter import no_races
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -30,10 +31,6 @@ def interpreted(kernel, *operands, **options):
     with no_races() as params:
         y = jax.block_until_ready(kernel(*operands, **options, interpret=params))
     return f64(y)
-
-
-def f64(x):
-    return np.asarray(x).astype(np.float64)
 
 
 def normal(seed, shape, dtype=E4M3):

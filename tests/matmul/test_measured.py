@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jfp8.kernels.hopper import measured as module
 from jfp8.kernels.hopper.measured import measured, shape_class
+from support.devices import traced_for
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic GPU kernels need JAX 0.11.2"
@@ -25,8 +25,7 @@ TABLE = {
 
 
 def on(kind):
-    gpu = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
+    return traced_for(kind)
 
 
 @pytest.fixture(autouse=True)

@@ -263,48 +263,7 @@ def random_scales(rng, shape, kind):
     return jnp.asarray(rng.uniform(0.5, 2, shape) * 10.0 ** rng.integers(-4, 5, shape), jnp.float32)
 
 
-@implementations
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 7])
-def test_scales_along_any_dimensions_that_stay(seed, implementation):
-    """Each batch and free dimension has a scale per index or not, as chance has it."""
-    rng = np.random.default_rng(seed)
-    kind = ("f32", "e8m0")[seed % 2]
-    lhs_shape, rhs_shape, numbers = CASES[f"random{seed}"]
-
-    def scaled(shape, contract, fmt):
-        varies = rng.random(len(shape)) < 0.7
-        sizes = [n if v and d not in contract else 1 for d, (n, v) in enumerate(zip(shape, varies))]
-        return ScaledArray(random_codes(rng, shape, fmt), random_scales(rng, sizes, kind))
-
-    lhs = scaled(lhs_shape, numbers[0][0], E4M3)
-    rhs = scaled(rhs_shape, numbers[0][1], E5M2)
-    y = matmul(lhs, rhs, numbers, implementation=implementation)
-    assert_close_to_float64(y, lhs, rhs, numbers)
-
-
 BATCHED = (((2,), (1,)), ((0,), (0,)))  # (4, 6, 10) . (4, 10, 8)
-LAYOUTS = {
-    "per tensor": ((), ()),
-    "rows and columns": ((1, 6, 1), (1, 1, 8)),
-    "batch": ((4, 1, 1), (4, 1, 1)),
-    "batch and free": ((4, 6, 1), (4, 1, 8)),
-    "one side only": ((4, 6, 1), ()),
-    "all ones": ((1, 1, 1), (1, 1, 1)),
-    "blocks of rows": ((1, 3, 1), (1, 1, 8)),
-    "blocks of columns": ((), (4, 1, 2)),
-    "blocks of the batch": ((2, 6, 1), (2, 1, 1)),
-}
-
-
-@implementations
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_scale_layouts(layout, implementation):
-    rng = np.random.default_rng(6)
-    shapes = LAYOUTS[layout]
-    lhs = ScaledArray(random_codes(rng, (4, 6, 10), E4M3), random_scales(rng, shapes[0], "f32"))
-    rhs = ScaledArray(random_codes(rng, (4, 10, 8), E4M3), random_scales(rng, shapes[1], "f32"))
-    y = matmul(lhs, rhs, BATCHED, implementation=implementation)
-    assert_close_to_float64(y, lhs, rhs, BATCHED)
 
 
 @pytest.mark.slow
@@ -388,34 +347,7 @@ def test_empty_contraction_with_scales_per_axis(axes):
         np.testing.assert_array_equal(y, np.zeros((4, 3)))
 
 
-@pytest.mark.slow
-def test_quantize_then_multiply():
-    """The way of the data from end to end, against numpy's product of what was quantized."""
-    rng = np.random.default_rng(9)
-    x, w = rng.normal(size=(33, 65)).astype(np.float32), rng.normal(size=(65, 9)).astype(np.float32)
-    lhs = quantize(x, granularity=jfp8.PerAxis(0))
-    rhs = quantize(w, granularity=jfp8.PerAxis(1))
-    y = matmul(lhs, rhs)
-    assert_close_to_float64(y, lhs, rhs)
-    cosine = (y * (x @ w)).sum() / np.linalg.norm(y) / np.linalg.norm(x @ w)
-    assert 0.999 < cosine < 1
-
-
 # Transformations
-
-
-@pytest.mark.slow
-@implementations
-def test_jit_equals_eager(implementation):
-    rng = np.random.default_rng(10)
-    lhs = ScaledArray(random_codes(rng, (5, 4, 6), E4M3), random_scales(rng, (5, 1, 1), "f32"))
-    rhs = ScaledArray(random_codes(rng, (6, 5, 3), E5M2), random_scales(rng, (1, 5, 3), "f32"))
-    numbers = (((2,), (0,)), ((0,), (1,)))
-    options = {"implementation": implementation, "preferred_element_type": jnp.bfloat16}
-    eager = scaled_matmul(lhs, rhs, numbers, **options)
-    np.testing.assert_array_equal(matmul(lhs, rhs, numbers, **options), eager)
-    assert np.isfinite(eager).all()
-    assert abs(eager).min() > 0
 
 
 @pytest.mark.slow

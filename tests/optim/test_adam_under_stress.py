@@ -5,22 +5,18 @@ Oracle: `optax.scale_by_adam` in f32 on the same gradients, see `benchmarks/adam
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from jfp8.optim.adam import DEFAULT, PRESETS
 from jfp8.optim.blocks import Blocks
 from jfp8.optim.storage import Float
+from support.scripts import imported
 
 
 @pytest.fixture(scope="module")
 def under_stress():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
-        yield importlib.import_module("adam_under_stress")
+    return imported("adam_under_stress", "benchmarks")
 
 
 def worst(of_stress, first=0) -> float:

@@ -13,12 +13,9 @@ from jax.sharding import Mesh, PartitionSpec
 import jfp8
 from jfp8.optim.fp8_gradients import fp8_gradients
 from jfp8.optim.masters import master_weights
+from support.arrays import normal
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
-
-
-def normal(shape, seed=0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def rounded(g, dtype=E4M3) -> np.ndarray:

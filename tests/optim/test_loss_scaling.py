@@ -6,7 +6,6 @@ a loss scale, and powers of two, which make every comparison below an equality o
 
 from __future__ import annotations
 
-import functools
 import math
 
 import flax.serialization
@@ -19,6 +18,7 @@ import pytest
 import jfp8
 from jfp8.optim.finite import all_finite, keep_unless
 from jfp8.optim.loss_scale_state import find_loss_scale
+from support.arrays import assert_same
 
 PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.float32([0.5, -2.0])}
 LEARNING_RATE = 0.1
@@ -92,15 +92,6 @@ def adam_state(opt_state) -> optax.ScaleByAdamState:
         if isinstance(node, optax.ScaleByAdamState)
     )
     return found
-
-
-def assert_same(actual, expected):
-    """The same structure, dtypes and bits."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
 
 
 def assert_finite(tree):
@@ -195,28 +186,6 @@ def test_state_machine(machine, share_finite):
         assert max(scales) == ceiling
     if backoff < 1:
         assert min(scales) == floor
-
-
-@pytest.mark.parametrize("interval", [1, 2, 5])
-def test_grows_on_the_nth_finite_step_and_not_before(interval):
-    tx = jfp8.loss_scale(init_scale=4.0, growth_interval=interval)
-    _, states = run_machine(tx, [True] * (2 * interval))
-    scales = [4.0] * (interval - 1) + [8.0] * interval + [16.0]
-    assert states.loss_scale.tolist() == scales
-
-
-def test_an_overflow_restarts_the_count():
-    tx = jfp8.loss_scale(init_scale=4.0, growth_interval=3)
-    _, states = run_machine(tx, [True, True, False, True, True, True])
-    assert states.growth_tracker.tolist() == [1, 2, 0, 1, 2, 0]
-    assert states.loss_scale.tolist() == [4, 4, 2, 2, 2, 4]
-
-
-def test_the_count_restarts_at_the_ceiling_too():
-    tx = jfp8.loss_scale(init_scale=4.0, max_scale=4.0, growth_interval=2)
-    _, states = run_machine(tx, [True] * 4)
-    assert states.growth_tracker.tolist() == [1, 0, 1, 0]
-    assert states.loss_scale.tolist() == [4.0] * 4
 
 
 @pytest.mark.slow
@@ -383,15 +352,6 @@ def test_trap_adam_makes_nan_of_f16_zeros(tx, param_dtype):
     assert params["w"].dtype == param_dtype
 
 
-@pytest.mark.slow
-def test_adam_alone_in_f16_shows_why():
-    """The same gradient without jfp8: if this starts to pass, the trap above has gone."""
-    tx = optax.adam(LEARNING_RATE)
-    params = {"w": jnp.ones(2, jnp.float16)}
-    updates, _ = tx.update({"w": jnp.float16([0, 0.5])}, tx.init(params), params)
-    assert np.isnan(updates["w"][0])
-
-
 # What a skipped step leaves behind -------------------------------------------------------------
 
 
@@ -410,12 +370,6 @@ def adamw(*before):
 def noisy(*before):
     """An element with a typed random key in its state."""
     return optax.chain(*before, optax.add_noise(0.1, 0.5, jax.random.key(0)), adam())
-
-
-def passing(inner, max_errors=10_000):
-    return optax.chain(
-        jfp8.loss_scale(on_overflow="pass"), optax.apply_if_finite(inner, max_errors)
-    )
 
 
 # Compositions that skip exactly, each with the plain optimizer that it must agree with.
@@ -467,25 +421,6 @@ def test_a_skipped_step_is_exact(tx, plain):
         assert scaler.growth_tracker == STEPS - 1 - BAD_STEP
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plain", [adam(), clipped_adam(), adamw()], ids=["adam", "clip", "adamw"])
-def test_pass_and_apply_if_finite_skip_exactly(plain):
-    """The same with optax alone, which compiles: equal bits of equal code, and close to `plain`."""
-    gradients, good = make_gradients(), without(make_gradients(), BAD_STEP)
-    history = train(passing(plain), gradients, bad_steps=[BAD_STEP], jit=True)
-    straight = train(passing(plain), good, jit=True)
-    expected = train(plain, good)[-1][0]
-
-    assert_same(history[BAD_STEP][0], history[BAD_STEP - 1][0])
-    for (params, _), (other, _) in zip(without(history, BAD_STEP), straight, strict=True):
-        assert_same(params, other)
-    assert_same(adam_state(history[-1][1]), adam_state(straight[-1][1]))
-    assert adam_state(history[-1][1]).count == STEPS - 1
-    for name in PARAMS:
-        np.testing.assert_allclose(history[-1][0][name], expected[name], rtol=1e-5)
-    assert find_loss_scale(history[-1][1]).loss_scale == 2.0**14
-
-
 def test_chain_is_not_exact():
     """Documented: a chain's elements cannot stop one another, so Adam takes a step of zero."""
     gradients = make_gradients()
@@ -501,14 +436,6 @@ def test_chain_is_not_exact():
     assert moved(history[BAD_STEP - 1][0], history[BAD_STEP][0])
     assert find_loss_scale(history[-1][1]).loss_scale == 2.0**14
     assert_finite(history[-1])
-
-
-def test_nonfinite_updates_destroy_a_chain_that_does_not_expect_them():
-    """Why `on_overflow="zero"` is the default."""
-    tx = optax.chain(jfp8.loss_scale(on_overflow="pass"), adam())
-    params, _ = train(tx, make_gradients(), bad_steps=[BAD_STEP])[-1]
-    assert np.isnan(params["w"][1, 2])
-    assert np.isnan(params["b"][0])
 
 
 @pytest.mark.slow
@@ -535,16 +462,6 @@ def test_burst_of_overflows_from_the_first_step(burst):
     np.testing.assert_allclose(chain, chain_size(), rtol=2e-5)
     if burst == 4:
         np.testing.assert_allclose(chain, LEARNING_RATE / 2, rtol=0.1)  # "about half"
-
-
-@pytest.mark.slow
-def test_trap_apply_if_finite_accepts_nan_after_a_burst():
-    """optax gives up skipping after `max_consecutive_errors`: with 'pass' it has to be huge."""
-    gradients = make_gradients()
-    patient, _ = train(passing(adam(), 10_000), gradients, bad_steps=range(3, 8), jit=True)[-1]
-    impatient, _ = train(passing(adam(), 3), gradients, bad_steps=range(3, 8), jit=True)[-1]
-    assert_finite(patient)
-    assert np.isnan(impatient["b"][0])
 
 
 def test_trap_apply_if_finite_outside_never_backs_off():
@@ -609,40 +526,6 @@ def test_trap_skip_not_finite_around_loss_scale_never_backs_off():
     ).gradient_transformation()
     history = train(tx, make_gradients(), bad_steps=range(STEPS), jit=True)
     assert find_loss_scale(history[-1][1]).loss_scale == 2.0**15
-
-
-STATEFUL = {
-    "chain": optax.chain(jfp8.loss_scale(), adam()),
-    "loss_scale(adam)": jfp8.loss_scale(adam()),
-    "skip(chain)": jfp8.skip_on_overflow(optax.chain(jfp8.loss_scale(), adam())),
-    "chain(pass)": optax.chain(jfp8.loss_scale(on_overflow="pass"), adam()),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tx", STATEFUL.values(), ids=STATEFUL.keys())
-def test_train_state_skips_exactly_with_any_of_them(tx):
-    """`apply_gradients` takes gradients of the unscaled loss, and rolls back what tx did not."""
-    gradients = make_gradients()
-
-    @jax.jit
-    def step(state, gradient):
-        return state.apply_gradients(jfp8.Gradients(gradient, {}, {}))
-
-    state = jfp8.TrainState.create(apply_fn=None, variables={"params": make_params()}, tx=tx)
-    states = []
-    for i, gradient in enumerate(gradients):
-        state = step(state, overflowing(gradient) if i == BAD_STEP else gradient)
-        states.append(state)
-    before, at = states[BAD_STEP - 1], states[BAD_STEP]
-    assert_same(at.params, before.params)
-    assert_same(adam_state(at.opt_state), adam_state(before.opt_state))
-    assert find_loss_scale(before.opt_state).loss_scale == 2.0**15
-    assert find_loss_scale(at.opt_state).loss_scale == 2.0**14
-    assert (at.step, state.step) == (BAD_STEP + 1, STEPS)
-    expected, _ = train(adam(), without(gradients, BAD_STEP))[-1]
-    for name in PARAMS:  # under jit: XLA contracts multiplications and additions
-        np.testing.assert_allclose(state.params[name], expected[name], rtol=1e-5)
 
 
 def test_keep_unless_moves_on_only_the_numbers_of_the_loss_scale():
@@ -774,33 +657,6 @@ def test_optax_tree_get_finds_the_state(tx):
     assert jfp8.scale_loss(2.0, state) == 16.0
 
 
-@pytest.mark.slow
-@in_containers
-def test_trap_jmp_forgets_fields_under_jit(tx):
-    """JMP's tree_flatten drops min_loss_scale, so that a floor of 4 is 1 after one jit."""
-    state = tx.init(make_params())
-    # Every leaf gets a value of its own, so that exchanged fields show as well.
-    leaves, structure = jax.tree.flatten(state)
-    marked = [
-        leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else (leaf + i).astype(leaf.dtype)
-        for i, leaf in enumerate(leaves, start=2)
-    ]
-    state = jax.tree.unflatten(structure, marked)
-    assert_same(jax.jit(lambda s: s)(state), state)
-    assert find_loss_scale(jax.jit(lambda s: s)(state)) is not None
-
-
-def test_trap_jmp_floor_holds_after_jit():
-    tx = jfp8.loss_scale(init_scale=16.0, min_scale=4.0)
-    update = jax.jit(tx.update)
-    state = jax.jit(lambda s: s)(begin(tx, jnp.zeros(2)))
-    scales = []
-    for _ in range(4):
-        _, state = update(jnp.float32([np.inf, 1.0]), state)
-        scales.append(float(state.loss_scale))
-    assert scales == [8.0, 4.0, 4.0, 4.0]
-
-
 def test_a_name_in_a_chain_can_hide_the_field_from_optax_but_not_from_jfp8():
     """`optax.tree.get` also matches the names of a named_chain; call the element otherwise."""
     tx = optax.named_chain(("loss_scale", jfp8.loss_scale()), ("adam", adam()))
@@ -855,20 +711,6 @@ def test_init_does_not_read_parameters(tx):
     assert jax.tree.map(lambda s: s.dtype, shapes) == jax.tree.map(lambda a: a.dtype, state)
 
 
-@pytest.mark.slow
-@in_containers
-def test_checkpoint_round_trip(tx):
-    if tx is CONTAINERS["named_chain"]:
-        pytest.skip("Flax does not serialize the OrderedDict that named_chain keeps its state in")
-    _, state = train(tx, make_gradients(3), bad_steps=[1], jit=True)[-1]
-    fresh = tx.init(make_params())
-    restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state))
-    assert_same(restored, state)
-    assert find_loss_scale(fresh).overflow_count == 0
-    assert find_loss_scale(restored).overflow_count == 1
-    assert isinstance(find_loss_scale(restored), jfp8.LossScaleState)
-
-
 def test_checkpoint_names_fields():
     """The names in files are an interface: renaming one would break old checkpoints."""
     state = jfp8.loss_scale().init(make_params())
@@ -900,34 +742,6 @@ def test_scaled_loss_follows_the_state():
     tx = scaled_adam()
     state = train(tx, make_gradients(3), bad_steps=[0, 2])[-1][1]
     assert jfp8.scale_loss(-1.5, state) == -1.5 * 2.0**13
-
-
-@pytest.mark.slow
-def test_hand_written_loop_has_the_gradients_of_the_unscaled_loss():
-    """Through `scale_loss` and back: what the README shows, against plain Adam."""
-    tx, plain = optax.chain(jfp8.loss_scale(), adam()), adam()
-    x = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
-
-    def loss_fn(params):
-        return jnp.mean((jnp.asarray(x) @ params["w"]) ** 2) + jnp.sum(params["b"] ** 2)
-
-    @functools.partial(jax.jit, static_argnums=(2, 3))
-    def step(params, state, tx, scaled):
-        def loss(params):
-            return jfp8.scale_loss(loss_fn(params), state) if scaled else loss_fn(params)
-
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, plain_params = make_params(), make_params()
-    state, plain_state = tx.init(params), plain.init(params)
-    for _ in range(10):
-        params, state = step(params, state, tx, True)
-        plain_params, plain_state = step(plain_params, plain_state, plain, False)
-    for name in PARAMS:
-        np.testing.assert_allclose(params[name], plain_params[name], rtol=1e-6)
-    assert moved(make_params(), params)
-    assert loss_fn(params) < loss_fn(make_params())
 
 
 def test_without_a_loss_scale_the_loss_cannot_be_scaled():

@@ -24,6 +24,7 @@ from jfp8.optim.stochastic_rounding import stochastic_rounding
 from jfp8.optim.stored_state import store_state
 from jfp8.optim.wrapping import MasterWeightsState
 from jfp8.recipes.per_tensor import DelayedScaling, Float8CurrentScaling
+from support.arrays import assert_same, normal
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 MASTERS = (None, "bfloat16", "float16_scaled", "float32")
@@ -36,22 +37,9 @@ GRANULARITIES = {
 all_masters = pytest.mark.parametrize("master", MASTERS)
 
 
-def normal(shape, seed=0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
 def bits(x) -> np.ndarray:
     x = np.asarray(x)
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
-
-
-def assert_same(a, b):
-    """Trees of the same structure, equal bit by bit."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        where = jax.tree_util.keystr(path)
-        np.testing.assert_array_equal(bits(x), bits(y), err_msg=where)
 
 
 def spread(scale, shape, block) -> np.ndarray:

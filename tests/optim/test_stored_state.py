@@ -21,6 +21,7 @@ from jfp8.optim.adam import DEFAULT, PRESETS, adam, adamw
 from jfp8.optim.blocks import Blocks, ExpandedArray
 from jfp8.optim.storage import Float, ScaledFloat16
 from jfp8.optim.stored_state import StoredState, is_stored, store_state
+from support.arrays import assert_same
 
 SHAPES = {"w": (64, 200), "deep": {"w": (2, 32, 128), "bias": (5000,), "small": (8, 8)}}
 MOMENTS = DEFAULT._asdict()
@@ -44,14 +45,6 @@ def train(tx, steps=4, *, params=None, state=None, first=0):
         updates, state = update(normal(step, scale=1e-3), state, params)
         params = optax.apply_updates(params, updates)
     return params, state
-
-
-def assert_same(a: Any, b: Any) -> None:
-    """The same structure, dtypes and bits."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 def stored_leaves(state) -> list[Any]:
@@ -94,14 +87,14 @@ def test_updates_follow_from_moments_that_are_not_rounded():
     (adam_state, *rest) = state.inner_state
     decoded = {
         name: jax.tree.map(
-            lambda x, storage=storages[name]: storage.decode(x) if is_stored(x) else x,
+            lambda x, storage=storages[name]: jax.jit(storage.decode)(x) if is_stored(x) else x,
             getattr(adam_state, name),
             is_leaf=is_stored,
         )
         for name in ("mu", "nu")
     }
     wide = (adam_state._replace(**decoded), *rest)
-    expected, wide_after = inner.update(gradient, wide, params)
+    expected, wide_after = jax.jit(inner.update)(gradient, wide, params)
     for u, e in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(u, e, rtol=1e-4, atol=1e-9)
     m = wide_after[0].mu["w"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from functools import partial
@@ -12,14 +11,14 @@ import jax
 import numpy as np
 import pytest
 
+from support.scripts import imported
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        yield importlib.import_module("attention_accuracy")
+    return imported("attention_accuracy", "benchmarks")
 
 
 @pytest.fixture(scope="module")

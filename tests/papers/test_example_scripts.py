@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import re
-import typing
 from pathlib import Path
 
 import jax
@@ -16,6 +13,7 @@ import pytest
 from flax import serialization
 
 import jfp8
+from support.scripts import imported, text_in
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SIZES = "--width=32 --layers=1 --heads=2 --seq-len=32 --batch-size=4 --eval-batches=4"
@@ -27,13 +25,6 @@ SCRIPTS = sorted(
 )
 
 
-def module(name: str) -> typing.Any:
-    """With the imports that `python examples/NAME.py` would find."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        return importlib.import_module(name)
-
-
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     """Scripts write their results below the working directory."""
@@ -42,9 +33,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.py"
-    path.write_bytes(b"".join(Path(m.__file__).read_bytes() for m in (argparse, typing)))
-    return str(path)
+    return str(text_in(tmp_path_factory.mktemp("text")))
 
 
 def figures_of(printed: str) -> dict[str, str]:
@@ -82,7 +71,7 @@ def check_run(script: str, result: dict, printed: str, runs: set[str]) -> dict[s
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_has_examples_of_use(script, capsys):
     with pytest.raises(SystemExit) as exit:
-        module(script).main(["--help"])
+        imported(script, "examples").main(["--help"])
     assert exit.value.code == 0
     printed = capsys.readouterr().out
     assert f"\n    python examples/{script}.py" in printed
@@ -95,7 +84,7 @@ def test_help_has_examples_of_use(script, capsys):
 
 @pytest.mark.slow
 def test_a_converted_model_trains_as_it_did(text, capsys):
-    result = module("convert_model").main([*SMALL, "--data", text])
+    result = imported("convert_model", "examples").main([*SMALL, "--data", text])
     printed = capsys.readouterr().out
     figures = check_run("convert_model", result, printed, {"fp8", "f32"})
     assert "parameters of both: equal in names, shapes and values" in printed
@@ -112,7 +101,7 @@ def test_the_plain_model_knows_nothing_of_fp8():
 
 @pytest.mark.slow
 def test_a_layer_can_be_left_as_it_is(text, capsys):
-    script = module("convert_model")
+    script = imported("convert_model", "examples")
     fractions = {}
     for pattern in ("*/Dense_1", "*/Dense_*"):
         args = [*SMALL, "--data", text, "--steps=1", "--exempt", pattern]
@@ -128,16 +117,18 @@ def test_a_layer_can_be_left_as_it_is(text, capsys):
 def test_a_model_of_transformers(text, capsys):
     pytest.importorskip("transformers", reason="pip install 'jfp8[models]'")
     with jax.numpy_rank_promotion("allow"):  # as its authors run it
-        result = module("convert_model").main([*SMALL, "--data", text, "--model=llama"])
+        result = imported("convert_model", "examples").main(
+            [*SMALL, "--data", text, "--model=llama"]
+        )
     printed = capsys.readouterr().out
     check_run("convert_model", result, printed, {"fp8", "f32"})
     assert re.search(r"^ +gate_proj +FP8 +FP8 +FP8 ", printed, re.MULTILINE)
 
 
 def test_a_model_that_is_not_installed(text, monkeypatch, capsys):
-    monkeypatch.setitem(module("sys").modules, "transformers.models.llama", None)
+    monkeypatch.setitem(imported("sys", "examples").modules, "transformers.models.llama", None)
     with pytest.raises(SystemExit):
-        module("convert_model").main([*SMALL, "--data", text, "--model=llama"])
+        imported("convert_model", "examples").main([*SMALL, "--data", text, "--model=llama"])
     assert "type  pip install 'jfp8[models]'" in capsys.readouterr().err
 
 
@@ -146,7 +137,7 @@ def test_a_model_that_is_not_installed(text, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_an_nnx_model_trains_in_fp8(text, capsys):
-    result = module("train_nnx_lm").main([*SMALL, "--data", text])
+    result = imported("train_nnx_lm", "examples").main([*SMALL, "--data", text])
     printed = capsys.readouterr().out
     figures = check_run("train_nnx_lm", result, printed, {"fp8", "f32"})
     # Four products in a block, each with three histories of 16
@@ -161,7 +152,7 @@ def test_an_nnx_model_trains_in_fp8(text, capsys):
 
 @pytest.mark.slow
 def test_fine_tuning_begins_with_the_checkpoint(text, capsys):
-    script = module("finetune")
+    script = imported("finetune", "examples")
     argv = [*SMALL, "--pretrain-steps=12", "--data", text]
     first = script.main(argv)
     printed = capsys.readouterr().out
@@ -188,7 +179,7 @@ def test_fine_tuning_begins_with_the_checkpoint(text, capsys):
 @pytest.mark.slow
 def test_a_checkpoint_of_the_stock_model_is_one_of_the_fp8_model():
     """Names, shapes and dtypes are the same, so bytes of one load into the other."""
-    script = module("finetune")
+    script = imported("finetune", "examples")
     args = script.make_parser().parse_args(SMALL)
     f32, fp8 = (
         script.make_state(args, recipe, 1e-3, 10)
@@ -216,7 +207,7 @@ def test_a_checkpoint_of_the_stock_model_is_one_of_the_fp8_model():
     ],
 )
 def test_a_mistake_is_told_with_what_to_type_instead(text, capsys, argv, message):
-    script = module("finetune")
+    script = imported("finetune", "examples")
     Path("junk").write_bytes(b"hello")
     if "wide" in argv:
         args = script.make_parser().parse_args([*SMALL, "--width=64"])
@@ -229,7 +220,7 @@ def test_a_mistake_is_told_with_what_to_type_instead(text, capsys, argv, message
 
 
 def test_the_documentation_is_other_text():
-    corpus = module("lm.corpus")
+    corpus = imported("lm.corpus", "examples")
     english, code = corpus.load_documentation(None, 32), corpus.load(None, 32)
     assert english.name == "Python's documentation"
     assert len(english.periods) >= 4
@@ -244,7 +235,7 @@ def test_the_documentation_is_other_text():
 
 @pytest.mark.slow
 def test_a_recipe_of_ones_own_trains(text, capsys):
-    result = module("custom_recipe").main([*SMALL, "--data", text])
+    result = imported("custom_recipe", "examples").main([*SMALL, "--data", text])
     printed = capsys.readouterr().out
     check_run("custom_recipe", result, printed, {"own", "stock", "f32"})
     assert result["own_product_error_percent"] < result["stock_product_error_percent"] / 2
@@ -254,7 +245,7 @@ def test_a_recipe_of_ones_own_trains(text, capsys):
 @pytest.mark.slow
 def test_its_quantizer_is_what_it_says():
     """Against NumPy: the scale, and the nearest of the eight magnitudes of e2m1."""
-    script = module("custom_recipe")
+    script = imported("custom_recipe", "examples")
     x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
     x[0, 0] = 30.0
     y = jfp8.scaled_dot_general(
@@ -280,7 +271,7 @@ def test_its_quantizer_is_what_it_says():
 @pytest.mark.slow
 def test_the_tensor_that_breaks_is_found(text, capsys):
     """Gradients of a loss that is multiplied by 1e-3 lie below 2^-17, where e5m2 ends."""
-    result = module("debug_training").main([*SMALL, "--data", text, "--every=4"])
+    result = imported("debug_training", "examples").main([*SMALL, "--data", text, "--every=4"])
     printed = capsys.readouterr().out
     assert result["first_fault"] == "vanishing_gradient"
     assert result["first_tensor"] == "block_0/down grad"  # the first product of the backward pass
@@ -305,7 +296,7 @@ def test_the_tensor_that_breaks_is_found(text, capsys):
 
 
 def test_the_line_of_results():
-    report = module("lm.report")
+    report = imported("lm.report", "examples")
     figures = {"fp8": 1 / 3, "gap": None, "tiny": 1e-9, "zero": 0.0, "steps": 10, "data": "a b"}
     line = report.result_line("x", metric="loss", **figures)
     expected = "metric=loss fp8=0.333333 tiny=1e-09 zero=0 steps=10 data=a_b"
@@ -313,7 +304,7 @@ def test_the_line_of_results():
 
 
 def test_the_table():
-    report = module("lm.report")
+    report = imported("lm.report", "examples")
     labels = {"fp8": "FP8, delayed", "f32": "float32"}
     lines = report.table(labels, {"fp8": 2.02, "f32": 2.0}, {"fp8": 12.6, "f32": 9.4}).splitlines()
     assert lines[0].split() == ["validation", "loss", "relative", "gap", "ms", "per", "step"]
@@ -324,7 +315,7 @@ def test_the_table():
 
 def test_the_loop_takes_every_step_once():
     """Of each run, in order, with the batch of that step; and says what each step returned."""
-    training = module("lm.training")
+    training = imported("lm.training", "examples")
     seen = {"a": [], "b": []}
 
     def step_of(run):
@@ -349,7 +340,7 @@ def test_the_loop_takes_every_step_once():
 
 def test_a_picture_of_three_runs():
     """Its curves are running means, and below them is how far two lie above the third."""
-    report = module("lm.report")
+    report = imported("lm.report", "examples")
     losses = {run: np.linspace(4, 2, 100) * f for run, f in (("a", 1.1), ("b", 1.2), ("f32", 1))}
     drawn = {}
     with pytest.MonkeyPatch.context() as patch:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import os
 import re
 import runpy
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from support.scripts import imported, text_in
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -23,18 +22,12 @@ SMALL = "--steps=24 --width=32 --layers=1 --heads=2 --seq-len=32 --batch-size=4 
 
 @pytest.fixture(scope="module")
 def train_lm():
-    """The script as a module, with the imports that `python examples/train_lm.py` would find."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        yield importlib.import_module("train_lm")
+    return imported("train_lm", "examples")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """Two modules of the standard library: more than the one period of 80 KiB that is needed."""
-    path = tmp_path_factory.mktemp("text") / "text.py"
-    path.write_bytes(b"".join(Path(m.__file__).read_bytes() for m in (argparse, typing)))
-    return path
+    return text_in(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.scripts import on_path
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def long_run():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        patch.syspath_prepend(BENCHMARKS.parent / "examples")
+    with on_path("benchmarks", "examples"):
         yield importlib.import_module("long_run")
 
 

@@ -5,7 +5,6 @@ Nothing is trained.
 
 from __future__ import annotations
 
-import importlib
 import json
 import types
 from pathlib import Path
@@ -13,15 +12,14 @@ from pathlib import Path
 import pytest
 
 import jfp8
+from support.scripts import imported
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def script():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("optimizer_states")
+    return imported("optimizer_states", "benchmarks")
 
 
 @pytest.fixture

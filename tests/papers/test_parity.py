@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 import jfp8
+from support.scripts import imported, on_path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def parity():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
+    with on_path("benchmarks"):
         yield importlib.import_module("parity")
 
 
@@ -196,7 +196,7 @@ def test_two_jobs_record_all_that_one_does(runs, command):
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
 def test_every_process_has_a_core_of_its_own(parity):
     """Two jobs that wait for each other, so that they are two threads at the same time."""
-    side_by_side = importlib.import_module("side_by_side")
+    side_by_side = imported("side_by_side", "benchmarks")
     both = threading.Barrier(2, timeout=30)
     code = "import os; print(*os.sched_getaffinity(0))"
     here, cores = os.sched_getaffinity(0), {}
@@ -216,7 +216,7 @@ def test_every_process_has_a_core_of_its_own(parity):
 
 
 def test_what_has_not_begun_when_one_is_refused_never_does(parity):
-    side_by_side = importlib.import_module("side_by_side")
+    side_by_side = imported("side_by_side", "benchmarks")
     begun, told = [], threading.Event()
 
     def work(item):

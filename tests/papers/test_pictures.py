@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 
@@ -13,20 +12,16 @@ pytest.importorskip("matplotlib")
 
 from matplotlib import image
 
+from support.scripts import imported
+
 ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "docs/_static"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 
 
-def module(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        return importlib.import_module(name)
-
-
 @pytest.fixture(scope="module")
 def pictures():
-    return module("pictures")
+    return imported("pictures", "benchmarks")
 
 
 def test_every_stored_picture_has_its_command_and_its_page(pictures):
@@ -68,7 +63,7 @@ def test_stored_pictures_are_what_is_drawn_now(pictures, name, tmp_path):
 def test_gradients_of_lower_layers_die(pictures, tmp_path):
     """A training, of which other flags of XLA change the squares, but not what the picture says."""
     figure = pictures.dead_gradients()
-    module("png").save(figure, tmp_path / "drawn.png")
+    imported("png", "benchmarks").save(figure, tmp_path / "drawn.png")
     stored, drawn = STATIC / "dead_gradients.png", tmp_path / "drawn.png"
     assert image.imread(stored).shape == image.imread(drawn).shape
     ax = figure.axes[0]
@@ -92,7 +87,7 @@ def test_another_name_is_refused(pictures, capsys):
 
 def test_the_model_of_a_linear_layer():
     """Of 4096 x 4096 x 4096 on an H200: 12 n^2 bytes by products in FP8, and 12 to quantize."""
-    roofline = module("roofline")
+    roofline = imported("roofline", "benchmarks")
     h200, n = roofline.RATES["H200"], 4096
     assert roofline.traffic(n, n, n, "FP8") == 24 * n**2
     assert roofline.traffic(n, n, n, "bf16") == 18 * n**2
@@ -113,7 +108,7 @@ def test_measured_points_are_on_the_panel_of_their_gpu():
         {"section": "linear", "group": "512x256x1024", "name": "delayed", "error": "no"},
         {"section": "products", "group": "512x256x1024", "name": "bf16", "ms": 2.0},
     ]
-    roofline = module("roofline").roofline
+    roofline = imported("roofline", "benchmarks").roofline
     plain = roofline()
     assert "modelled, not measured" in plain.get_suptitle()
     figure = roofline({"device": {"kind": "NVIDIA H200"}, "records": records})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 import re
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfp8
 from jfp8.optim import Blocks, ScaledFloat16, adam, state_shardings
+from support.scripts import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, LENGTH = 16, 64
@@ -26,16 +26,12 @@ BATCH, LENGTH = 16, 64
 
 @pytest.fixture(scope="module")
 def plan():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        yield importlib.import_module("plan")
+    return imported("plan", "benchmarks")
 
 
 @pytest.fixture(scope="module")
 def lm():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "examples")
-        yield importlib.import_module("lm.model")
+    return imported("lm.model", "examples")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections import Counter
@@ -11,28 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.scripts import imported
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def module(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        yield importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
 def plan():
-    yield from module("plan")
+    return imported("plan", "benchmarks")
 
 
 @pytest.fixture(scope="module")
 def sizes():
-    yield from module("expert_bytes")
+    return imported("expert_bytes", "benchmarks")
 
 
 @pytest.fixture(scope="module")
 def experts():
-    yield from module("plan_experts")
+    return imported("plan_experts", "benchmarks")
 
 
 @pytest.fixture(scope="module")

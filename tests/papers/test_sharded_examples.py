@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-import typing
 from pathlib import Path
 
 import jax
@@ -20,38 +17,32 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from support.scripts import imported, text_in
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SIZES = "--width=64 --layers=2 --heads=4 --seq-len=32 --batch-size=16 --steps=6 --lr=1e-2"
 SMALL = SIZES.split()
 
 
-def module(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        return importlib.import_module(name)
-
-
 @pytest.fixture(scope="module")
 def train_sharded():
-    return module("train_sharded")
+    return imported("train_sharded", "examples")
 
 
 @pytest.fixture(scope="module")
 def train_processes():
-    return module("train_processes")
+    return imported("train_processes", "examples")
 
 
 @pytest.fixture(scope="module")
 def sharding():
-    return module("lm.sharding")
+    return imported("lm.sharding", "examples")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.py"
-    path.write_bytes(b"".join(Path(m.__file__).read_bytes() for m in (argparse, typing)))
-    return str(path)
+    return str(text_in(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(autouse=True)

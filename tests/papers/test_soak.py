@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from support.scripts import imported
+
 ROOT = Path(__file__).resolve().parents[2]
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(ROOT / "benchmarks")
-    soak = importlib.import_module("soak")
+soak = imported("soak", "benchmarks")
 
 
 def assert_nothing_broke(result):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gzip
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -15,16 +14,14 @@ import numpy as np
 import pytest
 
 import jfp8
+from support.scripts import imported
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
 def train_images():
-    """The script as a module, with the imports that `python examples/train_images.py` finds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        yield importlib.import_module("train_images")
+    return imported("train_images", "examples")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +31,7 @@ def data(train_images):
 
 @pytest.fixture(scope="module")
 def model(train_images):
-    return importlib.import_module("images.model")
+    return imported("images.model", "examples")
 
 
 def idx(array: np.ndarray) -> bytes:

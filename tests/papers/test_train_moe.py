@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
-import typing
 from pathlib import Path
 
 import jax
@@ -13,28 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.scripts import imported, text_in
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SIZES = "--width=32 --layers=1 --heads=2 --seq-len=32 --batch-size=4 --eval-batches=4"
 SMALL = [*SIZES.split(), "--intermediate=32", "--steps=24", "--lr=1e-2"]
 
 
-def module(name: str) -> typing.Any:
-    """With the imports that `python examples/NAME.py` would find."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        return importlib.import_module(name)
-
-
 @pytest.fixture(scope="module")
 def train_moe():
-    return module("train_moe")
+    return imported("train_moe", "examples")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.py"
-    path.write_bytes(b"".join(Path(m.__file__).read_bytes() for m in (argparse, typing)))
-    return str(path)
+    return str(text_in(tmp_path_factory.mktemp("text")))
 
 
 # ---- the model
@@ -167,7 +157,9 @@ def test_a_panel_for_each_layer_and_run(train_moe, tmp_path, monkeypatch):
     np.testing.assert_allclose(panels[-1].images[0].get_array(), expected)
     assert panels[-1].images[0].get_clim() == (0, 50)
     assert panels[-1].images[0].get_extent() == [3.5, 40.5, 4.5, 0.5]
-    told = " ".join(text.get_text() for text in drawn[0].findobj(module("matplotlib").text.Text))
+    told = " ".join(
+        text.get_text() for text in drawn[0].findobj(pytest.importorskip("matplotlib").text.Text)
+    )
     for words in ("Title", "FP8, delayed", "float32", "layer 3", "even: 25 %", "mean of 4 steps"):
         assert words in told
     load.plt.close(drawn[0])

@@ -150,16 +150,6 @@ def test_the_oracle_is_ml_dtypes():
 
 
 @formats
-@pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero"])
-def test_every_exponent_near_every_tie(fmt, rounding):
-    x = near_ties()
-    expected = rounded(x, fmt, rounding)
-    assert_codes(jit_cast(x, fmt, rounding=rounding), expected, x, fmt)
-    values = np.where(np.isnan(x), np.nan, values_of(expected.view(fmt.dtype), fmt))
-    np.testing.assert_array_equal(jit_round(x, fmt, rounding=rounding), values.astype(np.float32))
-
-
-@formats
 @dtypes
 def test_the_chance_of_rounding_up_is_the_remainder(fmt, dtype):
     """``low + P(up) * (high - low) = x`` for every input: exactly, of subnormals to 2^-n of a step.

@@ -30,6 +30,7 @@ from jfp8 import (
     scaled_matmul,
 )
 from jfp8.scaling.formats import Format
+from support.arrays import f64
 
 pytestmark = pytest.mark.property
 
@@ -38,10 +39,6 @@ FLUSHED = 2.0**-126
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 HARDWARE = (E4M3FN, E5M2)
 seeds = st.integers(0, 2**32 - 1)
-
-
-def f64(x) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
 
 
 # Dimension numbers

@@ -34,6 +34,7 @@ from jfp8.quantizers.blocks import TwoLevel
 from jfp8.quantizers.quantizer import Context
 from jfp8.scaling.formats import Format
 from jfp8.scaling.scales import amax
+from support.arrays import f64
 
 pytestmark = pytest.mark.property
 
@@ -111,10 +112,6 @@ class Case:
         largest = np.zeros(math.prod(self.scale_shape))
         np.maximum.at(largest, index.ravel(), np.abs(f64(x)).ravel())
         return largest[index]
-
-
-def f64(x) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
 
 
 SHAPES = [

@@ -15,6 +15,7 @@ from jfp8.quantizers import Context, Eden, TwoLevel
 from jfp8.quantizers.rotations import RandomHadamard
 from jfp8.scaling.random_bits import fold_in
 from jfp8.scaling.scales import amax
+from support.arrays import normal
 
 E4M3 = ml_dtypes.float8_e4m3fn
 LEVELS = np.sort(np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float64))
@@ -34,10 +35,6 @@ def quantized(quantizer, x, seed, axis=1):
 
 def values(q):
     return np.asarray(q.dequantize(), np.float64)
-
-
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def corrected(x):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,9 @@ import jfp8
 from jfp8.quantizers import Quantizer, Rowwise
 from jfp8.recipes import PerOperand, Product
 from jfp8.recipes.causality import LAYERS
+from support.scripts import imported
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    looking_ahead = importlib.import_module("looking_ahead")
+looking_ahead = imported("looking_ahead", "benchmarks")
 
 # Which scales reach across positions and sequences, by the definition of each recipe: one scale for
 # the tensor does, one for each row or block of a row does not, and 1 and a history do not either.

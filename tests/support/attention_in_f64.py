@@ -8,12 +8,9 @@ import numpy as np
 
 from jfp8 import E4M3FN
 from jfp8.kernels.flash.operands import Stored, Vectors
+from support.arrays import f64
 
 BLOCK = 128  # keys
-
-
-def f64(x):
-    return np.asarray(x).astype(np.float64)
 
 
 def operands_of(heads, groups, rows, keys, size, formats=(E4M3FN, E4M3FN, E4M3FN)):
@@ -113,7 +110,7 @@ def backward_operands_of(sizes, seen, grad_fmt, scale):
     """Random ones, each of two uses of an operand with bytes and scales of its own.
 
     Args:
-      seen: of each head of keys, bool[rows, keys].
+      seen: bool[rows, keys] of each head of queries, or of keys.
     """
     heads, groups, rows, keys, size = sizes
     rng = np.random.default_rng(rows + keys + size)
@@ -141,7 +138,8 @@ def backward_operands_of(sizes, seen, grad_fmt, scale):
         s = f64(stored.q[head]) @ f64(stored.k[g]).T * scale
         s = s * f64(scales[0][head])[:, None] * f64(scales[1][g])
         with np.errstate(divide="ignore"):
-            log_sum[head] = np.log(np.where(seen[g], np.exp(s), 0).sum(1))
+            visible = seen[head * len(seen) // heads]
+            log_sum[head] = np.log(np.where(visible, np.exp(s), 0).sum(1))
     dot = jnp.asarray(rng.standard_normal((heads, rows)), jnp.float32)
     return stored, Vectors(*scales, jnp.asarray(log_sum, jnp.float32), dot)
 
@@ -191,14 +189,15 @@ def scores_in_f64(stored, vectors, head, g, scale, seen):
 
 def gradients_in_f64(stored, vectors, groups, scale, seen, formats):
     """dQ, dK, dV, the largest of dS, and bounds on the errors of the first three."""
-    heads, of_keys = len(stored.q), len(stored.k)
+    heads = len(stored.q)
     dq, dk, dv = (np.zeros((2, *x.shape)) for x in (stored.q, stored.k, stored.v))
     largest = np.zeros(stored.q.shape[:2])
     q_2, k_2, grad_2 = (f64(x).swapaxes(1, 2) for x in stored[4:])
     q_scale, k_scale, grad_scale = map(f64, vectors[4:7])
     for head in range(heads):
         g = head // groups
-        p, p_error, ds, error = scores_in_f64(stored, vectors, head, g, scale, seen[g])
+        visible = seen[head * len(seen) // heads]
+        p, p_error, ds, error = scores_in_f64(stored, vectors, head, g, scale, visible)
         largest[head] = np.abs(ds).max(1)
         for at in range(0, stored.k.shape[1], 128):
             part = slice(at, at + 128)
@@ -211,5 +210,28 @@ def gradients_in_f64(stored, vectors, groups, scale, seen, formats):
             dv[:, g] += np.array(times(x, e, grad_2[head, part], E4M3FN)) * unit
             x, e = (y[part].T * q_scale[head, part] for y in (ds, error))
             dk[:, g] += np.array(times_scaled(x, e, q_2[head, part], formats[1])) * scale
-    assert of_keys == len(seen)
     return (dq, dk, dv), largest
+
+
+def assert_gradients(results, stored, vectors, groups, scale, seen, formats, out_dtype):
+    *found, largest = results
+    wanted, largest_wanted = gradients_in_f64(stored, vectors, groups, scale, seen, formats)
+    np.testing.assert_allclose(largest, largest_wanted, rtol=1e-4, atol=1e-5)
+    for x, (want, bound) in zip(found, wanted, strict=True):
+        assert (x.dtype, x.shape) == (out_dtype, want.shape)
+        bound = bound + float(jnp.finfo(out_dtype).eps) / 2 * (np.abs(want) + bound)
+        assert (np.abs(f64(x) - want) <= bound).all()
+        assert np.median(bound) < 0.02 * np.median(np.abs(want[want != 0]))  # it is no excuse
+
+
+def with_other_tokens(operands, start):
+    """Return `operands` with other tokens from `start` on, and other scales for these."""
+    q, k, v_t, q_scale, k_scale, v_scale = operands
+    return (
+        q.at[:, start:].set(448.0),
+        k.at[:, start:].set(-448.0),
+        v_t.at[:, :, start:].set(448.0),
+        q_scale.at[:, start:].set(1e4),
+        k_scale.at[:, start:].set(1e4),
+        v_scale.at[:, start:].set(2.0**60),
+    )

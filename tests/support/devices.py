@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+
+def traced_for(kind="NVIDIA H200"):
+    """Return a context that traces for a GPU of this kind."""
+    gpu = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
+
 
 def pretend(monkeypatch, device):
     """Trace for `device` from now on, and compute here what is meant for it."""

@@ -67,7 +67,7 @@ def loss_fn(variables, batch, dense, has_aux=False):
 @functools.cache
 def fresh(dense):
     """The state before the first step."""
-    variables = Model(dense).init(jax.random.key(0), make_batch()["x"])
+    variables = jax.jit(Model(dense).init)(jax.random.key(0), make_batch()["x"])
     tx = jfp8.loss_scale(optax.adam(1e-3), init_scale=2.0**10)
     return jfp8.TrainState.create(apply_fn=Model(dense).apply, variables=variables, tx=tx)
 
@@ -285,6 +285,7 @@ def test_what_every_device_has_alike_may_be_returned():
     np.testing.assert_allclose(x, batch["x"], rtol=1e-6)  # eight, divided by 8
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("holder", ["tuple", "dict", "two"])
 def test_trap_states_inside_of_something_are_states(holder):
     """Their histories of gradients were read in units of the whole batch: norms 0.41 to 0.71."""

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jfp8
 from jfp8 import recipes
 from jfp8.training.gather_weights import gather_weights
+from support.arrays import relative_error
 
 CURRENT = recipes.get("current")
 MATRICES = (((1,), (0,)), ((), ()))
@@ -33,11 +34,6 @@ def mesh_of(kind: AxisType, shape=(N,), names=("fsdp",)):
 
 def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
-def relative(a, b):
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 def product(x, w, recipe=CURRENT):
@@ -136,7 +132,7 @@ def test_the_same_loss_to_the_bit_and_one_byte_for_each_element(way):
     # The order of sums moves a few gradients across the border of two f8 values.
     assert abs(loss - single[0]) < 1e-6 * single[0]
     for ours, theirs in zip(*map(jax.tree.leaves, (grads, single[1])), strict=True):
-        assert relative(ours, theirs) < 1e-3
+        assert relative_error(ours, theirs) < 1e-3
     kernels = {n for d, n in gathers(program) if d == "u8"}
     assert kernels == {64 * 128, 128 * 32}
     others = [n for d, n in gathers(program) if d != "u8"]
@@ -159,7 +155,7 @@ def test_the_parts_of_the_gradient_are_those_of_the_whole():
     values = jfp8.quantize(w).dequantize()
     x64 = np.asarray(x, np.float64)
     expected = np.einsum("nmk,nmj->kj", x64, np.cos(x64 @ np.asarray(values, np.float64)))
-    assert relative(jax.jit(f)({"kernel": w}, x)["kernel"], expected) < 3e-6  # f32
+    assert relative_error(jax.jit(f)({"kernel": w}, x)["kernel"], expected) < 3e-6  # f32
 
 
 @pytest.mark.slow
@@ -174,7 +170,7 @@ def test_gradients_in_fewer_bits(gradients_as):
     )
     bound = {jnp.bfloat16: 2.0**-8, jfp8.E5M2: 2.0**-3, jfp8.E4M3FN: 2.0**-4}[gradients_as]
     for name in ("wi", "wo"):
-        assert 0 < relative(grads[name]["kernel"], exact[name]["kernel"]) < bound
+        assert 0 < relative_error(grads[name]["kernel"], exact[name]["kernel"]) < bound
     if isinstance(gradients_as, jfp8.Format):
         in_f32 = re.findall(r"f32\[([\d,]*)\]\S* reduce-scatter\(", program.as_text())
         assert in_f32 == ["64"]  # the bias
@@ -274,7 +270,7 @@ def test_linen_layers_in_a_scan():
         program = step.lower(params, x, True).compile()
     assert abs(found[0] - expected[0]) < 1e-6 * expected[0]
     for ours, theirs in zip(*map(jax.tree.leaves, (found[1], expected[1])), strict=True):
-        assert relative(ours, theirs) < 1e-3
+        assert relative_error(ours, theirs) < 1e-3
     assert sorted(gathers(program)) == [("u8", 64 * 128)] * 4
 
 
@@ -293,7 +289,7 @@ def test_tensor_parallel_axes_stay(kind):
         program = f.lower(params, x).compile()
         y = jax.device_get(f(params, x))
     assert gathers(program) == [("u8", 64 * 128 // 2)]
-    assert relative(y, product(normal(0, (16, 64)), w)) < 1e-6
+    assert relative_error(y, product(normal(0, (16, 64)), w)) < 1e-6
 
 
 @pytest.mark.representative(2)
@@ -320,7 +316,7 @@ def test_recipes(name):
     )  # fmt: skip
     ours, theirs = jax.jit(f)(params, x), product(x, params["kernel"], recipe)
     same = name in ("delayed", "hybrid", "direct_e5m2", "block", "mxfp8")
-    assert relative(ours, theirs) <= (0 if same else 0.03)
+    assert relative_error(ours, theirs) <= (0 if same else 0.03)
 
 
 @pytest.mark.slow
@@ -383,7 +379,7 @@ def test_weights_stored_in_fp8_travel_as_they_are(kind):
         grad = f(*operands)
         assert grad.sharding.spec == P("fsdp", None)
     assert gathers(program) == [("u8", 64 * 128)]
-    assert relative(grad, expected) < 1e-3
+    assert relative_error(grad, expected) < 1e-3
 
 
 @pytest.mark.slow

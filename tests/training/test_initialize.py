@@ -22,6 +22,7 @@ import jfp8
 from jfp8 import recipes
 from jfp8.optim.adam import adam
 from jfp8.optim.masters import master_weights
+from support.arrays import normal
 
 X = jnp.ones((2, 8))
 MODEL = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(8), nn.relu, nn.Dense(4)])
@@ -149,10 +150,6 @@ def test_errors(arguments, error, message):
 
 E4M3 = ml_dtypes.float8_e4m3fn
 PARAMS = {"w": jnp.linspace(-1, 1, 64 * 128).reshape(64, 128), "b": jnp.zeros(128)}
-
-
-def normal(shape, seed) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def gradients(seed):

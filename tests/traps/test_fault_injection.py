@@ -11,8 +11,6 @@ come of it:
 from __future__ import annotations
 
 import functools
-import importlib
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -28,10 +26,9 @@ from jfp8 import debug, recipes
 from jfp8.optim.loss_scale_state import LossScaleState, find_loss_scale
 from jfp8.products.ragged.dot import scaled_ragged_dot
 from jfp8.training.histories import rescale_grad_histories
+from support.scripts import imported
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
-    soak = importlib.import_module("soak")
+soak = imported("soak", "benchmarks")
 
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "direct_e5m2", "hybrid")
 PAIRS = [(recipe, level) for recipe in RECIPES for level in ("O0", "O1", "O2")]

@@ -156,86 +156,6 @@ class Mapped(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["jax.vmap", "nn.vmap", "nn.scan"])
-def test_trap_b_mapped_and_scanned_reuse_does_not_add_amaxes(how):
-    """Three times an amax of 3 is 3, not 6 or 9."""
-    xs = jnp.stack([filled(3.0, seed=i) for i in range(3)])
-    dys = jnp.stack([filled(0.5, (8, 4), i) for i in range(3)])
-    if how == "jax.vmap":
-        variables = DENSE.init(KEY, xs[0])
-        apply = lambda variables, xs: jax.vmap(lambda x: DENSE.apply(variables, x))(xs)
-    else:
-        model = Mapped() if how == "nn.vmap" else Scanned()
-        variables, apply = model.init(KEY, xs), model.apply
-    fp8 = jax.jit(functools.partial(step_of, lambda v: jnp.sum(apply(v, xs) * dys)))(variables)
-    assert_one_entry(fp8, "lhs", 3.0, exact=True)
-    assert_one_entry(fp8, "grad", 0.5, exact=True)
-
-
-DEVICE_PEAKS = (1.0, 2.0, 3.0, 9.0)  # their mean is 3.75, their sum 15
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reduce", [lax.psum, lax.pmean])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_trap_c_devices(reduce, check_vma):
-    """shard_map with its default checks works, and sums and means over devices find the 9."""
-    variables = DENSE.init(KEY, filled(1.0))
-    xs = jnp.concatenate([filled(p, (2, 16), i) for i, p in enumerate(DEVICE_PEAKS)])
-    dys = jnp.concatenate([filled(p, (2, 4), i) for i, p in enumerate(DEVICE_PEAKS)])
-
-    def step(variables, x, dy):
-        if check_vma:  # differentiate by what varies, or JAX sums by itself
-            varying = lambda leaf: lax.pcast(leaf, "d", to="varying")
-            local = jax.tree.map(varying, variables)
-        else:
-            local = variables
-        cotangent = sink_cotangent(lambda v: jnp.sum(DENSE.apply(v, x) * dy), local)
-        return jfp8.advance(variables["fp8"], reduce(cotangent, "d"))
-
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = {"in_specs": (PartitionSpec(), *[PartitionSpec("d")] * 2), "out_specs": PartitionSpec()}
-    sharded = jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs)
-    fp8 = jax.jit(sharded)(variables, xs, dys)
-    assert_one_entry(fp8, "lhs", 9.0)
-    assert_one_entry(fp8, "grad", 9.0)
-    assert_one_entry(fp8, "rhs", amax(variables["params"]["kernel"]), exact=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("divisor", [1, 4, 65536, 4e6])
-def test_trap_d_gradient_accumulation(divisor):
-    """The mean of {1, 2, 3, 8} is 3.5; a token count divides further. The amax stays 8."""
-    variables = DENSE.init(KEY, filled(1.0))
-    parts = [(filled(p, seed=i), filled(p, (8, 4), i)) for i, p in enumerate((1.0, 2.0, 3.0, 8.0))]
-
-    def cotangent(x, dy):
-        return sink_cotangent(lambda v: jnp.sum(DENSE.apply(v, x) * dy), variables)
-
-    total = jax.tree.map(lambda *parts: sum(parts) / divisor, *[cotangent(*p) for p in parts])
-    fp8 = jfp8.advance(variables["fp8"], total)
-    assert_one_entry(fp8, "lhs", 8.0)
-    assert_one_entry(fp8, "grad", 8.0)
-    single = jax.tree.map(lambda leaf: leaf / divisor, cotangent(*parts[0]))
-    assert_one_entry(jfp8.advance(variables["fp8"], single), "lhs", 1.0, exact=True)
-
-
-@pytest.mark.slow
-def test_trap_d_a_mean_within_one_power_of_two_is_not_below_the_maximum():
-    """A histogram with powers of two for bins and a mean of mantissas would read 6.0."""
-    variables = DENSE.init(KEY, filled(1.0))
-    for low, high in ((4.1, 7.9), (7.5, 7.9), (7.89, 7.9)):
-        losses = [
-            functools.partial(lambda x, v: jnp.sum(DENSE.apply(v, x)), filled(p))
-            for p in (low, high)
-        ]
-        first, second = (sink_cotangent(loss, variables) for loss in losses)
-        mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
-        found = history(jfp8.advance(variables["fp8"], mean), "lhs")[0]
-        assert np.float32(high) <= found <= np.float32(high) * 1.125
-
-
-@pytest.mark.slow
 def test_trap_e_dynamic_scale_divides_the_cotangent():
     """Flax's DynamicScale divides all gradients by 2^16: amaxes do not notice."""
     variables, x, dy = DENSE.init(KEY, filled(1.0)), filled(5.3), filled(0.7, (8, 4))
@@ -251,40 +171,6 @@ def test_trap_e_dynamic_scale_divides_the_cotangent():
     assert_one_entry(fp8, "grad", 0.7 * 65536, exact=True)  # what the products really saw
     expected = jax.grad(loss)(variables["params"], variables["fp8_sink"])
     np.testing.assert_array_equal(grads["kernel"], expected["kernel"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("growth_interval", [1, 2])
-def test_trap_f_a_doubled_loss_scale_does_not_saturate_gradients(growth_interval):
-    """With x the identity, dw is dy: an element of 1.0 must come back as 1.0, not 0.5."""
-    dy = jnp.exp2(-jnp.floor(filled(8.0, (8, 4)).clip(0))).at[3, 2].set(1.0)
-    batch = {"x": jnp.eye(8, 16), "dy": dy}
-    tx = optax.chain(jfp8.loss_scale(growth_interval=growth_interval), optax.sgd(0.0))
-    state = train_state(tx=tx)
-    for step in range(1, 5):
-        state = train_step(state, batch)
-        scale = optax.tree.get(state.opt_state, "loss_scale")
-        assert scale == 2.0 ** (15 + step // growth_interval)
-        dw = jfp8.value_and_grad(linear_loss)(state, batch)[1].params["kernel"]
-        np.testing.assert_allclose(dw[:8], dy, rtol=2.0**-22)
-    np.testing.assert_array_equal(history(state.fp8, "grad")[:5], [scale] * 4 + [0.0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-@pytest.mark.parametrize("role", ["lhs", "grad"])
-def test_trap_g_one_non_finite_amax_does_not_freeze_the_scale(bad, role):
-    variables = DENSE.init(KEY, filled(1.0))
-    spoilt = {"lhs": filled(1.0).at[2, 3].set(bad), "grad": filled(1.0, (8, 4)).at[1, 1].set(bad)}
-    for peak in (2.0, None, 4.0):
-        x, dy = filled(peak or 1.0), filled(peak or 1.0, (8, 4))
-        if peak is None:
-            x, dy = (spoilt["lhs"], dy) if role == "lhs" else (x, spoilt["grad"])
-        loss = lambda v, x=x, dy=dy: jnp.sum(DENSE.apply(v, x) * dy)
-        variables["fp8"] = step_of(loss, variables)
-    np.testing.assert_array_equal(history(variables["fp8"], role)[:3], [4.0, 2.0, 0.0])
-    y = DENSE.apply(variables, filled(4.0))
-    assert_close_to_stock(y, filled(4.0) @ variables["params"]["kernel"])
 
 
 def test_trap_h_step_zero():
@@ -370,13 +256,6 @@ class TestTrapJ:
         flax.serialization.from_bytes(saved, flax.serialization.to_bytes(state.params))
 
 
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False)(x)
-        return jfp8.Dense(4)(x)
-
-
 @pytest.mark.slow
 def test_trap_k_decay_and_clip_do_not_touch_state():
     """Over the full dict adamw would make a history of -0.1, and a clip would count it."""
@@ -391,18 +270,6 @@ def test_trap_k_decay_and_clip_do_not_touch_state():
     assert 1000 < amax(grads.params["kernel"]) < 1e5, "too small to be clipped"
     after_clipped, after_free = train_step(clipped, batch), train_step(free, batch)
     np.testing.assert_array_equal(after_clipped.params["kernel"], after_free.params["kernel"])
-
-
-@pytest.mark.slow
-def test_trap_k_other_collections_are_not_dropped():
-    def loss_fn(variables, batch):
-        y, mutated = Normed().apply(variables, batch["x"], mutable=["batch_stats"])
-        return jnp.sum(y * batch["dy"]), mutated
-
-    state = train_state(Normed())
-    after = train_step(state, {"x": filled(3.0) + 1, "dy": filled(0.5, (8, 4))}, loss_fn)
-    mean = after.variables["batch_stats"]["BatchNorm_0"]["mean"]
-    np.testing.assert_allclose(mean, 0.01 * np.mean(filled(3.0) + 1, axis=0), rtol=1e-5)
 
 
 class TestTrapL:
@@ -523,26 +390,3 @@ def test_trap_constraint_3_operands_that_vary_over_different_axes():
     fp8 = jfp8.advance(variables["fp8"], {"DotGeneral_0": {"amax": cotangent}})
     assert_one_entry(fp8, "lhs", 3.0)
     assert_one_entry(fp8, "rhs", amax(kernel))
-
-
-@pytest.mark.slow
-def test_trap_constraint_5_the_scale_of_every_product_changes_within_two_steps():
-    """Silent non-update is the commonest failure, so watch all the products of a model."""
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return jfp8.Dense(4, name="head")(nn.relu(jfp8.DenseGeneral(16, name="body")(x)))
-
-    model = Model()
-    loss_fn = lambda v, batch: (jnp.sum(model.apply(v, batch["x"]) * batch["dy"]), {})
-    state, seen = train_state(model, optax.sgd(0.1)), []
-    for peak in (1.0, 2.0):
-        state = train_step(state, {"x": filled(peak), "dy": filled(peak, (8, 4))}, loss_fn)
-        seen.append(state.fp8)
-    for name in ("body", "head"):
-        for role in ("lhs", "rhs", "grad"):
-            first, second = (history(fp8[name], role) for fp8 in seen)
-            assert np.count_nonzero(first) == 1
-            assert np.count_nonzero(second) == 2
-            assert second[1] == first[0] != second[0]

@@ -28,6 +28,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jfp8
 from jfp8 import recipes
+from support.arrays import assert_same
 
 WORDS, LENGTH, BATCH, IMAGE, CLASSES = 16, 16, 32, 32, 4
 STRAY = 1 / 4  # so that no model can learn its data by heart
@@ -441,12 +442,6 @@ def without_fp8(state: jfp8.TrainState) -> dict[str, Any]:
     return {"params": state.params, **state.collections}
 
 
-def assert_same_tree(ours: Any, theirs: Any) -> None:
-    """The same keys, and bit for bit the same arrays."""
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
 @pytest.fixture(params=CASES)
 def case(request) -> Case:
     return CASES[request.param]
@@ -473,7 +468,7 @@ def test_parameters_are_those_of_the_model(case):
     model = case.model()
     theirs, ours = initial(case, model), initial(case, convert(model))
     assert set(ours) - set(theirs) == {"fp8", "fp8_sink"}
-    assert_same_tree({name: ours[name] for name in theirs}, theirs)
+    assert_same({name: ours[name] for name in theirs}, theirs)
 
 
 @pytest.mark.slow
@@ -497,7 +492,7 @@ def test_it_trains_as_it_did(name):
     for writer, reader in ((theirs, ours), (ours, theirs)):
         checkpoint = flax.serialization.to_bytes(without_fp8(writer))
         read = flax.serialization.from_bytes(without_fp8(reader), checkpoint)
-        assert_same_tree(read, without_fp8(writer))
+        assert_same(read, without_fp8(writer))
         plain, fp8 = (float(loss(read, last)[0]) for loss in evaluate)
         assert fp8 == pytest.approx(plain, rel=0.05)
 
@@ -562,7 +557,7 @@ def test_nnx_every_product_that_should_be_is_in_fp8():
 @pytest.mark.slow
 def test_nnx_trains_as_it_did():
     theirs, ours = gqa(), convert(gqa())
-    assert_same_tree(parameters(ours), parameters(theirs))
+    assert_same(parameters(ours), parameters(theirs))
     their_losses, our_losses = train_nnx(theirs), train_nnx(ours)
 
     start, end = their_losses[0], their_losses[-TAIL:].mean()

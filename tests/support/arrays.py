@@ -1,0 +1,40 @@
+"""Arrays for tests, and comparisons of them."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+
+def normal(shape, seed=0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def f64(x) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def assert_same(a, b) -> None:
+    """Assert the same structure, dtypes, shapes and bits; a NaN equals any other."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        x, y, where = np.asarray(x), np.asarray(y), jax.tree_util.keystr(path)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), where
+        lane = f"u{x.dtype.itemsize}"
+        same = (x.view(lane) == y.view(lane)) | ((x != x) & (y != y))
+        assert np.all(same), (where, x[~same][:5], y[~same][:5])
+
+
+def relative_error(a, b) -> float:
+    """Return the norm of ``a - b`` relative to that of `b`, over all leaves."""
+    a, b = flat(a), flat(b)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def cosine(a, b) -> float:
+    a, b = flat(a), flat(b)
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
+def flat(tree) -> np.ndarray:
+    return np.concatenate([f64(leaf).ravel() for leaf in jax.tree.leaves(tree)])
