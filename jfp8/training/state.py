@@ -23,7 +23,7 @@ from jfp8.optim.loss_scale_state import (
     find_loss_scale,
     loss_scale_in,
     warn_if_misplaced,
-    warn_if_not_read,
+    warn_if_not_multiplied,
 )
 from jfp8.optim.wrapping import has_master_weights, states_of
 from jfp8.scaling import printing
@@ -264,7 +264,7 @@ class TrainState(flax.struct.PyTreeNode):
                     "loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
             if (found := find_loss_scale(self.opt_state)) is not None:
-                warn_if_not_read(found)
+                warn_if_not_multiplied(found)
             grads = Gradients(unscaled(grads, loss_scale_in(self.opt_state)), {}, {})
         before = loss_scale_in(self.opt_state)
         amaxes, overflow = decode_all(as_dicts(grads.fp8_sink))
