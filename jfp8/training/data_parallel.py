@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jfp8.collectives import exchange as collectives
 from jfp8.collectives.wire import AxisName
-from jfp8.scaling.sink import BINS, ROLES, decode_amax, encode_amax
-from jfp8.training.histories import Collections, in_one_array, rescale_grad_histories
+from jfp8.scaling.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax
+from jfp8.training.histories import Collections, rescale_grad_histories
 from jfp8.training.state import Gradients, TrainState
 
 
@@ -232,7 +233,8 @@ def _max_of_sinks(sinks: Collections, axis_name: AxisName, n: int) -> Collection
     """
     if not jax.tree.leaves(sinks):
         return sinks
-    rows, back = in_one_array(sinks)
+    flat, unflatten = ravel_pytree(sinks)  # one array takes one collective
+    rows = flat.reshape(-1, len(ROLES), WIDTH)
     amax, overflow = decode_amax(rows)
     seen = jnp.any(rows[..., :BINS] > 0, axis=-1)
     # All finite, so that the maximum drops no NaN.
@@ -241,7 +243,7 @@ def _max_of_sinks(sinks: Collections, axis_name: AxisName, n: int) -> Collection
     unit = jnp.array([1.0 / n if role == "grad" else 1.0 for role in ROLES], jnp.float32)
     rows = jnp.where(seen[..., None] > 0, encode_amax(amax * unit[None]), 0.0)
     rows = rows.at[..., BINS - 1].max(overflow)  # the bin of NaN
-    return back(rows)
+    return unflatten(rows.ravel())
 
 
 def _device_count(mesh: Mesh | AbstractMesh, names: tuple[Any, ...]) -> int:

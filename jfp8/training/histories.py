@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,24 +90,6 @@ def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
     decoded = [decode_amax(leaf) for leaf in leaves]
     overflow = ~all_of([jnp.all(~overflows) for _, overflows in decoded])
     return structure.unflatten([amax for amax, _ in decoded]), overflow
-
-
-def in_one_array(sinks: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    """All sinks f32[..., 3, 2050] as one f32[n, 3, 2050], and the way back, of any array[n, ...].
-
-    One array takes one collective, where devices agree on the largest amaxes of all.
-    """
-    leaves, structure = jax.tree.flatten(sinks)
-    leading = [leaf.shape[:-2] for leaf in leaves]
-    ends = np.cumsum([math.prod(shape) for shape in leading]).tolist()
-
-    def back(rows: jax.Array) -> Any:
-        parts = jnp.split(rows, ends[:-1])
-        rest = rows.shape[1:]
-        shaped = [part.reshape(*at, *rest) for part, at in zip(parts, leading, strict=True)]
-        return structure.unflatten(shaped)
-
-    return jnp.concatenate([leaf.reshape(-1, len(ROLES), WIDTH) for leaf in leaves]), back
 
 
 def close_step(
