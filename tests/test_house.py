@@ -196,6 +196,8 @@ LINES_OF_ROOMS = {
     "products": 5400,
     "kernels": 9600,
     "layers": 5200,
+    "optim": 2375,
+    "training": 2095,
 }
 LONGEST, MOST_COMPLEX, WIDEST = 60, 15, 15
 # The constructor of a Flax module lists its options.

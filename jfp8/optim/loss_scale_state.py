@@ -96,7 +96,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
-    """The `LossScaleState` inside `opt_state`, None if there is none.
+    """Return the `LossScaleState` inside `opt_state`, None if there is none.
 
     Raises:
       ValueError: there are several, or it covers only some of the trained parameters.
@@ -151,7 +151,7 @@ def warn_if_misplaced(opt_state: optax.OptState, stacklevel: int) -> None:
 
 
 def _misplaced(node: Any, rest_is_frozen: bool = False) -> list[str]:
-    """Where gradients of the scaled loss may reach more than the loss scale in `node`."""
+    """List the places where gradients of the scaled loss may reach more than the loss scale."""
     if isinstance(node, LossScaleState):
         return []
     parts = _children(node.inner_states if hasattr(node, "inner_states") else node)
@@ -189,7 +189,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _is_frozen(state: Any) -> bool:
-    """Whether `state` belongs to an optax.set_to_zero behind a mask."""
+    """Return True for the state of an optax.set_to_zero behind a mask."""
     return isinstance(state, optax.MaskedState) and type(state.inner_state) is optax.EmptyState
 
 

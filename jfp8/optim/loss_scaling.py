@@ -59,21 +59,14 @@ def loss_scale(
     a plain chain with f32 parameters; the wrapping form (with `inner`) initializes `inner` in f32
     itself.
 
-    The elements of a chain cannot stop one another. In
-    ``optax.chain(jfp8.loss_scale(), optax.adam(1e-3))`` an overflowing step is not skipped exactly:
-    Adam sees a zero gradient, so its count advances, and its momentum decays and still moves the
-    parameters. For exact skips pass the optimizer as `inner`, wrap the chain in `skip_on_overflow`,
-    or use `jfp8.TrainState`, which keeps the amax histories as well.
+    The elements of a chain cannot stop one another: after an overflow, the momentum of an optimizer
+    behind this one still moves the parameters. To skip such steps exactly, pass the optimizer as
+    `inner`, wrap the chain in `skip_on_overflow`, or use `jfp8.TrainState`, which keeps the amax
+    histories as well.
 
-    Put it first, especially before gradient clipping: a clip before it sees gradients of the scaled
-    loss, and leaves updates that are thousands of times too small. `scale_loss` and
-    `jfp8.TrainState` warn about transformations in front of it, and raise if it covers only one
-    group of an ``optax.multi_transform`` while others are trained. They rely on the order of the
-    states in a chain, and so cannot check an ``optax.named_chain``, whose states are sorted by name
-    under ``jit``. With ``optax.MultiSteps``, put it outside, in a form that lets MultiSteps drop
-    the micro-step: ``optax.chain(loss_scale(on_overflow="pass"), optax.MultiSteps(adam, k,
-    should_skip_update_fn=optax.skip_not_finite))``; inside, MultiSteps multiplies an infinite
-    accumulator by zero, which never becomes finite again.
+    Put it first in a chain: a clip before it sees gradients of the scaled loss, and leaves updates
+    that are thousands of times too small. Put it outside of ``optax.MultiSteps``, with
+    ``on_overflow="pass"``. The page on loss scaling shows how, and which mistakes are noticed.
 
     Args:
       inner: transformation that receives the unscaled gradients and is skipped exactly, including
@@ -240,7 +233,7 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Array:
-    """``loss * S`` in f32, with the S of the `loss_scale` inside `opt_state`.
+    """Return ``loss * S`` in f32, with the S of the `loss_scale` inside `opt_state`.
 
     Args:
       loss: scalar.

@@ -866,8 +866,8 @@ BUGS: tuple[Bug, ...] = (
         "loss_scale_not_divided_out",
         "gradients are those of the scaled loss",
         "jfp8/training/step.py",
-        "else unscaled(grads, loss_scale)",
-        "else grads",
+        "Gradients(unscaled(grads, loss_scale), sink",
+        "Gradients(grads, sink",
         "training/test_train.py::TestApplyGradients::test_the_update_is_that_of_the_optimizer",
     ),
     Bug(
