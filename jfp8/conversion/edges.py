@@ -120,14 +120,14 @@ class _Sources:
         if is_input and not together - {_PARAMETER, _OTHER}:
             self.first.add(mark.removeprefix(_INPUT))
         if is_input or name in PRODUCTS:
-            self.used |= together
+            self.used.update(together)
             return [{_OTHER}] * outs
         bodies = list(jaxprs_of(eqn))
         is_call = len(bodies) == 1 and name not in ("scan", "while", "cond")
         if is_call and len(bodies[0].invars) == len(ins):
             return self.of_jaxpr(bodies[0], ins)
         if bodies:  # loops and branches: what is inside is not looked at one by one
-            self.used |= together
+            self.used.update(together)
             for jaxpr in bodies:
                 self.of_jaxpr(jaxpr, [together | {_OTHER} for _ in jaxpr.invars])
             return [together | {_OTHER}] * outs

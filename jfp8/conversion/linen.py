@@ -195,16 +195,17 @@ def _inside(model: Any) -> bool:
     return here is not None and here.selection in selections
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Met:
-    """What was called in a model.
+    """Collects the modules of a model that are called.
 
     Attributes:
       layers: those that the selection was asked about.
       attentions: the paths of attention between the projections of a layer.
       products: the paths of parameters that modules multiply by themselves.
       kinds: the types of all modules, by path.
-      seen: see `Seen`.
+      converted: the paths of FP8 products and attention.
+      stayed: see `Seen`.
       ahead: the recipes of layers whose scales see later positions, where the model masks these.
     """
 
@@ -212,13 +213,15 @@ class _Met:
     attentions: list[str] = dataclasses.field(default_factory=list)
     products: set[str] = dataclasses.field(default_factory=set)
     kinds: dict[str, type] = dataclasses.field(default_factory=dict)
-    seen: Seen = dataclasses.field(default_factory=Seen)
+    converted: set[str] = dataclasses.field(default_factory=set)
+    stayed: dict[str, tuple[type, Decision]] = dataclasses.field(default_factory=dict)
     ahead: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def watch(self, path: str, module: Any) -> None:
         """Note a module that is called at `path`, from the converted model on."""
         self.kinds[path] = type(module)
-        self.seen.converted |= isinstance(module, (ProductModule, DotProductAttention))
+        if isinstance(module, (ProductModule, DotProductAttention)):
+            self.converted.add(path)
         if isinstance(module, DotProductAttention):
             self.attentions.append(path)
 
@@ -251,10 +254,10 @@ class _Met:
             warnings.warn(looks_ahead_message(self.ahead), UserWarning, stacklevel=user_level())
         if not self.knows_all(params):
             return
-        known = {*self.seen.stayed, *(path.rpartition("/")[0] for path in self.products)}
+        known = {*self.stayed, *(path.rpartition("/")[0] for path in self.products)}
         kinds = {path: kind for path, kind in self.kinds.items() if path not in known}
-        self.seen.own = own_parameters(kinds, _shapes(params))
-        if warn_of_nothing(model, self.seen, "linen"):
+        own = own_parameters(kinds, _shapes(params))
+        if warn_of_nothing(model, Seen(bool(self.converted), self.stayed, own), "linen"):
             object.__setattr__(model, warned, True)
 
 
@@ -278,9 +281,9 @@ def _intercepted(model: Any, found: _Edges, *, state_in_params: bool) -> Iterato
             met.layers.append(layer)
             decision = selection.decide(inner, layer, found.edge_of(inner, layer, x))
         if decision.recipe is None:
-            met.seen.stayed[inner] = (type(layer), decision)
+            met.stayed[inner] = (type(layer), decision)
             return decision.reason
-        met.seen.converted = True
+        met.converted.add(inner)
         if found.looks_ahead(layer, decision.recipe):
             met.ahead[inner] = decision.recipe.name
         where = {"state_in_params": state_in_params, "state_collection": selection.state_collection}

@@ -121,11 +121,11 @@ def _edges(model: nnx.Module, layers: list[tuple[str, nnx.Module]]) -> dict[str,
 def _seen(converted: nnx.Module, decided: dict[str, Decision]) -> Seen:
     """What is in a model that was converted."""
     nodes = {tuple(map(str, path)): node for path, node in nodes_of(converted)}
-    seen = Seen(any(isinstance(node, Product) for node in nodes.values()))
+    stayed: dict[str, tuple[type, Decision]] = {}
     for path, node in nodes.items():
         name = "/".join(path)
         if (reason := reason_of(node)) is not None:
-            seen.stayed[name] = (type(node), decided.get(name) or Decision(None, reason))
+            stayed[name] = (type(node), decided.get(name) or Decision(None, reason))
     kinds: dict[str, type] = {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for path, variable in nnx.to_flat_state(nnx.state(converted, nnx.Param)):
@@ -136,8 +136,8 @@ def _seen(converted: nnx.Module, decided: dict[str, Decision]) -> Seen:
             place = "/".join(path[:depth])
             kinds[place] = type(node)
             shapes.setdefault(place, {})["/".join(path[depth:])] = tuple(value.shape)
-    seen.own = own_parameters(kinds, shapes)
-    return seen
+    converts = any(isinstance(node, Product) for node in nodes.values())
+    return Seen(converts, stayed, own_parameters(kinds, shapes))
 
 
 def _owner_depth(nodes: dict[tuple[str, ...], Any], path: tuple[str, ...]) -> int:

@@ -161,12 +161,12 @@ class _Edges:
     met: _Met | None = dataclasses.field(default=None, compare=False)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Met:
-    """The modules that ran, by path; the products that are FP8; and why others are not."""
+    """Collects the paths of modules that ran and of FP8 products, and why others are not FP8."""
 
     modules: set[str] = dataclasses.field(default_factory=set)
-    converted: bool = False
+    converted: set[str] = dataclasses.field(default_factory=set)
     stayed: dict[str, tuple[type, Decision]] = dataclasses.field(default_factory=dict)
 
 
@@ -255,7 +255,7 @@ def _computed(selection: Selection, found: _Edges, product: ParameterProduct) ->
             found.met.stayed[path] = type(module), decision
         return product.staying(decision.reason)
     if found.met is not None:
-        found.met.converted = True
+        found.met.converted.add(path)
     dot_general = getattr(module, own.product)
     if product.nth > 1:  # such as a gradient that the module takes itself: another kind of tensors
         dot_general = DotGeneral(recipe=decision.recipe, path=own.place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jfp8.conversion.selection import Decision
@@ -25,7 +25,7 @@ _OF_OWN = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Seen:
     """What a conversion met in a model.
 
@@ -36,9 +36,9 @@ class Seen:
         the path, the type, and the parameters with their shapes.
     """
 
-    converted: bool = False
-    stayed: dict[str, tuple[type, Decision]] = field(default_factory=dict)
-    own: dict[str, tuple[type, dict[str, tuple[int, ...]]]] = field(default_factory=dict)
+    converted: bool
+    stayed: Mapping[str, tuple[type, Decision]]
+    own: Mapping[str, tuple[type, dict[str, tuple[int, ...]]]]
 
 
 def warn_of_nothing(model: Any, seen: Seen, api: Literal["linen", "nnx"]) -> bool:

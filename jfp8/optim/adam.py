@@ -50,7 +50,7 @@ def scale_by_adam(
     nu: Storage | None = None,
     seed: jax.typing.ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.scale_by_adam`` with stored moments.
+    """Return ``optax.scale_by_adam`` with stored moments.
 
     Args:
       b1, b2, eps, eps_root, nesterov: numbers, or f32[]; as in ``optax.scale_by_adam``.
@@ -80,7 +80,7 @@ def adam(
     nu: Storage | None = None,
     seed: jax.typing.ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.adam`` with its moments in 2.06 bytes per parameter instead of 8. ::
+    """Return ``optax.adam`` with its moments in 2.06 bytes per parameter instead of 8. ::
 
         m = b1 * decode(m') + (1 - b1) * g            v = b2 * decode(v') + (1 - b2) * g^2
         p <- p - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -150,7 +150,7 @@ def adamw(
     nu: Storage | None = None,
     seed: jax.typing.ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.adamw`` with stored moments. Weights decay in f32.
+    """Return ``optax.adamw`` with stored moments. Weights decay in f32.
 
     Args:
       learning_rate, b1, b2, eps, eps_root, weight_decay, mask, nesterov: as in ``optax.adamw``.
@@ -171,7 +171,7 @@ def adamw(
 def _moments(
     function: str, preset: str | None, mu: Storage | None, nu: Storage | None, mu_dtype: Any
 ) -> dict[str, Storage]:
-    """The storages that the arguments of `function` choose, or an error that says how to."""
+    """Return the storages that the arguments of `function` choose."""
     if mu_dtype is not None:
         if mu is not None:
             raise ValueError(

@@ -60,13 +60,13 @@ class ExpandedArray(NamedTuple):
     power: jax.Array
 
     def __repr__(self) -> str:
-        """Shapes, not the elements."""
+        """Print shapes, not the elements."""
         blocks = f"amax {printing.array(self.amax)}, power {printing.array(self.power)}"
         return f"ExpandedArray({printing.array(self.data)}, {blocks})"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values."""
+        """Return the shape of the values."""
         return self.data.shape
 
 
@@ -157,7 +157,7 @@ class Blocks(Storage):
             )
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Largest magnitude of each block of `x`, and for ``"expand"`` the smallest nonzero one."""
+        """Return the largest magnitude of each block; for ``"expand"`` the smallest, too."""
         if not self.fmt.signed:
             x = jnp.where(x < 0, jnp.nan, x)  # which makes its block NaN
         largest = _largest(x, self.block)
@@ -247,7 +247,7 @@ class Blocks(Storage):
     def _drawn(
         self, x: jax.Array, y: jax.Array, q: ScaledArray | ExpandedArray, bits: jax.Array
     ) -> jax.Array:
-        """Data of `x`, whose transformed magnitudes are `y`, rounded stochastically.
+        """Round `x`, whose transformed magnitudes are `y`, stochastically.
 
         The probability comes from the distances of the decoded values:
         ``P(up) = (|x| - low) / (high - low)``. Distances of the ``y`` would decode to too large a
@@ -272,13 +272,13 @@ class Blocks(Storage):
 
 
 def _largest(x: jax.Array, block: int | None) -> jax.Array:
-    """Largest magnitude of each block along the last axis (None: of the array), NaN above Inf."""
+    """Return the largest magnitude of each block (None: of the array), NaN above Inf."""
     bits, axes = _magnitudes(x, block)
     return lax.bitcast_convert_type(jnp.max(bits, axis=axes, initial=np.uint32(0)), jnp.float32)
 
 
 def _smallest(x: jax.Array, block: int | None) -> jax.Array:
-    """Smallest nonzero magnitude; 0 if all are zero."""
+    """Return the smallest nonzero magnitude; 0 if all are zero."""
     bits, axes = _magnitudes(x, block)
     one = np.uint32(1)  # less of it, zeros wrap around to the largest integer
     bits = jnp.min(bits - one, axis=axes, initial=np.uint32(0xFFFFFFFF)) + one
@@ -286,7 +286,7 @@ def _smallest(x: jax.Array, block: int | None) -> jax.Array:
 
 
 def _magnitudes(x: jax.Array, block: int | None) -> tuple[jax.Array, tuple[int, ...]]:
-    """Bits of ``|x|``, which order like it, and the axes of them that make up a block.
+    """Return the bits of ``|x|``, which order like it, and their axes that make up a block.
 
     Integers, because a maximum of floats drops NaN on XLA:CPU.
     """
@@ -304,7 +304,7 @@ def _magnitudes(x: jax.Array, block: int | None) -> tuple[jax.Array, tuple[int, 
 
 
 def _outwards(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rounded to bf16, one down and the other up."""
+    """Round both to bf16, one down and the other up."""
     low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
     down = lax.bitcast_convert_type(smallest, jnp.uint32) & high
     up = lax.bitcast_convert_type(largest, jnp.uint32)
@@ -316,6 +316,6 @@ def _outwards(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _with_sign(codes: jax.Array, x: jax.Array, fmt: Format) -> jax.Array:
-    """Data of the magnitudes `codes` with the signs of `x`."""
+    """Return data of the magnitudes `codes` with the signs of `x`."""
     sign = lax.bitcast_convert_type(x, jnp.uint32) >> 31 << (fmt.bits - 1)
     return codes_to_format(codes | sign.astype(jnp.uint8), fmt)

@@ -14,19 +14,19 @@ from jfp8.optim.loss_scale_state import LossScaleState
 
 
 def scaled(tree: Any, loss_scale: jax.typing.ArrayLike | None) -> Any:
-    """`tree` times the loss scale, in f32; unchanged if there is none."""
+    """Multiply `tree` by the loss scale, in f32; return it unchanged if there is none."""
     if loss_scale is None:
         return tree
     return jax.tree.map(lambda x: x.astype(jnp.float32) * loss_scale, tree)
 
 
 def unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
-    """`tree` divided by the loss scale, in f32; exact, because it is a power of two."""
+    """Divide `tree` by the loss scale, in f32; exact, because it is a power of two."""
     return tree if loss_scale is None else scaled(tree, 1.0 / loss_scale)
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """bool[]: whether no floating leaf of `tree` holds an Inf or NaN."""
+    """Return True if no floating leaf of `tree` holds an Inf or NaN, bool[]."""
     return _holds(jnp.isfinite, tree)
 
 
@@ -35,7 +35,7 @@ LARGEST_GRADIENT = np.float32(2.0**62)
 
 
 def all_squares_finite(tree: Any) -> jax.Array:
-    """bool[]: `all_finite`, and no magnitude is beyond 2^62.
+    """Return True if all is finite and no magnitude is beyond 2^62, bool[].
 
     The square of a larger gradient is Inf, and stays in a second moment forever.
     """
@@ -43,13 +43,13 @@ def all_squares_finite(tree: Any) -> jax.Array:
 
 
 def _holds(condition: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
-    """bool[]: whether `condition` holds for all elements of all floating leaves."""
+    """Return True if `condition` holds for all elements of all floating leaves, bool[]."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     return all_of([jnp.all(condition(leaf)) for leaf in leaves])
 
 
 def all_of(flags: Sequence[jax.Array]) -> jax.Array:
-    """bool[]: whether all `flags` are true, bool[] each.
+    """Reduce `flags`, bool[] each, by logical and.
 
     Behind the barrier the reduction stays one. Without it XLA makes a chain of ``and`` of it, and
     repeats that in every kernel that reads its end.
@@ -58,16 +58,13 @@ def all_of(flags: Sequence[jax.Array]) -> jax.Array:
 
 
 def keep_unless(finite: jax.Array, new: Any, old: Any) -> Any:
-    """`new` if `finite`, else `old`, except for the loss scale's own numbers, which are updated."""
+    """Return `new` if `finite`, else `old` with only the numbers of the loss scale updated."""
+    is_loss_scale = lambda node: isinstance(node, LossScaleState)
 
     def select(new_node: Any, old_node: Any) -> Any:
-        if not _is_loss_scale(new_node):
+        if not is_loss_scale(new_node):
             return jnp.where(finite, new_node, old_node)
         inner_state = keep_unless(finite, new_node.inner_state, old_node.inner_state)
         return new_node._replace(inner_state=inner_state)
 
-    return jax.tree.map(select, new, old, is_leaf=_is_loss_scale)
-
-
-def _is_loss_scale(node: Any) -> bool:
-    return isinstance(node, LossScaleState)
+    return jax.tree.map(select, new, old, is_leaf=is_loss_scale)

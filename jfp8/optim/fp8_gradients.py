@@ -88,7 +88,7 @@ def fp8_gradients(
 
 
 def _is_weight_gradient(g: Any) -> bool:
-    """Whether `g` is a floating matrix (not a placeholder, and not in FP8 already)."""
+    """Return True for a floating matrix, no placeholder and not in FP8 already."""
     dtype = getattr(g, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return False

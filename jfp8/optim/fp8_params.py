@@ -31,7 +31,7 @@ from jfp8.tracing.compat import vary_like
 
 
 def carriers(params: optax.Params) -> Any:
-    """The tree to differentiate: `params` with f32 zeros in place of every `ScaledArray`.
+    """Return the tree to differentiate: `params` with f32 zeros for every `ScaledArray`.
 
     Args:
       params: pytree of arrays and `ScaledArray`.
@@ -49,7 +49,7 @@ def carriers(params: optax.Params) -> Any:
 
 
 def with_carriers(params: optax.Params, differentiated: Any) -> optax.Params:
-    """`params` for the model, with `differentiated`: as `ScaledArray.carrier` where params are FP8.
+    """Return `params` for the model, with `differentiated` as the carriers of FP8 parameters.
 
     A `ScaledArray` with ``optax.MaskedNode()`` in `differentiated` stays frozen.
 
@@ -70,7 +70,7 @@ def with_carriers(params: optax.Params, differentiated: Any) -> optax.Params:
 
 
 def without_stored(params: optax.Params) -> Any:
-    """`params` with ``optax.MaskedNode()`` for every `ScaledArray`, for any optimizer."""
+    """Replace every `ScaledArray` by ``optax.MaskedNode()``, for any optimizer."""
     return _map_stored(lambda q: optax.MaskedNode(), params)
 
 
@@ -98,7 +98,7 @@ class StoredUpdate:
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
-    """``optax.apply_updates`` that also takes FP8 parameters, whose updates are `StoredUpdate`.
+    """Apply updates as Optax does, and `StoredUpdate` to FP8 parameters.
 
     Args:
       params: parameters, some of them `ScaledArray`.
@@ -130,13 +130,13 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 
 
 def update_by_lot(p: ScaledArray, u: jax.Array, seed: jax.Array) -> StoredUpdate:
-    """The update that takes `p` to ``p + u`` rounded stochastically."""
+    """Return the update that takes `p` to ``p + u`` rounded stochastically."""
     in_units = decode(p.data) + apply_scale(u.astype(jnp.float32), reciprocal(_scale(p)), p.block)
     return _difference(p, _stored(p, in_units, "stochastic", hash_bits(seed, p.shape)))
 
 
 def update_to(p: ScaledArray, value: jax.Array) -> StoredUpdate:
-    """The update that takes `p` to `value` rounded to nearest."""
+    """Return the update that takes `p` to `value` rounded to nearest."""
     in_units = apply_scale(value, reciprocal(_scale(p)), p.block)
     return _difference(p, _stored(p, in_units, "nearest_even", None))
 
@@ -144,7 +144,7 @@ def update_to(p: ScaledArray, value: jax.Array) -> StoredUpdate:
 def _stored(
     p: ScaledArray, in_units: jax.Array, rounding: str, bits: jax.Array | None
 ) -> ScaledArray:
-    """`in_units`, in units of `p`'s scales, stored with scales that change by powers of two."""
+    """Store `in_units`, in units of `p`'s scales, with scales that change by powers of two."""
     fmt = format_of(p.data.dtype)
     largest = amax(in_units, None if _scale(p).ndim == 0 else Block(p.block_sizes()))
     factor = scale_from_amax(largest, fmt, scale_rounding="power_of_two")

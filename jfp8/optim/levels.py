@@ -28,7 +28,7 @@ MOST_LEVELS, MOST_BINADES = 128, 48  # of a binade; of a block
 
 
 def grid(smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``top`` and ``n``, f32, of blocks whose nonzero magnitudes lie between the two::
+    """Return ``top`` and ``n``, f32, of blocks with nonzero magnitudes between the two::
 
     n = floor(253 / binades) to three significant bits, and 128 at the most
     """
@@ -52,7 +52,7 @@ def codes(
     block: tuple[int, ...] | None,
     bits: jax.Array | None,
 ) -> jax.Array:
-    """uint8 codes of `x`, f32: stochastic if there are random `bits`, else the nearest level.
+    """Encode `x`, f32, as uint8: stochastically if there are random `bits`, else to nearest.
 
     Only zero becomes zero: a second moment of zero beside a nonzero first one would make the update
     infinite.
@@ -67,14 +67,14 @@ def codes(
 def values(
     code: jax.Array, top: jax.Array, n: jax.Array, block: tuple[int, ...] | None
 ) -> jax.Array:
-    """The f32 values of uint8 codes."""
+    """Decode uint8 codes to f32."""
     down = np.float32(TOP_CODE) - code.astype(jnp.float32)
     x = apply_scale(_exp2(apply_scale(down, np.float32(-1) / n, block)), top, block)
     return jnp.where((code == 0) & jnp.isfinite(x), np.float32(0), x)
 
 
 def _exp2(x: jax.Array) -> jax.Array:
-    """``2^x`` to 3e-7 of it, for x from -64 to 0.
+    """Compute ``2^x`` with a relative error of 3e-7, for x from -64 to 0.
 
     XLA:CPU would keep the result of ``jnp.exp2`` in memory, in f32, from one pass over a moment to
     the next. Sums and products it computes again.

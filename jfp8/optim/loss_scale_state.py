@@ -1,4 +1,4 @@
-"""`LossScaleState`: the numbers of a loss scale, and whether they were ever read.
+"""`LossScaleState`: the numbers of a loss scale, and a note of its use.
 
 A loss scale has two halves. The loss is multiplied by S where it is differentiated, and the
 gradients are divided by S in the optimizer. The second without the first acts like a learning rate
@@ -8,7 +8,7 @@ that is 32768 times too small, and nothing in the numbers shows it. So each stat
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -19,32 +19,23 @@ from jfp8.tracing.caller import user_level
 
 
 class Mark:
-    """Whether the loss scale of a state was read: static data of the state's structure.
+    """The identity of one `loss_scale`, which all of its states share: static data of a pytree.
 
-    Code that multiplies a loss by S has read S from a state with this very mark, outside of ``jit``
-    or while a function was traced. All states of a transformation, and states made from them, share
-    a mark. All marks compare equal, so that to JAX two structures never differ by them.
-
-    A function that was compiled for the state of another optimizer may be called with this one,
-    without being traced again. JAX then compares the two structures, as it does on other occasions,
-    too. So ``"perhaps"`` means: what was read from the one may be used for the other.
+    All marks compare equal, so that two structures never differ by them.
 
     Attributes:
-      read: ``"unknown"`` in states that were made by hand or loaded from a file.
+      multiplied: True once `loss_scale_in` has handed out S of a state with this mark, outside of
+        ``jit`` or while a function was traced; nothing else sets it. Always True for states that
+        were made by hand or loaded from a file.
     """
 
-    __slots__ = ("read",)
+    __slots__ = ("multiplied",)
 
-    def __init__(self, read: Literal["no", "perhaps", "yes", "unknown"] = "unknown") -> None:
-        self.read = read
+    def __init__(self, multiplied: bool) -> None:
+        self.multiplied = multiplied
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mark):
-            return NotImplemented
-        for one, another in ((self, other), (other, self)):
-            if one.read == "no" and another.read == "yes":
-                one.read = "perhaps"
-        return True
+        return isinstance(other, Mark)
 
     def __hash__(self) -> int:
         return hash(Mark)
@@ -52,8 +43,8 @@ class Mark:
     def __repr__(self) -> str:
         return "Mark()"
 
-    def __reduce__(self) -> tuple[type[Mark], tuple[()]]:
-        return Mark, ()
+    def __reduce__(self) -> tuple[type[Mark], tuple[bool]]:
+        return Mark, (True,)
 
 
 class _Fields(NamedTuple):
@@ -67,9 +58,6 @@ class _Fields(NamedTuple):
 class LossScaleState(_Fields):
     """State of `loss_scale`; ``optax.tree.get(opt_state, "loss_scale")`` finds it in any chain.
 
-    A named tuple that records whether its loss scale was ever read: if not, no loss can have been
-    multiplied by it, and the optimizer warns.
-
     Attributes:
       loss_scale: f32[], the factor on the loss; a power of two.
       growth_tracker: i32[], finite steps since the scale last changed.
@@ -78,30 +66,19 @@ class LossScaleState(_Fields):
       inner_state: state of the wrapped transformation, ``()`` without one.
     """
 
-    if not TYPE_CHECKING:  # for type checkers it remains a field
-
-        @property
-        def loss_scale(self) -> jax.Array:
-            """S. Reading it sets the mark."""
-            self.mark.read = "yes"
-            return self[0]
-
-    @property
-    def mark(self) -> Mark:
-        """Whether S was read; unknown for a state that was made by hand."""
-        return self.__dict__.setdefault("_mark", Mark())
+    mark = Mark(multiplied=True)  # of a state that was made by hand
 
     def marked(self, mark: Mark) -> LossScaleState:
-        """The same numbers with `mark`."""
+        """Return the same numbers with `mark`."""
         new = LossScaleState(*self)
-        new.__dict__["_mark"] = mark
+        new.mark = mark
         return new
 
     def _replace(self, **fields: Any) -> LossScaleState:
         return super()._replace(**fields).marked(self.mark)
 
     def __repr__(self) -> str:
-        """Its numbers, and what is inside by type and size."""
+        """Print the numbers, and the inner state by type and size."""
         return printing.named_state(self)
 
 
@@ -119,7 +96,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
-    """The `LossScaleState` inside `opt_state`, None if there is none.
+    """Return the `LossScaleState` inside `opt_state`, None if there is none.
 
     Raises:
       ValueError: there are several, or it covers only some of the trained parameters.
@@ -136,27 +113,24 @@ def find_loss_scale(opt_state: optax.OptState) -> LossScaleState | None:
 
 
 def loss_scale_in(opt_state: optax.OptState) -> jax.Array | None:
-    """S of `find_loss_scale`, None if there is none."""
+    """Return S of `find_loss_scale` to multiply a loss by, and note that; None if there is none."""
     state = find_loss_scale(opt_state)
-    return None if state is None else state.loss_scale
+    if state is None:
+        return None
+    state.mark.multiplied = True
+    return state.loss_scale
 
 
-def warn_if_not_read(state: LossScaleState) -> None:
-    """Warn, once, if it seems that no loss was multiplied by the scale in `state`.
+def warn_if_not_multiplied(state: LossScaleState) -> None:
+    """Warn if it seems that no loss was multiplied by the scale in `state`.
 
     Not an error: gradients made up to try an optimizer, for example, need no loss.
     """
-    unless = {
-        "no": "",
-        "perhaps": " (Ignore this if a function did so that was compiled for another optimizer of "
-        "the same structure, which cannot be detected here.)",
-    }.get(state.mark.read)
-    if unless is not None:
-        state.mark.read = "unknown"
-        warnings.warn(_NOT_READ + unless, UserWarning, stacklevel=user_level())
+    if not state.mark.multiplied:
+        warnings.warn(_NOT_MULTIPLIED, UserWarning, stacklevel=user_level())
 
 
-_NOT_READ = """\
+_NOT_MULTIPLIED = """\
 loss_scale() divides the gradients by its scale S (32768 at first), but nothing has multiplied the \
 loss by S: gradients would be that much too small. In your loop differentiate
     jfp8.scale_loss(loss, opt_state)
@@ -165,7 +139,8 @@ jfp8.TrainState; or those of an NNX model with
     scale = jfp8.scale_loss(1.0, optimizer.opt_state)
     jfp8.nnx.value_and_grad(loss_fn, loss_scale=scale)(model, batch)
 In float32 and bfloat16, recipes that scale gradients, as the default does, need no loss scale: \
-then leave loss_scale() out."""
+then leave loss_scale() out. Ignore this if a function multiplies the loss by S that was compiled \
+for another optimizer of the same structure, which cannot be detected here."""
 
 
 def warn_if_misplaced(opt_state: optax.OptState, stacklevel: int) -> None:
@@ -176,7 +151,7 @@ def warn_if_misplaced(opt_state: optax.OptState, stacklevel: int) -> None:
 
 
 def _misplaced(node: Any, rest_is_frozen: bool = False) -> list[str]:
-    """Where gradients of the scaled loss may reach more than the loss scale in `node`."""
+    """List the places where gradients of the scaled loss may reach more than the loss scale."""
     if isinstance(node, LossScaleState):
         return []
     parts = _children(node.inner_states if hasattr(node, "inner_states") else node)
@@ -214,7 +189,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _is_frozen(state: Any) -> bool:
-    """Whether `state` belongs to an optax.set_to_zero behind a mask."""
+    """Return True for the state of an optax.set_to_zero behind a mask."""
     return isinstance(state, optax.MaskedState) and type(state.inner_state) is optax.EmptyState
 
 

@@ -8,7 +8,6 @@ do not. An overflowing step must leave no trace: see `loss_scale` for what has t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import jax
@@ -22,7 +21,7 @@ from jfp8.optim.loss_scale_state import (
     Mark,
     loss_scale_in,
     warn_if_misplaced,
-    warn_if_not_read,
+    warn_if_not_multiplied,
 )
 from jfp8.optim.wrapping import transformation, widened
 
@@ -50,31 +49,24 @@ def loss_scale(
 
     Multiply the loss with `scale_loss` (`jfp8.value_and_grad` does so itself). Without either,
     gradients would be divided by a scale that the loss was never multiplied by. So ``update`` warns
-    if the scale of its state was never read, outside of ``jit`` or while a function was traced.
-    Every read counts, including ``optax.tree.get(opt_state, "loss_scale")``, and one is enough, so
-    that loops whose gradients and updates are compiled separately get no warning. States that come
-    from a file get none either. Compiled steps contain nothing of this.
+    if neither was called with a state of this optimizer, outside of ``jit`` or while a function was
+    traced. One call is enough, so that loops whose gradients and updates are compiled separately
+    get no warning, nor do states from a file. To get S as a number, call ``scale_loss(1.0,
+    opt_state)``; a read of the field is not noted. Compiled steps contain nothing of this.
 
     The division is done in f32 and the updates are f32: f16 gradients times 2^-15 would underflow
     in f16, and Adam would turn the zeros into NaN. For the same reason, initialize the optimizer in
     a plain chain with f32 parameters; the wrapping form (with `inner`) initializes `inner` in f32
     itself.
 
-    The elements of a chain cannot stop one another. In
-    ``optax.chain(jfp8.loss_scale(), optax.adam(1e-3))`` an overflowing step is not skipped exactly:
-    Adam sees a zero gradient, so its count advances, and its momentum decays and still moves the
-    parameters. For exact skips pass the optimizer as `inner`, wrap the chain in `skip_on_overflow`,
-    or use `jfp8.TrainState`, which keeps the amax histories as well.
+    The elements of a chain cannot stop one another: after an overflow, the momentum of an optimizer
+    behind this one still moves the parameters. To skip such steps exactly, pass the optimizer as
+    `inner`, wrap the chain in `skip_on_overflow`, or use `jfp8.TrainState`, which keeps the amax
+    histories as well.
 
-    Put it first, especially before gradient clipping: a clip before it sees gradients of the scaled
-    loss, and leaves updates that are thousands of times too small. `scale_loss` and
-    `jfp8.TrainState` warn about transformations in front of it, and raise if it covers only one
-    group of an ``optax.multi_transform`` while others are trained. They rely on the order of the
-    states in a chain, and so cannot check an ``optax.named_chain``, whose states are sorted by name
-    under ``jit``. With ``optax.MultiSteps``, put it outside, in a form that lets MultiSteps drop
-    the micro-step: ``optax.chain(loss_scale(on_overflow="pass"), optax.MultiSteps(adam, k,
-    should_skip_update_fn=optax.skip_not_finite))``; inside, MultiSteps multiplies an infinite
-    accumulator by zero, which never becomes finite again.
+    Put it first in a chain: a clip before it sees gradients of the scaled loss, and leaves updates
+    that are thousands of times too small. Put it outside of ``optax.MultiSteps``, with
+    ``on_overflow="pass"``. The page on loss scaling shows how, and which mistakes are noticed.
 
     Args:
       inner: transformation that receives the unscaled gradients and is skipped exactly, including
@@ -96,7 +88,7 @@ def loss_scale(
         interval below 1, unknown `on_overflow`, or ``on_overflow="pass"`` with `inner`.
 
     Warns:
-      UserWarning: in ``update``, if the loss scale was never read.
+      UserWarning: in ``update``, if no loss was multiplied by the loss scale.
 
     References:
       Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2;
@@ -108,18 +100,11 @@ def loss_scale(
     >>> jfp8.scale_loss(2.0, state)
     Array(65536., dtype=float32)
     """
-    schedule = _Schedule(
-        init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
-    )
-    if on_overflow not in ("zero", "pass"):
-        raise ValueError(f"on_overflow={on_overflow!r} is unknown. Allowed: 'zero', 'pass'.")
-    if inner is not None and on_overflow == "pass":
-        raise ValueError(
-            "on_overflow='pass' passes non-finite updates to the next element of a chain; with "
-            "inner= the step is skipped instead. Drop one of the two."
-        )
+    _check_scales(init_scale, growth_factor, backoff_factor, min_scale, max_scale)
+    _check_options(growth_interval, inner, on_overflow)
     wrapped = None if inner is None else transformation("loss_scale", inner)
-    mark = Mark("unknown" if schedule.is_always_1 else "no")
+    always_1 = all(_is_number(bound) and bound == 1 for bound in (min_scale, max_scale))
+    mark = Mark(multiplied=always_1)
 
     def init_fn(params: optax.Params) -> LossScaleState:
         return LossScaleState(
@@ -136,7 +121,7 @@ def loss_scale(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
-        warn_if_not_read(state)
+        warn_if_not_multiplied(state)
         finite = all_finite(updates)
         updates = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
         new_inner: Any = ()
@@ -147,7 +132,18 @@ def loss_scale(
             new_inner = jax.tree.map(keep, new_inner, state.inner_state)
         if on_overflow == "zero":
             updates = _zero_unless(finite, updates)
-        return updates, schedule.after(state, finite)._replace(inner_state=new_inner)
+        tracker = jnp.where(finite, state.growth_tracker + 1, 0)
+        grow = tracker >= growth_interval
+        grown = jnp.minimum(state.loss_scale * growth_factor, max_scale)
+        grown = jnp.where(grow, grown, state.loss_scale)
+        fallen = jnp.maximum(state.loss_scale * backoff_factor, min_scale)
+        return updates, state._replace(
+            loss_scale=jnp.where(finite, grown, fallen).astype(jnp.float32),
+            growth_tracker=jnp.where(grow, 0, tracker).astype(jnp.int32),
+            grads_finite=finite,
+            overflow_count=state.overflow_count + jnp.where(finite, 0, 1).astype(jnp.int32),
+            inner_state=new_inner,
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, cast(Any, update_fn))
 
@@ -155,74 +151,47 @@ def loss_scale(
 # optax.inject_hyperparams calls `loss_scale` with arrays, which may be traced: not checked.
 
 
-@dataclass(frozen=True)
-class _Schedule:
-    """How the loss scale changes; see `loss_scale`."""
-
-    init_scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    min_scale: float
-    max_scale: float
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name != "growth_interval":
-                _check_power_of_two(name, value)
+def _check_scales(
+    init_scale: Any, growth_factor: Any, backoff_factor: Any, min_scale: Any, max_scale: Any
+) -> None:
+    for name, value in locals().items():
+        power = _is_number(value) and 0 < value < math.inf and math.frexp(value)[0] == 0.5
+        if not power and not isinstance(value, jax.Array):
+            raise ValueError(
+                f"loss_scale({name}={value!r}): must be a power of two, so that scaling is exact; "
+                "for example 2.0**15."
+            )
+    for low_name, low, high_name, high in (
         # Within these 1 / S is normal in f32; XLA may multiply by it, and flushes subnormals to 0.
-        _check_order("2**-126", 2.0**-126, "min_scale", self.min_scale)
-        _check_order("max_scale", self.max_scale, "2**126", 2.0**126)
-        _check_order("min_scale", self.min_scale, "init_scale", self.init_scale)
-        _check_order("init_scale", self.init_scale, "max_scale", self.max_scale)
-        _check_order("1", 1, "growth_factor", self.growth_factor)
-        _check_order("backoff_factor", self.backoff_factor, "1", 1)
-        n = self.growth_interval
-        whole = isinstance(n, int | np.integer) and not isinstance(n, bool)
-        if not isinstance(n, jax.Array) and not (whole and n >= 1):
-            raise ValueError(f"loss_scale(growth_interval={n!r}): must be an int of at least 1.")
+        ("2**-126", 2.0**-126, "min_scale", min_scale),
+        ("max_scale", max_scale, "2**126", 2.0**126),
+        ("min_scale", min_scale, "init_scale", init_scale),
+        ("init_scale", init_scale, "max_scale", max_scale),
+        ("1", 1, "growth_factor", growth_factor),
+        ("backoff_factor", backoff_factor, "1", 1),
+    ):
+        if _is_number(low) and _is_number(high) and low > high:
+            raise ValueError(
+                f"loss_scale: {low_name} must not exceed {high_name}, but {low_name} = {low} and "
+                f"{high_name} = {high}."
+            )
 
-    @property
-    def is_always_1(self) -> bool:
-        """Whether the loss scale is always 1."""
-        bounds = (self.min_scale, self.max_scale)
-        return all(_is_number(bound) and bound == 1 for bound in bounds)
 
-    def after(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        """The `state` after a step whose gradients were `finite` or not."""
-        tracker = jnp.where(finite, state.growth_tracker + 1, 0)
-        grow = tracker >= self.growth_interval
-        grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
-        grown = jnp.where(grow, grown, state.loss_scale)
-        fallen = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
-        return state._replace(
-            loss_scale=jnp.where(finite, grown, fallen).astype(jnp.float32),
-            growth_tracker=jnp.where(grow, 0, tracker).astype(jnp.int32),
-            grads_finite=finite,
-            overflow_count=state.overflow_count + jnp.where(finite, 0, 1).astype(jnp.int32),
+def _check_options(n: Any, inner: Any, on_overflow: str) -> None:
+    whole = isinstance(n, int | np.integer) and not isinstance(n, bool)
+    if not isinstance(n, jax.Array) and not (whole and n >= 1):
+        raise ValueError(f"loss_scale(growth_interval={n!r}): must be an int of at least 1.")
+    if on_overflow not in ("zero", "pass"):
+        raise ValueError(f"on_overflow={on_overflow!r} is unknown. Allowed: 'zero', 'pass'.")
+    if inner is not None and on_overflow == "pass":
+        raise ValueError(
+            "on_overflow='pass' passes non-finite updates to the next element of a chain; with "
+            "inner= the step is skipped instead. Drop one of the two."
         )
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def _check_power_of_two(name: str, value: Any) -> None:
-    if isinstance(value, jax.Array):
-        return
-    if not _is_number(value) or not 0 < value < math.inf or math.frexp(value)[0] != 0.5:
-        raise ValueError(
-            f"loss_scale({name}={value!r}): must be a power of two, so that scaling is exact; "
-            "for example 2.0**15."
-        )
-
-
-def _check_order(low_name: str, low: Any, high_name: str, high: Any) -> None:
-    if _is_number(low) and _is_number(high) and low > high:
-        raise ValueError(
-            f"loss_scale: {low_name} must not exceed {high_name}, but {low_name} = {low} and "
-            f"{high_name} = {high}."
-        )
 
 
 def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -264,7 +233,7 @@ def skip_on_overflow(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def scale_loss(loss: jax.typing.ArrayLike, opt_state: optax.OptState) -> jax.Array:
-    """``loss * S`` in f32, with the S of the `loss_scale` inside `opt_state`.
+    """Return ``loss * S`` in f32, with the S of the `loss_scale` inside `opt_state`.
 
     Args:
       loss: scalar.

@@ -165,7 +165,7 @@ class Rounded:
 
 
 def init_masters(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
-    """`opt_state` with its masters set to `params` in high precision, instead of rounded ones. ::
+    """Set the masters in `opt_state` to `params` in high precision, before rounding. ::
 
         working = jfp8.quantize_params(params)
         opt_state = init_masters(tx.init(working), params)
@@ -221,7 +221,7 @@ def _flatten(params: Any) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
 
 
 def _beside(p: Any, storage: Storage | None) -> Storage | None:
-    """How the master of `p` is stored; None if `p` is its own master."""
+    """Return the storage of the master of `p`; None if `p` is its own master."""
     if isinstance(p, ScaledArray):
         return storage
     has_16_bits = jnp.result_type(p) in (jnp.bfloat16, jnp.float16)
@@ -230,7 +230,7 @@ def _beside(p: Any, storage: Storage | None) -> Storage | None:
 
 
 def _first(storage: Storage | None, value: jax.Array) -> Any:
-    """The first master, rounded to nearest: there are no steps yet whose bias could add up."""
+    """Round the first master to nearest: there are no steps yet whose bias could add up."""
     if storage is None:
         return optax.MaskedNode()
     nearest = Float(storage.dtype) if isinstance(storage, Float) else storage
@@ -238,7 +238,7 @@ def _first(storage: Storage | None, value: jax.Array) -> Any:
 
 
 def _values(p: Any) -> Any:
-    """`p` in f32 for `inner`."""
+    """Return `p` in f32 for `inner`."""
     if not isinstance(p, ScaledArray):
         return widened(p)
     if isinstance(p.scale, ScaledArray) or p.scale.dtype != jnp.float32:
@@ -254,7 +254,7 @@ def _values(p: Any) -> Any:
 
 
 def _wide(p: Any, beside: Storage | None, stored: Any) -> Any:
-    """The master of `p`."""
+    """Return the master of `p`."""
     if (beside is None) != isinstance(stored, optax.MaskedNode):
         raise ValueError(
             f"master_weights: the state was made for another parameter, not for this {p.dtype} "
@@ -266,7 +266,7 @@ def _wide(p: Any, beside: Storage | None, stored: Any) -> Any:
 
 
 def _by_lot(p: Any, u: jax.Array, seed: jax.Array) -> Any:
-    """The update that takes `p` to ``p + u`` rounded stochastically; for f32, `u` itself."""
+    """Return the update to ``p + u`` rounded stochastically; for f32, `u` itself."""
     if isinstance(p, ScaledArray):
         return update_by_lot(p, u, seed)
     dtype = jnp.result_type(p)
@@ -278,7 +278,7 @@ def _by_lot(p: Any, u: jax.Array, seed: jax.Array) -> Any:
 
 
 def _to_nearest(p: Any, value: jax.Array) -> Any:
-    """The update that takes `p` to `value` rounded to nearest."""
+    """Return the update that takes `p` to `value` rounded to nearest."""
     if isinstance(p, ScaledArray):
         return update_to(p, value)
     if p.dtype == jnp.bfloat16:  # XLA might remove a pair of casts

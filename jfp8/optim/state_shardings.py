@@ -15,7 +15,7 @@ from jfp8.optim.wrapping import transformation
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: Any) -> Any:
-    """Shardings for ``tx.init(params)``: each leaf is sharded like the parameter it belongs to.
+    """Return shardings for ``tx.init(params)``: each leaf is sharded like its parameter.
 
     A leaf of the state belongs to the parameter whose path its own path contains: the one at
     ``(..., "mu", "dense", "kernel", "scale")`` to ``("dense", "kernel")``. Each of its dimensions
@@ -71,7 +71,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, shardings: An
 
 
 def _contained(path: jax.tree_util.KeyPath, paths: Container) -> jax.tree_util.KeyPath | None:
-    """The part of `path` that is one of `paths`: of several, the longest of the last ones."""
+    """Find the part of `path` that is one of `paths`: of several, the longest of the last."""
     for end in range(len(path), -1, -1):
         for start in range(end + 1):
             if path[start:end] in paths:
@@ -80,7 +80,7 @@ def _contained(path: jax.tree_util.KeyPath, paths: Container) -> jax.tree_util.K
 
 
 def _trimmed(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """`sharding` for an array of `shape`; dimensions that it does not divide are not split."""
+    """Adapt `sharding` to `shape`; dimensions that it does not divide are not split."""
     entries = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
 
     def parts(entry: Any) -> int:

@@ -29,14 +29,14 @@ class StochasticRoundingState(NamedTuple):
     inner_state: Any
 
     def __repr__(self) -> str:
-        """Its contents, by type and size."""
+        """Print the contents, by type and size."""
         return printing.named_state(self)
 
 
 def stochastic_rounding(
     inner: optax.GradientTransformation, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """``p <- round_stochastically(p + u)`` for bf16 and f16 parameters ``p``; not for others.
+    """Update bf16 and f16 parameters by ``p <- round_stochastically(p + u)``, others plainly.
 
     The 16-bit parameters are their own master weights. `inner` sees them, and keeps its state, in
     f32. The updates come out in f32, as ``round(p + u) - p``, so that ``optax.apply_updates`` gives

@@ -33,12 +33,12 @@ class HalfArray(NamedTuple):
     scale: jax.Array
 
     def __repr__(self) -> str:
-        """Shape and scale, not the elements."""
+        """Print shape and scale, not the elements."""
         return f"HalfArray({printing.array(self.data)}, scale {printing.number(self.scale)})"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values."""
+        """Return the shape of the values."""
         return self.data.shape
 
 
@@ -50,16 +50,16 @@ class Storage(abc.ABC):
     """
 
     def __repr__(self) -> str:
-        """The call that makes it, without the fields that have their default."""
+        """Print the call that makes it, without the fields that have their default."""
         return printing.changes(self)
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """What rounding a part of `x` needs to know about all of it, f32; by default nothing."""
+        """Measure all of `x` for the rounding of its parts, f32; by default nothing."""
         return ()
 
     @abc.abstractmethod
     def round(self, x: jax.Array, measured: tuple[jax.Array, ...], seed: jax.Array) -> Any:
-        """`encode`, given the result of `measure`.
+        """Encode `x`, given the result of `measure`.
 
         Args:
           x: f32 array of any shape, or a part of the one that was measured.
@@ -69,10 +69,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, stored: Any) -> jax.Array:
-        """The f32 array that `stored` stands for."""
+        """Return the f32 array that `stored` stands for."""
 
     def encode(self, x: jax.Array, seed: jax.Array) -> Any:
-        """The stored form of `x`.
+        """Return the stored form of `x`.
 
         Args:
           x: f32 array of any shape.
@@ -167,7 +167,7 @@ class ScaledFloat16(Storage):
 
 
 def round_to_16_bits(x: jax.Array, dtype: np.dtype, bits: jax.Array) -> jax.Array:
-    """`x`, f32, rounded stochastically to the values of bf16 or f16, saturating; stays f32.
+    """Round `x`, f32, stochastically to values of bf16 or f16, saturating; it stays f32.
 
     ``P(up) = remainder / ulp``, subnormals of f16 included. Inf and NaN stay as they are.
     """

@@ -33,7 +33,7 @@ class StoredState(NamedTuple):
     inner_state: Any
 
     def __repr__(self) -> str:
-        """Its contents, by type and size."""
+        """Print the contents, by type and size."""
         return printing.named_state(self)
 
 
@@ -153,7 +153,7 @@ class _Wrapper:
         return jax.tree_util.tree_map_with_path(decode, state, is_leaf=is_stored)
 
     def _measure(self, wide: Any) -> list[tuple[jax.Array, ...]]:
-        """For each leaf, what its storage measures."""
+        """Return the measurements of each leaf by its storage."""
         leaves = jax.tree_util.tree_leaves_with_path(wide)
         found = [(self._storage_of(path, leaf), leaf) for path, leaf in leaves]
         return [storage.measure(leaf) if storage else () for storage, leaf in found]
@@ -170,12 +170,12 @@ class _Wrapper:
 
 
 def is_stored(node: Any) -> bool:
-    """Whether `node` of a state is the stored form of one array."""
+    """Return True if `node` of a state is the stored form of one array."""
     return isinstance(node, ScaledArray | HalfArray | ExpandedArray)
 
 
 def _field_names(tree: Any) -> set[str]:
-    """Names of the fields of all named tuples and dataclasses in `tree`, empty ones included."""
+    """List the fields of all named tuples and dataclasses in `tree`, empty ones included."""
     names: set[str] = set()
 
     def look(node: Any) -> bool:

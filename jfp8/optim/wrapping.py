@@ -16,7 +16,7 @@ State = TypeVar("State")
 
 
 def transformation(function: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-    """`tx` with support for extra arguments; optax.MultiSteps is one by its methods alone."""
+    """Return `tx` with extra arguments; optax.MultiSteps is one by its methods alone."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
             f"{function} wraps an optax transformation such as optax.adam(1e-3), got {tx!r}. "
@@ -26,7 +26,7 @@ def transformation(function: str, tx: Any) -> optax.GradientTransformationExtraA
 
 
 def widened(params: Any) -> Any:
-    """16-bit arrays as f32, so that moments start in f32. All else is kept.
+    """Cast 16-bit arrays to f32, so that moments start in f32. All else is kept.
 
     Optax also passes placeholders, and parameters may be in FP8.
     """
@@ -40,7 +40,7 @@ def widened(params: Any) -> Any:
 
 
 def states_of(kind: type[State], opt_state: Any) -> list[State]:
-    """The states of type `kind` in `opt_state`; of nested ones the outermost."""
+    """List the states of type `kind` in `opt_state`; of nested ones the outermost."""
     is_kind = lambda node: isinstance(node, kind)
     return [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=is_kind) if is_kind(leaf)]
 
@@ -52,7 +52,7 @@ class AnyScaleState(optax.EmptyState):
 
 
 def seed_words(seed: jax.typing.ArrayLike) -> jax.Array:
-    """uint32[2]. (optax.inject_hyperparams makes an array of the seed.)"""
+    """Return the seed as uint32[2]. (optax.inject_hyperparams makes an array of it.)"""
     if isinstance(seed, int):
         return jnp.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], jnp.uint32)
     return jnp.stack([jnp.asarray(seed).astype(jnp.uint32), jnp.zeros((), jnp.uint32)])
@@ -73,7 +73,7 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
     def __repr__(self) -> str:
-        """Its contents, by type and size."""
+        """Print the contents, by type and size."""
         return printing.named_state(self)
 
 

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jfp8.collectives import exchange as collectives
 from jfp8.collectives.wire import AxisName
-from jfp8.scaling.sink import BINS, ROLES, decode_amax, encode_amax
-from jfp8.training.histories import Collections, in_one_array, rescale_grad_histories
+from jfp8.scaling.sink import BINS, ROLES, WIDTH, decode_amax, encode_amax
+from jfp8.training.histories import Collections, rescale_grad_histories
 from jfp8.training.state import Gradients, TrainState
 
 
@@ -35,7 +36,7 @@ def data_parallel(
     specs: Any = None,
     mean: Callable[[Any, AxisName], Any] = collectives.pmean,
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """`grad_fn` on every device's part of the batch; gradients averaged by `collectives.pmean`. ::
+    """Run `grad_fn` on every device's part of the batch, and average gradients in FP8. ::
 
         loss = mean_i loss_i          in f32, exact
         gradient = mean_i gradient_i  at a quarter of the bytes, the same bits on all devices
@@ -160,17 +161,9 @@ def _on_one_device(
     _check_value(value, batch, axis_name)
     value = jax.tree.map(lambda x: _mean_of_value(x, axis_name), value)
     is_gradients = lambda node: isinstance(node, Gradients)
-    params = mean(_params_of(grads))
+    params_of = lambda node: node.params if is_gradients(node) else node
+    params = mean(jax.tree.map(params_of, grads, is_leaf=is_gradients))
     return value, jax.tree.map(combined, grads, params, is_leaf=is_gradients)
-
-
-def _params_of(grads: Any) -> Any:
-    """`grads`, with the gradients of the parameters in place of every `Gradients`."""
-    return jax.tree.map(
-        lambda node: node.params if isinstance(node, Gradients) else node,
-        grads,
-        is_leaf=lambda node: isinstance(node, Gradients),
-    )
 
 
 def _check_value(value: Any, batch: Any, axis_name: AxisName) -> None:
@@ -199,7 +192,7 @@ def _check_value(value: Any, batch: Any, axis_name: AxisName) -> None:
 
 
 def _without(specs: Any, names: tuple[Any, ...]) -> tuple[Any, set[Any]]:
-    """`specs` without the axes in `names`, and the axes that are left."""
+    """Return `specs` without the axes in `names`, and the axes that are left."""
     left: set[Any] = set()
 
     def strip(spec: PartitionSpec) -> PartitionSpec:
@@ -213,26 +206,27 @@ def _without(specs: Any, names: tuple[Any, ...]) -> tuple[Any, set[Any]]:
 
 
 def _mean_of_value(x: Any, axis_name: AxisName) -> jax.Array:
-    """The mean in f32."""
+    """Average in f32."""
     x = jnp.asarray(x)
     mean = lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis_name)
     return mean.astype(x.dtype)
 
 
 def _mean_of_state(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The mean of floating arrays; anything else (counters, keys) is the same on all devices."""
+    """Average floating arrays; anything else (counters, keys) is the same on all devices."""
     floating = jnp.issubdtype(x.dtype, jnp.inexact)
     return _mean_of_value(x, axis_name) if floating else x
 
 
 def _max_of_sinks(sinks: Collections, axis_name: AxisName, n: int) -> Collections:
-    """Sinks that read as the largest amaxes of all devices, those of gradients divided by `n`.
+    """Return sinks with the largest amaxes of all devices, those of gradients divided by `n`.
 
     A sum of the sinks would read as a bound of them, and be thousands of times as long.
     """
     if not jax.tree.leaves(sinks):
         return sinks
-    rows, back = in_one_array(sinks)
+    flat, unflatten = ravel_pytree(sinks)  # one array takes one collective
+    rows = flat.reshape(-1, len(ROLES), WIDTH)
     amax, overflow = decode_amax(rows)
     seen = jnp.any(rows[..., :BINS] > 0, axis=-1)
     # All finite, so that the maximum drops no NaN.
@@ -241,7 +235,7 @@ def _max_of_sinks(sinks: Collections, axis_name: AxisName, n: int) -> Collection
     unit = jnp.array([1.0 / n if role == "grad" else 1.0 for role in ROLES], jnp.float32)
     rows = jnp.where(seen[..., None] > 0, encode_amax(amax * unit[None]), 0.0)
     rows = rows.at[..., BINS - 1].max(overflow)  # the bin of NaN
-    return back(rows)
+    return unflatten(rows.ravel())
 
 
 def _device_count(mesh: Mesh | AbstractMesh, names: tuple[Any, ...]) -> int:

@@ -148,7 +148,7 @@ def _quantizers(selection: Selection, with_paths: Any, ways: list[Any]) -> dict[
 
 
 def _way(x: jax.Array | ScaledArray, spec: Any, axis_name: Axes, gradients_as: Any) -> _Way | None:
-    """How `x` becomes whole; None if it is."""
+    """Choose how `x` becomes whole; None if it is."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     mesh = jax.sharding.get_abstract_mesh()
     types = {t for name, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in names}
@@ -209,12 +209,12 @@ def _entries(spec: PartitionSpec | NamedSharding) -> list[tuple[str, ...]]:
 
 
 def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """For each dimension the axes of the mesh, as a ``PartitionSpec`` spells them."""
+    """Spell the axes of the mesh for each dimension as a ``PartitionSpec``."""
     return PartitionSpec(*(e if len(e) > 1 else e[0] if e else None for e in entries))
 
 
 def _specs_of(params: Any, specs: Any) -> list[Any]:
-    """The spec of each leaf of `params`; None if there are no `specs`."""
+    """Return the spec of each leaf of `params`; None if there are no `specs`."""
     is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
     if specs is None:
         return [None] * len(jax.tree.leaves(params, is_leaf=is_scaled_array))
@@ -224,7 +224,7 @@ def _specs_of(params: Any, specs: Any) -> list[Any]:
 
 
 def _gather_bytes(x: jax.Array, way: _Way, largest: jax.Array, quantizer: Quantizer) -> ScaledArray:
-    """`x` quantized, then gathered."""
+    """Quantize `x`, then gather it."""
     if x.ndim != 2 and not quantizer.one_for_both:
         quantizer = Current(quantizer.fmt)
     context = Context((0,), largest, None, None)
@@ -243,7 +243,7 @@ def _gather_bytes(x: jax.Array, way: _Way, largest: jax.Array, quantizer: Quanti
 
 
 def _gather_stored(q: ScaledArray, way: _Way) -> ScaledArray:
-    """`q` gathered as it is stored; its gradient goes where that of the part went."""
+    """Gather `q` as it is stored; its gradient goes where that of the part went."""
     scale = q.scale
     if isinstance(scale, ScaledArray) or q.block is not None:
         raise ValueError(
@@ -262,7 +262,7 @@ def _gather_stored(q: ScaledArray, way: _Way) -> ScaledArray:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _carrier(way: _Way, x: jax.Array) -> jax.Array:
-    """Zeros of the shape of the whole weight; only their cotangent is used."""
+    """Return zeros of the shape of the whole weight; only their cotangent is used."""
     return way.zeros(x)
 
 
@@ -296,7 +296,7 @@ class _ByCollectives:
     names: tuple[str, ...]
 
     def max_over_devices(self, amaxes: jax.Array) -> jax.Array:
-        """f32[n], none of them negative."""
+        """Take the maximum of f32[n], none of them negative."""
         # As integers, since XLA:CPU drops NaN from the maximum of floats over devices.
         bits = lax.pmax(lax.bitcast_convert_type(amaxes, jnp.uint32), self.names)
         return lax.bitcast_convert_type(bits, jnp.float32)

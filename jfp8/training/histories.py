@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +82,7 @@ def advance(
 
 
 def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
-    """Every sink f32[..., 3, 2050] decoded to amaxes f32[..., 3], and whether any overflowed.
+    """Decode every sink f32[..., 3, 2050] to amaxes f32[..., 3], and a flag of overflow.
 
     One by one: programs that are the same for all layers are compiled once.
     """
@@ -93,28 +92,10 @@ def decode_all(sinks: Any) -> tuple[Any, jax.Array]:
     return structure.unflatten([amax for amax, _ in decoded]), overflow
 
 
-def in_one_array(sinks: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    """All sinks f32[..., 3, 2050] as one f32[n, 3, 2050], and the way back, of any array[n, ...].
-
-    One array takes one collective, where devices agree on the largest amaxes of all.
-    """
-    leaves, structure = jax.tree.flatten(sinks)
-    leading = [leaf.shape[:-2] for leaf in leaves]
-    ends = np.cumsum([math.prod(shape) for shape in leading]).tolist()
-
-    def back(rows: jax.Array) -> Any:
-        parts = jnp.split(rows, ends[:-1])
-        rest = rows.shape[1:]
-        shaped = [part.reshape(*at, *rest) for part, at in zip(parts, leading, strict=True)]
-        return structure.unflatten(shaped)
-
-    return jnp.concatenate([leaf.reshape(-1, len(ROLES), WIDTH) for leaf in leaves]), back
-
-
 def close_step(
     fp8: Any, amaxes: Any, path: tuple[str, ...] = (), ends: jax.Array | None = None
 ) -> Any:
-    """`advance` of amaxes that are decoded already; bool[] `ends` says whether the step ends."""
+    """Advance `fp8` by decoded amaxes; bool[] `ends` says whether the step ends."""
     if _is_product(fp8):
         seen: dict[str, jax.Array | None] = dict.fromkeys(ROLES)
         if "amax" in amaxes:
@@ -135,7 +116,7 @@ def close_step(
 
 
 def carried_over(empty: Any, old: Any) -> Any:
-    """`empty`, an ``fp8`` collection, with the histories of `old` of products that both have.
+    """Fill `empty`, an ``fp8`` collection, with the histories of products that `old` has, too.
 
     If a history is shorter, the newest entries stay. Products stacked otherwise start empty.
     """
@@ -154,7 +135,7 @@ def _resized(empty: Any, old: Any) -> Any:
 
 
 def _is_product(node: Any) -> bool:
-    """Whether `node` is the state of one product, rather than a module that holds some."""
+    """Return True for the state of one product, rather than a module that holds some."""
     return set(node) == set(ROLES) and all("amax_history" in node[role] for role in ROLES)
 
 
@@ -165,7 +146,7 @@ def _map_products(function: Callable[[Any], Any], fp8: Any) -> Any:
 
 
 def init_sinks(fp8: Collections) -> Collections:
-    """The ``fp8_sink`` collection that belongs to an ``fp8`` collection: zeros, same paths.
+    """Return the ``fp8_sink`` collection of an ``fp8`` collection: zeros, same paths.
 
     Leading axes of the histories (stacked layers) become leading axes of the sinks.
     """
@@ -174,12 +155,12 @@ def init_sinks(fp8: Collections) -> Collections:
 
 
 def zero_sink(history: jax.Array) -> jax.Array:
-    """The sink of a product one of whose histories is f32[..., H]: zeros f32[..., 3, 2050]."""
+    """Return the sink of a product with histories f32[..., H]: zeros f32[..., 3, 2050]."""
     return jnp.zeros((*history.shape[:-1], len(ROLES), WIDTH), jnp.float32)
 
 
 def add_recorded(sinks: Any, fp8: Any) -> Any:
-    """Cotangents of sinks, with the amaxes that a forward pass recorded in a mutable ``fp8``."""
+    """Add the amaxes that a forward pass recorded in a mutable ``fp8`` to cotangents of sinks."""
     if not _is_product(fp8):
         return {k: add_recorded(v, fp8[k]) if k in fp8 else v for k, v in sinks.items()}
     amaxes = jnp.stack([running_amax(fp8[role]) for role in ROLES], axis=-1)
@@ -188,7 +169,7 @@ def add_recorded(sinks: Any, fp8: Any) -> Any:
 
 
 def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
-    """`fp8` with every gradient amax multiplied by `ratio` = new / old loss scale.
+    """Multiply every gradient amax in `fp8` by `ratio` = new / old loss scale.
 
     Gradients carry the loss scale, so their history must follow it, or every growth saturates.
     """
@@ -201,7 +182,7 @@ def rescale_grad_histories(fp8: Collections, ratio: jax.Array) -> Collections:
 
 
 def rescaled(amaxes: jax.Array, factor: jax.typing.ArrayLike | None) -> jax.Array:
-    """`amaxes` times `factor`, if there is one, and finite."""
+    """Multiply `amaxes` by `factor`, if there is one; they stay finite."""
     if factor is None:
         return amaxes
     largest = np.float32(np.finfo(np.float32).max)

@@ -33,7 +33,7 @@ Root = int | None
 def split(
     function: Callable[[Any, Any], Any], known: Any, varying: Any
 ) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """``function(known, varying)`` in two: what `known` alone determines, and the rest.
+    """Split ``function(known, varying)`` into what `known` alone determines and the rest.
 
     Args:
       function: of two pytrees of arrays, giving one.
@@ -132,7 +132,7 @@ def _reached(
     root: dict[Var, Root],
     until: Callable[[Var], bool],
 ) -> list[Var]:
-    """The known variables that `start` is made of, not going past those that are `until`."""
+    """List the known variables that `start` is made of, not going past those that are `until`."""
     found: dict[Var, None] = {}
     todo = [v for v in start if not isinstance(v, Literal)]
     while todo:
@@ -146,7 +146,7 @@ def _reached(
 
 
 def _body_roots(eqn: JaxprEqn, ins: Sequence[Root]) -> tuple[Jaxpr, list[Root]] | None:
-    """The body of an equation that calls one, and the roots of its inputs."""
+    """Return the body of an equation that calls one, and the roots of its inputs."""
     if eqn.primitive.name == "scan":
         consts, carry, xs = _scan_arguments(eqn, ins)
         length = max(eqn.params["length"], 1)
@@ -161,7 +161,7 @@ def _body_roots(eqn: JaxprEqn, ins: Sequence[Root]) -> tuple[Jaxpr, list[Root]] 
 
 
 def _early(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any]) -> Any:
-    """What is kept. Arguments that vary are None."""
+    """Compute what is kept. Arguments that vary are None."""
     values = _values(plan, consts, arguments)
     read = lambda v: v.val if isinstance(v, Literal) else values.get(v)
     bodies = {}
@@ -182,7 +182,7 @@ def _early_body(plan: _Plan, eqn: JaxprEqn, arguments: list[Any]) -> Any:
 
 
 def _late(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any], kept: Any) -> list[Any]:
-    """The results, from all arguments and what `_early` kept."""
+    """Compute the results, from all arguments and what `_early` kept."""
     values = _values(plan, consts, arguments)
     given, bodies = kept
     values.update((v, _from_bytes(x, v)) for v, x in zip(plan.kept, given, strict=True))
@@ -227,7 +227,7 @@ def _values(plan: _Plan, consts: Sequence[Any], arguments: Sequence[Any]) -> dic
 
 
 def _scan_arguments(eqn: JaxprEqn, arguments: Sequence[Any]) -> tuple[Sequence[Any], ...]:
-    """Those of a scan that its body reads in each turn, that it carries, and that it scans over."""
+    """Split arguments of a scan into constants, carry and arrays to scan over."""
     n_consts, n_carry = scan_sizes(eqn)
     start = n_consts + n_carry
     return arguments[:n_consts], arguments[n_consts:start], arguments[start:]

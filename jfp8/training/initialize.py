@@ -49,7 +49,7 @@ def initialize(
     state_collection: StateCollection = "fp8",
     verbose: bool = False,
 ) -> tuple[Model, optax.GradientTransformation]:
-    """The model and the optimizer, ready for FP8.
+    """Return the model and the optimizer, ready for FP8.
 
     The model is converted (see `jfp8.convert`). What the optimizer becomes depends on `opt_level`;
     each contains those before it. ::
@@ -141,7 +141,7 @@ def initialize(
 
 
 def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` with those of `_MOMENTS` that it has in few bits."""
+    """Store the `_MOMENTS` that `tx` has in few bits."""
     inner = transformation("initialize", tx)
 
     def init(params: optax.Params) -> Any:
@@ -171,7 +171,7 @@ def _with_stored_moments(tx: optax.GradientTransformation) -> optax.GradientTran
 
 
 def _settings(config: Mapping[str, Any] | str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """`given`, with what `config` sets instead; or an error about what it may set."""
+    """Return `given`, with the settings of `config` instead."""
     settings = {"mixed_precision": "fp8", **given}
     if config is None:
         return settings
@@ -216,7 +216,7 @@ def _parsed(text: str) -> Any:
 
 
 def _recipes(given: Any) -> Recipe | PerLayer:
-    """What a file says of all layers, or of those that patterns match."""
+    """Read the recipe of all layers, or those of layers that patterns match."""
     if not isinstance(given, Mapping) or "name" in given:
         return _recipe(given)
     wrong = [pattern for pattern, of in given.items() if not isinstance(of, _RECIPE)]

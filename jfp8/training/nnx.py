@@ -29,7 +29,7 @@ def value_and_grad(
     has_aux: bool = False,
     loss_scale: jax.typing.ArrayLike | None = None,
 ) -> Callable[..., Any]:
-    """``flax.nnx.value_and_grad`` that also records the amaxes of gradients.
+    """Differentiate as ``flax.nnx.value_and_grad``, and record the amaxes of gradients.
 
     A call is one step of every FP8 product among the differentiated arguments: it reads all three
     histories, gradients included, and each gets one entry, the largest amax of all its uses. If the
@@ -125,7 +125,7 @@ def _end_step(product: Product, before: Any, amaxes: Any, failed: jax.Array, sca
 def _pushed(
     histories: dict[str, jax.Array], amaxes: jax.Array, loss_scale: jax.typing.ArrayLike | None
 ) -> dict[str, jax.Array]:
-    """Histories of a product with the amaxes f32[..., 3] of the scaled loss in front."""
+    """Put the amaxes f32[..., 3] of the scaled loss in front of the histories of a product."""
     new: dict[str, jax.Array] = {}
     for row, role in enumerate(ROLES):
         amax = amaxes[..., row]
@@ -137,7 +137,7 @@ def _pushed(
 
 
 def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of `f` in order, also those that were given by name."""
+    """Return the arguments of `f` in order, also those that were given by name."""
     if not kwargs:
         return tuple(args)
     bound = inspect.signature(f).bind(*args, **kwargs)
@@ -151,7 +151,7 @@ def _positional(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tup
 
 
 def _training_products(args: tuple[Any, ...]) -> dict[Path, Product]:
-    """The products with state that are in training, by their paths in `args`."""
+    """Find the products with state that are in training, by their paths in `args`."""
     return {
         path: node
         for path, node in nnx.iter_graph(args, graph=True)
@@ -160,7 +160,7 @@ def _training_products(args: tuple[Any, ...]) -> dict[Path, Product]:
 
 
 def _trained_modules(args: tuple[Any, ...], wanted: Sequence[nnx.DiffState]) -> set[Path]:
-    """Where in `args` something is differentiated by: paths of Variables, cut off anywhere."""
+    """Find the paths of differentiated Variables in `args`, and all of their beginnings."""
     found = set()
     for entry in wanted:
         predicate = filterlib.to_predicate(entry.filter)

@@ -23,7 +23,7 @@ from jfp8.optim.loss_scale_state import (
     find_loss_scale,
     loss_scale_in,
     warn_if_misplaced,
-    warn_if_not_read,
+    warn_if_not_multiplied,
 )
 from jfp8.optim.wrapping import has_master_weights, states_of
 from jfp8.scaling import printing
@@ -63,7 +63,7 @@ class Gradients:
     collections: Collections
 
     def __repr__(self) -> str:
-        """What is in it, by size."""
+        """Print the contents, by size."""
         parts = [f"params=({printing.tree(self.params)})"]
         if self.fp8_sink:
             parts.append(f"fp8_sink=({printing.tree(self.fp8_sink)})")
@@ -97,7 +97,7 @@ class TrainState(flax.struct.PyTreeNode):
     tx: optax.GradientTransformation = flax.struct.field(pytree_node=False)
 
     def __repr__(self) -> str:
-        """The step, and what is in the state by size."""
+        """Print the step, and the contents by size."""
         parts = [f"step={printing.number(self.step)}", f"params=({_spelled_params(self.params)})"]
         if self.fp8:
             parts.append(f"fp8=({_spelled_products(self.fp8)})")
@@ -116,7 +116,7 @@ class TrainState(flax.struct.PyTreeNode):
         tx: optax.GradientTransformation,
         **unknown: Any,
     ) -> TrainState:
-        """The state before the first step.
+        """Return the state before the first step.
 
         Args:
           apply_fn: ``model.apply``.
@@ -176,7 +176,7 @@ class TrainState(flax.struct.PyTreeNode):
         )
 
     def with_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> TrainState:
-        """The same run with `model` from here on: the way to another recipe in mid-run.
+        """Go on with `model`: the way to another recipe in mid-run.
 
         Parameters, optimizer state, step and other collections stay. A product that has amax
         histories under both recipes goes on with theirs, which are of the same tensors; others
@@ -220,22 +220,22 @@ class TrainState(flax.struct.PyTreeNode):
 
     @property
     def variables(self) -> Collections:
-        """The collections for ``apply``: histories are read, nothing is recorded."""
+        """Return the collections for ``apply``: histories are read, nothing is recorded."""
         fp8 = {"fp8": self.fp8} if self.fp8 else {}
         return {"params": self.params, **fp8, **self.collections}
 
     @property
     def has_stored_params(self) -> bool:
-        """Whether some parameters are `ScaledArray`s."""
+        """Return True if some parameters are `ScaledArray`s."""
         return _has_stored(self.params)
 
     @property
     def stored_params(self) -> Any:
-        """The parameters, if some are `ScaledArray`s, else None."""
+        """Return the parameters, if some are `ScaledArray`s, else None."""
         return self.params if self.has_stored_params else None
 
     def apply_gradients(self, grads: Gradients) -> TrainState:
-        """The state after one optimizer step.
+        """Return the state after one optimizer step.
 
         The step is skipped if a gradient or any operand of an FP8 product contains an Inf or NaN,
         or if a gradient is beyond 2^62, so that optimizers could not square it. Then parameters,
@@ -264,7 +264,7 @@ class TrainState(flax.struct.PyTreeNode):
                     "loss, grads = jfp8.value_and_grad(loss_fn)(state, batch)."
                 )
             if (found := find_loss_scale(self.opt_state)) is not None:
-                warn_if_not_read(found)
+                warn_if_not_multiplied(found)
             grads = Gradients(unscaled(grads, loss_scale_in(self.opt_state)), {}, {})
         before = loss_scale_in(self.opt_state)
         amaxes, overflow = decode_all(as_dicts(grads.fp8_sink))
@@ -307,14 +307,14 @@ def _has_stored(params: Any) -> bool:
 
 
 def _shapes_in(variables: Any) -> dict[str, tuple[int, ...]]:
-    """By path."""
+    """Return the shapes by path."""
     leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_scaled_array)
     spelled = partial(jax.tree_util.keystr, simple=True, separator="/")
     return {spelled(path): tuple(jnp.shape(leaf)) for path, leaf in leaves}
 
 
 def _steps_end(before: optax.OptState, after: optax.OptState) -> jax.Array | None:
-    """Whether an update was the last of those that ``optax.MultiSteps`` accumulates, bool[].
+    """Return True for the last update that ``optax.MultiSteps`` accumulates, bool[].
 
     None: nothing accumulates, so every update is a step.
     """
@@ -336,7 +336,7 @@ def _spelled_params(params: Any) -> str:
 
 
 def _spelled_products(fp8: Any) -> str:
-    """The products of an ``fp8`` collection; stacked layers count each."""
+    """Count the products of an ``fp8`` collection; stacked layers count each."""
     histories = [
         x
         for path, x in jax.tree_util.tree_leaves_with_path(fp8)

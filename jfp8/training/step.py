@@ -26,7 +26,7 @@ from jfp8.training.state import Gradients, TrainState
 def value_and_grad(
     loss_fn: Callable[..., Any], *, has_aux: bool = False, micro_batches: int = 1
 ) -> Callable[..., tuple[Any, Gradients]]:
-    """Like ``jax.value_and_grad``, for a `TrainState` and one batch.
+    """Differentiate as ``jax.value_and_grad``, for a `TrainState` and one batch.
 
     The loss is multiplied by the loss scale, if the optimizer has one; the returned loss and
     gradient do not contain it. The amaxes of the backward pass are part of the gradient.
@@ -82,14 +82,14 @@ def value_and_grad(
         (grads, sink), (loss, collections, aux) = gradient(
             *known, state.collections, (batch, named)
         )
-        grads = grads if loss_scale is None else unscaled(grads, loss_scale)
-        return ((loss, aux) if has_aux else loss), Gradients(grads, sink, collections)
+        gradients = Gradients(unscaled(grads, loss_scale), sink, collections)
+        return ((loss, aux) if has_aux else loss), gradients
 
     return compute
 
 
 def _gradient(scaled_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient of a `_scaled_loss` by parameters and sinks; with what the loss returns."""
+    """Differentiate a `_scaled_loss` with respect to parameters and sinks."""
 
     def compute(differentiated: Any, sinks: Collections, *others: Any) -> Any:
         noted: list[Uses] = []
@@ -146,8 +146,7 @@ def _scaled_loss(
         )
     new = {name: mutated.get(name, value) for name, value in collections.items()}
     loss = jnp.asarray(loss)
-    multiplied = loss if loss_scale is None else scaled(loss, loss_scale)
-    return multiplied, ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
+    return scaled(loss, loss_scale), ((loss, new, aux), as_dicts(mutated.get("fp8", {})))
 
 
 def _over_micro_batches(
@@ -159,7 +158,7 @@ def _over_micro_batches(
     collections: Collections,
     batch: Any,
 ) -> Any:
-    """What `gradient` gives, averaged over parts of the batch that are taken one by one."""
+    """Average the results of `gradient` over parts of the batch, taken one by one."""
     parts = _split(batch, micro_batches)
     # Weights are quantized here, once; the loop uses what is kept.
     kept, compute_rest = split(
@@ -186,7 +185,7 @@ def _over_micro_batches(
 
 
 def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any]:
-    """What `loss_fn` returned as (loss, mutated, aux), or an error that says what it should."""
+    """Return the result of `loss_fn` as (loss, mutated, aux), or raise if it is something else."""
     if not has_aux and isinstance(returned, jax.Array | np.ndarray | np.generic | int | float):
         return returned, {}, None
     wanted = "(loss, mutated, aux)" if has_aux else "(loss, mutated)"
@@ -212,7 +211,7 @@ def _unpacked(returned: Any, has_aux: bool) -> tuple[Any, Mapping[str, Any], Any
 
 
 def _instead_of_state(given: Any) -> str:
-    """What to write, where `given` is not a `TrainState`."""
+    """Return the call to write, where `given` is not a `TrainState`."""
     if isinstance(given, nnx.Module):
         return (
             f"jfp8.value_and_grad got an NNX model, {type(given).__name__}. Use "
