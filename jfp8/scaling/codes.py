@@ -68,7 +68,7 @@ def encode(
 
     if rounding == "nearest_even":
         odd = (magnitude >> shift) & lane(1)
-        normal = (magnitude + odd + (rebias + lane((1 << (shift - 1)) - 1))) >> shift
+        normal = (magnitude + (rebias + lane((1 << (shift - 1)) - 1)) + odd) >> shift
         # Adding a power of two whose ulp is the subnormal step rounds to that step, ties to even;
         # the low bits of the sum are the code.
         magic = np.float32(2.0 ** (23 + fmt.min_exponent - fmt.mantissa_bits))
