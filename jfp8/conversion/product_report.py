@@ -1,17 +1,16 @@
-"""`Report`: what is FP8 in a model, by layer and by product."""
+"""Hold the products of a model, and print them by layer and by product: `Report`."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jfp8.conversion.layer_table import (
-    LayerLine,
-    Reason,
+    Lines,
+    Reasons,
     in_bf16,
     in_high_precision,
     lines_of,
@@ -32,7 +31,7 @@ from jfp8.conversion.tables import table_html, table_lines
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What `report` found. It prints as a table of the layers, in Jupyter as an HTML table.
+    """Hold the result of `report`. It prints as a table of the layers, in Jupyter as HTML.
 
     Numbered siblings whose products are the same share a line, ``block_{0..5}``. ``fprop``,
     ``dgrad`` and ``wgrad`` are marked ``FP8``, or with the dtype in which they are computed. FLOPs
@@ -48,26 +47,26 @@ class Report:
 
     @property
     def flops(self) -> int:
-        """FLOPs of all products."""
+        """Return the FLOPs of all products."""
         return sum(row.flops for row in self.rows)
 
     @property
     def fp8_fraction(self) -> float:
-        """The fraction of the FLOPs of all products that is FP8: 0 to 1."""
+        """Return the fraction of the FLOPs of all products that is FP8: 0 to 1."""
         return sum(row.flops for row in self.rows if row.fp8) / max(self.flops, 1)
 
     @property
     def unconverted(self) -> tuple[ProductRow, ...]:
-        """The products in high precision."""
+        """Return the products in high precision."""
         return tuple(row for row in self.rows if not row.fp8)
 
     @property
     def looking_ahead(self) -> tuple[ProductRow, ...]:
-        """If the model is causal, the forward products whose scales see later positions."""
+        """Return the forward products of a causal model whose scales see later positions."""
         return tuple(row for row in self.rows if self.causal and row.looks_ahead)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Return the report as plain data."""
         return {
             "fp8_fraction": self.fp8_fraction,
             "flops": self.flops,
@@ -75,11 +74,11 @@ class Report:
         }
 
     def to_json(self) -> str:
-        """The report as JSON."""
+        """Return the report as JSON."""
         return json.dumps(self.to_dict(), indent=1)
 
     def summary(self) -> str:
-        """The report in one line."""
+        """Return the report in one line."""
         n = sum(row.times for row in self.rows)
         fp8 = sum(row.times for row in self.rows if row.fp8)
         return (
@@ -88,7 +87,7 @@ class Report:
         )
 
     def verbose(self) -> str:
-        """The report with a line for each product: its operands, and what computes it.
+        """Return a line for each product: its operands, and what computes it.
 
         Traced for a GPU whose rates `kernels.cost_model` has, also the expected times, of all times
         that a product is computed together, and for comparison those of layers in bf16.
@@ -103,7 +102,7 @@ class Report:
         if layers:
             head, *lines = text_lines(table_of(layers))
             text = [head, "-" * max(map(len, (head, *lines))), *lines, ""]
-        for title, reasons in _why_not(layers):
+        for title, reasons in _why_not(layers).items():
             text += [title, *reason_lines(reasons), ""]
         return "\n".join([*text, *self._said()])
 
@@ -112,18 +111,16 @@ class Report:
     def _repr_html_(self) -> str:
         layers = lines_of(self.rows)
         plain = [
-            i
-            for i, line in enumerate(layers, 1)
-            if line.rows and not any(row.fp8 for row in line.rows)
+            i for i, (_, rows) in enumerate(layers, 1) if rows and not any(row.fp8 for row in rows)
         ]
-        parts = [f"<p><b>{html.escape(self.summary())}</b></p>"]
-        parts += [f"<p><b>{html.escape(warning)}</b></p>" for warning in self.warnings()]
+        lines = (self.summary(), *self.warnings())
+        parts = [f"<p><b>{html.escape(line)}</b></p>" for line in lines]
         table = [(name.replace("  ", "\u2003"), *cells) for name, *cells in table_of(layers)]
         parts.append(table_html(table, faded=plain))
-        for title, reasons in _why_not(layers):
+        for title, reasons in _why_not(layers).items():
             items = (
-                f"<li>{html.escape(reason.text)}<br>{html.escape(', '.join(reason.layers))}</li>"
-                for reason in reasons
+                f"<li>{html.escape(text)}<br>{html.escape(', '.join(layers))}</li>"
+                for text, layers in reasons.items()
             )
             parts.append(f"<p>{html.escape(title)}</p><ul>{''.join(items)}</ul>")
         unconverted = [number for number, row in enumerate(self.rows, 1) if not row.fp8]
@@ -132,22 +129,22 @@ class Report:
         return "".join(parts)
 
     def _said(self) -> list[str]:
-        """The summary and the warnings, as lines."""
+        """Return the summary and the warnings, as lines."""
         warnings = (line for warning in self.warnings() for line in wrapped(warning))
         return [self.summary(), *warnings]
 
     def warnings(self) -> list[str]:
-        """Warnings before training: whether scales of a causal model look ahead."""
+        """Warn before training if scales of a causal model look ahead."""
         rows = self.looking_ahead
         if not rows:
             return []
         return [looks_ahead_message({row.path or row.layer: row.recipe for row in rows})]
 
 
-def _why_not(layers: Sequence[LayerLine]) -> list[tuple[str, list[Reason]]]:
-    who = "a TPU" if any(row.tpu for line in layers for row in line.rows) else "an NVIDIA GPU"
-    found = [
-        ("In high precision:", in_high_precision(layers)),
-        (f"FP8 that {who} computes in bf16:", in_bf16(layers)),
-    ]
-    return [(title, reasons) for title, reasons in found if reasons]
+def _why_not(layers: Lines) -> dict[str, Reasons]:
+    who = "a TPU" if any(row.tpu for _, rows in layers for row in rows) else "an NVIDIA GPU"
+    found = {
+        "In high precision:": in_high_precision(layers),
+        f"FP8 that {who} computes in bf16:": in_bf16(layers),
+    }
+    return {title: reasons for title, reasons in found.items() if reasons}
