@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import flax.linen as nn
 from flax import nnx
 
-from jfp8.conversion import linen, linen_region, nnx_models
+from jfp8.conversion import linen, linen_products, nnx_models
 from jfp8.conversion.selection import Choice, Recipes, Selection, select
 from jfp8.layers.linen.state_in_gradients import StateCollection
 from jfp8.recipes.per_tensor import DelayedScaling
@@ -158,5 +158,5 @@ def autocast(recipe: Recipe | str = DelayedScaling(), *, enabled: bool = True) -
     ...     bool((apply(variables, x) == y).all())
     False
     """
-    with linen_region.in_region(check_recipe(recipe), bool(enabled)):
+    with linen_products.in_region(check_recipe(recipe), bool(enabled)):
         yield

@@ -1,7 +1,7 @@
-"""The layers of Flax Linen, and what replaces their products as they are called.
+"""Replace the products of Linen modules as these are called, by Flax's interception of methods.
 
-Flax can intercept the calls of methods. When a layer of Flax is about to run, its hook for a
-product is set; the layer and its parameters stay as they are.
+When a layer of Flax is about to run, its hook for a product is set; the layer and its parameters
+stay as they are. While a module of the user's own runs, its parameters are followed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
+import jax
 import numpy as np
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
+from jfp8.conversion.parameter_products import (
+    Parameter,
+    ParameterProduct,
+    followed_modules,
+    following,
+)
+from jfp8.conversion.unconverted_warning import is_known
 from jfp8.layers.linen.attention import (
     EINSUM_HOOKS,
     MultiHeadDotProductAttention,
@@ -37,12 +45,16 @@ from jfp8.layers.linen.products import (
     promote_dtype,
     promote_values,
 )
+from jfp8.recipes import in_effect as region
+from jfp8.recipes.in_effect import Region
+from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
+from jfp8.tracing.compat import not_interposed
 from jfp8.tracing.notes import note
 
 
 def _own_call(layer: type[nn.Module]) -> Callable[..., Any]:
-    """The function that Flax runs for ``layer.__call__``, without what Flax wraps it in."""
+    """Return the function that Flax runs for ``layer.__call__``, unwrapped."""
     return inspect.unwrap(layer.__call__)
 
 
@@ -59,11 +71,7 @@ _ATTENTION = (_STOCK_ATTENTION, _own_call(MultiHeadDotProductAttention))
 
 
 def own_attention(layer: nn.MultiHeadDotProductAttention) -> str:
-    """Why attention itself is not Flax's: what `layer` was given for it; "" for nothing.
-
-    Args:
-      layer: of Flax.
-    """
+    """Say what a `layer` of Flax was given to compute attention with; "" for nothing."""
     given = [hook for hook in EINSUM_HOOKS if _has_own(layer, hook)]
     given += [] if is_stock(layer.attention_fn) else ["attention_fn"]
     return f"the layer was given its own {' and '.join(given)}" if given else ""
@@ -74,20 +82,19 @@ def _has_own(layer: nn.Module, hook: str) -> bool:
 
 
 def _function_of(context: nn.module.InterceptorContext) -> Any:
-    """The function that Flax is about to run."""
+    """Return the function that Flax is about to run."""
     bound: Any = context.orig_method
     return bound.func
 
 
 def is_layer(context: nn.module.InterceptorContext) -> bool:
-    """Whether this is the call of a layer with a product that could be FP8."""
-    # Of a lifted layer (nn.vmap, nn.remat) this is the call inside of the transformation.
-    function: Any = _function_of(context)
-    return function in _HOOKS and not isinstance(context.module, nn.ConvLocal)
+    """Tell whether this is the call of a layer with a product that could be FP8."""
+    # Of a lifted layer (nn.vmap, nn.remat) this is the call inside the transformation.
+    return _function_of(context) in _HOOKS and not isinstance(context.module, nn.ConvLocal)
 
 
 def path_of(module: nn.Module) -> str:
-    """``"Block_0/Dense_1"``."""
+    """Return ``"Block_0/Dense_1"``."""
     return "/".join(module.path)
 
 
@@ -95,7 +102,7 @@ def replace_products(
     choose: Callable[[str, nn.Module, Any, str], ProductOf | str],
     attention: Callable[[str, nn.Module, str], Callable[..., DotProductAttention] | str | None],
 ) -> Callable[..., Any]:
-    """An interceptor under which layers compute their products with what `choose` gives.
+    """Make an interceptor under which layers compute their products with what `choose` gives.
 
     Args:
       choose: ``(path, layer, input, own) -> `` what makes the product, or why it stays as it is.
@@ -155,7 +162,7 @@ def _attention_by(made: Any, layer: nn.Module) -> contextlib.AbstractContextMana
 
 
 def replace_caches(dtype: Callable[[], np.dtype | Format | None]) -> Callable[..., Any]:
-    """An interceptor under which layers with ``decode=True`` store keys and values in `dtype`.
+    """Make an interceptor under which layers with ``decode=True`` store their cache in `dtype`.
 
     Args:
       dtype: asked at each call; None: the layer's cache stays that of Flax.
@@ -171,3 +178,74 @@ def replace_caches(dtype: Callable[[], np.dtype | Format | None]) -> Callable[..
             return next_fun(*args, **kwargs)
 
     return intercept
+
+
+def by_choice(product: ParameterProduct, chosen: ProductOf | str) -> jax.Array:
+    """Compute `product` by what `chosen` makes, or plain for that reason.
+
+    The state is beside the parameter, as ``DotGeneral_<name>``. If the module differentiates, its
+    own dgrad is another product, ``DotGeneral_<name>_2``: the amaxes of gradients have nothing to
+    do with those of activations.
+    """
+    if isinstance(chosen, str):
+        return product.staying(chosen)
+    scope = product.parameter.module.scope
+    assert scope is not None
+    name = f"DotGeneral_{product.parameter.name}" + (f"_{product.nth}" if product.nth > 1 else "")
+    return product.by(chosen(parent=scope.push(name, reuse=True)))
+
+
+def find_products(found: Callable[[ParameterProduct], jax.Array]) -> Callable[..., Any]:
+    """Make an interceptor under which products of parameters are what `found` gives for them."""
+
+    def intercept(next_fun, args, kwargs, context):
+        module = context.module
+        if module.scope is None:
+            return next_fun(*args, **kwargs)
+        if is_known(type(module)) or is_known(_function_of(context)):
+            with not_interposed():  # layers have products of their own
+                return next_fun(*args, **kwargs)
+        modules = (module, *followed_modules())
+        with following(modules, functools.partial(_parameter_of, modules), found):
+            return next_fun(*args, **kwargs)
+
+    return intercept
+
+
+def _parameter_of(modules: tuple[nn.Module, ...], value: Any) -> Parameter | None:
+    """Find the parameter that `value` is, of one of the `modules`, the innermost first."""
+    for module in modules:
+        scope = module.scope
+        assert scope is not None
+        for name, collections in list(scope.reservations.items()):
+            if "params" not in collections or not scope.has_variable("params", name):
+                continue
+            stored = scope.get_variable("params", name)
+            leaves = [stored] if stored is value else jax.tree.leaves(stored)  # of a box
+            if any(leaf is value for leaf in leaves):
+                return Parameter(module, "/".join(module.path), name)
+    return None
+
+
+@contextlib.contextmanager
+def in_region(recipe: Recipe, enabled: bool) -> Iterator[None]:
+    """Let Flax's layers, and products of parameters, use `recipe` inside; see `autocast`."""
+    here = Region(recipe, enabled)
+
+    def choose(path: str, layer: nn.Module, x: Any, own: str) -> ProductOf | str:
+        del path, layer, x
+        if own or region.current() != here:
+            return own
+        return ProductOf(DotGeneral, None, None)
+
+    def found(product: ParameterProduct) -> jax.Array:
+        if region.current() != here:
+            return product.plain()
+        return by_choice(product, ProductOf(DotGeneral, None, None))
+
+    with (
+        region.entered(here),
+        nn.intercept_methods(find_products(found)),
+        nn.intercept_methods(replace_products(choose, lambda *_: None)),
+    ):
+        yield
