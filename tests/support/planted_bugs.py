@@ -1685,7 +1685,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "gradients_of_data_that_nobody_computes",
         "the report marks dgrad of a first layer whose data has the dimensions of its weight",
-        "jfp8/conversion/layer_table.py",
+        "jfp8/conversion/product_report.py",
         "if by_lhs == by_rhs and few:",
         "if not by_lhs and few:",
         "conversion/test_report.py::test_marks_say_what_of_a_layer_is_fp8",
@@ -1693,7 +1693,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a_reason_for_each_shape",
         "the report says the same reason again for every shape of scales",
-        "jfp8/conversion/layer_table.py",
+        "jfp8/conversion/product_report.py",
         '_SHAPES.sub("", why)',
         "why",
         "conversion/test_report.py::test_reasons_that_differ_in_shapes_are_one",
