@@ -17,10 +17,12 @@ from flax.core import meta
 from flax.core.scope import CollectionFilter, DenyList, in_filter, union_filters
 from flax.traverse_util import flatten_dict
 
-from jfp8.conversion import caches, edges
+from jfp8.conversion import edges
 from jfp8.conversion.causal import masks_later_positions
 from jfp8.conversion.linen_products import (
     by_choice,
+    check_cache_dtypes,
+    check_caching_layers,
     find_products,
     is_layer,
     path_of,
@@ -240,9 +242,9 @@ class _Met:
         """Raise ``ValueError`` if keys and values are not stored as `selection` says."""
         if selection.cache_dtype is not None:
             if self.knows_all(params):
-                caches.check_kinds(selection.cache_dtype, self.kinds.values())
+                check_caching_layers(selection.cache_dtype, self.kinds.values())
             for given in variables:
-                caches.check_dtypes(selection.cache_dtype, given.get("cache", {}))
+                check_cache_dtypes(selection.cache_dtype, given.get("cache", {}))
 
     def warn(self, model: Any, params: Any) -> None:
         """Warn, once, if nothing of `model`, which was called as a whole, became FP8.

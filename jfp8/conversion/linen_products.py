@@ -10,12 +10,14 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax.core import meta
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
 from jfp8.conversion.parameter_products import (
@@ -49,6 +51,7 @@ from jfp8.recipes import in_effect as region
 from jfp8.recipes.in_effect import Region
 from jfp8.recipes.recipe import Recipe
 from jfp8.scaling.formats import Format
+from jfp8.scaling.trees import is_scaled_array
 from jfp8.tracing.compat import not_interposed
 from jfp8.tracing.notes import note
 
@@ -178,6 +181,32 @@ def replace_caches(dtype: Callable[[], np.dtype | Format | None]) -> Callable[..
             return next_fun(*args, **kwargs)
 
     return intercept
+
+
+def check_caching_layers(kept: np.dtype | Format, kinds: Iterable[type]) -> None:
+    """Raise ``ValueError`` if no module of these `kinds` has a cache that `convert` reaches."""
+    if not any(issubclass(kind, nn.MultiHeadDotProductAttention) for kind in kinds):
+        raise ValueError(
+            f"cache_dtype={kept} is for models with nn.MultiHeadDotProductAttention(decode=True), "
+            "and this model has no such layer. Caches that other modules make, or that are "
+            "arguments, stay as they are. Leave out cache_dtype."
+        )
+
+
+def check_cache_dtypes(kept: np.dtype | Format, cache: Any) -> None:
+    """Raise ``ValueError`` if something in the collection `cache` is not in the dtype `kept`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(meta.unbox(cache), is_leaf=is_scaled_array)
+    for path, leaf in flat:
+        stored = leaf.format if is_scaled_array(leaf) else leaf.dtype
+        is_number = is_scaled_array(leaf) or jnp.issubdtype(stored, jnp.floating)
+        if is_number and stored != kept:
+            *module, name = (key.key for key in path)
+            raise ValueError(
+                f"cache_dtype={kept}, but {name} of {'/'.join(module) or 'the model'} is stored in "
+                f"{stored}. Make the cache by init of the converted model. If the module is not "
+                "nn.MultiHeadDotProductAttention, convert does not reach its cache: leave out "
+                "cache_dtype. (Layers of jfp8 take cache_dtype themselves.)"
+            )
 
 
 def by_choice(product: ParameterProduct, chosen: ProductOf | str) -> jax.Array:
