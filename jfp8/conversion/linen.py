@@ -385,7 +385,8 @@ def _edges_of(
 def _shapes(params: Any) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes of the parameters of each module that has some of its own."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for (*module, name), value in flatten_dict(meta.unbox(params)).items():
+    flat: dict[tuple[str, ...], Any] = flatten_dict(meta.unbox(params))
+    for (*module, name), value in flat.items():
         found.setdefault("/".join(module), {})[name] = np.shape(value)
     return found
 
