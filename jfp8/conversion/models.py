@@ -81,6 +81,8 @@ def convert(
     >>> fp8_model.init(jax.random.key(0), jnp.ones((1, 32))).keys()
     dict_keys(['params'])
     """
+    if isinstance(recipe, nn.Module | nnx.Module):
+        raise TypeError("recipe is a model, which comes first: jfp8.convert(model, recipe).")
     selection = select(recipe, exempt, only, attention, state_collection, cache_dtype)
     return convert_selected(model, selection)
 
